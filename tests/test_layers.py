@@ -1,0 +1,73 @@
+"""The house: imports point down only, siblings do not know each other, files and functions stay small."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import tuner
+
+ROOT = Path(tuner.__file__).parent
+
+FLOORS = (
+    ("__main__",),
+    ("cli",),
+    ("commands",),
+    ("service", "doctor"),
+    ("fleet",),
+    ("tuning",),
+    ("simulator", "profiles", "report"),
+    ("replay", "search"),
+    ("traffic", "engine", "knobs", "history"),
+    ("processes",),
+    ("errors", "settings"),
+    ("records",),
+    ("__init__",),
+)
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+ONLY_IN = {"optuna": ("search",), "sqlalchemy": ("history",), "subprocess": ("processes",), "ray": ("fleet",)}
+MODULES = sorted(path for path in ROOT.rglob("*.py") if "migrations" not in path.parts)
+
+
+def _room(path: Path) -> str:
+    relative = path.relative_to(ROOT)
+    return relative.parts[0].removesuffix(".py")
+
+
+def _imports(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_down(path: Path) -> None:
+    room = _room(path)
+    for name in _imports(path):
+        parts = name.split(".")
+        if parts[0] in ONLY_IN:
+            assert room in ONLY_IN[parts[0]], f"{room} imports {parts[0]}"
+        if parts[0] != "tuner" or len(parts) == 1:
+            continue
+        target = parts[1] if parts[1] in FLOOR_OF else "__init__"
+        if target != room:
+            assert FLOOR_OF[target] > FLOOR_OF[room], f"{room} imports {target}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_functions_stay_small(path: Path) -> None:
+    text = path.read_text()
+    assert text.count("\n") <= 400, f"{path} is longer than 400 lines"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            body = [
+                n for n in node.body if not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))
+            ]
+            lines = (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
+            assert lines <= 40, f"{path}:{node.lineno} {node.name} has {lines} lines"

@@ -1,0 +1,1 @@
+"""What happened, in SQL: the only room that knows tables. It takes and gives frozen records."""

@@ -1,0 +1,3 @@
+"""What can be turned: the catalogue of engine arguments per version, search spaces, and the way from a
+candidate to argv. No engine is imported; the target interpreter is asked in a subprocess.
+"""

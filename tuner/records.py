@@ -1,0 +1,402 @@
+"""The frozen records that rooms hand to each other; no behaviour beyond construction and reading.
+
+Times of day are aware UTC datetimes, durations are seconds unless the name says otherwise, latencies are
+milliseconds. A change makes a new record (`dataclasses.replace`).
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Value = bool | int | float | str | None
+"""A knob's value. Lists and objects are written as canonical JSON strings."""
+
+JSON = dict[str, "JSON"] | list["JSON"] | str | int | float | bool | None
+
+
+def canonical_json(value: object) -> str:
+    """The one JSON text of a value: sorted keys, no spaces, no NaN; what digests are taken of."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def digest_of(value: object) -> str:
+    """SHA-256 hex digest of the canonical JSON of a value."""
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()
+
+
+class Candidate(Mapping[str, Value]):
+    """One point of a search space: an immutable, hashable, ordered mapping knob → value.
+
+    A knob that is absent is left to the engine's own default; that is not the same as None.
+    """
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Mapping[str, Value] = MappingProxyType({})) -> None:
+        self._values = dict(sorted(values.items()))
+
+    def __getitem__(self, name: str) -> Value:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Candidate) and self.digest == other.digest
+
+    def __repr__(self) -> str:
+        return f"Candidate({self._values})"
+
+    @property
+    def digest(self) -> str:
+        """Identity of the candidate: True and 1 differ, order does not matter."""
+        return digest_of(self._values)
+
+    def with_values(self, **values: Value) -> "Candidate":
+        """The same candidate with some knobs set."""
+        return Candidate({**self._values, **values})
+
+
+class TrialState(StrEnum):
+    """Where a trial is; only COMPLETE carries measured scores."""
+
+    RUNNING = "RUNNING"
+    COMPLETE = "COMPLETE"
+    PRUNED = "PRUNED"
+    INFEASIBLE = "INFEASIBLE"
+    ABORTED = "ABORTED"
+
+
+class RunState(StrEnum):
+    """RUNNING → FINISHED | CANCELLED | FAILED; a RUNNING run whose controller is gone is resumed."""
+
+    RUNNING = "RUNNING"
+    FINISHED = "FINISHED"
+    CANCELLED = "CANCELLED"
+    FAILED = "FAILED"
+
+
+Direction = Literal["minimize", "maximize"]
+
+MAXIMIZED = frozenset(
+    {"goodput_rps", "slo_attainment", "request_rps", "output_tokens_per_s", "input_tokens_per_s"}
+    | {"requests", "prefix_hit_rate", "max_speed"}
+)
+"""Measurement names where more is better; every other name is minimised."""
+
+LATENCIES = ("ttft", "tpot", "itl", "e2e")
+STATISTICS = ("mean", "p50", "p90", "p95", "p99")
+MEASUREMENT_NAMES = frozenset(
+    {f"{kind}_{stat}_ms" for kind in LATENCIES for stat in STATISTICS}
+    | {"goodput_rps", "slo_attainment", "request_rps", "output_tokens_per_s", "input_tokens_per_s"}
+    | {"requests", "failed", "preemptions", "kv_usage_mean", "kv_usage_max", "prefix_hit_rate"}
+    | {"queue_depth_mean", "queue_depth_max", "batch_tokens_mean", "gpu_memory_gib"}
+    | {"gpu_utilization", "energy_j_per_token", "cost_per_million_tokens", "ready_s"}
+    | {"gpu_seconds", "max_speed"}
+)
+
+
+def direction_of(name: str) -> Direction:
+    """Whether a measurement is to be minimised or maximised. KeyError for an unknown name."""
+    if name not in MEASUREMENT_NAMES:
+        raise KeyError(name)
+    return "maximize" if name in MAXIMIZED else "minimize"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slo:
+    """Limits per request, in milliseconds (None = no limit); met when `attainment` of requests are good."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    e2e_ms: float | None = None
+    attainment: float = 0.95
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """A window of a trace in trace time, [start_s, start_s + duration_s)."""
+
+    name: str
+    start_s: float
+    duration_s: float
+    held_out: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Outcome:
+    """What happened to one replayed request. Times are seconds since the replay's zero (its window start).
+
+    `chunk_s` and `chunk_tokens` hold one entry per chunk that carried tokens: arrival stamp and the number
+    of completion tokens in it (from continuous usage). `error` is None for a complete answer.
+    """
+
+    row: int
+    scheduled_s: float
+    sent_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    end_s: float | None = None
+    input_tokens: int = 0
+    expected_input: int = 0
+    output_tokens: int = 0
+    expected_output: int = 0
+    cached_tokens: int | None = None
+    chunk_s: NDArray[np.float64] = field(default_factory=lambda: np.empty(0, np.float64))
+    chunk_tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    error: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fidelity:
+    """Whether a replay is to be believed. `failed` names the gates that failed, empty = believed."""
+
+    values: Mapping[str, float | None] = field(default_factory=dict)
+    failed: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceMeasurement:
+    """The numbers of one slice: the same names as the pooled ones, and where its outcomes lie."""
+
+    name: str
+    window_s: float
+    values: Mapping[str, float]
+    outcomes_file: str | None = None
+
+
+MeasurementKind = Literal["full", "partial", "estimate"]
+Purpose = Literal["search", "confirm", "held_out"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """Numbers folded from the outcomes of one pass over a study's slices by one launch.
+
+    `values` uses MEASUREMENT_NAMES; +inf is a number here and null in JSON and SQL.
+    """
+
+    values: Mapping[str, float]
+    slices: tuple[SliceMeasurement, ...] = ()
+    kind: MeasurementKind = "full"
+    purpose: Purpose = "search"
+    repeat: int = 0
+    launch_id: str | None = None
+    fidelity: Fidelity = field(default_factory=Fidelity)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """Graded constraint values of one trial, > 0 violated, ≤ 0 kept, None not reached."""
+
+    kv: float | None = None
+    oom: float | None = None
+    err: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One candidate launched and measured; a retry is a new `attempt` of the same number.
+
+    `effective` holds the engine's own words for the knobs asked for; `reason` is one sentence and `cause`
+    the verdict's kind, both None unless the trial ended badly. `origin` tells who proposed the candidate.
+    """
+
+    id: int
+    study_id: str
+    run_id: str
+    number: int
+    attempt: int = 0
+    candidate: Candidate
+    state: TrialState = TrialState.RUNNING
+    origin: str = "search"
+    seed: int = 0
+    screened: bool = False
+    measurements: tuple[Measurement, ...] = ()
+    violation: Violation = field(default_factory=Violation)
+    reason: str | None = None
+    cause: str | None = None
+    effective: Mapping[str, Value] = field(default_factory=dict)
+    started_at: datetime
+    ended_at: datetime | None = None
+    gpu_seconds: float = 0.0
+    directory: str | None = None
+
+    @property
+    def measurement(self) -> Measurement | None:
+        """The measurement that the search sees: the last one made for it (extensions come last)."""
+        searched = [m for m in self.measurements if m.purpose == "search"]
+        return searched[-1] if searched else None
+
+    @property
+    def is_baseline(self) -> bool:
+        return self.origin == "baseline"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """What the target interpreter said of its engine: version, platform, exact long flags, defaults."""
+
+    kind: Literal["vllm", "simulated"]
+    version: str
+    platform: Literal["cuda", "cpu", "rocm", "xpu", "tpu"]
+    flags: frozenset[str]
+    defaults: Mapping[str, Value] = field(default_factory=dict)
+    gpu_name: str | None = None
+    gpu_memory_gib: float | None = None
+    gpu_count: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchSpec:
+    """Everything needed to start one engine process tree, and to know it again.
+
+    `command` is what stands before vLLM's own arguments; `argv` the arguments without model, host, port and
+    served names, which the engine room adds. `asked` are the candidate's knobs, to hold against the
+    effective configuration. `cores` pins the engine (None = anywhere).
+    """
+
+    launch_id: str
+    command: tuple[str, ...]
+    model: str
+    argv: tuple[str, ...]
+    served_name: str
+    directory: str
+    env: Mapping[str, str] = field(default_factory=dict)
+    asked: Candidate = field(default_factory=Candidate)
+    ready_timeout_s: float = 900.0
+    stop_timeout_s: float = 30.0
+    stop_command: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = ()
+    cores: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """One engine process tree as history keeps it; `timeline` maps start-up phases to seconds."""
+
+    id: str
+    study_id: str
+    argv: tuple[str, ...]
+    started_at: datetime
+    ended_at: datetime | None = None
+    effective: Mapping[str, Value] = field(default_factory=dict)
+    timeline: Mapping[str, float] = field(default_factory=dict)
+    kv_tokens: int | None = None
+    verdict: str | None = None
+    directory: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A machine with GPUs. `gpu_class` groups nodes whose profiles may be compared, e.g. `h100-80x1`."""
+
+    name: str
+    gpu_class: str
+    gpus: tuple[str, ...] = ()
+    gpu_memory_gib: float | None = None
+    driver: str | None = None
+    host: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    state: Literal["free", "leased", "draining", "dirty", "fault"] = "free"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Study:
+    """What makes trials comparable. `id` is the digest of `identity`; `spec` is the whole study as read."""
+
+    id: str
+    name: str
+    model: str
+    node: str
+    gpu_class: str
+    workload: str
+    engine_version: str
+    trace_digest: str
+    space_digest: str
+    slices: tuple[Slice, ...]
+    objectives: tuple[str, ...]
+    slo: Slo
+    seed: int
+    identity: Mapping[str, JSON]
+    spec: Mapping[str, JSON]
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One execution of a study within a budget. `summary` is what the run concluded, once it ended."""
+
+    id: str
+    study_id: str
+    state: RunState
+    started_at: datetime
+    trials_limit: int | None = None
+    deadline: datetime | None = None
+    ended_at: datetime | None = None
+    cancel_requested: bool = False
+    reason: str | None = None
+    summary: Mapping[str, JSON] = field(default_factory=dict)
+    pid: int | None = None
+    host: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileKey:
+    """Which profile: the model, the node or GPU class, and the workload."""
+
+    model: str
+    target: str
+    workload: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """An immutable version of a winning configuration with its evidence; `digest` is of its content."""
+
+    id: int
+    key: ProfileKey
+    version: int
+    candidate: Candidate
+    engine_version: str
+    gpu_class: str
+    study_id: str
+    trial_id: int | None
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    evidence: Mapping[str, JSON]
+    digest: str
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AliasEvent:
+    """One move of an alias: who moved it, from which version to which, and why."""
+
+    key: ProfileKey
+    alias: str
+    generation: int
+    from_version: int | None
+    to_version: int | None
+    actor: str
+    reason: str
+    at: datetime

@@ -1,0 +1,1 @@
+"""Pictures and words for people: one HTML file without network, and its Markdown twin."""

@@ -1,0 +1,34 @@
+"""Settings of the tuner's own process from `TUNER_*`, and where its shipped files lie."""
+
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+def _home() -> Path:
+    return Path.home() / ".local" / "share" / "tuner"
+
+
+class Settings(BaseSettings):
+    """`TUNER_HOME` holds trial directories, logs, traces and, without `TUNER_DATABASE_URL`, the database."""
+
+    model_config = SettingsConfigDict(env_prefix="TUNER_", extra="ignore")
+
+    home: Path = Field(default_factory=_home)
+    database_url: str = ""
+
+    @property
+    def url(self) -> str:
+        """SQLAlchemy URL of the history database."""
+        return self.database_url or f"sqlite:///{self.home / 'tuner.db'}"
+
+
+def shipped(*parts: str) -> Path:
+    """A file or folder that travels with the package: `search_spaces`, `migrations`, `data`.
+
+    In a wheel they lie under the package; in a checkout `search_spaces` and `migrations` lie beside it.
+    """
+    package = Path(__file__).resolve().parent
+    inside = package.joinpath(*parts)
+    return inside if inside.exists() else package.parent.joinpath(*parts)
