@@ -21,7 +21,7 @@ FLOORS = (
     ("traffic", "engine", "knobs", "history"),
     ("processes",),
     ("errors", "settings"),
-    ("records",),
+    ("records", "measures"),
     ("__init__",),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

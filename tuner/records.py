@@ -90,33 +90,6 @@ class RunState(StrEnum):
     FAILED = "FAILED"
 
 
-Direction = Literal["minimize", "maximize"]
-
-MAXIMIZED = frozenset(
-    {"goodput_rps", "slo_attainment", "request_rps", "output_tokens_per_s", "input_tokens_per_s"}
-    | {"requests", "prefix_hit_rate", "max_speed"}
-)
-"""Measurement names where more is better; every other name is minimised."""
-
-LATENCIES = ("ttft", "tpot", "itl", "e2e")
-STATISTICS = ("mean", "p50", "p90", "p95", "p99")
-MEASUREMENT_NAMES = frozenset(
-    {f"{kind}_{stat}_ms" for kind in LATENCIES for stat in STATISTICS}
-    | {"goodput_rps", "slo_attainment", "request_rps", "output_tokens_per_s", "input_tokens_per_s"}
-    | {"requests", "failed", "preemptions", "kv_usage_mean", "kv_usage_max", "prefix_hit_rate"}
-    | {"queue_depth_mean", "queue_depth_max", "batch_tokens_mean", "gpu_memory_gib"}
-    | {"gpu_utilization", "energy_j_per_token", "cost_per_million_tokens", "ready_s"}
-    | {"gpu_seconds", "max_speed"}
-)
-
-
-def direction_of(name: str) -> Direction:
-    """Whether a measurement is to be minimised or maximised. KeyError for an unknown name."""
-    if name not in MEASUREMENT_NAMES:
-        raise KeyError(name)
-    return "maximize" if name in MAXIMIZED else "minimize"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
     """Limits per request, in milliseconds (None = no limit); met when `attainment` of requests are good."""
@@ -192,7 +165,7 @@ Purpose = Literal["search", "confirm", "held_out"]
 class Measurement:
     """Numbers folded from the outcomes of one pass over a study's slices by one launch.
 
-    `values` uses MEASUREMENT_NAMES; +inf is a number here and null in JSON and SQL.
+    `values` uses the names in tuner.measures; +inf is a number here and null in JSON and SQL.
     """
 
     values: Mapping[str, float]
@@ -250,6 +223,19 @@ class Trial:
     @property
     def is_baseline(self) -> bool:
         return self.origin == "baseline"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What the simulator expects of a candidate: measurement names, and whether it would run at all.
+
+    `spread` is the expected relative error (one standard deviation) per name.
+    """
+
+    values: Mapping[str, float]
+    feasible: bool = True
+    violation: Violation = field(default_factory=Violation)
+    spread: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
