@@ -1,1 +1,1 @@
-"""What each `tuner` command does, a file a noun: read settings, call the rooms, print. No logic of its own."""
+"""What each `tuner` command does, a file a noun: read settings, call rooms, print. No logic of its own."""
