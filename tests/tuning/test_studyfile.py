@@ -1,0 +1,85 @@
+"""A study file is read whole or refused in one sentence naming the file, the line, the key and the cure."""
+
+from pathlib import Path
+
+import pytest
+
+from tuner.errors import BadInput
+from tuner.tuning.studyfile import StudyFile, parse, read
+
+GOOD = """\
+name: chat
+model: tiny
+trace: conv.csv
+space: bursty-mixed
+engine:
+  kind: simulated
+  env: {A: 1, B: true}
+"""
+
+
+def test_defaults_are_those_of_the_manual() -> None:
+    study = parse(GOOD, name="x.yaml")
+    assert (study.plan, study.winner, study.seed, study.speed) == ("standard", "slo", 0, 1.0)
+    assert study.objectives == ["ttft_p95_ms", "tpot_p95_ms", "goodput_rps"]
+    assert study.engine.env == {"A": "1", "B": "true"}
+    assert study.budget.trials == 40
+
+
+BAD = {
+    "unknown key": (GOOD + "sead: 1\n", "x.yaml line 8: unknown key 'sead' (did you mean 'seed'?)"),
+    "unknown key inside": (
+        GOOD + "slo: {ttft: 3}\n",
+        "line 8: unknown key 'slo.ttft' (did you mean 'ttft_ms'?)",
+    ),
+    "unknown key in a list": (
+        GOOD + "slices: [{start: 1}]\n",
+        "unknown key 'slices.0.start' (did you mean 'start_s'?)",
+    ),
+    "unknown word": (
+        GOOD + "plan: fast\n",
+        "line 8: plan: Input should be 'quick', 'standard' or 'thorough', not 'fast'",
+    ),
+    "twice": (GOOD + "name: b\n", "line 8: key 'name' stands twice"),
+    "no yaml": ("name: [", "not YAML"),
+    "a list": ("- name", "a study file is a mapping"),
+    "empty": ("", "a study file is a mapping"),
+    "missing": (GOOD.replace("trace: conv.csv\n", ""), "x.yaml: key 'trace' is missing"),
+    "objective": (
+        GOOD + "objectives: [ttft_p95]\n",
+        "'ttft_p95' is not a measurement (did you mean 'ttft_p95_ms'?)",
+    ),
+    "no interpreter": (GOOD.replace("simulated", "vllm"), "kind: vllm needs python"),
+    "kind": (
+        GOOD.replace("simulated", "vlm"),
+        "engine.kind: Input should be 'vllm' or 'simulated', not 'vlm'",
+    ),
+    "zero": (
+        GOOD + "budget: {trials: 0}\n",
+        "budget.trials: Input should be greater than or equal to 1, not 0",
+    ),
+    "weights": (GOOD + "winner: {wights: {a: 1}}\n", "unknown key 'winner.wights' (did you mean 'weights'?)"),
+    "mapping": (GOOD + "baseline: [1]\n", "line 8: baseline: Input should be a valid dictionary"),
+    "number": (GOOD + "speed: quick\n", "line 8: speed: Input should be a valid number"),
+    "word or list": (GOOD + "slices: peak\n", "line 8: slices: Input should be 'auto'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_named(case: str) -> None:
+    text, sentence = BAD[case]
+    with pytest.raises(BadInput) as caught:
+        parse(text, name="x.yaml")
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"nowhere\.yaml"):
+        read(tmp_path / "nowhere.yaml")
+
+
+def test_every_key_is_documented_in_the_readme() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    missing = [key for key in StudyFile.model_fields if f"{key}:" not in readme]
+    assert missing == []

@@ -1,0 +1,224 @@
+"""The study file as written: YAML → StudyFile, or one BadInput naming file, line, key and the nearest one."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from tuner.errors import BadInput, nearest
+from tuner.measures import NAMES
+
+Scalar = bool | int | float | str | None
+Argument = Scalar | list[Scalar] | dict[str, JsonValue]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+
+
+class EngineFile(_Strict):
+    """Which engine: `args` are fixed arguments (long flag without dashes → value) of every candidate."""
+
+    kind: Literal["vllm", "simulated"] = "vllm"
+    python: str = ""
+    command: tuple[str, ...] = ()
+    args: dict[str, Argument] = Field(default_factory=dict)
+    env: dict[str, str] = Field(default_factory=dict)
+    card: str = "h100-80"
+
+    @field_validator("env", mode="before")
+    @classmethod
+    def _numbers_are_text(cls, env: object) -> object:
+        return (
+            {k: v if isinstance(v, str) else _scalar_text(v) for k, v in env.items()}
+            if isinstance(env, dict)
+            else env
+        )
+
+    @model_validator(mode="after")
+    def _what_goes_together(self) -> "EngineFile":
+        if self.kind == "vllm" and not self.python:
+            raise ValueError("kind: vllm needs python: the interpreter that has vllm installed")
+        if self.kind == "simulated" and (self.python or self.command):
+            raise ValueError("kind: simulated takes neither python nor command, only card, args and env")
+        return self
+
+
+class SliceFile(_Strict):
+    """One slice chosen by hand, in seconds of trace time."""
+
+    start_s: float = Field(ge=0)
+    duration_s: float = Field(gt=0)
+    name: str = ""
+    held_out: bool = False
+
+
+class SloFile(_Strict):
+    """Limits per request; the SLO is met when `attainment` of the requests keep all of them."""
+
+    ttft_ms: float | None = Field(default=None, gt=0)
+    tpot_ms: float | None = Field(default=None, gt=0)
+    e2e_ms: float | None = Field(default=None, gt=0)
+    attainment: float = Field(default=0.95, gt=0, le=1)
+
+
+class QualityFile(_Strict):
+    """How much of the output may differ from the baseline's, for knobs that change the output."""
+
+    min_token_agreement: float = Field(default=0.99, ge=0, le=1)
+
+
+class BudgetFile(_Strict):
+    """What one run may spend."""
+
+    trials: int = Field(default=40, ge=1)
+    hours: float | None = Field(default=None, gt=0)
+
+
+class WeightsFile(_Strict):
+    """The winner by a weighted sum of log ratios to the baseline."""
+
+    weights: dict[str, float]
+
+
+class StudyFile(_Strict):
+    """The whole study file; DESIGN and README hold the meaning of each key."""
+
+    name: str = Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    model: str = Field(min_length=1)
+    workload: str = Field(default="default", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    node: str = "local"
+    trace: str
+    history: Literal["synthetic", "live", "raw"] = "synthetic"
+    space: str
+    engine: EngineFile
+    baseline: dict[str, Scalar] = Field(default_factory=dict)
+    slices: Literal["auto"] | Annotated[list[SliceFile], Field(min_length=1)] = "auto"
+    speed: float = Field(default=1.0, gt=0)
+    plan: Literal["quick", "standard", "thorough"] = "standard"
+    slo: SloFile = Field(default_factory=SloFile)
+    objectives: list[str] = Field(default=["ttft_p95_ms", "tpot_p95_ms", "goodput_rps"], min_length=1)
+    winner: Literal["slo", "knee"] | WeightsFile = "slo"
+    live_limits: Literal["auto", "off"] = "auto"
+    quality: QualityFile = Field(default_factory=QualityFile)
+    price_per_gpu_hour: float | None = Field(default=None, ge=0)
+    budget: BudgetFile = Field(default_factory=BudgetFile)
+    seed: int = Field(default=0, ge=0)
+
+    @field_validator("objectives")
+    @classmethod
+    def _known_names(cls, names: list[str]) -> list[str]:
+        for name in names:
+            if name not in NAMES:
+                raise ValueError(f"'{name}' is not a measurement{nearest(name, sorted(NAMES))}")
+        if len(set(names)) != len(names):
+            raise ValueError("an objective is named twice")
+        return names
+
+
+def _scalar_text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def read(path: Path) -> StudyFile:
+    """Read a study file. BadInput names the file, the line, the key and the nearest right thing."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise BadInput(f"cannot read the study file {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path} is not a UTF-8 text file") from error
+    return parse(text, name=str(path))
+
+
+def parse(text: str, *, name: str) -> StudyFile:
+    """The study in a YAML text; `name` is what errors call it."""
+    lines, value = _load(text, name)
+    if not isinstance(value, dict):
+        raise BadInput(
+            f"{name}: a study file is a mapping of keys, such as name, model, trace, space, engine"
+        )
+    try:
+        return StudyFile.model_validate(value)
+    except ValidationError as error:
+        raise BadInput(_sentence(error, name, lines)) from error
+
+
+def _load(text: str, name: str) -> tuple[Mapping[tuple[object, ...], int], object]:
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        lines = dict(_lines(node, (), name)) if node is not None else {}
+        return lines, yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f" line {mark.line + 1}" if mark else ""
+        raise BadInput(f"{name}{where}: not YAML: {error.problem or error.context}") from error
+    except yaml.YAMLError as error:
+        raise BadInput(f"{name}: not YAML: {' '.join(str(error).split())}") from error
+
+
+def _lines(node: yaml.Node, at: tuple[object, ...], name: str) -> Iterator[tuple[tuple[object, ...], int]]:
+    yield at, node.start_mark.line + 1
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            if key.value in seen:
+                raise BadInput(f"{name} line {key.start_mark.line + 1}: key '{key.value}' stands twice")
+            seen.add(key.value)
+            yield (*at, key.value), key.start_mark.line + 1
+            yield from ((k, v) for k, v in _lines(value, (*at, key.value), name) if k != (*at, key.value))
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield from _lines(item, (*at, index), name)
+
+
+def _sentence(error: ValidationError, name: str, lines: Mapping[tuple[object, ...], int]) -> str:
+    found = min(error.errors(), key=lambda e: (e["type"] != "extra_forbidden", -len(e["loc"])))
+    at = _place(found["loc"], lines)
+    line = next((lines[at[:n]] for n in range(len(at), 0, -1) if at[:n] in lines), None)
+    where = f"{name} line {line}" if line else name
+    key = ".".join(str(part) for part in at)
+    if found["type"] == "extra_forbidden":
+        return f"{where}: unknown key '{key}'{nearest(str(at[-1]), _fields(at[:-1]))}"
+    if found["type"] == "missing":
+        return f"{where}: key '{'.'.join([*map(str, at), str(found['loc'][-1])])}' is missing"
+    message = found["msg"].removeprefix("Value error, ")
+    given = found["input"]
+    shown = (
+        f", not {given!r}" if isinstance(given, str | int | float) and found["type"] != "value_error" else ""
+    )
+    return f"{where}: {key or 'study'}: {message}{shown}"
+
+
+def _place(loc: tuple[int | str, ...], lines: Mapping[tuple[object, ...], int]) -> tuple[object, ...]:
+    """The keys of the file that lead to an error; pydantic puts names of union branches in between."""
+    at: tuple[object, ...] = ()
+    for part in loc:
+        if (*at, part) in lines:
+            at = (*at, part)
+    return at
+
+
+_SECTIONS: Mapping[str, type[BaseModel]] = {
+    "engine": EngineFile,
+    "slo": SloFile,
+    "quality": QualityFile,
+    "budget": BudgetFile,
+    "winner": WeightsFile,
+    "slices": SliceFile,
+}
+
+
+def _fields(at: tuple[object, ...]) -> list[str]:
+    model = _SECTIONS.get(str(at[0]), StudyFile) if at else StudyFile
+    return list(model.model_fields)
