@@ -20,6 +20,7 @@ FLOORS = (
     ("replay", "search"),
     ("traffic", "engine", "knobs", "history"),
     ("processes",),
+    ("leftovers",),
     ("errors", "settings"),
     ("records", "measures"),
     ("__init__",),

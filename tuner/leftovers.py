@@ -1,0 +1,150 @@
+"""What a process tree leaves behind: its log, temporary files, shared memory and control group."""
+
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+LOG_LIMIT = 16 << 20
+LOG_KEPT = 200_000
+
+
+def private_directory(tag: str) -> Path:
+    """The launch's own TMPDIR (sockets and temporary files); short, as socket paths are limited."""
+    base = tempfile.gettempdir()
+    return Path(base if len(base) < 40 else "/tmp", f"tuner-{tag}"[:60])
+
+
+def cgroup_home() -> Path | None:
+    """Where this host lets us make control groups (version 2, else the pids hierarchy), None if nowhere."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    paths = {controller: path for _, controller, path in (line.split(":", 2) for line in lines)}
+    homes = [(Path("/sys/fs/cgroup"), paths.get("")), (Path("/sys/fs/cgroup/pids"), paths.get("pids"))]
+    for root, path in homes:
+        home = root / (path or "").lstrip("/")
+        if path is not None and (home / "cgroup.procs").exists() and os.access(home, os.W_OK):
+            return home
+    return None
+
+
+def enter_cgroup(tag: str, pid: int) -> Path | None:
+    """Put a process into a control group of its own, where the host allows it."""
+    home = cgroup_home()
+    if home is None:
+        return None
+    group = home / f"tuner-{tag}"
+    try:
+        group.mkdir(exist_ok=True)
+        (group / "cgroup.procs").write_text(str(pid))
+    except OSError:
+        leave_cgroup(tag)
+        return None
+    return group
+
+
+def cgroup_members(group: Path) -> list[int]:
+    """Processes in a control group; none when it is gone."""
+    try:
+        return [int(line) for line in (group / "cgroup.procs").read_text().split()]
+    except OSError:
+        return []
+
+
+def leave_cgroup(tag: str) -> None:
+    """Kill what is left in a launch's control group (version 2 does it in one write) and remove it."""
+    home = cgroup_home()
+    group = home / f"tuner-{tag}" if home else None
+    if group is None or not group.is_dir():
+        return
+    try:
+        if (group / "cgroup.kill").exists():
+            (group / "cgroup.kill").write_text("1")
+        group.rmdir()
+    except OSError:
+        return  # still busy: the sweep by tag has said who survives
+
+
+def shared_files(pid: int) -> set[Path]:
+    """Files in shared memory that a process has mapped or holds open."""
+    try:
+        process = psutil.Process(pid)
+        paths = {m.path for m in process.memory_maps()} | {f.path for f in process.open_files()}
+    except (psutil.Error, OSError):
+        return set()
+    return {Path(path) for path in paths if path.startswith("/dev/shm/")}
+
+
+def leaked_files(since: float) -> set[Path]:
+    """Offload files of ours in shared memory that were made after `since` (a wall-clock time)."""
+    found = set()
+    for path in Path("/dev/shm").glob("vllm_offload_*"):
+        try:
+            about = path.stat()
+        except OSError:
+            continue
+        if about.st_uid == os.getuid() and about.st_mtime >= since:
+            found.add(path)
+    return found
+
+
+def remove_unused(paths: set[Path]) -> None:
+    """Remove shared-memory files that no living process uses any more."""
+    candidates = {path for path in paths if path.exists()}
+    if candidates:
+        for pid in psutil.pids():
+            candidates -= shared_files(pid)
+    for path in candidates:
+        path.unlink(missing_ok=True)
+
+
+def clear(directory: Path) -> None:
+    """Remove a private directory of ours with all that is in it."""
+    for root, folders, files in os.walk(directory, topdown=False):
+        for name in files:
+            Path(root, name).unlink(missing_ok=True)
+        for name in folders:
+            path = Path(root, name)
+            path.unlink() if path.is_symlink() else path.rmdir()
+    if directory.is_dir():
+        directory.rmdir()
+
+
+class Log:
+    """Drains a pipe into a file in a thread of its own, so that the writer never blocks on us."""
+
+    def __init__(self, pipe: IO[bytes] | None, path: Path, redact: Callable[[bytes], bytes]) -> None:
+        self._thread = threading.Thread(target=self._drain, args=(pipe, path, redact), daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        self._thread.join(timeout=10)
+
+    @staticmethod
+    def _drain(pipe: IO[bytes] | None, path: Path, redact: Callable[[bytes], bytes]) -> None:
+        if pipe is None:
+            return
+        with pipe, path.open("w+b", buffering=0) as file:
+            size = 0
+            while line := pipe.readline(65536):
+                size += file.write(redact(line)) or 0
+                if size > LOG_LIMIT:
+                    size = _shorten(file)
+
+
+def _shorten(file: IO[bytes]) -> int:
+    """Keep head and tail of a log that grew too long. Returns its new size."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(size - LOG_KEPT)
+    tail = file.read(LOG_KEPT)
+    file.truncate(LOG_KEPT)
+    file.seek(LOG_KEPT)
+    file.write(b"\n[tuner: %d bytes left out]\n" % (size - 2 * LOG_KEPT))
+    file.write(tail)
+    return file.tell()

@@ -1,0 +1,398 @@
+"""The only file that starts processes: spawn in a session of its own, tag, stop, reap; nothing stays.
+
+Every process of a launch carries `TUNER_LAUNCH_ID=<tag>` in its environment, so that children which left the
+group are found too. A guardian process reaps all open tags when this process dies without saying goodbye.
+"""
+
+import asyncio
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+from tuner.errors import BadInput
+from tuner.leftovers import (
+    Log,
+    cgroup_members,
+    clear,
+    enter_cgroup,
+    leaked_files,
+    leave_cgroup,
+    private_directory,
+    remove_unused,
+    shared_files,
+)
+
+TAG = "TUNER_LAUNCH_ID"
+_PR_SET_CHILD_SUBREAPER = 36
+_started: set[int] = set()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """Answer of a short command. `code` is None when it was killed at its deadline."""
+
+    code: int | None
+    out: str
+    err: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopped:
+    """How a process tree ended; `survivors` are processes that outlived SIGKILL (a hard fault)."""
+
+    how: str
+    code: int | None
+    seconds: float
+    survivors: tuple[int, ...] = ()
+
+
+class Process:
+    """The leader of one process tree. Its exit code, and whether we had asked, latch when first seen."""
+
+    def __init__(self, popen: "subprocess.Popen[bytes]", tag: str, log: Log, cgroup: Path | None) -> None:
+        self.pid = popen.pid
+        self.tag = tag
+        self.asked = False
+        self.ended_unasked = False
+        self.started_at = time.time()
+        self.cgroup = cgroup
+        self._popen = popen
+        self._log = log
+
+    @property
+    def code(self) -> int | None:
+        """Exit code of the leader (negative: killed by that signal), None while it lives."""
+        before = self._popen.returncode
+        code = self._popen.poll()
+        if before is None and code is not None and not self.asked:
+            self.ended_unasked = True
+        return code
+
+    def close(self) -> None:
+        """Finish the log after the tree is gone."""
+        self._log.join()
+        _started.discard(self.pid)
+
+
+class Table(Protocol):
+    """What `stop` needs of the operating system's process table."""
+
+    def members(self, process: Process) -> list[int]:
+        """Living (not zombie) processes of the group, the tag or the control group."""
+
+    def kill(self, pid: int, number: signal.Signals) -> None:
+        """Send a signal; a process that is gone is no error."""
+
+
+class HostTable:
+    """The process table of this host."""
+
+    def members(self, process: Process) -> list[int]:
+        found = {p.pid for p in tagged(process.tag)}
+        found.update(pid for pid in psutil.pids() if _group(pid) == process.pid and _lives(pid))
+        if process.cgroup is not None:
+            found.update(pid for pid in cgroup_members(process.cgroup) if _lives(pid))
+        return sorted(found)
+
+    def kill(self, pid: int, number: signal.Signals) -> None:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            return
+
+
+HOST = HostTable()
+
+
+def spawn(
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str | None],
+    directory: str | Path,
+    log: str | Path,
+    tag: str,
+    cores: Iterable[int] | None = None,
+    redact: Callable[[bytes], bytes] | None = None,
+) -> Process:
+    """Start a command as leader of its own session. `env` is laid over ours; None removes a name.
+
+    Output goes to `log` through `redact`, line by line; beyond LOG_LIMIT only head and tail are kept.
+    """
+    _become_subreaper()
+    _guardian.tell(f"+{tag}")
+    private = private_directory(tag)
+    private.mkdir(mode=0o700, parents=True, exist_ok=True)
+    full = _environment({**env, TAG: tag, "TMPDIR": str(private)})
+    try:
+        popen = subprocess.Popen(
+            list(command),
+            env=full,
+            cwd=directory,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    except OSError as error:
+        clear(private)
+        _guardian.tell(f"-{tag}")
+        raise BadInput(f"cannot start {command[0]!r}: {error.strerror or error}") from error
+    _started.add(popen.pid)
+    if cores is not None:
+        pin(cores, popen.pid)
+    cgroup = enter_cgroup(tag, popen.pid)
+    return Process(popen, tag, Log(popen.stdout, Path(log), redact or bytes), cgroup)
+
+
+def run(
+    command: Sequence[str],
+    *,
+    timeout_s: float,
+    env: Mapping[str, str | None] | None = None,
+    stdin: str = "",
+) -> Finished:
+    """Run a short command to its end; at the deadline its whole session is killed (`code` None).
+
+    `env` is laid over ours; None removes a name. BadInput when the program cannot be started.
+    """
+    try:
+        popen = subprocess.Popen(
+            list(command),
+            env=_environment(env or {}),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise BadInput(f"cannot start {command[0]!r}: {error.strerror or error}") from error
+    _started.add(popen.pid)
+    try:
+        out, err = popen.communicate(stdin.encode(), timeout=timeout_s)
+        code: int | None = popen.returncode
+    except subprocess.TimeoutExpired:
+        _kill_group(popen.pid)
+        out, err = popen.communicate()
+        code = None
+    except BaseException:
+        _kill_group(popen.pid)
+        popen.communicate()
+        raise
+    finally:
+        _started.discard(popen.pid)
+    return Finished(code=code, out=out.decode(errors="replace"), err=err.decode(errors="replace"))
+
+
+def pin(cores: Iterable[int], pid: int = 0) -> None:
+    """Keep a process (0: this one) on the given cores; its later children inherit that."""
+    os.sched_setaffinity(pid, set(cores))
+
+
+def tagged(tag: str | None = None) -> list[psutil.Process]:
+    """Living processes of one launch, or of every launch on this host; never this process or its parents."""
+    own = {os.getpid(), *(p.pid for p in psutil.Process().parents())}
+    found = []
+    for process in psutil.process_iter():
+        if process.pid in own:
+            continue
+        try:
+            value = process.environ().get(TAG)
+            if value is not None and tag in (None, value) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue  # gone, a zombie, or somebody else's
+    return found
+
+
+def reap(tag: str, *, timeout_s: float = 10.0) -> int:
+    """Kill whatever still carries the tag, with its groups, and clear its files. Returns how many.
+
+    For launches whose controller is gone; a launch of this process is ended with `stop`.
+    """
+    killed: set[int] = set()
+    shared: set[Path] = set()
+    deadline = time.monotonic() + timeout_s
+    while living := tagged(tag):
+        for process in living:
+            shared |= shared_files(process.pid)
+            if process.pid not in killed or time.monotonic() > deadline:
+                HOST.kill(process.pid, signal.SIGKILL)
+            killed.add(process.pid)
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    collect_zombies()
+    remove_unused(shared)
+    clear(private_directory(tag))
+    leave_cgroup(tag)
+    return len(killed)
+
+
+async def stop(
+    process: Process,
+    *,
+    timeout_s: float = 30.0,
+    stop_command: Sequence[str] = (),
+    kill_timeout_s: float = 60.0,
+    table: Table = HOST,
+) -> Stopped:
+    """End a process tree: SIGTERM to the leader, again at half time, then SIGKILL to all that is left of it.
+
+    `stop_command` (`{tag}` replaced) runs first: it reaches what sits behind a container's door.
+    """
+    begun = time.monotonic()
+    how = "exited" if process.code is not None else "terminated"
+    process.asked = True
+    if stop_command:
+        line = [part.replace("{tag}", process.tag) for part in stop_command]
+        await asyncio.to_thread(run, line, timeout_s=timeout_s)
+    shared = {path for pid in table.members(process) for path in shared_files(pid)}
+    if not await _leader_ends(process, timeout_s, table):
+        how = "killed"
+    left = await _kill_all(process, kill_timeout_s, table)
+    collect_zombies()
+    code = process.code
+    if not left:
+        process.close()
+        remove_unused(shared | leaked_files(process.started_at))
+        clear(private_directory(process.tag))
+        leave_cgroup(process.tag)
+        _guardian.tell(f"-{process.tag}")
+    return Stopped(how=how, code=code, seconds=time.monotonic() - begun, survivors=tuple(left))
+
+
+def collect_zombies() -> int:
+    """Wait for orphans that this process inherited as subreaper and that are dead. Returns how many."""
+    collected = 0
+    for child in psutil.Process().children():
+        try:
+            strange = child.pid not in _started and os.getsid(child.pid) != os.getsid(0)
+            if strange and child.status() == psutil.STATUS_ZOMBIE:
+                os.waitpid(child.pid, os.WNOHANG)
+                collected += 1
+        except (psutil.Error, OSError):
+            continue
+    return collected
+
+
+async def _leader_ends(process: Process, timeout_s: float, table: Table) -> bool:
+    """SIGTERM, again at half time (start-up code swallows the first). True when the leader ended by then."""
+    begun = time.monotonic()
+    for share in (0.5, 1.0):
+        if process.code is None:
+            table.kill(process.pid, signal.SIGTERM)
+        while process.code is None and time.monotonic() - begun < timeout_s * share:
+            await asyncio.sleep(0.02)
+    return process.code is not None
+
+
+async def _kill_all(process: Process, timeout_s: float, table: Table) -> list[int]:
+    """SIGKILL every member until none lives; those that outlive the timeout are returned."""
+    begun = time.monotonic()
+    grace_s = min(1.0, timeout_s / 2)
+    while left := table.members(process):
+        waited = time.monotonic() - begun
+        if waited > timeout_s:
+            return left
+        if waited > grace_s or process.code is None:
+            for pid in left:
+                table.kill(pid, signal.SIGKILL)
+        await asyncio.sleep(0.02)
+    return []
+
+
+def _environment(changes: Mapping[str, str | None]) -> dict[str, str]:
+    full = {name: value for name, value in os.environ.items() if name != TAG}
+    for name, value in changes.items():
+        if value is None:
+            full.pop(name, None)
+        else:
+            full[name] = value
+    return full
+
+
+def _group(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except OSError:
+        return None
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def _kill_group(group: int) -> None:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _become_subreaper() -> None:
+    """Orphans of our launches become our children instead of init's, so that we can wait for them."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+class _Guardian:
+    """A process that reaps the open tags when this one is gone; it hears of them through a pipe."""
+
+    def __init__(self) -> None:
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+        self._lock = threading.Lock()
+
+    def tell(self, line: str) -> None:
+        """`+tag` before a launch, `-tag` after its end. A guardian that died is replaced."""
+        with self._lock:
+            if line[0] == "+" and (self._owner != os.getpid() or self._popen is None or self._popen.poll()):
+                self._start()
+            if self._popen is None or self._popen.stdin is None:
+                return
+            try:
+                self._popen.stdin.write(f"{line}\n".encode())
+                self._popen.stdin.flush()
+            except OSError:
+                self._popen = None
+
+    def _start(self) -> None:
+        self._owner = os.getpid()
+        self._popen = subprocess.Popen(
+            [sys.executable, "-m", "tuner.processes"],
+            stdin=subprocess.PIPE,
+            env=_environment({"PYTHONPATH": str(Path(__file__).parents[1])}),
+            start_new_session=True,
+        )
+        _started.add(self._popen.pid)
+
+
+_guardian = _Guardian()
+
+
+def guard(lines: Iterable[str]) -> None:
+    """Body of the guardian: remember `+tag`, forget `-tag`, and when the input ends reap what is open."""
+    tags: set[str] = set()
+    for line in lines:
+        sign, tag = line[0], line[1:].strip()
+        tags.add(tag) if sign == "+" else tags.discard(tag)
+    for tag in tags:
+        reap(tag)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    guard(sys.stdin)
