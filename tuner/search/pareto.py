@@ -1,0 +1,182 @@
+"""The Pareto front, the volume it covers, and which of its members a policy picks."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tuner.errors import BadInput, NotFound, nearest
+from tuner.measures import MAXIMIZED
+from tuner.records import Slo, Trial, TrialState
+from tuner.search import told
+
+Policy = str | Mapping[str, object]
+"""`slo`, `knee`, or {"weights": {objective: weight}}."""
+
+TIE = 0.02
+"""Relative difference under which two configurations are one and the simpler is taken."""
+
+Matrix = NDArray[np.float64]
+
+
+def non_dominated(costs: Matrix) -> NDArray[np.bool_]:
+    """Mask of the rows that no other row beats in every column; of equal rows the first is kept."""
+    keep = np.ones(len(costs), dtype=bool)
+    for i, row in enumerate(costs):
+        better = np.all(costs <= row, axis=1) & np.any(costs < row, axis=1)
+        same = np.all(costs == row, axis=1)
+        keep[i] = not better.any() and not same[:i].any()
+    return keep
+
+
+def measured(trials: Sequence[Trial], objectives: Sequence[str]) -> tuple[Trial, ...]:
+    """COMPLETE trials with every objective measured in full, screened ones included."""
+    complete = (t for t in told.latest(trials) if t.state is TrialState.COMPLETE)
+    return tuple(
+        t
+        for t in complete
+        if t.measurement and t.measurement.kind == "full" and told.objective_values(t, objectives) is not None
+    )
+
+
+def front(trials: Sequence[Trial], objectives: Sequence[str]) -> tuple[Trial, ...]:
+    """The trials of a study that no other beats in every objective: COMPLETE and relaunched ones only."""
+    found = [t for t in measured(trials, objectives) if not t.screened]
+    if not found:
+        return ()
+    keep = non_dominated(np.array([_signed(t, objectives) for t in found]))
+    return tuple(t for t, kept in zip(found, keep, strict=True) if kept)
+
+
+def _signed(trial: Trial, objectives: Sequence[str]) -> list[float]:
+    values = told.objective_values(trial, objectives) or ()
+    return [-v if n in MAXIMIZED else v for n, v in zip(objectives, values, strict=True)]
+
+
+def hypervolume(
+    points: Sequence[Sequence[float]], objectives: Sequence[str], reference: Sequence[float]
+) -> float:
+    """The volume that points dominate, in log latencies and linear goodput.
+
+    `points` and `reference` are raw objective values; `reference` is the baseline's (the corner is 1.1 times
+    worse). The unit of goodput is the baseline's.
+    """
+    scale = told.scale(objectives, reference)
+    costs = scale.costs(np.asarray(points, dtype=np.float64).reshape(-1, len(objectives)))
+    return volume(costs, np.array(scale.reference))
+
+
+def volume(costs: Matrix, reference: Matrix) -> float:
+    """Exact hypervolume of rows to be minimised, below a reference corner."""
+    inside = costs[np.all(costs < reference, axis=1)]
+    if not len(inside):
+        return 0.0
+    inside = inside[non_dominated(inside)]
+    if inside.shape[1] == 1:
+        return float(reference[0] - inside.min())
+    return _slices(inside[np.argsort(inside[:, -1])], reference)
+
+
+def _slices(rows: Matrix, reference: Matrix) -> float:
+    """Sum over slabs of the last column of the volume of what has entered by then."""
+    edges = np.append(rows[:, -1], reference[-1])
+    if rows.shape[1] == 2:
+        best = np.minimum.accumulate(rows[:, 0])
+        return float(np.sum((reference[0] - best) * np.diff(edges)))
+    total = 0.0
+    for i in range(len(rows)):
+        depth = edges[i + 1] - edges[i]
+        if depth > 0:
+            total += float(depth) * volume(rows[: i + 1, :-1], reference[:-1])
+    return total
+
+
+def choose(trials: Sequence[Trial], policy: Policy, slo: Slo, objectives: Sequence[str]) -> Trial:
+    """The trial that a policy picks of the COMPLETE, relaunched ones; ties go to the simpler.
+
+    NotFound when there is none. BadInput for an unknown policy.
+    """
+    members = [t for t in measured(trials, objectives) if not t.screened]
+    if not members:
+        raise NotFound("no trial of this study completed, so there is nothing to choose from")
+    if policy == "slo":
+        return _by_slo(members, slo, objectives)
+    front_members = list(front(members, objectives))
+    if policy == "knee":
+        scores = _knee(front_members, objectives)
+    elif isinstance(policy, Mapping) and set(policy) == {"weights"}:
+        scores = _weighted(front_members, policy["weights"], objectives)
+    else:
+        raise BadInput(f"winner: {policy!r} is no policy; give slo, knee or {{weights: {{…}}}}")
+    return _simplest([t for t, s in zip(front_members, scores, strict=True) if s <= min(scores) + TIE])
+
+
+def meets(trial: Trial, slo: Slo) -> bool:
+    """Whether the share of good requests reaches the SLO's attainment."""
+    values = trial.measurement.values if trial.measurement else {}
+    return values.get("slo_attainment", 0.0) >= slo.attainment
+
+
+def _by_slo(members: list[Trial], slo: Slo, objectives: Sequence[str]) -> Trial:
+    """Highest goodput within the SLO, then lowest p95 E2E; if none meets it, the nearest to meeting it."""
+    within = [t for t in members if meets(t, slo)]
+    if not within:
+        best = max(_value(t, "slo_attainment", 0.0) for t in members)
+        within = [t for t in members if _value(t, "slo_attainment", 0.0) >= best - 1e-9]
+    goodput = max(_value(t, "goodput_rps", 0.0) for t in within)
+    within = [t for t in within if _value(t, "goodput_rps", 0.0) >= goodput * (1 - TIE)]
+    tail = "e2e_p95_ms" if any("e2e_p95_ms" in _values(t) for t in within) else _tail(objectives)
+    if tail:
+        fastest = min(_value(t, tail, math.inf) for t in within)
+        within = [t for t in within if _value(t, tail, math.inf) <= fastest * (1 + TIE)]
+    return _simplest(within)
+
+
+def _tail(objectives: Sequence[str]) -> str | None:
+    return next((n for n in objectives if n.endswith("_ms")), None)
+
+
+def _values(trial: Trial) -> Mapping[str, float]:
+    return trial.measurement.values if trial.measurement else {}
+
+
+def _value(trial: Trial, name: str, missing: float) -> float:
+    return _values(trial).get(name, missing)
+
+
+def _normalised(members: list[Trial], objectives: Sequence[str]) -> Matrix:
+    """Costs of the members stretched to 0 (best) … 1 (worst) per objective; +inf is 1."""
+    first = [v if math.isfinite(v) else 1.0 for v in told.objective_values(members[0], objectives) or ()]
+    scale = told.scale(objectives, first)
+    costs = scale.costs([told.objective_values(t, objectives) or () for t in members])
+    finite = np.where(np.isfinite(costs), costs, np.nan)
+    low, high = (
+        np.array([f([v for v in col if not math.isnan(v)], default=0.0) for col in finite.T])
+        for f in (min, max)
+    )
+    return np.where(np.isfinite(costs), (costs - low) / np.where(high > low, high - low, 1.0), 1.0)
+
+
+def _knee(members: list[Trial], objectives: Sequence[str]) -> list[float]:
+    """Distance to the chord (the plane through the extremes), the deepest bulge lowest."""
+    return [float(row.sum()) / math.sqrt(len(objectives)) for row in _normalised(members, objectives)]
+
+
+def _weighted(members: list[Trial], weights: object, objectives: Sequence[str]) -> list[float]:
+    if not isinstance(weights, Mapping) or not weights:
+        raise BadInput("winner: weights must map objectives to numbers")
+    for name, weight in weights.items():
+        if name not in objectives:
+            raise BadInput(f"winner: {name!r} is no objective of this study{nearest(str(name), objectives)}")
+        if not isinstance(weight, int | float) or isinstance(weight, bool) or weight < 0:
+            raise BadInput(f"winner: the weight of {name!r} must be a number ≥ 0, not {weight!r}")
+    row = np.array([float(weights.get(name, 0.0)) for name in objectives])
+    if row.sum() <= 0:
+        raise BadInput("winner: at least one weight must be above 0")
+    return [float(r) for r in _normalised(members, objectives) @ (row / row.sum())]
+
+
+def _simplest(members: list[Trial]) -> Trial:
+    """Fewest knobs set, then the one measured first."""
+    return min(members, key=lambda t: (0 if t.is_baseline else 1, len(t.candidate), t.number))

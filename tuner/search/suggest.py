@@ -1,0 +1,191 @@
+"""The next candidate: the baseline, the seeds, then a predictor's proposals and TPE's by turns.
+
+A function of (space, trials, seed, number): the same answer in any process, nothing kept between calls.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tuner.records import Candidate, Prediction, Trial, Value
+from tuner.search import feasibility, proposals, sampler, told
+from tuner.search.encoding import Encoding, Point, Space, encode
+
+Known = Callable[[Candidate], str | None]
+"""Why a candidate is known to fail before it is launched, or None."""
+
+Predictor = Callable[[Sequence[Candidate]], Sequence[Prediction]]
+
+Cost = Callable[[Candidate], float]
+"""Seconds that it takes to measure a candidate from where the engine is now."""
+
+DRAWS = 3
+"""TPE draws per ask; each costs the time of a fit."""
+
+ENUMERATE = 20_000
+"""Spaces up to this size are searched to the last point before nothing is said to be left."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suggestion:
+    """A candidate to launch, who proposed it, and the seed of its trial."""
+
+    candidate: Candidate
+    origin: str
+    seed: int
+
+
+def suggest(
+    space: Space,
+    trials: Sequence[Trial],
+    *,
+    seed: int,
+    number: int,
+    objectives: Sequence[str],
+    baseline: Candidate,
+    known: Known,
+    seeds: Sequence[tuple[str, Candidate]] = (),
+    predictor: Predictor | None = None,
+    cost: Cost | None = None,
+) -> Suggestion | None:
+    """The candidate of trial `number`, or None when nothing is left that is unseen and may work.
+
+    `known` and `predictor` must themselves be functions of the candidate (and of the same history).
+    """
+    ask = _Ask(
+        encoding=encode(space, _defaults(trials)),
+        trials=told.latest(trials),
+        objectives=tuple(objectives),
+        known=known,
+        seed=seed,
+        number=number,
+        predictor=predictor,
+        cost=cost,
+    )
+    trial_seed = sampler.derive(seed, number, "trial")
+    if not any(t.is_baseline for t in ask.trials):
+        return Suggestion(candidate=baseline, origin="baseline", seed=trial_seed)
+    for origin, candidate in seeds:
+        if ask.is_new(space.canonical(candidate)):
+            return Suggestion(candidate=space.canonical(candidate), origin=origin, seed=trial_seed)
+    for origin, candidate in ask.proposed():
+        return Suggestion(candidate=candidate, origin=origin, seed=trial_seed)
+    return None
+
+
+def _defaults(trials: Sequence[Trial]) -> Mapping[str, Value]:
+    """What the engine runs when nothing is asked of it, as far as the baseline's own words tell."""
+    found = told.baseline_of(trials)
+    return {} if found is None else {**found.effective, **found.candidate}
+
+
+@dataclass(kw_only=True)
+class _Ask:
+    """One ask's view of history, with what is worked out once."""
+
+    encoding: Encoding
+    trials: tuple[Trial, ...]
+    objectives: tuple[str, ...]
+    known: Known
+    seed: int
+    number: int
+    predictor: Predictor | None
+    cost: Cost | None
+    _seen: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._regions = feasibility.Regions(self.encoding, self.trials)
+        for trial in self.trials:
+            self._seen.add(self.encoding.completed(self.encoding.space.canonical(trial.candidate)).digest)
+            ran = {**trial.candidate, **{k: v for k, v in trial.effective.items() if k in trial.candidate}}
+            self._seen.add(self.encoding.completed(ran).digest)
+
+    def rng(self, purpose: str) -> np.random.Generator:
+        return np.random.default_rng(sampler.derive(self.seed, self.number, purpose))
+
+    def is_new(self, candidate: Candidate) -> bool:
+        """Unseen as asked and as it would run, inside the space, and not known to fail."""
+        if self.encoding.completed(candidate).digest in self._seen or not self.encoding.space.contains(
+            candidate
+        ):
+            return False
+        point = self.encoding.point(candidate)
+        return point is not None and self._regions.reason(point) is None and self.known(candidate) is None
+
+    def scale(self) -> told.Scale:
+        """The study's cost scale: the baseline's values, else the first ones measured."""
+        first = told.baseline_of(self.trials)
+        rows = [told.objective_values(t, self.objectives) for t in ([first] if first else self.trials)]
+        known = [r for r in rows if r is not None and all(np.isfinite(r))]
+        return told.scale(self.objectives, known[0] if known else [1.0] * len(self.objectives))
+
+    def proposed(self) -> Iterator[tuple[str, Candidate]]:
+        """New candidates, the best first, by whoever's turn it is and then by the others."""
+        yield from (
+            ("back-off", c) for c in feasibility.back_off(self.encoding, self.trials) if self.is_new(c)
+        )
+        turn = self._simulator_turn()
+        if turn == "simulator":
+            yield from (("simulator", c) for c in self._predicted())
+        origin = proposals.INSTEAD if turn == "distrusted" else "tpe"
+        yield from ((origin, c) for c in self._sampled())
+        yield from (("random", c) for c in self._leftover())
+
+    def _simulator_turn(self) -> str:
+        """`simulator`, `tpe`, or `distrusted` where its turn goes to TPE because its ranking failed."""
+        if self.predictor is None or self.number % 2 == 0:
+            return "tpe"
+        if any(t.origin == proposals.INSTEAD for t in self.trials):
+            return "distrusted"
+        found = proposals.trust(self.predictor, self.trials, self.objectives)
+        return "distrusted" if found is not None and found < proposals.LIMIT else "simulator"
+
+    def _predicted(self) -> Iterator[Candidate]:
+        if self.predictor is None:
+            return
+        pool = [c for c in self._pool() if self.is_new(c)]
+        yield from proposals.ranked(
+            self.predictor, pool, self.trials, scale=self.scale(), rng=self.rng("gain"), cost=self.cost
+        )
+
+    def _pool(self) -> list[Candidate]:
+        """A pool that the study keeps (so predictions can be kept too) and the neighbours of the front."""
+        fixed = np.random.default_rng(sampler.derive(self.seed, 0, "pool"))
+        points = [self.encoding.random(fixed) for _ in range(proposals.POOL)]
+        for trial in proposals.leaders(self.trials, self.objectives):
+            point = self.encoding.point(trial.candidate)
+            points.extend(self.encoding.neighbours(point) if point is not None else ())
+        found = {c.digest: c for c in map(self.encoding.candidate, points)}
+        return list(found.values())
+
+    def _sampled(self) -> Iterator[Candidate]:
+        """TPE's new draws, the cheapest to measure first; then near misses of the seen ones."""
+        history = sampler.tell(self.encoding, self.trials, self.scale())
+        if not self.encoding.names or not any(h.values is not None for h in history):
+            return
+        points = list(
+            sampler.draws(self.encoding, history, sampler.derive(self.seed, self.number, "tpe"), DRAWS)
+        )
+        fresh = [c for c in map(self.encoding.candidate, points) if self.is_new(c)]
+        yield from sorted(fresh, key=self.cost) if self.cost else fresh
+        rng = self.rng("near")
+        for point in points:
+            near: list[Point] = self.encoding.neighbours(point)
+            for index in rng.permutation(len(near)):
+                candidate = self.encoding.candidate(near[int(index)])
+                if self.is_new(candidate):
+                    yield candidate
+
+    def _leftover(self) -> Iterator[Candidate]:
+        """Anything new at all: every point of a small space, many random ones of a large space."""
+        rng = self.rng("leftover")
+        sizes = [len(values) for values in self.encoding.levels]
+        if self.encoding.size <= ENUMERATE:
+            order = rng.permutation(self.encoding.size)
+            points = (
+                (tuple(int(i) for i in np.unravel_index(int(n), sizes)) for n in order) if sizes else iter(())
+            )
+        else:
+            points = (self.encoding.random(rng) for _ in range(ENUMERATE // 10))
+        yield from (c for c in map(self.encoding.candidate, points) if self.is_new(c))

@@ -1,0 +1,93 @@
+"""What the search may know: history reduced to one trial per number, in the search's own coordinates."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from tuner.measures import MAXIMIZED
+from tuner.records import Trial, TrialState, Violation
+
+UNREACHED = -0.3
+"""Constraint value of a check that a trial never came to: a comfortable pass."""
+
+KEYS = ("kv", "oom", "err")
+"""Constraint keys, the same on every told trial."""
+
+
+def latest(trials: Sequence[Trial]) -> tuple[Trial, ...]:
+    """The last attempt of every number, in order of number, without those that ABORTED."""
+    last: dict[int, Trial] = {}
+    for trial in sorted(trials, key=lambda t: (t.number, t.attempt)):
+        last[trial.number] = trial
+    return tuple(t for t in last.values() if t.state is not TrialState.ABORTED)
+
+
+def baseline_of(trials: Sequence[Trial]) -> Trial | None:
+    """The first baseline that completed, or None."""
+    done = (t for t in latest(trials) if t.is_baseline and t.state is TrialState.COMPLETE and t.measurement)
+    return next(done, None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """Objectives as costs: log latencies, linear goodput in units of the baseline's; lower is better.
+
+    `reference` is 1.1 × the baseline, the corner that hypervolume is measured from.
+    """
+
+    objectives: tuple[str, ...]
+    units: tuple[float, ...]
+    reference: tuple[float, ...]
+
+    def costs(self, values: ArrayLike) -> NDArray[np.float64]:
+        """Costs of measurement values, in order of the objectives on the last axis, any shape before it."""
+        raw = np.asarray(values, dtype=np.float64)
+        found = np.empty_like(raw)
+        for column, (name, unit) in enumerate(zip(self.objectives, self.units, strict=True)):
+            found[..., column] = _cost(name, raw[..., column], unit)
+        return found
+
+
+def scale(objectives: Sequence[str], baseline: Sequence[float]) -> Scale:
+    """The scale set by the baseline's objective values (in order of the objectives)."""
+    units = tuple(
+        abs(v) if n in MAXIMIZED and 0 < abs(v) < math.inf else 1.0 for n, v in _pairs(objectives, baseline)
+    )
+    worse = [v / 1.1 if n in MAXIMIZED else v * 1.1 for n, v in _pairs(objectives, baseline)]
+    raw = Scale(objectives=tuple(objectives), units=units, reference=())
+    return replace(raw, reference=tuple(float(c) for c in raw.costs(worse)))
+
+
+def _pairs(objectives: Sequence[str], values: Sequence[float]) -> list[tuple[str, float]]:
+    return list(zip(objectives, values, strict=True))
+
+
+def _cost(name: str, value: NDArray[np.float64], unit: float) -> NDArray[np.float64]:
+    if name in MAXIMIZED:
+        return -value / unit
+    return np.log(np.maximum(value, 1e-6)) if name.endswith("_ms") else value
+
+
+def objective_values(trial: Trial, objectives: Sequence[str]) -> tuple[float, ...] | None:
+    """A trial's measured (or estimated) objectives; None when it has none or lacks one."""
+    measured = trial.measurement
+    if measured is None:
+        return None
+    found = tuple(measured.values.get(name, math.nan) for name in objectives)
+    return None if any(math.isnan(v) for v in found) else found
+
+
+def margins(trial: Trial) -> dict[str, float]:
+    """Constraint values by key, > 0 violated. An INFEASIBLE trial always violates at least one."""
+    found = {key: _margin(trial.violation, key) for key in KEYS}
+    if trial.state is TrialState.INFEASIBLE and max(found.values()) <= 0:
+        found["err"] = 1.0
+    return found
+
+
+def _margin(violation: Violation, key: str) -> float:
+    value: float | None = getattr(violation, key)
+    return UNREACHED if value is None or math.isnan(value) else min(max(value, -1.0), 10.0)
