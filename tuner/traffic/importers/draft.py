@@ -1,0 +1,188 @@
+"""Collects the rows of a foreign trace, repairs or drops what must be and counts it, builds the Trace."""
+
+from array import array
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tuner.errors import BadInput
+from tuner.records import JSON
+from tuner.traffic import quantise
+from tuner.traffic.trace import STATUSES, Trace, build
+
+OK, ERROR, CANCELLED, TIMEOUT = range(len(STATUSES))
+
+
+@dataclass(slots=True, kw_only=True)
+class Row:
+    """One request as a source tells it. `key` is its id there; `client`, `session`, `lora` become numbers."""
+
+    arrival_ns: int
+    input_len: int
+    output_len: int
+    max_tokens: int = -1
+    client: Hashable = None
+    session: Hashable = None
+    turn: int = -1
+    key: Hashable = None
+    parent: Hashable = None
+    think_s: float = float("nan")
+    priority: int = 0
+    n: int = 1
+    lora: Hashable = None
+    status: int = OK
+    obs_ttft_s: float = float("nan")
+    obs_e2e_s: float = float("nan")
+    obs_cached: int = -1
+    blocks: Sequence[Hashable] = ()
+
+
+_KINDS = {
+    "max_tokens": "i",
+    "turn": "i",
+    "think_s": "d",
+    "priority": "h",
+    "n": "h",
+    "status": "B",
+    "obs_ttft_s": "d",
+    "obs_e2e_s": "d",
+    "obs_cached": "i",
+}
+_RANGES = {"max_tokens": 31, "turn": 31, "priority": 15, "n": 15, "obs_cached": 31}
+
+
+class Draft:
+    """A trace in the making. `add` returns whether the row was kept; `trace` builds it, once."""
+
+    def __init__(self, path: Path, *, block_size: int = 0, max_len: int | None = None) -> None:
+        self.path = path
+        self.quality: Counter[str] = Counter()
+        self.block_size = block_size
+        self._max_len = max_len
+        self._arrival, self._input, self._output = array("q"), array("i"), array("i")
+        self._rest = {name: array(kind) for name, kind in _KINDS.items()}
+        self._names: dict[str, dict[Hashable, int]] = {"client": {}, "session": {}, "lora": {}, "blocks": {}}
+        self._named = {name: array("q") for name in ("client", "session", "lora")}
+        self._row_of: dict[Hashable, int] = {}
+        self._parent_keys: dict[int, Hashable] = {}
+        self._offsets, self._blocks = array("q", [0]), array("q")
+
+    def __len__(self) -> int:
+        return len(self._arrival)
+
+    def add(self, row: Row) -> bool:
+        """Take a row in, or drop it with a count of why."""
+        self.quality["rows_read"] += 1
+        if why := self._unfit(row):
+            self.quality[why] += 1
+            return False
+        if row.output_len == 0 and row.status == OK:
+            row.status = ERROR
+            self.quality["no_output_flagged"] += 1
+        if row.status != OK:
+            self.quality["not_ok_kept"] += 1
+        if self._arrival and row.arrival_ns < self._arrival[-1]:
+            self.quality["unsorted"] += 1
+        number = len(self._arrival)
+        if row.key is not None:
+            self._row_of[row.key] = number
+        if row.parent is not None:
+            self._parent_keys[number] = row.parent
+        self._arrival.append(row.arrival_ns)
+        self._input.append(row.input_len)
+        self._output.append(row.output_len)
+        for name, column in self._rest.items():
+            column.append(self._fitted(name, getattr(row, name)))
+        for name, numbers in self._named.items():
+            value = getattr(row, name)
+            known = self._names[name]
+            numbers.append(-1 if value is None else known.setdefault(value, len(known)))
+        self._add_blocks(row)
+        return True
+
+    def trace(self, *, source: str, dequantise: bool = True, seed: int = 0, **notes: JSON) -> Trace:
+        """The trace: sorted, rebased, coarse stamps spread. BadInput when no row is left."""
+        if not len(self):
+            dropped = ", ".join(f"{count} {why}" for why, count in self.quality.items() if why != "rows_read")
+            raise BadInput(f"{self.path}: no request in it" + (f" ({dropped})" if dropped else ""))
+        arrival = np.frombuffer(self._arrival, np.int64)
+        order = np.argsort(arrival, kind="stable")
+        arrival_s = (arrival - arrival[order[0]]) / 1e9
+        step = quantise.resolution_s(arrival_s)
+        spread = dequantise and step > quantise.COARSE_S
+        if spread:
+            arrival_s[order] = quantise.spread(arrival_s[order], step, seed)
+            self.quality["arrivals_spread"] = len(self)
+        columns: dict[str, Any] = {
+            "arrival_s": arrival_s,
+            "input_len": self._input,
+            "output_len": self._output,
+        }
+        columns |= self._rest | self._named | {"parent": self._parents()}
+        self._count_block_oddities()
+        meta: dict[str, JSON] = {"source": source, "file": self.path.name, "rows": len(self), **notes}
+        meta |= {"resolution_s": step, "spread_s": step if spread else 0.0, "quality": dict(self.quality)}
+        if "start_ns" not in meta:
+            meta["start_ns"] = int(arrival[order[0]])
+        return build(columns, blocks=(self._offsets, self._blocks), block_size=self.block_size, meta=meta)
+
+    def _unfit(self, row: Row) -> str:
+        if row.input_len < 0 or row.output_len < 0:
+            return "dropped_negative_length"
+        if row.input_len == 0:
+            return "dropped_no_input"
+        if self._max_len is not None and row.input_len + row.output_len > self._max_len:
+            return "dropped_over_length"
+        if row.key is not None and row.key in self._row_of:
+            return "dropped_duplicate"
+        return ""
+
+    def _fitted(self, name: str, value: Any) -> Any:
+        bits = _RANGES.get(name)
+        if bits is None or -(2**bits) <= value < 2**bits:
+            return value
+        self.quality[f"{name}_clamped"] += 1
+        return max(-(2**bits), min(value, 2**bits - 1))
+
+    def _add_blocks(self, row: Row) -> None:
+        ids: Sequence[Hashable] = row.blocks
+        if ids and self.block_size:
+            most = -(-row.input_len // self.block_size)
+            if len(ids) > most:
+                self.quality["blocks_beyond_length_cut"] += 1
+                ids = ids[:most]
+            elif len(ids) < row.input_len // self.block_size:
+                self.quality["blocks_short_of_length"] += 1
+            known = self._names["blocks"]
+            self._blocks.extend([known.setdefault(one, len(known)) for one in ids])
+        self._offsets.append(len(self._blocks))
+
+    def _parents(self) -> NDArray[np.int64]:
+        parents = np.full(len(self), -1, np.int64)
+        for number, key in self._parent_keys.items():
+            found = self._row_of.get(key)
+            if found is None:
+                self.quality["parent_not_found"] += 1
+            else:
+                parents[number] = found
+        return parents
+
+    def _count_block_oddities(self) -> None:
+        """Count block ids that stand for a part in one row and for a whole block in another."""
+        if not self._blocks:
+            return
+        offsets = np.frombuffer(self._offsets, np.int64)
+        blocks = np.frombuffer(self._blocks, np.int64)
+        lengths, inputs = np.diff(offsets), np.frombuffer(self._input, np.int32)
+        partial = (lengths > 0) & (lengths * self.block_size > inputs)
+        last = offsets[1:][partial] - 1
+        whole = np.ones(len(blocks), bool)
+        whole[last] = False
+        both = np.intersect1d(blocks[last], blocks[whole])
+        if len(both):
+            self.quality["blocks_partial_and_whole"] = len(both)

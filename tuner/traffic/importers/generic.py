@@ -1,0 +1,170 @@
+"""CSV or JSONL of any origin, its columns named by the user or known by their usual names."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tuner.errors import BadInput, nearest
+from tuner.traffic.importers.draft import Draft, Row
+from tuner.traffic.importers.reading import Record, csv_records, head, json_lines
+from tuner.traffic.trace import STATUSES, Trace
+
+UNITS_NS = {
+    "arrival_s": 1_000_000_000,
+    "arrival_ms": 1_000_000,
+    "arrival_us": 1_000,
+    "arrival_ns": 1,
+}
+WANTED: Mapping[str, tuple[str, ...]] = {
+    "arrival": ("timestamp", "TIMESTAMP", "Timestamp", "time", "start_time", "startTime", "created_at"),
+    "arrival_s": ("timestamp_s", "arrival_time_s"),
+    "arrival_ms": ("timestamp_ms", "timestamp_start_unix_ms"),
+    "arrival_us": ("timestamp_us",),
+    "arrival_ns": ("timestamp_ns", "arrival_time_ns"),
+    "input_len": ("input_length", "input_tokens", "prompt_tokens", "input_toks", "ContextTokens"),
+    "output_len": ("output_length", "output_tokens", "completion_tokens", "output_toks", "GeneratedTokens"),
+    "max_tokens": (),
+    "client": ("client_id", "user", "tenant"),
+    "session": ("session_id", "conversation_id"),
+    "turn": (),
+    "priority": (),
+    "n": (),
+    "lora": ("adapter",),
+    "status": (),
+    "obs_ttft_s": (),
+    "obs_e2e_s": ("duration",),
+    "obs_cached": ("cached_tokens",),
+    "request_id": ("id",),
+    "blocks": ("hash_ids", "block_hashes"),
+    "block_size": (),
+}
+"""What a column may be, and the names that are known to mean it."""
+
+
+def read(
+    path: Path,
+    columns: Mapping[str, str] | None = None,
+    *,
+    max_len: int | None = None,
+    dequantise: bool = True,
+) -> Trace:
+    """`columns` maps what is wanted (`arrival_s`, `input_len`, ...) to the file's own column names.
+
+    `arrival` is a time of day (ISO 8601 or epoch); `arrival_s|ms|us|ns` a number in that unit.
+    """
+    names, draft = dict(columns or {}), Draft(path, max_len=max_len)
+    for wanted in names:
+        if wanted not in WANTED:
+            raise BadInput(f"columns: '{wanted}' is not a column of a trace{nearest(wanted, WANTED)}")
+    turns: Counter[object] = Counter()
+    resolved: dict[str, str] | None = None
+    for record in _records(path, draft.quality):
+        if resolved is None:
+            resolved = _resolve(record, names)
+        _add(draft, record, resolved, turns)
+    return draft.trace(source="generic", dequantise=dequantise)
+
+
+def _records(path: Path, quality: "Counter[str]") -> Iterator[Record]:
+    is_json = head(path, 4096).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"[")
+    return json_lines(path, quality) if is_json else csv_records(path, quality)
+
+
+def _resolve(record: Record, names: Mapping[str, str]) -> dict[str, str]:
+    """Which of the file's columns means what; BadInput when arrival or a length is not among them."""
+    have = [str(key) for key in record.data]
+    for wanted, name in names.items():
+        if name not in have:
+            raise BadInput(f"{record.path}: no column '{name}' for {wanted}{nearest(name, have)}; has {have}")
+    resolved = dict(names)
+    timed = any(wanted in ("arrival", *UNITS_NS) for wanted in names)
+    for wanted, known in WANTED.items():
+        if wanted in resolved or (timed and wanted in ("arrival", *UNITS_NS)):
+            continue
+        if found := next((name for name in (wanted, *known) if name in have), None):
+            resolved[wanted] = found
+    if not any(wanted in resolved for wanted in ("arrival", *UNITS_NS)):
+        raise _absent(record, "arrival_s", have)
+    for wanted in ("input_len", "output_len"):
+        if wanted not in resolved:
+            raise _absent(record, wanted, have)
+    return resolved
+
+
+def _absent(record: Record, wanted: str, have: list[str]) -> BadInput:
+    words = [wanted, *WANTED[wanted]]
+    close = next((hint for word in words if (hint := nearest(word, have))), "")
+    return BadInput(
+        f"{record.path}: no column is known to be {wanted}{close}; name it: {wanted}=COLUMN of {have}"
+    )
+
+
+def _add(draft: Draft, record: Record, names: Mapping[str, str], turns: "Counter[object]") -> None:
+    values: dict[str, Any] = {}
+    for wanted in ("max_tokens", "turn", "priority", "n", "obs_cached"):
+        if wanted in names and record.has(names[wanted]):
+            values[wanted] = record.whole(names[wanted])
+    for wanted in ("obs_ttft_s", "obs_e2e_s"):
+        if wanted in names and record.has(names[wanted]):
+            values[wanted] = record.number(names[wanted])
+    for wanted in ("client", "session", "lora"):
+        if wanted in names and record.has(names[wanted]):
+            values[wanted] = str(record.data[names[wanted]])
+    if "request_id" in names and record.has(names["request_id"]):
+        values["key"] = str(record.data[names["request_id"]])
+    session = values.get("session")
+    if session is not None and "key" not in values:
+        number = turns[session]
+        values |= {"key": (session, number), "parent": (session, number - 1) if number else None}
+        values.setdefault("turn", number)
+        turns[session] += 1
+    if "blocks" in names:
+        values["blocks"] = _blocks(draft, record, names)
+    row = Row(
+        arrival_ns=_arrival(record, names),
+        input_len=record.whole(names["input_len"]),
+        output_len=record.whole(names["output_len"]),
+        status=_status(record, names),
+        **values,
+    )
+    draft.add(row)
+
+
+def _arrival(record: Record, names: Mapping[str, str]) -> int:
+    for wanted, unit in UNITS_NS.items():
+        if wanted in names:
+            return record.nanoseconds(names[wanted], unit)
+    key = names["arrival"]
+    value = record.data.get(key)
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e8:
+        raise record.bad(
+            key, f"is {value}: a number of which unit? name it: arrival_s={key} or arrival_ms={key}"
+        )
+    return record.moment(key)
+
+
+def _status(record: Record, names: Mapping[str, str]) -> int:
+    if "status" not in names or not record.has(names["status"]):
+        return 0
+    word = str(record.data[names["status"]]).lower()
+    if word not in STATUSES:
+        raise record.bad(
+            names["status"], f"is '{word}', expected one of {list(STATUSES)}{nearest(word, STATUSES)}"
+        )
+    return STATUSES.index(word)
+
+
+def _blocks(draft: Draft, record: Record, names: Mapping[str, str]) -> list[Any]:
+    value = record.data.get(names["blocks"])
+    ids = value.split() if isinstance(value, str) else record.items(names["blocks"])
+    if ids and not draft.block_size:
+        if "block_size" not in names:
+            raise record.bad(names["blocks"], "needs a column 'block_size' beside it: tokens per block")
+        draft.block_size = record.whole(names["block_size"])
+        if draft.block_size < 1:
+            raise record.bad(names["block_size"], f"is {draft.block_size}, expected at least 1")
+    for one in ids:
+        if type(one) is not int and type(one) is not str:
+            raise record.bad(names["blocks"], f"holds {one!r}, expected whole numbers")
+    return ids

@@ -1,0 +1,290 @@
+"""Reading foreign files line by line: every value that is wrong is named with its file, line and key."""
+
+import csv
+import gzip
+import json
+import re
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from functools import lru_cache
+from math import isfinite
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from tuner.errors import BadInput, nearest
+
+_STAMP = re.compile(
+    r"(\d{4})-(\d\d)-(\d\d)(?:[T ](\d\d):(\d\d)(?::(\d\d)(?:[.,](\d{1,9}))?)?)?"
+    r"\s*(Z|UTC|[+-]\d\d:?(?:\d\d)?)?",
+    re.ASCII,
+)
+_LIMIT_NS = 9_000_000_000_000_000_000
+_WHOLE = re.compile(r"[+-]?\d{1,18}")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One line's values by key, knowing where it stands. The readers raise BadInput that names the place."""
+
+    path: Path
+    line: int
+    data: Mapping[str, Any]
+
+    def bad(self, key: str, problem: str) -> BadInput:
+        """The error to raise for a key of this record."""
+        return BadInput(f"{self.path}: line {self.line}: '{key}' {problem}")
+
+    def has(self, key: str) -> bool:
+        """Whether the key holds something (not absent, null or an empty cell)."""
+        return self.data.get(key) not in (None, "")
+
+    def first(self, *keys: str) -> str:
+        """The first of these keys that holds something; BadInput when none does."""
+        for key in keys:
+            if self.has(key):
+                return key
+        raise self.bad(keys[0], "is missing" + nearest(keys[0], map(str, self.data)))
+
+    def number(self, key: str) -> float:
+        """A finite number."""
+        value = self.data.get(self.first(key))
+        try:
+            number = float(cast(Any, value)) if not isinstance(value, bool) else float("nan")
+        except (TypeError, ValueError, OverflowError):
+            number = float("nan")
+        if not isfinite(number):
+            raise self.bad(key, f"is {_shown(value)}, expected a number")
+        return number
+
+    def whole(self, key: str) -> int:
+        """A whole number that fits 32 bits, negative ones included."""
+        value = self.data.get(self.first(key))
+        if type(value) is int:
+            number = value
+        elif isinstance(value, str) and _WHOLE.fullmatch(value.strip()):
+            number = int(value)
+        else:
+            as_float = self.number(key)
+            if as_float != int(as_float):
+                raise self.bad(key, f"is {_shown(value)}, expected a whole number")
+            number = int(as_float)
+        if not -(2**31) < number < 2**31:
+            raise self.bad(key, f"is {_shown(value)}, expected a number of tokens below 2147483648")
+        return number
+
+    def nanoseconds(self, key: str, unit_ns: int) -> int:
+        """A number counted in a unit, as whole nanoseconds (exact for whole numbers)."""
+        value = self.data.get(self.first(key))
+        if type(value) is int:
+            result = value * unit_ns
+        elif isinstance(value, str) and _WHOLE.fullmatch(value.strip()):
+            result = int(value) * unit_ns
+        else:
+            result = round(self.number(key) * unit_ns)
+        return self.within(key, result)
+
+    def moment(self, key: str) -> int:
+        """Nanoseconds since 1970 of ISO 8601 (naive = UTC) or an epoch number of any usual unit."""
+        value = self.data.get(self.first(key))
+        if isinstance(value, str):
+            found = parse_stamp(value)
+            if found is not None:
+                return self.within(key, found)
+        number = self.number(key)
+        size = abs(number)
+        if size < 1e8:
+            raise self.bad(
+                key, f"is {_shown(value)}, expected a time of day (ISO 8601 or seconds since 1970)"
+            )
+        unit = 1_000_000_000 if size < 1e11 else 1_000_000 if size < 1e14 else 1_000 if size < 1e17 else 1
+        return self.nanoseconds(key, unit)
+
+    def within(self, key: str, stamp_ns: int) -> int:
+        """The stamp itself when 64 bits hold it."""
+        if not -_LIMIT_NS < stamp_ns < _LIMIT_NS:
+            raise self.bad(key, f"is {_shown(self.data.get(key))}, beyond the times that can be held")
+        return stamp_ns
+
+    def child(self, key: str) -> "Record | None":
+        """The object under a key as a record of the same line; None when absent, BadInput when no object."""
+        value = self.data.get(key)
+        if value is None:
+            return None
+        if isinstance(value, str) and value[:1] == "{":
+            value = _loads(value, self.path, self.line)
+        if not isinstance(value, dict):
+            raise self.bad(key, f"is {_shown(value)}, expected an object")
+        return Record(self.path, self.line, value)
+
+    def items(self, key: str) -> list[Any]:
+        """The list under a key, [] when absent."""
+        value = self.data.get(key)
+        if value is None:
+            return []
+        if not isinstance(value, list):
+            raise self.bad(key, f"is {_shown(value)}, expected a list")
+        return value
+
+
+def parse_stamp(text: str) -> int | None:
+    """Nanoseconds since 1970 of an ISO 8601 stamp, up to nine digits of fraction; None when it is none."""
+    head, _, fraction = text.partition(".")
+    if len(head) == 19 and fraction.isascii() and fraction.isdigit() and len(fraction) <= 9:
+        seconds = _seconds(head)
+        return None if seconds is None else seconds * 1_000_000_000 + int(fraction.ljust(9, "0"))
+    match = _STAMP.fullmatch(text.strip())
+    if match is None:
+        return None
+    year, month, day, hour, minute, second, fraction, zone = match.groups()
+    at = f"{year}-{month}-{day} {hour or '00'}:{minute or '00'}:{second or '00'}"
+    seconds = _seconds(at)
+    if seconds is None:
+        return None
+    if zone and zone[0] in "+-":
+        digits = zone[1:].replace(":", "").ljust(4, "0")
+        shift = int(digits[:2]) * 3600 + int(digits[2:]) * 60
+        seconds -= shift if zone[0] == "+" else -shift
+    return seconds * 1_000_000_000 + int((fraction or "0").ljust(9, "0"))
+
+
+@lru_cache(maxsize=4096)
+def _seconds(head: str) -> int | None:
+    """Seconds since 1970 of `YYYY-MM-DD?HH:MM:SS`, read as UTC."""
+    leap = head.endswith(":60")
+    try:
+        moment = datetime.fromisoformat(head[:-2] + "59" if leap else head).replace(tzinfo=UTC)
+    except ValueError:
+        return None
+    return int(moment.timestamp()) + leap
+
+
+def guess_year(month_day: str, before: datetime) -> int:
+    """The year of a stamp without one: the newest that does not lie more than a day after `before`."""
+    month, day = (int(part) for part in month_day.split("-"))
+    year = before.year
+    while True:
+        try:
+            if datetime(year, month, day, tzinfo=UTC) <= before + timedelta(days=1):
+                return year
+        except ValueError:
+            if year < before.year - 8:
+                raise
+        year -= 1
+
+
+def open_bytes(path: Path) -> BinaryIO:
+    """The file opened for reading, unpacked when it is gzip. BadInput when it cannot be opened."""
+    try:
+        with path.open("rb") as file:
+            packed = file.read(2) == b"\x1f\x8b"
+        return cast(BinaryIO, gzip.open(path, "rb")) if packed else path.open("rb")
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def head(path: Path, size: int = 65536) -> bytes:
+    """The first bytes of the (unpacked) file."""
+    try:
+        with open_bytes(path) as file:
+            return file.read(size)
+    except (OSError, EOFError, zlib.error) as error:
+        raise BadInput(f"{path}: cannot be unpacked: {error}") from error
+
+
+def lines(path: Path) -> Iterator[tuple[int, str, bool]]:
+    """(number from 1, text without its end, whether the end was there) of each line, UTF-8."""
+    number = 0
+    try:
+        with open_bytes(path) as file:
+            for number, raw in enumerate(file, 1):
+                text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+                yield number, text.rstrip("\r\n"), raw.endswith(b"\n")
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path}: line {number}: not UTF-8 text: {error.reason}") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise BadInput(f"{path}: line {number + 1}: cannot be read on: {error}") from error
+
+
+def json_lines(path: Path, quality: "Counter[str]") -> Iterator[Record]:
+    """The objects of a JSONL file, or of a file that is one JSON list.
+
+    A last line that was cut in writing is dropped and counted; any other that is not JSON is a BadInput.
+    """
+    if head(path, 4096).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"[":
+        yield from _json_list(path)
+        return
+    for number, text, ended in lines(path):
+        if not text.strip():
+            continue
+        try:
+            data = _loads(text, path, number)
+        except BadInput:
+            if ended or number == 1:
+                raise
+            quality["cut_last_line"] += 1
+            return
+        if not isinstance(data, dict):
+            raise BadInput(f"{path}: line {number}: a {type(data).__name__}, expected a JSON object")
+        yield Record(path, number, data)
+
+
+def whole_json(path: Path) -> Any:
+    """A file that is one JSON document."""
+    text = "\n".join(line for _, line, _ in lines(path))
+    return _loads(text, path, None)
+
+
+def csv_records(path: Path, quality: "Counter[str]") -> Iterator[Record]:
+    """The rows of a CSV file with a header; a last row that was cut in writing is dropped and counted."""
+    cut = False
+
+    def texts() -> Iterator[str]:
+        nonlocal cut
+        for _, text, ended in lines(path):
+            cut = not ended
+            yield text + "\n"
+
+    reader = csv.reader(texts(), strict=True)
+    try:
+        header = [cell.strip() for cell in next(reader, [])]
+        if len(set(header)) != len(header):
+            raise BadInput(f"{path}: line 1: a column name occurs twice in the header")
+        for cells in reader:
+            if not cells:
+                continue
+            if len(cells) != len(header):
+                if cut and len(cells) < len(header):
+                    quality["cut_last_line"] += 1
+                    return
+                raise BadInput(
+                    f"{path}: line {reader.line_num}: {len(cells)} cells, the header names {len(header)}"
+                )
+            yield Record(path, reader.line_num, dict(zip(header, cells, strict=True)))
+    except csv.Error as error:
+        raise BadInput(f"{path}: line {reader.line_num}: not CSV: {error}") from error
+
+
+def _json_list(path: Path) -> Iterator[Record]:
+    data = whole_json(path)
+    if not isinstance(data, list):
+        raise BadInput(f"{path}: a {type(data).__name__}, expected a list of objects")
+    for number, item in enumerate(data, 1):
+        if not isinstance(item, dict):
+            raise BadInput(f"{path}: item {number}: a {type(item).__name__}, expected an object")
+        yield Record(path, number, item)
+
+
+def _loads(text: str, path: Path, number: int | None) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        place = f"{path}: line {number}" if number is not None else f"{path}"
+        raise BadInput(f"{place}: not JSON: {error}") from error
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

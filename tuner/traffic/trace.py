@@ -1,0 +1,277 @@
+"""The canonical trace: a numpy entry per request, block ids in CSR form, Parquet on disk, a digest."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import ArrayLike, NDArray
+
+from tuner.errors import BadInput, Unavailable, nearest
+from tuner.records import JSON
+
+STATUSES = ("ok", "error", "cancelled", "timeout")
+COLUMNS: Mapping[str, tuple[str, float]] = {
+    "arrival_s": ("<f8", 0.0),
+    "input_len": ("<i4", 0),
+    "output_len": ("<i4", 0),
+    "max_tokens": ("<i4", -1),
+    "client": ("<i4", -1),
+    "session": ("<i8", -1),
+    "turn": ("<i4", -1),
+    "parent": ("<i8", -1),
+    "think_s": ("<f8", np.nan),
+    "priority": ("<i2", 0),
+    "n": ("<i2", 1),
+    "lora": ("<i2", -1),
+    "status": ("|u1", 0),
+    "obs_ttft_s": ("<f8", np.nan),
+    "obs_e2e_s": ("<f8", np.nan),
+    "obs_cached": ("<i4", -1),
+}
+"""Column → dtype and what stands for «unknown»."""
+
+VERSION = 1
+_METADATA = b"tuner"
+
+
+def _empty_blocks() -> NDArray[np.int64]:
+    return np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trace:
+    """Captured traffic, frozen, sorted by arrival, the first arrival at 0; one entry per request.
+
+    `parent` is the row of the turn before (< the row itself), `think_s` the pause since its end, `status` an
+    index into STATUSES. Row r's prompt blocks are blocks[block_offsets[r]:block_offsets[r + 1]], ids of
+    `block_size` tokens each, the last one possibly partial; a row without ids has a prompt of its own.
+    """
+
+    arrival_s: NDArray[np.float64]
+    input_len: NDArray[np.int32]
+    output_len: NDArray[np.int32]
+    max_tokens: NDArray[np.int32]
+    client: NDArray[np.int32]
+    session: NDArray[np.int64]
+    turn: NDArray[np.int32]
+    parent: NDArray[np.int64]
+    think_s: NDArray[np.float64]
+    priority: NDArray[np.int16]
+    n: NDArray[np.int16]
+    lora: NDArray[np.int16]
+    status: NDArray[np.uint8]
+    obs_ttft_s: NDArray[np.float64]
+    obs_e2e_s: NDArray[np.float64]
+    obs_cached: NDArray[np.int32]
+    block_size: int = 0
+    block_offsets: NDArray[np.int64]
+    blocks: NDArray[np.int64] = field(default_factory=_empty_blocks)
+    meta: Mapping[str, JSON] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def __len__(self) -> int:
+        return len(self.arrival_s)
+
+    @property
+    def duration_s(self) -> float:
+        """From the first arrival to the last."""
+        return float(self.arrival_s[-1]) if len(self) else 0.0
+
+    def row_blocks(self, row: int) -> NDArray[np.int64]:
+        """The block ids of one row's prompt; empty when the row has none."""
+        return self.blocks[self.block_offsets[row] : self.block_offsets[row + 1]]
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the content (columns, blocks, block size), not of the notes in `meta`."""
+        sha = hashlib.sha256(f"tuner-trace-{VERSION}:{self.block_size}".encode())
+        for name in (*COLUMNS, "block_offsets", "blocks"):
+            array = np.ascontiguousarray(getattr(self, name))
+            if array.dtype.kind == "f":
+                array = np.where(np.isnan(array), np.nan, array)
+            sha.update(f"|{name}:{len(array)}:".encode() + array.tobytes())
+        return sha.hexdigest()
+
+    def take(self, rows: ArrayLike, *, start_s: float | None = None) -> "Trace":
+        """The trace of some rows (ascending); arrivals count from `start_s`, or from the first row taken.
+
+        A parent that is not taken becomes -1. Block, session and client ids stay as they are.
+        """
+        chosen = np.asarray(rows, np.int64)
+        columns = {name: getattr(self, name)[chosen] for name in COLUMNS}
+        new_row = np.full(len(self) + 1, -1, np.int64)
+        new_row[chosen] = np.arange(len(chosen))
+        columns["parent"] = new_row[columns["parent"]]
+        origin = start_s if start_s is not None else (columns["arrival_s"][0] if len(chosen) else 0.0)
+        columns["arrival_s"] = columns["arrival_s"] - origin
+        offsets, blocks = _gather(self.block_offsets, self.blocks, chosen)
+        return Trace(
+            **columns, block_size=self.block_size, block_offsets=offsets, blocks=blocks, meta=self.meta
+        )
+
+    def with_meta(self, **notes: JSON) -> "Trace":
+        """The same content with notes added; the digest stays."""
+        return self.changed(meta={**self.meta, **notes})
+
+    def changed(self, **parts: Any) -> "Trace":
+        """The same trace with some columns or parts replaced; arrivals must still be sorted."""
+        names = (*COLUMNS, "block_size", "block_offsets", "blocks", "meta")
+        return Trace(**{name: parts.get(name, getattr(self, name)) for name in names})
+
+
+def build(
+    columns: Mapping[str, ArrayLike],
+    *,
+    blocks: tuple[ArrayLike, ArrayLike] | None = None,
+    block_size: int = 0,
+    meta: Mapping[str, JSON] | None = None,
+) -> Trace:
+    """A trace from columns in any order of rows: sorted (stable), rebased, unknown columns filled.
+
+    `parent` counts rows in the given order; a parent that does not come earlier is dropped. `blocks` is
+    (offsets, ids) in the given order. ValueError when the columns do not fit together.
+    """
+    if unknown := set(columns) - set(COLUMNS):
+        raise ValueError(f"unknown columns: {sorted(unknown)}")
+    arrival = np.asarray(columns["arrival_s"], np.float64)
+    order = np.argsort(arrival, kind="stable")
+    filled: dict[str, NDArray[Any]] = {}
+    for name, (dtype, missing) in COLUMNS.items():
+        given = columns.get(name)
+        array = np.full(len(arrival), missing, dtype) if given is None else np.asarray(given, dtype)
+        filled[name] = array[order]
+    filled["arrival_s"] = filled["arrival_s"] - (arrival[order[0]] if len(order) else 0.0)
+    new_row = np.full(len(order) + 1, -1, np.int64)
+    new_row[order] = np.arange(len(order))
+    parent = new_row[filled["parent"]]
+    filled["parent"] = np.where(parent < np.arange(len(order)), parent, -1)
+    offsets, ids = np.zeros(len(order) + 1, np.int64), _empty_blocks()
+    if blocks is not None and block_size > 0:
+        offsets, ids = _gather(np.asarray(blocks[0], np.int64), np.asarray(blocks[1], np.int64), order)
+    return Trace(**filled, block_size=block_size, block_offsets=offsets, blocks=ids, meta=dict(meta or {}))
+
+
+def write(trace: Trace, path: str | Path) -> str:
+    """Write a trace as Parquet, whole or not at all; returns its digest. Unavailable: the disk refuses."""
+    target = Path(path)
+    lists = pa.LargeListArray.from_arrays(pa.array(trace.block_offsets), pa.array(trace.blocks))
+    table = pa.table({name: pa.array(getattr(trace, name)) for name in COLUMNS} | {"blocks": lists})
+    notes = {
+        "version": VERSION,
+        "digest": trace.digest,
+        "block_size": trace.block_size,
+        "meta": dict(trace.meta),
+    }
+    table = table.replace_schema_metadata({_METADATA: json.dumps(notes).encode()})
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    encodings = {"blocks.list.element": "DELTA_BINARY_PACKED"}
+    try:
+        pq.write_table(table, partial, compression="zstd", use_dictionary=False, column_encoding=encodings)
+        os.replace(partial, target)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise Unavailable(f"{target}: the trace could not be written: {error.strerror or error}") from error
+    return trace.digest
+
+
+def read(path: str | Path) -> Trace:
+    """A trace that `write` wrote. BadInput when the file is absent, foreign, damaged or too new."""
+    source = Path(path)
+    if not source.is_file():
+        raise BadInput(f"{source}: no such trace file{_near_file(source)}")
+    try:
+        table = pq.read_table(source, memory_map=False)
+    except (pa.ArrowException, OSError) as error:
+        raise BadInput(
+            f"{source}: not a trace in Parquet; `tuner trace import` makes one: {error}"
+        ) from error
+    packed = (table.schema.metadata or {}).get(_METADATA)
+    if packed is None:
+        raise BadInput(f"{source}: Parquet, but not a trace of this tool; `tuner trace import` makes one")
+    notes = json.loads(packed)
+    if notes["version"] > VERSION:
+        raise BadInput(f"{source}: trace version {notes['version']}; this tuner reads up to {VERSION}")
+    for name in (*COLUMNS, "blocks"):
+        if name not in table.column_names:
+            raise BadInput(f"{source}: column '{name}' is missing{nearest(name, table.column_names)}")
+    try:
+        trace = _from_table(table, notes)
+    except (ValueError, TypeError, pa.ArrowException) as error:
+        raise BadInput(f"{source}: damaged trace: {error}") from error
+    if trace.digest != notes["digest"]:
+        raise BadInput(f"{source}: damaged trace: its content does not match its digest; import it again")
+    return trace
+
+
+def bundled() -> Trace:
+    """The slice of the Azure conversation trace that ships with the package (CC-BY 4.0, see `meta`)."""
+    return read(Path(__file__).parents[1] / "data" / "traces" / "azure-conversation-slice.parquet")
+
+
+def _from_table(table: pa.Table, notes: Mapping[str, Any]) -> Trace:
+    columns = {name: table.column(name).to_numpy() for name in COLUMNS}
+    lists = table.column("blocks").combine_chunks()
+    if isinstance(lists, pa.ChunkedArray):
+        lists = lists.chunk(0) if lists.num_chunks else pa.array([], lists.type)
+    offsets = lists.offsets.to_numpy().astype(np.int64)
+    return Trace(
+        **columns,
+        block_size=notes["block_size"],
+        block_offsets=offsets - offsets[0],
+        blocks=lists.flatten().to_numpy(zero_copy_only=False).astype(np.int64),
+        meta=cast(Mapping[str, JSON], notes["meta"]),
+    )
+
+
+def _gather(
+    offsets: NDArray[np.int64], values: NDArray[np.int64], rows: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """CSR rows in another order (or some of them)."""
+    lengths = (offsets[1:] - offsets[:-1])[rows]
+    new = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    source = np.repeat(offsets[:-1][rows] - new[:-1], lengths) + np.arange(new[-1])
+    return new, values[source]
+
+
+def _check(trace: Trace) -> None:
+    rows = len(trace.arrival_s)
+    for name, (dtype, _) in COLUMNS.items():
+        array = getattr(trace, name)
+        if array.shape != (rows,) or array.dtype != np.dtype(dtype):
+            raise ValueError(
+                f"column {name}: {array.dtype}{list(array.shape)}, expected {np.dtype(dtype)}[{rows}]"
+            )
+    if not np.isfinite(trace.arrival_s).all() or (np.diff(trace.arrival_s) < 0).any():
+        raise ValueError("arrivals must be finite and sorted")
+    if (trace.parent >= np.arange(rows)).any():
+        raise ValueError("a parent must come before its row")
+    offsets = trace.block_offsets
+    if offsets.shape != (rows + 1,) or offsets[0] != 0 or offsets[-1] != len(trace.blocks):
+        raise ValueError("block offsets do not fit the blocks")
+    if (np.diff(offsets) < 0).any() or (len(trace.blocks) and trace.block_size < 1):
+        raise ValueError("block offsets must ascend and blocks need a block size")
+    if (trace.status >= len(STATUSES)).any():
+        raise ValueError(f"status must be below {len(STATUSES)}")
+    for name in (*COLUMNS, "block_offsets", "blocks"):
+        array = getattr(trace, name)
+        if array.flags.writeable:
+            array = array.view()
+            array.flags.writeable = False
+            object.__setattr__(trace, name, array)
+
+
+def _near_file(path: Path) -> str:
+    try:
+        return nearest(path.name, [entry.name for entry in path.parent.iterdir()])
+    except OSError:
+        return ""
