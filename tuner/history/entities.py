@@ -1,0 +1,103 @@
+"""Records of the service's own rows, beside those in `tuner.records`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from tuner.records import JSON, Candidate
+
+SCOPES = ("read", "run", "promote", "admin")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceInfo:
+    """A registered trace: the digest of its content is its identity, `path` where the file lies."""
+
+    digest: str
+    name: str
+    path: str
+    meta: Mapping[str, JSON]
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """The right to use a node until `expires_at`. A `fence` is never given twice for one node; it grows."""
+
+    node: str
+    holder: str
+    fence: int
+    acquired_at: datetime
+    expires_at: datetime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """A nightly run. `spec` holds the study, the window, the missed-run policy and blackout dates."""
+
+    name: str
+    node: str
+    cron: str
+    timezone: str
+    spec: Mapping[str, JSON]
+    created_at: datetime
+    enabled: bool = True
+    last_due: datetime | None = None
+    last_run_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """An API token as kept: its secret is shown once, at creation, and only its hash is stored."""
+
+    id: str
+    name: str
+    scopes: tuple[str, ...]
+    created_at: datetime
+    expires_at: datetime | None = None
+    revoked_at: datetime | None = None
+    last_used_at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditEntry:
+    """One change: who did what to which thing, and why."""
+
+    id: int
+    at: datetime
+    actor: str
+    action: str
+    target: str
+    reason: str
+    detail: Mapping[str, JSON] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunBest:
+    """What one run found for one metric, with the study's facts beside it.
+
+    `value` is the best trial's; where trials were confirmed only those compete, by the median of their
+    confirmation repeats, else each counts with its search measurement. `low` and `high` span the repeats.
+    """
+
+    run_id: str
+    study_id: str
+    model: str
+    node: str
+    gpu_class: str
+    workload: str
+    engine_version: str
+    trace_digest: str
+    started_at: datetime
+    ended_at: datetime | None
+    metric: str
+    trial_id: int
+    number: int
+    candidate: Candidate
+    value: float
+    low: float
+    high: float
+    repeats: int
+    confirmed: bool
+    trials: int
+    baseline: float | None

@@ -1,0 +1,58 @@
+"""The Store: everything that is remembered, over SQLite or PostgreSQL."""
+
+from collections.abc import Callable
+from datetime import datetime
+
+from tuner.errors import NotFound
+from tuner.history.catalog import Catalog
+from tuner.history.database import Database
+from tuner.history.entities import Lease
+from tuner.history.migrate import upgrade
+from tuner.history.registry import Registry
+from tuner.history.service import Audit, Leases, Schedules, Tokens
+from tuner.history.studies import Studies
+from tuner.history.trials import Trials
+
+
+class Store(Studies, Trials, Catalog, Registry, Leases, Schedules, Tokens, Audit):
+    """Opens a database by URL (`sqlite:///path`, `postgresql://user@host/name`); safe to use from threads.
+
+    An empty database is made with `create`, else NotFound. One of an older release raises Conflict (run
+    `upgrade`), one of a newer release too. Unavailable when it is locked, full or away for `patience_s`.
+    """
+
+    def __init__(self, url: str, *, create: bool = True, patience_s: float = 15.0, check: bool = True):
+        self._database = Database(url, patience_s=patience_s)
+        path = self._database.path
+        if path is not None and not create and not path.exists():
+            raise NotFound(
+                f"there is no database {path}: it is made by the first 'tuner tune' or 'tuner db upgrade'"
+            )
+        if path is not None:
+            self._database.make_folder()
+        if check:
+            if create and self._database.revision() is None:
+                self.upgrade()
+            self._database.check()
+
+    @property
+    def database(self) -> Database:
+        return self._database
+
+    def upgrade(self) -> tuple[str | None, str]:
+        """Brings the database to this release's revision. Returns the revision before and after."""
+        return upgrade(self._database)
+
+    def close(self) -> None:
+        self._database.close()
+
+    def fenced(self, lease: Lease, clock: Callable[[], datetime]) -> "Store":
+        """The same store, whose every write first proves the lease, in the write's own transaction.
+
+        A write raises Conflict, and changes nothing, once the lease was taken over or ran out by `clock`.
+        """
+        store = Store.__new__(Store)
+        store._database = self._database
+        store._lease = lease
+        store._clock = clock
+        return store

@@ -1,0 +1,199 @@
+"""Trials, their measurements, and launches."""
+
+from collections.abc import Sequence
+from datetime import datetime
+
+from sqlalchemy import Connection, Select, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from tuner.errors import BadInput, Conflict, NotFound
+from tuner.history import bests
+from tuner.history.base import Part
+from tuner.history.codec import (
+    launch_of,
+    launch_row,
+    measurement_of,
+    measurement_row,
+    trial_of,
+    trial_row,
+)
+from tuner.history.studies import find_run
+from tuner.history.tables import launches, measurements, runs, trials
+from tuner.records import Candidate, Launch, Measurement, RunState, Trial, TrialState
+
+CHUNK = 500
+
+
+def _measurements(connection: Connection, ids: Sequence[int]) -> dict[int, list[Measurement]]:
+    found: dict[int, list[Measurement]] = {each: [] for each in ids}
+    for start in range(0, len(ids), CHUNK):
+        some = ids[start : start + CHUNK]
+        query = select(measurements).where(measurements.c.trial_id.in_(some)).order_by(measurements.c.id)
+        for row in connection.execute(query).mappings():
+            found[row["trial_id"]].append(measurement_of(row))
+    return found
+
+
+def load(connection: Connection, query: Select[tuple[object, ...]]) -> tuple[Trial, ...]:
+    """The trials of a query over the trials table, with their measurements in the order they were added."""
+    rows = connection.execute(query).mappings().all()
+    measured = _measurements(connection, [row["id"] for row in rows])
+    return tuple(trial_of(row, measured[row["id"]]) for row in rows)
+
+
+def _one(connection: Connection, trial_id: int) -> Trial:
+    found = load(connection, select(trials).where(trials.c.id == trial_id))
+    if not found:
+        raise NotFound(f"there is no trial with id {trial_id}")
+    return found[0]
+
+
+def _add(connection: Connection, trial_id: int, new: Sequence[Measurement]) -> None:
+    if not new:
+        return
+    named = {each.launch_id for each in new if each.launch_id is not None}
+    known = set(connection.execute(select(launches.c.id).where(launches.c.id.in_(named))).scalars())
+    if missing := named - known:
+        raise NotFound(f"a measurement names launch '{min(missing)}', which was never added")
+    connection.execute(insert(measurements), [measurement_row(trial_id, each) for each in new])
+
+
+class Trials(Part):
+    """A trial's row exists, RUNNING, before its engine does; it is finished once."""
+
+    def start_trial(
+        self,
+        *,
+        study_id: str,
+        run_id: str,
+        candidate: Candidate,
+        number: int,
+        attempt: int,
+        seed: int,
+        origin: str,
+        now: datetime,
+        directory: str | None,
+    ) -> Trial:
+        """Writes a RUNNING trial. Raises Conflict when this attempt of this number is there already."""
+        trial = Trial(
+            id=0,
+            study_id=study_id,
+            run_id=run_id,
+            number=number,
+            attempt=attempt,
+            candidate=candidate,
+            origin=origin,
+            seed=seed,
+            started_at=now,
+            directory=directory,
+        )
+
+        def work(connection: Connection) -> Trial:
+            run = find_run(connection, run_id)
+            if run.study_id != study_id or run.state != RunState.RUNNING:
+                raise Conflict(
+                    f"run '{run_id}' is {run.state} in study {run.study_id[:12]}: no trial can start"
+                )
+            place = (trials.c.study_id == study_id, trials.c.number == number, trials.c.attempt == attempt)
+            if connection.execute(select(trials.c.id).where(*place)).first() is not None:
+                raise Conflict(f"attempt {attempt} of trial {number} is in the history already")
+            key = connection.execute(insert(trials).values(**trial_row(trial))).inserted_primary_key
+            if key is None:
+                raise Conflict(f"trial {number} was not written")
+            return _one(connection, key[0])
+
+        return self._write(work)
+
+    def finish_trial(self, trial: Trial) -> Trial:
+        """Writes how a RUNNING trial ended, and those of its measurements that are not stored yet.
+
+        Raises Conflict when it is not RUNNING any more: nothing is written then.
+        """
+        if trial.state == TrialState.RUNNING:
+            raise BadInput(f"trial {trial.number} is still RUNNING in the record that should finish it")
+
+        def work(connection: Connection) -> Trial:
+            old = _one(connection, trial.id)
+            if old.state != TrialState.RUNNING:
+                raise Conflict(f"trial {old.number} (attempt {old.attempt}) has already ended as {old.state}")
+            row = trial_row(trial)
+            connection.execute(update(trials).where(trials.c.id == trial.id).values(**row))
+            _add(connection, trial.id, [each for each in trial.measurements if each not in old.measurements])
+            return _one(connection, trial.id)
+
+        return self._write(work)
+
+    def add_measurement(self, trial_id: int, measurement: Measurement) -> Trial:
+        """Adds a measurement to a trial in any state (repeats, extensions, confirmation)."""
+
+        def work(connection: Connection) -> Trial:
+            trial = _one(connection, trial_id)
+            _add(connection, trial_id, [measurement])
+            if find_run(connection, trial.run_id).state != RunState.RUNNING:
+                bests.write(connection, trial.run_id)
+            return _one(connection, trial_id)
+
+        return self._write(work)
+
+    def trial(self, trial_id: int) -> Trial:
+        return self._read(lambda connection: _one(connection, trial_id))
+
+    def trials(
+        self,
+        study_id: str,
+        states: Sequence[TrialState] = (),
+        *,
+        run_id: str | None = None,
+        after: tuple[int, int] | None = None,
+        limit: int | None = None,
+    ) -> tuple[Trial, ...]:
+        """Trials of a study by (number, attempt), in some states or all; `after` pages on from one."""
+        query = (
+            select(trials).where(trials.c.study_id == study_id).order_by(trials.c.number, trials.c.attempt)
+        )
+        if states:
+            query = query.where(trials.c.state.in_([state.value for state in states]))
+        if run_id is not None:
+            query = query.where(trials.c.run_id == run_id)
+        if after is not None:
+            number, attempt = after
+            later = (trials.c.number == number) & (trials.c.attempt > attempt)
+            query = query.where(later | (trials.c.number > number)).where(trials.c.number >= number)
+        if limit is not None:
+            query = query.limit(limit)
+        return self._read(lambda connection: load(connection, query))
+
+    def orphans(self, *, host: str | None = None) -> tuple[Trial, ...]:
+        """RUNNING trials, of the runs of one host or of all: after a crash nobody is going to finish them."""
+        query = select(trials).where(trials.c.state == TrialState.RUNNING.value).order_by(trials.c.id)
+        if host is not None:
+            query = query.where(trials.c.run_id.in_(select(runs.c.id).where(runs.c.host == host)))
+        return self._read(lambda connection: load(connection, query))
+
+    def add_launch(self, launch: Launch) -> Launch:
+        def work(connection: Connection) -> Launch:
+            try:
+                connection.execute(insert(launches).values(**launch_row(launch)))
+            except IntegrityError as error:
+                raise Conflict(
+                    f"launch '{launch.id}' is in the history already, or its study is not"
+                ) from error
+            return launch
+
+        return self._write(work)
+
+    def finish_launch(self, launch: Launch) -> Launch:
+        """Writes a launch as it ended."""
+
+        def work(connection: Connection) -> Launch:
+            change = update(launches).where(launches.c.id == launch.id).values(**launch_row(launch))
+            if connection.execute(change).rowcount == 0:
+                raise NotFound(f"there is no launch '{launch.id}'")
+            return launch
+
+        return self._write(work)
+
+    def launches(self, study_id: str) -> tuple[Launch, ...]:
+        query = select(launches).where(launches.c.study_id == study_id)
+        query = query.order_by(launches.c.started_at, launches.c.id)
+        return self._read(lambda c: tuple(launch_of(row) for row in c.execute(query).mappings()))
