@@ -1,0 +1,143 @@
+"""Whether a replay is to be believed: values for the report, and gates that void a trial.
+
+A gate speaks of the ruler, never of the engine: a failed one aborts the trial and says what to change.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tuner.records import Fidelity, Outcome
+from tuner.replay.plan import Plan
+from tuner.replay.sender import CANCELLED, Sent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What a replay gathered about itself. `planned`: counted jobs; `cpu`: a core's share, busiest sender."""
+
+    sent: Sequence[Sent]
+    planned: int
+    cpu: float
+    curtailed: bool = False
+    extra: Mapping[str, float | None] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+
+def check(evidence: Evidence, plan: Plan) -> Fidelity:
+    """The fidelity report with its gates applied."""
+    outcomes = [sent.outcome for sent in evidence.sent if sent.counted]
+    values: dict[str, float | None] = {"requests": float(len(outcomes)), "planned": float(evidence.planned)}
+    failed: list[str] = []
+    warnings = list(evidence.warnings)
+    _lateness(outcomes, plan, values, failed, warnings)
+    _tokens(outcomes, plan, values, failed)
+    _conservation(evidence, values, failed)
+    values["sender_cpu"] = evidence.cpu
+    if evidence.cpu > plan.sender_cpu:
+        failed.append(
+            f"sender_cpu: a sender used {evidence.cpu:.0%} of its core (allowed {plan.sender_cpu:.0%}): "
+            "use more senders or lower the speed"
+        )
+    _wire(evidence.sent, values)
+    values.update(evidence.extra)
+    return Fidelity(values=values, failed=tuple(failed), warnings=tuple(warnings))
+
+
+def _lateness(
+    outcomes: Sequence[Outcome],
+    plan: Plan,
+    values: dict[str, float | None],
+    failed: list[str],
+    warnings: list[str],
+) -> None:
+    late = np.array([(o.sent_s - o.scheduled_s) * 1000 for o in outcomes if o.sent_s is not None])
+    if len(late) == 0:
+        return
+    p99 = float(np.percentile(late, 99))
+    values["lateness_p50_ms"] = float(np.percentile(late, 50))
+    values["lateness_p99_ms"] = p99
+    values["lateness_max_ms"] = float(late.max())
+    values["late_over_10ms"] = float((late > 10).mean())
+    ttft = [
+        (o.first_token_s - o.scheduled_s) * 1000 for o in outcomes if o.ok and o.first_token_s is not None
+    ]
+    allowed = max(plan.lateness_ms, plan.lateness_share * float(np.median(ttft)) if ttft else 0.0)
+    values["lateness_allowed_ms"] = allowed
+    if p99 > allowed:
+        failed.append(
+            f"lateness: requests left {p99:.1f} ms late at p99 (allowed {allowed:.1f} ms): give the sender a "
+            "core of its own, use more senders, or stop what else runs on this host"
+        )
+    elif p99 > 2.0:
+        warnings.append(f"requests left {p99:.1f} ms late at p99")
+
+
+def _tokens(
+    outcomes: Sequence[Outcome], plan: Plan, values: dict[str, float | None], failed: list[str]
+) -> None:
+    answered = [o for o in outcomes if o.ok]
+    wrong = [o for o in answered if o.input_tokens != o.expected_input]
+    values["prompt_mismatches"] = float(len(wrong))
+    if wrong:
+        first = wrong[0]
+        failed.append(
+            f"prompt_tokens: the engine counted {first.input_tokens} prompt tokens where "
+            f"{first.expected_input} were sent (row {first.row}; {len(wrong)} rows): something changes them; "
+            "send to the engine directly, without added special tokens"
+        )
+    if not answered:
+        return
+    short = [o for o in answered if o.output_tokens != o.expected_output]
+    share = len(short) / len(answered)
+    values["completion_mismatch"] = share
+    if share > plan.completion_mismatch:
+        first = short[0]
+        failed.append(
+            f"completion_tokens: {share:.1%} of answers were not of the recorded length (row {first.row}: "
+            f"{first.output_tokens} of {first.expected_output}; allowed {plan.completion_mismatch:.1%}): "
+            "raise max_model_len above prompt + answer, or drop the rows that do not fit"
+        )
+
+
+def _conservation(evidence: Evidence, values: dict[str, float | None], failed: list[str]) -> None:
+    counted = [s.outcome for s in evidence.sent if s.counted]
+    answered = sum(o.ok for o in counted)
+    values["answered"] = float(answered)
+    cancelled = sum(o.error == CANCELLED for o in counted)
+    values["cancelled"] = float(cancelled)
+    values["failed"] = float(len(counted) - answered - cancelled)
+    lost = evidence.planned - len(counted)
+    values["lost"] = float(lost)
+    if lost and not evidence.curtailed:
+        failed.append(
+            f"conservation: {evidence.planned} requests were planned and {len(counted)} accounted for: "
+            "the sender was stopped or broke off; repeat the trial"
+        )
+
+
+def _wire(sent: Sequence[Sent], values: dict[str, float | None]) -> None:
+    """What the wire knows: resends, chunks per token, our TTFT against the engine's own."""
+    counted = [s for s in sent if s.counted and s.outcome.ok]
+    values["resent"] = float(sum(s.resent for s in sent))
+    tokens = sum(int(s.outcome.chunk_tokens.sum()) for s in counted)
+    if tokens:
+        values["chunks_per_token"] = sum(s.chunks for s in counted) / tokens
+    gaps = ttft_gaps_ms(counted)
+    if len(gaps):
+        values["engine_ttft_gap_p50_ms"] = float(np.percentile(gaps, 50))
+        values["engine_ttft_gap_p99_ms"] = float(np.percentile(gaps, 99))
+
+
+def ttft_gaps_ms(sent: Sequence[Sent]) -> NDArray[np.float64]:
+    """Our TTFT from the send, less queue and first-token time as the engine reports them per request."""
+    gaps = []
+    for one in sent:
+        engine, outcome = one.engine.get("time_to_first_token_ms"), one.outcome
+        if engine is None or outcome.first_token_s is None or outcome.sent_s is None:
+            continue
+        ours = (outcome.first_token_s - outcome.sent_s) * 1000
+        gaps.append(ours - engine - one.engine.get("queue_time_ms", 0.0))
+    return np.array(gaps, dtype=np.float64)

@@ -1,0 +1,105 @@
+"""The engine's own numbers over a window: raw scrapes while it runs, parsed once it is over."""
+
+import asyncio
+from collections.abc import Mapping
+from time import perf_counter_ns
+
+import numpy as np
+
+from tuner.engine import metrics
+from tuner.replay.wire import Exchange, Pool, get
+
+PATIENCE_S = 5.0
+
+
+class Observer:
+    """Scrapes /metrics at the window's start, every `every_s`, and at its end; parsing waits for the end."""
+
+    def __init__(self, host: str, port: int, every_s: float) -> None:
+        self._pool = Pool(host, port)
+        self._every_s = every_s
+        self._texts: list[tuple[float, bytes]] = []
+        self._key = 0
+
+    async def run(self, zero_ns: int, window_s: float) -> None:
+        """Scrape until the window's end."""
+        due = 0.0
+        while True:
+            now = (perf_counter_ns() - zero_ns) / 1e9
+            await asyncio.sleep(max(0.0, due - now))
+            await self.scrape(zero_ns)
+            now = (perf_counter_ns() - zero_ns) / 1e9
+            if now >= window_s:
+                return
+            due = min(window_s, max(due + self._every_s, now))
+
+    async def scrape(self, zero_ns: int) -> None:
+        """Keep one exposition text; a scrape that fails is left out."""
+        self._key += 1
+        gone = asyncio.Event()
+        exchange = Exchange(
+            self._key, get(self._pool.host, self._pool.port, "/metrics"), lambda _: gone.set()
+        )
+        self._pool.send(exchange)
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                await gone.wait()
+        except TimeoutError:
+            self._pool.cut(exchange, "no metrics")
+        if exchange.failure is None:
+            at = (perf_counter_ns() - zero_ns) / 1e9
+            self._texts.append((at, b"".join(exchange.parts)))
+
+    async def conclude(self) -> dict[str, float | None]:
+        """The numbers of the window, under canonical names and those of measurements; None = not told."""
+        await self._pool.close()
+        scrapes = [(at, found) for at, raw in self._texts if (found := _parsed(raw)) is not None]
+        return fold(scrapes)
+
+
+def _parsed(raw: bytes) -> metrics.EngineMetrics | None:
+    head, _, body = raw.partition(b"\r\n\r\n")
+    if b" 200 " not in head[:16]:
+        return None
+    if b"chunked" in head.lower():
+        body = _unchunked(body)
+    try:
+        return metrics.parse(body.decode("utf-8", "replace"))
+    except ValueError:
+        return None
+
+
+def _unchunked(body: bytes) -> bytes:
+    pieces: list[bytes] = []
+    while body:
+        size, _, body = body.partition(b"\r\n")
+        length = int(size.split(b";", 1)[0] or b"0", 16)
+        if length == 0:
+            break
+        pieces.append(body[:length])
+        body = body[length + 2 :]
+    return b"".join(pieces)
+
+
+def fold(scrapes: list[tuple[float, metrics.EngineMetrics]]) -> dict[str, float | None]:
+    """Counters from first to last scrape; mean, maximum and slope of queue depth and KV usage over them."""
+    if not scrapes:
+        return {}
+    values: dict[str, float | None] = dict(metrics.between(scrapes[0][1], scrapes[-1][1]))
+    values["scrapes"] = float(len(scrapes))
+    for name, ours in (("waiting", "queue_depth"), ("kv_usage", "kv_usage"), ("running", "running")):
+        found = [(at, value) for at, one in scrapes if (value := one.values.get(name)) is not None]
+        if not found:
+            continue
+        at, seen = np.array(found).T
+        values[f"{ours}_mean"] = float(seen.mean())
+        values[f"{ours}_max"] = float(seen.max())
+        if len(found) > 2 and ours == "queue_depth":
+            values["queue_slope_per_s"] = float(np.polyfit(at - at[0], seen, 1)[0])
+    return values
+
+
+def growing(engine: Mapping[str, float | None], window_s: float) -> bool:
+    """Whether the queue grew through the window by more than it was deep on average: an unstable load."""
+    slope, mean = engine.get("queue_slope_per_s"), engine.get("queue_depth_mean")
+    return slope is not None and mean is not None and mean > 1 and slope * window_s > mean

@@ -1,0 +1,215 @@
+"""What the stamped bytes of one answer say: tokens per chunk from continuous usage, final usage, errors.
+
+Server-sent events may be split anywhere, end in LF, CRLF or CR, carry comments, and put several into one
+read; an event is stamped by the read that completed it.
+"""
+
+import json
+import re
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r|\n\r\n|\r\n\n")
+COMPLETION = b'"completion_tokens":'
+NO_CHOICES = re.compile(rb'"choices":\s*\[\s*\]')
+DIGITS = re.compile(rb"\s*(\d+)")
+SLICE = 64
+"""Events parsed between two pauses of `reader`."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """One parsed answer; stamps in nanoseconds of the wire's clock. `error` None = complete.
+
+    `guessed` chunks carried text but no usage and were counted as one token each. `answer_ns` is the first
+    chunk that is not reasoning. `engine` holds the engine's own per-request metrics where it sends them.
+    """
+
+    status: int = 0
+    chunk_ns: list[int] = field(default_factory=list)
+    chunk_tokens: list[int] = field(default_factory=list)
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    answer_ns: int | None = None
+    finished: bool = False
+    guessed: int = 0
+    error: str | None = None
+    engine: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """Completion tokens that came."""
+        return sum(self.chunk_tokens)
+
+
+def read(stamps: Sequence[int], parts: Sequence[bytes], choices: int = 1) -> Answer:
+    """Parse a whole answer at once. `choices` is the request's `n`."""
+    answer = Answer()
+    for _ in reader(answer, stamps, parts, choices):
+        pass
+    return answer
+
+
+def reader(answer: Answer, stamps: Sequence[int], parts: Sequence[bytes], choices: int = 1) -> Iterator[None]:
+    """Parse into `answer`, yielding between batches of events so that the caller can attend to its clock."""
+    raw = b"".join(parts)
+    head = raw.find(b"\r\n\r\n")
+    if head < 0:
+        answer.error = "no HTTP answer"
+        return
+    answer.status = int(raw[:head].split(b" ", 2)[1])
+    body, starts, origins = _body(raw, head)
+    ends = list(accumulate(len(part) for part in parts))
+    if answer.status != 200:
+        answer.error = _refusal(answer.status, body)
+        return
+    counts = [0] * choices
+    position = 0
+    for number, match in enumerate(EVENT_END.finditer(body)):
+        event = body[position : match.start()]
+        position = match.end()
+        origin = position - 1
+        if starts:
+            chunk = bisect_left(starts, origin + 1) - 1
+            origin = origins[chunk] + origin - starts[chunk]
+        else:
+            origin += head + 4
+        _event(answer, event, stamps[bisect_left(ends, origin + 1)], counts)
+        if number % SLICE == SLICE - 1:
+            yield
+    _conclude(answer, body[position:])
+
+
+def _body(raw: bytes, head: int) -> tuple[bytes, list[int], list[int]]:
+    """The body without chunked framing, and where each chunk starts: in the body, and in the raw bytes."""
+    if b"transfer-encoding: chunked" not in raw[:head].lower():
+        return raw[head + 4 :], [], []
+    pieces: list[bytes] = []
+    starts: list[int] = []
+    origins: list[int] = []
+    position, length = head + 4, 0
+    while True:
+        line = raw.find(b"\r\n", position)
+        if line < 0:
+            break
+        size = int(raw[position:line].split(b";", 1)[0], 16)
+        if size == 0:
+            break
+        pieces.append(raw[line + 2 : line + 2 + size])
+        starts.append(length)
+        origins.append(line + 2)
+        length += size
+        position = line + 2 + size + 2
+    return b"".join(pieces), starts, origins
+
+
+def _refusal(status: int, body: bytes) -> str:
+    text = body.decode("utf-8", "replace")
+    try:
+        said = json.loads(text)
+    except ValueError:
+        said = None
+    if isinstance(said, dict):
+        inner = said.get("error", said)
+        text = str(inner.get("message", inner)) if isinstance(inner, dict) else str(inner)
+    return f"HTTP {status}: {text[:200].strip()}"
+
+
+def _data(event: bytes) -> bytes:
+    """The payload of an event: its data lines joined; comments and other fields dropped."""
+    if event.startswith(b"data: ") and b"\n" not in event and b"\r" not in event:
+        return event[6:]
+    lines = (line for line in re.split(rb"\r\n|\n|\r", event) if line.startswith(b"data:"))
+    return b"\n".join(line[6:] if line[5:6] == b" " else line[5:] for line in lines)
+
+
+def _event(answer: Answer, event: bytes, stamp: int, counts: list[int]) -> None:
+    data = _data(event)
+    if not data or answer.error is not None:
+        return
+    if data == b"[DONE]":
+        answer.finished = True
+        return
+    found = data.rfind(COMPLETION)
+    if found >= 0 and len(counts) == 1 and answer.answer_ns is not None and not NO_CHOICES.search(data):
+        digits = DIGITS.match(data, found + len(COMPLETION))
+        if digits is not None:
+            _count(answer, stamp, counts, 0, int(digits[1]))
+            return
+    _slow_event(answer, data, stamp, counts)
+
+
+def _slow_event(answer: Answer, data: bytes, stamp: int, counts: list[int]) -> None:
+    try:
+        said = json.loads(data)
+    except ValueError:
+        answer.error = "malformed event"
+        return
+    if not isinstance(said, dict):
+        answer.error = "malformed event"
+    elif "error" in said:
+        inner = said["error"]
+        message = inner.get("message", inner) if isinstance(inner, dict) else inner
+        answer.error = f"in-band error: {str(message)[:200]}"
+    else:
+        _chunk(answer, said, stamp, counts)
+
+
+def _chunk(answer: Answer, said: dict[str, object], stamp: int, counts: list[int]) -> None:
+    usage = said.get("usage")
+    choices = said.get("choices")
+    if isinstance(usage, dict) and not choices:
+        _final(answer, usage, said.get("metrics"))
+        return
+    if not isinstance(choices, list) or not choices:
+        return
+    choice = choices[0]
+    delta = choice.get("delta") or choice
+    reasoning = delta.get("reasoning") or delta.get("reasoning_content")
+    before = len(answer.chunk_ns)
+    if isinstance(usage, dict) and "completion_tokens" in usage:
+        _count(answer, stamp, counts, int(choice.get("index", 0)), int(usage["completion_tokens"]))
+        answer.prompt_tokens = int(usage.get("prompt_tokens", answer.prompt_tokens or 0))
+    elif reasoning or delta.get("text") or delta.get("content") or delta.get("tool_calls"):
+        answer.guessed += 1
+        answer.chunk_ns.append(stamp)
+        answer.chunk_tokens.append(1)
+    if answer.answer_ns is None and len(answer.chunk_ns) > before and not reasoning:
+        answer.answer_ns = stamp
+
+
+def _count(answer: Answer, stamp: int, counts: list[int], index: int, total: int) -> None:
+    if index >= len(counts):
+        answer.error = f"unexpected choice {index}"
+        return
+    fresh = total - counts[index]
+    if fresh > 0:
+        counts[index] = total
+        answer.chunk_ns.append(stamp)
+        answer.chunk_tokens.append(fresh)
+
+
+def _final(answer: Answer, usage: dict[str, object], metrics: object) -> None:
+    prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens")
+    details = usage.get("prompt_tokens_details")
+    if isinstance(prompt, int):
+        answer.prompt_tokens = prompt
+    if isinstance(completion, int):
+        answer.completion_tokens = completion
+    if isinstance(details, dict) and isinstance(details.get("cached_tokens"), int):
+        answer.cached_tokens = details["cached_tokens"]
+    if isinstance(metrics, dict):
+        answer.engine = {k: float(v) for k, v in metrics.items() if isinstance(v, int | float)}
+
+
+def _conclude(answer: Answer, rest: bytes) -> None:
+    """Say what is wrong with an answer that ended; tokens guessed from text give way to the final usage."""
+    if answer.error is None and not answer.finished:
+        answer.error = "answer cut before [DONE]" if answer.chunk_ns or rest.strip() else "empty answer"
+    if answer.error is None and answer.guessed and answer.completion_tokens is not None:
+        missing = answer.completion_tokens - answer.tokens
+        if answer.chunk_tokens and missing > 0:
+            answer.chunk_tokens[-1] += missing
