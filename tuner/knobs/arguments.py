@@ -1,0 +1,239 @@
+"""A candidate as argv and environment of one installed engine, or a refusal that names what to use."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tuner.errors import BadInput, UnsupportedKnob, nearest
+from tuner.knobs.catalogue import CATALOGUE, PREEMPTION, Knob, knob
+from tuner.knobs.versions import OLDEST, FlagTable, matches, negation, parse, table
+from tuner.records import EngineFacts, Value, canonical_json
+
+OFFLOAD_PLATFORMS = ("cuda", "rocm", "xpu")
+_ENV_UNTIL = "<0.16"
+"""Versions that still read a knob from the environment (VLLM_ATTENTION_BACKEND)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled:
+    """What a candidate adds to the command line and to the environment of the engine."""
+
+    argv: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+def compile_candidate(
+    candidate: Mapping[str, Value], facts: EngineFacts, *, env: Mapping[str, str] | None = None
+) -> Compiled:
+    """argv and environment of a candidate, knobs in the order of their names; a None value adds nothing.
+
+    `env` is the environment the study gives every launch (it may pin the V0 engine). UnsupportedKnob names
+    the knob, the version and the nearest substitute; BadInput an unknown knob or a value of the wrong kind.
+    """
+    argv: list[str] = []
+    added: dict[str, str] = {}
+    for name in sorted(candidate):
+        value = candidate[name]
+        if value is None:
+            continue
+        if (reason := refusal(name, value, facts, env=env)) is not None:
+            raise UnsupportedKnob(reason)
+        entry = knob(name)
+        if entry.kind == "preemption":
+            argv += _preemption(str(value), facts, env or {})
+        elif (flag := entry.flag_in(facts)) is not None:
+            argv += _written(entry, flag, value)
+        elif entry.env is not None:
+            added[entry.env] = str(value)
+    return Compiled(argv=tuple(argv), env=added)
+
+
+def refusal(
+    name: str, value: Value, facts: EngineFacts, *, env: Mapping[str, str] | None = None
+) -> str | None:
+    """Why this engine cannot be given this value, with the nearest substitute, or None. BadInput as above."""
+    entry = knob(name)
+    if value is None:
+        return None
+    if (wrong := entry.complaint(value)) is not None:
+        raise BadInput(wrong)
+    if entry.kind == "preemption":
+        return _preemption_refusal(str(value), facts, env or {})
+    present = entry.flag_in(facts) is not None or _by_environment(entry, facts)
+    if not present:
+        return f"{name}: vLLM {facts.version} does not have it{_history(entry)}{_instead(entry, facts)}"
+    if parse(facts.version) < OLDEST:
+        return f"{name}: vLLM {facts.version} is older than {OLDEST}, the oldest that is driven; upgrade it"
+    if not matches(facts.version, entry.usable):
+        why = entry.never or "it no longer acts"
+        return (
+            f"{name}: vLLM {facts.version} parses it but does not act on it ({why}){_instead(entry, facts)}"
+        )
+    if entry.platforms and facts.platform not in entry.platforms:
+        return f"{name}: it does not act on {facts.platform}, only on {', '.join(entry.platforms)}"
+    if (wrong := entry.complaint(value, facts.version)) is not None:
+        return wrong
+    return _spelling_refusal(entry, value, facts)
+
+
+def fixed(args: Mapping[str, object], facts: EngineFacts, *, where: str = "engine.args") -> tuple[str, ...]:
+    """argv of a study's fixed arguments: exact long names, dashes or underscores; booleans, lists, objects.
+
+    BadInput names the key: vLLM itself would take any unique beginning of a flag for the flag.
+    """
+    argv: list[str] = []
+    for key, value in args.items():
+        flag = "--" + key.lstrip("-").replace("_", "-")
+        if flag not in facts.flags:
+            close = nearest(flag, facts.flags)
+            raise BadInput(f"{where}: vLLM {facts.version} has no argument '{key}'{close}")
+        argv += _fixed(flag, value, facts, where)
+    return tuple(argv)
+
+
+def to_yaml_mapping(argv: Sequence[str], flags: FlagTable | None = None) -> dict[str, Value | list[Value]]:
+    """The same arguments as keys of vLLM's `--config` file, in a form that versions since 0.10 read alike.
+
+    Dash keys; a `--no-` flag stays `no-…: true` (old readers drop a false value, and new ones do under an
+    underscore key); objects stay JSON text (read as objects only since 0.16); what is unset is left out.
+    """
+    data = flags or table()
+    mapping: dict[str, Value | list[Value]] = {}
+    for flag, values in pairs(argv):
+        key = flag.removeprefix("--")
+        if not values:
+            mapping[key] = True
+        elif len(values) == 1 and flag not in _lists(data):
+            mapping[key] = _scalar(values[0])
+        else:
+            mapping[key] = [_scalar(value) for value in values]
+    return mapping
+
+
+def pairs(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Long flags of an argv with their values, `--flag=value` split. BadInput for a value without a flag."""
+    found: list[tuple[str, list[str]]] = []
+    for word in argv:
+        if word.startswith("--"):
+            flag, equals, value = word.partition("=")
+            found.append((flag.replace("_", "-"), [value] if equals else []))
+        elif found:
+            found[-1][1].append(word)
+        else:
+            raise BadInput(f"argument '{word}' stands before any flag")
+    return found
+
+
+def _scalar(text: str) -> Value:
+    """A number where its text says exactly that number, else the text."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    if isinstance(value, int | float) and not isinstance(value, bool) and json.dumps(value) == text:
+        return value
+    return text
+
+
+def _lists(_: FlagTable) -> frozenset[str]:
+    return frozenset(flag for entry in CATALOGUE.values() if entry.kind == "ints" for flag in entry.flags)
+
+
+def _written(entry: Knob, flag: str, value: Value) -> list[str]:
+    if isinstance(value, bool):
+        return [flag if value else negation(flag)]
+    if entry.kind == "ints":
+        return [flag, *(str(item) for item in json.loads(str(value)))]
+    return [flag, number(value) if isinstance(value, int | float) else str(value)]
+
+
+def number(value: float) -> str:
+    """A number without an exponent and without a needless `.0`, as argparse takes it for either type."""
+    return str(int(value)) if float(value).is_integer() else f"{value:.10f}".rstrip("0")
+
+
+def _fixed(flag: str, value: object, facts: EngineFacts, where: str) -> list[str]:
+    if value is None:
+        raise BadInput(f"{where}: '{flag[2:]}' has no value; leave the line out for the engine's default")
+    if value is True:
+        return [flag]
+    if value is False:
+        if negation(flag) not in facts.flags:
+            raise BadInput(f"{where}: '{flag[2:]}' cannot be false in vLLM {facts.version}; leave it out")
+        return [negation(flag)]
+    if isinstance(value, list):
+        return [flag, *(str(item) for item in value)]
+    if isinstance(value, dict):
+        return [flag, canonical_json(value)]
+    return [flag, number(value) if isinstance(value, int | float) else str(value)]
+
+
+def _by_environment(entry: Knob, facts: EngineFacts) -> bool:
+    return entry.env is not None and matches(facts.version, f">=0.10,{_ENV_UNTIL}")
+
+
+def _spelling_refusal(entry: Knob, value: Value, facts: EngineFacts) -> str | None:
+    """What a version's spelling of a knob cannot say."""
+    flag = entry.flag_in(facts)
+    if value is False and flag is not None and negation(flag) not in facts.flags:
+        return f"{entry.name}: vLLM {facts.version} has no {negation(flag)}; only true can be asked for"
+    if flag == "--cuda-graph-sizes" and len(json.loads(str(value))) == 1:
+        return f"{entry.name}: vLLM {facts.version} reads one number as the largest size; give two or more"
+    return None
+
+
+def _history(entry: Knob) -> str:
+    """« (it has been there since A until B)» from the shipped data."""
+    spans = entry.spans()
+    if not spans:
+        return ""
+    first, last = spans[0][0], spans[-1][1]
+    known = table().versions[0]
+    since = "from the first known release" if first == known else f"since {first}"
+    return f" (present {since}{f' until {last}' if last else ''})"
+
+
+def _instead(entry: Knob, facts: EngineFacts) -> str:
+    """« ; nearest: X» when the substitute can be used there."""
+    other = CATALOGUE.get(entry.substitute or "")
+    if other is None or other.flag_in(facts) is None or not matches(facts.version, other.usable):
+        return "; nothing there does the same"
+    return f"; nearest: {other.name}"
+
+
+def _pins_v0(facts: EngineFacts, env: Mapping[str, str]) -> bool:
+    return env.get("VLLM_USE_V1") == "0" and "--preemption-mode" in facts.flags
+
+
+def _preemption(value: str, facts: EngineFacts, env: Mapping[str, str]) -> list[str]:
+    found = PREEMPTION.fullmatch(value)
+    how, size = (found[1] or "recompute", found[2]) if found else ("recompute", None)
+    if how == "offload":
+        return ["--kv-offloading-size", str(size), "--kv-offloading-backend", "native"]
+    if not _pins_v0(facts, env):
+        return []
+    return ["--preemption-mode", how, *(["--swap-space", str(size)] if size else [])]
+
+
+def _preemption_refusal(value: str, facts: EngineFacts, env: Mapping[str, str]) -> str | None:
+    offloads = facts.platform in OFFLOAD_PLATFORMS and "--kv-offloading-size" in facts.flags
+    name = f"preemption: {value}: vLLM {facts.version}"
+    if parse(facts.version) < OLDEST:
+        return f"{name} is older than {OLDEST}, the oldest that is driven; upgrade it"
+    size = value.partition(":")[2]
+    if value.startswith("swap"):
+        if _pins_v0(facts, env):
+            return None
+        if "--preemption-mode" in facts.flags:
+            return (
+                f"{name} swaps only in its V0 engine; set VLLM_USE_V1=0 in engine.env, "
+                "so that the baseline runs there too; nearest: recompute"
+            )
+        close = f"offload:{size}" if offloads else "recompute"
+        return f"{name} has no swapping (--preemption-mode is gone since 0.11.0); nearest: {close}"
+    if value.startswith("offload") and not offloads:
+        if facts.platform not in OFFLOAD_PLATFORMS:
+            return f"{name} on {facts.platform} keeps KV blocks in host memory already; nearest: recompute"
+        close = f"swap:{size}" if _pins_v0(facts, env) else "recompute"
+        return f"{name} has no --kv-offloading-size (present since 0.11.2); nearest: {close}"
+    return None

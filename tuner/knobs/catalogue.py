@@ -1,0 +1,188 @@
+"""The knobs as data (catalogue.yaml): where each exists, what it takes, its default, and what it trades."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import yaml
+
+from tuner.errors import BadInput, nearest
+from tuner.knobs.versions import FlagTable, Interval, matches, table
+from tuner.records import EngineFacts, Value, canonical_json
+from tuner.settings import shipped
+
+Kind = Literal["int", "float", "bool", "choice", "text", "json", "ints", "preemption"]
+PREEMPTION = re.compile(r"recompute|(swap|offload):(\d+(?:\.\d+)?)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """A value and when it holds; an absent condition always holds."""
+
+    value: Value = None
+    values: tuple[Value, ...] = ()
+    versions: str = ""
+    platform: str | None = None
+    min_memory_gib: float = 0.0
+    gpu_not: str | None = None
+
+    def holds(self, facts: EngineFacts) -> bool:
+        """Whether the rule speaks of this engine on this device."""
+        return (
+            matches(facts.version, self.versions)
+            and self.platform in (None, facts.platform)
+            and (facts.gpu_memory_gib or 0.0) >= self.min_memory_gib
+            and not (self.gpu_not and self.gpu_not.lower() in (facts.gpu_name or "").lower())
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knob:
+    """One engine argument that may be turned. `flags` in order of preference; `platforms` empty = all.
+
+    `usable` is the range of versions in which turning it acts; `never` tells why it is in no shipped space.
+    """
+
+    name: str
+    kind: Kind
+    flags: tuple[str, ...]
+    trades: str
+    source: str
+    env: str | None = None
+    choices: tuple[Rule, ...] = ()
+    minimum: float | None = None
+    maximum: float | None = None
+    platforms: tuple[str, ...] = ()
+    usable: str = ""
+    unit: str = ""
+    default: tuple[Rule, ...] = ()
+    recompiles: bool = False
+    changes_output: bool = False
+    needs_raw: bool = False
+    never: str | None = None
+    effective: str | None = None
+    substitute: str | None = None
+
+    def spans(self, flags: FlagTable | None = None) -> tuple[Interval, ...]:
+        """The releases whose parser has the knob, under any of its spellings."""
+        data = flags or table()
+        return tuple(span for flag in self.flags for span in data.flags.get(flag, ()))
+
+    def flag_in(self, facts: EngineFacts) -> str | None:
+        """The spelling that this engine has, or None."""
+        return next((flag for flag in self.flags if flag in facts.flags), None)
+
+    def choices_for(self, version: str) -> tuple[Value, ...]:
+        """The allowed values in a version; empty = not a closed list."""
+        return next((rule.values for rule in self.choices if matches(version, rule.versions)), ())
+
+    def default_for(self, facts: EngineFacts) -> Value:
+        """What the engine takes when the knob is left alone; None = decided at start, read it back."""
+        return next((rule.value for rule in self.default if rule.holds(facts)), None)
+
+    def complaint(self, value: Value, version: str | None = None) -> str | None:
+        """Why a value cannot be this knob's (in a version, if given), or None."""
+        if (wrong := _type_complaint(self.kind, value)) is not None:
+            return f"{self.name}: {wrong}"
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            if self.minimum is not None and value < self.minimum:
+                return f"{self.name}: {value} is below {self.minimum:g}"
+            if self.maximum is not None and value > self.maximum:
+                return f"{self.name}: {value} is above {self.maximum:g}"
+        allowed = self.choices_for(version) if version else self._ever()
+        if allowed and value not in allowed:
+            listed = ", ".join(str(choice) for choice in allowed)
+            where = f" in vLLM {version}" if version else ""
+            return f"{self.name}: {value} is not offered{where}; it takes {listed}"
+        return None
+
+    def _ever(self) -> tuple[Value, ...]:
+        if self.kind != "choice":
+            return ()
+        return tuple(dict.fromkeys(value for rule in self.choices for value in rule.values))
+
+
+def _type_complaint(kind: Kind, value: Value) -> str | None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    fits = {
+        "int": isinstance(value, int) and not isinstance(value, bool),
+        "float": number,
+        "bool": isinstance(value, bool),
+        "choice": isinstance(value, str),
+        "text": isinstance(value, str),
+        "json": isinstance(value, str) and _decoded(value, dict),
+        "ints": isinstance(value, str) and _decoded(value, list),
+        "preemption": isinstance(value, str) and PREEMPTION.fullmatch(value) is not None,
+    }
+    wanted = {
+        "int": "a whole number",
+        "float": "a number",
+        "bool": "true or false",
+        "choice": "a word",
+        "text": "a word",
+        "json": "an object",
+        "ints": "a list of whole numbers from 1",
+        "preemption": "'recompute', 'swap:<GiB>' or 'offload:<GiB>'",
+    }
+    return None if fits[kind] else f"{value!r} is not {wanted[kind]}"
+
+
+def _decoded(text: str, kind: type) -> bool:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return False
+    if kind is list and isinstance(found, list):
+        return bool(found) and all(type(item) is int and item > 0 for item in found)
+    return isinstance(found, kind)
+
+
+def parse(text: str, where: str = "catalogue.yaml") -> dict[str, Knob]:
+    """The knobs of a catalogue's YAML text. BadInput names the knob and the key."""
+    raw = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return {name: _knob(name, entry, where) for name, entry in raw.items()}
+
+
+def _knob(name: str, entry: Mapping[str, Any], where: str) -> Knob:
+    keys = {field.name for field in fields(Knob)} - {"name", "kind", "usable"} | {"type", "versions"}
+    for key in entry:
+        if key not in keys:
+            raise BadInput(f"{where}: {name}: unknown key '{key}'{nearest(key, keys)}")
+    rest: dict[str, Any] = {key: value for key, value in entry.items() if key not in ("type", "versions")}
+    rest["flags"] = tuple(entry.get("flags", ["--" + name.replace("_", "-")]))
+    rest["platforms"] = tuple(entry.get("platforms", ()))
+    rest["choices"] = _rules(entry.get("choices"), closed=True)
+    rest["default"] = _rules(entry.get("default"), closed=False)
+    return Knob(name=name, kind=entry["type"], usable=entry.get("versions", ""), **rest)
+
+
+def _rules(raw: Any, *, closed: bool) -> tuple[Rule, ...]:
+    """Rules as written, or one rule from a bare value (or from a bare list of the `closed` choices)."""
+    if raw is None:
+        return ()
+    if isinstance(raw, list) and isinstance(raw[0], dict):
+        rules: list[dict[str, Any]] = raw
+        return tuple(Rule(**{**rule, "values": tuple(rule.get("values", ()))}) for rule in rules)
+    return (Rule(values=tuple(raw)),) if closed else (Rule(value=raw),)
+
+
+def written(value: object) -> Value:
+    """A value as a candidate holds it: lists and objects become canonical JSON text."""
+    if isinstance(value, list | dict):
+        return canonical_json(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return str(value)
+
+
+CATALOGUE: Mapping[str, Knob] = parse(shipped("knobs", "catalogue.yaml").read_text())
+
+
+def knob(name: str) -> Knob:
+    """A knob by name (dashes allowed). BadInput with the nearest one when there is none."""
+    known = CATALOGUE.get(name.replace("-", "_").lstrip("_"))
+    if known is None:
+        raise BadInput(f"no knob is named '{name}'{nearest(name, CATALOGUE)}")
+    return known

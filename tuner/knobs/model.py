@@ -1,0 +1,127 @@
+"""The shape of a model, read from its own config.json or from shipped facts; no engine and no network."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tuner.errors import BadInput, NotFound, nearest
+from tuner.settings import shipped
+
+_BYTES = {"float32": 4, "float": 4, "float16": 2, "bfloat16": 2, "half": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What sizes memory and time: counts, `head_dim` in elements, `parameters` all weights of the model."""
+
+    name: str
+    vocab_size: int
+    max_len: int
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype_bytes: int
+    parameters: int
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of KV cache for one token over all layers, in the model's own number format."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights in the model's own number format."""
+        return self.parameters * self.dtype_bytes
+
+
+def read(model: str, *, env: Mapping[str, str]) -> ModelFacts:
+    """Facts of a model: a folder with config.json, else the local Hugging Face cache, else shipped shapes.
+
+    `env` tells where the cache is (HF_HUB_CACHE, HF_HOME, HOME). NotFound names the places looked in.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise NotFound(f"model folder {folder} holds no config.json")
+        return from_config(model, folder / "config.json")
+    if (cached := _cached(model, env)) is not None:
+        return from_config(model, cached)
+    known = shapes()
+    if model in known:
+        return known[model]
+    raise NotFound(
+        f"model '{model}' is neither a folder, nor in {_hub(env)}, nor a shipped shape{nearest(model, known)}"
+    )
+
+
+def from_config(name: str, path: Path) -> ModelFacts:
+    """Facts from a Hugging Face config.json. BadInput names the file and the key that is missing."""
+    try:
+        raw: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise BadInput(f"{path}: not JSON ({error})") from None
+    text = raw.get("text_config", raw)
+
+    def number(*keys: str, default: int | None = None) -> int:
+        for key in keys:
+            if isinstance(text.get(key), int):
+                return int(text[key])
+        if default is None:
+            raise BadInput(f"{path}: no whole number under '{keys[0]}'")
+        return default
+
+    hidden, heads = number("hidden_size", "n_embd"), number("num_attention_heads", "n_head")
+    facts = ModelFacts(
+        name=name,
+        vocab_size=number("vocab_size"),
+        max_len=number("max_position_embeddings", "n_positions"),
+        layers=number("num_hidden_layers", "n_layer"),
+        hidden=hidden,
+        intermediate=number("intermediate_size", "n_inner", default=4 * hidden),
+        heads=heads,
+        kv_heads=number("num_key_value_heads", default=heads),
+        head_dim=number("head_dim", default=hidden // heads),
+        dtype_bytes=_BYTES.get(str(text.get("torch_dtype") or text.get("dtype") or "bfloat16"), 2),
+        parameters=0,
+    )
+    return _counted(facts, experts=number("num_local_experts", "num_experts", default=1), raw=text)
+
+
+def shapes() -> dict[str, ModelFacts]:
+    """The shipped shapes by the model's full name."""
+    found = (json.loads(path.read_text()) for path in sorted(shipped("data", "models").glob("*.json")))
+    return {raw["name"]: ModelFacts(**raw) for raw in found}
+
+
+def _counted(facts: ModelFacts, *, experts: int, raw: Mapping[str, Any]) -> ModelFacts:
+    """The facts with weights counted for a gated decoder (Llama, Qwen2, Mistral and their likes)."""
+    attention = facts.hidden * facts.head_dim * (2 * facts.heads + 2 * facts.kv_heads)
+    width = int(raw.get("moe_intermediate_size") or facts.intermediate) if experts > 1 else facts.intermediate
+    layer = attention + 3 * facts.hidden * width * experts + 2 * facts.hidden
+    if raw.get("model_type") == "qwen2":
+        layer += facts.head_dim * (facts.heads + 2 * facts.kv_heads)
+    tables = 1 if raw.get("tie_word_embeddings") else 2
+    total = facts.layers * layer + tables * facts.vocab_size * facts.hidden + facts.hidden
+    values = {name: getattr(facts, name) for name in facts.__slots__}
+    return ModelFacts(**{**values, "parameters": total})
+
+
+def _hub(env: Mapping[str, str]) -> Path:
+    if env.get("HF_HUB_CACHE"):
+        return Path(env["HF_HUB_CACHE"])
+    home = (
+        Path(env["HF_HOME"]) if env.get("HF_HOME") else Path(env.get("HOME", "~")) / ".cache" / "huggingface"
+    )
+    return home.expanduser() / "hub"
+
+
+def _cached(model: str, env: Mapping[str, str]) -> Path | None:
+    """The config.json of the newest cached revision of a model, if there is one."""
+    snapshots = _hub(env) / f"models--{model.replace('/', '--')}" / "snapshots"
+    found = sorted(snapshots.glob("*/config.json"), key=lambda path: path.stat().st_mtime)
+    return found[-1] if found else None

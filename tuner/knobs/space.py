@@ -1,0 +1,169 @@
+"""A search space: YAML → ordinal levels per knob, conditions, and what of it an installed engine can turn."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import product
+
+from tuner.errors import BadInput
+from tuner.knobs import arguments, constraints
+from tuner.knobs.catalogue import CATALOGUE
+from tuner.knobs.model import ModelFacts
+from tuner.knobs.versions import matches
+from tuner.records import Candidate, EngineFacts, Value, canonical_json, digest_of
+
+Condition = Mapping[str, tuple[Value, ...]]
+"""Parent knob → values with which the child is turned; None = left to the engine's default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSpace:
+    """What a study may turn. Each knob's levels are ordered; a level None (always the first) means that the
+    knob is left to the engine's default, and a candidate then does not hold it.
+
+    `dropped` tells what `restricted` took out: knob, or `knob=value`, → reason.
+    """
+
+    name: str
+    levels: Mapping[str, tuple[Value, ...]]
+    conditions: Mapping[str, Condition] = field(default_factory=dict)
+    vllm: str = ">=0.10"
+    about: str = ""
+    dropped: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def digest(self) -> str:
+        """Identity of what can be tried: levels, conditions and versions; not the name."""
+        return digest_of(
+            {
+                "vllm": self.vllm,
+                "levels": {name: list(values) for name, values in self.levels.items()},
+                "conditions": {
+                    name: {parent: list(values) for parent, values in condition.items()}
+                    for name, condition in self.conditions.items()
+                },
+            }
+        )
+
+    @property
+    def size(self) -> int:
+        """Combinations of levels, inactive ones counted too: an upper bound."""
+        total = 1
+        for values in self.levels.values():
+            total *= len(values)
+        return total
+
+    @property
+    def changes_output(self) -> tuple[str, ...]:
+        """The knobs in it whose turning changes what the model answers."""
+        return tuple(name for name in self.levels if CATALOGUE[name].changes_output)
+
+    @property
+    def needs_raw(self) -> tuple[str, ...]:
+        """The knobs in it that only the users' own words can judge."""
+        return tuple(name for name in self.levels if CATALOGUE[name].needs_raw)
+
+    def active(self, name: str, values: Mapping[str, Value]) -> bool:
+        """Whether a knob is turned, given the values of the others."""
+        for parent, wanted in self.conditions.get(name, {}).items():
+            turned = parent in self.levels and self.active(parent, values)
+            if (values.get(parent) if turned else None) not in wanted:
+                return False
+        return True
+
+    def canonical(self, candidate: Mapping[str, Value]) -> Candidate:
+        """The candidate without inactive knobs and without those left to the default."""
+        return Candidate(
+            {
+                name: value
+                for name, value in candidate.items()
+                if value is not None and (name not in self.levels or self.active(name, candidate))
+            }
+        )
+
+    def contains(self, candidate: Mapping[str, Value]) -> bool:
+        """Whether it is a canonical point: every active knob at one of its levels, and nothing else."""
+        if self.canonical(candidate) != Candidate(candidate):
+            return False
+        if not candidate.keys() <= self.levels.keys():
+            return False
+        return all(
+            level_of(levels, candidate.get(name)) is not None
+            for name, levels in self.levels.items()
+            if self.active(name, candidate)
+        )
+
+    def known_violation(
+        self,
+        candidate: Mapping[str, Value],
+        facts: EngineFacts,
+        max_model_len: int | None = None,
+        model: ModelFacts | None = None,
+    ) -> str | None:
+        """Why a candidate is known to fail before any launch, or None."""
+        return constraints.known_violation(self.canonical(candidate), facts, max_model_len, model)
+
+    def restricted(self, facts: EngineFacts, *, env: Mapping[str, str] | None = None) -> "SearchSpace":
+        """The space that this engine can turn. BadInput when its version is out of range or none is left."""
+        if not matches(facts.version, self.vllm):
+            raise BadInput(f"space '{self.name}' is for vLLM {self.vllm}; installed is {facts.version}")
+        dropped: dict[str, str] = {}
+        levels: dict[str, tuple[Value, ...]] = {}
+        for name, values in self.levels.items():
+            reasons = {value: arguments.refusal(name, value, facts, env=env) for value in values}
+            kept = tuple(value for value in values if reasons[value] is None)
+            refused = {value: why for value, why in reasons.items() if why is not None}
+            if any(value is not None for value in kept):
+                levels[name] = kept
+                dropped |= {f"{name}={value}": why for value, why in refused.items()}
+            else:
+                dropped[name] = next(iter(refused.values()), f"{name}: it has no level to turn")
+        left = replace(
+            self, levels=levels, conditions=_conditions_for(self.conditions, levels), dropped=dropped
+        )
+        never = {name: why for name in levels if (why := left.never_active(name)) is not None}
+        if len(never) == len(levels):
+            raise BadInput(
+                f"space '{self.name}': vLLM {facts.version} ({facts.platform}) has none of its knobs"
+            )
+        kept_levels = {name: values for name, values in levels.items() if name not in never}
+        conditions = _conditions_for(self.conditions, kept_levels)
+        return replace(left, levels=kept_levels, conditions=conditions, dropped=dropped | never)
+
+    def never_active(self, name: str) -> str | None:
+        """Why no combination of the other knobs turns this one, or None."""
+        parents = sorted(set(self.ancestors(name)) & self.levels.keys())
+        for values in product(*(self.levels[parent] for parent in parents)):
+            if self.active(name, dict(zip(parents, values, strict=True))):
+                return None
+        condition = canonical_json({key: list(wanted) for key, wanted in self.conditions[name].items()})
+        return f"{name}: nothing in the space makes its condition {condition} true"
+
+    def ancestors(self, name: str, below: tuple[str, ...] = ()) -> Iterator[str]:
+        """The knobs that its conditions rest on. BadInput when they go round in a circle."""
+        if name in below:
+            raise BadInput(f"space '{self.name}': conditions go in a circle: {' → '.join((*below, name))}")
+        for parent in self.conditions.get(name, {}):
+            yield parent
+            yield from self.ancestors(parent, (*below, name))
+
+
+def level_of(levels: tuple[Value, ...], value: Value) -> int | None:
+    """The index of a value among levels; True is not 1. None when it is not there."""
+    for index, level in enumerate(levels):
+        if level == value and isinstance(level, bool) == isinstance(value, bool):
+            return index
+    return None
+
+
+def _conditions_for(
+    conditions: Mapping[str, Condition], levels: Mapping[str, tuple[Value, ...]]
+) -> dict[str, Condition]:
+    return {name: condition for name, condition in conditions.items() if name in levels}
+
+
+def load(name_or_path: str) -> SearchSpace:
+    """A shipped space by name, or a YAML file. BadInput names file and key; NotFound lists the shipped."""
+    from tuner.knobs import spacefile
+
+    return spacefile.load(name_or_path)

@@ -1,0 +1,98 @@
+"""Which long flags each vLLM release has, as shipped data (data/vllm_flags.json); no engine is asked here."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from tuner.errors import BadInput
+from tuner.settings import shipped
+
+OLDEST = Version("0.10")
+"""Older engines are known (to say what they lack) and refused."""
+
+Interval = tuple[str, str | None]
+"""First and last release seen with the flag; None = the newest in the data still has it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlagTable:
+    """`versions` in order; `paired` flags have a `--no-` form (since 0.9), `bare` ones take no value."""
+
+    versions: tuple[str, ...]
+    flags: Mapping[str, tuple[Interval, ...]]
+    paired: frozenset[str]
+    bare: frozenset[str]
+
+    def floor(self, version: str) -> str:
+        """The newest release in the data that is not newer than the version (the oldest if none is)."""
+        wanted = parse(version)
+        known = [name for name in self.versions if Version(name) <= wanted]
+        return known[-1] if known else self.versions[0]
+
+    def has(self, flag: str, version: str) -> bool:
+        """Whether the release at or before the version has the flag."""
+        return any(
+            _position(self.versions, first) <= self.versions.index(self.floor(version))
+            and (last is None or self.versions.index(self.floor(version)) <= _position(self.versions, last))
+            for first, last in self.flags.get(flag, ())
+        )
+
+    def flags_of(self, version: str) -> frozenset[str]:
+        """Every long flag of the release at or before the version, `--no-` forms included."""
+        floor = self.floor(version)
+        present = {flag for flag in self.flags if self.has(flag, floor)}
+        if Version(floor) >= Version("0.9"):
+            present |= {negation(flag) for flag in present & self.paired}
+        return frozenset(present)
+
+
+def negation(flag: str) -> str:
+    """`--enforce-eager` → `--no-enforce-eager`."""
+    return f"--no-{flag.removeprefix('--')}"
+
+
+def parse(version: str) -> Version:
+    """A version without its local part; what is no version at all (`dev`) counts as newer than any."""
+    try:
+        return Version(version.split("+", maxsplit=1)[0])
+    except InvalidVersion:
+        return Version("9999")
+
+
+def specifier(text: str, where: str) -> SpecifierSet:
+    """A version range such as `>=0.10,<0.33`. BadInput names where it stands."""
+    try:
+        return SpecifierSet(text)
+    except InvalidSpecifier:
+        raise BadInput(f"{where}: '{text}' is no version range; write one like '>=0.10,<0.33'") from None
+
+
+def matches(version: str, wanted: str) -> bool:
+    """Whether a version, pre-releases included, lies in a range; an empty range holds all."""
+    return specifier(wanted, "version range").contains(parse(version), prereleases=True)
+
+
+def read_table(path: Path) -> FlagTable:
+    """The table of a file in the shipped format."""
+    raw = json.loads(path.read_text())
+    return FlagTable(
+        versions=tuple(raw["versions"]),
+        flags={flag: tuple((first, last) for first, last in spans) for flag, spans in raw["flags"].items()},
+        paired=frozenset(raw["paired"]),
+        bare=frozenset(raw["bare"]),
+    )
+
+
+@cache
+def table() -> FlagTable:
+    """The shipped table."""
+    return read_table(shipped("data", "vllm_flags.json"))
+
+
+def _position(versions: Sequence[str], name: str) -> int:
+    return versions.index(name)
