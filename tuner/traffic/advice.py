@@ -1,18 +1,20 @@
 """What the numbers of a trace say about the knobs: one sentence each, with the number it rests on."""
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from tuner.traffic.statistics import Statistics
+if TYPE_CHECKING:
+    from tuner.traffic.statistics import Statistics
 
 
-def advise(numbers: Statistics) -> tuple[str, ...]:
+def advise(numbers: "Statistics") -> tuple[str, ...]:
     """Sentences, most useful first; empty for a trace too small to tell."""
     if numbers.requests < 20:
         return ()
     return (*_batch(numbers), *_lengths(numbers), *_bursts(numbers), *_reuse(numbers), *_data(numbers))
 
 
-def _batch(numbers: Statistics) -> Iterator[str]:
+def _batch(numbers: "Statistics") -> Iterator[str]:
     p99 = numbers.concurrency.get("p99")
     if p99:
         enough = 1 << (max(1, round(p99 * 1.5)) - 1).bit_length()
@@ -27,11 +29,11 @@ def _batch(numbers: Statistics) -> Iterator[str]:
         )
 
 
-def _lengths(numbers: Statistics) -> Iterator[str]:
+def _lengths(numbers: "Statistics") -> Iterator[str]:
     longest, mean = numbers.input_len["p99"], numbers.input_len["mean"]
     yield (
-        f"prompts: mean {mean:.0f}, p99 {longest:.0f} tokens: a max_num_batched_tokens below {longest:.0f} splits "
-        "the longest prompts into chunks, above it they hold up decoding for one long step"
+        f"prompts: mean {mean:.0f}, p99 {longest:.0f} tokens: a max_num_batched_tokens below {longest:.0f} "
+        "splits the longest prompts into chunks, above it they hold up decoding for one long step"
     )
     declared = numbers.max_tokens
     if declared and declared["p50"] > 4 * max(1.0, numbers.output_len["p50"]):
@@ -43,18 +45,18 @@ def _lengths(numbers: Statistics) -> Iterator[str]:
     yield f"longest request: at most {top:.0f} tokens with its answer: a larger max_model_len is not needed"
 
 
-def _bursts(numbers: Statistics) -> Iterator[str]:
+def _bursts(numbers: "Statistics") -> Iterator[str]:
     second, minute = numbers.dispersion.get("1s"), numbers.dispersion.get("60s")
     if second and second > 3:
         yield (
-            f"arrivals come in bursts (variance {second:.1f} × Poisson's in 1 s): judge by p95/p99, and let the "
-            "slices hold the bursts"
+            f"arrivals come in bursts (variance {second:.1f} × Poisson's in 1 s): judge by p95/p99, and let "
+            "the slices hold the bursts"
         )
     if minute and minute > 5:
         yield f"the rate wanders (variance {minute:.1f} × Poisson's in 60 s): one slice is not enough"
 
 
-def _reuse(numbers: Statistics) -> Iterator[str]:
+def _reuse(numbers: "Statistics") -> Iterator[str]:
     if numbers.reuse is None:
         yield "no block ids: prefix reuse is unknown and every prompt is replayed as unique"
         return
@@ -72,7 +74,7 @@ def _reuse(numbers: Statistics) -> Iterator[str]:
     yield f"prefix reuse up to {best:.1%} of input tokens: {where}"
 
 
-def _data(numbers: Statistics) -> Iterator[str]:
+def _data(numbers: "Statistics") -> Iterator[str]:
     if numbers.resolution_s > 0.005:
         yield (
             f"the source stamps time in steps of {numbers.resolution_s:g} s: shorter bursts are lost, "

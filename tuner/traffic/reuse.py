@@ -46,7 +46,7 @@ def _served(trace: Trace, most: int | None) -> int:
 def predicted_hits(
     trace: Trace, rows: ArrayLike, block_size: int, capacity_tokens: int | None = None
 ) -> NDArray[np.int64]:
-    """Tokens that an engine with blocks of `block_size` finds cached, per row, served in turn from an empty cache.
+    """Tokens that an engine with blocks of `block_size` finds cached, per row, served in turn from empty.
 
     The engine's own rules: only whole engine blocks that are the same tokens from the very start, never the
     whole prompt (its last token is always computed); answers take up cache and are never found. With

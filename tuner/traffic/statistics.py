@@ -1,13 +1,14 @@
 """What a trace is like: rates, burstiness, lengths, concurrency, reuse; and what follows for the knobs."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tuner.records import JSON
+from tuner.traffic.advice import advise
 from tuner.traffic.reuse import reuse_by_capacity
 from tuner.traffic.trace import STATUSES, Trace
 
@@ -26,7 +27,7 @@ class Service:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """The numbers of `trace show`. `dispersion` is variance / mean of arrival counts (1 = Poisson) per window.
+    """The numbers of `trace show`. `dispersion`: variance / mean of arrival counts (1 = Poisson) per window.
 
     `concurrency` are time-weighted percentiles of requests in flight; `concurrency_source` says from what.
     `reuse` maps KV tokens ("any" = unlimited) to the share of input tokens found; None: no block ids known.
@@ -68,8 +69,6 @@ class Statistics:
 
 def describe(trace: Trace, *, service: Service | None = None, speed: float = 1.0) -> Statistics:
     """Every number, for the trace replayed at `speed`. A trace without requests gives zeros."""
-    from tuner.traffic.advice import advise
-
     arrival, span = trace.arrival_s / speed, max(trace.duration_s / speed, 1e-9)
     in_flight, source = concurrency(trace, service or Service(), speed)
     reuse = _reuse(trace)
@@ -103,14 +102,7 @@ def describe(trace: Trace, *, service: Service | None = None, speed: float = 1.0
         resolution_s=cast(float, trace.meta.get("resolution_s", 0.0)),
         quality=cast(Mapping[str, JSON], trace.meta.get("quality", {})),
     )
-    return replace_advice(numbers, advise(numbers))
-
-
-def replace_advice(numbers: Statistics, advice: Sequence[str]) -> Statistics:
-    """The same numbers with advice."""
-    from dataclasses import replace
-
-    return replace(numbers, advice=tuple(advice))
+    return replace(numbers, advice=advise(numbers))
 
 
 def percentiles(values: NDArray[np.generic]) -> dict[str, float]:
@@ -149,12 +141,13 @@ def service_times(trace: Trace, service: Service) -> NDArray[np.float64]:
 
 
 def concurrency(trace: Trace, service: Service, speed: float = 1.0) -> tuple[dict[str, float], str]:
-    """Time-weighted percentiles of requests in flight while requests arrive, and where the times come from."""
+    """Time-weighted percentiles of requests in flight while requests arrive, and the source of times."""
     if len(trace) < 2:
         return {}, "none"
     times, level = in_flight(trace, service, speed)
     until = np.append(times[1:], times[-1])
-    inside = np.clip(until, None, trace.duration_s / speed) - np.clip(times, None, trace.duration_s / speed)
+    end = trace.duration_s / speed
+    inside = np.clip(until, None, end) - np.clip(times, None, end)
     order = np.argsort(level, kind="stable")
     weight = np.cumsum(inside[order])
     found = {}
