@@ -1,0 +1,1 @@
+"""The engine room: one process tree, whatever it does."""

@@ -1,0 +1,238 @@
+"""The GPUs of this host by NVML: who they are, whether they are free, how they fare while we measure."""
+
+import asyncio
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tuner.engine.failures import verdict
+
+SLACK_BYTES = 256 << 20
+SAMPLES = 3
+THROTTLING = 0x8 | 0x20 | 0x40 | 0x80
+"""NVML clock event reasons that falsify a measurement: hardware slow-down, thermal (both kinds), brake."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One device (or MIG instance), known by UUID, never by index."""
+
+    uuid: str
+    name: str
+    memory_bytes: int
+    shared_memory: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One look at one GPU; None where the device does not say."""
+
+    uuid: str
+    at_s: float
+    used_bytes: int
+    utilization: float | None = None
+    power_w: float | None = None
+    temperature_c: float | None = None
+    sm_clock_mhz: float | None = None
+    throttle: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class User:
+    """A process that holds GPU memory, as far as NVML says; in containers pids are the host's, or missing."""
+
+    uuid: str
+    pid: int
+    memory_bytes: int | None
+
+
+class Nvml(Protocol):
+    """What is needed of the driver."""
+
+    def gpus(self) -> Sequence[Gpu]: ...
+    def sample(self, uuid: str) -> Sample: ...
+    def users(self, uuid: str) -> Sequence[User]: ...
+    def driver(self) -> str | None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpus:
+    """The GPUs that a study may use; empty on a host without any, with the reason in `absent`."""
+
+    nvml: Nvml | None
+    gpus: tuple[Gpu, ...] = ()
+    absent: str | None = None
+    baseline: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, env: Mapping[str, str] | None = None, *, nvml: Nvml | None = None) -> "Gpus":
+        """The GPUs visible under `env` (CUDA_VISIBLE_DEVICES of this process when it sets none), with their
+        used memory now as the baseline."""
+        if nvml is None:
+            nvml, absent = _driver()
+            if nvml is None:
+                return cls(nvml=None, absent=absent)
+        visible = (env or {}).get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
+        chosen = select(tuple(nvml.gpus()), visible)
+        if not chosen:
+            return cls(nvml=None, absent=f"no GPU is visible (CUDA_VISIBLE_DEVICES={visible!r})")
+        used = {gpu.uuid: nvml.sample(gpu.uuid).used_bytes for gpu in chosen}
+        return cls(nvml=nvml, gpus=chosen, baseline=used)
+
+    @property
+    def uuids(self) -> tuple[str, ...]:
+        return tuple(gpu.uuid for gpu in self.gpus)
+
+    def sample(self) -> tuple[Sample, ...]:
+        """One look at each GPU; empty without GPUs."""
+        return () if self.nvml is None else tuple(self.nvml.sample(uuid) for uuid in self.uuids)
+
+    def users(self) -> tuple[User, ...]:
+        """Who holds memory on them, for diagnosis only: decisions go by memory."""
+        if self.nvml is None:
+            return ()
+        return tuple(user for uuid in self.uuids for user in self.nvml.users(uuid))
+
+    def foreign_use(self, limit_bytes: int = 1 << 30) -> str | None:
+        """One sentence on memory held before anything of ours runs, None when the GPUs are free."""
+        for sample in self.sample():
+            if sample.used_bytes > limit_bytes and not self._shared(sample.uuid):
+                pids = ", ".join(str(u.pid) for u in self.users() if u.uuid == sample.uuid) or "not told"
+                return f"{sample.uuid}: {sample.used_bytes / 2**30:.1f} GiB in use (pids: {pids})"
+        return None
+
+    async def wait_free(
+        self,
+        baseline: Mapping[str, int] | None = None,
+        *,
+        timeout_s: float = 120.0,
+        interval_s: float = 0.5,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> float:
+        """Wait until used memory is back at the baseline in three samples running. Seconds waited.
+
+        Aborted (cause gpu_dirty) at the timeout. Devices that share memory with the host count as free.
+        """
+        limits = self.baseline if baseline is None else baseline
+        begun, quiet = clock(), 0
+        while self.gpus:
+            over = [
+                s
+                for s in self.sample()
+                if not self._shared(s.uuid) and s.used_bytes > limits.get(s.uuid, 0) + SLACK_BYTES
+            ]
+            quiet = 0 if over else quiet + 1
+            if quiet >= SAMPLES:
+                break
+            if over and clock() - begun > timeout_s:
+                rest = (over[0].used_bytes - limits.get(over[0].uuid, 0)) / 2**30
+                raise verdict(
+                    "gpu_dirty", detail=f"{over[0].uuid}: {rest:.1f} GiB above the baseline"
+                ).error()
+            await asyncio.sleep(interval_s)
+        return clock() - begun
+
+    def _shared(self, uuid: str) -> bool:
+        return any(gpu.shared_memory for gpu in self.gpus if gpu.uuid == uuid)
+
+
+def select(gpus: tuple[Gpu, ...], visible: str | None) -> tuple[Gpu, ...]:
+    """The devices that CUDA_VISIBLE_DEVICES names: UUIDs (a prefix is enough), MIG UUIDs, or indices in PCI
+    order; None is all, the empty string or -1 ends the list. An unknown name ends it too, as CUDA does."""
+    if visible is None:
+        return gpus
+    chosen: list[Gpu] = []
+    for word in (part.strip() for part in visible.split(",")):
+        if word.isdigit():
+            found = gpus[int(word)] if int(word) < len(gpus) else None
+        else:
+            found = next((gpu for gpu in gpus if word and gpu.uuid.startswith(word)), None)
+        if found is None:
+            break
+        chosen.append(found)
+    return tuple(chosen)
+
+
+class Watch:
+    """Samples GPUs in a thread while a window is measured."""
+
+    def __init__(self, gpus: Gpus, *, interval_s: float = 1.0) -> None:
+        self.samples: list[Sample] = []
+        self._gpus = gpus
+        self._interval_s = interval_s
+        self._end = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> "Watch":
+        if self._gpus.gpus:
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._end.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            self.samples.extend(self._gpus.sample())
+            if self._end.wait(self._interval_s):
+                return
+
+    def summary(self) -> dict[str, float]:
+        """See `summarize`."""
+        return summarize(self.samples)
+
+
+def summarize(samples: Sequence[Sample]) -> dict[str, float]:
+    """Measurement names from samples; empty without samples.
+
+    `gpu_memory_gib` (sum of each device's highest), `gpu_utilization` (mean, 0..1), `gpu_energy_j`,
+    `gpu_temperature_max_c`, `gpu_clock_min_mhz`, `gpu_throttled` (share of samples).
+    """
+    if not samples:
+        return {}
+    uuids = sorted({s.uuid for s in samples})
+    found = {
+        "gpu_memory_gib": sum(max(s.used_bytes for s in samples if s.uuid == u) for u in uuids) / 2**30,
+        "gpu_throttled": sum(bool(s.throttle & THROTTLING) for s in samples) / len(samples),
+    }
+    utilization = [s.utilization for s in samples if s.utilization is not None]
+    temperatures = [s.temperature_c for s in samples if s.temperature_c is not None]
+    clocks = [s.sm_clock_mhz for s in samples if s.sm_clock_mhz is not None]
+    if utilization:
+        found["gpu_utilization"] = sum(utilization) / len(utilization)
+    if temperatures:
+        found["gpu_temperature_max_c"] = max(temperatures)
+    if clocks:
+        found["gpu_clock_min_mhz"] = min(clocks)
+    energy = sum(_energy([s for s in samples if s.uuid == u]) for u in uuids)
+    if energy:
+        found["gpu_energy_j"] = energy
+    return found
+
+
+def throttled(summary: Mapping[str, float], limit: float = 0.05) -> bool:
+    """Whether a window is to be flagged: the card held its clocks down for more than that share of it."""
+    return summary.get("gpu_throttled", 0.0) > limit
+
+
+def _energy(samples: Sequence[Sample]) -> float:
+    """Joules of one device: power times time, trapezoids."""
+    pairs = itertools.pairwise(samples)
+    return sum(
+        (a.power_w + b.power_w) / 2 * (b.at_s - a.at_s)
+        for a, b in pairs
+        if a.power_w is not None and b.power_w is not None
+    )
+
+
+def _driver() -> tuple[Nvml | None, str | None]:
+    from tuner.engine.nvml import open_driver  # it needs the records above
+
+    return open_driver()

@@ -1,0 +1,81 @@
+"""Small HTTP questions to an engine on this host; load is sent elsewhere (replay)."""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tuner.records import JSON
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """A whole HTTP answer."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def text(self) -> str:
+        return self.body.decode(errors="replace")
+
+    def json(self) -> JSON:
+        """The decoded body; None when it is not JSON."""
+        try:
+            decoded: JSON = json.loads(self.body)
+        except ValueError:
+            return None
+        return decoded
+
+
+async def ask(
+    host: str, port: int, method: str, path: str, *, body: JSON = None, timeout_s: float = 10.0
+) -> Reply:
+    """One request on a connection of its own. OSError (TimeoutError included) when no answer came."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _ask(host, port, method, path, body)
+    except (asyncio.IncompleteReadError, ValueError, IndexError) as error:
+        raise ConnectionError(f"{path}: broken answer") from error
+
+
+async def _ask(host: str, port: int, method: str, path: str, body: JSON) -> Reply:
+    payload = b"" if body is None else json.dumps(body).encode()
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        writer.write(
+            f"{method} {path} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n".encode()
+            + payload
+        )
+        await writer.drain()
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+        lines = head.split("\r\n")
+        pairs = [line.split(":", 1) for line in lines[1:] if ":" in line]
+        headers = {name.strip().lower(): value.strip() for name, value in pairs}
+        return Reply(status=int(lines[0].split(" ")[1]), headers=headers, body=await _body(reader, headers))
+    finally:
+        writer.close()
+
+
+async def _body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> bytes:
+    if "content-length" in headers:
+        return await reader.readexactly(int(headers["content-length"]))
+    if headers.get("transfer-encoding", "").lower() != "chunked":
+        return await reader.read()
+    parts = []
+    while size := int((await reader.readline()).split(b";")[0], 16):
+        parts.append(await reader.readexactly(size))
+        await reader.readline()
+    return b"".join(parts)
+
+
+def stream_has_token(reply: Reply) -> bool:
+    """Whether a streamed completion brought at least one token and came to its end."""
+    events = [line[5:].strip() for line in reply.text.splitlines() if line.startswith("data:")]
+    return (
+        reply.status == 200
+        and "[DONE]" in events
+        and any('"choices": [{' in e or '"choices":[{' in e for e in events)
+    )

@@ -1,0 +1,103 @@
+"""What an engine writes: secrets and prompts are taken out before the disk, start-up phases read from it."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+_SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSW|API_?KEY|CREDENTIAL", re.IGNORECASE)
+_PATTERNS = (
+    (
+        re.compile(rb"(?i)(authorization['\"]?\s*[:=]\s*['\"]?(?:bearer|basic)?\s*)[^\s'\",]+"),
+        rb"\1[redacted]",
+    ),
+    (
+        re.compile(
+            rb"(?i)((?:api[-_]?key|hf[-_]?token|password|secret)['\"]?\s*[:= ]\s*\[?['\"]?)"
+            rb"(?!None\b)[^\s'\",\]]+"
+        ),
+        rb"\1[redacted]",
+    ),
+    (re.compile(rb"\b(?:hf_|sk-)[A-Za-z0-9_-]{16,}"), rb"[redacted]"),
+    (re.compile(rb"(prompt: )(?:'.*'|\".*\"|None)(, params: )", re.DOTALL), rb"\1[redacted]\2"),
+    (re.compile(rb"(prompt_token_ids: )\[[^\]]*\]"), rb"\1[redacted]"),
+)
+_PHASES = (
+    ("weights_s", re.compile(r"Loading weights took ([\d.]+) s")),
+    ("model_s", re.compile(r"Model loading took [\d.]+ G(?:i)?B(?: memory)? and ([\d.]+) s")),
+    ("model_s", re.compile(r"Initializing model took ([\d.]+) s")),
+    ("compile_s", re.compile(r"torch\.compile (?:takes|took) ([\d.]+) s")),
+    ("warmup_s", re.compile(r"warmup run took ([\d.]+) s")),
+    ("capture_s", re.compile(r"Graph capturing finished in ([\d.]+) s")),
+    ("init_s", re.compile(r"init engine \(.*?\) took ([\d.]+) s")),
+)
+_MARKS = (
+    ("imports_s", re.compile(r"Initializing a V\d LLM engine|Initializing an? LLM engine")),
+    ("serving_s", re.compile(r"Starting vLLM (?:API )?server")),
+)
+_CLOCK = re.compile(r"\b(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d)\b")
+_KV_TOKENS = re.compile(r"KV cache size: ([\d,]+) tokens")
+_KV_BLOCKS = re.compile(r"# (?:GPU|CPU|\S+) blocks: (\d+)")
+
+
+def redactor(env: Mapping[str, str]) -> Callable[[bytes], bytes]:
+    """A filter for log lines: takes out the values of secret-looking names, keys, tokens and prompts."""
+    secrets = [v.encode() for name, v in env.items() if _SECRET_NAME.search(name) and len(v) >= 6]
+
+    def redact(line: bytes) -> bytes:
+        for secret in secrets:
+            line = line.replace(secret, b"[redacted]")
+        for pattern, replacement in _PATTERNS:
+            line = pattern.sub(replacement, line)
+        return line
+
+    return redact
+
+
+def read(path: Path) -> str:
+    """The text of a log, colours taken out; empty when there is none."""
+    try:
+        text = path.read_text(errors="replace")
+    except OSError:
+        return ""
+    return re.sub(r"\x1b\[[\d;]*m", "", text)
+
+
+def timeline(text: str) -> dict[str, float]:
+    """Seconds per start-up phase: `weights_s model_s compile_s warmup_s capture_s init_s` as the engine says
+    them, `imports_s` and `serving_s` from the first stamp in the log to that line. Absent: not said."""
+    found: dict[str, float] = {}
+    for name, pattern in _PHASES:
+        if (match := pattern.search(text)) and name not in found:
+            found[name] = float(match.group(1))
+    lines = text.splitlines()
+    start = next((stamp for line in lines if (stamp := _seconds(line)) is not None), None)
+    if start is not None:
+        found.update(_marks(lines, start))
+    return found
+
+
+def kv_tokens(text: str, block_size: int | None = None) -> int | None:
+    """Size of the KV cache in tokens as the log says it (old versions say blocks)."""
+    if match := _KV_TOKENS.search(text):
+        return int(match.group(1).replace(",", ""))
+    if block_size and (match := _KV_BLOCKS.search(text)):
+        return int(match.group(1)) * block_size
+    return None
+
+
+def _marks(lines: Iterable[str], start: float) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for line in lines:
+        for name, pattern in _MARKS:
+            stamp = _seconds(line)
+            if name not in found and stamp is not None and pattern.search(line):
+                found[name] = (stamp - start) % 86400.0
+    return found
+
+
+def _seconds(line: str) -> float | None:
+    match = _CLOCK.search(line)
+    if match is None:
+        return None
+    _, _, hours, minutes, seconds = (int(part) for part in match.groups())
+    return hours * 3600.0 + minutes * 60.0 + seconds

@@ -1,0 +1,307 @@
+"""One engine process tree: launched, proved ready, asked, and stopped whatever happens."""
+
+import asyncio
+import os
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tuner.engine import effective, failures, log, metrics
+from tuner.engine.compile_cache import wipe
+from tuner.engine.failures import Phase, Verdict
+from tuner.engine.gpu import Gpus
+from tuner.engine.http import Reply, ask, stream_has_token
+from tuner.engine.ports import fresh_port, is_free, strangers
+from tuner.errors import BadInput, EngineError, StudyFailed
+from tuner.processes import HOST, Process, Stopped, Table, spawn, stop
+from tuner.records import JSON, LaunchSpec, Value
+
+HOST_NAME = "127.0.0.1"
+HYGIENE: Mapping[str, str | None] = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_ENABLE_STARTUP_PLAN": "0",
+    "PROMETHEUS_MULTIPROC_DIR": None,
+    "NO_COLOR": "1",
+    "VLLM_LOGGING_COLOR": "0",
+    "PYTHONUNBUFFERED": "1",
+}
+"""Laid over the caller's environment, under the study's; None takes a name out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheReset:
+    """Whether the prefix cache is empty. `how`: body (the engine said so), status (200 and no word), refused
+    (it said no), absent (no such endpoint)."""
+
+    proved: bool
+    how: str
+
+
+class Server:
+    """A running engine. What it says of itself is read once, when it is ready."""
+
+    def __init__(self, spec: LaunchSpec, process: Process, port: int, nonce: str) -> None:
+        self.spec = spec
+        self.process = process
+        self.host = HOST_NAME
+        self.port = port
+        self.names = (spec.served_name, nonce)
+        self.log = Path(spec.directory) / "engine.log"
+        self.effective: Mapping[str, Value] = {}
+        self.kv_tokens: int | None = None
+        self.timeline: Mapping[str, float] = {}
+        self.ready_s = 0.0
+        self.stopped: Stopped | None = None
+        self._oom_kills = oom_kills()
+        self._latched: Verdict | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether the leader runs; that says nothing of its children (ask `fault`)."""
+        return self.process.code is None
+
+    async def ask(self, method: str, path: str, *, body: JSON = None, timeout_s: float = 10.0) -> Reply:
+        """One HTTP question. OSError when no answer came."""
+        return await ask(self.host, self.port, method, path, body=body, timeout_s=timeout_s)
+
+    async def metrics(self) -> metrics.EngineMetrics:
+        """One scrape of /metrics. OSError when no answer came."""
+        return metrics.parse((await self.ask("GET", "/metrics")).text)
+
+    async def version(self) -> str | None:
+        """What /version says, None when it says nothing."""
+        said = (await self.ask("GET", "/version")).json()
+        version = said.get("version") if isinstance(said, dict) else None
+        return version if isinstance(version, str) else None
+
+    async def reset_cache(self, *, tries: int = 5, pause_s: float = 0.2) -> CacheReset:
+        """Empty the prefix cache; asked again while the engine refuses because requests still run."""
+        external = any("kv-transfer" in part or "kv-offload" in part for part in self.spec.argv)
+        path = "/reset_prefix_cache" + ("?reset_external=true" if external else "")
+        for _ in range(tries):
+            reply = await self.ask("POST", path, timeout_s=60.0)
+            said = reply.json()
+            if reply.status == 404:
+                return CacheReset(proved=False, how="absent")
+            if reply.status == 200 and not (isinstance(said, dict) and "success" in said):
+                return CacheReset(proved=False, how="status")
+            if reply.status == 200 and isinstance(said, dict) and said["success"] is True:
+                return CacheReset(proved=True, how="body")
+            await asyncio.sleep(pause_s)
+        return CacheReset(proved=False, how="refused")
+
+    async def fault(self, phase: Phase = "run") -> EngineError | None:
+        """What killed or broke the engine, None when it is fine. The first answer stays, whatever follows."""
+        if self._latched is None:
+            self._latched = await self._look(phase)
+        return None if self._latched is None else self._latched.error()
+
+    async def _look(self, phase: Phase) -> Verdict | None:
+        if self.alive:
+            try:
+                reply = await self.ask("GET", "/health")
+            except OSError as error:
+                if self.alive:
+                    return self._say("frozen", f"no answer to /health ({type(error).__name__})")
+            else:
+                if reply.status == 200:
+                    return None
+                await self._wait_for_last_words()
+        return self.verdict(phase)
+
+    def _say(self, kind: str, detail: str) -> Verdict:
+        return failures.verdict(kind, detail=detail, evidence=failures.last_line(log.read(self.log)))
+
+    def verdict(self, phase: Phase) -> Verdict:
+        """Why the engine ended, from its log and its exit code as first seen."""
+        return failures.classify(
+            log.read(self.log),
+            self.process.code,
+            phase,
+            asked=self.spec.asked,
+            oom_killed=oom_kills() > self._oom_kills,
+        )
+
+    def latch(self, verdict: Verdict) -> EngineError:
+        """Record what ended this launch, unless something did before."""
+        self._latched = self._latched or verdict
+        return self._latched.error()
+
+    async def _wait_for_last_words(self, seconds: float = 6.0) -> None:
+        """An engine whose core died answers 503 for some seconds, then exits (0, of all codes)."""
+        deadline = time.monotonic() + seconds
+        while self.alive and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def serve(
+    spec: LaunchSpec,
+    *,
+    gpus: Gpus | None = None,
+    table: Table = HOST,
+    note: Callable[[str], None] = lambda phase: None,
+) -> AsyncIterator[Server]:
+    """Launch, wait until ready, hand over, stop; also when the caller is cancelled.
+
+    With `gpus`, waits first until their memory is free. Raises Infeasible | Aborted | StudyFailed.
+    """
+    if gpus is not None:
+        await gpus.wait_free()
+    server = _launch(spec)
+    try:
+        await _until_ready(server, note)
+        yield server
+    finally:
+        await _stop_surely(server, table)
+        if server.stopped is not None and server.stopped.survivors:
+            pids = ", ".join(str(pid) for pid in server.stopped.survivors)
+            raise failures.verdict("hard_fault", detail=f"pids {pids}").error()
+
+
+def arguments(spec: LaunchSpec, port: int, nonce: str) -> list[str]:
+    """The whole command line of a launch."""
+    return [
+        *spec.command,
+        "--model",
+        spec.model,
+        "--host",
+        HOST_NAME,
+        "--port",
+        str(port),
+        "--served-model-name",
+        spec.served_name,
+        nonce,
+        *spec.argv,
+    ]
+
+
+def oom_kills() -> int:
+    """How often the kernel's out-of-memory killer struck on this host; 0 where it does not say."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
+def _launch(spec: LaunchSpec) -> Server:
+    directory = Path(spec.directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    port = fresh_port()
+    nonce = f"tuner-{uuid.uuid4().hex[:12]}"
+    cores = None if spec.cores is None else tuple(spec.cores)
+    devices = {"CUDA_VISIBLE_DEVICES": ",".join(spec.gpus)} if spec.gpus else {}
+    try:
+        process = spawn(
+            arguments(spec, port, nonce),
+            env={**HYGIENE, **devices, **spec.env},
+            directory=directory,
+            log=directory / "engine.log",
+            tag=spec.launch_id,
+            cores=cores,
+            redact=log.redactor({**os.environ, **spec.env}),
+        )
+    except BadInput as error:
+        raise StudyFailed(str(error), cause="no_program") from error
+    return Server(spec, process, port, nonce)
+
+
+async def _until_ready(server: Server, note: Callable[[str], None]) -> None:
+    begun = time.monotonic()
+    deadline = begun + server.spec.ready_timeout_s
+    step = "starting"
+    note(step)
+    while True:
+        if not server.alive:
+            raise server.latch(server.verdict("startup"))
+        if time.monotonic() > deadline:
+            raise server.latch(_timed_out(server, step))
+        try:
+            step = await _step(server, deadline)
+        except OSError:
+            await asyncio.sleep(0.05)
+            continue
+        if step == "ready":
+            break
+        await asyncio.sleep(0.05)
+    server.ready_s = time.monotonic() - begun
+    await _introduce(server)
+    note("ready")
+
+
+async def _step(server: Server, deadline: float) -> str:
+    """One look at a starting engine: how far it is. OSError while it does not listen."""
+    if (await server.ask("GET", "/health", timeout_s=5.0)).status != 200:
+        return "unhealthy"
+    models = (await server.ask("GET", "/v1/models", timeout_s=5.0)).json()
+    data = models.get("data") if isinstance(models, dict) else None
+    names = [entry.get("id") for entry in data if isinstance(entry, dict)] if isinstance(data, list) else []
+    foreign = strangers(server.port, HOST.members(server.process))
+    if server.names[1] not in names or (foreign and not server.spec.stop_command):
+        raise server.latch(failures.verdict("stale_server", detail=f"port {server.port}, pids {foreign}"))
+    left = max(1.0, deadline - time.monotonic())
+    body: JSON = {"model": server.names[1], "prompt": [11, 12, 13, 14], "max_tokens": 1, "stream": True}
+    reply = await server.ask("POST", "/v1/completions", body=body, timeout_s=left)
+    return "ready" if stream_has_token(reply) else f"answering {reply.status}"
+
+
+def _timed_out(server: Server, step: str) -> Verdict:
+    """The verdict on an engine that is not ready at its deadline: its log's cause, else the wait."""
+    text = log.read(server.log)
+    found = failures.first_cause(text)
+    if found is not None and failures.KINDS[found[0]].rank == 0:
+        return server.verdict("startup")
+    detail = f"{server.spec.ready_timeout_s:.0f} s, still {step}"
+    return failures.verdict("init_timeout", detail=detail, evidence=failures.last_line(text))
+
+
+async def _introduce(server: Server) -> None:
+    """Read what the engine says of itself; refuse another engine than the one asked for."""
+    text = log.read(server.log)
+    found = failures.first_cause(text)
+    if found is not None and found[0] == "v0_fallback":
+        raise server.latch(failures.verdict("v0_fallback", evidence=found[1]))
+    try:
+        scraped = await server.metrics()
+        info = (await server.ask("GET", "/server_info?config_format=json", timeout_s=30.0)).json()
+    except (OSError, ValueError) as error:
+        fault = await server.fault("startup")
+        raise fault or server.latch(failures.verdict("refused", detail=str(error))) from error
+    said = effective.from_server_info(info)
+    server.effective = {**effective.from_metrics(scraped), **said}
+    server.kv_tokens = metrics.kv_tokens(scraped) or log.kv_tokens(text)
+    server.timeline = {**log.timeline(text), "ready_s": server.ready_s}
+
+
+async def _stop_surely(server: Server, table: Table) -> None:
+    """Stop the tree even while we are being cancelled; the cancellation goes on afterwards."""
+    task = asyncio.ensure_future(
+        stop(
+            server.process,
+            timeout_s=server.spec.stop_timeout_s,
+            stop_command=server.spec.stop_command,
+            table=table,
+        )
+    )
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    server.stopped = task.result()
+    if server._latched is not None and server._latched.kind == "compile_cache":
+        wipe(server.spec.env)
+    if cancelled is not None:
+        raise cancelled
+
+
+def port_is_free(port: int) -> bool:
+    """Whether a stopped engine's port can be had again."""
+    return is_free(port)
