@@ -1,0 +1,274 @@
+"""Finalists and the baseline again, interleaved, each time in a fresh process, and on a held-out slice."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tuner.errors import Aborted, BadInput, Infeasible, NotFound
+from tuner.knobs.arguments import compile_candidate
+from tuner.profiles import registry
+from tuner.records import JSON, Measurement, Outcome, Profile, ProfileKey, Run, Trial, TrialState
+from tuner.replay import outcomes
+from tuner.replay.plan import Plan
+from tuner.search import pareto
+from tuner.search.compare import Comparison, compare
+from tuner.tuning.events import Event
+from tuner.tuning.study import masked
+from tuner.tuning.trial import ABORTED_RETRIES, Bench, Pass, launch
+from tuner.tuning.verdict import Verdict, judge
+
+FINALISTS = 2
+WHERE = ("confirm", "held_out")
+ACTOR = "tuner"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Confirmation:
+    """What a run concluded: `summary` is kept with the run, `profile` is the challenger, if any."""
+
+    summary: Mapping[str, JSON]
+    profile: Profile | None
+
+
+def launches_of(plan: Plan) -> int:
+    """How many launches a confirmation takes at most."""
+    return plan.repeats * (1 + FINALISTS)
+
+
+async def confirm(bench: Bench, run: Run) -> Confirmation:
+    """Measure the finalists against the baseline, give the verdict and publish the profiles.
+
+    What an interrupted confirmation of the same run measured already is used again.
+    """
+    trials = bench.store.trials(bench.prepared.study.id)
+    finalists = _finalists(bench, trials)
+    if not finalists:
+        return Confirmation(summary={"verdict": "no verdict", "sentence": _nothing(trials)}, profile=None)
+    base = next((t for t in trials if t.is_baseline and t.state is TrialState.COMPLETE), None)
+    entrants = [*([base] if base else []), *finalists]
+    dropped: dict[int, str] = {}
+    for repeat in range(1, bench.prepared.plan.repeats + 1):
+        for trial in entrants if repeat % 2 else reversed(entrants):
+            if trial.number not in dropped and not _has(bench, run, trial.id, repeat):
+                await _again(bench, trial, repeat, dropped)
+    measured = {t.number: _fresh(bench, run, t.id) for t in entrants if t.number not in dropped}
+    return _conclude(bench, run, base, [t for t in finalists if t.number not in dropped], measured, dropped)
+
+
+def _finalists(bench: Bench, trials: Sequence[Trial]) -> list[Trial]:
+    """The policy's choice, then its choice without that one: at most two, the baseline not among them."""
+    study = bench.prepared.study
+    left, found = [t for t in trials if not t.is_baseline], list[Trial]()
+    while len(found) < FINALISTS:
+        try:
+            best = pareto.choose(left, policy(bench), study.slo, study.objectives)
+        except NotFound:
+            break
+        found.append(best)
+        left = [t for t in left if t.number != best.number]
+    return found
+
+
+def policy(bench: Bench) -> pareto.Policy:
+    """The study's winner policy as the search takes it."""
+    winner = bench.prepared.file.winner
+    return winner if isinstance(winner, str) else {"weights": dict(winner.weights)}
+
+
+def _nothing(trials: Sequence[Trial]) -> str:
+    reasons = sorted({t.reason for t in trials if t.reason and not t.is_baseline})
+    return "No candidate completed" + (f": {'; '.join(reasons[:3])}." if reasons else ".")
+
+
+async def _again(bench: Bench, trial: Trial, repeat: int, dropped: dict[int, str]) -> None:
+    study = bench.prepared.study
+    searched = tuple(s for s in study.slices if not s.held_out)
+    held_out = tuple(s for s in study.slices if s.held_out)
+    passes = [Pass(slices=searched, purpose="confirm", repeat=repeat)]
+    if held_out:
+        passes.append(Pass(slices=held_out, purpose="held_out", repeat=repeat))
+    bench.tell(Event(kind="confirm", text=f"measured again, repeat {repeat}", trial=trial))
+    for attempt in range(ABORTED_RETRIES + 1):
+        directory = bench.directory(trial.number, f"confirm-{repeat}-{attempt}")
+        try:
+            launched = await launch(bench, trial, passes, directory)
+        except Infeasible as error:
+            dropped[trial.number] = str(error)
+            bench.tell(Event(kind="note", text=f"dropped from the finalists: {error}", trial=trial))
+            return
+        except Aborted:
+            if attempt == ABORTED_RETRIES:
+                raise
+            continue
+        for measurement in launched.measurements:
+            bench.store.add_measurement(trial.id, measurement)
+        return
+
+
+def _fresh(bench: Bench, run: Run, trial_id: int) -> list[Measurement]:
+    """The confirmation's measurements of a trial that were made in this run."""
+    ours = {each.id for each in bench.store.launches(run.study_id) if each.started_at >= run.started_at}
+    return [m for m in bench.store.trial(trial_id).measurements if m.purpose in WHERE and m.launch_id in ours]
+
+
+def _has(bench: Bench, run: Run, trial_id: int, repeat: int) -> bool:
+    wanted = WHERE if any(s.held_out for s in bench.prepared.study.slices) else WHERE[:1]
+    return {m.purpose for m in _fresh(bench, run, trial_id) if m.repeat == repeat} >= set(wanted)
+
+
+def _conclude(
+    bench: Bench,
+    run: Run,
+    base: Trial | None,
+    finalists: Sequence[Trial],
+    measured: Mapping[int, Sequence[Measurement]],
+    dropped: Mapping[int, str],
+) -> Confirmation:
+    if not finalists:
+        sentence = "Every finalist failed when it was measured again: " + "; ".join(dropped.values()) + "."
+        return Confirmation(summary={"verdict": "no verdict", "sentence": sentence}, profile=None)
+    study = bench.prepared.study
+    entrants = [*([base] if base and base.number in measured else []), *finalists]
+    again = [_remeasured(t, measured[t.number]) for t in entrants]
+    chosen = pareto.choose(again, policy(bench), study.slo, study.objectives)
+    compared = [
+        (trial.number, where, comparison)
+        for trial in finalists
+        if base and base.number in measured
+        for where in WHERE
+        for comparison in _compare(
+            bench, measured[base.number], measured[trial.number], where, len(finalists)
+        )
+    ]
+    verdict = judge(chosen, base, compared, study.slo, demonstration=bench.prepared.plan.demonstration)
+    profiles = _publish(bench, run, base, chosen, verdict)
+    challenger = profiles.get("challenger")
+    summary: dict[str, JSON] = {
+        "verdict": verdict.word,
+        "sentence": verdict.sentence,
+        "winner": chosen.number if verdict.wins else None,
+        "baseline": base.number if base else None,
+        "finalists": [t.number for t in finalists],
+        "dropped": {str(number): reason for number, reason in dropped.items()},
+        "comparisons": [row(*each) for each in compared],
+        "demonstration": bench.prepared.plan.demonstration,
+        "profiles": {alias: _profile_row(p) for alias, p in profiles.items()},
+    }
+    return Confirmation(summary=summary, profile=challenger)
+
+
+def _remeasured(trial: Trial, measured: Sequence[Measurement]) -> Trial:
+    """The trial with the medians of its confirmation in place of the search's one measurement."""
+    rows = [m.values for m in measured if m.purpose == "confirm"]
+    names = set.intersection(*(set(r) for r in rows))
+    values = {name: statistics.median(r[name] for r in rows) for name in sorted(names)}
+    return replace(trial, measurements=(Measurement(values=values),))
+
+
+def _compare(
+    bench: Bench, base: Sequence[Measurement], other: Sequence[Measurement], where: str, family: int
+) -> list[Comparison]:
+    """Every objective that requests can tell, paired by request; none where there is no held-out slice."""
+    left, right = _passes(base, where), _passes(other, where)
+    if not left or not right:
+        return []
+    found = []
+    for name in bench.prepared.study.objectives:
+        try:
+            found.append(
+                compare(
+                    left,
+                    right,
+                    name,
+                    slo=bench.prepared.study.slo,
+                    seed=bench.prepared.study.seed,
+                    family=family,
+                )
+            )
+        except BadInput:
+            continue  # an objective of the engine's own numbers has no rows to pair
+    return found
+
+
+def _passes(measured: Sequence[Measurement], where: str) -> list[Mapping[str, Sequence[Outcome]]]:
+    ordered = sorted((m for m in measured if m.purpose == where), key=lambda m: m.repeat)
+    return [
+        {part.name: outcomes.read(part.outcomes_file) for part in m.slices if part.outcomes_file}
+        for m in ordered
+    ]
+
+
+def row(number: int, where: str, comparison: Comparison) -> dict[str, JSON]:
+    """One comparison as JSON: ratios of the finalist to the baseline, null where infinite."""
+    return {
+        "number": number,
+        "where": where,
+        "metric": comparison.metric,
+        "ratio": _ratio(comparison.log_ratio),
+        "low": _ratio(comparison.low),
+        "high": _ratio(comparison.high),
+        "repeats": comparison.repeats,
+        "rows": comparison.rows,
+        "verdict": comparison.verdict,
+    }
+
+
+def _ratio(log_ratio: float) -> float | None:
+    if not -700 < log_ratio < 700:
+        return None
+    return round(math.exp(log_ratio), 6)
+
+
+def _publish(
+    bench: Bench, run: Run, base: Trial | None, chosen: Trial, verdict: Verdict
+) -> dict[str, Profile]:
+    """The baseline's profile always, the challenger's when it won; their aliases move."""
+    found = {}
+    if base:
+        found["baseline"] = _profile(bench, run, base, "baseline", "what ran before")
+    if verdict.wins:
+        found["challenger"] = _profile(bench, run, chosen, "challenger", verdict.sentence)
+    return found
+
+
+def _profile(bench: Bench, run: Run, trial: Trial, alias: str, sentence: str) -> Profile:
+    prepared = bench.prepared
+    compiled = compile_candidate(trial.candidate, prepared.facts)
+    evidence: dict[str, JSON] = {
+        "verdict": sentence,
+        "run": run.id,
+        "trial": trial.number,
+        "measurement": {
+            n: v if math.isfinite(v) else None
+            for n, v in (trial.measurement or Measurement(values={})).values.items()
+        },
+    }
+    return registry.publish(
+        bench.store,
+        key=ProfileKey(
+            model=prepared.study.model, target=prepared.study.node, workload=prepared.study.workload
+        ),
+        candidate=trial.candidate,
+        engine_version=prepared.facts.version,
+        gpu_class=prepared.study.gpu_class,
+        study_id=prepared.study.id,
+        trial_id=trial.id,
+        argv=(*prepared.fixed, *compiled.argv),
+        env=masked({**prepared.file.engine.env, **compiled.env}),
+        evidence=evidence,
+        alias=alias,
+        actor=ACTOR,
+        reason=f"run {run.id}",
+        now=bench.clock(),
+    )
+
+
+def _profile_row(profile: Profile) -> JSON:
+    return {
+        "id": profile.id,
+        "version": profile.version,
+        "model": profile.key.model,
+        "target": profile.key.target,
+        "workload": profile.key.workload,
+    }

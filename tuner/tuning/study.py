@@ -1,0 +1,299 @@
+"""Study file → everything a run needs, checked before the first launch."""
+
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from tuner.engine.gpu import Gpus
+from tuner.errors import BadInput, NotFound, nearest
+from tuner.history.store import Store
+from tuner.knobs import model as models
+from tuner.knobs import space as spaces
+from tuner.knobs.arguments import compile_candidate, fixed
+from tuner.knobs.discover import discover
+from tuner.knobs.model import ModelFacts
+from tuner.knobs.space import SearchSpace
+from tuner.records import JSON, Candidate, EngineFacts, Node, Slice, Slo, Study, digest_of
+from tuner.replay.timeline import PLANS, Plan
+from tuner.settings import shipped
+from tuner.traffic import importers, slices
+from tuner.traffic import trace as traces
+from tuner.traffic.trace import Trace
+from tuner.tuning import studyfile
+from tuner.tuning.studyfile import Argument, EngineFile, StudyFile
+
+VLLM_MODULE = ("-m", "vllm.entrypoints.openai.api_server")
+SIMULATOR_MODULE = ("-m", "tuner.simulator.app")
+OURS = ("model", "host", "port", "served-model-name", "uds", "api-key", "root-path", "ssl-keyfile")
+"""Flags that the tuner sets itself or that would hide the engine from it."""
+SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL)", re.IGNORECASE)
+MASK = "***"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A study ready to run: its record, and the things behind it. `fixed` are every candidate's arguments."""
+
+    study: Study
+    file: StudyFile
+    node: Node
+    trace: Trace
+    trace_path: Path
+    space: SearchSpace
+    facts: EngineFacts
+    model: ModelFacts
+    model_path: str
+    plan: Plan
+    baseline: Candidate
+    command: tuple[str, ...]
+    fixed: tuple[str, ...]
+    max_model_len: int
+
+    def known(self, candidate: Candidate) -> str | None:
+        """Why a candidate cannot run, as far as can be known without launching it."""
+        return self.space.known_violation(candidate, self.facts, self.max_model_len, self.model)
+
+
+def load(path: Path, *, store: Store, now: datetime) -> Prepared:
+    """Read and prepare a study file; writes nothing. BadInput or NotFound says what to mend."""
+    return prepare(studyfile.read(path), name=str(path), base=path.parent, store=store, now=now)
+
+
+def prepare(file: StudyFile, *, name: str, base: Path, store: Store, now: datetime) -> Prepared:
+    """Resolve what a study file names, relative to `base`. Asks the interpreter; launches no engine."""
+    trace, trace_path = _trace(file.trace, base, store)
+    space = _space(file.space, base)
+    model_path = _model_path(file.model, base)
+    model = models.read(model_path, env={**os.environ, **file.engine.env})
+    command = engine_command(file.engine, base)
+    facts = discover(command, env=file.engine.env)
+    restricted = space.restricted(facts, env=file.engine.env)
+    always = _fixed(file.engine.args, facts, restricted, name)
+    max_model_len = _max_model_len(file.engine.args, model)
+    chosen = _slices(file, trace)
+    _check_lengths(trace, chosen, max_model_len, name)
+    baseline = Candidate(file.baseline)
+    _check_baseline(baseline, facts, file.engine.env, name)
+    node = _node(file, facts, store)
+    identity = _identity(file, facts, node, trace, space, chosen)
+    study = Study(
+        id=digest_of(identity),
+        name=file.name,
+        model=file.model,
+        node=node.name,
+        gpu_class=node.gpu_class,
+        workload=file.workload,
+        engine_version=facts.version,
+        trace_digest=trace.digest,
+        space_digest=space.digest,
+        slices=chosen,
+        objectives=tuple(file.objectives),
+        slo=Slo(**file.slo.model_dump()),
+        seed=file.seed,
+        identity=identity,
+        spec=_spec(file),
+        created_at=now,
+    )
+    return Prepared(
+        study=study, file=file, node=node, trace=trace, trace_path=trace_path, space=restricted, facts=facts,
+        model=model, model_path=model_path, plan=PLANS[file.plan], baseline=baseline, command=command,
+        fixed=always, max_model_len=max_model_len,
+    )  # fmt: skip
+
+
+def engine_command(engine: EngineFile, base: Path) -> tuple[str, ...]:
+    """What stands before the engine's own arguments. BadInput when the interpreter does not exist."""
+    if engine.kind == "simulated":
+        return (sys.executable, *SIMULATOR_MODULE)
+    python = Path(engine.python).expanduser()
+    if not engine.command:
+        python = python if python.is_absolute() else base / python
+        if not python.is_file():
+            raise BadInput(
+                f"engine.python: there is no interpreter at {python}; name the python that has vllm"
+            )
+    return (*engine.command, str(python) if not engine.command else engine.python, *VLLM_MODULE)
+
+
+def _trace(ref: str, base: Path, store: Store) -> tuple[Trace, Path]:
+    path = Path(ref).expanduser()
+    path = path if path.is_absolute() else base / path
+    if path.is_file():
+        return (traces.read(path) if path.suffix == ".parquet" else importers.read_any(path)), path
+    try:
+        stored = store.trace(ref.removeprefix("latest:"))
+    except NotFound:
+        known = sorted({t.name for t in store.traces()})
+        raise BadInput(
+            f"trace: '{ref}' is neither a file ({path}) nor the digest of a known trace nor latest:NAME"
+            f"{nearest(ref.removeprefix('latest:'), known)}; `tuner trace import` makes one"
+        ) from None
+    return traces.read(Path(stored.path)), Path(stored.path)
+
+
+def _space(ref: str, base: Path) -> SearchSpace:
+    for path in (base / ref, base / f"{ref}.yaml"):
+        if path.is_file():
+            return spaces.load(str(path))
+    folder = shipped("search_spaces")
+    name = Path(ref).name.removesuffix(".yaml")
+    if (folder / f"{name}.yaml").is_file():
+        return spaces.load(str(folder / f"{name}.yaml"))
+    known = sorted(p.stem for p in folder.glob("*.yaml"))
+    raise BadInput(
+        f"space: there is no file {base / ref} and no shipped space '{name}'{nearest(name, known)}"
+    )
+
+
+def _model_path(model: str, base: Path) -> str:
+    for path in (Path(model).expanduser(), base / model):
+        if path.is_dir():
+            return str(path.resolve())
+    return model
+
+
+def flag_name(key: str) -> str:
+    """`max_model_len`, `max-model-len` and `--max-model-len` are one flag: the last."""
+    return "--" + key.lstrip("-").replace("_", "-")
+
+
+def _fixed(
+    args: Mapping[str, Argument], facts: EngineFacts, space: SearchSpace, name: str
+) -> tuple[str, ...]:
+    for key in args:
+        flag = flag_name(key).removeprefix("--")
+        if flag in OURS:
+            raise BadInput(f"{name}: engine.args.{key}: the tuner sets --{flag} itself; leave it out")
+        if flag.replace("-", "_") in space.levels:
+            raise BadInput(
+                f"{name}: engine.args.{key}: the space turns this knob; put today's value under baseline:"
+            )
+    return fixed(args, facts, where=f"{name}: engine.args")
+
+
+def _max_model_len(args: Mapping[str, Argument], model: ModelFacts) -> int:
+    asked = {flag_name(key): value for key, value in args.items()}.get("--max-model-len")
+    return asked if isinstance(asked, int) and asked > 0 else model.max_len
+
+
+def _slices(file: StudyFile, trace: Trace) -> tuple[Slice, ...]:
+    if file.slices != "auto":
+        return slices.choose(trace, [s.model_dump(exclude_defaults=True) for s in file.slices])
+    plan = PLANS[file.plan]
+    tail = 1000 if any("_p99_" in name for name in file.objectives) else 200
+    limits = slices.Limits(
+        slices=plan.slices,
+        min_s=plan.slice_s,
+        max_s=plan.slice_s if plan.demonstration else 10 * plan.slice_s,
+        requests=tail,
+        held_out=not plan.demonstration,
+        speed=file.speed,
+    )
+    return slices.choose(trace, "auto", limits=limits)
+
+
+def _check_lengths(trace: Trace, chosen: tuple[Slice, ...], max_model_len: int, name: str) -> None:
+    for part in chosen:
+        rows = slices.rows(trace, part)
+        if not len(rows):
+            raise BadInput(
+                f"{name}: slice {part.name} ({part.start_s:g} s + {part.duration_s:g} s) holds no request"
+            )
+        longest = int((trace.input_len[rows] + trace.output_len[rows]).max())
+        if longest > max_model_len:
+            raise BadInput(
+                f"{name}: slice {part.name} has a request of {longest} tokens, the engine takes {max_model_len};"
+                f" raise engine.args.max-model-len or choose other slices"
+            )
+
+
+def _check_baseline(baseline: Candidate, facts: EngineFacts, env: Mapping[str, str], name: str) -> None:
+    try:
+        compile_candidate(baseline, facts, env=env)
+    except BadInput as error:
+        raise BadInput(f"{name}: baseline: {error}") from error
+
+
+def _node(file: StudyFile, facts: EngineFacts, store: Store) -> Node:
+    if file.node != "local":
+        return store.node(file.node)
+    if file.engine.kind == "simulated":
+        return Node(name="local", gpu_class=f"sim-{file.engine.card}")
+    return local_node("local", facts)
+
+
+def local_node(name: str, facts: EngineFacts) -> Node:
+    """This host as a node: its class is card-memory x count, or the platform where there is no GPU."""
+    if not facts.gpu_name:
+        return Node(name=name, gpu_class=facts.platform)
+    card = re.sub(r"[^a-z0-9]+", "-", facts.gpu_name.lower().removeprefix("nvidia ")).strip("-")
+    memory = f"-{facts.gpu_memory_gib:.0f}" if facts.gpu_memory_gib else ""
+    return Node(
+        name=name,
+        gpu_class=f"{card}{memory}x{max(1, facts.gpu_count)}",
+        gpus=Gpus.open().uuids,
+        gpu_memory_gib=facts.gpu_memory_gib,
+    )
+
+
+def masked(env: Mapping[str, str]) -> dict[str, str]:
+    """An environment fit for the database, logs and reports: values of secret names are hidden."""
+    return {name: MASK if SECRET.search(name) else value for name, value in env.items()}
+
+
+def _spec(file: StudyFile) -> Mapping[str, JSON]:
+    spec: dict[str, JSON] = file.model_dump(mode="json")
+    spec["engine"] = {**file.engine.model_dump(mode="json"), "env": dict(masked(file.engine.env))}
+    return spec
+
+
+def _identity(
+    file: StudyFile,
+    facts: EngineFacts,
+    node: Node,
+    trace: Trace,
+    space: SearchSpace,
+    chosen: tuple[Slice, ...],
+) -> Mapping[str, JSON]:
+    """All that makes trials comparable; the name, the budget and the winner's policy are not in it."""
+    whole = file.model_dump(mode="json")
+    engine: dict[str, JSON] = {
+        "kind": file.engine.kind,
+        "version": facts.version,
+        "platform": facts.platform,
+        "command": list(file.engine.command),
+        "args": {flag_name(k): v for k, v in whole["engine"]["args"].items()},
+        "env": dict(masked(file.engine.env)),
+        "card": file.engine.card if file.engine.kind == "simulated" else None,
+    }
+    keep = (
+        "model",
+        "workload",
+        "history",
+        "baseline",
+        "speed",
+        "plan",
+        "slo",
+        "objectives",
+        "live_limits",
+        "seed",
+    )
+    identity: dict[str, JSON] = {key: whole[key] for key in keep}
+    if any(name.startswith("cost_") for name in file.objectives):
+        identity["price_per_gpu_hour"] = file.price_per_gpu_hour
+    identity |= {
+        "node": node.name,
+        "gpu_class": node.gpu_class,
+        "engine": engine,
+        "trace": trace.digest,
+        "space": space.digest,
+        "slices": [[s.name, s.start_s, s.duration_s, s.held_out] for s in chosen],
+    }
+    return identity
+
+
+Clock = Callable[[], datetime]
