@@ -18,6 +18,9 @@ Passes = Sequence[Mapping[str, Sequence[Outcome]]]
 
 Array = NDArray[np.float64]
 
+Fold = Callable[[Array, Array], Array]
+"""(value per row, weight per draw and row) → the statistic per draw."""
+
 DRAWS = 1000
 BLOCK_S = 10.0
 BLOCKS = 20
@@ -79,11 +82,10 @@ def compare(
         raise BadInput(f"{metric}: the two sides have no request in common")
     alpha = (1.0 - level) / family
     centre = _log_ratio(fold, pairs, np.ones((1, len(pairs.base))))[0]
-    drawn = _log_ratio(fold, pairs, _weights(pairs, np.random.default_rng(seed)))
-    drawn = drawn[np.isfinite(drawn)]
-    low, high = np.quantile(drawn, [alpha / 2, 1 - alpha / 2]) if len(drawn) else (-math.inf, math.inf)
+    low, high = _interval(fold, pairs, seed, alpha)
     reach = _between_repeats(fold, pairs, alpha, noise)
-    low, high = min(float(low), centre - reach), max(float(high), centre + reach)
+    if math.isfinite(centre):
+        low, high = min(low, centre - reach), max(high, centre + reach)
     ones = np.ones((1, len(pairs.base)))
     return Comparison(
         metric=metric,
@@ -97,6 +99,15 @@ def compare(
         rows=len(pairs.base),
         verdict=verdict(metric, low, high),
     )
+
+
+def _interval(fold: Fold, pairs: _Pairs, seed: int, alpha: float) -> tuple[float, float]:
+    """Percentiles of the resampled log ratios; unbounded once both sides are infinite in a resample."""
+    drawn = _log_ratio(fold, pairs, _weights(pairs, np.random.default_rng(seed)))
+    if np.isnan(drawn).any():
+        return -math.inf, math.inf
+    low, high = np.quantile(np.clip(drawn, -99.0, 99.0), [alpha / 2, 1 - alpha / 2])
+    return float(low), float(high)
 
 
 def verdict(metric: str, low: float, high: float) -> Verdict:
@@ -147,10 +158,6 @@ def _weights(pairs: _Pairs, rng: np.random.Generator) -> Array:
     weights: Array = (by_block[:, pairs.block] * by_repeat[:, pairs.repeat]).astype(np.float64)
     kept: Array = weights[weights.sum(axis=1) > 0]
     return kept
-
-
-Fold = Callable[[Array, Array], Array]
-"""(value per row, weight per draw and row) → the statistic per draw."""
 
 
 def _log_ratio(fold: Fold, pairs: _Pairs, weights: Array) -> Array:

@@ -77,7 +77,7 @@ def volume_of(trials: Sequence[Trial], objectives: Sequence[str], all_trials: Se
 
 
 def noise_volume(trials: Sequence[Trial], objectives: Sequence[str], noise: float) -> float:
-    """How much hypervolume the whole front gains when every value is better by `noise`."""
+    """How much hypervolume the front gains when one objective is better by `noise`, mean over objectives."""
     base = told.baseline_of(trials)
     reference = told.objective_values(base, objectives) if base else None
     found = pareto.measured(trials, objectives)
@@ -86,7 +86,8 @@ def noise_volume(trials: Sequence[Trial], objectives: Sequence[str], noise: floa
     scale = told.scale(objectives, reference)
     costs = scale.costs([told.objective_values(t, objectives) or () for t in found])
     corner = np.array(scale.reference)
-    return pareto.volume(costs - noise, corner) - pareto.volume(costs, corner)
+    lucky = [pareto.volume(costs - shift, corner) for shift in noise * np.eye(len(objectives))]
+    return float(np.mean(lucky)) - pareto.volume(costs, corner)
 
 
 def noise_of(baseline: Trial, name: str) -> float | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tuner.records import Candidate, Prediction, Trial, Value
-from tuner.search import feasibility, proposals, sampler, told
+from tuner.search import feasibility, proposals, told
 from tuner.search.encoding import Encoding, Point, Space, encode
 
 Known = Callable[[Candidate], str | None]
@@ -63,7 +63,7 @@ def suggest(
         predictor=predictor,
         cost=cost,
     )
-    trial_seed = sampler.derive(seed, number, "trial")
+    trial_seed = told.derive(seed, number, "trial")
     if not any(t.is_baseline for t in ask.trials):
         return Suggestion(candidate=baseline, origin="baseline", seed=trial_seed)
     for origin, candidate in seeds:
@@ -102,7 +102,7 @@ class _Ask:
             self._seen.add(self.encoding.completed(ran).digest)
 
     def rng(self, purpose: str) -> np.random.Generator:
-        return np.random.default_rng(sampler.derive(self.seed, self.number, purpose))
+        return np.random.default_rng(told.derive(self.seed, self.number, purpose))
 
     def is_new(self, candidate: Candidate) -> bool:
         """Unseen as asked and as it would run, inside the space, and not known to fail."""
@@ -151,7 +151,7 @@ class _Ask:
 
     def _pool(self) -> list[Candidate]:
         """A pool that the study keeps (so predictions can be kept too) and the neighbours of the front."""
-        fixed = np.random.default_rng(sampler.derive(self.seed, 0, "pool"))
+        fixed = np.random.default_rng(told.derive(self.seed, 0, "pool"))
         points = [self.encoding.random(fixed) for _ in range(proposals.POOL)]
         for trial in proposals.leaders(self.trials, self.objectives):
             point = self.encoding.point(trial.candidate)
@@ -161,14 +161,22 @@ class _Ask:
 
     def _sampled(self) -> Iterator[Candidate]:
         """TPE's new draws, the cheapest to measure first; then near misses of the seen ones."""
-        history = sampler.tell(self.encoding, self.trials, self.scale())
+        from tuner.search import tpe
+
+        history = told.tell(self.encoding, self.trials, self.scale())
         if not self.encoding.names or not any(h.values is not None for h in history):
             return
-        points = list(
-            sampler.draws(self.encoding, history, sampler.derive(self.seed, self.number, "tpe"), DRAWS)
-        )
-        fresh = [c for c in map(self.encoding.candidate, points) if self.is_new(c)]
-        yield from sorted(fresh, key=self.cost) if self.cost else fresh
+        points: list[Point] = []
+        waiting: list[Candidate] = []
+        for point in tpe.draws(self.encoding, history, told.derive(self.seed, self.number, "tpe"), DRAWS):
+            points.append(point)
+            candidate = self.encoding.candidate(point)
+            if self.is_new(candidate) and self.cost is None:
+                yield candidate
+            elif self.is_new(candidate):
+                waiting.append(candidate)
+        if self.cost is not None:
+            yield from sorted(waiting, key=self.cost)
         rng = self.rng("near")
         for point in points:
             near: list[Point] = self.encoding.neighbours(point)

@@ -1,5 +1,6 @@
 """What the search may know: history reduced to one trial per number, in the search's own coordinates."""
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from tuner.measures import MAXIMIZED
 from tuner.records import Trial, TrialState, Violation
+from tuner.search.encoding import Encoding, Point
 
 UNREACHED = -0.3
 """Constraint value of a check that a trial never came to: a comfortable pass."""
@@ -91,3 +93,49 @@ def margins(trial: Trial) -> dict[str, float]:
 def _margin(violation: Violation, key: str) -> float:
     value: float | None = getattr(violation, key)
     return UNREACHED if value is None or math.isnan(value) else min(max(value, -1.0), 10.0)
+
+
+def derive(seed: int, number: int, purpose: str) -> int:
+    """A 31-bit random state that depends on nothing else, the same in every process."""
+    text = f"{seed}:{number}:{purpose}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 33
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """One trial in the sampler's words; `values` is None for one that is still running."""
+
+    point: Point
+    values: tuple[float, ...] | None
+    constraints: dict[str, float]
+
+
+def tell(encoding: Encoding, trials: Sequence[Trial], scale: Scale) -> list[Told]:
+    """History as the sampler is told it.
+
+    COMPLETE and PRUNED with their costs (measured, or estimated); INFEASIBLE, and what has no number, at a
+    filler beyond the worst that was seen; RUNNING without values; ABORTED never.
+    """
+    rows = []
+    for trial in latest(trials):
+        point = encoding.point(trial.candidate)
+        if point is not None:
+            rows.append((trial, point, _costs(trial, scale)))
+    known = [tuple(c) for _, _, c in rows if c is not None and all(np.isfinite(c))]
+    seen = np.array(known or [scale.reference])
+    spread = np.ptp(seen, axis=0)
+    filler = seen.max(axis=0) + 0.1 * np.where(spread > 0, spread, 1.0)
+    found = []
+    for trial, point, costs in rows:
+        values = None
+        if trial.state is not TrialState.RUNNING:
+            values = tuple(filler if costs is None else np.where(np.isfinite(costs), costs, filler))
+        found.append(Told(point=point, values=values, constraints=margins(trial)))
+    return found
+
+
+def _costs(trial: Trial, scale: Scale) -> np.ndarray | None:
+    if trial.state not in (TrialState.COMPLETE, TrialState.PRUNED):
+        return None
+    values = objective_values(trial, scale.objectives)
+    return None if values is None else scale.costs(values)

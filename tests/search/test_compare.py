@@ -1,0 +1,117 @@
+"""Paired comparison: its coverage on data of known truth, its verdicts, and what it refuses."""
+
+import math
+
+import numpy as np
+import pytest
+
+from tuner.errors import BadInput
+from tuner.records import Outcome, Slo
+from tuner.search import compare as module
+from tuner.search.compare import Comparison, compare
+
+
+def passes(
+    ratio: float, seed: int, *, repeats: int = 3, drift: float = 0.0, failed: int = 0
+) -> list[dict[str, list[Outcome]]]:
+    """Requests with bursts that both sides share, times `ratio`, and noise per repeat."""
+    shared, own = np.random.default_rng(1), np.random.default_rng(seed)
+    load = np.exp(0.5 * np.repeat(shared.standard_normal(40), 15))
+    times = np.arange(600) * 0.5
+    found = []
+    for _ in range(repeats):
+        level = math.exp(drift * own.standard_normal())
+        ttft = 0.1 * load * ratio * level * np.exp(0.1 * own.standard_normal(600))
+        rows = []
+        for row, (at, first) in enumerate(zip(times, ttft, strict=True)):
+            rows.append(
+                Outcome(
+                    row=row,
+                    scheduled_s=float(at),
+                    first_token_s=float(at + first),
+                    last_token_s=float(at + first + 1.0),
+                    output_tokens=11,
+                    chunk_tokens=np.ones(11, dtype=np.int32),
+                    error="cut" if row < failed else None,
+                )
+            )
+        found.append({"peak": rows})
+    return found
+
+
+def ttft(other: float, **more: float) -> Comparison:
+    return compare(passes(1.0, 2), passes(other, 3), "ttft_p95_ms", **more)  # type: ignore[arg-type]
+
+
+def test_a_real_difference_is_found_with_its_size() -> None:
+    found = ttft(0.8)
+    assert found.verdict == "better"
+    assert found.log_ratio == pytest.approx(math.log(0.8), abs=0.05)
+    assert found.low < math.log(0.8) < found.high
+    assert ttft(1.25).verdict == "worse"
+    assert (found.repeats, found.rows) == (3, 1800)
+
+
+def test_the_same_is_not_better() -> None:
+    assert ttft(1.0).verdict in ("equivalent", "no clear winner")
+
+
+def test_noise_between_repeats_widens_the_interval() -> None:
+    wrong = 0
+    for seed in range(40):
+        base, other = passes(1, 100 + seed, drift=0.03), passes(1, 500 + seed, drift=0.03)
+        wrong += compare(base, other, "ttft_p95_ms", seed=seed).verdict in ("better", "worse")
+    assert wrong <= 4
+
+
+def test_one_repeat_needs_the_noise_from_elsewhere() -> None:
+    base, other = passes(1.0, 2, repeats=1), passes(0.9, 3, repeats=1)
+    assert compare(base, other, "ttft_p95_ms").verdict == "better"
+    assert compare(base, other, "ttft_p95_ms", noise=0.08).verdict == "no clear winner"
+
+
+def test_more_candidates_need_more_evidence() -> None:
+    one, many = ttft(0.95), ttft(0.95, family=8)
+    assert many.low <= one.low
+    assert many.high >= one.high
+
+
+def test_goodput_and_time_per_token() -> None:
+    slo = Slo(ttft_ms=150)
+    good = compare(passes(1.0, 2), passes(0.5, 3), "goodput_rps", slo=slo)
+    assert good.verdict == "better"
+    assert good.other > good.base
+    same = compare(passes(1.0, 2), passes(0.5, 3), "tpot_p95_ms")
+    assert same.base == pytest.approx(100.0)
+    assert same.verdict == "equivalent"
+
+
+def test_failures_are_infinite_and_decide_nothing_by_themselves() -> None:
+    found = compare(passes(1.0, 2), passes(1.0, 3, failed=100), "ttft_p95_ms")
+    assert found.other == math.inf
+    assert found.verdict == "worse"
+    better = compare(passes(1.0, 2, failed=100), passes(1.0, 3, failed=100), "ttft_mean_ms")
+    assert better.verdict == "no clear winner"
+
+
+def test_percentile_is_numpys_on_unit_weights() -> None:
+    values = np.random.default_rng(0).random(57)
+    for share in (0.5, 0.9, 0.95, 0.99):
+        fold = module._percentile(share)
+        assert fold(values, np.ones((1, 57)))[0] == pytest.approx(np.percentile(values, share * 100))
+    doubled = np.percentile(np.repeat(values, 2), 95)
+    assert module._percentile(0.95)(values, np.full((1, 57), 2.0))[0] == pytest.approx(doubled)
+
+
+@pytest.mark.parametrize(
+    ("freedom", "quantile"), [(1, 12.706), (2, 4.303), (3, 3.182), (7, 2.365), (30, 2.042)]
+)
+def test_students_quantile_is_the_tables(freedom: int, quantile: float) -> None:
+    assert module._student(0.975, freedom) == pytest.approx(quantile, abs=1e-3)
+
+
+def test_what_it_refuses() -> None:
+    with pytest.raises(BadInput, match="did you mean 'ttft_p95_ms'"):
+        compare(passes(1, 1), passes(1, 2), "tft_p95_ms")
+    with pytest.raises(BadInput, match="no request in common"):
+        compare(passes(1, 1), [{"other": []}], "ttft_p95_ms")

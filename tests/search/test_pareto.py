@@ -1,0 +1,101 @@
+"""Fronts, volumes and policies against small cases worked by hand and against brute force."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.search import world
+from tests.search.world import OBJECTIVES
+from tuner.errors import BadInput, NotFound
+from tuner.records import Candidate, Measurement, Slo, Trial, TrialState
+from tuner.search import pareto
+
+PAIR = ("ttft_p95_ms", "goodput_rps")
+
+
+def measured(number: int, ttft: float, goodput: float, knobs: int = 1, **more: float) -> Trial:
+    values = {"ttft_p95_ms": ttft, "goodput_rps": goodput, "slo_attainment": 1.0, **more}
+    candidate = Candidate({f"knob{i}": number for i in range(knobs)})
+    trial = world.trial(number, Candidate())
+    return replace(trial, candidate=candidate, measurements=(Measurement(values=values),))
+
+
+def test_front_holds_what_nothing_beats() -> None:
+    trials = [measured(0, 100, 10), measured(1, 90, 9), measured(2, 110, 9), measured(3, 80, 8)]
+    assert [t.number for t in pareto.front(trials, PAIR)] == [0, 1, 3]
+
+
+def test_front_leaves_out_screened_partial_and_unfinished() -> None:
+    good = measured(0, 100, 10)
+    others = [
+        replace(measured(1, 1, 99), screened=True),
+        replace(measured(2, 1, 99), state=TrialState.PRUNED),
+        replace(measured(3, 1, 99), state=TrialState.RUNNING),
+        replace(measured(4, 1, 99), measurements=(Measurement(values={"ttft_p95_ms": 1.0}),)),
+        replace(measured(5, 1, 99), state=TrialState.ABORTED),
+    ]
+    assert pareto.front([good, *others], PAIR) == (good,)
+
+
+def test_an_infinite_percentile_never_hides_a_finite_one() -> None:
+    trials = [measured(0, math.inf, 10), measured(1, 90, 9)]
+    assert {t.number for t in pareto.front(trials, PAIR)} == {0, 1}
+    assert pareto.hypervolume([[math.inf, 10.0]], PAIR, [100.0, 10.0]) == 0.0
+
+
+def test_hypervolume_by_hand() -> None:
+    width = math.log(1.1 * 100) - math.log(50)
+    height = 2.0 - 1 / 1.1
+    assert pareto.hypervolume([[50.0, 20.0]], PAIR, [100.0, 10.0]) == pytest.approx(width * height)
+    assert pareto.hypervolume([], PAIR, [100.0, 10.0]) == 0.0
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(*[st.integers(0, 5)] * 3), min_size=1, max_size=8))
+def test_volume_is_the_count_of_dominated_cells(rows: list[tuple[int, int, int]]) -> None:
+    costs = np.array(rows, dtype=np.float64)
+    cells = np.array(np.meshgrid(*[np.arange(6)] * 3)).reshape(3, -1).T
+    brute = sum(bool(np.any(np.all(costs <= cell, axis=1))) for cell in cells)
+    assert pareto.volume(costs, np.full(3, 6.0)) == pytest.approx(brute)
+
+
+def test_slo_policy_takes_goodput_then_the_tail_then_the_simpler() -> None:
+    slow = measured(0, 90, 30, slo_attainment=0.5, e2e_p95_ms=1.0)
+    most = measured(1, 100, 20.0, e2e_p95_ms=900.0)
+    level = measured(2, 100, 19.9, e2e_p95_ms=500.0, knobs=3)
+    simple = measured(3, 100, 19.8, e2e_p95_ms=505.0, knobs=1)
+    less = measured(4, 50, 15.0, e2e_p95_ms=10.0)
+    members = [slow, most, level, simple, less]
+    assert pareto.choose(members, "slo", Slo(attainment=0.95), PAIR) is simple
+    assert pareto.choose([slow, replace(slow, number=9)], "slo", Slo(), PAIR).number == 0
+
+
+def test_knee_and_weights() -> None:
+    members = [measured(0, 50, 10), measured(1, 60, 19), measured(2, 110, 20)]
+    assert pareto.choose(members, "knee", Slo(), PAIR).number == 1
+    assert pareto.choose(members, {"weights": {"ttft_p95_ms": 1}}, Slo(), PAIR).number == 0
+    assert pareto.choose(members, {"weights": {"goodput_rps": 1.0}}, Slo(), PAIR).number == 2
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        ("best", "slo, knee or"),
+        ({"weights": {"goodput": 1}}, "did you mean 'goodput_rps'"),
+        ({"weights": {"goodput_rps": -1}}, "number ≥ 0"),
+        ({"weights": {"goodput_rps": 0}}, "above 0"),
+        ({"weights": {}}, "map objectives"),
+    ],
+)
+def test_a_wrong_policy_says_what_is_right(policy: pareto.Policy, words: str) -> None:
+    with pytest.raises(BadInput, match=words):
+        pareto.choose([measured(0, 1, 1)], policy, Slo(), PAIR)
+
+
+def test_nothing_to_choose_from() -> None:
+    with pytest.raises(NotFound, match="no trial"):
+        pareto.choose([world.trial(0, Candidate({"block_size": 8}))], "slo", Slo(), OBJECTIVES)

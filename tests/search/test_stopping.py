@@ -1,0 +1,62 @@
+"""When to stop, and the words for it."""
+
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+
+from tests.search import world
+from tests.search.world import OBJECTIVES
+from tuner.records import Candidate, Measurement, Trial
+from tuner.search import stopping
+from tuner.search.stopping import reason_to_stop
+
+
+def flat(length: int) -> list[Trial]:
+    """A baseline and trials that are all the same to a hair."""
+    base = world.trial(0, Candidate(), origin="baseline")
+    assert base.measurement is not None
+    rest = []
+    for number in range(1, length):
+        values = {n: v * (1 + 1e-6 * number) for n, v in base.measurement.values.items()}
+        rest.append(replace(base, number=number, origin="tpe", measurements=(Measurement(values=values),)))
+    return [base, *rest]
+
+
+def test_budget_and_window() -> None:
+    assert reason_to_stop([], OBJECTIVES, done=4, limit=4) == "the budget of 4 trials is spent"
+    assert reason_to_stop([], OBJECTIVES, done=3, limit=4) is None
+    end = world.START + timedelta(minutes=10)
+    early = reason_to_stop([], OBJECTIVES, done=0, now=world.START, deadline=end, needed_s=300)
+    late = reason_to_stop([], OBJECTIVES, done=0, now=world.START, deadline=end, needed_s=601)
+    assert early is None
+    assert late is not None
+    assert "window ends at 00:10" in late
+
+
+def test_nothing_more_to_gain_stops_but_not_too_early() -> None:
+    found = reason_to_stop(flat(14), OBJECTIVES, done=14)
+    assert found is not None
+    assert "less than the noise" in found
+    assert reason_to_stop(flat(12), OBJECTIVES, done=12) is None
+
+
+def test_a_predicted_gain_keeps_the_search_going() -> None:
+    assert reason_to_stop(flat(14), OBJECTIVES, done=14, expected_gain=10.0) is None
+    assert reason_to_stop(flat(14), OBJECTIVES, done=14, expected_gain=1e-6) is not None
+
+
+def test_progress_keeps_the_search_going() -> None:
+    trials = flat(14)
+    values = {**world.truth({"max_num_batched_tokens": 2048, "max_num_seqs": 128}).values}
+    better = replace(trials[13], measurements=(Measurement(values=values),))
+    assert reason_to_stop([*trials[:13], better], OBJECTIVES, done=14) is None
+
+
+def test_noise_is_the_spread_of_the_baselines_repeats() -> None:
+    base = world.trial(0, Candidate(), origin="baseline")
+    repeats = tuple(Measurement(values={"goodput_rps": v}, repeat=i) for i, v in enumerate((10.0, 10.3, 9.7)))
+    assert stopping.noise_of(base, "goodput_rps") is None
+    assert stopping.noise_of(replace(base, measurements=repeats), "goodput_rps") == pytest.approx(
+        0.03, abs=0.001
+    )
