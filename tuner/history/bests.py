@@ -1,4 +1,4 @@
-"""The best of a run per metric, written when the run has ended, so that `history` need not read all trials."""
+"""The best of a run per metric, written when it has ended, so that `history` need not read all trials."""
 
 import math
 from collections.abc import Iterable, Sequence

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.engine.interfaces import DBAPIConnection
-from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, SQLAlchemyError, StatementError
 from sqlalchemy.pool import ConnectionPoolEntry, StaticPool
 
 from tuner.errors import BadInput, Conflict, NotFound, TunerError, Unavailable
@@ -127,6 +127,8 @@ class Database:
                     raise self.translate(error) from error
                 if attempt.committed():
                     return attempt.result()
+            except StatementError as error:
+                raise BadInput(f"what was to be written is not valid: {error.orig}") from error
             except SQLAlchemyError as error:
                 raise Unavailable(f"database {self.name}: {error}") from error
             step = pause * random.uniform(0.5, 1.5)

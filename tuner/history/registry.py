@@ -5,7 +5,7 @@ from datetime import datetime
 
 from sqlalchemy import ColumnElement, Connection, RowMapping, Table, and_, func, insert, select, update
 
-from tuner.errors import Conflict, NotFound
+from tuner.errors import BadInput, Conflict, NotFound
 from tuner.history.base import Part
 from tuner.history.codec import event_of, key_row, profile_of
 from tuner.history.tables import alias_events, aliases, profiles
@@ -53,7 +53,10 @@ class Registry(Part):
             "env": dict(env),
             "evidence": dict(evidence),
         }
-        digest = digest_of({**content, **key_row(key)})
+        try:
+            digest = digest_of({**content, **key_row(key)})
+        except (TypeError, ValueError) as error:
+            raise BadInput(f"a profile's evidence must be JSON without NaN or infinity: {error}") from error
 
         def work(connection: Connection) -> Profile:
             newest = select(profiles).where(_at(profiles, key)).order_by(profiles.c.version.desc()).limit(1)

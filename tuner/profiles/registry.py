@@ -1,0 +1,275 @@
+"""The registry's rules: what may be published, promoted, rolled back and resolved. A Store keeps the rows."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Literal
+
+from packaging.version import InvalidVersion, Version
+
+from tuner.errors import Conflict, NotFound, nearest
+from tuner.history.codec import pack_values
+from tuner.history.store import Store
+from tuner.records import JSON, AliasEvent, Node, Profile, ProfileKey, Study, Trial
+
+CHALLENGER = "challenger"
+CHAMPION = "champion"
+BASELINE = "baseline"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gates:
+    """What a version must show before an alias may move to it; None and False ask nothing.
+
+    `engine_version` is the engine that is to run it. The other gates read the evidence: `confirmed`,
+    `slo_met`, and the age since publication.
+    """
+
+    confirmed: bool = True
+    slo_met: bool = True
+    max_age: timedelta | None = timedelta(days=30)
+    engine_version: str | None = None
+
+
+NO_GATES = Gates(confirmed=False, slo_met=False, max_age=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """An answer to a pull: the profile, the alias event that points at it, and by what it matched."""
+
+    profile: Profile
+    event: AliasEvent
+    matched: Literal["node", "class"]
+
+    def etag(self, format: str) -> str:
+        """Strong validator: changes with the alias, the content and the format."""
+        return f'"{self.profile.digest[:32]}-{self.event.generation}-{format}"'
+
+
+def key_of(study: Study, *, target: str | None = None) -> ProfileKey:
+    """The profile key of a study: its node, unless another target (a GPU class) is named."""
+    return ProfileKey(model=study.model, target=target or study.node, workload=study.workload)
+
+
+def publish(
+    store: Store,
+    *,
+    study: Study,
+    trial: Trial,
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    evidence: Mapping[str, JSON],
+    now: datetime,
+    alias: str | None = CHALLENGER,
+    actor: str = "tuner",
+    reason: str = "won its run",
+    target: str | None = None,
+) -> Profile:
+    """Writes the winner as the next version of its key and moves `alias` to it (None: no alias).
+
+    `evidence` is what the run knows (docs/profiles.md names the keys that gates read); the study's facts and
+    the trial's numbers are added. Any alias but `challenger` and `baseline` passes the default gates first,
+    after the version is written.
+    """
+    profile = store.add_profile(
+        key=key_of(study, target=target),
+        candidate=trial.candidate,
+        engine_version=study.engine_version,
+        gpu_class=study.gpu_class,
+        study_id=study.id,
+        trial_id=trial.id,
+        argv=argv,
+        env=env,
+        evidence={**_facts(store, study, trial), **evidence},
+        now=now,
+    )
+    if alias is not None:
+        gates = NO_GATES if alias in (CHALLENGER, BASELINE) else Gates(engine_version=study.engine_version)
+        promote(store, profile, alias, gates=gates, actor=actor, reason=reason, now=now)
+    return profile
+
+
+def _facts(store: Store, study: Study, trial: Trial) -> dict[str, JSON]:
+    measured = trial.measurement
+    driver = next((node.driver for node in store.nodes() if node.name == study.node), None)
+    facts: dict[str, JSON] = {
+        "study_name": study.name,
+        "trace_digest": study.trace_digest,
+        "space_digest": study.space_digest,
+        "slices": [each.name for each in study.slices],
+        "objectives": list(study.objectives),
+        "trial_number": trial.number,
+        "origin": trial.origin,
+        "driver": driver,
+        "fidelity_failed": list(measured.fidelity.failed) if measured else [],
+        "values": {},
+    }
+    if measured:
+        facts["values"] = pack_values(measured.values)
+    return facts
+
+
+def same_engine(one: str, other: str) -> bool:
+    """Whether two engine versions are the same release; a local part (`+cpu`, `+cu129`) does not count."""
+    try:
+        return Version(one).public == Version(other).public
+    except InvalidVersion:
+        return one == other
+
+
+def gate_failures(profile: Profile, gates: Gates, *, now: datetime) -> tuple[str, ...]:
+    """One clause per gate that the version does not pass."""
+    failed: list[str] = []
+    if gates.confirmed and profile.evidence.get("confirmed") is not True:
+        failed.append("its gain over the baseline was not confirmed")
+    if gates.slo_met and profile.evidence.get("slo_met") is not True:
+        failed.append("it did not meet the SLO")
+    if gates.engine_version is not None and not same_engine(gates.engine_version, profile.engine_version):
+        failed.append(f"it was measured on engine {profile.engine_version}, not {gates.engine_version}")
+    if gates.max_age is not None and now - profile.created_at > gates.max_age:
+        failed.append(f"it is older than {gates.max_age.days} days")
+    return tuple(failed)
+
+
+def promote(
+    store: Store,
+    profile: Profile,
+    alias: str = CHAMPION,
+    *,
+    gates: Gates | None = None,
+    expected: int | None = None,
+    actor: str,
+    reason: str,
+    now: datetime,
+) -> AliasEvent:
+    """Moves an alias to a version by compare-and-set (`expected`: the generation seen, 0 = never set).
+
+    Raises Conflict naming every gate that failed, or when the alias is frozen or was moved in between. An
+    alias that points there already is left alone.
+    """
+    gates = gates if gates is not None else Gates()
+    if failed := gate_failures(profile, gates, now=now):
+        raise Conflict(f"version {profile.version} cannot become '{alias}': {'; '.join(failed)}")
+    seen = store.alias(profile.key, alias)
+    if expected is None and seen is not None and seen.to_version == profile.version:
+        return seen
+    return store.move_alias(
+        profile.key, alias, profile.version, expected=expected, actor=actor, reason=reason, now=now
+    )
+
+
+def trail(events: Sequence[AliasEvent]) -> tuple[int, ...]:
+    """The versions that an alias stands on, oldest first: going back to one forgets those after it."""
+    versions: list[int] = []
+    for event in events:
+        if event.to_version is None:
+            continue
+        if event.to_version in versions:
+            del versions[versions.index(event.to_version) + 1 :]
+        else:
+            versions.append(event.to_version)
+    return tuple(versions)
+
+
+def rollback(
+    store: Store,
+    key: ProfileKey,
+    alias: str = CHAMPION,
+    *,
+    actor: str,
+    reason: str,
+    now: datetime,
+    expected: int | None = None,
+) -> AliasEvent:
+    """Moves an alias back to the version before; a second rollback goes one further back. No gates."""
+    event = _event(store, key, alias)
+    before = trail(store.alias_events(key, alias=alias))
+    if len(before) < 2:
+        raise Conflict(f"alias '{alias}' has no version before {event.to_version} to go back to")
+    seen = event.generation if expected is None else expected
+    return store.move_alias(
+        key, alias, before[-2], expected=seen, actor=actor, reason=f"rollback: {reason}", now=now
+    )
+
+
+def _event(store: Store, key: ProfileKey, alias: str) -> AliasEvent:
+    event = store.alias(key, alias)
+    if event is not None and event.to_version is not None:
+        return event
+    known = sorted(each.alias for each in store.aliases(key))
+    there = f"; it has {', '.join(known)}" if known else ""
+    of = f"{key.model} on {key.target} for {key.workload}"
+    raise NotFound(f"there is no '{alias}' profile of {of}{nearest(alias, known)}{there}")
+
+
+def resolve(
+    store: Store,
+    *,
+    model: str,
+    workload: str,
+    node: str | None = None,
+    gpu_class: str | None = None,
+    alias: str = CHAMPION,
+    engine_version: str | None = None,
+) -> Resolved:
+    """The profile that an alias names for a node, or, only when `gpu_class` is given, for a GPU class.
+
+    The node's own comes first. NotFound: there is none. Conflict: there is one, but for another engine
+    version or another GPU; it is never served in silence.
+    """
+    event, matched = _find(store, model=model, workload=workload, node=node, gpu_class=gpu_class, alias=alias)
+    if event.to_version is None:
+        raise NotFound(f"alias '{alias}' was taken away")
+    profile = store.profile_version(event.key, event.to_version)
+    if engine_version is not None and not same_engine(engine_version, profile.engine_version):
+        raise Conflict(
+            f"the '{alias}' profile (version {profile.version}) is for engine {profile.engine_version},"
+            f" not {engine_version}: tune on that engine first"
+        )
+    wanted = gpu_class or next((each.gpu_class for each in store.nodes() if each.name == node), None)
+    if wanted is not None and wanted != profile.gpu_class:
+        raise Conflict(
+            f"the '{alias}' profile (version {profile.version}) is for GPU class {profile.gpu_class},"
+            f" not {wanted}"
+        )
+    return Resolved(profile=profile, event=event, matched=matched)
+
+
+def _find(
+    store: Store, *, model: str, workload: str, node: str | None, gpu_class: str | None, alias: str
+) -> tuple[AliasEvent, Literal["node", "class"]]:
+    targets: list[tuple[str | None, Literal["node", "class"]]] = [(node, "node"), (gpu_class, "class")]
+    asked = [(target, matched) for target, matched in targets if target]
+    refused = NotFound("a pull names a node or a GPU class")
+    for target, matched in asked:
+        try:
+            key = ProfileKey(model=model, target=target, workload=workload)
+            return _event(store, key, alias), matched
+        except NotFound as error:
+            refused = error
+    raise refused
+
+
+def stale_reasons(
+    profile: Profile,
+    *,
+    node: Node | None = None,
+    engine_version: str | None = None,
+    trace_digest: str | None = None,
+    model_revision: str | None = None,
+) -> tuple[str, ...]:
+    """What has changed since a version was measured, one clause each; None means not known, not changed."""
+    told = profile.evidence
+    reasons: list[str] = []
+    if engine_version is not None and not same_engine(engine_version, profile.engine_version):
+        reasons.append(f"engine {profile.engine_version} → {engine_version}")
+    if node is not None and node.gpu_class != profile.gpu_class:
+        reasons.append(f"GPU {profile.gpu_class} → {node.gpu_class}")
+    if node is not None and node.driver and told.get("driver") and node.driver != told["driver"]:
+        reasons.append(f"driver {told['driver']} → {node.driver}")
+    if trace_digest is not None and told.get("trace_digest") not in (None, trace_digest):
+        reasons.append("traffic: another trace")
+    if model_revision is not None and told.get("model_revision") not in (None, model_revision):
+        reasons.append(f"model revision {told['model_revision']} → {model_revision}")
+    return tuple(reasons)
