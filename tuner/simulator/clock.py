@@ -1,0 +1,123 @@
+"""The core in virtual time: requests through a scheduler and a step cost, as fast as can be counted."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tuner.simulator.cost import StepCost
+from tuner.simulator.scheduler import Request, Scheduler, Step
+
+FOREVER = math.inf
+
+
+@dataclass(slots=True)
+class Course:
+    """What a run looked like. `gaps` are (end of stretch, seconds per step, steps, decoding sequences)."""
+
+    steps: int = 0
+    tokens: int = 0
+    busy_s: float = 0.0
+    end_s: float = 0.0
+    stuck: bool = False
+    gaps: list[tuple[float, float, int, int]] = field(default_factory=list)
+    levels: list[tuple[float, int, float]] = field(default_factory=list)  # (time, waiting, KV usage)
+
+
+class Clock:
+    """Runs requests to their end, or until `until` (virtual seconds)."""
+
+    def __init__(self, scheduler: Scheduler, cost: StepCost, *, until: float = FOREVER) -> None:
+        self.scheduler = scheduler
+        self.cost = cost
+        self.until = until
+        self.course = Course()
+        self.now = 0.0
+
+    def run(self, requests: Sequence[Request], watch: Callable[[float, Step], None] | None = None) -> Course:
+        """`requests` are sorted by arrival; fills in `first` and `last`. `watch` sees single steps."""
+        scheduler, course = self.scheduler, self.course
+        ahead = scheduler.limits.async_scheduling
+        pending: Step | None = None
+        at, count = 0, len(requests)
+        while self.now < self.until:
+            while at < count and requests[at].arrival <= self.now:
+                scheduler.add(requests[at])
+                at += 1
+            arrival = requests[at].arrival if at < count else FOREVER
+            if watch is None and (pending is not None or not ahead):
+                pending = self._stretch(pending, arrival)
+                if self.now >= arrival:
+                    continue
+            step = scheduler.schedule()
+            if ahead:
+                pending, step = step, pending
+            if step is not None:
+                self._execute(step, watch)
+            elif pending is None:
+                if at >= count:
+                    course.stuck = bool(scheduler.waiting or scheduler.running)
+                    break
+                self.now = max(self.now, arrival)
+        course.end_s = self.now
+        return course
+
+    def _execute(self, step: Step, watch: Callable[[float, Step], None] | None) -> None:
+        seconds = self.cost(step)
+        self.now += seconds
+        now, course = self.now, self.course
+        for request in step.admitted:
+            if request.scheduled < 0:
+                request.scheduled = now - seconds
+        for request in step.sampling:
+            if request.first < 0:
+                request.first = now
+        for request in step.finishing:
+            request.last = now
+        self.scheduler.complete(step)
+        course.steps += 1
+        course.tokens += step.tokens
+        course.busy_s += seconds
+        if step.decodes:
+            course.gaps.append((now, seconds, 1, step.decodes))
+        course.levels.append((now, len(self.scheduler.waiting), self.scheduler.pool.usage))
+        if watch is not None:
+            watch(now, step)
+
+    def _stretch(self, pending: Step | None, arrival: float) -> Step | None:
+        """Take many pure decode steps at once where nothing can happen between them; the step now pending."""
+        scheduler = self.scheduler
+        if not scheduler.still() or (pending is not None and not pending.steady):
+            return pending
+        number = len(scheduler.decoding)
+        if pending is not None and pending.decodes != number:
+            return pending
+        bound = arrival
+        if scheduler.waiting and scheduler.limits.policy == "fcfs":
+            bound = FOREVER  # behind a queue that no slot opens for, an arrival changes nothing
+        base, slope = self.cost.decode_line(number)
+        first = scheduler.context if pending is not None else scheduler.context + number
+        step_s, growth = base + slope * first, slope * number
+        most = self._steps_before(min(bound, self.until) - self.now, step_s, growth)
+        count = scheduler.advance(most) if most > 1 else 0
+        if count <= 0:
+            return pending
+        seconds = count * step_s + growth * count * (count - 1) / 2
+        self.now += seconds
+        course = self.course
+        course.steps += count
+        course.tokens += count * number
+        course.busy_s += seconds
+        course.gaps.append((self.now, seconds / count, count, number))
+        course.levels.append((self.now, len(scheduler.waiting), scheduler.pool.usage))
+        return Step(decodes=number, context=scheduler.context) if pending is not None else None
+
+    @staticmethod
+    def _steps_before(room: float, step_s: float, growth: float) -> int:
+        """Steps whose starts all lie before `room` seconds from now (the first starts now)."""
+        if room == FOREVER:
+            return 1 << 40
+        if growth <= 0:
+            return max(0, math.ceil(room / step_s))
+        b = step_s - growth / 2
+        count = (-b + math.sqrt(b * b + 2 * growth * room)) / growth
+        return max(0, math.ceil(count))

@@ -1,0 +1,180 @@
+"""How long a step takes: a roofline of the card's datasheet and the model's shape, with a few efficiencies.
+
+The presets are physical and uncalibrated: dense 16-bit tensor throughput, memory bandwidth and memory size as
+the makers' datasheets give them, efficiencies as usual for dense kernels. `calibrate` fits `Coefficients` to
+measured trials.
+"""
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from types import MappingProxyType
+
+from tuner.errors import BadInput, nearest
+from tuner.knobs.model import ModelFacts
+from tuner.simulator.scheduler import Step
+
+GIB = float(1 << 30)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """A device: dense 16-bit FLOP/s, bytes/s of memory, GiB, bytes/s to the host, the engine's defaults."""
+
+    name: str
+    title: str
+    flops: float
+    bandwidth: float
+    memory_gib: float
+    pcie: float = 25e9
+    platform: str = "cuda"
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    block_size: int = 16
+    reserved_gib: float = 0.45  # context, libraries: outside the engine's own allocations
+
+
+_CARDS = (
+    Card(
+        name="h100-80",
+        title="NVIDIA H100 80GB HBM3",
+        flops=989e12,
+        bandwidth=3.35e12,
+        memory_gib=79.18,
+        pcie=55e9,
+        max_num_seqs=1024,
+        max_num_batched_tokens=8192,
+    ),
+    Card(
+        name="h200",
+        title="NVIDIA H200",
+        flops=989e12,
+        bandwidth=4.8e12,
+        memory_gib=139.8,
+        pcie=55e9,
+        max_num_seqs=1024,
+        max_num_batched_tokens=8192,
+    ),
+    Card(name="a100-40", title="NVIDIA A100-SXM4-40GB", flops=312e12, bandwidth=1.555e12, memory_gib=39.39),
+    Card(name="a100-80", title="NVIDIA A100-SXM4-80GB", flops=312e12, bandwidth=2.039e12, memory_gib=79.15),
+    Card(name="a4500", title="NVIDIA RTX A4500", flops=94.6e12, bandwidth=0.64e12, memory_gib=19.7),
+    Card(name="l40s", title="NVIDIA L40S", flops=362e12, bandwidth=0.864e12, memory_gib=44.39),
+    Card(
+        name="rtx5090",
+        title="NVIDIA GeForce RTX 5090",
+        flops=209.5e12,
+        bandwidth=1.792e12,
+        memory_gib=31.36,
+        pcie=55e9,
+    ),
+    Card(
+        name="cpu",
+        title="CPU",
+        flops=0.4e12,
+        bandwidth=20e9,
+        memory_gib=8.0,
+        platform="cpu",
+        max_num_seqs=128,
+        block_size=128,
+        reserved_gib=0.0,
+    ),
+)
+CARDS: Mapping[str, Card] = MappingProxyType({card.name: card for card in _CARDS})
+
+
+def card_of(name: str) -> Card:
+    """The preset of that name. BadInput names the nearest one."""
+    if name not in CARDS:
+        raise BadInput(f"unknown card '{name}'{nearest(name, CARDS)}; known: {', '.join(CARDS)}")
+    return CARDS[name]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coefficients:
+    """What a datasheet does not say. Efficiencies are shares of the datasheet's figure, times are seconds."""
+
+    compute: float = 0.62  # matrix products of the layers
+    memory: float = 0.85  # reading weights and KV
+    attention: float = 0.45  # query × key products of prompts
+    step_s: float = 0.0025  # per step: scheduling, launches, sampling
+    seq_s: float = 8e-6  # per sequence of a step: input preparation, output handling
+    request_s: float = 0.004  # per request, outside the engine's steps: HTTP, tokens in, first chunk out
+
+    def scaled(self, factors: Mapping[str, float]) -> "Coefficients":
+        """The same with some of them multiplied."""
+        return replace(self, **{name: getattr(self, name) * by for name, by in factors.items()})
+
+    def to_json(self) -> dict[str, float]:
+        return dict(asdict(self))
+
+
+COEFFICIENT_NAMES = tuple(field.name for field in fields(Coefficients))
+CPU_COEFFICIENTS = Coefficients(compute=0.35, memory=0.5, attention=0.15, step_s=0.003, seq_s=5e-5)
+
+
+def preset(card: Card) -> Coefficients:
+    """The uncalibrated coefficients of a kind of device."""
+    return CPU_COEFFICIENTS if card.platform == "cpu" else Coefficients()
+
+
+def capture_sizes(most: int) -> tuple[int, ...]:
+    """Batch sizes for which vLLM captures a CUDA graph, up to `most`: 1, 2, 4, by 8 to 256, then by 16."""
+    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, most + 1, 16)]
+    return tuple(size for size in sizes if size <= most)
+
+
+class StepCost:
+    """Step time for one model on one card under one engine configuration, in seconds."""
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        card: Card,
+        coefficients: Coefficients,
+        *,
+        block_size: int = 16,
+        capture_most: int = 512,
+        chunked: bool = True,
+    ) -> None:
+        width = facts.heads * facts.head_dim
+        self.coefficients = coefficients
+        self.sizes = capture_sizes(capture_most) if card.platform == "cuda" else ()
+        embedding = facts.vocab_size * facts.hidden
+        layers = layer_parameters(facts)
+        flops = card.flops * coefficients.compute
+        bandwidth = card.bandwidth * coefficients.memory
+        self.token_s = 2.0 * layers / flops
+        self.head_s = 2.0 * embedding / flops
+        self.weights_s = (layers + embedding) * facts.dtype_bytes / bandwidth
+        self.kv_bytes = facts.kv_bytes_per_token
+        self.kv_s = self.kv_bytes / bandwidth
+        self.pair_s = 4.0 * facts.layers * width / (card.flops * coefficients.attention)
+        self.block_bytes = self.kv_bytes * block_size
+        self.swap_s = self.block_bytes / card.pcie
+
+    def _dense(self, tokens: int, sampled: int) -> float:
+        """The layers' matrix products: bound by reading the weights for few tokens, by compute for many."""
+        padded = tokens
+        if self.sizes and tokens <= self.sizes[-1]:
+            padded = self.sizes[bisect_left(self.sizes, tokens)]
+        compute = padded * self.token_s + sampled * self.head_s
+        return float((compute**4 + self.weights_s**4) ** 0.25)
+
+    def decode_line(self, count: int) -> tuple[float, float]:
+        """(seconds of a step of `count` decodes without its KV reads, seconds per token of KV read)."""
+        c = self.coefficients
+        return c.step_s + count * c.seq_s + self._dense(count, count), self.kv_s
+
+    def __call__(self, step: Step) -> float:
+        c = self.coefficients
+        sequences = step.decodes + step.prefills
+        seconds = c.step_s + sequences * c.seq_s
+        seconds += self._dense(step.tokens, step.decodes + len(step.sampling))
+        seconds += (step.context + step.prefill_context) * self.kv_s + step.pairs * self.pair_s
+        return seconds + step.swapped_blocks * self.swap_s
+
+
+def layer_parameters(facts: ModelFacts) -> int:
+    """Parameters of the layers' matrices: attention's four and the gated block's three."""
+    attention = facts.hidden * facts.head_dim * (2 * facts.heads + 2 * facts.kv_heads)
+    return facts.layers * (attention + 3 * facts.hidden * facts.intermediate)

@@ -1,0 +1,212 @@
+"""The core in real time: steps end when their time has come, tokens go out, late flushes are counted."""
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import monotonic
+
+from tuner.simulator.cost import StepCost
+from tuner.simulator.exposition import Counters
+from tuner.simulator.scheduler import Request, Scheduler, Step
+
+Sink = Callable[[int, bool], None]
+"""Takes the number of completion tokens so far and whether these were the last."""
+
+_SPIN_S = (
+    0.0015  # the last stretch before a step's end is waited for by polling: timers count in milliseconds
+)
+_SLIP_S = 1.0  # a clock further behind than this gives up catching up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How virtual seconds become real ones: `speed` 2 is twice as fast; `blind` steps ignore the knobs."""
+
+    speed: float = 1.0
+    noise: float = 0.0
+    seed: int = 0
+    blind: bool = False
+
+
+@dataclass(slots=True)
+class _Stream:
+    sink: Sink
+    sent: int = 0
+    last_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Lateness:
+    """How far behind its nominal end each step's flush was complete, in seconds."""
+
+    worst: float = 0.0
+    total: float = 0.0
+    steps: int = 0
+    over_1ms: int = 0
+    slips: int = 0
+    recent: list[float] = field(default_factory=list)
+
+    def note(self, seconds: float) -> None:
+        self.worst = max(self.worst, seconds)
+        self.total += seconds
+        self.steps += 1
+        self.over_1ms += seconds > 0.001
+        self.recent.append(seconds)
+        if len(self.recent) > 20_000:
+            del self.recent[:10_000]
+
+
+class Engine:
+    """One scheduler driven by the event loop's clock. Submit, abort, look; nothing here blocks."""
+
+    def __init__(
+        self, scheduler: Scheduler, cost: StepCost, pace: Pace, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self.scheduler = scheduler
+        self.cost = cost
+        self.pace = pace
+        self.loop = loop
+        self.counters = Counters()
+        self.lateness = Lateness()
+        self._random = random.Random(pace.seed)
+        self._streams: dict[Request, _Stream] = {}
+        self._now: Step | None = None
+        self._next: Step | None = None
+        self._at = 0.0
+        self._woken = False
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Take a request; it reaches the scheduler after the front end's time."""
+        self._streams[request] = _Stream(sink)
+        delay = 0.0 if self.pace.blind else self.cost.coefficients.request_s / self.pace.speed
+        self.loop.call_later(delay, self._enter, request)
+
+    def _enter(self, request: Request) -> None:
+        if request not in self._streams:
+            return
+        self.scheduler.add(request)
+        if self._now is None and not self._woken:
+            self._woken = True
+            self.loop.call_soon(self._wake)
+
+    def abort(self, request: Request) -> None:
+        if self._streams.pop(request, None) is not None:
+            self.scheduler.abort(request)  # one that has not entered yet never will
+            self.counters.finished["abort"] += 1
+
+    def gauges(self) -> dict[str, float]:
+        scheduler = self.scheduler
+        return {
+            "num_requests_running": len(scheduler.running),
+            "num_requests_waiting": len(scheduler.waiting),
+            "kv_cache_usage_perc": scheduler.pool.usage,
+        }
+
+    def _wake(self) -> None:
+        self._woken = False
+        if self._now is None:
+            self._at = monotonic()
+            self._launch()
+
+    def _launch(self) -> None:
+        """Start the next step at the nominal time `_at`; async scheduling chooses the one after too."""
+        step = self._next or self.scheduler.schedule()
+        self._next = None
+        self._now = step
+        if step is None:
+            return
+        if self.scheduler.limits.async_scheduling:
+            self._next = self.scheduler.schedule()
+        for request in step.admitted:
+            if request.scheduled < 0:
+                request.scheduled = self._at
+        self._at += self._seconds(step)
+        self._await_end()
+
+    def _seconds(self, step: Step) -> float:
+        seconds = 0.010 if self.pace.blind else self.cost(step)
+        if self.pace.noise:
+            seconds *= max(0.2, self._random.gauss(1.0, self.pace.noise))
+        return seconds / self.pace.speed
+
+    def _await_end(self) -> None:
+        left = self._at - monotonic()
+        if left <= 0:
+            self._finish()
+        elif left > _SPIN_S:
+            self.loop.call_later(left - _SPIN_S / 2, self._await_end)
+        else:
+            self.loop.call_soon(self._await_end)
+
+    def _finish(self) -> None:
+        step = self._now
+        if step is None:
+            return
+        self._flush(step)
+        self.scheduler.complete(step)
+        late = monotonic() - self._at
+        self.lateness.note(late)
+        if late > _SLIP_S:
+            self.lateness.slips += 1
+            self._at += late
+        self._launch()
+
+    def _flush(self, step: Step) -> None:
+        at, streams, counters = self._at, self._streams, self.counters
+        ended = set(step.finishing)
+        prompts = 0
+        for request in step.sampling:
+            stream = streams.get(request)
+            if stream is None:
+                continue
+            if request.first < 0:
+                request.first = at
+                prompts += request.prompt
+                self._count_first(request, at)
+            else:
+                counters.observe("inter_token_latency_seconds", at - stream.last_s)
+            self._send(request, stream, request in ended)
+        for request in step.members:
+            stream = streams.get(request)
+            if stream is not None:
+                counters.observe("inter_token_latency_seconds", at - stream.last_s)
+                self._send(request, stream, request in ended)
+        made = len(step.sampling) + len(step.members)
+        if made:
+            counters.observe("iteration_tokens_total", prompts + made)
+        values, scheduler = counters.values, self.scheduler
+        values["prompt_tokens"] += prompts
+        values["generation_tokens"] += made
+        values["num_preemptions"] = scheduler.preemptions
+        values["prefix_cache_queries"] = scheduler.queries
+        values["prefix_cache_hits"] = scheduler.hits
+
+    def _send(self, request: Request, stream: _Stream, last: bool) -> None:
+        stream.sent += 1
+        stream.last_s = self._at
+        if last:
+            request.last = self._at
+            del self._streams[request]
+            self._count_last(request)
+        stream.sink(stream.sent, last)
+
+    def _count_first(self, request: Request, at: float) -> None:
+        counters = self.counters
+        counters.values["prompt_tokens_cached"] += max(request.cached, 0)
+        counters.observe("time_to_first_token_seconds", at - request.arrival)
+        counters.observe("request_prompt_tokens", request.prompt)
+        counters.observe("request_queue_time_seconds", request.scheduled - request.arrival)
+        counters.observe("request_prefill_time_seconds", at - request.scheduled)
+
+    def _count_last(self, request: Request) -> None:
+        counters, decode = self.counters, request.last - request.first
+        counters.finished["length"] += 1
+        counters.observe("e2e_request_latency_seconds", request.last - request.arrival)
+        counters.observe("request_inference_time_seconds", request.last - request.scheduled)
+        counters.observe("request_decode_time_seconds", decode)
+        counters.observe("request_generation_tokens", request.output)
+        counters.observe("request_params_max_tokens", request.output)
+        counters.observe("request_num_preemptions", request.preempted)
+        if request.output > 1:
+            counters.observe("request_time_per_output_token_seconds", decode / (request.output - 1))

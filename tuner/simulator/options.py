@@ -1,0 +1,279 @@
+"""The engine's command line: names, defaults and refusals of vLLM 0.32's OpenAI server."""
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tuner.knobs.model import ModelFacts
+from tuner.records import Value
+from tuner.simulator.cost import Card
+from tuner.simulator.memory import Budget
+from tuner.simulator.scheduler import Limits
+
+PROG = "api_server.py"
+VERSION = "0.32.0"
+
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def human_readable_int(text: str) -> int:
+    """« 8k » is 8000, « 8K » 8192, as vLLM reads them. ValueError otherwise."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgGtT])", text.strip())
+    return int(float(match[1]) * _UNITS[match[2]]) if match else int(text)
+
+
+def _optional_int(text: str) -> int | None:
+    return None if text == "None" else human_readable_int(text)
+
+
+_VALUES: Mapping[str, tuple[type | object, Value]] = {
+    "--host": (str, None),
+    "--port": (int, 8000),
+    "--model": (str, "Qwen/Qwen3-0.6B"),
+    "--max-model-len": (human_readable_int, None),
+    "--seed": (int, 0),
+    "--tokenizer": (str, None),
+    "--tokenizer-mode": (str, "auto"),
+    "--revision": (str, None),
+    "--quantization": (str, None),
+    "--load-format": (str, "auto"),
+    "--download-dir": (str, None),
+    "--generation-config": (str, "auto"),
+    "--tensor-parallel-size": (int, 1),
+    "--pipeline-parallel-size": (int, 1),
+    "--distributed-executor-backend": (str, None),
+    "--block-size": (int, None),
+    "--gpu-memory-utilization": (float, 0.92),
+    "--kv-cache-memory-bytes": (_optional_int, None),
+    "--num-gpu-blocks-override": (_optional_int, None),
+    "--kv-offloading-size": (float, None),
+    "--max-num-batched-tokens": (human_readable_int, None),
+    "--max-num-scheduled-tokens": (_optional_int, None),
+    "--max-num-seqs": (int, None),
+    "--max-num-active-seqs": (_optional_int, None),
+    "--max-num-queued-reqs": (_optional_int, None),
+    "--max-num-queued-tokens": (_optional_int, None),
+    "--long-prefill-token-threshold": (int, 0),
+    "--scheduler-cls": (str, None),
+    "--watermark": (float, 0.0),
+    "--prefill-schedule-interval": (int, 1),
+    "--stream-interval": (int, 1),
+    "--max-cudagraph-capture-size": (int, None),
+    "--attention-backend": (str, None),
+    "--compilation-config": (str, None),
+    "--kv-transfer-config": (str, None),
+    "--optimization-level": (str, "2"),
+    "--cpu-offload-gb": (float, 0),
+    "--api-server-count": (int, None),
+    "--shutdown-timeout": (int, 0),
+    "--api-key": (str, None),
+    "--root-path": (str, None),
+    "--max-log-len": (_optional_int, None),
+    "--chat-template": (str, None),
+}
+_CHOICES: Mapping[str, tuple[tuple[str, ...], str | None]] = {
+    "--dtype": (("auto", "bfloat16", "float", "float16", "float32", "half"), "auto"),
+    "--kv-cache-dtype": (("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"), "auto"),
+    "--prefix-caching-hash-algo": (("sha256", "sha256_cbor", "xxhash", "xxhash_cbor"), "sha256"),
+    "--scheduling-policy": (("fcfs", "priority"), "fcfs"),
+    "--kv-offloading-backend": (("lmcache", "native"), "native"),
+    "--performance-mode": (("balanced", "interactivity", "throughput"), "balanced"),
+    "--uvicorn-log-level": (("critical", "debug", "error", "info", "trace", "warning"), "info"),
+}
+_SWITCHES: Mapping[str, bool | None] = {
+    "--trust-remote-code": False,
+    "--enforce-eager": False,
+    "--skip-tokenizer-init": False,
+    "--disable-cascade-attn": None,
+    "--enable-prefix-caching": None,
+    "--enable-chunked-prefill": None,
+    "--long-prefill-token-threshold-adaptive": False,
+    "--scheduler-reserve-full-isl": True,
+    "--async-scheduling": None,
+    "--enable-expert-parallel": False,
+    "--enable-sleep-mode": False,
+    "--enable-prompt-tokens-details": False,
+    "--enable-force-include-usage": False,
+    "--enable-server-load-tracking": False,
+    "--enable-request-id-headers": False,
+    "--enable-log-requests": False,
+    "--enable-log-outputs": False,
+    "--disable-uvicorn-access-log": False,
+    "--disable-fastapi-docs": False,
+    "--enable-logging-iteration-details": False,
+    "--enable-mfu-metrics": False,
+    "--kv-cache-metrics": False,
+    "--disable-hybrid-kv-cache-manager": None,
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Takes underscores for dashes in option names, as vLLM's parser does."""
+
+    def parse_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
+        dashed = []
+        for word in args or ():
+            name, equals, value = word.partition("=")
+            dashed.append(name.replace("_", "-") + equals + value if word.startswith("--") else word)
+        return super().parse_args(dashed, namespace)
+
+
+def parser() -> argparse.ArgumentParser:
+    """vLLM's flags that a simulated engine takes; all others are refused in argparse's words, exit code 2."""
+    made = _Parser(prog=PROG, description="vLLM OpenAI-Compatible RESTful API server, simulated.")
+    made.add_argument("model_tag", nargs="?", default=None)
+    made.add_argument("--served-model-name", nargs="+", default=None)
+    made.add_argument("--disable-log-stats", action="store_true")
+    made.add_argument("--cudagraph-capture-sizes", nargs="+", type=int, default=None)
+    for flag, (kind, default) in _VALUES.items():
+        made.add_argument(flag, type=kind, default=default)  # type: ignore[arg-type]
+    for flag, (choices, choice) in _CHOICES.items():
+        made.add_argument(flag, choices=choices, default=choice)
+    for flag, switch in _SWITCHES.items():
+        made.add_argument(flag, action=argparse.BooleanOptionalAction, default=switch)
+    return made
+
+
+class Refused(Exception):
+    """The engine does not start: vLLM's exception class and words. `where` is the process that says it."""
+
+    def __init__(self, kind: str, text: str, *, where: str = "APIServer") -> None:
+        super().__init__(text)
+        self.kind = kind
+        self.where = where
+
+
+def _invalid(config: str, words: str, given: str) -> Refused:
+    text = f"1 validation error for {config}\n  Value error, {words} [type=value_error, input_value={given}"
+    return Refused("pydantic_core._pydantic_core.ValidationError", f"{text}, input_type=ArgsKwargs]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The engine's effective configuration, once vLLM's rules have filled in what was left open."""
+
+    model: str
+    names: tuple[str, ...]
+    host: str
+    port: int
+    limits: Limits
+    budget: Budget
+    user_block_size: bool
+    prompt_details: bool
+    log_stats: bool
+    access_log: bool
+    given: Mapping[str, Value | list[str]]
+
+    def with_blocks(self, blocks: int) -> "Options":
+        """The same, with the number of KV blocks that the memory profile gave."""
+        return replace(self, limits=replace(self.limits, num_blocks=blocks))
+
+
+def _non_default(args: argparse.Namespace) -> dict[str, Value | list[str]]:
+    plain = vars(parser().parse_args([]))
+    return {name: value for name, value in vars(args).items() if value != plain.get(name)}
+
+
+def resolve(argv: Sequence[str], card: Card, facts: ModelFacts, env: Mapping[str, str]) -> Options:
+    """Fill in the platform's defaults and check the rules: SystemExit(2) from argparse, or Refused."""
+    args = parser().parse_args(list(argv))
+    model = args.model_tag or args.model
+    length = args.max_model_len or facts.max_len
+    if length > facts.max_len and env.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") != "1":
+        raise _invalid(
+            "ModelConfig",
+            f"User-specified max_model_len ({length}) is greater than the derived max_model_len "
+            f"(max_position_embeddings={float(facts.max_len)} or model_max_length=None in model's "
+            "config.json). To allow overriding this maximum, set the env var "
+            "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1.",
+            "ArgsKwargs((), {'model': ...})",
+        )
+    limits = _limits(args, card, length)
+    return Options(
+        model=model,
+        names=tuple(args.served_model_name or (model,)),
+        host=args.host or "0.0.0.0",
+        port=args.port,
+        limits=limits,
+        budget=_budget(args, card, limits, env.get("VLLM_CPU_KVCACHE_SPACE")),
+        user_block_size=args.block_size is not None,
+        prompt_details=args.enable_prompt_tokens_details,
+        log_stats=not args.disable_log_stats,
+        access_log=not args.disable_uvicorn_access_log
+        and args.uvicorn_log_level in ("info", "debug", "trace"),
+        given=_non_default(args),
+    )
+
+
+def _budget(args: argparse.Namespace, card: Card, limits: Limits, space: str | None) -> Budget:
+    capture = args.max_cudagraph_capture_size
+    if args.cudagraph_capture_sizes:
+        capture = max(args.cudagraph_capture_sizes)
+    if capture is None:
+        capture = min(2 * limits.max_num_seqs, 512)
+    eager = args.enforce_eager or card.platform == "cpu"
+    kv_bytes = args.kv_cache_memory_bytes
+    if kv_bytes is None and card.platform == "cpu" and space:
+        kv_bytes = int(float(space) * 2**30)
+    return Budget(
+        utilization=args.gpu_memory_utilization,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        block_size=limits.block_size,
+        capture_most=0 if eager else min(capture, limits.max_num_batched_tokens),
+        kv_bytes=kv_bytes,
+        blocks=args.num_gpu_blocks_override,
+    )
+
+
+def _limits(args: argparse.Namespace, card: Card, length: int) -> Limits:
+    if not 0 < args.gpu_memory_utilization <= 1:
+        edge = "greater than 0" if args.gpu_memory_utilization <= 0 else "less than or equal to 1"
+        raise Refused(
+            "pydantic_core._pydantic_core.ValidationError",
+            "1 validation error for CacheConfig\ngpu_memory_utilization\n  Input should be "
+            f"{edge} [type={'greater_than' if edge.startswith('greater') else 'less_than_equal'}, "
+            f"input_value={args.gpu_memory_utilization}, input_type=float]",
+        )
+    factor = 2 if args.performance_mode == "throughput" else 1
+    seqs, batched = args.max_num_seqs, args.max_num_batched_tokens
+    chunked = args.enable_chunked_prefill is not False
+    if batched is None:
+        batched = card.max_num_batched_tokens * factor
+        batched = batched if chunked else max(length, batched)
+        batched = min(batched, seqs * length) if seqs else batched
+    if seqs is None:
+        seqs = min(card.max_num_seqs * factor, batched)
+    _check(args, seqs, batched, length, chunked)
+    return Limits(
+        max_num_seqs=seqs,
+        max_num_batched_tokens=min(batched, args.max_num_scheduled_tokens or batched),
+        block_size=args.block_size or card.block_size,
+        max_model_len=length,
+        max_num_active_seqs=args.max_num_active_seqs,
+        long_prefill_token_threshold=args.long_prefill_token_threshold,
+        enable_chunked_prefill=chunked,
+        enable_prefix_caching=args.enable_prefix_caching is not False,
+        policy=args.scheduling_policy,
+        watermark=args.watermark,
+        async_scheduling=args.async_scheduling is not False and card.platform != "cpu",
+    )
+
+
+def _check(args: argparse.Namespace, seqs: int, batched: int, length: int, chunked: bool) -> None:
+    given = "ArgsKwargs((), {'runner_t..., 'stream_interval': 1})"
+    if seqs < 1:
+        raise _invalid("SchedulerConfig", "max_num_seqs must be greater than or equal to 1.", given)
+    if batched < seqs:
+        words = f"max_num_batched_tokens ({batched}) must be greater than or equal to max_num_seqs ({seqs})."
+        raise _invalid("SchedulerConfig", words, given)
+    if not chunked and batched < length:
+        words = f"max_num_batched_tokens ({batched}) is smaller than max_model_len ({length})."
+        raise _invalid("SchedulerConfig", words, given)
+    if args.long_prefill_token_threshold > length:
+        words = f"long_prefill_token_threshold ({args.long_prefill_token_threshold}) cannot be greater "
+        raise _invalid("SchedulerConfig", f"{words}than the max_model_len ({length}).", given)
+    if args.max_num_active_seqs is not None and args.max_num_active_seqs > seqs:
+        words = f"max_num_active_seqs ({args.max_num_active_seqs}) cannot be greater than max_num_seqs"
+        raise _invalid("SchedulerConfig", f"{words} ({seqs}).", given)

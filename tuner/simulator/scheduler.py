@@ -1,0 +1,389 @@
+"""The scheduler of a vLLM V1 engine as a discrete-event core: which tokens of which requests go into a step.
+
+Facts from vLLM 0.32's own scheduler: running requests come before waiting ones, a step has one token budget,
+prompts are cut to fit it, `long_prefill_token_threshold` binds only where more than one request is present,
+a waiting request needs room for its whole prompt, the watermark counts only for admissions beside running
+ones, the victim of a preemption is the last admitted (or the lowest priority) and starts over, and a step
+that preempts admits nothing.
+
+Decoding requests are not touched step by step: one `tick` counts decode steps for all of them, so that
+a stretch of pure decode steps costs the same as one (`advance`).
+"""
+
+import heapq
+from bisect import insort
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tuner.simulator.blocks import Node, Pool, Table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the scheduler obeys; the names are vLLM's. `swap_blocks` > 0 is V0's swap preemption."""
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    num_blocks: int = 4096
+    block_size: int = 16
+    max_model_len: int = 4096
+    max_num_active_seqs: int | None = None
+    long_prefill_token_threshold: int = 0
+    enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = True
+    policy: str = "fcfs"
+    watermark: float = 0.0
+    async_scheduling: bool = True
+    swap_blocks: int = 0
+
+    @property
+    def active(self) -> int:
+        return self.max_num_active_seqs or self.max_num_seqs
+
+
+class Request:
+    """One request inside the engine. Token counts are lazy while it decodes: see `Scheduler.tokens_of`."""
+
+    __slots__ = (
+        *("arrival", "base", "cached", "computed", "done", "first", "last", "made", "number"),
+        *("output", "preempted", "priority", "prompt", "scheduled", "swapped", "table", "tokens"),
+    )
+
+    def __init__(
+        self,
+        number: int,
+        arrival: float,
+        lengths: tuple[int, int],
+        segments: Sequence[tuple[int, int]] = (),
+        priority: int = 0,
+    ) -> None:
+        self.number = number
+        self.arrival = arrival
+        self.prompt, self.output = lengths
+        self.priority = priority
+        self.table = Table(segments)
+        self.computed = 0
+        self.made = 0
+        self.tokens = self.prompt
+        self.base = -1  # the tick at which decoding began, -1 while it does not
+        self.cached = -1  # prompt tokens found in the prefix cache when first admitted, -1 before
+        self.preempted = 0
+        self.swapped = 0  # blocks held in host memory
+        self.done = False
+        self.scheduled = self.first = self.last = -1.0
+
+    @property
+    def rank(self) -> tuple[int, float, int]:
+        return (self.priority, self.arrival, self.number)
+
+
+@dataclass(slots=True)
+class Step:
+    """One engine step: what it computes, and who gets a first token or the last one from it."""
+
+    decodes: int = 0
+    prefill_tokens: int = 0
+    prefills: int = 0
+    context: int = 0  # tokens of KV read by decodes
+    prefill_context: int = 0  # tokens of KV read by prompt chunks
+    pairs: int = 0  # query × key pairs of prompt chunks
+    swapped_blocks: int = 0
+    preempted: bool = False
+    sampling: list[Request] = field(default_factory=list)  # whose prompt is complete with this step
+    finishing: list[Request] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)
+    members: tuple[Request, ...] = ()  # decoding requests, only when the scheduler is told to tell
+
+    @property
+    def tokens(self) -> int:
+        return self.decodes + self.prefill_tokens
+
+    @property
+    def steady(self) -> bool:
+        """A pure decode step after which nothing changes."""
+        return not (self.prefills or self.finishing or self.preempted)
+
+
+class Scheduler:
+    """All requests of an engine: `schedule()`, then `complete(step)`; async scheduling is one step ahead."""
+
+    def __init__(self, limits: Limits, *, tell: bool = False) -> None:
+        self.limits = limits
+        self.pool = Pool(limits.num_blocks, limits.block_size, limits.enable_prefix_caching)
+        self.watermark = int(limits.watermark * limits.num_blocks)
+        self.waiting: deque[Request] = deque()
+        self.running: dict[Request, None] = {}
+        self.prefilling: dict[Request, None] = {}
+        self.decoding: dict[Request, None] = {}
+        self.draining: set[Request] = set()
+        self.tick = 0
+        self.context = 0
+        self.preemptions = self.queries = self.hits = 0
+        self.swap_free = limits.swap_blocks
+        self._tell = tell
+        self._phase = [0] * limits.block_size
+        self._ends: list[tuple[int, int, Request]] = []
+
+    # ---- requests come and go
+
+    def add(self, request: Request) -> None:
+        room = self.limits.max_model_len - request.prompt
+        request.output = max(1, min(request.output, room)) if room > 0 else 1
+        self._enqueue(request, front=False)
+
+    def _enqueue(self, request: Request, *, front: bool) -> None:
+        if self.limits.policy == "priority":
+            ordered = list(self.waiting)
+            insort(ordered, request, key=lambda r: r.rank)
+            self.waiting = deque(ordered)
+        elif front:
+            self.waiting.appendleft(request)
+        else:
+            self.waiting.append(request)
+
+    def abort(self, request: Request) -> None:
+        """Drop a request in any state and free what it holds."""
+        if request.done:
+            return
+        request.done = True
+        if request in self.running:
+            self._leave(request)
+            self.pool.release(request.table, request.computed)
+            del self.running[request]
+        elif request in self.waiting:
+            self.waiting.remove(request)
+            self.swap_free += request.swapped
+
+    def complete(self, step: Step) -> None:
+        """The step has been computed: free what its finished requests held."""
+        for request in step.finishing:
+            if request.done or request not in self.draining:
+                continue
+            self.draining.discard(request)
+            self.pool.release(request.table, request.computed)
+            del self.running[request]
+            request.done = True
+
+    def tokens_of(self, request: Request) -> tuple[int, int]:
+        """(computed, made) of a request as of the steps scheduled so far."""
+        ahead = self.tick - request.base if request.base >= 0 else 0
+        return request.computed + ahead, request.made + ahead
+
+    # ---- decode bookkeeping
+
+    def _start_decoding(self, request: Request) -> None:
+        request.base = self.tick
+        self.decoding[request] = None
+        self._phase[(self.tick - request.computed) % self.limits.block_size] += 1
+        self.context += request.computed
+        heapq.heappush(self._ends, (self.tick + request.output - request.made, request.number, request))
+
+    def _leave(self, request: Request) -> None:
+        """Take a request out of whichever set it is in and make its counts exact."""
+        self.prefilling.pop(request, None)
+        self.draining.discard(request)
+        if request.base < 0:
+            return
+        del self.decoding[request]
+        self._phase[(request.base - request.computed) % self.limits.block_size] -= 1
+        request.computed, request.made = self.tokens_of(request)
+        request.base = -1
+        request.table.blocks = -(-request.computed // self.limits.block_size)
+        self.context -= request.computed
+
+    def next_end(self) -> int:
+        """The tick at which the next decoding request has all its tokens; huge when none decodes."""
+        while self._ends:
+            tick, _, request = self._ends[0]
+            if request.base >= 0 and request.base + request.output - request.made == tick:
+                return tick
+            heapq.heappop(self._ends)
+        return 1 << 60
+
+    def _blocks_ahead(self, count: int) -> int:
+        """Blocks that `count` further decode steps need."""
+        size = self.limits.block_size
+        rounds, rest = divmod(count, size)
+        need = rounds * len(self.decoding)
+        at = self.tick % size
+        phase = self._phase
+        return need + (sum(phase[at : at + rest]) + sum(phase[: max(0, at + rest - size)]) if rest else 0)
+
+    @property
+    def slots_full(self) -> bool:
+        return len(self.running) >= self.limits.active
+
+    def still(self) -> bool:
+        """Whether the next steps are pure decode until somebody arrives or ends."""
+        return bool(self.decoding) and not self.prefilling and (not self.waiting or self.slots_full)
+
+    def advance(self, most: int) -> int:
+        """Schedule up to `most` pure decode steps at once, none of which ends a request; how many were."""
+        count = min(most, self.next_end() - self.tick - 1)
+        while count > 0 and (need := self._blocks_ahead(count)) > self.pool.free:
+            count = min(count - 1, count * max(self.pool.free, 0) // max(need, 1))
+        if count > 0:
+            self.pool.take(self._blocks_ahead(count))
+            self.tick += count
+            self.context += count * len(self.decoding)
+        return max(count, 0)
+
+    # ---- one step
+
+    def schedule(self) -> Step | None:
+        """Choose the next step's tokens, as of what has arrived; None when there is nothing to compute."""
+        step = Step()
+        budget = self.limits.max_num_batched_tokens
+        budget -= self._schedule_decodes(step)
+        threshold = self.limits.long_prefill_token_threshold
+        if len(self.running) + len(self.waiting) <= 1:
+            threshold = 0
+        budget = self._schedule_prefills(step, budget, threshold)
+        if not step.preempted:
+            self._schedule_waiting(step, budget, threshold)
+        for request in step.sampling:
+            self._sampled(request, step)
+        return step if step.tokens else None
+
+    def _schedule_decodes(self, step: Step) -> int:
+        while self.decoding and self._phase[self.tick % self.limits.block_size] > self.pool.free:
+            self._preempt(self._victim(), step)
+        count = len(self.decoding)
+        if not count:
+            return 0
+        if self._tell:
+            step.members = tuple(self.decoding)
+        self.pool.take(self._phase[self.tick % self.limits.block_size])
+        self.context += count
+        step.decodes, step.context = count, self.context
+        self.tick += 1
+        while self.next_end() == self.tick:
+            request = heapq.heappop(self._ends)[2]
+            self._leave(request)
+            self.draining.add(request)
+            step.finishing.append(request)
+        return count
+
+    def _schedule_prefills(self, step: Step, budget: int, threshold: int) -> int:
+        for request in tuple(self.prefilling):
+            if budget <= 0:
+                break
+            chunk = min(request.tokens - request.computed, threshold or budget, budget)
+            while request in self.prefilling and not self._grow(request, chunk):
+                self._preempt(self._victim(), step)
+            if request in self.prefilling:
+                self._compute(request, chunk, step)
+                budget -= chunk
+        return budget
+
+    def _schedule_waiting(self, step: Step, budget: int, threshold: int) -> None:
+        limits, pool = self.limits, self.pool
+        while budget > 0 and self.waiting and len(self.running) < limits.active:
+            request = self.waiting[0]
+            if request.swapped:
+                if not self._swap_in(request, step):
+                    return
+                continue
+            hit, found = pool.lookup(request.table, (request.tokens - 1) // limits.block_size)
+            left = request.tokens - hit * limits.block_size
+            chunk = min(left, threshold or left)
+            if not limits.enable_chunked_prefill and chunk > budget:
+                return
+            chunk = min(chunk, budget)
+            if not self._admissible(request, hit, found):
+                return
+            self.waiting.popleft()
+            self._admit(request, hit, found, step)
+            self._grow(request, chunk)
+            self._compute(request, chunk, step)
+            budget -= chunk
+
+    def _admissible(self, request: Request, hit: int, found: Sequence[Node]) -> bool:
+        """Room for the whole prompt, plus the watermark beside other requests."""
+        need = -(-request.tokens // self.limits.block_size) - hit + self.pool.cost_of(found)
+        return need + (self.watermark if self.running else 0) <= self.pool.free
+
+    def _admit(self, request: Request, hit: int, found: Sequence[Node], step: Step) -> None:
+        self.pool.hold(request.table, hit, found)
+        request.computed = hit * self.limits.block_size
+        if request.cached < 0:
+            request.cached = request.computed
+        if self.limits.enable_prefix_caching and not request.preempted:
+            self.queries += request.tokens
+            self.hits += request.computed
+        self.running[request] = None
+        self.prefilling[request] = None
+        step.admitted.append(request)
+
+    def _grow(self, request: Request, chunk: int) -> bool:
+        need = -(-(request.computed + chunk) // self.limits.block_size) - request.table.blocks
+        if need > self.pool.free:
+            return False
+        if need > 0:
+            self.pool.take(need)
+            request.table.blocks += need
+        return True
+
+    def _compute(self, request: Request, chunk: int, step: Step) -> None:
+        step.prefill_tokens += chunk
+        step.prefills += 1
+        step.pairs += chunk * request.computed + chunk * (chunk + 1) // 2
+        request.computed += chunk
+        step.prefill_context += request.computed
+        if self.limits.enable_prefix_caching and request.table.segments:
+            self.pool.remember(request.table, request.computed // self.limits.block_size)
+        if request.computed >= request.tokens:
+            del self.prefilling[request]
+            step.sampling.append(request)
+
+    def _sampled(self, request: Request, step: Step) -> None:
+        """The step computed the whole prompt: its last position gives a token."""
+        if request not in self.running:
+            return
+        request.made += 1
+        if request.made >= request.output:
+            self.draining.add(request)
+            step.finishing.append(request)
+        else:
+            self._start_decoding(request)
+
+    # ---- preemption
+
+    def _victim(self) -> Request:
+        ready = [r for r in self.running if r not in self.draining]
+        return max(ready, key=lambda r: r.rank) if self.limits.policy == "priority" else ready[-1]
+
+    def _preempt(self, request: Request, step: Step) -> None:
+        self._leave(request)
+        step.preempted = True
+        self.preemptions += 1
+        request.preempted += 1
+        swapped = request.table.blocks if 0 < request.table.blocks <= self.swap_free else 0
+        self.pool.release(request.table, request.computed)
+        del self.running[request]
+        if swapped:
+            request.swapped = swapped
+            self.swap_free -= swapped
+            step.swapped_blocks += swapped
+        else:
+            request.computed = 0
+            request.tokens = request.prompt + request.made
+        self._enqueue(request, front=True)
+
+    def _swap_in(self, request: Request, step: Step) -> bool:
+        """Bring a swapped request back into GPU memory; it goes on where it stopped."""
+        if request.swapped + self.watermark > self.pool.free:
+            return False
+        self.waiting.popleft()
+        self.pool.take(request.swapped)
+        request.table.blocks = request.swapped
+        self.swap_free += request.swapped
+        step.swapped_blocks += request.swapped
+        request.swapped = 0
+        self.running[request] = None
+        if request.computed >= request.tokens and request.made:
+            self._start_decoding(request)
+        else:
+            self.prefilling[request] = None
+        return True
