@@ -123,6 +123,10 @@ class Log:
         self._thread = threading.Thread(target=self._drain, args=(pipe, path, redact), daemon=True)
         self._thread.start()
 
+    @property
+    def open(self) -> bool:
+        return self._thread.is_alive()
+
     def join(self) -> None:
         self._thread.join(timeout=10)
 

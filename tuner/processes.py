@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -33,6 +34,7 @@ from tuner.leftovers import (
 )
 
 TAG = "TUNER_LAUNCH_ID"
+_KEEP_ENVIRON = {"SPT_NOENV": "1"}  # setproctitle would write over what we find the tag in
 _PR_SET_CHILD_SUBREAPER = 36
 _started: set[int] = set()
 
@@ -78,6 +80,11 @@ class Process:
             self.ended_unasked = True
         return code
 
+    @property
+    def writing(self) -> bool:
+        """Whether the log may still grow: somebody of the tree holds the other end of the pipe."""
+        return self._log.open
+
     def close(self) -> None:
         """Finish the log after the tree is gone."""
         self._log.join()
@@ -105,10 +112,8 @@ class HostTable:
         return sorted(found)
 
     def kill(self, pid: int, number: signal.Signals) -> None:
-        try:
+        with suppress(ProcessLookupError):
             os.kill(pid, number)
-        except ProcessLookupError:
-            return
 
 
 HOST = HostTable()
@@ -132,7 +137,7 @@ def spawn(
     _guardian.tell(f"+{tag}")
     private = private_directory(tag)
     private.mkdir(mode=0o700, parents=True, exist_ok=True)
-    full = _environment({**env, TAG: tag, "TMPDIR": str(private)})
+    full = _environment({**env, TAG: tag, "TMPDIR": str(private), **_KEEP_ENVIRON})
     try:
         popen = subprocess.Popen(
             list(command),
@@ -336,10 +341,8 @@ def _lives(pid: int) -> bool:
 
 
 def _kill_group(group: int) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
 def _become_subreaper() -> None:

@@ -1,8 +1,10 @@
 """One compile cache root per engine build and GPU type: kept between launches, wiped when it is damaged."""
 
+import fcntl
 import hashlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 MARK = ".tuner-compile-cache"
@@ -20,6 +22,28 @@ def root(home: Path, *, version: str, platform: str, gpu_name: str | None, comma
 def environment(path: Path) -> dict[str, str]:
     """What makes an engine keep its compiled code there."""
     return {"VLLM_CACHE_ROOT": str(path), "TORCHINDUCTOR_CACHE_DIR": str(path / "torchinductor")}
+
+
+@contextmanager
+def claimed(env: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Hold the compile cache of a launch alone, as two writers damage it; a launch that finds it taken gets
+    the next root beside it. Yields what to lay over `env`; nothing where the root is not one of ours."""
+    where = env.get("VLLM_CACHE_ROOT")
+    if where is None or not Path(where, MARK).exists():
+        yield {}
+        return
+    number = 1
+    while True:
+        path = Path(where if number == 1 else f"{where}-{number}")
+        path.mkdir(exist_ok=True)
+        with (path / MARK).open("a") as mark:
+            try:
+                fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                number += 1
+                continue
+            yield environment(path)
+            return
 
 
 def wipe(env: Mapping[str, str]) -> bool:

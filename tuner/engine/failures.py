@@ -245,8 +245,10 @@ def classify(
     if found is not None and KINDS[found[0]].rank < 3:
         kind, line = found
         return _blame(verdict(kind, detail=_detail(kind, line), evidence=line, phase=phase), list(asked))
+    if oom_killed and (exit_code == -9 or found is not None):
+        return verdict("host_oom", evidence=last_line(text), phase=phase)
     if exit_code == -9:
-        return verdict("host_oom" if oom_killed else "killed", evidence=last_line(text), phase=phase)
+        return verdict("killed", evidence=last_line(text), phase=phase)
     if exit_code is not None and exit_code == 2 and phase == "startup":
         return _blame(verdict("bad_flag", detail=last_line(text), evidence=last_line(text)), list(asked))
     if found is not None:

@@ -16,8 +16,8 @@ Fold = Callable[[Iterable[float]], float]
 class Series:
     """One canonical number: sample names by priority, and how several series of it become one.
 
-    Counters and queues add up over engine ranks; usage takes the largest, as several API servers each
-    export the same gauge. `scale` turns the engine's unit into ours. `counter`: only differences mean much.
+    Counters and queues add up over engine ranks, usage takes the largest. Several API servers export the same
+    gauge once per pid: the largest counts. `counter`: only differences mean much.
     """
 
     names: tuple[str, ...]
@@ -99,19 +99,21 @@ class EngineMetrics:
 
 def parse(text: str) -> EngineMetrics:
     """Read an exposition text of any version. ValueError when it is none."""
-    samples: dict[str, list[float]] = {}
+    samples: dict[str, dict[tuple[tuple[str, str], ...], list[float]]] = {}
     config: dict[str, str] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if sample.name == "vllm:cache_config_info":
                 config.update(sample.labels)
             elif not math.isnan(sample.value):
-                samples.setdefault(sample.name, []).append(float(sample.value))
+                labels = tuple(sorted((k, v) for k, v in sample.labels.items() if k != "pid"))
+                samples.setdefault(sample.name, {}).setdefault(labels, []).append(float(sample.value))
     values: dict[str, float | None] = {}
     used: dict[str, str] = {}
     for canonical, series in ALIASES.items():
         name = next((name for name in series.names if name in samples), None)
-        values[canonical] = None if name is None else series.fold(samples[name])
+        per_pid: Fold = sum if series.counter else max
+        values[canonical] = None if name is None else series.fold(map(per_pid, samples[name].values()))
         if name is not None:
             used[canonical] = name
     return EngineMetrics(values=values, used=used, config=config)

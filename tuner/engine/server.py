@@ -6,11 +6,10 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tuner.engine import effective, failures, log, metrics
-from tuner.engine.compile_cache import wipe
+from tuner.engine import boots, compile_cache, effective, failures, log, metrics
 from tuner.engine.failures import Phase, Verdict
 from tuner.engine.gpu import Gpus
 from tuner.engine.http import Reply, ask, stream_has_token
@@ -56,9 +55,16 @@ class Server:
         self.kv_tokens: int | None = None
         self.timeline: Mapping[str, float] = {}
         self.ready_s = 0.0
+        self.compiled_anew = False
+        self.first_kv_tokens: int | None = None
         self.stopped: Stopped | None = None
         self._oom_kills = oom_kills()
         self._latched: Verdict | None = None
+
+    @property
+    def cause(self) -> str | None:
+        """The kind of the verdict on this launch, None while there is none."""
+        return None if self._latched is None else self._latched.kind
 
     @property
     def alive(self) -> bool:
@@ -111,14 +117,19 @@ class Server:
             else:
                 if reply.status == 200:
                     return None
-                await self._wait_for_last_words()
-        return self.verdict(phase)
+                await self._until_gone()
+        return await self.verdict(phase)
 
     def _say(self, kind: str, detail: str) -> Verdict:
         return failures.verdict(kind, detail=detail, evidence=failures.last_line(log.read(self.log)))
 
-    def verdict(self, phase: Phase) -> Verdict:
-        """Why the engine ended, from its log and its exit code as first seen."""
+    async def verdict(self, phase: Phase, *, patience_s: float = 1.0) -> Verdict:
+        """Why the engine ended, from its log and its exit code as first seen.
+
+        Waits a little for the last words to be written."""
+        deadline = time.monotonic() + patience_s
+        while self.process.writing and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
         return failures.classify(
             log.read(self.log),
             self.process.code,
@@ -132,7 +143,7 @@ class Server:
         self._latched = self._latched or verdict
         return self._latched.error()
 
-    async def _wait_for_last_words(self, seconds: float = 6.0) -> None:
+    async def _until_gone(self, seconds: float = 6.0) -> None:
         """An engine whose core died answers 503 for some seconds, then exits (0, of all codes)."""
         deadline = time.monotonic() + seconds
         while self.alive and time.monotonic() < deadline:
@@ -144,24 +155,44 @@ async def serve(
     spec: LaunchSpec,
     *,
     gpus: Gpus | None = None,
+    settle: bool | None = None,
     table: Table = HOST,
     note: Callable[[str], None] = lambda phase: None,
 ) -> AsyncIterator[Server]:
     """Launch, wait until ready, hand over, stop; also when the caller is cancelled.
 
-    With `gpus`, waits first until their memory is free. Raises Infeasible | Aborted | StudyFailed.
+    With `gpus`, waits first until their memory is free. `settle` (default: on GPUs): a boot that compiled
+    anew gets less KV cache than the next, so it is thrown away and booted again. `note` hears of the steps.
+    Raises Infeasible | Aborted | StudyFailed.
     """
-    if gpus is not None:
-        await gpus.wait_free()
-    server = _launch(spec)
-    try:
-        await _until_ready(server, note)
+    if settle is None:
+        settle = bool(spec.gpus)
+    async with _boot(spec, gpus, table, note) as server:
+        if not (settle and server.compiled_anew):
+            yield server
+            return
+        first = server
+    note("booting again with the compiled code")
+    first.log.rename(first.log.with_name("engine-first.log"))
+    async with _boot(spec, gpus, table, note) as server:
+        server.first_kv_tokens = first.kv_tokens
         yield server
-    finally:
-        await _stop_surely(server, table)
-        if server.stopped is not None and server.stopped.survivors:
-            pids = ", ".join(str(pid) for pid in server.stopped.survivors)
-            raise failures.verdict("hard_fault", detail=f"pids {pids}").error()
+
+
+@asynccontextmanager
+async def _boot(
+    spec: LaunchSpec, gpus: Gpus | None, table: Table, note: Callable[[str], None]
+) -> AsyncIterator[Server]:
+    if gpus is not None:
+        note("waiting for GPU memory")
+        await gpus.wait_free()
+    with compile_cache.claimed(spec.env) as cache:
+        server = _launch(replace(spec, env={**spec.env, **cache}))
+        try:
+            await _until_ready(server, note)
+            yield server
+        finally:
+            await _stop_surely(server, table)
 
 
 def arguments(spec: LaunchSpec, port: int, nonce: str) -> list[str]:
@@ -219,9 +250,9 @@ async def _until_ready(server: Server, note: Callable[[str], None]) -> None:
     note(step)
     while True:
         if not server.alive:
-            raise server.latch(server.verdict("startup"))
+            raise server.latch(await server.verdict("startup"))
         if time.monotonic() > deadline:
-            raise server.latch(_timed_out(server, step))
+            raise server.latch(await _timed_out(server, step))
         try:
             step = await _step(server, deadline)
         except OSError:
@@ -251,12 +282,12 @@ async def _step(server: Server, deadline: float) -> str:
     return "ready" if stream_has_token(reply) else f"answering {reply.status}"
 
 
-def _timed_out(server: Server, step: str) -> Verdict:
+async def _timed_out(server: Server, step: str) -> Verdict:
     """The verdict on an engine that is not ready at its deadline: its log's cause, else the wait."""
     text = log.read(server.log)
     found = failures.first_cause(text)
     if found is not None and failures.KINDS[found[0]].rank == 0:
-        return server.verdict("startup")
+        return await server.verdict("startup", patience_s=0.0)
     detail = f"{server.spec.ready_timeout_s:.0f} s, still {step}"
     return failures.verdict("init_timeout", detail=detail, evidence=failures.last_line(text))
 
@@ -276,6 +307,7 @@ async def _introduce(server: Server) -> None:
     said = effective.from_server_info(info)
     server.effective = {**effective.from_metrics(scraped), **said}
     server.kv_tokens = metrics.kv_tokens(scraped) or log.kv_tokens(text)
+    server.compiled_anew = boots.compiled_anew(text)
     server.timeline = {**log.timeline(text), "ready_s": server.ready_s}
 
 
@@ -296,8 +328,11 @@ async def _stop_surely(server: Server, table: Table) -> None:
         except asyncio.CancelledError as error:
             cancelled = error
     server.stopped = task.result()
-    if server._latched is not None and server._latched.kind == "compile_cache":
-        wipe(server.spec.env)
+    if server.cause == "compile_cache":
+        compile_cache.wipe(server.spec.env)
+    if server.stopped.survivors:
+        pids = ", ".join(str(pid) for pid in server.stopped.survivors)
+        raise server.latch(failures.verdict("hard_fault", detail=f"pids {pids}"))
     if cancelled is not None:
         raise cancelled
 

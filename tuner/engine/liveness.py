@@ -1,0 +1,54 @@
+"""Whether a running engine still computes: by its iteration counter, as /health of a frozen one is 200."""
+
+from dataclasses import dataclass
+
+from tuner.engine.failures import Verdict, verdict
+from tuner.engine.metrics import EngineMetrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Mark:
+    at_s: float
+    iterations: float | None
+    tokens: float
+    preemptions: float
+
+
+class Liveness:
+    """Fed with scrapes during a replay; says when the engine has stood still for `grace_s` seconds.
+
+    Frozen: requests run, no step ends. Thrash: steps end, but no token comes out while preemptions rise.
+    """
+
+    def __init__(self, *, grace_s: float = 30.0) -> None:
+        self.grace_s = grace_s
+        self._step: _Mark | None = None
+        self._token: _Mark | None = None
+
+    def observe(self, metrics: EngineMetrics, now_s: float) -> Verdict | None:
+        """The verdict on an engine that stands still, None while it moves, idles, or says nothing."""
+        mark = _Mark(
+            at_s=now_s,
+            iterations=metrics["iterations"],
+            tokens=(metrics["generation_tokens"] or 0.0) + (metrics["prompt_tokens"] or 0.0),
+            preemptions=metrics["preemptions"] or 0.0,
+        )
+        if not metrics.busy or self._step is None or self._token is None:
+            self._step = self._token = mark
+            return None
+        if mark.iterations != self._step.iterations or mark.tokens != self._step.tokens:
+            self._step = mark
+        if mark.tokens != self._token.tokens:
+            self._token = mark
+        return self._judge(self._step, self._token, mark)
+
+    def _judge(self, step: _Mark, token: _Mark, now: _Mark) -> Verdict | None:
+        rising = now.preemptions > token.preemptions
+        if rising and now.at_s - token.at_s > self.grace_s:
+            more = now.preemptions - token.preemptions
+            return verdict(
+                "thrash", detail=f"{more:.0f} preemptions in {now.at_s - token.at_s:.0f} s", phase="run"
+            )
+        if now.at_s - step.at_s > self.grace_s:
+            return verdict("frozen", detail=f"no step in {now.at_s - step.at_s:.0f} s", phase="run")
+        return None
