@@ -240,7 +240,9 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """What the target interpreter said of its engine: version, platform, exact long flags, defaults."""
+    """What the target interpreter said of its engine: version, platform, exact long flags, defaults, and the
+    closed lists of values (knob → choices) that its parser names.
+    """
 
     kind: Literal["vllm", "simulated"]
     version: str
@@ -250,6 +252,7 @@ class EngineFacts:
     gpu_name: str | None = None
     gpu_memory_gib: float | None = None
     gpu_count: int = 0
+    choices: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,21 +59,34 @@ def refusal(
         raise BadInput(wrong)
     if entry.kind == "preemption":
         return _preemption_refusal(str(value), facts, env or {})
-    present = entry.flag_in(facts) is not None or _by_environment(entry, facts)
-    if not present:
-        return f"{name}: vLLM {facts.version} does not have it{_history(entry)}{_instead(entry, facts)}"
+    return (
+        _absence(entry, facts) or _not_offered(entry, value, facts) or _spelling_refusal(entry, value, facts)
+    )
+
+
+def _absence(entry: Knob, facts: EngineFacts) -> str | None:
+    """Why the engine does not have the knob, or does not act on it."""
+    here = f"{entry.name}: vLLM {facts.version}"
+    if entry.flag_in(facts) is None and not _by_environment(entry, facts):
+        return f"{here} does not have it{_history(entry)}{_instead(entry, facts)}"
     if parse(facts.version) < OLDEST:
-        return f"{name}: vLLM {facts.version} is older than {OLDEST}, the oldest that is driven; upgrade it"
+        return f"{here} is older than {OLDEST}, the oldest that is driven; upgrade it"
     if not matches(facts.version, entry.usable):
         why = entry.never or "it no longer acts"
-        return (
-            f"{name}: vLLM {facts.version} parses it but does not act on it ({why}){_instead(entry, facts)}"
-        )
+        return f"{here} parses it but does not act on it ({why}){_instead(entry, facts)}"
     if entry.platforms and facts.platform not in entry.platforms:
-        return f"{name}: it does not act on {facts.platform}, only on {', '.join(entry.platforms)}"
-    if (wrong := entry.complaint(value, facts.version)) is not None:
-        return wrong
-    return _spelling_refusal(entry, value, facts)
+        return f"{entry.name}: it does not act on {facts.platform}, only on {', '.join(entry.platforms)}"
+    return None
+
+
+def _not_offered(entry: Knob, value: Value, facts: EngineFacts) -> str | None:
+    """Why the value is not among those that the engine takes: by its own list if it gave one, else the data's."""
+    if entry.name not in facts.choices:
+        return entry.complaint(value, facts.version)
+    if value in facts.choices[entry.name]:
+        return None
+    listed = ", ".join(str(choice) for choice in facts.choices[entry.name])
+    return f"{entry.name}: {value} is not offered in vLLM {facts.version}; it takes {listed}"
 
 
 def fixed(args: Mapping[str, object], facts: EngineFacts, *, where: str = "engine.args") -> tuple[str, ...]:

@@ -74,6 +74,10 @@ class Knob:
         """The spelling that this engine has, or None."""
         return next((flag for flag in self.flags if flag in facts.flags), None)
 
+    def acts_on(self, platform: str) -> bool:
+        """Whether turning it does anything there."""
+        return not self.platforms or platform in self.platforms
+
     def choices_for(self, version: str) -> tuple[Value, ...]:
         """The allowed values in a version; empty = not a closed list."""
         return next((rule.values for rule in self.choices if matches(version, rule.versions)), ())

@@ -1,41 +1,180 @@
-"""What the target interpreter says of its engine: exact flags, version, platform, devices."""
+"""What the target interpreter says of its engine: exact flags, version, platform, devices. Asked in a process
+of its own, remembered by interpreter and version; no engine is imported here.
+"""
 
+import contextlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from tuner import processes
+from tuner.errors import BadInput, Unavailable
 from tuner.knobs.catalogue import CATALOGUE
+from tuner.knobs.probe import MARK
 from tuner.knobs.versions import table
-from tuner.records import EngineFacts
+from tuner.records import EngineFacts, digest_of
+from tuner.settings import Settings, shipped
 
+SIMULATED_MODULE = "tuner.simulator.app"
 SIMULATED_VERSION = "0.32.0"
 """The vLLM that the simulated engine speaks like."""
+Platform = Literal["cuda", "cpu", "rocm", "xpu", "tpu"]
+_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "VLLM_TARGET_DEVICE")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One kind of device: name, GiB of memory of one, and how many."""
+
+    name: str
+    memory_gib: float
+    count: int = 1
+
+
+def discover(
+    command: Sequence[str], *, env: Mapping[str, str] | None = None, timeout_s: float = 180.0
+) -> EngineFacts:
+    """Facts of the engine that a launch command starts; the command may end in `-m MODULE`.
+
+    `env` is laid over ours. BadInput when the interpreter or its vLLM is missing or broken; Unavailable when
+    it does not answer in time.
+    """
+    interpreter = interpreter_of(command)
+    if SIMULATED_MODULE in command:
+        return _simulated(command, env or {}, timeout_s)
+    who = _ask(interpreter, ("identity",), env, timeout_s)
+    key = digest_of({"command": list(interpreter), "who": who, "env": _seen(env or {}), "probe": _script()})
+    kept = Settings().home / "cache" / "engines" / f"{key[:32]}.json"
+    answer = _remembered(kept)
+    if answer is None:
+        answer = _ask(interpreter, (), env, timeout_s)
+        if answer.get("platform") == "cpu" or answer.get(
+            "gpu_count"
+        ):  # a host whose GPU is gone is asked again
+            _remember(kept, answer)
+    return facts_of_answer(answer)
+
+
+def interpreter_of(command: Sequence[str]) -> tuple[str, ...]:
+    """What stands before `-m` or `-c` in a launch command: a prefix, if any, and the interpreter."""
+    for position, word in enumerate(command):
+        if word in ("-m", "-c"):
+            return tuple(command[:position])
+    return tuple(command)
+
+
+def facts_of_answer(answer: Mapping[str, Any]) -> EngineFacts:
+    """Facts from what the probe printed."""
+    facts = EngineFacts(
+        kind="vllm",
+        version=str(answer["version"] or "dev"),
+        platform=cast(Platform, answer.get("platform") or "cuda"),
+        flags=frozenset(answer["flags"]),
+        gpu_name=answer.get("gpu_name"),
+        gpu_memory_gib=answer.get("gpu_memory_gib"),
+        gpu_count=int(answer.get("gpu_count") or 0),
+        choices={name: tuple(found) for name, found in answer["choices"].items() if name in CATALOGUE},
+    )
+    told = {
+        name: answer["defaults"][name]
+        for name, entry in CATALOGUE.items()
+        if answer["defaults"].get(name) is not None and entry.acts_on(facts.platform)
+    }
+    return replace(facts, defaults={**with_defaults(facts).defaults, **told})
 
 
 def facts_of_version(
     version: str,
-    platform: str = "cuda",
+    platform: Platform = "cuda",
     *,
-    kind: str = "vllm",
-    gpu: tuple[str, float, int] | None = None,
+    kind: Literal["vllm", "simulated"] = "vllm",
+    gpu: Gpu | None = None,
 ) -> EngineFacts:
-    """Facts of a release from shipped data alone; `gpu` is (name, GiB of memory, how many)."""
-    name, memory, count = gpu or (None, None, 0)
-    facts = EngineFacts(
-        kind=kind,  # type: ignore[arg-type]
-        version=version,
-        platform=platform,  # type: ignore[arg-type]
-        flags=table().flags_of(version),
-        gpu_name=name,
-        gpu_memory_gib=memory,
-        gpu_count=count,
+    """Facts of a release from shipped data alone, for a device that need not be here."""
+    plain = EngineFacts(kind=kind, version=version, platform=platform, flags=table().flags_of(version))
+    return on_device(plain, platform, gpu)
+
+
+def on_device(facts: EngineFacts, platform: Platform, gpu: Gpu | None) -> EngineFacts:
+    """The same engine on another device, its defaults by the rules for that device."""
+    moved = replace(
+        facts,
+        platform=platform,
+        gpu_name=gpu.name if gpu else None,
+        gpu_memory_gib=gpu.memory_gib if gpu else None,
+        gpu_count=gpu.count if gpu else 0,
     )
-    return with_defaults(facts)
+    return with_defaults(moved)
 
 
 def with_defaults(facts: EngineFacts) -> EngineFacts:
-    """The facts with the catalogue's default of every knob that this engine has and whose default is known."""
-    from dataclasses import replace
-
-    defaults = {
+    """The facts with the default of every knob that acts here, where a rule of the catalogue knows it."""
+    found = {
         name: entry.default_for(facts)
         for name, entry in CATALOGUE.items()
-        if entry.flag_in(facts) is not None or entry.kind == "preemption"
+        if entry.kind == "preemption" or (entry.flag_in(facts) is not None and entry.acts_on(facts.platform))
     }
-    return replace(facts, defaults={name: value for name, value in defaults.items() if value is not None})
+    return replace(facts, defaults={name: value for name, value in found.items() if value is not None})
+
+
+def _simulated(command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> EngineFacts:
+    """Facts of the simulated engine: the flags its own help lists, the rest as the vLLM it speaks like."""
+    done = processes.run((*command, "--help"), timeout_s=timeout_s, env=env)
+    if done.code != 0:
+        raise BadInput(f"the simulated engine does not answer --help: {_last(done.err)}")
+    flags = frozenset(re.findall(r"--[a-z][a-z0-9-]+", done.out)) - {"--help"}
+    facts = facts_of_version(SIMULATED_VERSION, "cuda", kind="simulated")
+    return with_defaults(replace(facts, flags=flags))
+
+
+def _ask(
+    interpreter: Sequence[str], args: Sequence[str], env: Mapping[str, str] | None, timeout_s: float
+) -> dict[str, Any]:
+    """The probe's answer. BadInput or Unavailable as for discover."""
+    named = " ".join(interpreter)
+    quiet = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", **(env or {})}
+    done = processes.run((*interpreter, "-c", _script(), *args), timeout_s=timeout_s, env=quiet)
+    if done.code is None:
+        raise Unavailable(f"{named} did not say within {timeout_s:g} s what its vLLM offers; try again")
+    lines = [line for line in done.out.splitlines() if line.startswith(MARK)]
+    if done.code != 0 or not lines:
+        raise BadInput(f"{named} is no usable Python interpreter: {_last(done.err)}")
+    answer: dict[str, Any] = json.loads(lines[-1].removeprefix(MARK))
+    if "error" in answer:
+        raise BadInput(f"{named}: {answer['error']}; name the interpreter that has vLLM installed")
+    return answer
+
+
+def _script() -> str:
+    return shipped("knobs", "probe.py").read_text()
+
+
+def _seen(env: Mapping[str, str]) -> dict[str, str | None]:
+    """What decides which devices the engine sees."""
+    return {name: env.get(name, os.environ.get(name)) for name in _DEVICES}
+
+
+def _last(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:200] if lines else "it printed nothing"
+
+
+def _remembered(path: Path) -> dict[str, Any] | None:
+    try:
+        kept: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return kept
+
+
+def _remember(path: Path, answer: Mapping[str, Any]) -> None:
+    """Keep an answer; where the folder cannot be written the question is simply asked again next time."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(f".{os.getpid()}")
+        draft.write_text(json.dumps(answer))
+        draft.replace(path)

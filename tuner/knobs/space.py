@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
+from pathlib import Path
 
 from tuner.errors import BadInput
 from tuner.knobs import arguments, constraints
@@ -162,8 +163,8 @@ def _conditions_for(
     return {name: condition for name, condition in conditions.items() if name in levels}
 
 
-def load(name_or_path: str) -> SearchSpace:
+def load(name_or_path: str | Path) -> SearchSpace:
     """A shipped space by name, or a YAML file. BadInput names file and key; NotFound lists the shipped."""
     from tuner.knobs import spacefile
 
-    return spacefile.load(name_or_path)
+    return spacefile.load(str(name_or_path))
