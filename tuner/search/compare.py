@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tuner.errors import BadInput, nearest
-from tuner.measures import LATENCIES, MAXIMIZED, NAMES
+from tuner.measures import MAXIMIZED, NAMES
 from tuner.records import Outcome, Slo
+from tuner.search.requests import CANCELLED, is_good, latency_ms, latency_of
 
 Verdict = Literal["better", "worse", "equivalent", "no clear winner"]
 Passes = Sequence[Mapping[str, Sequence[Outcome]]]
@@ -126,8 +127,8 @@ def _pair(base: Passes, other: Passes, value: Callable[[Outcome], float]) -> _Pa
     blocks: dict[tuple[str, int], int] = {}
     for repeat, (mine, theirs) in enumerate(zip(base, other, strict=False)):
         for name in sorted(set(mine) & set(theirs)):
-            left = {o.row: o for o in mine[name]}
-            right = {o.row: o for o in theirs[name]}
+            left = {o.row: o for o in mine[name] if o.error != CANCELLED}
+            right = {o.row: o for o in theirs[name] if o.error != CANCELLED}
             common = sorted(set(left) & set(right))
             width = _block_s([left[row].scheduled_s for row in common])
             for row in common:
@@ -214,10 +215,10 @@ def _student_cdf(t: float, freedom: int) -> float:
 
 def _statistic(metric: str, slo: Slo | None) -> tuple[Fold, Callable[[Outcome], float]]:
     """How a metric is folded from rows, and the value of one row. BadInput for one that rows do not give."""
-    kind, _, rest = metric.partition("_")
-    if kind in LATENCIES and rest.endswith("_ms"):
-        fold = _mean if rest == "mean_ms" else _percentile(float(rest[1:-3]) / 100)
-        return fold, lambda outcome: latency_ms(outcome, kind)
+    latency = latency_of(metric)
+    if latency is not None:
+        fold = _mean_of_answered if latency.share is None else _percentile(latency.share)
+        return fold, lambda outcome: latency_ms(outcome, latency.kind)
     if metric in ("goodput_rps", "slo_attainment"):
         limits = slo or Slo()
         return _mean, lambda outcome: float(is_good(outcome, limits))
@@ -228,35 +229,16 @@ def _statistic(metric: str, slo: Slo | None) -> tuple[Fold, Callable[[Outcome], 
     raise BadInput(f"{metric} cannot be compared request by request{nearest(metric, NAMES)}")
 
 
-def latency_ms(outcome: Outcome, kind: str) -> float:
-    """TTFT, TPOT, mean ITL or E2E of one request from its scheduled time; +inf when it failed.
-
-    NaN where the request has no such value (time per token of one token).
-    """
-    first, last = outcome.first_token_s, outcome.last_token_s
-    if not outcome.ok or first is None or last is None:
-        return math.inf
-    if kind == "ttft":
-        return (first - outcome.scheduled_s) * 1e3
-    if kind == "e2e":
-        return (last - outcome.scheduled_s) * 1e3
-    head = int(outcome.chunk_tokens[0]) if len(outcome.chunk_tokens) else 1
-    rest = outcome.output_tokens - head
-    return (last - first) / rest * 1e3 if rest > 0 else math.nan
-
-
-def is_good(outcome: Outcome, slo: Slo) -> bool:
-    """Whether a request finished within every limit that the SLO sets."""
-    limits = (("ttft", slo.ttft_ms), ("tpot", slo.tpot_ms), ("e2e", slo.e2e_ms))
-    if not outcome.ok:
-        return False
-    return not any(limit is not None and latency_ms(outcome, kind) > limit for kind, limit in limits)
-
-
 def _mean(values: Array, weights: Array) -> Array:
-    found: Array = weights @ np.where(np.isfinite(values), values, 0.0) / weights.sum(axis=1)
-    if not np.all(np.isfinite(values)):
-        found = np.where(weights @ (~np.isfinite(values)).astype(np.float64) > 0, np.inf, found)
+    found: Array = weights @ values / weights.sum(axis=1)
+    return found
+
+
+def _mean_of_answered(values: Array, weights: Array) -> Array:
+    """Means are over the answered requests, as in every measurement; NaN of none."""
+    answered = np.isfinite(values)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found: Array = weights[:, answered] @ values[answered] / weights[:, answered].sum(axis=1)
     return found
 
 

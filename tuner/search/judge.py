@@ -1,0 +1,285 @@
+"""Stops a replay that can no longer matter.
+
+Exact curtailment first: what is measured so far bounds what can still come, with no statistics and no false
+stop. Then rungs: on the same requests, worse than one rival in every objective by more than a margin that is
+learned from finished pairs.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tuner.measures import MAXIMIZED
+from tuner.records import Outcome, Slice, Slo
+from tuner.search.requests import CANCELLED, fold_latency, is_good, latency_ms, latency_of
+
+Array = NDArray[np.float64]
+
+RUNGS = ((0.25, 0.12), (0.5, 0.07))
+"""(share of the planned requests that have ended, margin before anything is learned)."""
+
+EPSILON = 0.03
+"""How much better a rival must be for « dominated for sure »; at least twice the noise."""
+
+LIMITS = (0.03, 0.5)
+"""Bounds of a learned margin."""
+
+
+class Partial(Protocol):
+    """What a replay shows while a window runs; `waiting_s` are scheduled times of requests in flight."""
+
+    @property
+    def slice(self) -> Slice: ...
+    @property
+    def now_s(self) -> float: ...
+    @property
+    def outcomes(self) -> Sequence[Outcome]: ...
+    @property
+    def waiting_s(self) -> Sequence[float]: ...
+
+
+class Rows:
+    """Ended requests as columns, sorted by row: what a judge needs of them, worked out once each."""
+
+    def __init__(self, slo: Slo, kinds: Sequence[str], outcomes: Iterable[Outcome] = ()) -> None:
+        self._slo = slo
+        self._kinds = tuple(kinds)
+        self._table: list[tuple[float, ...]] = []
+        self.add(outcomes)
+
+    def add(self, outcomes: Iterable[Outcome]) -> None:
+        for outcome in outcomes:
+            if outcome.error != CANCELLED:
+                values = (latency_ms(outcome, kind) for kind in self._kinds)
+                self._table.append((float(outcome.row), float(is_good(outcome, self._slo)), *values))
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def columns(self) -> "Columns":
+        table = np.array(self._table, dtype=np.float64).reshape(-1, 2 + len(self._kinds))
+        table = table[np.argsort(table[:, 0], kind="stable")]
+        latency = {kind: table[:, 2 + i] for i, kind in enumerate(self._kinds)}
+        return Columns(row=table[:, 0].astype(np.int64), good=table[:, 1], latency=latency)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Columns:
+    """Ended requests by row: good (1 or 0), and milliseconds per kind (+inf failed, NaN none)."""
+
+    row: NDArray[np.int64]
+    good: Array
+    latency: Mapping[str, Array]
+
+    def take(self, mask: NDArray[np.bool_]) -> "Columns":
+        latency = {kind: values[mask] for kind, values in self.latency.items()}
+        return Columns(row=self.row[mask], good=self.good[mask], latency=latency)
+
+    def among(self, other: "Columns") -> "Columns":
+        """The rows that the other one has too."""
+        return self.take(np.isin(self.row, other.row, assume_unique=True))
+
+    def fold(self, name: str) -> float:
+        """A measurement of these rows; rates are per row, since only ratios of the same rows are taken."""
+        latency = latency_of(name)
+        if latency is not None:
+            return fold_latency(self.latency[latency.kind], latency.share)
+        rate = name in ("goodput_rps", "slo_attainment") and len(self.good)
+        return float(self.good.mean()) if rate else math.nan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rival:
+    """A finished trial to be held against: its values, and its requests where they are at hand."""
+
+    number: int
+    values: Mapping[str, float]
+    columns: Columns | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Case:
+    """What a replay is judged by.
+
+    `planned` counts the requests of all slices and `window_s` sums their windows. `baseline` holds the
+    objective values of the baseline. `peak` names rows that a rung must have seen. `rungs` are (share,
+    margin); empty = exact curtailment only.
+    """
+
+    objectives: tuple[str, ...]
+    slo: Slo
+    planned: int
+    window_s: float
+    baseline: Mapping[str, float]
+    rivals: tuple[Rival, ...] = ()
+    peak: frozenset[int] = frozenset()
+    rungs: tuple[tuple[float, float], ...] = RUNGS
+    epsilon: float = EPSILON
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The latencies that the objectives speak of."""
+        return tuple(dict.fromkeys(found.kind for n in self.objectives if (found := latency_of(n))))
+
+    def rows(self, outcomes: Iterable[Outcome] = ()) -> Rows:
+        return Rows(self.slo, self.kinds, outcomes)
+
+
+def bounds(case: Case, ended: Columns, ages_s: Sequence[float] = (), cancelled: int = 0) -> dict[str, float]:
+    """The best value that each objective (and the SLO's attainment) can still end at.
+
+    Requests in flight have lasted their age, those to come might take no time at all and be good.
+    """
+    late = sum(case.slo.e2e_ms is not None and age * 1e3 > case.slo.e2e_ms for age in ages_s)
+    open_ = max(case.planned - len(ended.row) - cancelled, 0)
+    possible = float(ended.good.sum()) + open_ - late
+    found = {
+        "slo_attainment": possible / max(len(ended.row) + open_, 1),
+        "goodput_rps": possible / case.window_s,
+    }
+    for name in case.objectives:
+        latency = latency_of(name)
+        if latency is not None and latency.share is not None:
+            ages = [age * 1e3 for age in ages_s] if latency.kind == "e2e" else []
+            rest = np.zeros(max(open_ - len(ages), 0))
+            found[name] = fold_latency(
+                np.concatenate([ended.latency[latency.kind], ages, rest]), latency.share
+            )
+    return found
+
+
+def curtail(case: Case, best: Mapping[str, float]) -> str | None:
+    """Why nothing that can still come matters, or None. Exact: it never stops what would have entered."""
+    if any(name not in best for name in case.objectives):
+        return None
+    for rival in case.rivals:
+        if all(_worse(name, best[name], rival.values.get(name), case.epsilon) for name in case.objectives):
+            return f"whatever comes, trial {rival.number} is better in every objective"
+    outside = [n for n in case.objectives if _outside(n, best[n], case.baseline.get(n))]
+    if not outside or _may_be_picked(case, best):
+        return None
+    return f"whatever comes, {outside[0]} ends worse than 1.1 × the baseline's and the SLO pick stands"
+
+
+def _worse(name: str, best: float, rival: float | None, margin: float) -> bool:
+    """Whether even the best possible value is worse than the rival's by more than the margin."""
+    if rival is None or math.isnan(best):
+        return False
+    return best < rival * (1 - margin) if name in MAXIMIZED else best > rival * (1 + margin)
+
+
+def _outside(name: str, best: float, baseline: float | None) -> bool:
+    return _worse(name, best, baseline, 1 - 1 / 1.1 if name in MAXIMIZED else 0.1)
+
+
+def _may_be_picked(case: Case, best: Mapping[str, float]) -> bool:
+    """Whether it could still win by SLO: attainment in reach, more goodput than any that meets it."""
+    if best["slo_attainment"] < case.slo.attainment:
+        return False
+    meeting = [r for r in case.rivals if r.values.get("slo_attainment", 0.0) >= case.slo.attainment]
+    top = max((r.values.get("goodput_rps", 0.0) for r in meeting), default=0.0)
+    return best["goodput_rps"] > top * (1 - case.epsilon)
+
+
+def rung(case: Case, ended: Columns, margin: float) -> str | None:
+    """Why the requests that ended say that a rival is better in every objective, or None."""
+    for rival in case.rivals:
+        ratios = log_ratios(case, ended, rival.columns) if rival.columns else None
+        if ratios is not None and all(
+            (-r if n in MAXIMIZED else r) > math.log1p(margin) for n, r in ratios.items()
+        ):
+            return (
+                f"on {len(ended.row)} of {case.planned} requests trial {rival.number} is better in every"
+                f" objective by more than {margin:.0%}"
+            )
+    return None
+
+
+def log_ratios(case: Case, mine: Columns, theirs: Columns) -> dict[str, float] | None:
+    """log(mine / theirs) per objective on the rows of both; None where one cannot be told."""
+    a, b = mine.among(theirs), theirs.among(mine)
+    found = {}
+    for name in case.objectives:
+        left, right = a.fold(name), b.fold(name)
+        if not (0 < left < math.inf and 0 < right < math.inf):
+            return None
+        found[name] = math.log(left / right)
+    return found
+
+
+def learned_margin(case: Case, share: float, fallback: float) -> float:
+    """99 % quantile of how far the log ratio on the first `share` of the rows lies from the whole's, over
+    all pairs of rivals; the fallback below ten pairs.
+    """
+    whole = [r.columns for r in case.rivals if r.columns and len(r.columns.row) >= 0.9 * case.planned]
+    errors = []
+    for i, left in enumerate(whole):
+        for right in whole[:i]:
+            limit = left.row[min(int(share * case.planned), len(left.row) - 1)]
+            early = log_ratios(case, left.take(left.row < limit), right.take(right.row < limit))
+            late = log_ratios(case, left, right)
+            if early is not None and late is not None:
+                errors.append(max(abs(early[n] - late[n]) for n in case.objectives))
+    if len(errors) < 10:
+        return fallback
+    return min(max(float(np.quantile(errors, 0.99)), LIMITS[0]), LIMITS[1])
+
+
+class Judge:
+    """Gathers a replay's slices and says when to stop; hand it to a replay as its `judge`.
+
+    It shares the sender's thread: each request is worked out once, a look comes after every hundredth of
+    the plan, a rung is climbed once.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self._rungs = [(share, learned_margin(case, share, margin)) for share, margin in sorted(case.rungs)]
+        self._rows = case.rows()
+        self._taken: dict[str, int] = {}
+        self._looked = 0
+
+    def __call__(self, partial: Partial) -> str | None:
+        before = self._taken.get(partial.slice.name, 0)
+        self._rows.add(partial.outcomes[before:])
+        self._taken[partial.slice.name] = len(partial.outcomes)
+        if self._total - self._looked < max(self.case.planned / 100, 1):
+            return None
+        self._looked = self._total
+        ages = [partial.now_s - at for at in partial.waiting_s if at < partial.now_s]
+        ended = self._rows.columns()
+        return curtail(self.case, bounds(self.case, ended, ages, self._cancelled)) or self._climb(ended)
+
+    @property
+    def _total(self) -> int:
+        return sum(self._taken.values())
+
+    @property
+    def _cancelled(self) -> int:
+        return self._total - len(self._rows)
+
+    def _climb(self, ended: Columns) -> str | None:
+        """The next rung, once enough has ended and every row of the peak among it."""
+        if not self._rungs or self._total < self._rungs[0][0] * self.case.planned:
+            return None
+        if not self.case.peak <= set(ended.row.tolist()):
+            return None
+        _, margin = self._rungs.pop(0)
+        return rung(self.case, ended, margin)
+
+    def estimate(self) -> dict[str, float]:
+        """What the objectives would have ended at: the nearest rival's values times the ratio on the same
+        rows, never better than what is still possible. Empty where there is no rival to scale from.
+        """
+        ended = self._rows.columns()
+        best = bounds(self.case, ended, (), self._cancelled)
+        found: dict[str, float] = {}
+        for rival in self.case.rivals:
+            ratios = log_ratios(self.case, ended, rival.columns) if rival.columns else None
+            if ratios is not None and not found:
+                found = {n: rival.values[n] * math.exp(r) for n, r in ratios.items() if n in rival.values}
+        return {n: (min if n in MAXIMIZED else max)(v, best.get(n, v)) for n, v in found.items()}

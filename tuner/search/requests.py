@@ -1,0 +1,69 @@
+"""The numbers of one replayed request, and how a measurement name is folded from them (docs/replay.md)."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tuner.measures import LATENCIES
+from tuner.records import Outcome, Slo
+
+CANCELLED = "cancelled by the client, as recorded"
+"""Error of a request that its own client cut; it counts in nothing."""
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """A latency measurement name taken apart: its kind, and its percentile's share (None = the mean)."""
+
+    kind: str
+    share: float | None
+
+
+def latency_of(name: str) -> Latency | None:
+    """`ttft_p95_ms` → (ttft, 0.95); None for a name that is no latency of whole requests."""
+    kind, _, rest = name.partition("_")
+    if kind not in LATENCIES or kind == "itl" or not rest.endswith("_ms"):
+        return None
+    return Latency(kind, None if rest == "mean_ms" else float(rest[1:-3]) / 100)
+
+
+def latency_ms(outcome: Outcome, kind: str) -> float:
+    """TTFT, TPOT or E2E of one request, from its scheduled time; +inf when it failed.
+
+    NaN where the request has no such value (time per token of one chunk).
+    """
+    first, last = outcome.first_token_s, outcome.last_token_s
+    if not outcome.ok or first is None or last is None:
+        return math.inf
+    if kind == "ttft":
+        return (first - outcome.scheduled_s) * 1e3
+    if kind == "e2e":
+        return (last - outcome.scheduled_s) * 1e3
+    rest = int(outcome.chunk_tokens[1:].sum())
+    return (last - first) / rest * 1e3 if rest > 0 else math.nan
+
+
+def is_good(outcome: Outcome, slo: Slo) -> bool:
+    """Whether a request finished within every limit that the SLO sets."""
+    limits = (("ttft", slo.ttft_ms), ("tpot", slo.tpot_ms), ("e2e", slo.e2e_ms))
+    if not outcome.ok:
+        return False
+    return not any(limit is not None and latency_ms(outcome, kind) > limit for kind, limit in limits)
+
+
+def fold_latency(values: Array, share: float | None) -> float:
+    """Mean or percentile of the values that are not NaN; NaN of nothing, +inf once it touches a failure."""
+    kept = values[~np.isnan(values)]
+    if not len(kept):
+        return math.nan
+    if share is None:
+        finite = kept[np.isfinite(kept)]
+        return float(finite.mean()) if len(finite) else math.inf
+    ranked = np.sort(kept)
+    place = share * (len(ranked) - 1)
+    low, high = ranked[math.floor(place)], ranked[math.ceil(place)]
+    return float(low if place == math.floor(place) else low + (place - math.floor(place)) * (high - low))
