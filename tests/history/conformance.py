@@ -181,6 +181,18 @@ class StoreConformance:
         assert [trial.number for trial in store.orphans()] == [2, 0]
         assert store.orphans(host="elsewhere") == ()
 
+    def test_what_cannot_be_an_id_is_nobody_s(self, store: Store) -> None:
+        for wrong in ("", "\x00", "ü" * 200, "%", "'; drop table studies"):
+            with pytest.raises(NotFound):
+                store.study(wrong)
+            with pytest.raises(NotFound):
+                store.run(wrong)
+        for number in (-1, 2**40):
+            with pytest.raises(NotFound):
+                store.trial(number)
+        with pytest.raises((NotFound, BadInput)):
+            store.trial(2**70)
+
     def test_launches(self, store: Store) -> None:
         study = store.add_study(a_study())
         launch = store.add_launch(a_launch(study))

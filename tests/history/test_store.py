@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from tests.history.conformance import StoreConformance
+from tests.history.conformance_service import ServiceConformance
 from tuner.history.store import Store
 
 
-class TestSqlite(StoreConformance):
+class TestSqlite(StoreConformance, ServiceConformance):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Iterator[Store]:
         store = Store(f"sqlite:///{tmp_path}/tuner.db")
@@ -17,7 +18,7 @@ class TestSqlite(StoreConformance):
         store.close()
 
 
-class TestMemory(StoreConformance):
+class TestMemory(StoreConformance, ServiceConformance):
     @pytest.fixture
     def store(self) -> Iterator[Store]:
         store = Store("sqlite://")

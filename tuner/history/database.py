@@ -9,7 +9,14 @@ from typing import Generic, TypeVar
 from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.engine.interfaces import DBAPIConnection
-from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, SQLAlchemyError, StatementError
+from sqlalchemy.exc import (
+    ArgumentError,
+    DataError,
+    DBAPIError,
+    IntegrityError,
+    SQLAlchemyError,
+    StatementError,
+)
 from sqlalchemy.pool import ConnectionPoolEntry, StaticPool
 
 from tuner.errors import BadInput, Conflict, NotFound, TunerError, Unavailable
@@ -127,6 +134,8 @@ class Database:
                     raise self.translate(error) from error
                 if attempt.committed():
                     return attempt.result()
+            except OverflowError as error:
+                raise BadInput(f"a number is too large: {error}") from error
             except StatementError as error:
                 raise BadInput(f"what was to be written is not valid: {error.orig}") from error
             except SQLAlchemyError as error:
@@ -152,6 +161,8 @@ class Database:
         words = " ".join(str(error.orig).split())
         if isinstance(error, IntegrityError):
             return Conflict(f"database {self.name} refused the change: {words}")
+        if isinstance(error, DataError):
+            return BadInput(f"what was to be written does not fit: {words}")
         if self.sqlite:
             for sign, sentence in _SQLITE_WORDS.items():
                 if sign in words.lower():

@@ -70,13 +70,20 @@ class Document(TypeDecorator[JSON]):
 class Words(TypeDecorator[str]):
     """Free text such as a log line: characters that a database refuses are replaced."""
 
-    impl = Text
+    impl: type[String] = Text
     cache_ok = True
 
     def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
         if value is None:
             return None
         return value.replace("\x00", "\ufffd").encode("utf-8", "replace").decode("utf-8")
+
+
+class Label(Words):
+    """A short text of the tuner's own making: an id, a digest, a state."""
+
+    impl = String
+    cache_ok = True
 
 
 class Whole(TypeDecorator[int]):
@@ -114,15 +121,15 @@ def _key() -> tuple[Column[str], Column[str], Column[str]]:
 studies = Table(
     "studies",
     metadata,
-    Column("id", String(64), primary_key=True),
+    Column("id", Label(64), primary_key=True),
     Column("name", Words, nullable=False),
     Column("model", Words, nullable=False),
     Column("node", Words, nullable=False),
     Column("gpu_class", Words, nullable=False),
     Column("workload", Words, nullable=False),
     Column("engine_version", Words, nullable=False),
-    Column("trace_digest", String(64), nullable=False),
-    Column("space_digest", String(64), nullable=False),
+    Column("trace_digest", Label(64), nullable=False),
+    Column("space_digest", Label(64), nullable=False),
     Column("slices", Document, nullable=False),
     Column("objectives", Document, nullable=False),
     Column("slo", Document, nullable=False),
@@ -137,9 +144,9 @@ studies = Table(
 runs = Table(
     "runs",
     metadata,
-    Column("id", String(32), primary_key=True),
+    Column("id", Label(32), primary_key=True),
     Column("study_id", ForeignKey(studies.c.id), nullable=False),
-    Column("state", String(16), nullable=False),
+    Column("state", Label(16), nullable=False),
     Column("started_at", Moment, nullable=False),
     Column("trials_limit", Integer),
     Column("deadline", Moment),
@@ -163,7 +170,7 @@ Index(
 launches = Table(
     "launches",
     metadata,
-    Column("id", String(64), primary_key=True),
+    Column("id", Label(64), primary_key=True),
     Column("study_id", ForeignKey(studies.c.id), nullable=False),
     Column("argv", Document, nullable=False),
     Column("started_at", Moment, nullable=False),
@@ -185,7 +192,7 @@ trials = Table(
     Column("number", Integer, nullable=False),
     Column("attempt", Integer, nullable=False),
     Column("candidate", Document, nullable=False),
-    Column("state", String(16), nullable=False),
+    Column("state", Label(16), nullable=False),
     Column("origin", Words, nullable=False),
     Column("seed", Whole, nullable=False),
     Column("screened", Boolean, nullable=False),
@@ -213,8 +220,8 @@ measurements = Table(
     Column("id", Key, primary_key=True, autoincrement=True),
     Column("trial_id", ForeignKey(trials.c.id), nullable=False),
     Column("launch_id", ForeignKey(launches.c.id)),
-    Column("kind", String(16), nullable=False),
-    Column("purpose", String(16), nullable=False),
+    Column("kind", Label(16), nullable=False),
+    Column("purpose", Label(16), nullable=False),
     Column("repeat", Integer, nullable=False),
     Column("values", Document, nullable=False),
     Column("slices", Document, nullable=False),
@@ -226,7 +233,7 @@ run_bests = Table(
     "run_bests",
     metadata,
     Column("run_id", ForeignKey(runs.c.id), primary_key=True),
-    Column("metric", String(40), primary_key=True),
+    Column("metric", Label(40), primary_key=True),
     Column("trial_id", ForeignKey(trials.c.id), nullable=False),
     Column("value", Double, nullable=False),
     Column("low", Double, nullable=False),
@@ -240,7 +247,7 @@ run_bests = Table(
 traces = Table(
     "traces",
     metadata,
-    Column("digest", String(64), primary_key=True),
+    Column("digest", Label(64), primary_key=True),
     Column("name", Words, nullable=False),
     Column("path", Words, nullable=False),
     Column("meta", Document, nullable=False),
@@ -258,7 +265,7 @@ nodes = Table(
     Column("driver", Words),
     Column("host", Words, nullable=False),
     Column("labels", Document, nullable=False),
-    Column("state", String(16), nullable=False),
+    Column("state", Label(16), nullable=False),
     Column("handover", Document),
 )
 
@@ -287,7 +294,7 @@ profiles = Table(
     Column("argv", Document, nullable=False),
     Column("env", Document, nullable=False),
     Column("evidence", Document, nullable=False),
-    Column("digest", String(64), nullable=False),
+    Column("digest", Label(64), nullable=False),
     Column("created_at", Moment, nullable=False),
     UniqueConstraint("model", "target", "workload", "version"),
 )
@@ -333,16 +340,16 @@ schedules = Table(
     Column("enabled", Boolean, nullable=False),
     Column("created_at", Moment, nullable=False),
     Column("last_due", Moment),
-    Column("last_run_id", String(32)),
+    Column("last_run_id", Label(32)),
 )
 
 tokens = Table(
     "tokens",
     metadata,
-    Column("id", String(32), primary_key=True),
+    Column("id", Label(32), primary_key=True),
     Column("name", Words, nullable=False),
     Column("scopes", Document, nullable=False),
-    Column("secret_hash", String(64), nullable=False),
+    Column("secret_hash", Label(64), nullable=False),
     Column("created_at", Moment, nullable=False),
     Column("expires_at", Moment),
     Column("revoked_at", Moment),
@@ -366,7 +373,7 @@ answers = Table(
     "answers",
     metadata,
     Column("key", Words, primary_key=True),
-    Column("request_digest", String(64), nullable=False),
+    Column("request_digest", Label(64), nullable=False),
     Column("answer", Document, nullable=False),
     Column("at", Moment, nullable=False),
     Index(None, "at"),
