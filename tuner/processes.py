@@ -215,7 +215,7 @@ def tagged(tag: str | None = None) -> list[psutil.Process]:
             if value is not None and tag in (None, value) and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except (psutil.Error, OSError):
-            continue  # gone, a zombie, or somebody else's
+            continue  # gone, or somebody else's
     return found
 
 
@@ -256,8 +256,7 @@ async def stop(
     `stop_command` (`{tag}` replaced) runs first: it reaches what sits behind a container's door.
     """
     begun = time.monotonic()
-    how = "exited" if process.code is not None else "terminated"
-    process.asked = True
+    how, process.asked = ("exited" if process.code is not None else "terminated"), True
     if stop_command:
         line = [part.replace("{tag}", process.tag) for part in stop_command]
         await asyncio.to_thread(run, line, timeout_s=timeout_s)

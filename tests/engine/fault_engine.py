@@ -15,35 +15,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-WORDS = {
-    "no_kv_memory": "ValueError: No available memory for the cache blocks. Try increasing"
-    " `gpu_memory_utilization`.",
-    "max_len_gt_kv": "ValueError: To serve at least one request with the model's max seq len (16384), (2.00 GiB "
-    "KV cache is needed, which is larger than the available KV cache memory (0.50 GiB). Try less.",
-    "max_len_gt_kv_old": "ValueError: The model's max seq len (4096) is larger than the maximum number of "
-    "tokens that can be stored in KV cache (1024). Try increasing.",
-    "max_len_gt_model": "Value error, User-specified max_model_len (9999) is greater than the derived "
-    "max_model_len",
-    "gpu_busy": "ValueError: Free memory on device cuda:0 (10.0/79.1 GiB) on startup is less than desired "
-    "GPU memory utilization (0.9, 71.2 GiB).",
-    "profiling_race": "AssertionError: Error in memory profiling. Initial free memory 70 GiB, current 75 GiB.",
-    "oom_warmup": "RuntimeError: CUDA out of memory occurred when warming up sampler with 1024 dummy requests. "
-    "Please try lowering `max_num_seqs`",
-    "oom": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 8.00 GiB. GPU 0 has a total capacity of "
-    "80.00 GiB of which 4.00 GiB is free.",
-    "block_size": "ValueError: No common block size for 7 (CPU_ATTN: [MultipleOf(32)]).",
-    "attention_backend": "ValueError: No valid attention backend found for head size 17",
-    "model_missing": "huggingface_hub.errors.RepositoryNotFoundError: 404 Client Error.",
-    "port_in_use": "OSError: [Errno 98] error while attempting to bind on address: address already in use",
-    "nccl": "RuntimeError: NCCL error: unhandled system error",
-    "shm_full": "RuntimeError: Insufficient space in /dev/shm",
-    "disk_full": "OSError: [Errno 28] No space left on device",
-    "compile_cache": "RuntimeError: failed to get the hash of the compiled graph",
-    "init_timeout": "TimeoutError: Timed out waiting for engine core processes to start.",
-    "config_invalid": "pydantic_core._pydantic_core.ValidationError: 1 validation error for SchedulerConfig\n  "
-    "Value error, max_num_batched_tokens (8) must be greater than or equal to max_num_seqs (16).",
-    "engine_dead": "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.",
-}
+WORDS: dict[str, str] = json.loads(Path(__file__).with_name("words.json").read_text())
 V0 = "WARNING --preemption-mode is not supported by the V1 Engine. Falling back to V0."
 WRAPPER = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
 
@@ -200,35 +172,52 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def before_ready(state: State) -> None:
-    """Faults of start-up."""
-    faults = state.faults
-    if "swallow_sigterm" in faults:
-        signals_left = [int(faults["swallow_sigterm"] or 1)]
+def swallow(times: int) -> None:
+    """Ignore the first SIGTERMs, then end with 0."""
+    left = [times]
 
-        def swallow(*_: object) -> None:
-            signals_left[0] -= 1
-            if signals_left[0] < 0:
-                os._exit(0)
+    def handler(*_: object) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            os._exit(0)
 
-        signal.signal(signal.SIGTERM, swallow)
+    signal.signal(signal.SIGTERM, handler)
+
+
+def say(faults: dict[str, str]) -> None:
+    """What it writes while starting."""
+    if "secret" in faults:
+        print(f"api_key='{os.environ['MY_API_KEY']}' Authorization: Bearer abc.def", flush=True)
+        print("Received request cmpl-1: prompt: 'the secret plan', params: SamplingParams()", flush=True)
+    for number in range(int(faults.get("flood", 0))):
+        print(f"line {number} " + "x" * 1000)
+    if "v0" in faults:
+        print(V0, flush=True)
+    if "compile_once" in faults and not Path(faults["compile_once"]).exists():
+        Path(faults["compile_once"]).touch()
+        faults["kv_tokens"] = "3888"
+        print("INFO 11-27 22:16:30 [backends.py:399] Compiling a graph for compile range (1, 8) takes 9.00 s")
+    sys.stdout.flush()
+
+
+def leave(faults: dict[str, str]) -> None:
+    """What it leaves behind: children, files."""
     if "grandchild" in faults:
         child("", session=True)
     if "child" in faults:
         child("")
-    if "secret" in faults:
-        print(f"api_key='{os.environ['MY_API_KEY']}' Authorization: Bearer abc.def", flush=True)
-        print("Received request cmpl-1: prompt: 'the secret plan', params: SamplingParams()", flush=True)
-    if "flood" in faults:
-        for number in range(int(faults["flood"])):
-            print(f"line {number} " + "x" * 1000)
-        sys.stdout.flush()
     if "shm" in faults:
         Path("/dev/shm", faults["shm"]).write_bytes(b"0" * 4096)
-    if "v0" in faults:
-        print(V0, flush=True)
-    if "stderr_scratch" in faults:
+    if "scratch" in faults:
         Path(os.environ["TMPDIR"], "scratch").write_text("left behind")
+
+
+def before_ready(faults: dict[str, str]) -> None:
+    """Faults of start-up."""
+    if "swallow_sigterm" in faults:
+        swallow(int(faults["swallow_sigterm"] or 1))
+    leave(faults)
+    say(faults)
     if "print" in faults:
         for kind in faults["print"].split("+"):
             print(f"(EngineCore pid=1) ERROR 11-27 22:20:57 [core.py:1] {WORDS[kind]}", flush=True)
@@ -243,7 +232,7 @@ def before_ready(state: State) -> None:
 def main() -> None:
     options = parse()
     state = State(options)
-    before_ready(state)
+    before_ready(state.faults)
     if "wrong_name" in state.faults:
         state.names = ["another"]
     Handler.state = state

@@ -19,12 +19,13 @@ THROTTLING = 0x8 | 0x20 | 0x40 | 0x80
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One device (or MIG instance), known by UUID, never by index."""
+    """One device (or MIG instance), known by UUID. `index` is its place in PCI order, None for MIG."""
 
     uuid: str
     name: str
     memory_bytes: int
     shared_memory: bool = False
+    index: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +156,21 @@ def select(gpus: tuple[Gpu, ...], visible: str | None) -> tuple[Gpu, ...]:
             break
         chosen.append(found)
     return tuple(chosen)
+
+
+def visible_devices(uuids: Sequence[str], gpus: Gpus | None) -> dict[str, str]:
+    """The environment that shows an engine these devices only; empty for none.
+
+    By index in PCI order where known, as several vLLM versions cannot read a UUID there; MIG goes by UUID.
+    """
+    if not uuids:
+        return {}
+    known = {gpu.uuid: gpu.index for gpu in gpus.gpus} if gpus is not None else {}
+    indices = [known.get(uuid) for uuid in uuids]
+    if None in indices:
+        return {"CUDA_VISIBLE_DEVICES": ",".join(uuids)}
+    ordered = ",".join(str(index) for index in indices)
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ordered}
 
 
 class Watch:

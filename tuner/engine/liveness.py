@@ -1,9 +1,19 @@
 """Whether a running engine still computes: by its iteration counter, as /health of a frozen one is 200."""
 
+import asyncio
+import re
+import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from tuner.engine.failures import Verdict, verdict
-from tuner.engine.metrics import EngineMetrics
+from tuner.engine.metrics import EngineMetrics, parse
+
+_NEEDED = re.compile(
+    r"^vllm:(?:num_requests_(?:running|waiting)|(?:generation|prompt)_tokens_total|num_preemptions_total"
+    r"|iteration_tokens_total_count)\b.*$",
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +27,8 @@ class _Mark:
 class Liveness:
     """Fed with scrapes during a replay; says when the engine has stood still for `grace_s` seconds.
 
-    Frozen: requests run, no step ends. Thrash: steps end, but no token comes out while preemptions rise.
+    Frozen: requests run, no step ends. Thrash: no token comes out while preemptions rise. An engine that
+    exports neither steps nor tokens is not judged.
     """
 
     def __init__(self, *, grace_s: float = 30.0) -> None:
@@ -33,7 +44,8 @@ class Liveness:
             tokens=(metrics["generation_tokens"] or 0.0) + (metrics["prompt_tokens"] or 0.0),
             preemptions=metrics["preemptions"] or 0.0,
         )
-        if not metrics.busy or self._step is None or self._token is None:
+        silent = metrics["iterations"] is None and metrics["generation_tokens"] is None
+        if silent or not metrics.busy or self._step is None or self._token is None:
             self._step = self._token = mark
             return None
         if mark.iterations != self._step.iterations or mark.tokens != self._step.tokens:
@@ -52,3 +64,29 @@ class Liveness:
         if now.at_s - step.at_s > self.grace_s:
             return verdict("frozen", detail=f"no step in {now.at_s - step.at_s:.0f} s", phase="run")
         return None
+
+
+async def watch(
+    scrape: Callable[[], Awaitable[str]],
+    liveness: Liveness,
+    *,
+    interval_s: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> Verdict:
+    """Look at a running engine until it stands still; returns that verdict. `scrape` gives the exposition
+    text and raises OSError when there is none: no answer for the whole grace is standing still, too."""
+    answered = clock()
+    while True:
+        await asyncio.sleep(interval_s)
+        try:
+            text = await scrape()
+        except OSError:
+            if clock() - answered > liveness.grace_s:
+                return verdict(
+                    "frozen", detail=f"/metrics silent for {clock() - answered:.0f} s", phase="run"
+                )
+            continue
+        answered = clock()
+        found = liveness.observe(parse("\n".join(_NEEDED.findall(text)) + "\n"), answered)
+        if found is not None:
+            return found

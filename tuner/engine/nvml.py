@@ -60,12 +60,12 @@ class Driver:
         device = pynvml.nvmlDeviceGetHandleByIndex(index)
         mode = _maybe(pynvml.nvmlDeviceGetMigMode, device)
         if not mode or mode[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
-            return [self._describe(device)]
+            return [self._describe(device, index)]
         count = _maybe(pynvml.nvmlDeviceGetMaxMigDeviceCount, device) or 0
         instances = (_maybe(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, device, i) for i in range(count))
         return [self._describe(instance) for instance in instances if instance is not None]
 
-    def _describe(self, handle: object) -> Gpu:
+    def _describe(self, handle: object, index: int | None = None) -> Gpu:
         uuid = _text(pynvml.nvmlDeviceGetUUID(handle)) or ""
         self._handles[uuid] = handle
         memory = _maybe(pynvml.nvmlDeviceGetMemoryInfo, handle)
@@ -74,6 +74,7 @@ class Driver:
             name=_text(_maybe(pynvml.nvmlDeviceGetName, handle)) or "unknown GPU",
             memory_bytes=0 if memory is None else int(memory.total),
             shared_memory=memory is None,
+            index=index,
         )
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -11,14 +12,16 @@ from pathlib import Path
 
 from tuner.engine import boots, compile_cache, effective, failures, log, metrics
 from tuner.engine.failures import Phase, Verdict
-from tuner.engine.gpu import Gpus
+from tuner.engine.gpu import Gpus, visible_devices
 from tuner.engine.http import Reply, ask, stream_has_token
+from tuner.engine.liveness import Liveness, watch
 from tuner.engine.ports import fresh_port, is_free, strangers
 from tuner.errors import BadInput, EngineError, StudyFailed
 from tuner.processes import HOST, Process, Stopped, Table, spawn, stop
 from tuner.records import JSON, LaunchSpec, Value
 
 HOST_NAME = "127.0.0.1"
+REFUSAL_S = 10.0
 HYGIENE: Mapping[str, str | None] = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -77,7 +80,11 @@ class Server:
 
     async def metrics(self) -> metrics.EngineMetrics:
         """One scrape of /metrics. OSError when no answer came."""
-        return metrics.parse((await self.ask("GET", "/metrics")).text)
+        return metrics.parse(await self.exposition())
+
+    async def exposition(self) -> str:
+        """The raw text of /metrics."""
+        return (await self.ask("GET", "/metrics")).text
 
     async def version(self) -> str | None:
         """What /version says, None when it says nothing."""
@@ -113,14 +120,15 @@ class Server:
                 reply = await self.ask("GET", "/health")
             except OSError as error:
                 if self.alive:
-                    return self._say("frozen", f"no answer to /health ({type(error).__name__})")
+                    return self.say("frozen", f"no answer to /health ({type(error).__name__})")
             else:
                 if reply.status == 200:
                     return None
                 await self._until_gone()
         return await self.verdict(phase)
 
-    def _say(self, kind: str, detail: str) -> Verdict:
+    def say(self, kind: str, detail: str) -> Verdict:
+        """A verdict that we came to ourselves, with the log's last line as evidence."""
         return failures.verdict(kind, detail=detail, evidence=failures.last_line(log.read(self.log)))
 
     async def verdict(self, phase: Phase, *, patience_s: float = 1.0) -> Verdict:
@@ -156,43 +164,59 @@ async def serve(
     *,
     gpus: Gpus | None = None,
     settle: bool | None = None,
+    grace_s: float = 60.0,
     table: Table = HOST,
     note: Callable[[str], None] = lambda phase: None,
 ) -> AsyncIterator[Server]:
     """Launch, wait until ready, hand over, stop; also when the caller is cancelled.
 
     With `gpus`, waits first until their memory is free. `settle` (default: on GPUs): a boot that compiled
-    anew gets less KV cache than the next, so it is thrown away and booted again. `note` hears of the steps.
+    anew gets less KV cache than the next, so it is thrown away and booted again. An engine that stands
+    still under load for `grace_s` is killed (see liveness). `note` hears of the steps.
     Raises Infeasible | Aborted | StudyFailed.
     """
     if settle is None:
         settle = bool(spec.gpus)
-    async with _boot(spec, gpus, table, note) as server:
+    async with _boot(spec, gpus, grace_s, table, note) as server:
         if not (settle and server.compiled_anew):
             yield server
             return
         first = server
     note("booting again with the compiled code")
     first.log.rename(first.log.with_name("engine-first.log"))
-    async with _boot(spec, gpus, table, note) as server:
+    async with _boot(spec, gpus, grace_s, table, note) as server:
         server.first_kv_tokens = first.kv_tokens
         yield server
 
 
 @asynccontextmanager
 async def _boot(
-    spec: LaunchSpec, gpus: Gpus | None, table: Table, note: Callable[[str], None]
+    spec: LaunchSpec, gpus: Gpus | None, grace_s: float, table: Table, note: Callable[[str], None]
 ) -> AsyncIterator[Server]:
     if gpus is not None:
         note("waiting for GPU memory")
         await gpus.wait_free()
     with compile_cache.claimed(spec.env) as cache:
-        server = _launch(replace(spec, env={**spec.env, **cache}))
+        devices = visible_devices(spec.gpus, gpus)
+        server = _launch(replace(spec, env={**devices, **spec.env, **cache}))
         try:
             await _until_ready(server, note)
-            yield server
+            guard = asyncio.ensure_future(_kill_when_still(server, grace_s))
+            try:
+                yield server
+            finally:
+                guard.cancel()
         finally:
             await _stop_surely(server, table)
+
+
+async def _kill_when_still(server: Server, grace_s: float) -> None:
+    """End an engine that computes nothing any more, so that who waits for it hears the verdict at once."""
+    liveness = Liveness(grace_s=grace_s)
+    found = await watch(server.exposition, liveness, interval_s=grace_s / 12)
+    server.latch(found)
+    server.process.asked = True
+    HOST.kill(server.process.pid, signal.SIGKILL)
 
 
 def arguments(spec: LaunchSpec, port: int, nonce: str) -> list[str]:
@@ -227,11 +251,10 @@ def _launch(spec: LaunchSpec) -> Server:
     port = fresh_port()
     nonce = f"tuner-{uuid.uuid4().hex[:12]}"
     cores = None if spec.cores is None else tuple(spec.cores)
-    devices = {"CUDA_VISIBLE_DEVICES": ",".join(spec.gpus)} if spec.gpus else {}
     try:
         process = spawn(
             arguments(spec, port, nonce),
-            env={**HYGIENE, **devices, **spec.env},
+            env={**HYGIENE, **spec.env},
             directory=directory,
             log=directory / "engine.log",
             tag=spec.launch_id,
@@ -247,6 +270,7 @@ async def _until_ready(server: Server, note: Callable[[str], None]) -> None:
     begun = time.monotonic()
     deadline = begun + server.spec.ready_timeout_s
     step = "starting"
+    answered: float | None = None
     note(step)
     while True:
         if not server.alive:
@@ -260,6 +284,9 @@ async def _until_ready(server: Server, note: Callable[[str], None]) -> None:
             continue
         if step == "ready":
             break
+        answered = (answered or time.monotonic()) if step.startswith("answering") else None
+        if answered is not None and time.monotonic() - answered > REFUSAL_S:
+            raise server.latch(server.say("refused", f"still {step} after {REFUSAL_S:.0f} s"))
         await asyncio.sleep(0.05)
     server.ready_s = time.monotonic() - begun
     await _introduce(server)
@@ -279,7 +306,7 @@ async def _step(server: Server, deadline: float) -> str:
     left = max(1.0, deadline - time.monotonic())
     body: JSON = {"model": server.names[1], "prompt": [11, 12, 13, 14], "max_tokens": 1, "stream": True}
     reply = await server.ask("POST", "/v1/completions", body=body, timeout_s=left)
-    return "ready" if stream_has_token(reply) else f"answering {reply.status}"
+    return "ready" if stream_has_token(reply) else f"answering {reply.status} to a completion"
 
 
 async def _timed_out(server: Server, step: str) -> Verdict:
