@@ -177,7 +177,11 @@ def _non_default(args: argparse.Namespace) -> dict[str, Value | list[str]]:
 
 def resolve(argv: Sequence[str], card: Card, facts: ModelFacts, env: Mapping[str, str]) -> Options:
     """Fill in the platform's defaults and check the rules: SystemExit(2) from argparse, or Refused."""
-    args = parser().parse_args(list(argv))
+    return settle(parser().parse_args(list(argv)), card, facts, env)
+
+
+def settle(args: argparse.Namespace, card: Card, facts: ModelFacts, env: Mapping[str, str]) -> Options:
+    """The same for arguments already parsed. Refused from a rule."""
     model = args.model_tag or args.model
     length = args.max_model_len or facts.max_len
     if length > facts.max_len and env.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") != "1":

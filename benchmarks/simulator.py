@@ -1,0 +1,214 @@
+"""Predictions against measurements: calibrate on one row of measured candidates, predict the others.
+
+    python -m benchmarks.simulator ROWS.jsonl --traffic SLICE.csv [--model M] [--card C] [--on "1024 8192 0"]
+
+A row: {"label": "max_num_seqs max_num_batched_tokens long_prefill_token_threshold ANY xSPEED", "n": requests
+sent, "ttft"|"tpot"|"e2e": {"50": ms, "95": ms, "99": ms}}. The traffic: a CSV with arrival_s, prompt_tokens
+and output_tokens. The targets are those of docs/simulator.md; exit code 1 when one is missed.
+"""
+
+import argparse
+import csv
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tuner.knobs.model import read
+from tuner.records import Candidate, Slice
+from tuner.replay.plan import Plan
+from tuner.simulator.calibrate import Calibration, Observation, fit
+from tuner.simulator.cost import card_of, preset
+from tuner.simulator.predict import UNCALIBRATED, Predictor, Scene
+from tuner.traffic.trace import Trace, build
+
+BARE = Plan(
+    name="bare",
+    slices=1,
+    slice_s=0.0,
+    repeats=1,
+    warmup_waves=0,
+    warmup_requests=0,
+    warmup_limit_s=0.0,
+    warmup_tokens=0,
+    priming_turnovers=0.0,
+    priming_limit_s=0.0,
+    load_warmup_s=0.0,
+    tail_limit_s=0.0,
+)
+SHOWN = ("ttft_p95_ms", "tpot_p95_ms", "e2e_p95_ms")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One measured candidate."""
+
+    knobs: str
+    speed: float
+    count: int
+    candidate: Candidate
+    values: dict[str, float]
+
+
+def rows_of(path: Path) -> list[Row]:
+    found = []
+    for line in path.read_text().splitlines():
+        raw = json.loads(line)
+        words = raw["label"].split()
+        found.append(
+            Row(
+                knobs=" ".join(words[:3]),
+                speed=float(words[-1].lstrip("x")),
+                count=int(raw["n"]),
+                candidate=_candidate(*map(int, words[:3])),
+                values={
+                    f"{kind}_p{share}_ms": value
+                    for kind in ("ttft", "tpot", "e2e")
+                    for share, value in raw[kind].items()
+                },
+            )
+        )
+    return found
+
+
+def _candidate(seqs: int, tokens: int, threshold: int) -> Candidate:
+    """Limits changed in a running engine may hold more sequences than tokens; a launch may not, nor a step."""
+    return Candidate(
+        {
+            "max_num_seqs": min(seqs, tokens),
+            "max_num_batched_tokens": tokens,
+            "long_prefill_token_threshold": threshold,
+        }
+    )
+
+
+def trace_of(path: Path, count: int) -> Trace:
+    with path.open() as file:
+        rows = [row for _, row in zip(range(count), csv.DictReader(file), strict=False)]
+    return build(
+        {
+            "arrival_s": [float(row["arrival_s"]) for row in rows],
+            "input_len": [int(row["prompt_tokens"]) for row in rows],
+            "output_len": [int(row["output_tokens"]) for row in rows],
+        }
+    )
+
+
+def scene_of(arguments: argparse.Namespace, row: Row) -> Scene:
+    trace = trace_of(Path(arguments.traffic), row.count)
+    whole = Slice(name="all", start_s=0.0, duration_s=trace.duration_s + 1e-3)
+    return Scene(
+        trace=trace,
+        slices=(whole,),
+        facts=read(arguments.model, env={}),
+        card=card_of(arguments.card),
+        plan=BARE,
+        speed=row.speed,
+        args={"max_model_len": arguments.max_model_len},
+    )
+
+
+def spearman(a: Sequence[float], b: Sequence[float]) -> float:
+    ranks = [np.argsort(np.argsort(values)) for values in (a, b)]
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+
+
+@dataclass(slots=True)
+class Table:
+    """Predicted beside measured, and what they come to."""
+
+    lines: list[tuple[Row, dict[str, float], dict[str, float], float]]
+
+    def print(self) -> None:
+        print(f"{'candidate':>16} {'x':>4}  " + "  ".join(f"{name[:8]:>22}" for name in SHOWN) + "      s")
+        for row, predicted, _, seconds in self.lines:
+            cells = [
+                f"{predicted[n]:8.1f}/{row.values[n]:8.1f} {predicted[n] / row.values[n] - 1:+5.0%}"
+                for n in SHOWN
+            ]
+            print(f"{row.knobs:>16} {row.speed:4g}  " + "  ".join(cells) + f"  {seconds:5.2f}")
+
+    def errors(self, name: str) -> list[float]:
+        return [abs(p[name] / row.values[name] - 1) for row, p, _, _ in self.lines]
+
+    def verdicts(self) -> list[tuple[str, bool]]:
+        found = []
+        for name in ("tpot_p95_ms", "e2e_p95_ms"):
+            errors = self.errors(name)
+            middle, worst = float(np.median(errors)), max(errors)
+            found.append((f"{name}: median {middle:.1%} (≤ 10 %)", middle <= 0.10))
+            found.append((f"{name}: worst {worst:.1%} (≤ 25 %)", worst <= 0.25))
+        pairs = [(p["ttft_p95_ms"], row.values["ttft_p95_ms"]) for row, p, _, _ in self.lines]
+        light = [abs(p - m) for p, m in pairs if m < 1000]
+        heavy = [(p, m) for p, m in pairs if m >= 1000]
+        if light:
+            worst = max(light)
+            found.append((f"ttft_p95_ms below 1 s: worst {worst:.0f} ms off (≤ 100 ms)", worst <= 100))
+        if len(heavy) > 1:
+            middle = float(np.median([abs(p / m - 1) for p, m in heavy]))
+            rank = spearman([p for p, _ in heavy], [m for _, m in heavy])
+            found.append((f"ttft_p95_ms saturated: median {middle:.1%} (≤ 25 %)", middle <= 0.25))
+            found.append((f"ttft_p95_ms saturated: rank correlation {rank:.2f} (≥ 0.9)", rank >= 0.9))
+        return found
+
+    def coverage(self) -> float:
+        """Share of the shown values that lie within two of the predicted spreads."""
+        inside = [abs(np.log(p[n] / row.values[n])) <= 2 * s[n] for row, p, s, _ in self.lines for n in SHOWN]
+        return float(np.mean(inside))
+
+
+def predict_rows(
+    arguments: argparse.Namespace, rows: Sequence[Row], calibration: Calibration | None
+) -> Table:
+    lines = []
+    for row in rows:
+        scene = scene_of(arguments, row)
+        coefficients = calibration.coefficients if calibration else preset(scene.card)
+        error = calibration.error if calibration else UNCALIBRATED
+        predictor = Predictor(scene, coefficients, error=error)
+        started = time.perf_counter()
+        (prediction,) = predictor([row.candidate])
+        lines.append((row, dict(prediction.values), dict(prediction.spread), time.perf_counter() - started))
+    return Table(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("rows", type=Path)
+    parser.add_argument("--traffic", required=True)
+    parser.add_argument("--model", default="Qwen/Qwen2.5-7B-Instruct")
+    parser.add_argument("--card", default="h100-80")
+    parser.add_argument("--max-model-len", type=int, default=16384)
+    parser.add_argument("--on", default="1024 8192 0", help="the row to calibrate on")
+    parser.add_argument("--uncalibrated", action="store_true")
+    arguments = parser.parse_args()
+    rows = rows_of(arguments.rows)
+    base = next((row for row in rows if row.knobs == arguments.on), None)
+    if base is None:
+        print(f"no row '{arguments.on}' in {arguments.rows}", file=sys.stderr)
+        return 2
+    calibration = None
+    if not arguments.uncalibrated:
+        started = time.perf_counter()
+        seen = Observation(candidate=base.candidate, values=base.values)
+        calibration = fit(scene_of(arguments, base), [seen])
+        print(
+            f"calibrated on '{base.knobs}' in {time.perf_counter() - started:.1f} s, {calibration.rounds} rounds"
+        )
+        print("  " + ", ".join(f"{k} {v:.4g}" for k, v in calibration.coefficients.to_json().items()))
+        print("  residuals " + ", ".join(f"{k} {v:.1%}" for k, v in calibration.residuals.items()))
+    table = predict_rows(arguments, [row for row in rows if row is not base], calibration)
+    table.print()
+    print(f"within two spreads: {table.coverage():.0%}")
+    verdicts = table.verdicts()
+    for words, held in verdicts:
+        print(("  ok    " if held else "  MISSED ") + words)
+    return 0 if all(held for _, held in verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""Fit the step cost to measured trials: damped Gauss–Newton on log residuals, with the presets as priors.
+
+One trial suffices: what it does not tell (say, attention's share) stays near the preset. More trials tell
+more. Percentiles of client timings and the engine's own means are used alike, each with the precision that
+a repeated measurement of it has.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tuner.errors import BadInput
+from tuner.records import JSON, Candidate
+from tuner.simulator.cost import Coefficients, preset
+from tuner.simulator.memory import profile
+from tuner.simulator.options import Refused
+from tuner.simulator.predict import Predictor, Scene, options_of
+
+BOUNDS: Mapping[str, tuple[float, float]] = {
+    "compute": (0.02, 1.0),
+    "memory": (0.05, 1.0),
+    "attention": (0.01, 1.0),
+    "step_s": (1e-5, 0.5),
+    "seq_s": (1e-7, 0.02),
+    "request_s": (1e-4, 0.5),
+}
+"""Physical limits of every coefficient."""
+PRIORS: Mapping[str, float] = {
+    "compute": 0.25,
+    "memory": 0.15,
+    "attention": 0.3,
+    "step_s": 0.5,
+    "seq_s": 1.0,
+    "request_s": 1.0,
+}
+"""How far a preset may be off: one standard deviation of the logarithm."""
+CPU_PRIORS: Mapping[str, float] = {name: 4 * width for name, width in PRIORS.items()}
+"""Nobody's datasheet tells what a CPU does."""
+
+_STEP = 0.05  # of the logarithm, for differences: wide enough to see past the jumps of a discrete simulation
+_KINDS = ("ttft", "tpot", "itl", "e2e")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What was measured of one candidate: measurement names, milliseconds."""
+
+    candidate: Candidate
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """Fitted coefficients and how well they fit. `residuals` maps kind of latency to relative RMS error."""
+
+    coefficients: Coefficients
+    residuals: Mapping[str, float]
+    error: float
+    trials: int
+    rounds: int
+
+    def to_json(self) -> dict[str, JSON]:
+        return {
+            "coefficients": dict(self.coefficients.to_json()),
+            "residuals": dict(self.residuals),
+            "error": self.error,
+            "trials": self.trials,
+            "rounds": self.rounds,
+        }
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, JSON]) -> "Calibration":
+        """What `to_json` gave. BadInput for anything else."""
+        try:
+            return cls(
+                coefficients=Coefficients(**raw["coefficients"]),  # type: ignore[arg-type]
+                residuals=dict(raw["residuals"]),  # type: ignore[arg-type]
+                error=float(raw["error"]),  # type: ignore[arg-type]
+                trials=int(raw["trials"]),  # type: ignore[arg-type]
+                rounds=int(raw["rounds"]),  # type: ignore[arg-type]
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise BadInput(f"not a calibration: {error}") from None
+
+
+class _Problem:
+    """Residuals of all observations and priors as a function of the logarithms of the coefficients."""
+
+    def __init__(self, scene: Scene, observations: Sequence[Observation], start: Coefficients) -> None:
+        self.names = tuple(PRIORS)
+        self.start = start
+        priors = CPU_PRIORS if scene.card.platform == "cpu" else PRIORS
+        self.widths = np.array([priors[name] for name in self.names])
+        self._predictor = Predictor(scene, start, spreads=False)
+        self._cases = []
+        for seen in observations:
+            try:
+                options, swap, _ = options_of(scene, seen.candidate)
+            except Refused as refused:
+                raise BadInput(f"a measured candidate would be refused: {refused}") from None
+            blocks = profile(scene.facts, scene.card, options.budget).blocks
+            limits = replace(options.limits, num_blocks=blocks, swap_blocks=swap)
+            used = {n: v for n, v in seen.values.items() if _usable(n, v)}
+            self._cases.append((limits, options.budget.capture_most, used))
+
+    def coefficients(self, x: NDArray[np.float64]) -> Coefficients:
+        values = {}
+        for name, log in zip(self.names, x, strict=True):
+            low, high = BOUNDS[name]
+            values[name] = min(high, max(low, getattr(self.start, name) * math.exp(log)))
+        return Coefficients(**values)
+
+    def errors(self, x: NDArray[np.float64]) -> list[tuple[str, float, float]]:
+        """(name, log of predicted over measured, its precision) of every value that was measured."""
+        self._predictor.coefficients = self.coefficients(x)
+        found = []
+        for limits, capture, used in self._cases:
+            predicted = self._predictor.values(limits, capture)
+            for name, value in used.items():
+                if 0 < (other := predicted.get(name, math.inf)) < math.inf:
+                    found.append((name, math.log(other / value), _sigma(name, value)))
+                else:
+                    found.append((name, 2.0, _sigma(name, value)))
+        return found
+
+    def residuals(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
+        raw = [error / sigma for _, error, sigma in self.errors(x)]
+        robust = [math.copysign(math.sqrt(2 * (math.hypot(1, r / 3) - 1)) * 3, r) for r in raw]
+        return np.concatenate([robust, x / self.widths])
+
+
+def _usable(name: str, value: float) -> bool:
+    kind, _, rest = name.partition("_")
+    return kind in _KINDS and rest in ("mean_ms", "p50_ms", "p90_ms", "p95_ms", "p99_ms") and 0 < value < 1e9
+
+
+def _sigma(name: str, value: float) -> float:
+    """Precision of a measured value, relative: 3 % of a time per token, and for first tokens some ms more."""
+    kind = name.partition("_")[0]
+    if kind == "ttft":
+        return math.hypot(0.06, 8.0 / value)
+    return {"tpot": 0.03, "itl": 0.06, "e2e": 0.04}[kind]
+
+
+def fit(
+    scene: Scene,
+    observations: Sequence[Observation],
+    *,
+    start: Coefficients | None = None,
+    rounds: int = 8,
+) -> Calibration:
+    """Coefficients that explain the observations best, within BOUNDS. BadInput when none has a latency."""
+    problem = _Problem(scene, observations, start or preset(scene.card))
+    if not any(used for _, _, used in problem._cases):
+        raise BadInput("no observation with latencies to calibrate on")
+    x = np.zeros(len(problem.names))
+    current = problem.residuals(x)
+    damping, done = 1e-2, 0
+    for _ in range(rounds):
+        done += 1
+        slopes = np.empty((len(current), len(x)))
+        for index in range(len(x)):
+            moved = x.copy()
+            moved[index] += _STEP
+            slopes[:, index] = (problem.residuals(moved) - current) / _STEP
+        better = None
+        while damping < 1e3:
+            normal = slopes.T @ slopes
+            shift = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -slopes.T @ current)
+            tried = x + np.clip(shift, -0.7, 0.7)
+            outcome = problem.residuals(tried)
+            if outcome @ outcome < current @ current:
+                better = (tried, outcome)
+                damping = max(damping / 5, 1e-4)
+                break
+            damping *= 5
+        if better is None:
+            break
+        gain = 1 - (better[1] @ better[1]) / (current @ current)
+        x, current = better
+        if gain < 2e-3:
+            break
+    return _report(problem, x, len(observations), done)
+
+
+def _report(problem: _Problem, x: NDArray[np.float64], trials: int, rounds: int) -> Calibration:
+    by_kind: dict[str, list[float]] = {}
+    for name, error, _ in problem.errors(x):
+        by_kind.setdefault(name.partition("_")[0], []).append(error)
+    residuals = {kind: float(np.sqrt(np.mean(np.square(found)))) for kind, found in by_kind.items()}
+    steps = residuals.get("tpot", residuals.get("e2e", 0.05))
+    # One trial fixes few coefficients: elsewhere the steps are known less well than the fit suggests.
+    error = math.hypot(steps, 0.04 / math.sqrt(trials))
+    return Calibration(
+        coefficients=problem.coefficients(x), residuals=residuals, error=error, trials=trials, rounds=rounds
+    )

@@ -1,0 +1,312 @@
+"""What an engine would measure: a study's slices in virtual time, under the names that measurements go by."""
+
+import functools
+import math
+from argparse import Namespace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tuner.knobs.model import ModelFacts
+from tuner.measures import STATISTICS
+from tuner.records import Candidate, Prediction, Slice, Slo, Value, Violation
+from tuner.replay.plan import PLANS, Plan
+from tuner.simulator.clock import Clock, Course
+from tuner.simulator.cost import GIB, Card, Coefficients, StepCost
+from tuner.simulator.memory import Memory, profile
+from tuner.simulator.options import Options, Refused, parser, settle
+from tuner.simulator.scheduler import Limits, Request, Scheduler
+from tuner.simulator.workload import Part, Workload
+from tuner.traffic.trace import Trace
+
+UNCALIBRATED = 0.20
+"""Relative error to expect of the presets' step times (one standard deviation)."""
+FLOORS: Mapping[str, float] = MappingProxyType({"ttft": 0.08, "tpot": 0.03, "itl": 0.06, "e2e": 0.04})
+"""Relative error that remains however well the step times are known."""
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """What is fixed for all candidates of a study. `args` are the engine's fixed arguments, dashes or not."""
+
+    trace: Trace
+    slices: tuple[Slice, ...]
+    facts: ModelFacts
+    card: Card
+    plan: Plan = PLANS["standard"]
+    speed: float = 1.0
+    slo: Slo = field(default_factory=Slo)
+    args: Mapping[str, Value] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    deadline_s: float | None = None
+
+    @property
+    def deadline(self) -> float:
+        """Seconds after which a request counts as failed, as a replay has it."""
+        return self.deadline_s or max(60.0, 4 * (self.slo.e2e_ms or 0.0) / 1000)
+
+
+@functools.cache
+def _plain() -> Mapping[str, object]:
+    return MappingProxyType(vars(parser().parse_args([])))
+
+
+def options_of(scene: Scene, knobs: Mapping[str, Value]) -> tuple[Options, int, bool]:
+    """(effective options, swap blocks, offload) of a candidate on top of the fixed arguments.
+
+    Knobs that the simulator does not model are ignored. Refused where the engine would not start.
+    """
+    given = {name.lstrip("-").replace("-", "_"): value for name, value in {**scene.args, **knobs}.items()}
+    known = dict(_plain())
+    known.update({name: value for name, value in given.items() if name in known and value is not None})
+    known["model"] = scene.facts.name
+    options = settle(Namespace(**known), scene.card, scene.facts, scene.env)
+    swap, offload = _preemption(str(given.get("preemption") or "recompute"))
+    per_block = scene.facts.kv_bytes_per_token * options.limits.block_size
+    return options, int(swap * GIB // per_block), offload > 0
+
+
+def _preemption(text: str) -> tuple[float, float]:
+    """(GiB of swap, GiB of offload) of « recompute », « swap:4 » or « offload:8 »."""
+    kind, _, size = text.partition(":")
+    amount = float(size) if size else 0.0
+    return (amount if kind == "swap" else 0.0, amount if kind == "offload" else 0.0)
+
+
+@dataclass(slots=True)
+class Run:
+    """One slice as simulated: milliseconds per measured request (+inf = failed), and the engine's side."""
+
+    window_s: float
+    ttft: Floats
+    tpot: Floats
+    e2e: Floats
+    outputs: Floats
+    inputs: Floats
+    gaps: Floats
+    weights: Floats
+    engine: dict[str, float]
+
+
+def simulate(scene: Scene, work: Workload, limits: Limits, cost: StepCost) -> list[Run]:
+    """All slices of a scene under one engine, each from a primed, idle engine."""
+    return [_slice(scene, work, part, limits, cost) for part in work.parts]
+
+
+def _slice(scene: Scene, work: Workload, part: Part, limits: Limits, cost: StepCost) -> Run:
+    scheduler = Scheduler(limits)
+    work.prime(part, scheduler)
+    delay = cost.coefficients.request_s
+    requests = work.requests(part, limits, delay)
+    fits = [request for request in requests if request.prompt < limits.max_model_len]
+    last = part.start_s + part.window_s + scene.deadline
+    course = Clock(scheduler, cost, until=last).run(fits)
+    measured = [request for request, inside in zip(requests, part.measured, strict=True) if inside]
+    return _fold(measured, part, course, scheduler, scene.deadline - delay)
+
+
+def _fold(
+    measured: Sequence[Request], part: Part, course: Course, scheduler: Scheduler, deadline: float
+) -> Run:
+    """Times count from when each request was due; the front end's delay is in the arrivals."""
+    due = np.array([part.at_s[r.number] for r in measured])
+    arrival = np.array([r.arrival for r in measured])
+    first = np.array([r.first for r in measured])
+    last = np.array([r.last for r in measured])
+    made = np.array([r.output for r in measured], np.float64)
+    failed = (last < 0) | (last - arrival > deadline)
+    ttft = np.where(failed, math.inf, (first - due) * 1e3)
+    e2e = np.where(failed, math.inf, (last - due) * 1e3)
+    later = np.maximum(made - 1, 1)
+    tpot = np.where(made > 1, np.where(failed, math.inf, (last - first) / later * 1e3), math.nan)
+    gaps = np.array(course.gaps).reshape(-1, 4)
+    inside = gaps[(gaps[:, 0] >= part.start_s) & (gaps[:, 0] <= part.start_s + part.window_s)]
+    return Run(
+        window_s=part.window_s,
+        ttft=ttft,
+        tpot=tpot,
+        e2e=e2e,
+        outputs=np.where(failed, 0.0, made),
+        inputs=np.array([r.prompt for r in measured], np.float64) * ~failed,
+        gaps=inside[:, 1] * 1e3,
+        weights=inside[:, 2] * inside[:, 3],
+        engine=_engine(course, scheduler, part),
+    )
+
+
+def _engine(course: Course, scheduler: Scheduler, part: Part) -> dict[str, float]:
+    levels = np.array(course.levels).reshape(-1, 3)
+    found = {"preemptions": float(scheduler.preemptions)}
+    if scheduler.queries:
+        found["prefix_hit_rate"] = scheduler.hits / scheduler.queries
+    if course.steps:
+        found["batch_tokens_mean"] = course.tokens / course.steps
+    inside = levels[(levels[:, 0] >= part.start_s) & (levels[:, 0] <= part.start_s + part.window_s)]
+    if len(inside):
+        spans = np.diff(inside[:, 0], prepend=part.start_s)
+        weights = np.maximum(spans, 1e-9)
+        found["queue_depth_mean"] = float(np.average(inside[:, 1], weights=weights))
+        found["queue_depth_max"] = float(inside[:, 1].max())
+        found["kv_usage_mean"] = float(np.average(inside[:, 2], weights=weights))
+        found["kv_usage_max"] = float(inside[:, 2].max())
+    return found
+
+
+def fold(runs: Sequence[Run], slo: Slo) -> dict[str, float]:
+    """Measurement names of all slices together: outcomes pooled, rates over the sum of the windows."""
+    ttft, tpot, e2e = (np.concatenate([getattr(r, name) for r in runs]) for name in ("ttft", "tpot", "e2e"))
+    gaps, weights = (np.concatenate([getattr(r, name) for r in runs]) for name in ("gaps", "weights"))
+    window, count = sum(run.window_s for run in runs), len(ttft)
+    values: dict[str, float] = {"requests": float(count), "failed": float(np.isinf(e2e).sum())}
+    for kind, sample in (("ttft", ttft), ("tpot", tpot[~np.isnan(tpot)]), ("e2e", e2e)):
+        values.update(_statistics(kind, sample, None))
+    values.update(_statistics("itl", gaps, weights))
+    good = np.isfinite(e2e)
+    for limit, sample in ((slo.ttft_ms, ttft), (slo.tpot_ms, tpot), (slo.e2e_ms, e2e)):
+        if limit is not None:
+            good &= ~(sample > limit)
+    if window > 0:
+        values["goodput_rps"] = float(good.sum()) / window
+        values["request_rps"] = float(np.isfinite(e2e).sum()) / window
+        values["output_tokens_per_s"] = float(sum(run.outputs.sum() for run in runs)) / window
+        values["input_tokens_per_s"] = float(sum(run.inputs.sum() for run in runs)) / window
+    if count:
+        values["slo_attainment"] = float(good.mean())
+    values.update(_pooled_engine(runs))
+    return values
+
+
+def _percentile(sample: Floats, share: float, weights: Floats | None) -> float:
+    """Linear between order statistics, a weight counting as repeats; +inf once it touches a failure."""
+    order = np.argsort(sample, kind="stable")
+    upper = np.cumsum(weights[order] if weights is not None else np.ones(len(sample)))
+    place = share * (upper[-1] - 1)
+    at = np.searchsorted(upper, (math.floor(place), math.ceil(place)), side="right")
+    low, high = sample[order][np.minimum(at, len(sample) - 1)]
+    return float(low if low == high else low + (high - low) * (place - math.floor(place)))
+
+
+def _pooled_engine(runs: Sequence[Run]) -> dict[str, float]:
+    values: dict[str, float] = {}
+    for name in {name for run in runs for name in run.engine}:
+        found = [(run.engine[name], run.window_s) for run in runs if name in run.engine]
+        if name == "preemptions":
+            values[name] = sum(value for value, _ in found)
+        elif name.endswith("_max"):
+            values[name] = max(value for value, _ in found)
+        else:
+            values[name] = sum(value * window for value, window in found) / sum(window for _, window in found)
+    return values
+
+
+def _statistics(kind: str, sample: Floats, weights: Floats | None) -> dict[str, float]:
+    values: dict[str, float] = {}
+    finite = np.isfinite(sample)
+    for statistic in STATISTICS:
+        name = f"{kind}_{statistic}_ms"
+        if statistic == "mean":
+            if finite.any():
+                kept = weights[finite] if weights is not None else None
+                values[name] = float(np.average(sample[finite], weights=kept))
+        elif len(sample):
+            values[name] = _percentile(sample, int(statistic[1:]) / 100, weights)
+    return values
+
+
+class Predictor:
+    """Predictions for candidates of one scene; asking twice for one candidate costs nothing.
+
+    `error` is the relative error of step times to expect (a calibration's, else UNCALIBRATED): each
+    candidate is run slower and faster by it, so that its `spread` is wide where a queue is about to form.
+    """
+
+    def __init__(
+        self, scene: Scene, coefficients: Coefficients, *, error: float = UNCALIBRATED, spreads: bool = True
+    ) -> None:
+        self.scene = scene
+        self.coefficients = coefficients
+        self.error = error
+        self._spreads = spreads
+        self._work = Workload(scene.trace, scene.slices, scene.plan, scene.speed)
+        self._known: dict[str, Prediction] = {}
+
+    def __call__(self, candidates: Sequence[Candidate]) -> tuple[Prediction, ...]:
+        found = []
+        for candidate in candidates:
+            if candidate.digest not in self._known:
+                self._known[candidate.digest] = self._predict(candidate)
+            found.append(self._known[candidate.digest])
+        return tuple(found)
+
+    def _predict(self, candidate: Candidate) -> Prediction:
+        try:
+            options, swap, _ = options_of(self.scene, candidate)
+        except Refused:
+            return Prediction(values={}, feasible=False, violation=Violation(kv=0.0, oom=0.0, err=1.0))
+        memory = profile(self.scene.facts, self.scene.card, options.budget)
+        violation, feasible = violation_of(options, memory, self.scene.card)
+        if not feasible:
+            return Prediction(values={}, feasible=False, violation=violation)
+        limits = replace(options.limits, num_blocks=memory.blocks, swap_blocks=swap)
+        values = self.values(limits, options.budget.capture_most)
+        requests = max(values.get("requests", 0.0), 1.0)
+        failed = values.get("failed", 0.0) / requests - 0.01
+        spread = self._spread(limits, options.budget.capture_most, values) if self._spreads else {}
+        return Prediction(
+            values=values,
+            feasible=failed <= 0,
+            violation=replace(violation, err=failed),
+            spread=spread,
+        )
+
+    def values(self, limits: Limits, capture_most: int, slower: float = 1.0) -> dict[str, float]:
+        """The numbers under given limits; `slower` multiplies every step's time."""
+        c = self.coefficients
+        scaled = c.scaled(
+            {"compute": 1 / slower, "memory": 1 / slower, "attention": 1 / slower}
+            | {"step_s": slower, "seq_s": slower}
+        )
+        cost = StepCost(
+            self.scene.facts,
+            self.scene.card,
+            scaled,
+            block_size=limits.block_size,
+            capture_most=capture_most,
+        )
+        return fold(simulate(self.scene, self._work, limits, cost), self.scene.slo)
+
+    def _spread(self, limits: Limits, capture: int, values: Mapping[str, float]) -> dict[str, float]:
+        slow = self.values(limits, capture, 1 + self.error)
+        fast = self.values(limits, capture, 1 / (1 + self.error))
+        spread = {}
+        for name, value in values.items():
+            low, high = fast.get(name, value), slow.get(name, value)
+            floor = FLOORS.get(name.partition("_")[0], 0.02)
+            if 0 < low < math.inf and 0 < high < math.inf:
+                spread[name] = math.hypot(floor, math.log(high / low) / 2)
+        return spread
+
+
+def violation_of(options: Options, memory: Memory, card: Card) -> tuple[Violation, bool]:
+    """Graded constraints of the start-up, and whether the engine would come up."""
+    length, tokens = options.limits.max_model_len, memory.tokens(options.limits.block_size)
+    kv = (length - tokens) / length
+    fits = options.limits.block_size % (32 if card.platform == "cpu" else 16) == 0
+    oom = memory.missing_gib if card.platform == "cuda" else -0.3
+    return Violation(kv=kv, oom=oom, err=None), kv <= 0 and oom <= 0 and fits and memory.kv_gib > 0
+
+
+def predict(
+    scene: Scene,
+    candidates: Iterable[Candidate],
+    coefficients: Coefficients,
+    *,
+    error: float = UNCALIBRATED,
+) -> tuple[Prediction, ...]:
+    """What each candidate would measure on the scene, by one predictor."""
+    return Predictor(scene, coefficients, error=error)(tuple(candidates))
