@@ -2,12 +2,25 @@
 
 import hashlib
 import json
+from dataclasses import dataclass
 
+from tuner.replay.jobs import Job
 from tuner.replay.plan import Load
+from tuner.replay.schedule import cancel_after
 from tuner.traffic.prompts import Prompts, salt
 from tuner.traffic.trace import Trace
 
-PATH = "/v1/completions"
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What a job waits for: its parent's key (-1: nothing), think time, whether others wait for it."""
+
+    parent: int = -1
+    think_s: float = 0.0
+    children: bool = False
+
+
+ALONE = Turn()
 
 
 class Bodies:
@@ -37,12 +50,42 @@ class Bodies:
             found = self._prompts[kind] = Prompts(self.trace, self.load.vocabulary, own)
         return found
 
-    def body(
-        self, row: int, *, kind: str = "", tokens: int | None = None, prompt: bytes | None = None
-    ) -> bytes:
-        """The JSON body of a row. `tokens` overrides the recorded answer length, `prompt` the JSON."""
+    def job(
+        self,
+        key: int,
+        row: int,
+        at_s: float,
+        *,
+        kind: str = "",
+        tokens: int | None = None,
+        counted: bool = True,
+        turn: Turn = ALONE,
+    ) -> Job:
+        """A row as a job. `tokens` overrides the recorded answer length (warm-up, priming)."""
+        text = self.prompts(kind).token_json(row)
         choices = self.choices(row)
         length = self.answer(row) if tokens is None else tokens
+        live = self.load.history == "live"
+        cancels = tokens is None and self.load.replay_cancellations
+        return Job(
+            key=key,
+            row=row,
+            at_s=at_s,
+            body=self._head + text + self._tail(row, length, choices, ids=live and turn.children) + b"}",
+            expected_input=int(self.trace.input_len[row]),
+            expected_output=length * choices,
+            choices=choices,
+            counted=counted,
+            cancel_s=cancel_after(self.trace, row) if cancels else None,
+            deadline_s=self.load.deadline,
+            parent=turn.parent,
+            think_s=turn.think_s,
+            children=turn.children,
+            prompt=(len(self._head), len(self._head) + len(text)),
+            delta=self._delta(row, turn) if live else b"",
+        )
+
+    def _tail(self, row: int, length: int, choices: int, *, ids: bool) -> bytes:
         priority = int(self.trace.priority[row])
         tail = (
             f',"max_tokens":{length},"min_tokens":{length},"ignore_eos":true,"stream":true,'
@@ -54,8 +97,18 @@ class Bodies:
             tail += '"temperature":0.0'
         if self._priorities and priority:
             tail += f',"priority":{priority}'
-        text = self.prompts(kind).token_json(row) if prompt is None else prompt
-        return self._head + text + tail.encode() + b"}"
+        if ids:
+            tail += ',"return_token_ids":true'
+        return tail.encode()
+
+    def _delta(self, row: int, turn: Turn) -> bytes:
+        """The ids that a turn adds to its parent's prompt and answer; none where it does not extend them."""
+        if turn.parent < 0:
+            return b""
+        parent = int(self.trace.parent[row])
+        covered = int(self.trace.input_len[parent]) + self.answer(parent)
+        own = self.prompts().tokens(row)[covered:]
+        return b",".join(b"%d" % one for one in own.tolist())
 
     def answer(self, row: int) -> int:
         """Tokens to ask for: as recorded, at least one."""

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tuner.records import Fidelity, Outcome
+from tuner.replay.jobs import CANCELLED, Sent
 from tuner.replay.plan import Plan
-from tuner.replay.sender import CANCELLED, Sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +124,7 @@ def _wire(sent: Sequence[Sent], values: dict[str, float | None]) -> None:
     values["resent"] = float(sum(s.resent for s in sent))
     tokens = sum(int(s.outcome.chunk_tokens.sum()) for s in counted)
     if tokens:
-        values["chunks_per_token"] = sum(s.chunks for s in counted) / tokens
+        values["chunks_per_token"] = sum(len(s.outcome.chunk_s) for s in counted) / tokens
     gaps = ttft_gaps_ms(counted)
     if len(gaps):
         values["engine_ttft_gap_p50_ms"] = float(np.percentile(gaps, 50))

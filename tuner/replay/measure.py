@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from tuner.measures import STATISTICS
 from tuner.records import Measurement, MeasurementKind, Outcome, Purpose, SliceMeasurement, Slo
-from tuner.replay.sender import CANCELLED
+from tuner.replay.jobs import CANCELLED
 from tuner.replay.timeline import Replayed
 
 P99_NEEDS = 1000

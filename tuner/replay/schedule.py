@@ -101,3 +101,17 @@ def cancel_after(trace: Trace, row: int) -> float | None:
         return None
     after = float(trace.obs_e2e_s[row])
     return after if after >= 0 else None
+
+
+def lineage(trace: Trace, timetable: Schedule) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Per position: that of the parent turn in the same timetable (-1: none), and of the root turn."""
+    own = np.flatnonzero(timetable.filler == 0)
+    place = dict(zip(timetable.rows[own].tolist(), own.tolist(), strict=True))
+    parents = np.full(len(timetable), -1, np.int64)
+    roots = np.arange(len(timetable), dtype=np.int64)
+    for position in own.tolist():
+        parent = place.get(int(trace.parent[timetable.rows[position]]), -1)
+        if 0 <= parent < position:
+            parents[position] = parent
+            roots[position] = roots[parent]
+    return parents, roots

@@ -23,10 +23,12 @@ SLICE = 64
 class Answer:
     """One parsed answer; stamps in nanoseconds of the wire's clock. `error` None = complete.
 
-    `guessed` chunks carried text but no usage and were counted as one token each. `answer_ns` is the first
-    chunk that is not reasoning. `engine` holds the engine's own per-request metrics where it sends them.
+    `keep_ids` asks for the answered token ids in `ids`. `guessed` chunks carried text but no usage and were
+    counted as one token each. `answer_ns` is the first chunk that is not reasoning. `engine` holds the
+    engine's own per-request metrics where it sends them.
     """
 
+    keep_ids: bool = False
     status: int = 0
     chunk_ns: list[int] = field(default_factory=list)
     chunk_tokens: list[int] = field(default_factory=list)
@@ -38,6 +40,7 @@ class Answer:
     guessed: int = 0
     error: str | None = None
     engine: Mapping[str, float] = field(default_factory=dict)
+    ids: list[int] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
@@ -133,7 +136,7 @@ def _event(answer: Answer, event: bytes, stamp: int, counts: list[int]) -> None:
     if data == b"[DONE]":
         answer.finished = True
         return
-    found = data.rfind(COMPLETION)
+    found = -1 if answer.keep_ids else data.rfind(COMPLETION)
     if found >= 0 and len(counts) == 1 and answer.answer_ns is not None and not NO_CHOICES.search(data):
         digits = DIGITS.match(data, found + len(COMPLETION))
         if digits is not None:
@@ -170,6 +173,8 @@ def _chunk(answer: Answer, said: dict[str, object], stamp: int, counts: list[int
     delta = choice.get("delta") or choice
     reasoning = delta.get("reasoning") or delta.get("reasoning_content")
     before = len(answer.chunk_ns)
+    if answer.keep_ids and isinstance(choice.get("token_ids"), list):
+        answer.ids.extend(choice["token_ids"])
     if isinstance(usage, dict) and "completion_tokens" in usage:
         _count(answer, stamp, counts, int(choice.get("index", 0)), int(usage["completion_tokens"]))
         answer.prompt_tokens = int(usage.get("prompt_tokens", answer.prompt_tokens or 0))

@@ -4,55 +4,33 @@ window by scheduled arrival → tail under load.
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter_ns
-from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from tuner.errors import Aborted, EngineError
-from tuner.records import Fidelity, Outcome, Slice, Value
+from tuner.errors import Aborted
+from tuner.records import Fidelity, Outcome, Slice
 from tuner.replay import fidelity, lock
-from tuner.replay.bodies import PATH, Bodies
-from tuner.replay.observe import Observer
+from tuner.replay.bodies import Bodies, Turn
+from tuner.replay.contention import Contention
+from tuner.replay.jobs import Job, Sent
+from tuner.replay.observe import Observer, growing
 from tuner.replay.plan import PLANS, Causality, Load, Plan
-from tuner.replay.schedule import KINDS, Schedule, cancel_after, priming_rows, schedule, warmup_rows
-from tuner.replay.sender import Job, Sender, Sent, cpu_seconds, quiet_collector
-from tuner.replay.wire import Pool, post
+from tuner.replay.prepare import Engine, Notes, Preparer, Progress, check_alive
+from tuner.replay.schedule import KINDS, Schedule, lineage, schedule
+from tuner.replay.senders import Senders
+from tuner.replay.wire import Pool
 from tuner.traffic.trace import Trace
 
 __all__ = ["PLANS", "Causality", "Load", "Partial", "Plan", "Progress", "Replayed", "SliceReplay", "replay"]
 
 LEAD_S = 0.05
 WATCH_S = 0.25
-
-
-class Reset(Protocol):
-    """How a cache reset went; `proved` = the engine said so itself."""
-
-    @property
-    def proved(self) -> bool: ...
-    @property
-    def how(self) -> str: ...
-
-
-class Engine(Protocol):
-    """What a replay needs of a running engine (`engine.server.Server`)."""
-
-    @property
-    def host(self) -> str: ...
-    @property
-    def port(self) -> int: ...
-    @property
-    def kv_tokens(self) -> int | None: ...
-    @property
-    def effective(self) -> Mapping[str, Value]: ...
-    @property
-    def alive(self) -> bool: ...
-    async def reset_cache(self) -> Reset: ...
-    async def fault(self, phase: str) -> EngineError | None: ...
+CONNECTIONS = 512
+"""Connections opened ahead of a window."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -70,16 +48,6 @@ class Partial:
 
 
 Judge = Callable[[Partial], str | None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """Where a replay is: the phase, the slice, and seconds done of seconds expected."""
-
-    phase: str
-    slice: str
-    done_s: float
-    total_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -122,7 +90,7 @@ async def replay(
         try:
             return await run.all(slices)
         finally:
-            await run.pool.close()
+            await run.close()
 
 
 class _Replay:
@@ -137,245 +105,171 @@ class _Replay:
         judge: Judge | None,
         progress: Callable[[Progress], None],
     ) -> None:
-        self.server = server
-        self.trace = trace
-        self.plan = plan
-        self.load = load
-        self.judge = judge
-        self.progress = progress
+        self.server, self.trace, self.plan, self.load = server, trace, plan, load
+        self.judge, self.progress = judge, progress
         self.pool = Pool(server.host, server.port)
         priorities = server.effective.get("scheduling_policy") == "priority"
         self.bodies = Bodies(trace, load, priorities=priorities)
+        self.senders = Senders(server.host, server.port, load.senders, load.cores)
+        self.notes = Notes()
         self.sent: list[Sent] = []
         self.planned = 0
         self.cpu = 0.0
-        self.extra: dict[str, float | None] = {}
-        self.warnings: list[str] = []
         self.stopped: str | None = None
-        self._key = 0
 
     async def all(self, slices: Sequence[Slice]) -> Replayed:
-        done: list[SliceReplay] = []
-        self.warm_up = [schedule(self.trace, s, speed=self.load.speed, warmup_s=0, tail_s=0) for s in slices]
-        await self.engine_warmup(slices)
+        """Every slice in turn, then the fidelity report."""
+        plan, done = self.plan, list[SliceReplay]()
+        prepare = Preparer(
+            server=self.server, trace=self.trace, plan=plan, load=self.load, bodies=self.bodies,
+            pool=self.pool, notes=self.notes, progress=self.progress,
+        )  # fmt: skip
+        bare = [schedule(self.trace, s, speed=self.load.speed, warmup_s=0, tail_s=0) for s in slices]
+        starting = asyncio.create_task(self.senders.start())
+        try:
+            await prepare.warm_up(np.concatenate([s.rows for s in bare]) if bare else np.empty(0, np.int64))
+        finally:
+            await starting
         for part in slices:
+            await prepare.reset()
+            await prepare.prime(part)
             done.append(await self.one(part))
             if self.stopped is not None:
                 break
         evidence = fidelity.Evidence(
-            sent=self.sent,
-            planned=self.planned,
-            cpu=self.cpu,
-            curtailed=self.stopped is not None,
-            extra=self.extra,
-            warnings=tuple(self.warnings),
-        )
-        return Replayed(
-            slices=tuple(done), fidelity=fidelity.check(evidence, self.plan), stopped=self.stopped
-        )
-
-    async def engine_warmup(self, slices: Sequence[Slice]) -> None:
-        """Waves of the longest and of typical prompts, until the TTFT of two waves agrees."""
-        rows = np.concatenate([s.rows for s in self.warm_up]) if slices else np.empty(0, np.int64)
-        chosen = warmup_rows(self.trace, rows, self.plan.warmup_requests)
-        start, medians = perf_counter_ns(), list[float]()
-        for wave in range(self.plan.warmup_waves if len(chosen) else 0):
-            spent = (perf_counter_ns() - start) / 1e9
-            self.progress(Progress(phase="warm-up", slice="", done_s=spent, total_s=self.plan.warmup_limit_s))
-            if wave and spent > self.plan.warmup_limit_s:
-                break
-            outcomes = await self.burst(chosen, f"warm-up {wave}", self.plan.warmup_tokens, len(chosen))
-            waits = [o.first_token_s - o.scheduled_s for o in outcomes if o.first_token_s is not None]
-            medians.append(float(np.median(waits)) if waits else math.inf)
-            if len(medians) > 1 and abs(medians[-1] / medians[-2] - 1) <= self.plan.warmup_agreement:
-                break
-        self.extra["warmup_waves"] = float(len(medians))
-        agreed = len(medians) > 1 and abs(medians[-1] / medians[-2] - 1) <= self.plan.warmup_agreement
-        self.extra["warmup_agreed"] = float(agreed)
-        if medians and not agreed:
-            self.warnings.append(
-                f"warm-up ended before two waves agreed within {self.plan.warmup_agreement:.0%}"
-            )
-
-    async def burst(
-        self, rows: NDArray[np.int64], kind: str, tokens: int, concurrency: int, limit_s: float = math.inf
-    ) -> list[Outcome]:
-        """Send rows in order, at most `concurrency` at once, until done or the limit; none is measured."""
-        found: list[Outcome] = []
-        room = asyncio.Semaphore(concurrency)
-
-        def take(sent: Sent) -> None:
-            found.append(sent.outcome)
-            room.release()
-
-        sender = Sender(self.pool, take)
-        zero = perf_counter_ns()
-
-        async def jobs() -> AsyncIterator[Job]:
-            for row in rows:
-                await room.acquire()
-                self.check_engine_now()
-                at = (perf_counter_ns() - zero) / 1e9
-                if at > limit_s:
-                    return
-                body = self.bodies.body(int(row), kind=kind, tokens=tokens)
-                yield self.job(int(row), at, body, tokens=tokens, counted=True)
-
-        await sender.play(jobs(), zero)
-        await sender.settle(self.load.deadline)
-        await sender.cut_all("not waited for")
-        await self.check_engine()
-        return found
-
-    def job(self, row: int, at_s: float, body: bytes, *, counted: bool, tokens: int | None = None) -> Job:
-        self._key += 1
-        choices = self.bodies.choices(row)
-        measured = tokens is None
-        return Job(
-            key=self._key,
-            row=row,
-            at_s=at_s,
-            request=post(self.pool.host, self.pool.port, PATH, body),
-            expected_input=int(self.trace.input_len[row]),
-            expected_output=(self.bodies.answer(row) if tokens is None else tokens) * choices,
-            choices=choices,
-            counted=counted,
-            cancel_s=cancel_after(self.trace, row) if measured and self.load.replay_cancellations else None,
-            deadline_s=self.load.deadline,
-        )
+            sent=self.sent, planned=self.planned, cpu=self.cpu, curtailed=self.stopped is not None,
+            extra=self.notes.values, warnings=tuple(self.notes.warnings),
+        )  # fmt: skip
+        return Replayed(slices=tuple(done), fidelity=fidelity.check(evidence, plan), stopped=self.stopped)
 
     async def one(self, part: Slice) -> SliceReplay:
-        """One slice: reset, prime, warm up under load, measure, keep the load until the last answer."""
-        plan, speed = self.plan, self.load.speed
+        """Load warm-up, window and tail of one slice, as one stream of jobs."""
+        plan = self.plan
         timetable = schedule(
-            self.trace, part, speed=speed, warmup_s=plan.load_warmup_s, tail_s=plan.tail_limit_s
+            self.trace, part, speed=self.load.speed, warmup_s=plan.load_warmup_s, tail_s=plan.tail_limit_s
         )
-        await self.reset()
-        await self.prime(part)
-        requests = [self.request(timetable, k) for k in range(len(timetable))]
-        counted = int(timetable.measured.sum())
-        self.planned += counted
-        window = _Window(part, timetable.window_s, counted)
-        sender = Sender(self.pool, window.take)
-        await self.pool.open(max(0, min(64, counted) - len(self.pool.idle)))
+        window = _Window(part, timetable)
+        self.planned += window.planned
+        self.senders.begin(window.take, min(CONNECTIONS, window.planned))
+        ready = asyncio.Event()
+        feeder = asyncio.create_task(self.senders.feed(self.jobs(timetable), ready))
+        await asyncio.wait([feeder, asyncio.create_task(ready.wait())], return_when=asyncio.FIRST_COMPLETED)
+        contention = Contention()
         zero = perf_counter_ns() + int((plan.load_warmup_s + LEAD_S) * 1e9)
-        observer = Observer(self.pool.host, self.pool.port, plan.scrape_s)
-        with quiet_collector():
-            before = cpu_seconds()
-            player = asyncio.create_task(sender.play(_each(requests), zero))
-            watcher = asyncio.create_task(observer.run(zero, timetable.window_s))
-            try:
-                await self.watch(window, sender, zero)
-            finally:
-                for task in (player, watcher):
-                    task.cancel()
-                await asyncio.gather(player, watcher, return_exceptions=True)
-            span = (perf_counter_ns() - zero) / 1e9 + plan.load_warmup_s
-            self.cpu = max(self.cpu, (cpu_seconds() - before) / max(span, 1e-9))
-            await sender.cut_all("cut at the end of the tail")
+        self.senders.go(zero)
+        observer = Observer(self.server.host, self.server.port, plan.scrape_s)
+        watcher = asyncio.create_task(observer.run(zero, timetable.window_s))
+        try:
+            await self.watch(window, feeder, zero)
+        finally:
+            for task in (feeder, watcher):
+                task.cancel()
+            await asyncio.gather(feeder, watcher, return_exceptions=True)
+            await self.senders.cut("cut at the end of the tail")
         self.sent += window.sent
+        self.report(contention.since((perf_counter_ns() - zero) / 1e9 + plan.load_warmup_s))
         engine = await observer.conclude()
+        if growing(engine, timetable.window_s):
+            self.notes.warnings.append(f"slice {part.name}: the engine's queue grew all through the window")
         ended = min(window.now_s, timetable.window_s) if self.stopped else timetable.window_s
-        outcomes = sorted((s.outcome for s in window.sent if s.counted), key=lambda o: o.scheduled_s)
+        outcomes = sorted(window.outcomes, key=lambda o: (o.scheduled_s, o.row))
         return SliceReplay(slice=part, window_s=ended, outcomes=tuple(outcomes), engine=engine)
 
-    def request(self, timetable: Schedule, k: int) -> Job:
-        row, kind = int(timetable.rows[k]), KINDS[int(timetable.filler[k])]
-        body = self.bodies.body(row, kind=kind)
-        return self.job(row, float(timetable.at_s[k]), body, counted=bool(timetable.measured[k]))
-
-    async def reset(self) -> None:
-        """Empty the prefix cache; the fresh salt stands in where the engine cannot prove it."""
-        outcome = await self.server.reset_cache()
-        if not outcome.proved:
-            outcome = await self.server.reset_cache()
-        self.extra["cache_reset_proved"] = min(
-            float(outcome.proved), self.extra.get("cache_reset_proved", 1.0) or 0.0
-        )
-        if not outcome.proved:
-            self.warnings.append(f"prefix cache reset not proved ({outcome.how}): fresh tokens stand in")
-
-    async def prime(self, part: Slice) -> None:
-        """Bring the cache to where production's would be: the rows before, one token each, in order."""
-        capacity = self.load.kv_tokens or self.server.kv_tokens
-        if len(self.trace.blocks) == 0 or not capacity:
-            return
-        target = self.plan.priming_turnovers * capacity
-        before = self.plan.load_warmup_s * self.load.speed
-        rows = priming_rows(self.trace, part, before_s=before, tokens=target)
-        self.progress(
-            Progress(phase="priming", slice=part.name, done_s=0.0, total_s=self.plan.priming_limit_s)
-        )
-        found = await self.burst(rows, "", 1, self.plan.priming_concurrency, self.plan.priming_limit_s)
-        primed = float(sum(o.input_tokens for o in found if o.ok))
-        self.extra["primed_turnovers"] = min(
-            primed / capacity, self.extra.get("primed_turnovers", math.inf) or 0.0
-        )
-        if primed < target and len(rows):
-            self.warnings.append(
-                f"slice {part.name}: primed {primed / capacity:.2f} KV turnovers of {target / capacity:.2f}"
+    def jobs(self, timetable: Schedule) -> Iterator[tuple[int, Callable[[], Job]]]:
+        """(group, maker) of every job in order; a session is one group."""
+        open_loop = self.load.history == "open"
+        parents, roots = lineage(self.trace, timetable)
+        if open_loop:
+            parents, roots = np.full_like(parents, -1), np.arange(len(roots))
+        awaited = np.isin(np.arange(len(parents)), parents)
+        for k in range(len(timetable)):
+            row = int(timetable.rows[k])
+            think = float(self.trace.think_s[row])
+            turn = Turn(
+                parent=int(parents[k]),
+                think_s=0.0 if math.isnan(think) else max(0.0, think) / self.load.speed,
+                children=bool(awaited[k]),
             )
+            yield (
+                int(roots[k]),
+                partial(
+                    self.bodies.job, k, row, float(timetable.at_s[k]),
+                    kind=KINDS[int(timetable.filler[k])], counted=bool(timetable.measured[k]), turn=turn,
+                ),
+            )  # fmt: skip
 
-    async def watch(self, window: "_Window", sender: Sender, zero: int) -> None:
+    def report(self, contention: Mapping[str, float | None]) -> None:
+        """Fold what the senders and the kernel say about this slice into the notes."""
+        for said in self.senders.reports:
+            self.cpu = max(self.cpu, said["cpu_s"] / max(said["span_s"], 1e-9))
+            self.notes.highest("sender_preempted_per_s", said["preempted"] / max(said["span_s"], 1e-9))
+            self.notes.highest("loop_wake_p99_ms", said["wake_p99_ms"])
+        for name, value in contention.items():
+            self.notes.highest(name, value)
+        self.notes.values["senders"] = float(self.load.senders)
+        self.notes.values["senders_pinned"] = float(self.load.cores is not None)
+
+    async def watch(self, window: "_Window", feeder: "asyncio.Task[None]", zero: int) -> None:
         """Until every counted request ended: ask the judge, look after the engine, report progress."""
         limit = window.window_s + self.plan.tail_limit_s
         while True:
             window.now_s = (perf_counter_ns() - zero) / 1e9
             if window.done or window.now_s > limit:
                 return
+            phase = "window" if 0 <= window.now_s < window.window_s else "load"
             self.progress(
-                Progress(
-                    phase="window" if 0 <= window.now_s < window.window_s else "load",
-                    slice=window.slice.name, done_s=window.now_s, total_s=window.window_s,
-                )
-            )  # fmt: skip
-            await self.check_engine()
+                Progress(phase=phase, slice=window.slice.name, done_s=window.now_s, total_s=window.window_s)
+            )
+            await check_alive(self.server)
+            if feeder.done() and not feeder.cancelled() and (error := feeder.exception()) is not None:
+                raise error
+            if self.senders.broken is not None:
+                raise Aborted(self.senders.broken, cause="sender")
             if self.judge is not None and window.now_s > 0:
-                self.stopped = self.judge(window.partial(sender))
+                self.stopped = self.judge(window.partial())
                 if self.stopped is not None:
                     return
             left = window.window_s - window.now_s
             await asyncio.sleep(WATCH_S if left > WATCH_S else 0.02)
 
-    def check_engine_now(self) -> None:
-        if not self.server.alive:
-            raise Aborted("the engine ended during the replay", cause="engine_died")
-
-    async def check_engine(self) -> None:
-        if not self.server.alive:
-            raise await self.server.fault("run") or Aborted(
-                "the engine ended during the replay", cause="engine_died"
-            )
+    async def close(self) -> None:
+        """Leave nothing behind."""
+        await self.senders.close()
+        await self.pool.close()
 
 
 class _Window:
     """Counted requests of one slice as they come in."""
 
-    def __init__(self, part: Slice, window_s: float, planned: int) -> None:
+    def __init__(self, part: Slice, timetable: Schedule) -> None:
         self.slice = part
-        self.window_s = window_s
-        self.planned = planned
+        self.window_s = timetable.window_s
+        self.at_s = timetable.at_s[timetable.measured]
+        self.keys = np.flatnonzero(timetable.measured)
+        self.planned = len(self.at_s)
         self.now_s = -math.inf
         self.sent: list[Sent] = []
         self.outcomes: list[Outcome] = []
+        self._ended: set[int] = set()
 
     def take(self, sent: Sent) -> None:
         self.sent.append(sent)
         if sent.counted:
             self.outcomes.append(sent.outcome)
+            self._ended.add(sent.key)
 
     @property
     def done(self) -> bool:
         return self.now_s >= self.window_s and len(self.outcomes) >= self.planned
 
-    def partial(self, sender: Sender) -> Partial:
-        waiting = [job.at_s for job, _ in sender.in_flight.values() if job.counted]
+    def partial(self) -> Partial:
+        due = int(np.searchsorted(self.at_s, self.now_s, side="right"))
+        waiting = [
+            at
+            for key, at in zip(self.keys[:due].tolist(), self.at_s[:due].tolist(), strict=True)
+            if key not in self._ended
+        ]
         return Partial(
             slice=self.slice, now_s=self.now_s, window_s=self.window_s, planned=self.planned,
             outcomes=self.outcomes, waiting_s=waiting,
         )  # fmt: skip
-
-
-async def _each(jobs: Sequence[Job]) -> AsyncIterator[Job]:
-    for job in jobs:
-        yield job
