@@ -54,7 +54,12 @@ def _best(metric: str, measured: Sequence[_Measured]) -> dict[str, object] | Non
         return None
     choose = max if direction_of(metric) == "maximize" else min
     best, values = choose(scored, key=lambda pair: median(pair[1]))
-    baseline = [median(values) for trial, values in scored if trial.baseline]
+    baseline = [
+        median(trial.values(metric, confirmed=True) or trial.values(metric, confirmed=False) or [math.nan])
+        for trial in measured
+        if trial.baseline
+    ]
+    baseline = [value for value in baseline if not math.isnan(value)]
     return {
         "metric": metric,
         "trial_id": best.trial_id,

@@ -1,0 +1,85 @@
+"""What the runs of many nights found, read back for one metric."""
+
+from collections.abc import Sequence
+from datetime import datetime
+
+from sqlalchemy import ColumnElement, Connection, RowMapping, select
+
+from tuner.errors import BadInput, nearest
+from tuner.history import bests
+from tuner.history.base import Part
+from tuner.history.entities import RunBest
+from tuner.history.tables import run_bests, runs, studies, trials
+from tuner.measures import NAMES
+from tuner.records import Candidate, RunState
+
+_FACTS = (
+    runs.c.id.label("run_id"),
+    runs.c.study_id,
+    studies.c.model,
+    studies.c.node,
+    studies.c.gpu_class,
+    studies.c.workload,
+    studies.c.engine_version,
+    studies.c.trace_digest,
+    runs.c.started_at,
+    runs.c.ended_at,
+)
+_FOUND = tuple(run_bests.c[name] for name in run_bests.c.keys() if name != "run_id")  # noqa: SIM118
+
+
+def _best_of(row: RowMapping) -> RunBest:
+    return RunBest(**{**row, "candidate": Candidate(row["candidate"])})
+
+
+def _ended(connection: Connection, metric: str, where: Sequence[ColumnElement[bool]]) -> list[RunBest]:
+    query = (
+        select(*_FACTS, *_FOUND, trials.c.number, trials.c.candidate)
+        .select_from(runs)
+        .join(studies, studies.c.id == runs.c.study_id)
+        .join(run_bests, run_bests.c.run_id == runs.c.id)
+        .join(trials, trials.c.id == run_bests.c.trial_id)
+        .where(run_bests.c.metric == metric, *where)
+    )
+    return [_best_of(row) for row in connection.execute(query).mappings()]
+
+
+def _running(connection: Connection, metric: str, where: Sequence[ColumnElement[bool]]) -> list[RunBest]:
+    query = select(*_FACTS).select_from(runs).join(studies, studies.c.id == runs.c.study_id)
+    query = query.where(runs.c.state == RunState.RUNNING.value, *where)
+    found: list[RunBest] = []
+    for facts in connection.execute(query).mappings().all():
+        for best in bests.of_run(connection, facts["run_id"], [metric]):
+            wanted = select(trials.c.number, trials.c.candidate).where(trials.c.id == best["trial_id"])
+            trial = connection.execute(wanted).mappings().one()
+            found.append(RunBest(**{**facts, **best, **trial, "candidate": Candidate(trial["candidate"])}))
+    return found
+
+
+class Nights(Part):
+    """The best of each run."""
+
+    def bests(
+        self,
+        *,
+        model: str,
+        metric: str,
+        node: str | None = None,
+        workload: str | None = None,
+        since: datetime | None = None,
+        until: datetime | None = None,
+    ) -> tuple[RunBest, ...]:
+        """The best of every run of a model that measured the metric, the oldest first; running ones too."""
+        if metric not in NAMES:
+            raise BadInput(f"'{metric}' is not a measurement{nearest(metric, NAMES)}")
+        where: list[ColumnElement[bool]] = [studies.c.model == model]
+        where += [studies.c.node == node] if node is not None else []
+        where += [studies.c.workload == workload] if workload is not None else []
+        where += [runs.c.started_at >= since] if since is not None else []
+        where += [runs.c.started_at < until] if until is not None else []
+
+        def work(connection: Connection) -> tuple[RunBest, ...]:
+            found = _ended(connection, metric, where) + _running(connection, metric, where)
+            return tuple(sorted(found, key=lambda best: (best.started_at, best.run_id)))
+
+        return self._read(work)

@@ -1,0 +1,164 @@
+"""What was best on which night, what had changed, how sure that is: pure functions over RunBest records."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, date, timedelta, tzinfo
+from itertools import combinations
+from statistics import median
+from typing import Literal
+
+from tuner.history.entities import RunBest
+from tuner.measures import direction_of
+from tuner.records import Candidate
+
+NOON = timedelta(hours=12)
+Judgement = Literal["first", "better", "worse", "same", "not comparable"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One thing that differs: `kind` is knob, engine, traffic or gpu; None as a knob's side: not set."""
+
+    kind: Literal["knob", "engine", "traffic", "gpu"]
+    name: str
+    before: str | None
+    after: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Night:
+    """The best of one night for one node and workload.
+
+    `date` is the evening's: a night goes from noon to noon. `gain` is over the same night's baseline and
+    `step` over the night before, as relative improvements (0.1 = 10 % better whichever way the metric
+    points). `judgement` compares with the night before, beyond noise; with another engine, trace or GPU in
+    between it is "not comparable". `regression`: worse, and nothing but the knobs or the machine to blame.
+    """
+
+    date: date
+    best: RunBest
+    runs: int
+    changes: tuple[Change, ...]
+    gain: float | None
+    step: float | None
+    judgement: Judgement
+
+    @property
+    def regression(self) -> bool:
+        return self.judgement == "worse"
+
+    @property
+    def sure(self) -> str:
+        """How sure the value is, in words."""
+        if self.best.confirmed:
+            return f"confirmed, {self.best.repeats} repeats, {self.best.low:.4g} to {self.best.high:.4g}"
+        return "one measurement"
+
+
+def improvement(metric: str, before: float, after: float) -> float | None:
+    """Relative improvement; None where it cannot be said (a zero or an infinity)."""
+    if before <= 0 or after <= 0 or not (math.isfinite(before) and math.isfinite(after)):
+        return None
+    return after / before - 1 if direction_of(metric) == "maximize" else before / after - 1
+
+
+def knob_changes(before: Candidate, after: Candidate) -> tuple[Change, ...]:
+    """The knobs that differ, by name."""
+
+    def said(candidate: Candidate, name: str) -> str | None:
+        return str(candidate[name]) if name in candidate else None
+
+    names = sorted({*before, *after})
+    pairs = [(name, said(before, name), said(after, name)) for name in names]
+    return tuple(Change(kind="knob", name=name, before=a, after=b) for name, a, b in pairs if a != b)
+
+
+def changes(before: RunBest, after: RunBest) -> tuple[Change, ...]:
+    """Everything that differs between two bests: engine, traffic, GPU, then knobs."""
+    found: list[Change] = []
+    if before.engine_version != after.engine_version:
+        names = before.engine_version, after.engine_version
+        found.append(Change(kind="engine", name="version", before=names[0], after=names[1]))
+    if before.trace_digest != after.trace_digest:
+        digests = before.trace_digest[:12], after.trace_digest[:12]
+        found.append(Change(kind="traffic", name="trace", before=digests[0], after=digests[1]))
+    if before.gpu_class != after.gpu_class:
+        found.append(Change(kind="gpu", name="class", before=before.gpu_class, after=after.gpu_class))
+    return (*found, *knob_changes(before.candidate, after.candidate))
+
+
+def night_of(best: RunBest, zone: tzinfo = UTC) -> date:
+    """The evening that a run belongs to; a run at 01:00 belongs to the evening before."""
+    return (best.started_at.astimezone(zone) - NOON).date()
+
+
+def _better(one: RunBest, other: RunBest) -> bool:
+    if one.confirmed != other.confirmed:
+        return one.confirmed
+    return one.value > other.value if direction_of(one.metric) == "maximize" else one.value < other.value
+
+
+def _judge(before: RunBest, after: RunBest, step: float | None, tolerance: float) -> Judgement:
+    if any(change.kind != "knob" for change in changes(before, after)):
+        return "not comparable"
+    overlap = before.low <= after.high and after.low <= before.high
+    spread = before.repeats > 1 and after.repeats > 1 and overlap
+    if step is None or abs(step) <= tolerance or spread:
+        return "same"
+    return "better" if step > 0 else "worse"
+
+
+def nights(bests: Sequence[RunBest], *, zone: tzinfo = UTC, tolerance: float = 0.05) -> tuple[Night, ...]:
+    """One Night per evening, model, node and workload that had a run, by these.
+
+    `tolerance` is the relative change that counts as none; where both nights were confirmed, overlapping
+    repeats count as none too.
+    """
+    groups: dict[tuple[str, str, str], dict[date, list[RunBest]]] = {}
+    for best in bests:
+        place = groups.setdefault((best.model, best.node, best.workload), {})
+        place.setdefault(night_of(best, zone), []).append(best)
+    found: list[Night] = []
+    for place in groups.values():
+        before: RunBest | None = None
+        for evening in sorted(place):
+            night = _night(evening, place[evening], before, tolerance)
+            found.append(night)
+            before = night.best
+    return tuple(sorted(found, key=lambda night: (night.date, night.best.node, night.best.workload)))
+
+
+def _night(evening: date, of_night: Sequence[RunBest], before: RunBest | None, tolerance: float) -> Night:
+    best = of_night[0]
+    for other in of_night[1:]:
+        best = other if _better(other, best) else best
+    step = None if before is None else improvement(best.metric, before.value, best.value)
+    return Night(
+        date=evening,
+        best=best,
+        runs=len(of_night),
+        changes=() if before is None else changes(before, best),
+        gain=None if best.baseline is None else improvement(best.metric, best.baseline, best.value),
+        step=step,
+        judgement="first" if before is None else _judge(before, best, step, tolerance),
+    )
+
+
+def trend(found: Sequence[Night]) -> float | None:
+    """Median relative improvement per night (Theil–Sen on log values) of one place's last comparable nights.
+
+    None with fewer than three such nights. Positive is better.
+    """
+    comparable: list[Night] = []
+    for night in found:
+        if night.judgement == "not comparable":
+            comparable = []
+        comparable.append(night)
+    points = [(night.date, night.best.value) for night in comparable if night.best.value > 0]
+    if len(points) < 3:
+        return None
+    slopes = [math.log(b / a) / (end - begin).days for (begin, a), (end, b) in combinations(points, 2)]
+    slope = median(slopes)
+    sign = 1 if direction_of(found[0].best.metric) == "maximize" else -1
+    return math.expm1(sign * slope)
