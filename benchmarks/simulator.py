@@ -76,7 +76,7 @@ def rows_of(path: Path) -> list[Row]:
 
 
 def _candidate(seqs: int, tokens: int, threshold: int) -> Candidate:
-    """Limits changed in a running engine may hold more sequences than tokens; a launch may not, nor a step."""
+    """Limits changed in a running engine may hold more sequences than tokens; a launch may not."""
     return Candidate(
         {
             "max_num_seqs": min(seqs, tokens),

@@ -40,7 +40,9 @@ PRIORS: Mapping[str, float] = {
 CPU_PRIORS: Mapping[str, float] = {name: 4 * width for name, width in PRIORS.items()}
 """Nobody's datasheet tells what a CPU does."""
 
-_STEP = 0.05  # of the logarithm, for differences: wide enough to see past the jumps of a discrete simulation
+_STEPS = (0.1, 0.04)  # of the logarithm, for differences: wide, to see past the jumps of discrete steps
+Floats = NDArray[np.float64]
+
 _KINDS = ("ttft", "tpot", "itl", "e2e")
 
 
@@ -106,14 +108,18 @@ class _Problem:
             used = {n: v for n, v in seen.values.items() if _usable(n, v)}
             self._cases.append((limits, options.budget.capture_most, used))
 
-    def coefficients(self, x: NDArray[np.float64]) -> Coefficients:
+    @property
+    def measured(self) -> bool:
+        return any(used for _, _, used in self._cases)
+
+    def coefficients(self, x: Floats) -> Coefficients:
         values = {}
         for name, log in zip(self.names, x, strict=True):
             low, high = BOUNDS[name]
             values[name] = min(high, max(low, getattr(self.start, name) * math.exp(log)))
         return Coefficients(**values)
 
-    def errors(self, x: NDArray[np.float64]) -> list[tuple[str, float, float]]:
+    def errors(self, x: Floats) -> list[tuple[str, float, float]]:
         """(name, log of predicted over measured, its precision) of every value that was measured."""
         self._predictor.coefficients = self.coefficients(x)
         found = []
@@ -126,7 +132,7 @@ class _Problem:
                     found.append((name, 2.0, _sigma(name, value)))
         return found
 
-    def residuals(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
+    def residuals(self, x: Floats) -> Floats:
         raw = [error / sigma for _, error, sigma in self.errors(x)]
         robust = [math.copysign(math.sqrt(2 * (math.hypot(1, r / 3) - 1)) * 3, r) for r in raw]
         return np.concatenate([robust, x / self.widths])
@@ -154,39 +160,43 @@ def fit(
 ) -> Calibration:
     """Coefficients that explain the observations best, within BOUNDS. BadInput when none has a latency."""
     problem = _Problem(scene, observations, start or preset(scene.card))
-    if not any(used for _, _, used in problem._cases):
+    if not problem.measured:
         raise BadInput("no observation with latencies to calibrate on")
     x = np.zeros(len(problem.names))
+    done = 0
+    for step in _STEPS:
+        x, used = _descend(problem, x, step, rounds)
+        done += used
+    return _report(problem, x, len(observations), done)
+
+
+def _descend(problem: _Problem, x: Floats, step: float, rounds: int) -> tuple[Floats, int]:
+    """Damped Gauss–Newton from x with differences of `step`; where it ended, and in how many rounds."""
     current = problem.residuals(x)
-    damping, done = 1e-2, 0
-    for _ in range(rounds):
-        done += 1
+    damping = 1e-2
+    for number in range(rounds):
         slopes = np.empty((len(current), len(x)))
         for index in range(len(x)):
             moved = x.copy()
-            moved[index] += _STEP
-            slopes[:, index] = (problem.residuals(moved) - current) / _STEP
-        better = None
+            moved[index] += step
+            slopes[:, index] = (problem.residuals(moved) - current) / step
+        before = float(current @ current)
         while damping < 1e3:
             normal = slopes.T @ slopes
             shift = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -slopes.T @ current)
             tried = x + np.clip(shift, -0.7, 0.7)
             outcome = problem.residuals(tried)
-            if outcome @ outcome < current @ current:
-                better = (tried, outcome)
+            if outcome @ outcome < before:
+                x, current = tried, outcome
                 damping = max(damping / 5, 1e-4)
                 break
             damping *= 5
-        if better is None:
-            break
-        gain = 1 - (better[1] @ better[1]) / (current @ current)
-        x, current = better
-        if gain < 2e-3:
-            break
-    return _report(problem, x, len(observations), done)
+        if float(current @ current) > before * (1 - 2e-3):
+            return x, number + 1
+    return x, rounds
 
 
-def _report(problem: _Problem, x: NDArray[np.float64], trials: int, rounds: int) -> Calibration:
+def _report(problem: _Problem, x: Floats, trials: int, rounds: int) -> Calibration:
     by_kind: dict[str, list[float]] = {}
     for name, error, _ in problem.errors(x):
         by_kind.setdefault(name.partition("_")[0], []).append(error)
