@@ -1,0 +1,331 @@
+"""Live limits: the rules on a scheduler of known behaviour, and the real thing on vLLM's CPU build."""
+
+import asyncio
+import importlib
+import json
+import os
+import sys
+import threading
+from collections.abc import Coroutine, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+import pytest
+
+from tests.engine.helpers import spec
+from tuner.engine import limits
+from tuner.engine.server import Server, serve
+from tuner.records import Value
+
+T = TypeVar("T")
+
+SCHEDULER = '''
+class Blocks:
+    num_gpu_blocks = 1000
+
+class Cache:
+    block_pool = Blocks()
+    watermark_blocks = 10
+
+class Scheduler:
+    """Admits by one attribute, asserts by the other, as vLLM does since 0.32."""
+
+    def __init__(self, vllm_config):
+        self.scheduler_config = vllm_config.scheduler_config
+        self.kv_cache_manager = Cache()
+        self.max_model_len = 512
+        self.max_num_running_reqs = self.scheduler_config.max_num_seqs
+        ACTIVE
+        self.max_num_scheduled_tokens = self.scheduler_config.max_num_batched_tokens
+        self.running, self.waiting = [], []
+
+    def get_num_unfinished_requests(self):
+        return len(self.running) + len(self.waiting)
+
+    def schedule(self, throttle=False):
+        limit = getattr(self, "max_num_active_reqs", self.max_num_running_reqs)
+        while self.waiting and len(self.running) < limit:
+            self.running.append(self.waiting.pop())
+        assert len(self.running) <= self.max_num_running_reqs
+        return len(self.running)
+'''
+
+
+class Config:
+    """What the scheduler reads of vLLM's configuration."""
+
+    def __init__(self, **settings: object) -> None:
+        self.max_num_seqs, self.max_num_batched_tokens = 16, 1024
+        self.long_prefill_token_threshold = 0
+        self.async_scheduling = False
+        self.enable_chunked_prefill = True
+        self.data_parallel_size = 1
+        self.__dict__.update(settings)
+        self.scheduler_config = self.parallel_config = self
+
+
+class Engine:
+    """A program that looks like an installed vLLM to the file under test, with its own copy of the file."""
+
+    def __init__(self, directory: Path, version: str) -> None:
+        package = directory / "vllm" / "v1" / "core" / "sched"
+        package.mkdir(parents=True)
+        (directory / "vllm" / "__init__.py").write_text(f"__version__ = {version!r}\n")
+        active = "self.max_num_active_reqs = self.max_num_running_reqs" if version >= "0.32" else "pass"
+        (package / "scheduler.py").write_text(SCHEDULER.replace("ACTIVE", active))
+        (package / "async_scheduler.py").write_text(
+            "from vllm.v1.core.sched.scheduler import Scheduler\n\n\nclass AsyncScheduler(Scheduler): ...\n"
+        )
+        self.installed = limits.install(directory, f"test-{os.getpid()}-{directory.name}"[-40:])
+        self.address = Path(self.installed.env["TUNER_LIVE_LIMITS"])
+        self.address.parent.mkdir(parents=True, exist_ok=True)
+        self.spec = spec(directory, env=dict(self.installed.env))
+
+    def module(self) -> ModuleType:
+        return importlib.import_module("live_limits")
+
+
+@pytest.fixture(params=["0.25.1", "0.32.0"])
+def engine(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Engine]:
+    found = Engine(tmp_path, request.param)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "live_limits")
+    monkeypatch.setenv("TUNER_LIVE_LIMITS", str(found.address))
+    yield found
+    for name in [n for n in sys.modules if n == "live_limits" or n.split(".")[0] == "vllm"]:
+        del sys.modules[name]
+    found.address.unlink(missing_ok=True)
+    found.address.parent.rmdir()
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(work)
+
+
+def change(engine: Engine, wanted: Mapping[str, Value], patience_s: float = 0.0) -> bool:
+    return run(limits.change(engine, wanted, patience_s=patience_s))
+
+
+def test_it_derives_from_what_the_engine_would_use(engine: Engine) -> None:
+    module = engine.module()
+    plain = module.LiveLimits(vllm_config=Config())
+    assert [c.__name__ for c in type(plain).__mro__][:2] == ["LiveScheduler", "Scheduler"]
+    assert run(limits.ask(engine, {})).base == "Scheduler"
+    engine.address.unlink()
+    quick = module.LiveLimits(vllm_config=Config(async_scheduling=True))
+    assert [c.__name__ for c in type(quick).__mro__][:2] == ["LiveAsyncScheduler", "AsyncScheduler"]
+
+
+def test_admission_is_lowered_and_the_engine_survives(engine: Engine) -> None:
+    scheduler = engine.module().LiveLimits(vllm_config=Config())
+    assert change(engine, {"max_num_seqs": 4})
+    scheduler.waiting = list(range(20))
+    assert scheduler.schedule() == 4
+    scheduler.running, scheduler.waiting = [], []
+    assert change(engine, {})
+    scheduler.waiting = list(range(20))
+    assert scheduler.schedule() == 16
+
+
+def test_lowering_the_slots_alone_would_kill_it(tmp_path: Path, engine: Engine) -> None:
+    """The trap itself, so that the test above is known to be able to fail."""
+    scheduler = engine.module().LiveLimits(vllm_config=Config())
+    scheduler.max_num_running_reqs = 4
+    scheduler.waiting = list(range(20))
+    if hasattr(scheduler, "max_num_active_reqs"):
+        with pytest.raises(AssertionError):
+            scheduler.schedule()
+    else:
+        assert scheduler.schedule() == 4
+
+
+def test_every_limit_is_set_and_read_back(engine: Engine) -> None:
+    scheduler = engine.module().LiveLimits(vllm_config=Config())
+    wanted: dict[str, Value] = {
+        "max_num_seqs": 8, "max_num_active_seqs": 6, "max_num_batched_tokens": 256,
+        "long_prefill_token_threshold": 128, "watermark": 0.05,
+    }  # fmt: skip
+    assert change(engine, wanted)
+    state = run(limits.ask(engine, {}))
+    assert state.limits == {
+        "max_num_seqs": 6, "max_num_batched_tokens": 256, "long_prefill_token_threshold": 128,
+        "watermark_blocks": 50,
+    }  # fmt: skip
+    assert scheduler.max_num_scheduled_tokens == 256
+    assert change(engine, {})
+    assert run(limits.ask(engine, {})).limits == state.launched
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        ({"max_num_seqs": 17}, "above the launched 16"),
+        ({"max_num_batched_tokens": 2048}, "above the launched 1024"),
+        ({"max_num_batched_tokens": 8}, "below max_num_seqs"),
+        ({"max_num_seqs": 0}, "no positive whole number"),
+        ({"max_num_seqs": True}, "no positive whole number"),
+        ({"max_num_seqs": "4"}, "TypeError"),
+        ({"watermark": 1.5}, "no share"),
+        ({"block_size": 32}, "unknown limit block_size"),
+    ],
+)
+def test_what_must_not_be_is_refused_and_nothing_changes(
+    engine: Engine, wanted: dict[str, Value], words: str
+) -> None:
+    engine.module().LiveLimits(vllm_config=Config())
+    before = run(limits.ask(engine, {})).limits
+    state = run(limits.ask(engine, {"limits": dict(wanted)}))
+    assert not state.ok
+    assert words in (state.error or "") or "no positive whole number" in (state.error or "")
+    assert not change(engine, wanted)
+    assert run(limits.ask(engine, {})).limits == before
+
+
+def test_without_chunked_prefill_a_prompt_must_still_fit(engine: Engine) -> None:
+    engine.module().LiveLimits(vllm_config=Config(enable_chunked_prefill=False))
+    assert not change(engine, {"max_num_batched_tokens": 256})
+    assert change(engine, {"max_num_batched_tokens": 512})
+
+
+def test_a_busy_engine_is_waited_for_not_changed(engine: Engine) -> None:
+    scheduler = engine.module().LiveLimits(vllm_config=Config())
+    scheduler.waiting = [1, 2]
+    assert not change(engine, {"max_num_seqs": 4})
+    assert run(limits.ask(engine, {"limits": {"max_num_seqs": 4}})).error == "busy: 2 unfinished requests"
+
+    async def finishes_meanwhile() -> bool:
+        task = asyncio.ensure_future(limits.change(engine, {"max_num_seqs": 4}, patience_s=30))
+        await limits.ask(engine, {})
+        scheduler.waiting = []
+        return await task
+
+    assert run(finishes_meanwhile())
+
+
+def test_a_change_waits_for_the_step_that_runs(engine: Engine) -> None:
+    scheduler = engine.module().LiveLimits(vllm_config=Config())
+    done = threading.Event()
+
+    def ask() -> None:
+        assert change(engine, {"max_num_seqs": 4})
+        done.set()
+
+    with scheduler.live_lock:
+        thread = threading.Thread(target=ask)
+        thread.start()
+        assert not done.wait(0.2)
+        assert scheduler.get_num_unfinished_requests() == 0
+    thread.join(30)
+    assert done.is_set()
+
+
+def test_an_unknown_version_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in ("0.9.2", "0.33.0", "dev"):
+        home = tmp_path / version
+        home.mkdir()
+        with monkeypatch.context() as patch:
+            strange = Engine(home, version)
+            patch.syspath_prepend(home)
+            patch.syspath_prepend(home / "live_limits")
+            patch.setenv("TUNER_LIVE_LIMITS", str(strange.address))
+            strange.module().LiveLimits(vllm_config=Config())
+            state = run(limits.ask(strange, {"limits": {"max_num_seqs": 4}}))
+            assert "outside" in (state.error or "")
+            assert not change(strange, {"max_num_seqs": 4})
+            for name in [n for n in sys.modules if n == "live_limits" or n.split(".")[0] == "vllm"]:
+                del sys.modules[name]
+            strange.address.unlink()
+            strange.address.parent.rmdir()
+
+
+def test_several_engine_cores_are_not_served(engine: Engine) -> None:
+    engine.module().LiveLimits(vllm_config=Config(data_parallel_size=2))
+    assert not engine.address.exists()
+    assert not change(engine, {"max_num_seqs": 4})
+
+
+def test_silence_means_relaunch(tmp_path: Path) -> None:
+    class Deaf:
+        spec = spec(tmp_path)
+
+    assert not run(limits.change(Deaf(), {"max_num_seqs": 4}))
+    assert "without live limits" in (run(limits.ask(Deaf(), {})).error or "")
+
+
+def test_what_can_change_without_a_relaunch() -> None:
+    launched: dict[str, Value] = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "block_size": 16}
+    assert limits.changeable(launched, {**launched, "max_num_seqs": 32}) == {
+        "max_num_seqs": 32, "max_num_batched_tokens": 2048,
+    }  # fmt: skip
+    assert limits.changeable(launched, {**launched, "max_num_seqs": 65}) is None
+    assert limits.changeable(launched, {**launched, "block_size": 32}) is None
+    assert limits.changeable(launched, {**launched, "watermark": 0.1}) is not None
+
+
+MODEL = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 2048,
+    "max_position_embeddings": 2048, "torch_dtype": "float32", "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+    "tie_word_embeddings": True, "hidden_act": "silu",
+}  # fmt: skip
+
+
+async def most_running(server: Server, count: int) -> float:
+    """Send requests all at once; the most that the engine says to run at one time."""
+    bodies = [
+        {"model": server.names[0], "prompt": [(7 * i + k) % 2000 + 10 for k in range(300)], "max_tokens": 60,
+         "ignore_eos": True}
+        for i in range(count)
+    ]  # fmt: skip
+    asked = [
+        asyncio.ensure_future(server.ask("POST", "/v1/completions", body=body, timeout_s=300))  # type: ignore[arg-type]
+        for body in bodies
+    ]
+    most = 0.0
+    while not all(task.done() for task in asked):
+        most = max(most, (await server.metrics()).values.get("requests_running") or 0.0)
+        await asyncio.sleep(0.01)
+    assert [task.result().status for task in asked] == [200] * count
+    return most
+
+
+@pytest.mark.vllm
+def test_the_real_engine_schedules_by_its_new_limits(tmp_path: Path) -> None:
+    python = os.environ["TUNER_TEST_VLLM"]
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(MODEL))
+    launch_id = f"live-{os.getpid()}"
+    installed = limits.install(tmp_path, launch_id)
+    argv = ("--load-format", "dummy", "--skip-tokenizer-init", "--max-model-len", "1024")
+    launch = spec(
+        tmp_path / "launch",
+        launch_id=launch_id,
+        command=(python, "-m", "vllm.entrypoints.openai.api_server"),
+        model=str(model),
+        argv=(*argv, "--max-num-seqs", "16", "--max-num-batched-tokens", "1024", *installed.argv),
+        env={"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", **installed.env},
+        ready_timeout_s=300.0,
+        stop_timeout_s=30.0,
+    )
+
+    async def story() -> None:
+        async with serve(launch) as server:
+            state = await limits.ask(server, {})
+            assert (state.ok, state.base) == (True, "AsyncScheduler"), state
+            assert await most_running(server, 16) > 3
+            assert await limits.change(server, {"max_num_seqs": 3})
+            assert await most_running(server, 16) == 3
+            assert not await limits.change(server, {"max_num_seqs": 32})
+            assert await limits.change(server, {"max_num_batched_tokens": 64})
+            assert (await limits.ask(server, {})).limits["max_num_batched_tokens"] == 64
+            assert await most_running(server, 8) > 3
+            assert await limits.change(server, {})
+            assert (await limits.ask(server, {})).limits == state.launched
+            assert await server.fault() is None
+
+    run(story())

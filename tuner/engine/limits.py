@@ -1,0 +1,126 @@
+"""Changes a running engine's scheduler limits between replays, through `live_limits.py` on its path."""
+
+import asyncio
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from tuner.engine import live_limits
+from tuner.leftovers import private_directory
+from tuner.records import JSON, LaunchSpec, Value
+
+KNOBS: tuple[str, ...] = live_limits.NAMES
+"""What can change without a relaunch; every other knob needs one."""
+
+ANSWER_S = 5.0
+
+
+class Launched(Protocol):
+    """A running engine, as far as it matters here (`engine.server.Server`)."""
+
+    @property
+    def spec(self) -> LaunchSpec: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Installed:
+    """What to add to a launch so that its limits can be changed."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """What the engine said: its limits now and as launched, the scheduler's base class, or why not."""
+
+    ok: bool
+    limits: Mapping[str, Value]
+    launched: Mapping[str, Value]
+    base: str | None = None
+    error: str | None = None
+
+
+def install(directory: Path, launch_id: str, pythonpath: str | None = None) -> Installed:
+    """Put the file into `directory/live_limits` and name it to the engine of that launch.
+
+    The socket lies in the launch's own temporary directory, which goes with the engine. `pythonpath` is what
+    the engine's environment holds already.
+    """
+    home = directory / "live_limits"
+    home.mkdir(parents=True, exist_ok=True)
+    shutil.copy(live_limits.__file__, home / "live_limits.py")
+    paths = [str(home), *([pythonpath] if pythonpath else [])]
+    address = private_directory(launch_id) / "limits"
+    env = {live_limits.VARIABLE: str(address), "PYTHONPATH": os.pathsep.join(paths)}
+    return Installed(argv=("--scheduler-cls", "live_limits.LiveLimits"), env=env)
+
+
+def changeable(launched: Mapping[str, Value], wanted: Mapping[str, Value]) -> dict[str, Value] | None:
+    """The limits that turn one configuration into another, None where that needs a relaunch.
+
+    Both are whole configurations (effective values of every knob in question). Nothing may rise above what
+    was launched; a knob that is no limit must be equal.
+    """
+    differ = {k for k in {*launched, *wanted} if launched.get(k) != wanted.get(k)}
+    if not differ <= set(KNOBS):
+        return None
+    for name in ("max_num_seqs", "max_num_batched_tokens"):
+        most, asked = launched.get(name), wanted.get(name)
+        if name in differ and (
+            not isinstance(most, int) or not isinstance(asked, int) or isinstance(asked, bool) or asked > most
+        ):
+            return None
+    return {name: wanted[name] for name in KNOBS if wanted.get(name) is not None}
+
+
+async def change(server: Launched, limits: Mapping[str, Value], *, patience_s: float = 10.0) -> bool:
+    """Set the limits (those left out return to their launched values) and read them back.
+
+    Waits up to `patience_s` for an engine that still works on requests. False, whatever the reason: relaunch.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + patience_s
+    while True:
+        state = await ask(server, {"limits": dict(limits)})
+        if state.ok or not (state.error or "").startswith("busy") or loop.time() >= deadline:
+            return state.ok
+        await asyncio.sleep(0.1)
+
+
+async def ask(server: Launched, question: JSON) -> State:
+    """One question over the socket; {} asks for the limits as they are. Never raises for a silent engine."""
+    path = server.spec.env.get(live_limits.VARIABLE)
+    if not path:
+        return _silent("this engine was launched without live limits")
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            reader, writer = await asyncio.open_unix_connection(path)
+            writer.write(json.dumps(question).encode() + b"\n")
+            await writer.drain()
+            line = await reader.readline()
+            writer.close()
+        said = json.loads(line)
+    except (OSError, TimeoutError, ValueError) as error:
+        return _silent(f"no answer: {type(error).__name__}: {error}")
+    if not isinstance(said, dict):
+        return _silent("no answer that can be read")
+    return State(
+        ok=said.get("ok") is True,
+        limits=_mapping(said.get("limits")),
+        launched=_mapping(said.get("launched")),
+        base=said.get("base"),
+        error=said.get("error"),
+    )
+
+
+def _silent(error: str) -> State:
+    return State(ok=False, limits={}, launched={}, error=error)
+
+
+def _mapping(value: object) -> Mapping[str, Value]:
+    return value if isinstance(value, dict) else {}
