@@ -79,14 +79,13 @@ async def watch(
     while True:
         await asyncio.sleep(interval_s)
         try:
-            text = await scrape()
-        except OSError:
+            scraped = parse("\n".join(_NEEDED.findall(await scrape())) + "\n")
+        except (OSError, ValueError):
             if clock() - answered > liveness.grace_s:
                 return verdict(
                     "frozen", detail=f"/metrics silent for {clock() - answered:.0f} s", phase="run"
                 )
             continue
         answered = clock()
-        found = liveness.observe(parse("\n".join(_NEEDED.findall(text)) + "\n"), answered)
-        if found is not None:
+        if (found := liveness.observe(scraped, answered)) is not None:
             return found

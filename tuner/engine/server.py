@@ -164,50 +164,61 @@ async def serve(
     *,
     gpus: Gpus | None = None,
     settle: bool | None = None,
-    grace_s: float = 60.0,
-    table: Table = HOST,
     note: Callable[[str], None] = lambda phase: None,
+    grace_s: float = 60.0,
+    kill_timeout_s: float = 60.0,
+    table: Table = HOST,
 ) -> AsyncIterator[Server]:
     """Launch, wait until ready, hand over, stop; also when the caller is cancelled.
 
     With `gpus`, waits first until their memory is free. `settle` (default: on GPUs): a boot that compiled
     anew gets less KV cache than the next, so it is thrown away and booted again. An engine that stands
-    still under load for `grace_s` is killed (see liveness). `note` hears of the steps.
-    Raises Infeasible | Aborted | StudyFailed.
+    still under load for `grace_s` is killed (see liveness); processes that live `kill_timeout_s` after
+    SIGKILL are a hard fault. `note` hears of the steps. Raises Infeasible | Aborted | StudyFailed.
     """
+    terms = _Terms(gpus=gpus, note=note, grace_s=grace_s, kill_timeout_s=kill_timeout_s, table=table)
     if settle is None:
         settle = bool(spec.gpus)
-    async with _boot(spec, gpus, grace_s, table, note) as server:
+    async with _boot(spec, terms) as server:
         if not (settle and server.compiled_anew):
             yield server
             return
         first = server
     note("booting again with the compiled code")
     first.log.rename(first.log.with_name("engine-first.log"))
-    async with _boot(spec, gpus, grace_s, table, note) as server:
+    async with _boot(spec, terms) as server:
         server.first_kv_tokens = first.kv_tokens
         yield server
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Terms:
+    """What `serve` was called with, beside the spec."""
+
+    gpus: Gpus | None
+    note: Callable[[str], None]
+    grace_s: float
+    kill_timeout_s: float
+    table: Table
+
+
 @asynccontextmanager
-async def _boot(
-    spec: LaunchSpec, gpus: Gpus | None, grace_s: float, table: Table, note: Callable[[str], None]
-) -> AsyncIterator[Server]:
-    if gpus is not None:
-        note("waiting for GPU memory")
-        await gpus.wait_free()
+async def _boot(spec: LaunchSpec, terms: _Terms) -> AsyncIterator[Server]:
+    if terms.gpus is not None:
+        terms.note("waiting for GPU memory")
+        await terms.gpus.wait_free()
     with compile_cache.claimed(spec.env) as cache:
-        devices = visible_devices(spec.gpus, gpus)
+        devices = visible_devices(spec.gpus, terms.gpus)
         server = _launch(replace(spec, env={**devices, **spec.env, **cache}))
         try:
-            await _until_ready(server, note)
-            guard = asyncio.ensure_future(_kill_when_still(server, grace_s))
+            await _until_ready(server, terms.note)
+            guard = asyncio.ensure_future(_kill_when_still(server, terms.grace_s))
             try:
                 yield server
             finally:
                 guard.cancel()
         finally:
-            await _stop_surely(server, table)
+            await _stop_surely(server, terms)
 
 
 async def _kill_when_still(server: Server, grace_s: float) -> None:
@@ -338,14 +349,15 @@ async def _introduce(server: Server) -> None:
     server.timeline = {**log.timeline(text), "ready_s": server.ready_s}
 
 
-async def _stop_surely(server: Server, table: Table) -> None:
+async def _stop_surely(server: Server, terms: _Terms) -> None:
     """Stop the tree even while we are being cancelled; the cancellation goes on afterwards."""
     task = asyncio.ensure_future(
         stop(
             server.process,
             timeout_s=server.spec.stop_timeout_s,
             stop_command=server.spec.stop_command,
-            table=table,
+            kill_timeout_s=terms.kill_timeout_s,
+            table=terms.table,
         )
     )
     cancelled: asyncio.CancelledError | None = None
