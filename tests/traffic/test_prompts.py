@@ -1,4 +1,4 @@
-"""Prompts: exact lengths, one block id the same tokens, other salts nothing in common, same in any process."""
+"""Prompts: exact lengths, one block id the same tokens, other salts nothing in common, in any process."""
 
 import hashlib
 import json

@@ -7,7 +7,19 @@ from pathlib import Path
 
 from tuner.errors import BadInput, nearest
 from tuner.traffic import trace as canonical
-from tuner.traffic.importers import azure, generic, mooncake
+from tuner.traffic.importers import (
+    azure,
+    bailian,
+    burstgpt,
+    captured,
+    generic,
+    litellm,
+    mooncake,
+    openai,
+    otlp,
+    tracelab,
+    vllm_log,
+)
 from tuner.traffic.importers.reading import head
 from tuner.traffic.trace import Trace
 
@@ -16,9 +28,20 @@ Reader = Callable[..., Trace]
 FORMATS: Mapping[str, Reader] = {
     "azure": azure.read,
     "mooncake": mooncake.read,
+    "burstgpt": burstgpt.read,
+    "bailian": bailian.read,
+    "litellm": litellm.read,
+    "otlp": otlp.read,
+    "openai": openai.read,
+    "vllm-log": vllm_log.read,
+    "capture": captured.read,
+    "tracelab": tracelab.read,
     "generic": generic.read,
 }
-"""Format → reader(path, max_len=, dequantise=); `generic` takes `columns` too; `parquet` is our own file."""
+"""Format → reader(path, max_len=, dequantise=); `parquet` is our own file."""
+
+MAPPED = {"generic": generic.read, "openai": openai.read}
+"""Formats whose columns can be named."""
 
 
 def read_any(
@@ -28,29 +51,36 @@ def read_any(
     *,
     max_len: int | None = None,
     dequantise: bool = True,
+    tokenizer: str | Path | None = None,
 ) -> Trace:
-    """The trace in a file of any known format; `columns` names columns of a generic one.
+    """The trace in a file of any known format, told by its content unless named.
 
+    `columns` names columns of a `generic` or `openai` file; `tokenizer` counts what `openai` logs do not.
     Requests longer than `max_len` tokens (prompt and answer) are dropped and counted; stamps coarser than
     5 ms are spread unless `dequantise` is False. BadInput names file, line and key.
     """
     source = Path(path)
     if not source.is_file():
         return canonical.read(source)
-    chosen = format or ("generic" if columns else detect(source))
+    chosen = format or _detected(source, columns)
+    if chosen != "parquet" and chosen not in FORMATS:
+        raise BadInput(f"format '{chosen}' is not known{nearest(chosen, FORMATS)}; known: {sorted(FORMATS)}")
+    if columns and chosen not in MAPPED:
+        raise BadInput(f"{source}: columns can be named for {' and '.join(MAPPED)}, not for '{chosen}'")
+    if tokenizer is not None and chosen != "openai":
+        raise BadInput(f"{source}: a tokenizer is of use for format 'openai', not for '{chosen}'")
     if chosen == "parquet":
         return canonical.read(source)
-    if chosen not in FORMATS:
-        raise BadInput(f"format '{chosen}' is not known{nearest(chosen, FORMATS)}; known: {sorted(FORMATS)}")
-    if columns and chosen != "generic":
-        raise BadInput(f"{source}: columns can be named for format 'generic', not for '{chosen}'")
-    if chosen == "generic":
-        return generic.read(source, columns, max_len=max_len, dequantise=dequantise)
-    return FORMATS[chosen](source, max_len=max_len, dequantise=dequantise)
+    options: dict[str, object] = {"max_len": max_len, "dequantise": dequantise}
+    if chosen in MAPPED:
+        options["columns"] = columns
+    if chosen == "openai":
+        options["tokenizer"] = tokenizer
+    return FORMATS[chosen](source, **options)
 
 
 def detect(path: str | Path) -> str:
-    """The format of a file by its content. BadInput when it is empty or neither CSV, JSON nor Parquet."""
+    """The format of a file by its content; `generic` when nothing fits. BadInput when it is empty."""
     source = Path(path)
     start = head(source)
     if start[:4] == b"PAR1":
@@ -60,22 +90,53 @@ def detect(path: str | Path) -> str:
         raise BadInput(f"{source}: the file is empty")
     if text[0] in "{[":
         return _detect_json(text)
+    if any(mark in text for mark in ("Received request ", "Generated response ")):
+        return "vllm-log"
     return _detect_csv(text.splitlines()[0])
+
+
+def _detected(path: Path, columns: Mapping[str, str] | None) -> str:
+    """Detection; named columns mean a generic file unless they name parts of an exchange."""
+    if not columns:
+        return detect(path)
+    return "openai" if {"request", "response"} & set(columns) else "generic"
 
 
 def _detect_csv(header: str) -> str:
     names = {name.strip() for name in next(csv.reader([header]), [])}
-    if {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} <= names:
-        return "azure"
+    for format, wanted in CSV_MARKS.items():
+        if wanted <= names:
+            return format
     return "generic"
 
 
 def _detect_json(text: str) -> str:
     try:
-        first, _ = json.JSONDecoder().raw_decode(text.lstrip("["))
+        first, _ = json.JSONDecoder().raw_decode(text.lstrip("[ \t\r\n"))
     except (ValueError, RecursionError):
-        return "generic"
-    keys = set(first) if isinstance(first, dict) else set()
-    if {"timestamp", "input_length"} <= keys or {"delay", "input_length"} <= keys:
-        return "mooncake"
-    return "generic"
+        first = None
+    if not isinstance(first, dict):
+        return "otlp" if '"resourceSpans"' in text or '"scopeSpans"' in text else "generic"
+    keys = set(first)
+    for format, marks in JSON_MARKS:
+        if marks <= keys:
+            return format
+    nested = {key for value in first.values() if isinstance(value, dict) for key in value}
+    return "openai" if "usage" in keys | nested or {"messages", "prompt"} & (keys | nested) else "generic"
+
+
+CSV_MARKS: Mapping[str, frozenset[str]] = {
+    "azure": frozenset({"TIMESTAMP", "ContextTokens", "GeneratedTokens"}),
+    "burstgpt": frozenset({"Timestamp", "Request tokens", "Response tokens"}),
+    "litellm": frozenset({"startTime", "prompt_tokens", "completion_tokens"}),
+}
+JSON_MARKS: tuple[tuple[str, frozenset[str]], ...] = (
+    ("capture", frozenset({"capture"})),
+    ("otlp", frozenset({"resourceSpans"})),
+    ("bailian", frozenset({"chat_id", "parent_chat_id", "timestamp"})),
+    ("tracelab", frozenset({"round_index", "timing_events", "input_tokens_total"})),
+    ("litellm", frozenset({"startTime", "prompt_tokens", "completion_tokens"})),
+    ("mooncake", frozenset({"timestamp", "input_length"})),
+    ("mooncake", frozenset({"delay", "input_length"})),
+    ("mooncake", frozenset({"timestamp", "text_input"})),
+)

@@ -105,18 +105,23 @@ class Draft:
         self._add_blocks(row)
         return True
 
-    def trace(self, *, source: str, dequantise: bool = True, seed: int = 0, **notes: JSON) -> Trace:
-        """The trace: sorted, rebased, coarse stamps spread. BadInput when no row is left."""
+    def trace(
+        self, *, source: str, dequantise: bool = True, known_step_s: float | None = None, **notes: JSON
+    ) -> Trace:
+        """The trace: sorted, rebased, coarse stamps spread. BadInput when no row is left.
+
+        `known_step_s` is the clock's step where the format fixes it, else it is told from the stamps.
+        """
         if not len(self):
             dropped = ", ".join(f"{count} {why}" for why, count in self.quality.items() if why != "rows_read")
             raise BadInput(f"{self.path}: no request in it" + (f" ({dropped})" if dropped else ""))
         arrival = np.frombuffer(self._arrival, np.int64)
         order = np.argsort(arrival, kind="stable")
         arrival_s = (arrival - arrival[order[0]]) / 1e9
-        step = quantise.resolution_s(arrival_s)
+        step = quantise.resolution_s(arrival_s) if known_step_s is None else known_step_s
         spread = dequantise and step > quantise.COARSE_S
         if spread:
-            arrival_s[order] = quantise.spread(arrival_s[order], step, seed)
+            arrival_s[order] = quantise.spread(arrival_s[order], step)
             self.quality["arrivals_spread"] = len(self)
         columns: dict[str, Any] = {
             "arrival_s": arrival_s,

@@ -1,0 +1,119 @@
+"""Our own capture: a line when a request came, a line when its answer ended; readable however it was cut."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tuner.errors import BadInput
+from tuner.traffic.fingerprint import unpacked
+from tuner.traffic.importers.draft import CANCELLED, Draft, Row
+from tuner.traffic.importers.reading import Record, json_lines
+from tuner.traffic.trace import STATUSES, Trace
+
+VERSION = 1
+BEGIN: Mapping[str, str] = {
+    "client": "c",
+    "session": "s",
+    "lora": "a",
+    "max_tokens": "m",
+    "priority": "p",
+    "n": "n",
+}
+END: Mapping[str, str] = {"obs_ttft_s": "f", "obs_e2e_s": "e"}
+"""Column → key of the lines: the begin's whole numbers, the end's microseconds."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request whose end has not been read yet."""
+
+    record: Record
+    blocks: list[int]
+
+
+def read(path: Path, *, max_len: int | None = None, dequantise: bool = True) -> Trace:
+    """Requests by arrival. One whose end is missing is kept as cancelled when its length is known."""
+    draft = Draft(path, max_len=max_len)
+    records = json_lines(path, draft.quality)
+    header = next(records, None)
+    if header is None:
+        raise BadInput(f"{path}: the capture is empty")
+    _check_header(header, draft)
+    rows = _rows(records, draft)
+    for row in sorted(rows, key=lambda one: one.arrival_ns):
+        if row.input_len < 0:
+            draft.quality["rows_read"] += 1
+            draft.quality["dropped_no_length"] += 1
+        else:
+            draft.add(row)
+    notes = {key: header.data.get(key) for key in ("name", "started_at", "blocks_from", "tokenizer")}
+    return draft.trace(source="capture", dequantise=dequantise, known_step_s=0.0, capture=notes)
+
+
+def _rows(records: Iterator[Record], draft: Draft) -> list[Row]:
+    """Begins and ends put together; begins without an end come last."""
+    waiting: dict[int, _Open] = {}
+    rows: list[Row] = []
+    for record in records:
+        if "dropped" in record.data:
+            draft.quality["dropped_by_capture"] = record.whole("dropped")
+        elif record.has("t"):
+            waiting[record.whole("r")] = _Open(record, _blocks(record))
+        elif "r" in record.data:
+            began = waiting.pop(record.whole("r"), None)
+            if began is None:
+                draft.quality["end_without_begin"] += 1
+            else:
+                rows.append(_row(began, record, draft))
+        else:
+            draft.quality["lines_not_understood"] += 1
+    draft.quality["unfinished_when_cut"] += len(waiting)
+    return rows + [_row(left, None, draft) for left in waiting.values()]
+
+
+def _check_header(record: Record, draft: Draft) -> None:
+    version = record.whole("capture")
+    if version != VERSION:
+        raise record.bad("capture", f"is version {version}; this tuner reads version {VERSION}")
+    draft.block_size = record.whole("block_size")
+    if not 0 < draft.block_size < 1_000_000:
+        raise record.bad("block_size", f"is {draft.block_size}, expected tokens per block")
+
+
+def _status(end: Record) -> int:
+    word = str(end.data.get("st", "ok"))
+    if word not in STATUSES:
+        raise end.bad("st", f"is '{word}', expected one of {list(STATUSES)}")
+    return STATUSES.index(word)
+
+
+def _blocks(record: Record) -> list[int]:
+    try:
+        return unpacked(record.items("b"))
+    except (ValueError, TypeError) as error:
+        raise record.bad("b", f"is not a list of [start, length]: {error}") from error
+
+
+def _row(began: _Open, end: Record | None, draft: Draft) -> Row:
+    record = began.record
+    values: dict[str, Any] = {name: record.whole(key) for name, key in BEGIN.items() if record.has(key)}
+    size, status = record.whole("i") if record.has("i") else -1, CANCELLED
+    output = 0
+    if end is not None:
+        size = end.whole("i") if end.has("i") else size
+        output = end.whole("o") if end.has("o") else 0
+        status = _status(end)
+        values |= {name: end.nanoseconds(key, 1_000) / 1e9 for name, key in END.items() if end.has(key)}
+        if end.has("k"):
+            values["obs_cached"] = end.whole("k")
+        if end.data.get("by") == "chunks":
+            draft.quality["output_len_from_chunks"] += 1
+    return Row(
+        arrival_ns=record.nanoseconds("t", 1),
+        input_len=size,
+        output_len=output,
+        status=status,
+        blocks=began.blocks,
+        **values,
+    )

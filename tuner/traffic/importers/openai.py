@@ -1,0 +1,144 @@
+"""Gateway logs in OpenAI's dialect, one exchange per line; where its parts lie can be mapped."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tuner.errors import BadInput, nearest
+from tuner.traffic.exchange import Answered, answered, asked, lengths
+from tuner.traffic.fingerprint import TOKEN_BLOCK, Fingerprints
+from tuner.traffic.importers.draft import ERROR, OK, Draft, Row
+from tuner.traffic.importers.reading import Record, json_lines
+from tuner.traffic.tokenizer import Tokenizer
+from tuner.traffic.trace import Trace
+
+PLACES: Mapping[str, tuple[str, ...]] = {
+    "arrival": (
+        "timestamp",
+        "time",
+        "ts",
+        "created_at",
+        "start_time",
+        "startTime",
+        "created",
+        "response.created",
+    ),
+    "request": ("request.body", "request", "body", "request_body", "input"),
+    "response": ("response.body", "response", "response_body", "output"),
+    "end": ("end_time", "endTime", "finished_at"),
+    "first_token": ("first_token_time", "completionStartTime"),
+    "session": ("session_id", "conversation_id"),
+    "client": ("client", "user", "api_key_hash", "tenant"),
+    "id": ("id", "request_id", "custom_id"),
+    "status_code": ("status_code", "response.status_code", "status"),
+}
+"""What is looked for, and the usual places; a dot steps into an object. A map overrides them."""
+
+
+def read(
+    path: Path,
+    columns: Mapping[str, str] | None = None,
+    *,
+    tokenizer: str | Path | None = None,
+    max_len: int | None = None,
+    dequantise: bool = True,
+) -> Trace:
+    """Lengths come from `usage`, else from the tokenizer; texts are hashed into blocks and forgotten."""
+    for wanted in columns or {}:
+        if wanted not in PLACES:
+            raise BadInput(f"columns: '{wanted}' is not a part of an exchange{nearest(wanted, PLACES)}")
+    draft = Draft(path, block_size=TOKEN_BLOCK, max_len=max_len)
+    counter = None if tokenizer is None else Tokenizer(tokenizer)
+    prints, sources = Fingerprints(), set()
+    for record in json_lines(path, draft.quality):
+        sources.add(_add(draft, record, columns or {}, (prints, counter)))
+    prints.destroy()
+    origin = "bytes" if "bytes" in sources else "tokens"
+    return draft.trace(source="openai", dequantise=dequantise, known_step_s=None, blocks_from=origin)
+
+
+def _add(
+    draft: Draft, record: Record, columns: Mapping[str, str], tools: tuple[Fingerprints, Tokenizer | None]
+) -> str:
+    body = _document(record, columns, "request")
+    if body is None and ("messages" in record.data or "prompt" in record.data):
+        body = record.data
+    if body is None:
+        raise record.bad(
+            columns.get("request", "request"), f"is missing; has {sorted(map(str, record.data))[:12]}"
+        )
+    response = _document(record, columns, "response")
+    if response is None and "usage" in record.data:
+        response = record.data
+    answer = Answered() if response is None else answered(json.dumps(response).encode())
+    request = asked(body)
+    size, out, blocks, source = lengths(request, answer, *tools)
+    if size is None:
+        draft.quality["rows_read"] += 1
+        draft.quality["dropped_no_length"] += 1
+        return source
+    draft.add(_row(record, columns, request, (size, out or 0, answer, blocks)))
+    return source
+
+
+def _row(
+    record: Record, columns: Mapping[str, str], request: Any, counted: tuple[int, int, Answered, list[int]]
+) -> Row:
+    size, out, answer, blocks = counted
+    at = _place(record, columns, "arrival")
+    if at is None:
+        raise record.bad(
+            columns.get("arrival", "timestamp"), f"is missing; has {sorted(map(str, record.data))[:12]}"
+        )
+    arrival = at[0].moment(at[1])
+    values: dict[str, Any] = {}
+    for name, wanted in (("obs_e2e_s", "end"), ("obs_ttft_s", "first_token")):
+        if place := _place(record, columns, wanted):
+            values[name] = max(0, place[0].moment(place[1]) - arrival) / 1e9
+    for name, wanted in (("session", "session"), ("client", "client"), ("key", "id")):
+        if place := _place(record, columns, wanted):
+            values[name] = str(place[0].data[place[1]])
+    if place := _place(record, columns, "status_code"):
+        code = str(place[0].data[place[1]])
+        answer_failed = answer.failed or (code.isdigit() and int(code) >= 400) or code in ("error", "failure")
+    else:
+        answer_failed = answer.failed
+    return Row(
+        arrival_ns=arrival,
+        input_len=size,
+        output_len=out,
+        max_tokens=request.max_tokens,
+        priority=request.priority,
+        n=max(1, request.n),
+        status=ERROR if answer_failed else OK,
+        obs_cached=-1 if answer.cached_tokens is None else answer.cached_tokens,
+        blocks=blocks,
+        **({"session": request.session, "client": request.client} | values),
+    )
+
+
+def _place(record: Record, columns: Mapping[str, str], wanted: str) -> tuple[Record, str] | None:
+    """(object, key) where a wanted thing lies, or None. A mapped place that a line lacks is None too."""
+    for path in (columns[wanted],) if wanted in columns else PLACES[wanted]:
+        holder, *rest = [record], *path.split(".")
+        at = holder[0]
+        for step in rest[:-1]:
+            inner = at.data.get(step)
+            if not isinstance(inner, dict):
+                break
+            at = Record(record.path, record.line, inner)
+        else:
+            if at.has(rest[-1]):
+                return at, rest[-1]
+    return None
+
+
+def _document(record: Record, columns: Mapping[str, str], wanted: str) -> Mapping[str, Any] | None:
+    place = _place(record, columns, wanted)
+    if place is None or isinstance(place[0].data[place[1]], list):
+        return None
+    if isinstance(value := place[0].data[place[1]], str) and value[:1] != "{":
+        return None
+    found = place[0].child(place[1])
+    return None if found is None else found.data

@@ -1,0 +1,132 @@
+"""OpenTelemetry spans in OTLP's JSON (a document, or an export per line), `gen_ai.*` in old and new names."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tuner.errors import BadInput
+from tuner.traffic.importers.draft import ERROR, OK, Draft, Row
+from tuner.traffic.importers.reading import Record, json_lines, whole_json
+from tuner.traffic.trace import Trace
+
+INPUT = ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens")
+OUTPUT = ("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens")
+FIRST = ("gen_ai.latency.time_to_first_token", "gen_ai.server.time_to_first_token")
+CACHED = ("gen_ai.usage.cache_read.input_tokens", "gen_ai.usage.cached_tokens")
+SESSION = ("gen_ai.conversation.id", "session.id")
+CLIENT = ("enduser.id", "user.id")
+WHOLE = (
+    ("max_tokens", ("gen_ai.request.max_tokens",)),
+    ("n", ("gen_ai.request.choice.count", "gen_ai.request.n")),
+    ("obs_cached", CACHED),
+)
+
+
+def read(path: Path, *, max_len: int | None = None, dequantise: bool = True) -> Trace:
+    """One request per span that counts tokens; a span around another such span is the same request."""
+    draft = Draft(path, max_len=max_len)
+    spans: list[tuple[Record, Record]] = []
+    parents: dict[str, str] = {}
+    for record in _exports(path, draft):
+        for span in _spans(record):
+            name, above = span.data.get("spanId"), span.data.get("parentSpanId")
+            if isinstance(name, str) and isinstance(above, str) and above:
+                parents[name] = above
+            attributes = _attributes(span)
+            if any(attributes.has(key) for key in INPUT):
+                spans.append((span, attributes))
+            else:
+                draft.quality["spans_without_tokens"] += 1
+    outer = _outer({str(span.data.get("spanId")) for span, _ in spans}, parents)
+    for span, attributes in spans:
+        if span.data.get("spanId") in outer:
+            draft.quality["dropped_outer_span"] += 1
+        else:
+            draft.add(_row(span, attributes))
+    return draft.trace(source="otlp", dequantise=dequantise)
+
+
+def _exports(path: Path, draft: Draft) -> Iterator[Record]:
+    """One record per export: a line each, or the whole file when its first line is no document by itself."""
+    try:
+        yield from json_lines(path, draft.quality)
+    except BadInput:
+        if draft.quality["exports"]:
+            raise
+        data = whole_json(path)
+        if not isinstance(data, dict):
+            raise BadInput(
+                f"{path}: a {type(data).__name__}, expected an object with resourceSpans"
+            ) from None
+        yield Record(path, 1, data)
+
+
+def _spans(export: Record) -> Iterator[Record]:
+    groups = export.items("resourceSpans") if "resourceSpans" in export.data else [export.data]
+    for group in groups:
+        holder = _object(export, "resourceSpans", group)
+        scopes = holder.items("scopeSpans") or holder.items("instrumentationLibrarySpans")
+        for scope in scopes or [holder.data]:
+            for span in _object(export, "scopeSpans", scope).items("spans"):
+                yield _object(export, "spans", span)
+
+
+def _object(record: Record, key: str, value: Any) -> Record:
+    if not isinstance(value, dict):
+        raise record.bad(key, f"holds a {type(value).__name__}, expected objects")
+    return Record(record.path, record.line, value)
+
+
+def _attributes(span: Record) -> Record:
+    """Attributes as plain values: from OTLP's list of typed pairs, or a mapping."""
+    given = span.data.get("attributes")
+    if isinstance(given, dict):
+        return Record(span.path, span.line, given)
+    found: dict[str, Any] = {}
+    for pair in span.items("attributes"):
+        if not isinstance(pair, dict) or not isinstance(pair.get("key"), str):
+            raise span.bad("attributes", "holds something that is not {key, value}")
+        value = pair.get("value")
+        found[pair["key"]] = next(iter(value.values()), None) if isinstance(value, dict) else value
+    return Record(span.path, span.line, found)
+
+
+def _outer(counted: set[str], parents: dict[str, str]) -> set[str]:
+    """The spans that lie around another counted one."""
+    found: set[str] = set()
+    for name in counted:
+        seen = {name}
+        above = parents.get(name)
+        while above is not None and above not in seen:
+            seen.add(above)
+            if above in counted:
+                found.add(above)
+            above = parents.get(above)
+    return found
+
+
+def _row(span: Record, attributes: Record) -> Row:
+    start = span.nanoseconds("startTimeUnixNano", 1)
+    values: dict[str, Any] = {}
+    if span.has("endTimeUnixNano"):
+        values["obs_e2e_s"] = max(0, span.nanoseconds("endTimeUnixNano", 1) - start) / 1e9
+    for name, keys in WHOLE:
+        if key := next((key for key in keys if attributes.has(key)), None):
+            values[name] = attributes.whole(key)
+    if key := next((key for key in FIRST if attributes.has(key)), None):
+        values["obs_ttft_s"] = attributes.number(key)
+    for name, keys in (("session", SESSION), ("client", CLIENT)):
+        if key := next((key for key in keys if attributes.has(key)), None):
+            values[name] = str(attributes.data[key])
+    status = span.data.get("status")
+    failed = isinstance(status, dict) and status.get("code") in (2, "2", "STATUS_CODE_ERROR")
+    if span.has("spanId"):
+        values["key"] = (str(span.data.get("traceId")), str(span.data["spanId"]))
+    output = next((key for key in OUTPUT if attributes.has(key)), None)
+    return Row(
+        arrival_ns=start,
+        input_len=attributes.whole(attributes.first(*INPUT)),
+        output_len=attributes.whole(output) if output else 0,
+        status=ERROR if failed else OK,
+        **values,
+    )

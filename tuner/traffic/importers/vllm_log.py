@@ -1,0 +1,135 @@
+"""vLLM's request log: stamps of 1 s without a year; prompt lengths only where it was written at DEBUG."""
+
+import re
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from tuner.errors import BadInput
+from tuner.traffic.fingerprint import TOKEN_BLOCK, Fingerprints
+from tuner.traffic.importers.draft import Draft, Row
+from tuner.traffic.importers.reading import guess_year, lines, parse_stamp
+from tuner.traffic.trace import Trace
+
+_LINE = re.compile(r"(?:INFO|DEBUG) (\d\d-\d\d) (\d\d:\d\d:\d\d) ")
+_RECEIVED = re.compile(
+    r"Received request (\S+): (?:prompt: .*?, )?params: SamplingParams\((.*)\), .*lora_request: (.*)$"
+)
+_DETAILS = re.compile(r"Request (\S+) details: .*prompt_token_ids: \[([\d, ]*)\], prompt_embeds", re.DOTALL)
+_TOKENS = re.compile(r"Generated response (\S+?)(?: \(.*?\))? details: output_token_ids: \[([\d, ]*)\]")
+_DONE = re.compile(r"Generated response (\S+?)(?: \(.*?\))?: output: .*finish_reason: (\w+)")
+_NUMBER = re.compile(r"\b(n|max_tokens)=(\d+)")
+_ADAPTER = re.compile(r"lora_name='([^']*)'")
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What the log has told of one request so far."""
+
+    at_ns: int = 0
+    received: bool = False
+    ids: list[int] | None = None
+    output: int | None = None
+    max_tokens: int = -1
+    n: int = 1
+    lora: str | None = None
+    end_ns: int | None = None
+    blocks: list[int] = field(default_factory=list)
+
+
+def read(path: Path, *, max_len: int | None = None, dequantise: bool = True) -> Trace:
+    """Requests of `--enable-log-requests`; those without a prompt length are counted and left out.
+
+    An answer that the log does not count is taken to be max_tokens long, and counted. BadInput when no
+    request has a length.
+    """
+    draft = Draft(path, block_size=TOKEN_BLOCK, max_len=max_len)
+    prints, seen = Fingerprints(), dict[str, _Seen]()
+    clock = _Clock(datetime.fromtimestamp(path.stat().st_mtime, UTC))
+    for number, text, ended in lines(path):
+        try:
+            _take(text, clock, seen, prints)
+        except ValueError as error:
+            if ended:
+                raise BadInput(f"{path}: line {number}: not a stamp or a list of tokens: {error}") from error
+            draft.quality["cut_last_line"] += 1
+    prints.destroy()
+    for name, one in seen.items():
+        _add(draft, name, one)
+    if not len(draft):
+        raise BadInput(
+            f"{path}: {len(seen)} requests, none with its prompt length: vLLM logs lengths only at DEBUG "
+            "(VLLM_LOGGING_LEVEL=DEBUG); `tuner capture` records them without the text"
+        )
+    return draft.trace(source="vllm-log", dequantise=dequantise, known_step_s=1.0, year_guessed=True)
+
+
+class _Clock:
+    """Stamps without a year: the newest year that fits, one more when the months begin again."""
+
+    def __init__(self, newest: datetime) -> None:
+        self._newest, self._year, self._month = newest, 0, 0
+
+    def read(self, day: str, time: str) -> int:
+        month = int(day[:2])
+        if not self._year:
+            self._year = guess_year(day, self._newest)
+        elif month < self._month - 6:
+            self._year += 1
+        self._month = month
+        found = parse_stamp(f"{self._year:04d}-{day} {time}")
+        if found is None:
+            raise ValueError(f"'{day} {time}'")
+        return found
+
+
+def _take(text: str, clock: _Clock, seen: dict[str, _Seen], prints: Fingerprints) -> None:
+    if "Received request" not in text and "Request " not in text and "Generated response" not in text:
+        return
+    stamp = _LINE.search(text)
+    at = clock.read(stamp.group(1), stamp.group(2)) if stamp else None
+    if found := _DETAILS.search(text):
+        one = seen.setdefault(found.group(1), _Seen())
+        one.ids = _ids(found.group(2))
+        one.blocks = prints.blocks(one.ids)
+    elif (found := _RECEIVED.search(text)) and at is not None:
+        one = seen.setdefault(found.group(1), _Seen())
+        one.at_ns, one.received = at, True
+        numbers = {name: int(value[:9]) for name, value in _NUMBER.findall(found.group(2))}
+        one.n, one.max_tokens = numbers.get("n", 1), numbers.get("max_tokens", -1)
+        adapter = _ADAPTER.search(found.group(3))
+        one.lora = adapter.group(1) if adapter else None
+    elif found := _TOKENS.search(text):
+        one = seen.setdefault(found.group(1), _Seen())
+        one.output = (one.output or 0) + len(_ids(found.group(2)))
+        one.end_ns = at
+    elif (found := _DONE.search(text)) and found.group(2) != "None":
+        seen.setdefault(found.group(1), _Seen()).end_ns = at
+
+
+def _add(draft: Draft, name: str, one: _Seen) -> None:
+    if not one.received or one.ids is None:
+        draft.quality["rows_read"] += 1
+        draft.quality["dropped_no_length" if one.received else "dropped_no_arrival"] += 1
+        return
+    output = one.output
+    if output is None:
+        draft.quality["output_len_from_max_tokens"] += 1
+        output = max(1, one.max_tokens)
+    draft.add(
+        Row(
+            arrival_ns=one.at_ns,
+            input_len=len(one.ids),
+            output_len=output,
+            max_tokens=one.max_tokens,
+            n=max(1, one.n),
+            lora=one.lora,
+            key=name,
+            obs_e2e_s=float("nan") if one.end_ns is None else max(0, one.end_ns - one.at_ns) / 1e9,
+            blocks=one.blocks,
+        )
+    )
+
+
+def _ids(text: str) -> list[int]:
+    return [int(one) for one in text.split(",") if one.strip()]
