@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from tuner.errors import Aborted, BadInput, Infeasible, NotFound
 from tuner.knobs.arguments import compile_candidate
 from tuner.profiles import registry
-from tuner.records import JSON, Measurement, Outcome, Profile, ProfileKey, Run, Trial, TrialState
+from tuner.records import JSON, Measurement, Outcome, Profile, Run, Trial, TrialState
 from tuner.replay import outcomes
 from tuner.replay.plan import Plan
 from tuner.search import pareto
@@ -20,7 +20,6 @@ from tuner.tuning.verdict import Verdict, judge
 
 FINALISTS = 2
 WHERE = ("confirm", "held_out")
-ACTOR = "tuner"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,40 +225,32 @@ def _publish(
     """The baseline's profile always, the challenger's when it won; their aliases move."""
     found = {}
     if base:
-        found["baseline"] = _profile(bench, run, base, "baseline", "what ran before")
+        found[registry.BASELINE] = _profile(bench, run, base, registry.BASELINE, verdict)
     if verdict.wins:
-        found["challenger"] = _profile(bench, run, chosen, "challenger", verdict.sentence)
+        found[registry.CHALLENGER] = _profile(bench, run, chosen, registry.CHALLENGER, verdict)
     return found
 
 
-def _profile(bench: Bench, run: Run, trial: Trial, alias: str, sentence: str) -> Profile:
+def _profile(bench: Bench, run: Run, trial: Trial, alias: str, verdict: Verdict) -> Profile:
     prepared = bench.prepared
-    compiled = compile_candidate(trial.candidate, prepared.facts)
-    evidence: dict[str, JSON] = {
-        "verdict": sentence,
-        "run": run.id,
-        "trial": trial.number,
-        "measurement": {
-            n: v if math.isfinite(v) else None
-            for n, v in (trial.measurement or Measurement(values={})).values.items()
-        },
-    }
+    compiled = compile_candidate(trial.candidate, prepared.facts, env=prepared.file.engine.env)
     return registry.publish(
         bench.store,
-        key=ProfileKey(
-            model=prepared.study.model, target=prepared.study.node, workload=prepared.study.workload
-        ),
-        candidate=trial.candidate,
-        engine_version=prepared.facts.version,
-        gpu_class=prepared.study.gpu_class,
-        study_id=prepared.study.id,
-        trial_id=trial.id,
+        study=prepared.study,
+        trial=trial,
         argv=(*prepared.fixed, *compiled.argv),
         env=masked({**prepared.file.engine.env, **compiled.env}),
-        evidence=evidence,
+        evidence={
+            "run": run.id,
+            "verdict": verdict.word,
+            "sentence": verdict.sentence,
+            "confirmed": verdict.confirmed and alias == registry.CHALLENGER,
+            "slo_met": pareto.meets(trial, prepared.study.slo),
+            "demonstration": prepared.plan.demonstration,
+            "repeats": prepared.plan.repeats,
+        },
         alias=alias,
-        actor=ACTOR,
-        reason=f"run {run.id}",
+        reason=f"run {run.id}: {verdict.word}",
         now=bench.clock(),
     )
 

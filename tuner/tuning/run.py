@@ -13,7 +13,7 @@ from tuner.errors import Aborted, NotFound, StudyFailed
 from tuner.history.store import Store
 from tuner.records import JSON, Candidate, Run, RunState, Trial, TrialState
 from tuner.search.stopping import reason_to_stop
-from tuner.search.suggest import Predictor, suggest
+from tuner.search.suggest import Predictor, Suggestion, suggest
 from tuner.tuning.confirm import Confirmation, confirm, launches_of
 from tuner.tuning.events import Event, Tell, silent
 from tuner.tuning.reconcile import locked, reconcile
@@ -43,6 +43,29 @@ class Help:
     predictor: Predictor | None = None
 
 
+NO_HELP = Help()
+
+
+def propose(prepared: Prepared, trials: Sequence[Trial], help: Help = NO_HELP) -> Suggestion | None:
+    """What the search proposes after these trials; a function of them alone."""
+    return suggest(
+        prepared.space,
+        trials,
+        seed=prepared.study.seed,
+        number=next_number(trials),
+        objectives=prepared.study.objectives,
+        baseline=prepared.baseline,
+        known=prepared.known,
+        seeds=help.seeds,
+        predictor=help.predictor,
+    )
+
+
+def next_number(trials: Sequence[Trial]) -> int:
+    """The number after the last one."""
+    return max((t.number for t in trials), default=-1) + 1
+
+
 class Cut(Exception):
     """The run is to end now: it was cancelled, or its window closed."""
 
@@ -59,7 +82,7 @@ async def tune(
     limits: Limits,
     clock: Clock,
     tell: Tell = silent,
-    help: Help = Help(),
+    help: Help = NO_HELP,
 ) -> Run:
     """Tune a study until a limit; returns the finished run. A run that was interrupted before is resumed.
 
@@ -182,18 +205,8 @@ class _Loop:
         last = max(trials, key=lambda t: (t.number, t.attempt), default=None)
         if last is not None and last.state is TrialState.ABORTED:
             return self._start(last.number, last.attempt + 1, last.candidate, last.seed, last.origin)
-        number = last.number + 1 if last else 0
-        found = suggest(
-            prepared.space,
-            trials,
-            seed=prepared.study.seed,
-            number=number,
-            objectives=prepared.study.objectives,
-            baseline=prepared.baseline,
-            known=prepared.known,
-            seeds=self._help.seeds,
-            predictor=self._help.predictor,
-        )
+        number = next_number(trials)
+        found = propose(prepared, trials, self._help)
         return self._start(number, 0, found.candidate, found.seed, found.origin) if found else None
 
     def _start(self, number: int, attempt: int, candidate: Candidate, seed: int, origin: str) -> Trial:

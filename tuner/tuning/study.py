@@ -36,7 +36,9 @@ MASK = "***"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A study ready to run: its record, and the things behind it. `fixed` are every candidate's arguments."""
+    """A study ready to run: its record, and the things behind it. `fixed` are every candidate's arguments;
+    without `rules` what is known to fail is launched all the same.
+    """
 
     study: Study
     file: StudyFile
@@ -52,18 +54,21 @@ class Prepared:
     command: tuple[str, ...]
     fixed: tuple[str, ...]
     max_model_len: int
+    rules: bool = True
 
     def known(self, candidate: Candidate) -> str | None:
         """Why a candidate cannot run, as far as can be known without launching it."""
+        if not self.rules:
+            return None
         return self.space.known_violation(candidate, self.facts, self.max_model_len, self.model)
 
 
-def load(path: Path, *, store: Store, now: datetime) -> Prepared:
+def load(path: Path, *, store: Store | None, now: datetime) -> Prepared:
     """Read and prepare a study file; writes nothing. BadInput or NotFound says what to mend."""
     return prepare(studyfile.read(path), name=str(path), base=path.parent, store=store, now=now)
 
 
-def prepare(file: StudyFile, *, name: str, base: Path, store: Store, now: datetime) -> Prepared:
+def prepare(file: StudyFile, *, name: str, base: Path, store: Store | None, now: datetime) -> Prepared:
     """Resolve what a study file names, relative to `base`. Asks the interpreter; launches no engine."""
     trace, trace_path = _trace(file.trace, base, store)
     space = _space(file.space, base)
@@ -119,15 +124,17 @@ def engine_command(engine: EngineFile, base: Path) -> tuple[str, ...]:
     return (*engine.command, str(python) if not engine.command else engine.python, *VLLM_MODULE)
 
 
-def _trace(ref: str, base: Path, store: Store) -> tuple[Trace, Path]:
+def _trace(ref: str, base: Path, store: Store | None) -> tuple[Trace, Path]:
     path = Path(ref).expanduser()
     path = path if path.is_absolute() else base / path
     if path.is_file():
         return (traces.read(path) if path.suffix == ".parquet" else importers.read_any(path)), path
     try:
+        if store is None:
+            raise NotFound("there is no history yet")
         stored = store.trace(ref.removeprefix("latest:"))
     except NotFound:
-        known = sorted({t.name for t in store.traces()})
+        known = sorted({t.name for t in store.traces()}) if store else []
         raise BadInput(
             f"trace: '{ref}' is neither a file ({path}) nor the digest of a known trace nor latest:NAME"
             f"{nearest(ref.removeprefix('latest:'), known)}; `tuner trace import` makes one"
@@ -136,17 +143,14 @@ def _trace(ref: str, base: Path, store: Store) -> tuple[Trace, Path]:
 
 
 def _space(ref: str, base: Path) -> SearchSpace:
-    for path in (base / ref, base / f"{ref}.yaml"):
+    """A file beside the study, else a shipped space by its name, with or without folder and suffix."""
+    name = Path(ref).name.removesuffix(".yaml")
+    folder = shipped("search_spaces")
+    for path in (base / ref, folder / f"{name}.yaml"):
         if path.is_file():
             return spaces.load(str(path))
-    folder = shipped("search_spaces")
-    name = Path(ref).name.removesuffix(".yaml")
-    if (folder / f"{name}.yaml").is_file():
-        return spaces.load(str(folder / f"{name}.yaml"))
     known = sorted(p.stem for p in folder.glob("*.yaml"))
-    raise BadInput(
-        f"space: there is no file {base / ref} and no shipped space '{name}'{nearest(name, known)}"
-    )
+    raise BadInput(f"space: there is no file {base / ref} and no shipped space '{name}'{nearest(name, known)}")
 
 
 def _model_path(model: str, base: Path) -> str:
@@ -200,14 +204,12 @@ def _check_lengths(trace: Trace, chosen: tuple[Slice, ...], max_model_len: int, 
     for part in chosen:
         rows = slices.rows(trace, part)
         if not len(rows):
-            raise BadInput(
-                f"{name}: slice {part.name} ({part.start_s:g} s + {part.duration_s:g} s) holds no request"
-            )
+            raise BadInput(f"{name}: slice {part.name} from {part.start_s:g} s on holds no request")
         longest = int((trace.input_len[rows] + trace.output_len[rows]).max())
         if longest > max_model_len:
             raise BadInput(
-                f"{name}: slice {part.name} has a request of {longest} tokens, the engine takes {max_model_len};"
-                f" raise engine.args.max-model-len or choose other slices"
+                f"{name}: slice {part.name} has a request of {longest} tokens, the engine takes"
+                f" {max_model_len}; raise engine.args.max-model-len or choose other slices"
             )
 
 
@@ -218,8 +220,10 @@ def _check_baseline(baseline: Candidate, facts: EngineFacts, env: Mapping[str, s
         raise BadInput(f"{name}: baseline: {error}") from error
 
 
-def _node(file: StudyFile, facts: EngineFacts, store: Store) -> Node:
+def _node(file: StudyFile, facts: EngineFacts, store: Store | None) -> Node:
     if file.node != "local":
+        if store is None:
+            raise NotFound(f"there is no node '{file.node}'; `tuner node add` registers one")
         return store.node(file.node)
     if file.engine.kind == "simulated":
         return Node(name="local", gpu_class=f"sim-{file.engine.card}")

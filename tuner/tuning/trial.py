@@ -141,11 +141,17 @@ def launch_spec(prepared: Prepared, candidate: Candidate, directory: Path, cores
         argv=(*prepared.fixed, *compiled.argv),
         served_name=prepared.study.id[:16],
         directory=str(directory),
-        env={**prepared.file.engine.env, **compiled.env},
+        env={**simulated_card(prepared), **prepared.file.engine.env, **compiled.env},
         asked=candidate,
         gpus=prepared.node.gpus,
         cores=cores.engine,
     )
+
+
+def simulated_card(prepared: Prepared) -> dict[str, str]:
+    """What tells the simulated engine which card it is; nothing for a real one."""
+    engine = prepared.file.engine
+    return {"TUNER_SIM_CARD": engine.card} if engine.kind == "simulated" else {}
 
 
 async def _measured(
@@ -207,10 +213,8 @@ class GateFailed(Aborted):
     """The replay is not to be believed: the sender was late, or the answers were not what was asked for."""
 
     def __init__(self, measurement: Measurement) -> None:
-        gates = ", ".join(measurement.fidelity.failed)
-        values = sorted(measurement.fidelity.values.items())
-        shown = ", ".join(f"{name} {value:.4g}" for name, value in values if value is not None)
-        super().__init__(f"the replay failed its fidelity gate ({gates}); {shown}", cause="gate")
+        gates = "; ".join(measurement.fidelity.failed)
+        super().__init__(f"the replay failed its fidelity gate: {gates}", cause="gate")
         self.measurement = measurement
 
 

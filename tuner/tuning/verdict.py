@@ -13,11 +13,14 @@ Compared = tuple[int, str, Comparison]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """`word` is short, `sentence` whole; `wins` tells whether a challenger is published."""
+    """`word` is short, `sentence` whole. `wins`: a challenger is published. `confirmed`: its gain was proved
+    against the baseline under a plan that is meant to be acted on.
+    """
 
     word: str
     sentence: str
     wins: bool
+    confirmed: bool = False
 
 
 def judge(
@@ -57,7 +60,8 @@ def judge(
         if meets(chosen, slo)
         else "It does not meet the SLO; nothing measured does better."
     )
-    return Verdict(word=word, sentence=f"{against} {kept}{_held(held)}{note}", wins=True)
+    sentence = f"{against} {kept}{_held(held)}{note}"
+    return Verdict(word=word, sentence=sentence, wins=True, confirmed=not demonstration)
 
 
 def words(comparison: Comparison) -> str:

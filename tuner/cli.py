@@ -1,0 +1,74 @@
+"""The command line: names and wires the commands; each lives in `commands/`, its imports inside."""
+
+import sys
+
+import typer
+
+from tuner.commands import (
+    database,
+    demo,
+    doctor,
+    front,
+    gc,
+    history,
+    knobs,
+    profile,
+    report,
+    run,
+    study,
+    trace,
+    trial,
+    tune,
+)
+
+app = typer.Typer(
+    name="tuner",
+    help="Find the vLLM configuration that serves your own traffic best.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command("demo")(demo.demo)
+app.command("tune")(tune.tune)
+app.command("front")(front.front)
+app.command("report")(report.report)
+app.command("history")(history.history)
+app.command("knobs")(knobs.knobs)
+app.command("doctor")(doctor.doctor)
+app.command("gc")(gc.gc)
+app.add_typer(trace.app, name="trace")
+app.add_typer(study.app, name="study")
+app.add_typer(run.app, name="run")
+app.add_typer(trial.app, name="trial")
+app.add_typer(profile.app, name="profile")
+app.add_typer(database.app, name="db")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from tuner import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Print the version."
+    ),
+) -> None:
+    """Find the vLLM configuration that serves your own traffic best."""
+
+
+def main() -> None:
+    """Run a command. What the tuner says on purpose is one sentence on standard error and its exit code."""
+    try:
+        app()
+    except Exception as error:
+        from tuner.errors import TunerError
+
+        if not isinstance(error, TunerError):
+            raise
+        typer.echo(f"tuner: {error}", err=True)
+        sys.exit(error.exit_code)

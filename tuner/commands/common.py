@@ -1,0 +1,112 @@
+"""What all commands share: the store, the home, and how records are shown. Heavy imports wait until used."""
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from datetime import UTC, datetime
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from tuner.history.store import Store
+    from tuner.settings import Settings
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+StudyRef = Annotated[str, typer.Argument(metavar="STUDY", help="A study's name, id, or beginning of the id.")]
+
+
+def now() -> datetime:
+    """The time of day, UTC."""
+    return datetime.now(UTC)
+
+
+def settings() -> "Settings":
+    """`TUNER_*` as they are now."""
+    from tuner.settings import Settings
+
+    return Settings()
+
+
+def open_store(*, create: bool = False) -> "Store":
+    """The history. NotFound when there is none yet and the command only reads."""
+    from tuner.history.store import Store
+
+    return Store(settings().url, create=create)
+
+
+def plain(value: object) -> object:
+    """A record as JSON: ±inf and NaN are null, times ISO 8601, mappings and tuples plain."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, datetime):
+        return value.isoformat()
+    if isinstance(value, Path):
+        return str(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, Iterable):
+        return [plain(item) for item in value]
+    return str(value)
+
+
+def print_json(value: object) -> None:
+    """JSON on standard output."""
+    sys.stdout.write(json.dumps(plain(value), indent=2) + "\n")
+
+
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None
+) -> None:
+    """A table on standard output; a column whose name begins with `<` is text, others are numbers."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=title, box=None, pad_edge=False, header_style="bold", title_justify="left")
+    for column in columns:
+        is_text = column.startswith("<")
+        table.add_column(
+            escape(column.lstrip("<")), justify="left" if is_text else "right", no_wrap=not is_text
+        )
+    for row in rows:
+        table.add_row(*(escape(text(cell)) for cell in row))
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    console.print(table)
+
+
+def text(value: object) -> str:
+    """A cell: four digits for numbers, ∞, an en dash for nothing, minutes for times."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool | str):
+        return str(value)
+    if isinstance(value, Enum):
+        return str(value.value)
+    if isinstance(value, datetime):
+        return value.strftime("%Y-%m-%d %H:%M")
+    if isinstance(value, float):
+        if math.isinf(value):
+            return "∞" if value > 0 else "-∞"
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return str(value)
+
+
+def knobs(candidate: Mapping[str, object]) -> str:
+    """A candidate on one line."""
+    return " ".join(f"{name}={value}" for name, value in candidate.items()) or "(engine defaults)"
+
+
+def say(sentence: str) -> None:
+    """A line for people, on standard error, so that standard output stays clean."""
+    typer.echo(sentence, err=True)

@@ -1,0 +1,56 @@
+"""`tuner demo`: the whole path on the simulated engine and a bundled slice of a real trace."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tuner.commands.common import open_store, say, settings
+
+STUDY = """\
+# Written by `tuner demo`: the simulated engine on a slice of the Azure conversation trace.
+name: demo
+model: Qwen/Qwen2.5-7B-Instruct
+workload: chat
+trace: azure-conversation-slice.parquet
+space: demo
+engine: {kind: simulated, card: h100-80, args: {max-model-len: 16384}}
+baseline: {max_num_seqs: 8}
+plan: quick
+speed: 1.0
+slo: {ttft_ms: 500, tpot_ms: 50, attainment: 0.95}
+budget: {trials: 12}
+seed: 7
+"""
+
+
+def demo(
+    trials: Annotated[int, typer.Option(min=2, help="How many trials.")] = 12,
+    home: Annotated[Path | None, typer.Option(help="Where to keep it; TUNER_HOME/demo else.")] = None,
+) -> None:
+    """Tune a simulated engine on a bundled slice of a real trace; about a minute."""
+    from tuner.commands import common, front, report, tune
+    from tuner.settings import shipped
+    from tuner.tuning.run import Limits
+    from tuner.tuning.study import load
+
+    place = (home or settings().home / "demo").resolve()
+    place.mkdir(parents=True, exist_ok=True)
+    os.environ["TUNER_HOME"] = str(place)
+    os.environ.pop("TUNER_DATABASE_URL", None)
+    shutil.copy(shipped("data", "traces", "azure-conversation-slice.parquet"), place)
+    study_file = place / "demo.yaml"
+    study_file.write_text(STUDY)
+    store = open_store(create=True)
+    prepared = load(study_file, store=store, now=common.now())
+    run = tune.execute(prepared, store, Limits(trials=trials, early=False))
+    front.show(store, prepared.study)
+    written = report.write(store, prepared.study, place / "report.html")
+    typer.echo(
+        f"\nDEMONSTRATION on a simulated engine. {run.summary.get('verdict')}: {run.summary.get('sentence')}"
+    )
+    typer.echo(f"report: {written}")
+    typer.echo(f"pull the winner:\n  TUNER_HOME={place} {tune.pull_command(prepared)}")
+    say(f"the study file is {study_file}")

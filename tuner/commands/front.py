@@ -1,0 +1,132 @@
+"""`tuner front`: the Pareto front of a study, beside the baseline."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tuner.commands.common import Json, StudyRef, knobs, open_store, print_json, print_table
+
+if TYPE_CHECKING:
+    from tuner.history.store import Store
+    from tuner.records import Run, Study, Trial
+
+
+def front(
+    study: StudyRef,
+    timings: Annotated[bool, typer.Option("--timings", help="Add where each trial's time went.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show the trials that no other trial beats in every objective, beside the baseline."""
+    store = open_store()
+    found = find_study(store, study)
+    if as_json:
+        print_json(as_data(store, found, timings=timings))
+        return
+    show(store, found)
+    if timings:
+        show_timings(store, found)
+
+
+def find_study(store: "Store", ref: str) -> "Study":
+    """A study by name, id, beginning of the id, or its file (then the newest of that name)."""
+    from pathlib import Path
+
+    if ref.endswith((".yaml", ".yml")) and Path(ref).is_file():
+        from tuner.tuning import studyfile
+
+        ref = studyfile.read(Path(ref)).name
+    return store.study(ref)
+
+
+def rows(store: "Store", study: "Study") -> "tuple[Trial | None, tuple[Trial, ...]]":
+    """The baseline, and the front without it."""
+    from tuner.search import pareto
+
+    trials = store.trials(study.id)
+    base = next((t for t in reversed(trials) if t.is_baseline and t.measurement), None)
+    return base, tuple(t for t in pareto.front(trials, study.objectives) if not t.is_baseline)
+
+
+def winner_of(store: "Store", study: "Study") -> int | None:
+    """The number of the trial that won the newest finished run."""
+    run = last_run(store, study)
+    found = run.summary.get("winner") if run else None
+    return found if isinstance(found, int) else None
+
+
+def last_run(store: "Store", study: "Study") -> "Run | None":
+    """The newest run of a study that came to a verdict."""
+    return next((r for r in store.runs(study.id) if r.summary), None)
+
+
+def show(store: "Store", study: "Study") -> None:
+    """The table for people."""
+    base, members = rows(store, study)
+    winner = winner_of(store, study)
+    names = [*study.objectives, *(n for n in ("slo_attainment", "failed") if n not in study.objectives)]
+    table = []
+    for trial in [*([base] if base else []), *members]:
+        mark = "baseline" if trial is base else "winner" if trial.number == winner else ""
+        values = trial.measurement.values if trial.measurement else {}
+        cells = [_cell(values, base, trial, name) for name in names]
+        table.append([trial.number, mark, *cells, knobs(trial.candidate)])
+    print_table(
+        ["trial", "<", *names, "<configuration"], table, title=f"front of {study.name} ({study.id[:12]})"
+    )
+
+
+def _cell(values: Mapping[str, float], base: "Trial | None", trial: "Trial", name: str) -> object:
+    from tuner.report.document import number, ratio
+
+    if trial is base or base is None or base.measurement is None or name == "failed":
+        return values.get(name)
+    change = ratio(values.get(name), base.measurement.values.get(name))
+    return f"{number(values.get(name))} ({change.replace(' ', '')})" if change else values.get(name)
+
+
+def as_data(store: "Store", study: "Study", *, timings: bool = False) -> dict[str, object]:
+    """The same as JSON."""
+    base, members = rows(store, study)
+    run = last_run(store, study)
+    data: dict[str, object] = {
+        "study": {"id": study.id, "name": study.name, "objectives": study.objectives},
+        "baseline": base,
+        "front": members,
+        "winner": winner_of(store, study),
+        "verdict": run.summary if run else {},
+    }
+    if timings:
+        data["timings"] = timing_rows(store, study)
+    return data
+
+
+def timing_rows(store: "Store", study: "Study") -> list[dict[str, object]]:
+    """Seconds per launch: until ready, in all; the verdict says how it ended."""
+    by_directory = {t.directory: t for t in store.trials(study.id)}
+    found: list[dict[str, object]] = []
+    for launch in store.launches(study.id):
+        trial = by_directory.get(launch.directory)
+        whole = (launch.ended_at - launch.started_at).total_seconds() if launch.ended_at else None
+        ready = launch.timeline.get("ready_s")
+        found.append(
+            {
+                "launch": launch.id,
+                "trial": trial.number if trial else None,
+                "attempt": trial.attempt if trial else None,
+                "ready_s": ready,
+                "measuring_s": whole - ready if whole is not None and ready is not None else None,
+                "whole_s": whole,
+                "verdict": launch.verdict or "served",
+            }
+        )
+    return found
+
+
+def show_timings(store: "Store", study: "Study") -> None:
+    """Where the time of each launch went."""
+    names = ("trial", "attempt", "ready_s", "measuring_s", "whole_s", "verdict")
+    table: Sequence[Sequence[object]] = [[row[n] for n in names] for row in timing_rows(store, study)]
+    print_table(
+        [*names[:-1], "<how it ended"], table, title="launches (those without a trial: the confirmation)"
+    )

@@ -1,0 +1,251 @@
+"""`tuner profile`: the winning configurations, their aliases, and how pipelines pull them."""
+
+import getpass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tuner.commands.common import Json, knobs, now, open_store, print_json, print_table, say
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tuner.history.store import Store
+    from tuner.records import Profile, ProfileKey
+
+app = typer.Typer(help="Profiles: winning configurations, by model, node and workload.", no_args_is_help=True)
+Model = Annotated[str, typer.Option(help="The model that the profile is for.")]
+NodeName = Annotated[str | None, typer.Option(help="The node; may be left out when there is only one.")]
+Workload = Annotated[str | None, typer.Option(help="The workload; may be left out when there is only one.")]
+Format = Annotated[
+    str, typer.Option(help="vllm-yaml, args, env or json, and the charts of docs/profiles.md.")
+]
+Reason = Annotated[str, typer.Option(help="Why; kept with the event.")]
+CHANGED, UNCHANGED, NONE = 0, 3, 4
+"""Exit codes of `resolve --exit-code`."""
+
+
+@app.command("list")
+def list_profiles(
+    model: Annotated[str | None, typer.Option(help="Only this model.")] = None, as_json: Json = False
+) -> None:
+    """List profile versions, the newest first, with the aliases that point at them."""
+    store = open_store()
+    profiles, aliases = store.profiles(model=model), store.aliases()
+    rows = []
+    for p in profiles:
+        names = sorted(e.alias for e in aliases if e.key == p.key and e.to_version == p.version)
+        rows.append((p, names))
+    if as_json:
+        print_json([{"profile": p, "aliases": names} for p, names in rows])
+        return
+    table = [
+        [
+            p.id,
+            p.key.model,
+            p.key.target,
+            p.key.workload,
+            p.version,
+            " ".join(names),
+            p.engine_version,
+            knobs(p.candidate),
+        ]
+        for p, names in rows
+    ]
+    heads = [
+        "id",
+        "<model",
+        "<node or class",
+        "<workload",
+        "version",
+        "<aliases",
+        "<engine",
+        "<configuration",
+    ]
+    print_table(heads, table)
+
+
+@app.command("show")
+def show(profile: Annotated[int, typer.Argument(help="The profile's id.")], as_json: Json = False) -> None:
+    """Show one version with its evidence and the moves of its aliases."""
+    store = open_store()
+    found = store.profile(profile)
+    events = [e for e in store.alias_events(found.key) if found.version in (e.from_version, e.to_version)]
+    if as_json:
+        print_json({"profile": found, "events": events})
+        return
+    typer.echo(f"{found.key.model} on {found.key.target} for {found.key.workload}, version {found.version}")
+    typer.echo(
+        f"engine {found.engine_version}, {found.gpu_class}, study {found.study_id[:12]}:"
+        f" {knobs(found.candidate)}"
+    )
+    print_table(["<evidence", "<"], ([k, str(v)] for k, v in sorted(found.evidence.items())))
+    rows = [[e.at, e.alias, e.from_version, e.to_version, e.actor, e.reason] for e in events]
+    print_table(["<at", "<alias", "from", "to", "<by", "<why"], rows)
+
+
+@app.command("diff")
+def diff(
+    one: Annotated[int, typer.Argument(help="A profile's id.")],
+    other: Annotated[int, typer.Argument(help="Another's.")],
+    as_json: Json = False,
+) -> None:
+    """Show in which arguments two versions differ."""
+    store = open_store()
+    a, b = store.profile(one), store.profile(other)
+    left, right = (
+        {**dict(p.candidate), "engine_version": p.engine_version, "argv": " ".join(p.argv)} for p in (a, b)
+    )
+    rows = [(k, left.get(k), right.get(k)) for k in sorted({*left, *right}) if left.get(k) != right.get(k)]
+    if as_json:
+        print_json({k: {"from": x, "to": y} for k, x, y in rows})
+        return
+    print_table(["<", f"<{one}", f"<{other}"], rows)
+
+
+@app.command("resolve")
+def resolve(
+    model: Model,
+    node: NodeName = None,
+    gpu_class: Annotated[str | None, typer.Option(help="A GPU class to fall back to.")] = None,
+    workload: Workload = None,
+    alias: Annotated[str, typer.Option(help="champion, challenger, baseline.")] = "champion",
+    engine_version: Annotated[str | None, typer.Option(help="The engine that is to run it.")] = None,
+    format: Format = "vllm-yaml",
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write to this file.")] = None,
+    exit_code: Annotated[
+        bool, typer.Option("--exit-code", help="0: --output changed, 3: it did not, 4: there is no profile.")
+    ] = False,
+) -> None:
+    """Print the configuration that an alias names, in the format that your chart reads."""
+    from tuner.profiles import export, registry
+
+    store = open_store()
+    key = find_key(store, model, node, workload, needs_node=gpu_class is None)
+    found = registry.resolve(
+        store,
+        model=model,
+        workload=key.workload,
+        node=key.target if gpu_class is None or node else None,
+        gpu_class=gpu_class,
+        alias=alias,
+        engine_version=engine_version,
+    )
+    _put(export.render(found.profile, format), output, exit_code)
+
+
+@app.command("export")
+def export_profile(
+    profile: Annotated[int, typer.Argument(help="The profile's id.")],
+    format: Format = "vllm-yaml",
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write to this file.")] = None,
+) -> None:
+    """Print one version in a format, whatever the aliases say."""
+    from tuner.profiles import export
+
+    _put(export.render(open_store().profile(profile), format), output, False)
+
+
+def _put(content: str, output: Path | None, exit_code: bool) -> None:
+    from tuner.errors import Unavailable
+
+    if output is None:
+        typer.echo(content, nl=not content.endswith("\n"))
+        return
+    try:
+        same = output.is_file() and output.read_text(encoding="utf-8") == content
+        if not same:
+            partial = output.with_name(output.name + ".partial")
+            partial.write_text(content, encoding="utf-8")
+            partial.replace(output)
+    except OSError as error:
+        raise Unavailable(f"cannot write {output}: {error.strerror}") from error
+    say(f"{output} {'is unchanged' if same else 'was written'}")
+    if exit_code and same:
+        raise typer.Exit(UNCHANGED)
+
+
+def find_key(
+    store: "Store", model: str, node: str | None, workload: str | None, *, needs_node: bool = True
+) -> "ProfileKey":
+    """The one profile key that fits; NotFound names the nearest model, BadInput asks for what is missing."""
+    from tuner.errors import BadInput, NotFound, nearest
+    from tuner.records import ProfileKey
+
+    keys = store.profile_keys()
+    ours = [k for k in keys if k.model == model]
+    if not ours:
+        raise NotFound(f"there is no profile of model '{model}'{nearest(model, {k.model for k in keys})}")
+    chosen = workload or _only("--workload", sorted({k.workload for k in ours}))
+    targets = sorted({k.target for k in ours if k.workload == chosen})
+    if node is None and not needs_node:
+        return ProfileKey(model=model, target=targets[0] if targets else "", workload=chosen)
+    if not targets:
+        known = {k.workload for k in ours}
+        raise NotFound(f"model '{model}' has no profile for workload '{chosen}'{nearest(chosen, known)}")
+    if node is not None and node not in targets:
+        raise NotFound(
+            f"model '{model}' has no profile on '{node}'{nearest(node, targets)}; it has {', '.join(targets)}"
+        )
+    if node is None and len(targets) > 1:
+        raise BadInput(f"--node is needed: the model has profiles on {', '.join(targets)}")
+    return ProfileKey(model=model, target=node or targets[0], workload=chosen)
+
+
+def _only(option: str, values: "Sequence[str]") -> str:
+    from tuner.errors import BadInput
+
+    if len(values) != 1:
+        raise BadInput(f"{option} is needed: the model has profiles for {', '.join(values)}")
+    return values[0]
+
+
+@app.command("promote")
+def promote(
+    model: Model,
+    node: NodeName = None,
+    workload: Workload = None,
+    version: Annotated[int | None, typer.Option(help="Which version; the challenger's else.")] = None,
+    alias: Annotated[str, typer.Option(help="The alias to move.")] = "champion",
+    reason: Reason = "promoted by hand",
+    force: Annotated[
+        bool, typer.Option("--force", help="Without the gates: unconfirmed, SLO not met, old.")
+    ] = False,
+) -> None:
+    """Move an alias to a version. It must have been confirmed, keep the SLO and not be old, unless forced."""
+    from tuner.errors import NotFound
+    from tuner.profiles import registry
+
+    store = open_store()
+    key = find_key(store, model, node, workload)
+    if version is None:
+        event = store.alias(key, registry.CHALLENGER)
+        if event is None or event.to_version is None:
+            raise NotFound(
+                f"{key.model} on {key.target} for {key.workload} has no challenger; give --version"
+            )
+        version = event.to_version
+    profile: Profile = store.profile_version(key, version)
+    gates = registry.NO_GATES if force else registry.Gates()
+    moved = registry.promote(
+        store, profile, alias, gates=gates, actor=getpass.getuser(), reason=reason, now=now()
+    )
+    say(f"{alias} of {key.model} on {key.target} for {key.workload} is version {moved.to_version}")
+
+
+@app.command("rollback")
+def rollback(
+    model: Model,
+    node: NodeName = None,
+    workload: Workload = None,
+    alias: Annotated[str, typer.Option(help="The alias to move back.")] = "champion",
+    reason: Reason = "rolled back by hand",
+) -> None:
+    """Move an alias back to the version before."""
+    from tuner.profiles import registry
+
+    store = open_store()
+    key = find_key(store, model, node, workload)
+    moved = registry.rollback(store, key, alias, actor=getpass.getuser(), reason=reason, now=now())
+    say(f"{alias} of {key.model} on {key.target} for {key.workload} is version {moved.to_version} again")

@@ -1,0 +1,80 @@
+"""A run's news: a progress bar with the time left on a terminal, lines elsewhere, JSON lines in the log."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from tuner.commands.common import knobs, say, text
+from tuner.commands.logs import log_to
+from tuner.records import Trial
+from tuner.tuning.events import Event, Tell
+
+
+@contextmanager
+def listener(home: Path, objectives: tuple[str, ...], *, quiet: bool = False) -> Iterator[Tell]:
+    """A listener for `tune` on standard error. All but phases goes to TUNER_HOME/logs/tuner.jsonl too."""
+    log = log_to(home)
+    if quiet or not sys.stderr.isatty():
+
+        def lines(event: Event) -> None:
+            log(event)
+            if not quiet and (line := describe(event, objectives)) is not None:
+                say(line)
+
+        yield lines
+        return
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("trials"),
+        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+        TextColumn("[dim]{task.fields[phase]}"), console=Console(stderr=True),
+    )  # fmt: skip
+    with bar:
+        task = bar.add_task("tuning", total=None, phase="")
+
+        def tell(event: Event) -> None:
+            log(event)
+            phase = f"{_who(event.trial)} {event.text}".strip()
+            if event.kind == "phase":
+                bar.update(task, phase=phase)
+                return
+            bar.update(task, total=event.total, completed=event.done, phase=phase)
+            if (line := describe(event, objectives)) is not None:
+                bar.console.print(escape(line), highlight=False, soft_wrap=True)
+
+        yield tell
+
+
+def _who(trial: Trial | None) -> str:
+    if trial is None:
+        return ""
+    return f"trial {trial.number}" + (f" attempt {trial.attempt}" if trial.attempt else "")
+
+
+def describe(event: Event, objectives: tuple[str, ...]) -> str | None:
+    """One line for people; None for what is too small to print."""
+    if event.kind == "phase":
+        return None
+    if event.kind == "started" and event.trial is not None:
+        return f"{_who(event.trial)} ({event.text}): {knobs(event.trial.candidate)}"
+    if event.kind == "finished" and event.trial is not None:
+        return f"{_who(event.trial)} {event.trial.state.value}: {_outcome(event.trial, objectives)}"
+    return f"{_who(event.trial)} {event.text}".strip()
+
+
+def _outcome(trial: Trial, objectives: tuple[str, ...]) -> str:
+    if trial.reason:
+        return trial.reason
+    values = trial.measurement.values if trial.measurement else {}
+    return ", ".join(f"{name} {text(values.get(name))}" for name in objectives)

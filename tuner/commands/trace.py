@@ -1,0 +1,169 @@
+"""`tuner trace`: captured traffic, taken in, looked at, cut."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tuner.commands.common import Json, now, open_store, print_json, print_table, say, settings, text
+
+if TYPE_CHECKING:
+    from tuner.traffic.trace import Trace
+
+app = typer.Typer(help="Traces: captured traffic, frozen.", no_args_is_help=True)
+Ref = Annotated[str, typer.Argument(metavar="TRACE", help="A file, or the name or digest of a known trace.")]
+
+
+def open_trace(ref: str) -> "tuple[Trace, Path]":
+    """A trace from a file of any known format, or a known one by name, digest or beginning of the digest."""
+    from tuner.errors import BadInput, NotFound, nearest
+    from tuner.traffic import importers
+    from tuner.traffic import trace as traces
+
+    path = Path(ref).expanduser()
+    if path.is_file():
+        return importers.read_any(path), path
+    try:
+        store = open_store()
+    except NotFound:
+        raise BadInput(
+            f"there is no file {path}, and no known trace yet; `tuner trace import` makes one"
+        ) from None
+    try:
+        stored = store.trace(ref)
+    except NotFound:
+        known = {t.name for t in store.traces()}
+        raise BadInput(f"there is no file {path} and no known trace '{ref}'{nearest(ref, known)}") from None
+    return traces.read(Path(stored.path)), Path(stored.path)
+
+
+@app.command("import")
+def import_trace(
+    file: Annotated[
+        Path, typer.Argument(help="Azure CSV, Mooncake JSONL, generic CSV or JSONL, or our Parquet.")
+    ],
+    name: Annotated[str | None, typer.Option(help="What to call it; the file's name else.")] = None,
+    format: Annotated[
+        str | None, typer.Option(help="azure, mooncake, generic or parquet; told by content else.")
+    ] = None,
+    column: Annotated[
+        list[str] | None, typer.Option(metavar="OURS=THEIRS", help="A column of a generic file; repeatable.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Where to write; TUNER_HOME/traces else.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Take a trace in: canonical Parquet, known by its digest and its name."""
+    from tuner.traffic import importers
+
+    trace = importers.read_any(file, columns=_columns(column or []), format=format)
+    chosen = name or file.name.split(".")[0]
+    path = output or settings().home / "traces" / f"{chosen}-{trace.digest[:12]}.parquet"
+    _keep(trace, path, chosen)
+    if as_json:
+        print_json({"name": chosen, "digest": trace.digest, "path": path, "requests": len(trace)})
+        return
+    typer.echo(
+        f"{chosen}: {len(trace)} requests over {trace.duration_s:.0f} s, digest {trace.digest[:12]}, {path}"
+    )
+
+
+def _keep(trace: "Trace", path: Path, name: str) -> None:
+    from tuner.errors import Unavailable
+    from tuner.traffic import trace as traces
+
+    store = open_store(create=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        traces.write(trace, path)
+    except OSError as error:
+        raise Unavailable(f"cannot write {path}: {error.strerror or error}") from error
+    meta = {**trace.meta, "requests": len(trace), "duration_s": trace.duration_s}
+    store.add_trace(trace.digest, name, str(path.resolve()), meta, now())
+
+
+def _columns(pairs: list[str]) -> dict[str, str] | None:
+    from tuner.errors import BadInput
+
+    found = {}
+    for pair in pairs:
+        ours, equals, theirs = pair.partition("=")
+        if not equals:
+            raise BadInput(f"--column {pair}: write OURS=THEIRS, such as input_len=prompt_tokens")
+        found[ours] = theirs
+    return found or None
+
+
+@app.command("list")
+def list_traces(as_json: Json = False) -> None:
+    """List the known traces, the newest first."""
+    traces = open_store().traces()
+    if as_json:
+        print_json(traces)
+        return
+    rows = ([t.name, t.digest[:12], t.meta.get("requests"), t.created_at, t.path] for t in traces)
+    print_table(["<name", "<digest", "requests", "<taken in", "<path"], rows)
+
+
+@app.command("show")
+def show(
+    trace: Ref,
+    speed: Annotated[float, typer.Option(min=0.001, help="Numbers for a replay at this speed.")] = 1.0,
+    as_json: Json = False,
+) -> None:
+    """Show rates, burstiness, lengths, concurrency, prefix reuse, quality, and what they suggest."""
+    from tuner.traffic import statistics
+
+    found, path = open_trace(trace)
+    data = statistics.describe(found, speed=speed).as_json()
+    if as_json:
+        print_json({"digest": found.digest, "path": path, **data})
+        return
+    typer.echo(f"{path}, digest {found.digest[:12]}")
+    rows = [
+        [name, _flat(value)]
+        for name, value in data.items()
+        if name != "advice" and value not in (None, {}, [])
+    ]
+    print_table(["<", "<"], rows)
+    for sentence in data["advice"] if isinstance(data["advice"], list) else []:
+        typer.echo(f"- {sentence}")
+
+
+def _flat(value: object) -> str:
+    if isinstance(value, dict):
+        return "  ".join(f"{key} {_flat(item)}" for key, item in value.items())
+    return text(value)
+
+
+@app.command("slice")
+def cut(
+    trace: Ref,
+    start: Annotated[float | None, typer.Option(help="Seconds of trace time; with --duration.")] = None,
+    duration: Annotated[float | None, typer.Option(help="Seconds; with --start.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write this slice as a trace.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show the slices that `auto` would choose, or one by hand; with -o write one as a trace of its own."""
+    from tuner.errors import BadInput
+    from tuner.traffic import slices
+
+    found, path = open_trace(trace)
+    if (start is None) != (duration is None):
+        raise BadInput("--start and --duration go together")
+    by_hand = [{"start_s": start, "duration_s": duration}] if start is not None else None
+    chosen = slices.choose(found, by_hand) if by_hand else slices.choose(found, "auto")
+    if output is not None:
+        if len(chosen) != 1:
+            raise BadInput("-o writes one slice: give --start and --duration")
+        _keep(found.take(slices.rows(found, chosen[0])), output, output.name.split(".")[0])
+        say(f"wrote {output}")
+    rows = [[s.name, s.start_s, s.duration_s, len(slices.rows(found, s)), s.held_out] for s in chosen]
+    if as_json:
+        names = ("name", "start_s", "duration_s", "requests", "held_out")
+        print_json([dict(zip(names, row, strict=True)) for row in rows])
+        return
+    print_table(["<slice", "start_s", "duration_s", "requests", "<held out"], rows, title=str(path))

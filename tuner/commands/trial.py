@@ -1,0 +1,68 @@
+"""`tuner trial`: one candidate as it was launched and measured."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tuner.commands.common import Json, StudyRef, knobs, open_store, print_json, print_table
+
+if TYPE_CHECKING:
+    from tuner.records import Trial
+
+app = typer.Typer(help="Trials: candidates launched and measured.", no_args_is_help=True)
+Number = Annotated[int, typer.Argument(metavar="NUMBER", help="The trial's number in its study.")]
+Attempt = Annotated[int | None, typer.Option(help="Which attempt; the last one else.")]
+
+
+def find_trial(study: str, number: int, attempt: int | None) -> "Trial":
+    """A trial of a study, its last attempt unless one is named."""
+    from tuner.commands.front import find_study
+    from tuner.errors import NotFound
+
+    store = open_store()
+    found = find_study(store, study)
+    trials = [t for t in store.trials(found.id) if t.number == number and attempt in (None, t.attempt)]
+    if not trials:
+        last = max((t.number for t in store.trials(found.id)), default=None)
+        raise NotFound(f"study {found.name} has no such trial {number}; its last one is {last}")
+    return trials[-1]
+
+
+@app.command("show")
+def show(study: StudyRef, number: Number, attempt: Attempt = None, as_json: Json = False) -> None:
+    """Show one trial: its configuration, its numbers, how it ended."""
+    trial = find_trial(study, number, attempt)
+    if as_json:
+        print_json(trial)
+        return
+    typer.echo(
+        f"trial {trial.number}.{trial.attempt} {trial.state.value} ({trial.origin}): {knobs(trial.candidate)}"
+    )
+    if trial.reason:
+        typer.echo(f"{trial.cause}: {trial.reason}")
+    typer.echo(f"directory: {trial.directory}")
+    names = sorted({name for m in trial.measurements for name in m.values})
+    heads = [f"{m.purpose} {m.repeat}" for m in trial.measurements]
+    print_table(
+        ["<measurement", *heads], ([n, *(m.values.get(n) for m in trial.measurements)] for n in names)
+    )
+
+
+@app.command("log")
+def log(
+    study: StudyRef,
+    number: Number,
+    attempt: Attempt = None,
+    lines: Annotated[int, typer.Option(help="How many lines from the end; 0 = all.")] = 40,
+) -> None:
+    """Print the engine's log of a trial."""
+    from pathlib import Path
+
+    from tuner.errors import NotFound
+
+    trial = find_trial(study, number, attempt)
+    path = Path(trial.directory or "") / "engine.log"
+    if not path.is_file():
+        raise NotFound(f"the log {path} is not on this host any more")
+    text = path.read_text(errors="replace").splitlines()
+    typer.echo("\n".join(text[-lines:] if lines else text))

@@ -1,0 +1,167 @@
+"""`tuner tune`: the main job."""
+
+import shlex
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tuner.commands.common import Json, now, open_store, print_json, say, settings
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+    from typing import Any
+
+    from tuner.history.store import Store
+    from tuner.records import Run
+    from tuner.tuning.events import Tell
+    from tuner.tuning.run import Limits
+    from tuner.tuning.study import Prepared
+
+INTERRUPTED = 8
+"""Exit code of a run that was stopped by a signal and can be resumed."""
+
+
+def tune(
+    study: Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="The study file.")],
+    trials: Annotated[
+        int | None, typer.Option(min=1, help="Trials of this run; the file's budget else.")
+    ] = None,
+    hours: Annotated[float | None, typer.Option(help="Hours of this run; the file's budget else.")] = None,
+    until: Annotated[str | None, typer.Option(metavar="HH:MM", help="Be done by this local time.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print command lines, launch nothing.")] = False,
+    check_rules: Annotated[
+        bool, typer.Option("--check-rules", help="Launch also what is known to fail, to check the rules.")
+    ] = False,
+    all_trials: Annotated[
+        bool, typer.Option("--all-trials", help="Spend the whole budget; no early end of the search.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Tune an engine on a trace. A run that was interrupted goes on where it was."""
+    prepared = _prepared(study, check_rules=check_rules)
+    if dry_run:
+        print_commands(prepared, as_json=as_json)
+        return
+    from tuner.tuning.run import Limits
+
+    budget = prepared.file.budget
+    limits = Limits(
+        trials=trials or budget.trials, deadline=deadline(hours or budget.hours, until), early=not all_trials
+    )
+    store = open_store(create=True)
+    run = execute(prepared, store, limits, quiet=as_json)
+    conclude(store, prepared, run, as_json=as_json)
+
+
+def _prepared(path: Path, *, check_rules: bool = False) -> "Prepared":
+    from dataclasses import replace
+
+    from tuner.errors import NotFound
+    from tuner.tuning import study
+
+    try:
+        store = open_store()
+    except NotFound:
+        store = None
+    prepared = study.load(path, store=store, now=now())
+    return replace(prepared, rules=not check_rules)
+
+
+def deadline(hours: float | None, until: str | None) -> datetime | None:
+    """The earlier of now + hours and the next time that the local clock shows `until`."""
+    from tuner.errors import BadInput
+
+    ends = [now() + timedelta(hours=hours)] if hours else []
+    if until:
+        try:
+            clock = datetime.strptime(until, "%H:%M").time()
+        except ValueError:
+            raise BadInput(f"--until {until}: give a time of day such as 05:30") from None
+        here = datetime.now().astimezone()
+        end = here.replace(hour=clock.hour, minute=clock.minute, second=0, microsecond=0)
+        ends.append((end if end > here else end + timedelta(days=1)).astimezone(now().tzinfo))
+    return min(ends, default=None)
+
+
+def execute(prepared: "Prepared", store: "Store", limits: "Limits", *, quiet: bool = False) -> "Run":
+    """Run to the end; SIGINT and SIGTERM stop the engine and leave a run that can be resumed (exit 8)."""
+    from tuner.commands.progress import listener
+    from tuner.tuning.run import tune as loop
+
+    home = settings().home
+    with listener(home, prepared.study.objectives, quiet=quiet) as tell:
+        work = loop(prepared, store, home=home, limits=limits, clock=now, tell=tell)
+        return _interruptible(work, tell)
+
+
+def _interruptible(work: "Coroutine[Any, Any, Run]", tell: "Tell") -> "Run":
+    import asyncio
+    import signal
+
+    import uvloop
+
+    from tuner.tuning.events import Event
+
+    async def main() -> "Run":
+        task = asyncio.ensure_future(work)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, task.cancel)
+        return await task
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        try:
+            return runner.run(main())
+        except asyncio.CancelledError:
+            tell(Event(kind="note", text="stopped; the same command goes on with this run"))
+            raise typer.Exit(INTERRUPTED) from None
+
+
+def print_commands(prepared: "Prepared", *, as_json: bool = False) -> None:
+    """The command line of the baseline and of the next candidate, as they would be launched."""
+    from tuner.engine.server import arguments
+    from tuner.tuning.run import propose
+    from tuner.tuning.trial import Cores, launch_spec
+
+    found = propose(prepared, [])
+    following = {"baseline": prepared.baseline}
+    if found is not None and found.origin != "baseline":
+        following["next"] = found.candidate
+    lines = {}
+    for name, candidate in following.items():
+        spec = launch_spec(prepared, candidate, Path("."), Cores(engine=None, sender=None))
+        lines[name] = arguments(spec, 8000, "tuner-nonce")
+    if as_json:
+        print_json({"commands": lines, "space": prepared.space.levels, "dropped": prepared.space.dropped})
+        return
+    for line in lines.values():
+        typer.echo(shlex.join(line))
+    for name, reason in prepared.space.dropped.items():
+        say(f"not turned: {name}: {reason}")
+
+
+def conclude(store: "Store", prepared: "Prepared", run: "Run", *, as_json: bool) -> None:
+    """What came out: the front beside the baseline, the verdict, and how to pull the winner."""
+    from tuner.commands import front
+
+    study = prepared.study
+    if as_json:
+        print_json({"run": run, **front.as_data(store, study)})
+        return
+    front.show(store, study)
+    typer.echo(f"\n{run.state.value}: {run.reason}")
+    if run.summary:
+        typer.echo(f"{run.summary.get('verdict')}: {run.summary.get('sentence')}")
+    profiles = run.summary.get("profiles")
+    if isinstance(profiles, dict) and "challenger" in profiles:
+        typer.echo(f"pull the winner: {pull_command(prepared)}")
+
+
+def pull_command(prepared: "Prepared") -> str:
+    """The command that prints the challenger as a file that `vllm serve --config` reads."""
+    study = prepared.study
+    words = ["tuner", "profile", "resolve", "--model", study.model, "--node", study.node]
+    words += ["--workload", study.workload, "--alias", "challenger", "--format", "vllm-yaml"]
+    return shlex.join(words)
