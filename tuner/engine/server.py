@@ -108,10 +108,10 @@ class Server:
             await asyncio.sleep(pause_s)
         return CacheReset(proved=False, how="refused")
 
-    async def fault(self, phase: Phase = "run") -> EngineError | None:
+    async def fault(self, phase: str = "run") -> EngineError | None:
         """What killed or broke the engine, None when it is fine. The first answer stays, whatever follows."""
         if self._latched is None:
-            self._latched = await self._look(phase)
+            self._latched = await self._look("startup" if phase == "startup" else "run")
         return None if self._latched is None else self._latched.error()
 
     async def _look(self, phase: Phase) -> Verdict | None:
