@@ -8,6 +8,7 @@ from types import MappingProxyType
 import yaml
 
 from tuner.errors import BadInput, nearest
+from tuner.profiles import charts
 from tuner.profiles.flags import as_mapping
 from tuner.records import JSON, Profile
 
@@ -35,11 +36,21 @@ def header(profile: Profile, *more: str) -> str:
     return "".join(f"# {' '.join(line.split())}\n" for line in (f"Written by {NAME}", *told, *more))
 
 
+class _Dumper(yaml.SafeDumper):
+    """Writes texts of several lines as blocks, so that a diff shows their lines."""
+
+
+def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
 def to_yaml(value: JSON) -> str:
     """YAML in block style, keys sorted, long strings unbroken."""
-    return str(
-        yaml.safe_dump(value, sort_keys=True, default_flow_style=False, width=10**6, allow_unicode=True)
-    )
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=False, width=10**6, allow_unicode=True)
+    return str(text)
 
 
 def _vllm_yaml(profile: Profile) -> str:
@@ -90,8 +101,48 @@ def _json(profile: Profile) -> str:
     return json.dumps(as_json(profile), indent=2, sort_keys=True, ensure_ascii=False) + "\n"
 
 
+def _production_stack(profile: Profile) -> str:
+    told = "merge into the entry of your modelSpec: Helm replaces lists whole"
+    return header(profile, told) + to_yaml(charts.production_stack(profile))
+
+
+def _llm_d(profile: Profile) -> str:
+    told = "merge into your decode container: Helm replaces lists whole"
+    return header(profile, told) + to_yaml(charts.llm_d(profile))
+
+
+def _kserve(profile: Profile) -> str:
+    return header(profile) + to_yaml(charts.kserve(profile))
+
+
+def _kustomize(profile: Profile) -> str:
+    told = "patches: [{path: FILE, target: {kind: Deployment, name: YOURS}}]; replaces command and args whole"
+    return header(profile, told) + to_yaml(charts.kustomize(profile))
+
+
+def _configmap(profile: Profile) -> str:
+    files = {"vllm.yaml": _vllm_yaml(profile), "args": _args(profile), "profile.json": _json(profile)}
+    return header(profile) + to_yaml(charts.configmap(profile, files))
+
+
+def _systemd(profile: Profile) -> str:
+    told = "for vllm.service.d/; its unit has: ExecStart=… vllm serve MODEL $VLLM_ADDITIONAL_ARGS"
+    return header(profile, told) + charts.systemd(profile)
+
+
 FORMATS: Mapping[str, Callable[[Profile], str]] = MappingProxyType(
-    {"vllm-yaml": _vllm_yaml, "args": _args, "env": _env, "json": _json}
+    {
+        "vllm-yaml": _vllm_yaml,
+        "args": _args,
+        "env": _env,
+        "json": _json,
+        "helm-production-stack": _production_stack,
+        "helm-llm-d": _llm_d,
+        "kserve": _kserve,
+        "kustomize": _kustomize,
+        "configmap": _configmap,
+        "systemd": _systemd,
+    }
 )
 
 
