@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tuner.commands.common import say, settings
+from tuner.commands.common import now, open_store, say, settings
 
 app = typer.Typer(help="The history database.", no_args_is_help=True)
 
@@ -20,9 +20,8 @@ def upgrade() -> None:
 
 
 @app.command("backup")
-def backup(to: Annotated[Path, typer.Argument(help="The file to write; must not exist.")]) -> None:
+def backup(to: Annotated[Path, typer.Argument(help="A new file, or a folder to put one in.")]) -> None:
     """Write a consistent copy of an SQLite database while it is in use."""
-    from tuner.history.backup import backup as copy
+    from tuner.history.copy import backup as write
 
-    copy(settings().url, to)
-    say(f"wrote {to}")
+    say(f"wrote {write(open_store(), to, now=now())}")

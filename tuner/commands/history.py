@@ -23,24 +23,19 @@ def history(
 
     if metric not in NAMES:
         raise BadInput(f"--metric {metric}: no such measurement{nearest(metric, sorted(NAMES))}")
-    rows = _rows(model, node, _date(since), metric)
+    store = open_store()
+    models = [model] if model else sorted({s.model for s in store.studies()})
+    rows = [b for m in models for b in store.bests(model=m, node=node, since=_date(since), metric=metric)]
     if as_json:
         print_json(rows)
         return
-    names = ("ended_at", "study", "node", "engine_version", "value", "baseline", "trials")
-    table = ([*(row[n] for n in names), row["verdict"], knobs(row["candidate"])] for row in rows)  # type: ignore[arg-type]
-    heads = [
-        "<ended",
-        "<study",
-        "<node",
-        "<engine",
-        metric,
-        "baseline",
-        "trials",
-        "<verdict",
-        "<configuration",
-    ]
-    print_table(heads, table)
+    table = (
+        [b.ended_at, b.model, b.node, b.engine_version, b.value, b.low, b.high, b.baseline, b.confirmed,
+         b.number, knobs(b.candidate)]
+        for b in rows
+    )  # fmt: skip
+    heads = ["<ended", "<model", "<node", "<engine", metric, "low", "high", "baseline", "<confirmed", "trial"]
+    print_table([*heads, "<configuration"], table)
 
 
 def _date(text: str | None) -> datetime | None:
@@ -53,35 +48,3 @@ def _date(text: str | None) -> datetime | None:
     except ValueError:
         raise BadInput(f"--since {text}: give a date such as 2026-03-01") from None
     return found if found.tzinfo else found.replace(tzinfo=UTC)
-
-
-def _rows(
-    model: str | None, node: str | None, since: datetime | None, metric: str
-) -> list[dict[str, object]]:
-    from tuner.measures import MAXIMIZED
-    from tuner.records import TrialState
-
-    store, found = open_store(), list[dict[str, object]]()
-    for study in store.studies(model=model, node=node):
-        trials = store.trials(study.id, (TrialState.COMPLETE,))
-        for run in store.runs(study.id):
-            if since is not None and run.started_at < since:
-                continue
-            known = [
-                (t.measurement.values[metric], t)
-                for t in trials
-                if t.run_id == run.id and t.measurement and metric in t.measurement.values
-            ]
-            if not known:
-                continue
-            value, best = (max if metric in MAXIMIZED else min)(known, key=lambda pair: pair[0])
-            base = next((v for v, t in known if t.is_baseline), None)
-            found.append(
-                {
-                    "run": run.id, "ended_at": run.ended_at, "study": study.name, "model": study.model,
-                    "node": study.node, "engine_version": study.engine_version, "metric": metric,
-                    "value": value, "baseline": base, "trials": len(known), "trial": best.number,
-                    "candidate": best.candidate, "verdict": run.summary.get("verdict"),
-                }
-            )  # fmt: skip
-    return sorted(found, key=lambda row: str(row["ended_at"]))
