@@ -58,7 +58,8 @@ class Script:
     """Timing and habits: `first_s` to the first token, `gap_s` between chunks, `per_chunk` tokens in each.
 
     `behave(number, body)` may return a list of raw writes for one request instead (None inside = never
-    answer, b"" = drop the connection). `tokens(body)` is the length it really answers.
+    answer, b"" = drop the connection). `tokens(body)` is the length it really answers. With `hold_until`
+    no answer starts before that many requests were in flight at once. `resets`: what resets say, in turn.
     """
 
     first_s: float = 0.0
@@ -67,7 +68,8 @@ class Script:
     behave: Callable[[int, Mapping[str, object]], list[bytes | None] | None] = lambda number, body: None
     tokens: Callable[[Mapping[str, object]], int] = lambda body: int(str(body["max_tokens"]))
     prompt_tokens: Callable[[list[int]], int] = len
-    resets: list[bool] = field(default_factory=list)
+    resets: list[str] = field(default_factory=list)
+    hold_until: int = 0
 
 
 class KnownEngine:
@@ -86,11 +88,12 @@ class KnownEngine:
         self.most_in_flight = 0
         self.connections = 0
         self.reset_calls = 0
+        self.full = asyncio.Event()
 
     async def reset_cache(self) -> Said:
         self.reset_calls += 1
-        proved = self.script.resets.pop(0) if self.script.resets else True
-        return Said(proved)
+        how = self.script.resets.pop(0) if self.script.resets else "body"
+        return Said(how == "body", how)
 
     async def fault(self, phase: str) -> EngineError | None:
         return None
@@ -113,6 +116,8 @@ class KnownEngine:
         self.bodies.append(body)
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        if self.in_flight >= self.script.hold_until:
+            self.full.set()
         try:
             return await self._answer(body, writer, len(self.bodies) - 1)
         finally:
@@ -132,6 +137,7 @@ class KnownEngine:
                     writer.write(part)
                     await asyncio.sleep(0)
             return True
+        await self.full.wait()
         await asyncio.sleep(script.first_s)
         prompt = body["prompt"]
         assert isinstance(prompt, list)

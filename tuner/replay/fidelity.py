@@ -141,3 +141,17 @@ def ttft_gaps_ms(sent: Sequence[Sent]) -> NDArray[np.float64]:
         ours = (outcome.first_token_s - outcome.sent_s) * 1000
         gaps.append(ours - engine - one.engine.get("queue_time_ms", 0.0))
     return np.array(gaps, dtype=np.float64)
+
+
+def drifted(
+    before: Mapping[str, float], after: Mapping[str, float], allowed: float = 1.25
+) -> tuple[tuple[str, float], ...]:
+    """Latencies of a control run (the same candidate again) that left `allowed` either way: (name, ratio)."""
+    found = []
+    for name in sorted(before.keys() & after.keys()):
+        old, new = before[name], after[name]
+        if name.endswith("_ms") and old > 0 and new > 0 and old != new:
+            ratio = new / old
+            if not 1 / allowed <= ratio <= allowed:
+                found.append((name, ratio))
+    return tuple(found)

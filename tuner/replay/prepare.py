@@ -20,6 +20,9 @@ from tuner.replay.sender import Sender
 from tuner.replay.wire import Pool
 from tuner.traffic.trace import Trace
 
+REFUSED = "refused"
+RESET_TRIES, RESET_PAUSE_S = 10, 0.2
+
 
 class Reset(Protocol):
     """How a cache reset went; `proved` = the engine said so itself."""
@@ -118,10 +121,19 @@ class Preparer:
         return abs(medians[-1] - medians[-2]) <= self.plan.warmup_agreement * medians[-2]
 
     async def reset(self) -> None:
-        """Empty the prefix cache, twice if need be; fresh tokens stand in where nothing proves it."""
+        """Empty the prefix cache; fresh tokens stand in where the engine has no word for it.
+
+        Aborted when it keeps saying no: what it holds then is of unknown effect.
+        """
         outcome = await self.server.reset_cache()
-        if not outcome.proved:
+        for _ in range(RESET_TRIES):
+            if outcome.proved or outcome.how != REFUSED:
+                break
+            await asyncio.sleep(RESET_PAUSE_S)
             outcome = await self.server.reset_cache()
+        if not outcome.proved and outcome.how == REFUSED:
+            await check_alive(self.server)
+            raise Aborted("the engine refused to reset its prefix cache", cause="cache_reset")
         self.notes.lowest("cache_reset_proved", float(outcome.proved))
         if not outcome.proved:
             self.notes.warnings.append(f"cache reset not proved ({outcome.how}): fresh tokens stand in")
