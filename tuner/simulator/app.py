@@ -24,7 +24,7 @@ from tuner.simulator.cost import GIB, Card, Coefficients, StepCost, card_of, pre
 from tuner.simulator.engine import Engine, Pace
 from tuner.simulator.http import REASONS, Connection
 from tuner.simulator.memory import Memory, profile
-from tuner.simulator.options import VERSION, Options, Refused, parser, resolve
+from tuner.simulator.options import VERSION, Options, Refused, host_blocks, parser, resolve
 from tuner.simulator.scheduler import Scheduler
 
 _SOURCES = {"APIServer": "api_server.py:1", "EngineCore": "core.py:1", "Worker": "gpu_worker.py:1"}
@@ -50,8 +50,8 @@ def check_memory(options: Options, memory: Memory, facts: ModelFacts, card: Card
             where="EngineCore",
         )
     if memory.tokens(size) < length:
-        need = length * facts.kv_bytes_per_token / GIB
-        have = memory.blocks * size * facts.kv_bytes_per_token / GIB
+        per_token = facts.kv_bytes_per_token * options.budget.kv_scale / GIB
+        need, have = length * per_token, memory.tokens(size) * per_token
         raise Refused(
             "ValueError",
             f"To serve at least one request with the model's max seq len ({length}), ({need:.2f} GiB KV "
@@ -158,6 +158,7 @@ class Server:
             connection,
             order,
             details=self.options.prompt_details,
+            interval=self.options.stream_interval,
             finished=lambda: self._access(connection, method, path, 200),
         )
         connection.on_lost = lambda: [self.engine.abort(request) for request in done.requests]  # type: ignore[assignment, func-returns-value]
@@ -304,13 +305,14 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         check_memory(options, memory, facts, card)
     except Refused as refused:
         return refuse(refused)
-    options = options.with_blocks(memory.blocks)
+    options = options.with_blocks(memory.blocks, host_blocks(facts, options))
     cost = StepCost(
         facts,
         card,
         _coefficients(card, env),
         block_size=options.limits.block_size,
         capture_most=options.budget.capture_most,
+        kv_scale=options.budget.kv_scale,
     )
     import uvloop  # here: refusals need not pay for it
 

@@ -7,7 +7,7 @@ a repeated measurement of it has.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from tuner.errors import BadInput
 from tuner.records import JSON, Candidate
 from tuner.simulator.cost import Coefficients, preset
-from tuner.simulator.memory import profile
 from tuner.simulator.options import Refused
 from tuner.simulator.predict import Predictor, Scene, options_of
 
@@ -100,17 +99,15 @@ class _Problem:
         self._cases = []
         for seen in observations:
             try:
-                options, swap, _ = options_of(scene, seen.candidate)
+                options, _ = options_of(scene, seen.candidate)
             except Refused as refused:
                 raise BadInput(f"a measured candidate would be refused: {refused}") from None
-            blocks = profile(scene.facts, scene.card, options.budget).blocks
-            limits = replace(options.limits, num_blocks=blocks, swap_blocks=swap)
             used = {n: v for n, v in seen.values.items() if _usable(n, v)}
-            self._cases.append((limits, options.budget.capture_most, used))
+            self._cases.append((options, used))
 
     @property
     def measured(self) -> bool:
-        return any(used for _, _, used in self._cases)
+        return any(used for _, used in self._cases)
 
     def coefficients(self, x: Floats) -> Coefficients:
         values = {}
@@ -123,8 +120,8 @@ class _Problem:
         """(name, log of predicted over measured, its precision) of every value that was measured."""
         self._predictor.coefficients = self.coefficients(x)
         found = []
-        for limits, capture, used in self._cases:
-            predicted = self._predictor.values(limits, capture)
+        for options, used in self._cases:
+            predicted = self._predictor.values(options)
             for name, value in used.items():
                 if 0 < (other := predicted.get(name, math.inf)) < math.inf:
                     found.append((name, math.log(other / value), _sigma(name, value)))

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tuner.simulator.cost import StepCost
-from tuner.simulator.scheduler import Request, Scheduler, Step
+from tuner.simulator.scheduler import Scheduler
+from tuner.simulator.state import Request, Step
 
 FOREVER = math.inf
 

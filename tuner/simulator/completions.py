@@ -11,7 +11,7 @@ from typing import Any
 
 from tuner.simulator.engine import Engine
 from tuner.simulator.http import Connection
-from tuner.simulator.scheduler import Request
+from tuner.simulator.state import Request
 
 _WORD = " a"
 
@@ -122,12 +122,19 @@ class Completion:
     """One order on its way: turns counts of tokens into bytes on the connection."""
 
     def __init__(
-        self, connection: Connection, order: Order, *, details: bool, finished: Callable[[], None]
+        self,
+        connection: Connection,
+        order: Order,
+        *,
+        details: bool,
+        interval: int,
+        finished: Callable[[], None],
     ) -> None:
         self.connection = connection
         self.order = order
         self.requests: list[Request] = []
         self._details = details
+        self._interval = interval
         self._finished = finished
         self._left = order.count
         self._total = 0
@@ -147,6 +154,7 @@ class Completion:
 
     def _sink(self, request: Request, index: int) -> Callable[[int, bool], None]:
         prompt, order, send = len(self.order.prompt), self.order, self.connection.send_chunk
+        interval = self._interval
         choice = {"index": index, "text": _WORD, "logprobs": None, "finish_reason": None, "stop_reason": None}
         text = json.dumps({**self._head, "choices": [choice]}, separators=(",", ":")).encode()
         plain = b"data: " + text + b"\n\n"
@@ -159,7 +167,7 @@ class Completion:
         def sink(count: int, last: bool) -> None:
             if last:
                 self._end(request, index, count)
-            elif order.stream:
+            elif order.stream and (count == 1 or count % interval == 0):
                 send(counted % (prompt, prompt + count, count) if order.continuous else plain)
 
         return sink

@@ -12,9 +12,10 @@ from types import MappingProxyType
 
 from tuner.errors import BadInput, nearest
 from tuner.knobs.model import ModelFacts
-from tuner.simulator.scheduler import Step
+from tuner.simulator.state import Step
 
 GIB = float(1 << 30)
+_LAUNCH_S = 70e-6  # a layer's kernels launched one by one, where no CUDA graph holds the batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +135,7 @@ class StepCost:
         *,
         block_size: int = 16,
         capture_most: int = 512,
-        chunked: bool = True,
+        kv_scale: float = 1.0,
     ) -> None:
         width = facts.heads * facts.head_dim
         self.coefficients = coefficients
@@ -146,7 +147,8 @@ class StepCost:
         self.token_s = 2.0 * layers / flops
         self.head_s = 2.0 * embedding / flops
         self.weights_s = (layers + embedding) * facts.dtype_bytes / bandwidth
-        self.kv_bytes = facts.kv_bytes_per_token
+        self.kv_bytes = facts.kv_bytes_per_token * kv_scale
+        self.launch_s = facts.layers * _LAUNCH_S if card.platform == "cuda" else 0.0
         self.kv_s = self.kv_bytes / bandwidth
         self.pair_s = 4.0 * facts.layers * width / (card.flops * coefficients.attention)
         self.block_bytes = self.kv_bytes * block_size
@@ -154,11 +156,11 @@ class StepCost:
 
     def _dense(self, tokens: int, sampled: int) -> float:
         """The layers' matrix products: bound by reading the weights for few tokens, by compute for many."""
-        padded = tokens
+        padded, least = tokens, self.launch_s
         if self.sizes and tokens <= self.sizes[-1]:
-            padded = self.sizes[bisect_left(self.sizes, tokens)]
+            padded, least = self.sizes[bisect_left(self.sizes, tokens)], 0.0
         compute = padded * self.token_s + sampled * self.head_s
-        return float((compute**4 + self.weights_s**4) ** 0.25)
+        return max(least, float((compute**4 + self.weights_s**4) ** 0.25))
 
     def decode_line(self, count: int) -> tuple[float, float]:
         """(seconds of a step of `count` decodes without its KV reads, seconds per token of KV read)."""

@@ -8,7 +8,8 @@ from time import monotonic
 
 from tuner.simulator.cost import StepCost
 from tuner.simulator.exposition import Counters
-from tuner.simulator.scheduler import Request, Scheduler, Step
+from tuner.simulator.scheduler import Scheduler
+from tuner.simulator.state import Request, Step
 
 Sink = Callable[[int, bool], None]
 """Takes the number of completion tokens so far and whether these were the last."""

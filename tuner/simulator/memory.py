@@ -15,6 +15,7 @@ class Budget:
     max_num_batched_tokens: int = 2048
     block_size: int = 16
     capture_most: int = 512
+    kv_scale: float = 1.0  # bytes of a cached number over those of the model's own format
     kv_bytes: int | None = None
     blocks: int | None = None
 
@@ -51,7 +52,7 @@ def profile(facts: ModelFacts, card: Card, budget: Budget) -> Memory:
         kv = budget.kv_bytes / GIB
     else:
         kv = card.memory_gib * budget.utilization - card.reserved_gib - weights - activation - graphs
-    per_block = facts.kv_bytes_per_token * budget.block_size
+    per_block = facts.kv_bytes_per_token * budget.kv_scale * budget.block_size
     blocks = max(0, int(kv * GIB // per_block))
     if budget.blocks is not None:
         blocks = budget.blocks

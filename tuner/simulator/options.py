@@ -9,7 +9,7 @@ from tuner.knobs.model import ModelFacts
 from tuner.records import Value
 from tuner.simulator.cost import Card
 from tuner.simulator.memory import Budget
-from tuner.simulator.scheduler import Limits
+from tuner.simulator.state import Limits
 
 PROG = "api_server.py"
 VERSION = "0.32.0"
@@ -36,7 +36,6 @@ _VALUES: Mapping[str, tuple[type | object, Value]] = {
     "--tokenizer": (str, None),
     "--tokenizer-mode": (str, "auto"),
     "--revision": (str, None),
-    "--quantization": (str, None),
     "--load-format": (str, "auto"),
     "--download-dir": (str, None),
     "--generation-config": (str, "auto"),
@@ -52,20 +51,11 @@ _VALUES: Mapping[str, tuple[type | object, Value]] = {
     "--max-num-scheduled-tokens": (_optional_int, None),
     "--max-num-seqs": (int, None),
     "--max-num-active-seqs": (_optional_int, None),
-    "--max-num-queued-reqs": (_optional_int, None),
-    "--max-num-queued-tokens": (_optional_int, None),
     "--long-prefill-token-threshold": (int, 0),
-    "--scheduler-cls": (str, None),
     "--watermark": (float, 0.0),
-    "--prefill-schedule-interval": (int, 1),
     "--stream-interval": (int, 1),
     "--max-cudagraph-capture-size": (int, None),
-    "--attention-backend": (str, None),
-    "--compilation-config": (str, None),
-    "--kv-transfer-config": (str, None),
     "--optimization-level": (str, "2"),
-    "--cpu-offload-gb": (float, 0),
-    "--api-server-count": (int, None),
     "--shutdown-timeout": (int, 0),
     "--api-key": (str, None),
     "--root-path": (str, None),
@@ -91,8 +81,6 @@ _SWITCHES: Mapping[str, bool | None] = {
     "--long-prefill-token-threshold-adaptive": False,
     "--scheduler-reserve-full-isl": True,
     "--async-scheduling": None,
-    "--enable-expert-parallel": False,
-    "--enable-sleep-mode": False,
     "--enable-prompt-tokens-details": False,
     "--enable-force-include-usage": False,
     "--enable-server-load-tracking": False,
@@ -104,7 +92,6 @@ _SWITCHES: Mapping[str, bool | None] = {
     "--enable-logging-iteration-details": False,
     "--enable-mfu-metrics": False,
     "--kv-cache-metrics": False,
-    "--disable-hybrid-kv-cache-manager": None,
 }
 
 
@@ -163,11 +150,19 @@ class Options:
     prompt_details: bool
     log_stats: bool
     access_log: bool
+    stream_interval: int
+    offload_gib: float
     given: Mapping[str, Value | list[str]]
 
-    def with_blocks(self, blocks: int) -> "Options":
-        """The same, with the number of KV blocks that the memory profile gave."""
-        return replace(self, limits=replace(self.limits, num_blocks=blocks))
+    def with_blocks(self, blocks: int, swap_blocks: int = 0) -> "Options":
+        """The same, with the number of KV blocks that the memory profile gave, and those in host memory."""
+        return replace(self, limits=replace(self.limits, num_blocks=blocks, swap_blocks=swap_blocks))
+
+
+def host_blocks(facts: ModelFacts, options: Options, gib: float | None = None) -> int:
+    """Blocks of preempted requests that host memory holds: swap and offload alike. Default: the option's."""
+    per_block = facts.kv_bytes_per_token * options.budget.kv_scale * options.limits.block_size
+    return int((options.offload_gib if gib is None else gib) * 2**30 // per_block)
 
 
 def _non_default(args: argparse.Namespace) -> dict[str, Value | list[str]]:
@@ -200,17 +195,22 @@ def settle(args: argparse.Namespace, card: Card, facts: ModelFacts, env: Mapping
         host=args.host or "0.0.0.0",
         port=args.port,
         limits=limits,
-        budget=_budget(args, card, limits, env.get("VLLM_CPU_KVCACHE_SPACE")),
+        budget=_budget(args, limits, (card, facts), env.get("VLLM_CPU_KVCACHE_SPACE")),
         user_block_size=args.block_size is not None,
         prompt_details=args.enable_prompt_tokens_details,
         log_stats=not args.disable_log_stats,
         access_log=not args.disable_uvicorn_access_log
         and args.uvicorn_log_level in ("info", "debug", "trace"),
+        stream_interval=max(1, args.stream_interval),
+        offload_gib=args.kv_offloading_size or 0.0,
         given=_non_default(args),
     )
 
 
-def _budget(args: argparse.Namespace, card: Card, limits: Limits, space: str | None) -> Budget:
+def _budget(
+    args: argparse.Namespace, limits: Limits, on: tuple[Card, ModelFacts], space: str | None
+) -> Budget:
+    card, facts = on
     capture = args.max_cudagraph_capture_size
     if args.cudagraph_capture_sizes:
         capture = max(args.cudagraph_capture_sizes)
@@ -223,12 +223,18 @@ def _budget(args: argparse.Namespace, card: Card, limits: Limits, space: str | N
     return Budget(
         utilization=args.gpu_memory_utilization,
         max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_num_batched_tokens=max(limits.max_num_batched_tokens, args.max_num_batched_tokens or 0),
         block_size=limits.block_size,
+        kv_scale=_kv_scale(args.kv_cache_dtype, facts.dtype_bytes),
         capture_most=0 if eager else min(capture, limits.max_num_batched_tokens),
         kv_bytes=kv_bytes,
         blocks=args.num_gpu_blocks_override,
     )
+
+
+def _kv_scale(kind: str, dtype_bytes: int) -> float:
+    sizes = {"auto": dtype_bytes, "bfloat16": 2, "float16": 2}
+    return sizes.get(kind, 1) / dtype_bytes
 
 
 def _limits(args: argparse.Namespace, card: Card, length: int) -> Limits:
@@ -257,6 +263,8 @@ def _limits(args: argparse.Namespace, card: Card, length: int) -> Limits:
         max_model_len=length,
         max_num_active_seqs=args.max_num_active_seqs,
         long_prefill_token_threshold=args.long_prefill_token_threshold,
+        long_prefill_token_threshold_adaptive=args.long_prefill_token_threshold_adaptive,
+        scheduler_reserve_full_isl=args.scheduler_reserve_full_isl,
         enable_chunked_prefill=chunked,
         enable_prefix_caching=args.enable_prefix_caching is not False,
         policy=args.scheduling_policy,
@@ -267,6 +275,10 @@ def _limits(args: argparse.Namespace, card: Card, length: int) -> Limits:
 
 def _check(args: argparse.Namespace, seqs: int, batched: int, length: int, chunked: bool) -> None:
     given = "ArgsKwargs((), {'runner_t..., 'stream_interval': 1})"
+    if args.tensor_parallel_size * args.pipeline_parallel_size > 1:
+        world = args.tensor_parallel_size * args.pipeline_parallel_size
+        words = f"World size ({world}) is larger than the number of available GPUs (1) in this node."
+        raise _invalid("ParallelConfig", words, "ArgsKwargs((), {'pipeline_parallel_size'...")
     if seqs < 1:
         raise _invalid("SchedulerConfig", "max_num_seqs must be greater than or equal to 1.", given)
     if batched < seqs:

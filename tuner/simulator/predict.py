@@ -15,10 +15,11 @@ from tuner.measures import STATISTICS
 from tuner.records import Candidate, Prediction, Slice, Slo, Value, Violation
 from tuner.replay.plan import PLANS, Plan
 from tuner.simulator.clock import Clock, Course
-from tuner.simulator.cost import GIB, Card, Coefficients, StepCost
+from tuner.simulator.cost import Card, Coefficients, StepCost
 from tuner.simulator.memory import Memory, profile
-from tuner.simulator.options import Options, Refused, parser, settle
-from tuner.simulator.scheduler import Limits, Request, Scheduler
+from tuner.simulator.options import Options, Refused, host_blocks, parser, settle
+from tuner.simulator.scheduler import Scheduler
+from tuner.simulator.state import Limits, Request
 from tuner.simulator.workload import Part, Workload
 from tuner.traffic.trace import Trace
 
@@ -56,8 +57,8 @@ def _plain() -> Mapping[str, object]:
     return MappingProxyType(vars(parser().parse_args([])))
 
 
-def options_of(scene: Scene, knobs: Mapping[str, Value]) -> tuple[Options, int, bool]:
-    """(effective options, swap blocks, offload) of a candidate on top of the fixed arguments.
+def options_of(scene: Scene, knobs: Mapping[str, Value]) -> tuple[Options, Memory]:
+    """The effective options of a candidate on top of the fixed arguments, and its memory.
 
     Knobs that the simulator does not model are ignored. Refused where the engine would not start.
     """
@@ -66,16 +67,10 @@ def options_of(scene: Scene, knobs: Mapping[str, Value]) -> tuple[Options, int, 
     known.update({name: value for name, value in given.items() if name in known and value is not None})
     known["model"] = scene.facts.name
     options = settle(Namespace(**known), scene.card, scene.facts, scene.env)
-    swap, offload = _preemption(str(given.get("preemption") or "recompute"))
-    per_block = scene.facts.kv_bytes_per_token * options.limits.block_size
-    return options, int(swap * GIB // per_block), offload > 0
-
-
-def _preemption(text: str) -> tuple[float, float]:
-    """(GiB of swap, GiB of offload) of « recompute », « swap:4 » or « offload:8 »."""
-    kind, _, size = text.partition(":")
-    amount = float(size) if size else 0.0
-    return (amount if kind == "swap" else 0.0, amount if kind == "offload" else 0.0)
+    memory = profile(scene.facts, scene.card, options.budget)
+    _, _, size = str(given.get("preemption") or "recompute").partition(":")
+    host_gib = float(size) if size else options.offload_gib
+    return options.with_blocks(memory.blocks, host_blocks(scene.facts, options, host_gib)), memory
 
 
 @dataclass(slots=True)
@@ -245,18 +240,16 @@ class Predictor:
 
     def _predict(self, candidate: Candidate) -> Prediction:
         try:
-            options, swap, _ = options_of(self.scene, candidate)
+            options, memory = options_of(self.scene, candidate)
         except Refused:
             return Prediction(values={}, feasible=False, violation=Violation(kv=0.0, oom=0.0, err=1.0))
-        memory = profile(self.scene.facts, self.scene.card, options.budget)
         violation, feasible = violation_of(options, memory, self.scene.card)
         if not feasible:
             return Prediction(values={}, feasible=False, violation=violation)
-        limits = replace(options.limits, num_blocks=memory.blocks, swap_blocks=swap)
-        values = self.values(limits, options.budget.capture_most)
+        values = self.values(options)
         requests = max(values.get("requests", 0.0), 1.0)
         failed = values.get("failed", 0.0) / requests - 0.01
-        spread = self._spread(limits, options.budget.capture_most, values) if self._spreads else {}
+        spread = self._spread(options, values) if self._spreads else {}
         return Prediction(
             values=values,
             feasible=failed <= 0,
@@ -264,8 +257,8 @@ class Predictor:
             spread=spread,
         )
 
-    def values(self, limits: Limits, capture_most: int, slower: float = 1.0) -> dict[str, float]:
-        """The numbers under given limits; `slower` multiplies every step's time."""
+    def values(self, options: Options, slower: float = 1.0) -> dict[str, float]:
+        """The numbers under given options; `slower` multiplies every step's time."""
         c = self.coefficients
         scaled = c.scaled(
             {"compute": 1 / slower, "memory": 1 / slower, "attention": 1 / slower}
@@ -275,14 +268,14 @@ class Predictor:
             self.scene.facts,
             self.scene.card,
             scaled,
-            block_size=limits.block_size,
-            capture_most=capture_most,
+            block_size=options.limits.block_size,
+            capture_most=options.budget.capture_most,
+            kv_scale=options.budget.kv_scale,
         )
-        return fold(simulate(self.scene, self._work, limits, cost), self.scene.slo)
+        return fold(simulate(self.scene, self._work, options.limits, cost), self.scene.slo)
 
-    def _spread(self, limits: Limits, capture: int, values: Mapping[str, float]) -> dict[str, float]:
-        slow = self.values(limits, capture, 1 + self.error)
-        fast = self.values(limits, capture, 1 / (1 + self.error))
+    def _spread(self, options: Options, values: Mapping[str, float]) -> dict[str, float]:
+        slow, fast = self.values(options, 1 + self.error), self.values(options, 1 / (1 + self.error))
         spread = {}
         for name, value in values.items():
             low, high = fast.get(name, value), slow.get(name, value)

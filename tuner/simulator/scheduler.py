@@ -14,95 +14,9 @@ import heapq
 from bisect import insort
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-from tuner.simulator.blocks import Node, Pool, Table
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What the scheduler obeys; the names are vLLM's. `swap_blocks` > 0 is V0's swap preemption."""
-
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    num_blocks: int = 4096
-    block_size: int = 16
-    max_model_len: int = 4096
-    max_num_active_seqs: int | None = None
-    long_prefill_token_threshold: int = 0
-    enable_chunked_prefill: bool = True
-    enable_prefix_caching: bool = True
-    policy: str = "fcfs"
-    watermark: float = 0.0
-    async_scheduling: bool = True
-    swap_blocks: int = 0
-
-    @property
-    def active(self) -> int:
-        return self.max_num_active_seqs or self.max_num_seqs
-
-
-class Request:
-    """One request inside the engine. Token counts are lazy while it decodes: see `Scheduler.tokens_of`."""
-
-    __slots__ = (
-        *("arrival", "base", "cached", "computed", "done", "first", "last", "made", "number"),
-        *("output", "preempted", "priority", "prompt", "scheduled", "swapped", "table", "tokens"),
-    )
-
-    def __init__(
-        self,
-        number: int,
-        arrival: float,
-        lengths: tuple[int, int],
-        segments: Sequence[tuple[int, int]] = (),
-        priority: int = 0,
-    ) -> None:
-        self.number = number
-        self.arrival = arrival
-        self.prompt, self.output = lengths
-        self.priority = priority
-        self.table = Table(segments)
-        self.computed = 0
-        self.made = 0
-        self.tokens = self.prompt
-        self.base = -1  # the tick at which decoding began, -1 while it does not
-        self.cached = -1  # prompt tokens found in the prefix cache when first admitted, -1 before
-        self.preempted = 0
-        self.swapped = 0  # blocks held in host memory
-        self.done = False
-        self.scheduled = self.first = self.last = -1.0
-
-    @property
-    def rank(self) -> tuple[int, float, int]:
-        return (self.priority, self.arrival, self.number)
-
-
-@dataclass(slots=True)
-class Step:
-    """One engine step: what it computes, and who gets a first token or the last one from it."""
-
-    decodes: int = 0
-    prefill_tokens: int = 0
-    prefills: int = 0
-    context: int = 0  # tokens of KV read by decodes
-    prefill_context: int = 0  # tokens of KV read by prompt chunks
-    pairs: int = 0  # query × key pairs of prompt chunks
-    swapped_blocks: int = 0
-    preempted: bool = False
-    sampling: list[Request] = field(default_factory=list)  # whose prompt is complete with this step
-    finishing: list[Request] = field(default_factory=list)
-    admitted: list[Request] = field(default_factory=list)
-    members: tuple[Request, ...] = ()  # decoding requests, only when the scheduler is told to tell
-
-    @property
-    def tokens(self) -> int:
-        return self.decodes + self.prefill_tokens
-
-    @property
-    def steady(self) -> bool:
-        """A pure decode step after which nothing changes."""
-        return not (self.prefills or self.finishing or self.preempted)
+from tuner.simulator.blocks import Node, Pool
+from tuner.simulator.state import Limits, Request, Step
 
 
 class Scheduler:
@@ -235,16 +149,24 @@ class Scheduler:
         """Choose the next step's tokens, as of what has arrived; None when there is nothing to compute."""
         step = Step()
         budget = self.limits.max_num_batched_tokens
+        threshold = self._threshold()
         budget -= self._schedule_decodes(step)
-        threshold = self.limits.long_prefill_token_threshold
-        if len(self.running) + len(self.waiting) <= 1:
-            threshold = 0
         budget = self._schedule_prefills(step, budget, threshold)
         if not step.preempted:
             self._schedule_waiting(step, budget, threshold)
         for request in step.sampling:
             self._sampled(request, step)
-        return step if step.tokens else None
+        return step if step.tokens or step.swapped_blocks else None
+
+    def _threshold(self) -> int:
+        """The most tokens of one prompt in this step, 0 = no limit of its own."""
+        limits, present = self.limits, len(self.running) + len(self.waiting)
+        most = limits.long_prefill_token_threshold
+        if most <= 0 or present <= 1:
+            return 0
+        if limits.long_prefill_token_threshold_adaptive:
+            most = max(most, limits.max_num_batched_tokens // present)
+        return most
 
     def _schedule_decodes(self, step: Step) -> int:
         while self.decoding and self._phase[self.tick % self.limits.block_size] > self.pool.free:
@@ -291,7 +213,7 @@ class Scheduler:
             if not limits.enable_chunked_prefill and chunk > budget:
                 return
             chunk = min(chunk, budget)
-            if not self._admissible(request, hit, found):
+            if not self._admissible(request, hit, found, chunk):
                 return
             self.waiting.popleft()
             self._admit(request, hit, found, step)
@@ -299,9 +221,11 @@ class Scheduler:
             self._compute(request, chunk, step)
             budget -= chunk
 
-    def _admissible(self, request: Request, hit: int, found: Sequence[Node]) -> bool:
-        """Room for the whole prompt, plus the watermark beside other requests."""
-        need = -(-request.tokens // self.limits.block_size) - hit + self.pool.cost_of(found)
+    def _admissible(self, request: Request, hit: int, found: Sequence[Node], chunk: int) -> bool:
+        """Room for the whole prompt (or only its first part), plus the watermark beside other requests."""
+        size = self.limits.block_size
+        tokens = request.tokens if self.limits.scheduler_reserve_full_isl else hit * size + chunk
+        need = -(-tokens // size) - hit + self.pool.cost_of(found)
         return need + (self.watermark if self.running else 0) <= self.pool.free
 
     def _admit(self, request: Request, hit: int, found: Sequence[Node], step: Step) -> None:

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from tuner.records import Slice
 from tuner.replay.plan import Plan
 from tuner.replay.schedule import priming_rows, schedule
-from tuner.simulator.scheduler import Limits, Request, Scheduler
+from tuner.simulator.scheduler import Scheduler
+from tuner.simulator.state import Limits, Request
 from tuner.traffic.trace import Trace
 
 
