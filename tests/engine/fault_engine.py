@@ -85,7 +85,7 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(404, b"")
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.asked = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
         if self.path.startswith("/reset_prefix_cache"):
             self._reset()
         elif self.path == "/v1/completions":
@@ -114,11 +114,10 @@ class Handler(BaseHTTPRequestHandler):
         if "answer_500" in faults:
             self._answer(500, b'{"error": "EngineCore encountered an issue"}')
             return
-        if number <= self.state.number("slow_first"):
-            time.sleep(0.2)
-        self.state.iterations += 1
-        chunk = {"choices": [{"index": 0, "text": "", "token_ids": [17], "finish_reason": "length"}]}
-        body = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n".encode()
+        slow = number <= self.state.number("slow_first")
+        if slow:
+            time.sleep(0.4)
+        body = self._stream(slow)
         if "cut_streams" in faults:
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
@@ -129,6 +128,17 @@ class Handler(BaseHTTPRequestHandler):
             return
         self._answer(200, body, "text/event-stream")
 
+    def _stream(self, slow: bool) -> bytes:
+        """A whole answer; one that was slow says so by claiming one cached token."""
+        prompt, tokens = len(self.asked["prompt"]), int(self.asked["max_tokens"])
+        events = []
+        for done in range(1, tokens + 1):
+            choice = {"index": 0, "text": "x", "finish_reason": "length" if done == tokens else None}
+            events.append({"choices": [choice], "usage": usage(prompt, done, slow)})
+        events.append({"choices": [], "usage": usage(prompt, tokens, slow)})
+        self.state.iterations += tokens
+        return b"".join(b"data: %s\n\n" % json.dumps(e).encode() for e in events) + b"data: [DONE]\n\n"
+
     def _json(self, value: object) -> None:
         self._answer(200, json.dumps(value).encode())
 
@@ -138,6 +148,15 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+
+def usage(prompt: int, tokens: int, slow: bool) -> dict[str, object]:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": tokens,
+        "total_tokens": prompt + tokens,
+        "prompt_tokens_details": {"cached_tokens": int(slow)},
+    }
 
 
 class Server(ThreadingHTTPServer):
