@@ -80,7 +80,7 @@ def _absence(entry: Knob, facts: EngineFacts) -> str | None:
 
 
 def _not_offered(entry: Knob, value: Value, facts: EngineFacts) -> str | None:
-    """Why the value is not among those that the engine takes: by its own list if it gave one, else the data's."""
+    """Why the value is not among those that the engine takes: by its own list, else by the data's."""
     if entry.name not in facts.choices:
         return entry.complaint(value, facts.version)
     if value in facts.choices[entry.name]:

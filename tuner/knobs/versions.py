@@ -1,9 +1,9 @@
 """Which long flags each vLLM release has, as shipped data (data/vllm_flags.json); no engine is asked here."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
@@ -19,7 +19,7 @@ Interval = tuple[str, str | None]
 """First and last release seen with the flag; None = the newest in the data still has it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class FlagTable:
     """`versions` in order; `paired` flags have a `--no-` form (since 0.9), `bare` ones take no value."""
 
@@ -30,25 +30,39 @@ class FlagTable:
 
     def floor(self, version: str) -> str:
         """The newest release in the data that is not newer than the version (the oldest if none is)."""
-        wanted = parse(version)
-        known = [name for name in self.versions if Version(name) <= wanted]
+        known = [name for name, parsed in self._parsed if parsed <= parse(version)]
         return known[-1] if known else self.versions[0]
 
     def has(self, flag: str, version: str) -> bool:
-        """Whether the release at or before the version has the flag."""
-        return any(
-            _position(self.versions, first) <= self.versions.index(self.floor(version))
-            and (last is None or self.versions.index(self.floor(version)) <= _position(self.versions, last))
-            for first, last in self.flags.get(flag, ())
-        )
+        """Whether the release at or before the version has the flag, which is not a `--no-` form."""
+        return flag in self._by_version[self.floor(version)]
 
     def flags_of(self, version: str) -> frozenset[str]:
         """Every long flag of the release at or before the version, `--no-` forms included."""
         floor = self.floor(version)
-        present = {flag for flag in self.flags if self.has(flag, floor)}
-        if Version(floor) >= Version("0.9"):
-            present |= {negation(flag) for flag in present & self.paired}
-        return frozenset(present)
+        present = self._by_version[floor]
+        if parse(floor) < parse("0.9"):
+            return present
+        return present | {negation(flag) for flag in present & self.paired}
+
+    @cached_property
+    def _parsed(self) -> list[tuple[str, Version]]:
+        return [(name, parse(name)) for name in self.versions]
+
+    @cached_property
+    def _by_version(self) -> dict[str, frozenset[str]]:
+        at = {name: position for position, name in enumerate(self.versions)}
+        newest = len(self.versions) - 1
+        return {
+            name: frozenset(
+                flag
+                for flag, spans in self.flags.items()
+                if any(
+                    at[first] <= at[name] <= (newest if last is None else at[last]) for first, last in spans
+                )
+            )
+            for name in self.versions
+        }
 
 
 def negation(flag: str) -> str:
@@ -56,6 +70,7 @@ def negation(flag: str) -> str:
     return f"--no-{flag.removeprefix('--')}"
 
 
+@cache
 def parse(version: str) -> Version:
     """A version without its local part; what is no version at all (`dev`) counts as newer than any."""
     try:
@@ -64,6 +79,7 @@ def parse(version: str) -> Version:
         return Version("9999")
 
 
+@cache
 def specifier(text: str, where: str) -> SpecifierSet:
     """A version range such as `>=0.10,<0.33`. BadInput names where it stands."""
     try:
@@ -72,6 +88,7 @@ def specifier(text: str, where: str) -> SpecifierSet:
         raise BadInput(f"{where}: '{text}' is no version range; write one like '>=0.10,<0.33'") from None
 
 
+@cache
 def matches(version: str, wanted: str) -> bool:
     """Whether a version, pre-releases included, lies in a range; an empty range holds all."""
     return specifier(wanted, "version range").contains(parse(version), prereleases=True)
@@ -92,7 +109,3 @@ def read_table(path: Path) -> FlagTable:
 def table() -> FlagTable:
     """The shipped table."""
     return read_table(shipped("data", "vllm_flags.json"))
-
-
-def _position(versions: Sequence[str], name: str) -> int:
-    return versions.index(name)

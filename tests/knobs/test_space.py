@@ -1,0 +1,297 @@
+"""Search spaces: what a file may say, what an error says, and what of a space an engine can turn."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.knobs.conftest import engine
+from tuner.errors import BadInput, NotFound
+from tuner.knobs import spacefile
+from tuner.knobs.catalogue import CATALOGUE
+from tuner.knobs.constraints import known_violation
+from tuner.knobs.model import shapes
+from tuner.knobs.space import SearchSpace, load
+from tuner.records import Candidate, Value
+from tuner.settings import shipped
+
+
+def space(text: str) -> SearchSpace:
+    return spacefile.parse(text, where="mine.yaml")
+
+
+def test_levels_from_every_notation() -> None:
+    made = space("""
+knobs:
+  max_num_seqs: {from: 16, to: 64, per_octave: 2, multiple: 8}
+  max-num-batched-tokens: {values: [512, 2048]}
+  gpu_memory_utilization: {from: 0.8, to: 0.9, step: 0.05}
+  block_size: [16, 32]
+  watermark: [0, 0.1]
+  enable_prefix_caching: [default, true, false]
+  cudagraph_capture_sizes: {values: [[1, 2, 4]], default: true}
+  preemption: recompute
+""")
+    assert dict(made.levels) == {
+        "max_num_seqs": (16, 24, 32, 48, 64),
+        "max_num_batched_tokens": (512, 2048),
+        "gpu_memory_utilization": (0.8, 0.85, 0.9),
+        "block_size": (16, 32),
+        "watermark": (0.0, 0.1),
+        "enable_prefix_caching": (None, True, False),
+        "cudagraph_capture_sizes": (None, "[1,2,4]"),
+        "preemption": ("recompute",),
+    }
+
+
+def test_a_geometric_range_starts_and_ends_where_it_says() -> None:
+    made = space("knobs: {max_num_seqs: {from: 4, to: 1024, per_octave: 4}}")
+    levels = made.levels["max_num_seqs"]
+    assert levels[0] == 4
+    assert levels[-1] == 1024
+    assert len(levels) == len(set(levels))
+    assert list(levels) == sorted(levels, key=lambda value: int(value or 0))
+
+
+ERRORS = [
+    ("knobs: {max_num_seq: [1]}", "no knob is named 'max_num_seq' (did you mean 'max_num_seqs'?)"),
+    ("nobs: {}", "unknown key 'nobs' (did you mean 'knobs'?)"),
+    ("knobs: {max_num_seqs: {valeus: [1]}}", "max_num_seqs: unknown key 'valeus' (did you mean 'values'?)"),
+    ("knobs: {}", "'knobs' is empty"),
+    ("knobs: {max_num_seqs: []}", "max_num_seqs: the range is empty"),
+    ("knobs: {max_num_seqs: [default]}", "max_num_seqs: the range is empty"),
+    ("knobs: {max_num_seqs: {from: 8, to: 4, step: 1}}", "the range is empty: from 8 is above to 4"),
+    ("knobs: {max_num_seqs: {from: 8, to: 16}}", "give either 'step' (linear) or 'per_octave'"),
+    ("knobs: {max_num_seqs: {from: 8, to: 16, step: 0}}", "no number above 0"),
+    ("knobs: {max_num_seqs: {from: 8, to: many, step: 1}}", "'to' is no number"),
+    ("knobs: {max_num_seqs: {from: 0, to: 8, per_octave: 1}}", "a geometric range starts above 0"),
+    ("knobs: {max_num_seqs: {from: 1, to: 100000, step: 1}}", "more than 4096 levels"),
+    ("knobs: {max_num_seqs: {values: [1], from: 1, to: 2}}", "give either 'values' or 'from' and 'to'"),
+    ("knobs: {max_num_seqs: {when: {block_size: 16}}}", "give either 'values' or 'from' and 'to'"),
+    ("knobs: {max_num_seqs: [8, 8]}", "max_num_seqs: a value stands twice"),
+    ("knobs: {max_num_seqs: [8k]}", "max_num_seqs: '8k' is not a whole number"),
+    ("knobs: {gpu_memory_utilization: [1.2]}", "gpu_memory_utilization: 1.2 is above 1"),
+    ("knobs: {scheduling_policy: [lifo]}", "lifo is not offered; it takes fcfs, priority"),
+    ("knobs: {enable_prefix_caching: [1]}", "1 is not true or false"),
+    ("knobs: {preemption: [offload]}", "'offload:<GiB>'"),
+    (
+        "knobs: {stream_interval: [1, 4]}",
+        "stream_interval is not turned by default: Above 1 the client sees bursts",
+    ),
+    ("knobs: {max_model_len: [1024]}", "write 'accept: [max_model_len]'"),
+    ("vllm: about 0.10\nknobs: {block_size: [16]}", "'about 0.10' is no version range"),
+    ("knobs: {block_size: [16, 32}", "mine.yaml: line 1 not YAML"),
+    ("- 1", "expected keys and values"),
+    (
+        "knobs: {block_size: {values: [16], when: {blok: 1}}}",
+        "block_size: when names 'blok' (did you mean 'block_size'?), not a knob here",
+    ),
+    (
+        "knobs: {block_size: {values: [16], when: {max_num_seqs: 9}}, max_num_seqs: [8]}",
+        "block_size: when: max_num_seqs never is 9",
+    ),
+    (
+        "knobs: {block_size: {values: [16], when: {max_num_seqs: 8}}, "
+        "max_num_seqs: {values: [8], when: {block_size: 16}}}",
+        "conditions go in a circle: ",
+    ),
+    ("knobs: {block_size: {values: [16], when: {block_size: 16}}}", "conditions go in a circle: "),
+    (
+        "knobs: {enable_chunked_prefill: [true, false], "
+        "long_prefill_token_threshold: {values: [512], when: {enable_chunked_prefill: true}}, "
+        "watermark: {values: [0.1], "
+        "when: {long_prefill_token_threshold: 512, enable_chunked_prefill: false}}}",
+        "contradictory conditions: watermark: nothing in the space makes its condition",
+    ),
+    (
+        "knobs: {gpu_memory_utilization: [0.8], kv_cache_memory_bytes: [1073741824]}",
+        "kv_cache_memory_bytes overrides gpu_memory_utilization",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "says"), ERRORS)
+def test_a_wrong_file_gets_one_clear_sentence(text: str, says: str) -> None:
+    with pytest.raises(BadInput) as refused:
+        space(text)
+    assert says in str(refused.value)
+    assert str(refused.value).startswith(("mine.yaml", "space 'space'"))
+    assert "\n" not in str(refused.value)
+
+
+def test_never_knobs_can_be_accepted() -> None:
+    made = space("accept: [stream_interval]\nknobs: {stream_interval: [1, 4]}")
+    assert made.levels["stream_interval"] == (1, 4)
+
+
+def test_an_unknown_space_names_the_shipped_ones() -> None:
+    with pytest.raises(NotFound, match=r"did you mean 'interactive'\?.*bursty-mixed, cpu, demo, full"):
+        load("interactiv")
+    assert load("search_spaces/voice.yaml").name == "voice"
+
+
+def test_a_file_is_loaded_by_path(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text("knobs: {block_size: [16, 32]}")
+    assert load(path).name == "own"
+    assert load(str(path)).levels["block_size"] == (16, 32)
+
+
+CONDITIONAL = """
+knobs:
+  enable_chunked_prefill: [true, false]
+  long_prefill_token_threshold: {values: [0, 512], when: {enable_chunked_prefill: true}}
+  long_prefill_token_threshold_adaptive: {values: [false, true], when: {long_prefill_token_threshold: 512}}
+  max_num_active_seqs: {values: [8], default: true}
+"""
+
+
+def test_inactive_knobs_are_dropped_and_their_children_too() -> None:
+    made = space(CONDITIONAL)
+    wild = {
+        "enable_chunked_prefill": False,
+        "long_prefill_token_threshold": 512,
+        "long_prefill_token_threshold_adaptive": True,
+        "max_num_active_seqs": None,
+    }
+    assert made.canonical(wild) == Candidate({"enable_chunked_prefill": False})
+    assert not made.contains(wild)
+    assert made.contains({"enable_chunked_prefill": False})
+
+
+@pytest.mark.parametrize(
+    ("candidate", "inside"),
+    [
+        ({"enable_chunked_prefill": True, "long_prefill_token_threshold": 0}, True),
+        ({"enable_chunked_prefill": True, "long_prefill_token_threshold": 0, "max_num_active_seqs": 8}, True),
+        ({"enable_chunked_prefill": True}, False),
+        ({"enable_chunked_prefill": 1, "long_prefill_token_threshold": 0}, False),
+        ({"enable_chunked_prefill": True, "long_prefill_token_threshold": 7}, False),
+        ({"enable_chunked_prefill": False, "block_size": 16}, False),
+        ({}, False),
+    ],
+)
+def test_contains(candidate: dict[str, Value], inside: bool) -> None:
+    assert space(CONDITIONAL).contains(candidate) is inside
+
+
+SHIPPED = {name: load(name) for name in spacefile.names()}
+
+
+def test_the_shipped_spaces_are_these() -> None:
+    assert set(SHIPPED) == {
+        *("interactive", "bursty-mixed", "long-generation", "voice", "translation", "rag-long-context"),
+        *("cpu", "full", "demo"),
+    }
+
+
+@pytest.mark.parametrize("name", spacefile.names())
+def test_a_shipped_space_says_for_whom_and_keeps_answers_as_they_are(name: str) -> None:
+    made = SHIPPED[name]
+    text = shipped("search_spaces", f"{name}.yaml").read_text()
+    assert text.startswith("# For ")
+    assert "# Why these" in text
+    assert made.about
+    assert made.name == name
+    assert made.changes_output == ()
+    assert made.needs_raw == ()
+    assert not any(CATALOGUE[knob].never for knob in made.levels)
+
+
+@given(st.data(), st.sampled_from(spacefile.names()))
+def test_canonical_points_are_inside_and_stay_as_they_are(data: st.DataObject, name: str) -> None:
+    made = SHIPPED[name]
+    drawn = {knob: data.draw(st.sampled_from(levels)) for knob, levels in made.levels.items()}
+    point = made.canonical(drawn)
+    assert made.contains(point)
+    assert made.canonical(point) == point
+
+
+def test_the_digest_is_of_content_not_of_the_name() -> None:
+    text = "knobs: {block_size: [16, 32]}"
+    one, two = space(f"name: a\n{text}"), space(f"name: b\nabout: other\n{text}")
+    assert one.digest == two.digest
+    assert space("knobs: {block_size: [16, 64]}").digest != one.digest
+    assert space("knobs: {watermark: [0, 0.1]}").digest == space("knobs: {watermark: [0.0, 0.1]}").digest
+
+
+def test_restricting_drops_what_the_engine_lacks_and_says_so() -> None:
+    left = SHIPPED["bursty-mixed"].restricted(engine("0.10.2.post2"))
+    assert "watermark" not in left.levels
+    assert "does not have it" in left.dropped["watermark"]
+    assert left.levels["preemption"] == ("recompute",)
+    assert "since 0.11.2" in left.dropped["preemption=offload:8"]
+    assert SHIPPED["bursty-mixed"].restricted(engine()).dropped == {}
+
+
+def test_restricting_drops_a_knob_whose_condition_died() -> None:
+    made = space("""
+knobs:
+  block_size: [16]
+  watermark: [0.0, 0.1]
+  enforce_eager: {values: [true, false], when: {watermark: 0.1}}
+""")
+    left = made.restricted(engine("0.22.1"))
+    assert set(left.levels) == {"block_size"}
+    assert "nothing in the space makes its condition" in left.dropped["enforce_eager"]
+
+
+def test_a_space_for_other_versions_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"space 'cpu' is for vLLM >=0\.11\.2; installed is 0\.10\.2"):
+        SHIPPED["cpu"].restricted(engine("0.10.2", "cpu"))
+
+
+def test_a_space_of_which_nothing_is_left_is_refused() -> None:
+    with pytest.raises(BadInput, match="has none of its knobs"):
+        space("knobs: {watermark: [0.1]}").restricted(engine("0.20.2"))
+
+
+VIOLATIONS = [
+    (
+        {"max_num_seqs": 512, "max_num_batched_tokens": 256},
+        "max_num_batched_tokens 256 is below max_num_seqs 512",
+    ),
+    ({"max_num_seqs": 16, "max_num_active_seqs": 32}, "max_num_active_seqs 32 is above max_num_seqs 16"),
+    (
+        {"max_num_scheduled_tokens": 16384},
+        "max_num_scheduled_tokens 16384 is above max_num_batched_tokens 8192",
+    ),
+    ({"enable_chunked_prefill": False, "max_num_batched_tokens": 4096}, "must reach max_model_len 16384"),
+    (
+        {"long_prefill_token_threshold": 20000},
+        "long_prefill_token_threshold 20000 is above max_model_len 16384",
+    ),
+    ({"kv_cache_memory_bytes": 1, "gpu_memory_utilization": 0.9}, "only one of them"),
+    ({"block_size": 24}, "block_size 24 is no multiple of 16"),
+    ({"block_size": 128, "attention_backend": "FLASHINFER"}, "not among those of FLASHINFER: 16, 32, 64"),
+    ({"tensor_parallel_size": 4, "data_parallel_size": 4}, "needs 16 GPUs and there are 8"),
+    ({"tensor_parallel_size": 8}, "does not divide 28 heads"),
+]
+
+
+@pytest.mark.parametrize(("candidate", "says"), VIOLATIONS)
+def test_known_violations(candidate: dict[str, Value], says: str) -> None:
+    qwen = shapes()["Qwen/Qwen2.5-7B-Instruct"]
+    assert says in (known_violation(candidate, engine(), 16384, qwen) or "")
+
+
+@pytest.mark.parametrize(
+    "candidate",
+    [
+        {},
+        {"max_num_batched_tokens": 512},  # the engine lowers its own default of max_num_seqs
+        {"enable_chunked_prefill": False},  # and raises its own default of the budget
+        {"performance_mode": "throughput", "max_num_scheduled_tokens": 16384},
+        {"max_num_seqs": 16, "max_num_active_seqs": 16},
+        {"block_size": 64, "attention_backend": "FLASHINFER"},
+    ],
+)
+def test_what_the_engine_mends_itself_is_no_violation(candidate: dict[str, Value]) -> None:
+    assert known_violation(candidate, engine(), 16384) is None
+
+
+def test_a_block_size_on_cpu_is_learned_not_known() -> None:
+    assert known_violation({"block_size": 48}, engine(platform="cpu")) is None
+    named: dict[str, Value] = {"block_size": 48, "attention_backend": "CPU_ATTN"}
+    assert "no multiple of 32" in (known_violation(named, engine(platform="cpu")) or "")
