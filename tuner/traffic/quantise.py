@@ -6,6 +6,7 @@ from numpy.typing import NDArray
 COARSE_S = 0.005
 """Stamps coarser than this fire requests together that came apart; they are spread at import."""
 
+_FEWEST_GAPS = 4
 _NATURAL_US = (60_000_000, 1_000_000, 100_000, 10_000)
 
 
@@ -26,7 +27,7 @@ def resolution_s(arrival_s: NDArray[np.float64]) -> float:
     if equal > 0.3 and usual >= COARSE_S * 1e6 and high <= 1.5 * low:
         return float(usual) / 1e6
     step = int(np.gcd.reduce(gaps))
-    if len(gaps) == 1 and equal < 0.3:
+    if len(gaps) < _FEWEST_GAPS:
         return 0.0
     for natural in _NATURAL_US:
         if step % natural == 0 and (natural < 60_000_000 or equal > 0.05):

@@ -41,23 +41,23 @@ def read(path: Path, *, max_len: int | None = None, dequantise: bool = True) -> 
         raise BadInput(f"{path}: the capture is empty")
     _check_header(header, draft)
     rows = _rows(records, draft)
-    for row in sorted(rows, key=lambda one: one.arrival_ns):
+    _estimate(rows, draft)
+    for row, _ in sorted(rows, key=lambda one: one[0].arrival_ns):
         if row.input_len < 0:
-            draft.quality["rows_read"] += 1
-            draft.quality["dropped_no_length"] += 1
+            draft.drop("dropped_no_length")
         else:
             draft.add(row)
     notes = {key: header.data.get(key) for key in ("name", "started_at", "blocks_from", "tokenizer")}
     return draft.trace(source="capture", dequantise=dequantise, known_step_s=0.0, capture=notes)
 
 
-def _rows(records: Iterator[Record], draft: Draft) -> list[Row]:
-    """Begins and ends put together; begins without an end come last."""
+def _rows(records: Iterator[Record], draft: Draft) -> list[tuple[Row, int]]:
+    """(row, bytes of its prompt or 0): begins and ends put together; what has no end comes last."""
     waiting: dict[int, _Open] = {}
-    rows: list[Row] = []
+    rows: list[tuple[Row, int]] = []
     for record in records:
         if "dropped" in record.data:
-            draft.quality["dropped_by_capture"] = record.whole("dropped")
+            draft.quality["lost_in_capture"] = record.whole("dropped")
         elif record.has("t"):
             waiting[record.whole("r")] = _Open(record, _blocks(record))
         elif "r" in record.data:
@@ -81,6 +81,15 @@ def _check_header(record: Record, draft: Draft) -> None:
         raise record.bad("block_size", f"is {draft.block_size}, expected tokens per block")
 
 
+def _estimate(rows: list[tuple[Row, int]], draft: Draft) -> None:
+    """(row, bytes of its prompt or 0): begins and ends put together, what has no end at the end."""
+    ratios = sorted(size / row.input_len for row, size in rows if row.input_len > 0 and size > 0)
+    for row, size in rows:
+        if row.input_len < 0 and size > 0 and ratios:
+            row.input_len = max(1, round(size / ratios[len(ratios) // 2]))
+            draft.quality["input_len_estimated"] += 1
+
+
 def _status(end: Record) -> int:
     word = str(end.data.get("st", "ok"))
     if word not in STATUSES:
@@ -95,7 +104,7 @@ def _blocks(record: Record) -> list[int]:
         raise record.bad("b", f"is not a list of [start, length]: {error}") from error
 
 
-def _row(began: _Open, end: Record | None, draft: Draft) -> Row:
+def _row(began: _Open, end: Record | None, draft: Draft) -> tuple[Row, int]:
     record = began.record
     values: dict[str, Any] = {name: record.whole(key) for name, key in BEGIN.items() if record.has(key)}
     size, status = record.whole("i") if record.has("i") else -1, CANCELLED
@@ -109,7 +118,7 @@ def _row(began: _Open, end: Record | None, draft: Draft) -> Row:
             values["obs_cached"] = end.whole("k")
         if end.data.get("by") == "chunks":
             draft.quality["output_len_from_chunks"] += 1
-    return Row(
+    row = Row(
         arrival_ns=record.nanoseconds("t", 1),
         input_len=size,
         output_len=output,
@@ -117,3 +126,4 @@ def _row(began: _Open, end: Record | None, draft: Draft) -> Row:
         blocks=began.blocks,
         **values,
     )
+    return row, record.whole("y") if record.has("y") else 0

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tuner.errors import BadInput
 from tuner.records import JSON
 from tuner.traffic import quantise
+from tuner.traffic.structure import fill_think
 from tuner.traffic.trace import STATUSES, Trace, build
 
 OK, ERROR, CANCELLED, TIMEOUT = range(len(STATUSES))
@@ -77,10 +78,10 @@ class Draft:
 
     def add(self, row: Row) -> bool:
         """Take a row in, or drop it with a count of why."""
-        self.quality["rows_read"] += 1
         if why := self._unfit(row):
-            self.quality[why] += 1
+            self.drop(why)
             return False
+        self.quality["rows_read"] += 1
         if row.output_len == 0 and row.status == OK:
             row.status = ERROR
             self.quality["no_output_flagged"] += 1
@@ -104,6 +105,11 @@ class Draft:
             numbers.append(-1 if value is None else known.setdefault(value, len(known)))
         self._add_blocks(row)
         return True
+
+    def drop(self, why: str) -> None:
+        """Count a row that is left out: `rows_read` is always what is kept plus all that is `dropped_*`."""
+        self.quality["rows_read"] += 1
+        self.quality[why] += 1
 
     def trace(
         self, *, source: str, dequantise: bool = True, known_step_s: float | None = None, **notes: JSON
@@ -134,7 +140,8 @@ class Draft:
         meta |= {"resolution_s": step, "spread_s": step if spread else 0.0, "quality": dict(self.quality)}
         if "start_ns" not in meta:
             meta["start_ns"] = int(arrival[order[0]])
-        return build(columns, blocks=(self._offsets, self._blocks), block_size=self.block_size, meta=meta)
+        made = build(columns, blocks=(self._offsets, self._blocks), block_size=self.block_size, meta=meta)
+        return fill_think(made)
 
     def _unfit(self, row: Row) -> str:
         if row.input_len < 0 or row.output_len < 0:

@@ -85,15 +85,16 @@ def _resolve(record: Record, names: Mapping[str, str]) -> dict[str, str]:
         if found := next((name for name in (wanted, *known) if name in have), None):
             resolved[wanted] = found
     if not any(wanted in resolved for wanted in ("arrival", *UNITS_NS)):
-        raise _absent(record, "arrival_s", have)
+        raise _absent(record, "arrival_s", have, resolved)
     for wanted in ("input_len", "output_len"):
         if wanted not in resolved:
-            raise _absent(record, wanted, have)
+            raise _absent(record, wanted, have, resolved)
     return resolved
 
 
-def _absent(record: Record, wanted: str, have: list[str]) -> BadInput:
+def _absent(record: Record, wanted: str, have: list[str], resolved: Mapping[str, str]) -> BadInput:
     words = [wanted, *WANTED[wanted]]
+    have = [name for name in have if name not in resolved.values()]
     close = next((hint for word in words if (hint := nearest(word, have))), "")
     return BadInput(
         f"{record.path}: no column is known to be {wanted}{close}; name it: {wanted}=COLUMN of {have}"

@@ -25,9 +25,9 @@ def read(path: Path, *, max_len: int | None = None, dequantise: bool = True) -> 
     for record in _records(path, draft.quality):
         call = str(record.data.get("call_type") or "").lower()
         if call not in CALLS:
-            draft.quality["dropped_other_call"] += 1
+            draft.drop("dropped_other_call")
         elif str(record.data.get("cache_hit") or "").lower() == "true":
-            draft.quality["dropped_cache_hit"] += 1
+            draft.drop("dropped_cache_hit")
         else:
             draft.add(_row(record))
     return draft.trace(source="litellm", dequantise=dequantise)

@@ -75,10 +75,9 @@ def _add(
     request = asked(body)
     size, out, blocks, source = lengths(request, answer, *tools)
     if size is None:
-        draft.quality["rows_read"] += 1
-        draft.quality["dropped_no_length"] += 1
+        draft.drop("dropped_no_length")
         return source
-    draft.add(_row(record, columns, request, (size, out or 0, answer, blocks)))
+    draft.add(_row(record, columns, request, (size, -(-(out or 0) // max(1, request.n)), answer, blocks)))
     return source
 
 

@@ -40,10 +40,10 @@ def read(path: Path, *, max_len: int | None = None, dequantise: bool = True) -> 
     outer = _outer({str(span.data.get("spanId")) for span, _ in spans}, parents)
     for span, attributes in spans:
         if span.data.get("spanId") in outer:
-            draft.quality["dropped_outer_span"] += 1
+            draft.drop("dropped_outer_span")
         else:
             draft.add(_row(span, attributes))
-    return draft.trace(source="otlp", dequantise=dequantise)
+    return draft.trace(source="otlp", dequantise=dequantise, known_step_s=0.0)
 
 
 def _exports(path: Path, draft: Draft) -> Iterator[Record]:

@@ -22,7 +22,7 @@ _STAMP = re.compile(
     re.ASCII,
 )
 _LIMIT_NS = 9_000_000_000_000_000_000
-_WHOLE = re.compile(r"[+-]?\d{1,18}")
+_WHOLE = re.compile(r"[+-]?\d{1,19}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,11 @@ def read(path: Path, *, max_len: int | None = None, dequantise: bool = True) -> 
         if draft.add(row):
             ends[session] = (turn + 1, end)
     return draft.trace(
-        source="tracelab", licence=LICENCE, dequantise=dequantise, blocks_from="prefix lengths"
+        source="tracelab",
+        licence=LICENCE,
+        dequantise=dequantise,
+        known_step_s=0.001,
+        blocks_from="prefix lengths",
     )
 
 

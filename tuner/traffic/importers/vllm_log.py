@@ -109,8 +109,7 @@ def _take(text: str, clock: _Clock, seen: dict[str, _Seen], prints: Fingerprints
 
 def _add(draft: Draft, name: str, one: _Seen) -> None:
     if not one.received or one.ids is None:
-        draft.quality["rows_read"] += 1
-        draft.quality["dropped_no_length" if one.received else "dropped_no_arrival"] += 1
+        draft.drop("dropped_no_length" if one.received else "dropped_no_arrival")
         return
     output = one.output
     if output is None:

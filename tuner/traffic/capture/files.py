@@ -1,0 +1,121 @@
+"""Where captures lie: append-only files under a name, renamed when they rotate, the oldest removed."""
+
+import os
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from tuner.errors import BadInput, NotFound, Unavailable, nearest
+
+OPEN, CLOSED = ".jsonl.part", ".jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rotation:
+    """When a new file begins (each hour or day of UTC, or beyond a size), how many closed ones are kept."""
+
+    every: Literal["hour", "day"] | None = None
+    max_bytes: int | None = None
+    keep: int | None = None
+
+
+class Sink:
+    """The file being written. Appends are single writes, so that what was written is readable after a kill.
+
+    With `name`, files are DIRECTORY/NAME-<UTC stamp>.jsonl, and end in `.part` while open; else one file.
+    """
+
+    def __init__(self, path: Path, name: str | None = None, rotation: Rotation | None = None) -> None:
+        if name is not None and (not name or set(name) & set("/\\\0") or name.startswith(".")):
+            raise BadInput(f"capture name '{name}': expected a plain word, it becomes part of a file name")
+        self.rotation = rotation or Rotation()
+        self._base, self._name = path, name
+        self._file = -1
+        self._size = 0
+        self._began = datetime.min.replace(tzinfo=UTC)
+        self.path = path
+
+    def open(self, now: datetime) -> None:
+        """Begin a file. Unavailable when the disk refuses."""
+        try:
+            if self._name is not None:
+                self._base.mkdir(parents=True, exist_ok=True)
+                for left in self._base.glob(f"{self._name}-*{OPEN}"):
+                    left.rename(_closed(left))
+                self.path = _free(self._base, f"{self._name}-{now:%Y%m%dT%H%M%SZ}")
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL
+            self._file = os.open(self.path, flags, 0o600)
+        except FileExistsError as error:
+            raise BadInput(f"{self.path}: exists already; a capture never writes over one") from error
+        except OSError as error:
+            raise Unavailable(f"{self.path}: cannot be written: {error.strerror or error}") from error
+        self._size, self._began = 0, now
+
+    def write(self, data: bytes) -> None:
+        """Append. OSError when the disk refuses."""
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._file, view) :]
+        self._size += len(data)
+
+    def due(self, now: datetime) -> bool:
+        """Whether a new file should begin."""
+        if self._name is None:
+            return False
+        form = {"hour": "%Y%m%d%H", "day": "%Y%m%d", None: "-"}[self.rotation.every]
+        if now.strftime(form) != self._began.strftime(form):
+            return True
+        return self.rotation.max_bytes is not None and self._size >= self.rotation.max_bytes
+
+    def close(self) -> None:
+        """Close and rename the file, and remove closed ones beyond `keep`."""
+        if self._file < 0:
+            return
+        os.close(self._file)
+        self._file = -1
+        if self._name is None:
+            return
+        self.path = self.path.rename(_closed(self.path))
+        if self.rotation.keep is not None:
+            for old in closed_files(self._base, self._name)[: -self.rotation.keep or None]:
+                old.unlink(missing_ok=True)
+
+
+def closed_files(directory: Path, name: str) -> list[Path]:
+    """The closed captures of a name, oldest first."""
+    return _in_order(directory, name, CLOSED)
+
+
+def latest(directory: Path, name: str) -> Path:
+    """The newest capture of a name: the newest closed file, else the one being written. NotFound: none."""
+    if closed := closed_files(directory, name):
+        return closed[-1]
+    if being := _in_order(directory, name, OPEN):
+        return being[-1]
+    known = {path.name.rsplit("-", 1)[0] for path in directory.glob(f"*-*{CLOSED}*")}
+    raise NotFound(f"no capture named '{name}' in {directory}{nearest(name, known)}")
+
+
+def _in_order(directory: Path, name: str, ending: str) -> list[Path]:
+    """The files of a name (not of a longer name that begins with it), oldest first."""
+    found = []
+    for path in directory.glob(f"{name}-*{ending}"):
+        stamp, _, number = path.name.removeprefix(f"{name}-").removesuffix(ending).partition(".")
+        if len(stamp) == 16 and stamp[8] == "T" and stamp.endswith("Z"):
+            found.append((stamp, number, path))
+    return [path for _, _, path in sorted(found)]
+
+
+def _closed(path: Path) -> Path:
+    return path.with_name(path.name.removesuffix(OPEN) + CLOSED)
+
+
+def _free(directory: Path, stem: str) -> Path:
+    """A file name that neither an open nor a closed capture has."""
+    number = 0
+    while True:
+        tail = f".{number:04d}" if number else ""
+        if not any((directory / f"{stem}{tail}{ending}").exists() for ending in (OPEN, CLOSED)):
+            return directory / f"{stem}{tail}{OPEN}"
+        number += 1

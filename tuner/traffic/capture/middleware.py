@@ -1,0 +1,108 @@
+"""The recording ASGI middleware: stands in the proxy or in vLLM itself (`--middleware`), changes nothing."""
+
+import atexit
+import os
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from pathlib import Path
+from typing import Any
+
+from tuner.traffic.capture.files import Rotation, Sink
+from tuner.traffic.capture.recorder import Exchange, Recorder
+from tuner.traffic.tokenizer import Tokenizer
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+RECORDED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
+MOST_ANSWER_BYTES = 16 << 20
+SESSION_HEADERS = (b"x-session-id", b"x-conversation-id", b"x-claude-code-session-id")
+
+
+class Capture:
+    """Records generating requests that pass; everything passes untouched and at once."""
+
+    def __init__(self, app: App, recorder: Recorder) -> None:
+        self._app, self._recorder = app, recorder
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] not in RECORDED or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        exchange = _exchange(scope)
+
+        async def receiving() -> Message:
+            message = await receive()
+            if message["type"] == "http.request":
+                exchange.body.append(message.get("body", b""))
+                if not message.get("more_body", False):
+                    self._recorder.begin(exchange)
+            elif not exchange.whole:
+                exchange.cut = True
+            return message
+
+        async def sending(message: Message) -> None:
+            await send(message)
+            _passed(exchange, message)
+
+        try:
+            await self._app(scope, receiving, sending)
+        finally:
+            exchange.end_ns = time.monotonic_ns()
+            self._recorder.end(exchange)
+
+
+class VllmCapture(Capture):
+    """For vLLM: `--middleware tuner.traffic.capture.middleware.VllmCapture`, set up by the environment.
+
+    TUNER_CAPTURE_OUT names the file, or, with TUNER_CAPTURE_NAME, the directory of rotating files
+    (TUNER_CAPTURE_EVERY hour|day, TUNER_CAPTURE_KEEP); TUNER_CAPTURE_TOKENIZER the model's tokenizer.json.
+    """
+
+    def __init__(self, app: App) -> None:
+        env = os.environ
+        name, every, keep = (env.get(f"TUNER_CAPTURE_{key}") for key in ("NAME", "EVERY", "KEEP"))
+        rotation = Rotation(
+            every="hour" if every == "hour" else "day" if every == "day" else None,
+            keep=int(keep) if keep else None,
+        )
+        file = env.get("TUNER_CAPTURE_TOKENIZER")
+        sink = Sink(Path(env["TUNER_CAPTURE_OUT"]), name, rotation)
+        recorder = Recorder(sink, tokenizer=Tokenizer(file) if file else None)
+        recorder.start()
+        atexit.register(recorder.stop)
+        super().__init__(app, recorder)
+
+
+def _exchange(scope: MutableMapping[str, Any]) -> Exchange:
+    exchange = Exchange(at_ns=time.monotonic_ns())
+    peer = scope.get("client")
+    exchange.client = str(peer[0]) if peer else None
+    for name, value in scope["headers"]:
+        if name == b"authorization":
+            exchange.client = value.decode("latin-1")
+        elif name in SESSION_HEADERS:
+            exchange.session = value.decode("latin-1")
+    return exchange
+
+
+def _passed(exchange: Exchange, message: Message) -> None:
+    """Note what was just sent on: stamps, the status, a reference to the bytes."""
+    if message["type"] == "http.response.start":
+        exchange.code = message["status"]
+        for name, value in message.get("headers", ()):
+            if name == b"content-type":
+                exchange.content_type = value.decode("latin-1")
+            elif name == b"content-encoding":
+                exchange.packed = True
+    elif message["type"] == "http.response.body":
+        body = message.get("body", b"")
+        if body:
+            exchange.first_ns = exchange.first_ns or time.monotonic_ns()
+            if exchange.answer_bytes < MOST_ANSWER_BYTES:
+                exchange.answer.append(bytes(body))
+                exchange.answer_bytes += len(body)
+        if not message.get("more_body", False):
+            exchange.whole = True

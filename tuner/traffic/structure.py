@@ -1,0 +1,87 @@
+"""Conversations in a trace: parents told from shared blocks, think times, what live history adds per turn."""
+
+from collections import Counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tuner.traffic.trace import Trace
+
+_BEYOND = 2
+"""So many shared blocks beyond what all requests share make two requests one conversation."""
+
+
+def infer_sessions(trace: Trace) -> Trace:
+    """The trace with sessions, turns and parents where it has blocks but no sessions; rows with one keep it.
+
+    The parent is the latest earlier row that shares the longest prefix, at least two blocks beyond what half
+    of all rows share, and whose own prompt is contained up to one block. A parent may have several children.
+    """
+    if not len(trace.blocks):
+        return trace
+    parent, session, turn = (column.copy() for column in (trace.parent, trace.session, trace.turn))
+    common = _common_depth(trace)
+    last: dict[int, tuple[int, int]] = {}
+    new_session = int(session.max(initial=-1)) + 1
+    for row in range(len(trace)):
+        ids = trace.row_blocks(row).tolist()
+        if session[row] < 0 and len(ids) >= common + _BEYOND:
+            found = _deepest(ids, last, common + _BEYOND)
+            if found is not None and len(trace.row_blocks(found[0])) <= found[1] + 1:
+                above = found[0]
+                if session[above] < 0:
+                    session[above], turn[above], new_session = new_session, 0, new_session + 1
+                parent[row], session[row], turn[row] = above, session[above], turn[above] + 1
+        for depth, block in enumerate(ids, 1):
+            last[block] = (row, depth)
+    changed = trace.changed(parent=parent, session=session, turn=turn)
+    return fill_think(changed).with_meta(sessions="inferred from shared blocks")
+
+
+def fill_think(trace: Trace) -> Trace:
+    """The trace with think times where the parent's end is known: arrival − parent's (arrival + E2E), ≥ 0."""
+    known = (trace.parent >= 0) & np.isnan(trace.think_s)
+    if not known.any():
+        return trace
+    ends = trace.arrival_s + trace.obs_e2e_s
+    gaps = np.maximum(trace.arrival_s - ends[trace.parent], 0.0)
+    return trace.changed(think_s=np.where(known, gaps, trace.think_s))
+
+
+def new_tokens(trace: Trace) -> NDArray[np.int32]:
+    """Tokens that each turn adds to its parent's prompt and answer; -1: a first turn, or a cut history.
+
+    What a replay with live history appends to the conversation that the engine itself has written.
+    """
+    before = trace.input_len[trace.parent] + trace.output_len[trace.parent]
+    added = trace.input_len - before
+    return np.where((trace.parent >= 0) & (added > 0), added, -1).astype(np.int32)
+
+
+def prefers_live_history(trace: Trace) -> bool:
+    """Whether recorded blocks would miss much reuse: turns are known, and answers are > 10 % of prompts."""
+    if not (trace.parent >= 0).any():
+        return False
+    return bool(trace.output_len.mean() > 0.1 * trace.input_len.mean())
+
+
+def _common_depth(trace: Trace) -> int:
+    """How many leading blocks more than half of all rows share."""
+    depth, rows = 0, len(trace)
+    starts = trace.block_offsets[:-1]
+    lengths = np.diff(trace.block_offsets)
+    while True:
+        have = starts[lengths > depth] + depth
+        counts = Counter(trace.blocks[have].tolist())
+        if not counts or counts.most_common(1)[0][1] <= rows / 2:
+            return depth
+        depth += 1
+
+
+def _deepest(ids: list[int], last: dict[int, tuple[int, int]], least: int) -> tuple[int, int] | None:
+    """(row, depth) of the latest row with the deepest of these blocks, at the same depth; None: none."""
+    for depth in range(len(ids), least - 1, -1):
+        found = last.get(ids[depth - 1])
+        if found is not None and found[1] == depth:
+            return found
+    return None
