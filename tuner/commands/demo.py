@@ -18,16 +18,17 @@ trace: azure-conversation-slice.parquet
 space: demo
 engine: {kind: simulated, card: h100-80, args: {max-model-len: 16384}}
 baseline: {max_num_seqs: 8}
+slices: [{start_s: 78, duration_s: 6, name: burst}]
+speed: 2.0
 plan: quick
-speed: 1.0
 slo: {ttft_ms: 500, tpot_ms: 50, attainment: 0.95}
-budget: {trials: 12}
+budget: {trials: 10}
 seed: 7
 """
 
 
 def demo(
-    trials: Annotated[int, typer.Option(min=2, help="How many trials.")] = 12,
+    trials: Annotated[int, typer.Option(min=2, help="How many trials.")] = 10,
     home: Annotated[Path | None, typer.Option(help="Where to keep it; TUNER_HOME/demo else.")] = None,
 ) -> None:
     """Tune a simulated engine on a bundled slice of a real trace; about a minute."""

@@ -14,8 +14,8 @@ def doctor(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Check this host, and a study's model, interpreter, trace and space. Exit 1 when something is broken."""
-    from tuner.doctor import examine
+    """Check this host, and a study's model, engine, trace and space. Exit 0, or the first error's own code."""
+    from tuner.doctor import examine, exit_code
 
     checks = list(examine(settings(), study, clock=now))
     if as_json:
@@ -24,5 +24,5 @@ def doctor(
         print_table(
             ["<check", "<", "<found", "<mend"], ([c.name, c.verdict, c.found, c.mend] for c in checks)
         )
-    if any(c.verdict == "error" for c in checks):
-        raise typer.Exit(1)
+    if code := exit_code(checks):
+        raise typer.Exit(code)

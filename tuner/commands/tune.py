@@ -1,6 +1,9 @@
 """`tuner tune`: the main job."""
 
+import os
 import shlex
+import shutil
+import sys
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,11 +13,11 @@ import typer
 from tuner.commands.common import Json, now, open_store, print_json, say, settings
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Coroutine, Sequence
     from typing import Any
 
     from tuner.history.store import Store
-    from tuner.records import Run
+    from tuner.records import Run, Trial
     from tuner.tuning.events import Tell
     from tuner.tuning.run import Limits
     from tuner.tuning.study import Prepared
@@ -125,7 +128,7 @@ def print_commands(prepared: "Prepared", *, as_json: bool = False) -> None:
     from tuner.tuning.run import propose
     from tuner.tuning.trial import Cores, launch_spec
 
-    found = propose(prepared, [])
+    found = propose(prepared, _told(prepared))
     following = {"baseline": prepared.baseline}
     if found is not None and found.origin != "baseline":
         following["next"] = found.candidate
@@ -140,6 +143,16 @@ def print_commands(prepared: "Prepared", *, as_json: bool = False) -> None:
         typer.echo(shlex.join(line))
     for name, reason in prepared.space.dropped.items():
         say(f"not turned: {name}: {reason}")
+
+
+def _told(prepared: "Prepared") -> "Sequence[Trial]":
+    """The study's trials so far; none where there is no history."""
+    from tuner.errors import NotFound
+
+    try:
+        return open_store().trials(prepared.study.id)
+    except NotFound:
+        return ()
 
 
 def conclude(store: "Store", prepared: "Prepared", run: "Run", *, as_json: bool) -> None:
@@ -159,9 +172,16 @@ def conclude(store: "Store", prepared: "Prepared", run: "Run", *, as_json: bool)
         typer.echo(f"pull the winner: {pull_command(prepared)}")
 
 
+def program() -> str:
+    """How this program is called from here: by its name when that finds it, else by its path."""
+    found = shutil.which("tuner")
+    own = Path(sys.argv[0])
+    return "tuner" if found or own.name != "tuner" else os.path.relpath(own)
+
+
 def pull_command(prepared: "Prepared") -> str:
     """The command that prints the challenger as a file that `vllm serve --config` reads."""
     study = prepared.study
-    words = ["tuner", "profile", "resolve", "--model", study.model, "--node", study.node]
+    words = [program(), "profile", "resolve", "--model", study.model, "--node", study.node]
     words += ["--workload", study.workload, "--alias", "challenger", "--format", "vllm-yaml"]
     return shlex.join(words)

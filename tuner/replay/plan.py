@@ -45,7 +45,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
             name="quick", slices=1, slice_s=3.0, repeats=1, demonstration=True,
             warmup_waves=2, warmup_requests=4, warmup_tokens=4, warmup_limit_s=1.0,
             priming_turnovers=0.25, priming_limit_s=0.5,
-            load_warmup_s=0.5, tail_limit_s=5.0, scrape_s=0.25,
+            load_warmup_s=0.5, tail_limit_s=5.0, scrape_s=0.25, lateness_ms=25.0,
         ),
         "standard": Plan(
             name="standard", slices=3, slice_s=60.0, repeats=3,

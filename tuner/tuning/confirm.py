@@ -19,6 +19,8 @@ from tuner.tuning.trial import ABORTED_RETRIES, Bench, Pass, launch
 from tuner.tuning.verdict import Verdict, judge
 
 FINALISTS = 2
+"""Candidates that meet the baseline again; one in a demonstration."""
+
 WHERE = ("confirm", "held_out")
 
 
@@ -32,7 +34,12 @@ class Confirmation:
 
 def launches_of(plan: Plan) -> int:
     """How many launches a confirmation takes at most."""
-    return plan.repeats * (1 + FINALISTS)
+    return plan.repeats * (1 + finalists_of(plan))
+
+
+def finalists_of(plan: Plan) -> int:
+    """How many candidates are measured again."""
+    return 1 if plan.demonstration else FINALISTS
 
 
 async def confirm(bench: Bench, run: Run) -> Confirmation:
@@ -56,10 +63,10 @@ async def confirm(bench: Bench, run: Run) -> Confirmation:
 
 
 def _finalists(bench: Bench, trials: Sequence[Trial]) -> list[Trial]:
-    """The policy's choice, then its choice without that one: at most two, the baseline not among them."""
+    """The policy's choice, then its choice without that one: the baseline is not among them."""
     study = bench.prepared.study
     left, found = [t for t in trials if not t.is_baseline], list[Trial]()
-    while len(found) < FINALISTS:
+    while len(found) < finalists_of(bench.prepared.plan):
         try:
             best = pareto.choose(left, policy(bench), study.slo, study.objectives)
         except NotFound:

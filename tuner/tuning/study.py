@@ -150,7 +150,9 @@ def _space(ref: str, base: Path) -> SearchSpace:
         if path.is_file():
             return spaces.load(str(path))
     known = sorted(p.stem for p in folder.glob("*.yaml"))
-    raise BadInput(f"space: there is no file {base / ref} and no shipped space '{name}'{nearest(name, known)}")
+    raise BadInput(
+        f"space: there is no file {base / ref} and no shipped space '{name}'{nearest(name, known)}"
+    )
 
 
 def _model_path(model: str, base: Path) -> str:

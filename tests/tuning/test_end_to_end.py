@@ -1,0 +1,205 @@
+"""The whole path on the simulated engine as a real process: tuned, killed, resumed, pulled."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.tuning.studies import WATCHDOG_S, answer, command, environment, tuner, write
+from tuner import processes
+from tuner.history.store import Store
+from tuner.records import Run, RunState, Trial, TrialState
+from tuner.replay import outcomes
+from tuner.tuning.run import propose
+from tuner.tuning.study import load
+
+
+def wait_for(what: Callable[[], bool]) -> None:
+    """Until something is true; the watchdog ends what never is."""
+    end = time.monotonic() + WATCHDOG_S
+    while not what():
+        assert time.monotonic() < end, "never happened"
+        time.sleep(0.02)
+
+
+def store_of(home: Path) -> Store:
+    return Store(f"sqlite:///{home / 'tuner.db'}", create=False)
+
+
+def ours(home: Path) -> list[int]:
+    """Living engine processes whose launch belongs to the studies of this home."""
+    try:
+        store = store_of(home)
+    except Exception:
+        return []
+    ids = {launch.id for study in store.studies() for launch in store.launches(study.id)}
+    store.close()
+    return [p.pid for launch in ids for p in processes.tagged(launch)]
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home whose controller was killed in the middle of trial 1, and then ran to its end."""
+    home = tmp_path_factory.mktemp("home")
+    study = write(home)
+    words = command("tune", study, "--trials", 4, "--all-trials")
+    with (home / "first.log").open("w") as log:
+        controller = subprocess.Popen(words, env=environment(home), stderr=log, stdout=log)
+        try:
+            wait_for(lambda: _is_serving(home, 1) or controller.poll() is not None)
+            assert controller.poll() is None, (home / "first.log").read_text()
+        finally:
+            controller.send_signal(signal.SIGKILL)
+            controller.wait()
+    wait_for(lambda: not ours(home))
+    (home / "killed").write_text("")
+    done = tuner(home, "tune", study, "--trials", 4, "--all-trials", "--json")
+    assert done.returncode == 0, done.stderr
+    return home
+
+
+def _is_serving(home: Path, number: int) -> bool:
+    if not (home / "tuner.db").exists():
+        return False
+    logs = list(home.glob(f"trials/*/{number:04d}-0/engine.log"))
+    return bool(logs) and "/v1/completions" in logs[0].read_text()
+
+
+def trials_of(home: Path) -> tuple[Trial, ...]:
+    store = store_of(home)
+    return store.trials(store.study("tiny").id)
+
+
+def run_of(home: Path) -> Run:
+    return store_of(home).runs()[0]
+
+
+def test_no_engine_outlives_its_controller(killed: Path) -> None:
+    assert ours(killed) == []
+
+
+def test_the_killed_attempt_is_aborted_and_repeated_as_it_was(killed: Path) -> None:
+    first, second = (t for t in trials_of(killed) if t.number == 1)
+    assert (first.state, first.cause, first.attempt) == (TrialState.ABORTED, "controller", 0)
+    assert second.attempt == 1
+    assert (second.candidate, second.seed, second.origin) == (first.candidate, first.seed, first.origin)
+
+
+def test_the_interrupted_run_is_the_one_that_finished(killed: Path) -> None:
+    runs = store_of(killed).runs()
+    assert [r.state for r in runs] == [RunState.FINISHED]
+    assert {t.run_id for t in trials_of(killed)} == {runs[0].id}
+
+
+def test_history_alone_gives_every_candidate_again(killed: Path) -> None:
+    store = store_of(killed)
+    prepared = load(killed / "study.yaml", store=store, now=datetime.now(UTC))
+    trials = trials_of(killed)
+    assert prepared.study.id == trials[0].study_id
+    for trial in trials:
+        found = propose(prepared, [t for t in trials if t.number < trial.number])
+        assert found is not None
+        assert (found.candidate, found.seed, found.origin) == (trial.candidate, trial.seed, trial.origin)
+
+
+def test_every_complete_trial_has_numbers_and_outcomes(killed: Path) -> None:
+    complete = [t for t in trials_of(killed) if t.state is TrialState.COMPLETE]
+    assert len(complete) == 4
+    for trial in complete:
+        assert trial.measurement is not None
+        part = trial.measurement.slices[0]
+        assert part.outcomes_file is not None
+        assert len(outcomes.read(part.outcomes_file)) == trial.measurement.values["requests"]
+        assert trial.measurement.values["ttft_p95_ms"] > 0
+
+
+def test_every_launch_is_closed(killed: Path) -> None:
+    store = store_of(killed)
+    launches = store.launches(store.study("tiny").id)
+    assert all(launch.ended_at is not None for launch in launches)
+    assert sum(1 for launch in launches if (launch.verdict or "").startswith("controller")) == 1
+
+
+def test_finalists_and_baseline_were_measured_again(killed: Path) -> None:
+    again = {t.number for t in trials_of(killed) if any(m.purpose == "confirm" for m in t.measurements)}
+    summary = run_of(killed).summary
+    assert 0 in again
+    assert set(summary["finalists"]) <= again  # type: ignore[arg-type]
+    assert summary["demonstration"] is True
+
+
+def test_the_baseline_is_there_to_be_pulled(killed: Path) -> None:
+    done = tuner(killed, "profile", "resolve", "--model", "Qwen/Qwen2.5-7B-Instruct", "--alias", "baseline")
+    assert done.returncode == 0, done.stderr
+    assert yaml.safe_load(done.stdout) == {"max-model-len": 16384, "max-num-seqs": 4}
+
+
+def test_the_winner_is_pulled_and_nothing_changes_the_second_time(killed: Path) -> None:
+    summary = run_of(killed).summary
+    assert summary["winner"] is not None, summary["sentence"]
+    words = ["profile", "resolve", "--model", "Qwen/Qwen2.5-7B-Instruct", "--alias", "challenger"]
+    words += ["-o", str(killed / "vllm.yaml"), "--exit-code"]
+    assert [tuner(killed, *words).returncode for _ in range(2)] == [0, 3]
+    pulled = yaml.safe_load((killed / "vllm.yaml").read_text())
+    winner = next(t for t in trials_of(killed) if t.number == summary["winner"])
+    assert {
+        name.replace("_", "-"): value for name, value in winner.candidate.items()
+    }.items() <= pulled.items()
+
+
+def test_a_demonstration_cannot_become_champion(killed: Path) -> None:
+    done = tuner(killed, "profile", "promote", "--model", "Qwen/Qwen2.5-7B-Instruct", "--node", "local")
+    assert done.returncode == 5
+    assert "not confirmed" in done.stderr
+
+
+def test_the_front_is_told_beside_the_baseline(killed: Path) -> None:
+    told = answer(killed, "front", "tiny", "--timings", "--json")
+    assert told["baseline"]["number"] == 0  # type: ignore[index]
+    assert len(told["timings"]) == len(store_of(killed).launches(trials_of(killed)[0].study_id))  # type: ignore[arg-type]
+    assert told["front"]
+
+
+def test_a_study_that_is_being_tuned_is_not_tuned_twice(killed: Path) -> None:
+    from tuner.tuning.reconcile import locked
+
+    with locked(killed, trials_of(killed)[0].study_id):
+        done = tuner(killed, "tune", killed / "study.yaml")
+    assert done.returncode == 5
+    assert f"process {os.getpid()}" in done.stderr
+
+
+def test_a_signal_leaves_a_run_that_goes_on(tmp_path: Path) -> None:
+    study = write(tmp_path)
+    controller = subprocess.Popen(
+        command("tune", study), env=environment(tmp_path), stderr=subprocess.PIPE, text=True
+    )
+    wait_for(lambda: _is_serving(tmp_path, 0) or controller.poll() is not None)
+    controller.send_signal(signal.SIGTERM)
+    _, told = controller.communicate(timeout=WATCHDOG_S)
+    assert controller.returncode == 8, told
+    assert "goes on" in told
+    assert ours(tmp_path) == []
+    assert [(t.state, t.cause) for t in trials_of(tmp_path)] == [(TrialState.ABORTED, "stopped")]
+    assert run_of(tmp_path).state is RunState.RUNNING
+
+
+def test_a_run_is_cancelled_on_request(tmp_path: Path) -> None:
+    study = write(tmp_path)
+    controller = subprocess.Popen(
+        command("tune", study),
+        env=environment(tmp_path),
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
+    wait_for(lambda: _is_serving(tmp_path, 0) or controller.poll() is not None)
+    assert tuner(tmp_path, "run", "cancel", run_of(tmp_path).id).returncode == 0
+    assert controller.wait(WATCHDOG_S) == 0
+    assert run_of(tmp_path).state is RunState.CANCELLED
+    assert ours(tmp_path) == []
