@@ -129,7 +129,8 @@ def pairs(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
     for word in argv:
         if word.startswith("--"):
             flag, equals, value = word.partition("=")
-            found.append((flag.replace("_", "-"), [value] if equals else []))
+            name, dot, key = flag.partition(".")
+            found.append((name.replace("_", "-") + dot + key, [value] if equals else []))
         elif found:
             found[-1][1].append(word)
         else:
