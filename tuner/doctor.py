@@ -3,20 +3,45 @@
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
+import psutil
+
 from tuner import processes
-from tuner.engine.gpu import Gpus
+from tuner.engine.gpu import Gpus, User
+from tuner.engine.ports import fresh_port
 from tuner.errors import TunerError
 from tuner.history.store import Store
+from tuner.leftovers import shared_files
 from tuner.settings import Settings
 from tuner.tuning import study as studies
 
 FREE_GIB = 5.0
+SHARED_GIB = 1.0
+SHARED = Path("/dev/shm")
+
+EXIT_CODES: Mapping[str, int] = MappingProxyType(
+    {
+        "python": 10,
+        "home": 11,
+        "disk": 12,
+        "database": 13,
+        "cores": 14,
+        "processes": 15,
+        "gpus": 16,
+        "shared memory": 17,
+        "port": 18,
+        "study": 19,
+        "engine": 20,
+        "flags": 21,
+    }
+)
+"""What `tuner doctor` ends with when that check is the first that found an error; 0 when none did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,15 +55,22 @@ class Check:
 
 
 def examine(settings: Settings, study: Path | None, *, clock: Callable[[], datetime]) -> Iterator[Check]:
-    """All checks, in order; those of a study only when one is named."""
+    """All checks, in order; those of a study and its engine only when one is named."""
     yield _python()
-    yield _home(settings.home)
+    yield from _home(settings.home)
     yield _database(settings.url)
     yield _cores()
     yield _left_over()
-    yield _gpus()
+    yield gpus(Gpus.open(), busy_with_ours=bool(processes.tagged()))
+    yield shared_memory(SHARED)
+    yield _port()
     if study is not None:
-        yield _study(study, settings, clock)
+        yield from _study(study, settings, clock)
+
+
+def exit_code(checks: Sequence[Check]) -> int:
+    """The code of the first error found, 0 when there is none; warnings do not count."""
+    return next((EXIT_CODES[check.name] for check in checks if check.verdict == "error"), 0)
 
 
 def _python() -> Check:
@@ -49,14 +81,27 @@ def _python() -> Check:
     )
 
 
-def _home(home: Path) -> Check:
+def _home(home: Path) -> Iterator[Check]:
     existing = next(p for p in (home, *home.parents) if p.exists())
     if not os.access(existing, os.W_OK):
-        return Check(name="home", verdict="error", found=f"{home} cannot be written", mend="set TUNER_HOME")
-    free = shutil.disk_usage(existing).free / 2**30
-    verdict: Literal["ok", "warning"] = "ok" if free > FREE_GIB else "warning"
-    mend = "" if verdict == "ok" else "free some space (tuner gc) or set TUNER_HOME"
-    return Check(name="home", verdict=verdict, found=f"{home}, {free:.0f} GiB free", mend=mend)
+        yield Check(
+            name="home", verdict="error", found=f"{home} cannot be written", mend="set TUNER_HOME elsewhere"
+        )
+        return
+    yield Check(name="home", verdict="ok", found=str(home))
+    yield disk(existing, shutil.disk_usage(existing).free / 2**30)
+
+
+def disk(where: Path, free_gib: float) -> Check:
+    """Room for logs, outcomes and compile caches: an error below 0.1 GiB, a warning below 5."""
+    if free_gib > FREE_GIB:
+        return Check(name="disk", verdict="ok", found=f"{free_gib:.0f} GiB free at {where}")
+    return Check(
+        name="disk",
+        verdict="error" if free_gib < 0.1 else "warning",
+        found=f"{free_gib:.1f} GiB free at {where}",
+        mend="free some space (tuner gc) or set TUNER_HOME elsewhere",
+    )
 
 
 def _database(url: str) -> Check:
@@ -93,19 +138,66 @@ def _left_over() -> Check:
     )
 
 
-def _gpus() -> Check:
-    gpus = Gpus.open()
-    if gpus.absent is not None:
-        return Check(name="gpus", verdict="ok", found=gpus.absent)
-    names = ", ".join(f"{g.name} {g.memory_bytes / 2**30:.0f} GiB" for g in gpus.gpus)
-    if (use := gpus.foreign_use()) is not None:
+def gpus(found: Gpus, *, busy_with_ours: bool = False) -> Check:
+    """Which GPUs there are, and who holds their memory; foreign use stops a run, so it is an error."""
+    if found.absent is not None:
+        mend = "only the simulated engine and CPU builds can be tuned here"
+        return Check(name="gpus", verdict="ok", found=found.absent, mend=mend)
+    names = ", ".join(f"{g.name} {g.memory_bytes / 2**30:.0f} GiB" for g in found.gpus)
+    use = found.foreign_use()
+    if use is None:
+        return Check(name="gpus", verdict="ok", found=names)
+    holders = "; ".join(_holder(user) for user in found.users()) or "the driver does not say who"
+    return Check(
+        name="gpus",
+        verdict="warning" if busy_with_ours else "error",
+        found=f"{names}; {use}: {holders}",
+        mend="a run is going on" if busy_with_ours else "stop what holds the memory, or hide that GPU",
+    )
+
+
+def _holder(user: User) -> str:
+    size = "" if user.memory_bytes is None else f" with {user.memory_bytes / 2**30:.1f} GiB"
+    try:
+        return f"{psutil.Process(user.pid).name()} ({user.pid}){size}"
+    except psutil.Error:
+        return f"pid {user.pid} outside this container{size}"
+
+
+def shared_memory(where: Path) -> Check:
+    """Room for the engine's processes to talk, and files that a dead engine forgot there."""
+    if not where.is_dir():
+        return Check(name="shared memory", verdict="error", found=f"no {where}", mend="mount a tmpfs there")
+    free = shutil.disk_usage(where).free / 2**30
+    forgotten = [path for path in sorted(where.glob("vllm_offload_*")) if not _used(path)]
+    if forgotten:
+        size = sum(path.stat().st_size for path in forgotten) / 2**30
+        named = f"{len(forgotten)} offload files of dead engines hold {size:.1f} GiB"
+        mend = f"rm {' '.join(str(path) for path in forgotten[:3])}{' …' if len(forgotten) > 3 else ''}"
         return Check(
-            name="gpus", verdict="warning", found=f"{names}; {use}", mend="stop what holds GPU memory"
+            name="shared memory", verdict="warning", found=f"{free:.1f} GiB free; {named}", mend=mend
         )
-    return Check(name="gpus", verdict="ok", found=names)
+    if free < SHARED_GIB:
+        mend = "in a container, start it with --ipc=host or --shm-size=8g"
+        low: Literal["warning", "error"] = "error" if free < 2**-4 else "warning"
+        return Check(name="shared memory", verdict=low, found=f"{free:.2f} GiB free", mend=mend)
+    return Check(name="shared memory", verdict="ok", found=f"{free:.0f} GiB free")
 
 
-def _study(path: Path, settings: Settings, clock: Callable[[], datetime]) -> Check:
+def _used(path: Path) -> bool:
+    return any(path in shared_files(pid) for pid in psutil.pids())
+
+
+def _port() -> Check:
+    try:
+        port = fresh_port()
+    except OSError as error:
+        mend = "loopback must be up, and ports of the ephemeral range free"
+        return Check(name="port", verdict="error", found=f"no port to be had: {error}", mend=mend)
+    return Check(name="port", verdict="ok", found=f"a fresh port on loopback can be had ({port})")
+
+
+def _study(path: Path, settings: Settings, clock: Callable[[], datetime]) -> Iterator[Check]:
     try:
         try:
             store: Store | None = Store(settings.url, create=False)
@@ -113,11 +205,23 @@ def _study(path: Path, settings: Settings, clock: Callable[[], datetime]) -> Che
             store = None
         prepared = studies.load(path, store=store, now=clock())
     except TunerError as error:
-        return Check(name="study", verdict="error", found=str(error), mend="mend what the sentence names")
-    dropped = f"; not turned: {', '.join(prepared.space.dropped)}" if prepared.space.dropped else ""
-    found = (
-        f"{prepared.study.name}: vLLM {prepared.facts.version} ({prepared.facts.platform}), model"
-        f" {prepared.model.name}, {len(prepared.trace)} requests,"
-        f" {prepared.space.size} configurations{dropped}"
+        yield Check(name="study", verdict="error", found=str(error), mend="mend what the sentence names")
+        return
+    facts = prepared.facts
+    yield Check(
+        name="study",
+        verdict="ok",
+        found=f"{prepared.study.name}: model {prepared.model.name}, {len(prepared.trace)} requests,"
+        f" {prepared.space.size} configurations",
     )
-    return Check(name="study", verdict="ok", found=found)
+    yield Check(name="engine", verdict="ok", found=f"{facts.kind} {facts.version} on {facts.platform}")
+    yield flags(prepared.space.dropped)
+
+
+def flags(dropped: Mapping[str, str]) -> Check:
+    """Knobs of the space that the installed engine lacks, and why each is not turned."""
+    if not dropped:
+        return Check(name="flags", verdict="ok", found="the engine has every knob of the space")
+    listed = "; ".join(f"{name}: {why}" for name, why in dropped.items())
+    mend = "they stay at the engine's own choice; take them out of the space, or use a version that has them"
+    return Check(name="flags", verdict="warning", found=f"not turned: {listed}", mend=mend)

@@ -274,23 +274,28 @@ MODEL = {
 }  # fmt: skip
 
 
-async def most_running(server: Server, count: int) -> float:
-    """Send requests all at once; the most that the engine says to run at one time."""
+async def steps(server: Server, count: int) -> tuple[int, int]:
+    """Serve requests sent all at once; (engine steps that it took, those of at most 64 tokens)."""
     bodies = [
         {"model": server.names[0], "prompt": [(7 * i + k) % 2000 + 10 for k in range(300)], "max_tokens": 60,
          "ignore_eos": True}
         for i in range(count)
     ]  # fmt: skip
-    asked = [
-        asyncio.ensure_future(server.ask("POST", "/v1/completions", body=body, timeout_s=300))  # type: ignore[arg-type]
-        for body in bodies
-    ]
-    most = 0.0
-    while not all(task.done() for task in asked):
-        most = max(most, (await server.metrics()).values.get("running") or 0.0)
-        await asyncio.sleep(0.01)
-    assert [task.result().status for task in asked] == [200] * count
-    return most
+    before = await counted(server)
+    asked = [server.ask("POST", "/v1/completions", body=body, timeout_s=300) for body in bodies]  # type: ignore[arg-type]
+    assert [reply.status for reply in await asyncio.gather(*asked)] == [200] * count
+    after = await counted(server)
+    return after[0] - before[0], after[1] - before[1]
+
+
+async def counted(server: Server) -> tuple[int, int]:
+    """(steps so far, those of at most 64 tokens), of vLLM's histogram of tokens per step."""
+    found = {"_count": 0, 'le="64.0"': 0}
+    for line in (await server.ask("GET", "/metrics")).text.splitlines():
+        for part in found:
+            if line.startswith("vllm:iteration_tokens_total") and part in line:
+                found[part] = int(float(line.split()[-1]))
+    return found["_count"], found['le="64.0"']
 
 
 @pytest.mark.vllm
@@ -318,13 +323,14 @@ def test_the_real_engine_schedules_by_its_new_limits(tmp_path: Path) -> None:
             state = await limits.ask(server, {})
             expected = "AsyncScheduler" if server.effective.get("async_scheduling") else "Scheduler"
             assert (state.ok, state.base) == (True, expected), state
-            assert await most_running(server, 16) > 3
+            as_launched, _ = await steps(server, 16)
             assert await limits.change(server, {"max_num_seqs": 3})
-            assert await most_running(server, 16) == 3
+            few_at_a_time, _ = await steps(server, 16)
+            assert few_at_a_time >= 16 * 60 / 3 - 1 > as_launched
             assert not await limits.change(server, {"max_num_seqs": 32})
             assert await limits.change(server, {"max_num_batched_tokens": 64})
-            assert (await limits.ask(server, {})).limits["max_num_batched_tokens"] == 64
-            assert await most_running(server, 8) > 3
+            small_steps, small = await steps(server, 8)
+            assert small == small_steps >= 8 * 300 / 64
             assert await limits.change(server, {})
             assert (await limits.ask(server, {})).limits == state.launched
             assert await server.fault() is None

@@ -14,7 +14,7 @@ def doctor(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Check this host, and a study's model, engine, trace and space. Exit 0, or the first error's own code."""
+    """Check this host, and a study, its model and engine. Exit 0, or the code of the first error found."""
     from tuner.doctor import examine, exit_code
 
     checks = list(examine(settings(), study, clock=now))

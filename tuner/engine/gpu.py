@@ -106,6 +106,13 @@ class Gpus:
                 return f"{sample.uuid}: {sample.used_bytes / 2**30:.1f} GiB in use (pids: {pids})"
         return None
 
+    def refuse_foreign(self, limit_bytes: int = 1 << 30) -> None:
+        """Aborted (cause foreign_use) when memory was held already before anything of ours ran."""
+        for gpu in self.gpus:
+            used = self.baseline.get(gpu.uuid, 0)
+            if used > limit_bytes and not gpu.shared_memory:
+                raise verdict("foreign_use", detail=f"{gpu.uuid}: {used / 2**30:.1f} GiB held").error()
+
     async def wait_free(
         self,
         baseline: Mapping[str, int] | None = None,

@@ -205,6 +205,7 @@ class _Terms:
 @asynccontextmanager
 async def _boot(spec: LaunchSpec, terms: _Terms) -> AsyncIterator[Server]:
     if terms.gpus is not None:
+        terms.gpus.refuse_foreign()
         terms.note("waiting for GPU memory")
         await terms.gpus.wait_free()
     with compile_cache.claimed(spec.env) as cache:

@@ -1,0 +1,168 @@
+"""What is read from an engine's own words: its log, its metrics, its configuration."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.engine.helpers import spec
+from tuner.engine import effective, failures, log, metrics
+from tuner.engine.boots import compiled_anew, ready_deadline
+from tuner.engine.liveness import Liveness
+from tuner.engine.server import serve
+from tuner.records import Candidate
+
+DATA = Path(__file__).parents[2].parent / "shared" / "data" / "vllm"
+real_data = pytest.mark.skipif(not DATA.is_dir(), reason="no recorded data beside this checkout")
+
+
+@real_data
+@pytest.mark.parametrize(
+    ("name", "code", "kind"),
+    [
+        ("e_badblock", 1, "block_size"), ("e_badchoice", 2, "bad_flag"), ("e_badflag", 2, "bad_flag"),
+        ("e_batched_lt_seqs", 1, "config_invalid"), ("e_gpuutil", 1, "config_invalid"),
+        ("e_hub", 1, "model_missing"), ("e_kvsmall", 1, "max_len_gt_kv"), ("e_maxlen", 1, "max_len_gt_model"),
+        ("e_missing", 1, "model_missing"), ("b", 1, "port_in_use"),
+    ],
+)  # fmt: skip
+def test_recorded_logs_get_their_verdict(name: str, code: int, kind: str) -> None:
+    text = log.read(DATA / "logs" / f"{name}.log")
+    found = failures.classify(text, code, "startup", asked=["block_size"])
+    assert found.kind == kind
+    assert found.evidence in text or kind == "config_invalid"
+
+
+@real_data
+def test_recorded_logs_tell_the_time_line_and_the_kv_cache() -> None:
+    text = log.read(DATA / "logs" / "a.log")
+    found = log.timeline(text)
+    assert found["init_s"] == 30.34
+    assert found["imports_s"] < found["serving_s"]
+    assert log.kv_tokens(text) == 524_288
+
+
+@real_data
+def test_a_recorded_exposition_is_read() -> None:
+    found = metrics.parse((DATA / "metrics_0.32.txt").read_text())
+    assert found["generation_tokens"] == 24
+    assert found["iterations"] == 24
+    assert found["ttft_seconds_count"] == 3
+    assert metrics.kv_tokens(found) == 524_288
+
+
+@real_data
+def test_a_recorded_configuration_is_read() -> None:
+    found = effective.from_server_info(json.loads((DATA / "server_info_0.32.json").read_text()))
+    assert found["max_num_seqs"] == 16
+    assert found["block_size"] == 128
+    assert found["scheduling_policy"] == "fcfs"
+    assert found["watermark"] == 0.0
+
+
+def test_the_effective_configuration_is_held_against_what_was_asked() -> None:
+    baseline = {"block_size": 128, "max_num_seqs": 16, "watermark": 0.0, "enable_prefix_caching": True}
+    asked = Candidate({"block_size": 16, "max_num_seqs": 64, "watermark": 0.05, "unheard_of": 1})
+    said = {"block_size": 128, "max_num_seqs": 64, "watermark": 0.0, "enable_prefix_caching": True}
+    assert effective.differences(asked, said) == {"block_size": (16, 128), "watermark": (0.05, 0.0)}
+    assert effective.no_ops(asked, baseline, said) == ("block_size", "watermark")
+    assert effective.identity(said) != effective.identity(baseline)
+    assert effective.identity({**baseline, "watermark": 0.0}) == effective.identity(baseline)
+
+
+@pytest.mark.parametrize(("a", "b", "same"), [("0.9", 0.9, True), (True, "true", True), (16, 32, False)])
+def test_spellings_of_one_value_are_one(a: str | bool | int, b: str | float | int, same: bool) -> None:
+    assert effective.same(a, b) is same
+
+
+@pytest.mark.parametrize(
+    ("line", "gone", "kept"),
+    [
+        (b"Authorization: Bearer abc.def.ghi", b"abc.def", b"Authorization"),
+        (b"non-default args: {'api_key': ['sk-12'], 'model': 'm'}", b"sk-12", b"'model': 'm'"),
+        (b"token hf_abcdefghijklmnopqrstuv end", b"hf_abc", b"end"),
+        (b"Received request 1: prompt: 'my diary', params: X", b"diary", b"params: X"),
+        (b"prompt_token_ids: [1, 2, 3], lora", b"[1, 2, 3]", b"lora"),
+        (b"password=hunter22 x", b"hunter22", b" x"),
+        (b"the value is s3cr3t-value here", b"s3cr3t", b"here"),
+    ],
+)
+def test_secrets_and_prompts_are_taken_out(line: bytes, gone: bytes, kept: bytes) -> None:
+    redact = log.redactor({"MY_TOKEN": "s3cr3t-value", "HOME": "/home/x"})
+    assert gone not in redact(line)
+    assert kept in redact(line)
+
+
+def test_an_ordinary_line_stays_as_it_is() -> None:
+    line = b"INFO 11-27 22:16:55 Avg prompt throughput: 18.0 tokens/s, api_key=None, prompt_tokens: 3"
+    assert log.redactor({})(line) == line
+
+
+def test_the_engines_log_on_disk_holds_no_secret(tmp_path: Path) -> None:
+    launch = spec(tmp_path, "secret", env={"MY_API_KEY": "very-secret-value"})
+
+    async def serve_it() -> None:
+        async with serve(launch):
+            pass
+
+    asyncio.run(serve_it())
+    text = (tmp_path / "engine.log").read_text()
+    assert "Received request" in text
+    assert "very-secret-value" not in text
+    assert "secret plan" not in text
+
+
+def test_counters_that_restarted_count_from_zero() -> None:
+    def counted(value: float) -> metrics.EngineMetrics:
+        return metrics.parse(f"# TYPE vllm:num_preemptions counter\nvllm:num_preemptions_total {value}\n")
+
+    assert metrics.between(counted(7), counted(9))["preemptions"] == 2
+    assert metrics.between(counted(7), counted(3))["preemptions"] == 3
+    assert metrics.between(counted(7), metrics.parse(""))["preemptions"] is None
+
+
+@pytest.mark.parametrize(
+    ("ready", "deadline"),
+    [([], 900), ([40, 50], 900), ([40, 50, 60], 150), ([1, 2, 3], 60), ([2e3] * 5, 3600)],
+)
+def test_the_deadline_is_learned_from_launches(ready: list[float], deadline: float) -> None:
+    assert ready_deadline(ready) == deadline
+
+
+def test_a_boot_that_loads_compiled_code_did_not_compile() -> None:
+    assert compiled_anew("x\nCompiling a graph for compile range (1, 2) takes 9.00 s\n")
+    assert not compiled_anew("Directly load AOT compilation from path p\n torch.compile took 0.1 s in total")
+    assert not compiled_anew("Enforce eager set")
+
+
+def state(running: int, steps: int | None, tokens: int | None, preemptions: int = 0) -> metrics.EngineMetrics:
+    series = {
+        "num_requests_running": running,
+        "iteration_tokens_total_count": steps,
+        "generation_tokens_total": tokens,
+        "num_preemptions_total": preemptions,
+    }
+    return metrics.parse(
+        "".join(f"vllm:{name} {value}\n" for name, value in series.items() if value is not None)
+    )
+
+
+@pytest.mark.parametrize(
+    ("looks", "kind"),
+    [
+        ([(4, 10, 10, 0), (4, 10, 10, 0), (4, 10, 10, 0), (4, 10, 10, 0)], "frozen"),
+        ([(4, 10, 10, 0), (4, 11, 11, 0), (4, 12, 12, 0), (4, 13, 13, 0)], None),
+        ([(0, 10, 10, 0), (0, 10, 10, 0), (0, 10, 10, 0), (0, 10, 10, 0)], None),
+        ([(4, 10, 10, 0), (4, 20, 10, 5), (4, 30, 10, 9), (4, 40, 10, 12)], "thrash"),
+        ([(4, None, None, 0)] * 4, None),
+        ([(4, None, 10, 0)] * 4, "frozen"),
+    ],
+)
+def test_liveness_goes_by_steps_and_tokens(
+    looks: list[tuple[int, int | None, int | None, int]], kind: str | None
+) -> None:
+    liveness = Liveness(grace_s=25.0)
+    found = [liveness.observe(state(*look), 10.0 * number) for number, look in enumerate(looks)]
+    assert found[:3] == [None, None, None]
+    assert (found[3].kind if found[3] else None) == kind
