@@ -117,7 +117,7 @@ def test_spreading_is_the_same_each_time_and_keeps_order() -> None:
 
 
 def test_one_id_partial_and_whole_is_counted(tmp_path: Path) -> None:
-    """docs/cases.md case 15: an id that stands for a part here and a whole block there; ids beyond the length."""
+    """docs/cases.md case 15: an id that is a part here and a whole block there; ids beyond the length."""
     trace = read_any(put(tmp_path, MOONCAKE))
     assert quality(trace)["blocks_partial_and_whole"] == 1
     more = json.dumps({"timestamp": 9000, "input_length": 100, "output_length": 1, "hash_ids": [1, 2, 3]})
@@ -355,7 +355,7 @@ def test_mooncake_goes_round(
 
 
 def corrupted(data: bytes, chance: random.Random) -> bytes:
-    """One to four injuries: a byte changed, bytes lost, bytes put in, cut off, a piece repeated, a strange value."""
+    """One to four injuries: a byte changed, bytes lost or put in, cut off, a piece repeated, a strange value."""
     found = bytearray(data)
     for _ in range(chance.randint(1, 4)):
         at = chance.randrange(len(found)) if found else 0
