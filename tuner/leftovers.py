@@ -1,9 +1,9 @@
-"""What a process tree leaves behind: its log, temporary files, shared memory and control group."""
+"""What a process tree leaves behind: zombies, its log, temporary files, shared memory, control group."""
 
 import os
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO
 
@@ -11,6 +11,37 @@ import psutil
 
 LOG_LIMIT = 16 << 20
 LOG_KEPT = 200_000
+
+
+def group_of(pid: int) -> int | None:
+    """Process group, None for a process that is gone."""
+    try:
+        return os.getpgid(pid)
+    except OSError:
+        return None
+
+
+def lives(pid: int) -> bool:
+    """Whether it is there and no zombie."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def collect_zombies(pids: Iterable[int], *, session: int | None = None) -> int:
+    """Wait for dead orphans that this process inherited as subreaper: these, and those of a session whose
+    leader (not waited for here) is `session`. Returns how many; children of others are left alone."""
+    known, collected = set(pids), 0
+    for child in psutil.Process().children():
+        try:
+            ours = child.pid in known or (session is not None and os.getsid(child.pid) == session)
+            if ours and child.pid != session and child.status() == psutil.STATUS_ZOMBIE:
+                os.waitpid(child.pid, os.WNOHANG)
+                collected += 1
+        except (psutil.Error, OSError):
+            continue
+    return collected
 
 
 def private_directory(tag: str) -> Path:

@@ -25,9 +25,12 @@ from tuner.leftovers import (
     Log,
     cgroup_members,
     clear,
+    collect_zombies,
     enter_cgroup,
+    group_of,
     leaked_files,
     leave_cgroup,
+    lives,
     private_directory,
     remove_unused,
     shared_files,
@@ -106,9 +109,9 @@ class HostTable:
 
     def members(self, process: Process) -> list[int]:
         found = {p.pid for p in tagged(process.tag)}
-        found.update(pid for pid in psutil.pids() if _group(pid) == process.pid and _lives(pid))
+        found.update(pid for pid in psutil.pids() if group_of(pid) == process.pid and lives(pid))
         if process.cgroup is not None:
-            found.update(pid for pid in cgroup_members(process.cgroup) if _lives(pid))
+            found.update(pid for pid in cgroup_members(process.cgroup) if lives(pid))
         return sorted(found)
 
     def kill(self, pid: int, number: signal.Signals) -> None:
@@ -236,7 +239,7 @@ def reap(tag: str, *, timeout_s: float = 10.0) -> int:
         if time.monotonic() > deadline:
             break
         time.sleep(0.02)
-    collect_zombies()
+    collect_zombies(killed)
     remove_unused(shared)
     clear(private_directory(tag))
     leave_cgroup(tag)
@@ -260,11 +263,12 @@ async def stop(
     if stop_command:
         line = [part.replace("{tag}", process.tag) for part in stop_command]
         await asyncio.to_thread(run, line, timeout_s=timeout_s)
-    shared = {path for pid in table.members(process) for path in shared_files(pid)}
+    members = table.members(process)
+    shared = {path for pid in members for path in shared_files(pid)}
     if not await _leader_ends(process, timeout_s, table):
         how = "killed"
     left = await _kill_all(process, kill_timeout_s, table)
-    collect_zombies()
+    collect_zombies(members, session=process.pid)
     code = process.code
     if not left:
         process.close()
@@ -273,20 +277,6 @@ async def stop(
         leave_cgroup(process.tag)
         _guardian.tell(f"-{process.tag}")
     return Stopped(how=how, code=code, seconds=time.monotonic() - begun, survivors=tuple(left))
-
-
-def collect_zombies() -> int:
-    """Wait for orphans that this process inherited as subreaper and that are dead. Returns how many."""
-    collected = 0
-    for child in psutil.Process().children():
-        try:
-            strange = child.pid not in _started and os.getsid(child.pid) != os.getsid(0)
-            if strange and child.status() == psutil.STATUS_ZOMBIE:
-                os.waitpid(child.pid, os.WNOHANG)
-                collected += 1
-        except (psutil.Error, OSError):
-            continue
-    return collected
 
 
 async def _leader_ends(process: Process, timeout_s: float, table: Table) -> bool:
@@ -323,20 +313,6 @@ def _environment(changes: Mapping[str, str | None]) -> dict[str, str]:
         else:
             full[name] = value
     return full
-
-
-def _group(pid: int) -> int | None:
-    try:
-        return os.getpgid(pid)
-    except OSError:
-        return None
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
 
 
 def _kill_group(group: int) -> None:

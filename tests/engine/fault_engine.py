@@ -81,6 +81,9 @@ class Handler(BaseHTTPRequestHandler):
         elif path == "/server_info":
             scheduler = {"max_num_seqs": self.state.options.max_num_seqs, "policy": "fcfs"}
             self._json({"vllm_config": {"scheduler_config": scheduler, "cache_config": {"block_size": 16}}})
+            if "die_after_ready" in self.state.faults:  # this is the last thing that is asked before a use
+                self.wfile.flush()
+                os._exit(0)
         else:
             self._answer(404, b"")
 
@@ -260,8 +263,6 @@ def main() -> None:
     if "keep_port" in state.faults:
         os.set_inheritable(server.fileno(), True)
         child("", session=True, keep=(server.fileno(),))
-    if "die_after_ready" in state.faults:
-        threading.Timer(state.number("die_after_ready"), os._exit, (0,)).start()
     server.serve_forever()
 
 

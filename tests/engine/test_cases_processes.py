@@ -18,9 +18,9 @@ from tests.engine.helpers import FAULT_ENGINE, alive, ending, leftovers, spec
 from tuner.engine import server as server_module
 from tuner.engine.failures import NODE_FAULTS, classify
 from tuner.engine.ports import fresh_port, is_free, strangers
-from tuner.engine.server import Server, serve
+from tuner.engine.server import Server, arguments, serve
 from tuner.errors import Aborted, EngineError, Infeasible
-from tuner.processes import HOST, HostTable, Process, reap, spawn, stop, tagged
+from tuner.processes import HOST, HostTable, Process, reap, run, spawn, stop, tagged
 from tuner.records import JSON, LaunchSpec
 
 PATIENCE_S = 60.0
@@ -143,7 +143,7 @@ def test_case_05_frozen_in_the_window_is_found_by_the_step_counter(tmp_path: Pat
 
 def test_case_06_death_right_after_ready_is_a_failed_start(tmp_path: Path) -> None:
     async def die() -> EngineError | None:
-        async with serve(spec(tmp_path, "die_after_ready=2.0")) as server:
+        async with serve(spec(tmp_path, "die_after_ready")) as server:
             await until(lambda: not server.alive)
             return await server.fault("startup")
 
@@ -300,3 +300,36 @@ def test_case_28_a_zombie_in_the_group_does_not_count_as_alive(tmp_path: Path) -
     assert HOST.members(process) == []
     assert classify("", process.code, "startup").kind == "crashed"
     asyncio.run(stop(process, timeout_s=10))
+
+
+def test_a_command_prefix_hears_the_tag_and_the_names_of_the_environment(tmp_path: Path) -> None:
+    prefix = ("docker", "run", "--name", "tuner-{tag}", "{env}", "image", "python")
+    words = arguments(spec(tmp_path, command=prefix, env={"HF_TOKEN": "secret"}), 1234, "nonce")
+    launch_id = words[3].removeprefix("tuner-")
+    assert len(launch_id) == 32
+    assert words[words.index("HF_TOKEN") - 1] == "--env"
+    assert "TUNER_LAUNCH_ID" in words
+    assert "secret" not in " ".join(words)
+    assert words[words.index("image") :][:4] == ["image", "python", "--model", "tiny"]
+
+
+def test_an_engine_behind_a_pid_namespace_is_served_and_stopped(tmp_path: Path) -> None:
+    prefix = ("unshare", "--pid", "--fork", "setsid")
+    if run([*prefix, "true"], timeout_s=PATIENCE_S).code != 0:
+        pytest.skip("this host lets us make no PID namespace")
+    inside = tmp_path / "pid"
+    code = f"import os,sys,runpy; open({str(inside)!r},'w').write(str(os.getpid())); sys.argv=sys.argv[1:]; "
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = (*prefix, sys.executable, "-c", code, FAULT_ENGINE[1])
+    launch = spec(tmp_path, command=command, stop_command=("sh", "-c", f"echo {{tag}} > {tmp_path}/asked"))
+
+    async def serve_it() -> Server:
+        async with serve(launch) as server:
+            assert (await server.ask("GET", "/health")).status == 200
+        return server
+
+    server = asyncio.run(serve_it())
+    assert inside.read_text() == "1"
+    assert (tmp_path / "asked").read_text().strip() == launch.launch_id
+    assert leftovers(launch) == []
+    assert is_free(server.port)

@@ -17,7 +17,7 @@ from tuner.engine.http import Reply, ask, stream_has_token
 from tuner.engine.liveness import Liveness, watch
 from tuner.engine.ports import fresh_port, is_free, strangers
 from tuner.errors import BadInput, EngineError, StudyFailed
-from tuner.processes import HOST, Process, Stopped, Table, spawn, stop
+from tuner.processes import HOST, TAG, Process, Stopped, Table, spawn, stop
 from tuner.records import JSON, LaunchSpec, Value
 
 HOST_NAME = "127.0.0.1"
@@ -232,20 +232,17 @@ async def _kill_when_still(server: Server, grace_s: float) -> None:
 
 
 def arguments(spec: LaunchSpec, port: int, nonce: str) -> list[str]:
-    """The whole command line of a launch."""
-    return [
-        *spec.command,
-        "--model",
-        spec.model,
-        "--host",
-        HOST_NAME,
-        "--port",
-        str(port),
-        "--served-model-name",
-        spec.served_name,
-        nonce,
-        *spec.argv,
+    """The whole command line of a launch. In its command prefix `{tag}` becomes the launch's id and a word
+    `{env}` becomes `--env NAME` for every variable of the launch (a container passes none on by itself)."""
+    names = sorted({*(name for name, value in HYGIENE.items() if value), *spec.env, TAG})
+    passed = [word for name in names for word in ("--env", name)]
+    prefix = [
+        word
+        for part in spec.command
+        for word in (passed if part == "{env}" else [part.replace("{tag}", spec.launch_id)])
     ]
+    fixed = ["--model", spec.model, "--host", HOST_NAME, "--port", str(port)]
+    return [*prefix, *fixed, "--served-model-name", spec.served_name, nonce, *spec.argv]
 
 
 def oom_kills() -> int:
@@ -262,7 +259,6 @@ def _launch(spec: LaunchSpec) -> Server:
     directory.mkdir(parents=True, exist_ok=True)
     port = fresh_port()
     nonce = f"tuner-{uuid.uuid4().hex[:12]}"
-    cores = None if spec.cores is None else tuple(spec.cores)
     try:
         process = spawn(
             arguments(spec, port, nonce),
@@ -270,7 +266,7 @@ def _launch(spec: LaunchSpec) -> Server:
             directory=directory,
             log=directory / "engine.log",
             tag=spec.launch_id,
-            cores=cores,
+            cores=spec.cores,
             redact=log.redactor({**os.environ, **spec.env}),
         )
     except BadInput as error:
