@@ -355,7 +355,7 @@ def test_mooncake_goes_round(
 
 
 def corrupted(data: bytes, chance: random.Random) -> bytes:
-    """One to four injuries: a byte changed, bytes lost or put in, cut off, a piece repeated, a strange value."""
+    """One to four injuries: a byte changed, bytes lost or put in, a cut, a piece twice, a strange value."""
     found = bytearray(data)
     for _ in range(chance.randint(1, 4)):
         at = chance.randrange(len(found)) if found else 0

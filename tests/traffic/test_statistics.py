@@ -84,7 +84,7 @@ class Engine:
         self.cached: set[tuple[int, ...]] = set()
 
     def serve(self, tokens: Sequence[int]) -> int:
-        """Cached tokens of a prompt: whole blocks from its start, never all of it; then it is cached itself."""
+        """Cached tokens of a prompt: whole blocks from its start, never all; then it is cached."""
         size, found = self.block_size, 0
         while found + size < len(tokens) and tuple(tokens[: found + size]) in self.cached:
             found += size

@@ -25,7 +25,7 @@ class Capture:
     """Records generating requests that pass; everything passes untouched and at once."""
 
     def __init__(self, app: App, recorder: Recorder) -> None:
-        self._app, self._recorder = app, recorder
+        self._app, self.recorder = app, recorder
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] not in RECORDED or scope["method"] != "POST":
@@ -38,7 +38,7 @@ class Capture:
             if message["type"] == "http.request":
                 exchange.body.append(message.get("body", b""))
                 if not message.get("more_body", False):
-                    self._recorder.begin(exchange)
+                    self.recorder.begin(exchange)
             elif not exchange.whole:
                 exchange.cut = True
             return message
@@ -51,7 +51,7 @@ class Capture:
             await self._app(scope, receiving, sending)
         finally:
             exchange.end_ns = time.monotonic_ns()
-            self._recorder.end(exchange)
+            self.recorder.end(exchange)
 
 
 class VllmCapture(Capture):

@@ -65,7 +65,7 @@ class Record:
         if type(value) is int:
             number = value
         elif isinstance(value, str) and _WHOLE.fullmatch(value.strip()):
-            number = int(value)
+            number = int(value.strip())
         else:
             as_float = self.number(key)
             if as_float != int(as_float):
@@ -81,7 +81,7 @@ class Record:
         if type(value) is int:
             result = value * unit_ns
         elif isinstance(value, str) and _WHOLE.fullmatch(value.strip()):
-            result = int(value) * unit_ns
+            result = int(value.strip()) * unit_ns
         else:
             result = round(self.number(key) * unit_ns)
         return self.within(key, result)
