@@ -69,12 +69,14 @@ def compare(
     level: float = 0.95,
     family: int = 1,
     noise: float = 0.0,
+    freedom: int | None = None,
 ) -> Comparison:
     """Compare on the same rows: `base[r]` and `other[r]` are repeat r, side by side in time.
 
     The interval is the wider one of two: blocks of time (and repeats) resampled together on both sides, and
-    Student's over the repeats' own log ratios. `family` is how many candidates are held against the same
-    base (Bonferroni). `noise` is the relative noise of one measurement from elsewhere, for single repeats.
+    Student's over the repeats' own log ratios. `family` is how many comparisons one verdict rests on
+    (candidates × metrics; Bonferroni). `noise` is the relative noise of one measurement from elsewhere, for
+    single repeats; with its degrees of `freedom` (see `pooled_noise`) it stands in for the repeats' own.
     Throughput-like metrics count per row; their window cancels in the ratio. BadInput where nothing pairs.
     """
     fold, value = _statistic(metric, slo)
@@ -84,7 +86,7 @@ def compare(
     alpha = (1.0 - level) / family
     centre = _log_ratio(fold, pairs, np.ones((1, len(pairs.base))))[0]
     low, high = _interval(fold, pairs, seed, alpha)
-    reach = _between_repeats(fold, pairs, alpha, noise)
+    reach = _between_repeats(fold, pairs, alpha, noise, freedom)
     if math.isfinite(centre):
         low, high = min(low, centre - reach), max(high, centre + reach)
     ones = np.ones((1, len(pairs.base)))
@@ -168,9 +170,11 @@ def _log_ratio(fold: Fold, pairs: _Pairs, weights: Array) -> Array:
     return ratio
 
 
-def _between_repeats(fold: Fold, pairs: _Pairs, alpha: float, noise: float) -> float:
+def _between_repeats(fold: Fold, pairs: _Pairs, alpha: float, noise: float, freedom: int | None) -> float:
     """Half width from the spread of the repeats' own log ratios; 0 with one repeat and no known noise."""
     count = int(pairs.repeat.max()) + 1
+    if freedom is not None:
+        return _student(1 - alpha / 2, freedom) * noise * math.sqrt(2.0 / count)
     known = _normal(1 - alpha / 2) * noise * math.sqrt(2.0 / count)
     if count < 2:
         return known
@@ -179,6 +183,25 @@ def _between_repeats(fold: Fold, pairs: _Pairs, alpha: float, noise: float) -> f
     if not np.all(np.isfinite(ratios)):
         return math.inf
     return max(known, _student(1 - alpha / 2, count - 1) * float(np.std(ratios, ddof=1)) / math.sqrt(count))
+
+
+def pooled_noise(entrants: Sequence[Passes], metric: str, *, slo: Slo | None = None) -> tuple[float, int]:
+    """(relative noise of one measurement, degrees of freedom): the spread of each entrant's own repeats,
+    pooled over all entrants of a confirmation. Two repeats of one entrant know little, twelve of four more.
+    """
+    fold, value = _statistic(metric, slo)
+    total, freedom = 0.0, 0
+    for passes in entrants:
+        logs = []
+        for repeat in passes:
+            rows = [o for outcomes in repeat.values() for o in outcomes if o.error != CANCELLED]
+            values = np.array([v for v in map(value, rows) if not math.isnan(v)])
+            folded = float(fold(values, np.ones((1, len(values))))[0]) if len(values) else 0.0
+            logs += [math.log(folded)] if 0 < folded < math.inf else []
+        if len(logs) > 1:
+            total += float(np.var(logs, ddof=1)) * (len(logs) - 1)
+            freedom += len(logs) - 1
+    return (math.sqrt(total / freedom) if freedom else 0.0), freedom
 
 
 def _normal(p: float) -> float:

@@ -229,6 +229,19 @@ def learned_margin(case: Case, share: float, fallback: float) -> float:
     return min(max(float(np.quantile(errors, 0.99)), LIMITS[0]), LIMITS[1])
 
 
+def estimate(case: Case, ended: Columns, cancelled: int = 0) -> dict[str, float]:
+    """What the objectives would have ended at: the first rival's values times the ratio on the same rows,
+    never better than what is still possible. Empty where there is no rival to scale from.
+    """
+    best = bounds(case, ended, (), cancelled)
+    found: dict[str, float] = {}
+    for rival in case.rivals:
+        ratios = log_ratios(case, ended, rival.columns) if rival.columns else None
+        if ratios is not None and not found:
+            found = {n: rival.values[n] * math.exp(r) for n, r in ratios.items() if n in rival.values}
+    return {n: (min if n in MAXIMIZED else max)(v, best.get(n, v)) for n, v in found.items()}
+
+
 class Judge:
     """Gathers a replay's slices and says when to stop; hand it to a replay as its `judge`.
 
@@ -272,14 +285,5 @@ class Judge:
         return rung(self.case, ended, margin)
 
     def estimate(self) -> dict[str, float]:
-        """What the objectives would have ended at: the nearest rival's values times the ratio on the same
-        rows, never better than what is still possible. Empty where there is no rival to scale from.
-        """
-        ended = self._rows.columns()
-        best = bounds(self.case, ended, (), self._cancelled)
-        found: dict[str, float] = {}
-        for rival in self.case.rivals:
-            ratios = log_ratios(self.case, ended, rival.columns) if rival.columns else None
-            if ratios is not None and not found:
-                found = {n: rival.values[n] * math.exp(r) for n, r in ratios.items() if n in rival.values}
-        return {n: (min if n in MAXIMIZED else max)(v, best.get(n, v)) for n, v in found.items()}
+        """What the objectives would have ended at (see `estimate`), as of the last look."""
+        return estimate(self.case, self._rows.columns(), self._cancelled)

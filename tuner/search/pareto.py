@@ -49,6 +49,31 @@ def front(trials: Sequence[Trial], objectives: Sequence[str]) -> tuple[Trial, ..
     return tuple(t for t, kept in zip(found, keep, strict=True) if kept)
 
 
+def promotable(
+    trials: Sequence[Trial], objectives: Sequence[str], reference: Sequence[float]
+) -> tuple[Trial, ...]:
+    """Screened trials of the front that are worth a relaunch, the one that would add most volume first.
+
+    A trial is left out once its candidate was relaunched (or its relaunch failed), and where it adds nothing
+    to what was. `reference` as in `hypervolume`.
+    """
+    scale = told.scale(objectives, reference)
+    corner = np.array(scale.reference)
+    settled = {t.candidate for t in told.latest(trials) if not t.screened}
+    known = [
+        told.objective_values(t, objectives) or () for t in measured(trials, objectives) if not t.screened
+    ]
+    base = scale.costs(np.asarray(known, dtype=np.float64).reshape(-1, len(objectives)))
+    have, found = volume(base, corner), []
+    for trial in measured(trials, objectives):
+        if trial.screened and trial.candidate not in settled:
+            row = scale.costs(told.objective_values(trial, objectives) or ())
+            gain = volume(np.vstack([base, row]), corner) - have
+            if gain > 0:
+                found.append((-gain, trial.number, trial))
+    return tuple(trial for _, _, trial in sorted(found, key=lambda f: f[:2]))
+
+
 def _signed(trial: Trial, objectives: Sequence[str]) -> list[float]:
     values = told.objective_values(trial, objectives) or ()
     return [-v if n in MAXIMIZED else v for n, v in zip(objectives, values, strict=True)]

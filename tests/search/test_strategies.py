@@ -1,0 +1,108 @@
+"""Starts, promotions, the ladder, order and drift."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from tests.search import world
+from tests.search.test_suggest import _predict
+from tests.search.world import OBJECTIVES, World
+from tuner.records import Candidate, Measurement, Trial
+from tuner.search import order, pareto, starts
+from tuner.search.ladder import Rung, climb
+
+
+def ladder(trials: Sequence[Trial]) -> tuple[Candidate | None, tuple[Rung, ...]]:
+    return climb(
+        World(), trials, baseline=Candidate({"max_num_seqs": 16, "max_num_batched_tokens": 512}),
+        known=world.nothing_known, tail="ttft_p95_ms",
+    )  # fmt: skip
+
+
+def test_the_ladder_doubles_until_it_no_longer_pays() -> None:
+    trials: list[Trial] = []
+    while (found := ladder(trials)[0]) is not None:
+        trials.append(world.trial(len(trials), found, origin="baseline" if not trials else "ladder"))
+    table = ladder(trials)[1]
+    seqs = [r for r in table if r.knob == "max_num_seqs"]
+    assert [r.value for r in seqs] == [32, 64, 128, 256]
+    assert [r.kept for r in seqs] == [True, True, True, False]
+    assert all(r.value for r in table)
+    assert table[-1].why in ("the tail worsens", "goodput_rps no longer rises", "it failed")
+    assert len(trials) == len(table) + 1
+
+
+def test_a_failure_ends_a_climb() -> None:
+    base = world.trial(0, Candidate({"max_num_seqs": 16, "max_num_batched_tokens": 512}), origin="baseline")
+    step, _ = ladder([base])
+    assert step is not None
+    broken = replace(world.trial(1, Candidate({"block_size": 8})), candidate=step, reason="out of memory")
+    following, table = ladder([base, broken])
+    assert table[0].why == "out of memory"
+    assert following is not None
+    assert following["max_num_seqs"] == 16
+
+
+def test_starts_are_known_advice_and_a_predicted_front() -> None:
+    advice = starts.heuristics(World(), Candidate())
+    assert [c["max_num_seqs"] for _, c in advice] == [64, 1024]
+    assert all(World().contains(c) for _, c in advice)
+    assert starts.heuristics(World(levels={"block_size": (8, 16)}), Candidate()) == ()
+    found = starts.predicted(
+        World(), _predict, seed=1, objectives=OBJECTIVES, baseline=Candidate(), known=world.seqs_above_tokens
+    )
+    assert 2 <= len(found) <= 4
+    assert all(world.truth(c).feasible for _, c in found)
+    base = [world.truth({}).values[n] for n in OBJECTIVES]
+    rows = [[world.truth(c).values[n] for n in OBJECTIVES] for _, c in found]
+    assert pareto.hypervolume(rows, OBJECTIVES, base) > 5 * pareto.hypervolume([base], OBJECTIVES, base)
+
+
+def test_promotions_are_screened_members_that_would_widen_the_front() -> None:
+    base = world.trial(0, Candidate(), origin="baseline")
+    good = replace(
+        world.trial(1, Candidate({"max_num_batched_tokens": 2048, "max_num_seqs": 128})), screened=True
+    )
+    best = replace(
+        world.trial(2, Candidate({"max_num_batched_tokens": 1024, "max_num_seqs": 64})), screened=True
+    )
+    poor = replace(world.trial(3, Candidate({"max_num_seqs": 1024})), screened=True)
+    reference = [world.truth({}).values[n] for n in OBJECTIVES]
+    found = pareto.promotable([base, good, best, poor], OBJECTIVES, reference)
+    assert [t.number for t in found] == [1]
+    assert {t.number for t in pareto.promotable([base, best, poor], OBJECTIVES, reference)} <= {2}
+    relaunched = replace(world.trial(4, good.candidate), screened=False)
+    assert 1 not in {
+        t.number for t in pareto.promotable([base, good, poor, relaunched], OBJECTIVES, reference)
+    }
+
+
+def test_groups_run_together_when_it_pays() -> None:
+    mixed = [
+        Candidate({"max_num_batched_tokens": t, "max_num_seqs": s}) for s in (1, 2, 3) for t in (512, 1024)
+    ]
+
+    def group(candidate: Candidate) -> str:
+        return str(candidate["max_num_batched_tokens"])
+
+    together = order.by_group(mixed, group, compile_s=18.0)
+    assert [group(c) for c in together] == ["512"] * 3 + ["1024"] * 3
+    warm = order.by_group(mixed, group, warm=frozenset({"1024"}), compile_s=18.0)
+    assert group(warm[0]) == "1024"
+    assert order.by_group(mixed, group, compile_s=18.0, late_s=60.0) == mixed
+
+
+def test_drift_is_looked_for_and_told() -> None:
+    trials = [world.trial(0, Candidate(), origin="baseline")]
+    trials += [world.trial(n, Candidate({"max_num_seqs": 64})) for n in range(1, 9)]
+    assert not order.drift_due(trials[:8])
+    assert order.drift_due(trials)
+    assert not order.drift_due([*trials, world.trial(9, Candidate(), origin="drift")])
+    rows = [Measurement(values={"goodput_rps": v}) for v in (10.0, 9.5, 9.0)]
+    assert order.drift(rows, "goodput_rps") == pytest.approx(-0.105, abs=0.01)
+    assert (
+        order.drifted(rows, "goodput_rps") == "the baseline's goodput_rps went down by 10% during the study"
+    )
+    assert order.drifted(rows[:1], "goodput_rps") is None
+    assert order.drifted([rows[0], rows[0]], "goodput_rps") is None

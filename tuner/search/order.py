@@ -1,0 +1,66 @@
+"""In which order to launch, and when to look at the baseline again."""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from tuner.records import Candidate, Measurement, Trial
+from tuner.search import told
+
+DRIFT_EVERY = 8
+"""Trials between two looks at the baseline."""
+
+DRIFT = 0.05
+"""Relative change of the baseline that is told."""
+
+
+def by_group(
+    candidates: Sequence[Candidate],
+    group: Callable[[Candidate], str],
+    *,
+    warm: frozenset[str] = frozenset(),
+    compile_s: float,
+    late_s: float = 0.0,
+) -> list[Candidate]:
+    """Candidates with one compile group together, groups that are compiled already first.
+
+    Moving one forward saves a compilation only where its group would else be compiled twice (a cache that
+    holds one group), and costs `late_s` for each better-ranked candidate that it delays; where that is more
+    than `compile_s` the given order stands.
+    """
+    groups = [group(c) for c in candidates]
+    first = {name: groups.index(name) for name in groups}
+    order = sorted(range(len(groups)), key=lambda i: (groups[i] not in warm, first[groups[i]], i))
+    delayed = sum(max(order.index(i) - i, 0) for i in range(len(groups)))
+    saved = (_switches(groups) - _switches([groups[i] for i in order])) * compile_s
+    return [candidates[i] for i in order] if saved > delayed * late_s else list(candidates)
+
+
+def _switches(groups: Sequence[str]) -> int:
+    return sum(a != b for a, b in pairwise(groups))
+
+
+def drift_due(trials: Sequence[Trial], every: int = DRIFT_EVERY) -> bool:
+    """Whether the baseline is to be measured again: `every` finished trials since it last was."""
+    finished = [t for t in told.latest(trials) if t.ended_at is not None]
+    looks = [i for i, t in enumerate(finished) if t.is_baseline or t.origin == "drift"]
+    return bool(looks) and len(finished) - 1 - looks[-1] >= every
+
+
+def drift(measurements: Sequence[Measurement], metric: str) -> float | None:
+    """Slope of the baseline's log metric from its first to its last measurement; None below two of them."""
+    values = [m.values[metric] for m in measurements if m.kind == "full" and metric in m.values]
+    if len(values) < 2 or not all(0 < v < float("inf") for v in values):
+        return None
+    slope = np.polyfit(np.arange(len(values)), np.log(values), 1)[0]
+    return float(slope * (len(values) - 1))
+
+
+def drifted(measurements: Sequence[Measurement], metric: str, limit: float = DRIFT) -> str | None:
+    """One sentence when the machine itself became faster or slower during the study, else None."""
+    found = drift(measurements, metric)
+    if found is None or abs(found) <= limit:
+        return None
+    way = "up" if found > 0 else "down"
+    return f"the baseline's {metric} went {way} by {abs(np.expm1(found)):.0%} during the study"
