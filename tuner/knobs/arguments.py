@@ -1,12 +1,12 @@
 """A candidate as argv and environment of one installed engine, or a refusal that names what to use."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tuner.errors import BadInput, UnsupportedKnob, nearest
 from tuner.knobs.catalogue import CATALOGUE, PREEMPTION, Knob, knob
-from tuner.knobs.versions import OLDEST, FlagTable, matches, negation, parse, table
+from tuner.knobs.versions import OLDEST, matches, negation, parse, table
 from tuner.records import EngineFacts, Value, canonical_json
 
 OFFLOAD_PLATFORMS = ("cuda", "rocm", "xpu")
@@ -104,55 +104,6 @@ def fixed(args: Mapping[str, object], facts: EngineFacts, *, where: str = "engin
     return tuple(argv)
 
 
-def to_yaml_mapping(argv: Sequence[str], flags: FlagTable | None = None) -> dict[str, Value | list[Value]]:
-    """The same arguments as keys of vLLM's `--config` file, in a form that versions since 0.10 read alike.
-
-    Dash keys; a `--no-` flag stays `no-…: true` (old readers drop a false value, and new ones do under an
-    underscore key); objects stay JSON text (read as objects only since 0.16); what is unset is left out.
-    """
-    data = flags or table()
-    mapping: dict[str, Value | list[Value]] = {}
-    for flag, values in pairs(argv):
-        key = flag.removeprefix("--")
-        if not values:
-            mapping[key] = True
-        elif len(values) == 1 and flag not in _lists(data):
-            mapping[key] = _scalar(values[0])
-        else:
-            mapping[key] = [_scalar(value) for value in values]
-    return mapping
-
-
-def pairs(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Long flags of an argv with their values, `--flag=value` split. BadInput for a value without a flag."""
-    found: list[tuple[str, list[str]]] = []
-    for word in argv:
-        if word.startswith("--"):
-            flag, equals, value = word.partition("=")
-            name, dot, key = flag.partition(".")
-            found.append((name.replace("_", "-") + dot + key, [value] if equals else []))
-        elif found:
-            found[-1][1].append(word)
-        else:
-            raise BadInput(f"argument '{word}' stands before any flag")
-    return found
-
-
-def _scalar(text: str) -> Value:
-    """A number where its text says exactly that number, else the text."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return text
-    if isinstance(value, int | float) and not isinstance(value, bool) and json.dumps(value) == text:
-        return value
-    return text
-
-
-def _lists(_: FlagTable) -> frozenset[str]:
-    return frozenset(flag for entry in CATALOGUE.values() if entry.kind == "ints" for flag in entry.flags)
-
-
 def _written(entry: Knob, flag: str, value: Value) -> list[str]:
     if isinstance(value, bool):
         return [flag if value else negation(flag)]
@@ -210,7 +161,8 @@ def _history(entry: Knob) -> str:
 def _instead(entry: Knob, facts: EngineFacts) -> str:
     """« ; nearest: X» when the substitute can be used there."""
     other = CATALOGUE.get(entry.substitute or "")
-    if other is None or other.flag_in(facts) is None or not matches(facts.version, other.usable):
+    acts = other is not None and other.acts_on(facts.platform) and matches(facts.version, other.usable)
+    if other is None or not acts or not (other.flag_in(facts) or _by_environment(other, facts)):
         return "; nothing there does the same"
     return f"; nearest: {other.name}"
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from tuner.errors import BadInput, nearest
-from tuner.knobs.arguments import pairs
 from tuner.knobs.catalogue import CATALOGUE, Knob, written
 from tuner.knobs.configfile import argv_of_mapping, load_yaml
 from tuner.knobs.space import SearchSpace
@@ -183,13 +182,28 @@ def _all_flags(data: FlagTable) -> frozenset[str]:
     return frozenset(data.flags) | {negation(flag) for flag in data.paired}
 
 
+def _pairs(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Long flags of an argv with their values, `--flag=value` split. BadInput for a value without a flag."""
+    found: list[tuple[str, list[str]]] = []
+    for word in argv:
+        if word.startswith("--"):
+            flag, equals, value = word.partition("=")
+            name, dot, key = flag.partition(".")
+            found.append((name.replace("_", "-") + dot + key, [value] if equals else []))
+        elif found:
+            found[-1][1].append(word)
+        else:
+            raise BadInput(f"argument '{word}' stands before any flag")
+    return found
+
+
 def _given(
     words: Sequence[str], known: frozenset[str], notes: list[str], source: str
 ) -> dict[str, list[str]]:
     """Flag → values, names made exact; dotted flags (`--x.y 1`) gathered into one object."""
     given: dict[str, list[str]] = {}
     objects: dict[str, dict[str, Any]] = {}
-    for flag, values in pairs(words):
+    for flag, values in _pairs(words):
         head, dot, rest = flag.partition(".")
         exact = _exact(head, known, notes, source)
         if dot:

@@ -111,7 +111,7 @@ class SearchSpace:
         dropped: dict[str, str] = {}
         levels: dict[str, tuple[Value, ...]] = {}
         for name, values in self.levels.items():
-            reasons = {value: arguments.refusal(name, value, facts, env=env) for value in values}
+            reasons = {value: _refusal(name, value, facts, env) for value in values}
             kept = tuple(value for value in values if reasons[value] is None)
             refused = {value: why for value, why in reasons.items() if why is not None}
             if any(value is not None for value in kept):
@@ -147,6 +147,14 @@ class SearchSpace:
         for parent in self.conditions.get(name, {}):
             yield parent
             yield from self.ancestors(parent, (*below, name))
+
+
+def _refusal(name: str, value: Value, facts: EngineFacts, env: Mapping[str, str] | None) -> str | None:
+    """Why a level can never be turned here: the engine refuses it, or the host has too few GPUs for it."""
+    if name.endswith("_parallel_size") and value is not None:
+        alone = constraints.known_violation({name: value}, facts)
+        return arguments.refusal(name, value, facts, env=env) or alone
+    return arguments.refusal(name, value, facts, env=env)
 
 
 def level_of(levels: tuple[Value, ...], value: Value) -> int | None:

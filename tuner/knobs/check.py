@@ -1,0 +1,132 @@
+"""What an engine lets you turn, and what of a space is valid there: rows and findings."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice
+from math import prod
+from random import Random
+from typing import Literal
+
+from tuner.errors import BadInput
+from tuner.knobs.arguments import refusal
+from tuner.knobs.catalogue import CATALOGUE, Knob
+from tuner.knobs.model import ModelFacts
+from tuner.knobs.space import SearchSpace
+from tuner.records import EngineFacts, Value
+
+_SAMPLES = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One knob on one engine. `flag` is its spelling there; `why_not` is None where it can be turned."""
+
+    name: str
+    flag: str | None
+    default: Value
+    choices: tuple[Value, ...]
+    why_not: str | None
+    knob: Knob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Something to know of a space on an engine. An `error` stops a study; `dropped` is taken out of it."""
+
+    kind: Literal["error", "dropped", "note"]
+    about: str
+    text: str
+
+
+def rows(facts: EngineFacts, *, env: Mapping[str, str] | None = None) -> tuple[Row, ...]:
+    """Every knob of the catalogue on this engine, in the catalogue's order."""
+    return tuple(
+        Row(
+            name=name,
+            flag=entry.flag_in(facts),
+            default=facts.defaults.get(name),
+            choices=facts.choices.get(name) or entry.choices_for(facts.version),
+            why_not=refusal(name, sample(entry, facts), facts, env=env),
+            knob=entry,
+        )
+        for name, entry in CATALOGUE.items()
+    )
+
+
+def sample(entry: Knob, facts: EngineFacts) -> Value:
+    """Some value of the right kind for a knob, offered by this engine as far as the data knows."""
+    offered = facts.choices.get(entry.name) or entry.choices_for(facts.version)
+    if offered:
+        return offered[-1]
+    plain: dict[str, Value] = {
+        "int": int(entry.minimum or 1),
+        "float": float(entry.minimum or 0.0),
+        "bool": True,
+        "text": "x",
+        "choice": next((value for rule in entry.choices for value in rule.values), "x"),
+        "json": "{}",
+        "ints": "[1,2]",
+        "preemption": "recompute",
+    }
+    return plain[entry.kind]
+
+
+def check(
+    space: SearchSpace,
+    facts: EngineFacts,
+    *,
+    max_model_len: int | None = None,
+    model: ModelFacts | None = None,
+    env: Mapping[str, str] | None = None,
+) -> tuple[Finding, ...]:
+    """What is to be known before this engine turns this space: errors, what is dropped, and notes."""
+    try:
+        left = space.restricted(facts, env=env)
+    except BadInput as error:
+        return (Finding(kind="error", about=space.name, text=str(error)),)
+    dropped = [Finding(kind="dropped", about=what, text=why) for what, why in left.dropped.items()]
+    notes = [*_marks(left), *_shapes(left), *_doomed(left, facts, max_model_len, model)]
+    return (*dropped, *(Finding(kind="note", about=about, text=text) for about, text in notes))
+
+
+def _marks(space: SearchSpace) -> list[tuple[str, str]]:
+    notes = [
+        (name, "it changes what the model answers: the study needs a 'quality' section")
+        for name in space.changes_output
+    ]
+    notes += [
+        (name, "only the users' own words can judge it: the study needs history: raw")
+        for name in space.needs_raw
+    ]
+    return notes + [(name, why) for name in space.levels if (why := CATALOGUE[name].never)]
+
+
+def _shapes(space: SearchSpace) -> list[tuple[str, str]]:
+    recompiling = [name for name in space.levels if CATALOGUE[name].recompiles]
+    shapes = prod(len(space.levels[name]) for name in recompiling)
+    if shapes <= 1:
+        return []
+    return [(space.name, f"up to {shapes} shapes to compile, by {', '.join(recompiling)}")]
+
+
+def _doomed(
+    space: SearchSpace, facts: EngineFacts, max_model_len: int | None, model: ModelFacts | None
+) -> list[tuple[str, str]]:
+    """The share of combinations that are known to fail, and the commonest reason, from a fixed sample."""
+    random = Random(space.digest)
+    reasons: Counter[str] = Counter()
+    example: dict[str, str] = {}
+    for _ in range(_SAMPLES):
+        drawn = {name: random.choice(levels) for name, levels in space.levels.items()}
+        why = space.known_violation(drawn, facts, max_model_len, model)
+        if why is not None:
+            kind = " ".join(word for word in why.split() if not word.isdigit())
+            reasons[kind] += 1
+            example.setdefault(kind, why)
+    failing = sum(reasons.values())
+    if not failing:
+        return []
+    share = f"{100 * failing / _SAMPLES:.0f} % of the combinations are known to fail and are never launched"
+    common = "; ".join(example[kind] for kind, _ in islice(reasons.most_common(), 3))
+    return [(space.name, f"{share}, such as: {common}")]
