@@ -107,6 +107,14 @@ class Conformance:
         assert running.server.alive
         assert running.loop.run_until_complete(running.server.fault("run")) is None
 
+
+class Refusals:
+    """What every engine must refuse; one launch each."""
+
+    @classmethod
+    def launch(cls, directory: Path, *argv: str) -> LaunchSpec:
+        raise NotImplementedError
+
     def test_an_unknown_argument_is_the_studys_mistake(self, tmp_path: Path) -> None:
         launch = self.launch(tmp_path, "--no-such-flag", "1")
         with pytest.raises(StudyFailed) as caught:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.conformance import Conformance, Deaths
+from tests.engine.conformance import Conformance, Deaths, Refusals
 from tests.engine.helpers import spec
 from tuner.records import LaunchSpec
 
@@ -32,7 +32,7 @@ class Simulated:
         )
 
 
-class TestFaultEngine(Fault, Conformance):
+class TestFaultEngine(Fault, Conformance, Refusals):
     pass
 
 
@@ -40,7 +40,7 @@ class TestFaultEngineDies(Fault, Deaths):
     pass
 
 
-class TestSimulatedEngine(Simulated, Conformance):
+class TestSimulatedEngine(Simulated, Conformance, Refusals):
     pass
 
 

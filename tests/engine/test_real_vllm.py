@@ -14,6 +14,7 @@ from tests.engine.conformance import Conformance, Deaths, Launched, completion
 from tests.engine.helpers import alive, ending, leftovers
 from tests.engine.real import INTERPRETER, model, real
 from tests.engine.test_cases_processes import until
+from tuner.engine import failures, log
 from tuner.engine.server import Server, serve
 from tuner.errors import EngineError, Infeasible, StudyFailed
 from tuner.processes import HOST, run, tagged
@@ -23,6 +24,7 @@ CONTROLLER = """
 import asyncio, sys
 from pathlib import Path
 from tests.engine.real import real
+from tuner.engine import failures, log
 from tuner.engine.server import serve
 async def main():
     async with serve(real(Path(sys.argv[1]), launch_id=sys.argv[2])) as server:
@@ -62,6 +64,15 @@ class TestRealVllm(Real, Conformance):
             return early.proved, (await server.reset_cache()).proved
 
         assert running.loop.run_until_complete(reset_under_load()) == (False, True)
+
+    def test_case_12_the_preemption_mode_of_old_is_refused(self, tmp_path: Path) -> None:
+        launch = real(tmp_path, "--preemption-mode", "swap")
+        error = asyncio.run(ending(launch))
+        assert (type(error), error.cause) == (StudyFailed, "bad_flag")
+        assert "--preemption-mode" in str(error)
+        knob = failures.classify(log.read(tmp_path / "engine.log"), 2, "startup", asked=["preemption"])
+        assert knob.outcome == "infeasible"
+        assert leftovers(launch) == []
 
     def test_its_log_tells_where_start_up_went(self, running: Launched) -> None:
         assert {"imports_s", "init_s", "serving_s", "ready_s"} <= set(running.server.timeline)
@@ -176,16 +187,6 @@ def test_case_10_a_start_that_missed_its_deadline_leaves_no_worker(tmp_path: Pat
     error = asyncio.run(ending(launch))
     assert error.cause == "init_timeout"
     assert leftovers(launch) == []
-
-
-@pytest.mark.vllm_full
-def test_case_12_the_preemption_mode_of_old_is_refused(tmp_path: Path) -> None:
-    flags = ("--preemption-mode", "swap")
-    asked = asyncio.run(ending(real(tmp_path / "a", *flags, asked={"preemption": "swap:4"}, argv=flags)))
-    assert isinstance(asked, Infeasible)
-    fixed = asyncio.run(ending(real(tmp_path / "b", *flags)))
-    assert isinstance(fixed, StudyFailed)
-    assert "--preemption-mode" in str(fixed)
 
 
 @pytest.mark.vllm_full

@@ -104,4 +104,4 @@ def test_many_launches_leave_nothing_and_the_controller_stays_as_it_was(tmp_path
     assert held[-1].threads <= settled.threads + 2
     assert held[-1].children == settled.children
     assert held[-1].memory_mib <= settled.memory_mib + 16
-    assert shared_memory() <= shared
+    asyncio.run(until(lambda: shared_memory() <= shared))  # other programs' files come and go
