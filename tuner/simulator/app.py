@@ -208,7 +208,7 @@ class Server:
         }
 
     def _info(self) -> dict[str, Any]:
-        limits, lateness = self.options.limits, self.engine.lateness
+        limits = self.options.limits
         cache = {key: value for key, value in self._cache_config().items() if key != "engine"}
         scheduler = {
             "max_num_batched_tokens": limits.max_num_batched_tokens,
@@ -220,16 +220,9 @@ class Server:
             "watermark": limits.watermark,
             "async_scheduling": limits.async_scheduling,
         }
-        clock = {
-            "steps": lateness.steps,
-            "mean_ms": 1e3 * lateness.total / max(lateness.steps, 1),
-            "worst_ms": 1e3 * lateness.worst,
-            "over_1ms": lateness.over_1ms,
-            "slips": lateness.slips,
-        }
         model = {"model": self.options.model, "max_model_len": limits.max_model_len}
         config = {"model_config": model, "cache_config": cache, "scheduler_config": scheduler}
-        return {"vllm_config": config, "simulated": {"flush_lateness": clock}}
+        return {"vllm_config": config, "simulated": {"flushes": self.engine.punctuality.report()}}
 
 
 def _coefficients(card: Card, env: Mapping[str, str]) -> Coefficients:

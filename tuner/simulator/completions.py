@@ -6,7 +6,7 @@ import uuid
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from time import monotonic, time
+from time import time
 from typing import Any
 
 from tuner.simulator.engine import Engine
@@ -148,7 +148,7 @@ class Completion:
             self.connection.begin_stream()
         for index in range(self.order.count):
             lengths = (len(self.order.prompt), self.order.length)
-            request = Request(next(numbers), monotonic(), lengths, segments, self.order.priority)
+            request = Request(next(numbers), self.connection.begun_s, lengths, segments, self.order.priority)
             self.requests.append(request)
             engine.submit(request, self._sink(request, index))
 

@@ -2,8 +2,9 @@
 
 import asyncio
 import random
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import monotonic
 
 from tuner.simulator.cost import StepCost
@@ -17,6 +18,7 @@ Sink = Callable[[int, bool], None]
 _SPIN_S = (
     0.0015  # the last stretch before a step's end is waited for by polling: timers count in milliseconds
 )
+_KEPT = 20_000  # steps that the report on punctuality looks back on
 _SLIP_S = 1.0  # a clock further behind than this gives up catching up
 
 
@@ -37,25 +39,27 @@ class _Stream:
     last_s: float = 0.0
 
 
-@dataclass(slots=True)
-class Lateness:
-    """How far behind its nominal end each step's flush was complete, in seconds."""
+class Punctuality:
+    """How the clock kept: how late each step's flush began after its nominal end, and how long it took."""
 
-    worst: float = 0.0
-    total: float = 0.0
-    steps: int = 0
-    over_1ms: int = 0
-    slips: int = 0
-    recent: list[float] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.late: deque[float] = deque(maxlen=_KEPT)
+        self.spread: deque[float] = deque(maxlen=_KEPT)
+        self.steps = self.slips = 0
 
-    def note(self, seconds: float) -> None:
-        self.worst = max(self.worst, seconds)
-        self.total += seconds
+    def note(self, late_s: float, spread_s: float) -> None:
         self.steps += 1
-        self.over_1ms += seconds > 0.001
-        self.recent.append(seconds)
-        if len(self.recent) > 20_000:
-            del self.recent[:10_000]
+        self.late.append(late_s)
+        self.spread.append(spread_s)
+
+    def report(self) -> dict[str, float]:
+        """Milliseconds over the last steps; `slips` counts the times that the clock gave up catching up."""
+        found: dict[str, float] = {"steps": self.steps, "slips": self.slips}
+        for name, values in (("late", self.late), ("spread", self.spread)):
+            ranked = sorted(values) or [0.0]
+            for share in (50, 95, 99, 100):
+                found[f"{name}_p{share}_ms"] = 1e3 * ranked[min(len(ranked) - 1, len(ranked) * share // 100)]
+        return found
 
 
 class Engine:
@@ -69,7 +73,7 @@ class Engine:
         self.pace = pace
         self.loop = loop
         self.counters = Counters()
-        self.lateness = Lateness()
+        self.punctuality = Punctuality()
         self._random = random.Random(pace.seed)
         self._streams: dict[Request, _Stream] = {}
         self._now: Step | None = None
@@ -78,10 +82,10 @@ class Engine:
         self._woken = False
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """Take a request; it reaches the scheduler after the front end's time."""
+        """Take a request; it reaches the scheduler the front end's time after its arrival."""
         self._streams[request] = _Stream(sink)
         delay = 0.0 if self.pace.blind else self.cost.coefficients.request_s / self.pace.speed
-        self.loop.call_later(delay, self._enter, request)
+        self.loop.call_later(max(0.0, request.arrival + delay - monotonic()), self._enter, request)
 
     def _enter(self, request: Request) -> None:
         if request not in self._streams:
@@ -144,12 +148,13 @@ class Engine:
         step = self._now
         if step is None:
             return
+        begun = monotonic()
         self._flush(step)
         self.scheduler.complete(step)
-        late = monotonic() - self._at
-        self.lateness.note(late)
+        late = begun - self._at
+        self.punctuality.note(late, monotonic() - begun)
         if late > _SLIP_S:
-            self.lateness.slips += 1
+            self.punctuality.slips += 1
             self._at += late
         self._launch()
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from time import monotonic
 from urllib.parse import unquote
 
 import httptools
@@ -30,6 +31,7 @@ class Connection(asyncio.Protocol):
         self._url = b""
         self.on_lost: Callable[[], None] | None = None
         self.peer = ""
+        self.begun_s = 0.0  # when the last request's first bytes came
 
     # ---- asyncio
 
@@ -55,6 +57,7 @@ class Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self._body, self._url = [], b""
+        self.begun_s = monotonic()
 
     def on_url(self, url: bytes) -> None:
         self._url += url
