@@ -71,7 +71,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         if path == "/health":
-            self._answer(503 if "sick" in self.state.faults else 200, b"")
+            sick = "sicken" in self.state.faults and self.state.completions > 1
+            self._answer(503 if sick else 200, b"")
         elif path == "/v1/models":
             self._json({"data": [{"id": name} for name in self.state.names]})
         elif path == "/version":

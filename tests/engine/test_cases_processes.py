@@ -153,6 +153,33 @@ def test_case_06_death_right_after_ready_is_a_failed_start(tmp_path: Path) -> No
     assert "exit code 0" in str(fault)
 
 
+def test_one_that_is_sick_for_good_is_dead(tmp_path: Path) -> None:
+    async def sicken() -> EngineError | None:
+        async with serve(spec(tmp_path, "sicken")) as server:
+            await server.ask("POST", "/v1/completions", body=body(server))
+            return await server.fault("run")
+
+    fault = asyncio.run(sicken())
+    assert isinstance(fault, Infeasible)
+    assert fault.cause == "crashed"
+
+
+def test_what_was_inherited_and_would_mislead_is_kept_from_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    monkeypatch.setenv("VLLM_PORT", "tcp://10.0.0.1:8000")
+
+    async def environment() -> dict[str, str]:
+        async with serve(spec(tmp_path)) as server:
+            return psutil.Process(server.process.pid).environ()
+
+    found = asyncio.run(environment())
+    assert not {"PROMETHEUS_MULTIPROC_DIR", "VLLM_PORT"} & set(found)
+    assert found["VLLM_SERVER_DEV_MODE"] == "1"
+    assert found["VLLM_ENABLE_STARTUP_PLAN"] == "0"
+
+
 class Unkillable(HostTable):
     """A process table in which one process does not die of SIGKILL."""
 

@@ -28,6 +28,8 @@ HYGIENE: Mapping[str, str | None] = {
     "DO_NOT_TRACK": "1",
     "VLLM_ENABLE_STARTUP_PLAN": "0",
     "PROMETHEUS_MULTIPROC_DIR": None,
+    "VLLM_API_KEY": None,
+    "VLLM_PORT": None,
     "NO_COLOR": "1",
     "VLLM_LOGGING_COLOR": "0",
     "PYTHONUNBUFFERED": "1",
@@ -115,17 +117,19 @@ class Server:
         return None if self._latched is None else self._latched.error()
 
     async def _look(self, phase: Phase) -> Verdict | None:
-        if self.alive:
-            try:
-                reply = await self.ask("GET", "/health")
-            except OSError as error:
-                if self.alive:
-                    return self.say("frozen", f"no answer to /health ({type(error).__name__})")
-            else:
-                if reply.status == 200:
-                    return None
-                await self._until_gone()
-        return await self.verdict(phase)
+        said = await self._health()
+        if said == 200 and self.alive:
+            return None
+        await self._until_gone()  # one that dies answers 503, or nothing, a while before its end is seen
+        if said is None and self.alive and (said := await self._health()) is None:
+            return self.say("frozen", "no answer to /health")
+        return None if said == 200 and self.alive else await self.verdict(phase)
+
+    async def _health(self) -> int | None:
+        try:
+            return (await self.ask("GET", "/health")).status
+        except OSError:
+            return None
 
     def say(self, kind: str, detail: str) -> Verdict:
         """A verdict that we came to ourselves, with the log's last line as evidence."""
