@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# benchmarks/h100.sh STUDY MINUTES OUT [TRACES]: one piece of study a, b or c of benchmarks/h100 on a GPU host.
+#
+# Runs `tuner tune` for MINUTES, then packs the history, the report, the front and the logs into OUT. The next piece goes on
+# from the history: in TUNER_HOME where the host keeps it, else from the archive that RESUME names. TRACES is the folder
+# with the public traces (AzureLLMInferenceTrace_conv.csv and _code.csv, servegen_m_small_peak.csv). PYTHON must have vLLM
+# and the tuner's dependencies.
+set -euo pipefail
+study=${1:?a, b or c} minutes=${2:?minutes} out=${3:?folder for the results} traces=${4:-traces}
+root=$(cd "$(dirname "$0")/.." && pwd)
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" TUNER_HOME=${TUNER_HOME:-$HOME/.cache/tuner-h100-$study}
+tuner() { "${PYTHON:-python3}" -m tuner "$@"; }
+
+mkdir -p "$out" "$TUNER_HOME"
+if [ -n "${RESUME:-}" ]; then tar -C "$TUNER_HOME" -xJf "$RESUME"; fi
+case $study in
+  a) file=AzureLLMInferenceTrace_conv.csv name=azure-conv columns=() ;;
+  b) file=AzureLLMInferenceTrace_code.csv name=azure-code columns=() ;;
+  c) file=servegen_m_small_peak.csv name=servegen-voice
+     columns=(--column arrival_s=arrival_s --column input_len=input_tokens --column output_len=output_tokens) ;;
+  *) echo "no study '$study': a, b or c" >&2; exit 2 ;;
+esac
+if ! tuner trace show "$name" >/dev/null 2>&1; then
+  tuner trace import "$traces/$file" --name "$name" "${columns[@]}" >/dev/null
+fi
+
+{ date -u +%FT%TZ; nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader || echo "no GPU"
+  "${PYTHON:-python3}" -c 'import torch, vllm; print("vllm", vllm.__version__, "torch", torch.__version__)'; } > "$out/host-$study.txt" 2>/dev/null
+status=0
+tuner tune "$root/benchmarks/h100/study-$study.yaml" --hours "$(awk "BEGIN {print $minutes / 60}")" 2>&1 | tee -a "$out/tune-$study.log" || status=$?
+name=$(awk '/^name:/ {print $2}' "$root/benchmarks/h100/study-$study.yaml")
+tuner report "$name" -o "$out/report-$study.html" || true
+tuner front "$name" --timings --json > "$out/front-$study.json" || true
+tar -C "$TUNER_HOME" --exclude=compile-cache --exclude='*.lock' -cJf "$out/home-$study.tar.xz" .
+exit "$status"
