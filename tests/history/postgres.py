@@ -59,7 +59,7 @@ class Server:
         with self.connect() as connection:
             query = (
                 "SELECT count(pg_terminate_backend(pid)) FROM (SELECT pid FROM pg_stat_activity"
-                " WHERE datname = %s ORDER BY random() LIMIT %s) AS some"
+                " WHERE datname = %s ORDER BY random() LIMIT %s) AS chosen"
             )
             row = connection.execute(query, (name, at_most)).fetchone()
             return int(str(row[0])) if row else 0
