@@ -134,6 +134,25 @@ def test_the_log_is_bounded_redacted_and_always_drained(tmp_path: Path) -> None:
     assert len(text) < LOG_LIMIT
 
 
+def test_a_full_disk_does_not_block_the_writer(tmp_path: Path) -> None:
+    (tmp_path / "log").symlink_to("/dev/full")
+    process = launch(tmp_path, "[print('x' * 999) for _ in range(2000)]")
+    wait_for(lambda: process.code is not None)
+    asyncio.run(stop(process, timeout_s=10))
+    assert process.code == 0
+    assert process.log_lost is not None
+
+
+def test_of_an_overlong_line_the_rest_is_left_out(tmp_path: Path) -> None:
+    process = launch(tmp_path, "print('x' * 300000 + 'tail'); print('next')")
+    wait_for(lambda: process.code is not None)
+    asyncio.run(stop(process, timeout_s=10))
+    text = (tmp_path / "log").read_text()
+    assert "tail" not in text
+    assert text.endswith("next\n")
+    assert len(text) < 100_000
+
+
 def test_shared_memory_that_it_had_mapped_goes_with_it(tmp_path: Path) -> None:
     name = f"tuner_test_{uuid.uuid4().hex}"
     code = (

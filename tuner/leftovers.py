@@ -4,6 +4,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -11,6 +12,7 @@ import psutil
 
 LOG_LIMIT = 16 << 20
 LOG_KEPT = 200_000
+LINE_LIMIT = 65_536
 
 
 def group_of(pid: int) -> int | None:
@@ -132,26 +134,34 @@ def remove_unused(paths: set[Path]) -> None:
         for pid in psutil.pids():
             candidates -= shared_files(pid)
     for path in candidates:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            path.unlink()
 
 
 def clear(directory: Path) -> None:
-    """Remove a private directory of ours with all that is in it."""
+    """Remove a private directory of ours with all that is in it, as far as we may."""
     for root, folders, files in os.walk(directory, topdown=False):
         for name in files:
-            Path(root, name).unlink(missing_ok=True)
+            with suppress(OSError):
+                Path(root, name).unlink()
         for name in folders:
             path = Path(root, name)
-            path.unlink() if path.is_symlink() else path.rmdir()
-    if directory.is_dir():
+            with suppress(OSError):
+                path.unlink() if path.is_symlink() else path.rmdir()
+    with suppress(OSError):
         directory.rmdir()
 
 
 class Log:
-    """Drains a pipe into a file in a thread of its own, so that the writer never blocks on us."""
+    """Drains a pipe into a file in a thread of its own, so that the writer never blocks on us.
+
+    `lost` is what kept it from writing (a full disk); what comes after that is read and dropped.
+    """
 
     def __init__(self, pipe: IO[bytes] | None, path: Path, redact: Callable[[bytes], bytes]) -> None:
-        self._thread = threading.Thread(target=self._drain, args=(pipe, path, redact), daemon=True)
+        self.lost: OSError | None = None
+        self._redact = redact
+        self._thread = threading.Thread(target=self._drain, args=(pipe, path), daemon=True)
         self._thread.start()
 
     @property
@@ -161,16 +171,26 @@ class Log:
     def join(self) -> None:
         self._thread.join(timeout=10)
 
-    @staticmethod
-    def _drain(pipe: IO[bytes] | None, path: Path, redact: Callable[[bytes], bytes]) -> None:
+    def _drain(self, pipe: IO[bytes] | None, path: Path) -> None:
         if pipe is None:
             return
-        with pipe, path.open("w+b", buffering=0) as file:
-            size = 0
-            while line := pipe.readline(65536):
-                size += file.write(redact(line)) or 0
-                if size > LOG_LIMIT:
-                    size = _shorten(file)
+        with pipe:
+            try:
+                with path.open("w+b", buffering=0) as file:
+                    self._copy(pipe, file)
+            except OSError as error:
+                self.lost = error
+            while pipe.read(65536):
+                pass
+
+    def _copy(self, pipe: IO[bytes], file: IO[bytes]) -> None:
+        size, whole = 0, True
+        while line := pipe.readline(LINE_LIMIT):
+            if whole:
+                size += file.write(self._redact(line)) or 0
+            whole = line.endswith(b"\n")  # the rest of an overlong line is left out
+            if size > LOG_LIMIT:
+                size = _shorten(file)
 
 
 def _shorten(file: IO[bytes]) -> int:

@@ -88,6 +88,11 @@ class Process:
         """Whether the log may still grow: somebody of the tree holds the other end of the pipe."""
         return self._log.open
 
+    @property
+    def log_lost(self) -> OSError | None:
+        """What kept the log from being written, None when all is there."""
+        return self._log.lost
+
     def close(self) -> None:
         """Finish the log after the tree is gone."""
         self._log.join()

@@ -6,11 +6,9 @@ import uuid
 from collections.abc import Iterable
 from pathlib import Path
 
-import psutil
-
 from tuner.engine.server import serve
 from tuner.errors import EngineError
-from tuner.leftovers import private_directory
+from tuner.leftovers import lives, private_directory
 from tuner.processes import tagged
 from tuner.records import Candidate, LaunchSpec, Value
 
@@ -69,11 +67,7 @@ def temporary_files() -> set[Path]:
 
 def alive(pids: Iterable[int]) -> list[int]:
     """Those of the processes that live and are no zombies."""
-    found = []
-    for pid in pids:
-        if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-            found.append(pid)
-    return found
+    return [pid for pid in pids if lives(pid)]
 
 
 __all__ = ["FAULT_ENGINE", "alive", "ending", "leftovers", "shared_files", "spec", "temporary_files"]

@@ -83,6 +83,7 @@ def test_spellings_of_one_value_are_one(a: str | bool | int, b: str | float | in
         (b"non-default args: {'api_key': ['sk-12'], 'model': 'm'}", b"sk-12", b"'model': 'm'"),
         (b"token hf_abcdefghijklmnopqrstuv end", b"hf_abc", b"end"),
         (b"Received request 1: prompt: 'my diary', params: X", b"diary", b"params: X"),
+        (b"Received request 1: prompt: 'a diary cut off in the mid", b"diary", b"Received request"),
         (b"prompt_token_ids: [1, 2, 3], lora", b"[1, 2, 3]", b"lora"),
         (b"password=hunter22 x", b"hunter22", b" x"),
         (b"the value is s3cr3t-value here", b"s3cr3t", b"here"),

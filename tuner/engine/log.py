@@ -18,7 +18,7 @@ _PATTERNS = (
         rb"\1[redacted]",
     ),
     (re.compile(rb"\b(?:hf_|sk-)[A-Za-z0-9_-]{16,}"), rb"[redacted]"),
-    (re.compile(rb"(prompt: )(?:'.*'|\".*\"|None)(, params: )", re.DOTALL), rb"\1[redacted]\2"),
+    (re.compile(rb"\b(prompt: ).*?(, params: |$)", re.DOTALL), rb"\1[redacted]\2"),
     (re.compile(rb"(prompt_token_ids: )\[[^\]]*\]"), rb"\1[redacted]"),
 )
 _PHASES = (

@@ -142,6 +142,8 @@ class Server:
         deadline = time.monotonic() + patience_s
         while self.process.writing and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
+        if self.process.log_lost is not None:
+            return failures.verdict("disk_full", detail=f"{self.log}: {self.process.log_lost.strerror}")
         return failures.classify(
             log.read(self.log),
             self.process.code,
