@@ -23,9 +23,11 @@ raise SystemExit("never run")
 class EngineArgs:
     kept: int = 1
     fresh: bool | None = None
+    either: bool | str = False
     def add_cli_args(parser):
         group.add_argument("--kept", **kwargs)
         group.add_argument("-f", "--fresh", **kwargs)
+        group.add_argument("--either", **kwargs)
 class AsyncEngineArgs(EngineArgs):
     def add_cli_args(parser):
         group.add_argument("--switch", action="store_true")
@@ -56,7 +58,7 @@ def wheel(path: Path, *, version: str = "1.2+cu1", leave_out: str = "") -> Path:
 def test_a_wheel_is_read_without_running_it(tmp_path: Path) -> None:
     found = release.read(wheel(tmp_path / "v.whl"))
     assert found.version == "1.2"
-    assert found.flags == {"--kept", "--fresh", "--switch", "--log-it", "--port", "--old"}
+    assert found.flags == {"--kept", "--fresh", "--either", "--switch", "--log-it", "--port", "--old"}
     assert found.paired == {"--fresh", "--log-it"}
     assert found.bare == {"--switch"}
 

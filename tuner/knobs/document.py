@@ -43,8 +43,8 @@ def document() -> str:
         "## The shipped spaces",
         _table(("space", "for", "vLLM", "knobs"), _spaces()),
         "## Every knob",
-        f"Releases are those of the data, {table().versions[0]} to {table().versions[-1]}; the first named has "
-        "the flag and the one before it in the data does not.",
+        f"Releases are those of the data, {table().versions[0]} to {table().versions[-1]}; the first named "
+        "has the flag and the one before it in the data does not.",
         _table(KNOB_HEAD, map(_row, CATALOGUE.values())),
         "## Marks",
         _marks(),

@@ -21,6 +21,7 @@ MAKERS = (
     "vllm.entrypoints.launchers.cli_args",
     "vllm.entrypoints.openai.cli_args",
 )
+BOOLEAN = ("bool", "bool | None", "Optional[bool]")
 
 
 def folder() -> pathlib.Path | None:
@@ -82,6 +83,13 @@ def from_parser() -> dict[str, Any]:
     }
 
 
+def kind(annotation: Any) -> str:
+    """An annotation as it is written in the source."""
+    if isinstance(annotation, type):
+        return annotation.__name__
+    return str(annotation).replace("typing.", "")
+
+
 def from_dataclass() -> dict[str, Any]:
     """Flags by the fields of the argument dataclass; no choices, and no flags of the HTTP front end."""
     import dataclasses
@@ -89,7 +97,7 @@ def from_dataclass() -> dict[str, Any]:
     fields = dataclasses.fields(importlib.import_module("vllm.engine.arg_utils").AsyncEngineArgs)
     missing = dataclasses.MISSING
     flags = {"--" + field.name.replace("_", "-") for field in fields}
-    flags |= {"--no-" + f.name.replace("_", "-") for f in fields if "bool" in str(f.type)}
+    flags |= {"--no-" + f.name.replace("_", "-") for f in fields if kind(f.type) in BOOLEAN}
     defaults = {f.name: plain(f.default) for f in fields if f.default is not missing}
     return {"tier": "dataclass", "flags": sorted(flags), "defaults": defaults, "choices": {}}
 
@@ -108,8 +116,8 @@ def from_source(package: pathlib.Path) -> dict[str, Any]:
         if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs"):
             for item in node.body:
                 if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-                    kind = ast.unparse(item.annotation)
-                    booleans |= {"--" + item.target.id.replace("_", "-")} if "bool" in kind else set()
+                    named = {"--" + item.target.id.replace("_", "-")}
+                    booleans |= named if ast.unparse(item.annotation) in BOOLEAN else set()
     flags |= {"--no-" + flag[2:] for flag in flags & booleans}
     return {"tier": "source", "flags": sorted(flags), "defaults": {}, "choices": {}}
 

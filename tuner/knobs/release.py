@@ -25,6 +25,7 @@ FRONTEND_ARGS = (
 )
 VERSION_FILE = "vllm/_version.py"
 _FRONTEND = re.compile(r"FrontendArgs$")
+_BOOLEAN = ("bool", "bool | None", "Optional[bool]")
 _ENGINE = re.compile(r"^(Async)?EngineArgs$")
 
 
@@ -94,8 +95,8 @@ def _release(source: Callable[[str], str | None], path: Path) -> Release:
     flags, bare = _written_flags(ast.parse(engine))
     more, more_bare = _written_flags(ast.parse(frontend))
     fields = _fields(ast.parse(frontend), _FRONTEND)
-    switches = {flag for flag, kind in fields.items() if "bool" in kind}
-    switches |= {flag for flag, kind in _fields(ast.parse(engine), _ENGINE).items() if "bool" in kind}
+    switches = {flag for flag, kind in fields.items() if kind in _BOOLEAN}
+    switches |= {flag for flag, kind in _fields(ast.parse(engine), _ENGINE).items() if kind in _BOOLEAN}
     every = frozenset(flags | more | fields.keys())
     return Release(
         version=version[1].split("+", maxsplit=1)[0],
