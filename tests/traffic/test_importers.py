@@ -54,7 +54,7 @@ def test_the_format_is_told_by_the_content(tmp_path: Path, name: str) -> None:
 
 
 def test_azure_arrivals_are_right_to_a_microsecond(tmp_path: Path) -> None:
-    """docs/cases.md case 16: seven digits of fraction."""
+    """docs/cases.md R16: seven digits of fraction."""
     trace = read_any(put(tmp_path, AZURE))
     assert trace.arrival_s == pytest.approx([0.0, 4.314579, 4.541877, 5.710403], abs=1e-9)
     assert trace.meta["resolution_s"] == 0.0
@@ -74,7 +74,7 @@ def test_the_whole_azure_trace(real: Real) -> None:
 
 
 def test_coarse_stamps_are_found_and_spread(real: Real) -> None:
-    """docs/cases.md case 16: Mooncake's 3 s batches would fire ten requests at once."""
+    """docs/cases.md R16: Mooncake's 3 s batches would fire ten requests at once."""
     path = real("mooncake_conversation_trace.jsonl")
     raw, trace = read_any(path, dequantise=False), read_any(path)
     assert trace.meta["resolution_s"] == 3.0
@@ -85,11 +85,11 @@ def test_coarse_stamps_are_found_and_spread(real: Real) -> None:
     assert (trace.input_len == raw.input_len).all()  # the order of rows is kept
     shift = trace.arrival_s - raw.arrival_s
     assert shift.max() - shift.min() <= 3.0
-    assert int(trace.input_len[0]) == 6758  # case 12: to the token
+    assert int(trace.input_len[0]) == 6758  # R12: to the token
 
 
 def test_whole_seconds_are_spread_within_the_second(tmp_path: Path) -> None:
-    """docs/cases.md case 16: BurstGPT and vLLM's log lines; version 3 has other columns at other places."""
+    """docs/cases.md R16: BurstGPT and vLLM's log lines; version 3 has other columns at other places."""
     for name in ("burstgpt-1", "burstgpt-3", "vllm-log"):
         trace = read_any(put(tmp_path, FORMATS[name][0]))
         assert trace.meta["spread_s"] == 1.0
@@ -117,7 +117,7 @@ def test_spreading_is_the_same_each_time_and_keeps_order() -> None:
 
 
 def test_one_id_partial_and_whole_is_counted(tmp_path: Path) -> None:
-    """docs/cases.md case 15: an id that is a part here and a whole block there; ids beyond the length."""
+    """docs/cases.md R15: an id that is a part here and a whole block there; ids beyond the length."""
     trace = read_any(put(tmp_path, MOONCAKE))
     assert quality(trace)["blocks_partial_and_whole"] == 1
     more = json.dumps({"timestamp": 9000, "input_length": 100, "output_length": 1, "hash_ids": [1, 2, 3]})
@@ -129,7 +129,7 @@ def test_one_id_partial_and_whole_is_counted(tmp_path: Path) -> None:
 
 
 def test_rows_without_ids_and_epoch_stamps_are_taken(tmp_path: Path) -> None:
-    """docs/cases.md case 12: missing hash_ids are unique prompts, stamps of today are rebased."""
+    """docs/cases.md R12: missing hash_ids are unique prompts, stamps of today are rebased."""
     rows = [
         {"timestamp": 1_780_000_000_000 + at, "input_length": 5, "output_length": 1} for at in (0, 11, 25)
     ]

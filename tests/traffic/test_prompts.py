@@ -25,7 +25,7 @@ print(hashlib.sha256(b"".join(prompts.token_json(row) for row in range(3))).hexd
 
 
 def test_prompts_are_byte_identical_in_any_process() -> None:
-    """docs/cases.md: prompts seeded with hash(str) differ from process to process."""
+    """docs/cases.md R12: prompts seeded with hash(str) differ from process to process."""
     said = set()
     for seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": seed}
@@ -72,7 +72,7 @@ def test_prefixes_are_shared_exactly_as_ids_say() -> None:
 
 
 def test_rows_without_ids_share_nothing_and_tails_are_unique() -> None:
-    """docs/cases.md: rows without hash ids must not become empty prompts."""
+    """docs/cases.md R12: rows without hash ids must not become empty prompts."""
     trace = make([32, 32, 40, 40], ids=[[], [], [9, 8], [9, 8]])
     prompts = Prompts(trace, 32_000, b"salt")
     assert not set(prompts.tokens(0).tolist()) & set(prompts.tokens(1).tolist())

@@ -104,6 +104,16 @@ def answered(data: bytes, content_type: str = "") -> Answered:
 
 
 def _streamed(data: bytes) -> Answered:
+    """All events; only the last ones when they carry the engine's own count and no error came before."""
+    tail = data[-4096:]
+    if b'"usage":{' in tail.replace(b" ", b"") and b'"error"' not in data:
+        found = _events(tail[max(0, tail.find(b"\ndata:")) :] if len(data) > 4096 else data)
+        if found.output_tokens is not None:
+            return replace(found, chunks=data.count(b"data:"))
+    return _events(data)
+
+
+def _events(data: bytes) -> Answered:
     found, pieces, chunks = Answered(), [], 0
     for line in data.replace(b"\r\n", b"\n").split(b"\n"):
         if not line.startswith(b"data:"):

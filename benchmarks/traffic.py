@@ -1,0 +1,190 @@
+"""Traffic in numbers: imports, prompts, and what a recording proxy adds.
+
+    python -m benchmarks.traffic [TRACES] [--rate 200]
+
+TRACES is a directory with AzureLLMInferenceTrace_conv.csv and mooncake_conversation_trace.jsonl; without it
+only the proxy is measured. What is timed runs in a process of its own; proxy, upstream and client share this
+machine.
+"""
+
+import argparse
+import asyncio
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from tuner.traffic.importers import read_any
+from tuner.traffic.prompts import Prompts, salt
+from tuner.traffic.trace import Trace, bundled
+
+VOCABULARY = 152_064
+CHUNKS = 20
+TOKEN = b'data: {"choices": [{"text": "x"}]}\n\n'
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+USAGE = b'data: {"choices": [], "usage": {"prompt_tokens": 1000, "completion_tokens": 20}}\n\n'
+
+
+def importing(path: Path) -> None:
+    """Print seconds and peak memory of an import, and of the first 1,000 prompts after it."""
+    began = time.perf_counter()
+    trace = read_any(path)
+    took = time.perf_counter() - began
+    print(f"{path.name}: {len(trace):,} rows imported in {took:.2f} s, {_peak_mib():.0f} MiB")
+    if not len(trace.blocks):
+        return
+    began = time.perf_counter()
+    prompts = Prompts(trace, VOCABULARY, salt(0, 1, 0))
+    prompts.token_json(0)
+    first = time.perf_counter() - began
+    size = sum(len(prompts.token_json(row)) for row in range(1000))
+    took = time.perf_counter() - began
+    tokens = int(trace.input_len[:1000].sum())
+    print(f"  first prompt after {first * 1e3:.1f} ms; 1,000 prompts ({tokens:,} tokens, {size >> 20} MiB)")
+    print(f"  in {took:.2f} s = {took:.2f} ms each; peak {_peak_mib():.0f} MiB")
+
+
+def _peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+async def upstream(port: int) -> None:
+    """A server that streams CHUNKS events, 5 ms apart, whatever is asked."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                await reader.readexactly(int(head.lower().partition(b"content-length:")[2].split()[0]))
+                writer.write(HEAD)
+                for number in range(CHUNKS):
+                    event = USAGE if number == CHUNKS - 1 else TOKEN
+                    writer.write(b"%x\r\n%b\r\n" % (len(event), event))
+                    await asyncio.sleep(0.005)
+                writer.write(b"0\r\n\r\n")
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", port, limit=1 << 22)
+    await server.serve_forever()
+
+
+class Client:
+    """Keep-alive connections to one port; measures the time to the first byte of an answer."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._free: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def ask(self, body: bytes) -> tuple[float, float]:
+        """(monotonic stamp of sending, seconds to the first byte)."""
+        while self._free:
+            reader, writer = self._free.pop()
+            if not reader.at_eof():
+                break
+        else:
+            reader, writer = await asyncio.open_connection("127.0.0.1", self._port, limit=1 << 22)
+        sent = time.monotonic()
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+        )
+        await reader.readuntil(b"\n\n")
+        first = time.monotonic() - sent
+        await reader.readuntil(b"0\r\n\r\n")
+        self._free.append((reader, writer))
+        return sent, first
+
+
+async def passing(
+    direct: int, proxied: int, trace: Trace, rate: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """First-byte seconds direct and through the proxy, in turn, and when the proxied ones were sent."""
+    clients = (Client(direct), Client(proxied))
+    ids = Prompts(trace, VOCABULARY, salt(0, 1, 0))
+    bodies = [
+        b'{"model": "m", "stream": true, "prompt": ' + ids.token_json(row) + b"}" for row in range(len(trace))
+    ]
+    zero = time.monotonic() + 0.5
+    due = trace.arrival_s / trace.duration_s * (len(trace) / rate)
+
+    async def one(row: int) -> tuple[float, float]:
+        await asyncio.sleep(max(0.0, zero + due[row] - time.monotonic()))
+        return await clients[row % 2].ask(bodies[row])
+
+    found = np.array(await asyncio.gather(*(one(row) for row in range(len(trace)))))
+    return found[0::2, 1], found[1::2, 1], found[1::2, 0]
+
+
+def proxy(directory: Path, rate: float) -> None:
+    """Print what the proxy adds to the first byte, and how far captured arrivals are from the sent ones."""
+    direct, proxied, out = 18_801, 18_802, directory / "c.jsonl"
+    serve = f"import asyncio; from benchmarks.traffic import upstream; asyncio.run(upstream({direct}))"
+    capture = (
+        "from pathlib import Path; from tuner.traffic.capture.proxy import run; "
+        f"print(run('http://127.0.0.1:{direct}', Path({str(out)!r}), port={proxied}))"
+    )
+    running = [subprocess.Popen([sys.executable, "-c", code]) for code in (serve, capture)]
+    try:
+        _until_open(direct)
+        _until_open(proxied)
+        trace = bundled()
+        asyncio.run(passing(direct, proxied, trace.take(range(100)), rate))  # connections, warm code
+        before = _cpu_s(running[1].pid)
+        plain, through, sent = asyncio.run(passing(direct, proxied, trace, rate))
+        spent = _cpu_s(running[1].pid) - before
+    finally:
+        for process in reversed(running):
+            process.terminate()
+            process.wait()
+    shown = [np.percentile(times * 1e3, [50, 99]) for times in (plain, through)]
+    print(
+        f"first byte at {rate:.0f} req/s, half of them through the proxy ({len(through)} each), p50/p99 ms:"
+    )
+    print(f"  direct {shown[0][0]:.2f}/{shown[0][1]:.2f}, proxied {shown[1][0]:.2f}/{shown[1][1]:.2f}")
+    print(f"  added {shown[1][0] - shown[0][0]:.2f}/{shown[1][1] - shown[0][1]:.2f}")
+    print(f"  the proxy's own CPU: {spent / len(through) * 1e3:.2f} ms per request of {CHUNKS} chunks")
+    captured = read_any(out).arrival_s[-len(sent) :]
+    gap = (captured - captured[0]) - np.sort(sent - sent.min())
+    error = np.median(np.abs(gap - np.median(gap))) * 1e3
+    print(f"captured arrivals against sent ones: median |error| {error:.2f} ms")
+
+
+def _cpu_s(pid: int) -> float:
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
+
+
+def _until_open(port: int) -> None:
+    import socket
+
+    for _ in range(400):
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+            return
+        except OSError:
+            time.sleep(0.05)
+    raise TimeoutError(f"nothing listens on {port}")
+
+
+def main() -> None:
+    """Run all of it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("traces", nargs="?", type=Path)
+    parser.add_argument("--rate", type=float, default=200.0)
+    chosen = parser.parse_args()
+    if chosen.traces:
+        for name in ("AzureLLMInferenceTrace_conv.csv", "mooncake_conversation_trace.jsonl"):
+            path = str(chosen.traces / name)
+            code = f"import benchmarks.traffic as b; b.importing(b.Path({path!r}))"
+            subprocess.run([sys.executable, "-c", code], check=True)
+    with tempfile.TemporaryDirectory() as directory:
+        proxy(Path(directory), chosen.rate)
+
+
+if __name__ == "__main__":
+    main()
