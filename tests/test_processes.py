@@ -15,7 +15,7 @@ import pytest
 
 from tuner import processes
 from tuner.errors import BadInput
-from tuner.leftovers import LOG_LIMIT, cgroup_home, private_directory
+from tuner.leftovers import LOG_LIMIT, cgroup_home, cgroup_members, private_directory
 from tuner.processes import HOST, Process, reap, run, spawn, stop, tagged
 
 PATIENCE_S = 60.0
@@ -174,6 +174,17 @@ def test_it_has_a_control_group_of_its_own_where_the_host_allows_it(tmp_path: Pa
     assert str(process.pid) in (group / "cgroup.procs").read_text().split()
     asyncio.run(stop(process, timeout_s=10))
     assert not group.exists()
+
+
+def test_a_control_group_reaches_who_hides_from_tag_and_group(tmp_path: Path) -> None:
+    if cgroup_home() is None:
+        pytest.skip("this host lets us make no control group")
+    hiding = ["setsid", "env", "-i", sys.executable, "-c", "import time; time.sleep(600)"]
+    process = launch(tmp_path, f"import subprocess,time; subprocess.Popen({hiding!r}); time.sleep(600)")
+    assert process.cgroup is not None
+    wait_for(lambda: len(cgroup_members(process.tag)) > len(tagged(process.tag)) > 0)
+    asyncio.run(stop(process, timeout_s=10))
+    assert cgroup_members(process.tag) == []
 
 
 def test_it_keeps_to_its_cores(tmp_path: Path) -> None:

@@ -82,12 +82,14 @@ def enter_cgroup(tag: str, pid: int) -> Path | None:
     return group
 
 
-def cgroup_members(group: Path) -> list[int]:
-    """Processes in a control group; none when it is gone."""
+def cgroup_members(tag: str) -> list[int]:
+    """Living processes in a launch's control group; none when it has none."""
+    home = cgroup_home()
     try:
-        return [int(line) for line in (group / "cgroup.procs").read_text().split()]
+        listed = (home / f"tuner-{tag}" / "cgroup.procs").read_text().split() if home else []
     except OSError:
         return []
+    return [int(pid) for pid in listed if pid != "0" and lives(int(pid))]
 
 
 def leave_cgroup(tag: str) -> None:

@@ -116,7 +116,7 @@ class HostTable:
         found = {p.pid for p in tagged(process.tag)}
         found.update(pid for pid in psutil.pids() if group_of(pid) == process.pid and lives(pid))
         if process.cgroup is not None:
-            found.update(pid for pid in cgroup_members(process.cgroup) if lives(pid))
+            found.update(cgroup_members(process.tag))
         return sorted(found)
 
     def kill(self, pid: int, number: signal.Signals) -> None:
@@ -235,12 +235,11 @@ def reap(tag: str, *, timeout_s: float = 10.0) -> int:
     killed: set[int] = set()
     shared: set[Path] = set()
     deadline = time.monotonic() + timeout_s
-    while living := tagged(tag):
-        for process in living:
-            shared |= shared_files(process.pid)
-            if process.pid not in killed or time.monotonic() > deadline:
-                HOST.kill(process.pid, signal.SIGKILL)
-            killed.add(process.pid)
+    while living := {p.pid for p in tagged(tag)} | set(cgroup_members(tag)):
+        for pid in living:
+            shared |= shared_files(pid)
+            HOST.kill(pid, signal.SIGKILL)
+        killed |= living
         if time.monotonic() > deadline:
             break
         time.sleep(0.02)
