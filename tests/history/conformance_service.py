@@ -5,11 +5,11 @@ from datetime import timedelta
 
 import pytest
 
-from tests.history.records import NOW, a_run, a_study, finished, start
+from tests.history.records import NOW, a_launch, a_measurement, a_run, a_study, finished, start
 from tuner.errors import BadInput, Conflict, NotFound
 from tuner.history.entities import Schedule
 from tuner.history.store import Store
-from tuner.records import AliasEvent, Candidate, Profile, ProfileKey
+from tuner.records import AliasEvent, Candidate, Profile, ProfileKey, RunState
 
 KEY = ProfileKey(model="Qwen/Qwen2.5-7B-Instruct", target="n1", workload="chat")
 MINUTE = timedelta(minutes=1)
@@ -194,3 +194,38 @@ class ServiceConformance:
         assert store.answer("k", "d1") == {"run": "r1"}
         with pytest.raises(Conflict, match="another request"):
             store.answer("k", "d2")
+
+    # Care
+
+    def test_old_folders_are_found_but_not_those_of_the_best_or_of_a_profile(self, store: Store) -> None:
+        study = store.add_study(a_study())
+        run = a_run(store, study)
+        launch = replace(a_launch(study), directory="launches/L1", ended_at=NOW + MINUTE)
+        store.finish_launch(store.add_launch(launch))
+        for number, value in enumerate((100.0, 50.0, 70.0, 80.0)):
+            trial = replace(start(store, run, number), directory=f"trials/{number}")
+            finished(store, trial, a_measurement(value, goodput=value))
+        start(store, run, 9)
+        store.save_run(replace(run, state=RunState.FINISHED, ended_at=NOW))
+        later = NOW + timedelta(days=30)
+        found = store.leftovers(later)
+        assert [each.directory for each in found] == ["launches/L1", "trials/2", "trials/3"]
+        assert store.leftovers(NOW) == ()
+        store.forget(found)
+        assert store.leftovers(later) == ()
+        assert [trial.directory for trial in store.trials(study.id)] == [
+            "trials/0",
+            "trials/1",
+            None,
+            None,
+            None,
+        ]
+
+    def test_old_answers_and_traces_are_forgotten(self, store: Store) -> None:
+        store.keep_answer("old", "d", 1, now=NOW)
+        store.keep_answer("new", "d", 2, now=NOW + MINUTE)
+        assert store.forget_answers(NOW + MINUTE) == 1
+        assert store.answer("new", "d") == 2
+        store.add_trace("c0" * 32, "azure", "a.parquet", {}, NOW)
+        store.forget_trace("c0" * 32)
+        assert store.traces() == ()

@@ -112,7 +112,7 @@ def test_a_commit_whose_answer_was_lost_is_not_done_twice(postgres: Server, url:
             postgres.cut(name_of(url))
             connection.execute("SELECT 1")  # type: ignore[attr-defined]
 
-    engine.dialect.do_commit = commit_then_lose  # type: ignore[method-assign]
+    engine.dialect.do_commit = commit_then_lose  # type: ignore[method-assign, assignment]
     try:
         back = store.add_measurement(trial.id, a_measurement())
     finally:
@@ -148,7 +148,7 @@ def test_one_of_many_writers_opens_the_run_and_gets_the_lease_and_the_alias(url:
             ("lease", lambda: store.acquire_lease("n9", str(number), now=NOW, ttl_s=60)),
         ):
             try:
-                take()  # type: ignore[no-untyped-call]
+                take()
                 won.append(what)
             except Conflict:
                 pass

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from datetime import datetime
 
 from tuner.errors import NotFound
+from tuner.history.care import Care
 from tuner.history.catalog import Catalog
 from tuner.history.database import Database
 from tuner.history.entities import Lease
@@ -15,7 +16,7 @@ from tuner.history.studies import Studies
 from tuner.history.trials import Trials
 
 
-class Store(Studies, Trials, Nights, Catalog, Registry, Leases, Schedules, Tokens, Audit):
+class Store(Studies, Trials, Nights, Catalog, Registry, Leases, Schedules, Tokens, Audit, Care):
     """Opens a database by URL (`sqlite:///path`, `postgresql://user@host/name`); safe to use from threads.
 
     An empty database is made with `create`, else NotFound. One of an older release raises Conflict (run
