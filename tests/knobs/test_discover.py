@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tuner.errors import BadInput
+from tuner.knobs.constraints import known_violation
 from tuner.knobs.discover import Gpu, discover, facts_of_version, interpreter_of, on_device
 
 PYTHON = (sys.executable,)
@@ -160,6 +161,13 @@ def test_defaults_follow_the_card_and_the_release(
     assert defaults["max_num_seqs"] == seqs
     assert defaults["max_num_batched_tokens"] == tokens
     assert defaults["gpu_memory_utilization"] == share
+
+
+def test_a_default_that_needs_the_card_is_unknown_without_one() -> None:
+    defaults = facts_of_version("0.32.0").defaults
+    assert "max_num_seqs" not in defaults
+    assert defaults["block_size"] == 16
+    assert known_violation({"max_num_scheduled_tokens": 4096}, facts_of_version("0.32.0")) is None
 
 
 def test_defaults_on_cpu() -> None:

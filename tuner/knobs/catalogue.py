@@ -83,7 +83,13 @@ class Knob:
         return next((rule.values for rule in self.choices if matches(version, rule.versions)), ())
 
     def default_for(self, facts: EngineFacts) -> Value:
-        """What the engine takes when the knob is left alone; None = decided at start, read it back."""
+        """What the engine takes when the knob is left alone; None = decided at start, read it back.
+
+        So it is where the rule asks for the memory of a GPU that nobody has named.
+        """
+        unknown = facts.platform == "cuda" and facts.gpu_memory_gib is None
+        if unknown and any(rule.min_memory_gib for rule in self.default):
+            return None
         return next((rule.value for rule in self.default if rule.holds(facts)), None)
 
     def complaint(self, value: Value, version: str | None = None) -> str | None:
