@@ -155,9 +155,11 @@ class Table:
             found.append((f"ttft_p95_ms saturated: rank correlation {rank:.2f} (≥ 0.9)", rank >= 0.9))
         return found
 
-    def coverage(self) -> float:
-        """Share of the shown values that lie within two of the predicted spreads."""
-        inside = [abs(np.log(p[n] / row.values[n])) <= 2 * s[n] for row, p, s, _ in self.lines for n in SHOWN]
+    def coverage(self, spreads: float) -> float:
+        """Share of the shown values that lie within so many predicted spreads."""
+        inside = [
+            abs(np.log(p[n] / row.values[n])) <= spreads * s[n] for row, p, s, _ in self.lines for n in SHOWN
+        ]
         return float(np.mean(inside))
 
 
@@ -176,8 +178,10 @@ def predict_rows(
     return Table(lines)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("rows", type=Path)
     parser.add_argument("--traffic", required=True)
     parser.add_argument("--model", default="Qwen/Qwen2.5-7B-Instruct")
@@ -185,25 +189,35 @@ def main() -> int:
     parser.add_argument("--max-model-len", type=int, default=16384)
     parser.add_argument("--on", default="1024 8192 0", help="the row to calibrate on")
     parser.add_argument("--uncalibrated", action="store_true")
-    arguments = parser.parse_args()
-    rows = rows_of(arguments.rows)
-    base = next((row for row in rows if row.knobs == arguments.on), None)
+    return parser.parse_args(words)
+
+
+def run(given: argparse.Namespace) -> Table | None:
+    """Calibrate and predict; None when the row to calibrate on is not in the file."""
+    rows = rows_of(given.rows)
+    base = next((row for row in rows if row.knobs == given.on), None)
     if base is None:
-        print(f"no row '{arguments.on}' in {arguments.rows}", file=sys.stderr)
-        return 2
+        return None
     calibration = None
-    if not arguments.uncalibrated:
+    if not given.uncalibrated:
         started = time.perf_counter()
         seen = Observation(candidate=base.candidate, values=base.values)
-        calibration = fit(scene_of(arguments, base), [seen])
-        print(
-            f"calibrated on '{base.knobs}' in {time.perf_counter() - started:.1f} s, {calibration.rounds} rounds"
-        )
+        calibration = fit(scene_of(given, base), [seen])
+        seconds = time.perf_counter() - started
+        print(f"calibrated on '{base.knobs}' in {seconds:.1f} s, {calibration.rounds} rounds")
         print("  " + ", ".join(f"{k} {v:.4g}" for k, v in calibration.coefficients.to_json().items()))
         print("  residuals " + ", ".join(f"{k} {v:.1%}" for k, v in calibration.residuals.items()))
-    table = predict_rows(arguments, [row for row in rows if row is not base], calibration)
+    return predict_rows(given, [row for row in rows if row is not base], calibration)
+
+
+def main() -> int:
+    given = arguments()
+    table = run(given)
+    if table is None:
+        print(f"no row '{given.on}' in {given.rows}", file=sys.stderr)
+        return 2
     table.print()
-    print(f"within two spreads: {table.coverage():.0%}")
+    print(f"within one predicted spread: {table.coverage(1):.0%}, within two: {table.coverage(2):.0%}")
     verdicts = table.verdicts()
     for words, held in verdicts:
         print(("  ok    " if held else "  MISSED ") + words)

@@ -204,7 +204,7 @@ def test_swap_moves_blocks_instead_of_computing_again() -> None:
 
 
 def test_shared_prefixes_are_computed_once_and_forgotten_least_recently_used_first() -> None:
-    limits = replace(SMALL, num_blocks=20, max_num_seqs=1)
+    limits = replace(SMALL, num_blocks=21, max_num_seqs=1)
     scheduler = Scheduler(limits, tell=True)
 
     def ask(key: int) -> int:

@@ -288,6 +288,10 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     args = parser().parse_args(list(argv))
     try:
         card = card_of(env.get("TUNER_SIM_CARD", "h100-80"))
+    except TunerError as error:
+        print(f"TUNER_SIM_CARD: {error}", file=sys.stderr, flush=True)
+        return 1
+    try:
         facts = read(args.model_tag or args.model, env=env)
     except TunerError as error:
         print(f"huggingface_hub.errors.LocalEntryNotFoundError: {error}", file=sys.stderr, flush=True)

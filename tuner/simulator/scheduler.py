@@ -20,11 +20,14 @@ from tuner.simulator.state import Limits, Request, Step
 
 
 class Scheduler:
-    """All requests of an engine: `schedule()`, then `complete(step)`; async scheduling is one step ahead."""
+    """All requests of an engine: `schedule()`, then `complete(step)`; async scheduling is one step ahead.
+
+    One of the blocks is never handed out: vLLM keeps it as its null block.
+    """
 
     def __init__(self, limits: Limits, *, tell: bool = False) -> None:
         self.limits = limits
-        self.pool = Pool(limits.num_blocks, limits.block_size, limits.enable_prefix_caching)
+        self.pool = Pool(limits.num_blocks - 1, limits.block_size, limits.enable_prefix_caching)
         self.watermark = int(limits.watermark * limits.num_blocks)
         self.waiting: deque[Request] = deque()
         self.running: dict[Request, None] = {}

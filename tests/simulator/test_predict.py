@@ -1,0 +1,212 @@
+"""Predictions and calibration against a known truth: an engine whose coefficients the test has set."""
+
+import csv
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import simulator as benchmark
+from tuner.errors import BadInput
+from tuner.knobs.model import read
+from tuner.records import Candidate, Slice, Slo
+from tuner.simulator.calibrate import BOUNDS, Calibration, Observation, fit
+from tuner.simulator.cost import CARDS, Coefficients, StepCost, capture_sizes, card_of, preset
+from tuner.simulator.memory import Budget, profile
+from tuner.simulator.predict import Predictor, Scene
+from tuner.simulator.state import Step
+from tuner.traffic.trace import Trace, build
+
+DATA = Path(__file__).parents[2].parent / "shared" / "data"
+FACTS = read("Qwen/Qwen2.5-7B-Instruct", env={})
+H100 = CARDS["h100-80"]
+
+
+def traffic(count: int = 200, rate: float = 14.0, seed: int = 3, block_size: int = 0) -> Trace:
+    rng = np.random.default_rng(seed)
+    lengths = np.clip(rng.lognormal(6.5, 0.8, count), 20, 5000).astype(int)
+    blocks = None
+    if block_size:
+        ids = [
+            [0, 1, *range(100 * row + 100, 100 * row + 100 + n // block_size)]
+            for row, n in enumerate(lengths)
+        ]
+        kept = [found[: max(1, -(-n // block_size))] for found, n in zip(ids, lengths, strict=True)]
+        blocks = (np.cumsum([0, *map(len, kept)]), np.concatenate(kept))
+    return build(
+        {
+            "arrival_s": np.cumsum(rng.exponential(1 / rate, count)),
+            "input_len": lengths,
+            "output_len": np.clip(rng.lognormal(4.8, 0.8, count), 2, 900).astype(int),
+        },
+        blocks=blocks,
+        block_size=block_size,
+    )
+
+
+def scene(trace: Trace | None = None, **changes: object) -> Scene:
+    trace = trace or traffic()
+    whole = Slice(name="all", start_s=0.0, duration_s=trace.duration_s + 1e-3)
+    made = Scene(
+        trace=trace,
+        slices=(whole,),
+        facts=FACTS,
+        card=H100,
+        plan=benchmark.BARE,
+        args={"max-model-len": 8192},
+        slo=Slo(ttft_ms=500, tpot_ms=50),
+    )
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def test_the_kv_memory_of_a_measured_h100() -> None:
+    """vLLM 0.25.1 on one H100 with this shape and its defaults: 1,071,136 tokens."""
+    budget = Budget(max_num_seqs=1024, max_num_batched_tokens=8192)
+    assert profile(FACTS, H100, budget).tokens(16) == pytest.approx(1_071_136, rel=0.02)
+
+
+def test_more_utilization_more_blocks_until_warm_up_fails() -> None:
+    found = [
+        profile(FACTS, CARDS["a4500"], Budget(utilization=u, max_num_seqs=1024)) for u in (0.9, 0.95, 0.999)
+    ]
+    assert found[0].blocks < found[1].blocks < found[2].blocks
+    assert found[0].missing_gib < 0 < found[2].missing_gib
+
+
+def test_a_step_costs_more_the_more_it_does() -> None:
+    cost = StepCost(FACTS, H100, Coefficients())
+    least = cost(Step(decodes=1, context=100))
+    assert least > cost.weights_s
+    assert cost(Step(decodes=1, context=100_000)) > least
+    long = cost(Step(prefill_tokens=4096, prefills=1, pairs=4096 * 30_000, prefill_context=32_000))
+    assert long > cost(Step(prefill_tokens=4096, prefills=1, pairs=4096 * 2048, prefill_context=4096))
+    # Batches are padded to the next captured size.
+    assert cost(Step(prefill_tokens=290, prefills=1)) == cost(Step(prefill_tokens=300, prefills=1))
+    assert cost(Step(prefill_tokens=300, prefills=1)) < cost(Step(prefill_tokens=305, prefills=1))
+    eager = StepCost(FACTS, CARDS["h200"], Coefficients(), capture_most=0)
+    assert eager(Step(decodes=1)) > StepCost(FACTS, CARDS["h200"], Coefficients())(Step(decodes=1))
+    assert cost(Step(decodes=1, swapped_blocks=1000)) > least
+
+
+def test_captured_sizes_are_vllms() -> None:
+    assert capture_sizes(24) == (1, 2, 4, 8, 16, 24)
+    assert capture_sizes(512)[-3:] == (480, 496, 512)
+
+
+def test_names_and_rates_are_a_measurements() -> None:
+    (found,) = Predictor(scene(), preset(H100))([Candidate()])
+    values = found.values
+    assert found.feasible
+    assert values["requests"] == 200
+    assert values["failed"] == 0
+    assert values["ttft_p50_ms"] <= values["ttft_p95_ms"] <= values["e2e_p95_ms"]
+    assert 0 < values["goodput_rps"] <= values["request_rps"]
+    assert set(found.spread) <= set(values)
+    assert found.violation.kv is not None
+    assert found.violation.kv < 0
+
+
+def test_a_smaller_step_budget_trades_first_tokens_for_steady_ones() -> None:
+    loaded = scene(traffic(rate=19.0))
+    wide, narrow = Predictor(loaded, preset(H100))(
+        [Candidate(), Candidate({"max_num_batched_tokens": 512, "max_num_seqs": 256})]
+    )
+    assert narrow.values["tpot_p95_ms"] < wide.values["tpot_p95_ms"]
+    assert narrow.values["ttft_p95_ms"] > wide.values["ttft_p95_ms"]
+
+
+def test_what_would_not_start_is_infeasible_and_graded() -> None:
+    small = scene(card=card_of("a4500"))
+    found = Predictor(small, preset(small.card))(
+        [
+            Candidate({"gpu_memory_utilization": 0.76}),
+            Candidate({"max_num_seqs": 64, "max_num_batched_tokens": 32}),
+            Candidate({"block_size": 24}),
+            Candidate({"gpu_memory_utilization": 0.999, "max_num_seqs": 1024}),
+        ]
+    )
+    assert [prediction.feasible for prediction in found] == [False] * 4
+    assert found[0].violation.kv is not None
+    assert found[0].violation.kv > 0
+    assert found[3].violation.oom is not None
+    assert found[3].violation.oom > 0
+
+
+def test_shared_prefixes_are_hits_only_with_the_cache_on() -> None:
+    for size in (16, 64, 48):  # whole multiples of an engine block, and not
+        shared = scene(traffic(block_size=size))
+        on, off = Predictor(shared, preset(H100))(
+            [Candidate({"block_size": 16}), Candidate({"enable_prefix_caching": False})]
+        )
+        assert on.values["prefix_hit_rate"] > 0.01
+        assert "prefix_hit_rate" not in off.values
+        assert on.values["ttft_mean_ms"] < off.values["ttft_mean_ms"]
+
+
+def test_an_overload_fails_at_the_deadline() -> None:
+    (found,) = Predictor(scene(traffic(rate=500.0), deadline_s=1.0), preset(H100))([Candidate()])
+    assert found.values["failed"] > 0
+    assert math.isinf(found.values["e2e_p99_ms"])
+    assert not found.feasible
+    assert found.violation.err is not None
+    assert found.violation.err > 0
+
+
+OTHERS = [
+    Candidate({"max_num_batched_tokens": 512, "max_num_seqs": 256}),
+    Candidate({"max_num_seqs": 48}),
+    Candidate({"max_num_batched_tokens": 2048, "long_prefill_token_threshold": 256}),
+]
+
+
+@pytest.mark.parametrize(
+    "truth",
+    [
+        Coefficients(compute=0.45, memory=0.7, step_s=0.005, seq_s=2e-5, request_s=0.01),
+        Coefficients(compute=0.75, memory=0.95, step_s=0.001),
+    ],
+)
+def test_one_trial_calibrates_for_the_others(truth: Coefficients) -> None:
+    made = scene()
+    real = Predictor(made, truth, spreads=False)
+    seen = Observation(candidate=Candidate(), values=real([Candidate()])[0].values)
+    found = fit(made, [seen])
+    assert max(found.residuals.values()) < 0.05
+    fitted = Predictor(made, found.coefficients, spreads=False)
+    for name, limit in (("tpot_p95_ms", 0.10), ("e2e_p95_ms", 0.10), ("ttft_p95_ms", 0.25)):
+        for got, want in zip(fitted(OTHERS), real(OTHERS), strict=True):
+            assert abs(math.log(got.values[name] / want.values[name])) < limit
+    for name, (low, high) in BOUNDS.items():
+        assert low <= getattr(found.coefficients, name) <= high
+
+
+def test_a_calibration_survives_its_storage() -> None:
+    made = scene(traffic(60))
+    values = Predictor(made, Coefficients(), spreads=False)([Candidate()])[0].values
+    found = fit(made, [Observation(candidate=Candidate(), values=values)], rounds=1)
+    assert Calibration.from_json(json.loads(json.dumps(found.to_json()))) == found
+    with pytest.raises(BadInput, match="not a calibration"):
+        Calibration.from_json({"coefficients": {}})
+
+
+def test_nothing_measured_calibrates_nothing() -> None:
+    with pytest.raises(BadInput, match="no observation"):
+        fit(scene(traffic(20)), [Observation(candidate=Candidate(), values={"goodput_rps": 3.0})])
+    bad = Candidate({"max_num_seqs": 64, "max_num_batched_tokens": 32})
+    with pytest.raises(BadInput, match="would be refused"):
+        fit(scene(traffic(20)), [Observation(candidate=bad, values={"e2e_p95_ms": 3.0})])
+
+
+def test_a_measured_h100_is_predicted_from_its_default() -> None:
+    """docs/simulator.md's table: one measured row, fourteen predicted."""
+    rows, slice_file = DATA / "h100" / "live_limits.jsonl", DATA / "h100" / "slice.csv"
+    if not rows.exists():
+        pytest.skip("the measurements of one H100 are not beside the checkout")
+    with slice_file.open() as file:
+        assert next(csv.reader(file)) == ["arrival_s", "prompt_tokens", "output_tokens"]
+    found = benchmark.run(benchmark.arguments([str(rows), "--traffic", str(slice_file)]))
+    assert found is not None
+    assert [words for words, held in found.verdicts() if not held] == []
