@@ -128,7 +128,11 @@ class Server:
             said = None
         text = b"# nothing\n" if said is None else json.dumps(said).encode()
         kind = b"text/plain" if said is None else b"application/json"
-        return b"HTTP/1.1 200 OK\r\ncontent-type: %s\r\ncontent-length: %d\r\n\r\n%s" % (kind, len(text), text)
+        return b"HTTP/1.1 200 OK\r\ncontent-type: %s\r\ncontent-length: %d\r\n\r\n%s" % (
+            kind,
+            len(text),
+            text,
+        )
 
     def start(self, stream: Stream, body: bytes, chat: bool, now: int) -> None:
         asked = json.loads(body)

@@ -45,7 +45,8 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
             name="quick", slices=1, slice_s=3.0, repeats=1, demonstration=True,
             warmup_waves=2, warmup_requests=4, warmup_tokens=4, warmup_limit_s=1.0,
             priming_turnovers=0.25, priming_limit_s=0.5,
-            load_warmup_s=0.5, tail_limit_s=5.0, scrape_s=0.25, lateness_ms=25.0,
+            load_warmup_s=0.5, tail_limit_s=5.0, scrape_s=0.25,
+            lateness_ms=100.0, lateness_share=0.25, sender_cpu=0.95,
         ),
         "standard": Plan(
             name="standard", slices=3, slice_s=60.0, repeats=3,
@@ -72,7 +73,8 @@ class Load:
     `speed` 2.0 sends the same rows twice as fast. `kv_tokens` is the largest KV capacity among the
     candidates (None: this engine's). `deadline_s` None = max(60 s, 4 × the SLO's E2E limit). `history`:
     open = every row at its recorded time, session = a turn not before its parent's answer and think time,
-    live = session, and the prompt carries the tokens that the engine answered. `isolated` skips the lock.
+    live = session, and the prompt carries the tokens that the engine answered. `isolated` skips the lock;
+    `realtime` asks the kernel for real-time priority for the senders, and the report says if it was given.
     """
 
     seed: int
@@ -89,6 +91,7 @@ class Load:
     senders: int = 1
     cores: tuple[int, ...] | None = None
     isolated: bool = False
+    realtime: bool = False
 
     @property
     def deadline(self) -> float:

@@ -16,7 +16,7 @@ from tuner.replay.jobs import Job, Sent
 from tuner.replay.worker import FRAME
 
 START_S = 60.0
-AHEAD_S = 10.0
+AHEAD_S = 30.0
 """Jobs of this much schedule lie with the senders before the clock starts ..."""
 AHEAD_BYTES = 64 << 20
 """... or bodies of this size; more than this never lies with one sender."""
@@ -25,7 +25,10 @@ AHEAD_BYTES = 64 << 20
 class Senders:
     """Sender processes on one engine. A job goes to the sender of its group: sessions stay whole."""
 
-    def __init__(self, host: str, port: int, count: int, cores: Sequence[int] | None) -> None:
+    def __init__(
+        self, host: str, port: int, count: int, cores: Sequence[int] | None, *, realtime: bool = False
+    ) -> None:
+        self.realtime = realtime
         self.host = host
         self.port = port
         self.count = count
@@ -39,6 +42,7 @@ class Senders:
         self._processes: list[processes.Process] = []
         self._readers: list[asyncio.Task[None]] = []
         self._finished = asyncio.Semaphore(0)
+        self._prepared = asyncio.Semaphore(0)
         self._ahead = [0] * count
         self._took = asyncio.Event()
         self._server: asyncio.Server | None = None
@@ -71,7 +75,15 @@ class Senders:
         cores = None if self.cores is None else [self.cores[number % len(self.cores)]]
         try:
             return processes.spawn(
-                [sys.executable, "-m", "tuner.replay.worker", path, self.host, str(self.port)],
+                [
+                    sys.executable,
+                    "-m",
+                    "tuner.replay.worker",
+                    path,
+                    self.host,
+                    str(self.port),
+                    *(["--realtime"] if self.realtime else []),
+                ],
                 env={},
                 directory=self._directory,
                 log=self._directory / f"sender-{number}.log",
@@ -92,12 +104,15 @@ class Senders:
                 elif kind == b"A":
                     self._ahead[number] -= int(payload)
                     self._took.set()
+                elif kind == b"P":
+                    self._prepared.release()
                 else:
                     self.reports.append(json.loads(payload))
                     self._finished.release()
         except (asyncio.IncompleteReadError, ConnectionError):
             self.broken = "a sender process ended in the middle of a replay"
             self._took.set()
+            self._prepared.release()
             self._finished.release()
 
     def _tell(self, number: int, kind: bytes, payload: bytes = b"") -> None:
@@ -132,6 +147,13 @@ class Senders:
         for number in range(self.count):
             self._tell(number, b"E")
         ready.set()
+
+    async def prepared(self) -> None:
+        """Wait until every sender has opened its connections and read what it was fed so far."""
+        for number in range(self.count):
+            self._tell(number, b"P")
+        for _ in range(self.count):
+            await self._prepared.acquire()
 
     def go(self, zero_ns: int) -> None:
         """Start the clock: `zero_ns` is a perf_counter_ns, which all processes of a Linux host share."""

@@ -110,7 +110,7 @@ class _Replay:
         self.pool = Pool(server.host, server.port)
         priorities = server.effective.get("scheduling_policy") == "priority"
         self.bodies = Bodies(trace, load, priorities=priorities)
-        self.senders = Senders(server.host, server.port, load.senders, load.cores)
+        self.senders = Senders(server.host, server.port, load.senders, load.cores, realtime=load.realtime)
         self.notes = Notes()
         self.sent: list[Sent] = []
         self.planned = 0
@@ -153,7 +153,9 @@ class _Replay:
         self.senders.begin(window.take, min(CONNECTIONS, window.planned))
         ready = asyncio.Event()
         feeder = asyncio.create_task(self.senders.feed(self.jobs(timetable), ready))
-        await asyncio.wait([feeder, asyncio.create_task(ready.wait())], return_when=asyncio.FIRST_COMPLETED)
+        feeder.add_done_callback(lambda _: ready.set())
+        await ready.wait()
+        await self.senders.prepared()
         contention = Contention()
         zero = perf_counter_ns() + int((plan.load_warmup_s + LEAD_S) * 1e9)
         self.senders.go(zero)
@@ -204,6 +206,7 @@ class _Replay:
             self.cpu = max(self.cpu, said["cpu_s"] / max(said["span_s"], 1e-9))
             self.notes.highest("sender_preempted_per_s", said["preempted"] / max(said["span_s"], 1e-9))
             self.notes.highest("loop_wake_p99_ms", said["wake_p99_ms"])
+            self.notes.highest("sender_realtime", said["realtime"])
         for name, value in contention.items():
             self.notes.highest(name, value)
         self.notes.values["senders"] = float(self.load.senders)

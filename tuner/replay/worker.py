@@ -1,9 +1,9 @@
-"""A sender process: `python -m tuner.replay.worker SOCKET HOST PORT`. Started and fed by `senders.Senders`.
+"""A sender process: `python -m tuner.replay.worker SOCKET HOST PORT [--realtime]`, fed by `senders.Senders`.
 
 Frames both ways on a Unix socket: kind (1 byte), length (4), payload. In: O connections to open, J job,
-Z zero of the clock, E end of jobs, X cut all. Out: R a result, A bytes of bodies taken from the queue,
-F finished with X (JSON of its own numbers). The controller keeps the bytes that lie ahead within bounds.
-It ends when the socket does: it cannot outlive its controller.
+E end of jobs, P prepared?, Z zero of the clock, X cut all. Out: P prepared (all before it is done), R a
+result, A bytes of bodies taken from the queue, F finished with X (JSON of its own numbers). The controller
+keeps the bytes that lie ahead within bounds. It ends when the socket does: it cannot outlive its controller.
 """
 
 import asyncio
@@ -105,6 +105,8 @@ class Worker:
             self.used, self.begun = usage(), perf_counter_ns()
             zero = int(payload)
             self.player = asyncio.create_task(self.sender.play(self.queue.jobs(), zero))
+        elif kind == b"P":
+            self.writer.write(FRAME.pack(b"P", 0))
         elif kind == b"X":
             await self.finish(payload.decode())
 
@@ -123,6 +125,7 @@ class Worker:
             "preempted": used[1] - self.used[1],
             "wake_p99_ms": float(np.percentile(wakes, 99)) if wakes else 0.0,
             "opened": self.pool.opened,
+            "realtime": float(os.sched_getscheduler(0) == os.SCHED_RR),
         }
         payload = json.dumps(said).encode()
         self.writer.write(FRAME.pack(b"F", len(payload)) + payload)
@@ -161,5 +164,13 @@ async def serve(path: str, host: str, port: int) -> None:
     os._exit(0)
 
 
+def realtime() -> None:
+    """Ask for round-robin real-time priority; where the kernel refuses, the report says so."""
+    with suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+
+
 if __name__ == "__main__":
+    if "--realtime" in sys.argv:
+        realtime()
     uvloop.run(serve(sys.argv[1], sys.argv[2], int(sys.argv[3])))
