@@ -149,6 +149,17 @@ def test_a_client_that_goes_away_is_seen_by_both_sides(tmp_path: Path) -> None:
     assert trace.output_len.tolist() == [1]
 
 
+def test_connections_to_the_upstream_are_kept(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with bench(tmp_path) as b:
+            for _ in range(5):
+                await post(b.port, body(stream=True))
+                await post(b.port, body())
+            assert len(b.upstream.peers) == 1
+
+    asyncio.run(go())
+
+
 def test_without_an_upstream_the_client_is_told(tmp_path: Path) -> None:
     async def go() -> None:
         recorder = Recorder(Sink(tmp_path / "c.jsonl"))

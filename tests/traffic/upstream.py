@@ -21,6 +21,7 @@ class Upstream:
         self.bodies: list[bytes] = []
         self.heads: list[list[tuple[bytes, bytes]]] = []
         self.cut = 0
+        self.peers: set[object] = set()
         self.hold = asyncio.Event()
         self.arrived = asyncio.Event()
 
@@ -37,6 +38,7 @@ class Upstream:
             if not message.get("more_body"):
                 break
         self.bodies.append(body)
+        self.peers.add(tuple(scope["client"]))
         self.heads.append(list(scope["headers"]))
         asked = json.loads(body) if body[:1] == b"{" else {}
         if asked.get("fail"):

@@ -33,13 +33,15 @@ class _Reading:
     def __init__(self) -> None:
         self.headers: list[tuple[bytes, bytes]] = []
         self.parts: list[bytes] = []
-        self.started = self.done = False
+        self.started = self.done = self.keep = False
+        self.parser = httptools.HttpResponseParser(self)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         self.started = True
+        self.keep = self.parser.should_keep_alive()  # told by the head alone; asked later it is False
 
     def on_body(self, body: bytes) -> None:
         self.parts.append(body)
@@ -108,7 +110,6 @@ class Proxy:
         """Send the request on and the answer back; False when a kept connection was stale: try a new one."""
         receive, send = client
         reading = _Reading()
-        parser = httptools.HttpResponseParser(reading)
         watch = asyncio.create_task(_watch(receive, link))
         sent = False
         try:
@@ -118,10 +119,10 @@ class Proxy:
                 data = await link.reader.read(_READ)
                 if not data:
                     break
-                parser.feed_data(data)
+                reading.parser.feed_data(data)
                 if reading.started and method == "HEAD":
                     reading.done = True
-                sent = await _forward(reading, parser, send, sent)
+                sent = await _forward(reading, send, sent)
             if not sent and not reading.started and link.used and not watch.done():
                 return False
             await _finish(reading, send, sent, watch.done())
@@ -131,13 +132,13 @@ class Proxy:
             if not sent and not watch.done():
                 await _refuse(send, 502, f"the upstream broke off: {type(error).__name__}")
         finally:
-            self._put_back(link, reading, parser, watch)
+            self._put_back(link, reading, watch)
         return True
 
-    def _put_back(self, link: _Link, reading: _Reading, parser: Any, watch: "asyncio.Task[None]") -> None:
+    def _put_back(self, link: _Link, reading: _Reading, watch: "asyncio.Task[None]") -> None:
         if not watch.done():
             watch.cancel()
-        if reading.done and parser.should_keep_alive() and not link.writer.is_closing() and not watch.done():
+        if reading.done and reading.keep and not link.writer.is_closing() and not watch.done():
             link.used = True
             self._free.append(link)
         else:
@@ -153,11 +154,13 @@ class Proxy:
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
 
-async def _forward(reading: _Reading, parser: Any, send: Send, sent: bool) -> bool:
+async def _forward(reading: _Reading, send: Send, sent: bool) -> bool:
     """Pass on what has been parsed; whether the head has been sent."""
     if reading.started and not sent:
         headers = [(name, value) for name, value in reading.headers if name not in HOP - {b"content-length"}]
-        await send({"type": "http.response.start", "status": parser.get_status_code(), "headers": headers})
+        await send(
+            {"type": "http.response.start", "status": reading.parser.get_status_code(), "headers": headers}
+        )
         sent = True
     if reading.parts and sent:
         parts, reading.parts = reading.parts, []
