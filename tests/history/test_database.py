@@ -17,6 +17,7 @@ from alembic.script import ScriptDirectory
 
 from tests.history.fill import fill, snapshot
 from tests.history.records import NOW, a_measurement, a_run, a_study, finished, start
+from tests.history.released import taken_over
 from tuner.errors import BadInput, Conflict, NotFound, Unavailable
 from tuner.history.copy import backup, copy
 from tuner.history.store import Store
@@ -226,3 +227,8 @@ def test_a_backup_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match="could not be written"):
         backup(store, tmp_path / "no" / "b.db", now=NOW)
     store.close()
+
+
+@pytest.mark.parametrize("revision", REVISIONS)
+def test_what_a_release_wrote_is_taken_over(tmp_path: Path, revision: str) -> None:
+    taken_over(url(tmp_path / "a.db"), revision)

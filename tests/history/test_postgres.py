@@ -13,6 +13,7 @@ from tests.history.conformance_service import ServiceConformance
 from tests.history.fill import fill, snapshot
 from tests.history.postgres import Server, serving
 from tests.history.records import NOW, a_measurement, a_run, a_study, finished, start
+from tests.history.released import taken_over
 from tuner.errors import Conflict, Unavailable
 from tuner.history.copy import copy
 from tuner.history.store import Store
@@ -178,3 +179,8 @@ def test_a_copy_from_sqlite_is_the_same_history_and_goes_on(tmp_path: Path, url:
     assert new.id == max(trial.id for trial in source.trials(run.study_id)) + 1
     source.close()
     target.close()
+
+
+@pytest.mark.parametrize("revision", REVISIONS)
+def test_what_a_release_wrote_is_taken_over(url: str, revision: str) -> None:
+    taken_over(url, revision)
