@@ -156,6 +156,25 @@ def test_block_sizes_follow_the_release() -> None:
     assert compile_candidate({"block_size": 48}, engine("0.18.1")).argv == ("--block-size", "48")
 
 
+CHOICES = [
+    ("prefix_caching_hash_algo", "builtin", "0.10.1", "0.10.2"),
+    ("prefix_caching_hash_algo", "xxhash", "0.13.0", "0.12.0"),
+    ("kv_cache_dtype", "bfloat16", "0.11.0", "0.10.2"),
+    ("kv_cache_dtype", "float16", "0.18.1", "0.14.1"),
+    ("kv_cache_dtype", "int8_per_token_head", "0.26.0", "0.18.1"),
+    ("attention_backend", "TRITON_ATTN", "0.11.0", "0.10.2"),
+    ("attention_backend", "TRITON_ATTN_VLLM_V1", "0.10.2", None),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "has", "lacks"), CHOICES)
+def test_words_follow_the_release(name: str, value: str, has: str, lacks: str | None) -> None:
+    entry = CATALOGUE[name]
+    assert entry.complaint(value, has) is None
+    if lacks is not None:
+        assert "is not offered in vLLM" in (entry.complaint(value, lacks) or "")
+
+
 def test_the_engines_own_choices_stand_over_the_data() -> None:
     facts = replace(engine("0.11.0"), choices={"block_size": (16, 512)})
     assert compile_candidate({"block_size": 512}, facts).argv == ("--block-size", "512")
