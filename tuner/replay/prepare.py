@@ -78,9 +78,11 @@ class Notes:
 
 
 async def check_alive(server: Engine) -> None:
-    """Raise what ended the engine, if it has ended."""
+    """Raise what ended or froze the engine, if anything did."""
+    if (fault := await server.fault("run")) is not None:
+        raise fault
     if not server.alive:
-        raise await server.fault("run") or Aborted("the engine ended in the replay", cause="engine_died")
+        raise Aborted("the engine ended in the replay", cause="engine_died")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -173,7 +175,8 @@ class Preparer:
         async def jobs() -> AsyncIterator[Job]:
             for key, row in enumerate(rows):
                 await room.acquire()
-                await check_alive(self.server)
+                if not self.server.alive:
+                    return
                 at = (perf_counter_ns() - zero) / 1e9
                 if at > limit_s:
                     return

@@ -29,6 +29,8 @@ __all__ = ["PLANS", "Causality", "Load", "Partial", "Plan", "Progress", "Replaye
 
 LEAD_S = 0.05
 WATCH_S = 0.25
+LOOK_S = 2.0
+"""Between two looks at the engine's health."""
 CONNECTIONS = 512
 """Connections opened ahead of a window."""
 
@@ -215,6 +217,7 @@ class _Replay:
     async def watch(self, window: "_Window", feeder: "asyncio.Task[None]", zero: int) -> None:
         """Until every counted request ended: ask the judge, look after the engine, report progress."""
         limit = window.window_s + self.plan.tail_limit_s
+        looked = -math.inf
         while True:
             window.now_s = (perf_counter_ns() - zero) / 1e9
             if window.done or window.now_s > limit:
@@ -223,7 +226,9 @@ class _Replay:
             self.progress(
                 Progress(phase=phase, slice=window.slice.name, done_s=window.now_s, total_s=window.window_s)
             )
-            await check_alive(self.server)
+            if window.now_s - looked > LOOK_S or not self.server.alive:
+                looked = window.now_s
+                await check_alive(self.server)
             if feeder.done() and not feeder.cancelled() and (error := feeder.exception()) is not None:
                 raise error
             if self.senders.broken is not None:
