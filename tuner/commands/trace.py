@@ -52,12 +52,15 @@ def import_trace(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Where to write; TUNER_HOME/traces else.")
     ] = None,
+    max_len: Annotated[
+        int | None, typer.Option(min=1, help="Leave out requests of more tokens, prompt and answer; counted.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Take a trace in: canonical Parquet, known by its digest and its name."""
     from tuner.traffic import importers
 
-    trace = importers.read_any(file, columns=_columns(column or []), format=format)
+    trace = importers.read_any(file, columns=_columns(column or []), format=format, max_len=max_len)
     chosen = name or file.name.split(".")[0]
     path = output or settings().home / "traces" / f"{chosen}-{trace.digest[:12]}.parquet"
     _keep(trace, path, chosen)

@@ -1,0 +1,117 @@
+"""A malformed file gets one sentence, exit code 2, and nothing is written."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.tuning.studies import SPACE, STUDY, TRACE, tuner, write
+
+CASES: dict[str, tuple[dict[str, str], str]] = {
+    "unknown key": ({"study": STUDY + "sead: 1\n"}, "unknown key 'sead' (did you mean 'seed'?)"),
+    "no yaml": ({"study": "name: ["}, "not YAML"),
+    "no trace": (
+        {"study": STUDY.replace(str(TRACE), "nowhere.csv")},
+        "trace: 'nowhere.csv' is neither a file",
+    ),
+    "broken trace": ({"study": STUDY.replace(str(TRACE), "bad.csv")}, "bad.csv"),
+    "no space": (
+        {"study": STUDY.replace("space.yaml", "bursty-mixt")},
+        "no shipped space 'bursty-mixt' (did you mean 'bursty-mixed'?)",
+    ),
+    "unknown knob": ({"space": SPACE.replace("max_num_seqs", "max_num_seq")}, "max_num_seqs"),
+    "empty space": ({"space": ""}, "space.yaml"),
+    "unknown fixed argument": (
+        {"study": STUDY.replace("max-model-len", "max-modle-len")},
+        "'max-modle-len' (did you mean '--max-model-len'?)",
+    ),
+    "an argument that is ours": (
+        {"study": STUDY.replace("max-model-len: 16384", "port: 1")},
+        "the tuner sets --port itself",
+    ),
+    "a fixed argument that the space turns": (
+        {"study": STUDY.replace("max-model-len: 16384", "max-num-seqs: 4")},
+        "the space turns this knob",
+    ),
+    "a baseline that the engine lacks": (
+        {"study": STUDY.replace("baseline: {max_num_seqs: 4}", "baseline: {max_num_sex: 4}")},
+        "max_num_seqs",
+    ),
+    "a slice outside the trace": ({"study": STUDY.replace("start_s: 20", "start_s: 9000")}, "9000"),
+    "a request longer than the engine takes": (
+        {"study": STUDY.replace("16384", "256")},
+        "the engine takes 256",
+    ),
+    "no interpreter": (
+        {"study": STUDY.replace("kind: simulated", "kind: vllm\n  python: nowhere/python")},
+        "there is no interpreter at",
+    ),
+    "an interpreter without vllm": (
+        {"study": STUDY.replace("kind: simulated", "kind: vllm\n  python: /usr/bin/env")},
+        "/usr/bin/env",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input_is_refused_before_anything_is_written(case: str, tmp_path: Path) -> None:
+    files, sentence = CASES[case]
+    study = write(tmp_path, files.get("study", STUDY), files.get("space", SPACE))
+    (tmp_path / "bad.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,2\n")
+    home = tmp_path / "home"
+    done = tuner(home, "tune", study)
+    assert done.returncode == 2, done.stderr
+    assert sentence in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert not (home / "tuner.db").exists()
+    assert not (home / "trials").exists()
+
+
+def test_a_model_that_does_not_exist_is_found_before_the_first_launch(tmp_path: Path) -> None:
+    study = write(tmp_path, STUDY.replace("Qwen2.5-7B-Instruct", "Qwen2.5-8B-Instruct"))
+    done = tuner(tmp_path / "home", "tune", study)
+    assert done.returncode == 4
+    assert "did you mean 'Qwen/Qwen2.5-7B-Instruct'?" in done.stderr
+    assert not (tmp_path / "home" / "trials").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "sentence"),
+    [
+        (["front", "nothing"], 4, "there is no database"),
+        (["tune", "nowhere.yaml"], 2, "nowhere.yaml"),
+        (["tune", "STUDY", "--until", "half past"], 2, "--until half past"),
+        (["trace", "show", "nowhere"], 2, "there is no file nowhere"),
+        (["trace", "import", "nowhere.csv"], 2, "nowhere.csv"),
+        (["knobs", "--python", "nowhere"], 2, "there is no such interpreter"),
+        (["knobs", "--space", "demmo"], 4, "demo"),
+        (["history", "--metric", "ttft"], 2, "no such measurement"),
+        (["nonsense"], 2, "nonsense"),
+    ],
+)
+def test_a_wrong_request_names_what_is_wrong(
+    words: list[str], code: int, sentence: str, tmp_path: Path
+) -> None:
+    study = write(tmp_path)
+    done = tuner(tmp_path / "home", *(str(study) if w == "STUDY" else w for w in words), cwd=tmp_path)
+    assert done.returncode == code, done.stderr
+    assert sentence in done.stderr
+
+
+def test_a_database_that_is_locked_leaves_a_clear_error(tmp_path: Path) -> None:
+    import sqlite3
+
+    home = tmp_path / "home"
+    assert tuner(home, "db", "upgrade").returncode == 0
+    with sqlite3.connect(home / "tuner.db") as holder:
+        holder.execute("BEGIN EXCLUSIVE")
+        done = tuner(home, "trace", "import", TRACE)
+    assert done.returncode == 6, done.stderr
+    assert "locked" in done.stderr or "busy" in done.stderr
+
+
+def test_dry_run_prints_the_command_line_and_writes_nothing(tmp_path: Path) -> None:
+    study = write(tmp_path)
+    done = tuner(tmp_path / "home", "tune", study, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "--max-model-len 16384 --max-num-seqs 4" in done.stdout
+    assert not (tmp_path / "home" / "tuner.db").exists()
