@@ -19,6 +19,7 @@ from tuner.traffic.importers.reading import parse_stamp
 from tuner.traffic.trace import STATUSES, Trace, bundled, write
 
 Real = Callable[[str], Path]
+Flat = tuple[int, int, int]
 CORRUPTIONS = int(os.environ.get("TUNER_TEST_CORRUPTIONS", "300"))
 
 
@@ -352,6 +353,94 @@ def test_mooncake_goes_round(
         for theirs, ours in zip(rows[place][3], trace.row_blocks(row).tolist(), strict=False):
             assert ids.setdefault(theirs, ours) == ours
     assert len(set(ids.values())) == len(ids)
+
+
+def _day(ms: int, zone: str = "") -> str:
+    return f"2026-03-0{1 + ms // 86_400_000} " + _time(ms % 86_400_000) + zone
+
+
+def _time(ms: int) -> str:
+    return f"{ms // 3_600_000:02d}:{ms // 60_000 % 60:02d}:{ms // 1000 % 60:02d}.{ms % 1000:03d}0000"
+
+
+def _otlp(rows: list[Flat]) -> str:
+    spans = [
+        {
+            "spanId": f"{number}",
+            "startTimeUnixNano": str(1_780_000_000_000_000_000 + ms * 1_000_000),
+            "attributes": [
+                {"key": "gen_ai.usage.input_tokens", "value": {"intValue": str(size)}},
+                {"key": "gen_ai.usage.output_tokens", "value": {"intValue": out}},
+            ],
+        }
+        for number, (ms, size, out) in enumerate(rows)
+    ]
+    return json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": spans}]}]})
+
+
+def _capture(rows: list[Flat]) -> str:
+    lines: list[dict[str, int]] = [{"capture": 1, "block_size": 16}]
+    lines += [{"r": number, "t": ms * 1_000_000, "i": size} for number, (ms, size, _) in enumerate(rows)]
+    lines += [{"r": number, "e": 5, "o": out} for number, (_, _, out) in enumerate(rows)]
+    return "\n".join(map(json.dumps, lines))
+
+
+def _table(header: str, rows: list[str]) -> str:
+    return "\n".join([header, *rows]) + "\n"
+
+
+WRITERS: dict[str, Callable[[list[Flat]], str]] = {
+    "azure": lambda rows: _table(
+        "TIMESTAMP,ContextTokens,GeneratedTokens", [f"{_day(ms)},{size},{out}" for ms, size, out in rows]
+    ),
+    "burstgpt": lambda rows: _table(
+        "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type",
+        [f"{ms / 1000},m,{size},{out},{size + out},x" for ms, size, out in rows],
+    ),
+    "generic": lambda rows: _table(
+        "output_tokens,arrival_ms,input_tokens", [f"{out},{ms},{size}" for ms, size, out in rows]
+    ),
+    "litellm": lambda rows: _table(
+        "startTime,prompt_tokens,completion_tokens",
+        [f"{_day(ms, 'Z')},{size},{out}" for ms, size, out in rows],
+    ),
+    "bailian": lambda rows: "\n".join(
+        json.dumps(
+            {"chat_id": number, "parent_chat_id": -1, "timestamp": ms / 1000}
+            | {"input_length": size, "output_length": out, "hash_ids": []}
+        )
+        for number, (ms, size, out) in enumerate(rows)
+    ),
+    "openai": lambda rows: "\n".join(
+        json.dumps(
+            {"timestamp": _day(ms), "request": {"prompt": "x"}}
+            | {"response": {"usage": {"prompt_tokens": size, "completion_tokens": out}}}
+        )
+        for ms, size, out in rows
+    ),
+    "otlp": _otlp,
+    "capture": _capture,
+}
+
+
+@pytest.mark.parametrize("format", WRITERS)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 9 * 86_400_000 - 1), st.integers(1, 10**6), st.integers(1, 10**5)),
+        min_size=1,
+    )
+)
+@settings(max_examples=25, deadline=None)
+def test_rows_go_round(tmp_path_factory: pytest.TempPathFactory, format: str, rows: list[Flat]) -> None:
+    """Written in a format and read: told by content, lengths exact, arrivals to the microsecond."""
+    path = put(tmp_path_factory.getbasetemp(), WRITERS[format](rows), f"{format}.dat")
+    assert detect(path) == format
+    trace = read_any(path, dequantise=False)
+    in_order = sorted(rows, key=lambda row: row[0])
+    assert trace.input_len.tolist() == [row[1] for row in in_order]
+    assert trace.output_len.tolist() == [row[2] for row in in_order]
+    since = [(row[0] - in_order[0][0]) / 1e3 for row in in_order]
+    assert np.abs(trace.arrival_s - since).max() < 1e-6
 
 
 def corrupted(data: bytes, chance: random.Random) -> bytes:

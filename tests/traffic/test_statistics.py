@@ -13,7 +13,7 @@ from tests.traffic.conftest import make
 from tuner.traffic.importers import read_any
 from tuner.traffic.prompts import Prompts
 from tuner.traffic.reuse import predicted_hits, reuse_by_capacity
-from tuner.traffic.statistics import Service, describe, dispersion
+from tuner.traffic.statistics import Service, describe, dispersion, series
 from tuner.traffic.structure import infer_sessions, new_tokens, prefers_live_history
 from tuner.traffic.trace import Trace, bundled
 
@@ -97,7 +97,7 @@ PROMPTS = st.lists(PROMPT, min_size=1, max_size=12)
 
 
 @given(PROMPTS, st.sampled_from([1, 4, 8, 16, 24, 32, 48, 128]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_predicted_hits_are_the_engines_own(prompts: list[tuple[list[int], int]], block_size: int) -> None:
     """Exact for engine blocks smaller than, equal to, larger than and odd to the trace's blocks."""
     ids = [blocks[: -(-length // 16)] for blocks, length in prompts]
@@ -142,3 +142,12 @@ def test_live_history_adds_what_the_turn_adds() -> None:
 def test_sessions_of_the_mooncake_trace(real: Callable[[str], Path]) -> None:
     found = infer_sessions(read_any(real("mooncake_conversation_trace.jsonl")))
     assert 0.25 < float((found.parent >= 0).mean()) < 0.387
+
+
+def test_a_picture_is_drawn_from_what_adds_up() -> None:
+    trace = make([10] * 100, columns={"obs_e2e_s": [2.5] * 100})
+    drawn = series(trace, bins=9)
+    span = drawn["start_s"][1]
+    assert sum(drawn["request_rps"]) * span == pytest.approx(100)
+    assert sum(drawn["input_tokens_per_s"]) * span == pytest.approx(1000)
+    assert set(drawn["concurrency"][1:-1]) <= {2, 3}

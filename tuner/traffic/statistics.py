@@ -196,3 +196,20 @@ def _share(mask: NDArray[np.bool_]) -> float:
 def _cached_share(trace: Trace) -> float:
     known = trace.obs_cached >= 0
     return float(trace.obs_cached[known].sum() / max(1, trace.input_len[known].sum(dtype=np.int64)))
+
+
+def series(trace: Trace, *, bins: int = 240, service: Service | None = None) -> dict[str, list[float]]:
+    """What a picture of the trace is drawn from, per equal span of time: `start_s`, `request_rps`,
+    `input_tokens_per_s`, `output_tokens_per_s`, and `concurrency` at the end of each span.
+    """
+    edges = np.linspace(0.0, max(trace.duration_s, 1e-9), bins + 1)
+    span = edges[1] - edges[0]
+    times, level = in_flight(trace, service or Service())
+    at = np.searchsorted(times, edges[1:], side="right") - 1
+    drawn = {
+        "request_rps": np.histogram(trace.arrival_s, edges)[0] / span,
+        "input_tokens_per_s": np.histogram(trace.arrival_s, edges, weights=trace.input_len)[0] / span,
+        "output_tokens_per_s": np.histogram(trace.arrival_s, edges, weights=trace.output_len)[0] / span,
+        "concurrency": np.where(at >= 0, level[at], 0) if len(level) else np.zeros(bins),
+    }
+    return {"start_s": edges[:-1].tolist()} | {name: values.tolist() for name, values in drawn.items()}
