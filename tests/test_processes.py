@@ -165,6 +165,30 @@ def test_shared_memory_that_it_had_mapped_goes_with_it(tmp_path: Path) -> None:
     assert not Path("/dev/shm", name).exists()
 
 
+SHARING = """
+import multiprocessing.shared_memory, multiprocessing as m, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if __name__ == "__main__":
+    kept = [multiprocessing.shared_memory.SharedMemory(create=True, size=4096) for _ in range(2)]
+    lock = m.get_context("spawn").Lock()
+    print(*(block.name for block in kept), lock._semlock.name.lstrip("/"), flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("how", ["stop", "reap"])
+def test_shared_memory_and_semaphores_of_a_killed_python_go_with_it(tmp_path: Path, how: str) -> None:
+    process = launch(tmp_path, SHARING)
+    wait_for(lambda: (tmp_path / "log").exists() and (tmp_path / "log").read_text().endswith("\n"))
+    first, second, semaphore = (tmp_path / "log").read_text().split()
+    files = [Path("/dev/shm", name) for name in (first, second, f"sem.{semaphore}")]
+    assert all(path.exists() for path in files)
+    if how == "reap":
+        assert reap(process.tag) == 2
+    asyncio.run(stop(process, timeout_s=0.2))
+    assert not any(path.exists() for path in files)
+
+
 def test_it_has_a_control_group_of_its_own_where_the_host_allows_it(tmp_path: Path) -> None:
     if cgroup_home() is None:
         pytest.skip("this host lets us make no control group")

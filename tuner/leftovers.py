@@ -31,6 +31,14 @@ def lives(pid: int) -> bool:
         return False
 
 
+def is_tracker(pid: int) -> bool:
+    """Whether it is a resource tracker of Python's multiprocessing, which removes what its clients forgot."""
+    try:
+        return any("multiprocessing.resource_tracker" in word for word in psutil.Process(pid).cmdline())
+    except psutil.Error:
+        return False
+
+
 def collect_zombies(pids: Iterable[int], *, session: int | None = None) -> int:
     """Wait for dead orphans that this process inherited as subreaper: these, and those of a session whose
     leader (not waited for here) is `session`. Returns how many; children of others are left alone."""

@@ -28,6 +28,7 @@ from tuner.leftovers import (
     collect_zombies,
     enter_cgroup,
     group_of,
+    is_tracker,
     leaked_files,
     leave_cgroup,
     lives,
@@ -37,7 +38,8 @@ from tuner.leftovers import (
 )
 
 TAG = "TUNER_LAUNCH_ID"
-_KEEP_ENVIRON = {"SPT_NOENV": "1"}  # setproctitle would write over what we find the tag in
+TRACKER_GRACE_S = 5.0
+_KEEP_ENVIRON = {"SPT_NOENV": "1"}  # or setproctitle writes over the tag
 _PR_SET_CHILD_SUBREAPER = 36
 _started: set[int] = set()
 
@@ -234,9 +236,9 @@ def reap(tag: str, *, timeout_s: float = 10.0) -> int:
     """
     killed: set[int] = set()
     shared: set[Path] = set()
-    deadline = time.monotonic() + timeout_s
+    deadline, order = time.monotonic() + timeout_s, _KillingOrder(grace_s=0.0)
     while living := {p.pid for p in tagged(tag)} | set(cgroup_members(tag)):
-        for pid in living:
+        for pid in order.next(living):
             shared |= shared_files(pid)
             HOST.kill(pid, signal.SIGKILL)
         killed |= living
@@ -271,16 +273,15 @@ async def stop(
     shared = {path for pid in members for path in shared_files(pid)}
     if not await _leader_ends(process, timeout_s, table):
         how = "killed"
-    left = await _kill_all(process, kill_timeout_s, table)
+    left = await _kill_all(process, kill_timeout_s, table, shared)
     collect_zombies(members, session=process.pid)
-    code = process.code
     if not left:
         process.close()
         remove_unused(shared | leaked_files(process.started_at))
         clear(private_directory(process.tag))
         leave_cgroup(process.tag)
         _guardian.tell(f"-{process.tag}")
-    return Stopped(how=how, code=code, seconds=time.monotonic() - begun, survivors=tuple(left))
+    return Stopped(how=how, code=process.code, seconds=time.monotonic() - begun, survivors=tuple(left))
 
 
 async def _leader_ends(process: Process, timeout_s: float, table: Table) -> bool:
@@ -294,19 +295,38 @@ async def _leader_ends(process: Process, timeout_s: float, table: Table) -> bool
     return process.code is not None
 
 
-async def _kill_all(process: Process, timeout_s: float, table: Table) -> list[int]:
-    """SIGKILL every member until none lives; those that outlive the timeout are returned."""
+async def _kill_all(process: Process, timeout_s: float, table: Table, shared: set[Path]) -> list[int]:
+    """SIGKILL every member until none lives; those that outlive the timeout are returned. What they had in
+    shared memory until then is added to `shared`."""
+    order = _KillingOrder(grace_s=0.0 if process.code is None else min(1.0, timeout_s / 2))
     begun = time.monotonic()
-    grace_s = min(1.0, timeout_s / 2)
     while left := table.members(process):
-        waited = time.monotonic() - begun
-        if waited > timeout_s:
+        if time.monotonic() - begun > timeout_s:
             return left
-        if waited > grace_s or process.code is None:
-            for pid in left:
-                table.kill(pid, signal.SIGKILL)
+        for pid in order.next(left):
+            shared |= shared_files(pid)
+            table.kill(pid, signal.SIGKILL)
         await asyncio.sleep(0.02)
     return []
+
+
+class _KillingOrder:
+    """Whom to kill next: after the grace everybody but Python's resource trackers, which clear shared memory
+    once their clients are gone; these too when they are alone and do not end."""
+
+    def __init__(self, *, grace_s: float) -> None:
+        self._grace_s = grace_s
+        self._begun = time.monotonic()
+        self._alone: float | None = None
+
+    def next(self, living: Iterable[int]) -> list[int]:
+        now = time.monotonic()
+        trackers = {pid for pid in living if is_tracker(pid)}
+        others = [pid for pid in living if pid not in trackers]
+        self._alone = None if others else self._alone or now
+        if self._alone is not None and now - self._alone > TRACKER_GRACE_S:
+            return sorted(trackers)
+        return others if now - self._begun >= self._grace_s else []
 
 
 def _environment(changes: Mapping[str, str | None]) -> dict[str, str]:
