@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -280,6 +281,43 @@ def test_a_killed_capture_is_readable_up_to_the_last_second(tmp_path: Path) -> N
     trace = read_any(file)
     assert whole - 1 <= len(trace) <= whole
     assert trace.meta["quality"]["cut_last_line"] == 1  # type: ignore[index,call-overload]
+
+
+SERVED = """
+import sys
+from pathlib import Path
+from tuner.traffic.capture.proxy import run
+print(run(sys.argv[1], Path(sys.argv[2]), name="chat", port=int(sys.argv[3])), flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_capture_closes_its_file(tmp_path: Path, how: signal.Signals) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    async def go() -> str:
+        async with served(Upstream()) as behind:
+            command = (sys.executable, "-c", SERVED, f"127.0.0.1:{behind}", str(tmp_path), str(port))
+            running = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+            async with asyncio.timeout(60):
+                while await answers(port) is None:
+                    await asyncio.sleep(0.05)
+            running.send_signal(how)
+            out, _ = await running.communicate()
+            return out.decode()
+
+    assert "taken=1" in asyncio.run(go())
+    assert read_any(latest(tmp_path, "chat")).input_len.tolist() == [3]
+    assert [path.suffix for path in tmp_path.iterdir()] == [".jsonl"]
+
+
+async def answers(port: int) -> int | None:
+    try:
+        return (await post(port, body()))[0]
+    except OSError:
+        return None
 
 
 def test_captures_rotate_under_a_name(tmp_path: Path) -> None:

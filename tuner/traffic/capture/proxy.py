@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import ssl
 import sys
 from collections.abc import MutableMapping
@@ -214,6 +215,10 @@ async def _refuse(send: Send, status: int, sentence: str) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
 def run(
     upstream: str,
     out: Path,
@@ -231,7 +236,10 @@ def run(
     )
     proxy = Proxy(upstream)
     recorder.start()
-    sys.setswitchinterval(0.0005)
+    sys.setswitchinterval(0.0005)  # the recording thread must not hold up a chunk for longer
+    signal.signal(
+        signal.SIGTERM, _interrupt
+    )  # uvicorn raises it again at its end: go on to stop the recorder
     try:
         uvicorn.run(
             Capture(proxy, recorder),
@@ -242,6 +250,7 @@ def run(
             lifespan="off",
             log_level="warning",
             access_log=False,
+            timeout_graceful_shutdown=10,
             server_header=False,
             date_header=False,
         )
