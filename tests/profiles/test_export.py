@@ -2,13 +2,14 @@
 
 import json
 import shlex
+from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.history.records import NOW
-from tuner.errors import BadInput
-from tuner.profiles.export import FORMATS, render
+from tuner.errors import BadInput, Unavailable
+from tuner.profiles.export import FORMATS, render, write
 from tuner.profiles.flags import as_mapping, split
 from tuner.records import Candidate, Profile, ProfileKey
 
@@ -113,3 +114,13 @@ def test_what_cannot_be_taken_apart_is_refused() -> None:
         as_mapping(("--a", "1", "--a", "2"))
     with pytest.raises(BadInput, match="line break"):
         render(a_profile(env={"A": "1\n2"}), "env")
+
+
+def test_a_file_is_written_only_when_it_changes(tmp_path: Path) -> None:
+    file = tmp_path / "profile.yaml"
+    assert write("a: 1\n", file)
+    assert not write("a: 1\n", file)
+    assert write("a: 2\n", file)
+    assert [path.name for path in tmp_path.iterdir()] == ["profile.yaml"]
+    with pytest.raises(Unavailable, match="could not be written"):
+        write("a: 1\n", tmp_path / "no" / "such" / "file")

@@ -171,3 +171,17 @@ def test_stale_names_what_changed(store: Store) -> None:
         "driver 550.1 → 560.1",
         "traffic: another trace",
     )
+
+
+def test_diff_names_knobs_engine_and_traffic(store: Store) -> None:
+    first = published(store, 0)
+    second = published(store, 1, study=replace(a_study(engine="0.33.0"), trace_digest="c" * 64))
+    told = [
+        (change.kind, change.name, change.before, change.after) for change in registry.diff(first, second)
+    ]
+    assert told == [
+        ("engine", "version", "0.32.0", "0.33.0"),
+        ("traffic", "trace", "a" * 12, "c" * 12),
+        ("knob", "max_num_seqs", "64", "65"),
+    ]
+    assert registry.diff(first, first) == ()

@@ -3,11 +3,12 @@
 import json
 import shlex
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 
 import yaml
 
-from tuner.errors import BadInput, nearest
+from tuner.errors import BadInput, Unavailable, nearest
 from tuner.profiles import charts
 from tuner.profiles.flags import as_mapping
 from tuner.records import JSON, Profile
@@ -154,3 +155,16 @@ def render(profile: Profile, format: str) -> str:
         known = ", ".join(FORMATS)
         raise BadInput(f"there is no format '{format}'{nearest(format, FORMATS)}: {known}") from None
     return writer(profile)
+
+
+def write(text: str, path: Path) -> bool:
+    """Writes a text to a file, whole or not at all; False when it stood there already (nothing is touched)."""
+    try:
+        if path.exists() and path.read_text() == text:
+            return False
+        part = path.with_name(f".{path.name}.part")
+        part.write_text(text)
+        part.replace(path)
+    except OSError as error:
+        raise Unavailable(f"{path} could not be written: {error}") from error
+    return True

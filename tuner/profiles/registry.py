@@ -9,6 +9,7 @@ from packaging.version import InvalidVersion, Version
 
 from tuner.errors import Conflict, NotFound, nearest
 from tuner.history.codec import pack_values
+from tuner.history.queries import Change, knob_changes
 from tuner.history.store import Store
 from tuner.records import JSON, AliasEvent, Node, Profile, ProfileKey, Study, Trial
 
@@ -273,3 +274,17 @@ def stale_reasons(
     if model_revision is not None and told.get("model_revision") not in (None, model_revision):
         reasons.append(f"model revision {told['model_revision']} → {model_revision}")
     return tuple(reasons)
+
+
+def diff(before: Profile, after: Profile) -> tuple[Change, ...]:
+    """What differs between two versions: engine, traffic, GPU class, then knobs."""
+    found: list[Change] = []
+    if before.engine_version != after.engine_version:
+        names = before.engine_version, after.engine_version
+        found.append(Change(kind="engine", name="version", before=names[0], after=names[1]))
+    traces = tuple(str(each.evidence.get("trace_digest") or "")[:12] for each in (before, after))
+    if traces[0] != traces[1]:
+        found.append(Change(kind="traffic", name="trace", before=traces[0], after=traces[1]))
+    if before.gpu_class != after.gpu_class:
+        found.append(Change(kind="gpu", name="class", before=before.gpu_class, after=after.gpu_class))
+    return (*found, *knob_changes(before.candidate, after.candidate))
