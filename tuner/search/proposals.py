@@ -7,24 +7,40 @@ from numpy.typing import NDArray
 
 from tuner.records import Candidate, Prediction, Trial
 from tuner.search import pareto, told
+from tuner.search.encoding import Encoding
 
 INSTEAD = "tpe-instead"
 """Origin of TPE's proposals in turns that a predictor lost; one such trial in history keeps it off."""
 
 LIMIT = 0.3
-"""Rank correlation of predicted with measured below which the predictor is not heard again."""
+"""Rank correlation (`trust`) of predicted with measured below which the predictor is not heard again."""
 
 ENOUGH = 6
 """Measured trials before the ranking is judged."""
 
-POOL = 96
-"""Random members of the study's pool of candidates."""
+POOL = 256
+"""Candidates that a predictor is asked about: all of a small space, a random part of a large one."""
+
+LEVEL = 0.08
+"""Log difference under which two measurements are level: 3 % noise on both sides, twice over."""
 
 DRAWS = 12
 SAMPLES = 2048
 SPREAD = 0.10
 
 Matrix = NDArray[np.float64]
+Predictor = Callable[[Sequence[Candidate]], Sequence[Prediction]]
+
+
+def pool(encoding: Encoding, seed: int) -> list[Candidate]:
+    """The study's pool, the same at every ask, so that a predictor may keep what it said."""
+    if encoding.size <= POOL:
+        sizes = [len(values) for values in encoding.levels]
+        points = [tuple(int(i) for i in point) for point in np.ndindex(*sizes)]
+    else:
+        rng = np.random.default_rng(told.derive(seed, 0, "pool"))
+        points = [encoding.random(rng) for _ in range(POOL)]
+    return list({c.digest: c for c in map(encoding.candidate, points)}.values())
 
 
 def leaders(trials: Sequence[Trial], objectives: Sequence[str]) -> tuple[Trial, ...]:
@@ -56,26 +72,38 @@ def _ranks(values: Matrix) -> Matrix:
     return means
 
 
-def trust(
-    predictor: Callable[[Sequence[Candidate]], Sequence[Prediction]],
-    trials: Sequence[Trial],
-    objectives: Sequence[str],
-) -> float | None:
-    """Mean rank correlation, over the objectives, of predicted with measured; None with too few trials."""
+def trust(predictor: Predictor, trials: Sequence[Trial], objectives: Sequence[str]) -> float | None:
+    """How well the predictor ranks what was measured, 1 = always right, 0 = by chance; None with too little.
+
+    Kendall's rank correlation over the pairs of trials that differ by more than the noise, all objectives
+    together: a pair that is level says nothing about anybody's ranking.
+    """
     found = pareto.measured(trials, objectives)
     if len(found) < ENOUGH:
         return None
     predictions = list(predictor([t.candidate for t in found]))
-    scores = []
+    right, told_apart = 0.0, 0
     for index, name in enumerate(objectives):
-        real = [(told.objective_values(t, objectives) or ())[index] for t in found]
-        if len(set(real)) > 1:
-            scores.append(spearman([p.values.get(name, np.inf) for p in predictions], real))
-    return float(np.mean(scores)) if scores else None
+        real = np.array([(told.objective_values(t, objectives) or ())[index] for t in found])
+        expected = np.array([p.values.get(name, np.inf) for p in predictions])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            apart = np.log(real)[:, None] - np.log(real)[None, :]
+            order = np.sign(expected[:, None] - expected[None, :])
+        pairs = np.triu(np.abs(apart) > LEVEL, 1)
+        right += float(np.nansum((np.sign(apart) * order)[pairs]))
+        told_apart += int(pairs.sum())
+    return right / told_apart if told_apart >= ENOUGH else None
+
+
+def twin_key(prediction: Prediction, objectives: Sequence[str]) -> tuple[str, ...] | None:
+    """Equal for candidates between which the predictor sees no difference; None where it sees a failure."""
+    if not prediction.feasible:
+        return None
+    return tuple(f"{prediction.values.get(name, np.inf):.4g}" for name in objectives)
 
 
 def ranked(
-    predictor: Callable[[Sequence[Candidate]], Sequence[Prediction]],
+    predictor: Predictor,
     pool: Sequence[Candidate],
     trials: Sequence[Trial],
     *,
@@ -93,7 +121,7 @@ def ranked(
 
 
 def expected_gains(
-    predictor: Callable[[Sequence[Candidate]], Sequence[Prediction]],
+    predictor: Predictor,
     pool: Sequence[Candidate],
     trials: Sequence[Trial],
     *,

@@ -5,10 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from tuner.records import Candidate, Prediction, Value
-from tuner.search import pareto, told
+from tuner.search import pareto, proposals, told
 from tuner.search.encoding import Space, encode
 
-POOL = 200
 LEAN: Mapping[str, Mapping[str, float]] = {
     "latency": {"max_num_seqs": 64, "max_num_batched_tokens": 1024, "max_num_active_seqs": 64},
     "throughput": {"max_num_seqs": 1024, "max_num_batched_tokens": 8192, "gpu_memory_utilization": 0.95},
@@ -47,11 +46,7 @@ def predicted(
     count: int = 4,
 ) -> tuple[tuple[str, Candidate], ...]:
     """Up to `count` proposals that greedily cover most of the predicted front, with their origin."""
-    encoding = encode(space, {})
-    rng = np.random.default_rng(told.derive(seed, 0, "pool"))
-    pool = list(
-        {c.digest: c for c in (encoding.candidate(encoding.random(rng)) for _ in range(POOL))}.values()
-    )
+    pool = proposals.pool(encode(space, {}), seed)
     pool = [c for c in pool if space.contains(c) and known(c) is None]
     base, *rest = predictor([baseline, *pool])
     values = [base.values.get(n, np.nan) for n in objectives]

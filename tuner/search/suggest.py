@@ -5,10 +5,11 @@ A function of (space, trials, seed, number): the same answer in any process, not
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
-from tuner.records import Candidate, Prediction, Trial, Value
+from tuner.records import Candidate, Prediction, Trial, TrialState, Value
 from tuner.search import feasibility, proposals, told
 from tuner.search.encoding import Encoding, Point, Space, encode
 
@@ -93,6 +94,7 @@ class _Ask:
     predictor: Predictor | None
     cost: Cost | None
     _seen: set[str] = field(default_factory=set)
+    _twins: set[tuple[str, ...] | None] | None = None
 
     def __post_init__(self) -> None:
         self._regions = feasibility.Regions(self.encoding, self.trials)
@@ -112,6 +114,26 @@ class _Ask:
             return False
         point = self.encoding.point(candidate)
         return point is not None and self._regions.reason(point) is None and self.known(candidate) is None
+
+    def is_worth_a_launch(self, candidate: Candidate) -> bool:
+        """New, and no twin: the predictor, while it is trusted, tells it from everything measured."""
+        return self.is_new(candidate) and not self._is_twin(candidate)
+
+    def _is_twin(self, candidate: Candidate) -> bool:
+        if self.predictor is None or not self._trusted:
+            return False
+        if self._twins is None:
+            ended = [t for t in self.trials if t.state in (TrialState.COMPLETE, TrialState.PRUNED)]
+            expected = self.predictor([t.candidate for t in ended])
+            self._twins = {proposals.twin_key(p, self.objectives) for p in expected} - {None}
+        return proposals.twin_key(self.predictor([candidate])[0], self.objectives) in self._twins
+
+    @cached_property
+    def _trusted(self) -> bool:
+        if self.predictor is None or any(t.origin == proposals.INSTEAD for t in self.trials):
+            return False
+        found = proposals.trust(self.predictor, self.trials, self.objectives)
+        return found is None or found >= proposals.LIMIT
 
     def scale(self) -> told.Scale:
         """The study's cost scale: the baseline's values, else the first ones measured."""
@@ -136,27 +158,23 @@ class _Ask:
         """`simulator`, `tpe`, or `distrusted` where its turn goes to TPE because its ranking failed."""
         if self.predictor is None or self.number % 2 == 0:
             return "tpe"
-        if any(t.origin == proposals.INSTEAD for t in self.trials):
-            return "distrusted"
-        found = proposals.trust(self.predictor, self.trials, self.objectives)
-        return "distrusted" if found is not None and found < proposals.LIMIT else "simulator"
+        return "simulator" if self._trusted else "distrusted"
 
     def _predicted(self) -> Iterator[Candidate]:
         if self.predictor is None:
             return
-        pool = [c for c in self._pool() if self.is_new(c)]
+        pool = [c for c in self._pool() if self.is_worth_a_launch(c)]
         yield from proposals.ranked(
             self.predictor, pool, self.trials, scale=self.scale(), rng=self.rng("gain"), cost=self.cost
         )
 
     def _pool(self) -> list[Candidate]:
-        """A pool that the study keeps (so predictions can be kept too) and the neighbours of the front."""
-        fixed = np.random.default_rng(told.derive(self.seed, 0, "pool"))
-        points = [self.encoding.random(fixed) for _ in range(proposals.POOL)]
+        """The study's pool (so predictions can be kept) and the neighbours of the front."""
+        found = {c.digest: c for c in proposals.pool(self.encoding, self.seed)}
         for trial in proposals.leaders(self.trials, self.objectives):
             point = self.encoding.point(trial.candidate)
-            points.extend(self.encoding.neighbours(point) if point is not None else ())
-        found = {c.digest: c for c in map(self.encoding.candidate, points)}
+            near = self.encoding.neighbours(point) if point is not None else []
+            found.update({c.digest: c for c in map(self.encoding.candidate, near)})
         return list(found.values())
 
     def _sampled(self) -> Iterator[Candidate]:
@@ -171,9 +189,11 @@ class _Ask:
         for point in tpe.draws(self.encoding, history, told.derive(self.seed, self.number, "tpe"), DRAWS):
             points.append(point)
             candidate = self.encoding.candidate(point)
-            if self.is_new(candidate) and self.cost is None:
+            if not self.is_worth_a_launch(candidate):
+                continue
+            if self.cost is None:
                 yield candidate
-            elif self.is_new(candidate):
+            else:
                 waiting.append(candidate)
         if self.cost is not None:
             yield from sorted(waiting, key=self.cost)
@@ -182,7 +202,7 @@ class _Ask:
             near: list[Point] = self.encoding.neighbours(point)
             for index in rng.permutation(len(near)):
                 candidate = self.encoding.candidate(near[int(index)])
-                if self.is_new(candidate):
+                if self.is_worth_a_launch(candidate):
                     yield candidate
 
     def _leftover(self) -> Iterator[Candidate]:
