@@ -10,6 +10,8 @@ from tests.engine.helpers import spec
 from tuner.records import LaunchSpec, Value
 
 INTERPRETER = os.environ.get("TUNER_TEST_VLLM", "")
+MODEL = Path(INTERPRETER).parents[1] / "tiny-model" if INTERPRETER else Path()
+"""In one place for all tests: what the engine compiles for it is kept under its path."""
 ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
 SHAPE = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -44,7 +46,7 @@ def real(directory: Path, *argv: str, asked: dict[str, Value] | None = None, **c
         pytest.skip("TUNER_TEST_VLLM names no interpreter; `make test-vllm` installs one")
     defaults: dict[str, object] = {
         "command": (INTERPRETER, "-m", "vllm.entrypoints.openai.api_server"),
-        "model": model(directory / "model"),
+        "model": model(MODEL),
         "argv": (
             *("--load-format", "dummy", "--skip-tokenizer-init", "--max-model-len", "2048"),
             *("--max-num-seqs", "16", *argv),

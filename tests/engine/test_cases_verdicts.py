@@ -322,3 +322,10 @@ def test_kill_by_the_kernel_is_told_from_a_kill_by_hand() -> None:
     assert classify("", -9, "run").kind == "killed"
     assert classify(WORDS["engine_dead"], 0, "run", oom_killed=True).kind == "host_oom"
     assert classify(WORDS["oom"], -9, "run", oom_killed=True).kind == "oom"
+
+
+def test_a_slow_compile_is_no_hang_when_the_engine_dies_of_something_else() -> None:
+    slow = "INFO [shm_broadcast.py:871] No available shared memory broadcast block found in 60 seconds."
+    assert classify(f"{slow}\n{WORDS['engine_dead']}", 1, "run").kind == "engine_dead"
+    assert classify(slow, 1, "run").kind == "crashed"
+    assert classify(slow, None, "run").kind == "hang"

@@ -12,7 +12,7 @@ import pytest
 
 from tests.engine.conformance import Conformance, Deaths, Launched, completion
 from tests.engine.helpers import alive, ending, leftovers
-from tests.engine.real import INTERPRETER, model, real
+from tests.engine.real import INTERPRETER, MODEL, model, real
 from tests.engine.test_cases_processes import until
 from tuner.engine import failures, log
 from tuner.engine.server import Server, serve
@@ -81,10 +81,10 @@ class TestRealVllm(Real, Conformance):
         self, running: Launched
     ) -> None:
         core_of(running.server).kill()
+        running.loop.run_until_complete(until(lambda: not running.server.alive))
         fault = running.loop.run_until_complete(running.server.fault("run"))
         assert isinstance(fault, Infeasible)
         assert fault.cause in ("engine_dead", "host_oom")
-        running.loop.run_until_complete(until(lambda: not running.server.alive))
         assert running.server.process.code == 0
 
 
@@ -155,7 +155,7 @@ def test_case_25_the_engines_own_parser_reads_what_we_export(tmp_path: Path) -> 
         "import sys\n"
         "from vllm.utils.argparse_utils import FlexibleArgumentParser\n"
         "from vllm.entrypoints.launchers.cli_args import make_arg_parser\n"
-        f"words = ['serve', {model(tmp_path / 'model')!r}, '--config', {str(file)!r}]\n"
+        f"words = ['serve', {model(MODEL)!r}, '--config', {str(file)!r}]\n"
         "parser = FlexibleArgumentParser()\n"
         "serve = parser.add_subparsers(dest='subparser').add_parser('serve')\n"
         "make_arg_parser(serve)\n"
@@ -176,6 +176,7 @@ def test_case_06_death_right_after_ready(tmp_path: Path) -> None:
     async def die() -> EngineError | None:
         async with serve(real(tmp_path)) as server:
             core_of(server).kill()
+            await until(lambda: not server.alive)
             return await server.fault("startup")
 
     assert isinstance(asyncio.run(die()), Infeasible)

@@ -14,7 +14,7 @@ Outcome = Literal["infeasible", "aborted", "study"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """One way to end. `rank` orders causes: 0 a root cause, 1 general, 2 context, 3 points further up."""
+    """One way to end. `rank` orders causes: 0 a root cause, 1 general, 3 points further up, 4 context."""
 
     outcome: Outcome
     retries: int
@@ -148,7 +148,7 @@ KINDS: dict[str, Kind] = {
         retries=1,
         sentence="the engine's processes stopped answering each other",
         pattern=r"No available shared memory broadcast block found|RPC call to \w+ timed out",
-        rank=2,
+        rank=4,
     ),
     "engine_dead": Kind(
         outcome="infeasible",
@@ -251,8 +251,8 @@ def classify(
         return verdict("killed", evidence=last_line(text), phase=phase)
     if exit_code is not None and exit_code == 2 and phase == "startup":
         return _blame(verdict("bad_flag", detail=last_line(text), evidence=last_line(text)), list(asked))
-    if found is not None:
-        return verdict("engine_dead", detail=_exit_words(exit_code), evidence=found[1], phase=phase)
+    if found is not None and (found[0] != "hang" or exit_code is None):  # also said of slow compiles
+        return verdict(found[0], detail=_exit_words(exit_code), evidence=found[1], phase=phase)
     return verdict("crashed", detail=_exit_words(exit_code), evidence=last_line(text), phase=phase)
 
 
@@ -271,6 +271,12 @@ def first_cause(text: str) -> tuple[str, str] | None:
             if best[0] == 0:
                 break
     return None if best is None else (best[1], best[2])
+
+
+def line_of(kind: str, text: str) -> str | None:
+    """The first line that says a kind, None when none does."""
+    pattern = re.compile(KINDS[kind].pattern)
+    return next((line.strip()[:500] for line in text.splitlines() if pattern.search(line)), None)
 
 
 def last_line(text: str) -> str:

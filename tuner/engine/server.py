@@ -336,9 +336,8 @@ async def _timed_out(server: Server, step: str) -> Verdict:
 async def _introduce(server: Server) -> None:
     """Read what the engine says of itself; refuse another engine than the one asked for."""
     text = log.read(server.log)
-    found = failures.first_cause(text)
-    if found is not None and found[0] == "v0_fallback":
-        raise server.latch(failures.verdict("v0_fallback", evidence=found[1]))
+    if (line := failures.line_of("v0_fallback", text)) is not None:
+        raise server.latch(failures.verdict("v0_fallback", evidence=line))
     try:
         scraped = await server.metrics()
         info = (await server.ask("GET", "/server_info?config_format=json", timeout_s=30.0)).json()
