@@ -86,8 +86,9 @@ def test_a_step_costs_more_the_more_it_does() -> None:
     # Batches are padded to the next captured size.
     assert cost(Step(prefill_tokens=290, prefills=1)) == cost(Step(prefill_tokens=300, prefills=1))
     assert cost(Step(prefill_tokens=300, prefills=1)) < cost(Step(prefill_tokens=305, prefills=1))
-    eager = StepCost(FACTS, CARDS["h200"], Coefficients(), capture_most=0)
-    assert eager(Step(decodes=1)) > StepCost(FACTS, CARDS["h200"], Coefficients())(Step(decodes=1))
+    small = read("Qwen/Qwen2.5-0.5B-Instruct", env={})
+    eager = StepCost(small, CARDS["h200"], Coefficients(), capture_most=0)
+    assert eager(Step(decodes=1)) > StepCost(small, CARDS["h200"], Coefficients())(Step(decodes=1))
     assert cost(Step(decodes=1, swapped_blocks=1000)) > least
 
 

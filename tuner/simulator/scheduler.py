@@ -153,8 +153,11 @@ class Scheduler:
         step = Step()
         budget = self.limits.max_num_batched_tokens
         threshold = self._threshold()
-        budget -= self._schedule_decodes(step)
-        budget = self._schedule_prefills(step, budget, threshold)
+        if self._roomy(budget, threshold):
+            budget -= self._schedule_decodes(step)
+            budget = self._schedule_prefills(step, budget, threshold)
+        else:
+            budget = self._schedule_in_order(step, budget, threshold)
         if not step.preempted:
             self._schedule_waiting(step, budget, threshold)
         for request in step.sampling:
@@ -171,15 +174,27 @@ class Scheduler:
             most = max(most, limits.max_num_batched_tokens // present)
         return most
 
+    def _roomy(self, budget: int, threshold: int) -> bool:
+        """Whether all running requests get their blocks, so that their order does not matter."""
+        size, need = self.limits.block_size, self._phase[self.tick % self.limits.block_size]
+        budget -= len(self.decoding)
+        for request in self.prefilling:
+            chunk = min(request.tokens - request.computed, threshold or budget, budget)
+            need += max(0, -(-(request.computed + chunk) // size) - request.table.blocks)
+            budget -= chunk
+        return need <= self.pool.free
+
     def _schedule_decodes(self, step: Step) -> int:
-        while self.decoding and self._phase[self.tick % self.limits.block_size] > self.pool.free:
-            self._preempt(self._victim(), step)
+        self.pool.take(self._phase[self.tick % self.limits.block_size])
+        return self._step_decodes(step)
+
+    def _step_decodes(self, step: Step) -> int:
+        """One token for every decoding request; its block has been taken."""
         count = len(self.decoding)
         if not count:
             return 0
         if self._tell:
             step.members = tuple(self.decoding)
-        self.pool.take(self._phase[self.tick % self.limits.block_size])
         self.context += count
         step.decodes, step.context = count, self.context
         self.tick += 1
@@ -195,12 +210,58 @@ class Scheduler:
             if budget <= 0:
                 break
             chunk = min(request.tokens - request.computed, threshold or budget, budget)
-            while request in self.prefilling and not self._grow(request, chunk):
-                self._preempt(self._victim(), step)
+            self._grow(request, chunk)
+            self._compute(request, chunk, step)
+            budget -= chunk
+        return budget
+
+    def _schedule_in_order(self, step: Step, budget: int, threshold: int) -> int:
+        """Where blocks are scarce: in the order of admission, each preempting others until it fits."""
+        size = self.limits.block_size
+        given: dict[Request, int] = {}  # tokens of this step
+        extra: set[Request] = set()  # decodes that took a block
+        for request in tuple(self.running):
+            if budget <= 0:
+                break
+            if request not in self.running or request in self.draining:
+                continue
+            decodes = request.base >= 0
+            chunk = 1 if decodes else min(request.tokens - request.computed, threshold or budget, budget)
+            need = int(self.tokens_of(request)[0] % size == 0)
+            while request in self.running and not (
+                self._take(need) if decodes else self._grow(request, chunk)
+            ):
+                victim = self._victim()
+                if victim in extra:
+                    self.pool.plain += 1
+                self._preempt(victim, step)
+                budget += given.pop(victim, 0)
+            if request not in self.running:
+                break
+            given[request] = chunk
+            budget -= chunk
+            if decodes and need:
+                extra.add(request)
+        self._settle(step, given)
+        return budget
+
+    def _settle(self, step: Step, given: dict[Request, int]) -> None:
+        """Compute what each got; who decodes but got nothing stays as it is for this step."""
+        idle = [request for request in self.decoding if request not in given]
+        for request in idle:
+            self._leave(request)
+        self._step_decodes(step)
+        for request in idle:
+            self._start_decoding(request)
+        for request, chunk in given.items():
             if request in self.prefilling:
                 self._compute(request, chunk, step)
-                budget -= chunk
-        return budget
+
+    def _take(self, need: int) -> bool:
+        if need > self.pool.free:
+            return False
+        self.pool.take(need)
+        return True
 
     def _schedule_waiting(self, step: Step, budget: int, threshold: int) -> None:
         limits, pool = self.limits, self.pool
@@ -278,17 +339,23 @@ class Scheduler:
     # ---- preemption
 
     def _victim(self) -> Request:
-        ready = [r for r in self.running if r not in self.draining]
-        return max(ready, key=lambda r: r.rank) if self.limits.policy == "priority" else ready[-1]
+        """The last admitted, or the least urgent; one whose last token is still on its way counts too."""
+        if self.limits.policy == "priority":
+            return max(self.running, key=lambda r: r.rank)
+        return next(reversed(self.running))
 
     def _preempt(self, request: Request, step: Step) -> None:
+        last = request in self.draining
         self._leave(request)
         step.preempted = True
         self.preemptions += 1
         request.preempted += 1
-        swapped = request.table.blocks if 0 < request.table.blocks <= self.swap_free else 0
+        swapped = request.table.blocks if not last and 0 < request.table.blocks <= self.swap_free else 0
         self.pool.release(request.table, request.computed)
         del self.running[request]
+        if last:
+            request.done = True
+            return
         if swapped:
             request.swapped = swapped
             self.swap_free -= swapped
