@@ -98,7 +98,7 @@ def test_what_was_asked_and_answered_is_recorded(tmp_path: Path) -> None:
     assert trace.n.tolist() == [1, 3, 1, 1]
     assert trace.session.tolist() == [0, 0, -1, -1]
     assert trace.client.tolist() == [0, 1, 0, 0]
-    assert trace.lora.tolist() == [0, 0, 1, 0]
+    assert trace.lora.tolist() == [-1, -1, 0, -1]  # what most requests name is the base model
     assert trace.obs_cached.tolist()[1] == 32
     assert [STATUSES[code] for code in trace.status] == ["ok", "ok", "ok", "error"]
     assert (trace.obs_ttft_s <= trace.obs_e2e_s).all()

@@ -1,5 +1,6 @@
 """Our own capture: a line when a request came, a line when its answer ended; readable however it was cut."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,7 @@ def read(path: Path, *, max_len: int | None = None, dequantise: bool = True) -> 
     _check_header(header, draft)
     rows = _rows(records, draft)
     _estimate(rows, draft)
+    _name_adapters(rows)
     for row, _ in sorted(rows, key=lambda one: one[0].arrival_ns):
         if row.input_len < 0:
             draft.drop("dropped_no_length")
@@ -88,6 +90,15 @@ def _estimate(rows: list[tuple[Row, int]], draft: Draft) -> None:
         if row.input_len < 0 and size > 0 and ratios:
             row.input_len = max(1, round(size / ratios[len(ratios) // 2]))
             draft.quality["input_len_estimated"] += 1
+
+
+def _name_adapters(rows: list[tuple[Row, int]]) -> None:
+    """The model that most requests name is the base; the others are adapters on it."""
+    counts = Counter(row.lora for row, _ in rows if row.lora is not None)
+    base = counts.most_common(1)[0][0] if counts else None
+    for row, _ in rows:
+        if row.lora == base:
+            row.lora = None
 
 
 def _status(end: Record) -> int:
