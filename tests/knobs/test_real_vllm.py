@@ -202,31 +202,76 @@ def told(name: str, value: object) -> object:
     return value
 
 
+def tiny(directory: Path) -> str:
+    """A model of four layers without weights."""
+    shape = shapes()["tiny-random-qwen2"]
+    config = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "vocab_size": shape.vocab_size,
+        "max_position_embeddings": shape.max_len,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 0,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    return str(directory)
+
+
+def asked_at(knobs: tuple[str, ...], position: int) -> Candidate:
+    return Candidate({name: VALUES[name][position] for name in knobs})
+
+
+def words_of(asked: Candidate, facts: EngineFacts) -> tuple[str, ...]:
+    short = () if "max_model_len" in asked else ("--max-model-len", "512")
+    return ("--load-format", "dummy", "--skip-tokenizer-init", *short, *compile_candidate(asked, facts).argv)
+
+
+def wanted(asked: Candidate) -> dict[str, object]:
+    return {name: json.loads(str(v)) if CATALOGUE[name].kind == "json" else v for name, v in asked.items()}
+
+
+@pytest.mark.vllm
+def test_the_configuration_that_vllm_makes_is_what_was_asked(facts: EngineFacts, tmp_path: Path) -> None:
+    model = tiny(tmp_path)
+    questions = {
+        str(number): ["--model", model, *words_of(asked_at(*launch), facts)]
+        for number, launch in enumerate(LAUNCHES)
+    }
+    paths = sorted({CATALOGUE[name].effective or "" for knobs, _ in LAUNCHES for name in knobs})
+    done = subprocess.run(
+        [python(), str(Path(__file__).parent / "configure.py"), json.dumps(paths)],
+        input=json.dumps(questions),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    answers = json.loads(done.stdout.splitlines()[-1])
+    for number, (knobs, position) in enumerate(LAUNCHES):
+        seen = {name: told(name, answers[str(number)][CATALOGUE[name].effective]) for name in knobs}
+        assert seen == wanted(asked_at(knobs, position))
+
+
 @pytest.mark.vllm_full
 @pytest.mark.parametrize(("knobs", "position"), LAUNCHES, ids=lambda part: str(part)[:40])
 def test_the_engine_runs_with_what_was_asked(
     facts: EngineFacts, tmp_path: Path, knobs: tuple[str, ...], position: int
 ) -> None:
-    asked = Candidate({name: VALUES[name][position] for name in knobs})
-    config = {"architectures": ["Qwen2ForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-6}
-    tiny = shapes()["tiny-random-qwen2"]
-    config |= {"model_type": "qwen2", "hidden_size": tiny.hidden, "intermediate_size": tiny.intermediate}
-    config |= {
-        "num_hidden_layers": tiny.layers,
-        "num_attention_heads": tiny.heads,
-        "vocab_size": tiny.vocab_size,
-    }
-    config |= {"num_key_value_heads": tiny.kv_heads, "max_position_embeddings": tiny.max_len}
-    (tmp_path / "config.json").write_text(
-        json.dumps({**config, "torch_dtype": "bfloat16", "bos_token_id": 0})
-    )
-    fixed: tuple[str, ...] = ("--load-format", "dummy", "--skip-tokenizer-init")
-    fixed += () if "max_model_len" in asked else ("--max-model-len", "512")
+    asked = asked_at(knobs, position)
     launch = LaunchSpec(
         launch_id=uuid.uuid4().hex,
         command=(python(), "-m", "vllm.entrypoints.openai.api_server"),
-        model=str(tmp_path),
-        argv=(*fixed, *compile_candidate(asked, facts).argv),
+        model=tiny(tmp_path),
+        argv=words_of(asked, facts),
         served_name="study",
         directory=str(tmp_path),
         env={"HF_HUB_OFFLINE": "1"},
@@ -241,5 +286,4 @@ def test_the_engine_runs_with_what_was_asked(
 
     info = at(asyncio.run(account()), "vllm_config")
     seen = {name: told(name, at(info, CATALOGUE[name].effective or "")) for name in knobs}
-    wanted = {name: json.loads(str(v)) if CATALOGUE[name].kind == "json" else v for name, v in asked.items()}
-    assert seen == wanted
+    assert seen == wanted(asked)
