@@ -2,14 +2,13 @@
 
 import json
 import shlex
-from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.history.records import NOW
-from tuner.errors import BadInput, Unavailable
-from tuner.profiles.export import FORMATS, render, write
+from tuner.errors import BadInput
+from tuner.profiles.export import FORMATS, render
 from tuner.profiles.flags import as_mapping, split
 from tuner.records import Candidate, Profile, ProfileKey
 
@@ -116,11 +115,8 @@ def test_what_cannot_be_taken_apart_is_refused() -> None:
         render(a_profile(env={"A": "1\n2"}), "env")
 
 
-def test_a_file_is_written_only_when_it_changes(tmp_path: Path) -> None:
-    file = tmp_path / "profile.yaml"
-    assert write("a: 1\n", file)
-    assert not write("a: 1\n", file)
-    assert write("a: 2\n", file)
-    assert [path.name for path in tmp_path.iterdir()] == ["profile.yaml"]
-    with pytest.raises(Unavailable, match="could not be written"):
-        write("a: 1\n", tmp_path / "no" / "such" / "file")
+@pytest.mark.parametrize("format", [name for name in FORMATS if name not in ("json", "args")])
+def test_a_masked_secret_is_named_but_never_set(format: str) -> None:
+    text = render(a_profile(env={"HF_TOKEN": "***", "VLLM_X": "1"}), format)
+    assert text.startswith("# needs in the environment, not kept here: HF_TOKEN\n")
+    assert "HF_TOKEN" not in text.split("\n", 1)[1]

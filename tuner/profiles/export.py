@@ -3,17 +3,19 @@
 import json
 import shlex
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from dataclasses import replace
 from types import MappingProxyType
 
 import yaml
 
-from tuner.errors import BadInput, Unavailable, nearest
+from tuner.errors import BadInput, nearest
 from tuner.profiles import charts
 from tuner.profiles.flags import as_mapping
 from tuner.records import JSON, Profile
 
 NAME = "vllm-config-tuner"
+MASK = "***"
+"""What stands in a profile's environment in place of a secret; it is never exported as a value."""
 
 
 def provenance(profile: Profile) -> dict[str, str]:
@@ -154,17 +156,9 @@ def render(profile: Profile, format: str) -> str:
     except KeyError:
         known = ", ".join(FORMATS)
         raise BadInput(f"there is no format '{format}'{nearest(format, FORMATS)}: {known}") from None
-    return writer(profile)
-
-
-def write(text: str, path: Path) -> bool:
-    """Writes a text to a file, whole or not at all; False when it stood there already (nothing is touched)."""
-    try:
-        if path.exists() and path.read_text() == text:
-            return False
-        part = path.with_name(f".{path.name}.part")
-        part.write_text(text)
-        part.replace(path)
-    except OSError as error:
-        raise Unavailable(f"{path} could not be written: {error}") from error
-    return True
+    hidden = sorted(name for name, value in profile.env.items() if value == MASK)
+    if not hidden or format in ("json", "args"):
+        return writer(profile)
+    shown = {name: value for name, value in profile.env.items() if value != MASK}
+    secrets = f"# needs in the environment, not kept here: {', '.join(hidden)}\n"
+    return secrets + writer(replace(profile, env=shown))
