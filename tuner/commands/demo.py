@@ -17,7 +17,7 @@ workload: chat
 trace: azure-conversation-slice.parquet
 space: demo
 engine: {kind: simulated, card: h100-80, args: {max-model-len: 16384}}
-baseline: {max_num_seqs: 8}
+baseline: {max_num_seqs: 16}
 slices: [{start_s: 78, duration_s: 6, name: burst}]
 speed: 2.0
 plan: quick

@@ -50,6 +50,7 @@ async def confirm(bench: Bench, run: Run) -> Confirmation:
     trials = bench.store.trials(bench.prepared.study.id)
     finalists = _finalists(bench, trials)
     if not finalists:
+        _today(bench, run)
         return Confirmation(summary={"verdict": "no verdict", "sentence": _nothing(trials)}, profile=None)
     base = next((t for t in trials if t.is_baseline and t.state is TrialState.COMPLETE), None)
     entrants = [*([base] if base else []), *finalists]
@@ -148,7 +149,7 @@ def _conclude(
         )
     ]
     verdict = judge(chosen, base, compared, study.slo, demonstration=bench.prepared.plan.demonstration)
-    profiles = _publish(bench, run, base, chosen, verdict)
+    profiles = _publish(bench, run, chosen, verdict)
     challenger = profiles.get("challenger")
     summary: dict[str, JSON] = {
         "verdict": verdict.word,
@@ -226,16 +227,23 @@ def _ratio(log_ratio: float) -> float | None:
     return round(math.exp(log_ratio), 6)
 
 
-def _publish(
-    bench: Bench, run: Run, base: Trial | None, chosen: Trial, verdict: Verdict
-) -> dict[str, Profile]:
+def _publish(bench: Bench, run: Run, chosen: Trial, verdict: Verdict) -> dict[str, Profile]:
     """The baseline's profile always, the challenger's when it won; their aliases move."""
-    found = {}
-    if base:
-        found[registry.BASELINE] = _profile(bench, run, base, registry.BASELINE, verdict)
+    found = _today(bench, run)
     if verdict.wins:
         found[registry.CHALLENGER] = _profile(bench, run, chosen, registry.CHALLENGER, verdict)
     return found
+
+
+def _today(bench: Bench, run: Run) -> dict[str, Profile]:
+    """What runs today as a profile, whether or not it served this traffic."""
+    trials = bench.store.trials(run.study_id)
+    decided = (TrialState.COMPLETE, TrialState.INFEASIBLE)
+    base = next((t for t in reversed(trials) if t.is_baseline and t.state in decided), None)
+    if base is None:
+        return {}
+    verdict = Verdict(word="baseline", sentence=base.reason or "what ran before", wins=False)
+    return {registry.BASELINE: _profile(bench, run, base, registry.BASELINE, verdict)}
 
 
 def _profile(bench: Bench, run: Run, trial: Trial, alias: str, verdict: Verdict) -> Profile:
