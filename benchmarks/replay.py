@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "vllm-tuner"
@@ -205,33 +204,41 @@ def known_server(core: int) -> Iterator[int]:
 
 
 class Meter(threading.Thread):
-    """CPU seconds of a process tree over time."""
+    """CPU seconds of a process tree over time, read with as little work as possible."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
-        self.root = psutil.Process(pid)
+        self.root = pid
         self.samples: list[tuple[float, float]] = []
         self.stopped = threading.Event()
         self.spent: dict[int, float] = {}
 
     def run(self) -> None:
         while not self.stopped.wait(0.5):
-            try:
-                tree = [self.root, *self.root.children(recursive=True)]
-            except psutil.Error:
-                return
-            for process in tree:
+            for pid in tree(self.root):
                 try:
-                    used = process.cpu_times()
-                except psutil.Error:
+                    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+                except OSError:
                     continue
-                self.spent[process.pid] = used.user + used.system
+                self.spent[pid] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
             self.samples.append((time.perf_counter() * 1e9, sum(self.spent.values())))
 
     def between(self, start_ns: float, end_ns: float) -> float:
         """CPU seconds used between two instants of perf_counter."""
         at, used = np.array(self.samples or [(0.0, 0.0)]).T
         return float(np.interp(end_ns, at, used) - np.interp(start_ns, at, used))
+
+
+def tree(pid: int) -> Iterator[int]:
+    """A process and its descendants."""
+    yield pid
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    except OSError:
+        return
+    for child in children:
+        yield from tree(child)
 
 
 def once(tool: str, load: Load, cores: tuple[int, int]) -> dict[str, float]:

@@ -67,6 +67,7 @@ async def agree(server: Engine, trace: Trace, load: Load) -> Agreement:
     await sender.play(jobs(), start)
     await sender.settle(load.deadline)
     await sender.cut_all("not waited for")
+    sender.close()
     await observer.scrape(zero)
     await pool.close()
     return _compare(sent, await observer.conclude())

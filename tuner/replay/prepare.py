@@ -185,5 +185,6 @@ class Preparer:
         await sender.play(jobs(), zero)
         await sender.settle(self.load.deadline)
         await sender.cut_all("not waited for")
+        sender.close()
         await check_alive(self.server)
         return found

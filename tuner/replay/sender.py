@@ -1,7 +1,7 @@
 """Sends jobs at their absolute times and turns raw exchanges into outcomes.
 
-The schedule is absolute: a late send does not move the next one. Between sends the loop sleeps until 1 ms
-before the next, then yields and spins. Answers are parsed in slices between looks at the sockets.
+The schedule is absolute: a late send does not move the next one. Answers are parsed in slices between looks
+at the sockets.
 """
 
 import asyncio
@@ -11,22 +11,22 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from time import perf_counter_ns
 
 from tuner.replay import sse
+from tuner.replay.alarm import Alarm
 from tuner.replay.jobs import CANCELLED, Ended, Job, Sent, never_sent, sent_of
 from tuner.replay.wire import Exchange, Pool, post
 
-SPIN_NS = 1_000_000
 BURST = 16
 """Sends in a row before the loop looks at its sockets."""
 
 
 class Sender:
-    """Plays jobs against one server. One per event loop; `wakes_ms` gathers how late it woke."""
+    """Plays jobs against one server. `close` it in the end."""
 
     def __init__(self, pool: Pool, on_done: Callable[[Sent], None]) -> None:
         self.pool = pool
         self.in_flight: dict[int, tuple[Job, Exchange]] = {}
         self.sent = 0
-        self.wakes_ms: list[float] = []
+        self.alarm = Alarm()
         self._on_done = on_done
         self._zero_ns = 0
         self._finished: deque[tuple[Job, Exchange]] = deque()
@@ -47,7 +47,7 @@ class Sender:
         self._parsed.set()
         count = 0
         async for job in jobs:
-            await self._until(job.at_s)
+            await self.alarm.until(zero_ns + int(job.at_s * 1e9))
             if job.parent < 0:
                 self._send(job, job.at_s)
             elif (ended := self._ended.get(job.parent)) is None:
@@ -60,16 +60,6 @@ class Sender:
         while self._tasks:
             await asyncio.wait(self._tasks)
 
-    async def _until(self, at_s: float) -> None:
-        due = self._zero_ns + int(at_s * 1e9)
-        left = due - perf_counter_ns()
-        if left > SPIN_NS:
-            wake = due - SPIN_NS
-            await asyncio.sleep((left - SPIN_NS) / 1e9)
-            self.wakes_ms.append((perf_counter_ns() - wake) / 1e6)
-        while (left := due - perf_counter_ns()) > 0:
-            await asyncio.sleep(0 if left <= SPIN_NS else (left - SPIN_NS) / 1e9)
-
     def _follow(self, job: Job, ended: Ended) -> None:
         """Send a turn once its parent ended and the user thought, but not before its recorded time."""
         due = max(job.at_s, ended.at_s + job.think_s)
@@ -81,7 +71,7 @@ class Sender:
         self._start(self._later(job, due))
 
     async def _later(self, job: Job, due: float) -> None:
-        await self._until(due)
+        await self.alarm.until(self._zero_ns + int(due * 1e9))
         del self._delayed[job.key]
         self._send(job, due)
 
@@ -169,3 +159,7 @@ class Sender:
         self._parked.clear()
         for job in waiting:
             self._on_done(never_sent(job, reason))
+
+    def close(self) -> None:
+        """Give the timer back."""
+        self.alarm.close()

@@ -6,9 +6,10 @@ import shutil
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from time import perf_counter_ns
 
 from tuner import processes
 from tuner.errors import Aborted, BadInput
@@ -16,10 +17,11 @@ from tuner.replay.jobs import Job, Sent
 from tuner.replay.worker import FRAME
 
 START_S = 60.0
-AHEAD_S = 30.0
+AHEAD_S = 15.0
 """Jobs of this much schedule lie with the senders before the clock starts ..."""
 AHEAD_BYTES = 64 << 20
-"""... or bodies of this size; more than this never lies with one sender."""
+"""... or bodies of this size; hardly more than this ever lies with one sender."""
+BATCH, BATCH_BYTES = 64, 1 << 20
 
 
 class Senders:
@@ -45,6 +47,8 @@ class Senders:
         self._prepared = asyncio.Semaphore(0)
         self._ahead = [0] * count
         self._took = asyncio.Event()
+        self._started = asyncio.Event()
+        self._zero_ns = 0
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
@@ -122,31 +126,41 @@ class Senders:
         """A new play: where its results go, and how many connections to open ahead."""
         self._on_sent = on_sent
         self.reports = []
+        self._started.clear()
         self._ahead = [0] * self.count
         for number in range(self.count):
             self._tell(number, b"O", str(connections // self.count).encode())
 
     async def feed(self, jobs: Iterable[tuple[int, Callable[[], Job]]], ready: asyncio.Event) -> None:
-        """Build and hand over jobs in order, `(group, make)` each, as fast as the senders take them.
+        """Build and hand over jobs in order, `(group, make)` each; bodies are built in a thread, in batches.
 
-        Bodies are built in a thread. `ready` is set once AHEAD_S of schedule, or all of it, is over there.
+        `ready` is set once AHEAD_S of schedule, AHEAD_BYTES of bodies, or all of it, is over there; from then
+        on the schedule is fed as the clock goes.
         """
+        coming = iter(jobs)
         first: float | None = None
-        for group, make in jobs:
-            job = await asyncio.to_thread(make)
-            number = group % self.count
-            self._tell(number, b"J", job.pack())
-            self._ahead[number] += len(job.body)
-            first = job.at_s if first is None else first
-            if job.at_s - first > AHEAD_S:
+        while batch := await asyncio.to_thread(_batch, coming):
+            for group, job in batch:
+                number = group % self.count
+                self._tell(number, b"J", job.pack())
+                self._ahead[number] += len(job.body)
+            first = batch[0][1].at_s if first is None else first
+            if batch[-1][1].at_s - first > AHEAD_S:
                 ready.set()
-            while self._ahead[number] > AHEAD_BYTES and self.broken is None:
+                await self._keep_pace(batch[-1][1].at_s)
+            while max(self._ahead) > AHEAD_BYTES and self.broken is None:
                 ready.set()
                 self._took.clear()
                 await self._took.wait()
         for number in range(self.count):
             self._tell(number, b"E")
         ready.set()
+
+    async def _keep_pace(self, at_s: float) -> None:
+        """Wait until no more than AHEAD_S of schedule lies ahead."""
+        await self._started.wait()
+        ahead = at_s - (perf_counter_ns() - self._zero_ns) / 1e9
+        await asyncio.sleep(max(0.0, ahead - AHEAD_S))
 
     async def prepared(self) -> None:
         """Wait until every sender has opened its connections and read what it was fed so far."""
@@ -157,6 +171,8 @@ class Senders:
 
     def go(self, zero_ns: int) -> None:
         """Start the clock: `zero_ns` is a perf_counter_ns, which all processes of a Linux host share."""
+        self._zero_ns = zero_ns
+        self._started.set()
         for number in range(self.count):
             self._tell(number, b"Z", str(zero_ns).encode())
 
@@ -181,3 +197,16 @@ class Senders:
             with suppress(asyncio.CancelledError):
                 await self._server.wait_closed()
         shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _batch(jobs: Iterator[tuple[int, Callable[[], Job]]]) -> list[tuple[int, Job]]:
+    """The next jobs, built: up to BATCH of them or BATCH_BYTES of bodies. Empty at the end."""
+    built: list[tuple[int, Job]] = []
+    size = 0
+    for group, make in jobs:
+        job = make()
+        built.append((group, job))
+        size += len(job.body)
+        if len(built) >= BATCH or size >= BATCH_BYTES:
+            break
+    return built

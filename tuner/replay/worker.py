@@ -118,7 +118,7 @@ class Worker:
             await asyncio.gather(self.player, return_exceptions=True)
         await self.sender.cut_all(reason)
         self.flush()
-        wakes = self.sender.wakes_ms
+        wakes = self.sender.alarm.wakes_ms
         said = {
             "cpu_s": used[0] - self.used[0],
             "span_s": (perf_counter_ns() - self.begun) / 1e9,
@@ -129,6 +129,7 @@ class Worker:
         }
         payload = json.dumps(said).encode()
         self.writer.write(FRAME.pack(b"F", len(payload)) + payload)
+        self.sender.close()
         self.fresh()
 
 
