@@ -1,7 +1,7 @@
 """Run by vLLM's own interpreter: its real scheduler, without an engine, over scenarios from standard input.
 
-In: a JSON list of {"limits": {...}, "requests": [[step, prompt tokens, output tokens, priority, group],
-...]}; a request arrives before the step of that number, and requests of one group share a prefix of 64 tokens.
+In: a JSON list of {"limits": {...}, "requests": [[step, prompt, output, priority, group], ...]}; lengths are
+in tokens, a request arrives before the step of that number, requests of one group share 64 tokens.
 Out: a JSON list of [[[requests, tokens] per step ...], preemptions].
 """
 

@@ -12,9 +12,15 @@ from typing import Any
 
 import pytest
 
+from tuner.engine import metrics
 from tuner.engine.server import Server, serve
 from tuner.knobs.catalogue import CATALOGUE
+from tuner.knobs.model import read
 from tuner.records import LaunchSpec
+from tuner.simulator.clock import Clock
+from tuner.simulator.cost import CARDS, Coefficients, StepCost
+from tuner.simulator.scheduler import Scheduler
+from tuner.simulator.state import Limits, Request
 
 MODEL = "Qwen/Qwen2.5-7B-Instruct"
 APP = (sys.executable, "-m", "tuner.simulator.app")
@@ -197,3 +203,26 @@ def test_a_blind_engine_takes_ten_milliseconds_a_step(tmp_path: Path) -> None:
             assert info["simulated"]["flushes"]["steps"] >= 50
 
     asyncio.run(scenario())
+
+
+def test_real_time_and_virtual_time_agree(tmp_path: Path) -> None:
+    """Twelve requests at once, at a quarter of real time so that a busy machine hardly shows."""
+    pace, tokens = 0.25, 30
+
+    async def scenario() -> list[float]:
+        launch = spec(tmp_path, "--max-num-seqs", "6", TUNER_SIM_SPEED=str(pace))
+        async with serve(launch) as server:
+            before = await server.metrics()
+            await asyncio.gather(*(ask(server, prompt=[20 + n] * 600, max_tokens=tokens) for n in range(12)))
+            after = await server.metrics()
+            found = metrics.between(before, after)
+            return [(found[name] or 0.0) * pace for name in ("e2e_seconds_sum", "ttft_seconds_sum")]
+
+    measured = asyncio.run(scenario())
+    facts = read(MODEL, env={})
+    limits = Limits(max_num_seqs=6, max_num_batched_tokens=8192, max_model_len=4096, num_blocks=60_000)
+    requests = [Request(n, 0.0, (600, tokens)) for n in range(12)]
+    Clock(Scheduler(limits), StepCost(facts, CARDS["h100-80"], Coefficients())).run(requests)
+    front = 12 * Coefficients().request_s
+    assert measured[0] == pytest.approx(sum(r.last for r in requests) + front, rel=0.15)
+    assert measured[1] == pytest.approx(sum(r.first for r in requests) + front, rel=0.30)

@@ -200,7 +200,7 @@ def _report(problem: _Problem, x: Floats, trials: int, rounds: int) -> Calibrati
     residuals = {kind: float(np.sqrt(np.mean(np.square(found)))) for kind, found in by_kind.items()}
     steps = residuals.get("tpot", residuals.get("e2e", 0.05))
     # One trial fixes few coefficients: elsewhere the steps are known less well than the fit suggests.
-    error = math.hypot(steps, 0.04 / math.sqrt(trials))
+    error = math.hypot(steps, 0.025 / math.sqrt(trials))
     return Calibration(
         coefficients=problem.coefficients(x), residuals=residuals, error=error, trials=trials, rounds=rounds
     )
