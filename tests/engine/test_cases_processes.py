@@ -26,8 +26,8 @@ from tuner.records import JSON, LaunchSpec
 PATIENCE_S = 60.0
 
 
-async def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+async def until(condition: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
+    deadline = time.monotonic() + patience_s
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
         await asyncio.sleep(0.01)

@@ -119,7 +119,7 @@ def test_case_03_sigterm_while_it_starts(tmp_path: Path) -> None:
 
         task = asyncio.create_task(use())
         log = tmp_path / "engine.log"
-        await until(lambda: log.exists() and "Initializing a V1 LLM engine" in log.read_text())
+        await until(lambda: log.exists() and "Initializing a V1 LLM engine" in log.read_text(), 600.0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
