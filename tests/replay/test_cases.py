@@ -24,7 +24,7 @@ from tuner.replay.jobs import Job, Sent
 from tuner.replay.measure import fold, measure
 from tuner.replay.sender import Sender
 from tuner.replay.senders import AHEAD_BYTES, Senders
-from tuner.replay.timeline import replay
+from tuner.replay.timeline import PLANS, replay
 from tuner.replay.wire import Pool
 from tuner.traffic.importers import read_any
 from tuner.traffic.trace import Trace
@@ -51,8 +51,7 @@ def gates(outcomes: Sequence[Outcome], *, planned: int | None = None, cpu: float
         planned=len(outcomes) if planned is None else planned,
         cpu=cpu,
     )
-    plan = dataclasses.replace(PLAN, lateness_ms=5.0)
-    return tuple(why.split(":")[0] for why in fidelity.check(evidence, plan).failed)
+    return tuple(why.split(":")[0] for why in fidelity.check(evidence, PLANS["standard"]).failed)
 
 
 def job(key: int, at_s: float = 0.0, *, tokens: int = 3, **given: object) -> Job:

@@ -169,14 +169,14 @@ def bursty(seed: int) -> list[Outcome]:
 
 def test_intervals_of_blocks_cover_the_truth_where_single_requests_would_not() -> None:
     truth = 100 * math.exp(0.5**2 / 2) * math.exp(0.1**2 / 2)
-    covered = {10.0: 0, 0.01: 0}
-    for seed in range(20):
+    covered = {10.0: 0, 0.2: 0}
+    for seed in range(12):
         outcomes = bursty(seed)
         for length in covered:
-            found = interval(outcomes, 600.0, "ttft_mean_ms", Slo(), resamples=200, block_s=length)
+            found = interval(outcomes, 600.0, "ttft_mean_ms", Slo(), resamples=100, block_s=length)
             covered[length] += found.low <= truth <= found.high
-    assert covered[10.0] >= 16
-    assert covered[0.01] < covered[10.0]
+    assert covered[10.0] >= 9
+    assert covered[0.2] < covered[10.0]
 
 
 def test_an_interval_knows_whether_it_has_blocks_enough() -> None:
