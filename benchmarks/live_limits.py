@@ -2,8 +2,8 @@
 
     python benchmarks/live_limits.py --python PATH/TO/python [--candidates 12] [--output FILE.json]
 
-Six candidates are measured twice: each in an engine of its own, and all inside one running engine whose limits
-are changed in between. Then the rest of the candidates inside that engine, and what the wall clock said.
+Six candidates are measured twice: each in an engine of its own, and all inside one running engine whose
+limits are changed in between. Then the rest of the candidates inside that engine, and what the wall clock said.
 """
 
 import argparse
@@ -21,7 +21,8 @@ from tuner.records import JSON, LaunchSpec, Value
 from tuner.search.proposals import spearman
 
 MODEL: dict[str, JSON] = {
-    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 256, "intermediate_size": 512,
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 256,
+    "intermediate_size": 512,
     "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 2048,
     "max_position_embeddings": 2048, "torch_dtype": "float32", "rms_norm_eps": 1e-6, "rope_theta": 1e4,
     "tie_word_embeddings": True, "hidden_act": "silu",

@@ -2,8 +2,8 @@
 
 It shares with the predictor that proposes candidates: the scheduler's rules (who is batched when), the
 traces and the model's shape. It does not share: how long a step takes (a sum of parts with a saturating
-efficiency and a graph cliff, where the predictor has a roofline), the coefficients, the memory that is left for
-the cache, what runs out of memory, and the noise.
+efficiency and a graph cliff, where the predictor has a roofline), the coefficients, the memory that is left
+for the cache, what runs out of memory, and the noise.
 """
 
 import itertools

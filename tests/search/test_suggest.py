@@ -10,7 +10,7 @@ from typing import Any
 from tests.search import world
 from tests.search.world import OBJECTIVES, World
 from tuner.records import Candidate, Measurement, Prediction, Trial, TrialState
-from tuner.search import pareto
+from tuner.search import pareto, proposals
 from tuner.search.suggest import Suggestion, suggest
 
 
@@ -193,3 +193,22 @@ def test_a_changed_space_keeps_its_history() -> None:
     found = ask(trials, 12, wider)
     assert found is not None
     assert wider.contains(found.candidate)
+
+
+def test_what_the_predictor_cannot_tell_apart_is_measured_once() -> None:
+    space = World(levels={**world.LEVELS, "inert": (1, 2, 3, 4), "idle": (1, 2, 3, 4)})
+    trials = study(14, space=space, predictor=_predict)
+    acting = [tuple(v for k, v in t.candidate.items() if k in world.LEVELS) for t in trials]
+    assert len(set(acting)) == len(acting)
+    blind = study(14, space=space)
+    assert all(t.origin in ("baseline", "tpe", "back-off", "random") for t in blind)
+
+
+def test_a_ranking_is_judged_by_what_differs() -> None:
+    level = [replace(t, measurements=(Measurement(values=dict.fromkeys(OBJECTIVES, 1.0 + 0.001 * t.number)),))
+             for t in (world.trial(n, Candidate()) for n in range(8))]  # fmt: skip
+    assert proposals.trust(_predict, level, OBJECTIVES) is None
+    apart = [t for t in study(14) if t.state is TrialState.COMPLETE]
+    assert proposals.trust(_predict, apart, OBJECTIVES) == 1.0
+    assert (proposals.trust(_mislead, apart, OBJECTIVES) or 0) < -0.9
+    assert proposals.trust(_predict, apart[:3], OBJECTIVES) is None
