@@ -3,7 +3,7 @@
     python benchmarks/live_limits.py --python PATH/TO/python [--candidates 12] [--output FILE.json]
 
 Six candidates are measured twice: each in an engine of its own, and all inside one running engine whose
-limits are changed in between. Then the rest of the candidates inside that engine, and what the wall clock said.
+limits are changed in between. Then the other candidates inside that engine, and what the wall clock said.
 """
 
 import argparse
