@@ -1,0 +1,288 @@
+"""Nightly runs: what is due is claimed, checked and started; the clock and the start are the caller's."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from statistics import median
+from typing import Literal
+
+from tuner.errors import TunerError
+from tuner.fleet.window import Terms, Window, blacked_out, last_due, next_due, terms, window
+from tuner.history.entities import Schedule
+from tuner.history.store import Store
+from tuner.records import Launch, Run, RunState
+
+Clock = Callable[[], datetime]
+Kind = Literal["start", "resume", "missed", "blackout", "overlap", "too short", "failed", "ended"]
+POLL_S = 20.0
+"""How often the rows are read again; a due time wakes the loop sooner."""
+RESUMES = 3
+"""How often a run that its process left unfinished is started again within one window."""
+ACTOR = "schedule"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Firing:
+    """A due time that was claimed: start the study now and be done by `deadline`, which is before the
+    window's end by what it takes to stop the engine."""
+
+    schedule: Schedule
+    terms: Terms
+    window: Window
+
+    @property
+    def deadline(self) -> datetime:
+        return self.window.end - timedelta(seconds=self.terms.reserve_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Happening:
+    """What became of a due time, for the log, the audit and notifications."""
+
+    kind: Kind
+    schedule: str
+    node: str
+    sentence: str
+    at: datetime
+
+
+StartRun = Callable[[Firing], Awaitable[Run | None]]
+"""Runs a study to its end and returns the run, None when it never began. Raises TunerError; cancelled when
+the window is over, it must stop the engine and give production back before it returns."""
+
+
+async def loop(
+    store: Store,
+    *,
+    clock: Clock,
+    start_run: StartRun,
+    wait: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    tell: Callable[[Happening], object] = lambda happening: None,
+) -> None:
+    """Fire schedules until cancelled; runs that are under way are then cancelled and awaited.
+
+    `wait` sleeps for seconds of the given clock.
+    """
+    keeper = Keeper(store, clock=clock, start_run=start_run, tell=tell)
+    try:
+        while True:
+            await wait(await keeper.tick())
+    finally:
+        await keeper.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learned:
+    """Medians over the launches that ended well: `trial_s` from start to end, replay included, `relaunch_s`
+    of it until the engine was ready (None when no log told)."""
+
+    launches: int
+    trial_s: float
+    relaunch_s: float | None
+
+
+RECENT = 40
+"""How many of the newest launches are asked."""
+
+
+def learned(store: Store, node: str, study_id: str | None = None) -> Learned | None:
+    """What a trial takes on a node: by this study's launches, else by those of the node's newest studies.
+
+    None while nothing ended well there.
+    """
+    refs = [study_id] if study_id is not None else []
+    refs += [study.id for study in store.studies(node=node)[:5]]
+    for ref in refs:
+        good = [each for each in store.launches(ref) if each.ended_at is not None and each.verdict is None]
+        if good:
+            return _medians(good[-RECENT:])
+    return None
+
+
+def _medians(launches: Sequence[Launch]) -> Learned:
+    spans = [(each.ended_at - each.started_at).total_seconds() for each in launches if each.ended_at]
+    ready = [each.timeline["ready"] for each in launches if "ready" in each.timeline]
+    return Learned(launches=len(launches), trial_s=median(spans), relaunch_s=median(ready) if ready else None)
+
+
+def too_short(found: Learned | None, left_s: float, min_trials: int) -> str | None:
+    """Why a window cannot hold the minimum number of trials; None when it can, or nothing is known."""
+    if found is None or min_trials * found.trial_s <= left_s:
+        return None
+    relaunch = "" if found.relaunch_s is None else f" ({found.relaunch_s:.0f} s of it to relaunch)"
+    return (
+        f"{left_s / 60:.0f} min are left and {min_trials} trials take {min_trials * found.trial_s / 60:.0f}:"
+        f" a trial takes {found.trial_s:.0f} s{relaunch} by {found.launches} launches on this node"
+    )
+
+
+def claim(store: Store, schedule: Schedule, now: datetime) -> Firing | Happening | None:
+    """Take the newest due time: to start, or refused with the reason. None when nothing is due, or somebody
+    else took it. Each due time is taken once, by whoever is first."""
+    if not schedule.enabled or (due := last_due(schedule, now)) is None:
+        return None
+    firing = Firing(schedule=schedule, terms=terms(schedule.spec), window=window(schedule, due))
+    refused = _refusal(store, firing, now)
+    if not store.fire_schedule(schedule.name, due):
+        return None
+    if refused is not None:
+        return _happened(firing, *refused, now)
+    store.scheduled_run(schedule.name, BEGUN)
+    return firing
+
+
+BEGUN = ""
+"""In place of the last run's id: its due time was claimed and the run is about to begin."""
+
+
+def _refusal(store: Store, firing: Firing, now: datetime) -> tuple[Kind, str] | None:
+    schedule, found = firing.schedule, firing.window
+    late_s = (now - found.due).total_seconds()
+    if now >= firing.deadline:
+        return "missed", f"the window from {_at(found.due)} to {_at(found.end)} is over"
+    if firing.terms.missed == "skip" and late_s > firing.terms.grace_s:
+        return "missed", f"it was due at {_at(found.due)}, {late_s / 60:.0f} min ago, and is not made up for"
+    if (day := blacked_out(schedule, found)) is not None:
+        return "blackout", f"{day} is a blackout date"
+    if (busy := _busy(store, schedule.node, now)) is not None:
+        return "overlap", busy
+    known = learned(store, schedule.node, _last_study(store, schedule))
+    left_s = (firing.deadline - now).total_seconds()
+    short = too_short(known, left_s, firing.terms.min_trials)
+    return None if short is None else ("too short", short)
+
+
+def _busy(store: Store, node: str, now: datetime) -> str | None:
+    held = next((lease for lease in store.leases(now=now) if lease.node == node), None)
+    return None if held is None else f"node {node} is in use by '{held.holder}'"
+
+
+def _last_study(store: Store, schedule: Schedule) -> str | None:
+    return store.run(schedule.last_run_id).study_id if schedule.last_run_id else None
+
+
+def unfinished(store: Store, schedule: Schedule, now: datetime) -> Firing | None:
+    """The firing whose process died before its run ended, while its window is open and its node free."""
+    if not schedule.enabled or schedule.last_due is None or schedule.last_run_id is None:
+        return None
+    firing = Firing(schedule=schedule, terms=terms(schedule.spec), window=window(schedule, schedule.last_due))
+    if now >= firing.deadline or _busy(store, schedule.node, now) is not None:
+        return None
+    if schedule.last_run_id == BEGUN:
+        return firing
+    run = store.run(schedule.last_run_id)
+    left = run.state is RunState.RUNNING and not run.cancel_requested
+    return firing if left and run.started_at >= schedule.last_due else None
+
+
+def _at(moment: datetime) -> str:
+    return f"{moment:%Y-%m-%d %H:%M} UTC"
+
+
+def _happened(firing: Firing, kind: Kind, sentence: str, now: datetime) -> Happening:
+    return Happening(
+        kind=kind, schedule=firing.schedule.name, node=firing.schedule.node, sentence=sentence, at=now
+    )
+
+
+class Keeper:
+    """What a loop remembers between two looks: the runs that it started, one per node."""
+
+    def __init__(
+        self, store: Store, *, clock: Clock, start_run: StartRun, tell: Callable[[Happening], object]
+    ) -> None:
+        self._store, self._clock, self._start_run, self._tell = store, clock, start_run, tell
+        self._tasks: dict[str, tuple[Firing, asyncio.Task[Run | None]]] = {}
+        self._starts: dict[tuple[str, datetime], int] = {}
+
+    async def tick(self) -> float:
+        """Look once; returns the seconds until it is worth looking again."""
+        await asyncio.sleep(0)
+        now = self._clock()
+        for node in list(self._tasks):
+            await self._look_after(node, now)
+        schedules = await asyncio.to_thread(self._store.schedules)
+        for schedule in schedules:
+            await self._consider(schedule, now)
+        return self._pause_s(schedules, now)
+
+    async def _look_after(self, node: str, now: datetime) -> None:
+        """Report a run that ended; stop one whose window is about to close."""
+        firing, task = self._tasks[node]
+        if not task.done():
+            if now < firing.window.end - timedelta(seconds=firing.terms.reserve_s / 2):
+                return
+            task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        del self._tasks[node]
+        await self._report(_ending(firing, task, self._clock()))
+
+    async def _consider(self, schedule: Schedule, now: datetime) -> None:
+        busy = schedule.node in self._tasks
+        try:
+            found = await asyncio.to_thread(self._claim, schedule, now, busy)
+        except TunerError as error:
+            found = Happening(
+                kind="failed", schedule=schedule.name, node=schedule.node, sentence=str(error), at=now
+            )
+        if isinstance(found, Happening):
+            await self._report(found)
+        elif found is not None:
+            key = (schedule.name, found.window.due)
+            self._starts[key] = self._starts.get(key, 0) + 1
+            kind: Kind = "start" if self._starts[key] == 1 else "resume"
+            await self._report(_happened(found, kind, f"until {_at(found.window.end)}", now))
+            self._tasks[schedule.node] = (found, asyncio.ensure_future(self._start_run(found)))
+
+    def _claim(self, schedule: Schedule, now: datetime, busy: bool) -> Firing | Happening | None:
+        found = claim(self._store, schedule, now)
+        if isinstance(found, Firing) and busy:
+            return _happened(found, "overlap", f"node {schedule.node} is in use by another schedule", now)
+        if found is not None or busy:
+            return found
+        left = unfinished(self._store, schedule, now)
+        if left is None or self._starts.get((schedule.name, left.window.due), 0) > RESUMES:
+            return None
+        return left
+
+    def _pause_s(self, schedules: Sequence[Schedule], now: datetime) -> float:
+        ends = [firing.window.end for firing, _ in self._tasks.values()]
+        ahead = [due for each in schedules if each.enabled and (due := next_due(each, now)) is not None]
+        return min([POLL_S, *((moment - now).total_seconds() for moment in (*ends, *ahead) if moment > now)])
+
+    async def _report(self, happening: Happening) -> None:
+        def write() -> None:
+            self._store.add_audit(
+                actor=ACTOR,
+                action=f"schedule.{happening.kind.replace(' ', '_')}",
+                target=happening.schedule,
+                reason=happening.sentence,
+                now=happening.at,
+                detail={"node": happening.node},
+            )
+
+        await asyncio.to_thread(write)
+        self._tell(happening)
+
+    async def close(self) -> None:
+        """Stop what runs, and wait until it has stopped."""
+        tasks = [task for _, task in self._tasks.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _ending(firing: Firing, task: "asyncio.Task[Run | None]", now: datetime) -> Happening:
+    if task.cancelled():
+        return _happened(firing, "failed", "it was stopped at the end of its window", now)
+    error = task.exception()
+    if isinstance(error, TunerError):
+        return _happened(firing, "failed", str(error), now)
+    if error is not None:
+        return _happened(firing, "failed", f"{type(error).__name__}: {error}", now)
+    run = task.result()
+    if run is None:
+        return _happened(firing, "failed", "it ended before a run began", now)
+    kind: Kind = "failed" if run.state is RunState.FAILED else "ended"
+    return _happened(firing, kind, f"{run.state.value}: {run.reason or 'no reason given'}", now)

@@ -1,0 +1,256 @@
+"""When a schedule is due and until when it may run: arithmetic on times alone; docs/schedules.md has the rules."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, time, timedelta
+from typing import Literal
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError, available_timezones
+
+from apscheduler.triggers.cron import CronTrigger
+
+from tuner.errors import BadInput, nearest
+from tuner.history.entities import Schedule
+from tuner.records import JSON
+
+Missed = Literal["run", "skip"]
+DAYS = ("sun", "mon", "tue", "wed", "thu", "fri", "sat")
+LONGEST_H = 24.0
+GRACE_S = 300.0
+"""How late a firing may be before the missed-run policy counts."""
+KEYS = ("study", "until", "hours", "missed", "grace_s", "blackout", "min_trials", "trials", "reserve_s")
+_TICK = timedelta(microseconds=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What a schedule's `spec` says. Exactly one of `until` (local time of day) and `hours` is set.
+
+    `study` is a study file's path where the schedule came from the command line. `min_trials` must fit into
+    the window; `trials` bounds a run, the study's own budget does else. `reserve_s` is kept free at the end
+    to stop the engine in. `blackout` are inclusive ranges of local dates.
+    """
+
+    study: str
+    until: time | None = None
+    hours: float | None = None
+    missed: Missed = "run"
+    grace_s: float = GRACE_S
+    blackout: tuple[tuple[date, date], ...] = ()
+    min_trials: int = 3
+    trials: int | None = None
+    reserve_s: float = 60.0
+
+    def spec(self) -> dict[str, JSON]:
+        """The JSON that `terms` reads back."""
+        return {
+            "study": self.study,
+            "until": None if self.until is None else f"{self.until:%H:%M}",
+            "hours": self.hours,
+            "missed": self.missed,
+            "grace_s": self.grace_s,
+            "blackout": [str(a) if a == b else f"{a}/{b}" for a, b in self.blackout],
+            "min_trials": self.min_trials,
+            "trials": self.trials,
+            "reserve_s": self.reserve_s,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """[due, end) in UTC; production serves again by `end`."""
+
+    due: datetime
+    end: datetime
+
+    def left_s(self, now: datetime) -> float:
+        """Seconds until the end, 0 after it."""
+        return max(0.0, (self.end - now).total_seconds())
+
+
+def terms(spec: Mapping[str, JSON]) -> Terms:
+    """A schedule's spec, checked. BadInput names the key and what it may be."""
+    for key in spec:
+        if key not in KEYS:
+            raise BadInput(f"schedule: unknown key '{key}'{nearest(key, KEYS)}")
+    study, until, hours = spec.get("study"), spec.get("until"), spec.get("hours")
+    if not isinstance(study, str) or not study:
+        raise BadInput("schedule: study: name the study")
+    if (until is None) == (hours is None):
+        raise BadInput("schedule: give the window's end, either until (HH:MM) or hours")
+    missed = spec.get("missed", "run")
+    if missed not in ("run", "skip"):
+        raise BadInput(f"schedule: missed: run or skip, not {missed!r}")
+    longest = None if hours is None else _number(spec, "hours", above=0.0)
+    if longest is not None and longest > LONGEST_H:
+        raise BadInput(f"schedule: hours: a window is at most {LONGEST_H:g} hours long, not {longest:g}")
+    trials = None if spec.get("trials") is None else int(_number(spec, "trials", above=0.0))
+    return Terms(
+        study=study,
+        until=None if until is None else _time_of_day(until),
+        hours=longest,
+        missed="skip" if missed == "skip" else "run",
+        grace_s=_number(spec, "grace_s", GRACE_S),
+        blackout=_blackout(spec.get("blackout", [])),
+        min_trials=int(_number(spec, "min_trials", 3)),
+        trials=trials,
+        reserve_s=_number(spec, "reserve_s", 60.0),
+    )
+
+
+def _number(spec: Mapping[str, JSON], key: str, default: float = 0.0, *, above: float | None = None) -> float:
+    value = spec.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        raise BadInput(f"schedule: {key}: a number of at least 0, not {value!r}")
+    if above is not None and value <= above:
+        raise BadInput(f"schedule: {key}: more than {above:g}, not {value!r}")
+    return float(value)
+
+
+def _time_of_day(value: JSON) -> time:
+    if not isinstance(value, str) or not re.fullmatch(r"([01]?\d|2[0-3]):[0-5]\d", value):
+        raise BadInput(f"schedule: until: a time of day such as 05:30, not {value!r}")
+    hour, minute = value.split(":")
+    return time(int(hour), int(minute))
+
+
+def _blackout(value: JSON) -> tuple[tuple[date, date], ...]:
+    if not isinstance(value, list):
+        raise BadInput("schedule: blackout: a list of dates such as 2026-12-24 or 2026-12-24/2026-12-26")
+    found = []
+    for item in value:
+        first, _, last = str(item).partition("/")
+        try:
+            span = date.fromisoformat(first), date.fromisoformat(last or first)
+        except ValueError:
+            raise BadInput(
+                f"schedule: blackout: '{item}' is no date such as 2026-12-24 or 2026-12-24/2026-12-26"
+            ) from None
+        if span[1] < span[0]:
+            raise BadInput(f"schedule: blackout: '{item}' ends before it begins")
+        found.append(span)
+    return tuple(found)
+
+
+def zone(name: str) -> ZoneInfo:
+    """A time zone by its IANA name. BadInput with the nearest one."""
+    try:
+        return ZoneInfo(name)
+    except (ZoneInfoNotFoundError, ValueError, OSError):
+        close = nearest(name, available_timezones())
+        raise BadInput(f"there is no time zone '{name}'{close}; give a name such as Europe/Berlin") from None
+
+
+def trigger(cron: str, timezone: str) -> CronTrigger:
+    """The arithmetic of a five-field crontab line: minute, hour, day, month, day of week (0 or 7 = Sunday)."""
+    fields = cron.split()
+    if len(fields) != 5:
+        raise BadInput(f"cron '{cron}': five fields: minute hour day month weekday, such as '0 1 * * 1-5'")
+    minute, hour, day, month, weekday = fields
+    if day != "*" and weekday != "*":
+        raise BadInput(f"cron '{cron}': give days of the month or of the week, not both")
+    try:
+        return CronTrigger(
+            minute=minute,
+            hour=hour,
+            day=day,
+            month=month,
+            day_of_week=_weekdays(weekday.lower(), cron),
+            timezone=zone(timezone),
+        )
+    except ValueError as error:
+        raise BadInput(f"cron '{cron}': {error}") from error
+
+
+def _weekdays(field: str, cron: str) -> str:
+    """Crontab's weekdays by name: APScheduler counts from Monday, crontab from Sunday."""
+    if field == "*":
+        return field
+    chosen: set[int] = set()
+    for part in field.split(","):
+        match = re.fullmatch(r"(\*|\w+)(?:-(\w+))?(?:/([1-9]\d*))?", part)
+        if match is None:
+            raise BadInput(f"cron '{cron}': '{part}' is no day of the week")
+        first, last, step = match.groups()
+        begin = 0 if first == "*" else _weekday(first, cron)
+        final = 6 if first == "*" or (step and not last) else begin
+        if last:
+            final = _weekday(last, cron)
+            final += 7 if final < begin else 0
+        chosen.update(day % 7 for day in range(begin, final + 1, int(step or 1)))
+    return ",".join(DAYS[day] for day in sorted(chosen))
+
+
+def _weekday(word: str, cron: str) -> int:
+    if word in DAYS:
+        return DAYS.index(word)
+    if word.isdigit() and int(word) <= 7:
+        return int(word)
+    raise BadInput(f"cron '{cron}': '{word}' is no day of the week{nearest(word, DAYS)}")
+
+
+def dues(schedule: Schedule, after: datetime, until: datetime) -> Iterator[datetime]:
+    """The due times in (after, until], UTC, the earliest first.
+
+    Where a clock is set back, a time of day that comes twice is due the first time only; where it is set
+    forward, one that does not exist is due as much later.
+    """
+    cron = trigger(schedule.cron, schedule.timezone)
+    hourly = schedule.cron.split()[1].startswith("*")
+    local = zone(schedule.timezone)
+    at = after
+    while True:
+        found: datetime | None = cron.get_next_fire_time(None, (at + _TICK).astimezone(local))
+        if found is None:
+            return
+        at = found.astimezone(UTC)
+        if at > until:
+            return
+        if hourly or not found.fold:
+            yield at
+
+
+def next_due(schedule: Schedule, after: datetime) -> datetime | None:
+    """The next due time, None when there is none within five years."""
+    return next(dues(schedule, after, after + timedelta(days=5 * 366)), None)
+
+
+def last_due(schedule: Schedule, now: datetime) -> datetime | None:
+    """The newest due time up to now that nobody claimed and that came after the schedule was made."""
+    begin = max(filter(None, (schedule.created_at, schedule.last_due)))
+    for days in (1, 8, 32, 5 * 366):
+        start = max(begin, now - timedelta(days=days))
+        found = None
+        for found in dues(schedule, start, now):
+            continue
+        if found is not None or start == begin:
+            return found
+    return None
+
+
+def window(schedule: Schedule, due: datetime) -> Window:
+    """The window that opens at a due time.
+
+    A local end that does not exist, or comes twice, on the day of a change is taken at its earliest.
+    """
+    found = terms(schedule.spec)
+    if found.until is None:
+        return Window(due=due, end=due + timedelta(hours=found.hours or 0.0))
+    local = zone(schedule.timezone)
+    day = due.astimezone(local).date()
+    ends = [
+        datetime.combine(day + timedelta(days=later), found.until, local).replace(fold=fold).astimezone(UTC)
+        for later in (0, 1)
+        for fold in (0, 1)
+    ]
+    return Window(due=due, end=min(end for end in ends if end > due))
+
+
+def blacked_out(schedule: Schedule, window: Window) -> date | None:
+    """The first blackout date that the window touches, None when it touches none."""
+    local = zone(schedule.timezone)
+    first = window.due.astimezone(local).date()
+    last = (window.end - _TICK).astimezone(local).date()
+    ranges: Sequence[tuple[date, date]] = terms(schedule.spec).blackout
+    days = (first + timedelta(days=n) for n in range((last - first).days + 1))
+    return next((day for day in days if any(a <= day <= b for a, b in ranges)), None)
