@@ -18,7 +18,7 @@ from tuner.tuning.confirm import Confirmation, confirm, launches_of
 from tuner.tuning.events import Event, Tell, silent
 from tuner.tuning.reconcile import locked, reconcile
 from tuner.tuning.study import Clock, Prepared
-from tuner.tuning.trial import ABORTED_RETRIES, Bench, perform
+from tuner.tuning.trial import ABORTED_RETRIES, Bench, Work, perform
 
 WATCH_S = 1.0
 """How often a request to cancel, or the end of the window, is looked for during a trial."""
@@ -83,13 +83,15 @@ async def tune(
     clock: Clock,
     tell: Tell = silent,
     help: Help = NO_HELP,
+    work: Work | None = None,
 ) -> Run:
     """Tune a study until a limit; returns the finished run. A run that was interrupted before is resumed.
 
-    Conflict when another controller holds the study. StudyFailed when no candidate can work. Cancelling the
-    task stops the engine, closes the row as ABORTED and leaves the run to be resumed.
+    `work` does each launch on another host; None: here. Conflict when another controller holds the study.
+    StudyFailed when no candidate can work. Cancelling the task stops the engine, closes the row as ABORTED
+    and leaves the run to be resumed.
     """
-    bench = Bench(prepared=prepared, store=store, home=home, clock=clock, tell=tell)
+    bench = Bench(prepared=prepared, store=store, home=home, clock=clock, tell=tell, work=work)
     with locked(home, prepared.study.id):
         _register(bench)
         for trial in reconcile(store, home, held=prepared.study.id, clock=clock):

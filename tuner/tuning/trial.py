@@ -4,7 +4,7 @@ import asyncio
 import os
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -58,8 +58,17 @@ def split_cores(available: Sequence[int]) -> Cores:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """What a host needs to do an order."""
+
+    prepared: Prepared
+    cores: Cores
+    gpus: Gpus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """What all launches of a run share. `home` is TUNER_HOME."""
+    """What all launches of a run share. `home` is TUNER_HOME; `work` does an order elsewhere, None: here."""
 
     prepared: Prepared
     store: Store
@@ -68,6 +77,11 @@ class Bench:
     tell: Tell
     cores: Cores = field(default_factory=lambda: split_cores(sorted(os.sched_getaffinity(0))))
     gpus: Gpus = field(default_factory=lambda: Gpus(nvml=None))
+    work: "Work | None" = None
+
+    @property
+    def place(self) -> Place:
+        return Place(prepared=self.prepared, cores=self.cores, gpus=self.gpus)
 
     def directory(self, number: int, label: str) -> Path:
         """Where one launch keeps its log and outcomes: TUNER_HOME/trials/<study>/<number>-<label>."""
@@ -94,6 +108,37 @@ class Launched:
     curtailed: str | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """One launch and its replays, as handed to the host that does them; nothing in it touches the history."""
+
+    spec: LaunchSpec
+    passes: tuple[Pass, ...]
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """What an engine said of itself once it was ready."""
+
+    effective: Mapping[str, Value]
+    timeline: Mapping[str, float]
+    kv_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One pass: its numbers, and the judge's reason when it was cut short."""
+
+    measurement: Measurement
+    curtailed: str | None
+
+
+News = str | Serving
+Note = Callable[[News], None]
+Work = Callable[[Order, Note], Awaitable[Sequence[Measured]]]
+
+
 async def launch(bench: Bench, trial: Trial, passes: Sequence[Pass], directory: Path) -> Launched:
     """Start an engine on the trial's candidate, replay the passes and stop it. The launch row comes first.
 
@@ -108,14 +153,18 @@ async def launch(bench: Bench, trial: Trial, passes: Sequence[Pass], directory: 
             directory=str(directory),
         )
     )  # fmt: skip
+
+    def note(news: News) -> None:
+        nonlocal row
+        if isinstance(news, Serving):
+            row = replace(row, effective=news.effective, timeline=news.timeline, kv_tokens=news.kv_tokens)
+        else:
+            bench.tell(Event(kind="phase", text=news, trial=trial))
+
     verdict: str | None = "stopped"
+    order = Order(spec=spec, passes=tuple(passes), number=trial.number)
     try:
-        note = partial(_say, bench, trial)
-        async with serve(spec, gpus=bench.gpus, note=note) as server:
-            row = replace(
-                row, effective=server.effective, timeline=server.timeline, kv_tokens=server.kv_tokens
-            )
-            measured = [await _measured(bench, trial, server, each, directory) for each in passes]
+        measured = await (bench.work or partial(work_here, bench.place))(order, note)
         verdict = None
     except EngineError as error:
         verdict = f"{error.cause}: {error}"
@@ -125,10 +174,17 @@ async def launch(bench: Bench, trial: Trial, passes: Sequence[Pass], directory: 
     gpu_seconds = (time.monotonic() - started) * max(1, prepared.facts.gpu_count)
     return Launched(
         launch=row,
-        measurements=tuple(replace(m, launch_id=row.id) for m, _ in measured),
+        measurements=tuple(replace(m.measurement, launch_id=row.id) for m in measured),
         gpu_seconds=gpu_seconds,
-        curtailed=next((reason for _, reason in measured if reason), None),
+        curtailed=next((m.curtailed for m in measured if m.curtailed), None),
     )
+
+
+async def work_here(place: Place, order: Order, note: Note) -> Sequence[Measured]:
+    """Do an order on this host: launch, replay, measure, stop. Outcomes are written beside the log."""
+    async with serve(order.spec, gpus=place.gpus, note=note) as server:
+        note(Serving(effective=server.effective, timeline=server.timeline, kv_tokens=server.kv_tokens))
+        return [await _measured(place, order, each, server, note) for each in order.passes]
 
 
 def launch_spec(prepared: Prepared, candidate: Candidate, directory: Path, cores: Cores) -> LaunchSpec:
@@ -154,25 +210,23 @@ def simulated_card(prepared: Prepared) -> dict[str, str]:
     return {"TUNER_SIM_CARD": engine.card} if engine.kind == "simulated" else {}
 
 
-async def _measured(
-    bench: Bench, trial: Trial, server: Server, each: Pass, directory: Path
-) -> tuple[Measurement, str | None]:
-    prepared = bench.prepared
+async def _measured(place: Place, order: Order, each: Pass, server: Server, note: Note) -> Measured:
+    prepared = place.prepared
     load = Load(
         seed=prepared.study.seed,
-        number=trial.number,
+        number=order.number,
         repeat=each.repeat,
         speed=prepared.file.speed,
         model=prepared.study.id[:16],
         vocabulary=prepared.model.vocab_size,
         slo=prepared.study.slo,
-        cores=bench.cores.sender,
+        cores=place.cores.sender,
     )
-    _say(bench, trial, f"replaying {', '.join(s.name for s in each.slices)}")
-    with Watch(bench.gpus) as watch:
+    note(f"replaying {', '.join(s.name for s in each.slices)}")
+    with Watch(place.gpus) as watch:
         replayed = await replay(
             server, prepared.trace, each.slices, prepared.plan, load,
-            judge=each.judge, progress=partial(_tell_progress, bench, trial),
+            judge=each.judge, progress=partial(_tell_progress, note),
         )  # fmt: skip
     if (fault := await server.fault("run")) is not None:
         raise fault
@@ -186,9 +240,9 @@ async def _measured(
         purpose=each.purpose,
         repeat=each.repeat,
     )
-    measurement = _with_files(measurement, replayed, directory)
+    measurement = _with_files(measurement, replayed, Path(order.spec.directory))
     _check_gate(measurement)
-    return measurement, replayed.stopped
+    return Measured(measurement=measurement, curtailed=replayed.stopped)
 
 
 def _with_files(measurement: Measurement, replayed: Replayed, directory: Path) -> Measurement:
@@ -229,13 +283,9 @@ def _known(sampled: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in sampled.items() if name in NAMES}
 
 
-def _tell_progress(bench: Bench, trial: Trial, progress: Progress) -> None:
+def _tell_progress(note: Note, progress: Progress) -> None:
     share = f" {progress.done_s:.0f}/{progress.total_s:.0f} s" if progress.total_s else ""
-    _say(bench, trial, f"{progress.phase} {progress.slice}{share}".replace("  ", " "))
-
-
-def _say(bench: Bench, trial: Trial, text: str) -> None:
-    bench.tell(Event(kind="phase", text=text, trial=trial))
+    note(f"{progress.phase} {progress.slice}{share}".replace("  ", " "))
 
 
 async def perform(bench: Bench, trial: Trial, earlier: Sequence[Trial], judge: Judge | None = None) -> Trial:
