@@ -1,12 +1,17 @@
-"""Charts as SVG text made on the server: no script, no network; the page brings the colours."""
+"""Charts as SVG text: scatter of a front, cumulative curves, bars, one-knob slices, lines over time."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH, HEIGHT = 620, 380
-LEFT, RIGHT, TOP, BOTTOM = 74, 16, 14, 52
+from tuner.report.axes import BOTTOM, TOP, Axis, Frame, fitted, from_zero, grid, svg
+from tuner.report.words import heading, measured
+
+MARKED = 300
+"""Up to so many trials off the front are drawn as marks of their own, with words and links; more as dots."""
+
+NONE = '<p class="none">{}</p>'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,101 +22,231 @@ class Point:
     y: float
     kind: str
     label: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Axis:
-    """A measurement on an axis; `log` where all values are positive and spread over more than a factor 4."""
-
-    name: str
-    low: float
-    high: float
-    log: bool
-
-    def at(self, value: float) -> float:
-        """Position of a value in 0..1."""
-        low, high, value = (math.log10(v) if self.log else v for v in (self.low, self.high, value))
-        return (value - low) / (high - low)
-
-
-def scatter(points: Sequence[Point], x_name: str, y_name: str) -> str:
-    """An SVG scatter of two measurements with the front as a stepped line; infinite values are left out."""
-    shown = [p for p in points if math.isfinite(p.x) and math.isfinite(p.y)]
-    if not shown:
-        return '<p class="none">No trial has both measurements.</p>'
-    x, y = _axis(x_name, [p.x for p in shown]), _axis(y_name, [p.y for p in shown])
-    title = f"{escape(y_name)} over {escape(x_name)}"
-    parts = [
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{title}">',
-        *_grid(x, y),
-        _front_line([p for p in shown if p.kind in ("front", "winner")], x, y),
-        *(_mark(p, x, y) for p in sorted(shown, key=lambda p: _ORDER.index(p.kind))),
-        "</svg>",
-    ]
-    return "".join(parts)
+    href: str = ""
 
 
 _ORDER = ("other", "front", "baseline", "winner")
 
 
-def _axis(name: str, values: Sequence[float]) -> Axis:
-    low, high = min(values), max(values)
-    log = low > 0 and high / low > 4
-    if log:
-        return Axis(name=name, low=low / 1.15, high=high * 1.15, log=True)
-    pad = (high - low) * 0.08 or abs(high) * 0.1 or 1.0
-    return Axis(name=name, low=low - pad, high=high + pad, log=False)
+def scatter(points: Sequence[Point], x_name: str, y_name: str) -> str:
+    """An SVG scatter of two measurements with the front as a line; infinite values are left out."""
+    shown = [p for p in points if math.isfinite(p.x) and math.isfinite(p.y)]
+    if not shown:
+        return NONE.format("No trial has both measurements yet.")
+    x, y = fitted(heading(x_name), [p.x for p in shown]), fitted(heading(y_name), [p.y for p in shown])
+    frame = Frame(x=x, y=y)
+    others = [p for p in shown if p.kind == "other"]
+    marked = sorted((p for p in shown if p.kind != "other"), key=lambda p: _ORDER.index(p.kind))
+    crowd = others if len(others) > MARKED else []
+    parts = [
+        *grid(frame),
+        _dots(crowd, frame),
+        _front_line([p for p in shown if p.kind in ("front", "winner")], frame),
+        *(_mark(p, frame) for p in ([] if crowd else others)),
+        *(_mark(p, frame) for p in marked),
+    ]
+    label = f"{y_name} over {x_name}: {len(shown)} trials, {len(marked)} of them named"
+    return svg(parts, label, interactive=any(p.href for p in shown))
 
 
-def ticks(axis: Axis) -> list[float]:
-    """Round values inside an axis, about five of them."""
-    if axis.log:
-        decades = range(math.floor(math.log10(axis.low)), math.ceil(math.log10(axis.high)) + 1)
-        steps = (1, 2, 5) if math.log10(axis.high / axis.low) < 2.5 else (1,)
-        found = [m * 10.0**d for d in decades for m in steps]
-    else:
-        rough = (axis.high - axis.low) / 5
-        unit = 10.0 ** math.floor(math.log10(rough))
-        step = next(m * unit for m in (1, 2, 5, 10) if m * unit >= rough)
-        first = math.ceil(axis.low / step)
-        found = [(first + i) * step for i in range(7)]
-    return [t for t in found if axis.low <= t <= axis.high]
+def _dots(points: Sequence[Point], frame: Frame) -> str:
+    """Thousands of trials as one path of round dots."""
+    if not points:
+        return ""
+    places = "".join(f"M{frame.px(p.x):.1f} {frame.py(p.y):.1f}h0" for p in points)
+    return f'<path class="dots" d="{places}"><title>{len(points)} other trials</title></path>'
 
 
-def _place(p_x: float, p_y: float) -> tuple[float, float]:
-    return LEFT + p_x * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - p_y * (HEIGHT - TOP - BOTTOM)
-
-
-def _grid(x: Axis, y: Axis) -> list[str]:
-    parts = []
-    for tick in ticks(x):
-        at, base = _place(x.at(tick), 0)
-        parts.append(f'<line class="grid" x1="{at:.1f}" y1="{TOP}" x2="{at:.1f}" y2="{base:.1f}"/>')
-        parts.append(f'<text x="{at:.1f}" y="{base + 16:.1f}" text-anchor="middle">{tick:g}</text>')
-    for tick in ticks(y):
-        left, at = _place(0, y.at(tick))
-        parts.append(f'<line class="grid" x1="{left}" y1="{at:.1f}" x2="{WIDTH - RIGHT}" y2="{at:.1f}"/>')
-        parts.append(f'<text x="{left - 6}" y="{at + 4:.1f}" text-anchor="end">{tick:g}</text>')
-    middle = (TOP + HEIGHT - BOTTOM) / 2
-    parts.append(
-        f'<text class="axis" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 10}">{escape(x.name)}</text>'
-    )
-    parts.append(f'<text class="axis" transform="translate(14 {middle}) rotate(-90)">{escape(y.name)}</text>')
-    return parts
-
-
-def _front_line(front: Sequence[Point], x: Axis, y: Axis) -> str:
+def _front_line(front: Sequence[Point], frame: Frame) -> str:
     if len(front) < 2:
         return ""
-    places = [_place(x.at(p.x), y.at(p.y)) for p in sorted(front, key=lambda p: (p.x, p.y))]
+    places = [(frame.px(p.x), frame.py(p.y)) for p in sorted(front, key=lambda p: (p.x, p.y))]
     return '<polyline class="front" points="' + " ".join(f"{a:.1f},{b:.1f}" for a, b in places) + '"/>'
 
 
-def _mark(point: Point, x: Axis, y: Axis) -> str:
-    a, b = _place(x.at(point.x), y.at(point.y))
-    title = f"<title>{escape(point.label)}</title>"
+def _mark(point: Point, frame: Frame) -> str:
+    a, b = frame.px(point.x), frame.py(point.y)
+    label = escape(point.label)
+    title = f"<title>{label}</title>"
     if point.kind == "baseline":
         place = f'x="{a - 6:.1f}" y="{b - 6:.1f}" width="12" height="12"'
-        return f'<rect class="baseline" {place}>{title}</rect>'
-    radius = {"winner": 8, "front": 6}.get(point.kind, 4)
-    return f'<circle class="{point.kind}" cx="{a:.1f}" cy="{b:.1f}" r="{radius}">{title}</circle>'
+        shape = f'<rect class="baseline" {place}>{title}</rect>'
+    elif point.kind == "winner":
+        corners = f"{a:.1f},{b - 10:.1f} {a + 10:.1f},{b:.1f} {a:.1f},{b + 10:.1f} {a - 10:.1f},{b:.1f}"
+        shape = f'<polygon class="winner" points="{corners}">{title}</polygon>'
+    else:
+        radius = 6 if point.kind == "front" else 4
+        shape = f'<circle class="{point.kind}" cx="{a:.1f}" cy="{b:.1f}" r="{radius}">{title}</circle>'
+    if not point.href:
+        return shape
+    keys = ' tabindex="-1"' if point.kind == "other" else ""
+    return f'<a href="{escape(point.href)}" aria-label="{label}"{keys}>{shape}</a>'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """A line with an optional band. `kind` picks the colour: baseline, winner, front, or a number."""
+
+    name: str
+    kind: str
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+
+
+def curves(found: Sequence[Curve], x_axis: Axis, y_axis: Axis, label: str) -> str:
+    """Lines with their bands, and a legend beneath the drawing."""
+    if not found:
+        return NONE.format("Nothing was measured for this picture.")
+    frame = Frame(x=x_axis, y=y_axis)
+    parts = grid(frame)
+    for curve in found:
+        if curve.low:
+            there = [*zip(curve.x, curve.high, strict=True)]
+            back = [*zip(curve.x, curve.low, strict=True)][::-1]
+            parts.append(f'<polygon class="band {curve.kind}" points="{_points(there + back, frame)}"/>')
+    for curve in found:
+        line = _points([*zip(curve.x, curve.y, strict=True)], frame)
+        name = escape(curve.name)
+        parts.append(f'<polyline class="line {curve.kind}" points="{line}"><title>{name}</title></polyline>')
+    return svg(parts, label) + legend([(c.kind, c.name) for c in found])
+
+
+def legend(entries: Sequence[tuple[str, str]]) -> str:
+    """Which line is which, in words."""
+    swatch = (
+        '<svg viewBox="0 0 24 8" class="swatch" aria-hidden="true"><path class="line {}" d="M0 4h24"/></svg>'
+    )
+    items = "".join(f"<li>{swatch.format(kind)}{escape(name)}</li>" for kind, name in entries)
+    return f'<ul class="legend">{items}</ul>'
+
+
+def _points(places: Sequence[tuple[float, float]], frame: Frame) -> str:
+    return " ".join(f"{frame.px(x):.1f},{frame.py(y):.1f}" for x, y in places)
+
+
+def bars(values: Mapping[str, float], name: str) -> str:
+    """Horizontal bars with their values written beside them; `name` is a measurement (for the unit)."""
+    if not values:
+        return NONE.format("Nothing to show.")
+    left, row, top = 210.0, 26.0, 4.0
+    most = max(values.values()) or 1.0
+    parts = []
+    for place, (label, value) in enumerate(values.items()):
+        y = top + place * row
+        width = max(1.0, value / most * 290)
+        short = label if len(label) <= 32 else label[:31] + "…"
+        parts.append(f'<text x="{left - 8}" y="{y + 15}" text-anchor="end">{escape(short)}</text>')
+        parts.append(
+            f'<rect class="bar" x="{left}" y="{y + 3}" width="{width:.1f}" height="16">'
+            f"<title>{escape(label)}</title></rect>"
+        )
+        said = escape(measured(name, value))
+        parts.append(f'<text x="{left + width + 6:.1f}" y="{y + 15}">{said}</text>')
+    return svg(parts, f"{name} by {', '.join(values)}", height=top + row * len(values) + 4)
+
+
+def levels(columns: Mapping[str, Sequence[float]], y_name: str, x_name: str) -> str:
+    """One knob's slice: a column of dots per level, with the median as a bar."""
+    values = [v for column in columns.values() for v in column if math.isfinite(v)]
+    if not values:
+        return NONE.format("No level of this knob was measured.")
+    y = fitted(heading(y_name), values)
+    x = Axis(name=x_name, low=-0.5, high=len(columns) - 0.5)
+    frame = Frame(x=x, y=y)
+    parts = _levels_grid(frame, list(columns))
+    for place, column in enumerate(columns.values()):
+        finite = sorted(v for v in column if math.isfinite(v))
+        at = frame.px(place)
+        parts += [f'<circle class="other" cx="{at:.1f}" cy="{frame.py(v):.1f}" r="4"/>' for v in finite]
+        if finite:
+            middle = frame.py(finite[len(finite) // 2])
+            parts.append(
+                f'<line class="median" x1="{at - 16:.1f}" y1="{middle:.1f}" x2="{at + 16:.1f}" y2="{middle:.1f}"/>'
+            )
+    return svg(parts, f"{y_name} by {x_name}")
+
+
+def _levels_grid(frame: Frame, names: Sequence[str]) -> list[str]:
+    plain = Frame(x=Axis(name=frame.x.name, low=10.0, high=11.0), y=frame.y)
+    parts = [p for p in grid(plain) if 'text-anchor="middle"' not in p and not _upright(p)]
+    for place, name in enumerate(names):
+        short = name if len(name) <= 10 else name[:9] + "…"
+        y = frame.bottom + (16 if len(names) < 8 or place % 2 == 0 else 28)
+        parts.append(
+            f'<text x="{frame.px(place):.1f}" y="{y:.1f}" text-anchor="middle">{escape(short)}</text>'
+        )
+    return parts
+
+
+def _upright(part: str) -> bool:
+    return part.startswith("<line") and f'y1="{TOP}"' in part
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """One strip of a timeline: steps, bars or marks over a common time axis."""
+
+    name: str
+    style: str
+    x: Sequence[float]
+    y: Sequence[float]
+    kind: str = "front"
+    log: bool = False
+    crosses: Sequence[float] = ()
+
+
+PANEL = 120.0
+
+
+def panels(found: Sequence[Panel], x_name: str, span: float, label: str) -> str:
+    """Strips over one time axis in seconds, one under another."""
+    shown = [p for p in found if len(p.x) or p.crosses]
+    if not shown:
+        return NONE.format("No outcomes of this trial are on this host.")
+    x = Axis(name=x_name, low=0.0, high=max(span, 1e-9))
+    parts: list[str] = []
+    for place, panel in enumerate(shown):
+        top = TOP + place * PANEL
+        last = place == len(shown) - 1
+        parts += _panel(panel, x, top, last)
+    return svg(parts, label, height=TOP + PANEL * len(shown) + BOTTOM - 16)
+
+
+def _panel(panel: Panel, x: Axis, top: float, last: bool) -> list[str]:
+    finite = [v for v in panel.y if math.isfinite(v)]
+    positive = panel.log and bool(finite) and min(finite) > 0
+    y = fitted(panel.name, finite) if positive else from_zero(panel.name, finite)
+    frame = Frame(x=x, y=y, top=top, bottom=top + PANEL - 18)
+    parts = grid(frame, x_labels=last, about=3)
+    if panel.style == "bars":
+        parts += _bars(panel, frame)
+    elif panel.style == "dots":
+        dots = "".join(
+            f"M{frame.px(a):.1f} {frame.py(b):.1f}h0"
+            for a, b in zip(panel.x, panel.y, strict=True)
+            if math.isfinite(b)
+        )
+        parts.append(f'<path class="dots {panel.kind}" d="{dots}"/>')
+    else:
+        steps = [(a, b) for a, b in zip(panel.x, panel.y, strict=True) if math.isfinite(b)]
+        parts.append(f'<polyline class="line {panel.kind}" points="{_points(steps, frame)}"/>')
+    for at in panel.crosses:
+        a, b = frame.px(at), frame.top + 6
+        parts.append(
+            f'<path class="cross" d="M{a - 4:.1f} {b - 4:.1f}l8 8m0 -8l-8 8"><title>failed</title></path>'
+        )
+    return parts
+
+
+def _bars(panel: Panel, frame: Frame) -> list[str]:
+    width = (panel.x[1] - panel.x[0] if len(panel.x) > 1 else 1.0) / (frame.x.high - frame.x.low)
+    wide = max(0.5, width * (frame.right - frame.left) - 0.5)
+    base = frame.py(0.0)
+    steps = "".join(
+        f"M{frame.px(a):.1f} {base:.1f}V{frame.py(b):.1f}h{wide:.1f}V{base:.1f}z"
+        for a, b in zip(panel.x, panel.y, strict=True)
+        if b
+    )
+    return [f'<path class="fill {panel.kind}" d="{steps}"/>']

@@ -17,6 +17,7 @@ from tuner.report.charts import Point, scatter
 TEMPLATE = "report.html.j2"
 SHOWN = ("slo_attainment", "request_rps", "failed", "preemptions", "prefix_hit_rate", "ready_s")
 MAX_CHARTS = 3
+NO_VERDICT: Mapping[str, JSON] = {"verdict": "", "sentence": "", "demonstration": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +41,7 @@ def render(data: ReportData) -> str:
     environment.filters["knobs"] = knobs
     return environment.get_template(TEMPLATE).render(
         study=data.study,
-        summary=data.summary,
+        summary={**NO_VERDICT, **data.summary},
         comparisons=_list(data.summary.get("comparisons")),
         commands=data.commands,
         generated_at=data.generated_at.strftime("%Y-%m-%d %H:%M UTC"),
