@@ -2,15 +2,11 @@
 
 import math
 import re
-import xml.etree.ElementTree as ElementTree
 from datetime import UTC, datetime
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tuner.records import Candidate, Measurement, Slice, Slo, Study, Trial, TrialState
-from tuner.report.charts import Axis, Point, scatter, ticks
 from tuner.report.document import ReportData, number, ratio, render
 
 NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)
@@ -82,32 +78,6 @@ def test_the_verdict_is_told_or_its_absence() -> None:
     assert "It won." in text
     assert "the held-out slice" in text
     assert "(winner)" in text
-
-
-def test_a_chart_is_well_formed_and_leaves_infinite_points_out() -> None:
-    points = [
-        Point(x=1.0, y=2.0, kind="baseline", label="a <b>"),
-        Point(x=10.0, y=1.0, kind="winner", label="c"),
-        Point(x=5.0, y=1.5, kind="front", label="e"),
-        Point(x=math.inf, y=1.0, kind="other", label="d"),
-    ]
-    root = ElementTree.fromstring(scatter(points, "x", "y"))
-    titles = [element.text for element in root.iter("title")]
-    assert sorted(filter(None, titles)) == ["a <b>", "c", "e"]
-    assert len(list(root.iter("polyline"))) == 1
-
-
-def test_a_chart_without_points_says_so() -> None:
-    assert "No trial" in scatter([Point(x=math.inf, y=1, kind="other", label="")], "x", "y")
-
-
-@given(low=st.floats(1e-6, 1e6), factor=st.floats(1.001, 1e5), log=st.booleans())
-def test_ticks_lie_on_the_axis(low: float, factor: float, log: bool) -> None:
-    axis = Axis(name="x", low=low, high=low * factor, log=log)
-    found = ticks(axis)
-    assert len(found) <= 20
-    assert all(-1e-9 <= axis.at(t) <= 1 + 1e-9 for t in found)
-    assert found == sorted(set(found))
 
 
 @pytest.mark.parametrize(
