@@ -2,7 +2,6 @@
 
 import asyncio
 import importlib
-import json
 import os
 import sys
 import threading
@@ -14,8 +13,9 @@ from typing import Any, TypeVar
 import pytest
 
 from tests.engine.helpers import spec
+from tests.vllm import Shared
 from tuner.engine import limits
-from tuner.engine.server import Server, serve
+from tuner.engine.server import Server
 from tuner.records import Value
 
 T = TypeVar("T")
@@ -265,15 +265,6 @@ def test_what_can_change_without_a_relaunch() -> None:
     assert limits.changeable(launched, {**launched, "watermark": 0.1}) is not None
 
 
-MODEL = {
-    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 2048,
-    "max_position_embeddings": 2048, "torch_dtype": "float32", "rms_norm_eps": 1e-6, "rope_theta": 1e4,
-    "tie_word_embeddings": True, "hidden_act": "silu",
-}  # fmt: skip
-
-
 async def steps(server: Server, count: int) -> tuple[int, int]:
     """Serve requests sent all at once; (engine steps that it took, those of at most 64 tokens)."""
     bodies = [
@@ -299,40 +290,23 @@ async def counted(server: Server) -> tuple[int, int]:
 
 
 @pytest.mark.vllm
-def test_the_real_engine_schedules_by_its_new_limits(tmp_path: Path) -> None:
-    python = os.environ["TUNER_TEST_VLLM"]
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(MODEL))
-    launch_id = f"live-{os.getpid()}"
-    installed = limits.install(tmp_path, launch_id)
-    argv = ("--load-format", "dummy", "--skip-tokenizer-init", "--max-model-len", "1024")
-    launch = spec(
-        tmp_path / "launch",
-        launch_id=launch_id,
-        command=(python, "-m", "vllm.entrypoints.openai.api_server"),
-        model=str(model),
-        argv=(*argv, "--max-num-seqs", "16", "--max-num-batched-tokens", "1024", *installed.argv),
-        env={"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", **installed.env},
-        ready_timeout_s=300.0,
-        stop_timeout_s=30.0,
-    )
+def test_the_real_engine_schedules_by_its_new_limits(real_server: Shared) -> None:
+    server = real_server.server
 
     async def story() -> None:
-        async with serve(launch) as server:
-            state = await limits.ask(server, {})
-            expected = "AsyncScheduler" if server.effective.get("async_scheduling") else "Scheduler"
-            assert (state.ok, state.base) == (True, expected), state
-            as_launched, _ = await steps(server, 16)
-            assert await limits.change(server, {"max_num_seqs": 3})
-            few_at_a_time, _ = await steps(server, 16)
-            assert few_at_a_time >= 16 * 60 / 3 - 1 > as_launched
-            assert not await limits.change(server, {"max_num_seqs": 32})
-            assert await limits.change(server, {"max_num_batched_tokens": 64})
-            small_steps, small = await steps(server, 8)
-            assert small == small_steps >= 8 * 300 / 64
-            assert await limits.change(server, {})
-            assert (await limits.ask(server, {})).limits == state.launched
-            assert await server.fault() is None
+        state = await limits.ask(server, {})
+        expected = "AsyncScheduler" if server.effective.get("async_scheduling") else "Scheduler"
+        assert (state.ok, state.base) == (True, expected), state
+        as_launched, _ = await steps(server, 16)
+        assert await limits.change(server, {"max_num_seqs": 3})
+        few_at_a_time, _ = await steps(server, 16)
+        assert few_at_a_time >= 16 * 60 / 3 - 1 > as_launched
+        assert not await limits.change(server, {"max_num_seqs": 32})
+        assert await limits.change(server, {"max_num_batched_tokens": 64})
+        small_steps, small = await steps(server, 8)
+        assert small == small_steps >= 8 * 300 / 64
+        assert await limits.change(server, {})
+        assert (await limits.ask(server, {})).limits == state.launched
+        assert await server.fault() is None
 
-    run(story())
+    real_server.loop.run_until_complete(story())

@@ -1,4 +1,4 @@
-"""The suite and the cases that a CPU can show, on the real vLLM: five launches; more in the long suite."""
+"""The suite and the cases that a CPU can show, on the real vLLM: the shared launch and four of its own."""
 
 import asyncio
 import os
@@ -14,6 +14,7 @@ from tests.engine.conformance import Conformance, Deaths, Launched, completion
 from tests.engine.helpers import alive, ending, leftovers
 from tests.engine.real import INTERPRETER, MODEL, model, real
 from tests.engine.test_cases_processes import until
+from tests.vllm import Shared
 from tuner.engine import failures, log
 from tuner.engine.server import Server, serve
 from tuner.errors import EngineError, Infeasible, StudyFailed
@@ -48,7 +49,11 @@ class Real:
 
 @pytest.mark.vllm
 class TestRealVllm(Real, Conformance):
-    """Two launches: the shared one, which its last test kills, and a refusal."""
+    """On the engine that all rooms share, and one refusal."""
+
+    @pytest.fixture(scope="class")
+    def running(self, real_server: Shared) -> Launched:
+        return real_server
 
     def test_case_15_a_reset_is_refused_while_requests_run_and_proved_after(self, running: Launched) -> None:
         server = running.server
@@ -78,14 +83,15 @@ class TestRealVllm(Real, Conformance):
         assert {"imports_s", "init_s", "serving_s", "ready_s"} <= set(running.server.timeline)
 
     def test_case_02_a_killed_engine_core_is_a_death_though_the_server_exits_with_0(
-        self, running: Launched
+        self, dying_server: Shared
     ) -> None:
-        core_of(running.server).kill()
-        running.loop.run_until_complete(until(lambda: not running.server.alive))
-        fault = running.loop.run_until_complete(running.server.fault("run"))
+        server, loop = dying_server.server, dying_server.loop
+        core_of(server).kill()
+        loop.run_until_complete(until(lambda: not server.alive, 600.0))
+        fault = loop.run_until_complete(server.fault("run"))
         assert isinstance(fault, Infeasible)
         assert fault.cause in ("engine_dead", "host_oom")
-        assert running.server.process.code == 0
+        assert server.process.code == 0
 
 
 @pytest.mark.vllm
@@ -96,7 +102,7 @@ def test_case_01_the_core_of_a_killed_server_is_swept(tmp_path: Path) -> None:
         async with serve(launch) as server:
             members = HOST.members(server.process)
             os.kill(server.process.pid, signal.SIGKILL)
-            await until(lambda: not server.alive)
+            await until(lambda: not server.alive, 600.0)
             assert core_of_is_alive(members, server.process.pid)
         return members
 

@@ -1,17 +1,16 @@
-"""Capture in front of and inside the real vLLM: it replays with the same cached tokens. One launch."""
+"""Capture in front of and inside the real vLLM: it replays with the same cached tokens."""
 
-import asyncio
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.engine.real import real
+from tests.engine.test_cases_processes import until
 from tests.traffic.conftest import make
 from tests.traffic.upstream import post, served
-from tuner.engine.server import Server, serve
+from tests.vllm import ENGINE_BLOCK, Shared, captured_inside
+from tuner.engine.server import Server
 from tuner.traffic.capture.files import Sink
 from tuner.traffic.capture.middleware import Capture
 from tuner.traffic.capture.proxy import Proxy
@@ -20,9 +19,6 @@ from tuner.traffic.importers import read_any
 from tuner.traffic.prompts import Prompts, salt
 from tuner.traffic.reuse import predicted_hits
 from tuner.traffic.trace import Trace
-
-ENGINE_BLOCK = 128
-ROOT = Path(__file__).parents[2]
 
 
 def conversations() -> Trace:
@@ -67,37 +63,34 @@ async def through_a_proxy(trace: Trace, server: Server, file: Path) -> list[int]
     return cached
 
 
+def told_inside(directory: Path, rows: int) -> Trace | None:
+    """The last `rows` requests of the engine's own capture, still open; None until all have their end."""
+    (file,) = captured_inside(directory).iterdir()
+    found = read_any(file)
+    last = found.take(np.arange(len(found) - rows, len(found)))
+    return last if (last.obs_cached >= 0).all() else None
+
+
 @pytest.mark.vllm
-def test_a_capture_replays_with_the_same_cached_tokens(tmp_path: Path) -> None:
-    source, inside = conversations(), tmp_path / "inside"
-    launch = real(
-        tmp_path,
-        *("--enable-prompt-tokens-details", "--block-size", str(ENGINE_BLOCK)),
-        *("--middleware", "tuner.traffic.capture.middleware.VllmCapture"),
-    )
-    env = {
-        **launch.env,
-        "PYTHONPATH": str(ROOT),
-        "TUNER_CAPTURE_OUT": str(inside),
-        "TUNER_CAPTURE_NAME": "in",
-    }
+def test_a_capture_replays_with_the_same_cached_tokens(real_server: Shared, tmp_path: Path) -> None:
+    source, server = conversations(), real_server.server
 
     async def go() -> tuple[list[int], list[int]]:
-        async with serve(replace(launch, env=env)) as server:
-            first = await through_a_proxy(source, server, tmp_path / "c.jsonl")
-            captured = read_any(tmp_path / "c.jsonl")
-            again = await send_all(captured, server.port, server.names[0], salt(0, 2, 0))
+        assert (await server.reset_cache()).proved
+        first = await through_a_proxy(source, server, tmp_path / "c.jsonl")
+        captured = read_any(tmp_path / "c.jsonl")
+        again = await send_all(captured, server.port, server.names[0], salt(0, 2, 0))
+        await until(lambda: told_inside(real_server.directory, 2 * len(source)) is not None)
         return first, again
 
-    first, again = asyncio.run(go())
+    first, again = real_server.loop.run_until_complete(go())
     captured = read_any(tmp_path / "c.jsonl")
     assert captured.input_len.tolist() == source.input_len.tolist()
     assert captured.obs_cached.tolist() == first == again
     assert predicted_hits(source, range(len(source)), ENGINE_BLOCK).tolist() == first
     assert predicted_hits(captured, range(len(captured)), ENGINE_BLOCK).tolist() == first
     assert sum(first) > 0
-    (file,) = inside.iterdir()
-    engines_own = read_any(file)
-    rows = len(source)
-    assert engines_own.input_len[-2 * rows :].tolist() == 2 * source.input_len.tolist()
-    assert engines_own.obs_cached[-2 * rows :].tolist() == first + again
+    inside = told_inside(real_server.directory, 2 * len(source))
+    assert inside is not None
+    assert inside.input_len.tolist() == 2 * source.input_len.tolist()
+    assert inside.obs_cached.tolist() == first + again
