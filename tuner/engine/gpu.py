@@ -88,6 +88,11 @@ class Gpus:
     def uuids(self) -> tuple[str, ...]:
         return tuple(gpu.uuid for gpu in self.gpus)
 
+    @property
+    def driver(self) -> str | None:
+        """The driver's version; None without GPUs."""
+        return None if self.nvml is None else self.nvml.driver()
+
     def sample(self) -> tuple[Sample, ...]:
         """One look at each GPU; empty without GPUs."""
         return () if self.nvml is None else tuple(self.nvml.sample(uuid) for uuid in self.uuids)

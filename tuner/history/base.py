@@ -24,6 +24,11 @@ class Part:
     def _read(self, work: Callable[[Connection], T]) -> T:
         return self._database.read(work)
 
+    def prove(self) -> None:
+        """Raises Conflict when this store is fenced by a lease that was lost or ran out."""
+        if self._lease is not None:
+            self._write(lambda connection: None)
+
     def _write(self, work: Callable[[Connection], T]) -> T:
         lease, clock = self._lease, self._clock
         if lease is None or clock is None:

@@ -255,6 +255,7 @@ class _Loop:
                 await asyncio.gather(task, return_exceptions=True)
 
     def _cut(self) -> Cut | None:
+        self._bench.store.prove()
         if self._bench.store.run(self._run.id).cancel_requested:
             return Cut("cancelled on request", RunState.CANCELLED)
         return (

@@ -4,7 +4,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -63,19 +63,50 @@ class Prepared:
         return self.space.known_violation(candidate, self.facts, self.max_model_len, self.model)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surveyed:
+    """What a host says of an engine on it: how it is started there, what it is, and the host as a node."""
+
+    command: tuple[str, ...]
+    facts: EngineFacts
+    node: Node
+
+
+def survey(engine: EngineFile, *, base: Path, name: str = "local") -> Surveyed:
+    """Ask this host's interpreter; launches no engine. `base` is where relative paths begin."""
+    command = engine_command(engine, base)
+    facts = discover(command, env=engine.env)
+    if engine.kind == "simulated":
+        node = Node(name=name, gpu_class=f"sim-{engine.card}")
+    else:
+        node = local_node(name, facts)
+    return Surveyed(command=command, facts=facts, node=node)
+
+
 def load(path: Path, *, store: Store | None, now: datetime) -> Prepared:
     """Read and prepare a study file; writes nothing. BadInput or NotFound says what to mend."""
     return prepare(studyfile.read(path), name=str(path), base=path.parent, store=store, now=now)
 
 
-def prepare(file: StudyFile, *, name: str, base: Path, store: Store | None, now: datetime) -> Prepared:
-    """Resolve what a study file names, relative to `base`. Asks the interpreter; launches no engine."""
+def prepare(
+    file: StudyFile,
+    *,
+    name: str,
+    base: Path,
+    store: Store | None,
+    now: datetime,
+    surveyed: Surveyed | None = None,
+) -> Prepared:
+    """Resolve what a study file names, relative to `base`. Asks the interpreter; launches no engine.
+
+    `surveyed` is what the host that will do the launches said; None: this host is asked.
+    """
     trace, trace_path = _trace(file.trace, base, store)
     space = _space(file.space, base)
     model_path = _model_path(file.model, base)
     model = models.read(model_path, env={**os.environ, **file.engine.env})
-    command = engine_command(file.engine, base)
-    facts = discover(command, env=file.engine.env)
+    host = surveyed or _named(file, survey(file.engine, base=base), store)
+    command, facts, node = host.command, host.facts, host.node
     restricted = space.restricted(facts, env=file.engine.env)
     always = _fixed(file.engine.args, facts, restricted, name)
     max_model_len = _max_model_len(file.engine.args, model)
@@ -83,7 +114,6 @@ def prepare(file: StudyFile, *, name: str, base: Path, store: Store | None, now:
     _check_lengths(trace, chosen, max_model_len, name)
     baseline = Candidate(file.baseline)
     _check_baseline(baseline, facts, file.engine.env, name)
-    node = _node(file, facts, store)
     identity = _identity(file, facts, node, trace, space, chosen)
     study = Study(
         id=digest_of(identity),
@@ -222,14 +252,13 @@ def _check_baseline(baseline: Candidate, facts: EngineFacts, env: Mapping[str, s
         raise BadInput(f"{name}: baseline: {error}") from error
 
 
-def _node(file: StudyFile, facts: EngineFacts, store: Store | None) -> Node:
-    if file.node != "local":
-        if store is None:
-            raise NotFound(f"there is no node '{file.node}'; `tuner node add` registers one")
-        return store.node(file.node)
-    if file.engine.kind == "simulated":
-        return Node(name="local", gpu_class=f"sim-{file.engine.card}")
-    return local_node("local", facts)
+def _named(file: StudyFile, host: Surveyed, store: Store | None) -> Surveyed:
+    """The registered node that the file names in place of `local`."""
+    if file.node == "local":
+        return host
+    if store is None:
+        raise NotFound(f"there is no node '{file.node}'; `tuner node add` registers one")
+    return replace(host, node=store.node(file.node))
 
 
 def local_node(name: str, facts: EngineFacts) -> Node:
