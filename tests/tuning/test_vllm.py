@@ -21,12 +21,12 @@ from tuner.tuning.study import VLLM_MODULE, load
 pytestmark = pytest.mark.vllm
 
 SPACE = """\
-about: What a CPU can show. 7 is no block size of its attention kernel, 80 blocks are few for the traffic.
+about: What a CPU can show. 7 is no block size of its attention kernel, 48 blocks are few for the traffic.
 vllm: ">=0.11.2"
 knobs:
   max_num_seqs: [16]
   block_size: [7, 32]
-  num_gpu_blocks_override: {values: [80], default: true}
+  num_gpu_blocks_override: {values: [48], default: true}
 """
 STUDY = """\
 name: cpu
@@ -37,7 +37,7 @@ space: space.yaml
 engine:
   kind: vllm
   python: PYTHON
-  args: {load-format: dummy, skip-tokenizer-init: true, max-model-len: 2048}
+  args: {load-format: dummy, skip-tokenizer-init: true, max-model-len: 1024}
   env: {VLLM_CPU_KVCACHE_SPACE: 1, HF_HUB_OFFLINE: 1}
 baseline: {max_num_seqs: 2}
 slices: [{start_s: 20, duration_s: 6}]
@@ -58,7 +58,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (home / "space.yaml").write_text(SPACE)
     study = home / "study.yaml"
     study.write_text(STUDY.replace("PYTHON", INTERPRETER))
-    taken = tuner(home, "trace", "import", TRACE, "--name", "conversation", "--max-len", 2000)
+    taken = tuner(home, "trace", "import", TRACE, "--name", "conversation", "--max-len", 1000)
     assert taken.returncode == 0, taken.stderr
     with (home / "first.log").open("w") as log:
         controller = subprocess.Popen(
@@ -129,7 +129,7 @@ def test_few_blocks_force_real_preemptions(tuned: Path) -> None:
     (short,) = (
         t
         for t in trials_of(tuned)
-        if t.state is TrialState.COMPLETE and t.candidate.get("num_gpu_blocks_override") == 80
+        if t.state is TrialState.COMPLETE and t.candidate.get("num_gpu_blocks_override") == 48
     )
     assert short.measurement is not None
     assert short.measurement.values["preemptions"] > 0

@@ -61,6 +61,7 @@ def import_trace(
     from tuner.traffic import importers
 
     trace = importers.read_any(file, columns=_columns(column or []), format=format, max_len=max_len)
+    trace = _short(trace, max_len)
     chosen = name or file.name.split(".")[0]
     path = output or settings().home / "traces" / f"{chosen}-{trace.digest[:12]}.parquet"
     _keep(trace, path, chosen)
@@ -70,6 +71,16 @@ def import_trace(
     typer.echo(
         f"{chosen}: {len(trace)} requests over {trace.duration_s:.0f} s, digest {trace.digest[:12]}, {path}"
     )
+
+
+def _short(trace: "Trace", max_len: int | None) -> "Trace":
+    """Without requests of more tokens; importers do that themselves, our own Parquet is read as it is."""
+    import numpy as np
+
+    whole = trace.input_len.astype(np.int64) + trace.output_len
+    if max_len is None or not (whole > max_len).any():
+        return trace
+    return trace.take(np.flatnonzero(whole <= max_len))
 
 
 def _keep(trace: "Trace", path: Path, name: str) -> None:
