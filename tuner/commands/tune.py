@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from tuner.history.store import Store
     from tuner.records import Run, Trial
-    from tuner.tuning.events import Tell
+    from tuner.tuning.events import Event, Tell
     from tuner.tuning.run import Limits
     from tuner.tuning.study import Prepared
 
@@ -40,6 +40,9 @@ def tune(
     all_trials: Annotated[
         bool, typer.Option("--all-trials", help="Spend the whole budget; no early end of the search.")
     ] = False,
+    min_trials: Annotated[
+        int, typer.Option(min=0, help="Refuse to begin when the time left cannot hold so many trials.")
+    ] = 0,
     as_json: Json = False,
 ) -> None:
     """Tune an engine on a trace. A run that was interrupted goes on where it was."""
@@ -54,8 +57,43 @@ def tune(
         trials=trials or budget.trials, deadline=deadline(hours or budget.hours, until), early=not all_trials
     )
     store = open_store(create=True)
-    run = execute(prepared, store, limits, quiet=as_json)
+    run = on_its_node(prepared, store, limits, min_trials=min_trials, quiet=as_json)
     conclude(store, prepared, run, as_json=as_json)
+
+
+def on_its_node(
+    prepared: "Prepared",
+    store: "Store",
+    limits: "Limits",
+    *,
+    min_trials: int = 0,
+    quiet: bool = False,
+    listen: "Tell | None" = None,
+) -> "Run":
+    """Take the node from production, run, give it back before the deadline; tells of what came out.
+
+    Conflict when the time left cannot hold `min_trials` trials, by what a trial took on this node.
+    """
+    from dataclasses import replace
+
+    from tuner.errors import Conflict
+    from tuner.fleet import handover, notify, schedule
+
+    home, study = settings().home, prepared.study
+    if limits.deadline is not None:
+        end = limits.deadline - timedelta(seconds=handover.budget_s(home, study.node))
+        limits = replace(limits, deadline=end)
+        known = schedule.learned(store, study.node, study.id)
+        if (reason := schedule.too_short(known, (end - now()).total_seconds(), min_trials)) is not None:
+            raise Conflict(f"the run is not begun: {reason}")
+    taken = handover.handed_over(store, prepared.node, home=home, clock=now, say=say)
+    try:
+        with notify.failures(home, study, clock=now, say=say), taken as held:
+            run = execute(prepared, held, limits, quiet=quiet, listen=listen)
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    notify.concluded(home, store, study, run, clock=now, say=say)
+    return run
 
 
 def _prepared(path: Path, *, check_rules: bool = False) -> "Prepared":
@@ -88,15 +126,33 @@ def deadline(hours: float | None, until: str | None) -> datetime | None:
     return min(ends, default=None)
 
 
-def execute(prepared: "Prepared", store: "Store", limits: "Limits", *, quiet: bool = False) -> "Run":
+def execute(
+    prepared: "Prepared",
+    store: "Store",
+    limits: "Limits",
+    *,
+    quiet: bool = False,
+    listen: "Tell | None" = None,
+) -> "Run":
     """Run to the end; SIGINT and SIGTERM stop the engine and leave a run that can be resumed (exit 8)."""
     from tuner.commands.progress import listener
     from tuner.tuning.run import tune as loop
 
     home = settings().home
-    with listener(home, prepared.study.objectives, quiet=quiet) as tell:
+    with listener(home, prepared.study.objectives, quiet=quiet) as shown:
+        tell = shown if listen is None else both(shown, listen)
         work = loop(prepared, store, home=home, limits=limits, clock=now, tell=tell)
         return _interruptible(work, tell)
+
+
+def both(one: "Tell", other: "Tell") -> "Tell":
+    """Two listeners as one."""
+
+    def tell(event: "Event") -> None:
+        one(event)
+        other(event)
+
+    return tell
 
 
 def _interruptible(work: "Coroutine[Any, Any, Run]", tell: "Tell") -> "Run":

@@ -48,8 +48,9 @@ class Happening:
 
 
 StartRun = Callable[[Firing], Awaitable[Run | None]]
-"""Runs a study to its end and returns the run, None when it never began. Raises TunerError; cancelled when
-the window is over, it must stop the engine and give production back before it returns."""
+"""Runs a study to its end and returns the run, None when it never began; it hands the run's id to
+`store.scheduled_run` as soon as there is one. Raises TunerError. Cancelled when the window is about to close:
+it must then have stopped the engine, and given production back, before it returns."""
 
 
 async def loop(
@@ -59,12 +60,14 @@ async def loop(
     start_run: StartRun,
     wait: Callable[[float], Awaitable[object]] = asyncio.sleep,
     tell: Callable[[Happening], object] = lambda happening: None,
+    resumes: int = RESUMES,
 ) -> None:
     """Fire schedules until cancelled; runs that are under way are then cancelled and awaited.
 
-    `wait` sleeps for seconds of the given clock.
+    `wait` sleeps for seconds of the given clock. A run that its process left unfinished is started again
+    `resumes` times within its window: 0 where the caller restarts runs itself.
     """
-    keeper = Keeper(store, clock=clock, start_run=start_run, tell=tell)
+    keeper = Keeper(store, clock=clock, start_run=start_run, tell=tell, resumes=resumes)
     try:
         while True:
             await wait(await keeper.tick())
@@ -102,7 +105,7 @@ def learned(store: Store, node: str, study_id: str | None = None) -> Learned | N
 
 def _medians(launches: Sequence[Launch]) -> Learned:
     spans = [(each.ended_at - each.started_at).total_seconds() for each in launches if each.ended_at]
-    ready = [each.timeline["ready"] for each in launches if "ready" in each.timeline]
+    ready = [each.timeline["ready_s"] for each in launches if "ready_s" in each.timeline]
     return Learned(launches=len(launches), trial_s=median(spans), relaunch_s=median(ready) if ready else None)
 
 
@@ -117,13 +120,17 @@ def too_short(found: Learned | None, left_s: float, min_trials: int) -> str | No
     )
 
 
-def claim(store: Store, schedule: Schedule, now: datetime) -> Firing | Happening | None:
-    """Take the newest due time: to start, or refused with the reason. None when nothing is due, or somebody
-    else took it. Each due time is taken once, by whoever is first."""
+def claim(
+    store: Store, schedule: Schedule, now: datetime, *, busy: str | None = None
+) -> Firing | Happening | None:
+    """Take the newest due time: to start, or refused with the reason (`busy`: the node is known to be).
+
+    None when nothing is due, or somebody else took it. Each due time is taken once, by whoever is first.
+    """
     if not schedule.enabled or (due := last_due(schedule, now)) is None:
         return None
     firing = Firing(schedule=schedule, terms=terms(schedule.spec), window=window(schedule, due))
-    refused = _refusal(store, firing, now)
+    refused = _refusal(store, firing, now, busy)
     if not store.fire_schedule(schedule.name, due):
         return None
     if refused is not None:
@@ -136,7 +143,7 @@ BEGUN = ""
 """In place of the last run's id: its due time was claimed and the run is about to begin."""
 
 
-def _refusal(store: Store, firing: Firing, now: datetime) -> tuple[Kind, str] | None:
+def _refusal(store: Store, firing: Firing, now: datetime, busy: str | None) -> tuple[Kind, str] | None:
     schedule, found = firing.schedule, firing.window
     late_s = (now - found.due).total_seconds()
     if now >= firing.deadline:
@@ -145,7 +152,8 @@ def _refusal(store: Store, firing: Firing, now: datetime) -> tuple[Kind, str] | 
         return "missed", f"it was due at {_at(found.due)}, {late_s / 60:.0f} min ago, and is not made up for"
     if (day := blacked_out(schedule, found)) is not None:
         return "blackout", f"{day} is a blackout date"
-    if (busy := _busy(store, schedule.node, now)) is not None:
+    busy = busy or _busy(store, schedule.node, now)
+    if busy is not None:
         return "overlap", busy
     known = learned(store, schedule.node, _last_study(store, schedule))
     left_s = (firing.deadline - now).total_seconds()
@@ -190,11 +198,20 @@ class Keeper:
     """What a loop remembers between two looks: the runs that it started, one per node."""
 
     def __init__(
-        self, store: Store, *, clock: Clock, start_run: StartRun, tell: Callable[[Happening], object]
+        self,
+        store: Store,
+        *,
+        clock: Clock,
+        start_run: StartRun,
+        tell: Callable[[Happening], object],
+        resumes: int,
     ) -> None:
+        self._resumes = resumes
         self._store, self._clock, self._start_run, self._tell = store, clock, start_run, tell
         self._tasks: dict[str, tuple[Firing, asyncio.Task[Run | None]]] = {}
         self._starts: dict[tuple[str, datetime], int] = {}
+        self._fresh: dict[tuple[str, datetime], int] = {}
+        self._broken: dict[str, str] = {}
 
     async def tick(self) -> float:
         """Look once; returns the seconds until it is worth looking again."""
@@ -223,6 +240,9 @@ class Keeper:
         try:
             found = await asyncio.to_thread(self._claim, schedule, now, busy)
         except TunerError as error:
+            if self._broken.get(schedule.name) == str(error):
+                return
+            self._broken[schedule.name] = str(error)
             found = Happening(
                 kind="failed", schedule=schedule.name, node=schedule.node, sentence=str(error), at=now
             )
@@ -231,20 +251,24 @@ class Keeper:
         elif found is not None:
             key = (schedule.name, found.window.due)
             self._starts[key] = self._starts.get(key, 0) + 1
-            kind: Kind = "start" if self._starts[key] == 1 else "resume"
+            fresh = schedule.last_due is None or schedule.last_due < found.window.due
+            self._fresh[key] = self._fresh.get(key, 0) + fresh
+            kind: Kind = "start" if fresh else "resume"
             await self._report(_happened(found, kind, f"until {_at(found.window.end)}", now))
             self._tasks[schedule.node] = (found, asyncio.ensure_future(self._start_run(found)))
 
     def _claim(self, schedule: Schedule, now: datetime, busy: bool) -> Firing | Happening | None:
-        found = claim(self._store, schedule, now)
-        if isinstance(found, Firing) and busy:
-            return _happened(found, "overlap", f"node {schedule.node} is in use by another schedule", now)
+        reason = f"node {schedule.node} is in use by another schedule" if busy else None
+        found = claim(self._store, schedule, now, busy=reason)
         if found is not None or busy:
             return found
         left = unfinished(self._store, schedule, now)
-        if left is None or self._starts.get((schedule.name, left.window.due), 0) > RESUMES:
+        if left is None:
             return None
-        return left
+        key = (schedule.name, left.window.due)
+        started = self._starts.get(key, 0)
+        own_failure = started > 0 and schedule.last_run_id == BEGUN
+        return None if own_failure or started - self._fresh.get(key, 0) >= self._resumes else left
 
     def _pause_s(self, schedules: Sequence[Schedule], now: datetime) -> float:
         ends = [firing.window.end for firing, _ in self._tasks.values()]

@@ -1,4 +1,4 @@
-"""When a schedule is due and until when it may run: arithmetic on times alone; docs/schedules.md has the rules."""
+"""When a schedule is due and until when it may run: arithmetic on times alone (rules: docs/schedules.md)."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -142,7 +142,7 @@ def zone(name: str) -> ZoneInfo:
 
 
 def trigger(cron: str, timezone: str) -> CronTrigger:
-    """The arithmetic of a five-field crontab line: minute, hour, day, month, day of week (0 or 7 = Sunday)."""
+    """The arithmetic of a crontab line of five fields: minute hour day month weekday (0 or 7 = Sunday)."""
     fields = cron.split()
     if len(fields) != 5:
         raise BadInput(f"cron '{cron}': five fields: minute hour day month weekday, such as '0 1 * * 1-5'")
@@ -210,6 +210,14 @@ def dues(schedule: Schedule, after: datetime, until: datetime) -> Iterator[datet
             yield at
 
 
+def check(schedule: Schedule) -> None:
+    """BadInput when a schedule could never be followed; to be called before it is kept."""
+    terms(schedule.spec)
+    trigger(schedule.cron, schedule.timezone)
+    if next_due(schedule, schedule.created_at) is None:
+        raise BadInput(f"cron '{schedule.cron}' names no moment of the next five years")
+
+
 def next_due(schedule: Schedule, after: datetime) -> datetime | None:
     """The next due time, None when there is none within five years."""
     return next(dues(schedule, after, after + timedelta(days=5 * 366)), None)
@@ -220,9 +228,7 @@ def last_due(schedule: Schedule, now: datetime) -> datetime | None:
     begin = max(filter(None, (schedule.created_at, schedule.last_due)))
     for days in (1, 8, 32, 5 * 366):
         start = max(begin, now - timedelta(days=days))
-        found = None
-        for found in dues(schedule, start, now):
-            continue
+        found = max(dues(schedule, start, now), default=None)
         if found is not None or start == begin:
             return found
     return None

@@ -1,0 +1,291 @@
+"""Production gives a node to a run and gets it back: what must be undone is written before it is done.
+
+Hooks come from TUNER_HOME/nodes/NAME.yaml alone, written by hand or by `tuner node add`; nothing that a
+request over HTTP carries gets here.
+"""
+
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+
+from tuner import processes
+from tuner.errors import Conflict, NotFound, TunerError, Unavailable
+from tuner.fleet.hooks import Hook, hooks, path_of
+from tuner.fleet.leases import LEASE_S, held, holder, release_dead
+from tuner.fleet.signals import Deferred
+from tuner.history.store import Store
+from tuner.records import JSON, Launch, Node, RunState
+from tuner.tuning.reconcile import locked, reconcile
+
+Clock = Callable[[], datetime]
+Say = Callable[[str], object]
+TRIES = 3
+READY_POLL_S = 1.0
+RECENT = 5
+"""Studies of a node whose engines may still be there."""
+
+
+def silent(sentence: str) -> None:
+    """Says nothing."""
+
+
+@contextmanager
+def handed_over(
+    store: Store, node: Node, *, home: Path, clock: Clock, say: Say = silent, ttl_s: float = LEASE_S
+) -> Iterator[Store]:
+    """Have a node for oneself: leased, what an earlier death left undone, production drained; all given back
+    however the body ends. Yields the store whose writes prove the lease.
+
+    Conflict when somebody else has the node, or it is in state fault. A signal to end that comes while
+    production is drained or restored raises KeyboardInterrupt once production is back.
+    """
+    try:
+        known = store.node(node.name)
+    except NotFound:
+        known = store.add_node(node)
+    if known.state == "fault":
+        raise Conflict(faulty(node.name))
+    place = _Place(store, node.name, home, clock, say)
+    with (
+        Deferred() as signals,
+        held(store, node.name, clock=clock, ttl_s=ttl_s, gpus=known.gpus) as fenced,
+    ):
+        place.undo()
+        try:
+            place.drain(hooks(home, node.name))
+            with signals.open():
+                yield fenced
+        finally:
+            with _still_ours(store, fenced, node.name, clock):
+                place.undo()
+
+
+def recover(store: Store, node: str, *, home: Path, clock: Clock, say: Say = silent) -> bool:
+    """Undo what a controller that died left on a node: its engines, then its hooks. True when it did.
+
+    A node that somebody holds is left alone (False). Conflict on a node in state fault, or when the journal
+    is another host's. Unavailable when a hook fails; the journal stays, to be tried again.
+    """
+    if store.handover(node) is None or is_held(store, node, clock):
+        return False
+    with Deferred(), held(store, node, clock=clock):
+        return _Place(store, node, home, clock, say).undo()
+
+
+def recover_all(store: Store, *, home: Path, clock: Clock, say: Say = silent) -> bool:
+    """`recover` for every node; what cannot be undone is said and left. True when nothing is left undone."""
+    well = True
+    for node in store.nodes():
+        try:
+            recover(store, node.name, home=home, clock=clock, say=say)
+        except TunerError as error:
+            well = False
+            say(str(error))
+    return well
+
+
+def is_held(store: Store, node: str, clock: Clock) -> bool:
+    """Whether a living controller has a node."""
+    release_dead(store, node, clock)
+    return any(lease.node == node for lease in store.leases(now=clock()))
+
+
+@contextmanager
+def _still_ours(store: Store, fenced: Store, node: str, clock: Clock) -> Iterator[None]:
+    """The lease again where it ran out and nobody took the node. Conflict when somebody did: then production
+    is theirs to restore."""
+    try:
+        fenced.set_node_state(node, store.node(node).state)  # a write proves the lease
+    except Unavailable:
+        yield  # production comes before the books
+    except Conflict:
+        with held(store, node, clock=clock):
+            yield
+    else:
+        yield
+
+
+def budget_s(home: Path, node: str) -> float:
+    """The most seconds that giving production back may take."""
+    return sum(hook.timeout_s for hook in hooks(home, node))
+
+
+def faulty(node: str) -> str:
+    return f"node {node} is in state fault: mend it, then say so with 'tuner node restore {node} --mended'"
+
+
+class _Place:
+    """One node whose lease is ours."""
+
+    def __init__(self, store: Store, node: str, home: Path, clock: Clock, say: Say) -> None:
+        self._store, self._node, self._home, self._clock, self._say = store, node, home, clock, say
+        self._drained: list[dict[str, JSON]] = []
+
+    def drain(self, hooks: Sequence[Hook]) -> None:
+        """Take production off, hook by hook; the journal of all of them is written first."""
+        entries = [entry for hook in hooks if (entry := self._entry(hook)) is not None]
+        if not entries:
+            return
+        self._write(entries)
+        self._drained = entries
+        _watch(self._store, self._node, self._home)
+        self._store.set_node_state(self._node, "draining")
+        for entry in entries:
+            self._say(f"draining {entry['name']} on node {self._node}")
+            problem = _run(_words(entry["drain"]), _seconds(entry))
+            if problem is not None:
+                raise Unavailable(f"node {self._node}: {entry['name']} was not drained: {problem}")
+        self._store.set_node_state(self._node, "leased")
+
+    def _entry(self, hook: Hook) -> dict[str, JSON] | None:
+        """The journal's line of a hook; None when production does not run there."""
+        answer = ""
+        if hook.ask:
+            done = processes.run(hook.ask, timeout_s=hook.timeout_s)
+            answer = " ".join(done.out.split())
+            if done.code != 0 or not hook.expects(answer):
+                said = (done.err.strip() or answer or "no answer")[-200:]
+                raise Unavailable(f"node {self._node}: what {hook.name} does is not known: {said}")
+            if hook.is_idle(answer):
+                self._say(f"{hook.name} does not run on node {self._node}: nothing to drain")
+                return None
+        restore: list[JSON] = [word.replace("{answer}", answer) for word in hook.restore]
+        return {
+            "name": hook.name,
+            "drain": list(hook.drain),
+            "restore": restore,
+            "ready": list(hook.ready),
+            "timeout_s": hook.timeout_s,
+        }
+
+    def undo(self) -> bool:
+        """Restore what the journal names, the last one first. True when there was something.
+
+        A journal that cannot be read just now is taken from memory: production comes before the books.
+        """
+        try:
+            left = self._journal()
+            if left:
+                clear_engines(self._store, self._node, home=self._home, clock=self._clock)
+        except Unavailable:
+            if not self._drained:
+                raise
+            left = self._drained
+        done = bool(left)
+        while left:
+            self._restore(left[-1])
+            left = left[:-1]
+            with suppress(Unavailable):
+                self._write(left)
+        self._drained = []
+        if done:
+            with suppress(Unavailable):
+                self._store.set_node_state(self._node, "free")
+        return done
+
+    def _journal(self) -> list[dict[str, JSON]]:
+        journal = self._store.handover(self._node)
+        if not isinstance(journal, dict):
+            return []
+        if journal.get("host") != socket.gethostname():
+            raise Conflict(f"production on node {self._node} was drained from host {journal.get('host')}")
+        entries = journal.get("hooks")
+        if self._store.node(self._node).state == "fault":
+            raise Conflict(f"production is NOT restored: {faulty(self._node)}")
+        return [each for each in entries if isinstance(each, dict)] if isinstance(entries, list) else []
+
+    def _write(self, entries: Sequence[Mapping[str, JSON]]) -> None:
+        journal: dict[str, JSON] = {
+            "host": socket.gethostname(),
+            "holder": holder(),
+            "at": self._clock().isoformat(),
+            "hooks": [dict(entry) for entry in entries],
+        }
+        self._store.set_handover(self._node, journal if entries else None)
+
+    def _restore(self, entry: Mapping[str, JSON]) -> None:
+        self._say(f"restoring {entry['name']} on node {self._node}")
+        deadline = time.monotonic() + _seconds(entry)
+        problem = None
+        for _ in range(TRIES):
+            problem = _run(_words(entry["restore"]), max(1.0, deadline - time.monotonic()))
+            if problem is None:
+                problem = _until_ready(_words(entry["ready"]), deadline)
+            if problem is None:
+                return
+        with suppress(Unavailable):
+            self._store.set_node_state(self._node, "dirty")
+        raise Unavailable(
+            f"node {self._node}: production ({entry['name']}) is NOT restored: {problem};"
+            f" 'tuner node restore {self._node}' tries again"
+        )
+
+
+def clear_engines(store: Store, node: str, *, home: Path, clock: Clock) -> None:
+    """End engines that dead controllers left on a node: they hold the memory that production needs.
+
+    One that outlives SIGKILL puts the node in state fault: Conflict.
+    """
+    studies = store.studies(node=node)
+    running = {run.study_id for run in store.runs(state=RunState.RUNNING)}
+    for study in studies:
+        if study.id in running:
+            with suppress(Conflict), locked(home, study.id):  # a living controller keeps its own
+                reconcile(store, home, held=study.id, clock=clock)
+    if any(processes.tagged(each.id) for study in studies[:RECENT] for each in _open(store, study.id)):
+        store.set_node_state(node, "fault")
+        raise Conflict(f"an engine outlived SIGKILL; production stays down: {faulty(node)}")
+
+
+def _open(store: Store, study_id: str) -> Sequence[Launch]:
+    """The newest launches of a study, which are those that may still have a process."""
+    return store.launches(study_id)[-RECENT:]
+
+
+def _watch(store: Store, node: str, home: Path) -> None:
+    """A process that outlives us: it restores production when we are gone without having done so."""
+    url = store.database.url.render_as_string(hide_password=False)
+    words = [sys.executable, "-m", "tuner", "node", "restore", node, "--after", holder()]
+    env = {"TUNER_HOME": str(home), "TUNER_DATABASE_URL": url, "PYTHONPATH": str(Path(__file__).parents[2])}
+    log = path_of(home, node).with_suffix(".log")
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        processes.detach(words, env=env, log=log)
+    except OSError as error:
+        raise Unavailable(f"node {node}: nobody would restore production: {error.strerror}") from error
+
+
+def _words(value: JSON) -> list[str]:
+    return [str(word) for word in value] if isinstance(value, list) else []
+
+
+def _seconds(entry: Mapping[str, JSON]) -> float:
+    value = entry["timeout_s"]
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _run(words: Sequence[str], timeout_s: float) -> str | None:
+    """What went wrong with a command, None when nothing did."""
+    try:
+        done = processes.run(words, timeout_s=timeout_s)
+    except TunerError as error:
+        return str(error)
+    if done.code is None:
+        return f"{words[0]} did not end within {timeout_s:.0f} s"
+    said = (done.err.strip() or done.out.strip()).splitlines()
+    return None if done.code == 0 else f"{words[0]} ended with {done.code}: {said[-1][:200] if said else ''}"
+
+
+def _until_ready(words: Sequence[str], deadline: float) -> str | None:
+    """Ask until the answer is yes; what it said last when it never was."""
+    if not words:
+        return None
+    while (problem := _run(words, max(1.0, deadline - time.monotonic()))) is not None:
+        if time.monotonic() + READY_POLL_S > deadline:
+            return f"it is not ready: {problem}"
+        time.sleep(READY_POLL_S)
+    return None
