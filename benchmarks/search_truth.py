@@ -141,7 +141,7 @@ class World:
         args: dict[str, Value] = {"max-model-len": LENGTH}
         self.scene = predict.Scene(
             trace=self.trace, slices=(peak,), facts=self.facts, card=self.card, plan=PLAN, speed=self.speed,
-            slo=self.slo, args=args,
+            slo=self.slo, args=args, cut=False,
         )  # fmt: skip
         self.work = Workload(self.trace, self.scene.slices, PLAN, self.speed)
 

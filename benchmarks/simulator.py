@@ -109,6 +109,7 @@ def scene_of(arguments: argparse.Namespace, row: Row) -> Scene:
         plan=BARE,
         speed=row.speed,
         args={"max_model_len": arguments.max_model_len},
+        cut=False,
     )
 
 

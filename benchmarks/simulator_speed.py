@@ -26,6 +26,7 @@ def main() -> int:
         card=card_of("h100-80"),
         plan=BARE,
         args={"max_model_len": 16384},
+        cut=False,
     )
     thousand = Slice(name="1000", start_s=0.0, duration_s=float(trace.arrival_s[min(1000, len(trace) - 1)]))
     held = True

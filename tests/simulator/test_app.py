@@ -205,6 +205,17 @@ def test_a_blind_engine_takes_ten_milliseconds_a_step(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_a_clock_that_no_machine_can_follow_loses_nothing(tmp_path: Path) -> None:
+    """Thousands of steps in a row are late."""
+
+    async def scenario() -> None:
+        async with serve(spec(tmp_path, TUNER_SIM_SPEED="1000000")) as server:
+            reply = await ask(server, max_tokens=3000)
+            assert reply.json()["usage"]["completion_tokens"] == 3000
+
+    asyncio.run(scenario())
+
+
 def test_real_time_and_virtual_time_agree(tmp_path: Path) -> None:
     """Twelve requests at once, at a quarter of real time so that a busy machine hardly shows."""
     pace, tokens = 0.25, 30

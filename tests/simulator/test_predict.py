@@ -13,6 +13,7 @@ from benchmarks import simulator as benchmark
 from tuner.errors import BadInput
 from tuner.knobs.model import read
 from tuner.records import Candidate, Slice, Slo
+from tuner.replay.plan import PLANS
 from tuner.simulator.calibrate import BOUNDS, Calibration, Observation, fit
 from tuner.simulator.cost import CARDS, Coefficients, StepCost, capture_sizes, card_of, preset
 from tuner.simulator.memory import Budget, profile
@@ -58,6 +59,7 @@ def scene(trace: Trace | None = None, **changes: object) -> Scene:
         plan=benchmark.BARE,
         args={"max-model-len": 8192},
         slo=Slo(ttft_ms=500, tpot_ms=50),
+        cut=False,
     )
     return replace(made, **changes)  # type: ignore[arg-type]
 
@@ -154,6 +156,18 @@ def test_an_overload_fails_at_the_deadline() -> None:
     assert not found.feasible
     assert found.violation.err is not None
     assert found.violation.err > 0
+
+
+def test_a_tail_that_ends_cuts_what_still_runs() -> None:
+    plan = replace(PLANS["quick"], load_warmup_s=0.0, tail_limit_s=0.5)
+    slow = preset(H100).scaled({"step_s": 20.0})
+    values = [
+        Predictor(scene(plan=plan, cut=cut), slow, spreads=False)([Candidate({})])[0].values
+        for cut in (False, True)
+    ]
+    assert values[0]["failed"] == 0 < values[1]["failed"]
+    assert values[1]["requests"] == values[0]["requests"]
+    assert values[1]["e2e_p99_ms"] == math.inf
 
 
 OTHERS = [

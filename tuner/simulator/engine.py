@@ -136,9 +136,10 @@ class Engine:
         return seconds / self.pace.speed
 
     def _await_end(self) -> None:
+        """Never calls `_finish` itself: an engine that is late by a thousand steps would nest them all."""
         left = self._at - monotonic()
         if left <= 0:
-            self._finish()
+            self.loop.call_soon(self._finish)
         elif left > _SPIN_S:
             self.loop.call_later(left - _SPIN_S / 2, self._await_end)
         else:

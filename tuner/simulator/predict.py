@@ -33,7 +33,10 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """What is fixed for all candidates of a study. `args` are the engine's fixed arguments, dashes or not."""
+    """What is fixed for all candidates of a study. `args` are the engine's fixed arguments, dashes or not.
+
+    A replay cuts what still runs at the end of its tail, and so does a scene, unless `cut` is False.
+    """
 
     trace: Trace
     slices: tuple[Slice, ...]
@@ -45,6 +48,12 @@ class Scene:
     args: Mapping[str, Value] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
     deadline_s: float | None = None
+    cut: bool = True
+
+    @property
+    def patience(self) -> float:
+        """Seconds after a window during which its requests may still end."""
+        return min(self.deadline, self.plan.tail_limit_s) if self.cut else self.deadline
 
     @property
     def deadline(self) -> float:
@@ -99,7 +108,7 @@ def _slice(scene: Scene, work: Workload, part: Part, limits: Limits, cost: StepC
     delay = cost.coefficients.request_s
     requests = work.requests(part, limits, delay)
     fits = [request for request in requests if request.prompt < limits.max_model_len]
-    last = part.start_s + part.window_s + scene.deadline
+    last = part.start_s + part.window_s + scene.patience
     course = Clock(scheduler, cost, until=last).run(fits)
     measured = [request for request, inside in zip(requests, part.measured, strict=True) if inside]
     return _fold(measured, part, course, scheduler, scene.deadline - delay)
