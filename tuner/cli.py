@@ -15,7 +15,9 @@ from tuner.commands import (
     profile,
     report,
     run,
+    serve,
     study,
+    token,
     trace,
     trial,
     tune,
@@ -36,11 +38,13 @@ app.command("history")(history.history)
 app.command("knobs")(knobs.knobs)
 app.command("doctor")(doctor.doctor)
 app.command("gc")(gc.gc)
+app.command("serve")(serve.serve)
 app.add_typer(trace.app, name="trace")
 app.add_typer(study.app, name="study")
 app.add_typer(run.app, name="run")
 app.add_typer(trial.app, name="trial")
 app.add_typer(profile.app, name="profile")
+app.add_typer(token.app, name="token")
 app.add_typer(database.app, name="db")
 
 

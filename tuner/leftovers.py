@@ -3,6 +3,7 @@
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import IO
 
 import psutil
 
+TRACKER_GRACE_S = 5.0
 LOG_LIMIT = 16 << 20
 LOG_KEPT = 200_000
 LINE_LIMIT = 65_536
@@ -213,3 +215,22 @@ def _shorten(file: IO[bytes]) -> int:
     file.write(b"\n[tuner: %d bytes left out]\n" % (size - 2 * LOG_KEPT))
     file.write(tail)
     return file.tell()
+
+
+class KillingOrder:
+    """Whom to kill next: after the grace everybody but Python's resource trackers, which clear shared memory
+    once their clients are gone; these too when they are alone and do not end."""
+
+    def __init__(self, *, grace_s: float) -> None:
+        self._grace_s = grace_s
+        self._begun = time.monotonic()
+        self._alone: float | None = None
+
+    def next(self, living: Iterable[int]) -> list[int]:
+        now = time.monotonic()
+        trackers = {pid for pid in living if is_tracker(pid)}
+        others = [pid for pid in living if pid not in trackers]
+        self._alone = None if others else self._alone or now
+        if self._alone is not None and now - self._alone > TRACKER_GRACE_S:
+            return sorted(trackers)
+        return others if now - self._begun >= self._grace_s else []

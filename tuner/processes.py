@@ -22,13 +22,13 @@ import psutil
 
 from tuner.errors import BadInput
 from tuner.leftovers import (
+    KillingOrder,
     Log,
     cgroup_members,
     clear,
     collect_zombies,
     enter_cgroup,
     group_of,
-    is_tracker,
     leaked_files,
     leave_cgroup,
     lives,
@@ -38,7 +38,6 @@ from tuner.leftovers import (
 )
 
 TAG = "TUNER_LAUNCH_ID"
-TRACKER_GRACE_S = 5.0
 _KEEP_ENVIRON = {"SPT_NOENV": "1"}  # or setproctitle writes over the tag
 _PR_SET_CHILD_SUBREAPER = 36
 _started: set[int] = set()
@@ -208,6 +207,28 @@ def run(
     return Finished(code=code, out=out.decode(errors="replace"), err=err.decode(errors="replace"))
 
 
+Detached = subprocess.Popen[bytes]
+
+
+def detach(command: Sequence[str], *, env: Mapping[str, str | None], log: Path) -> Detached:
+    """Start a command that outlives us: a session of its own, untagged, output appended to `log`."""
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            list(command),
+            env=_environment(env),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def helper(command: Sequence[str], *, env: Mapping[str, str | None]) -> "subprocess.Popen[bytes]":
+    """Start a program of ours that works for us through its pipes and ends when they close; untagged."""
+    pipe = subprocess.PIPE
+    return subprocess.Popen(list(command), env=_environment(env), stdin=pipe, stdout=pipe)
+
+
 def pin(cores: Iterable[int], pid: int = 0) -> None:
     """Keep a process (0: this one) on the given cores; its later children inherit that."""
     os.sched_setaffinity(pid, set(cores))
@@ -236,7 +257,7 @@ def reap(tag: str, *, timeout_s: float = 10.0) -> int:
     """
     killed: set[int] = set()
     shared: set[Path] = set()
-    deadline, order = time.monotonic() + timeout_s, _KillingOrder(grace_s=0.0)
+    deadline, order = time.monotonic() + timeout_s, KillingOrder(grace_s=0.0)
     while living := {p.pid for p in tagged(tag)} | set(cgroup_members(tag)):
         for pid in order.next(living):
             shared |= shared_files(pid)
@@ -298,7 +319,7 @@ async def _leader_ends(process: Process, timeout_s: float, table: Table) -> bool
 async def _kill_all(process: Process, timeout_s: float, table: Table, shared: set[Path]) -> list[int]:
     """SIGKILL every member until none lives; those that outlive the timeout are returned. What they had in
     shared memory until then is added to `shared`."""
-    order = _KillingOrder(grace_s=0.0 if process.code is None else min(1.0, timeout_s / 2))
+    order = KillingOrder(grace_s=0.0 if process.code is None else min(1.0, timeout_s / 2))
     begun = time.monotonic()
     while left := table.members(process):
         if time.monotonic() - begun > timeout_s:
@@ -308,25 +329,6 @@ async def _kill_all(process: Process, timeout_s: float, table: Table, shared: se
             table.kill(pid, signal.SIGKILL)
         await asyncio.sleep(0.02)
     return []
-
-
-class _KillingOrder:
-    """Whom to kill next: after the grace everybody but Python's resource trackers, which clear shared memory
-    once their clients are gone; these too when they are alone and do not end."""
-
-    def __init__(self, *, grace_s: float) -> None:
-        self._grace_s = grace_s
-        self._begun = time.monotonic()
-        self._alone: float | None = None
-
-    def next(self, living: Iterable[int]) -> list[int]:
-        now = time.monotonic()
-        trackers = {pid for pid in living if is_tracker(pid)}
-        others = [pid for pid in living if pid not in trackers]
-        self._alone = None if others else self._alone or now
-        if self._alone is not None and now - self._alone > TRACKER_GRACE_S:
-            return sorted(trackers)
-        return others if now - self._begun >= self._grace_s else []
 
 
 def _environment(changes: Mapping[str, str | None]) -> dict[str, str]:

@@ -9,6 +9,7 @@ from tuner.history.catalog import Catalog
 from tuner.history.database import Database
 from tuner.history.entities import Lease
 from tuner.history.migrate import upgrade
+from tuner.history.monitor import Monitor
 from tuner.history.nights import Nights
 from tuner.history.registry import Registry
 from tuner.history.service import Audit, Leases, Schedules, Tokens
@@ -16,7 +17,7 @@ from tuner.history.studies import Studies
 from tuner.history.trials import Trials
 
 
-class Store(Studies, Trials, Nights, Catalog, Registry, Leases, Schedules, Tokens, Audit, Care):
+class Store(Studies, Trials, Nights, Catalog, Registry, Leases, Schedules, Tokens, Audit, Monitor, Care):
     """Opens a database by URL (`sqlite:///path`, `postgresql://user@host/name`); safe to use from threads.
 
     An empty database is made with `create`, else NotFound. One of an older release raises Conflict (run

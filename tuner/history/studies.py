@@ -3,8 +3,9 @@
 import secrets
 from dataclasses import replace
 from datetime import datetime
+from typing import Any
 
-from sqlalchemy import Connection, Select, insert, select, update
+from sqlalchemy import Column, ColumnElement, Connection, Select, insert, select, update
 
 from tuner.errors import BadInput, Conflict, NotFound, nearest
 from tuner.history import bests
@@ -45,6 +46,12 @@ def _update(connection: Connection, run: Run) -> None:
         raise NotFound(f"there is no run '{run.id}'")
 
 
+def _behind(time: Column[Any], key: Column[Any], after: str) -> ColumnElement[bool]:
+    """What comes after one row where the newest come first, and equal times go by their keys."""
+    last = select(time).where(key == after).scalar_subquery()
+    return (time < last) | ((time == last) & (key > after))
+
+
 class Studies(Part):
     """Studies are immutable; a run is RUNNING until it is saved in another state."""
 
@@ -64,13 +71,24 @@ class Studies(Part):
         """A study by its id, its name (the newest of that name) or the beginning of its id."""
         return self._read(lambda connection: _find_study(connection, ref))
 
-    def studies(self, *, model: str | None = None, node: str | None = None) -> tuple[Study, ...]:
-        """All studies, the newest first."""
+    def studies(
+        self,
+        *,
+        model: str | None = None,
+        node: str | None = None,
+        after: str | None = None,
+        limit: int | None = None,
+    ) -> tuple[Study, ...]:
+        """All studies, the newest first; `after` is the id of the last one of the page before."""
         query = select(studies).order_by(studies.c.created_at.desc(), studies.c.id)
         if model is not None:
             query = query.where(studies.c.model == model)
         if node is not None:
             query = query.where(studies.c.node == node)
+        if after is not None:
+            query = query.where(_behind(studies.c.created_at, studies.c.id, after))
+        if limit is not None:
+            query = query.limit(limit)
         return self._read(lambda c: tuple(study_of(row) for row in c.execute(query).mappings()))
 
     def open_run(
@@ -139,14 +157,21 @@ class Studies(Part):
         return self._read(lambda connection: find_run(connection, run_id))
 
     def runs(
-        self, study_id: str | None = None, *, state: RunState | None = None, limit: int | None = None
+        self,
+        study_id: str | None = None,
+        *,
+        state: RunState | None = None,
+        after: str | None = None,
+        limit: int | None = None,
     ) -> tuple[Run, ...]:
-        """Runs of a study, or all; the newest first."""
+        """Runs of a study, or all; the newest first; `after` is the id of the last one of the page before."""
         query: Select[tuple[object, ...]] = select(runs).order_by(runs.c.started_at.desc(), runs.c.id)
         if study_id is not None:
             query = query.where(runs.c.study_id == study_id)
         if state is not None:
             query = query.where(runs.c.state == state.value)
+        if after is not None:
+            query = query.where(_behind(runs.c.started_at, runs.c.id, after))
         if limit is not None:
             query = query.limit(limit)
         return self._read(lambda c: tuple(run_of(row) for row in c.execute(query).mappings()))

@@ -1,1 +1,1 @@
-"""The HTTP face of the tuner: the API for pipelines and the pages for people."""
+"""HTTP: the API, its tokens, live events, metrics, pages. It reads and writes rows; runs outlive it."""

@@ -1,0 +1,148 @@
+"""The app: `create(store, settings, clock=…, runner=…)`."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from datetime import datetime
+from importlib import util
+from typing import Any
+
+from anyio import to_thread
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
+from prometheus_client import CollectorRegistry
+from starlette.middleware.gzip import GZipMiddleware
+
+from tuner import __version__
+from tuner.errors import TunerError
+from tuner.fleet.schedule import loop
+from tuner.history.store import Store
+from tuner.service import problems
+from tuner.service.auth import Guard
+from tuner.service.context import Service
+from tuner.service.envelope import Envelope
+from tuner.service.metrics import Watcher
+from tuner.service.nightly import starter
+from tuner.service.pulls import Pulls
+from tuner.service.routes import (
+    aliases,
+    audit,
+    health,
+    history,
+    nodes,
+    profiles,
+    runs,
+    schedules,
+    studies,
+    traces,
+    trials,
+)
+from tuner.service.runner import Controllers
+from tuner.settings import Settings
+
+THREADS = 12
+WATCH_S = 2.0
+COMPRESS_FROM = 1024
+log = logging.getLogger("tuner.service")
+ROUTERS = (health, runs, studies, trials, history, profiles, aliases, schedules, nodes, traces, audit)
+ABOUT = """Tunes vLLM on your own traffic, keeps what was best on which night, and gives the winning
+configuration to deploy pipelines. See docs/api.md."""
+
+
+def create(
+    store: Store,
+    settings: Settings,
+    *,
+    clock: Callable[[], datetime],
+    runner: Controllers,
+    loopback: bool = True,
+) -> FastAPI:
+    """The service over a store. `loopback`: it is bound to loopback only, so that it may serve without any
+    token until the first one is made.
+    """
+    app = FastAPI(
+        title="vLLM tuner",
+        version=__version__,
+        description=ABOUT,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url="/v1/openapi.json",
+        lifespan=_lifespan,
+        generate_unique_id_function=_operation,
+    )
+    pulls, registry = Pulls(store.pulse), CollectorRegistry()
+    app.state.service = Service(
+        store=store,
+        settings=settings,
+        clock=clock,
+        runner=runner,
+        guard=Guard(store, clock, loopback=loopback),
+        pulls=pulls,
+    )
+    registry.register(Watcher(store, clock, runner))
+    app.state.registry = registry
+    problems.install(app)
+    for module in ROUTERS:
+        app.include_router(module.router)
+    _pages(app)
+    app.add_middleware(GZipMiddleware, minimum_size=COMPRESS_FROM)
+    app.add_middleware(Envelope, pulls=pulls, registry=registry)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    return app
+
+
+def _operation(route: APIRoute) -> str:
+    return route.name
+
+
+def _pages(app: FastAPI) -> None:
+    """The pages for people, where this build has them."""
+    if util.find_spec("tuner.service.pages") is not None:
+        from tuner.service import pages
+
+        pages.install(app)
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    to_thread.current_default_thread_limiter().total_tokens = THREADS
+    here: Service = app.state.service
+    tasks = [asyncio.create_task(_look_after(here)), asyncio.create_task(_nights(here))]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+
+async def _nights(service: Service) -> None:
+    """Fires schedules; the runs go on when the service ends, and are found again when it is back."""
+    await loop(service.store, clock=service.clock, start_run=starter(service), resumes=0)
+
+
+async def _look_after(service: Service) -> None:
+    """Runs whose controller is gone get another; a database that is away is asked again."""
+    while True:
+        try:
+            for run in await to_thread.run_sync(service.runner.look_after):
+                log.warning("run lost its controller", extra={"run": run.id, "state": run.state.value})
+        except TunerError as error:
+            log.error("looking after runs: %s", error)
+        await asyncio.sleep(WATCH_S)
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    if app.openapi_schema is None:
+        schema = get_openapi(
+            title=app.title, version=app.version, description=app.description, routes=app.routes
+        )
+        parts = schema.setdefault("components", {}).setdefault("schemas", {})
+        parts["Problem"] = problems.Problem.model_json_schema()
+        for name in ("HTTPValidationError", "ValidationError"):
+            parts.pop(name, None)
+        app.openapi_schema = schema
+    return app.openapi_schema

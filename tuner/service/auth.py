@@ -1,0 +1,122 @@
+"""Who asks: bearer tokens with scopes. Without any token the service trusts the loopback it is bound to."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Annotated
+
+from fastapi import Depends, HTTPException, Request
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+
+from tuner.history.entities import SCOPES, Token
+from tuner.history.store import Store
+
+INCLUDES = {"read": {"read"}, "run": {"read", "run"}, "promote": {"read", "promote"}, "admin": set(SCOPES)}
+"""What each scope of a token allows."""
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+RECHECK = timedelta(seconds=60)
+KEPT = 1024
+
+bearer = HTTPBearer(auto_error=False, description="A token of `tuner token create`.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Actor:
+    """Who asks, and what they may. `name` is what the audit keeps."""
+
+    name: str
+    scopes: frozenset[str]
+
+    def may(self, scope: str) -> bool:
+        return scope in self.scopes
+
+
+LOCAL = Actor(name="local", scopes=frozenset(SCOPES))
+
+
+def actor_of(token: Token) -> Actor:
+    allowed = frozenset().union(*(INCLUDES[scope] for scope in token.scopes))
+    return Actor(name=f"token:{token.name}", scopes=allowed)
+
+
+class Guard:
+    """Tells who a token text belongs to. Answers are kept until the history changes, or a minute."""
+
+    def __init__(self, store: Store, clock: Callable[[], datetime], *, loopback: bool) -> None:
+        self._store, self._clock, self._loopback = store, clock, loopback
+        self._known: dict[bytes, tuple[Token | None, int, datetime]] = {}
+        self._open: tuple[int, bool] | None = None
+
+    def identify(self, text: str) -> Actor | None:
+        """Whom a token text belongs to while it is valid; the comparison is constant in time."""
+        now, pulse = self._clock(), self._store.pulse()
+        key = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+        kept = self._known.get(key)
+        if kept is None or kept[1] != pulse or now - kept[2] >= RECHECK:
+            token = self._store.verify_token(text, now=now)
+            if len(self._known) >= KEPT:
+                self._known.clear()
+            kept = self._known[key] = (token, pulse, now)
+        found = kept[0]
+        if found is None or (found.expires_at is not None and found.expires_at <= now):
+            return None
+        return actor_of(found)
+
+    def is_open(self, host: str) -> bool:
+        """Whether no token was ever made and the service is bound to loopback, so that whoever is on this
+        host is trusted. `host` is the request's Host header: another name is a page that rebinds its own.
+        """
+        if not self._loopback or _hostname(host) not in LOOPBACK:
+            return False
+        pulse = self._store.pulse()
+        if self._open is None or self._open[0] != pulse:
+            self._open = (pulse, not self._store.tokens())
+        return self._open[1]
+
+    def anonymous(self, host: str) -> Actor | None:
+        """Who asks without a token: `local` while the service is open, else nobody."""
+        return LOCAL if self.is_open(host) else None
+
+
+def _hostname(host: str) -> str:
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.rpartition(":")[0] if host.count(":") == 1 else host
+
+
+class Requires:
+    """A route's dependency: the actor, who must have the scope. 401 without a valid token, 403 without it."""
+
+    def __init__(self, scope: str) -> None:
+        self.scope = scope
+
+    def __call__(
+        self, request: Request, given: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]
+    ) -> Actor:
+        guard: Guard = request.app.state.service.guard
+        if given is not None:
+            actor = guard.identify(given.credentials)
+        elif "authorization" in request.headers:
+            actor = None
+        else:
+            actor = guard.anonymous(request.headers.get("host", ""))
+        if actor is None:
+            raise HTTPException(
+                401,
+                "a valid token is needed: Authorization: Bearer … ('tuner token create' makes one)",
+                {"WWW-Authenticate": "Bearer"},
+            )
+        if not actor.may(self.scope):
+            raise HTTPException(403, f"this needs scope '{self.scope}'; the token has {_said(actor)}")
+        return actor
+
+
+def _said(actor: Actor) -> str:
+    return ", ".join(scope for scope in SCOPES if scope in actor.scopes)
+
+
+Reader = Annotated[Actor, Depends(Requires("read"))]
+Runner = Annotated[Actor, Depends(Requires("run"))]
+Promoter = Annotated[Actor, Depends(Requires("promote"))]
+Admin = Annotated[Actor, Depends(Requires("admin"))]

@@ -1,0 +1,48 @@
+"""What every route needs: the store, the clock, who may ask, and what starts runs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from tuner.history.store import Store
+from tuner.records import JSON
+from tuner.service.auth import Actor, Guard
+from tuner.service.pulls import Pulls
+from tuner.service.runner import Controllers
+from tuner.service.specs import Studies
+from tuner.settings import Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """The running service."""
+
+    store: Store
+    settings: Settings
+    clock: Callable[[], datetime]
+    runner: Controllers
+    guard: Guard
+    pulls: Pulls
+    poll_s: float = 0.5
+
+    @property
+    def studies(self) -> Studies:
+        """The studies that can be run here."""
+        return Studies(self.store, self.settings, self.clock)
+
+    def audit(self, actor: Actor, action: str, target: str, reason: str, **detail: JSON) -> None:
+        """One row per change."""
+        self.store.add_audit(
+            actor=actor.name, action=action, target=target, reason=reason, now=self.clock(), detail=detail
+        )
+
+
+def service_of(request: Request) -> Service:
+    found: Service = request.app.state.service
+    return found
+
+
+Here = Annotated[Service, Depends(service_of)]

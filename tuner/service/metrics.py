@@ -1,0 +1,107 @@
+"""What Prometheus reads: runs, trials by state and reason, phases, hypervolume, window left, orphans."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from tuner.history.store import Store
+from tuner.records import Run, RunState, Study, Trial
+from tuner.search import pareto, told
+from tuner.service.runner import Controllers
+
+NEWEST = 50
+"""How many runs, the newest first, are looked through for the last one of each node."""
+
+
+class Watcher(Collector):
+    """Reads the history at each scrape; ended trials are counted once and remembered."""
+
+    def __init__(self, store: Store, clock: Callable[[], datetime], runner: Controllers) -> None:
+        self._store, self._clock, self._runner = store, clock, runner
+        self._settled: Counter[tuple[str, str]] = Counter()
+        self._upto = 0
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing beforehand: a registry need not read a history to take this in."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        store = self._store
+        runs = GaugeMetricFamily("tuner_runs", "Runs by state.", labels=["state"])
+        counted = store.run_counts()
+        for state in RunState:
+            runs.add_metric([state.value], counted.get(state.value, 0))
+        yield runs
+        yield self._trials()
+        success = GaugeMetricFamily(
+            "tuner_last_success_timestamp_seconds", "When a run last finished.", labels=["node"]
+        )
+        for node, at in store.last_success().items():
+            success.add_metric([node], at.timestamp())
+        yield success
+        yield self._orphans()
+        yield from self._last_runs()
+
+    def _trials(self) -> Metric:
+        found = CounterMetricFamily(
+            "tuner_trials", "Trials begun, by state and reason.", labels=["state", "reason"]
+        )
+        counts = self._store.trial_counts(self._upto)
+        self._settled.update(counts.settled)
+        self._upto = counts.upto
+        for key, count in sorted((self._settled + Counter(counts.open)).items()):
+            found.add_metric(list(key), count)
+        return found
+
+    def _orphans(self) -> Metric:
+        alive = {run.id for run in self._store.runs(state=RunState.RUNNING) if self._runner.alive(run)}
+        lost = sum(trial.run_id not in alive for trial in self._store.orphans())
+        return GaugeMetricFamily(
+            "tuner_orphan_trials", "Trials RUNNING whose controller is not at work on this host.", value=lost
+        )
+
+    def _last_runs(self) -> Iterable[Metric]:
+        """The last run of each node: its phases, the volume of its study's front, its window."""
+        phases = GaugeMetricFamily(
+            "tuner_phase_seconds", "Start-up phases of the last run, summed.", labels=["node", "phase"]
+        )
+        volume = GaugeMetricFamily(
+            "tuner_hypervolume", "Volume of the study's front (log latencies).", labels=["node", "study"]
+        )
+        left = GaugeMetricFamily("tuner_window_left_seconds", "Until the run must end.", labels=["node"])
+        for study, run in _last(self._store):
+            spent: Counter[str] = Counter()
+            for launch in self._store.launches(study.id):
+                if launch.started_at >= run.started_at:
+                    spent.update({name: round(value * 1000) for name, value in launch.timeline.items()})
+            for name, milliseconds in sorted(spent.items()):
+                phases.add_metric([study.node, name], milliseconds / 1000)
+            if (found := hypervolume(study, self._store.trials(study.id))) is not None:
+                volume.add_metric([study.node, study.name], found)
+            if run.state is RunState.RUNNING and run.deadline is not None:
+                left.add_metric([study.node], (run.deadline - self._clock()).total_seconds())
+        yield from (phases, volume, left)
+
+
+def _last(store: Store) -> Sequence[tuple[Study, Run]]:
+    found: dict[str, tuple[Study, Run]] = {}
+    for run in store.runs(limit=NEWEST):
+        study = store.study(run.study_id)
+        found.setdefault(study.node, (study, run))
+    return list(found.values())
+
+
+def hypervolume(study: Study, trials: Sequence[Trial]) -> float | None:
+    """The volume of a study's front below its baseline; None without a baseline that was measured."""
+    base = next((t for t in pareto.measured(trials, study.objectives) if t.is_baseline), None)
+    reference = told.objective_values(base, study.objectives) if base is not None else None
+    if reference is None:
+        return None
+    values = [
+        told.objective_values(each, study.objectives) for each in pareto.front(trials, study.objectives)
+    ]
+    points = [point for point in values if point is not None]
+    return pareto.hypervolume(points, study.objectives, reference)

@@ -1,0 +1,92 @@
+"""Every refusal is an `application/problem+json` (RFC 9457) with one sentence in `detail`."""
+
+import logging
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.encoders import jsonable_encoder
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field
+from starlette.exceptions import HTTPException
+
+from tuner.errors import BadInput, Conflict, NotFound, TunerError, Unavailable
+
+MEDIA = "application/problem+json"
+STATUS: Mapping[type[TunerError], int] = {BadInput: 400, NotFound: 404, Conflict: 409, Unavailable: 503}
+log = logging.getLogger("tuner.service")
+
+
+class Problem(BaseModel):
+    """Why a request was refused."""
+
+    type: str = "about:blank"
+    title: str = Field(examples=["Not Found"])
+    status: int = Field(examples=[404])
+    detail: str = Field(examples=["there is no run '0a1b'"])
+    request_id: str = Field(examples=["6f1c0d2e9b7a4c58"])
+    errors: list[dict[str, Any]] | None = Field(default=None, description="Which part of the request.")
+
+
+def problem(
+    request: Request, status: int, detail: str, headers: Mapping[str, str] | None = None, **more: object
+) -> JSONResponse:
+    """The response of a refusal."""
+    body = {
+        "type": "about:blank",
+        "title": HTTPStatus(status).phrase,
+        "status": status,
+        "detail": detail,
+        "request_id": str(request.scope.get("request_id", "")),
+        **more,
+    }
+    return JSONResponse(body, status, dict(headers or {}), media_type=MEDIA)
+
+
+def status_of(error: TunerError) -> int:
+    """The HTTP status of what the tuner says on purpose; an engine that ended badly is a conflict."""
+    return next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), 409)
+
+
+async def _on_tuner_error(request: Request, error: Exception) -> JSONResponse:
+    status = status_of(error) if isinstance(error, TunerError) else 500
+    return problem(request, status, str(error), {"Retry-After": "1"} if status == 503 else None)
+
+
+async def _on_http(request: Request, error: Exception) -> JSONResponse:
+    if not isinstance(error, HTTPException):
+        return problem(request, 500, "internal error")
+    return problem(request, error.status_code, str(error.detail), error.headers)
+
+
+async def _on_validation(request: Request, error: Exception) -> JSONResponse:
+    found = error.errors() if isinstance(error, RequestValidationError) else []
+    plain = [{"at": [str(part) for part in each["loc"]], "problem": each["msg"]} for each in found]
+    first = plain[0] if plain else {"at": [], "problem": "not valid"}
+    told = f"{'.'.join(first['at'])}: {first['problem']}"
+    return problem(request, 422, told, errors=jsonable_encoder(plain))
+
+
+async def _on_surprise(request: Request, error: Exception) -> JSONResponse:
+    log.error("internal error", exc_info=error, extra={"request_id": request.scope.get("request_id")})
+    return problem(request, 500, "internal error; the service's log has it under this request_id")
+
+
+def install(app: FastAPI) -> None:
+    app.add_exception_handler(TunerError, _on_tuner_error)
+    app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(RequestValidationError, _on_validation)
+    app.add_exception_handler(Exception, _on_surprise)
+
+
+def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The refusals of a route, for OpenAPI: those that any may give, and its own."""
+    return {
+        status: {
+            "description": HTTPStatus(status).phrase,
+            "content": {MEDIA: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+        }
+        for status in sorted({401, 403, 422, 503, *statuses})
+    }

@@ -1,0 +1,1 @@
+"""One file per noun of the API; each has a `router`."""

@@ -1,0 +1,45 @@
+"""Whether the service lives, is ready, and what it counts."""
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel, Field
+
+from tuner import __version__
+from tuner.service.auth import Reader
+from tuner.service.context import Here
+from tuner.service.problems import documented
+
+router = APIRouter(tags=["health"])
+
+
+class Health(BaseModel):
+    """The service answers."""
+
+    status: str = Field(examples=["ok"])
+    version: str = Field(examples=["0.1.0"])
+
+
+@router.get("/healthz", summary="Does the process answer?")
+async def healthz() -> Health:
+    return Health(status="ok", version=__version__)
+
+
+@router.get(
+    "/readyz",
+    summary="Can it serve: is the database there and of this release?",
+    responses={status: body for status, body in documented(404, 409).items() if status in (404, 409, 503)},
+)
+def readyz(here: Here) -> Health:
+    here.store.database.check()
+    return Health(status="ready", version=__version__)
+
+
+@router.get(
+    "/metrics",
+    summary="Prometheus metrics",
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **documented()},
+)
+def metrics(request: Request, actor: Reader) -> Response:
+    return Response(generate_latest(request.app.state.registry), media_type=CONTENT_TYPE_LATEST)

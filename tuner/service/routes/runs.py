@@ -1,0 +1,162 @@
+"""Runs: asked for, watched, cancelled. Carried out by controllers that outlive the service."""
+
+from datetime import datetime, timedelta
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Path, Query, Response
+from fastapi.responses import StreamingResponse
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
+
+from tuner.errors import BadInput
+from tuner.records import JSON, Run, RunState, digest_of
+from tuner.service import events, shapes
+from tuner.service.auth import Actor, Reader, Runner
+from tuner.service.context import Here, Service
+from tuner.service.paging import Cursor, Limit, Page, page, unpack
+from tuner.service.problems import documented
+from tuner.service.runner import Order
+
+router = APIRouter(prefix="/v1/runs", tags=["runs"])
+RunId = Annotated[str, Path(max_length=32, pattern=r"^[0-9a-z]+$", examples=["4f0c1d2e3a5b6c7d"])]
+
+
+class RunRequest(BaseModel):
+    """A run of a study within a budget; what is left out is the study file's."""
+
+    model_config = ConfigDict(
+        extra="forbid", json_schema_extra={"examples": [{"study": "chat-nightly", "trials": 20, "hours": 6}]}
+    )
+
+    study: str = Field(min_length=1, max_length=100, description="A study's id or name.")
+    trials: int | None = Field(default=None, ge=1, le=100_000)
+    hours: float | None = Field(default=None, gt=0, le=24 * 14)
+    deadline: AwareDatetime | None = Field(default=None, description="Be done by then.")
+    reason: str = Field(default="asked for over HTTP", max_length=500)
+
+
+class CancelRequest(BaseModel):
+    """Why a run is to stop."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    reason: str = Field(default="cancelled over HTTP", max_length=500)
+
+
+@router.post(
+    "",
+    status_code=202,
+    summary="Start a run",
+    responses={202: {"headers": {"Location": {"schema": {"type": "string"}}}}, **documented(400, 404, 409)},
+)
+def start_run(
+    here: Here,
+    actor: Runner,
+    asked: RunRequest,
+    response: Response,
+    idempotency_key: Annotated[str | None, Header(min_length=1, max_length=200, pattern=r"^[!-~]+$")] = None,
+) -> shapes.RunShape:
+    """With an `Idempotency-Key` the same request again gives the same run, also after a crash in between."""
+    found = start(here, actor, asked, idempotency_key)
+    response.headers["Location"] = f"/v1/runs/{found.id}"
+    return shapes.run(found)
+
+
+def start(here: Service, actor: Actor, asked: RunRequest, key: str | None) -> Run:
+    """The run of a request; the one it became before, where the key says that it was made already."""
+    digest = digest_of(asked.model_dump(mode="json"))
+    if key is not None and isinstance(kept := here.store.answer(key, digest), str):
+        return here.store.run(kept)
+    deadline = _deadline(asked, here.clock())
+    study_id, path = here.studies.find(asked.study)
+    run = _begun(here, key, digest, study_id)
+    if run is None:
+        order = Order(
+            study_id=study_id, study_file=path, trials=asked.trials, deadline=deadline, actor=actor.name
+        )
+        run = here.runner.start(order)
+        here.audit(actor, "run", run.id, asked.reason, study=study_id)
+    if key is not None and isinstance(
+        first := here.store.keep_answer(key, digest, run.id, now=here.clock()), str
+    ):
+        return here.store.run(first)
+    return run
+
+
+def _begun(here: Service, key: str | None, digest: str, study_id: str) -> Run | None:
+    """The run that a request with this key had started when the service died before it could answer."""
+    if key is None:
+        return None
+    now: JSON = here.clock().isoformat()
+    first = here.store.keep_answer(f"{key} begun", digest, now, now=here.clock())
+    begun = datetime.fromisoformat(str(first))
+    runs = here.store.runs(study_id, state=RunState.RUNNING)
+    return next((run for run in runs if first != now and run.started_at >= begun), None)
+
+
+def _deadline(asked: RunRequest, now: datetime) -> datetime | None:
+    ends = [now + timedelta(hours=asked.hours)] if asked.hours else []
+    ends += [asked.deadline] if asked.deadline else []
+    if ends and min(ends) <= now:
+        raise BadInput(f"deadline: {min(ends).isoformat()} is over")
+    return min(ends, default=None)
+
+
+@router.get("", summary="Runs, the newest first", responses=documented(400, 404))
+def list_runs(
+    here: Here,
+    actor: Reader,
+    study: Annotated[
+        str | None, Query(max_length=100, description="Only of this study (id or name).")
+    ] = None,
+    state: RunState | None = None,
+    cursor: Cursor = None,
+    limit: Limit = 50,
+) -> Page[shapes.RunShape]:
+    study_id = here.store.study(study).id if study else None
+    place = unpack(cursor, str)
+    after = str(place[0]) if place else None
+    found = here.store.runs(study_id, state=state, after=after, limit=limit + 1)
+    return page(found, limit, shapes.run, lambda run: (run.id,))
+
+
+@router.get("/{run_id}", summary="A run", responses=documented(404))
+def show_run(here: Here, actor: Reader, run_id: RunId) -> shapes.RunShape:
+    found = here.store.run(run_id)
+    counted: dict[str, int] = {}
+    for trial in here.store.trials(found.study_id, run_id=run_id):
+        counted[trial.state.value] = counted.get(trial.state.value, 0) + 1
+    return shapes.run(found, counted)
+
+
+@router.post("/{run_id}/cancel", status_code=202, summary="Ask a run to stop", responses=documented(404, 409))
+def cancel_run(
+    here: Here, actor: Runner, run_id: RunId, asked: CancelRequest | None = None
+) -> shapes.RunShape:
+    """Its engine is stopped and its trial aborted; what was measured is kept."""
+    found = here.store.cancel_run(run_id)
+    here.audit(actor, "cancel", run_id, asked.reason if asked else "cancelled over HTTP")
+    return shapes.run(found)
+
+
+@router.get(
+    "/{run_id}/events",
+    summary="What happens in a run, live",
+    response_class=StreamingResponse,
+    responses={
+        200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}},
+        **documented(400, 404),
+    },
+)
+def run_events(
+    here: Here,
+    actor: Reader,
+    run_id: RunId,
+    last_event_id: Annotated[str | None, Header(max_length=100)] = None,
+) -> StreamingResponse:
+    """Server-sent events `started`, `finished` (trials) and `run` (its end, the last one). Everything that
+    happened so far comes first, or what came after `Last-Event-ID`.
+    """
+    here.store.run(run_id)
+    after = events.place_of(last_event_id)
+    told = events.stream(here.store, run_id, after, poll_s=here.poll_s)
+    return StreamingResponse(told, media_type="text/event-stream", headers={"Cache-Control": "no-store"})

@@ -1,0 +1,119 @@
+"""Traces: known ones, and uploads in pieces whose digest is checked."""
+
+from typing import Annotated
+
+from anyio import to_thread
+from fastapi import APIRouter, Header, HTTPException, Path, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from tuner.service import shapes
+from tuner.service.auth import Reader, Runner
+from tuner.service.context import Here, Service
+from tuner.service.problems import documented
+from tuner.service.uploads import LARGEST, LARGEST_PIECE, Upload, Uploads
+
+router = APIRouter(prefix="/v1/traces", tags=["traces"])
+UploadId = Annotated[str, Path(pattern=r"^[0-9a-f]{32}$", examples=["0" * 32])]
+
+
+class UploadRequest(BaseModel):
+    """What will be sent: any format that `tuner trace import` tells by its content."""
+
+    model_config = ConfigDict(
+        extra="forbid", json_schema_extra={"examples": [{"name": "chat", "size": 65536, "sha256": "ab" * 32}]}
+    )
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)
+    size: int = Field(ge=1, le=LARGEST, description="Bytes of the file.")
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="Of the file's bytes.")
+
+
+class UploadShape(BaseModel):
+    """An upload under way; the next piece begins at `offset`."""
+
+    id: str
+    name: str
+    size: int
+    sha256: str
+    offset: int
+    largest_piece: int = LARGEST_PIECE
+
+
+def _shown(of: Upload) -> UploadShape:
+    return UploadShape(id=of.id, name=of.name, size=of.size, sha256=of.sha256, offset=of.offset)
+
+
+def _uploads(here: Service) -> Uploads:
+    return Uploads(here.settings.home)
+
+
+@router.get("", summary="Known traces, the newest first", responses=documented())
+def list_traces(here: Here, actor: Reader) -> list[shapes.TraceShape]:
+    return [shapes.trace(each) for each in here.store.traces()]
+
+
+@router.post("/uploads", status_code=201, summary="Begin an upload", responses=documented(409))
+def begin_upload(here: Here, actor: Runner, asked: UploadRequest) -> UploadShape:
+    return _shown(_uploads(here).begin(name=asked.name, size=asked.size, sha256=asked.sha256))
+
+
+@router.get("/uploads/{upload_id}", summary="How far an upload is", responses=documented(404))
+def show_upload(here: Here, actor: Reader, upload_id: UploadId) -> UploadShape:
+    return _shown(_uploads(here).upload(upload_id))
+
+
+@router.patch(
+    "/uploads/{upload_id}",
+    summary="Send the next piece",
+    responses=documented(400, 404, 409, 413),
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+        }
+    },
+)
+async def add_piece(
+    here: Here,
+    actor: Runner,
+    upload_id: UploadId,
+    request: Request,
+    upload_offset: Annotated[int, Header(ge=0, le=LARGEST, description="Where the piece begins.")],
+) -> UploadShape:
+    """The body is the piece itself, at most 8 MiB. 409 says where the next one must begin."""
+    piece = bytearray()
+    async for part in request.stream():
+        piece += part
+        if len(piece) > LARGEST_PIECE:
+            raise HTTPException(413, f"a piece has at most {LARGEST_PIECE} bytes")
+    found = await to_thread.run_sync(_uploads(here).add, upload_id, upload_offset, bytes(piece))
+    return _shown(found)
+
+
+@router.post(
+    "/uploads/{upload_id}/finish",
+    status_code=201,
+    summary="Check the digest and take the trace in",
+    responses=documented(400, 404, 409),
+)
+def finish_upload(here: Here, actor: Runner, upload_id: UploadId) -> shapes.TraceShape:
+    upload, trace, path = _uploads(here).finish(upload_id)
+    meta = {**trace.meta, "requests": len(trace), "duration_s": trace.duration_s}
+    found = here.store.add_trace(trace.digest, upload.name, str(path.resolve()), meta, here.clock())
+    here.audit(actor, "trace", trace.digest, f"trace {upload.name} uploaded")
+    return shapes.trace(found)
+
+
+@router.delete(
+    "/uploads/{upload_id}", status_code=204, summary="Abandon an upload", responses=documented(404)
+)
+def abandon_upload(here: Here, actor: Runner, upload_id: UploadId) -> Response:
+    _uploads(here).abandon(upload_id)
+    return Response(status_code=204)
+
+
+@router.get("/{ref}", summary="A trace by digest or name", responses=documented(400, 404))
+def show_trace(
+    here: Here, actor: Reader, ref: Annotated[str, Path(max_length=200, pattern=r"^[^/\x00]+$")]
+) -> shapes.TraceShape:
+    return shapes.trace(here.store.trace(ref))

@@ -1,0 +1,187 @@
+"""Runs are carried out by controllers: `python -m tuner tune …`, processes that outlive this service.
+
+Before a run's row there is an order: a small file that says which study file, which limits, and for whom.
+After any death the orders are read again: a run whose controller is gone gets a new one, which resumes it.
+"""
+
+import json
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+
+import psutil
+
+from tuner import processes
+from tuner.errors import Conflict, NotFound, Unavailable
+from tuner.history.store import Store
+from tuner.records import JSON, Run, RunState
+from tuner.settings import Settings
+
+RESTARTS = 2
+SHORTEST_H = 1 / 3600
+TAIL = 4000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What somebody asked for: a run of a study within limits."""
+
+    study_id: str
+    study_file: Path
+    trials: int | None
+    deadline: datetime | None
+    actor: str
+
+
+class Controllers:
+    """Starts controllers, and looks after those whose run has no end yet."""
+
+    def __init__(self, store: Store, settings: Settings, clock: Callable[[], datetime]) -> None:
+        self._store, self._settings, self._clock = store, settings, clock
+        self._host = socket.gethostname()
+        self._folder = settings.home / "controllers"
+        self._ours: dict[str, processes.Detached] = {}
+        self._restarts: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def start(self, order: Order) -> Run:
+        """The run's row, and a controller at work on it. Conflict when the study or its node has a run."""
+        with self._lock:
+            self._refuse_second(order.study_id)
+            self._write(order)
+            run = self._store.open_run(
+                order.study_id,
+                trials_limit=order.trials,
+                deadline=order.deadline,
+                now=self._clock(),
+                pid=None,
+                host=self._host,
+            )
+            return self._spawn(run, order)
+
+    def _refuse_second(self, study_id: str) -> None:
+        node = self._store.study(study_id).node
+        for run in self._store.runs(state=RunState.RUNNING):
+            if run.study_id == study_id:
+                raise Conflict(f"run '{run.id}' of this study is going on; cancel it, or wait")
+            if self._store.study(run.study_id).node == node:
+                raise Conflict(f"node '{node}' is busy with run '{run.id}'; cancel it, or wait")
+
+    def _spawn(self, run: Run, order: Order) -> Run:
+        words = [sys.executable, "-m", "tuner", "tune", str(order.study_file), "--json"]
+        if order.trials is not None:
+            words += ["--trials", str(order.trials)]
+        if order.deadline is not None:
+            hours = (order.deadline - self._clock()).total_seconds() / 3600
+            words += ["--hours", f"{max(hours, SHORTEST_H):.6f}"]
+        env = {"TUNER_HOME": str(self._settings.home), "TUNER_DATABASE_URL": self._settings.url}
+        try:
+            process = processes.detach(words, env=env, log=self.log_of(run.id))
+        except OSError as error:
+            raise Unavailable(f"a controller cannot be started: {error.strerror or error}") from error
+        self._ours[run.id] = process
+        now = self._store.run(run.id)
+        if now.state != RunState.RUNNING or now.pid is not None:
+            return now
+        return self._store.save_run(replace(now, pid=process.pid, host=self._host))
+
+    def log_of(self, run_id: str) -> Path:
+        """Where a controller's words go."""
+        return self._folder / f"{run_id}.log"
+
+    def _order_file(self, study_id: str) -> Path:
+        return self._folder / f"{study_id}.json"
+
+    def _write(self, order: Order) -> None:
+        body: dict[str, JSON] = {
+            "study_id": order.study_id,
+            "study_file": str(order.study_file),
+            "trials": order.trials,
+            "deadline": order.deadline.isoformat() if order.deadline else None,
+            "actor": order.actor,
+        }
+        path = self._order_file(order.study_id)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            partial = path.with_suffix(".partial")
+            partial.write_text(json.dumps(body), encoding="utf-8")
+            os.replace(partial, path)
+        except OSError as error:
+            raise Unavailable(f"cannot write {path}: {error.strerror or error}") from error
+
+    def look_after(self) -> list[Run]:
+        """Gives every run of our orders that has lost its controller a new one; returns those runs.
+
+        A controller that ended by itself and left its run open, or that was lost too often, ends the run.
+        """
+        touched: list[Run] = []
+        for path in sorted(self._folder.glob("*.json")):
+            with self._lock, suppress(NotFound):
+                order = _read(path)
+                for run in self._store.runs(order.study_id, state=RunState.RUNNING):
+                    if run.host == self._host and not self.alive(run):
+                        touched.append(self._recover(run, order))
+        return touched
+
+    def alive(self, run: Run) -> bool:
+        """Whether a controller is at work on a run, as far as this host can know."""
+        process = self._ours.get(run.id)
+        if process is not None:
+            return process.poll() is None
+        return run.pid is not None and is_controller(run.pid)
+
+    def _recover(self, run: Run, order: Order) -> Run:
+        process = self._ours.pop(run.id, None)
+        code = None if process is None else process.returncode
+        restarts = self._restarts.get(run.id, 0)
+        if run.cancel_requested or (code is not None and code > 0) or restarts >= RESTARTS:
+            return self._close(run, code)
+        self._restarts[run.id] = restarts + 1
+        return self._spawn(replace(run, pid=None), order)
+
+    def _close(self, run: Run, code: int | None) -> Run:
+        cancelled = run.cancel_requested
+        reason = "cancelled; its controller was gone" if cancelled else self._last_words(run.id, code)
+        state = RunState.CANCELLED if cancelled else RunState.FAILED
+        return self._store.save_run(
+            replace(run, state=state, reason=reason, ended_at=self._clock(), pid=None)
+        )
+
+    def _last_words(self, run_id: str, code: int | None) -> str:
+        try:
+            with self.log_of(run_id).open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+                lines = file.read().decode(errors="replace").split("\n")
+        except OSError:
+            lines = []
+        said = [line for line in lines if line.startswith("tuner: ")] or [line for line in lines if line]
+        told = f": {said[-1].removeprefix('tuner: ')}" if said else ""
+        return f"its controller ended with exit code {code}{told}"
+
+
+def _read(path: Path) -> Order:
+    body: Mapping[str, JSON] = json.loads(path.read_text(encoding="utf-8"))
+    trials, deadline = body["trials"], body["deadline"]
+    return Order(
+        study_id=str(body["study_id"]),
+        study_file=Path(str(body["study_file"])),
+        trials=trials if isinstance(trials, int) else None,
+        deadline=datetime.fromisoformat(deadline) if isinstance(deadline, str) else None,
+        actor=str(body["actor"]),
+    )
+
+
+def is_controller(pid: int) -> bool:
+    """Whether a process is one of our controllers, and not another that got its number."""
+    try:
+        process = psutil.Process(pid)
+        words = process.cmdline()
+        return process.status() != psutil.STATUS_ZOMBIE and "tuner" in words and "tune" in words
+    except psutil.Error:
+        return False

@@ -1,0 +1,173 @@
+"""A study sent over HTTP → a study file of the service's own. No path, command, environment or engine is
+taken: the engine is the node's, the trace a digest or name, the space a shipped name or checked content.
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+from tuner.errors import BadInput, Conflict, NotFound, Unavailable, nearest
+from tuner.history.store import Store
+from tuner.knobs import spacefile
+from tuner.knobs.catalogue import CATALOGUE
+from tuner.records import JSON, digest_of
+from tuner.service.engines import engine_of
+from tuner.settings import Settings
+from tuner.tuning import study as studies
+from tuner.tuning import studyfile
+from tuner.tuning.study import Prepared
+from tuner.tuning.studyfile import BudgetFile, QualityFile, Scalar, SliceFile, SloFile, WeightsFile
+
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+Name = Annotated[str, Field(pattern=NAME, max_length=100)]
+LARGEST_SPACE = 64 * 1024
+
+
+class StudyRequest(BaseModel):
+    """A study, as in a study file but without an engine: that is the node's."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={
+            "examples": [
+                {
+                    "name": "chat-nightly",
+                    "model": "Qwen/Qwen2.5-7B-Instruct",
+                    "workload": "chat",
+                    "node": "gpu-1",
+                    "trace": "latest:chat",
+                    "space": "bursty-mixed",
+                    "baseline": {"max_num_seqs": 256},
+                    "slo": {"ttft_ms": 500, "tpot_ms": 50},
+                    "budget": {"trials": 20},
+                }
+            ]
+        },
+    )
+
+    name: Name
+    model: str = Field(min_length=1, max_length=200)
+    workload: Name = "default"
+    node: Name = "local"
+    trace: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]*$", max_length=200)
+    space: Name | dict[str, JsonValue]
+    baseline: dict[str, Scalar] = Field(default_factory=dict, max_length=64)
+    history: Literal["synthetic"] = "synthetic"
+    slices: Literal["auto"] | Annotated[list[SliceFile], Field(min_length=1, max_length=32)] = "auto"
+    speed: float = Field(default=1.0, gt=0, le=1000)
+    plan: Literal["quick", "standard", "thorough"] = "standard"
+    slo: SloFile = Field(default_factory=SloFile)
+    objectives: list[str] = Field(
+        default=["ttft_p95_ms", "tpot_p95_ms", "goodput_rps"], min_length=1, max_length=8
+    )
+    winner: Literal["slo", "knee"] | WeightsFile = "slo"
+    live_limits: Literal["auto", "off"] = "auto"
+    quality: QualityFile = Field(default_factory=QualityFile)
+    price_per_gpu_hour: float | None = Field(default=None, ge=0)
+    budget: BudgetFile = Field(default_factory=BudgetFile)
+    seed: int = Field(default=0, ge=0, lt=2**63)
+
+
+class Studies:
+    """The study files of this service: those sent over HTTP, and those that an administrator put there."""
+
+    def __init__(self, store: Store, settings: Settings, clock: Callable[[], datetime]) -> None:
+        self._store, self._home, self._clock = store, settings.home, clock
+
+    @property
+    def folder(self) -> Path:
+        return self._home / "studies"
+
+    def add(self, asked: StudyRequest) -> Prepared:
+        """Checks a study as `tuner tune` would before its first launch, and keeps its file."""
+        node = engine_of(self._home, asked.node)
+        if asked.model not in node.models:
+            known = ", ".join(node.models)
+            raise BadInput(
+                f"model: '{asked.model}' is not allowed on node '{asked.node}'"
+                f"{nearest(asked.model, node.models)}: {known}"
+            )
+        for knob in asked.baseline:
+            if knob not in CATALOGUE:
+                raise BadInput(f"baseline: '{knob}' is not a knob{nearest(knob, CATALOGUE)}")
+        trace = self._store.trace(asked.trace)
+        body: dict[str, JSON] = asked.model_dump(mode="json")
+        body |= {"trace": trace.digest, "space": self._space(asked.space), "engine": _engine(node.engine)}
+        text = json.dumps(body, indent=1)
+        file = studyfile.parse(text, name="study")
+        prepared = studies.prepare(file, name="study", base=self.folder, store=self._store, now=self._clock())
+        _write(self.folder / f"{prepared.study.id}.yaml", text)
+        self._store.add_study(prepared.study)
+        return prepared
+
+    def _space(self, space: str | dict[str, JsonValue]) -> str:
+        """A shipped space's name, or the file that a checked content was written to."""
+        if isinstance(space, str):
+            if space not in spacefile.names():
+                raise BadInput(f"space: there is no space '{space}'{nearest(space, spacefile.names())}")
+            return space
+        if "accept" in space:
+            raise BadInput("space: 'accept' (knobs outside the catalogue) is not taken over HTTP")
+        text = json.dumps(space, indent=1, sort_keys=True)
+        if len(text) > LARGEST_SPACE:
+            raise BadInput(f"space: larger than {LARGEST_SPACE} bytes")
+        spacefile.parse(text, where="space")
+        name = f"space-{digest_of(text)[:32]}.yaml"
+        _write(self.folder / name, text)
+        return name
+
+    def known(self, ref: str) -> tuple[str | None, Path]:
+        """The file of a study that can be run here, by id, name, or the name of a file in `studies/`; and its
+        id, None for a file that an administrator put there. NotFound, or Conflict when it was not made here.
+        """
+        if re.fullmatch(NAME, ref) and (path := self.folder / f"{ref}.yaml").is_file():
+            return (ref if re.fullmatch(r"[0-9a-f]{64}", ref) else None), path
+        try:
+            study = self._store.study(ref)
+        except NotFound as error:
+            known = [path.stem for path in self.folder.glob("*.yaml")]
+            raise NotFound(f"{error}{'' if '(did' in str(error) else nearest(ref, known)}") from None
+        path = self.folder / f"{study.id}.yaml"
+        if not path.is_file():
+            raise Conflict(
+                f"study '{study.name}' was not made here: POST it to /v1/studies, or let whoever runs the"
+                " service put its file under studies/ in its TUNER_HOME"
+            )
+        return study.id, path
+
+    def find(self, ref: str) -> tuple[str, Path]:
+        """A study's id and file; a file that an administrator put there is prepared, so that it has an id."""
+        study_id, path = self.known(ref)
+        return study_id or self._prepared(path), path
+
+    def find_scheduled(self, ref: str) -> tuple[str, Path]:
+        """As `find`; a schedule that was made by command line may name a file by its path."""
+        path = Path(ref)
+        return (self._prepared(path), path) if path.is_absolute() else self.find(ref)
+
+    def _prepared(self, path: Path) -> str:
+        prepared = studies.load(path, store=self._store, now=self._clock())
+        return self._store.add_study(prepared.study).id
+
+
+def _engine(engine: studyfile.EngineFile) -> JSON:
+    found: JSON = engine.model_dump(mode="json")
+    return found
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(partial, path)
+    except OSError as error:
+        raise Unavailable(f"cannot write {path.name}: {error.strerror or error}") from error

@@ -1,0 +1,126 @@
+"""Traces sent in pieces. An upload is two files, so it goes on after a restart of either side."""
+
+import hashlib
+import json
+import re
+import secrets
+import shutil
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tuner.errors import BadInput, Conflict, NotFound, Unavailable
+from tuner.traffic import importers
+from tuner.traffic import trace as traces
+from tuner.traffic.trace import Trace
+
+LARGEST = 2 * 1024**3
+LARGEST_PIECE = 8 * 1024**2
+LIFE_S = 24 * 3600.0
+AT_ONCE = 32
+UPLOAD_ID = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upload:
+    """A trace under way: what it is to be called, its size in bytes and the SHA-256 of its file."""
+
+    id: str
+    name: str
+    size: int
+    sha256: str
+    offset: int = 0
+
+
+class Uploads:
+    """Uploads under TUNER_HOME/uploads; finished traces go to TUNER_HOME/traces."""
+
+    def __init__(self, home: Path) -> None:
+        self._folder, self._traces = home / "uploads", home / "traces"
+
+    def begin(self, *, name: str, size: int, sha256: str) -> Upload:
+        """A new upload; those that nobody has touched for a day are thrown away first."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._clear_old()
+            if len(list(self._folder.glob("*.json"))) >= AT_ONCE:
+                raise Conflict(f"{AT_ONCE} uploads are under way; finish or abandon one")
+            if shutil.disk_usage(self._folder).free < size * 2:
+                raise Conflict(f"there is no room on the service's disk for {size} bytes")
+            upload = Upload(id=secrets.token_hex(16), name=name, size=size, sha256=sha256)
+            self._part(upload.id).touch()
+            self._card(upload.id).write_text(json.dumps(asdict(upload)), encoding="utf-8")
+        except OSError as error:
+            raise Unavailable(f"uploads cannot be written: {error.strerror or error}") from error
+        return upload
+
+    def _clear_old(self) -> None:
+        for path in self._folder.iterdir():
+            if time.time() - path.stat().st_mtime > LIFE_S:
+                path.unlink(missing_ok=True)
+
+    def _part(self, upload_id: str) -> Path:
+        return self._folder / f"{upload_id}.part"
+
+    def _card(self, upload_id: str) -> Path:
+        return self._folder / f"{upload_id}.json"
+
+    def upload(self, upload_id: str) -> Upload:
+        """An upload with the bytes that have arrived."""
+        try:
+            if not UPLOAD_ID.fullmatch(upload_id):
+                raise FileNotFoundError(upload_id)
+            kept = json.loads(self._card(upload_id).read_text(encoding="utf-8"))
+            return Upload(**{**kept, "offset": self._part(upload_id).stat().st_size})
+        except FileNotFoundError:
+            raise NotFound(f"there is no upload '{upload_id}'; it was finished, or left for a day") from None
+
+    def add(self, upload_id: str, offset: int, piece: bytes) -> Upload:
+        """Appends a piece. Conflict says where the next one must begin, when it begins elsewhere."""
+        upload = self.upload(upload_id)
+        if offset != upload.offset:
+            raise Conflict(f"the next piece begins at {upload.offset}, not {offset}")
+        if upload.offset + len(piece) > upload.size:
+            raise BadInput(f"the piece goes beyond the {upload.size} bytes that were announced")
+        try:
+            with self._part(upload_id).open("r+b") as file:
+                file.seek(offset)
+                file.write(piece)
+        except OSError as error:
+            raise Unavailable(f"the piece cannot be written: {error.strerror or error}") from error
+        return self.upload(upload_id)
+
+    def finish(self, upload_id: str) -> tuple[Upload, Trace, Path]:
+        """Checks size and digest, keeps the trace as Parquet. The upload ends unless bytes are missing."""
+        upload = self.upload(upload_id)
+        if upload.offset != upload.size:
+            raise Conflict(f"{upload.offset} of {upload.size} bytes are here; send the rest first")
+        part = self._part(upload_id)
+        with part.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        try:
+            if digest != upload.sha256:
+                raise BadInput(f"the bytes that arrived have SHA-256 {digest}, not {upload.sha256}")
+            trace = _read(part)
+            path = self._traces / f"{upload.name}-{trace.digest[:12]}.parquet"
+            self._traces.mkdir(parents=True, exist_ok=True)
+            traces.write(trace, path)
+        except OSError as error:
+            raise Unavailable(f"the trace cannot be kept: {error.strerror or error}") from error
+        finally:
+            self.abandon(upload_id)
+        return upload, trace, path
+
+    def abandon(self, upload_id: str) -> None:
+        """Throws an upload away."""
+        self.upload(upload_id)
+        self._card(upload_id).unlink(missing_ok=True)
+        self._part(upload_id).unlink(missing_ok=True)
+
+
+def _read(part: Path) -> Trace:
+    """The trace in an upload: any format that `tuner trace import` tells by its content."""
+    try:
+        return importers.read_any(part)
+    except BadInput as error:
+        raise BadInput(str(error).replace(str(part), "the upload")) from error
