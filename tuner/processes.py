@@ -41,6 +41,7 @@ TAG = "TUNER_LAUNCH_ID"
 _KEEP_ENVIRON = {"SPT_NOENV": "1"}  # or setproctitle writes over the tag
 _PR_SET_CHILD_SUBREAPER = 36
 _started: set[int] = set()
+Detached = subprocess.Popen[bytes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,9 +206,6 @@ def run(
     finally:
         _started.discard(popen.pid)
     return Finished(code=code, out=out.decode(errors="replace"), err=err.decode(errors="replace"))
-
-
-Detached = subprocess.Popen[bytes]
 
 
 def detach(command: Sequence[str], *, env: Mapping[str, str | None], log: Path) -> Detached:
