@@ -1,4 +1,4 @@
-"""What a node is: its fingerprint in the engine's and the driver's own words, its labels, and who selects it."""
+"""What a node is: its fingerprint in its engine's and driver's own words, its labels, and who selects it."""
 
 import re
 import socket
@@ -53,7 +53,7 @@ class Selector:
     pairs: tuple[tuple[str, str], ...] = ()
 
     def matches(self, facts: Mapping[str, str]) -> bool:
-        """Whether a node with these facts and labels is meant. Of a gpu or a class, whole words are enough."""
+        """Whether a node with these facts and labels is meant. Whole words of a gpu or class are enough."""
         return all(_holds(key, value, facts) for key, value in self.pairs)
 
     def __str__(self) -> str:

@@ -137,6 +137,8 @@ class Worker:
 
     async def news(self, after: int) -> Sequence[News | Done]:
         """What happened since the first `after` news; waits a while for some. The last one is Done."""
+        if self._task is not None and self._task.done() and len(self._news) <= after:
+            self._task.result()
         if len(self._news) <= after:
             self._changed.clear()
             try:
@@ -159,17 +161,26 @@ class Worker:
         if self._place is None:
             raise RuntimeError("set_up comes before begin")
         scratch = Settings().home / "work" / order.spec.launch_id
-        spec = replace(order.spec, directory=str(scratch), cores=self._place.cores.engine)
+        place = self._place
+        spec = replace(
+            order.spec, directory=str(scratch), cores=place.cores.engine,
+            gpus=place.prepared.node.gpus, command=place.prepared.command,
+        )  # fmt: skip
         measured: tuple[Measured, ...] = ()
         fault: Fault | None = None
         try:
-            scratch.mkdir(parents=True, exist_ok=True)
-            measured = tuple(await work_here(self._place, replace(order, spec=spec), self._note))
-        except OSError as error:
-            fault = Fault(kind="Aborted", reason=f"cannot write {scratch}: {error.strerror}", cause="disk")
+            _make(scratch)
+            measured = tuple(await work_here(place, replace(order, spec=spec), self._note))
         except TunerError as error:
             fault = fault_of(error)
         finally:
             files = {path.name: path.read_bytes() for pattern in FILES for path in scratch.glob(pattern)}
             shutil.rmtree(scratch, ignore_errors=True)
         self._note(Done(measured=measured, fault=fault, files=files))
+
+
+def _make(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Aborted(f"cannot make {directory}: {error.strerror}", cause="disk") from error

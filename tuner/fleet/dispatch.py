@@ -1,0 +1,299 @@
+"""One command, many nodes: each node tunes the study for itself; this process asks, writes and shares.
+
+Every node's run is the ordinary loop (`tuning.run.tune`) in this process, under that node's lease; only its
+launches happen on the node. What one node's front found seeds the searches that still run.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from tuner.errors import BadInput, Conflict, TunerError
+from tuner.fleet import dispatch_ray, leases, nodes
+from tuner.fleet.dispatch_ray import Hand, Member, Remote
+from tuner.history.store import Store
+from tuner.records import Candidate, Node, Run, RunState, Study
+from tuner.search import pareto
+from tuner.tuning.events import Event, Tell
+from tuner.tuning.run import Help, Limits, tune
+from tuner.tuning.study import Clock, Prepared, prepare
+from tuner.tuning.studyfile import StudyFile
+
+SEEDS = 3
+"""How many members of a sibling's front are tried first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A study for many nodes: the file, its name in errors, where its paths begin, what a run may spend."""
+
+    file: StudyFile
+    name: str
+    base: Path
+    limits: Limits
+    rules: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """Where it runs. `tell` gives the listener of a node by its name."""
+
+    store: Store
+    home: Path
+    clock: Clock
+    tell: Callable[[str], Tell]
+    ttl_s: float = leases.LEASE_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a node's part ended: its run, or why there is none."""
+
+    node: str
+    study: Study
+    run: Run | None = None
+    error: TunerError | None = None
+    gone: str | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Seat:
+    """A node with its leased store, its worker and its study."""
+
+    member: Member
+    store: Store
+    hand: Hand
+    prepared: Prepared
+    seeds: list[tuple[str, Candidate]] = field(default_factory=list)
+    over: bool = False
+
+
+def choose(
+    found: Sequence[Member], wanted: nodes.Selector, known: Sequence[Node], file: StudyFile
+) -> tuple[Member, ...]:
+    """The nodes that are meant and can hold the study; nothing is started. BadInput or NotFound else."""
+    if file.node != "local":
+        raise BadInput(
+            f"node: {file.node} names one node and --on means many: leave node out of the study file"
+        )
+    with_gpus = [member for member in found if member.gpus] or list(found)
+    classes = {node.name: node.gpu_class for node in known}
+    facts = {m.name: _facts(m, classes.get(m.name)) for m in (with_gpus if not wanted.pairs else found)}
+    names = nodes.chosen(facts, wanted)
+    picked = tuple(member for member in found if member.name in names)
+    needed = needed_gpus(file)
+    for member in picked:
+        if needed > member.gpus and not (needed == 1 and file.engine.kind == "simulated"):
+            raise BadInput(
+                f"node {member.name} has {member.gpus} GPUs in the cluster, the study needs {needed}"
+            )
+    return picked
+
+
+def _facts(member: Member, gpu_class: str | None) -> Mapping[str, str]:
+    facts = dict(member.facts)
+    if gpu_class:
+        facts["class"] = gpu_class
+        facts["gpu"] = facts["gpu"] or gpu_class
+    return facts
+
+
+def needed_gpus(file: StudyFile) -> int:
+    """How many GPUs one launch takes, by the study's fixed arguments."""
+    args = {key.replace("_", "-"): value for key, value in file.engine.args.items()}
+    sizes = [args.get(f"{kind}-parallel-size", 1) for kind in ("tensor", "pipeline", "data")]
+    whole = 1
+    for size in sizes:
+        whole *= size if isinstance(size, int) else 1
+    return whole
+
+
+async def tune_all(job: Job, fleet: Fleet, picked: Sequence[Member]) -> tuple[Ended, ...]:
+    """Tune the study on every node at once; how each ended, in their order.
+
+    Before the first launch all nodes are leased, asked and prepared: what stands in the way of one is
+    raised (Conflict: somebody else has it) and none starts. Cancelling it stops all engines; the runs can
+    be resumed by the same call.
+    """
+    with ExitStack() as stack:
+        stores = {
+            m.name: stack.enter_context(
+                leases.held(fleet.store, m.name, clock=fleet.clock, ttl_s=fleet.ttl_s)
+            )
+            for m in picked
+        }
+        hired = await asyncio.gather(*(_hire(job, member) for member in picked), return_exceptions=True)
+        hands = [hand for hand in hired if isinstance(hand, Hand)]
+        try:
+            for problem in hired:
+                if isinstance(problem, BaseException):
+                    raise problem
+            seats = [_seat(job, fleet, stores[hand.member.name], hand) for hand in hands]
+            whole = _Whole(job, fleet, seats)
+            return tuple(await asyncio.gather(*(whole.one(seat) for seat in seats)))
+        finally:
+            for hand in hands:
+                hand.end()
+
+
+async def _hire(job: Job, member: Member) -> Hand:
+    return await dispatch_ray.hire(member, engine_of(job.file, member).engine, job.base)
+
+
+def engine_of(file: StudyFile, member: Member) -> StudyFile:
+    """The study as this node runs it: a simulated engine is the card that the node's label `gpu` names."""
+    card = member.labels.get("gpu")
+    if file.engine.kind != "simulated" or not card:
+        return file
+    return file.model_copy(update={"engine": file.engine.model_copy(update={"card": card})})
+
+
+def _seat(job: Job, fleet: Fleet, store: Store, hand: Hand) -> _Seat:
+    nodes.register(store, hand.surveyed.node)
+    prepared = prepare(
+        engine_of(job.file, hand.member),
+        name=job.name,
+        base=job.base,
+        store=store,
+        now=fleet.clock(),
+        surveyed=hand.surveyed,
+    )
+    return _Seat(member=hand.member, store=store, hand=hand, prepared=replace(prepared, rules=job.rules))
+
+
+class _Whole:
+    """All nodes of one job."""
+
+    def __init__(self, job: Job, fleet: Fleet, seats: Sequence[_Seat]) -> None:
+        self._job, self._fleet, self._seats = job, fleet, seats
+        self._lent: set[str] = set()
+
+    async def one(self, seat: _Seat) -> Ended:
+        """One node to its end; what goes wrong there stays there."""
+        name, study = seat.member.name, seat.prepared.study
+        tell = self._fleet.tell(name)
+        with ExitStack() as stack:
+            remote = Remote(
+                seat.hand, seat.prepared,
+                lambda: self._spare(seat, stack), lambda text: tell(Event(kind="note", text=str(text))),
+            )  # fmt: skip
+            seat.seeds[:] = warm(seat.store, seat.prepared)
+            try:
+                await remote.set_up(_open_launches(seat.store, study.id))
+                run = await self._tuned(seat, remote, tell)
+                return Ended(node=name, study=study, run=run)
+            except TunerError as error:
+                tell(Event(kind="note", text=f"ended: {error}"))
+                return Ended(node=name, study=study, error=error)
+            except asyncio.CancelledError:
+                if remote.gone is None:
+                    raise
+                tell(Event(kind="note", text=remote.gone))
+                return Ended(node=name, study=study, gone=remote.gone)
+            finally:
+                await remote.end()
+                seat.over = True
+                self._share()
+
+    async def _tuned(self, seat: _Seat, remote: Remote, tell: Tell) -> Run:
+        return await tune(
+            seat.prepared,
+            seat.store,
+            home=self._fleet.home,
+            limits=self._job.limits,
+            clock=self._fleet.clock,
+            tell=tell,
+            help=Help(seeds=seat.seeds),
+            work=remote,
+        )
+
+    def _share(self) -> None:
+        """What finished nodes found is tried first where the search still goes on."""
+        for seat in self._seats:
+            if not seat.over:
+                seat.seeds[:] = warm(seat.store, seat.prepared)
+
+    async def _spare(self, seat: _Seat, stack: ExitStack) -> Hand | None:
+        """The node itself when it is back, else a free node of its class; None when there is none now."""
+        busy = {each.member.name for each in self._seats if not each.over} | self._lent
+        for member in sorted(dispatch_ray.members(), key=lambda m: m.name != seat.member.name):
+            is_itself = member.name == seat.member.name
+            if not is_itself and (member.name in busy or member.gpus != seat.member.gpus):
+                continue
+            hand = await self._hired(seat, member, None if is_itself else stack)
+            if hand is not None:
+                return hand
+        return None
+
+    async def _hired(self, seat: _Seat, member: Member, stack: ExitStack | None) -> Hand | None:
+        """A worker on a node that is truly of the seat's class, leased unless it is the seat's own."""
+        try:
+            with ExitStack() as trial:
+                if stack is not None:
+                    trial.enter_context(leases.held(self._fleet.store, member.name, clock=self._fleet.clock))
+                    trial.enter_context(self._borrowed(member.name))
+                hand = await _hire(self._job, member)
+                node, facts = hand.surveyed.node, hand.surveyed.facts
+                same = (node.gpu_class, facts.version) == (
+                    seat.prepared.node.gpu_class,
+                    seat.prepared.facts.version,
+                )
+                if not same:
+                    hand.end()
+                    return None
+                if stack is not None:
+                    stack.push(trial.pop_all())
+                return hand
+        except TunerError:
+            return None  # it is not to be had now: asked again while there is time
+
+    @contextmanager
+    def _borrowed(self, name: str) -> Iterator[None]:
+        self._lent.add(name)
+        try:
+            yield
+        finally:
+            self._lent.discard(name)
+
+
+def _open_launches(store: Store, study_id: str) -> Sequence[str]:
+    """Launches that a dead controller left open."""
+    known = {study.id for study in store.studies()}
+    return (
+        [each.id for each in store.launches(study_id) if each.ended_at is None] if study_id in known else []
+    )
+
+
+def warm(store: Store, prepared: Prepared) -> list[tuple[str, Candidate]]:
+    """The winner and front of every finished study that differs in its node alone, with their origin.
+
+    Nodes of the same class come first; each gives SEEDS candidates at most.
+    """
+    mine = prepared.study
+    siblings = [each for each in store.studies() if _is_sibling(each, mine)]
+    found: dict[str, tuple[str, Candidate]] = {}
+    for study in sorted(siblings, key=lambda s: (s.gpu_class != mine.gpu_class, s.node)):
+        ended = [run for run in store.runs(study.id) if run.state is RunState.FINISHED]
+        if not ended:
+            continue
+        winner = ended[0].summary.get("winner")
+        front = [t for t in pareto.front(store.trials(study.id), study.objectives) if not t.is_baseline]
+        for trial in sorted(front, key=lambda t: (t.number != winner, t.number))[:SEEDS]:
+            found.setdefault(trial.candidate.digest, (f"node: {study.node}", trial.candidate))
+    return list(found.values())
+
+
+def _is_sibling(other: Study, mine: Study) -> bool:
+    same = ("model", "workload", "trace_digest", "space_digest", "objectives", "engine_version")
+    return other.node != mine.node and all(getattr(other, name) == getattr(mine, name) for name in same)
+
+
+def worst(ended: Sequence[Ended]) -> TunerError | None:
+    """The error to end with: a node's own, or Conflict for a run that was left to be resumed."""
+    for each in ended:
+        if each.error is not None:
+            return each.error
+    gone = [each.gone for each in ended if each.gone]
+    return Conflict("; ".join(gone)) if gone else None

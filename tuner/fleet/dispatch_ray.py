@@ -1,0 +1,275 @@
+"""Ray's part of the dispatch: the cluster's nodes, and one actor per node that does orders there.
+
+`import ray` waits until a cluster is asked for: it is an extra (`cluster`).
+"""
+
+import asyncio
+import contextlib
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tuner import __version__
+from tuner.errors import Aborted, BadInput, Conflict, Unavailable
+from tuner.fleet.worker import Done, Seen, Worker
+from tuner.records import Measurement
+from tuner.tuning.study import Prepared, Surveyed
+from tuner.tuning.studyfile import EngineFile
+from tuner.tuning.trial import Measured, Note, Order
+
+GRANT_S = 120.0
+"""How long a node may take to start a worker on its GPUs; another job of the cluster may hold them."""
+RETURN_S = 60.0
+"""How long a lost node, or a free one of its class, is waited for."""
+ASK_S = 1.0
+ADDRESS = re.compile(r"^(auto|ray://[^\s/]+:\d+|[^\s/:]+:\d+)$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A living node of the cluster, as Ray tells. `labels` are those that it was started with."""
+
+    ray_id: str
+    name: str
+    host: str
+    gpus: int
+    labels: Mapping[str, str]
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """What selectors may ask for."""
+        card = self.labels.get("ray.io/accelerator-type", "").lower()
+        plain = {key: value for key, value in self.labels.items() if not key.startswith("ray.io/")}
+        return {"gpu": card, **plain, "name": self.name, "host": self.host}
+
+
+def _ray() -> Any:
+    import ray
+
+    return ray
+
+
+def connect(address: str) -> None:
+    """Join a cluster as its driver. BadInput without the extra, Unavailable when nothing answers there."""
+    if not ADDRESS.match(address):
+        raise BadInput(f"--on {address}: give auto, HOST:PORT or ray://HOST:PORT")
+    try:
+        ray = _ray()
+    except ImportError:
+        raise BadInput("--on needs Ray: pip install 'vllm-config-tuner[cluster]'") from None
+    try:
+        ray.init(address=address, namespace="vllm-tuner", log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        raise Unavailable(
+            f"no Ray cluster answers at {address} ({said[0][:160]}); `ray start --head` starts one"
+        ) from error
+
+
+def disconnect() -> None:
+    """Leave the cluster; this driver's workers end."""
+    _ray().shutdown()
+
+
+def members() -> tuple[Member, ...]:
+    """The living nodes by name. BadInput when two have one name."""
+    found = sorted((_member(each) for each in _ray().nodes() if each.get("Alive")), key=lambda m: m.name)
+    names = [member.name for member in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise BadInput(
+                f"two nodes of the cluster are called {name}: give each a name of its own"
+                " (ray start --labels node=NAME)"
+            )
+    return tuple(found)
+
+
+def _member(told: Mapping[str, Any]) -> Member:
+    labels = {str(k): str(v) for k, v in (told.get("Labels") or {}).items()}
+    host = str(told.get("NodeManagerHostname") or told.get("NodeManagerAddress"))
+    given = str(told.get("NodeName") or "")
+    is_address = given in ("", told.get("NodeManagerAddress"))
+    return Member(
+        ray_id=str(told["NodeID"]),
+        name=labels.get("node") or (host if is_address else given),
+        host=host,
+        gpus=int(told.get("Resources", {}).get("GPU", 0)),
+        labels=labels,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hand:
+    """A worker on a node, and what the node said of itself."""
+
+    member: Member
+    actor: Any
+    surveyed: Surveyed
+
+    def end(self) -> None:
+        """End the worker's process, and with it whatever it started."""
+        from ray.exceptions import RayError
+
+        with contextlib.suppress(RayError, ValueError):
+            _ray().kill(self.actor, no_restart=True)
+
+
+async def hire(member: Member, engine: EngineFile, base: Path) -> Hand:
+    """Start a worker on exactly this node, with all its GPUs, and ask what the node is.
+
+    Conflict when its GPUs are not granted in time, or another tuner on that host has them.
+    """
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    ray = _ray()
+    pinned = NodeAffinitySchedulingStrategy(node_id=member.ray_id, soft=False)
+    actor = (
+        ray.remote(Worker)
+        .options(num_gpus=member.gpus, num_cpus=0, max_restarts=0, scheduling_strategy=pinned)
+        .remote()
+    )
+    labels = {key: value for key, value in member.facts.items() if value and key not in ("name", "host")}
+    try:
+        seen: Seen = await asyncio.wait_for(
+            _answer(actor.look.remote(member.name, engine, str(base), labels), member.name), GRANT_S
+        )
+    except TimeoutError:
+        ray.kill(actor)
+        raise Conflict(
+            f"node {member.name} did not give its {member.gpus} GPUs within {GRANT_S:.0f} s:"
+            " another job of the cluster holds them"
+        ) from None
+    if seen.version != __version__:
+        raise BadInput(f"node {member.name} has vllm-config-tuner {seen.version}, this is {__version__}")
+    if seen.fault is not None or seen.surveyed is None:
+        ray.kill(actor)
+        raise seen.fault.error() if seen.fault else Unavailable(f"node {member.name} said nothing")
+    return Hand(member=member, actor=actor, surveyed=seen.surveyed)
+
+
+async def _answer(reference: Awaitable[Any], node: str) -> Any:
+    """What a worker answers. Aborted (node_lost) when it or its node is gone."""
+    from ray.exceptions import RayError, RayTaskError
+
+    try:
+        return await reference
+    except RayTaskError:
+        raise
+    except RayError as error:
+        raise Aborted(f"node {node} was lost ({type(error).__name__})", cause="node_lost") from error
+
+
+class Remote:
+    """Does a study's orders on a node of the cluster; a `Work`.
+
+    When the node is lost the order is Aborted, and the next one waits for the node to come back, or for
+    `spare` to hire a free one of the same class. When neither comes, `gone` says so and the run is left to
+    be resumed, as if it had been stopped.
+    """
+
+    def __init__(
+        self, hand: Hand, prepared: Prepared, spare: Callable[[], Awaitable[Hand | None]], note: Note
+    ) -> None:
+        self.gone: str | None = None
+        self._hand: Hand | None = hand
+        self._name = hand.member.name
+        self._prepared, self._spare, self._note = prepared, spare, note
+        self._is_set_up = False
+
+    async def set_up(self, dead: Sequence[str]) -> None:
+        """Hand the study over; `dead` are launches that earlier controllers left open."""
+        hand = await self._present()
+        seen = hand.surveyed
+        here = replace(
+            self._prepared, command=seen.command, node=replace(self._prepared.node, gpus=seen.node.gpus)
+        )
+        await _answer(hand.actor.set_up.remote(here, list(dead)), hand.member.name)
+        self._is_set_up = True
+
+    async def __call__(self, order: Order, note: Note) -> Sequence[Measured]:
+        try:
+            if not self._is_set_up:
+                await self.set_up(())
+            hand = await self._present()
+            await _answer(hand.actor.begin.remote(order), hand.member.name)
+            done = await self._listen(hand, note)
+        except Aborted:
+            self._drop()
+            raise
+        except asyncio.CancelledError:
+            await self._stop()
+            raise
+        _write(done.files, Path(order.spec.directory))
+        if done.fault is not None:
+            raise done.fault.error()
+        return tuple(_here(each, Path(order.spec.directory)) for each in done.measured)
+
+    async def end(self) -> None:
+        """Give the node back."""
+        if self._hand is not None:
+            self._hand.end()
+            self._hand = None
+
+    async def _listen(self, hand: Hand, note: Note) -> Done:
+        heard = 0
+        while True:
+            for news in await _answer(hand.actor.news.remote(heard), hand.member.name):
+                heard += 1
+                if isinstance(news, Done):
+                    return news
+                note(news)
+
+    async def _present(self) -> Hand:
+        """The worker; after a loss, a new one. Raises CancelledError, with `gone` set, when none comes."""
+        if self._hand is not None:
+            return self._hand
+        self._note(f"node {self._name} is lost: waiting for it, or for a free node of its class")
+        loop = asyncio.get_running_loop()
+        end = loop.time() + RETURN_S
+        while loop.time() < end:
+            found = await self._spare()
+            if found is not None:
+                self._hand, self._is_set_up = found, False
+                self._note(f"the run goes on on node {found.member.name}")
+                await self.set_up(())
+                return found
+            await asyncio.sleep(ASK_S)
+        self.gone = (
+            f"node {self._name} is lost, and no free node is of its class {self._prepared.node.gpu_class};"
+            " the same command goes on with its run"
+        )
+        raise asyncio.CancelledError(self.gone)
+
+    def _drop(self) -> None:
+        if self._hand is not None:
+            self._hand.end()
+        self._hand, self._is_set_up = None, False
+
+    async def _stop(self) -> None:
+        """End the order on the node; waits until its engine is gone, or the node is."""
+        if self._hand is not None:
+            with contextlib.suppress(Aborted):
+                await asyncio.shield(_answer(self._hand.actor.stop.remote(), self._name))
+
+
+def _write(files: Mapping[str, bytes], directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            (directory / Path(name).name).write_bytes(content)
+    except OSError as error:
+        raise Aborted(f"cannot write {directory}: {error.strerror}", cause="disk") from error
+
+
+def _here(measured: Measured, directory: Path) -> Measured:
+    """The same, its outcomes where they lie on this machine."""
+    found: Measurement = measured.measurement
+    slices = tuple(
+        replace(part, outcomes_file=str(directory / Path(part.outcomes_file).name))
+        if part.outcomes_file
+        else part
+        for part in found.slices
+    )
+    return replace(measured, measurement=replace(found, slices=slices))
