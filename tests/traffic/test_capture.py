@@ -17,10 +17,9 @@ from typing import Any
 import pytest
 
 from tests.traffic.conftest import make
-from tests.traffic.upstream import Upstream, post, served
+from tests.traffic.upstream import Upstream, post, proxied, served
 from tuner.errors import BadInput, NotFound
 from tuner.traffic.capture.files import Rotation, Sink, closed_files, latest
-from tuner.traffic.capture.middleware import Capture
 from tuner.traffic.capture.proxy import Proxy
 from tuner.traffic.capture.recorder import Exchange, Recorder
 from tuner.traffic.importers import detect, read_any
@@ -50,13 +49,11 @@ class Bench:
 async def bench(directory: Path, **options: Any) -> AsyncIterator[Bench]:
     upstream, file = Upstream(), directory / "capture.jsonl"
     recorder = Recorder(Sink(file), **options)
-    recorder.start()
-    async with served(upstream) as behind:
-        proxy = Proxy(f"http://127.0.0.1:{behind}")
-        async with served(Capture(proxy, recorder)) as port:
-            yield Bench(upstream, port, behind, recorder, file)
-        proxy.close()
-    recorder.stop()
+    async with (
+        served(upstream) as behind,
+        proxied(f"http://127.0.0.1:{behind}", recorder) as port,
+    ):
+        yield Bench(upstream, port, behind, recorder, file)
 
 
 def body(**parts: Any) -> bytes:
@@ -163,11 +160,8 @@ def test_connections_to_the_upstream_are_kept(tmp_path: Path) -> None:
 
 def test_without_an_upstream_the_client_is_told(tmp_path: Path) -> None:
     async def go() -> None:
-        recorder = Recorder(Sink(tmp_path / "c.jsonl"))
-        recorder.start()
-        async with served(Capture(Proxy("http://127.0.0.1:9"), recorder)) as port:
+        async with proxied("http://127.0.0.1:9", Recorder(Sink(tmp_path / "c.jsonl"))) as port:
             status, answer = await post(port, body())
-        recorder.stop()
         assert status == 502
         assert "cannot be reached" in json.loads(answer)["error"]["message"]
 
@@ -286,7 +280,7 @@ def test_a_killed_capture_is_readable_up_to_the_last_second(tmp_path: Path) -> N
 SERVED = """
 import sys
 from pathlib import Path
-from tuner.traffic.capture.proxy import run
+from tuner.traffic.capture.serving import run
 print(run(sys.argv[1], Path(sys.argv[2]), name="chat", port=int(sys.argv[3])), flush=True)
 """
 

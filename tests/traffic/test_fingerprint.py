@@ -10,11 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.traffic.upstream import Upstream, post, served
+from tests.traffic.upstream import Upstream, post, proxied, served
 from tuner.errors import BadInput
 from tuner.traffic.capture.files import Sink
-from tuner.traffic.capture.middleware import Capture
-from tuner.traffic.capture.proxy import Proxy
 from tuner.traffic.capture.recorder import Recorder
 from tuner.traffic.exchange import answered, asked, lengths
 from tuner.traffic.fingerprint import Fingerprints, runs, unpacked
@@ -156,18 +154,13 @@ def test_a_capture_with_the_tokenizer_shares_blocks_of_conversations(
     tokenizer_dir: Path, tmp_path: Path
 ) -> None:
     async def go() -> None:
-        recorder = Recorder(Sink(tmp_path / "c.jsonl"), tokenizer=Tokenizer(tokenizer_dir))
-        recorder.start()
-        async with served(Upstream()) as behind:
-            proxy = Proxy(f"127.0.0.1:{behind}")
-            async with served(Capture(proxy, recorder)) as port:
-                turns = [{"role": "user", "content": "hello " * 40}]
-                for _ in range(2):
-                    body = {"messages": turns, "model": "m", "max_tokens": 3}
-                    await post(port, json.dumps(body).encode(), path="/v1/chat/completions")
-                    turns = [*turns, {"role": "assistant", "content": "world " * 20}]
-            proxy.close()
-        recorder.stop()
+        recorder = Recorder(Sink(tmp_path / "c.jsonl"), tokenizer=tokenizer_dir)
+        async with served(Upstream()) as behind, proxied(f"127.0.0.1:{behind}", recorder) as port:
+            turns = [{"role": "user", "content": "hello " * 40}]
+            for _ in range(2):
+                body = {"messages": turns, "model": "m", "max_tokens": 3}
+                await post(port, json.dumps(body).encode(), path="/v1/chat/completions")
+                turns = [*turns, {"role": "assistant", "content": "world " * 20}]
 
     asyncio.run(go())
     trace = read_any(tmp_path / "c.jsonl")

@@ -8,12 +8,10 @@ import pytest
 
 from tests.engine.test_cases_processes import until
 from tests.traffic.conftest import make
-from tests.traffic.upstream import post, served
+from tests.traffic.upstream import post, proxied
 from tests.vllm import ENGINE_BLOCK, Shared, captured_inside
 from tuner.engine.server import Server
 from tuner.traffic.capture.files import Sink
-from tuner.traffic.capture.middleware import Capture
-from tuner.traffic.capture.proxy import Proxy
 from tuner.traffic.capture.recorder import Recorder
 from tuner.traffic.importers import read_any
 from tuner.traffic.prompts import Prompts, salt
@@ -53,14 +51,8 @@ async def send_all(trace: Trace, port: int, model: str, key: bytes) -> list[int]
 
 async def through_a_proxy(trace: Trace, server: Server, file: Path) -> list[int]:
     """The same through a recording proxy."""
-    recorder = Recorder(Sink(file))
-    recorder.start()
-    proxy = Proxy(f"http://{server.host}:{server.port}")
-    async with served(Capture(proxy, recorder)) as port:
-        cached = await send_all(trace, port, server.names[0], salt(0, 1, 0))
-    proxy.close()
-    recorder.stop()
-    return cached
+    async with proxied(f"http://{server.host}:{server.port}", Recorder(Sink(file))) as port:
+        return await send_all(trace, port, server.names[0], salt(0, 1, 0))
 
 
 def told_inside(directory: Path, rows: int) -> Trace | None:

@@ -8,6 +8,9 @@ from typing import Any
 
 import uvicorn
 
+from tuner.traffic.capture.proxy import Proxy
+from tuner.traffic.capture.recorder import Recorder
+
 Message = MutableMapping[str, Any]
 
 
@@ -112,6 +115,21 @@ async def served(app: Any) -> AsyncIterator[int]:
     finally:
         server.should_exit = True
         await serving
+
+
+@asynccontextmanager
+async def proxied(upstream: str, recorder: Recorder) -> AsyncIterator[int]:
+    """A recording proxy in front of an upstream; gives its port."""
+    proxy = Proxy(upstream, recorder)
+    server = await proxy.listen("127.0.0.1", 0)
+    recorder.start()
+    await server.start_serving()
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+        await proxy.close(5.0)
+        recorder.stop()
 
 
 async def post(

@@ -1,12 +1,14 @@
 """Where captures lie: append-only files under a name, renamed when they rotate, the oldest removed."""
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tuner.errors import BadInput, NotFound, Unavailable, nearest
+from tuner.records import JSON
 
 OPEN, CLOSED = ".jsonl.part", ".jsonl"
 
@@ -31,18 +33,35 @@ class Sink:
             raise BadInput(f"capture name '{name}': expected a plain word, it becomes part of a file name")
         self.rotation = rotation or Rotation()
         self._base, self._name = path, name
+        self._swept = False
         self._file = -1
         self._size = 0
         self._began = datetime.min.replace(tzinfo=UTC)
         self.path = path
 
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> "Sink":
+        """A sink as `as_json` told it."""
+        return cls(Path(told["path"]), told["name"], Rotation(**told["rotation"]))
+
+    def as_json(self) -> dict[str, JSON]:
+        """What makes this sink, for another process."""
+        return {"path": str(self._base), "name": self._name, "rotation": asdict(self.rotation)}
+
+    def again(self) -> "Sink":
+        """The sink of the next file under the name."""
+        following = Sink(self._base, self._name, self.rotation)
+        following._swept = True
+        return following
+
     def open(self, now: datetime) -> None:
-        """Begin a file. Unavailable when the disk refuses."""
+        """Begin a file; the first one of a name closes what a killed capture left. Unavailable: no disk."""
         try:
             if self._name is not None:
                 self._base.mkdir(parents=True, exist_ok=True)
-                for left in self._base.glob(f"{self._name}-*{OPEN}"):
+                for left in () if self._swept else _in_order(self._base, self._name, OPEN):
                     left.rename(_closed(left))
+                self._swept = True
                 self.path = _free(self._base, f"{self._name}-{now:%Y%m%dT%H%M%SZ}")
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL
             self._file = os.open(self.path, flags, 0o600)

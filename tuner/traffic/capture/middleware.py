@@ -1,4 +1,4 @@
-"""The recording ASGI middleware: stands in the proxy or in vLLM itself (`--middleware`), changes nothing."""
+"""The recording ASGI middleware, for vLLM itself (`--middleware`) or any ASGI app: changes nothing."""
 
 import atexit
 import os
@@ -8,17 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from tuner.traffic.capture.files import Rotation, Sink
-from tuner.traffic.capture.recorder import Exchange, Recorder
-from tuner.traffic.tokenizer import Tokenizer
+from tuner.traffic.capture.recorder import RECORDED, Exchange, Recorder
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
-
-RECORDED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
-MOST_ANSWER_BYTES = 16 << 20
-SESSION_HEADERS = (b"x-session-id", b"x-conversation-id", b"x-claude-code-session-id")
 
 
 class Capture:
@@ -31,7 +26,8 @@ class Capture:
         if scope["type"] != "http" or scope["path"] not in RECORDED or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        exchange = _exchange(scope)
+        peer = scope.get("client")
+        exchange = Exchange.begun(str(peer[0]) if peer else None, scope["headers"])
 
         async def receiving() -> Message:
             message = await receive()
@@ -68,41 +64,19 @@ class VllmCapture(Capture):
             every="hour" if every == "hour" else "day" if every == "day" else None,
             keep=int(keep) if keep else None,
         )
-        file = env.get("TUNER_CAPTURE_TOKENIZER")
         sink = Sink(Path(env["TUNER_CAPTURE_OUT"]), name, rotation)
-        recorder = Recorder(sink, tokenizer=Tokenizer(file) if file else None)
+        recorder = Recorder(sink, tokenizer=env.get("TUNER_CAPTURE_TOKENIZER"))
         recorder.start()
         atexit.register(recorder.stop)
         super().__init__(app, recorder)
 
 
-def _exchange(scope: MutableMapping[str, Any]) -> Exchange:
-    exchange = Exchange(at_ns=time.monotonic_ns())
-    peer = scope.get("client")
-    exchange.client = str(peer[0]) if peer else None
-    for name, value in scope["headers"]:
-        if name == b"authorization":
-            exchange.client = value.decode("latin-1")
-        elif name in SESSION_HEADERS:
-            exchange.session = value.decode("latin-1")
-    return exchange
-
-
 def _passed(exchange: Exchange, message: Message) -> None:
     """Note what was just sent on: stamps, the status, a reference to the bytes."""
     if message["type"] == "http.response.start":
-        exchange.code = message["status"]
-        for name, value in message.get("headers", ()):
-            if name == b"content-type":
-                exchange.content_type = value.decode("latin-1")
-            elif name == b"content-encoding":
-                exchange.packed = True
+        exchange.answering(message["status"], message.get("headers", ()))
     elif message["type"] == "http.response.body":
-        body = message.get("body", b"")
-        if body:
-            exchange.first_ns = exchange.first_ns or time.monotonic_ns()
-            if exchange.answer_bytes < MOST_ANSWER_BYTES:
-                exchange.answer.append(bytes(body))
-                exchange.answer_bytes += len(body)
+        if body := message.get("body", b""):
+            exchange.passed(bytes(body))
         if not message.get("more_body", False):
             exchange.whole = True

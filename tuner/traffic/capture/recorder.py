@@ -1,31 +1,33 @@
-"""The recorder: exchanges go into a bounded queue, a thread of its own turns them into lines without text.
+"""The recorder: what the hot path hands over goes into a bounded queue and on to the writer's process.
 
-The lines (importers/captured.py reads them): a header; {"r", "t", ...} when a request came; {"r", "e", ...}
-when its answer ended; {"dropped": n} for what the queue did not take. Times: t in ns since the file began,
-f and e in microseconds since t.
+Nothing is parsed here: a thread packs stamps and references to the bytes that passed and writes them into a
+pipe. The writer (capture/writer.py) parses, hashes and writes in a process of its own.
 """
 
+import fcntl
 import json
 import logging
+import os
+import sys
 import threading
-import time
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from typing import Any
+from queue import SimpleQueue
+from time import monotonic_ns
+from typing import IO
 
-from tuner.errors import TunerError
-from tuner.records import JSON
+from tuner import processes
+from tuner.errors import BadInput, Unavailable
 from tuner.traffic.capture.files import Sink
-from tuner.traffic.exchange import Answered, Asked, answered, asked, lengths
-from tuner.traffic.fingerprint import TOKEN_BLOCK, Fingerprints, runs
-from tuner.traffic.tokenizer import Tokenizer
+from tuner.traffic.capture.writer import Counts, frame
 
 _log = logging.getLogger(__name__)
-_FLUSH_S = 0.25
+_PIPE_BYTES = 1 << 20
+RECORDED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
+MOST_ANSWER_BYTES = 16 << 20
+SESSION_HEADERS = (b"x-session-id", b"x-conversation-id", b"x-claude-code-session-id")
 RAW_NOTICE = "raw capture: whole request and answer bodies are stored, prompts and personal data included"
 
 
@@ -47,51 +49,88 @@ class Exchange:
     cut: bool = False
     whole: bool = False
     number: int = -1
-    asked: Asked | None = field(default=None, repr=False)
-    size: int | None = None
 
+    @classmethod
+    def begun(cls, peer: str | None, headers: Iterable[tuple[bytes, bytes]]) -> "Exchange":
+        """A request whose head has come; header names in lower case."""
+        exchange = cls(at_ns=monotonic_ns(), client=peer)
+        for name, value in headers:
+            if name == b"authorization":
+                exchange.client = value.decode("latin-1")
+            elif name in SESSION_HEADERS:
+                exchange.session = value.decode("latin-1")
+        return exchange
 
-@dataclass(slots=True)
-class Counts:
-    """What a capture did: requests taken, dropped (queue full), not understood, lines the disk refused."""
+    def answering(self, code: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """The head of the answer has come; header names in lower case."""
+        self.code = code
+        for name, value in headers:
+            if name == b"content-type":
+                self.content_type = value.decode("latin-1")
+            elif name == b"content-encoding":
+                self.packed = True
 
-    taken: int = 0
-    dropped: int = 0
-    not_understood: int = 0
-    unwritten: int = 0
+    def passed(self, body: bytes) -> None:
+        """Part of the answer's body was passed on."""
+        if not self.first_ns:
+            self.first_ns = monotonic_ns()
+        if self.answer_bytes < MOST_ANSWER_BYTES:
+            self.answer.append(body)
+            self.answer_bytes += len(body)
+
+    @property
+    def status(self) -> str | None:
+        """How it went as HTTP; None when nothing is wrong with it."""
+        if self.cut and not self.whole:
+            return "cancelled"
+        return None if self.whole and 200 <= self.code < 300 else "error"
 
 
 class Recorder:
-    """Takes exchanges without ever blocking; beyond `most` requests or `most_bytes` waiting it drops."""
+    """Takes exchanges without ever blocking; beyond `most` requests or `most_bytes` waiting it drops.
+
+    `tokenizer` is the model's tokenizer.json or the directory it lies in.
+    """
 
     def __init__(
         self,
         sink: Sink,
         *,
-        tokenizer: Tokenizer | None = None,
+        tokenizer: str | Path | None = None,
         raw: bool = False,
         most: int = 4096,
         most_bytes: int = 256 << 20,
-        now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self.counts = Counts()
-        self._sink, self._tokenizer, self._now = sink, tokenizer, now
+        self._options = {
+            "sink": sink.as_json(),
+            "tokenizer": None if tokenizer is None else str(tokenizer),
+            "raw": raw,
+        }
         self._most, self._most_bytes = most, most_bytes
         self._bytes_in = self._bytes_out = 0
         self._queue: SimpleQueue[tuple[Exchange, bool] | None] = SimpleQueue()
-        self._prints = Fingerprints()
-        self._raw_file: Any = None
-        self._raw = raw
-        self._lines: list[bytes] = []
         self._number = self._told_dropped = 0
-        self._zero_ns = time.monotonic_ns()
-        self._thread = threading.Thread(target=self._work, name="capture", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Open the file and begin to take. Unavailable or BadInput when it cannot be written."""
-        if self._raw:
+        """Start the writer and begin to take. Unavailable or BadInput when the file cannot be written."""
+        if self._options["raw"]:
             _log.warning(RAW_NOTICE)
-        self._begin_file()
+        root = str(Path(__file__).resolve().parents[3])  # the writer must find us as we were found
+        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+        command = (sys.executable, "-m", "tuner.traffic.capture.writer", json.dumps(self._options))
+        writer = processes.helper(command, env={"PYTHONPATH": path})
+        if writer.stdin is None or writer.stdout is None:
+            raise Unavailable("the capture's writer has no pipes")
+        said = json.loads(writer.stdout.readline() or b"{}")
+        if "ready" not in said:
+            writer.communicate()
+            sentence = said.get("sentence", "the capture's writer did not start")
+            raise (BadInput if said.get("error") == "BadInput" else Unavailable)(sentence)
+        fcntl.fcntl(writer.stdin, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        ends = (writer.stdin, writer.stdout, writer.wait)
+        self._thread = threading.Thread(target=self._work, args=ends, name="capture", daemon=True)
         self._thread.start()
 
     def begin(self, exchange: Exchange) -> None:
@@ -116,150 +155,47 @@ class Recorder:
             self._queue.put((exchange, True))
 
     def stop(self, timeout_s: float = 30.0) -> None:
-        """Write what waits, close the file, destroy the key."""
+        """Have what waits written, the file closed, the key destroyed."""
         self._queue.put(None)
-        self._thread.join(timeout_s)
+        if self._thread is not None:
+            self._thread.join(timeout_s)
 
-    def _begin_file(self) -> None:
-        now = self._now()
-        self._sink.open(now)
-        self._prints.destroy()
-        self._prints = Fingerprints()
-        self._zero_ns = time.monotonic_ns()
-        header: dict[str, JSON] = {
-            "capture": 1,
-            "block_size": TOKEN_BLOCK,
-            "started_at": now.isoformat(),
-            "blocks_from": "bytes" if self._tokenizer is None else "tokens",
-            "tokenizer": None if self._tokenizer is None else self._tokenizer.name,
-            "exact_chat": self._tokenizer is not None and self._tokenizer.exact_chat,
-            "raw": self._raw,
-        }
-        self._sink.write(_line(header))
-        if self._raw:
-            path = Path(f"{self._sink.path}.raw")
-            path.touch(mode=0o600)
-            self._raw_file = path.open("ab")
-
-    def _work(self) -> None:
-        """The thread: take, turn into lines, write at least every quarter of a second."""
-        flushed = time.monotonic()
-        open_ = True
-        while open_:
+    def _work(self, pipe: IO[bytes], answers: IO[bytes], wait: Callable[[], int]) -> None:
+        """The thread: hand over until `stop`, then gather what the writer says."""
+        lost: OSError | None = None
+        while (item := self._queue.get()) is not None:
             try:
-                item = self._queue.get(timeout=_FLUSH_S)
-                if item is None:
-                    open_ = False
+                if lost is None:
+                    self._hand_over(pipe, *item)
                 else:
-                    self._take(*item)
-            except Empty:
-                pass
-            if not open_ or time.monotonic() - flushed >= _FLUSH_S or len(self._lines) > 512:
-                self._flush()
-                flushed = time.monotonic()
-        self._sink.close()
-        self._prints.destroy()
-        if self._raw_file is not None:
-            self._raw_file.close()
+                    self.counts.unwritten += 1
+            except OSError as error:
+                lost = error
+                _log.error("the capture's writer is gone, nothing more is recorded: %s", error)
+        with suppress(OSError):
+            pipe.write(frame("d", self.counts.dropped))
+            pipe.close()
+        said = json.loads(answers.readline() or b"{}")
+        self.counts.not_understood += said.get("not_understood", 0)
+        self.counts.unwritten += said.get("unwritten", 0)
+        answers.close()
+        wait()
 
-    def _take(self, exchange: Exchange, ended: bool) -> None:
-        try:
-            if not ended:
-                self._bytes_out += sum(map(len, exchange.body))
-                self._lines.append(_line(self._began(exchange)))
-            else:
-                self._bytes_out += exchange.answer_bytes
-                if exchange.asked is not None:
-                    self._lines.append(_line(self._ended(exchange)))
-        except (ValueError, TypeError, RecursionError, ArithmeticError, LookupError):
-            self.counts.not_understood += 1
-
-    def _began(self, exchange: Exchange) -> dict[str, JSON]:
-        body = b"".join(exchange.body)
-        document = json.loads(body)
-        request = asked(document if isinstance(document, dict) else {})
-        size, _, blocks, _ = lengths(request, Answered(), self._prints, self._tokenizer)
-        if self._raw_file is not None:
-            self._raw_file.write(_line({"r": exchange.number, "request": document}))
-        exchange.body, exchange.size = [], size
-        exchange.asked = Asked(n=request.n, max_tokens=request.max_tokens)
-        line: dict[str, JSON] = {"r": exchange.number, "t": exchange.at_ns - self._zero_ns}
-        named = (("c", "client", request.client or exchange.client), ("a", "model", request.model or None))
-        for key, kind, text in (*named, ("s", "session", request.session or exchange.session)):
-            if text is not None:
-                line[key] = self._prints.name(kind, text)
-        for key, value, usual in (
-            ("i", size, None),
-            ("y", None if size is not None or request.text is None else len(request.text.encode()), None),
-            ("m", request.max_tokens, -1),
-            ("n", request.n, 1),
-            ("p", request.priority, 0),
-        ):
-            if value != usual:
-                line[key] = value
-        if blocks:
-            line["b"] = [list(run) for run in runs(blocks)]
-        return line
-
-    def _ended(self, exchange: Exchange) -> dict[str, JSON]:
-        data = b"".join(exchange.answer)
-        if exchange.packed:
-            data = _unpacked(data)
-        answer = answered(data, exchange.content_type)
-        if self._raw_file is not None:
-            self._raw_file.write(_line({"r": exchange.number, "answer": data.decode("utf-8", "replace")}))
-        exchange.answer = []
-        line: dict[str, JSON] = {"r": exchange.number, "e": (exchange.end_ns - exchange.at_ns) // 1000}
-        if exchange.first_ns:
-            line["f"] = (exchange.first_ns - exchange.at_ns) // 1000
-        if exchange.size is None and answer.input_tokens is not None:
-            line["i"] = answer.input_tokens
-        output, by = answer.output_tokens, "usage"
-        if output is None and self._tokenizer is not None and answer.text:
-            output, by = len(self._tokenizer.encode(answer.text, special=False)), "tokenizer"
-        if output is None:
-            output, by = answer.chunks, "chunks"
-        parallel = 1 if exchange.asked is None else max(1, exchange.asked.n)
-        line["o"] = -(-output // parallel)
-        if by != "usage":
-            line["by"] = by
-        if answer.cached_tokens is not None:
-            line["k"] = answer.cached_tokens
-        status = _status(exchange, answer)
-        if status != "ok":
-            line["st"] = status
-        return line
-
-    def _flush(self) -> None:
+    def _hand_over(self, pipe: IO[bytes], exchange: Exchange, ended: bool) -> None:
         if self.counts.dropped != self._told_dropped:
             self._told_dropped = self.counts.dropped
-            self._lines.append(_line({"dropped": self.counts.dropped}))
-        lines, self._lines = self._lines, []
-        try:
-            if lines:
-                self._sink.write(b"".join(lines))
-            if self._raw_file is not None:
-                self._raw_file.flush()
-            if self._sink.due(self._now()):
-                self._sink.close()
-                self._begin_file()
-        except (OSError, TunerError) as error:
-            self.counts.unwritten += len(lines)
-            _log.error("capture cannot be written: %s", error)
-
-
-def _status(exchange: Exchange, answer: Answered) -> str:
-    if exchange.cut and not exchange.whole:
-        return "cancelled"
-    return "error" if answer.failed or not 200 <= exchange.code < 300 or not exchange.whole else "ok"
-
-
-def _unpacked(data: bytes) -> bytes:
-    try:
-        return zlib.decompressobj(47).decompress(data)
-    except zlib.error:
-        return b""
-
-
-def _line(value: JSON) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode() + b"\n"
+            pipe.write(frame("d", self.counts.dropped))
+        one = exchange
+        if ended:
+            data, one.answer = b"".join(one.answer), []
+            self._bytes_out += one.answer_bytes
+            pipe.write(
+                frame(
+                    "e", one.number, one.first_ns, one.end_ns, one.status, one.content_type, one.packed, data
+                )
+            )
+        else:
+            data, one.body = b"".join(one.body), []
+            self._bytes_out += len(data)
+            pipe.write(frame("b", one.number, one.at_ns, one.client, one.session, data))
+        pipe.flush()
