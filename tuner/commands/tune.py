@@ -6,7 +6,7 @@ import shutil
 import sys
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from typing import Any
 
     from tuner.history.store import Store
-    from tuner.records import Run, Trial
+    from tuner.records import Run, Study, Trial
     from tuner.tuning.events import Event, Tell
     from tuner.tuning.run import Limits
     from tuner.tuning.study import Prepared
 
+T = TypeVar("T")
 INTERRUPTED = 8
 """Exit code of a run that was stopped by a signal and can be resumed."""
 
@@ -43,19 +44,39 @@ def tune(
     min_trials: Annotated[
         int, typer.Option(min=0, help="Refuse to begin when the time left cannot hold so many trials.")
     ] = 0,
+    on: Annotated[
+        str | None,
+        typer.Option("--on", metavar="CLUSTER", help="A Ray cluster: auto, HOST:PORT or ray://HOST:PORT."),
+    ] = None,
+    nodes: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Which of its nodes: gpu=, name=, class=, host=, a label."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Tune an engine on a trace. A run that was interrupted goes on where it was."""
+    from tuner.errors import BadInput
+    from tuner.tuning import studyfile
+    from tuner.tuning.run import Limits
+
+    if nodes and on is None:
+        raise BadInput("--nodes selects nodes of a cluster: give --on as well")
+    budget = studyfile.read(study).budget
+    limits = Limits(
+        trials=trials or budget.trials, deadline=deadline(hours or budget.hours, until), early=not all_trials
+    )
+    if on is not None:
+        from tuner.commands.fleet import Asked, tune_on
+
+        tune_on(
+            Asked(study=study, on=on, nodes=nodes or (), limits=limits, dry_run=dry_run,
+                  rules=not check_rules, as_json=as_json)
+        )  # fmt: skip
+        return
     prepared = _prepared(study, check_rules=check_rules)
     if dry_run:
         print_commands(prepared, as_json=as_json)
         return
-    from tuner.tuning.run import Limits
-
-    budget = prepared.file.budget
-    limits = Limits(
-        trials=trials or budget.trials, deadline=deadline(hours or budget.hours, until), early=not all_trials
-    )
     store = open_store(create=True)
     run = on_its_node(prepared, store, limits, min_trials=min_trials, quiet=as_json)
     conclude(store, prepared, run, as_json=as_json)
@@ -77,7 +98,7 @@ def on_its_node(
     from dataclasses import replace
 
     from tuner.errors import Conflict
-    from tuner.fleet import handover, notify, schedule
+    from tuner.fleet import handover, leases, notify, schedule
 
     home, study = settings().home, prepared.study
     if limits.deadline is not None:
@@ -88,7 +109,8 @@ def on_its_node(
             raise Conflict(f"the run is not begun: {reason}")
     taken = handover.handed_over(store, prepared.node, home=home, clock=now, say=say)
     try:
-        with notify.failures(home, study, clock=now, say=say), taken as held:
+        mine = leases.locked_gpus(prepared.node.gpus)
+        with notify.failures(home, study, clock=now, say=say), mine, taken as held:
             run = execute(prepared, held, limits, quiet=quiet, listen=listen)
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
@@ -142,7 +164,7 @@ def execute(
     with listener(home, prepared.study.objectives, quiet=quiet) as shown:
         tell = shown if listen is None else both(shown, listen)
         work = loop(prepared, store, home=home, limits=limits, clock=now, tell=tell)
-        return _interruptible(work, tell)
+        return interruptible(work, tell)
 
 
 def both(one: "Tell", other: "Tell") -> "Tell":
@@ -155,7 +177,8 @@ def both(one: "Tell", other: "Tell") -> "Tell":
     return tell
 
 
-def _interruptible(work: "Coroutine[Any, Any, Run]", tell: "Tell") -> "Run":
+def interruptible(work: "Coroutine[Any, Any, T]", tell: "Tell") -> T:
+    """Do the work; SIGINT and SIGTERM cancel it, and the process ends with exit code 8."""
     import asyncio
     import signal
 
@@ -163,7 +186,7 @@ def _interruptible(work: "Coroutine[Any, Any, Run]", tell: "Tell") -> "Run":
 
     from tuner.tuning.events import Event
 
-    async def main() -> "Run":
+    async def main() -> T:
         task = asyncio.ensure_future(work)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -237,7 +260,11 @@ def program() -> str:
 
 def pull_command(prepared: "Prepared") -> str:
     """The command that prints the challenger as a file that `vllm serve --config` reads."""
-    study = prepared.study
+    return pull_words(prepared.study)
+
+
+def pull_words(study: "Study") -> str:
+    """The same for a study."""
     words = [program(), "profile", "resolve", "--model", study.model, "--node", study.node]
     words += ["--workload", study.workload, "--alias", "challenger", "--format", "vllm-yaml"]
     return shlex.join(words)

@@ -1,0 +1,153 @@
+"""`tuner tune STUDY --on CLUSTER`: one study on many nodes, in one view."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from tuner.commands.common import now, open_store, print_json, print_table, say, settings
+
+if TYPE_CHECKING:
+    from tuner.fleet.dispatch import Ended, Job
+    from tuner.fleet.dispatch_ray import Member
+    from tuner.history.store import Store
+    from tuner.tuning.events import Event, Tell
+    from tuner.tuning.run import Limits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the command line asked for."""
+
+    study: Path
+    on: str
+    nodes: Sequence[str]
+    limits: "Limits"
+    dry_run: bool
+    rules: bool
+    as_json: bool
+
+
+def tune_on(asked: Asked) -> None:
+    """Tune on every node that is meant; ends with the first node's error, after all have ended."""
+    from tuner.fleet import dispatch, dispatch_ray
+    from tuner.fleet.nodes import selector
+    from tuner.tuning import studyfile
+
+    file, wanted = studyfile.read(asked.study), selector(asked.nodes)
+    dispatch_ray.connect(asked.on)
+    try:
+        store = open_store(create=not asked.dry_run)
+        picked = dispatch.choose(dispatch_ray.members(), wanted, store.nodes(), file)
+        if asked.dry_run:
+            placement(picked, as_json=asked.as_json)
+            return
+        _warn()
+        job = dispatch.Job(
+            file=file, name=str(asked.study), base=asked.study.parent.resolve(), limits=asked.limits,
+            rules=asked.rules,
+        )  # fmt: skip
+        ended = _run(job, store, picked, quiet=asked.as_json)
+    finally:
+        dispatch_ray.disconnect()
+    conclude(store, ended, as_json=asked.as_json)
+    if (error := dispatch.worst(ended)) is not None:
+        raise error
+
+
+def placement(picked: "Sequence[Member]", *, as_json: bool) -> None:
+    """Where the study would run."""
+    rows = [{"node": m.name, "host": m.host, "gpus": m.gpus, "labels": dict(m.labels)} for m in picked]
+    if as_json:
+        print_json(rows)
+        return
+    cells = ((m.name, m.host, m.gpus, _labels(m.labels)) for m in picked)
+    print_table(["<node", "<host", "GPUs", "<labels"], cells)
+
+
+def _labels(labels: object) -> str:
+    found = labels if isinstance(labels, dict) else {}
+    return " ".join(f"{k}={v}" for k, v in found.items() if not k.startswith("ray.io/"))
+
+
+def _warn() -> None:
+    """Say what the history's database allows."""
+    if settings().url.startswith("sqlite"):
+        say(
+            "the history is SQLite: this machine alone may write it;"
+            " for controllers on several machines set TUNER_DATABASE_URL to a PostgreSQL"
+        )
+
+
+def _run(job: "Job", store: "Store", picked: "Sequence[Member]", *, quiet: bool) -> "tuple[Ended, ...]":
+    from tuner.commands.tune import interruptible
+    from tuner.fleet import dispatch
+
+    home = settings().home
+    names = [member.name for member in picked]
+    with listeners(home, tuple(job.file.objectives), names, quiet=quiet) as tell:
+        fleet = dispatch.Fleet(store=store, home=home, clock=now, tell=tell)
+        return interruptible(dispatch.tune_all(job, fleet, picked), tell("all nodes"))
+
+
+@contextmanager
+def listeners(
+    home: Path, objectives: tuple[str, ...], names: Sequence[str], *, quiet: bool = False
+) -> "Iterator[Callable[[str], Tell]]":
+    """One listener per node, all in one view: what each does now, and what happened, by the node's name."""
+    from tuner.commands.progress import describe, listener
+
+    width = max((len(name) for name in names), default=0)
+    doing: dict[str, str] = {}
+    done: dict[str, int] = {}
+    total: dict[str, int] = {}
+    with listener(home, objectives, quiet=quiet) as one:
+
+        def tell_of(name: str) -> "Tell":
+            def tell(event: "Event") -> None:
+                done[name] = event.done or done.get(name, 0)
+                total[name] = event.total or total.get(name, 0)
+                everything = sum(total.values()) or None
+                event = replace(event, done=sum(done.values()), total=everything)
+                if event.kind == "phase":
+                    number = "" if event.trial is None else f"trial {event.trial.number} "
+                    doing[name] = f"{name}: {number}{event.text}"
+                    one(replace(event, text=" · ".join(doing.values()), trial=None))
+                elif (line := describe(event, objectives)) is not None:
+                    one(replace(event, kind="note", text=f"{name:<{width}} {line}", trial=None))
+
+            return tell
+
+        yield tell_of
+
+
+def conclude(store: "Store", ended: "Sequence[Ended]", *, as_json: bool) -> None:
+    """What came out, node by node."""
+    from tuner.commands import front
+    from tuner.commands.tune import pull_words
+
+    if as_json:
+        print_json([_as_data(store, each) for each in ended])
+        return
+    for each in ended:
+        if each.run is None:
+            continue
+        typer.echo(f"\nnode {each.node} ({each.study.gpu_class})")
+        front.show(store, each.study)
+        typer.echo(f"{each.run.state.value}: {each.run.reason}")
+        if each.run.summary:
+            typer.echo(f"{each.run.summary.get('verdict')}: {each.run.summary.get('sentence')}")
+        profiles = each.run.summary.get("profiles")
+        if isinstance(profiles, dict) and "challenger" in profiles:
+            typer.echo(f"pull the winner: {pull_words(each.study)}")
+
+
+def _as_data(store: "Store", each: "Ended") -> dict[str, object]:
+    from tuner.commands import front
+
+    found: dict[str, object] = {"node": each.node, "gpu_class": each.study.gpu_class, "run": each.run}
+    found["error"] = str(each.error or each.gone or "") or None
+    return found if each.run is None else {**found, **front.as_data(store, each.study)}
