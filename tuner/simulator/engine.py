@@ -3,10 +3,11 @@
 import asyncio
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from time import monotonic
 
+from tuner.replay.alarm import Alarm
 from tuner.simulator.cost import StepCost
 from tuner.simulator.exposition import Counters
 from tuner.simulator.scheduler import Scheduler
@@ -15,9 +16,6 @@ from tuner.simulator.state import Request, Step
 Sink = Callable[[int, bool], None]
 """Takes the number of completion tokens so far and whether these were the last."""
 
-_SPIN_S = (
-    0.0015  # the last stretch before a step's end is waited for by polling: timers count in milliseconds
-)
 _KEPT = 20_000  # steps that the report on punctuality looks back on
 _SLIP_S = 1.0  # a clock further behind than this gives up catching up
 
@@ -79,21 +77,37 @@ class Engine:
         self._now: Step | None = None
         self._next: Step | None = None
         self._at = 0.0
+        self._alarm = Alarm()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._woken = False
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Take a request; it reaches the scheduler the front end's time after its arrival."""
         self._streams[request] = _Stream(sink)
         delay = 0.0 if self.pace.blind else self.cost.coefficients.request_s / self.pace.speed
-        self.loop.call_later(max(0.0, request.arrival + delay - monotonic()), self._enter, request)
+        self._start(self._enter(request, request.arrival + delay))
 
-    def _enter(self, request: Request) -> None:
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        task = self.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _enter(self, request: Request, at: float) -> None:
+        await self._until(at)
         if request not in self._streams:
             return
         self.scheduler.add(request)
         if self._now is None and not self._woken:
             self._woken = True
-            self.loop.call_soon(self._wake)
+            self._start(self._drive())
+
+    async def _until(self, at: float) -> None:
+        """Wait until the clock reads `at`; others get their turn in any case."""
+        if at <= monotonic():
+            await asyncio.sleep(0)
+        else:
+            await self._alarm.until(int(at * 1e9))
+            self._alarm.wakes_ms.clear()
 
     def abort(self, request: Request) -> None:
         if self._streams.pop(request, None) is not None:
@@ -108,11 +122,14 @@ class Engine:
             "kv_cache_usage_perc": scheduler.pool.usage,
         }
 
-    def _wake(self) -> None:
+    async def _drive(self) -> None:
+        """Steps, one after another, until none is left to do."""
+        self._at = monotonic()
+        self._launch()
         self._woken = False
-        if self._now is None:
-            self._at = monotonic()
-            self._launch()
+        while self._now is not None:
+            await self._until(self._at)
+            self._finish(self._now)
 
     def _launch(self) -> None:
         """Start the next step at the nominal time `_at`; async scheduling chooses the one after too."""
@@ -127,7 +144,6 @@ class Engine:
             if request.scheduled < 0:
                 request.scheduled = self._at
         self._at += self._seconds(step)
-        self._await_end()
 
     def _seconds(self, step: Step) -> float:
         seconds = 0.010 if self.pace.blind else self.cost(step)
@@ -135,20 +151,7 @@ class Engine:
             seconds *= max(0.2, self._random.gauss(1.0, self.pace.noise))
         return seconds / self.pace.speed
 
-    def _await_end(self) -> None:
-        """Never calls `_finish` itself: an engine that is late by a thousand steps would nest them all."""
-        left = self._at - monotonic()
-        if left <= 0:
-            self.loop.call_soon(self._finish)
-        elif left > _SPIN_S:
-            self.loop.call_later(left - _SPIN_S / 2, self._await_end)
-        else:
-            self.loop.call_soon(self._await_end)
-
-    def _finish(self) -> None:
-        step = self._now
-        if step is None:
-            return
+    def _finish(self, step: Step) -> None:
         begun = monotonic()
         self._flush(step)
         self.scheduler.complete(step)
