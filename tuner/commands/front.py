@@ -77,7 +77,7 @@ def show(store: "Store", study: "Study") -> None:
 
 
 def _cell(values: Mapping[str, float], base: "Trial | None", trial: "Trial", name: str) -> object:
-    from tuner.report.document import number, ratio
+    from tuner.report.words import number, ratio
 
     if trial is base or base is None or base.measurement is None or name == "failed":
         return values.get(name)

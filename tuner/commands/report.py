@@ -1,6 +1,7 @@
-"""`tuner report`: a study as one HTML file."""
+"""`tuner report`: a study as one HTML file, or as Markdown for a pull request."""
 
 import shlex
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,36 +14,57 @@ if TYPE_CHECKING:
     from tuner.records import Study
 
 
+class Format(StrEnum):
+    """How a report is written."""
+
+    HTML = "html"
+    MD = "md"
+
+
 def report(
     study: StudyRef,
-    output: Annotated[Path, typer.Option("-o", "--output", help="The file to write.")] = Path("report.html"),
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="The file to write; report.html or report.md else.")
+    ] = None,
+    format: Annotated[
+        Format | None,
+        typer.Option(help="html (pictures, one file, no network) or md; by the file's name else."),
+    ] = None,
 ) -> None:
-    """Write a study's report: one HTML file that needs no network."""
+    """Write a study's report: one HTML file that needs no network, or Markdown. `-o -` prints it."""
     from tuner.commands.front import find_study
 
     store = open_store()
-    say(f"wrote {write(store, find_study(store, study), output)}")
+    chosen = format or (Format.MD if output is not None and output.suffix == ".md" else Format.HTML)
+    place = output or Path(f"report.{chosen.value}")
+    found = find_study(store, study)
+    if str(place) == "-":
+        typer.echo(text(store, found, chosen), nl=False)
+        return
+    say(f"wrote {write(store, found, place, chosen)}")
 
 
-def write(store: "Store", study: "Study", output: Path) -> Path:
-    """Write the report of a study. Unavailable when the file cannot be written."""
-    from tuner.commands.front import last_run
-    from tuner.errors import Unavailable
-    from tuner.report.document import ReportData, render
-    from tuner.search import pareto
+def text(store: "Store", study: "Study", format: Format = Format.HTML) -> str:
+    """The report of a study."""
+    from tuner.report.document import ReportData, markdown, render
 
-    trials = store.trials(study.id)
-    run = last_run(store, study)
     data = ReportData(
         study=study,
-        trials=trials,
-        front=pareto.front(trials, study.objectives),
-        summary=run.summary if run else {},
+        trials=store.trials(study.id),
+        runs=store.runs(study.id),
+        launches=store.launches(study.id),
         commands=commands(study),
         generated_at=now(),
     )
+    return markdown(data) if format is Format.MD else render(data)
+
+
+def write(store: "Store", study: "Study", output: Path, format: Format = Format.HTML) -> Path:
+    """Write the report of a study. Unavailable when the file cannot be written."""
+    from tuner.errors import Unavailable
+
     try:
-        output.write_text(render(data), encoding="utf-8")
+        output.write_text(text(store, study, format), encoding="utf-8")
     except OSError as error:
         raise Unavailable(f"cannot write {output}: {error.strerror}") from error
     return output

@@ -85,9 +85,8 @@ def grid(frame: Frame, *, x_labels: bool = True, about: int = 5) -> list[str]:
             f'<line class="grid" x1="{at:.1f}" y1="{frame.top}" x2="{at:.1f}" y2="{frame.bottom:.1f}"/>'
         )
         if x_labels:
-            parts.append(
-                f'<text x="{at:.1f}" y="{frame.bottom + 16:.1f}" text-anchor="middle">{tick_text(tick)}</text>'
-            )
+            y, said = frame.bottom + 16, tick_text(tick)
+            parts.append(f'<text x="{at:.1f}" y="{y:.1f}" text-anchor="middle">{said}</text>')
     for tick in ticks(frame.y, about):
         at = frame.py(tick)
         parts.append(f'<line class="grid" x1="{frame.left}" y1="{at:.1f}" x2="{frame.right}" y2="{at:.1f}"/>')
@@ -99,9 +98,9 @@ def grid(frame: Frame, *, x_labels: bool = True, about: int = 5) -> list[str]:
         parts.append(
             f'<text class="axis" x="{middle}" y="{frame.bottom + 40:.1f}">{escape(frame.x.name)}</text>'
         )
-    centre = (frame.top + frame.bottom) / 2
-    name = escape(frame.y.name)
-    parts.append(f'<text class="axis" transform="translate(14 {centre:.1f}) rotate(-90)">{name}</text>')
+    if frame.y.name:
+        centre, name = (frame.top + frame.bottom) / 2, escape(frame.y.name)
+        parts.append(f'<text class="axis" transform="translate(14 {centre:.1f}) rotate(-90)">{name}</text>')
     return parts
 
 

@@ -127,24 +127,20 @@ def _points(places: Sequence[tuple[float, float]], frame: Frame) -> str:
 
 
 def bars(values: Mapping[str, float], name: str) -> str:
-    """Horizontal bars with their values written beside them; `name` is a measurement (for the unit)."""
+    """A table of horizontal bars with their values beside them; `name` is a measurement (for the unit)."""
     if not values:
         return NONE.format("Nothing to show.")
-    left, row, top = 210.0, 26.0, 4.0
     most = max(values.values()) or 1.0
-    parts = []
-    for place, (label, value) in enumerate(values.items()):
-        y = top + place * row
-        width = max(1.0, value / most * 290)
-        short = label if len(label) <= 32 else label[:31] + "…"
-        parts.append(f'<text x="{left - 8}" y="{y + 15}" text-anchor="end">{escape(short)}</text>')
-        parts.append(
-            f'<rect class="bar" x="{left}" y="{y + 3}" width="{width:.1f}" height="16">'
-            f"<title>{escape(label)}</title></rect>"
-        )
+    rows = []
+    for label, value in values.items():
+        width = max(0.5, value / most * 100)
         said = escape(measured(name, value))
-        parts.append(f'<text x="{left + width + 6:.1f}" y="{y + 15}">{said}</text>')
-    return svg(parts, f"{name} by {', '.join(values)}", height=top + row * len(values) + 4)
+        rows.append(
+            f'<tr><th scope="row">{escape(label)}</th><td>{said}</td><td class="bar">'
+            '<svg viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">'
+            f'<rect class="bar" width="{width:.1f}" height="10"/></svg></td></tr>'
+        )
+    return f'<table class="bars"><tbody>{"".join(rows)}</tbody></table>'
 
 
 def levels(columns: Mapping[str, Sequence[float]], y_name: str, x_name: str) -> str:
@@ -162,9 +158,8 @@ def levels(columns: Mapping[str, Sequence[float]], y_name: str, x_name: str) -> 
         parts += [f'<circle class="other" cx="{at:.1f}" cy="{frame.py(v):.1f}" r="4"/>' for v in finite]
         if finite:
             middle = frame.py(finite[len(finite) // 2])
-            parts.append(
-                f'<line class="median" x1="{at - 16:.1f}" y1="{middle:.1f}" x2="{at + 16:.1f}" y2="{middle:.1f}"/>'
-            )
+            ends = f'x1="{at - 16:.1f}" y1="{middle:.1f}" x2="{at + 16:.1f}" y2="{middle:.1f}"'
+            parts.append(f'<line class="median" {ends}/>')
     return svg(parts, f"{y_name} by {x_name}")
 
 
@@ -197,7 +192,7 @@ class Panel:
     crosses: Sequence[float] = ()
 
 
-PANEL = 120.0
+PANEL = 130.0
 
 
 def panels(found: Sequence[Panel], x_name: str, span: float, label: str) -> str:
@@ -217,9 +212,10 @@ def panels(found: Sequence[Panel], x_name: str, span: float, label: str) -> str:
 def _panel(panel: Panel, x: Axis, top: float, last: bool) -> list[str]:
     finite = [v for v in panel.y if math.isfinite(v)]
     positive = panel.log and bool(finite) and min(finite) > 0
-    y = fitted(panel.name, finite) if positive else from_zero(panel.name, finite)
-    frame = Frame(x=x, y=y, top=top, bottom=top + PANEL - 18)
+    y = fitted("", finite) if positive else from_zero("", finite)
+    frame = Frame(x=x, y=y, top=top + 22, bottom=top + PANEL - 12)
     parts = grid(frame, x_labels=last, about=3)
+    parts.append(f'<text class="name" x="{frame.left}" y="{top + 16}">{escape(panel.name)}</text>')
     if panel.style == "bars":
         parts += _bars(panel, frame)
     elif panel.style == "dots":
@@ -233,10 +229,9 @@ def _panel(panel: Panel, x: Axis, top: float, last: bool) -> list[str]:
         steps = [(a, b) for a, b in zip(panel.x, panel.y, strict=True) if math.isfinite(b)]
         parts.append(f'<polyline class="line {panel.kind}" points="{_points(steps, frame)}"/>')
     for at in panel.crosses:
-        a, b = frame.px(at), frame.top + 6
-        parts.append(
-            f'<path class="cross" d="M{a - 4:.1f} {b - 4:.1f}l8 8m0 -8l-8 8"><title>failed</title></path>'
-        )
+        a, b = frame.px(at), frame.top + 6.0
+        cross = f"M{a - 4:.1f} {b - 4:.1f}l8 8m0 -8l-8 8"
+        parts.append(f'<path class="cross" d="{cross}"><title>failed</title></path>')
     return parts
 
 

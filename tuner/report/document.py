@@ -1,137 +1,141 @@
-"""The report: one HTML file that needs no network, made from stored records alone."""
+"""The report: one HTML file that needs no network, or Markdown, from stored records alone."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import combinations
+from functools import cached_property
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from tuner.measures import direction_of
-from tuner.records import JSON, Candidate, Study, Trial
-from tuner.report.charts import Point, scatter
+from tuner.records import JSON, Launch, Run, Study, Trial
+from tuner.report import evidence, words
+from tuner.report.board import Board, board
+from tuner.report.budget import beliefs, comparisons, failures, spent, worst_lateness
+from tuner.report.charts import bars, levels, scatter
+from tuner.report.effects import Effect, better, effects
 
-TEMPLATE = "report.html.j2"
-SHOWN = ("slo_attainment", "request_rps", "failed", "preemptions", "prefix_hit_rate", "ready_s")
-MAX_CHARTS = 3
-NO_VERDICT: Mapping[str, JSON] = {"verdict": "", "sentence": "", "demonstration": False}
+HERE = Path(__file__).parent
+FRONT_CURVES = 2
+SLICES = 3
+ROWS = 400
+"""So many trials are listed in full; a larger study's report lists its newest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportData:
-    """What a report tells. `summary` is a finished run's conclusion or {}; `commands` reproduce it."""
+    """What a report tells. `runs` are the study's, the newest first; `commands` reproduce it."""
 
     study: Study
     trials: Sequence[Trial]
-    front: Sequence[Trial]
-    summary: Mapping[str, JSON]
+    runs: Sequence[Run]
+    launches: Sequence[Launch]
     commands: Sequence[str]
     generated_at: datetime
 
 
 def render(data: ReportData) -> str:
     """The HTML text. Failed requests count as infinite latency and are written as ∞."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
-    )
-    environment.filters["number"] = number
-    environment.filters["knobs"] = knobs
-    return environment.get_template(TEMPLATE).render(
-        study=data.study,
-        summary={**NO_VERDICT, **data.summary},
-        comparisons=_list(data.summary.get("comparisons")),
-        commands=data.commands,
-        generated_at=data.generated_at.strftime("%Y-%m-%d %H:%M UTC"),
-        objectives=data.study.objectives,
-        directions={name: direction_of(name) for name in data.study.objectives},
-        columns=[*data.study.objectives, *(n for n in SHOWN if n not in data.study.objectives)],
-        beside=_beside(data),
-        trials=[_row(trial, data) for trial in data.trials],
-        charts=[Markup(chart) for chart in _charts(data)],
-    )
+    return _environment(html=True).get_template("report.html.j2").render(_context(data, _Pictures(data)))
 
 
-def number(value: object) -> str:
-    """A measured value for reading: four significant digits, ∞ for a failed one, an en dash for none."""
-    if not isinstance(value, int | float):
-        return "–"
-    if math.isinf(value):
-        return "∞"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+def markdown(data: ReportData) -> str:
+    """The same in Markdown, without pictures."""
+    return _environment(html=False).get_template("report.md.j2").render(_context(data, None))
 
 
-def knobs(candidate: Candidate) -> str:
-    """A candidate on one line."""
-    return ", ".join(f"{name}={value}" for name, value in candidate.items()) or "engine defaults"
-
-
-def _list(value: JSON) -> list[JSON]:
-    return value if isinstance(value, list) else []
-
-
-def _values(trial: Trial) -> Mapping[str, float]:
-    return trial.measurement.values if trial.measurement else {}
-
-
-def _kind(trial: Trial, data: ReportData) -> str:
-    if trial.is_baseline:
-        return "baseline"
-    if trial.number == data.summary.get("winner"):
-        return "winner"
-    return "front" if any(trial.id == other.id for other in data.front) else "other"
-
-
-def _row(trial: Trial, data: ReportData) -> Mapping[str, object]:
-    return {
-        "number": trial.number,
-        "attempt": trial.attempt,
-        "state": trial.state.value,
-        "origin": trial.origin,
-        "candidate": trial.candidate,
-        "values": _values(trial),
-        "kind": _kind(trial, data),
-        "reason": trial.reason or "",
-    }
-
-
-def _beside(data: ReportData) -> list[Mapping[str, object]]:
-    """The front's rows with the baseline's first, each with its ratio to the baseline per objective."""
-    base = next((t for t in data.trials if t.is_baseline and t.measurement), None)
-    rows = ([base] if base else []) + [t for t in data.front if not t.is_baseline]
-    found: list[Mapping[str, object]] = []
-    for trial in rows:
-        ratios = {
-            n: ratio(_values(trial).get(n), _values(base).get(n) if base else None)
-            for n in data.study.objectives
-        }
-        found.append({**_row(trial, data), "ratios": ratios})
+def _environment(*, html: bool) -> Environment:
+    found = Environment(
+        loader=FileSystemLoader(HERE), autoescape=html, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    for name in ("number", "measured", "knobs", "heading", "unit", "seconds", "comparison"):
+        found.filters[name] = getattr(words, name)
+    found.filters["cell"] = cell
     return found
 
 
-def ratio(value: float | None, base: float | None) -> str:
-    """Change against the baseline in per cent, signed; empty where it cannot be told."""
-    if value is None or not base or math.isinf(base) or math.isinf(value):
-        return ""
-    return f"{(value / base - 1) * 100:+.0f} %"
+def cell(text: object) -> str:
+    """Text that cannot break out of a Markdown table's cell, nor start markup."""
+    plain = " ".join(str(text).split())
+    for sign in "\\`*_[]<>|#":
+        plain = plain.replace(sign, f"\\{sign}" if sign not in "<>" else {"<": "&lt;", ">": "&gt;"}[sign])
+    return plain
 
 
-def _charts(data: ReportData) -> list[str]:
-    complete = [t for t in data.trials if t.measurement and t.state == "COMPLETE"]
-    pairs = list(combinations(data.study.objectives, 2))[:MAX_CHARTS]
-    charts = []
-    for x_name, y_name in pairs:
-        points = [
-            Point(
-                x=_values(t)[x_name],
-                y=_values(t)[y_name],
-                kind=_kind(t, data),
-                label=f"trial {t.number}: {knobs(t.candidate)}",
-            )
-            for t in complete
-            if x_name in _values(t) and y_name in _values(t)
-        ]
-        charts.append(scatter(points, x_name, y_name))
-    return charts
+def _context(data: ReportData, pictures: "_Pictures | None") -> Mapping[str, object]:
+    found = pictures.board if pictures else board(data.study, data.trials, data.runs)
+    believed = beliefs(found.trials)
+    summary: Mapping[str, JSON] = found.run.summary if found.run else {}
+    return {
+        "study": data.study,
+        "board": found,
+        "summary": summary,
+        "comparisons": comparisons(dict(summary)),
+        "commands": data.commands,
+        "generated_at": data.generated_at.strftime("%Y-%m-%d %H:%M UTC"),
+        "directions": {name: direction_of(name) for name in data.study.objectives},
+        "spent": spent(data.study, found.trials, data.launches),
+        "failures": failures(found.trials),
+        "beliefs": believed,
+        "worst_late": worst_lateness(believed),
+        "effects": {name: effects(found.trials, name) for name in data.study.objectives},
+        "better": better,
+        "listed": found.trials[-ROWS:],
+        "pictures": pictures,
+        "style": Markup((HERE / "style.css").read_text(encoding="utf-8")),
+        "script": Markup((HERE / "report.js").read_text(encoding="utf-8")),
+    }
+
+
+class _Pictures:
+    """The drawings of one report, made when the template asks for them."""
+
+    def __init__(self, data: ReportData) -> None:
+        self.board: Board = board(data.study, data.trials, data.runs)
+        self._data = data
+
+    @cached_property
+    def fronts(self) -> list[Markup]:
+        found = self.board
+        href = _anchors(found)
+        return [Markup(scatter(found.points(x, y, href), x, y)) for x, y in found.pairs]
+
+    @cached_property
+    def chosen(self) -> list[Trial]:
+        """The baseline, the winner and the first of the front: what curves are drawn of."""
+        found = self.board
+        winner = [t for t in found.front if t.number == found.winner]
+        rest = [t for t in found.front if not t.is_baseline and t.number != found.winner][:FRONT_CURVES]
+        return [*([found.base] if found.base else []), *winner, *rest]
+
+    @cached_property
+    def latencies(self) -> list[tuple[str, Markup]]:
+        return [(name, Markup(text)) for name, text in evidence.latencies(self.board, self.chosen)]
+
+    @cached_property
+    def timelines(self) -> list[tuple[str, Markup]]:
+        found = []
+        for trial in self.chosen[:2]:
+            name = f"Trial {trial.number}" + (" (baseline)" if trial.is_baseline else "")
+            found += [(f"{name}. {said}", Markup(text)) for said, text in evidence.timelines(trial)]
+        return found
+
+    def importance(self, found: Sequence[Effect]) -> Markup:
+        """How much of a measurement's differences each knob explains, as bars."""
+        return Markup(bars({e.knob: round(e.share * 100, 1) for e in found[:8]}, "%"))
+
+    def slices(self, found: Sequence[Effect]) -> list[tuple[str, Markup]]:
+        """The most telling knobs, each alone."""
+        return [(e.knob, Markup(levels(e.levels, e.metric, e.knob))) for e in found[:SLICES]]
+
+    def seconds(self, values: Mapping[str, float]) -> Markup:
+        """GPU seconds as bars."""
+        return Markup(bars(values, "gpu_seconds"))
+
+
+def _anchors(found: Board) -> Callable[[Trial], str]:
+    listed = {t.id for t in found.trials[-ROWS:]}
+    return lambda trial: f"#trial-{trial.number}" if trial.id in listed else ""

@@ -33,6 +33,8 @@ _NAMED = {
 
 def unit(name: str) -> str:
     """The unit of a measurement name."""
+    if name == "%":
+        return "%"
     if name in _NAMED:
         return _NAMED[name]
     return next((said for ending, said in _UNITS.items() if name.endswith(ending)), "")
@@ -89,3 +91,15 @@ def _parts(whole: int) -> Iterator[str]:
         if count or started:
             started = True
             yield f"{count} {name}"
+
+
+def comparison(row: Mapping[str, object]) -> str:
+    """A comparison of a run's summary, as the verdict says it: `ttft_p95_ms −48 % (−52 … −43, better)`."""
+    ratio_, low, high = (_percent(row.get(name)) for name in ("ratio", "low", "high"))
+    return f"{row.get('metric')} {ratio_} % ({low} … {high}, {row.get('verdict')})"
+
+
+def _percent(value: object) -> str:
+    if not isinstance(value, int | float):
+        return "?"
+    return f"{(value - 1) * 100:+.0f}".replace("-", "−")

@@ -1,0 +1,86 @@
+"""What the knobs did, from completed trials alone: how much each explains, and slices along one knob.
+
+The share is the correlation ratio: the variance between a knob's levels over the whole variance of the (log)
+measurement, less what as many levels would explain by chance. Trials are where the search went, not a
+designed experiment, so it tells where differences lie, not that the knob alone made them.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tuner.measures import direction_of
+from tuner.records import Trial, TrialState
+from tuner.report.board import values
+
+MIN_TRIALS = 5
+DEFAULT = "default"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effect:
+    """One knob and one measurement: `share` in 0..1 and the measured values per level, in order of level."""
+
+    knob: str
+    metric: str
+    share: float
+    trials: int
+    levels: Mapping[str, tuple[float, ...]]
+
+
+def effects(trials: Sequence[Trial], metric: str) -> list[Effect]:
+    """Every knob that was turned, the most telling first; empty with fewer than five measured trials."""
+    rows = [
+        (t, v)
+        for t in trials
+        if t.state is TrialState.COMPLETE
+        and (v := values(t).get(metric)) is not None
+        and math.isfinite(v)
+        and v > 0
+    ]
+    if len(rows) < MIN_TRIALS:
+        return []
+    knobs = sorted({name for t, _ in rows for name in t.candidate})
+    found = [_effect(knob, metric, rows) for knob in knobs]
+    return sorted((e for e in found if len(e.levels) > 1), key=lambda e: (-e.share, e.knob))
+
+
+def _effect(knob: str, metric: str, rows: Sequence[tuple[Trial, float]]) -> Effect:
+    groups: dict[object, list[float]] = {}
+    for trial, value in rows:
+        groups.setdefault(trial.candidate.get(knob, DEFAULT), []).append(value)
+    ordered = sorted(groups.items(), key=lambda pair: _order(pair[0]))
+    return Effect(
+        knob=knob,
+        metric=metric,
+        share=_share([np.log(column) for _, column in ordered]),
+        trials=len(rows),
+        levels={str(level): tuple(column) for level, column in ordered},
+    )
+
+
+def _order(level: object) -> tuple[int, float, str]:
+    if isinstance(level, int | float) and not isinstance(level, bool):
+        return 1, float(level), ""
+    return (0 if level == DEFAULT else 2), 0.0, str(level)
+
+
+def _share(columns: Sequence["np.ndarray[tuple[int], np.dtype[np.float64]]"]) -> float:
+    """Adjusted correlation ratio (epsilon squared), not below 0."""
+    every = np.concatenate(columns)
+    whole = float(((every - every.mean()) ** 2).sum())
+    left = len(every) - len(columns)
+    if whole <= 1e-18 or left < 1:
+        return 0.0
+    inside = sum(float(((c - c.mean()) ** 2).sum()) for c in columns)
+    noise = inside / left
+    return max(0.0, (whole - inside - (len(columns) - 1) * noise) / whole)
+
+
+def better(effect: Effect) -> str:
+    """The level with the best median."""
+    medians = {level: float(np.median(column)) for level, column in effect.levels.items()}
+    choose = max if direction_of(effect.metric) == "maximize" else min
+    return choose(medians, key=lambda level: medians[level])

@@ -1,0 +1,220 @@
+"""Pictures from outcomes: cumulative latencies with their bands, and how a replay went over time."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tuner.errors import BadInput
+from tuner.records import Measurement, Outcome, SliceMeasurement, Trial
+from tuner.replay import outcomes
+from tuner.replay.jobs import CANCELLED
+from tuner.replay.measure import e2e_ms, tpot_ms, ttft_ms
+from tuner.report.axes import Axis
+from tuner.report.board import Board
+from tuner.report.charts import Curve, Panel, curves, panels
+
+LATENCY = {"ttft": ttft_ms, "tpot": tpot_ms, "e2e": e2e_ms}
+NAMES = {"ttft": "time to first token", "tpot": "time per output token", "e2e": "end to end"}
+BLOCK_S = 10.0
+MIN_BLOCKS = 5
+RESAMPLES = 200
+GRID = 120
+BINS = 120
+Float = NDArray[np.float64]
+KINDS = ("front", "three", "four")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """The outcomes of one pass: latency and scheduled time per request, seconds since its slice began."""
+
+    scheduled_s: Float
+    latency: Mapping[str, Float]
+
+
+def read_slice(part: SliceMeasurement) -> list[Outcome] | None:
+    """The outcomes of a slice, None where their file is not on this host (any more)."""
+    if part.outcomes_file is None or not Path(part.outcomes_file).is_file():
+        return None
+    try:
+        return outcomes.read(part.outcomes_file)
+    except BadInput:
+        return None
+
+
+def _sample(measurement: Measurement) -> Sample | None:
+    kept: list[Outcome] = []
+    offset, at = 0.0, list[float]()
+    for part in measurement.slices:
+        found = read_slice(part)
+        if found is None:
+            return None
+        counted = [o for o in found if o.error != CANCELLED]
+        kept += counted
+        at += [o.scheduled_s + offset for o in counted]
+        offset += part.window_s
+    if not kept:
+        return None
+    latency = {kind: np.array([each(o) for o in kept]) for kind, each in LATENCY.items()}
+    return Sample(scheduled_s=np.array(at), latency=latency)
+
+
+def samples(trial: Trial) -> list[Sample]:
+    """The confirmation's passes where a trial was measured again, else the search's last one."""
+    again = [m for m in trial.measurements if m.purpose == "confirm"]
+    searched = [m for m in trial.measurements if m.purpose == "search"][-1:]
+    for passes in (again, searched):
+        found = [s for m in passes if (s := _sample(m)) is not None]
+        if found:
+            return found
+    return []
+
+
+def cumulative(values: Float, at: Float, weights: Float | None = None) -> Float:
+    """The share of values at or below each point; failed requests (+inf) never arrive."""
+    known = ~np.isnan(values)
+    counts = np.ones(int(known.sum())) if weights is None else weights[known]
+    order = np.argsort(values[known], kind="stable")
+    upper = np.concatenate([[0.0], np.cumsum(counts[order])])
+    return upper[np.searchsorted(values[known][order], at, side="right")] / max(upper[-1], 1e-12)
+
+
+def band(passes: Sequence[Sample], kind: str, at: Float) -> tuple[Float, Float] | None:
+    """Where the curve may lie: the span of the repeats, else 95 % of a bootstrap over blocks of 10 s.
+
+    None for one pass shorter than five blocks.
+    """
+    if len(passes) > 1:
+        drawn = np.array([cumulative(p.latency[kind], at) for p in passes])
+        return drawn.min(axis=0), drawn.max(axis=0)
+    block = (passes[0].scheduled_s // BLOCK_S).astype(np.int64)
+    blocks = int(block.max()) + 1 if len(block) else 0
+    if blocks < MIN_BLOCKS:
+        return None
+    rng = np.random.default_rng(0)
+    counts = rng.multinomial(blocks, np.full(blocks, 1 / blocks), size=RESAMPLES).astype(np.float64)
+    drawn = np.array([cumulative(passes[0].latency[kind], at, row[block]) for row in counts])
+    low, high = np.quantile(drawn, (0.025, 0.975), axis=0)
+    return low, high
+
+
+def latencies(board: Board, trials: Iterable[Trial]) -> list[tuple[str, str]]:
+    """(caption, drawing) per latency: what share of requests was at least so fast, per trial."""
+    found = [(trial, passes) for trial in trials if (passes := samples(trial))]
+    if not found:
+        return []
+    return [(_caption(kind, [p for _, p in found]), _latency(board, found, kind)) for kind in LATENCY]
+
+
+def _caption(kind: str, found: Sequence[Sequence[Sample]]) -> str:
+    repeats = max(len(passes) for passes in found)
+    told = f"Bands span {repeats} repeats." if repeats > 1 else "Bands: 95 %, bootstrap over blocks of 10 s."
+    if repeats == 1 and all(band(passes, kind, np.array([1.0])) is None for passes in found):
+        told = "No bands: one pass shorter than 50 s."
+    return f"{NAMES[kind].capitalize()}: share of requests at least so fast. {told}"
+
+
+def _latency(board: Board, found: Sequence[tuple[Trial, list[Sample]]], kind: str) -> str:
+    every = np.concatenate([p.latency[kind] for _, passes in found for p in passes])
+    finite = every[np.isfinite(every) & (every > 0)]
+    if not len(finite):
+        return curves([], Axis(name="", low=0, high=1), Axis(name="", low=0, high=1), kind)
+    low, high = float(finite.min()) / 1.05, float(finite.max()) * 1.05
+    log = high / low > 4
+    at = np.geomspace(low, high, GRID) if log else np.linspace(low, high, GRID)
+    others = iter(KINDS * len(found))
+    lines = []
+    for trial, passes in found:
+        known = board.kind(trial)
+        colour = known if known in ("baseline", "winner") else next(others)
+        name = f"trial {trial.number}" + (f" ({known})" if known in ("baseline", "winner") else "")
+        whole = np.concatenate([p.latency[kind] for p in passes])
+        edges = band(passes, kind, at)
+        shared = {"x": at.tolist(), "y": (cumulative(whole, at) * 100).tolist()}
+        bands = {} if edges is None else {"low": (edges[0] * 100).tolist(), "high": (edges[1] * 100).tolist()}
+        lines.append(Curve(name=name, kind=colour, **shared, **bands))
+    x = Axis(name=f"{kind} (ms)", low=low, high=high, log=log)
+    return curves(lines, x, Axis(name="requests (%)", low=0.0, high=100.0), NAMES[kind])
+
+
+def timelines(trial: Trial) -> list[tuple[str, str]]:
+    """(caption, drawing) per slice of the pass that the search saw."""
+    searched = trial.measurement
+    found = []
+    for part in searched.slices if searched else ():
+        rows = read_slice(part)
+        if rows:
+            caption = f"Slice {part.name}, {part.window_s:.4g} s of replay, {len(rows)} requests"
+            found.append((caption, timeline(rows, part.window_s, engine_series(part))))
+    return found
+
+
+def timeline(rows: Sequence[Outcome], window_s: float, engine: Mapping[str, Sequence[float]]) -> str:
+    """Arrivals, first tokens, requests in flight, and the engine's own numbers where they were kept."""
+    edges = np.linspace(0.0, window_s, BINS + 1)
+    span = window_s / BINS
+    arrivals = np.histogram([o.scheduled_s for o in rows], edges)[0] / span
+    ok = [o for o in rows if o.ok and o.first_token_s is not None]
+    waiting = _level([(o.scheduled_s, _end(o, o.first_token_s, window_s)) for o in rows], edges[1:])
+    answering = _level([(o.first_token_s or 0.0, _end(o, o.last_token_s, window_s)) for o in ok], edges[1:])
+    shown = [
+        Panel(name="arrivals (requests/s)", style="bars", x=edges[:-1].tolist(), y=arrivals.tolist()),
+        Panel(
+            name="ttft (ms), by when the request was due; × failed", style="dots", log=True,
+            x=[o.scheduled_s for o in ok], y=[ttft_ms(o) for o in ok],
+            crosses=[o.scheduled_s for o in rows if not o.ok and o.error != CANCELLED],
+        ),
+        Panel(name="waiting for the first token (requests)", style="line", kind="baseline",
+              x=edges[1:].tolist(), y=waiting.tolist()),
+        Panel(name="being answered (requests)", style="line", x=edges[1:].tolist(), y=answering.tolist()),
+        *_engine_panels(engine),
+    ]  # fmt: skip
+    return panels(shown, "seconds since the window began", window_s, "how the replay went over time")
+
+
+def _end(outcome: Outcome, at: float | None, window_s: float) -> float:
+    return at if at is not None else outcome.end_s if outcome.end_s is not None else window_s
+
+
+def _level(spans: Sequence[tuple[float, float]], at: Float) -> Float:
+    starts, ends = (np.sort([pair[side] for pair in spans]) for side in (0, 1))
+    return np.searchsorted(starts, at, side="right") - np.searchsorted(ends, at, side="right") + 0.0
+
+
+ENGINE = {
+    "kv_usage": ("KV cache in use (%)", 100.0, "three"),
+    "waiting": ("queue by the engine (requests)", 1.0, "baseline"),
+    "preemptions": ("preemptions since the window began", 1.0, "four"),
+}
+
+
+def _engine_panels(engine: Mapping[str, Sequence[float]]) -> list[Panel]:
+    at = engine.get("at_s", ())
+    return [
+        Panel(name=name, style="line", kind=kind, x=at, y=[v * scale for v in engine[key]])
+        for key, (name, scale, kind) in ENGINE.items()
+        if key in engine and len(engine[key]) == len(at)
+    ]
+
+
+def engine_series(part: SliceMeasurement) -> Mapping[str, Sequence[float]]:
+    """What was scraped from the engine during a slice: `at_s` and a list per name; empty where not kept."""
+    if part.outcomes_file is None:
+        return {}
+    path = Path(part.outcomes_file).with_suffix(".engine.json")
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(told, dict):
+        return {}
+    return {
+        str(name): [math.nan if v is None else float(v) for v in row]
+        for name, row in told.items()
+        if isinstance(row, list)
+    }

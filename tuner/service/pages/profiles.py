@@ -1,0 +1,135 @@
+"""Profiles: versions and aliases, what differs between two, and moving an alias with a reason."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from difflib import unified_diff
+
+from tuner.errors import BadInput
+from tuner.history.queries import Change
+from tuner.history.store import Store
+from tuner.profiles import registry
+from tuner.records import JSON, AliasEvent, Profile, ProfileKey
+from tuner.service.pages.overview import gains, version_of
+from tuner.service.pages.session import Visitor
+
+ALIASES = (registry.CHAMPION, registry.CHALLENGER, registry.BASELINE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shelf:
+    """The versions of one key, the newest first, with the aliases on them."""
+
+    key: ProfileKey
+    versions: Sequence[tuple[Profile, Sequence[str]]]
+
+
+def shelves(store: Store) -> list[Shelf]:
+    """Every key with its versions."""
+    aliases = store.aliases()
+    found = []
+    for key in store.profile_keys():
+        rows = []
+        for profile in store.profiles(key):
+            names = sorted(e.alias for e in aliases if e.key == key and e.to_version == profile.version)
+            rows.append((profile, names))
+        found.append(Shelf(key=key, versions=rows))
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sheet:
+    """One version, whole. `failed` are the gates that forbid promoting it, `generation` what was seen."""
+
+    profile: Profile
+    aliases: Sequence[str]
+    events: Sequence[AliasEvent]
+    champion: Profile | None
+    changes: Sequence[Change]
+    gains: Sequence[Mapping[str, JSON]]
+    failed: Sequence[str]
+    generation: int
+    frozen: bool
+    before: int | None
+
+
+def sheet(store: Store, profile: Profile, now: datetime) -> Sheet:
+    """What the page of a version shows."""
+    events = store.alias_events(profile.key)
+    event = store.alias(profile.key, registry.CHAMPION)
+    champion = version_of(store, event)
+    trail = registry.trail([e for e in events if e.alias == registry.CHAMPION])
+    return Sheet(
+        profile=profile,
+        aliases=sorted(e.alias for e in store.aliases(profile.key) if e.to_version == profile.version),
+        events=events[::-1],
+        champion=champion,
+        changes=registry.diff(champion, profile) if champion else (),
+        gains=gains(store, profile),
+        failed=registry.gate_failures(profile, registry.Gates(), now=now),
+        generation=event.generation if event else 0,
+        frozen=store.alias_frozen(profile.key, registry.CHAMPION),
+        before=trail[-2] if len(trail) > 1 else None,
+    )
+
+
+def argv_diff(before: Profile, after: Profile) -> list[str]:
+    """The command lines, line by line, as a unified diff without its head."""
+    left, right = (list(p.argv) for p in (before, after))
+    return [line.rstrip("\n") for line in unified_diff(left, right, lineterm="", n=2)][2:]
+
+
+def promote(looks: Visitor, profile: Profile, fields: Mapping[str, str]) -> AliasEvent:
+    """Moves the champion alias to a version. Refused without scope promote; gates hold unless forced."""
+    looks.needs("promote")
+    reason, service = _reason(fields), looks.service
+    gates = registry.NO_GATES if fields.get("force") == "yes" else registry.Gates()
+    moved = registry.promote(
+        service.store,
+        profile,
+        registry.CHAMPION,
+        gates=gates,
+        expected=_generation(fields),
+        actor=looks.actor.name,
+        reason=reason,
+        now=service.clock(),
+    )
+    service.audit(looks.actor, "alias.promote", _target(moved), reason, version=moved.to_version)
+    return moved
+
+
+def rollback(looks: Visitor, profile: Profile, fields: Mapping[str, str]) -> AliasEvent:
+    """Moves the champion alias of a version's key back. Refused without scope promote."""
+    looks.needs("promote")
+    reason, service = _reason(fields), looks.service
+    moved = registry.rollback(
+        service.store,
+        profile.key,
+        registry.CHAMPION,
+        actor=looks.actor.name,
+        reason=reason,
+        now=service.clock(),
+        expected=_generation(fields),
+    )
+    service.audit(looks.actor, "alias.rollback", _target(moved), reason, version=moved.to_version)
+    return moved
+
+
+def _target(event: AliasEvent) -> str:
+    return "/".join((event.key.model, event.key.target, event.key.workload, event.alias))
+
+
+def _reason(fields: Mapping[str, str]) -> str:
+    reason = fields.get("reason", "").strip()
+    if not reason:
+        raise BadInput("Say why: the reason is kept with the event.")
+    if len(reason) > 500:
+        raise BadInput("The reason is longer than 500 characters.")
+    return reason
+
+
+def _generation(fields: Mapping[str, str]) -> int:
+    text = fields.get("generation", "")
+    if not text.isdecimal() or len(text) > 9:
+        raise BadInput("The form lacks the generation of the alias: load the page again.")
+    return int(text)

@@ -1,0 +1,126 @@
+"""Templates, the words in them, and the headers of every page."""
+
+from collections.abc import Callable, Coroutine, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from fastapi import Request, Response
+from fastapi.responses import HTMLResponse, RedirectResponse
+from fastapi.routing import APIRoute
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from tuner.errors import TunerError
+from tuner.report import words
+from tuner.service.pages.session import COOKIE, Away, Refused, Visitor, login_url
+from tuner.service.problems import status_of
+
+HERE = Path(__file__).parent
+POLICY = (
+    "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self'; connect-src 'self'; "
+    "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "same-origin",
+    "Cache-Control": "no-store",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
+
+
+def _environment() -> Environment:
+    found = Environment(
+        loader=FileSystemLoader(HERE / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    for name in ("number", "measured", "knobs", "ratio", "heading", "unit", "seconds", "comparison"):
+        found.filters[name] = getattr(words, name)
+    found.filters |= {"at": at, "part": part, "percent": percent, "query": urlencode}
+    return found
+
+
+def at(moment: datetime | None) -> Markup | str:
+    """A moment as `<time>`: UTC in the text and on hover; a script writes it in the viewer's zone."""
+    if moment is None:
+        return "–"
+    utc = moment.astimezone(UTC)
+    said = f"{utc:%Y-%m-%d %H:%M} UTC"
+    return Markup('<time datetime="{}" title="{}">{}</time>').format(f"{utc:%Y-%m-%dT%H:%M:%SZ}", said, said)
+
+
+def part(text: object) -> str:
+    """A piece of a path."""
+    return quote(str(text), safe="")
+
+
+def percent(value: float | None) -> str:
+    """A relative change as signed per cent; an en dash for none."""
+    return "–" if value is None else f"{value * 100:+.1f} %".replace("-", "−")
+
+
+ENVIRONMENT = _environment()
+
+
+def text_of(template: str, context: Mapping[str, object]) -> str:
+    """A template's text."""
+    return ENVIRONMENT.get_template(template).render(context)
+
+
+def page(looks: Visitor, template: str, *, status: int = 200, **context: object) -> HTMLResponse:
+    """A whole page for a visitor."""
+    shared = {"looks": looks, "now": looks.service.clock(), "here": looks.target.partition("?")[0]}
+    return HTMLResponse(text_of(template, shared | context), status, HEADERS)
+
+
+def bare(template: str, *, status: int = 200, **context: object) -> HTMLResponse:
+    """A page for nobody in particular: the login, and errors before it."""
+    return HTMLResponse(text_of(template, {"looks": None, "here": "", **context}), status, HEADERS)
+
+
+def see(target: str) -> RedirectResponse:
+    """After a form: look at this."""
+    return RedirectResponse(target, 303, HEADERS)
+
+
+class PageRoute(APIRoute):
+    """A route that answers people: errors are pages with one sentence, and who must log in is sent there."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except Away as away:
+                return _away(request, away)
+            except Refused as refused:
+                return failure(refused.status, str(refused))
+            except TunerError as error:
+                return failure(status_of(error), str(error))
+
+        return answer
+
+
+def _away(request: Request, away: Away) -> Response:
+    if request.headers.get("x-live"):
+        return HTMLResponse("", 401, HEADERS)
+    answer = RedirectResponse(login_url(away.target, away.reason), 303, HEADERS)
+    answer.delete_cookie(COOKIE)
+    return answer
+
+
+def failure(status: int, sentence: str) -> HTMLResponse:
+    """An error as a page."""
+    titles = {400: "That cannot be", 403: "Not allowed", 404: "Not found", 409: "Not possible now"}
+    return bare("error.html", status=status, title=titles.get(status, "Not now"), sentence=sentence)
+
+
+def marked(svg: str) -> Markup:
+    """Drawn by our own charts, which escape what they write."""
+    return Markup(svg)

@@ -1,0 +1,195 @@
+"""The pages' addresses. Each is a deep link; what it shows is made in the module beside it."""
+
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import HTMLResponse
+
+from tuner.errors import NotFound
+from tuner.profiles import registry
+from tuner.report import document
+from tuner.report.budget import failures
+from tuner.service.context import service_of
+from tuner.service.pages import history, overview, profiles, schedules, studies
+from tuner.service.pages.boards import board_of
+from tuner.service.pages.render import HEADERS, HERE, PageRoute, bare, page, see, text_of
+from tuner.service.pages.session import COOKIE, Form, Looks, SignedForm, local
+
+router = APIRouter(route_class=PageRoute)
+STATIC = {
+    "style.css": (Path(document.__file__).parent / "style.css", "text/css"),
+    "pages.css": (HERE / "static" / "pages.css", "text/css"),
+    "times.js": (HERE / "static" / "times.js", "text/javascript"),
+    "live.js": (HERE / "static" / "live.js", "text/javascript"),
+}
+Page = Annotated[int, Query(alias="page", ge=1, le=1_000_000)]
+Text = Annotated[str, Query(max_length=200)]
+
+
+@router.get("/static/{name}")
+def static(name: str) -> Response:
+    """A style sheet or script."""
+    if name not in STATIC:
+        raise NotFound(f"there is no file '{name}'")
+    path, media = STATIC[name]
+    return Response(path.read_bytes(), media_type=media, headers={**HEADERS, "Cache-Control": "max-age=300"})
+
+
+@router.get("/login")
+def ask_token(
+    target: Annotated[str, Query(alias="next", max_length=2000)] = "/", expired: str = ""
+) -> Response:
+    """The form that takes a token."""
+    problem = "Your token has expired, was revoked, or is not known here. Log in again." if expired else ""
+    return bare("login.html", target=local(target), problem=problem)
+
+
+@router.post("/login")
+def take_token(request: Request, fields: Form) -> Response:
+    """Puts a valid token into a cookie that scripts cannot read."""
+    text, target = fields.get("token", "").strip(), local(fields.get("next", "/"))
+    if service_of(request).guard.identify(text) is None:
+        problem = "This token is not valid: it has expired, was revoked, or is not known here."
+        return bare("login.html", status=401, target=target, problem=problem)
+    answer = see(target)
+    secure = request.url.scheme == "https"
+    answer.set_cookie(COOKIE, text, httponly=True, samesite="strict", secure=secure, path="/")
+    return answer
+
+
+@router.post("/logout")
+def leave(looks: Looks, fields: SignedForm) -> Response:
+    """Forgets the token."""
+    answer = see("/login")
+    answer.delete_cookie(COOKIE, path="/")
+    return answer
+
+
+@router.get("/")
+def show_overview(looks: Looks) -> Response:
+    """Every node with its champion."""
+    store = looks.service.store
+    return page(looks, "overview.html", machines=overview.machines(store), age_s=overview.age_s)
+
+
+@router.get("/studies")
+def list_studies(looks: Looks) -> Response:
+    """Every study, the newest first."""
+    store = looks.service.store
+    runs = {run.study_id: run for run in reversed(store.runs())}
+    return page(looks, "studies.html", studies=store.studies(), runs=runs)
+
+
+@router.get("/studies/{ref}")
+def show_study(looks: Looks, ref: str, x: Text = "", y: Text = "", number: Page = 1) -> Response:
+    """A study: its live part, then all trials."""
+    store = looks.service.store
+    study = studies.find(store, ref)
+    axes = studies.axes_of(study, x, y)
+    live = studies.live(store, study, axes)
+    return page(
+        looks,
+        "study.html",
+        study=study,
+        live=live,
+        axes=axes,
+        names=studies.measured_names(live.board),
+        table=studies.table(live.board, number),
+        budget=studies.budget(live.board),
+        failures=failures(live.board.trials),
+        link=studies.link,
+    )
+
+
+@router.get("/studies/{ref}/live")
+def show_live(request: Request, looks: Looks, ref: str, x: Text = "", y: Text = "") -> Response:
+    """The live part alone; 304 while nothing has changed."""
+    store = looks.service.store
+    study = studies.find(store, ref)
+    live = studies.live(store, study, studies.axes_of(study, x, y))
+    headers = {**HEADERS, "ETag": live.tag, "X-Running": "1" if live.running else "0"}
+    if request.headers.get("if-none-match") == live.tag:
+        return Response(status_code=304, headers=headers)
+    context = {"study": study, "live": live, "link": studies.link, "now": looks.service.clock()}
+    return HTMLResponse(text_of("live.html", context), headers=headers)
+
+
+@router.get("/studies/{ref}/trials/{number}")
+def show_trial(looks: Looks, ref: str, number: int, attempt: int | None = None) -> Response:
+    """One trial: configuration, numbers, pictures, how far it is to be believed."""
+    store = looks.service.store
+    study = studies.find(store, ref)
+    board, _ = board_of(store, study)
+    trial, attempts = studies.trial_of(board, number, attempt)
+    latencies, timelines = studies.pictures(board, trial)
+    return page(
+        looks,
+        "trial.html",
+        study=study,
+        board=board,
+        trial=trial,
+        attempts=attempts,
+        names=sorted({name for m in trial.measurements for name in m.values}),
+        latencies=latencies,
+        timelines=timelines,
+        took_s=studies.took_s(trial, looks.service.clock()),
+    )
+
+
+@router.get("/history")
+def show_history(
+    looks: Looks, model: Text = "", node: Text = "", metric: Text = "goodput_rps", since: Text = ""
+) -> Response:
+    """What was best on which night."""
+    asked = history.Asked(model=model, node=node, metric=metric, since=since)
+    return page(looks, "history.html", told=history.tell(looks.service.store, asked))
+
+
+@router.get("/profiles")
+def list_profiles(looks: Looks) -> Response:
+    """Every profile key with its versions."""
+    return page(looks, "profiles.html", shelves=profiles.shelves(looks.service.store))
+
+
+@router.get("/profiles/{profile_id}")
+def show_profile(looks: Looks, profile_id: int, moved: Text = "") -> Response:
+    """One version: evidence, difference to the champion, and the forms that move it."""
+    store = looks.service.store
+    found = profiles.sheet(store, store.profile(profile_id), looks.service.clock())
+    return page(looks, "profile.html", sheet=found, moved=moved)
+
+
+@router.get("/profiles/{one}/diff/{other}")
+def show_diff(looks: Looks, one: int, other: int) -> Response:
+    """What differs between two versions."""
+    store = looks.service.store
+    before, after = store.profile(one), store.profile(other)
+    return page(
+        looks,
+        "diff.html",
+        before=before,
+        after=after,
+        changes=registry.diff(before, after),
+        lines=profiles.argv_diff(before, after),
+    )
+
+
+@router.post("/profiles/{profile_id}/promote")
+def promote(looks: Looks, fields: SignedForm, profile_id: int) -> Response:
+    """Makes a version the champion."""
+    moved = profiles.promote(looks, looks.service.store.profile(profile_id), fields)
+    return see(f"/profiles/{profile_id}?moved={moved.to_version}")
+
+
+@router.post("/profiles/{profile_id}/rollback")
+def rollback(looks: Looks, fields: SignedForm, profile_id: int) -> Response:
+    """Moves the champion of this version's key back."""
+    moved = profiles.rollback(looks, looks.service.store.profile(profile_id), fields)
+    return see(f"/profiles/{profile_id}?moved={moved.to_version}")
+
+
+@router.get("/schedules")
+def show_schedules(looks: Looks) -> Response:
+    """Every schedule with its next window."""
+    return page(looks, "schedules.html", plans=schedules.plans(looks.service.store, looks.service.clock()))

@@ -1,0 +1,117 @@
+"""Who looks at a page: a token in an HttpOnly cookie, a CSRF word in every form."""
+
+import hmac
+import secrets
+from dataclasses import dataclass
+from typing import Annotated
+from urllib.parse import parse_qs, quote, urlsplit
+
+from fastapi import Depends, Request
+
+from tuner.errors import TunerError
+from tuner.service.auth import Actor
+from tuner.service.context import Service, service_of
+
+COOKIE = "tuner_token"
+LARGEST_FORM = 64 * 1024
+_PROCESS = secrets.token_hex(32)
+
+
+class Away(Exception):
+    """The visitor must log in first; `reason` says why, `target` is where they wanted to go."""
+
+    def __init__(self, reason: str, target: str) -> None:
+        super().__init__(reason)
+        self.reason, self.target = reason, target
+
+
+class Refused(TunerError):
+    """A page or form that this visitor may not use."""
+
+    def __init__(self, sentence: str, status: int = 403) -> None:
+        super().__init__(sentence)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Visitor:
+    """Who looks, through which service. `csrf` is the word that their forms must bring back."""
+
+    service: Service
+    actor: Actor
+    csrf: str
+    target: str
+    open: bool
+
+    def needs(self, scope: str) -> None:
+        """Refused when the visitor's token lacks the scope."""
+        if not self.actor.may(scope):
+            has = ", ".join(sorted(self.actor.scopes))
+            raise Refused(f"This needs a token with scope '{scope}'; yours has {has}.")
+
+
+def csrf_of(text: str) -> str:
+    """The word bound to a session; who cannot read the cookie or our pages cannot know it."""
+    return hmac.new((text or _PROCESS).encode(), b"tuner pages", "sha256").hexdigest()[:40]
+
+
+def visitor(request: Request) -> Visitor:
+    """The visitor of a page. Away without a valid token, Refused without scope read."""
+    service = service_of(request)
+    text = request.cookies.get(COOKIE, "")
+    target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+    actor = service.guard.identify(text) if text else service.guard.anonymous(request.headers.get("host", ""))
+    if actor is None:
+        said = "Your token has expired, was revoked, or is not known here." if text else ""
+        raise Away(said, target if request.method == "GET" else "/")
+    found = Visitor(service=service, actor=actor, csrf=csrf_of(text), target=target, open=not text)
+    found.needs("read")
+    return found
+
+
+Looks = Annotated[Visitor, Depends(visitor)]
+
+
+async def form(request: Request) -> dict[str, str]:
+    """The fields of an urlencoded form. Refused from another site, or when it is larger than any of ours."""
+    if not same_site(request):
+        raise Refused("This form was sent from another site.")
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > LARGEST_FORM:
+            raise Refused("This form is too large.", 413)
+    fields = parse_qs(body.decode("utf-8", "replace"), keep_blank_values=True)
+    return {name: values[0] for name, values in fields.items()}
+
+
+def same_site(request: Request) -> bool:
+    """Whether the browser says that a form comes from our own pages (or does not say)."""
+    origin = request.headers.get("origin")
+    if origin is None:
+        return True
+    return urlsplit(origin).netloc == request.headers.get("host", "")
+
+
+async def signed_form(request: Request, looks: Looks) -> dict[str, str]:
+    """A form with the right CSRF word."""
+    fields = await form(request)
+    if not hmac.compare_digest(fields.get("csrf", "").encode(), looks.csrf.encode()):
+        raise Refused("This form is out of date: go back, load the page again, and send it once more.")
+    return fields
+
+
+Form = Annotated[dict[str, str], Depends(form)]
+SignedForm = Annotated[dict[str, str], Depends(signed_form)]
+
+
+def local(target: str) -> str:
+    """A path on this site, `/` for anything else."""
+    safe = target.startswith("/") and not target.startswith("//") and "\\" not in target
+    return target if safe and target.isprintable() else "/"
+
+
+def login_url(target: str, reason: str) -> str:
+    """Where to log in, to come back to `target`."""
+    why = "&expired=1" if reason else ""
+    return f"/login?next={quote(target, safe='')}{why}"

@@ -1,0 +1,144 @@
+"""What the pages of a study and of a trial show."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from markupsafe import Markup
+
+from tuner.errors import BadInput, NotFound, nearest
+from tuner.history.store import Store
+from tuner.records import Run, RunState, Study, Trial, TrialState
+from tuner.report import evidence
+from tuner.report.board import Board, values
+from tuner.report.charts import bars, scatter
+from tuner.service.pages.boards import board_of
+from tuner.service.pages.render import marked
+
+PAGE = 100
+NEWEST = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Live:
+    """The part of a study's page that changes while a run goes on."""
+
+    board: Board
+    run: Run | None
+    done: int
+    states: Mapping[str, int]
+    current: Trial | None
+    newest: Sequence[Trial]
+    pictures: Sequence[Markup]
+    tag: str
+
+    @property
+    def running(self) -> bool:
+        return self.run is not None and self.run.state is RunState.RUNNING
+
+
+def find(store: Store, ref: str) -> Study:
+    """A study by id or the beginning of it; NotFound names the nearest."""
+    try:
+        return store.study(ref)
+    except NotFound as error:
+        names = nearest(ref, [study.name for study in store.studies()])
+        raise NotFound(f"{error}{names}") if names and names not in str(error) else error from None
+
+
+def link(study: Study, trial: Trial) -> str:
+    """Where a trial's page is."""
+    return f"/studies/{study.id[:16]}/trials/{trial.number}"
+
+
+def live(store: Store, study: Study, axes: tuple[str, str] | None) -> Live:
+    """The newest run, its trials, and the front drawn anew (`axes`: only these two measurements)."""
+    board, pulse = board_of(store, study)
+    run = next(iter(store.runs(study.id)), None)
+    ours = [t for t in board.trials if run is not None and t.run_id == run.id]
+    pairs = [axes] if axes else board.pairs
+    running = run is not None and run.state is RunState.RUNNING
+    drawn = [marked(scatter(board.points(x, y, lambda t: link(study, t)), x, y)) for x, y in pairs]
+    return Live(
+        board=board,
+        run=run,
+        done=len({t.number for t in ours if t.state not in (TrialState.RUNNING, TrialState.ABORTED)}),
+        states=Counter(t.state.value for t in ours),
+        current=next((t for t in ours if t.state is TrialState.RUNNING), None),
+        newest=[t for t in reversed(ours) if t.state is not TrialState.RUNNING][:NEWEST],
+        pictures=drawn,
+        tag=f'"{pulse}-{int(running)}-{len(board.trials)}"',
+    )
+
+
+def axes_of(board_study: Study, x: str | None, y: str | None) -> tuple[str, str] | None:
+    """Two measurements asked for by name; None for the study's own pairs."""
+    if not x and not y:
+        return None
+    from tuner.measures import NAMES
+
+    for name in (x, y):
+        if name not in NAMES:
+            raise BadInput(f"'{name}' is not a measurement{nearest(name or '', NAMES)}")
+    return str(x), str(y)
+
+
+def measured_names(board: Board) -> list[str]:
+    """The measurements that some completed trial of a study has, objectives first."""
+    names = {n for t in board.trials[:200] for n in values(t)}
+    return [*board.study.objectives, *sorted(names - set(board.study.objectives))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """One page of all trials, the newest first."""
+
+    rows: Sequence[Trial]
+    page: int
+    pages: int
+
+
+def table(board: Board, page: int) -> Table:
+    """A page of trials, from 1."""
+    pages = max(1, -(-len(board.trials) // PAGE))
+    page = min(max(1, page), pages)
+    newest = board.trials[::-1]
+    return Table(rows=newest[(page - 1) * PAGE : page * PAGE], page=page, pages=pages)
+
+
+def trial_of(board: Board, number: int, attempt: int | None) -> tuple[Trial, list[Trial]]:
+    """A trial (its last attempt unless one is named), and all its attempts."""
+    attempts = [t for t in board.trials if t.number == number]
+    found = [t for t in attempts if attempt in (None, t.attempt)]
+    if not found:
+        last = max((t.number for t in board.trials), default=None)
+        raise NotFound(f"study {board.study.name} has no such trial {number}; its last one is {last}")
+    return found[-1], attempts
+
+
+def pictures(board: Board, trial: Trial) -> tuple[list[tuple[str, Markup]], list[tuple[str, Markup]]]:
+    """(latencies beside the baseline, timelines) of a trial, as far as its outcomes are on this host."""
+    beside = [t for t in (board.base, trial) if t is not None]
+    lines = [
+        (name, marked(text)) for name, text in evidence.latencies(board, {t.id: t for t in beside}.values())
+    ]
+    times = [(name, marked(text)) for name, text in evidence.timelines(trial)]
+    return lines, times
+
+
+def budget(board: Board) -> Markup:
+    """GPU seconds by how trials ended, as bars."""
+    states = [s for s in TrialState if any(t.state is s for t in board.trials)]
+    found = {
+        f"{sum(t.state is s for t in board.trials)} {s.value}": sum(
+            t.gpu_seconds for t in board.trials if t.state is s
+        )
+        for s in states
+    }
+    return marked(bars(found, "gpu_seconds"))
+
+
+def took_s(trial: Trial, now: datetime) -> float:
+    """Seconds from its start to its end, or until now."""
+    return ((trial.ended_at or now) - trial.started_at).total_seconds()
