@@ -5,6 +5,7 @@ import sys
 import typer
 
 from tuner.commands import (
+    baseline,
     database,
     demo,
     doctor,
@@ -12,9 +13,11 @@ from tuner.commands import (
     gc,
     history,
     knobs,
+    node,
     profile,
     report,
     run,
+    schedule,
     serve,
     study,
     token,
@@ -35,7 +38,6 @@ app.command("tune")(tune.tune)
 app.command("front")(front.front)
 app.command("report")(report.report)
 app.command("history")(history.history)
-app.command("knobs")(knobs.knobs)
 app.command("doctor")(doctor.doctor)
 app.command("gc")(gc.gc)
 app.command("serve")(serve.serve)
@@ -44,6 +46,10 @@ app.add_typer(study.app, name="study")
 app.add_typer(run.app, name="run")
 app.add_typer(trial.app, name="trial")
 app.add_typer(profile.app, name="profile")
+app.add_typer(knobs.app, name="knobs")
+app.add_typer(baseline.app, name="baseline")
+app.add_typer(schedule.app, name="schedule")
+app.add_typer(node.app, name="node")
 app.add_typer(token.app, name="token")
 app.add_typer(database.app, name="db")
 

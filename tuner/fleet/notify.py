@@ -22,6 +22,7 @@ import yaml
 from tuner import processes
 from tuner.errors import BadInput, TunerError, nearest
 from tuner.fleet.hooks import command
+from tuner.fleet.schedule import Happening
 from tuner.history.queries import nights
 from tuner.history.store import Store
 from tuner.records import JSON, Run, RunState, Study, canonical_json
@@ -176,6 +177,17 @@ def failure(study: Study, sentence: str, at: datetime) -> Notice:
     """A run of a study failed."""
     return Notice(
         kind="failure", subject=study.name, sentence=sentence, at=at.isoformat(), facts=_facts(study)
+    )
+
+
+def happening(found: Happening) -> Notice | None:
+    """A due time that did not become a run, or whose run failed; None for what went as it should."""
+    if found.kind in ("start", "resume", "ended", "blackout"):
+        return None
+    sentence = f"schedule {found.schedule}: {found.kind}: {found.sentence}"
+    facts: dict[str, JSON] = {"schedule": found.schedule, "node": found.node, "what": found.kind}
+    return Notice(
+        kind="failure", subject=found.schedule, sentence=sentence, at=found.at.isoformat(), facts=facts
     )
 
 

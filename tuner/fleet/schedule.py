@@ -64,8 +64,8 @@ async def loop(
 ) -> None:
     """Fire schedules until cancelled; runs that are under way are then cancelled and awaited.
 
-    `wait` sleeps for seconds of the given clock. A run that its process left unfinished is started again
-    `resumes` times within its window: 0 where the caller restarts runs itself.
+    `wait` sleeps for seconds of the given clock; `tell` must not block. A run that its process left
+    unfinished is started again `resumes` times within its window: 0 where the caller restarts runs itself.
     """
     keeper = Keeper(store, clock=clock, start_run=start_run, tell=tell, resumes=resumes)
     try:
@@ -276,17 +276,7 @@ class Keeper:
         return min([POLL_S, *((moment - now).total_seconds() for moment in (*ends, *ahead) if moment > now)])
 
     async def _report(self, happening: Happening) -> None:
-        def write() -> None:
-            self._store.add_audit(
-                actor=ACTOR,
-                action=f"schedule.{happening.kind.replace(' ', '_')}",
-                target=happening.schedule,
-                reason=happening.sentence,
-                now=happening.at,
-                detail={"node": happening.node},
-            )
-
-        await asyncio.to_thread(write)
+        await asyncio.to_thread(record, self._store, happening)
         self._tell(happening)
 
     async def close(self) -> None:
@@ -297,16 +287,35 @@ class Keeper:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def record(store: Store, happening: Happening) -> None:
+    """One audit row per thing that became of a due time."""
+    store.add_audit(
+        actor=ACTOR,
+        action=f"schedule.{happening.kind.replace(' ', '_')}",
+        target=happening.schedule,
+        reason=happening.sentence,
+        now=happening.at,
+        detail={"node": happening.node},
+    )
+
+
 def _ending(firing: Firing, task: "asyncio.Task[Run | None]", now: datetime) -> Happening:
     if task.cancelled():
-        return _happened(firing, "failed", "it was stopped at the end of its window", now)
+        return failed(firing, "it was stopped at the end of its window", now)
     error = task.exception()
-    if isinstance(error, TunerError):
-        return _happened(firing, "failed", str(error), now)
     if error is not None:
-        return _happened(firing, "failed", f"{type(error).__name__}: {error}", now)
+        name = "" if isinstance(error, TunerError) else f"{type(error).__name__}: "
+        return failed(firing, f"{name}{error}", now)
     run = task.result()
-    if run is None:
-        return _happened(firing, "failed", "it ended before a run began", now)
+    return failed(firing, "it ended before a run began", now) if run is None else ended(firing, run, now)
+
+
+def failed(firing: Firing, sentence: str, now: datetime) -> Happening:
+    """A firing came to nothing."""
+    return _happened(firing, "failed", sentence, now)
+
+
+def ended(firing: Firing, run: Run, now: datetime) -> Happening:
+    """How a firing's run ended."""
     kind: Kind = "failed" if run.state is RunState.FAILED else "ended"
     return _happened(firing, kind, f"{run.state.value}: {run.reason or 'no reason given'}", now)

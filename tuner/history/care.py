@@ -38,10 +38,14 @@ class Care(Part):
             .where(trials.c.state != TrialState.RUNNING.value)
             .where(trials.c.id.not_in(kept), trials.c.id.not_in(select(run_bests.c.trial_id)))
         )
+        spared = select(trials.c.directory).where(
+            trials.c.id.in_(kept) | trials.c.id.in_(select(run_bests.c.trial_id)),
+            trials.c.directory.is_not(None),
+        )
         old_launches = (
             select(launches.c.id, launches.c.directory, launches.c.ended_at)
             .where(launches.c.directory.is_not(None), launches.c.ended_at < before)
-            .where(launches.c.directory.not_in(select(trials.c.directory).where(trials.c.id.in_(kept))))
+            .where(launches.c.directory.not_in(spared))
         )
 
         def work(connection: Connection) -> tuple[Leftover, ...]:

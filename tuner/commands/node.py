@@ -1,0 +1,201 @@
+"""`tuner node`: machines with GPUs, and how production gives them up and takes them back."""
+
+import shlex
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tuner.commands.common import Json, now, open_store, print_json, print_table, say, settings
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tuner.history.store import Store
+    from tuner.records import JSON, Node
+    from tuner.tuning.studyfile import EngineFile
+
+app = typer.Typer(help="Nodes: machines with GPUs, and their hand-over.", no_args_is_help=True)
+Name = Annotated[str, typer.Argument(metavar="NODE", help="A node's name.")]
+WATCH_S = 1.0
+RETRY_S = 30.0
+TRIES = 20
+
+
+@app.command("list")
+def list_nodes(as_json: Json = False) -> None:
+    """List nodes with who has them and what a hand-over would do."""
+    from tuner.fleet.hooks import hooks
+
+    store, home = open_store(), settings().home
+    leases = {lease.node: lease for lease in store.leases(now=now())}
+    rows: list[dict[str, Any]] = []
+    for node in store.nodes():
+        lease = leases.get(node.name)
+        rows.append(
+            {
+                "node": node.name,
+                "class": node.gpu_class,
+                "host": node.host,
+                "state": node.state,
+                "holder": lease.holder if lease else None,
+                "hooks": [hook.name for hook in hooks(home, node.name)],
+                "to_restore": store.handover(node.name) is not None,
+                "labels": dict(node.labels),
+            }
+        )
+    if as_json:
+        print_json(rows)
+        return
+    cells = (
+        (r["node"], r["class"], r["host"], r["state"], r["holder"], "; ".join(r["hooks"]), r["to_restore"])
+        for r in rows
+    )
+    print_table(["<node", "<class", "<host", "<state", "<holder", "<hooks", "<to restore"], cells)
+
+
+@app.command("add")
+def add(
+    node: Name,
+    python: Annotated[
+        str | None, typer.Option(metavar="PY", help="The interpreter that has vllm; it tells the GPUs.")
+    ] = None,
+    card: Annotated[str | None, typer.Option(help="A simulated node with this card.")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="A model that requests over HTTP may name here (repeat).")
+    ] = None,
+    label: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="A label (repeat).")] = None,
+    systemd: Annotated[list[str] | None, typer.Option(metavar="UNIT", help="Production is a unit.")] = None,
+    kubectl: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAMESPACE/deployment/NAME", help="Production is scaled to 0 and back."),
+    ] = None,
+    drain: Annotated[str | None, typer.Option(help="A command that takes production off.")] = None,
+    restore: Annotated[str | None, typer.Option(help="The command that brings it back.")] = None,
+    ready: Annotated[str | None, typer.Option(help="A command that ends with 0 once it serves.")] = None,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds for each drain and restore.")] = 300.0,
+) -> None:
+    """Register this host, or write what is now known of it. Hooks that are given replace those before."""
+    from tuner.fleet import hooks, nodes
+
+    home, engine = settings().home, _engine(python, card)
+    hook: dict[str, JSON] = {"timeout_s": timeout}
+    hook |= {"ready": _words(ready, "--ready")} if ready else {}
+    entries = _entries(systemd or [], kubectl or [], drain, restore)
+    sections: dict[str, JSON] = {}
+    if entries:
+        sections["handover"] = [{**entry, **hook} for entry in entries]
+    if engine is not None and model:
+        sections |= {"engine": engine.model_dump(mode="json", exclude_defaults=True), "models": list(model)}
+    hooks.parse(sections, str(hooks.path_of(home, node)))
+    store = open_store(create=True)
+    found = _known(store, node) if engine is None else nodes.fingerprint(node, engine, base=Path.cwd()).node
+    kept = nodes.register(store, replace(found, labels={**found.labels, **_labels(label or [])}))
+    if sections:
+        hooks.write(home, node, sections)
+    names = "; ".join(each.name for each in hooks.hooks(home, node)) or "none"
+    say(f"node {kept.name} is {kept.gpu_class}; hand-over hooks: {names}")
+
+
+def _engine(python: str | None, card: str | None) -> "EngineFile | None":
+    from tuner.tuning.studyfile import EngineFile
+
+    if python is not None:
+        return EngineFile(kind="vllm", python=str(Path(python).expanduser().absolute()))
+    return None if card is None else EngineFile(kind="simulated", card=card)
+
+
+def _known(store: "Store", name: str) -> "Node":
+    from tuner.errors import BadInput, NotFound
+
+    try:
+        return store.node(name)
+    except NotFound:
+        raise BadInput(f"node '{name}' is new: give --python (or --card for a simulated one)") from None
+
+
+def _entries(
+    units: "Sequence[str]", scaled: "Sequence[str]", drain: str | None, restore: str | None
+) -> "list[dict[str, JSON]]":
+    from tuner.errors import BadInput
+
+    if (drain is None) != (restore is None):
+        raise BadInput("give --drain and --restore together")
+    entries: list[dict[str, JSON]] = [{"systemd": unit} for unit in units]
+    entries += [{"kubectl": name} for name in scaled]
+    if drain is not None and restore is not None:
+        pair: dict[str, JSON] = {"drain": _words(drain, "--drain"), "restore": _words(restore, "--restore")}
+        entries.append({"command": pair})
+    return entries
+
+
+def _words(line: str, option: str) -> "list[JSON]":
+    from tuner.errors import BadInput
+
+    try:
+        return list(shlex.split(line))
+    except ValueError as error:
+        raise BadInput(f"{option}: cannot be split into words ({error})") from error
+
+
+def _labels(pairs: "Sequence[str]") -> dict[str, str]:
+    from tuner.errors import BadInput
+
+    found = {}
+    for pair in pairs:
+        key, sign, value = pair.partition("=")
+        if not (sign and key and value):
+            raise BadInput(f"--label {pair}: give KEY=VALUE, such as zone=eu-1")
+        found[key] = value
+    return found
+
+
+@app.command("restore")
+def restore_production(
+    node: Annotated[str | None, typer.Argument(metavar="NODE", help="A node's name.")] = None,
+    all_nodes: Annotated[bool, typer.Option("--all", help="Every node whose run died.")] = False,
+    mended: Annotated[bool, typer.Option("--mended", help="It was in state fault and is well.")] = False,
+    after: Annotated[str | None, typer.Option(metavar="HOLDER", hidden=True)] = None,
+) -> None:
+    """Give production back what a run that died had taken. A node that a living run has is left alone."""
+    from tuner.errors import BadInput
+    from tuner.fleet import handover
+
+    if (node is None) == (not all_nodes):
+        raise BadInput("name one node, or give --all")
+    store, home = open_store(), settings().home
+    if node is None:
+        if not handover.recover_all(store, home=home, clock=now, say=say):
+            raise typer.Exit(6)
+        return
+    if after is not None:
+        _outlive(store, node, after)
+        return
+    known = store.node(node)
+    if known.state == "fault" and mended:
+        store.set_node_state(node, "free")
+    done = handover.recover(store, node, home=home, clock=now, say=say)
+    held = not done and store.handover(node) is not None
+    state = "a living run has it" if held else "production is back" if done else "nothing was to be restored"
+    say(f"node {node}: {state}")
+
+
+def _outlive(store: "Store", node: str, holder: str) -> None:
+    """Wait until a controller gave production back; when it died before, do so in its place."""
+    from tuner.errors import TunerError
+    from tuner.fleet import handover, leases
+
+    while not leases.is_dead(holder):
+        if store.handover(node) is None:
+            return
+        time.sleep(WATCH_S)
+    say(f"{now():%Y-%m-%d %H:%M:%S} {holder} is gone")
+    for attempt in range(TRIES):
+        try:
+            handover.recover(store, node, home=settings().home, clock=now, say=say)
+            return
+        except TunerError as error:
+            say(str(error))
+            time.sleep(RETRY_S if attempt < TRIES - 1 else 0.0)

@@ -1,0 +1,222 @@
+"""`tuner schedule`: nightly runs inside a window."""
+
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tuner.commands.common import Json, now, open_store, print_json, print_table, say, settings
+
+if TYPE_CHECKING:
+    from tuner.fleet.schedule import Firing
+    from tuner.history.entities import Schedule
+    from tuner.history.store import Store
+    from tuner.records import JSON, Run
+    from tuner.tuning.events import Event, Tell
+
+app = typer.Typer(help="Schedules: nightly runs inside a window.", no_args_is_help=True)
+Name = Annotated[str, typer.Argument(metavar="NAME", help="A schedule's name.")]
+REFUSED = 9
+"""Exit code of `schedule run` when a due time was refused; the sentence tells why."""
+
+
+@app.command("add")
+def add(
+    name: Name,
+    study: Annotated[Path, typer.Option(metavar="STUDY.yaml", help="The study file to run.")],
+    cron: Annotated[str, typer.Option(help="Minute hour day month weekday, such as '0 1 * * 1-5'.")],
+    zone: Annotated[str, typer.Option(metavar="ZONE", help="Its time zone, such as Europe/Berlin.")] = "UTC",
+    until: Annotated[
+        str | None, typer.Option(metavar="HH:MM", help="Production is back by this local time.")
+    ] = None,
+    hours: Annotated[float | None, typer.Option(help="Or: the window's length.")] = None,
+    missed: Annotated[str, typer.Option(help="A start that was missed: run (late) or skip.")] = "run",
+    grace: Annotated[float, typer.Option(min=0, help="Seconds late that are not missed yet.")] = 300.0,
+    blackout: Annotated[
+        list[str] | None,
+        typer.Option(metavar="DATE[/DATE]", help="No window may touch these dates (repeat)."),
+    ] = None,
+    min_trials: Annotated[int, typer.Option(min=0, help="Refuse when fewer fit into the window.")] = 3,
+    trials: Annotated[
+        int | None, typer.Option(min=1, help="Trials per run; the study's budget else.")
+    ] = None,
+    reserve: Annotated[float, typer.Option(min=0, help="Seconds kept free to stop the engine in.")] = 60.0,
+    disabled: Annotated[bool, typer.Option("--disabled", help="Keep it, but do not fire.")] = False,
+) -> None:
+    """Add a schedule, or change the one of that name. `tuner serve` or a timer (deploy/) fires it."""
+    from tuner.errors import NotFound
+    from tuner.fleet import window
+    from tuner.history.entities import Schedule
+
+    store = open_store(create=True)
+    spec: dict[str, JSON] = {
+        "study": str(study.absolute()), "until": until, "hours": hours, "missed": missed, "grace_s": grace,
+        "blackout": list(blackout or []), "min_trials": min_trials, "trials": trials, "reserve_s": reserve,
+    }  # fmt: skip
+    made = Schedule(
+        name=name,
+        node=_node_of(study),
+        cron=cron,
+        timezone=zone,
+        spec=window.terms(spec).spec(),
+        created_at=now(),
+        enabled=not disabled,
+    )
+    window.check(made)
+    try:
+        old = store.schedule(name)
+        made = replace(made, last_due=old.last_due, last_run_id=old.last_run_id)
+    except NotFound:
+        pass
+    store.put_schedule(made)
+    say(f"schedule {name}: {_next_line(made)}")
+
+
+def _node_of(path: Path) -> str:
+    """The study file is read whole, so that what is wrong with it is said now and not at night."""
+    from tuner.tuning import studyfile
+
+    return studyfile.read(path).node
+
+
+def _next_line(schedule: "Schedule") -> str:
+    from tuner.fleet import window
+
+    due = window.next_due(schedule, now()) if schedule.enabled else None
+    if due is None:
+        return "disabled" if not schedule.enabled else "nothing is due any more"
+    found, local = window.window(schedule, due), window.zone(schedule.timezone)
+    return (
+        f"next on {due.astimezone(local):%a %Y-%m-%d %H:%M} until {found.end.astimezone(local):%H:%M %Z},"
+        f" node {schedule.node}"
+    )
+
+
+@app.command("list")
+def list_schedules(as_json: Json = False) -> None:
+    """List schedules with their next window and what the last one became."""
+    from tuner.fleet import window
+
+    rows = []
+    for each in open_store().schedules():
+        due = window.next_due(each, now()) if each.enabled else None
+        end = window.window(each, due).end if due else None
+        rows.append({**_plain(each), "next_due": due, "next_end": end})
+    if as_json:
+        print_json(rows)
+        return
+    columns = ["<schedule", "<node", "<cron", "<zone", "<next", "<until", "<last due", "<last run"]
+    names = ("name", "node", "cron", "timezone", "next_due", "next_end", "last_due", "last_run_id")
+    print_table(columns, ([row[n] for n in names] for row in rows))
+
+
+def _plain(schedule: "Schedule") -> dict[str, object]:
+    return {name: getattr(schedule, name) for name in type(schedule).__dataclass_fields__}
+
+
+@app.command("remove")
+def remove(name: Name) -> None:
+    """Remove a schedule; a run that is going on goes on."""
+    open_store().remove_schedule(name)
+    say(f"schedule {name} is removed")
+
+
+@app.command("next")
+def upcoming(
+    name: Name,
+    count: Annotated[int, typer.Option(min=1, max=1000, help="So many windows.")] = 7,
+    as_json: Json = False,
+) -> None:
+    """Show the next windows of a schedule, and which of them a blackout date forbids."""
+    from itertools import islice
+
+    from tuner.fleet import window
+
+    schedule = open_store().schedule(name)
+    local, begin = window.zone(schedule.timezone), now()
+    dues = islice(window.dues(schedule, begin, begin.replace(year=begin.year + 5)), count)
+    rows: list[dict[str, Any]] = []
+    for due in dues:
+        found = window.window(schedule, due)
+        rows.append({"due": due, "end": found.end, "blackout": window.blacked_out(schedule, found)})
+    if as_json:
+        print_json([{**row, "blackout": row["blackout"] and str(row["blackout"])} for row in rows])
+        return
+    cells = (
+        [f"{moment.astimezone(local):%a %Y-%m-%d %H:%M %Z}" for moment in (row["due"], row["end"])]
+        + [str(row["blackout"] or "")]
+        for row in rows
+    )
+    print_table(["<due", "<end", "<blackout"], cells, title=f"{name} ({schedule.timezone})")
+
+
+@app.command("run")
+def run_now(name: Name, as_json: Json = False) -> None:
+    """Run what is due now, until the window's end; for cron, systemd timers and CronJobs.
+
+    A run that died in the same window is resumed. Exit 0: done, or nothing is due; 9: refused.
+    """
+    from tuner.errors import TunerError
+    from tuner.fleet import handover, notify, schedule
+    from tuner.fleet.schedule import Firing
+
+    store, home = open_store(), settings().home
+    handover.recover_all(store, home=home, clock=now, say=say)
+    row = store.schedule(name)
+    found = schedule.claim(store, row, now()) or schedule.unfinished(store, row, now())
+    if found is None:
+        say(f"schedule {name}: nothing is due; {_next_line(row)}")
+        return
+    if not isinstance(found, Firing):
+        schedule.record(store, found)
+        if (notice := notify.happening(found)) is not None:
+            notify.send(home, notice, say=say)
+        say(f"schedule {name}: {found.kind}: {found.sentence}")
+        raise typer.Exit(REFUSED)
+    try:
+        run = _run(store, found)
+    except TunerError as error:
+        schedule.record(store, schedule.failed(found, str(error), now()))
+        raise
+    schedule.record(store, schedule.ended(found, run, now()))
+    if as_json:
+        print_json(run)
+    else:
+        say(f"schedule {name}: {run.state.value}: {run.reason}")
+
+
+def _run(store: "Store", firing: "Firing") -> "Run":
+    """The study until the window's end, less what giving production back may take."""
+    from tuner.commands import tune
+    from tuner.errors import BadInput
+    from tuner.tuning import study
+    from tuner.tuning.run import Limits
+
+    prepared = study.load(Path(firing.terms.study), store=store, now=now())
+    if prepared.study.node != firing.schedule.node:
+        raise BadInput(
+            f"schedule {firing.schedule.name} is for node {firing.schedule.node}, its study for node"
+            f" {prepared.study.node}: add it again"
+        )
+    budget = prepared.file.budget
+    ends = [firing.deadline, *([now() + timedelta(hours=budget.hours)] if budget.hours else [])]
+    limits = Limits(trials=firing.terms.trials or budget.trials, deadline=min(ends))
+    listen = _remember(store, firing.schedule.name, prepared.study.id)
+    return tune.on_its_node(
+        prepared, store, limits, min_trials=firing.terms.min_trials, quiet=True, listen=listen
+    )
+
+
+def _remember(store: "Store", schedule: str, study_id: str) -> "Tell":
+    """Write which run a firing became as soon as there is one."""
+
+    def tell(event: "Event") -> None:
+        from tuner.records import RunState
+
+        if event.kind == "run":
+            for run in store.runs(study_id, state=RunState.RUNNING, limit=1):
+                store.scheduled_run(schedule, run.id)
+
+    return tell
