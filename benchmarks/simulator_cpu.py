@@ -1,6 +1,6 @@
 """One measured trial against nine predicted ones on a real CPU vLLM.
 
-    python -m benchmarks.simulator_cpu [TRACE] --python PYTHON --model DIR [--seconds 12] [--speed 1]
+    python -m benchmarks.simulator_cpu [TRACE] --python PYTHON --model DIR [--seconds 8] [--speed 2]
     python -m benchmarks.simulator_cpu [TRACE] --model DIR --seen SEEN.json
 
 Launches the baseline and nine candidates, harmful to generous, replays one slice against each (without the
@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.simulator import spearman
 from tuner.engine.server import serve
 from tuner.knobs.model import read
@@ -33,7 +35,7 @@ from tuner.simulator.predict import Predictor, Scene
 from tuner.traffic.importers import read_any
 
 BASE = (128, 2048)
-OTHERS = ((1, 2048), (2, 256), (4, 2048), (8, 64), (8, 512), (16, 1024), (32, 128), (64, 4096), (128, 256))
+OTHERS = ((1, 2048), (2, 256), (3, 1024), (4, 4096), (6, 512), (8, 64), (16, 32), (32, 128), (64, 4096))
 CANDIDATES = tuple(
     Candidate({"max_num_seqs": seqs, "max_num_batched_tokens": tokens}) for seqs, tokens in (BASE, *OTHERS)
 )
@@ -50,12 +52,14 @@ def scene_of(given: argparse.Namespace) -> Scene:
         warmup_requests=8,
         warmup_limit_s=10.0,
         load_warmup_s=2.0,
-        tail_limit_s=150.0,
+        tail_limit_s=300.0,
         lateness_ms=1000.0,
     )
     part = Slice(name="part", start_s=given.start, duration_s=given.seconds * given.speed)
+    trace = read_any(given.trace)
+    fits = trace.input_len + trace.output_len < LENGTH
     return Scene(
-        trace=read_any(given.trace, max_len=LENGTH - 1),
+        trace=trace.take(np.flatnonzero(fits)),
         slices=(part,),
         facts=read(given.model, env={}),
         card=card_of("cpu"),
@@ -144,8 +148,8 @@ def main() -> int:
     parser.add_argument("--python")
     parser.add_argument("--model", default="Qwen/Qwen2.5-0.5B-Instruct")
     parser.add_argument("--start", type=float, default=20.0)
-    parser.add_argument("--seconds", type=float, default=12.0)
-    parser.add_argument("--speed", type=float, default=1.0)
+    parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--speed", type=float, default=2.0)
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--seen", type=Path)
     given = parser.parse_args()
