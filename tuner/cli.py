@@ -6,6 +6,7 @@ import typer
 
 from tuner.commands import (
     baseline,
+    capture,
     database,
     demo,
     doctor,
@@ -36,6 +37,7 @@ app = typer.Typer(
 app.command("demo")(demo.demo)
 app.command("tune")(tune.tune)
 app.command("front")(front.front)
+app.command("capture")(capture.capture)
 app.command("report")(report.report)
 app.command("history")(history.history)
 app.command("doctor")(doctor.doctor)

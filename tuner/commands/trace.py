@@ -8,19 +8,34 @@ import typer
 from tuner.commands.common import Json, now, open_store, print_json, print_table, say, settings, text
 
 if TYPE_CHECKING:
+    from tuner.traffic.statistics import Statistics
     from tuner.traffic.trace import Trace
 
+FORMATS = (
+    "azure, mooncake, burstgpt, bailian, litellm, otlp, openai, vllm-log, tracelab, capture, generic, parquet"
+)
 app = typer.Typer(help="Traces: captured traffic, frozen.", no_args_is_help=True)
-Ref = Annotated[str, typer.Argument(metavar="TRACE", help="A file, or the name or digest of a known trace.")]
+Ref = Annotated[
+    str,
+    typer.Argument(metavar="TRACE", help="A file, the name or digest of a known trace, or latest:CAPTURE."),
+]
+
+
+def captures() -> list[Path]:
+    """Where `latest:NAME` is looked for."""
+    return [settings().home / "captures", Path()]
 
 
 def open_trace(ref: str) -> "tuple[Trace, Path]":
-    """A trace from a file of any known format, or a known one by name, digest or beginning of the digest."""
+    """A trace from a file of any known format, the newest capture of a name (`latest:NAME`), or a known
+    trace by name, digest or beginning of the digest.
+    """
     from tuner.errors import BadInput, NotFound, nearest
     from tuner.traffic import importers
     from tuner.traffic import trace as traces
+    from tuner.traffic.capture.files import find
 
-    path = Path(ref).expanduser()
+    path = find(ref, captures()) or Path(ref).expanduser()
     if path.is_file():
         return importers.read_any(path), path
     try:
@@ -30,7 +45,7 @@ def open_trace(ref: str) -> "tuple[Trace, Path]":
             f"there is no file {path}, and no known trace yet; `tuner trace import` makes one"
         ) from None
     try:
-        stored = store.trace(ref)
+        stored = store.trace(ref.removeprefix("latest:"))
     except NotFound:
         known = {t.name for t in store.traces()}
         raise BadInput(f"there is no file {path} and no known trace '{ref}'{nearest(ref, known)}") from None
@@ -40,14 +55,13 @@ def open_trace(ref: str) -> "tuple[Trace, Path]":
 @app.command("import")
 def import_trace(
     file: Annotated[
-        Path, typer.Argument(help="Azure CSV, Mooncake JSONL, generic CSV or JSONL, or our Parquet.")
+        Path, typer.Argument(help="Traffic of any known format; what it is is told by the content.")
     ],
     name: Annotated[str | None, typer.Option(help="What to call it; the file's name else.")] = None,
-    format: Annotated[
-        str | None, typer.Option(help="azure, mooncake, generic or parquet; told by content else.")
-    ] = None,
+    format: Annotated[str | None, typer.Option(help=f"One of {FORMATS}.")] = None,
     column: Annotated[
-        list[str] | None, typer.Option(metavar="OURS=THEIRS", help="A column of a generic file; repeatable.")
+        list[str] | None,
+        typer.Option(metavar="OURS=THEIRS", help="A column of a generic or openai file; repeatable."),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Where to write; TUNER_HOME/traces else.")
@@ -55,12 +69,17 @@ def import_trace(
     max_len: Annotated[
         int | None, typer.Option(min=1, help="Leave out requests of more tokens, prompt and answer; counted.")
     ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="The model's tokenizer.json: counts what openai logs without usage do not tell."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Take a trace in: canonical Parquet, known by its digest and its name."""
     from tuner.traffic import importers
 
-    trace = importers.read_any(file, columns=_columns(column or []), format=format, max_len=max_len)
+    columns = _columns(column or [])
+    trace = importers.read_any(file, columns, format, max_len=max_len, tokenizer=tokenizer)
     trace = _short(trace, max_len)
     chosen = name or file.name.split(".")[0]
     path = output or settings().home / "traces" / f"{chosen}-{trace.digest[:12]}.parquet"
@@ -71,6 +90,9 @@ def import_trace(
     typer.echo(
         f"{chosen}: {len(trace)} requests over {trace.duration_s:.0f} s, digest {trace.digest[:12]}, {path}"
     )
+    quality = trace.meta.get("quality")
+    if isinstance(quality, dict) and quality:
+        typer.echo(f"quality: {_flat(quality)}")
 
 
 def _short(trace: "Trace", max_len: int | None) -> "Trace":
@@ -124,13 +146,19 @@ def list_traces(as_json: Json = False) -> None:
 def show(
     trace: Ref,
     speed: Annotated[float, typer.Option(min=0.001, help="Numbers for a replay at this speed.")] = 1.0,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a page with pictures too.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show rates, burstiness, lengths, concurrency, prefix reuse, quality, and what they suggest."""
     from tuner.traffic import statistics
 
     found, path = open_trace(trace)
-    data = statistics.describe(found, speed=speed).as_json()
+    numbers = statistics.describe(found, speed=speed)
+    if html is not None:
+        _picture(found, numbers, path.name, html)
+    data = numbers.as_json()
     if as_json:
         print_json({"digest": found.digest, "path": path, **data})
         return
@@ -143,6 +171,17 @@ def show(
     print_table(["<", "<"], rows)
     for sentence in data["advice"] if isinstance(data["advice"], list) else []:
         typer.echo(f"- {sentence}")
+
+
+def _picture(trace: "Trace", numbers: "Statistics", name: str, place: Path) -> None:
+    from tuner.errors import Unavailable
+    from tuner.report.trace_picture import render
+
+    try:
+        place.write_text(render(trace, numbers, name), encoding="utf-8")
+    except OSError as error:
+        raise Unavailable(f"cannot write {place}: {error.strerror or error}") from error
+    say(f"wrote {place}")
 
 
 def _flat(value: object) -> str:

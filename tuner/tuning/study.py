@@ -19,9 +19,10 @@ from tuner.knobs.model import ModelFacts
 from tuner.knobs.space import SearchSpace
 from tuner.records import JSON, Candidate, EngineFacts, Node, Slice, Slo, Study, digest_of
 from tuner.replay.timeline import PLANS, Plan
-from tuner.settings import shipped
+from tuner.settings import Settings, shipped
 from tuner.traffic import importers, slices
 from tuner.traffic import trace as traces
+from tuner.traffic.capture import files as captures
 from tuner.traffic.trace import Trace
 from tuner.tuning import studyfile
 from tuner.tuning.studyfile import Argument, EngineFile, StudyFile
@@ -155,8 +156,8 @@ def engine_command(engine: EngineFile, base: Path) -> tuple[str, ...]:
 
 
 def _trace(ref: str, base: Path, store: Store | None) -> tuple[Trace, Path]:
-    path = Path(ref).expanduser()
-    path = path if path.is_absolute() else base / path
+    captured = captures.find(ref, (Settings().home / "captures", base))
+    path = captured or base / Path(ref).expanduser()
     if path.is_file():
         return (traces.read(path) if path.suffix == ".parquet" else importers.read_any(path)), path
     try:

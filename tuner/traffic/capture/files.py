@@ -1,7 +1,8 @@
 """Where captures lie: append-only files under a name, renamed when they rotate, the oldest removed."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -114,6 +115,21 @@ def latest(directory: Path, name: str) -> Path:
         return being[-1]
     known = {path.name.rsplit("-", 1)[0] for path in directory.glob(f"*-*{CLOSED}*")}
     raise NotFound(f"no capture named '{name}' in {directory}{nearest(name, known)}")
+
+
+def find(ref: str, directories: Sequence[Path]) -> Path | None:
+    """`latest:NAME`, as in a study: the newest capture of that name in any of the directories, else None.
+
+    NAME may begin with a directory of its own, relative to these.
+    """
+    prefix, colon, asked = ref.partition(":")
+    if prefix != "latest" or not colon:
+        return None
+    place, found = Path(asked).expanduser(), list[Path]()
+    for directory in directories:
+        with suppress(NotFound):
+            found.append(latest(directory / place.parent, place.name))
+    return max(found, key=lambda path: path.name, default=None)
 
 
 def _in_order(directory: Path, name: str, ending: str) -> list[Path]:

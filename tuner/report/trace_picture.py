@@ -1,0 +1,89 @@
+"""A trace in pictures: one HTML file that needs no network; what `trace show --html` writes."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from numpy.typing import NDArray
+
+from tuner.report.axes import fitted, from_zero
+from tuner.report.charts import Curve, Panel, bars, curves, panels
+from tuner.report.words import number
+from tuner.traffic.reuse import reuse_by_capacity
+from tuner.traffic.statistics import CAPACITIES, Statistics, series
+from tuner.traffic.trace import Trace
+
+HERE = Path(__file__).parent
+STEPS = 120
+"""Points of a cumulative curve."""
+STRIPS = (
+    ("request_rps", "requests/s"),
+    ("input_tokens_per_s", "prompt tokens/s"),
+    ("output_tokens_per_s", "answer tokens/s"),
+    ("concurrency", "requests in flight"),
+)
+
+
+def render(trace: Trace, numbers: Statistics, name: str) -> str:
+    """The page; `numbers` are the trace's."""
+    environment = Environment(
+        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    environment.filters["number"] = number
+    return environment.get_template("trace.html.j2").render(
+        name=name,
+        digest=trace.digest,
+        numbers=numbers,
+        style=Markup((HERE / "style.css").read_text(encoding="utf-8")),
+        over_time=Markup(_over_time(trace)),
+        lengths=Markup(_cumulative({"prompt": trace.input_len, "answer": trace.output_len}, "tokens")),
+        gaps=Markup(_cumulative({"between arrivals": np.diff(trace.arrival_s) * 1e3}, "milliseconds")),
+        reuse=Markup(_reuse(trace)),
+        table=_table(numbers),
+    )
+
+
+def _over_time(trace: Trace) -> str:
+    drawn = series(trace)
+    strips = [
+        Panel(name=said, style="steps" if key == "concurrency" else "bars", x=drawn["start_s"], y=drawn[key])
+        for key, said in STRIPS
+    ]
+    return panels(strips, "seconds of trace time", trace.duration_s, "The trace over time")
+
+
+def _cumulative(found: Mapping[str, NDArray[np.generic]], unit: str) -> str:
+    """Share of values up to a size, one line per name; zero and less is left out of a logarithmic axis."""
+    shares = np.linspace(0.0, 1.0, STEPS + 1)
+    kinds = ("front", "baseline")
+    lines = []
+    for kind, (name, values) in zip(kinds, found.items(), strict=False):
+        every = values.astype(np.float64)
+        shown = every[every > 0]
+        if len(shown):
+            x = np.quantile(shown, shares).tolist()
+            lines.append(Curve(name=name, kind=kind, x=x, y=shares.tolist()))
+    sizes = [x for line in lines for x in line.x]
+    return curves(lines, fitted(unit, sizes or [0.0]), from_zero("share", [1.0]), f"Share by {unit}")
+
+
+def _reuse(trace: Trace) -> str:
+    if not len(trace.blocks):
+        return '<p class="none">The trace has no block ids: what its prompts share is not known.</p>'
+    shares = reuse_by_capacity(trace, CAPACITIES)
+    said = {"any size" if size is None else f"{size:,} tokens": share for size, share in shares.items()}
+    return bars({size: 100 * share for size, share in said.items()}, "%")
+
+
+def _table(numbers: Statistics) -> Sequence[tuple[str, Mapping[str, float]]]:
+    rows = (
+        ("prompt tokens", numbers.input_len),
+        ("answer tokens", numbers.output_len),
+        ("declared max_tokens", numbers.max_tokens),
+        (f"requests in flight ({numbers.concurrency_source})", numbers.concurrency),
+        ("observed TTFT, ms", numbers.observed_ttft_ms),
+        ("observed end to end, ms", numbers.observed_e2e_ms),
+    )
+    return [(name, values) for name, values in rows if values]
