@@ -124,8 +124,7 @@ def test_case_03_sigterm_while_it_starts(tmp_path: Path) -> None:
                 raise AssertionError("it became ready before it was stopped")
 
         task = asyncio.create_task(use())
-        log = tmp_path / "engine.log"
-        await until(lambda: log.exists() and "Initializing a V1 LLM engine" in log.read_text(), 600.0)
+        await until(lambda: "Initializing a V1 LLM engine" in told(tmp_path), 600.0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -190,10 +189,27 @@ def test_case_06_death_right_after_ready(tmp_path: Path) -> None:
 
 @pytest.mark.vllm_full
 def test_case_10_a_start_that_missed_its_deadline_leaves_no_worker(tmp_path: Path) -> None:
-    launch = real(tmp_path, ready_timeout_s=25.0, stop_timeout_s=20.0)
-    error = asyncio.run(ending(launch))
+    """It is halted as soon as it speaks, so that no machine is too fast for the deadline."""
+    launch = real(tmp_path, ready_timeout_s=60.0, stop_timeout_s=20.0)
+
+    async def never_ready() -> tuple[EngineError, list[int]]:
+        start = asyncio.create_task(ending(launch))
+        await until(lambda: start.done() or "Initializing a V1 LLM engine" in told(tmp_path), 600.0)
+        halted = [process.pid for process in tagged(launch.launch_id)]
+        for pid in halted:
+            os.kill(pid, signal.SIGSTOP)
+        return await start, halted
+
+    error, halted = asyncio.run(never_ready())
     assert error.cause == "init_timeout"
+    assert halted
     assert leftovers(launch) == []
+
+
+def told(directory: Path) -> str:
+    """What the engine's log says so far."""
+    file = directory / "engine.log"
+    return file.read_text(errors="replace") if file.exists() else ""
 
 
 @pytest.mark.vllm_full
