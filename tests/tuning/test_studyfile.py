@@ -38,7 +38,7 @@ BAD = {
     ),
     "unknown word": (
         GOOD + "plan: fast\n",
-        "line 8: plan: Input should be 'quick', 'standard' or 'thorough', not 'fast'",
+        "line 8: plan: Input should be 'quick', 'brief', 'standard' or 'thorough', not 'fast'",
     ),
     "twice": (GOOD + "name: b\n", "line 8: key 'name' stands twice"),
     "no yaml": ("name: [", "not YAML"),

@@ -48,6 +48,13 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
             load_warmup_s=0.5, tail_limit_s=5.0, scrape_s=0.25,
             lateness_ms=100.0, lateness_share=0.25, sender_cpu=0.95,
         ),
+        "brief": Plan(
+            name="brief", slices=1, slice_s=10.0, repeats=3,
+            warmup_waves=2, warmup_requests=4, warmup_tokens=4, warmup_limit_s=2.0,
+            priming_turnovers=0.25, priming_limit_s=1.0,
+            load_warmup_s=0.5, tail_limit_s=10.0, scrape_s=0.5,
+            lateness_ms=50.0, lateness_share=0.1, sender_cpu=0.95,
+        ),
         "standard": Plan(
             name="standard", slices=3, slice_s=60.0, repeats=3,
             warmup_waves=5, warmup_requests=64, warmup_tokens=16, warmup_limit_s=120.0,
