@@ -61,7 +61,7 @@ class StudyRequest(BaseModel):
     history: Literal["synthetic"] = "synthetic"
     slices: Literal["auto"] | Annotated[list[SliceFile], Field(min_length=1, max_length=32)] = "auto"
     speed: float = Field(default=1.0, gt=0, le=1000)
-    plan: Literal["quick", "standard", "thorough"] = "standard"
+    plan: Literal["quick", "brief", "standard", "thorough"] = "standard"
     slo: SloFile = Field(default_factory=SloFile)
     objectives: list[str] = Field(
         default=["ttft_p95_ms", "tpot_p95_ms", "goodput_rps"], min_length=1, max_length=8
