@@ -1,0 +1,175 @@
+"""One controller has a node: the lease and its fence, the lock of a GPU, and what loses them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from tests.history.records import a_run, a_study
+from tests.tuning.studies import WATCHDOG_S, environment, write
+from tuner import processes
+from tuner.errors import Conflict
+from tuner.fleet import leases
+from tuner.history.store import Store
+from tuner.records import TrialState
+
+TTL_S = 4.0
+
+
+def now() -> datetime:
+    return datetime.now(UTC)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    found = Store(f"sqlite:///{tmp_path / 'tuner.db'}")
+    found.upgrade()
+    return found
+
+
+def wait_for(what: Callable[[], bool]) -> None:
+    """Until something is true; the watchdog ends what never is."""
+    end = time.monotonic() + WATCHDOG_S
+    while not what():
+        assert time.monotonic() < end, "never happened"
+        time.sleep(0.05)
+
+
+def test_the_second_controller_is_told_who_has_the_node(store: Store) -> None:
+    with (
+        leases.held(store, "n", clock=now),
+        pytest.raises(Conflict, match=f"leased to '.* pid {os.getpid()}"),
+    ):
+        store.acquire_lease("n", "another", now=now(), ttl_s=10)
+    assert store.leases(now=now()) == ()
+
+
+def test_the_lease_of_a_process_that_died_is_taken_over_at_once(store: Store) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    dead = leases.holder().replace(f"pid {os.getpid()}", f"pid {gone.pid}")
+    store.acquire_lease("n", dead, now=now(), ttl_s=3600)
+    with leases.held(store, "n", clock=now):
+        (mine,) = store.leases(now=now())
+        assert (mine.holder, mine.fence) == (leases.holder(), 2)
+
+
+def test_the_lease_of_another_host_is_left_alone(store: Store) -> None:
+    store.acquire_lease("n", "elsewhere pid 1 since 0", now=now(), ttl_s=3600)
+    with pytest.raises(Conflict, match="elsewhere"), leases.held(store, "n", clock=now):
+        pass
+
+
+def test_a_lease_lives_as_long_as_its_holder(store: Store) -> None:
+    with leases.held(store, "n", clock=now, ttl_s=0.4) as held:
+        (first,) = store.leases(now=now())
+        wait_for(lambda: now() > first.acquired_at + timedelta(seconds=1.2))
+        held.prove()
+
+
+def test_who_lost_the_lease_cannot_write_any_of_it(store: Store) -> None:
+    at = [now()]
+    with leases.held(store, "n", clock=lambda: at[0], ttl_s=3600) as held:
+        held.add_study(a_study())
+        at[0] += timedelta(seconds=3601)
+        for write_something in (
+            lambda: held.add_study(a_study(name="other")),
+            lambda: a_run(held, a_study()),
+            held.prove,
+        ):
+            with pytest.raises(Conflict, match="ran out; nothing was written"):
+                write_something()
+    assert [study.name for study in store.studies()] == [a_study().name]
+    assert store.runs() == ()
+
+
+@contextmanager
+def controller(folder: Path, study: Path) -> "Iterator[subprocess.Popen[str]]":
+    """A controller that has its lease."""
+    words = [sys.executable, "-m", "tests.fleet.controller", str(study), str(folder), str(TTL_S)]
+    started = subprocess.Popen(
+        words, env=environment(folder), cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        yield started
+    finally:
+        if started.poll() is None:
+            started.send_signal(signal.SIGCONT)
+            started.kill()
+        started.communicate()
+
+
+def line(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def test_a_paused_controller_that_wakes_up_cannot_write(store: Store, tmp_path: Path) -> None:
+    """SIGSTOP past its lease; another one takes the node; then SIGCONT."""
+    study = write(tmp_path)
+    with controller(tmp_path, study) as paused:
+        assert line(paused) == "leased"
+        wait_for(lambda: _running(store) >= 2)
+        paused.send_signal(signal.SIGSTOP)
+        wait_for(lambda: not store.leases(now=now()))
+        before = store.trials(store.study("tiny").id)
+        with leases.held(store, "local", clock=now):
+            paused.send_signal(signal.SIGCONT)
+            assert paused.wait(WATCHDOG_S) == Conflict.exit_code
+            said = line(paused)
+            assert said.startswith("told: the lease on node 'local' (fence 1)")
+        assert store.trials(store.study("tiny").id) == before
+        launches = [launch.id for launch in store.launches(store.study("tiny").id)]
+        assert [p for launch in launches for p in processes.tagged(launch)] == []
+
+
+def _running(store: Store) -> int:
+    """How many trials there are, once the last one runs."""
+    studies = store.studies()
+    trials = store.trials(studies[0].id) if studies else ()
+    return len(trials) if trials and trials[-1].state is TrialState.RUNNING else 0
+
+
+def test_of_two_controllers_that_race_for_a_node_one_wins_and_the_other_is_told(
+    store: Store, tmp_path: Path
+) -> None:
+    study = write(tmp_path)
+    with controller(tmp_path, study) as one, controller(tmp_path, study) as other:
+        both = {line(one): one, line(other): other}
+        assert "leased" in both, both
+        (told,) = [said for said in both if said != "leased"]
+        assert told.startswith("told: node 'local' is leased to '")
+        assert f"pid {both['leased'].pid} " in told
+        assert both[told].wait(WATCHDOG_S) == Conflict.exit_code
+
+
+HOLD = "import sys, time; from tuner.fleet.leases import locked_gpus\nwith locked_gpus(sys.argv[1:]): print('held', flush=True); time.sleep(600)"  # noqa: E501
+
+
+def test_a_gpu_is_used_by_one_tuner_and_the_kernel_frees_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    words = [sys.executable, "-c", HOLD, "GPU-2", "GPU-1"]
+    with subprocess.Popen(
+        words, env={**os.environ, "TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert line(holder) == "held"
+        with (
+            pytest.raises(Conflict, match=f"GPU GPU-1 is in use by another tuner .* pid {holder.pid} "),
+            leases.locked_gpus(["GPU-1"]),
+        ):
+            pass
+        with leases.locked_gpus(["GPU-3"]):
+            pass
+        holder.kill()
+        holder.wait()
+        with leases.locked_gpus(["GPU-1", "GPU-2"]):
+            pass
