@@ -27,6 +27,7 @@ class Actor:
 
     name: str
     scopes: frozenset[str]
+    expires_at: datetime | None = None
 
     def may(self, scope: str) -> bool:
         return scope in self.scopes
@@ -37,7 +38,7 @@ LOCAL = Actor(name="local", scopes=frozenset(SCOPES))
 
 def actor_of(token: Token) -> Actor:
     allowed = frozenset().union(*(INCLUDES[scope] for scope in token.scopes))
-    return Actor(name=f"token:{token.name}", scopes=allowed)
+    return Actor(name=f"token:{token.name}", scopes=allowed, expires_at=token.expires_at)
 
 
 class Guard:

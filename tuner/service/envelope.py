@@ -7,11 +7,13 @@ import time
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tuner.service.pulls import PATH, Pulls
 
 log = logging.getLogger("tuner.http")
+LARGEST_BODY = 16 * 1024**2
 GIVEN_ID = re.compile(rb"[A-Za-z0-9._-]{8,64}")
 SAFE = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
 
@@ -37,6 +39,7 @@ class Envelope:
             return
         scope["request_id"] = _request_id(scope)
         began = time.perf_counter()
+        receive = _limited(receive)
         if (status := await self._pulls.answered(scope, receive, send)) is not None:
             self._count(PATH, "GET", status, time.perf_counter() - began)
             return
@@ -65,6 +68,21 @@ class Envelope:
         known = method if method in ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD") else "other"
         self._requests.labels(path, known, status).inc()
         self._seconds.labels(path).observe(taken)
+
+
+def _limited(receive: Receive) -> Receive:
+    """Ends a request whose body goes on and on; what routes take is far below the limit."""
+    taken = 0
+
+    async def limited() -> Message:
+        nonlocal taken
+        message = await receive()
+        taken += len(message.get("body", b""))
+        if taken > LARGEST_BODY:
+            raise HTTPException(413, f"a request has at most {LARGEST_BODY} bytes")
+        return message
+
+    return limited
 
 
 def _request_id(scope: Scope) -> str:

@@ -4,16 +4,16 @@ An answer is kept under the request's query and its Authorization header, and ho
 pulse changes; then it is made anew, which costs three indexed reads.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 
 from starlette.types import Receive, Scope, Send
 
 PATH = "/v1/profiles/resolve"
 KEPT = 2048
-LIFE_S = 60.0
-"""How long at most, so that a token's last use is written and its expiry noticed."""
+LIFE = timedelta(seconds=60)
+"""How long at most, so that a token's last use is written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Answer:
 @dataclass(frozen=True, slots=True)
 class _Kept:
     pulse: int
-    until: float
+    until: datetime
     etag: bytes
     whole: list[tuple[bytes, bytes]]
     unchanged: list[tuple[bytes, bytes]]
@@ -49,8 +49,8 @@ class _Kept:
 class Pulls:
     """The answers in memory. `forget` after every change made in this process."""
 
-    def __init__(self, pulse: Callable[[], int]) -> None:
-        self._pulse = pulse
+    def __init__(self, pulse: Callable[[], int], clock: Callable[[], datetime]) -> None:
+        self._pulse, self._clock = pulse, clock
         self._kept: dict[bytes, _Kept] = {}
 
     def pulse(self) -> int:
@@ -59,8 +59,9 @@ class Pulls:
     def forget(self) -> None:
         self._kept.clear()
 
-    def keep(self, scope: Scope, answer: Answer, *, pulse: int, life_s: float = LIFE_S) -> None:
-        """Keeps an answer that was made after `pulse` was read."""
+    def keep(self, scope: Scope, answer: Answer, *, pulse: int, expires_at: datetime | None) -> None:
+        """Keeps an answer that was made after `pulse` was read, until the asker's token expires."""
+        until = self._clock() + LIFE
         if len(self._kept) >= KEPT:
             self._kept.clear()
         whole = [
@@ -70,7 +71,7 @@ class Pulls:
         ]
         self._kept[_key(scope)] = _Kept(
             pulse=pulse,
-            until=time.monotonic() + life_s,
+            until=until if expires_at is None else min(until, expires_at),
             etag=answer.etag.encode(),
             whole=whole,
             unchanged=answer.headers(),
@@ -82,7 +83,7 @@ class Pulls:
         if scope["path"] != PATH or scope["method"] != "GET":
             return None
         kept = self._kept.get(_key(scope))
-        if kept is None or kept.pulse != self._pulse() or kept.until < time.monotonic():
+        if kept is None or kept.pulse != self._pulse() or kept.until <= self._clock():
             return None
         same = matches(_header(scope, b"if-none-match"), kept.etag)
         status = 304 if same else 200

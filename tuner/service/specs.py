@@ -5,7 +5,9 @@ taken: the engine is the node's, the trace a digest or name, the space a shipped
 import json
 import os
 import re
+import socket
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Literal
@@ -103,8 +105,16 @@ class Studies:
         file = studyfile.parse(text, name="study")
         prepared = studies.prepare(file, name="study", base=self.folder, store=self._store, now=self._clock())
         _write(self.folder / f"{prepared.study.id}.yaml", text)
-        self._store.add_study(prepared.study)
+        self._keep(prepared)
         return prepared
+
+    def _keep(self, prepared: Prepared) -> str:
+        """The study's row, and its node's where nobody has registered that."""
+        try:
+            self._store.node(prepared.node.name)
+        except NotFound:
+            self._store.add_node(replace(prepared.node, host=socket.gethostname()))
+        return self._store.add_study(prepared.study).id
 
     def _space(self, space: str | dict[str, JsonValue]) -> str:
         """A shipped space's name, or the file that a checked content was written to."""
@@ -152,8 +162,7 @@ class Studies:
         return (self._prepared(path), path) if path.is_absolute() else self.find(ref)
 
     def _prepared(self, path: Path) -> str:
-        prepared = studies.load(path, store=self._store, now=self._clock())
-        return self._store.add_study(prepared.study).id
+        return self._keep(studies.load(path, store=self._store, now=self._clock()))
 
 
 def _engine(engine: studyfile.EngineFile) -> JSON:

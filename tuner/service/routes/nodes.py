@@ -17,7 +17,9 @@ NodeName = Annotated[str, Path(max_length=100, pattern=r"^[^/\x00]+$", examples=
 class StateRequest(BaseModel):
     """A node's state as an administrator sets it: free again after it was mended, or out of service."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(
+        extra="forbid", json_schema_extra={"examples": [{"state": "free", "reason": "fan replaced"}]}
+    )
 
     state: Literal["free", "fault"]
     reason: str = Field(min_length=1, max_length=500)

@@ -82,7 +82,7 @@ def resolve_profile(
         engine_version=engine_version,
     )
     answer = _answer(found.profile, format, found.etag(format))
-    here.pulls.keep(request.scope, answer, pulse=pulse)
+    here.pulls.keep(request.scope, answer, pulse=pulse, expires_at=actor.expires_at)
     return _response(request, answer)
 
 

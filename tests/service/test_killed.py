@@ -1,0 +1,148 @@
+"""The service killed (SIGKILL) at random moments: of promotions, and of asking for runs.
+
+`TUNER_KILLS` sets how many moments there are of each kind: 1 by default, 25 by hand.
+"""
+
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.history.fill import fill
+from tests.service.test_routes import KEY, MODEL
+from tests.service.world import STUDY, Server, prepare, start
+from tests.tuning.studies import WATCHDOG_S
+from tuner import processes
+from tuner.history.store import Store
+from tuner.records import RunState, TrialState
+
+KILLS = int(os.environ.get("TUNER_KILLS", "1"))
+CHAMPION = f"/v1/aliases/champion?model={MODEL}&target=n1&workload=chat"
+
+
+@dataclass
+class Killed:
+    """A home whose service is killed and started again, over and over."""
+
+    home: Path
+    server: Server
+    chance: random.Random = field(default_factory=lambda: random.Random(7))
+
+    @property
+    def store(self) -> Store:
+        return Store(f"sqlite:///{self.home / 'tuner.db'}", create=False)
+
+    def kill_after(self, longest_s: float) -> None:
+        time.sleep(self.chance.uniform(0, longest_s))
+        self.server.kill()
+
+    def again(self) -> None:
+        self.server = start(self.home).ready()
+
+
+@pytest.fixture
+def killed(tmp_path: Path) -> Iterator[Killed]:
+    found = Killed(tmp_path, start(tmp_path).ready())
+    yield found
+    found.server.kill()
+
+
+def test_promotions_are_whole_and_none_that_was_answered_is_lost(killed: Killed) -> None:
+    fill(killed.store)
+    for _ in range(KILLS):
+        answered: list[int] = []
+        mover = threading.Thread(target=move, args=(killed.server.client(), answered))
+        mover.start()
+        killed.kill_after(2.0)
+        mover.join(WATCHDOG_S)
+        killed.again()
+        store = killed.store
+        events = store.alias_events(KEY, alias="champion")
+        assert [event.generation for event in events] == list(range(1, len(events) + 1))
+        for before, after in pairwise(events):
+            assert after.from_version == before.to_version
+        assert set(answered) <= {event.generation for event in events}
+        (standing,) = store.aliases(KEY)
+        assert standing == events[-1]
+        pulled = killed.server.client().get(f"/v1/profiles/resolve?model={MODEL}&node=n1&workload=chat")
+        assert pulled.json()["version"] == standing.to_version
+        store.close()
+
+
+def move(client: httpx.Client, answered: list[int]) -> None:
+    """Moves the champion to and fro until nobody answers."""
+    with client, suppress(httpx.TransportError):
+        while True:
+            seen = client.get(CHAMPION)
+            body = {"version": 3 - seen.json()["to_version"], "reason": "to and fro", "force": True}
+            done = client.put(CHAMPION, json=body, headers={"If-Match": seen.headers["etag"]})
+            if done.status_code == 200:
+                answered.append(done.json()["generation"])
+
+
+def test_a_run_is_started_once_however_often_its_service_dies(killed: Killed) -> None:
+    digest = prepare(killed.home)
+    with killed.server.client() as client:
+        assert client.post("/v1/studies", json={**STUDY, "trace": digest}).status_code == 201
+    for moment in range(KILLS):
+        key = {"Idempotency-Key": f"moment-{moment}"}
+        asked = {"study": "tiny", "trials": 1}
+        first: list[str] = []
+        asker = threading.Thread(target=ask, args=(killed.server.client(), asked, key, first))
+        asker.start()
+        killed.kill_after(1.5)
+        asker.join(WATCHDOG_S)
+        killed.again()
+        with killed.server.client() as client:
+            answer = client.post("/v1/runs", json=asked, headers=key)
+            assert answer.status_code == 202, answer.text
+            run_id = answer.json()["id"]
+            assert first in ([], [run_id])
+            wait_for_controller(killed, run_id)
+            assert len(killed.store.runs()) == moment + 1
+            killed.kill_after(1.0)
+            killed.again()
+        with killed.server.client() as client:
+            if client.get(f"/v1/runs/{run_id}").json()["state"] == "RUNNING":
+                assert client.post(f"/v1/runs/{run_id}/cancel").status_code in (202, 409)
+        wait_for_end(killed, run_id)
+    store = killed.store
+    assert not [trial for trial in store.orphans()]
+    for study in store.studies():
+        for launch in store.launches(study.id):
+            assert not processes.tagged(launch.id)
+        for trial in store.trials(study.id):
+            assert trial.state is not TrialState.RUNNING
+    store.close()
+
+
+def ask(client: httpx.Client, body: dict[str, object], key: dict[str, str], got: list[str]) -> None:
+    with client, suppress(httpx.TransportError):
+        got.append(client.post("/v1/runs", json=body, headers=key).json()["id"])
+
+
+def wait_for_controller(killed: Killed, run_id: str) -> None:
+    """Until a controller is at work on the run, or the run has ended."""
+    end = time.monotonic() + WATCHDOG_S
+    while True:
+        run = killed.store.run(run_id)
+        if run.state is not RunState.RUNNING or (run.pid is not None and psutil.pid_exists(run.pid)):
+            return
+        assert time.monotonic() < end, run
+        time.sleep(0.1)
+
+
+def wait_for_end(killed: Killed, run_id: str) -> None:
+    end = time.monotonic() + WATCHDOG_S
+    while killed.store.run(run_id).state is RunState.RUNNING:
+        assert time.monotonic() < end, (killed.home / "controllers" / f"{run_id}.log").read_text()
+        time.sleep(0.2)

@@ -1,0 +1,268 @@
+"""What the routes answer, over a history with a row in every table."""
+
+import gzip
+import hashlib
+import json
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from tests.history.records import NOW
+from tests.service.world import World
+from tests.tuning.studies import TRACE
+from tuner.history.store import Store
+from tuner.profiles import registry
+from tuner.records import ProfileKey
+from tuner.service.paging import pack
+
+MODEL = "Qwen/Qwen2.5-7B-Instruct"
+KEY = ProfileKey(model=MODEL, target="n1", workload="chat")
+PULL = f"/v1/profiles/resolve?model={MODEL}&node=n1&workload=chat"
+CHAMPION = f"/v1/aliases/champion?model={MODEL}&target=n1&workload=chat"
+
+
+@pytest.fixture
+def admin(filled: World) -> TestClient:
+    return filled.client("admin")
+
+
+def detail(response: object) -> str:
+    body = response.json()  # type: ignore[attr-defined]
+    assert response.headers["content-type"] == "application/problem+json"  # type: ignore[attr-defined]
+    assert body["status"] == response.status_code  # type: ignore[attr-defined]
+    assert body["request_id"] == response.headers["x-request-id"]  # type: ignore[attr-defined]
+    return str(body["detail"])
+
+
+def test_refusals_are_problems_with_one_sentence(admin: TestClient) -> None:
+    assert "did you mean 'chat'" in detail(admin.get("/v1/studies/chet"))
+    assert "path.trial_id" in detail(admin.get("/v1/trials/x"))
+    assert "first page" in detail(admin.get("/v1/runs?cursor=%21"))
+    assert detail(admin.get("/nowhere")) == "Not Found"
+    assert detail(admin.put("/v1/runs")) == "Method Not Allowed"
+    assert "token" in detail(admin.get("/v1/runs", headers={"Authorization": "Bearer no"}))
+
+
+def test_a_request_id_of_the_caller_is_kept_when_it_is_a_plain_word(admin: TestClient) -> None:
+    given = admin.get("/healthz", headers={"X-Request-Id": "deploy-17.abc"})
+    assert given.headers["x-request-id"] == "deploy-17.abc"
+    assert admin.get("/healthz", headers={"X-Request-Id": "a b"}).headers["x-request-id"] != "a b"
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/runs", "/v1/studies", "/v1/studies/chat/trials", "/v1/profiles", "/v1/audit"]
+)
+def test_pages_hold_everything_once(filled: World, admin: TestClient, path: str) -> None:
+    for n in range(3):
+        filled.store.add_audit(actor="me", action="x", target=str(n), reason="", now=NOW)
+    whole = admin.get(path).json()["items"]
+    found, cursor = [], None
+    while True:
+        page = admin.get(path, params={"limit": 1, **({"cursor": cursor} if cursor else {})}).json()
+        assert len(page["items"]) <= 1
+        found += page["items"]
+        if (cursor := page["next"]) is None:
+            break
+    assert found == whole
+    assert len(whole) >= 1
+
+
+def test_a_cursor_of_another_kind_is_refused(admin: TestClient) -> None:
+    for path, cursor in (
+        ("/v1/profiles", pack("x")),
+        ("/v1/studies/chat/trials", pack(1)),
+        ("/v1/audit", pack(2**40)),
+        ("/v1/runs", pack(3)),
+    ):
+        assert admin.get(path, params={"cursor": cursor}).status_code == 400
+
+
+def test_infinity_is_null(admin: TestClient) -> None:
+    trial = next(
+        t for t in admin.get("/v1/studies/chat/trials").json()["items"] if t["state"] == "INFEASIBLE"
+    )
+    assert trial["measurements"][0]["values"]["ttft_p95_ms"] is None
+
+
+def test_trials_by_state(admin: TestClient) -> None:
+    found = admin.get("/v1/studies/chat/trials?state=RUNNING&state=INFEASIBLE").json()["items"]
+    assert {trial["state"] for trial in found} == {"RUNNING", "INFEASIBLE"}
+
+
+def test_the_front_stands_beside_the_baseline(admin: TestClient) -> None:
+    found = admin.get("/v1/studies/chat/front").json()
+    assert found["baseline"]["number"] == 0
+    assert [trial["number"] for trial in found["front"]] == [2]
+
+
+def test_large_answers_are_compressed(filled: World, admin: TestClient) -> None:
+    answer = admin.get("/v1/openapi.json", headers={"Accept-Encoding": "gzip"})
+    assert answer.headers["content-encoding"] == "gzip"
+    small = admin.get("/healthz", headers={"Accept-Encoding": "gzip"})
+    assert "content-encoding" not in small.headers
+    assert gzip  # the client has unpacked it
+    assert answer.json()["openapi"].startswith("3.")
+
+
+def test_a_pull_again_is_304_until_something_moves(filled: World, admin: TestClient) -> None:
+    first = admin.get(PULL)
+    assert first.status_code == 200
+    assert first.json()["version"] == 2
+    for _ in range(3):
+        again = admin.get(PULL, headers={"If-None-Match": f'"other", {first.headers["etag"]}'})
+        assert (again.status_code, again.content) == (304, b"")
+        assert again.headers["etag"] == first.headers["etag"]
+    elsewhere = Store(filled.settings.url)
+    registry.rollback(elsewhere, KEY, actor="cli", reason="bad", now=NOW)
+    elsewhere.close()
+    after = admin.get(PULL, headers={"If-None-Match": first.headers["etag"]})
+    assert (after.status_code, after.json()["version"]) == (200, 1)
+
+
+def test_kept_answers_are_the_tokens_own(filled: World, admin: TestClient) -> None:
+    assert admin.get(PULL).status_code == 200
+    assert filled.client().get(PULL).status_code == 401
+    assert filled.client().get(PULL, headers={"Authorization": "Bearer tuner_x_y"}).status_code == 401
+
+
+def test_a_kept_answer_ends_with_its_token(filled: World) -> None:
+    token = filled.token("read", days=0.0003)
+    client = filled.client()
+    client.headers["Authorization"] = f"Bearer {token}"
+    assert client.get(PULL).status_code == 200
+    filled.clock.forward(days=1)
+    assert client.get(PULL).status_code == 401
+
+
+def test_a_pull_tells_nothing_there_from_not_for_this_engine(admin: TestClient) -> None:
+    assert admin.get(PULL + "&alias=challenger").status_code == 404
+    assert "engine 0.32.0, not 0.31.0" in detail(admin.get(PULL + "&engine_version=0.31.0"))
+    assert admin.get(PULL + "&engine_version=0.31.0").status_code == 409
+    assert admin.get(PULL + "&engine_version=0.32.0%2Bcpu").status_code == 200
+    other = f"/v1/profiles/resolve?model={MODEL}&gpu_class=a100-80x1&workload=chat"
+    assert admin.get(other).status_code == 404
+
+
+@pytest.mark.parametrize("format", ["vllm-yaml", "args", "env", "json", "helm-production-stack", "systemd"])
+def test_formats_have_their_own_tags(admin: TestClient, format: str) -> None:
+    found = admin.get(f"{PULL}&format={format}")
+    assert "96" in found.text
+    assert format in found.headers["etag"]
+    profile = admin.get(f"/v1/profiles/2/export?format={format}")
+    assert profile.content == found.content
+
+
+def test_promotion_needs_the_generation_that_was_seen(filled: World, admin: TestClient) -> None:
+    seen = admin.get(CHAMPION)
+    assert seen.headers["etag"] == '"2"'
+    body = {"version": 1, "reason": "older is better"}
+    assert admin.put(CHAMPION, json=body).status_code == 428
+    assert admin.put(CHAMPION, json=body, headers={"If-Match": "2"}).status_code == 400
+    assert admin.put(CHAMPION, json=body, headers={"If-Match": '"1"'}).status_code == 412
+    refused = admin.put(CHAMPION, json=body, headers={"If-Match": '"2"'})
+    assert refused.status_code == 409
+    assert "did not meet the SLO" in detail(refused)
+    forced = admin.put(CHAMPION, json={**body, "force": True}, headers={"If-Match": '"2"'})
+    assert (forced.status_code, forced.headers["etag"]) == (200, '"3"')
+    again = admin.put(CHAMPION, json={**body, "force": True}, headers={"If-Match": '"3"'})
+    assert again.headers["etag"] == '"3"'
+    entry = filled.store.audit()[0]
+    assert (entry.actor, entry.action, entry.reason) == ("token:ci", "promote", "older is better")
+
+
+def test_rollback_freeze_and_the_events_of_an_alias(admin: TestClient) -> None:
+    back = admin.post(CHAMPION.replace("?", "/rollback?"), json={"reason": "errors"})
+    assert back.json()["to_version"] == 1
+    further = admin.post(CHAMPION.replace("?", "/rollback?"), json={"reason": "errors"})
+    assert further.status_code == 409
+    assert admin.post(CHAMPION.replace("?", "/freeze?"), json={"reason": "holiday"}).status_code == 200
+    move = {"version": 2, "reason": "x", "force": True}
+    assert admin.put(CHAMPION, json=move, headers={"If-Match": '"4"'}).status_code == 409
+    events = admin.get(CHAMPION.replace("?", "/events?")).json()
+    assert [event["to_version"] for event in events] == [1, 2, 1, 1]
+
+
+def test_history_says_what_was_best_and_how_sure(admin: TestClient) -> None:
+    asked = {"model": MODEL, "metric": "ttft_p95_ms", "since": (NOW - timedelta(days=1)).isoformat()}
+    found = admin.get("/v1/history", params=asked).json()
+    (place,) = found["places"]
+    (night,) = place["nights"]
+    assert (place["node"], night["date"], night["number"]) == ("n1", "2026-03-01", 2)
+    assert night["sure"].startswith("confirmed")
+    assert night["gain"] == pytest.approx(200 / 95 - 1)
+    unknown = admin.get("/v1/history", params={**asked, "metric": "ttft_p59_ms"})
+    assert "did you mean" in detail(unknown)
+
+
+def test_a_trace_arrives_in_pieces_and_its_digest_is_checked(filled: World, admin: TestClient) -> None:
+    content = TRACE.read_bytes()
+    half = len(content) // 2
+    begin = {"name": "sent", "size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    upload = admin.post("/v1/traces/uploads", json=begin).json()
+    where = f"/v1/traces/uploads/{upload['id']}"
+    assert admin.post(where + "/finish").status_code == 409
+    assert admin.patch(where, content=content[:half], headers={"Upload-Offset": "0"}).json()["offset"] == half
+    wrong = admin.patch(where, content=content[half:], headers={"Upload-Offset": "0"})
+    assert f"begins at {half}" in detail(wrong)
+    too_long = admin.patch(where, content=content[half:] + b"x", headers={"Upload-Offset": str(half)})
+    assert too_long.status_code == 400
+    assert admin.patch(where, content=content[half:], headers={"Upload-Offset": str(half)}).status_code == 200
+    assert admin.get(where).json()["offset"] == len(content)
+    done = admin.post(where + "/finish")
+    assert done.status_code == 201, done.text
+    assert filled.store.trace("sent").digest == done.json()["digest"]
+    assert "path" not in done.json()
+    assert admin.get(where).status_code == 404
+
+
+def test_a_trace_whose_bytes_are_others_is_refused(filled: World, admin: TestClient) -> None:
+    begin = {"name": "sent", "size": 4, "sha256": "0" * 64}
+    where = f"/v1/traces/uploads/{admin.post('/v1/traces/uploads', json=begin).json()['id']}"
+    admin.patch(where, content=b"abcd", headers={"Upload-Offset": "0"})
+    assert "SHA-256" in detail(admin.post(where + "/finish"))
+    begin["sha256"] = hashlib.sha256(b"abcd").hexdigest()
+    where = f"/v1/traces/uploads/{admin.post('/v1/traces/uploads', json=begin).json()['id']}"
+    admin.patch(where, content=b"abcd", headers={"Upload-Offset": "0"})
+    refused = detail(admin.post(where + "/finish"))
+    assert str(filled.home) not in refused
+    piece = admin.patch(where, content=b"x" * (8 * 1024**2 + 1), headers={"Upload-Offset": "0"})
+    assert piece.status_code == 413
+    endless = admin.post("/v1/studies", content=b" " * (17 * 1024**2))
+    assert endless.status_code == 413
+
+
+def test_metrics_count_trials_by_state_and_reason_once(filled: World, admin: TestClient) -> None:
+    for _ in range(2):
+        told = admin.get("/metrics").text
+        assert 'tuner_trials_total{reason="",state="COMPLETE"} 2.0' in told
+        assert 'tuner_trials_total{reason="",state="RUNNING"} 1.0' in told
+        assert 'tuner_runs{state="FINISHED"} 1.0' in told
+        assert "tuner_orphan_trials 1.0" in told
+        assert 'tuner_hypervolume{node="n1",study="chat"}' in told
+        assert 'tuner_last_success_timestamp_seconds{node="n1"}' in told
+    assert 'tuner_http_requests_total{method="GET",route="/metrics",status="200"} 1.0' in told
+
+
+def test_the_schema_has_an_example_for_every_request_body(world: World) -> None:
+    schema = world.app.openapi()
+    for path, methods in schema["paths"].items():
+        for method, operation in methods.items():
+            content = operation.get("requestBody", {}).get("content", {}).get("application/json")
+            if content is None or not operation["requestBody"].get("required", False):
+                continue
+            name = content["schema"]["$ref"].rpartition("/")[2]
+            assert schema["components"]["schemas"][name].get("examples"), f"{method} {path}: {name}"
+
+
+def test_nodes_are_put_back_to_work_by_an_administrator(filled: World, admin: TestClient) -> None:
+    done = admin.put("/v1/nodes/n1/state", json={"state": "fault", "reason": "fan"})
+    assert done.json()["state"] == "fault"
+    assert filled.store.node("n1").state == "fault"
+    assert json.loads(admin.get("/v1/nodes/n1").text)["state"] == "fault"
+
+
+def test_nothing_of_this_hosts_paths_is_told(filled: World, admin: TestClient, tmp_path: Path) -> None:
+    for path in ("/v1/studies", "/v1/traces", "/v1/runs", "/v1/nodes"):
+        assert str(tmp_path) not in admin.get(path).text
