@@ -15,7 +15,7 @@ from tests.tuning.studies import TRACE, command, environment, tuner
 from tests.tuning.test_end_to_end import ours, run_of, store_of, wait_for
 from tuner.engine.server import serve
 from tuner.records import LaunchSpec, RunState, Trial, TrialState
-from tuner.tuning.run import propose
+from tuner.tuning.proposing import propose
 from tuner.tuning.study import VLLM_MODULE, load
 
 pytestmark = pytest.mark.vllm
@@ -40,7 +40,7 @@ engine:
   args: {load-format: dummy, skip-tokenizer-init: true, max-model-len: 1024}
   env: {VLLM_CPU_KVCACHE_SPACE: 1, HF_HUB_OFFLINE: 1}
 baseline: {max_num_seqs: 2}
-slices: [{start_s: 20, duration_s: 6}]
+slices: [{start_s: 20, duration_s: 4}]
 plan: quick
 slo: {ttft_ms: 2000, tpot_ms: 200}
 budget: {trials: 5}

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 
 from anyio import to_thread
 
-from tuner.fleet.schedule import ACTOR, Firing
+from tuner.fleet.schedule import ACTOR, CLOSING, Firing
 from tuner.records import Run, RunState
 from tuner.service.context import Service
 from tuner.service.runner import Order
@@ -33,8 +33,9 @@ def starter(here: Service) -> Callable[[Firing], Awaitable[Run | None]]:
         run = await to_thread.run_sync(begin, firing)
         try:
             return await _ended(here, run)
-        except asyncio.CancelledError:
-            await asyncio.shield(_stopped(here, run))
+        except asyncio.CancelledError as end:
+            if end.args == (CLOSING,):
+                await asyncio.shield(_stopped(here, run))
             raise
 
     return start

@@ -110,14 +110,20 @@ async def tune(
 def _register(bench: Bench) -> None:
     prepared, now = bench.prepared, bench.clock()
     bench.store.add_study(prepared.study)
-    meta = {**prepared.trace.meta, "requests": len(prepared.trace)}
-    bench.store.add_trace(
-        prepared.trace.digest, prepared.trace_path.stem, str(prepared.trace_path.resolve()), meta, now
-    )
+    _register_trace(bench.store, prepared, now)
     try:
         bench.store.node(prepared.node.name)
     except NotFound:
         bench.store.add_node(replace(prepared.node, host=socket.gethostname()))
+
+
+def _register_trace(store: Store, prepared: Prepared, now: datetime) -> None:
+    """A trace that is known keeps its name: a study may have asked for `latest:` of it."""
+    trace, path = prepared.trace, prepared.trace_path.resolve()
+    try:
+        store.trace(trace.digest)
+    except NotFound:
+        store.add_trace(trace.digest, path.stem, str(path), {**trace.meta, "requests": len(trace)}, now)
 
 
 class _Loop:
