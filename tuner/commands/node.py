@@ -187,15 +187,15 @@ def _outlive(store: "Store", node: str, holder: str) -> None:
     from tuner.errors import TunerError
     from tuner.fleet import handover, leases
 
-    while not leases.is_dead(holder):
-        if store.handover(node) is None:
-            return
-        time.sleep(WATCH_S)
-    say(f"{now():%Y-%m-%d %H:%M:%S} {holder} is gone")
-    for attempt in range(TRIES):
+    failures = 0
+    while failures < TRIES:
         try:
-            handover.recover(store, node, home=settings().home, clock=now, say=say)
-            return
+            if handover.drained_by(store, node) != holder:
+                return
+            if leases.is_dead(holder):
+                handover.recover(store, node, home=settings().home, clock=now, say=say)
         except TunerError as error:
-            say(str(error))
-            time.sleep(RETRY_S if attempt < TRIES - 1 else 0.0)
+            failures += 1
+            say(f"{now():%Y-%m-%d %H:%M:%S} {error}")
+            time.sleep(RETRY_S)
+        time.sleep(WATCH_S)

@@ -18,6 +18,7 @@ def serve(
     """Serve the API and the pages, and fire schedules. Runs go on when it is stopped."""
     import uvicorn
 
+    from tuner.fleet.handover import recover_all
     from tuner.service.app import create
     from tuner.service.logs import configure
     from tuner.service.runner import Controllers
@@ -30,6 +31,7 @@ def serve(
         where = LOOPBACK[0]
     elif not tokens:
         say("no token exists: whoever is on this host may do everything; 'tuner token create' ends that")
+    recover_all(store, home=ours.home, clock=now, say=say)
     configure()
     app = create(store, ours, clock=now, runner=Controllers(store, ours, now), loopback=where in LOOPBACK)
     say(f"http://{where}:{port}/v1 (OpenAPI: /v1/openapi.json)")

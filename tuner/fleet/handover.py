@@ -15,7 +15,7 @@ from pathlib import Path
 from tuner import processes
 from tuner.errors import Conflict, NotFound, TunerError, Unavailable
 from tuner.fleet.hooks import Hook, hooks, path_of
-from tuner.fleet.leases import LEASE_S, held, holder, release_dead
+from tuner.fleet.leases import LEASE_S, held, holder, is_dead, release_dead
 from tuner.fleet.signals import Deferred
 from tuner.history.store import Store
 from tuner.records import JSON, Launch, Node, RunState
@@ -49,6 +49,7 @@ def handed_over(
         known = store.add_node(node)
     if known.state == "fault":
         raise Conflict(faulty(node.name))
+    _wait_for_restorer(store, node.name, home, clock)
     place = _Place(store, node.name, home, clock, say)
     with (
         Deferred() as signals,
@@ -88,6 +89,21 @@ def recover_all(store: Store, *, home: Path, clock: Clock, say: Say = silent) ->
     return well
 
 
+def _wait_for_restorer(store: Store, node: str, home: Path, clock: Clock) -> None:
+    """Somebody who gives production back in place of a controller that died is soon done."""
+    deadline = time.monotonic() + budget_s(home, node) + READY_POLL_S
+    while (drainer := drained_by(store, node)) is not None and is_dead(drainer):
+        if time.monotonic() > deadline or not is_held(store, node, clock):
+            return
+        time.sleep(READY_POLL_S / 10)
+
+
+def drained_by(store: Store, node: str) -> str | None:
+    """Which controller took production off a node; None when nothing is to be undone there."""
+    journal = store.handover(node)
+    return str(journal.get("holder")) if isinstance(journal, dict) else None
+
+
 def is_held(store: Store, node: str, clock: Clock) -> bool:
     """Whether a living controller has a node."""
     release_dead(store, node, clock)
@@ -124,14 +140,15 @@ class _Place:
     def __init__(self, store: Store, node: str, home: Path, clock: Clock, say: Say) -> None:
         self._store, self._node, self._home, self._clock, self._say = store, node, home, clock, say
         self._drained: list[dict[str, JSON]] = []
+        self._drainer = holder()
 
     def drain(self, hooks: Sequence[Hook]) -> None:
         """Take production off, hook by hook; the journal of all of them is written first."""
         entries = [entry for hook in hooks if (entry := self._entry(hook)) is not None]
         if not entries:
             return
+        self._drainer, self._drained = holder(), entries
         self._write(entries)
-        self._drained = entries
         _watch(self._store, self._node, self._home)
         self._store.set_node_state(self._node, "draining")
         for entry in entries:
@@ -193,7 +210,7 @@ class _Place:
             return []
         if journal.get("host") != socket.gethostname():
             raise Conflict(f"production on node {self._node} was drained from host {journal.get('host')}")
-        entries = journal.get("hooks")
+        entries, self._drainer = journal.get("hooks"), str(journal.get("holder"))
         if self._store.node(self._node).state == "fault":
             raise Conflict(f"production is NOT restored: {faulty(self._node)}")
         return [each for each in entries if isinstance(each, dict)] if isinstance(entries, list) else []
@@ -201,7 +218,7 @@ class _Place:
     def _write(self, entries: Sequence[Mapping[str, JSON]]) -> None:
         journal: dict[str, JSON] = {
             "host": socket.gethostname(),
-            "holder": holder(),
+            "holder": self._drainer,
             "at": self._clock().isoformat(),
             "hooks": [dict(entry) for entry in entries],
         }

@@ -20,6 +20,7 @@ POLL_S = 20.0
 RESUMES = 3
 """How often a run that its process left unfinished is started again within one window."""
 ACTOR = "schedule"
+CLOSING = "the window closes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +50,9 @@ class Happening:
 
 StartRun = Callable[[Firing], Awaitable[Run | None]]
 """Runs a study to its end and returns the run, None when it never began; it hands the run's id to
-`store.scheduled_run` as soon as there is one. Raises TunerError. Cancelled when the window is about to close:
-it must then have stopped the engine, and given production back, before it returns."""
+`store.scheduled_run` as soon as there is one. Raises TunerError. Cancelled with the message CLOSING when the
+window is about to close: it must then have stopped the engine, and given production back, before it returns.
+Cancelled with another message when the loop itself ends."""
 
 
 async def loop(
@@ -230,7 +232,7 @@ class Keeper:
         if not task.done():
             if now < firing.window.end - timedelta(seconds=firing.terms.reserve_s / 2):
                 return
-            task.cancel()
+            task.cancel(CLOSING)
         await asyncio.gather(task, return_exceptions=True)
         del self._tasks[node]
         await self._report(_ending(firing, task, self._clock()))
