@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -258,16 +259,22 @@ while True:
 """
 
 
-def test_a_killed_capture_is_readable_up_to_the_last_second(tmp_path: Path) -> None:
-    file = tmp_path / "c.jsonl"
-    running = subprocess.Popen([sys.executable, "-c", KILLED, str(file)], stdout=subprocess.PIPE, text=True)
+def killed(code: str, place: Path, *, with_writer: bool) -> None:
+    """A recorder killed in the middle of its work, together with its writer or alone."""
+    command = [sys.executable, "-c", code, str(place)]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert running.stdout is not None
     for line in running.stdout:
         if int(line) >= 2000:
             break
-    running.send_signal(signal.SIGKILL)
+    (os.killpg if with_writer else os.kill)(running.pid, signal.SIGKILL)
     running.wait()
     running.stdout.close()
+
+
+def test_a_killed_capture_is_readable_up_to_the_last_second(tmp_path: Path) -> None:
+    file = tmp_path / "c.jsonl"
+    killed(KILLED, file, with_writer=True)
     whole = len(read_any(file))
     assert whole > 0
     with file.open("rb+") as cut:  # and cut anywhere in its last line
@@ -275,6 +282,19 @@ def test_a_killed_capture_is_readable_up_to_the_last_second(tmp_path: Path) -> N
     trace = read_any(file)
     assert whole - 1 <= len(trace) <= whole
     assert trace.meta["quality"]["cut_last_line"] == 1  # type: ignore[index,call-overload]
+
+
+def test_the_writer_finishes_what_a_killed_proxy_left(tmp_path: Path) -> None:
+    """It lives on until it has written all that it was given, and renames the file as closed."""
+    code = KILLED.replace("Sink(Path(sys.argv[1]))", "Sink(Path(sys.argv[1]), 'chat')")
+    assert code != KILLED
+    killed(code, tmp_path, with_writer=False)
+    deadline = time.monotonic() + 60
+    while not closed_files(tmp_path, "chat") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    (file,) = tmp_path.iterdir()
+    assert file.suffix == ".jsonl"
+    assert len(read_any(file)) >= 1900
 
 
 SERVED = """

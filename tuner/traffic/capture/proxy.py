@@ -8,8 +8,6 @@ import asyncio
 import json
 import ssl
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from time import monotonic_ns
 from typing import cast
 from urllib.parse import urlsplit
@@ -17,17 +15,14 @@ from urllib.parse import urlsplit
 import httptools
 
 from tuner.errors import BadInput
+from tuner.traffic.capture.behind import END, Behind, Headers, Request
 from tuner.traffic.capture.recorder import RECORDED, Exchange, Recorder
 
-Headers = list[tuple[bytes, bytes]]
 HOP = frozenset(
     {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer"}
     | {b"transfer-encoding", b"upgrade", b"host", b"content-length", b"expect", b"proxy-connection"}
 )
-CONNECTION = (b"connection", b"keep-alive", b"proxy-connection")
-MOST_HEAD_BYTES = 1 << 18
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-END = b"\r\n\r\n"
 
 
 class Proxy:
@@ -69,17 +64,6 @@ class Proxy:
         await asyncio.sleep(0)  # connection_lost of what was aborted
 
 
-@dataclass(slots=True, eq=False)
-class Request:
-    """One request of a client as it came; `head` is what goes to the upstream, ready to be sent."""
-
-    method: bytes
-    head: bytes = b""
-    body: list[bytes] = field(default_factory=list)
-    keep: bool = True
-    exchange: Exchange | None = None
-
-
 class Front(asyncio.Protocol):
     """A client's connection. Requests are served one after another, in order."""
 
@@ -91,6 +75,8 @@ class Front(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._waiting: deque[Request] = deque()
         self._connecting: asyncio.Task[None] | None = None
+        self._owed = 0
+        self._version = "1.1"
         self._last = False
         self._peer: str | None = None
         self._target = b""
@@ -104,6 +90,8 @@ class Front(asyncio.Protocol):
         self.proxy.fronts.add(self)
 
     def data_received(self, data: bytes) -> None:
+        if self._owed:
+            data = self._take_owed(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as error:  # nobody upgrades here: it goes on as HTTP/1.1
@@ -112,6 +100,15 @@ class Front(asyncio.Protocol):
                 self.data_received(rest)
         except httptools.HttpParserError:
             self.refuse(400, "this is not HTTP")
+
+    def _take_owed(self, data: bytes) -> bytes:
+        """The body of a request that offered an upgrade: the parser leaves it to us. The rest."""
+        body, rest = data[: self._owed], data[self._owed :]
+        self._owed -= len(body)
+        self._next.body.append(body)
+        if not self._owed:
+            self._whole()
+        return rest
 
     def on_message_begin(self) -> None:
         self._target, self._headers = b"", []
@@ -136,8 +133,19 @@ class Front(asyncio.Protocol):
         self._next.body.append(body)
 
     def on_message_complete(self) -> None:
+        self._version = self._parser.get_http_version()
+        if self._parser.should_upgrade() and not self._next.body:
+            told = dict(self._headers)
+            self._owed = int(told.get(b"content-length", b"0"))
+            if b"transfer-encoding" in told:
+                self.refuse(400, "an upgrade with a chunked body is not passed on")
+        if not self._owed:
+            self._whole()
+
+    def _whole(self) -> None:
+        """A request has come whole."""
         one = self._next
-        one.head = self._head(one, self._parser.get_http_version())
+        one.head = self._head(one, self._version)
         self._waiting.append(one)
         if self.request is None:
             self._serve()
@@ -179,7 +187,7 @@ class Front(asyncio.Protocol):
         proxy = self.proxy
         try:
             _, behind = await asyncio.get_running_loop().create_connection(
-                lambda: Behind(proxy), proxy.host, proxy.port, ssl=proxy.tls
+                lambda: Behind(proxy.free), proxy.host, proxy.port, ssl=proxy.tls
             )
         except OSError as error:
             self.refuse(502, f"the upstream cannot be reached: {error.strerror or error}")
@@ -259,134 +267,3 @@ class Front(asyncio.Protocol):
                 one.exchange.cut = True
             self._record(one, whole=False)
         self._waiting.clear()
-
-
-class Behind(asyncio.Protocol):
-    """A connection to the upstream, lent to one client's request at a time."""
-
-    def __init__(self, proxy: Proxy) -> None:
-        self.proxy = proxy
-        self.transport: asyncio.Transport
-        self.gone = False
-        self._used = False
-        self._front: Front | None = None
-        self._request = Request(b"")
-        self._head = b""
-        self._write: Callable[[bytes], None] | None = None
-        self._parser = httptools.HttpResponseParser(self)
-        self._headers: Headers = []
-        self._keep = self._framed = self._done = False
-        self.on_body: Callable[[bytes], None] = _nothing
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)
-
-    def send(self, front: Front, request: Request) -> None:
-        """Send a request; its answer goes to the client."""
-        front.behind, self._front, self._request = self, front, request
-        self._head, self._write, self._headers = b"", None, []
-        self._keep = self._framed = self._done = False
-        exchange = request.exchange
-        self.on_body = _nothing if exchange is None else exchange.passed
-        self._parser = httptools.HttpResponseParser(self)
-        self.transport.writelines([request.head, *request.body])
-
-    def data_received(self, data: bytes) -> None:
-        if self._write is not None:
-            self._write(data)  # first of all
-        elif (first := self._first(data)) is None:
-            return
-        else:
-            data = first
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError:
-            self.abort()
-            self._broken()
-            return
-        if self._done:
-            self._end()
-
-    def _first(self, data: bytes) -> bytes | None:
-        """The answer's head, once it is there, and what came with it; both are passed on."""
-        front = self._front
-        if front is None:
-            self.abort()  # it speaks unasked
-            return None
-        self._head += data
-        while (end := self._head.find(END)) >= 0 and self._head.startswith(b"HTTP/1.1 1"):
-            self._head = self._head[end + len(END) :]  # 1xx: between the upstream and us
-        if end < 0:
-            if len(self._head) > MOST_HEAD_BYTES:
-                self.abort()
-                self._broken()
-            return None
-        whole, self._head = self._head, b""
-        lines = whole[:end].split(b"\r\n")
-        kept = [line for line in lines if line.partition(b":")[0].lower() not in CONNECTION]
-        if not self._request.keep:
-            kept.append(b"connection: close")
-        front.transport.write(b"\r\n".join(kept) + whole[end:])
-        self._write = front.transport.write
-        return whole
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name.lower(), value))
-
-    def on_headers_complete(self) -> None:
-        self._keep = self._parser.should_keep_alive()  # told by the head alone; asked later it is False
-        names = {name for name, _ in self._headers}
-        self._framed = bool(names & {b"content-length", b"transfer-encoding"})
-        if self._request.exchange is not None:
-            self._request.exchange.answering(self._parser.get_status_code(), self._headers)
-        if self._request.method == b"HEAD":
-            self._done = True
-
-    def on_message_complete(self) -> None:
-        self._done = True
-
-    def _end(self) -> None:
-        front, self._front = self._front, None
-        self._used = True
-        if self._keep and not self.gone and not self.transport.is_closing():
-            self.transport.resume_reading()
-            self.proxy.free.append(self)
-        else:
-            self._request.keep = self._request.keep and self._framed
-            self.transport.close()
-        if front is not None:
-            front.answered(whole=True)
-
-    def _broken(self) -> None:
-        """The upstream broke off: pass that on; where it was a kept connection gone stale, try a new one."""
-        front, self._front = self._front, None
-        if front is None:
-            return
-        if self._write is not None:
-            front.answered(whole=False)
-        elif self._used and not self._head:
-            front.behind = None
-            front.connect(self._request)
-        else:
-            front.refuse(502, "the upstream broke off before its answer")
-
-    def abort(self) -> None:
-        """Cut at once."""
-        self.gone = True
-        self.transport.abort()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self.gone = True
-        if self in self.proxy.free:
-            self.proxy.free.remove(self)
-        if self._front is None:
-            return
-        if self._write is not None and not self._framed and error is None:
-            self._request.keep = False  # an answer without a length ends like this
-            self._end()
-        else:
-            self._broken()
-
-
-def _nothing(body: bytes) -> None:
-    pass

@@ -15,6 +15,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -53,6 +54,7 @@ class _File:
     lines: list[bytes] = field(default_factory=list)
     waiting: int = 0
     until: float = 0.0
+    closed: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +68,10 @@ class _Open:
 
 
 class Writer:
-    """Turns begins and ends into lines. `now` is the time of day, which names and rotates files."""
+    """Turns begins and ends into lines. `now` is the time of day, which names and rotates files.
+
+    `retired` are rotated files that still wait for answers.
+    """
 
     def __init__(
         self,
@@ -80,7 +85,7 @@ class Writer:
         self._tokenizer, self._raw, self._now = tokenizer, raw, now
         self._prints = Fingerprints()
         self._open: dict[int, _Open] = {}
-        self._retired: list[_File] = []
+        self.retired: list[_File] = []
         self._told_dropped = 0
         self._file = self._begin(sink)
 
@@ -104,11 +109,11 @@ class Writer:
         if self.counts.dropped != self._told_dropped:
             self._told_dropped = self.counts.dropped
             self._file.lines.append(_line({"dropped": self.counts.dropped}))
-        for file in (*self._retired, self._file):
+        for file in (*self.retired, self._file):
             self._write(file)
         now = time.monotonic()
-        for file in [one for one in self._retired if not one.waiting or now > one.until]:
-            self._retired.remove(file)
+        for file in [one for one in self.retired if not one.waiting or now > one.until]:
+            self.retired.remove(file)
             _close(file)
         if self._file.sink.due(self._now()):
             try:
@@ -117,13 +122,13 @@ class Writer:
                 _complain(error)
                 return
             self._file.until = now + RETIRE_S
-            self._retired.append(self._file)
+            self.retired.append(self._file)
             self._file = fresh
 
     def close(self) -> None:
         """Write everything, close the files, destroy the key."""
         self.flush()
-        for file in (*self._retired, self._file):
+        for file in (*self.retired, self._file):
             _close(file)
         self._prints.destroy()
 
@@ -191,6 +196,9 @@ class Writer:
         if began is None:
             return
         began.file.waiting -= 1
+        if began.file.closed:
+            self.counts.unwritten += 1
+            return
         data = _unpacked(data) if packed else data
         answer = answered(data, content_type)
         if began.file.raw is not None:
@@ -233,6 +241,7 @@ class Writer:
 
 
 def _close(file: _File) -> None:
+    file.closed = True
     file.sink.close()
     if file.raw is not None:
         file.raw.close()
@@ -305,7 +314,8 @@ def main() -> None:
             writer.flush()
             flushed = time.monotonic()
     writer.close()
-    print(json.dumps(asdict(writer.counts)), flush=True)
+    with suppress(BrokenPipeError):  # nobody may be left to hear it
+        os.write(sys.stdout.fileno(), _line(asdict(writer.counts)))
 
 
 if __name__ == "__main__":

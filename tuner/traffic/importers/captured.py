@@ -70,7 +70,8 @@ def _rows(records: Iterator[Record], draft: Draft) -> list[tuple[Row, int]]:
                 rows.append(_row(began, record, draft))
         else:
             draft.quality["lines_not_understood"] += 1
-    draft.quality["unfinished_when_cut"] += len(waiting)
+    if waiting:
+        draft.quality["unfinished_when_cut"] += len(waiting)
     return rows + [_row(left, None, draft) for left in waiting.values()]
 
 

@@ -1,0 +1,174 @@
+"""The proxy's side to the upstream: one connection, lent to one request at a time."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol, cast
+
+import httptools
+
+from tuner.traffic.capture.recorder import Exchange
+
+Headers = list[tuple[bytes, bytes]]
+CONNECTION = (b"connection", b"keep-alive", b"proxy-connection")
+MOST_HEAD_BYTES = 1 << 18
+END = b"\r\n\r\n"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request of a client as it came; `head` is what goes to the upstream, ready to be sent."""
+
+    method: bytes
+    head: bytes = b""
+    body: list[bytes] = field(default_factory=list)
+    keep: bool = True
+    exchange: Exchange | None = None
+
+
+class Client(Protocol):
+    """Who waits for an answer."""
+
+    transport: asyncio.Transport
+    behind: "Behind | None"
+
+    def answered(self, whole: bool) -> None:
+        """The answer has ended, `whole` or broken off."""
+
+    def refuse(self, status: int, sentence: str) -> None:
+        """There will be no answer."""
+
+    def connect(self, request: Request) -> None:
+        """The connection was stale: send the request over a new one."""
+
+
+class Behind(asyncio.Protocol):
+    """A connection to the upstream, lent to one client's request at a time."""
+
+    def __init__(self, free: "list[Behind]") -> None:
+        """`free` is where it waits for the next request."""
+        self._free = free
+        self.transport: asyncio.Transport
+        self.gone = False
+        self._used = False
+        self._front: Client | None = None
+        self._request = Request(b"")
+        self._head = b""
+        self._write: Callable[[bytes], None] | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._headers: Headers = []
+        self._keep = self._framed = self._done = False
+        self.on_body: Callable[[bytes], None] = _nothing
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+
+    def send(self, front: Client, request: Request) -> None:
+        """Send a request; its answer goes to the client."""
+        front.behind, self._front, self._request = self, front, request
+        self._head, self._write, self._headers = b"", None, []
+        self._keep = self._framed = self._done = False
+        exchange = request.exchange
+        self.on_body = _nothing if exchange is None else exchange.passed
+        self._parser = httptools.HttpResponseParser(self)
+        self.transport.writelines([request.head, *request.body])
+
+    def data_received(self, data: bytes) -> None:
+        if self._write is not None:
+            self._write(data)  # first of all
+        elif (first := self._first(data)) is None:
+            return
+        else:
+            data = first
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.abort()
+            self._broken()
+            return
+        if self._done:
+            self._end()
+
+    def _first(self, data: bytes) -> bytes | None:
+        """The answer's head, once it is there, and what came with it; both are passed on."""
+        front = self._front
+        if front is None:
+            self.abort()  # it speaks unasked
+            return None
+        self._head += data
+        while (end := self._head.find(END)) >= 0 and self._head.startswith(b"HTTP/1.1 1"):
+            self._head = self._head[end + len(END) :]  # 1xx: between the upstream and us
+        if end < 0:
+            if len(self._head) > MOST_HEAD_BYTES:
+                self.abort()
+                self._broken()
+            return None
+        whole, self._head = self._head, b""
+        lines = whole[:end].split(b"\r\n")
+        kept = [line for line in lines if line.partition(b":")[0].lower() not in CONNECTION]
+        if not self._request.keep:
+            kept.append(b"connection: close")
+        front.transport.write(b"\r\n".join(kept) + whole[end:])
+        self._write = front.transport.write
+        return whole
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        self._keep = self._parser.should_keep_alive()  # told by the head alone; asked later it is False
+        names = {name for name, _ in self._headers}
+        self._framed = bool(names & {b"content-length", b"transfer-encoding"})
+        if self._request.exchange is not None:
+            self._request.exchange.answering(self._parser.get_status_code(), self._headers)
+        if self._request.method == b"HEAD":
+            self._done = True
+
+    def on_message_complete(self) -> None:
+        self._done = True
+
+    def _end(self) -> None:
+        front, self._front = self._front, None
+        self._used = True
+        if self._keep and not self.gone and not self.transport.is_closing():
+            self.transport.resume_reading()
+            self._free.append(self)
+        else:
+            self._request.keep = self._request.keep and self._framed
+            self.transport.close()
+        if front is not None:
+            front.answered(whole=True)
+
+    def _broken(self) -> None:
+        """The upstream broke off: pass that on; where it was a kept connection gone stale, try a new one."""
+        front, self._front = self._front, None
+        if front is None:
+            return
+        if self._write is not None:
+            front.answered(whole=False)
+        elif self._used and not self._head:
+            front.behind = None
+            front.connect(self._request)
+        else:
+            front.refuse(502, "the upstream broke off before its answer")
+
+    def abort(self) -> None:
+        """Cut at once."""
+        self.gone = True
+        self.transport.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.gone = True
+        if self in self._free:
+            self._free.remove(self)
+        if self._front is None:
+            return
+        if self._write is not None and not self._framed and error is None:
+            self._request.keep = False  # an answer without a length ends like this
+            self._end()
+        else:
+            self._broken()
+
+
+def _nothing(body: bytes) -> None:
+    pass
