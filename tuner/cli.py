@@ -15,6 +15,7 @@ from tuner.commands import (
     history,
     knobs,
     node,
+    predict,
     profile,
     report,
     run,
@@ -36,6 +37,7 @@ app = typer.Typer(
 )
 app.command("demo")(demo.demo)
 app.command("tune")(tune.tune)
+app.command("predict")(predict.predict)
 app.command("front")(front.front)
 app.command("capture")(capture.capture)
 app.command("report")(report.report)

@@ -16,7 +16,7 @@ from tuner import processes
 from tuner.history.store import Store
 from tuner.records import Run, RunState, Trial, TrialState
 from tuner.replay import outcomes
-from tuner.tuning.run import propose
+from tuner.tuning.proposing import RELAUNCHED, propose
 from tuner.tuning.study import load
 
 
@@ -67,7 +67,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _is_serving(home: Path, number: int) -> bool:
     if not (home / "tuner.db").exists():
         return False
-    logs = list(home.glob(f"trials/*/{number:04d}-0/engine.log"))
+    logs = list(home.glob(f"trials/*/{number:04d}-*/engine.log"))
     return bool(logs) and "/v1/completions" in logs[0].read_text()
 
 
@@ -102,21 +102,44 @@ def test_history_alone_gives_every_candidate_again(killed: Path) -> None:
     prepared = load(killed / "study.yaml", store=store, now=datetime.now(UTC))
     trials = trials_of(killed)
     assert prepared.study.id == trials[0].study_id
-    for trial in trials:
+    for trial in (t for t in trials if t.origin != RELAUNCHED):
         found = propose(prepared, [t for t in trials if t.number < trial.number])
         assert found is not None
         assert (found.candidate, found.seed, found.origin) == (trial.candidate, trial.seed, trial.origin)
 
 
 def test_every_complete_trial_has_numbers_and_outcomes(killed: Path) -> None:
-    complete = [t for t in trials_of(killed) if t.state is TrialState.COMPLETE]
-    assert len(complete) == 4
+    measured = [t for t in trials_of(killed) if t.state in (TrialState.COMPLETE, TrialState.PRUNED)]
+    assert len({t.number for t in measured if t.origin != RELAUNCHED}) == 4
+    complete = [t for t in measured if t.state is TrialState.COMPLETE]
+    assert complete
     for trial in complete:
         assert trial.measurement is not None
         part = trial.measurement.slices[0]
         assert part.outcomes_file is not None
         assert len(outcomes.read(part.outcomes_file)) == trial.measurement.values["requests"]
         assert trial.measurement.values["ttft_p95_ms"] > 0
+
+
+def test_one_engine_screened_several_candidates(killed: Path) -> None:
+    trials = trials_of(killed)
+    screened = [t for t in trials if t.screened]
+    launches = {t.measurement.launch_id for t in screened if t.measurement}
+    assert len(screened) >= 3
+    assert len(launches) < len(screened)
+    for trial in screened:
+        for name in trial.candidate:
+            assert trial.effective[name] == trial.candidate[name]
+    assert run_of(killed).summary["live_limits"] == "used"
+
+
+def test_the_front_and_the_finalists_were_relaunched(killed: Path) -> None:
+    trials = {t.number: t for t in trials_of(killed)}
+    front = answer(killed, "front", "tiny", "--json")["front"]
+    assert isinstance(front, list)
+    numbers = [*(row["number"] for row in front), *run_of(killed).summary["finalists"]]  # type: ignore[misc]
+    assert numbers
+    assert not any(trials[number].screened for number in numbers)
 
 
 def test_every_launch_is_closed(killed: Path) -> None:

@@ -15,7 +15,7 @@ from tests.tuning.studies import TRACE, command, environment, tuner
 from tests.tuning.test_end_to_end import ours, run_of, store_of, wait_for
 from tuner.engine.server import serve
 from tuner.records import LaunchSpec, RunState, Trial, TrialState
-from tuner.tuning.run import propose
+from tuner.tuning.proposing import propose
 from tuner.tuning.study import VLLM_MODULE, load
 
 pytestmark = pytest.mark.vllm
@@ -43,6 +43,7 @@ baseline: {max_num_seqs: 2}
 slices: [{start_s: 20, duration_s: 4}]
 plan: quick
 slo: {ttft_ms: 2000, tpot_ms: 200}
+live_limits: off
 budget: {trials: 5}
 """
 WORDS = ("--check-rules", "--all-trials")

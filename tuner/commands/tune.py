@@ -73,7 +73,7 @@ def tune(
                   rules=not check_rules, as_json=as_json)
         )  # fmt: skip
         return
-    prepared = _prepared(study, check_rules=check_rules)
+    prepared = prepared_study(study, check_rules=check_rules)
     if dry_run:
         print_commands(prepared, as_json=as_json)
         return
@@ -118,7 +118,8 @@ def on_its_node(
     return run
 
 
-def _prepared(path: Path, *, check_rules: bool = False) -> "Prepared":
+def prepared_study(path: Path, *, check_rules: bool = False) -> "Prepared":
+    """A study file, checked, with what the history says of it."""
     from dataclasses import replace
 
     from tuner.errors import NotFound
@@ -204,10 +205,10 @@ def interruptible(work: "Coroutine[Any, Any, T]", tell: "Tell") -> T:
 def print_commands(prepared: "Prepared", *, as_json: bool = False) -> None:
     """The command line of the baseline and of the next candidate, as they would be launched."""
     from tuner.engine.server import arguments
-    from tuner.tuning.run import propose
+    from tuner.tuning.proposing import propose
     from tuner.tuning.trial import Cores, launch_spec
 
-    found = propose(prepared, _told(prepared))
+    found = propose(prepared, trials_so_far(prepared))
     following = {"baseline": prepared.baseline}
     if found is not None and found.origin != "baseline":
         following["next"] = found.candidate
@@ -224,7 +225,7 @@ def print_commands(prepared: "Prepared", *, as_json: bool = False) -> None:
         say(f"not turned: {name}: {reason}")
 
 
-def _told(prepared: "Prepared") -> "Sequence[Trial]":
+def trials_so_far(prepared: "Prepared") -> "Sequence[Trial]":
     """The study's trials so far; none where there is no history."""
     from tuner.errors import NotFound
 

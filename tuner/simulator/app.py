@@ -17,8 +17,10 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from tuner.engine.live_limits import VARIABLE
 from tuner.errors import TunerError
 from tuner.knobs.model import ModelFacts, read
+from tuner.simulator import live
 from tuner.simulator.completions import Completion, Rejected, read_order
 from tuner.simulator.cost import GIB, Card, Coefficients, StepCost, card_of, preset
 from tuner.simulator.engine import Engine, Pace
@@ -275,10 +277,14 @@ async def serve(
         pass
     log("EngineCore", "init engine (profile, create kv cache, warmup model) took 0.00 s")
     listener = await loop.create_server(lambda: Connection(server.handle), sock=bound, backlog=4096)
+    limits = env.get(VARIABLE) if "scheduler_cls" in options.given else None
+    changing = await live.serve(engine.scheduler, limits) if limits else None
     log("APIServer", f"Starting vLLM server on http://{options.host}:{options.port}")
     print("INFO:     Application startup complete.", flush=True)
     await stop.wait()
     listener.close()
+    if changing is not None:
+        changing.close()
     log("APIServer", "[shutdown] API server: shutdown triggered")
     return 0
 

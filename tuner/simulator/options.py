@@ -13,6 +13,8 @@ from tuner.simulator.state import Limits
 
 PROG = "api_server.py"
 VERSION = "0.32.0"
+LIVE_LIMITS = "live_limits.LiveLimits"
+"""The one `--scheduler-cls` that is known here (see `live`)."""
 
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -112,6 +114,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("model_tag", nargs="?", default=None)
     made.add_argument("--served-model-name", nargs="+", default=None)
     made.add_argument("--disable-log-stats", action="store_true")
+    made.add_argument("--scheduler-cls", choices=[LIVE_LIMITS], default=None)
     made.add_argument("--cudagraph-capture-sizes", nargs="+", type=int, default=None)
     for flag, (kind, default) in _VALUES.items():
         made.add_argument(flag, type=kind, default=default)  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tuner.errors import Aborted, BadInput, Infeasible, NotFound
+from tuner.errors import Aborted, BadInput, Infeasible
 from tuner.knobs.arguments import compile_candidate
 from tuner.profiles import registry
 from tuner.records import JSON, Measurement, Outcome, Profile, Run, Trial, TrialState
@@ -14,6 +14,7 @@ from tuner.replay.plan import Plan
 from tuner.search import pareto
 from tuner.search.compare import Comparison, compare
 from tuner.tuning.events import Event
+from tuner.tuning.proposing import RELAUNCHED, policy, winner
 from tuner.tuning.study import masked
 from tuner.tuning.trial import ABORTED_RETRIES, Bench, Pass, launch
 from tuner.tuning.verdict import Verdict, judge
@@ -48,39 +49,36 @@ async def confirm(bench: Bench, run: Run) -> Confirmation:
     What an interrupted confirmation of the same run measured already is used again.
     """
     trials = bench.store.trials(bench.prepared.study.id)
-    finalists = _finalists(bench, trials)
-    if not finalists:
+    chosen = finalists(bench, trials)
+    if not chosen:
         _today(bench, run)
         return Confirmation(summary={"verdict": "no verdict", "sentence": _nothing(trials)}, profile=None)
     base = next((t for t in trials if t.is_baseline and t.state is TrialState.COMPLETE), None)
-    entrants = [*([base] if base else []), *finalists]
+    entrants = [*([base] if base else []), *chosen]
     dropped: dict[int, str] = {}
     for repeat in range(1, bench.prepared.plan.repeats + 1):
         for trial in entrants if repeat % 2 else reversed(entrants):
             if trial.number not in dropped and not _has(bench, run, trial.id, repeat):
                 await _again(bench, trial, repeat, dropped)
     measured = {t.number: _fresh(bench, run, t.id) for t in entrants if t.number not in dropped}
-    return _conclude(bench, run, base, [t for t in finalists if t.number not in dropped], measured, dropped)
+    return _conclude(bench, run, base, [t for t in chosen if t.number not in dropped], measured, dropped)
 
 
-def _finalists(bench: Bench, trials: Sequence[Trial]) -> list[Trial]:
-    """The policy's choice, then its choice without that one: the baseline is not among them."""
-    study = bench.prepared.study
+def finalists(bench: Bench, trials: Sequence[Trial]) -> list[Trial]:
+    """The policy's choice, then its choice without that one: the baseline is not among them. Screened trials
+    are, until they were relaunched or relaunches enough were made.
+    """
     left, found = [t for t in trials if not t.is_baseline], list[Trial]()
-    while len(found) < finalists_of(bench.prepared.plan):
-        try:
-            best = pareto.choose(left, policy(bench), study.slo, study.objectives)
-        except NotFound:
+    count = finalists_of(bench.prepared.plan)
+    if sum(t.origin == RELAUNCHED and t.state is not TrialState.ABORTED for t in trials) > count:
+        left = [t for t in left if not t.screened]
+    while len(found) < count:
+        best = winner(bench.prepared, left)
+        if best is None:
             break
         found.append(best)
-        left = [t for t in left if t.number != best.number]
+        left = [t for t in left if t.candidate != best.candidate]
     return found
-
-
-def policy(bench: Bench) -> pareto.Policy:
-    """The study's winner policy as the search takes it."""
-    winner = bench.prepared.file.winner
-    return winner if isinstance(winner, str) else {"weights": dict(winner.weights)}
 
 
 def _nothing(trials: Sequence[Trial]) -> str:
@@ -128,25 +126,23 @@ def _conclude(
     bench: Bench,
     run: Run,
     base: Trial | None,
-    finalists: Sequence[Trial],
+    entered: Sequence[Trial],
     measured: Mapping[int, Sequence[Measurement]],
     dropped: Mapping[int, str],
 ) -> Confirmation:
-    if not finalists:
+    if not entered:
         sentence = "Every finalist failed when it was measured again: " + "; ".join(dropped.values()) + "."
         return Confirmation(summary={"verdict": "no verdict", "sentence": sentence}, profile=None)
     study = bench.prepared.study
-    entrants = [*([base] if base and base.number in measured else []), *finalists]
+    entrants = [*([base] if base and base.number in measured else []), *entered]
     again = [_remeasured(t, measured[t.number]) for t in entrants]
-    chosen = pareto.choose(again, policy(bench), study.slo, study.objectives)
+    chosen = pareto.choose(again, policy(bench.prepared), study.slo, study.objectives)
     compared = [
         (trial.number, where, comparison)
-        for trial in finalists
+        for trial in entered
         if base and base.number in measured
         for where in WHERE
-        for comparison in _compare(
-            bench, measured[base.number], measured[trial.number], where, len(finalists)
-        )
+        for comparison in _compare(bench, measured[base.number], measured[trial.number], where, len(entered))
     ]
     verdict = judge(chosen, base, compared, study.slo, demonstration=bench.prepared.plan.demonstration)
     profiles = _publish(bench, run, chosen, verdict)
@@ -156,7 +152,7 @@ def _conclude(
         "sentence": verdict.sentence,
         "winner": chosen.number if verdict.wins else None,
         "baseline": base.number if base else None,
-        "finalists": [t.number for t in finalists],
+        "finalists": [t.number for t in entered],
         "dropped": {str(number): reason for number, reason in dropped.items()},
         "comparisons": [row(*each) for each in compared],
         "demonstration": bench.prepared.plan.demonstration,
@@ -170,7 +166,7 @@ def _remeasured(trial: Trial, measured: Sequence[Measurement]) -> Trial:
     rows = [m.values for m in measured if m.purpose == "confirm"]
     names = set.intersection(*(set(r) for r in rows))
     values = {name: statistics.median(r[name] for r in rows) for name in sorted(names)}
-    return replace(trial, measurements=(Measurement(values=values),))
+    return replace(trial, screened=False, measurements=(Measurement(values=values),))
 
 
 def _compare(

@@ -1,27 +1,49 @@
 """The loop: clear up, suggest, measure, until a reason to stop; then finalists meet the baseline again."""
 
 import asyncio
+import math
 import os
 import socket
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
+from statistics import median
 from typing import Any, TypeVar
 
+from tuner.engine.failures import NODE_FAULTS
+from tuner.engine.gpu import Gpus
 from tuner.errors import Aborted, NotFound, StudyFailed
 from tuner.history.store import Store
-from tuner.records import JSON, Candidate, Run, RunState, Trial, TrialState
-from tuner.search.stopping import reason_to_stop
-from tuner.search.suggest import Predictor, Suggestion, suggest
-from tuner.tuning.confirm import Confirmation, confirm, launches_of
+from tuner.records import JSON, Candidate, Run, RunState, Study, Trial, TrialState
+from tuner.search.order import drifted
+from tuner.search.stopping import noise_of, reason_to_stop
+from tuner.tuning.attempt import How, perform
+from tuner.tuning.confirm import Confirmation, confirm, finalists, launches_of
 from tuner.tuning.events import Event, Tell, silent
+from tuner.tuning.judging import judge_of
+from tuner.tuning.knowledge import LAUNCH_S, Knowledge, defaults_of, fronts_of, replay_s
+from tuner.tuning.live import Live
+from tuner.tuning.proposing import NO_HELP, RELAUNCHED, Help, next_number, propose
 from tuner.tuning.reconcile import locked, reconcile
 from tuner.tuning.study import Clock, Prepared
-from tuner.tuning.trial import ABORTED_RETRIES, Bench, Work, perform
+from tuner.tuning.trial import ABORTED_RETRIES, Bench, Work
+
+__all__ = ["NO_HELP", "Cut", "Help", "Limits", "summary_of", "tune"]
 
 WATCH_S = 1.0
 """How often a request to cancel, or the end of the window, is looked for during a trial."""
+
+CONFIRMING = 0.7
+"""Share of a run's window that its confirmation may take; where it would take more the run only searches."""
+
+UNCONFIRMED = Confirmation(
+    summary={
+        "verdict": "not confirmed",
+        "sentence": "The window is too short to measure finalists again; a longer run of this study does it.",
+    },
+    profile=None,
+)
 
 T = TypeVar("T")
 
@@ -33,37 +55,6 @@ class Limits:
     trials: int | None = None
     deadline: datetime | None = None
     early: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Help:
-    """What others know: seeds (origin, candidate) that are tried first, and a predictor's proposals."""
-
-    seeds: Sequence[tuple[str, Candidate]] = ()
-    predictor: Predictor | None = None
-
-
-NO_HELP = Help()
-
-
-def propose(prepared: Prepared, trials: Sequence[Trial], help: Help = NO_HELP) -> Suggestion | None:
-    """What the search proposes after these trials; a function of them alone."""
-    return suggest(
-        prepared.space,
-        trials,
-        seed=prepared.study.seed,
-        number=next_number(trials),
-        objectives=prepared.study.objectives,
-        baseline=prepared.baseline,
-        known=prepared.known,
-        seeds=help.seeds,
-        predictor=help.predictor,
-    )
-
-
-def next_number(trials: Sequence[Trial]) -> int:
-    """The number after the last one."""
-    return max((t.number for t in trials), default=-1) + 1
 
 
 class Cut(Exception):
@@ -91,9 +82,12 @@ async def tune(
     StudyFailed when no candidate can work. Cancelling the task stops the engine, closes the row as ABORTED
     and leaves the run to be resumed.
     """
-    bench = Bench(prepared=prepared, store=store, home=home, clock=clock, tell=tell, work=work)
+    bench = Bench(
+        prepared=prepared, store=store, home=home, clock=clock, tell=tell, work=work,
+        gpus=gpus_of(prepared) if work is None else Gpus(nvml=None),
+    )  # fmt: skip
     with locked(home, prepared.study.id):
-        _register(bench)
+        study = _register(bench)
         for trial in reconcile(store, home, held=prepared.study.id, clock=clock):
             tell(Event(kind="note", text=f"trial {trial.number} was interrupted: aborted", trial=trial))
         run = store.open_run(
@@ -104,17 +98,26 @@ async def tune(
             pid=os.getpid(),
             host=socket.gethostname(),
         )
-        return await _Loop(bench, run, limits, help).to_the_end()
+        knowledge = Knowledge(prepared=prepared, fronts=fronts_of(store, study, prepared))
+        return await _Loop(bench, run, limits, help, knowledge).to_the_end()
 
 
-def _register(bench: Bench) -> None:
+def gpus_of(prepared: Prepared) -> Gpus:
+    """The GPUs that this host's engines run on; none where the engine is simulated or runs on the CPU."""
+    if prepared.facts.kind != "vllm" or prepared.facts.platform == "cpu":
+        return Gpus(nvml=None)
+    return Gpus.open(prepared.file.engine.env)
+
+
+def _register(bench: Bench) -> Study:
     prepared, now = bench.prepared, bench.clock()
-    bench.store.add_study(prepared.study)
+    study = bench.store.add_study(prepared.study)
     _register_trace(bench.store, prepared, now)
     try:
         bench.store.node(prepared.node.name)
     except NotFound:
         bench.store.add_node(replace(prepared.node, host=socket.gethostname()))
+    return study
 
 
 def _register_trace(store: Store, prepared: Prepared, now: datetime) -> None:
@@ -127,18 +130,27 @@ def _register_trace(store: Store, prepared: Prepared, now: datetime) -> None:
 
 
 class _Loop:
-    """One run. Holds no state that the store does not: each step reads the history anew."""
+    """One run. Holds no state that the store does not, but for the running engine and what is worked out from
+    history: each step reads it anew.
+    """
 
-    def __init__(self, bench: Bench, run: Run, limits: Limits, help: Help) -> None:
+    def __init__(self, bench: Bench, run: Run, limits: Limits, help: Help, knowledge: Knowledge) -> None:
         self._bench, self._run, self._limits, self._help = bench, run, limits, help
+        self._knowledge = knowledge
+        self._live = Live(bench)
 
     async def to_the_end(self) -> Run:
         """Search and confirm; the run's row tells how it ended, unless it is to be resumed."""
         self._tell("run", f"run {self._run.id} of study {self._bench.prepared.study.name}")
         try:
-            reason = await self._search()
+            try:
+                reason = await self._search()
+            finally:
+                await self._live.close()
             self._tell("note", f"the search ends: {reason}")
-            confirmation = await self._guarded(confirm(self._bench, self._run))
+            confirmation = UNCONFIRMED
+            if self._may_confirm():
+                confirmation = await self._guarded(confirm(self._bench, self._run))
             return self._end(RunState.FINISHED, reason, confirmation)
         except Cut as cut:
             return self._end(cut.state, str(cut), None)
@@ -151,6 +163,7 @@ class _Loop:
 
     def _end(self, state: RunState, reason: str, confirmation: Confirmation | None) -> Run:
         summary: dict[str, JSON] = dict(confirmation.summary) if confirmation else {}
+        summary |= summary_of(self._bench.prepared, self._trials(), self._knowledge, self._live)
         run = replace(
             self._run, state=state, reason=reason, summary=summary, ended_at=self._bench.clock(), pid=None
         )
@@ -163,16 +176,42 @@ class _Loop:
             if (cut := self._cut()) is not None:
                 raise cut
             trials = self._trials()
-            if (reason := self._reason(trials)) is not None:
-                return reason
-            trial = self._next(trials)
+            reason = self._reason(trials)
+            trial = await self._next(trials) if reason is None else self._relaunch(trials)
             if trial is None:
-                return "nothing is left that is new and may work"
+                return reason or "nothing is left that is new and may work"
             self._tell("started", trial.origin, trial)
             earlier = [t for t in trials if t.number == trial.number]
-            done = await self._guarded(perform(self._bench, trial, earlier))
+            done = await self._guarded(perform(self._bench, trial, earlier, self._how(trial, trials)))
             self._tell("finished", done.reason or "", done)
             self._check_world([*earlier, done])
+
+    def _how(self, trial: Trial, trials: Sequence[Trial]) -> How:
+        """Baseline, relaunches and second tries get an engine of their own; everything else is screened."""
+        prepared = self._bench.prepared
+        own = {"stopped", "controller", "gate", "disk"}
+        alone = any(t.cause not in own for t in trials if t.number == trial.number)
+        if trial.is_baseline:
+            first = not any(t.is_baseline and t.state is TrialState.COMPLETE for t in trials)
+            return How(repeats=2 if first and not prepared.plan.demonstration else 1)
+        if trial.origin == RELAUNCHED or alone or not self._live.possible:
+            judge = None if trial.origin == RELAUNCHED else judge_of(prepared, trials, screened=False)
+            return How(judge=judge)
+        judge = judge_of(prepared, trials, screened=True)
+        return How(live=self._live, defaults=defaults_of(trials), judge=judge)
+
+    def _relaunch(self, trials: Sequence[Trial]) -> Trial | None:
+        """At the end of a search: finalists that were only screened are measured in engines of their own."""
+        last = max(trials, key=lambda t: (t.number, t.attempt), default=None)
+        if last is not None and last.state is TrialState.ABORTED and last.origin == RELAUNCHED:
+            return self._start(last.number, last.attempt + 1, last.candidate, last.seed, last.origin)
+        end = self._limits.deadline
+        if end is not None and self._bench.clock() + timedelta(seconds=self._confirm_s()) >= end:
+            return None
+        chosen = next((t for t in finalists(self._bench, trials) if t.screened), None)
+        if chosen is None:
+            return None
+        return self._start(next_number(trials), 0, chosen.candidate, chosen.seed, RELAUNCHED)
 
     def _trials(self) -> tuple[Trial, ...]:
         return self._bench.store.trials(self._bench.prepared.study.id)
@@ -188,6 +227,7 @@ class _Loop:
             now=self._bench.clock(),
             deadline=self._limits.deadline,
             needed_s=self._needed_s(trials),
+            noise=_noise(trials, self._bench.prepared.study.objectives),
         )
 
     def _is_over(self) -> bool:
@@ -199,22 +239,34 @@ class _Loop:
         )
 
     def _needed_s(self, trials: Sequence[Trial]) -> float:
-        """Another trial and the confirmation, by the mean of the trials that completed."""
-        spans = [
-            (t.ended_at - t.started_at).total_seconds()
-            for t in trials
-            if t.ended_at and t.state is TrialState.COMPLETE
-        ]
-        return sum(spans) / len(spans) * (1 + launches_of(self._bench.prepared.plan)) if spans else 0.0
+        """Another trial, and the confirmation where the window has room for one at all."""
+        spans = [_span(t) for t in trials if t.state is TrialState.COMPLETE]
+        if not spans:
+            return 0.0
+        return sum(spans) / len(spans) + (self._confirm_s() if self._may_confirm() else 0.0)
 
-    def _next(self, trials: Sequence[Trial]) -> Trial | None:
+    def _confirm_s(self) -> float:
+        """The relaunch of a finalist and the confirmation, by how long engines took to be ready."""
+        ready = [t for each in self._bench.launches() if (t := each.timeline.get("ready_s")) is not None]
+        each_s = replay_s(self._bench.prepared) + (median(ready) if ready else LAUNCH_S)
+        return each_s * (1 + launches_of(self._bench.prepared.plan))
+
+    def _may_confirm(self) -> bool:
+        """Whether a confirmation fits into this run's window and leaves room to search; if not, a longer run
+        of the same study confirms.
+        """
+        end = self._limits.deadline
+        window = math.inf if end is None else (end - self._run.started_at).total_seconds()
+        return self._confirm_s() <= CONFIRMING * window
+
+    async def _next(self, trials: Sequence[Trial]) -> Trial | None:
         """The row of the next attempt: an aborted number again, or a new suggestion."""
         prepared = self._bench.prepared
         last = max(trials, key=lambda t: (t.number, t.attempt), default=None)
         if last is not None and last.state is TrialState.ABORTED:
             return self._start(last.number, last.attempt + 1, last.candidate, last.seed, last.origin)
         number = next_number(trials)
-        found = propose(prepared, trials, self._help)
+        found = await asyncio.to_thread(propose, prepared, trials, self._help, self._knowledge)
         return self._start(number, 0, found.candidate, found.seed, found.origin) if found else None
 
     def _start(self, number: int, attempt: int, candidate: Candidate, seed: int, origin: str) -> Trial:
@@ -235,14 +287,15 @@ class _Loop:
         if attempts[-1].state is not TrialState.ABORTED:
             return
         ours = [t for t in attempts if t.run_id == self._run.id and t.cause not in ("stopped", "controller")]
-        if len(ours) <= ABORTED_RETRIES:
-            return
         last = attempts[-1]
+        if len(ours) <= ABORTED_RETRIES and last.cause != "hard_fault":
+            return
         store, node = self._bench.store, self._bench.prepared.node
-        store.set_node_state(node.name, "fault")
+        if last.cause in NODE_FAULTS:
+            store.set_node_state(node.name, "fault")
         raise Aborted(
             f"trial {last.number} was aborted {len(ours)} times, last: {last.reason};"
-            f" node {node.name} is flagged",
+            + (f" node {node.name} is flagged" if last.cause in NODE_FAULTS else " mend that first"),
             cause=last.cause or "aborted",
         )
 
@@ -271,3 +324,32 @@ class _Loop:
     def _tell(self, kind: Any, text: str, trial: Trial | None = None) -> None:
         done = self._done(self._trials())
         self._bench.tell(Event(kind=kind, text=text, done=done, total=self._limits.trials, trial=trial))
+
+
+def _span(trial: Trial) -> float:
+    return (trial.ended_at - trial.started_at).total_seconds() if trial.ended_at else 0.0
+
+
+def _noise(trials: Sequence[Trial], objectives: Sequence[str]) -> float | None:
+    """The relative noise of one measurement by the baseline's repeats, at least 1 %; None without them."""
+    base = next((t for t in trials if t.is_baseline and t.state is TrialState.COMPLETE), None)
+    found = [n for name in objectives if base and (n := noise_of(base, name)) is not None]
+    return max(0.01, sum(found) / len(found)) if found else None
+
+
+def summary_of(
+    prepared: Prepared, trials: Sequence[Trial], knowledge: Knowledge, live: Live
+) -> dict[str, JSON]:
+    """What a run says beside its verdict: the calibration, live limits, GPU time, and the machine's drift."""
+    known = knowledge.known(trials, next_number(trials))
+    again = [t.measurement for t in trials if t.is_baseline and t.measurement]
+    drifts = [said for name in prepared.study.objectives if (said := drifted(again, name)) is not None]
+    screened = [t for t in trials if t.screened]
+    return {
+        "calibration": known.calibration.to_json() if known else None,
+        "predictor": knowledge.why_not or ("calibrated" if known else "not used"),
+        "screened": len(screened),
+        "live_limits": list(live.failures) or ("used" if screened else "not used"),
+        "gpu_seconds": round(sum(t.gpu_seconds for t in trials), 1),
+        "drift": list(drifts),
+    }

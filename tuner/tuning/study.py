@@ -4,7 +4,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -14,12 +14,13 @@ from tuner.history.store import Store
 from tuner.knobs import model as models
 from tuner.knobs import space as spaces
 from tuner.knobs.arguments import compile_candidate, fixed
-from tuner.knobs.discover import discover
+from tuner.knobs.discover import Gpu, discover, on_device
 from tuner.knobs.model import ModelFacts
 from tuner.knobs.space import SearchSpace
 from tuner.records import JSON, Candidate, EngineFacts, Node, Slice, Slo, Study, digest_of
 from tuner.replay.timeline import PLANS, Plan
 from tuner.settings import Settings, shipped
+from tuner.simulator.cost import card_of
 from tuner.traffic import importers, slices
 from tuner.traffic import trace as traces
 from tuner.traffic.capture import files as captures
@@ -78,6 +79,9 @@ def survey(engine: EngineFile, *, base: Path, name: str = "local") -> Surveyed:
     command = engine_command(engine, base)
     facts = discover(command, env=engine.env)
     if engine.kind == "simulated":
+        card = card_of(engine.card)
+        gpu = None if card.platform == "cpu" else Gpu(name=card.title, memory_gib=card.memory_gib)
+        facts = on_device(facts, "cpu" if gpu is None else "cuda", gpu)
         node = Node(name=name, gpu_class=f"sim-{engine.card}")
     else:
         node = local_node(name, facts)
@@ -136,7 +140,7 @@ def prepare(
     )
     return Prepared(
         study=study, file=file, node=node, trace=trace, trace_path=trace_path, space=restricted, facts=facts,
-        model=model, model_path=model_path, plan=PLANS[file.plan], baseline=baseline, command=command,
+        model=model, model_path=model_path, plan=plan_of(file), baseline=baseline, command=command,
         fixed=always, max_model_len=max_model_len,
     )  # fmt: skip
 
@@ -220,7 +224,7 @@ def _max_model_len(args: Mapping[str, Argument], model: ModelFacts) -> int:
 def _slices(file: StudyFile, trace: Trace) -> tuple[Slice, ...]:
     if file.slices != "auto":
         return slices.choose(trace, [s.model_dump(exclude_defaults=True) for s in file.slices])
-    plan = PLANS[file.plan]
+    plan = plan_of(file)
     tail = 1000 if any("_p99_" in name for name in file.objectives) else 200
     limits = slices.Limits(
         slices=plan.slices,
@@ -231,6 +235,13 @@ def _slices(file: StudyFile, trace: Trace) -> tuple[Slice, ...]:
         speed=file.speed,
     )
     return slices.choose(trace, "auto", limits=limits)
+
+
+def plan_of(file: StudyFile) -> Plan:
+    """The plan that a study file names, with what it changes of it; a changed one is named after its base."""
+    if isinstance(file.plan, str):
+        return PLANS[file.plan]
+    return Plan(**{**asdict(PLANS[file.plan.base]), **file.plan.overrides()})
 
 
 def _check_lengths(trace: Trace, chosen: tuple[Slice, ...], max_model_len: int, name: str) -> None:
@@ -319,6 +330,8 @@ def _identity(
         "seed",
     )
     identity: dict[str, JSON] = {key: whole[key] for key in keep}
+    if not isinstance(file.plan, str):
+        identity["plan"] = {"base": file.plan.base, **file.plan.overrides()}
     if any(name.startswith("cost_") for name in file.objectives):
         identity["price_per_gpu_hour"] = file.price_per_gpu_hour
     identity |= {

@@ -27,13 +27,17 @@ class _Strict(BaseModel):
 
 
 class EngineFile(_Strict):
-    """Which engine: `args` are fixed arguments (long flag without dashes → value) of every candidate."""
+    """Which engine: `args` are fixed arguments (long flag without dashes → value) of every candidate.
+
+    `command` stands before the interpreter, `stop_command` runs first at each stop (docs/engine.md).
+    """
 
     kind: Literal["vllm", "simulated"] = "vllm"
     python: str = ""
     command: tuple[str, ...] = ()
     args: dict[str, Argument] = Field(default_factory=dict)
     env: dict[str, str] = Field(default_factory=dict)
+    stop_command: tuple[str, ...] = ()
     card: str = "h100-80"
 
     @field_validator("env", mode="before")
@@ -49,8 +53,10 @@ class EngineFile(_Strict):
     def _what_goes_together(self) -> "EngineFile":
         if self.kind == "vllm" and not self.python:
             raise ValueError("kind: vllm needs python: the interpreter that has vllm installed")
-        if self.kind == "simulated" and (self.python or self.command):
-            raise ValueError("kind: simulated takes neither python nor command, only card, args and env")
+        if self.kind == "simulated" and (self.python or self.command or self.stop_command):
+            raise ValueError(
+                "kind: simulated takes neither python nor command nor stop_command, only card, args and env"
+            )
         return self
 
 
@@ -91,6 +97,32 @@ class WeightsFile(_Strict):
     weights: dict[str, float]
 
 
+PlanName = Literal["quick", "brief", "standard", "thorough"]
+
+
+class PlanFile(_Strict):
+    """A plan by name with some of its numbers changed (see `replay.plan.Plan` for what each is)."""
+
+    base: PlanName = "standard"
+    slices: int | None = Field(default=None, ge=1)
+    slice_s: float | None = Field(default=None, gt=0)
+    repeats: int | None = Field(default=None, ge=1)
+    warmup_waves: int | None = Field(default=None, ge=0)
+    warmup_requests: int | None = Field(default=None, ge=1)
+    warmup_tokens: int | None = Field(default=None, ge=1)
+    warmup_limit_s: float | None = Field(default=None, ge=0)
+    priming_turnovers: float | None = Field(default=None, ge=0)
+    priming_limit_s: float | None = Field(default=None, ge=0)
+    load_warmup_s: float | None = Field(default=None, ge=0)
+    tail_limit_s: float | None = Field(default=None, gt=0)
+    lateness_ms: float | None = Field(default=None, gt=0)
+    lateness_share: float | None = Field(default=None, gt=0)
+
+    def overrides(self) -> dict[str, int | float]:
+        """What the file sets, by the plan's own names."""
+        return {name: v for name, v in self.model_dump(exclude={"base"}).items() if v is not None}
+
+
 class StudyFile(_Strict):
     """The whole study file; DESIGN and README hold the meaning of each key."""
 
@@ -105,7 +137,7 @@ class StudyFile(_Strict):
     baseline: dict[str, Scalar] = Field(default_factory=dict)
     slices: Literal["auto"] | Annotated[list[SliceFile], Field(min_length=1)] = "auto"
     speed: float = Field(default=1.0, gt=0)
-    plan: Literal["quick", "standard", "thorough"] = "standard"
+    plan: PlanName | PlanFile = "standard"
     slo: SloFile = Field(default_factory=SloFile)
     objectives: list[str] = Field(default=["ttft_p95_ms", "tpot_p95_ms", "goodput_rps"], min_length=1)
     winner: Literal["slo", "knee"] | WeightsFile = "slo"
@@ -114,6 +146,11 @@ class StudyFile(_Strict):
     price_per_gpu_hour: float | None = Field(default=None, ge=0)
     budget: BudgetFile = Field(default_factory=BudgetFile)
     seed: int = Field(default=0, ge=0)
+
+    @field_validator("live_limits", mode="before")
+    @classmethod
+    def _yaml_reads_off_as_false(cls, value: object) -> object:
+        return "off" if value is False else value
 
     @field_validator("objectives")
     @classmethod
@@ -215,6 +252,7 @@ _SECTIONS: Mapping[str, type[BaseModel]] = {
     "quality": QualityFile,
     "budget": BudgetFile,
     "winner": WeightsFile,
+    "plan": PlanFile,
     "slices": SliceFile,
 }
 

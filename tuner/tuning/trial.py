@@ -1,6 +1,5 @@
-"""One launch and what is measured in it; one attempt of one trial, from its row to its end."""
+"""One launch and what is measured in it."""
 
-import asyncio
 import os
 import time
 import uuid
@@ -9,36 +8,25 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from tuner.engine.failures import KINDS
-from tuner.engine.gpu import Gpus, Watch
+from tuner.engine import boots, compile_cache
+from tuner.engine.gpu import Gpus, Watch, throttled
 from tuner.engine.server import Server, serve
-from tuner.errors import Aborted, EngineError, Infeasible, StudyFailed, Unavailable
+from tuner.errors import Aborted, EngineError, Unavailable
 from tuner.history.store import Store
 from tuner.knobs.arguments import compile_candidate
 from tuner.measures import NAMES
-from tuner.records import (
-    Candidate,
-    Launch,
-    LaunchSpec,
-    Measurement,
-    Purpose,
-    Slice,
-    Trial,
-    TrialState,
-    Value,
-    Violation,
-)
-from tuner.replay import outcomes
+from tuner.records import Candidate, Launch, LaunchSpec, Measurement, Purpose, Slice, Trial, Value
+from tuner.replay import contention, outcomes
 from tuner.replay.measure import measure
 from tuner.replay.plan import Load
 from tuner.replay.timeline import Judge, Progress, Replayed, replay
+from tuner.tuning import capacity
 from tuner.tuning.events import Event, Tell
 from tuner.tuning.study import Clock, Prepared
 
-ERROR_RATE = 0.01
-"""More failed requests than this share, and the candidate is infeasible."""
-
 ABORTED_RETRIES = 2
+SENDERS = 4
+"""Sender processes at most; one for every eight cores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +38,11 @@ class Cores:
 
 
 def split_cores(available: Sequence[int]) -> Cores:
-    """The sender gets an eighth of the host, one to four cores; the engine all the others."""
+    """The senders get an eighth of the host, one to four cores; the engine all the others."""
     if len(available) < 2:
         return Cores(engine=None, sender=None)
-    share = min(4, max(1, len(available) // 8))
-    return Cores(sender=tuple(available[:share]), engine=tuple(available[share:]))
+    engine, sender = contention.split(available, min(SENDERS, max(1, len(available) // 8)))
+    return Cores(engine=engine, sender=sender)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +66,15 @@ class Bench:
     cores: Cores = field(default_factory=lambda: split_cores(sorted(os.sched_getaffinity(0))))
     gpus: Gpus = field(default_factory=lambda: Gpus(nvml=None))
     work: "Work | None" = None
+
+    @property
+    def gpu_count(self) -> int:
+        """By how many a second of wall time is multiplied to GPU-seconds; 1 where there is none."""
+        return max(1, self.prepared.facts.gpu_count)
+
+    def launches(self) -> Sequence[Launch]:
+        """The study's launches so far."""
+        return self.store.launches(self.prepared.study.id)
 
     @property
     def place(self) -> Place:
@@ -110,11 +107,15 @@ class Launched:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """One launch and its replays, as handed to the host that does them; nothing in it touches the history."""
+    """One launch and its replays, as handed to the host that does them; nothing in it touches the history.
+
+    `kv_tokens` is the largest KV cache that a launch of the study had so far.
+    """
 
     spec: LaunchSpec
     passes: tuple[Pass, ...]
     number: int
+    kv_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,34 +145,60 @@ async def launch(bench: Bench, trial: Trial, passes: Sequence[Pass], directory: 
 
     Raises Infeasible, Aborted or StudyFailed; whatever happens, no process is left and the row is closed.
     """
-    prepared, started = bench.prepared, time.monotonic()
-    _make(directory)
-    spec = launch_spec(prepared, trial.candidate, directory, bench.cores)
-    row = bench.store.add_launch(
-        Launch(
-            id=spec.launch_id, study_id=prepared.study.id, argv=spec.argv, started_at=bench.clock(),
-            directory=str(directory),
-        )
-    )  # fmt: skip
-
-    def note(news: News) -> None:
-        nonlocal row
-        if isinstance(news, Serving):
-            row = replace(row, effective=news.effective, timeline=news.timeline, kv_tokens=news.kv_tokens)
-        else:
-            bench.tell(Event(kind="phase", text=news, trial=trial))
-
+    started = time.monotonic()
+    make(directory)
+    spec = launch_spec(bench.prepared, trial.candidate, directory, bench.cores, known=learned(bench))
+    row_of = Row(bench, add_launch(bench, spec), trial)
     verdict: str | None = "stopped"
-    order = Order(spec=spec, passes=tuple(passes), number=trial.number)
+    order = Order(
+        spec=spec, passes=tuple(passes), number=trial.number, kv_tokens=largest_kv(bench.launches())
+    )
     try:
-        measured = await (bench.work or partial(work_here, bench.place))(order, note)
+        measured = await (bench.work or partial(work_here, bench.place))(order, row_of.note)
         verdict = None
     except EngineError as error:
         verdict = f"{error.cause}: {error}"
         raise
     finally:
-        row = bench.store.finish_launch(replace(row, ended_at=bench.clock(), verdict=verdict))
-    gpu_seconds = (time.monotonic() - started) * max(1, prepared.facts.gpu_count)
+        row = row_of.close(verdict)
+    gpu_seconds = (time.monotonic() - started) * bench.gpu_count
+    return launched(row, measured, gpu_seconds)
+
+
+class Row:
+    """The row of a launch while the engine runs: what is heard of it goes in here, and on to who listens."""
+
+    def __init__(self, bench: Bench, row: Launch, trial: Trial) -> None:
+        self._bench, self.row, self.trial = bench, row, trial
+
+    def note(self, news: News) -> None:
+        """Take what an engine says of itself; tell everything else."""
+        if isinstance(news, Serving):
+            self.row = replace(
+                self.row, effective=news.effective, timeline=news.timeline, kv_tokens=news.kv_tokens
+            )
+        else:
+            self._bench.tell(Event(kind="phase", text=news, trial=self.trial))
+
+    def close(self, verdict: str | None) -> Launch:
+        """Write how it ended."""
+        ended = replace(self.row, ended_at=self._bench.clock(), verdict=verdict)
+        self.row = self._bench.store.finish_launch(ended)
+        return self.row
+
+
+def add_launch(bench: Bench, spec: LaunchSpec) -> Launch:
+    """The row of a launch, before its engine exists."""
+    return bench.store.add_launch(
+        Launch(
+            id=spec.launch_id, study_id=bench.prepared.study.id, argv=spec.argv, started_at=bench.clock(),
+            directory=spec.directory,
+        )
+    )  # fmt: skip
+
+
+def launched(row: Launch, measured: Sequence[Measured], gpu_seconds: float) -> Launched:
+    """What a launch gave, its measurements bound to its row."""
     return Launched(
         launch=row,
         measurements=tuple(replace(m.measurement, launch_id=row.id) for m in measured),
@@ -180,16 +207,46 @@ async def launch(bench: Bench, trial: Trial, passes: Sequence[Pass], directory: 
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learned:
+    """What earlier launches and this host tell of the next: how long to wait, where compiled code is kept."""
+
+    ready_timeout_s: float = boots.UNKNOWN_S
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+def learned(bench: Bench) -> Learned:
+    """From the study's launches so far. Compiled code is kept under TUNER_HOME where launches happen here."""
+    ready = [t for each in bench.launches() if (t := each.timeline.get("ready_s")) is not None]
+    env: Mapping[str, str] = {}
+    prepared, facts = bench.prepared, bench.prepared.facts
+    if bench.work is None and facts.kind == "vllm":
+        root = compile_cache.root(
+            bench.home, version=facts.version, platform=facts.platform, gpu_name=facts.gpu_name,
+            command=prepared.command,
+        )  # fmt: skip
+        env = compile_cache.environment(root)
+    return Learned(ready_timeout_s=boots.ready_deadline(ready), env=env)
+
+
+def largest_kv(launches: Sequence[Launch]) -> int | None:
+    """The largest KV cache in tokens that any of them had; None while none is known."""
+    return max((each.kv_tokens for each in launches if each.kv_tokens), default=None)
+
+
 async def work_here(place: Place, order: Order, note: Note) -> Sequence[Measured]:
     """Do an order on this host: launch, replay, measure, stop. Outcomes are written beside the log."""
     async with serve(order.spec, gpus=place.gpus, note=note) as server:
         note(Serving(effective=server.effective, timeline=server.timeline, kv_tokens=server.kv_tokens))
-        return [await _measured(place, order, each, server, note) for each in order.passes]
+        return [await measured_pass(place, order, each, server, note) for each in order.passes]
 
 
-def launch_spec(prepared: Prepared, candidate: Candidate, directory: Path, cores: Cores) -> LaunchSpec:
+def launch_spec(
+    prepared: Prepared, candidate: Candidate, directory: Path, cores: Cores, *, known: Learned | None = None
+) -> LaunchSpec:
     """How a candidate is launched: fixed arguments first, then its own, so that its own win."""
-    compiled = compile_candidate(candidate, prepared.facts, env=prepared.file.engine.env)
+    engine, known = prepared.file.engine, known or Learned()
+    compiled = compile_candidate(candidate, prepared.facts, env=engine.env)
     return LaunchSpec(
         launch_id=uuid.uuid4().hex,
         command=prepared.command,
@@ -197,8 +254,10 @@ def launch_spec(prepared: Prepared, candidate: Candidate, directory: Path, cores
         argv=(*prepared.fixed, *compiled.argv),
         served_name=prepared.study.id[:16],
         directory=str(directory),
-        env={**simulated_card(prepared), **prepared.file.engine.env, **compiled.env},
+        env={**simulated_card(prepared), **known.env, **engine.env, **compiled.env},
         asked=candidate,
+        ready_timeout_s=known.ready_timeout_s,
+        stop_command=engine.stop_command,
         gpus=prepared.node.gpus,
         cores=cores.engine,
     )
@@ -210,7 +269,10 @@ def simulated_card(prepared: Prepared) -> dict[str, str]:
     return {"TUNER_SIM_CARD": engine.card} if engine.kind == "simulated" else {}
 
 
-async def _measured(place: Place, order: Order, each: Pass, server: Server, note: Note) -> Measured:
+async def measured_pass(place: Place, order: Order, each: Pass, server: Server, note: Note) -> Measured:
+    """Replay one pass on a ready engine. Its outcomes go to the order's directory. GateFailed, or the fault
+    that the engine had meanwhile.
+    """
     prepared = place.prepared
     load = Load(
         seed=prepared.study.seed,
@@ -220,6 +282,9 @@ async def _measured(place: Place, order: Order, each: Pass, server: Server, note
         model=prepared.study.id[:16],
         vocabulary=prepared.model.vocab_size,
         slo=prepared.study.slo,
+        kv_tokens=max(filter(None, (order.kv_tokens, server.kv_tokens)), default=None),
+        history="live" if prepared.file.history == "live" else "open",
+        senders=len(place.cores.sender or (0,)),
         cores=place.cores.sender,
     )
     note(f"replaying {', '.join(s.name for s in each.slices)}")
@@ -235,14 +300,33 @@ async def _measured(place: Place, order: Order, each: Pass, server: Server, note
         prepared.study.slo,
         price_per_gpu_hour=prepared.file.price_per_gpu_hour,
         gpus=max(1, prepared.facts.gpu_count),
-        extra={"ready_s": server.ready_s, **_known(watch.summary())},
+        extra={"ready_s": server.ready_s, **_sampled(watch.summary(), replayed)},
         asked=prepared.study.objectives,
         purpose=each.purpose,
         repeat=each.repeat,
     )
     measurement = _with_files(measurement, replayed, Path(order.spec.directory))
+    wanted = capacity.NAME in prepared.study.objectives and each.purpose != "held_out"
+    if wanted and replayed.stopped is None:
+        measurement = await _with_speed(place, each, load, server, note, measurement)
+    if throttled(watch.summary()):
+        measurement = _warned(measurement, "the GPU held its clocks down in more than 5 % of the time")
     _check_gate(measurement)
     return Measured(measurement=measurement, curtailed=replayed.stopped)
+
+
+async def _with_speed(
+    place: Place, each: Pass, load: Load, server: Server, note: Note, measurement: Measurement
+) -> Measurement:
+    """The measurement with the highest speed at which this engine keeps the SLO."""
+    prepared = place.prepared
+
+    async def send(slices: Sequence[Slice], faster: Load, judge: Judge) -> Replayed:
+        note(f"replaying at speed {faster.speed:.3g}")
+        return await replay(server, prepared.trace, slices, prepared.plan, faster, judge=judge)
+
+    found = await capacity.max_speed(send, each.slices, load, prepared.study.slo)
+    return replace(measurement, values={**measurement.values, capacity.NAME: found.speed})
 
 
 def _with_files(measurement: Measurement, replayed: Replayed, directory: Path) -> Measurement:
@@ -272,100 +356,28 @@ class GateFailed(Aborted):
         self.measurement = measurement
 
 
-def _make(directory: Path) -> None:
+def make(directory: Path) -> None:
+    """A directory that is there afterwards. Aborted where it cannot be made."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Aborted(f"cannot make {directory}: {error.strerror}", cause="disk") from error
 
 
-def _known(sampled: Mapping[str, float]) -> dict[str, float]:
-    return {name: value for name, value in sampled.items() if name in NAMES}
+def _sampled(sampled: Mapping[str, float], replayed: Replayed) -> dict[str, float]:
+    """What the GPUs said, under names of measurements; energy per completion token of the windows."""
+    found = {name: value for name, value in sampled.items() if name in NAMES}
+    tokens = sum(o.output_tokens for part in replayed.slices for o in part.outcomes)
+    if tokens and (energy := sampled.get("gpu_energy_j")):
+        found["energy_j_per_token"] = energy / tokens
+    return found
+
+
+def _warned(measurement: Measurement, warning: str) -> Measurement:
+    fidelity = measurement.fidelity
+    return replace(measurement, fidelity=replace(fidelity, warnings=(*fidelity.warnings, warning)))
 
 
 def _tell_progress(note: Note, progress: Progress) -> None:
     share = f" {progress.done_s:.0f}/{progress.total_s:.0f} s" if progress.total_s else ""
     note(f"{progress.phase} {progress.slice}{share}".replace("  ", " "))
-
-
-async def perform(bench: Bench, trial: Trial, earlier: Sequence[Trial], judge: Judge | None = None) -> Trial:
-    """One attempt, from its RUNNING row to its finished one. `earlier` are this number's attempts before.
-
-    StudyFailed and cancellation are passed on after the row was closed as ABORTED.
-    """
-    searched = tuple(s for s in bench.prepared.study.slices if not s.held_out)
-    directory = bench.directory(trial.number, str(trial.attempt))
-    started = time.monotonic()
-    try:
-        launched = await launch(bench, trial, [Pass(slices=searched, judge=judge)], directory)
-    except (Infeasible, Aborted) as error:
-        return _close(bench, _failed(trial, error, earlier, time.monotonic() - started))
-    except StudyFailed as error:
-        _close(bench, replace(trial, state=TrialState.ABORTED, reason=str(error), cause=error.cause))
-        raise
-    except asyncio.CancelledError:
-        reason = "the run was stopped in the middle of this trial"
-        _close(bench, replace(trial, state=TrialState.ABORTED, reason=reason, cause="stopped"))
-        raise
-    return _close(bench, _judged(trial, launched))
-
-
-def _close(bench: Bench, trial: Trial) -> Trial:
-    return bench.store.finish_trial(replace(trial, ended_at=bench.clock()))
-
-
-def _failed(trial: Trial, error: EngineError, earlier: Sequence[Trial], seconds: float) -> Trial:
-    """INFEASIBLE once the cause has used up its retries, else ABORTED: an attempt that decided nothing."""
-    ended = replace(trial, reason=str(error), cause=error.cause, gpu_seconds=seconds)
-    if isinstance(error, GateFailed):
-        ended = replace(ended, measurements=(replace(error.measurement, launch_id=None, kind="partial"),))
-    if not isinstance(error, Infeasible):
-        return replace(ended, state=TrialState.ABORTED)
-    again = sum(1 for t in earlier if t.cause == error.cause) < retries_of(error.cause)
-    state = TrialState.ABORTED if again else TrialState.INFEASIBLE
-    return replace(ended, state=state, violation=error.violation)
-
-
-def retries_of(cause: str) -> int:
-    """How often an infeasible verdict is tried again before it is believed."""
-    return KINDS[cause].retries if cause in KINDS else 0
-
-
-def _judged(trial: Trial, launched: Launched) -> Trial:
-    """COMPLETE, PRUNED when the judge cut it, or INFEASIBLE when more than 1 % of the requests failed."""
-    extra = {"gpu_seconds": launched.gpu_seconds}
-    measurements = tuple(replace(m, values={**m.values, **extra}) for m in launched.measurements)
-    ended = replace(
-        trial,
-        state=TrialState.PRUNED if launched.curtailed else TrialState.COMPLETE,
-        reason=launched.curtailed,
-        measurements=measurements,
-        effective=launched.launch.effective,
-        gpu_seconds=launched.gpu_seconds,
-    )
-    values = measurements[-1].values
-    rate = values["failed"] / values["requests"] if values.get("requests") else 0.0
-    ended = replace(ended, violation=Violation(err=rate - ERROR_RATE))
-    if rate > ERROR_RATE:
-        reason = f"{values['failed']:.0f} of {values['requests']:.0f} requests failed"
-        return replace(ended, state=TrialState.INFEASIBLE, reason=reason, cause="errors")
-    if (knob := not_as_asked(trial.candidate, launched.launch.effective)) is not None:
-        reason = f"the engine runs {knob} = {launched.launch.effective[knob]}, not {trial.candidate[knob]}"
-        return replace(ended, state=TrialState.INFEASIBLE, reason=reason, cause="not_effective")
-    return ended
-
-
-def not_as_asked(asked: Candidate, effective: Mapping[str, Value]) -> str | None:
-    """The first knob whose effective value the engine reports and that is not the one asked for."""
-    for name, value in asked.items():
-        found = effective.get(name)
-        if value is not None and found is not None and not same_value(found, value):
-            return name
-    return None
-
-
-def same_value(found: Value, asked: Value) -> bool:
-    """Numbers by value, everything else by its text: engines answer in their own types."""
-    if isinstance(found, int | float) and isinstance(asked, int | float):
-        return abs(found - asked) <= 1e-6 * max(1.0, abs(asked))
-    return str(found).lower() == str(asked).lower()

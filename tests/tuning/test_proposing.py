@@ -1,0 +1,200 @@
+"""What is proposed, and why it can be screened: on histories made by the predictor; nothing is launched."""
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from tests.tuning.studies import write
+from tuner.engine import limits
+from tuner.errors import BadInput
+from tuner.records import Candidate, Measurement, Trial, TrialState
+from tuner.tuning.judging import judge_of, peak
+from tuner.tuning.knowledge import Knowledge, card_for, cutoff, defaults_of
+from tuner.tuning.live import group, widest
+from tuner.tuning.predicting import forecast
+from tuner.tuning.proposing import RELAUNCHED, best, propose, screens, spaces, winner
+from tuner.tuning.study import Prepared, load
+
+SPACE = """\
+about: Three knobs for tests, two of them limits.
+vllm: ">=0.10"
+knobs:
+  max_num_seqs: [4, 16, 64, 256]
+  max_num_batched_tokens: [512, 2048, 8192]
+  block_size: [16, 32]
+"""
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+EFFECTIVE = {"max_num_seqs": 4, "max_num_batched_tokens": 8192, "block_size": 16}
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    return load(write(tmp_path_factory.mktemp("study"), space=SPACE), store=None, now=NOW)
+
+
+def measured(number: int, candidate: Candidate, values: dict[str, float], **more: object) -> Trial:
+    plain = Trial(
+        id=number + 1, study_id="s", run_id="r", number=number, candidate=candidate, started_at=NOW,
+        ended_at=NOW + timedelta(seconds=30), state=TrialState.COMPLETE, gpu_seconds=30.0,
+        effective={**EFFECTIVE, **candidate}, measurements=(Measurement(values=values),),
+        origin="baseline" if number == 0 else "tpe",
+    )  # fmt: skip
+    return replace(plain, **more)  # type: ignore[arg-type]
+
+
+def values(ttft: float, tpot: float = 10.0, goodput: float = 5.0, slo: float = 1.0) -> dict[str, float]:
+    found = {"ttft_p50_ms": ttft / 2, "ttft_p95_ms": ttft, "tpot_p95_ms": tpot, "e2e_p95_ms": 100 * tpot}
+    return {**found, "goodput_rps": goodput, "slo_attainment": slo, "requests": 8.0, "failed": 0.0}
+
+
+@pytest.fixture(scope="module")
+def history(prepared: Prepared) -> list[Trial]:
+    """Eight trials, each what was proposed after those before it, each measured as it was predicted."""
+    knowledge = Knowledge(prepared=prepared)
+    trials = [measured(0, prepared.baseline, values(900.0, slo=0.4))]
+    for number in range(1, 8):
+        found = propose(prepared, trials, knowledge=knowledge)
+        assert found is not None
+        known = knowledge.known(trials, number)
+        assert known is not None
+        (prediction,) = known.predict([found.candidate])
+        trials.append(
+            measured(
+                number, found.candidate, dict(prediction.values), origin=found.origin, screened=number > 0
+            )
+        )
+    return trials
+
+
+def test_the_first_proposal_is_the_baseline(prepared: Prepared) -> None:
+    found = propose(prepared, ())
+    assert found is not None
+    assert (found.origin, found.candidate) == ("baseline", prepared.baseline)
+
+
+def test_every_proposal_is_a_function_of_the_history_before_it(
+    prepared: Prepared, history: list[Trial]
+) -> None:
+    for trial in history[1:]:
+        found = propose(prepared, history[: trial.number])
+        assert found is not None
+        assert (found.candidate, found.origin) == (trial.candidate, trial.origin)
+
+
+def test_seeds_come_from_the_calibrated_simulator_and_the_heuristics(history: list[Trial]) -> None:
+    origins = [t.origin.partition(":")[0] for t in history]
+    assert origins[1] == "simulator"
+    assert "heuristic" in origins
+
+
+def test_one_running_engine_can_screen_all_early_proposals(prepared: Prepared, history: list[Trial]) -> None:
+    groups = {group(prepared, t.candidate, defaults_of(history)) for t in history[1:]}
+    assert len(groups) == 1
+
+
+def test_limits_do_not_make_a_group_and_other_knobs_do(prepared: Prepared) -> None:
+    one = Candidate({"max_num_seqs": 4, "block_size": 16})
+    assert group(prepared, one, {}) == group(prepared, one.with_values(max_num_seqs=64), {})
+    assert group(prepared, one, {}) != group(prepared, one.with_values(block_size=32), {})
+    assert group(prepared, Candidate({}), {"block_size": 32}) == group(
+        prepared, one.with_values(block_size=32), {"block_size": 32}
+    )
+
+
+def test_the_widest_engine_has_the_largest_sizes_and_the_candidate_s_other_knobs(prepared: Prepared) -> None:
+    asked = Candidate({"max_num_seqs": 4, "max_num_batched_tokens": 512, "block_size": 32})
+    first = widest(prepared, asked)[0]
+    assert first == Candidate({"max_num_seqs": 256, "max_num_batched_tokens": 8192, "block_size": 32})
+
+
+def test_the_search_stays_around_the_best_so_far_and_turns_everything_now_and_then(
+    prepared: Prepared, history: list[Trial]
+) -> None:
+    near, everything = spaces(prepared, history, 8)
+    held = best(prepared, history)["block_size"]
+    assert near.levels["block_size"] == (held,)
+    assert {n: near.levels[n] for n in near.levels if n in limits.KNOBS} == {
+        n: everything.levels[n] for n in everything.levels if n in limits.KNOBS
+    }
+    assert spaces(prepared, history, 9) == (prepared.space,)
+
+
+def test_a_study_that_never_screened_is_searched_as_a_whole(prepared: Prepared, history: list[Trial]) -> None:
+    alone = [replace(t, screened=False) for t in history]
+    assert screens(prepared, history)
+    assert not screens(prepared, alone)
+    assert spaces(prepared, alone, 8) == (prepared.space,)
+
+
+def test_a_screened_trial_may_win_until_it_was_relaunched(prepared: Prepared) -> None:
+    good = Candidate({"max_num_seqs": 64})
+    trials = [
+        measured(1, Candidate({"max_num_seqs": 16}), values(400.0, goodput=6.0)),
+        measured(2, good, values(200.0, goodput=9.0), screened=True),
+    ]
+    assert winner(prepared, trials) == trials[1]
+    again = [*trials, measured(3, good, values(700.0, goodput=4.0), origin=RELAUNCHED)]
+    assert winner(prepared, again) == again[0]
+
+
+def test_the_judge_knows_the_baseline_the_plan_and_the_busiest_rows(
+    prepared: Prepared, history: list[Trial]
+) -> None:
+    assert judge_of(prepared, (), screened=True) is None
+    judge = judge_of(prepared, history, screened=True)
+    assert judge is not None
+    assert judge.case.baseline["ttft_p95_ms"] == 900.0
+    rows = peak(prepared.trace, prepared.study.slices, prepared.file.speed)
+    assert 0 < len(rows) <= judge.case.planned
+    assert judge.case.peak == rows
+
+
+@pytest.mark.parametrize(("number", "known"), [(0, 0), (1, 1), (3, 1), (4, 4), (7, 4), (31, 16), (200, 192)])
+def test_the_predictor_is_calibrated_anew_now_and_then(number: int, known: int) -> None:
+    assert cutoff(number) == known
+
+
+def test_an_unknown_card_is_said(prepared: Prepared) -> None:
+    engine = prepared.file.engine.model_copy(update={"kind": "vllm", "python": "python"})
+    other = replace(
+        prepared,
+        file=prepared.file.model_copy(update={"engine": engine}),
+        facts=replace(prepared.facts, kind="vllm", gpu_name="NVIDIA Z9"),
+    )
+    assert card_for(other) == "the simulator does not know the card 'NVIDIA Z9'"
+    knowledge = Knowledge(prepared=other)
+    base = measured(0, other.baseline, values(900.0))
+    assert knowledge.known((base,), 1) is None
+    assert knowledge.why_not == card_for(other)
+    with pytest.raises(BadInput, match="NVIDIA Z9"):
+        forecast(other, (base,), count=2)
+
+
+def test_a_forecast_puts_the_predicted_front_beside_what_was_measured(
+    prepared: Prepared, history: list[Trial]
+) -> None:
+    found = forecast(prepared, history, count=12)
+    assert found.calibration is not None
+    assert found.front
+    assert [t.number for t, _ in found.measured] == [t.number for t in history]
+    assert forecast(prepared, (), count=2).calibration is None
+
+
+def test_a_card_of_the_simulated_engine_is_checked_when_the_study_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    path.write_text(path.read_text().replace("kind: simulated", "kind: simulated\n  card: h100-8"))
+    with pytest.raises(BadInput, match="did you mean 'h100-80'"):
+        load(path, store=None, now=NOW)
+
+
+def test_a_plan_may_be_changed_and_is_part_of_the_identity(tmp_path: Path, prepared: Prepared) -> None:
+    path = write(tmp_path, space=SPACE)
+    path.write_text(path.read_text().replace("plan: quick", "plan: {base: quick, load_warmup_s: 0.2}"))
+    changed = load(path, store=None, now=NOW)
+    assert (changed.plan.load_warmup_s, changed.plan.repeats) == (0.2, prepared.plan.repeats)
+    assert changed.study.id != prepared.study.id
+    path.write_text(path.read_text().replace("load_warmup_s", "load_warmup"))
+    with pytest.raises(BadInput, match="load_warmup_s"):
+        load(path, store=None, now=NOW)

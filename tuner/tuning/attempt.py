@@ -1,0 +1,139 @@
+"""One attempt of one trial, from its row to its end."""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from tuner.engine import boots, effective, failures
+from tuner.errors import Aborted, EngineError, Infeasible, StudyFailed
+from tuner.records import Candidate, Measurement, Trial, TrialState, Value, Violation
+from tuner.search.judge import Judge
+from tuner.tuning.events import Event
+from tuner.tuning.live import CannotScreen, Live
+from tuner.tuning.trial import Bench, GateFailed, Launched, Pass, launch
+
+ERROR_RATE = 0.01
+"""More failed requests than this share, and the candidate is infeasible."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class How:
+    """How an attempt is measured. `live` screens it in a running engine where that can be done (`defaults` is
+    what the engine runs with when nothing is asked of it); `judge` may cut it short; `repeats` within one
+    launch tell the noise.
+    """
+
+    live: Live | None = None
+    defaults: Mapping[str, Value] = field(default_factory=dict)
+    judge: Judge | None = None
+    repeats: int = 1
+
+
+async def perform(bench: Bench, trial: Trial, earlier: Sequence[Trial], how: How) -> Trial:
+    """One attempt, from its RUNNING row to its finished one. `earlier` are this number's attempts before.
+
+    StudyFailed and cancellation are passed on after the row was closed as ABORTED.
+    """
+    searched = tuple(s for s in bench.prepared.study.slices if not s.held_out)
+    passes = [Pass(slices=searched, judge=how.judge, repeat=n) for n in range(how.repeats)]
+    started = time.monotonic()
+    screened = False
+    try:
+        found, screened = await _measure(bench, trial, passes, how)
+    except (Infeasible, Aborted) as error:
+        return _close(bench, _failed(trial, error, earlier, time.monotonic() - started))
+    except StudyFailed as error:
+        _close(bench, replace(trial, state=TrialState.ABORTED, reason=str(error), cause=error.cause))
+        raise
+    except asyncio.CancelledError:
+        reason = "the run was stopped in the middle of this trial"
+        _close(bench, replace(trial, state=TrialState.ABORTED, reason=reason, cause="stopped"))
+        raise
+    ended = replace(_judged(bench, trial, found), screened=screened)
+    return _close(bench, _with_estimate(ended, how.judge))
+
+
+async def _measure(bench: Bench, trial: Trial, passes: Sequence[Pass], how: How) -> tuple[Launched, bool]:
+    """(what was measured, whether inside a running engine)."""
+    directory = bench.directory(trial.number, str(trial.attempt))
+    if how.live is not None:
+        try:
+            return await how.live.measure(trial, passes, directory, how.defaults), True
+        except CannotScreen as error:
+            bench.tell(Event(kind="note", text=f"launched by itself: {error}", trial=trial))
+        await how.live.close()
+    return await launch(bench, trial, passes, directory), False
+
+
+def _close(bench: Bench, trial: Trial) -> Trial:
+    return bench.store.finish_trial(replace(trial, ended_at=bench.clock()))
+
+
+def _failed(trial: Trial, error: EngineError, earlier: Sequence[Trial], seconds: float) -> Trial:
+    """INFEASIBLE once the cause has used up its retries, else ABORTED: an attempt that decided nothing."""
+    ended = replace(trial, reason=str(error), cause=error.cause, gpu_seconds=seconds)
+    if isinstance(error, GateFailed):
+        ended = replace(ended, measurements=(replace(error.measurement, launch_id=None, kind="partial"),))
+    if not isinstance(error, Infeasible):
+        return replace(ended, state=TrialState.ABORTED)
+    phase: failures.Phase = "run" if (error.violation.oom or 0.0) > 1.0 else "startup"
+    again = sum(1 for t in earlier if t.cause == error.cause) < failures.retries(error.cause, phase)
+    state = TrialState.ABORTED if again else TrialState.INFEASIBLE
+    return replace(ended, state=state, violation=error.violation)
+
+
+def _judged(bench: Bench, trial: Trial, found: Launched) -> Trial:
+    """COMPLETE, PRUNED when the judge cut it, or INFEASIBLE when more than 1 % of the requests failed."""
+    extra = {"gpu_seconds": found.gpu_seconds}
+    measurements = tuple(replace(m, values={**m.values, **extra}) for m in found.measurements)
+    ended = replace(
+        trial,
+        state=TrialState.PRUNED if found.curtailed else TrialState.COMPLETE,
+        reason=found.curtailed,
+        measurements=measurements,
+        effective=found.launch.effective,
+        gpu_seconds=found.gpu_seconds,
+    )
+    _tell_drift(bench, ended, found)
+    values = measurements[-1].values
+    rate = values["failed"] / values["requests"] if values.get("requests") else 0.0
+    if not found.curtailed:  # else what was cut short counts as failed
+        ended = replace(ended, violation=Violation(err=rate - ERROR_RATE))
+    if rate > ERROR_RATE and not found.curtailed:
+        reason = f"{values['failed']:.0f} of {values['requests']:.0f} requests failed"
+        return replace(ended, state=TrialState.INFEASIBLE, reason=reason, cause="errors")
+    if (knob := not_as_asked(trial.candidate, found.launch.effective)) is not None:
+        reason = f"the engine runs {knob} = {found.launch.effective[knob]}, not {trial.candidate[knob]}"
+        return replace(ended, state=TrialState.INFEASIBLE, reason=reason, cause="not_effective")
+    return ended
+
+
+def _tell_drift(bench: Bench, trial: Trial, found: Launched) -> None:
+    """A note where this boot's KV cache differs from earlier boots of the same configuration."""
+    key = effective.identity(found.launch.effective)
+    earlier = [
+        each.kv_tokens
+        for each in bench.launches()
+        if each.id != found.launch.id and key and effective.identity(each.effective) == key
+    ]
+    drift = boots.kv_drift(found.launch.kv_tokens, earlier)
+    if drift is not None:
+        text = f"its KV cache is {drift:+.0%} of what earlier boots of this configuration had"
+        bench.tell(Event(kind="note", text=text, trial=trial))
+
+
+def _with_estimate(trial: Trial, by: Judge | None) -> Trial:
+    """A PRUNED trial carries its partial measurement, and last the estimate of where it would have ended."""
+    if trial.state is not TrialState.PRUNED or by is None or not trial.measurements:
+        return trial
+    partial = replace(trial.measurements[-1], kind="partial")
+    estimated = by.estimate()
+    last = (Measurement(values=estimated, kind="estimate", launch_id=partial.launch_id),) if estimated else ()
+    return replace(trial, measurements=(*trial.measurements[:-1], partial, *last))
+
+
+def not_as_asked(asked: Candidate, found: Mapping[str, Value]) -> str | None:
+    """The first knob whose effective value the engine reports and that is not the one asked for."""
+    stated = Candidate({name: value for name, value in asked.items() if value is not None})
+    return next(iter(effective.differences(stated, found)), None)

@@ -1,0 +1,78 @@
+"""By what a replay is judged while it runs: the study's trials so far, as a case for `search.judge`."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from tuner.errors import BadInput
+from tuner.records import Slice, Trial
+from tuner.replay import outcomes
+from tuner.search import judge, proposals, told
+from tuner.search.judge import Case, Columns, Judge, Rival
+from tuner.traffic import slices
+from tuner.traffic.trace import Trace
+from tuner.tuning.study import Prepared
+
+RIVALS = 6
+SCREENED_EPSILON = 0.10
+"""Screened trials are held against others with this margin: they differ from relaunched ones by so much."""
+PEAK_S = 5.0
+"""Seconds of the replay that count as its peak: the busiest such stretch."""
+
+
+def judge_of(prepared: Prepared, trials: Sequence[Trial], *, screened: bool) -> Judge | None:
+    """The judge of the next replay; None while there is no baseline to hold it against."""
+    study = prepared.study
+    base = told.baseline_of(trials)
+    if base is None or base.measurement is None:
+        return None
+    searched = tuple(s for s in study.slices if not s.held_out)
+    leaders = proposals.leaders(trials, study.objectives)[:RIVALS]
+    epsilon = SCREENED_EPSILON if screened else judge.EPSILON
+    case = Case(
+        objectives=study.objectives,
+        slo=study.slo,
+        planned=sum(len(slices.rows(prepared.trace, s)) for s in searched),
+        window_s=sum(s.duration_s for s in searched) / prepared.file.speed,
+        baseline=base.measurement.values,
+        peak=peak(prepared.trace, searched, prepared.file.speed),
+        rungs=tuple((share, max(margin, epsilon)) for share, margin in judge.RUNGS),
+        epsilon=epsilon,
+    )
+    rivals = [_rival(case, trial) for trial in leaders]
+    return Judge(replace(case, rivals=tuple(r for r in rivals if r is not None)))
+
+
+def _rival(case: Case, trial: Trial) -> Rival | None:
+    measured = trial.measurement
+    if measured is None:
+        return None
+    return Rival(number=trial.number, values=measured.values, columns=_columns(case, trial))
+
+
+def _columns(case: Case, trial: Trial) -> Columns | None:
+    """The requests of a trial; None where their files are gone (cleared away) or unreadable."""
+    rows = case.rows()
+    for part in trial.measurement.slices if trial.measurement else ():
+        if part.outcomes_file is None:
+            return None
+        try:
+            rows.add(outcomes.read(part.outcomes_file))
+        except BadInput:
+            return None
+    return rows.columns() if len(rows) else None
+
+
+def peak(trace: Trace, searched: Sequence[Slice], speed: float) -> frozenset[int]:
+    """The rows that arrive in the busiest stretch of PEAK_S (of replay time) of the slices."""
+    best: np.ndarray = np.empty(0, np.int64)
+    for part in searched:
+        rows = slices.rows(trace, part)
+        at = trace.arrival_s[rows] / speed
+        ends = np.searchsorted(at, at + PEAK_S, side="left")
+        if len(rows):
+            first = int(np.argmax(ends - np.arange(len(at))))
+            found = rows[first : int(ends[first])]
+            best = found if len(found) > len(best) else best
+    return frozenset(int(row) for row in best)

@@ -1,0 +1,285 @@
+"""What is known before a candidate is measured: a predictor calibrated on the study's own trials, the fronts
+of other studies, and what a measurement would cost. Each a function of history, so that suggestions replay.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from tuner.engine import limits
+from tuner.errors import BadInput, NotFound
+from tuner.history.store import Store
+from tuner.knobs.catalogue import CATALOGUE
+from tuner.measures import MAXIMIZED
+from tuner.records import Candidate, Prediction, Study, Trial, TrialState, Value
+from tuner.search import pareto, proposals, starts, told
+from tuner.search.encoding import encode
+from tuner.simulator.calibrate import Calibration, Observation, fit
+from tuner.simulator.cost import CARDS, Card, card_of
+from tuner.simulator.predict import Predictor, Scene
+from tuner.tuning.live import group
+from tuner.tuning.study import Prepared
+
+OWN_FRONTS, OTHER_FRONTS = 4, 2
+"""Front members of the same node's last study, and of other nodes', that are tried first."""
+OBSERVED = 4
+"""Trials that a calibration is fitted to at most: the baseline and the newest of the front."""
+ROUNDS = 4
+STEPS = (1, 4, 8, 16, 32, 64)
+"""Numbers of trials at which the predictor is calibrated anew, and from the last on at its multiples."""
+LAUNCH_S, COMPILE_S, CHANGE_S = 57.0, 18.0, 1.0
+"""Seconds of a launch, of a compilation on top, and of a change of limits, where history tells none."""
+NEARER = 0.03
+"""A prediction this much worse is given away for a candidate that can be screened."""
+SETTLE_S = 15.0
+"""Warm-up and tail of a replay, roughly."""
+
+Seed = tuple[str, Candidate]
+
+
+def card_for(prepared: Prepared) -> Card | str:
+    """The simulator's card for the study's device, or why there is none."""
+    engine, facts = prepared.file.engine, prepared.facts
+    if "max_speed" in prepared.study.objectives:
+        return "the simulator does not predict max_speed"
+    if engine.kind == "simulated":
+        return card_of(engine.card)
+    if any(name.endswith("_parallel_size") for name in (*engine.args, *prepared.space.levels)):
+        return "the simulator does not know parallel engines"
+    if facts.platform == "cpu":
+        return CARDS["cpu"]
+    titles = {card.title: card for card in CARDS.values()}
+    if facts.gpu_name in titles:
+        return titles[facts.gpu_name]
+    return f"the simulator does not know the card '{facts.gpu_name or facts.platform}'"
+
+
+def scene_of(prepared: Prepared, card: Card) -> Scene:
+    """What the study measures, as the simulator is told it: the slices that are searched."""
+    engine = prepared.file.engine
+    args = {name: value for name, value in engine.args.items() if not isinstance(value, list | dict)}
+    return Scene(
+        trace=prepared.trace,
+        slices=tuple(s for s in prepared.study.slices if not s.held_out),
+        facts=prepared.model,
+        card=card,
+        plan=prepared.plan,
+        speed=prepared.file.speed,
+        slo=prepared.study.slo,
+        args=args,
+        env=engine.env,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """A calibrated predictor, and what it was calibrated to."""
+
+    predict: Predictor
+    calibration: Calibration
+
+
+@dataclass(slots=True, kw_only=True)
+class Knowledge:
+    """What a run knows of its study. `fronts` are seeds from other studies; `why_not` tells why nothing is
+    predicted, once that was tried.
+    """
+
+    prepared: Prepared
+    fronts: Sequence[Seed] = ()
+    why_not: str | None = None
+    _known: dict[tuple[int, ...], Known | None] = field(default_factory=dict)
+
+    def known(self, trials: Sequence[Trial], number: int) -> Known | None:
+        """The predictor for the proposal of a number; None while nothing can be predicted."""
+        return self.calibrated(observed(trials, cutoff(number), self.prepared.study.objectives))
+
+    def calibrated(self, chosen: Sequence[Trial]) -> Known | None:
+        """A predictor fitted to these trials, kept."""
+        key = tuple(t.id for t in chosen)
+        if key and key not in self._known:
+            self._known[key] = self._calibrate(chosen)
+        return self._known.get(key)
+
+    def _calibrate(self, chosen: Sequence[Trial]) -> Known | None:
+        card = card_for(self.prepared)
+        if isinstance(card, str):
+            self.why_not = card
+            return None
+        scene = scene_of(self.prepared, card)
+        seen = [
+            Observation(candidate=t.candidate, values=t.measurement.values) for t in chosen if t.measurement
+        ]
+        try:
+            calibration = fit(scene, seen, rounds=ROUNDS)
+        except BadInput as error:
+            self.why_not = str(error)
+            return None
+        self.why_not = None
+        predict = Predictor(scene, calibration.coefficients, error=calibration.error, spreads=False)
+        return Known(predict=predict, calibration=calibration)
+
+    def seeds(self, trials: Sequence[Trial]) -> tuple[Seed, ...]:
+        """What is tried first: other studies' fronts, the spread of the predicted front, the heuristics.
+
+        What is predicted here rests on the baseline alone, so that the list stays the same all through.
+        """
+        prepared = self.prepared
+        base = told.baseline_of(trials)
+        if base is None:
+            return ()
+        near = at_levels(prepared, trials)
+        found: list[Seed] = [*self.fronts]
+        known = self.calibrated((base,))
+        if known is not None:
+            predicted = starts.predicted(
+                prepared.space, known.predict, seed=prepared.study.seed,
+                objectives=prepared.study.objectives, baseline=near, known=prepared.known,
+            )  # fmt: skip
+            found += [(origin, self._nearer(c, near, known.predict)) for origin, c in predicted]
+        found += starts.heuristics(prepared.space, near)
+        return tuple({candidate.digest: (origin, candidate) for origin, candidate in found}.values())
+
+    def _nearer(self, candidate: Candidate, near: Candidate, predict: Predictor) -> Candidate:
+        """The candidate with all but its limits as the baseline has them, where that is predicted no worse:
+        one running engine can then screen it.
+        """
+        space, objectives = self.prepared.space, self.prepared.study.objectives
+        own = {name: value for name, value in candidate.items() if name in limits.KNOBS}
+        others = {name: value for name, value in near.items() if name not in limits.KNOBS}
+        moved = space.canonical(Candidate({**others, **own}))
+        if not space.contains(moved) or self.prepared.known(moved) is not None:
+            return candidate
+        here, there = predict([candidate, moved])
+        worse = [n for n in objectives if _worse(n, there.values.get(n), here.values.get(n))]
+        return candidate if worse or not there.feasible else moved
+
+    def predictor(
+        self, trials: Sequence[Trial], number: int
+    ) -> Callable[[Sequence[Candidate]], Sequence[Prediction]] | None:
+        """What `suggest` takes."""
+        found = self.known(trials, number)
+        return None if found is None else found.predict
+
+    def cost(self, trials: Sequence[Trial]) -> Callable[[Candidate], float]:
+        """Seconds to measure a candidate from where the engine stands after these trials."""
+        replay = replay_s(self.prepared)
+        launch = launch_s(trials, replay)
+        here, defaults = warm(self.prepared, trials), defaults_of(trials)
+        compiled = {_compiled(t.candidate) for t in trials if t.state is not TrialState.INFEASIBLE}
+
+        def seconds(candidate: Candidate) -> float:
+            if here is not None and group(self.prepared, candidate, defaults) == here:
+                return replay + CHANGE_S
+            anew = (
+                0.0 if _compiled(candidate) in compiled or self.prepared.facts.kind != "vllm" else COMPILE_S
+            )
+            return replay + launch + anew
+
+        return seconds
+
+
+def cutoff(number: int) -> int:
+    """The predictor for a number knows the trials before this one: it is calibrated anew now and then."""
+    if number >= STEPS[-1]:
+        return number - number % STEPS[-1]
+    return max((step for step in STEPS if step <= number), default=0)
+
+
+def observed(trials: Sequence[Trial], before: int, objectives: Sequence[str]) -> tuple[Trial, ...]:
+    """The trials that a calibration rests on: the baseline, and the newest of the front before a number."""
+    base = told.baseline_of(trials)
+    if base is None or base.number >= before:
+        return ()
+    past = [t for t in trials if t.number < before and t.state is not TrialState.RUNNING]
+    leaders = [t for t in proposals.leaders(past, objectives) if t.id != base.id]
+    return (base, *sorted(leaders[: OBSERVED - 1], key=lambda t: t.number))
+
+
+def defaults_of(trials: Sequence[Trial]) -> Mapping[str, Value]:
+    """What the engine runs when nothing is asked of it, as far as the baseline's own words tell."""
+    base = told.baseline_of(trials)
+    return {} if base is None else {**base.effective, **base.candidate}
+
+
+def warm(prepared: Prepared, trials: Sequence[Trial]) -> str | None:
+    """The group of the engine that screened last and may still run; None after a launch of its own."""
+    ended = [t for t in trials if t.state in (TrialState.COMPLETE, TrialState.PRUNED)]
+    last = max(ended, key=lambda t: t.number, default=None)
+    if last is None or not last.screened:
+        return None
+    return group(prepared, last.candidate, defaults_of(trials))
+
+
+def replay_s(prepared: Prepared) -> float:
+    """Seconds of one replay of the slices that are searched, about."""
+    searched = [s for s in prepared.study.slices if not s.held_out]
+    windows = sum(s.duration_s for s in searched) / prepared.file.speed
+    return windows + len(searched) * (prepared.plan.load_warmup_s + SETTLE_S)
+
+
+def launch_s(trials: Sequence[Trial], replay: float) -> float:
+    """Seconds of a launch, by the relaunched trials so far."""
+    spans = [
+        t.gpu_seconds - replay
+        for t in trials
+        if t.state is TrialState.COMPLETE and not t.screened and not t.is_baseline
+    ]
+    return max(1.0, median(spans)) if spans else LAUNCH_S
+
+
+def at_levels(prepared: Prepared, trials: Sequence[Trial]) -> Candidate:
+    """The baseline as a point of the space: every knob at the level nearest to what it runs with."""
+    encoding = encode(prepared.space, defaults_of(trials))
+    point = encoding.point(prepared.space.canonical(prepared.baseline))
+    return prepared.baseline if point is None else encoding.candidate(point)
+
+
+def _worse(name: str, value: float | None, than: float | None) -> bool:
+    """Whether a predicted value is worse by more than NEARER."""
+    if value is None or than is None:
+        return True
+    return value < than * (1 - NEARER) if name in MAXIMIZED else value > than * (1 + NEARER)
+
+
+def _compiled(candidate: Mapping[str, Value]) -> tuple[tuple[str, Value], ...]:
+    """What decides which compiled code a candidate runs."""
+    return tuple((n, v) for n, v in candidate.items() if n in CATALOGUE and CATALOGUE[n].recompiles)
+
+
+def fronts_of(store: Store, study: Study, prepared: Prepared) -> tuple[Seed, ...]:
+    """Front members of the last study of this node and of other nodes' studies, for the same model, engine
+    version and workload, ended before this study began. They are measured again, never copied.
+    """
+    began = study.created_at
+    mine: list[Seed] = []
+    others: list[Seed] = []
+    for each in store.studies():
+        same = (each.model, each.engine_version, each.workload) == (
+            study.model,
+            study.engine_version,
+            study.workload,
+        )
+        if each.id == study.id or not same or each.created_at >= began:
+            continue
+        own = each.node == study.node
+        if (own and mine) or (not own and len(others) >= OTHER_FRONTS):
+            continue
+        trials = [t for t in store.trials(each.id) if t.ended_at is not None and t.ended_at < began]
+        for trial in _front(trials, each, OWN_FRONTS if own else OTHER_FRONTS):
+            candidate = prepared.space.canonical(trial.candidate)
+            if prepared.space.contains(candidate):
+                origin = "same node" if own else f"node {each.node}"
+                (mine if own else others).append((f"{origin}: {each.name}/{trial.number}", candidate))
+    return (*mine[:OWN_FRONTS], *others[:OTHER_FRONTS])
+
+
+def _front(trials: Sequence[Trial], study: Study, count: int) -> list[Trial]:
+    """Its winner by the SLO first, then the rest of the front."""
+    members = [t for t in pareto.front(trials, study.objectives) if not t.is_baseline]
+    try:
+        best = pareto.choose(trials, "slo", study.slo, study.objectives)
+    except NotFound:
+        return []
+    ordered = [t for t in members if t.number == best.number]
+    return [*ordered, *(t for t in members if t.number != best.number)][:count]

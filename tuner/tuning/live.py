@@ -1,0 +1,222 @@
+"""One running engine that serves several trials in turn: its scheduler's limits change between replays.
+
+It is launched with the two sizes that limits may not exceed as high as the space goes, and `screens` whatever
+differs from it in limits alone. Whatever fails here is measured again in an engine of its own.
+"""
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from tuner.engine import limits
+from tuner.engine.server import Server, serve
+from tuner.errors import Aborted, EngineError, Infeasible
+from tuner.records import Candidate, Trial, Value
+from tuner.search.encoding import encode
+from tuner.tuning.study import Prepared
+from tuner.tuning.trial import (
+    Bench,
+    Launched,
+    Order,
+    Pass,
+    Row,
+    Serving,
+    add_launch,
+    largest_kv,
+    launch_spec,
+    launched,
+    learned,
+    make,
+    measured_pass,
+)
+
+SIZES = ("max_num_seqs", "max_num_batched_tokens")
+"""Limits that may only be lowered in a running engine."""
+
+
+FAILURES = 3
+"""After so many running engines that did not do, every candidate is launched by itself."""
+
+
+class CannotScreen(Exception):
+    """This candidate has to be launched by itself; the sentence says why."""
+
+
+def group(prepared: Prepared, candidate: Mapping[str, Value], defaults: Mapping[str, Value]) -> str:
+    """Equal for candidates that one running engine can serve: all but the limits, defaults filled in."""
+    whole = encode(prepared.space, defaults).completed(prepared.space.canonical(Candidate(candidate)))
+    return Candidate({name: value for name, value in whole.items() if name not in limits.KNOBS}).digest
+
+
+def changeable(prepared: Prepared) -> bool:
+    """Whether the study asks for live limits, turns any, and its engine takes a scheduler class."""
+    turned = any(name in prepared.space.levels for name in limits.KNOBS)
+    asked = prepared.file.live_limits == "auto"
+    return asked and turned and "--scheduler-cls" in prepared.facts.flags
+
+
+def widest(prepared: Prepared, candidate: Candidate) -> tuple[Candidate, ...]:
+    """What to launch so that the candidate and as much else as possible can be screened: the sizes of the
+    space's last levels, every other limit as the engine has it. The widest first, known failures left out.
+    """
+    tops = {
+        name: max(v for v in levels if isinstance(v, int))
+        for name in SIZES
+        if (levels := prepared.space.levels.get(name)) and any(isinstance(v, int) for v in levels)
+    }
+    kept = {name: value for name, value in candidate.items() if name not in limits.KNOBS}
+    asked = {name: candidate[name] for name in SIZES if name in candidate}
+    found: list[Candidate] = []
+    for sizes in (tops, {**tops, **{n: v for n, v in asked.items() if n != "max_num_seqs"}}):
+        wide = Candidate({**kept, **sizes})
+        if prepared.known(wide) is None and wide not in found:
+            found.append(wide)
+    return tuple(found)
+
+
+class Live:
+    """The running engine of a run, if any. One trial at a time."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self._stack = AsyncExitStack()
+        self._server: Server | None = None
+        self._row: Row | None = None
+        self._launched: Candidate = Candidate()
+        self._charged_s = 0.0
+        self._barred: set[Candidate] = set()
+        self.failures: list[str] = []
+
+    @property
+    def possible(self) -> bool:
+        """Whether this study's engines can be changed while they run, as far as is known by now."""
+        here = self._bench.work is None and len(self.failures) < FAILURES
+        return here and changeable(self._bench.prepared)
+
+    async def measure(
+        self, trial: Trial, passes: Sequence[Pass], directory: Path, defaults: Mapping[str, Value]
+    ) -> Launched:
+        """Measure a candidate inside the running engine, launching a wide one where none fits.
+
+        CannotScreen where it has to be launched by itself; else as `launch`. An engine that ends while it
+        screens is Aborted: whose fault that was, a launch of its own must tell.
+        """
+        if not self.possible:
+            raise CannotScreen("live limits are off")
+        make(directory)
+        begun = time.monotonic()
+        wanted = self._limits(trial.candidate, defaults)
+        if wanted is None:
+            await self.close()
+            self._charged_s = begun
+            await self._launch(trial, defaults)
+            wanted = self._limits(trial.candidate, defaults)
+        if wanted is None or self._server is None or self._row is None:
+            raise CannotScreen("its sizes are beyond the running engine's")
+        try:
+            return await self._replay(self._server, self._row, trial, passes, directory, wanted)
+        except Infeasible as error:
+            await self.close(f"{error.cause}: {error}")
+            raise Aborted(
+                f"in a running engine: {error}", cause=error.cause, evidence=error.evidence
+            ) from error
+        except EngineError as error:
+            if error.cause not in ("gate", "disk"):
+                await self.close(f"{error.cause}: {error}")
+            raise
+
+    async def _replay(
+        self,
+        server: Server,
+        row: Row,
+        trial: Trial,
+        passes: Sequence[Pass],
+        directory: Path,
+        wanted: Mapping[str, Value],
+    ) -> Launched:
+        row.trial = trial
+        if not await limits.change(server, wanted):
+            said = await limits.ask(server, {})
+            reason = f"the running engine did not take the limits: {said.error or 'no reason given'}"
+            await self._give_up(reason)
+            raise CannotScreen(reason)
+        order = Order(
+            spec=replace(server.spec, directory=str(directory)), passes=tuple(passes), number=trial.number,
+            kv_tokens=largest_kv(self._bench.launches()),
+        )  # fmt: skip
+        try:
+            measured = [await measured_pass(self._bench.place, order, p, server, row.note) for p in passes]
+        finally:
+            begun, self._charged_s = self._charged_s, time.monotonic()
+        ended = replace(row.row, effective={**row.row.effective, **_shown(wanted)})
+        return launched(ended, measured, (self._charged_s - begun) * self._bench.gpu_count)
+
+    def _limits(self, candidate: Candidate, defaults: Mapping[str, Value]) -> dict[str, Value] | None:
+        """What turns the running engine into the candidate; None where that is not enough."""
+        if self._server is None or not self._server.alive:
+            return None
+        encoding = encode(self._bench.prepared.space, defaults)
+        return limits.changeable(encoding.completed(self._launched), encoding.completed(candidate))
+
+    async def _launch(self, trial: Trial, defaults: Mapping[str, Value]) -> None:
+        """Launch the widest engine that the candidate can be screened in. CannotScreen when none comes up."""
+        prepared, bench = self._bench.prepared, self._bench
+        wide = next((c for c in widest(prepared, trial.candidate) if c not in self._barred), None)
+        if wide is None:
+            raise CannotScreen("no wider engine is known to work")
+        directory = bench.directory(trial.number, f"live-{trial.attempt}")
+        make(directory)
+        spec = launch_spec(prepared, wide, directory, bench.cores, known=learned(bench))
+        paths = spec.env.get("PYTHONPATH", os.environ.get("PYTHONPATH"))
+        installed = limits.install(directory.resolve(), spec.launch_id, paths)
+        spec = replace(spec, argv=(*spec.argv, *installed.argv), env={**spec.env, **installed.env})
+        self._row = Row(bench, add_launch(bench, spec), trial)
+        try:
+            entered = serve(spec, gpus=bench.gpus, settle=False, note=self._row.note)
+            server = await self._stack.enter_async_context(entered)
+        except Infeasible as error:
+            if not _lacks_memory(error):  # the sizes are not to blame: the candidate would end alike
+                await self.close(f"{error.cause}: {error}")
+                raise
+            self._barred.add(wide)
+            await self._give_up(f"{error.cause}: {error}")
+            raise CannotScreen(f"the wide engine failed: {error}") from error
+        except EngineError as error:
+            self._row.close(f"{error.cause}: {error}")
+            self._row = None
+            raise Aborted(str(error), cause=error.cause, evidence=error.evidence) from error
+        except BaseException:
+            self._row.close("stopped")
+            self._row = None
+            raise
+        self._row.note(
+            Serving(effective=server.effective, timeline=server.timeline, kv_tokens=server.kv_tokens)
+        )
+        self._server, self._launched = server, wide
+        bench.store.finish_launch(self._row.row)
+
+    async def _give_up(self, reason: str) -> None:
+        self.failures.append(reason)
+        await self.close(reason)
+
+    async def close(self, verdict: str | None = None) -> None:
+        """Stop the running engine, if any, and close its row."""
+        row, self._row, self._server = self._row, None, None
+        stack, self._stack = self._stack, AsyncExitStack()
+        try:
+            await stack.aclose()
+        finally:
+            if row is not None:
+                row.close(verdict)
+
+
+def _lacks_memory(error: Infeasible) -> bool:
+    return (error.violation.oom or 0.0) > 0 or (error.violation.kv or 0.0) > 0
+
+
+def _shown(wanted: Mapping[str, Value]) -> dict[str, Value]:
+    """The limits as effective values: what was set was read back."""
+    return {name: value for name, value in wanted.items() if value is not None}

@@ -1,0 +1,138 @@
+"""The next candidate of a study, and how it is measured: functions of its history."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tuner.engine import limits
+from tuner.errors import NotFound
+from tuner.records import Candidate, Trial, TrialState
+from tuner.search import pareto, told
+from tuner.search.encoding import Space, encode
+from tuner.search.feasibility import Regions
+from tuner.search.order import by_group, drift_due
+from tuner.search.suggest import Suggestion, suggest
+from tuner.tuning.knowledge import LAUNCH_S, Knowledge, Seed, at_levels, defaults_of
+from tuner.tuning.live import changeable, group
+from tuner.tuning.study import Prepared
+
+WIDE_EVERY, WIDE_FROM = 5, 9
+"""From a number on, every so-many-th proposal may turn any knob; the others keep to what one running engine
+can screen."""
+ENOUGH = 3
+"""Trials after which a study that screened none is taken to be one that cannot."""
+RELAUNCHED = "relaunched"
+"""Origin of a trial that measures a screened candidate again, in an engine of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Help:
+    """What others know: seeds (origin, candidate) that are tried first."""
+
+    seeds: Sequence[Seed] = ()
+
+
+NO_HELP = Help()
+
+
+def propose(
+    prepared: Prepared, trials: Sequence[Trial], help: Help = NO_HELP, knowledge: Knowledge | None = None
+) -> Suggestion | None:
+    """What the search proposes after these trials; a function of them alone (and of the seeds given)."""
+    knowledge = knowledge or Knowledge(prepared=prepared)
+    number = next_number(trials)
+    if not prepared.plan.demonstration and drift_due(trials):
+        seed = told.derive(prepared.study.seed, number, "trial")
+        return Suggestion(candidate=prepared.baseline, origin="baseline", seed=seed)
+    seeds = untried(prepared, trials, (*help.seeds, *knowledge.seeds(trials)))
+    for space in (prepared.space,) if seeds else spaces(prepared, trials, number):
+        found = suggest(
+            space,
+            trials,
+            seed=prepared.study.seed,
+            number=number,
+            objectives=prepared.study.objectives,
+            baseline=prepared.baseline,
+            known=prepared.known,
+            seeds=seeds,
+            predictor=knowledge.predictor(trials, number),
+            cost=knowledge.cost(trials),
+        )
+        if found is not None:
+            return found
+    return None
+
+
+def untried(prepared: Prepared, trials: Sequence[Trial], seeds: Sequence[Seed]) -> list[Seed]:
+    """The seeds that are new and may work, those that one running engine can screen together."""
+    encoding = encode(prepared.space, defaults_of(trials))
+    regions = Regions(encoding, trials)
+    seen = {encoding.completed(prepared.space.canonical(t.candidate)).digest for t in told.latest(trials)}
+    left: dict[Candidate, Seed] = {}
+    for origin, candidate in seeds:
+        asked = prepared.space.canonical(candidate)
+        point = encoding.point(asked)
+        new = prepared.space.contains(asked) and encoding.completed(asked).digest not in seen
+        if new and point is not None and regions.reason(point) is None and prepared.known(asked) is None:
+            left.setdefault(asked, (origin, asked))
+    ordered = by_group(
+        list(left), lambda c: group(prepared, c, defaults_of(trials)), compile_s=LAUNCH_S, late_s=1.0
+    )
+    return [left[candidate] for candidate in ordered]
+
+
+def spaces(prepared: Prepared, trials: Sequence[Trial], number: int) -> tuple[Space, ...]:
+    """Where to look, in this order: what one running engine can screen around the best so far, and all."""
+    turned = number >= WIDE_FROM and number % WIDE_EVERY == WIDE_EVERY - 1
+    if turned or not screens(prepared, trials):
+        return (prepared.space,)
+    return (around(prepared, best(prepared, trials)), prepared.space)
+
+
+def screens(prepared: Prepared, trials: Sequence[Trial]) -> bool:
+    """Whether candidates of this study are screened in a running engine, as far as its history tells."""
+    tried = [t for t in trials if t.measurement is not None and not t.is_baseline]
+    return changeable(prepared) and (len(tried) < ENOUGH or any(t.screened for t in tried))
+
+
+def best(prepared: Prepared, trials: Sequence[Trial]) -> Candidate:
+    """The winner so far by the study's policy, screened trials included; the baseline before there is one."""
+    found = winner(prepared, [t for t in trials if not t.is_baseline])
+    return at_levels(prepared, trials) if found is None else found.candidate
+
+
+def winner(prepared: Prepared, trials: Sequence[Trial]) -> Trial | None:
+    """What the study's policy picks of trials, screened ones included unless they were relaunched since."""
+    settled = {t.candidate for t in trials if not t.screened and t.state is not TrialState.ABORTED}
+    kept = [t for t in trials if not t.screened or t.candidate not in settled]
+    plain = [replace(t, screened=False) for t in kept]
+    study = prepared.study
+    try:
+        found = pareto.choose(plain, policy(prepared), study.slo, study.objectives)
+    except NotFound:
+        return None
+    return next(t for t in kept if t.id == found.id)
+
+
+def policy(prepared: Prepared) -> pareto.Policy:
+    """The study's winner policy as the search takes it."""
+    chosen = prepared.file.winner
+    return chosen if isinstance(chosen, str) else {"weights": dict(chosen.weights)}
+
+
+def around(prepared: Prepared, candidate: Mapping[str, object]) -> Space:
+    """The space with every knob that needs a launch held where a candidate has it."""
+    space = prepared.space
+    levels = {
+        name: values if name in limits.KNOBS else tuple(v for v in values if _is(v, candidate.get(name)))
+        for name, values in space.levels.items()
+    }
+    return replace(space, levels={name: kept or space.levels[name] for name, kept in levels.items()})
+
+
+def _is(level: object, value: object) -> bool:
+    return level == value and isinstance(level, bool) == isinstance(value, bool)
+
+
+def next_number(trials: Sequence[Trial]) -> int:
+    """The number after the last one."""
+    return max((t.number for t in trials), default=-1) + 1
