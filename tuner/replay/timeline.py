@@ -55,13 +55,15 @@ Judge = Callable[[Partial], str | None]
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SliceReplay:
     """One slice as it went. `outcomes` are those scheduled inside the window, in that order; `window_s` is
-    shorter than planned only where a judge stopped it. `engine` are the engine's numbers over the window.
+    shorter than planned only where a judge stopped it. `engine` are the engine's numbers over the window,
+    `series` its scrapes as `observe.series` gives them.
     """
 
     slice: Slice
     window_s: float
     outcomes: tuple[Outcome, ...]
     engine: Mapping[str, float | None] = field(default_factory=dict)
+    series: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -177,7 +179,9 @@ class _Replay:
             self.notes.warnings.append(f"slice {part.name}: the engine's queue grew all through the window")
         ended = min(window.now_s, timetable.window_s) if self.stopped else timetable.window_s
         outcomes = sorted(window.outcomes, key=lambda o: (o.scheduled_s, o.row))
-        return SliceReplay(slice=part, window_s=ended, outcomes=tuple(outcomes), engine=engine)
+        return SliceReplay(
+            slice=part, window_s=ended, outcomes=tuple(outcomes), engine=engine, series=observer.series
+        )
 
     def jobs(self, timetable: Schedule) -> Iterator[tuple[int, Callable[[], Job]]]:
         """(group, maker) of every job in order; a session is one group."""

@@ -61,7 +61,7 @@ def _front_line(front: Sequence[Point], frame: Frame) -> str:
     if len(front) < 2:
         return ""
     places = [(frame.px(p.x), frame.py(p.y)) for p in sorted(front, key=lambda p: (p.x, p.y))]
-    return '<polyline class="front" points="' + " ".join(f"{a:.1f},{b:.1f}" for a, b in places) + '"/>'
+    return '<polyline class="frontline" points="' + " ".join(f"{a:.1f},{b:.1f}" for a, b in places) + '"/>'
 
 
 def _mark(point: Point, frame: Frame) -> str:

@@ -1,7 +1,5 @@
 """Pictures from outcomes: cumulative latencies with their bands, and how a replay went over time."""
 
-import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +79,8 @@ def cumulative(values: Float, at: Float, weights: Float | None = None) -> Float:
     counts = np.ones(int(known.sum())) if weights is None else weights[known]
     order = np.argsort(values[known], kind="stable")
     upper = np.concatenate([[0.0], np.cumsum(counts[order])])
-    return upper[np.searchsorted(values[known][order], at, side="right")] / max(upper[-1], 1e-12)
+    found = upper[np.searchsorted(values[known][order], at, side="right")] / max(upper[-1], 1e-12)
+    return np.asarray(found, np.float64)
 
 
 def band(passes: Sequence[Sample], kind: str, at: Float) -> tuple[Float, Float] | None:
@@ -150,7 +149,9 @@ def timelines(trial: Trial) -> list[tuple[str, str]]:
         rows = read_slice(part)
         if rows:
             caption = f"Slice {part.name}, {part.window_s:.4g} s of replay, {len(rows)} requests"
-            found.append((caption, timeline(rows, part.window_s, engine_series(part))))
+            found.append(
+                (caption, timeline(rows, part.window_s, outcomes.read_series(part.outcomes_file or "")))
+            )
     return found
 
 
@@ -183,7 +184,8 @@ def _end(outcome: Outcome, at: float | None, window_s: float) -> float:
 
 def _level(spans: Sequence[tuple[float, float]], at: Float) -> Float:
     starts, ends = (np.sort([pair[side] for pair in spans]) for side in (0, 1))
-    return np.searchsorted(starts, at, side="right") - np.searchsorted(ends, at, side="right") + 0.0
+    begun, over = (np.searchsorted(each, at, side="right") for each in (starts, ends))
+    return (begun - over).astype(np.float64)
 
 
 ENGINE = {
@@ -200,21 +202,3 @@ def _engine_panels(engine: Mapping[str, Sequence[float]]) -> list[Panel]:
         for key, (name, scale, kind) in ENGINE.items()
         if key in engine and len(engine[key]) == len(at)
     ]
-
-
-def engine_series(part: SliceMeasurement) -> Mapping[str, Sequence[float]]:
-    """What was scraped from the engine during a slice: `at_s` and a list per name; empty where not kept."""
-    if part.outcomes_file is None:
-        return {}
-    path = Path(part.outcomes_file).with_suffix(".engine.json")
-    try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(told, dict):
-        return {}
-    return {
-        str(name): [math.nan if v is None else float(v) for v in row]
-        for name, row in told.items()
-        if isinstance(row, list)
-    }

@@ -83,7 +83,10 @@ def promote(looks: Visitor, profile: Profile, fields: Mapping[str, str]) -> Alia
     """Moves the champion alias to a version. Refused without scope promote; gates hold unless forced."""
     looks.needs("promote")
     reason, service = _reason(fields), looks.service
-    gates = registry.NO_GATES if fields.get("force") == "yes" else registry.Gates()
+    force = fields.get("force") == "yes"
+    if force:
+        looks.needs("admin")
+    gates = registry.NO_GATES if force else registry.Gates()
     moved = registry.promote(
         service.store,
         profile,
@@ -94,7 +97,8 @@ def promote(looks: Visitor, profile: Profile, fields: Mapping[str, str]) -> Alia
         reason=reason,
         now=service.clock(),
     )
-    service.audit(looks.actor, "alias.promote", _target(moved), reason, version=moved.to_version)
+    service.pulls.forget()
+    service.audit(looks.actor, "promote", _words(moved), reason, version=moved.to_version, force=force)
     return moved
 
 
@@ -111,12 +115,14 @@ def rollback(looks: Visitor, profile: Profile, fields: Mapping[str, str]) -> Ali
         now=service.clock(),
         expected=_generation(fields),
     )
-    service.audit(looks.actor, "alias.rollback", _target(moved), reason, version=moved.to_version)
+    service.pulls.forget()
+    service.audit(looks.actor, "rollback", _words(moved), reason, version=moved.to_version)
     return moved
 
 
-def _target(event: AliasEvent) -> str:
-    return "/".join((event.key.model, event.key.target, event.key.workload, event.alias))
+def _words(event: AliasEvent) -> str:
+    """As the API's routes write it into the audit."""
+    return f"{event.alias} of {event.key.model} on {event.key.target} for {event.key.workload}"
 
 
 def _reason(fields: Mapping[str, str]) -> str:

@@ -21,6 +21,7 @@ STATIC = {
     "style.css": (Path(document.__file__).parent / "style.css", "text/css"),
     "pages.css": (HERE / "static" / "pages.css", "text/css"),
     "times.js": (HERE / "static" / "times.js", "text/javascript"),
+    "icon.svg": (HERE / "static" / "icon.svg", "image/svg+xml"),
     "live.js": (HERE / "static" / "live.js", "text/javascript"),
 }
 Page = Annotated[int, Query(alias="page", ge=1, le=1_000_000)]

@@ -1,0 +1,115 @@
+"""Renews the pictures of the pages: `python -m tests.browser.screenshots [--all] [FOLDER]`."""
+
+import base64
+import sys
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+
+from selenium import webdriver
+
+from tests.browser import world
+from tests.browser.chromium import DESKTOP, PHONE, chromium, overlaps, resize
+from tuner.records import Candidate
+from tuner.report.document import ReportData, render
+
+KEPT = {
+    "desktop": ("overview", "study", "trial", "history", "profile", "report"),
+    "phone": ("overview", "study", "profile"),
+}
+"""What docs/pages.md shows; `--all` takes every page at both widths, and dark."""
+
+
+def paths(there: world.World) -> dict[str, str]:
+    """Every page by a short name."""
+    ref, profiles = there.study.id[:16], there.profiles
+    return {
+        "login": "/login",
+        "overview": "/",
+        "studies": "/studies",
+        "study": f"/studies/{ref}",
+        "study-axes": f"/studies/{ref}?x=e2e_p95_ms&y=goodput_rps",
+        "trial": f"/studies/{ref}/trials/3",
+        "trial-infeasible": f"/studies/{ref}/trials/8",
+        "history": "/history?metric=goodput_rps",
+        "profiles": "/profiles",
+        "profile": f"/profiles/{profiles[1].id}",
+        "champion": f"/profiles/{profiles[0].id}",
+        "diff": f"/profiles/{profiles[0].id}/diff/{profiles[1].id}",
+        "schedules": "/schedules",
+        "error": "/profiles/999",
+    }
+
+
+def running(there: world.World) -> None:
+    """A run in the middle of its night, for the pictures of a live study."""
+    store, made = there.store, there.study
+    run = store.open_run(
+        made.id,
+        trials_limit=12,
+        deadline=world.NOW + timedelta(hours=2),
+        now=world.NOW,
+        pid=None,
+        host="gpu-01",
+    )
+    first = len(store.trials(made.id))
+    for number in range(first, first + 5):
+        world.complete(store, run, number, there.home / "trials" / "live")
+    world.begin(store, run, first + 5, Candidate({"max_num_seqs": 48, "max_num_batched_tokens": 4096}))
+
+
+def report_of(there: world.World, folder: Path) -> Path:
+    """The study's report as a file."""
+    store, made = there.store, there.study
+    data = ReportData(
+        study=made, trials=store.trials(made.id), runs=store.runs(made.id), launches=store.launches(made.id),
+        commands=[f"tuner report {made.id[:12]} -o report.html"], generated_at=world.NOW,
+    )  # fmt: skip
+    path = folder / "report.html"
+    path.write_text(render(data), encoding="utf-8")
+    return path
+
+
+def login(driver: webdriver.Chrome, address: str, token: str) -> None:
+    """A session by cookie, as the login form makes it."""
+    driver.get(f"{address}/login")
+    driver.add_cookie({"name": "tuner_token", "value": token, "httpOnly": True, "sameSite": "Strict"})
+
+
+def shoot(driver: webdriver.Chrome, path: Path, width: int, most: int = 2600) -> None:
+    """The whole page, up to a height."""
+    height = driver.execute_script("return document.documentElement.scrollHeight")
+    clip = {"x": 0, "y": 0, "width": width, "height": min(int(height), most), "scale": 1}
+    shot = driver.execute_cdp_cmd(
+        "Page.captureScreenshot", {"format": "png", "clip": clip, "captureBeyondViewport": True}
+    )
+    path.write_bytes(base64.b64decode(shot["data"]))
+
+
+def main() -> None:
+    """Takes the pictures and says what overlaps."""
+    every = "--all" in sys.argv
+    folder = Path(next((a for a in sys.argv[1:] if not a.startswith("--")), "docs/screenshots"))
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as place:
+        home = Path(place)
+        there = world.fill(home)
+        running(there)
+        with world.serve(there.store, home, world.Clock()) as address, chromium(home / "browser") as driver:
+            pages = {name: address + path for name, path in paths(there).items()}
+            pages["report"] = report_of(there, home).as_uri()
+            login(driver, address, there.tokens["admin"])
+            for label, size in (("desktop", DESKTOP), ("phone", PHONE)):
+                for name, url in pages.items():
+                    if not every and name not in KEPT[label]:
+                        continue
+                    for dark in (False, True) if every and label == "desktop" else (False,):
+                        resize(driver, size, dark=dark)
+                        driver.get(url)
+                        shoot(driver, folder / f"{name}-{label}{'-dark' if dark else ''}.png", size[0])
+                    for each in overlaps(driver):
+                        print(f"{name} {label}: {each}")
+
+
+if __name__ == "__main__":
+    main()
