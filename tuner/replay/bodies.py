@@ -64,9 +64,12 @@ class Bodies:
         """A row as a job. `tokens` overrides the recorded answer length (warm-up, priming)."""
         text = self.prompts(kind).token_json(row)
         choices = self.choices(row)
-        length = self.answer(row) if tokens is None else tokens
         live = self.load.history == "live"
-        cancels = tokens is None and self.load.replay_cancellations
+        cancel_s = None
+        if tokens is None and self.load.replay_cancellations:
+            cancel_s = cancel_after(self.trace, row)
+        length = self.answer(row) if cancel_s is None else self.unfinished(row)
+        length = length if tokens is None else tokens
         return Job(
             key=key,
             row=row,
@@ -76,7 +79,7 @@ class Bodies:
             expected_output=length * choices,
             choices=choices,
             counted=counted,
-            cancel_s=cancel_after(self.trace, row) if cancels else None,
+            cancel_s=cancel_s,
             deadline_s=self.load.deadline,
             parent=turn.parent,
             think_s=turn.think_s,
@@ -113,6 +116,12 @@ class Bodies:
     def answer(self, row: int) -> int:
         """Tokens to ask for: as recorded, at least one."""
         return max(1, int(self.trace.output_len[row]))
+
+    def unfinished(self, row: int) -> int:
+        """Tokens to ask for where the client hung up: more than came by then, or the engine ends first."""
+        enough = 4 * self.answer(row) + 256
+        declared = int(self.trace.max_tokens[row])
+        return min(declared, enough) if declared > 0 else enough
 
     def choices(self, row: int) -> int:
         """The recorded `n`, at least one."""

@@ -38,6 +38,28 @@ def infer_sessions(trace: Trace) -> Trace:
     return fill_think(changed).with_meta(sessions="inferred from shared blocks")
 
 
+def chain_sessions(trace: Trace) -> Trace:
+    """The trace with turns and parents in sessions that tell none.
+
+    A turn follows the latest row of its session that had ended when it came; one that came while all before
+    it were still running begins anew, since its client did not wait for them.
+    """
+    if not (trace.session >= 0).any():
+        return trace
+    parent, turn = trace.parent.copy(), trace.turn.copy()
+    told = np.unique(trace.session[(trace.session >= 0) & ((parent >= 0) | (turn > 0))])
+    rows = np.flatnonzero((trace.session >= 0) & ~np.isin(trace.session, told))
+    ends = trace.arrival_s + np.nan_to_num(trace.obs_e2e_s, nan=0.0)
+    before: dict[int, list[int]] = {}
+    for row in rows.tolist():
+        earlier = before.setdefault(int(trace.session[row]), [])
+        arrival = trace.arrival_s[row]
+        above = next((one for one in reversed(earlier) if ends[one] <= arrival), -1)
+        parent[row], turn[row] = above, turn[above] + 1 if above >= 0 else 0
+        earlier.append(row)
+    return trace.changed(parent=parent, turn=turn)
+
+
 def fill_think(trace: Trace) -> Trace:
     """The trace with think times where the parent's end is known: arrival − parent's (arrival + E2E), ≥ 0."""
     known = (trace.parent >= 0) & np.isnan(trace.think_s)

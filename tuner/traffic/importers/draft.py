@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tuner.errors import BadInput
 from tuner.records import JSON
 from tuner.traffic import quantise
-from tuner.traffic.structure import fill_think
+from tuner.traffic.structure import chain_sessions, fill_think
 from tuner.traffic.trace import STATUSES, Trace, build
 
 OK, ERROR, CANCELLED, TIMEOUT = range(len(STATUSES))
@@ -141,7 +141,7 @@ class Draft:
         if "start_ns" not in meta:
             meta["start_ns"] = int(arrival[order[0]])
         made = build(columns, blocks=(self._offsets, self._blocks), block_size=self.block_size, meta=meta)
-        return fill_think(made)
+        return fill_think(chain_sessions(made))
 
     def _unfit(self, row: Row) -> str:
         if row.input_len < 0 or row.output_len < 0:
