@@ -77,7 +77,7 @@ async def measured(given: argparse.Namespace, scene: Scene, candidate: Candidate
     argv = [word for name, value in knobs.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     if given.python:
         command = (given.python, "-m", "vllm.entrypoints.openai.api_server")
-        argv += ["--load-format", "dummy", "--skip-tokenizer-init"]
+        argv += ["--load-format", "dummy", "--skip-tokenizer-init", "--enforce-eager"]
     else:
         command = (sys.executable, "-m", "tuner.simulator.app")
     with tempfile.TemporaryDirectory() as directory:

@@ -20,7 +20,7 @@ def shared_launch(directory: Path) -> LaunchSpec:
     return real(
         directory,
         *("--enable-prompt-tokens-details", "--enable-per-request-metrics"),
-        *("--block-size", str(ENGINE_BLOCK), "--max-num-batched-tokens", "1024"),
+        *("--block-size", str(ENGINE_BLOCK)),
         *("--middleware", "tuner.traffic.capture.middleware.VllmCapture", *installed.argv),
         launch_id=launch_id,
         env={**ENV, **installed.env, **capture},
