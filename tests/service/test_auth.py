@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fastapi.dependencies.models import Dependant
@@ -86,7 +87,8 @@ def every_route(world: World) -> Iterator[Route]:
     """Every route of the app: of routers that were included too."""
     for outer in world.app.routes:
         nested = getattr(outer, "effective_candidates", None)
-        for route in nested() if nested else [outer]:
+        routes: list[Any] = list(nested()) if nested else [outer]
+        for route in routes:
             dependant = getattr(route, "dependant", None)
             if dependant is None:
                 assert route.path == "/v1/openapi.json", f"{route.path} is not seen by this test"

@@ -12,6 +12,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis import checks
+from schemathesis.specs.openapi import checks as openapi
 
 from tests.history.fill import fill
 from tests.service.world import World, prepare
@@ -19,10 +20,10 @@ from tests.service.world import World, prepare
 EXAMPLES = int(os.environ.get("TUNER_FUZZ_EXAMPLES", "10"))
 CHECKED = (
     checks.not_a_server_error,
-    schemathesis.specs.openapi.checks.status_code_conformance,
-    schemathesis.specs.openapi.checks.content_type_conformance,
-    schemathesis.specs.openapi.checks.response_schema_conformance,
-    schemathesis.specs.openapi.checks.response_headers_conformance,
+    openapi.status_code_conformance,
+    openapi.content_type_conformance,
+    openapi.response_schema_conformance,
+    openapi.response_headers_conformance,
 )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.service.world import STUDY, Server, World, prepare, serving
+from tests.service.world import STUDY, Server, Shifted, World, prepare, serving
 from tests.tuning.studies import WATCHDOG_S, command, environment
 from tuner.fleet.schedule import Happening, loop
 from tuner.history.entities import Schedule
@@ -184,9 +184,8 @@ def test_the_log_is_json_with_the_request_id(told: Told) -> None:
 def test_a_nightly_schedule_fires_and_ends_inside_its_window(tmp_path: Path) -> None:
     """The clock is set to two seconds before 22:00 of a night in March, and goes on from there."""
     digest = prepare(tmp_path)
-    evening = datetime(2026, 3, 10, 21, 59, 58, tzinfo=UTC)
-    offset = evening - datetime.now(UTC)
-    world = World(tmp_path, clock=lambda: datetime.now(UTC) + offset)  # type: ignore[arg-type]
+    clock = Shifted(at=datetime(2026, 3, 10, 21, 59, 58, tzinfo=UTC))
+    world = World(tmp_path, clock=clock)
     client = world.client("run")
     assert client.post("/v1/studies", json={**STUDY, "trace": digest}).status_code == 201
     spec = {"study": "tiny", "hours": 0.5, "trials": 1, "min_trials": 1, "reserve_s": 5}
@@ -219,7 +218,7 @@ def test_a_nightly_schedule_fires_and_ends_inside_its_window(tmp_path: Path) -> 
     due = datetime(2026, 3, 10, 22, tzinfo=UTC)
     assert schedule.last_due == due
     assert run.ended_at is not None
-    assert due <= run.ended_at + offset <= due + timedelta(hours=0.5)
+    assert due <= run.ended_at + clock.offset <= due + timedelta(hours=0.5)
     world.store.close()
 
 

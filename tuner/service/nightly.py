@@ -24,8 +24,9 @@ def starter(here: Service) -> Callable[[Firing], Awaitable[Run | None]]:
             trials=firing.terms.trials,
             deadline=firing.deadline,
             actor=f"{ACTOR}:{firing.schedule.name}",
+            at=here.clock(),
         )
-        run = here.runner.start(order)
+        run, _ = here.runner.start(order)
         here.store.scheduled_run(firing.schedule.name, run.id)
         return run
 

@@ -10,7 +10,6 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -18,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from tuner import processes
-from tuner.errors import Conflict, NotFound, Unavailable
+from tuner.errors import Conflict, Unavailable
 from tuner.history.store import Store
 from tuner.records import JSON, Run, RunState
 from tuner.settings import Settings
@@ -30,13 +29,15 @@ TAIL = 4000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What somebody asked for: a run of a study within limits."""
+    """What somebody asked for: a run of a study within limits. `key` tells a repeated request."""
 
     study_id: str
     study_file: Path
     trials: int | None
     deadline: datetime | None
     actor: str
+    at: datetime
+    key: str | None = None
 
 
 class Controllers:
@@ -50,9 +51,13 @@ class Controllers:
         self._restarts: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    def start(self, order: Order) -> Run:
-        """The run's row, and a controller at work on it. Conflict when the study or its node has a run."""
+    def start(self, order: Order) -> tuple[Run, bool]:
+        """The run's row, and a controller at work on it; whether it is a new one, or the one that an order
+        with the same key became before. Conflict when the study or its node has another run.
+        """
         with self._lock:
+            if (run := self._begun(order)) is not None:
+                return run, False
             self._refuse_second(order.study_id)
             self._write(order)
             run = self._store.open_run(
@@ -63,7 +68,15 @@ class Controllers:
                 pid=None,
                 host=self._host,
             )
-            return self._spawn(run, order)
+            return self._spawn(run, order), True
+
+    def _begun(self, order: Order) -> Run | None:
+        """The run of the study's last order, when that had the same key: nobody may have been told of it."""
+        before = self._order(order.study_id)
+        if before is None or before.key is None or before.key != order.key:
+            return None
+        runs = self._store.runs(order.study_id, limit=1)
+        return next((run for run in runs if run.started_at >= before.at), None)
 
     def _refuse_second(self, study_id: str) -> None:
         node = self._store.study(study_id).node
@@ -98,6 +111,23 @@ class Controllers:
     def _order_file(self, study_id: str) -> Path:
         return self._folder / f"{study_id}.json"
 
+    def _order(self, study_id: str) -> Order | None:
+        """The last order of a study; None when there was none, or its file is not whole."""
+        try:
+            body: Mapping[str, JSON] = json.loads(self._order_file(study_id).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        trials, key = body["trials"], body["key"]
+        return Order(
+            study_id=str(body["study_id"]),
+            study_file=Path(str(body["study_file"])),
+            trials=trials if isinstance(trials, int) else None,
+            deadline=_moment(body["deadline"]),
+            actor=str(body["actor"]),
+            at=datetime.fromisoformat(str(body["at"])),
+            key=key if isinstance(key, str) else None,
+        )
+
     def _write(self, order: Order) -> None:
         body: dict[str, JSON] = {
             "study_id": order.study_id,
@@ -105,6 +135,8 @@ class Controllers:
             "trials": order.trials,
             "deadline": order.deadline.isoformat() if order.deadline else None,
             "actor": order.actor,
+            "at": order.at.isoformat(),
+            "key": order.key,
         }
         path = self._order_file(order.study_id)
         try:
@@ -121,12 +153,16 @@ class Controllers:
         A controller that ended by itself and left its run open, or that was lost too often, ends the run.
         """
         touched: list[Run] = []
-        for path in sorted(self._folder.glob("*.json")):
-            with self._lock, suppress(NotFound):
-                order = _read(path)
-                for run in self._store.runs(order.study_id, state=RunState.RUNNING):
-                    if run.host == self._host and not self.alive(run):
-                        touched.append(self._recover(run, order))
+        with self._lock:
+            running = self._store.runs(state=RunState.RUNNING)
+            for run in running:
+                order = self._order(run.study_id) if run.host == self._host else None
+                if order is not None and not self.alive(run) and not _at_work(order.study_file):
+                    touched.append(self._recover(run, order))
+            ids = {run.id for run in running}
+            for run_id in [each for each, process in self._ours.items() if process.poll() is not None]:
+                if run_id not in ids:
+                    del self._ours[run_id]
         return touched
 
     def alive(self, run: Run) -> bool:
@@ -165,23 +201,30 @@ class Controllers:
         return f"its controller ended with exit code {code}{told}"
 
 
-def _read(path: Path) -> Order:
-    body: Mapping[str, JSON] = json.loads(path.read_text(encoding="utf-8"))
-    trials, deadline = body["trials"], body["deadline"]
-    return Order(
-        study_id=str(body["study_id"]),
-        study_file=Path(str(body["study_file"])),
-        trials=trials if isinstance(trials, int) else None,
-        deadline=datetime.fromisoformat(deadline) if isinstance(deadline, str) else None,
-        actor=str(body["actor"]),
-    )
+def _moment(value: JSON) -> datetime | None:
+    return datetime.fromisoformat(value) if isinstance(value, str) else None
 
 
 def is_controller(pid: int) -> bool:
     """Whether a process is one of our controllers, and not another that got its number."""
     try:
-        process = psutil.Process(pid)
-        words = process.cmdline()
-        return process.status() != psutil.STATUS_ZOMBIE and "tuner" in words and "tune" in words
+        return _is_ours(psutil.Process(pid))
     except psutil.Error:
         return False
+
+
+def _is_ours(process: psutil.Process) -> bool:
+    words = process.cmdline()
+    ours = any(Path(word).name == "tuner" for word in words) and bool({"tune", "demo"} & set(words))
+    return ours and process.status() != psutil.STATUS_ZOMBIE
+
+
+def _at_work(study_file: Path) -> bool:
+    """Whether some process tunes a study file: one that was started just before we died, say."""
+    for process in psutil.process_iter():
+        try:
+            if str(study_file) in process.cmdline() and _is_ours(process):
+                return True
+        except psutil.Error:
+            continue
+    return False

@@ -8,7 +8,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
 
 from tuner.errors import BadInput
-from tuner.records import JSON, Run, RunState, digest_of
+from tuner.records import Run, RunState, digest_of
 from tuner.service import events, shapes
 from tuner.service.auth import Actor, Reader, Runner
 from tuner.service.context import Here, Service
@@ -66,31 +66,20 @@ def start(here: Service, actor: Actor, asked: RunRequest, key: str | None) -> Ru
     digest = digest_of(asked.model_dump(mode="json"))
     if key is not None and isinstance(kept := here.store.answer(key, digest), str):
         return here.store.run(kept)
-    deadline = _deadline(asked, here.clock())
+    now = here.clock()
+    deadline = _deadline(asked, now)
     study_id, path = here.studies.find(asked.study)
-    run = _begun(here, key, digest, study_id)
-    if run is None:
-        order = Order(
-            study_id=study_id, study_file=path, trials=asked.trials, deadline=deadline, actor=actor.name
-        )
-        run = here.runner.start(order)
+    order = Order(
+        study_id=study_id, study_file=path, trials=asked.trials, deadline=deadline, actor=actor.name, at=now,
+        key=None if key is None else f"{key} {digest}",
+    )  # fmt: skip
+    run, fresh = here.runner.start(order)
+    if fresh:
         here.audit(actor, "run", run.id, asked.reason, study=study_id)
-    if key is not None and isinstance(
-        first := here.store.keep_answer(key, digest, run.id, now=here.clock()), str
-    ):
-        return here.store.run(first)
-    return run
-
-
-def _begun(here: Service, key: str | None, digest: str, study_id: str) -> Run | None:
-    """The run that a request with this key had started when the service died before it could answer."""
     if key is None:
-        return None
-    now: JSON = here.clock().isoformat()
-    first = here.store.keep_answer(f"{key} begun", digest, now, now=here.clock())
-    begun = datetime.fromisoformat(str(first))
-    runs = here.store.runs(study_id, state=RunState.RUNNING)
-    return next((run for run in runs if first != now and run.started_at >= begun), None)
+        return run
+    first = here.store.keep_answer(key, digest, run.id, now=here.clock())
+    return here.store.run(first) if isinstance(first, str) else run
 
 
 def _deadline(asked: RunRequest, now: datetime) -> datetime | None:
