@@ -62,7 +62,7 @@ def test_weekday_ranges_are_crontab_s(field: str, days: str) -> None:
     [
         ("0 1 * *", "five fields"),
         ("0 25 * * *", "cron '0 25 * * *'"),
-        ("0 1 * * funday", "'funday' is no day of the week (did you mean 'sun'?)"),
+        ("0 1 * * sunn", "'sunn' is no day of the week (did you mean 'sun'?)"),
         ("0 1 * * 8", "'8' is no day of the week"),
         ("0 1 1 * 1", "not both"),
         ("0 1 * * 1-", "is no day of the week"),

@@ -160,12 +160,19 @@ def restore_production(
     after: Annotated[str | None, typer.Option(metavar="HOLDER", hidden=True)] = None,
 ) -> None:
     """Give production back what a run that died had taken. A node that a living run has is left alone."""
-    from tuner.errors import BadInput
+    from tuner.errors import BadInput, NotFound
     from tuner.fleet import handover
 
     if (node is None) == (not all_nodes):
         raise BadInput("name one node, or give --all")
-    store, home = open_store(), settings().home
+    home = settings().home
+    try:
+        store = open_store()
+    except NotFound as error:
+        if node is not None:
+            raise
+        say(f"nothing is to be restored: {error}")
+        return
     if node is None:
         if not handover.recover_all(store, home=home, clock=now, say=say):
             raise typer.Exit(6)

@@ -134,6 +134,10 @@ def faulty(node: str) -> str:
     return f"node {node} is in state fault: mend it, then say so with 'tuner node restore {node} --mended'"
 
 
+_watchers: dict[str, list[processes.Detached]] = {}
+"""Per node, the processes that restore production should we be gone; they end when it is back."""
+
+
 class _Place:
     """One node whose lease is ours."""
 
@@ -149,7 +153,7 @@ class _Place:
             return
         self._drainer, self._drained = holder(), entries
         self._write(entries)
-        _watch(self._store, self._node, self._home)
+        _watchers.setdefault(self._node, []).append(_watch(self._store, self._node, self._home))
         self._store.set_node_state(self._node, "draining")
         for entry in entries:
             self._say(f"draining {entry['name']} on node {self._node}")
@@ -199,6 +203,9 @@ class _Place:
             with suppress(Unavailable):
                 self._write(left)
         self._drained = []
+        for watcher in _watchers.pop(self._node, []):
+            watcher.kill()
+            watcher.wait()
         if done:
             with suppress(Unavailable):
                 self._store.set_node_state(self._node, "free")
@@ -263,7 +270,7 @@ def _open(store: Store, study_id: str) -> Sequence[Launch]:
     return store.launches(study_id)[-RECENT:]
 
 
-def _watch(store: Store, node: str, home: Path) -> None:
+def _watch(store: Store, node: str, home: Path) -> processes.Detached:
     """A process that outlives us: it restores production when we are gone without having done so."""
     url = store.database.url.render_as_string(hide_password=False)
     words = [sys.executable, "-m", "tuner", "node", "restore", node, "--after", holder()]
@@ -271,7 +278,7 @@ def _watch(store: Store, node: str, home: Path) -> None:
     log = path_of(home, node).with_suffix(".log")
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
-        processes.detach(words, env=env, log=log)
+        return processes.detach(words, env=env, log=log)
     except OSError as error:
         raise Unavailable(f"node {node}: nobody would restore production: {error.strerror}") from error
 
