@@ -192,6 +192,7 @@ def test_a_nightly_schedule_fires_and_ends_inside_its_window(tmp_path: Path) -> 
     body = {"node": "local", "cron": "0 22 * * *", "timezone": "UTC", "spec": spec}
     made = client.put("/v1/schedules/nightly", json=body)
     assert made.status_code == 200, made.text
+    clock.start()
     happened: list[Happening] = []
     ended = asyncio.Event()
 
@@ -218,6 +219,7 @@ def test_a_nightly_schedule_fires_and_ends_inside_its_window(tmp_path: Path) -> 
     due = datetime(2026, 3, 10, 22, tzinfo=UTC)
     assert schedule.last_due == due
     assert run.ended_at is not None
+    assert clock.offset is not None
     assert due <= run.ended_at + clock.offset <= due + timedelta(hours=0.5)
     world.store.close()
 

@@ -56,13 +56,15 @@ class Clock:
 
 @dataclass
 class Shifted(Clock):
-    """A clock that goes on from a moment at the speed of this host's."""
+    """A clock that goes on from its moment at the speed of this host's, once it was started."""
 
-    def __post_init__(self) -> None:
+    offset: timedelta | None = None
+
+    def start(self) -> None:
         self.offset = self.at - datetime.now(UTC)
 
     def __call__(self) -> datetime:
-        return datetime.now(UTC) + self.offset
+        return self.at if self.offset is None else datetime.now(UTC) + self.offset
 
 
 @dataclass

@@ -43,9 +43,10 @@ def starter(here: Service) -> Callable[[Firing], Awaitable[Run | None]]:
 
 
 async def _ended(here: Service, run: Run) -> Run:
+    """The run once it has ended and its controller too, which gives production its node back last."""
     while True:
         now = await to_thread.run_sync(here.store.run, run.id)
-        if now.state is not RunState.RUNNING:
+        if now.state is not RunState.RUNNING and not here.runner.alive(now):
             return now
         await asyncio.sleep(POLL_S)
 
