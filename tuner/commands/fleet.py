@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tuner.fleet.dispatch import Ended, Job
     from tuner.fleet.dispatch_ray import Member
     from tuner.history.store import Store
+    from tuner.records import Node
     from tuner.tuning.events import Event, Tell
     from tuner.tuning.run import Limits
 
@@ -40,11 +41,11 @@ def tune_on(asked: Asked) -> None:
     file, wanted = studyfile.read(asked.study), selector(asked.nodes)
     dispatch_ray.connect(asked.on)
     try:
-        store = open_store(create=not asked.dry_run)
-        picked = dispatch.choose(dispatch_ray.members(), wanted, store.nodes(), file)
+        picked = dispatch.choose(dispatch_ray.members(), wanted, _known(), file)
         if asked.dry_run:
             placement(picked, as_json=asked.as_json)
             return
+        store = open_store(create=True)
         _warn()
         job = dispatch.Job(
             file=file, name=str(asked.study), base=asked.study.parent.resolve(), limits=asked.limits,
@@ -56,6 +57,16 @@ def tune_on(asked: Asked) -> None:
     conclude(store, ended, as_json=asked.as_json)
     if (error := dispatch.worst(ended)) is not None:
         raise error
+
+
+def _known() -> "Sequence[Node]":
+    """The registered nodes; none where there is no history yet."""
+    from tuner.errors import NotFound
+
+    try:
+        return open_store().nodes()
+    except NotFound:
+        return ()
 
 
 def placement(picked: "Sequence[Member]", *, as_json: bool) -> None:

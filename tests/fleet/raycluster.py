@@ -1,0 +1,128 @@
+"""A Ray cluster of several raylets on this host, by the lines of the README; ended process by process."""
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.tuning.studies import environment
+from tuner.history.store import Store
+
+ROOT = Path(__file__).parents[2]
+WATCHDOG_S = 600.0
+"""No test asserts a time; this only ends what hangs."""
+BLOCK = re.compile(r"<!-- run: cluster -->\s*```sh\n(.*?)```", re.DOTALL)
+
+
+def readme_lines() -> list[str]:
+    """What the README's section on clusters types."""
+    return [line for text in BLOCK.findall((ROOT / "README.md").read_text()) for line in text.splitlines()]
+
+
+def wait_for(what: Callable[[], bool], *, alive: "subprocess.Popen[str] | None" = None) -> None:
+    """Until something is true; the watchdog ends what never is, and the end of `alive` does."""
+    end = time.monotonic() + WATCHDOG_S
+    while not what():
+        assert time.monotonic() < end, "never happened"
+        assert alive is None or alive.poll() is None, "the command ended before"
+        time.sleep(0.1)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes on this host, and one TUNER_HOME for the controller and all of them: they share one machine."""
+
+    folder: Path
+    home: Path
+
+    @property
+    def env(self) -> dict[str, str]:
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        return environment(
+            self.home, {"PATH": path, "RAY_TMPDIR": str(self.folder), "RAY_USAGE_STATS_ENABLED": "0"}
+        )
+
+    def type(self, line: str) -> str:
+        """Type a line as a user in the checkout would; what it printed."""
+        done = subprocess.run(
+            ["/bin/sh", "-c", line], env=self.env, cwd=ROOT, capture_output=True, text=True,
+            timeout=WATCHDOG_S, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        return done.stdout
+
+    @contextmanager
+    def started(self, line: str, log: Path) -> "Iterator[subprocess.Popen[str]]":
+        """A command at work; killed if it still is when the block ends."""
+        with log.open("w") as out:
+            process = subprocess.Popen(
+                shlex.split(line), env=self.env, cwd=ROOT, stdout=out, stderr=out, text=True
+            )
+            try:
+                yield process
+            finally:
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
+
+    def store(self) -> Store:
+        return Store(f"sqlite:///{self.home / 'tuner.db'}", create=False)
+
+    def processes(self) -> list[psutil.Process]:
+        """Everything of Ray's that was started for this cluster."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                ours = process.environ().get("RAY_TMPDIR") == str(self.folder)
+                if ours and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (psutil.Error, OSError):
+                continue
+        return found
+
+    def kill_node(self, name: str) -> None:
+        """The power goes out on one node: its raylet and whatever that had started."""
+        raylets = [
+            p for p in self.processes() if "raylet/raylet" in p.cmdline()[0] and name in " ".join(p.cmdline())
+        ]
+        assert len(raylets) == 1, raylets
+        dying = [raylets[0], *raylets[0].children(recursive=True)]
+        for process in dying:
+            try:
+                process.send_signal(signal.SIGKILL)
+            except psutil.NoSuchProcess:
+                continue
+
+    def end(self) -> None:
+        while left := self.processes():
+            for process in left:
+                try:
+                    process.kill()
+                except psutil.NoSuchProcess:
+                    continue
+            psutil.wait_procs(left, timeout=10)
+
+
+@contextmanager
+def running(lines: Sequence[str]) -> Iterator[Cluster]:
+    """A cluster for as long as the block lasts. Its folder's path is short, as socket paths are limited."""
+    folder = Path(tempfile.mkdtemp(prefix="tr", dir="/tmp"))
+    cluster = Cluster(folder=folder, home=folder / "home")
+    try:
+        for line in lines:
+            cluster.type(line)
+        yield cluster
+    finally:
+        cluster.end()
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,255 @@
+"""What a cluster's nodes are given to do, without a cluster: choice, the worker, and what siblings share."""
+
+import asyncio
+import pickle
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from tests.history.records import NOW, a_measurement, a_run, a_study, finished, start
+from tests.tuning.studies import tuner, write
+from tuner import processes
+from tuner.errors import (
+    Aborted,
+    BadInput,
+    Conflict,
+    Infeasible,
+    NotFound,
+    StudyFailed,
+    TunerError,
+    Unavailable,
+    UnsupportedKnob,
+)
+from tuner.fleet import dispatch
+from tuner.fleet.dispatch_ray import Member
+from tuner.fleet.nodes import selector
+from tuner.fleet.worker import Done, Worker, fault_of
+from tuner.history.store import Store
+from tuner.records import Candidate, Fidelity, Node, RunState, Study, Violation
+from tuner.tuning import studyfile
+from tuner.tuning.study import Prepared, load
+from tuner.tuning.studyfile import StudyFile
+from tuner.tuning.trial import Cores, GateFailed, News, Order, Pass, Serving, launch_spec
+
+
+def a_member(name: str, gpus: int = 2, **labels: str) -> Member:
+    return Member(ray_id=name, name=name, host=f"host-{name}", gpus=gpus, labels=labels)
+
+
+HEAD = a_member("head", gpus=0)
+CLUSTER = (HEAD, a_member("large", gpu="a100-80"), a_member("small", gpu="a4500"))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> StudyFile:
+    return studyfile.read(write(tmp_path))
+
+
+def names(members: Sequence[Member]) -> list[str]:
+    return [member.name for member in members]
+
+
+def test_without_a_selector_the_nodes_with_gpus_are_meant(file: StudyFile) -> None:
+    assert names(dispatch.choose(CLUSTER, selector([]), (), file)) == ["large", "small"]
+    assert names(dispatch.choose((HEAD,), selector([]), (), file)) == ["head"]
+    assert names(dispatch.choose(CLUSTER, selector(["name=head"]), (), file)) == ["head"]
+
+
+def test_a_node_is_known_by_the_class_that_it_was_registered_with(file: StudyFile) -> None:
+    known = [Node(name="large", gpu_class="h100-80x2"), Node(name="small", gpu_class="rtx-a4500-20x2")]
+    bare = (a_member("large"), a_member("small"))
+    assert names(dispatch.choose(bare, selector(["gpu=h100"]), known, file)) == ["large"]
+    assert names(dispatch.choose(bare, selector(["class=rtx-a4500-20x2"]), known, file)) == ["small"]
+
+
+def test_a_study_that_needs_more_gpus_than_a_node_has_is_refused_before_anything_starts(
+    file: StudyFile,
+) -> None:
+    engine = file.engine.model_copy(update={"args": {"tensor_parallel_size": 2, "pipeline-parallel-size": 2}})
+    wide = file.model_copy(update={"engine": engine})
+    assert dispatch.needed_gpus(wide) == 4
+    with pytest.raises(BadInput, match="node large has 2 GPUs in the cluster, the study needs 4"):
+        dispatch.choose(CLUSTER, selector(["gpu=a100"]), (), wide)
+
+
+def test_a_study_that_names_its_node_is_not_for_many(file: StudyFile) -> None:
+    with pytest.raises(BadInput, match="leave node out of the study file"):
+        dispatch.choose(CLUSTER, selector([]), (), file.model_copy(update={"node": "large"}))
+
+
+def test_a_simulated_engine_is_the_card_of_its_node(file: StudyFile) -> None:
+    assert dispatch.engine_of(file, a_member("x", gpu="a4500")).engine.card == "a4500"
+    assert dispatch.engine_of(file, a_member("x")).engine.card == file.engine.card
+
+
+ERRORS: Sequence[TunerError] = (
+    Infeasible("too big", cause="kv", evidence="line", violation=Violation(kv=0.3)),
+    Aborted("no port", cause="port"),
+    StudyFailed("no model", cause="model_missing", evidence="404"),
+    GateFailed(replace(a_measurement(), fidelity=Fidelity(failed=("late",)))),
+    BadInput("wrong"),
+    UnsupportedKnob("no such knob"),
+    NotFound("nothing"),
+    Conflict("held"),
+    Unavailable("disk"),
+)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_an_error_crosses_machines_as_a_record(error: TunerError) -> None:
+    back = pickle.loads(pickle.dumps(fault_of(error))).error()
+    expected = BadInput if isinstance(error, UnsupportedKnob) else type(error)
+    assert (type(back), str(back), back.exit_code) == (expected, str(error), error.exit_code)
+    for name in ("cause", "evidence", "violation", "measurement"):
+        assert getattr(back, name, None) == getattr(error, name, None)
+
+
+def test_what_a_worker_is_handed_can_cross_machines(tmp_path: Path) -> None:
+    prepared = load(write(tmp_path), store=None, now=datetime.now(UTC))
+    back: Prepared = pickle.loads(pickle.dumps(prepared))
+    assert back.study == prepared.study
+    assert back.trace.digest == prepared.trace.digest
+
+
+async def heard(worker: Worker) -> list[News | Done]:
+    """All news of an order, to its end."""
+    news: list[News | Done] = []
+    while not news or not isinstance(news[-1], Done):
+        news += await worker.news(len(news))
+    return news
+
+
+async def at_work(folder: Path, order: Order | None = None) -> tuple[Worker, Prepared]:
+    """A worker that was handed the tiny study, as a cluster's node would be."""
+    prepared = load(write(folder), store=None, now=datetime.now(UTC))
+    worker = Worker()
+    seen = await worker.look("n1", prepared.file.engine, str(folder), {"zone": "east"})
+    assert seen.surveyed is not None
+    assert (seen.surveyed.node.name, seen.surveyed.node.labels) == ("n1", {"zone": "east"})
+    await worker.set_up(prepared, ())
+    return worker, prepared
+
+
+def an_order(prepared: Prepared, folder: Path, **knobs: int) -> Order:
+    spec = launch_spec(
+        prepared, Candidate(knobs), folder / "of the controller", Cores(engine=None, sender=None)
+    )
+    return Order(spec=spec, passes=(Pass(slices=prepared.study.slices),), number=0)
+
+
+def test_a_worker_does_an_order_and_hands_back_records_and_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TUNER_HOME", str(tmp_path / "node"))
+
+    async def work() -> list[News | Done]:
+        worker, prepared = await at_work(tmp_path)
+        await worker.begin(an_order(prepared, tmp_path, max_num_seqs=16))
+        return await heard(worker)
+
+    *news, done = asyncio.run(work())
+    assert isinstance(done, Done)
+    assert done.fault is None
+    (measured,) = done.measured
+    assert measured.measurement.values["requests"] > 0
+    (row,) = measured.measurement.slices
+    assert Path(row.outcomes_file or "").name in done.files
+    assert b"max_num_seqs" in done.files["engine.log"]
+    assert [each.effective["max_num_seqs"] for each in news if isinstance(each, Serving)] == [16]
+    assert any("replaying" in each for each in news if isinstance(each, str))
+    assert not list((tmp_path / "node" / "work").iterdir())
+    assert not (tmp_path / "of the controller").exists()
+
+
+def test_a_worker_tells_what_a_candidate_did_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUNER_HOME", str(tmp_path / "node"))
+
+    async def work() -> Done:
+        worker, prepared = await at_work(tmp_path)
+        await worker.begin(an_order(prepared, tmp_path, max_num_seqs=16, max_num_batched_tokens=8))
+        done = (await heard(worker))[-1]
+        assert isinstance(done, Done)
+        return done
+
+    done = asyncio.run(work())
+    assert done.fault is not None
+    assert done.fault.kind == "Infeasible"
+    assert "max_num_batched_tokens" in str(done.fault.error())
+    assert "engine.log" in done.files
+
+
+def test_stopping_a_worker_leaves_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUNER_HOME", str(tmp_path / "node"))
+
+    async def work() -> str:
+        worker, prepared = await at_work(tmp_path)
+        order = an_order(prepared, tmp_path, max_num_seqs=16)
+        await worker.begin(order)
+        news = list(await worker.news(0))
+        while not any(isinstance(each, Serving) for each in news):
+            news += await worker.news(len(news))
+        assert processes.tagged(order.spec.launch_id)
+        await worker.stop()
+        return order.spec.launch_id
+
+    assert processes.tagged(asyncio.run(work())) == []
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    found = Store(f"sqlite:///{tmp_path / 'history.db'}")
+    found.upgrade()
+    return found
+
+
+def tuned(store: Store, study: Study, best: int, *, ended: bool = True) -> None:
+    """A study with a baseline and two candidates, of which `best` serves best and won."""
+    store.add_study(study)
+    run = a_run(store, study)
+    finished(store, start(store, run, 0, origin="baseline", max_num_seqs=4), a_measurement(900.0))
+    finished(store, start(store, run, 1, max_num_seqs=best // 2), a_measurement(500.0))
+    finished(store, start(store, run, 2, max_num_seqs=best), a_measurement(100.0))
+    if ended:
+        store.save_run(replace(run, state=RunState.FINISHED, ended_at=NOW, summary={"winner": 2}))
+
+
+def test_a_sibling_that_finished_seeds_the_rest(store: Store, tmp_path: Path) -> None:
+    mine = a_study(node="mine")
+    prepared = replace(load(write(tmp_path), store=None, now=NOW), study=mine)
+    tuned(store, a_study(node="alike"), 64)
+    tuned(store, replace(a_study(node="other"), gpu_class="another"), 32)
+    tuned(store, a_study(node="at work"), 128, ended=False)
+    tuned(store, replace(a_study(node="of another trace"), trace_digest="f" * 64), 256)
+    store.add_study(mine)
+    found = dispatch.warm(store, prepared)
+    assert found == [
+        ("node: alike", Candidate({"max_num_seqs": 64})),
+        ("node: other", Candidate({"max_num_seqs": 32})),
+    ]
+
+
+def test_the_error_of_a_node_is_the_end_of_the_command() -> None:
+    study = a_study()
+    fine = dispatch.Ended(node="a", study=study)
+    gone = dispatch.Ended(node="b", study=study, gone="node b is lost")
+    broken = dispatch.Ended(node="c", study=study, error=StudyFailed("no model", cause="model"))
+    assert dispatch.worst([fine]) is None
+    assert str(dispatch.worst([fine, gone])) == "node b is lost"
+    assert dispatch.worst([fine, gone, broken]) is broken.error
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--on", "somewhere"], "--on somewhere: give auto, HOST:PORT or ray://HOST:PORT"),
+        (["--nodes", "gpu=a100"], "--nodes selects nodes of a cluster: give --on as well"),
+        (["--on", "auto", "--nodes", "a100"], "'a100' is not KEY=VALUE"),
+    ],
+)
+def test_what_is_wrong_with_the_command_is_told(words: list[str], sentence: str, tmp_path: Path) -> None:
+    done = tuner(tmp_path, "tune", write(tmp_path), *words)
+    assert (done.returncode, sentence in done.stderr) == (BadInput.exit_code, True), done.stderr
+    assert not (tmp_path / "tuner.db").exists()

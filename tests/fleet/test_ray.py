@@ -1,0 +1,250 @@
+"""One study on the nodes of a real Ray cluster: its own winner on each, a node lost, a race, a cancel."""
+
+import itertools
+import json
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.fleet.raycluster import ROOT, Cluster, readme_lines, running, wait_for
+from tuner import processes
+from tuner.errors import Conflict
+from tuner.records import Profile, ProfileKey, RunState, Study, Trial, TrialState
+
+pytestmark = pytest.mark.cluster
+
+LINES = readme_lines()
+STARTS = [line for line in LINES if line.startswith("ray start")]
+(TUNE,) = [line for line in LINES if line.startswith("tuner tune") and "--dry-run" not in line]
+NODES = {"small-1": "sim-a4500", "small-2": "sim-a4500", "large": "sim-a100-80"}
+VICTIM = "small-2"
+PROBES = 2
+"""Completions that a launch is asked for before anything is replayed, at most."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with running(STARTS) as found:
+        yield found
+
+
+class Watcher:
+    """Watches from outside when each engine was sent a replay: by the growth of its log."""
+
+    def __init__(self, home: Path) -> None:
+        self.spans: dict[str, tuple[int, int]] = {}
+        self._home, self._over = home, threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> "Watcher":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        seen: dict[str, int] = {}
+        look = 0
+        while not self._over.wait(0.2):
+            look += 1
+            for log in self._home.glob("work/*/engine.log"):
+                try:
+                    count = log.read_bytes().count(b"POST /v1/completions")
+                except OSError:
+                    continue
+                launch = log.parent.name
+                if count > max(PROBES, seen.get(launch, 0)):
+                    first, _ = self.spans.get(launch, (look, look))
+                    self.spans[launch] = (first, look)
+                seen[launch] = count
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the one command left: its output, and how the replays lay in time."""
+
+    out: str
+    spans: dict[str, tuple[int, int]]
+
+
+def study_of(cluster: Cluster, node: str, name: str = "fleet") -> Study:
+    (found,) = [s for s in cluster.store().studies() if s.node == node and s.name == name]
+    return found
+
+
+def trials_of(cluster: Cluster, node: str, name: str = "fleet") -> tuple[Trial, ...]:
+    """No trial where there is no study yet."""
+    if not (cluster.home / "tuner.db").exists():
+        return ()
+    if not any(s.node == node and s.name == name for s in cluster.store().studies()):
+        return ()
+    return cluster.store().trials(study_of(cluster, node, name).id)
+
+
+def serving(cluster: Cluster, node: str, number: int, name: str = "fleet") -> str | None:
+    """The launch of a running trial once its engine is sent requests."""
+    trials = trials_of(cluster, node, name)
+    if not trials or trials[-1].number < number or trials[-1].state is not TrialState.RUNNING:
+        return None
+    for launch in cluster.store().launches(trials[-1].study_id):
+        log = cluster.home / "work" / launch.id / "engine.log"
+        if launch.ended_at is None and log.exists() and b"/v1/completions" in log.read_bytes():
+            return launch.id
+    return None
+
+
+@pytest.fixture(scope="module")
+def told(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Told:
+    """The README's command on all nodes; one is killed in the middle of its trial 1, and comes back."""
+    log = tmp_path_factory.mktemp("fleet") / "tune.log"
+    (again,) = [line for line in STARTS if VICTIM in line]
+    with Watcher(cluster.home) as watcher, cluster.started(TUNE, log) as command:
+        try:
+            wait_for(lambda: serving(cluster, VICTIM, 1) is not None, alive=command)
+            launch = serving(cluster, VICTIM, 1) or ""
+            cluster.kill_node(VICTIM)
+            wait_for(lambda: processes.tagged(launch) == [])
+            wait_for(lambda: trials_of(cluster, VICTIM)[-1].state is not TrialState.RUNNING, alive=command)
+            cluster.type(again)
+            code = command.wait(600)
+        except AssertionError as error:
+            raise AssertionError(log.read_text()[-3000:]) from error
+    assert code == 0, log.read_text()[-3000:]
+    return Told(out=log.read_text(), spans=watcher.spans)
+
+
+def profile_of(cluster: Cluster, node: str) -> Profile:
+    """The version that a node's challenger is."""
+    study = study_of(cluster, node)
+    key = ProfileKey(model=study.model, target=node, workload=study.workload)
+    alias = cluster.store().alias(key, "challenger")
+    assert alias is not None, cluster.store().runs(study.id)[0].summary.get("sentence")
+    (found,) = [p for p in cluster.store().profiles(key) if p.version == alias.to_version]
+    return found
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_each_node_beats_its_default_by_a_confirmed_verdict(told: Told, cluster: Cluster, node: str) -> None:
+    study = study_of(cluster, node)
+    assert study.gpu_class == NODES[node]
+    (run,) = cluster.store().runs(study.id)
+    assert run.state is RunState.FINISHED
+    evidence = profile_of(cluster, node).evidence
+    assert evidence["confirmed"] is True, run.summary["sentence"]
+    assert evidence["demonstration"] is False
+    assert str(run.summary["verdict"]) in ("clear winner", "winner with a trade-off")
+
+
+def test_each_class_has_a_winner_of_its_own(told: Told, cluster: Cluster) -> None:
+    small, twin, large = (profile_of(cluster, node).candidate for node in NODES)
+    assert small == twin
+    assert small != large
+
+
+def test_a_node_killed_in_the_middle_loses_its_running_trial_alone(told: Told, cluster: Cluster) -> None:
+    lost = {
+        node: [t for t in trials_of(cluster, node) if t.cause in ("node_lost", "controller", "stopped")]
+        for node in NODES
+    }
+    assert {node: len(trials) for node, trials in lost.items()} == {"small-1": 0, "small-2": 1, "large": 0}
+    (trial,) = lost[VICTIM]
+    assert (trial.number, trial.state, trial.cause) == (1, TrialState.ABORTED, "node_lost")
+    after = [t for t in trials_of(cluster, VICTIM) if t.number == 1 and t.attempt > trial.attempt]
+    assert [t.state for t in after][-1:] == [TrialState.COMPLETE]
+    assert after[-1].candidate == trial.candidate
+    assert f"{VICTIM} trial 1 ABORTED: node {VICTIM} was lost" in told.out
+
+
+def test_replays_of_nodes_that_share_a_host_take_turns(told: Told) -> None:
+    spans = sorted(told.spans.values())
+    assert len(spans) >= 9
+    for (_, ended), (begun, _) in itertools.pairwise(spans):
+        assert begun >= ended
+
+
+def test_the_whole_fleet_is_told_in_one_view(told: Told) -> None:
+    for node, gpu_class in NODES.items():
+        assert re.search(rf"^{node} +run \w+ of study fleet$", told.out, re.MULTILINE)
+        assert f"node {node} ({gpu_class})" in told.out
+    assert told.out.count("pull the winner: ") == 3
+    assert "for controllers on several machines set TUNER_DATABASE_URL to a PostgreSQL" in told.out
+
+
+def test_what_came_out_is_pulled_node_by_node(told: Told, cluster: Cluster) -> None:
+    for line in re.findall(r"pull the winner: (?:\S*tuner) (profile .*)", told.out):
+        assert "max-num-batched-tokens: " in cluster.type(f"tuner {line}")
+
+
+def test_nothing_of_the_work_stays_on_the_nodes(told: Told, cluster: Cluster) -> None:
+    assert not list((cluster.home / "work").iterdir())
+    ids = {each.id for s in cluster.store().studies() for each in cluster.store().launches(s.id)}
+    assert [p for p in processes.tagged() if p.environ().get(processes.TAG) in ids] == []
+    assert cluster.store().leases(now=cluster.store().runs()[0].started_at) == ()
+
+
+def another(tmp_path: Path, name: str) -> Path:
+    """The README's study under another name and seed."""
+    folder = ROOT / "docs" / "examples"
+    text = (folder / "fleet.yaml").read_text().replace("name: fleet\n", f"name: {name}\n")
+    for file in ("fleet.csv", "fleet-space.yaml"):
+        text = text.replace(f" {file}\n", f" {folder / file}\n")
+    path = tmp_path / f"{name}.yaml"
+    path.write_text(text.replace("seed: 7", "seed: 8"))
+    return path
+
+
+def test_the_placement_is_told_before_anything_starts(cluster: Cluster, tmp_path: Path) -> None:
+    line = f"tuner tune {another(tmp_path, 'placed')} --on auto --nodes gpu=a4500 --dry-run --json"
+    rows = json.loads(cluster.type(line))
+    assert [(row["node"], row["gpus"]) for row in rows] == [("small-1", 2), ("small-2", 2)]
+    assert trials_of(cluster, "small-1", "placed") == ()
+
+
+def test_of_two_controllers_that_race_for_a_node_one_is_told(cluster: Cluster, tmp_path: Path) -> None:
+    """And SIGTERM ends the one that won, with no engine left and a run to be resumed."""
+    line = f"tuner tune {another(tmp_path, 'raced')} --on auto --nodes name=large"
+    with (
+        cluster.started(line, tmp_path / "one.log") as one,
+        cluster.started(line, tmp_path / "other.log") as other,
+    ):
+        logs = {one: tmp_path / "one.log", other: tmp_path / "other.log"}
+        wait_for(lambda: one.poll() is not None or other.poll() is not None)
+        (loser,) = [each for each in (one, other) if each.poll() is not None]
+        (winner,) = [each for each in (one, other) if each is not loser]
+        assert loser.returncode == Conflict.exit_code, logs[loser].read_text()
+        assert re.search(rf"node 'large' is leased to '.* pid {winner.pid} ", logs[loser].read_text())
+        wait_for(lambda: serving(cluster, "large", 0, "raced") is not None, alive=winner)
+        launch = serving(cluster, "large", 0, "raced") or ""
+        winner.send_signal(signal.SIGTERM)
+        assert winner.wait(600) == 8, logs[winner].read_text()
+        assert processes.tagged(launch) == []
+    (trial,) = trials_of(cluster, "large", "raced")
+    assert (trial.state, trial.cause) == (TrialState.ABORTED, "stopped")
+    (run,) = cluster.store().runs(trial.study_id)
+    assert (run.state, run.pid) == (RunState.RUNNING, None)
+
+
+def test_a_run_whose_node_is_lost_goes_on_on_a_free_node_of_its_class(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """And a request to cancel ends it wherever it is."""
+    line = f"tuner tune {another(tmp_path, 'moved')} --on auto --nodes name={VICTIM}"
+    log = tmp_path / "moved.log"
+    with cluster.started(line, log) as command:
+        wait_for(lambda: serving(cluster, VICTIM, 0, "moved") is not None, alive=command)
+        cluster.kill_node(VICTIM)
+        wait_for(lambda: "the run goes on on node small-1" in log.read_text(), alive=command)
+        wait_for(lambda: len(trials_of(cluster, VICTIM, "moved")) > 1, alive=command)
+        (run,) = cluster.store().runs(study_of(cluster, VICTIM, "moved").id)
+        cluster.type(f"tuner run cancel {run.id}")
+        assert command.wait(600) == 0, log.read_text()
+    states = [(t.number, t.state, t.cause) for t in trials_of(cluster, VICTIM, "moved")]
+    assert states[0] == (0, TrialState.ABORTED, "node_lost")
+    assert cluster.store().run(run.id).state is RunState.CANCELLED
