@@ -191,26 +191,38 @@ def read(path: str | Path) -> Trace:
         raise BadInput(f"{source}: no such trace file{_near_file(source)}")
     try:
         table = pq.read_table(source, memory_map=False)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
         raise BadInput(
             f"{source}: not a trace in Parquet; `tuner trace import` makes one: {error}"
         ) from error
     packed = (table.schema.metadata or {}).get(_METADATA)
     if packed is None:
         raise BadInput(f"{source}: Parquet, but not a trace of this tool; `tuner trace import` makes one")
-    notes = json.loads(packed)
+    notes = _notes(packed, source)
     if notes["version"] > VERSION:
         raise BadInput(f"{source}: trace version {notes['version']}; this tuner reads up to {VERSION}")
-    for name in (*COLUMNS, "blocks"):
-        if name not in table.column_names:
-            raise BadInput(f"{source}: column '{name}' is missing{nearest(name, table.column_names)}")
     try:
+        for name in (*COLUMNS, "blocks"):
+            if name not in table.column_names:
+                raise BadInput(f"{source}: column '{name}' is missing{nearest(name, table.column_names)}")
         trace = _from_table(table, notes)
-    except (ValueError, TypeError, pa.ArrowException) as error:
+    except (ValueError, TypeError, LookupError, MemoryError, pa.ArrowException) as error:
         raise BadInput(f"{source}: damaged trace: {error}") from error
     if trace.digest != notes["digest"]:
         raise BadInput(f"{source}: damaged trace: its content does not match its digest; import it again")
     return trace
+
+
+def _notes(packed: bytes, source: Path) -> Mapping[str, Any]:
+    """The trace's notes. BadInput when they are damaged."""
+    kinds = {"version": int, "digest": str, "block_size": int, "meta": dict}
+    try:
+        found = json.loads(packed)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not all(isinstance(found.get(k), kind) for k, kind in kinds.items()):
+        raise BadInput(f"{source}: damaged trace: its notes cannot be read; import it again")
+    return found
 
 
 def bundled() -> Trace:
