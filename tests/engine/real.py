@@ -11,7 +11,7 @@ from tuner.records import LaunchSpec, Value
 
 INTERPRETER = os.environ.get("TUNER_TEST_VLLM", "")
 MODEL = Path(INTERPRETER).parents[1] / "tiny-model" if INTERPRETER else Path()
-"""In one place for all tests: what the engine compiles for it is kept under its path."""
+"""In one place for all tests."""
 ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
 SHAPE = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -41,7 +41,7 @@ def model(directory: Path) -> str:
 
 
 def real(directory: Path, *argv: str, asked: dict[str, Value] | None = None, **changes: object) -> LaunchSpec:
-    """A launch of the real engine. Skips where there is none."""
+    """A launch of the real engine, uncompiled: compiling takes a slow machine minutes. Skips without one."""
     if not Path(INTERPRETER).exists() or not INTERPRETER:
         pytest.skip("TUNER_TEST_VLLM names no interpreter; `make test-vllm` installs one")
     defaults: dict[str, object] = {
@@ -49,7 +49,7 @@ def real(directory: Path, *argv: str, asked: dict[str, Value] | None = None, **c
         "model": model(MODEL),
         "argv": (
             *("--load-format", "dummy", "--skip-tokenizer-init", "--max-model-len", "2048"),
-            *("--max-num-seqs", "16", *argv),
+            *("--max-num-seqs", "16", "--enforce-eager", *argv),
         ),
         "env": ENV,
         "ready_timeout_s": 600.0,
