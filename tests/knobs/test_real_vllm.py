@@ -229,8 +229,11 @@ def asked_at(knobs: tuple[str, ...], position: int) -> Candidate:
 
 
 def words_of(asked: Candidate, facts: EngineFacts) -> tuple[str, ...]:
+    """Short, and uncompiled unless compiling is asked about: it takes a slow machine minutes."""
     short = () if "max_model_len" in asked else ("--max-model-len", "512")
-    return ("--load-format", "dummy", "--skip-tokenizer-init", *short, *compile_candidate(asked, facts).argv)
+    eager = () if "enforce_eager" in asked else ("--enforce-eager",)
+    plain = ("--load-format", "dummy", "--skip-tokenizer-init", *short, *eager)
+    return (*plain, *compile_candidate(asked, facts).argv)
 
 
 def wanted(asked: Candidate) -> dict[str, object]:
