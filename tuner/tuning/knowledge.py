@@ -2,35 +2,37 @@
 of other studies, and what a measurement would cost. Each a function of history, so that suggestions replay.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from tuner.engine import limits
 from tuner.errors import BadInput, NotFound
 from tuner.history.store import Store
 from tuner.knobs.catalogue import CATALOGUE
-from tuner.measures import MAXIMIZED
-from tuner.records import Candidate, Prediction, Study, Trial, TrialState, Value
+from tuner.knobs.space import SearchSpace
+from tuner.records import Candidate, Prediction, Slo, Study, Trial, TrialState, Value
 from tuner.search import pareto, proposals, starts, told
 from tuner.search.encoding import encode
 from tuner.simulator.calibrate import Calibration, Observation, fit
 from tuner.simulator.cost import CARDS, Card, card_of
 from tuner.simulator.predict import Predictor, Scene
-from tuner.tuning.live import group
+from tuner.tuning.live import changeable, group
 from tuner.tuning.study import Prepared
 
 OWN_FRONTS, OTHER_FRONTS = 4, 2
 """Front members of the same node's last study, and of other nodes', that are tried first."""
-OBSERVED = 4
+OBSERVED = 3
 """Trials that a calibration is fitted to at most: the baseline and the newest of the front."""
-ROUNDS = 4
+PICKS, PICKED = 2, "simulator: SLO"
+"""Predicted choices of the SLO policy that are tried first, and the origin of such trials."""
+FIRST_ROUNDS, ROUNDS = 4, 2
+"""Rounds of a fit to the baseline, and of each later one, which starts from that."""
 STEPS = (1, 4, 8, 16, 32, 64)
 """Numbers of trials at which the predictor is calibrated anew, and from the last on at its multiples."""
 LAUNCH_S, COMPILE_S, CHANGE_S = 57.0, 18.0, 1.0
 """Seconds of a launch, of a compilation on top, and of a change of limits, where history tells none."""
-NEARER = 0.03
-"""A prediction this much worse is given away for a candidate that can be screened."""
 SETTLE_S = 15.0
 """Warm-up and tail of a replay, roughly."""
 
@@ -111,7 +113,12 @@ class Knowledge:
             Observation(candidate=t.candidate, values=t.measurement.values) for t in chosen if t.measurement
         ]
         try:
-            calibration = fit(scene, seen, rounds=ROUNDS)
+            first = self.calibrated(chosen[:1]) if len(chosen) > 1 else None
+            calibration = (
+                fit(scene, seen, rounds=FIRST_ROUNDS)
+                if first is None
+                else fit(scene, seen, start=first.calibration.coefficients, rounds=ROUNDS)
+            )
         except BadInput as error:
             self.why_not = str(error)
             return None
@@ -129,30 +136,28 @@ class Knowledge:
         if base is None:
             return ()
         near = at_levels(prepared, trials)
-        found: list[Seed] = [*self.fronts]
         known = self.calibrated((base,))
+        found: list[Seed] = [*self.fronts]
         if known is not None:
-            predicted = starts.predicted(
-                prepared.space, known.predict, seed=prepared.study.seed,
+            space = around(prepared, near, trials) if changeable(prepared) else prepared.space
+            spread = starts.predicted(
+                space, known.predict, seed=prepared.study.seed,
                 objectives=prepared.study.objectives, baseline=near, known=prepared.known,
             )  # fmt: skip
-            found += [(origin, self._nearer(c, near, known.predict)) for origin, c in predicted]
-        found += starts.heuristics(prepared.space, near)
-        return tuple({candidate.digest: (origin, candidate) for origin, candidate in found}.values())
+            picks = self.picks(space, known.predict, {})[:PICKS]
+            found += [*((PICKED, candidate) for candidate in picks), *spread]
+        return (*found, *starts.heuristics(prepared.space, near))
 
-    def _nearer(self, candidate: Candidate, near: Candidate, predict: Predictor) -> Candidate:
-        """The candidate with all but its limits as the baseline has them, where that is predicted no worse:
-        one running engine can then screen it.
+    def picks(self, space: SearchSpace, predict: Predictor, defaults: Mapping[str, Value]) -> list[Candidate]:
+        """The study's pool of a space as the SLO policy would rank it by the predictions; what fails is left
+        out. The front's volume does not reach there: a pick may be worse than the baseline in an objective.
         """
-        space, objectives = self.prepared.space, self.prepared.study.objectives
-        own = {name: value for name, value in candidate.items() if name in limits.KNOBS}
-        others = {name: value for name, value in near.items() if name not in limits.KNOBS}
-        moved = space.canonical(Candidate({**others, **own}))
-        if not space.contains(moved) or self.prepared.known(moved) is not None:
-            return candidate
-        here, there = predict([candidate, moved])
-        worse = [n for n in objectives if _worse(n, there.values.get(n), here.values.get(n))]
-        return candidate if worse or not there.feasible else moved
+        pool = proposals.pool(encode(space, defaults), self.prepared.study.seed)
+        pool = [c for c in pool if space.contains(c) and self.prepared.known(c) is None]
+        ranked = [
+            (_rank(p.values, self.prepared.study.slo), i) for i, p in enumerate(predict(pool)) if p.feasible
+        ]
+        return [pool[i] for _, i in sorted(ranked)]
 
     def predictor(
         self, trials: Sequence[Trial], number: int
@@ -235,11 +240,30 @@ def at_levels(prepared: Prepared, trials: Sequence[Trial]) -> Candidate:
     return prepared.baseline if point is None else encoding.candidate(point)
 
 
-def _worse(name: str, value: float | None, than: float | None) -> bool:
-    """Whether a predicted value is worse by more than NEARER."""
-    if value is None or than is None:
-        return True
-    return value < than * (1 - NEARER) if name in MAXIMIZED else value > than * (1 + NEARER)
+def _rank(values: Mapping[str, float], slo: Slo) -> tuple[float, float, float]:
+    """As `pareto.choose` ranks: attainment up to the SLO's, goodput to 2 %, then the tail; lowest is best."""
+    attained = round(min(values.get("slo_attainment", 0.0), slo.attainment), 2)
+    goodput = values.get("goodput_rps", 0.0)
+    step = round(math.log(goodput) / math.log1p(pareto.TIE)) if goodput > 0 else -math.inf
+    return (-attained, -step, values.get("e2e_p95_ms", math.inf))
+
+
+def around(prepared: Prepared, candidate: Mapping[str, Value], trials: Sequence[Trial]) -> SearchSpace:
+    """The space with every knob that needs a launch held where a candidate has it: one running engine can
+    screen all of it. The watermark is held too until something was preempted.
+    """
+    space = prepared.space
+    short = any(t.measurement and t.measurement.values.get("preemptions", 0.0) > 0 for t in trials)
+    free = {name for name in limits.KNOBS if short or name != "watermark"}
+    levels = {
+        name: values if name in free else tuple(v for v in values if _is(v, candidate.get(name)))
+        for name, values in space.levels.items()
+    }
+    return replace(space, levels={name: kept or space.levels[name] for name, kept in levels.items()})
+
+
+def _is(level: Value, value: Value) -> bool:
+    return level == value and isinstance(level, bool) == isinstance(value, bool)
 
 
 def _compiled(candidate: Mapping[str, Value]) -> tuple[tuple[str, Value], ...]:

@@ -1,23 +1,25 @@
 """The next candidate of a study, and how it is measured: functions of its history."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tuner.engine import limits
 from tuner.errors import NotFound
+from tuner.knobs.space import SearchSpace
 from tuner.records import Candidate, Trial, TrialState
-from tuner.search import pareto, told
-from tuner.search.encoding import Space, encode
+from tuner.search import pareto, proposals, told
+from tuner.search.encoding import encode
 from tuner.search.feasibility import Regions
 from tuner.search.order import by_group, drift_due
 from tuner.search.suggest import Suggestion, suggest
-from tuner.tuning.knowledge import LAUNCH_S, Knowledge, Seed, at_levels, defaults_of
+from tuner.tuning.knowledge import LAUNCH_S, PICKED, Knowledge, Seed, around, at_levels, defaults_of
 from tuner.tuning.live import changeable, group
 from tuner.tuning.study import Prepared
 
 WIDE_EVERY, WIDE_FROM = 5, 9
 """From a number on, every so-many-th proposal may turn any knob; the others keep to what one running engine
 can screen."""
+PICK_EVERY, LOOKED = 4, 8
+"""Every so-many-th proposal is the first untried one of so many that the SLO policy is predicted to pick."""
 ENOUGH = 3
 """Trials after which a study that screened none is taken to be one that cannot."""
 RELAUNCHED = "relaunched"
@@ -44,7 +46,10 @@ def propose(
         seed = told.derive(prepared.study.seed, number, "trial")
         return Suggestion(candidate=prepared.baseline, origin="baseline", seed=seed)
     seeds = untried(prepared, trials, (*help.seeds, *knowledge.seeds(trials)))
-    for space in (prepared.space,) if seeds else spaces(prepared, trials, number):
+    looked = (prepared.space,) if seeds else spaces(prepared, trials, number)
+    if not seeds and number % PICK_EVERY == 0:
+        seeds = _picked(prepared, trials, knowledge, looked[0])
+    for space in looked:
         found = suggest(
             space,
             trials,
@@ -60,6 +65,20 @@ def propose(
         if found is not None:
             return found
     return None
+
+
+def _picked(
+    prepared: Prepared, trials: Sequence[Trial], knowledge: Knowledge, space: SearchSpace
+) -> list[Seed]:
+    """What the SLO policy would pick by the predictions, where it decides and they are trusted."""
+    known = knowledge.known(trials, next_number(trials))
+    if prepared.file.winner != "slo" or known is None:
+        return []
+    trust = proposals.trust(known.predict, trials, prepared.study.objectives)
+    if trust is not None and trust < proposals.LIMIT:
+        return []
+    picks = knowledge.picks(space, known.predict, defaults_of(trials))
+    return untried(prepared, trials, [(PICKED, c) for c in picks[:LOOKED]])[:1]
 
 
 def untried(prepared: Prepared, trials: Sequence[Trial], seeds: Sequence[Seed]) -> list[Seed]:
@@ -80,12 +99,12 @@ def untried(prepared: Prepared, trials: Sequence[Trial], seeds: Sequence[Seed]) 
     return [left[candidate] for candidate in ordered]
 
 
-def spaces(prepared: Prepared, trials: Sequence[Trial], number: int) -> tuple[Space, ...]:
+def spaces(prepared: Prepared, trials: Sequence[Trial], number: int) -> tuple[SearchSpace, ...]:
     """Where to look, in this order: what one running engine can screen around the best so far, and all."""
     turned = number >= WIDE_FROM and number % WIDE_EVERY == WIDE_EVERY - 1
     if turned or not screens(prepared, trials):
         return (prepared.space,)
-    return (around(prepared, best(prepared, trials)), prepared.space)
+    return (around(prepared, best(prepared, trials), trials), prepared.space)
 
 
 def screens(prepared: Prepared, trials: Sequence[Trial]) -> bool:
@@ -117,20 +136,6 @@ def policy(prepared: Prepared) -> pareto.Policy:
     """The study's winner policy as the search takes it."""
     chosen = prepared.file.winner
     return chosen if isinstance(chosen, str) else {"weights": dict(chosen.weights)}
-
-
-def around(prepared: Prepared, candidate: Mapping[str, object]) -> Space:
-    """The space with every knob that needs a launch held where a candidate has it."""
-    space = prepared.space
-    levels = {
-        name: values if name in limits.KNOBS else tuple(v for v in values if _is(v, candidate.get(name)))
-        for name, values in space.levels.items()
-    }
-    return replace(space, levels={name: kept or space.levels[name] for name, kept in levels.items()})
-
-
-def _is(level: object, value: object) -> bool:
-    return level == value and isinstance(level, bool) == isinstance(value, bool)
 
 
 def next_number(trials: Sequence[Trial]) -> int:

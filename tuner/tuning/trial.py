@@ -336,6 +336,7 @@ def _with_files(measurement: Measurement, replayed: Replayed, directory: Path) -
         path = directory / f"{measurement.purpose}-{measurement.repeat}-{row.name}.parquet"
         try:
             outcomes.write(path, part.outcomes)
+            outcomes.write_series(path, part.series)
         except Unavailable as error:
             raise Aborted(str(error), cause="disk") from error
         kept.append(replace(row, outcomes_file=str(path)))
