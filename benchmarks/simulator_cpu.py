@@ -5,7 +5,8 @@
 
 Launches the baseline and nine candidates, harmful to generous, replays one slice against each (without the
 requests that the model's length does not hold), calibrates on the baseline and prints the table. Target: rank
-correlation of 0.9 or more in p95 TTFT and p95 E2E. --keep stores what was measured, --seen predicts it again.
+correlation of 0.9 or more in p95 TTFT and E2E. --live makes one launch with the highest limits and changes
+them between replays. --keep stores what was measured, --seen predicts it again.
 Without --python the simulated engine stands in, which shows only that the path works.
 """
 
@@ -22,9 +23,10 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.simulator import spearman
-from tuner.engine.server import serve
+from tuner.engine import limits
+from tuner.engine.server import Server, serve
 from tuner.knobs.model import read
-from tuner.records import Candidate, LaunchSpec, Slice
+from tuner.records import Candidate, LaunchSpec, Slice, Value
 from tuner.replay.measure import measure
 from tuner.replay.plan import PLANS, Load
 from tuner.replay.timeline import replay
@@ -71,38 +73,72 @@ def scene_of(given: argparse.Namespace) -> Scene:
     )
 
 
-async def measured(given: argparse.Namespace, scene: Scene, candidate: Candidate) -> dict[str, float]:
-    """The numbers of one fresh launch."""
+def launch(
+    given: argparse.Namespace, scene: Scene, candidate: Mapping[str, Value], directory: Path
+) -> LaunchSpec:
+    """A fresh engine, uncompiled, whose limits can be changed while it runs."""
     knobs = {**scene.args, **candidate}
     argv = [word for name, value in knobs.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    launch_id = uuid.uuid4().hex
+    installed = limits.install(directory, launch_id)
     if given.python:
         command = (given.python, "-m", "vllm.entrypoints.openai.api_server")
         argv += ["--load-format", "dummy", "--skip-tokenizer-init", "--enforce-eager"]
     else:
         command = (sys.executable, "-m", "tuner.simulator.app")
+    if given.live:
+        argv += installed.argv
+    return LaunchSpec(
+        launch_id=launch_id,
+        command=command,
+        model=given.model,
+        argv=tuple(argv),
+        served_name="study",
+        directory=str(directory),
+        env={**ENV, **(installed.env if given.live else {}), "TUNER_SIM_CARD": "cpu"},
+        ready_timeout_s=600.0,
+        stop_timeout_s=60.0,
+    )
+
+
+async def measured(server: Server, scene: Scene, number: int) -> dict[str, float]:
+    """The numbers of one replay."""
+    load = Load(
+        seed=0,
+        number=number,
+        speed=scene.speed,
+        model="study",
+        vocabulary=scene.facts.vocab_size,
+        deadline_s=scene.deadline_s,
+    )
+    replayed = await replay(server, scene.trace, scene.slices, scene.plan, load)
+    values = dict(measure(replayed, scene.slo).values)
+    shown = ", ".join(f"{name} {values.get(name, float('inf')):.1f}" for name in SHOWN)
+    print(f"{number} {dict(CANDIDATES[number])}: {shown}", file=sys.stderr, flush=True)
+    return values
+
+
+async def relaunched(given: argparse.Namespace, scene: Scene) -> list[dict[str, float]]:
+    """One launch per candidate."""
+    seen = []
+    for number, candidate in enumerate(CANDIDATES):
+        with tempfile.TemporaryDirectory() as directory:
+            async with serve(launch(given, scene, candidate, Path(directory))) as server:
+                seen.append(await measured(server, scene, number))
+    return seen
+
+
+async def changed(given: argparse.Namespace, scene: Scene) -> list[dict[str, float]]:
+    """One launch for all, with the highest limits of any."""
+    most = {name: max(int(str(c[name])) for c in CANDIDATES) for name in CANDIDATES[0]}
+    seen = []
     with tempfile.TemporaryDirectory() as directory:
-        spec = LaunchSpec(
-            launch_id=uuid.uuid4().hex,
-            command=command,
-            model=given.model,
-            argv=tuple(argv),
-            served_name="study",
-            directory=directory,
-            env={**ENV, "TUNER_SIM_CARD": "cpu"},
-            ready_timeout_s=600.0,
-            stop_timeout_s=60.0,
-        )
-        async with serve(spec) as server:
-            load = Load(
-                seed=0,
-                number=0,
-                speed=scene.speed,
-                model="study",
-                vocabulary=scene.facts.vocab_size,
-                deadline_s=scene.deadline_s,
-            )
-            replayed = await replay(server, scene.trace, scene.slices, scene.plan, load)
-    return dict(measure(replayed, scene.slo).values)
+        async with serve(launch(given, scene, most, Path(directory))) as server:
+            for number, candidate in enumerate(CANDIDATES):
+                if not await limits.change(server, candidate, patience_s=60.0):
+                    raise SystemExit(f"the engine did not take {dict(candidate)}")
+                seen.append(await measured(server, scene, number))
+    return seen
 
 
 def measurements(given: argparse.Namespace, scene: Scene) -> list[dict[str, float]]:
@@ -110,11 +146,7 @@ def measurements(given: argparse.Namespace, scene: Scene) -> list[dict[str, floa
     if given.seen:
         seen: list[dict[str, float]] = json.loads(given.seen.read_text())
         return seen
-    seen = []
-    for number, candidate in enumerate(CANDIDATES):
-        seen.append(asyncio.run(measured(given, scene, candidate)))
-        shown = ", ".join(f"{name} {seen[-1].get(name, float('inf')):.1f}" for name in SHOWN)
-        print(f"{number} {dict(candidate)}: {shown}", file=sys.stderr, flush=True)
+    seen = asyncio.run(changed(given, scene) if given.live else relaunched(given, scene))
     if given.keep:
         given.keep.write_text(json.dumps(seen))
     return seen
@@ -150,6 +182,7 @@ def main() -> int:
     parser.add_argument("--start", type=float, default=20.0)
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--speed", type=float, default=2.0)
+    parser.add_argument("--live", action="store_true", help="one launch, its limits changed in between")
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--seen", type=Path)
     given = parser.parse_args()
