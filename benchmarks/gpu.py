@@ -1,0 +1,240 @@
+"""What only a GPU shows: memory given back, orphans, verdicts, first-boot drift; and a grid of limits.
+
+    python benchmarks/gpu.py facts MODEL OUT.json             six launches of the model's shape
+    python benchmarks/gpu.py grid MODEL TRACE.csv OUT.json    one launch; every limit changed inside it
+
+`--python` must have vLLM. `grid` finds the default's highest speed under TTFT ≤ 500 ms and TPOT ≤ 50 ms, then
+asks at 1.3 × that speed whether any of 25 pairs of limits meets them.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+
+import psutil
+
+from tuner.engine import compile_cache, limits
+from tuner.engine.gpu import Gpus
+from tuner.engine.server import Server, serve
+from tuner.errors import EngineError
+from tuner.knobs import model as models
+from tuner.records import JSON, LaunchSpec, Slice, Slo, Value
+from tuner.replay.measure import measure
+from tuner.replay.plan import PLANS, Load
+from tuner.replay.speed import MET, bisect, sure
+from tuner.replay.timeline import replay
+from tuner.traffic import importers
+
+SLO = Slo(ttft_ms=500, tpot_ms=50, attainment=0.95)
+SLICE = Slice(name="minute-20", start_s=1200, duration_s=60)
+SEQS, TOKENS = (64, 128, 256, 512, 1024), (512, 1024, 2048, 4096, 8192)
+FIXED = ("--load-format", "dummy", "--skip-tokenizer-init", "--max-model-len", "16384")
+MIB = 1 << 20
+
+
+class Host:
+    """Where launches are made; `home` keeps their logs and the compile cache."""
+
+    def __init__(self, python: str, model: str, home: Path) -> None:
+        self.python, self.model, self.home, self.count = python, model, home, 0
+        self.gpus = Gpus.open(dict(os.environ))
+
+    def spec(self, argv: tuple[str, ...] = (), *, cache: str = "warm", live: bool = False) -> LaunchSpec:
+        """One launch with these arguments; `cache` names its compile cache."""
+        self.count += 1
+        launch_id = f"gpu-{os.getpid()}-{self.count}"
+        root = compile_cache.root(
+            self.home / cache, version="any", platform="cuda", gpu_name=None, command=(self.python,)
+        )
+        env = {**compile_cache.environment(root), "HF_HUB_OFFLINE": "1"}
+        if live:
+            installed = limits.install(self.home, launch_id, os.environ.get("PYTHONPATH"))
+            env, argv = {**env, **installed.env}, (*argv, *installed.argv)
+        return LaunchSpec(
+            launch_id=launch_id,
+            command=(self.python, "-m", "vllm.entrypoints.openai.api_server"),
+            model=self.model,
+            argv=(*FIXED, *argv),
+            served_name="m",
+            directory=str(self.home / f"launch-{self.count}"),
+            env=env,
+            ready_timeout_s=400,
+        )
+
+    def used_mib(self) -> float:
+        """Memory in use on the GPU now, all processes together."""
+        return sum(s.used_bytes for s in self.gpus.sample()) / MIB
+
+    async def given_back_s(self, baseline_mib: float, limit_s: float = 60.0) -> float | None:
+        """Seconds until the used memory is within 256 MiB of the baseline; None when the limit came first."""
+        begun = time.monotonic()
+        while time.monotonic() - begun < limit_s:
+            if self.used_mib() <= baseline_mib + 256:
+                return round(time.monotonic() - begun, 2)
+            await asyncio.sleep(0.05)
+        return None
+
+
+def said(server: Server) -> dict[str, JSON]:
+    """What a launch told of itself."""
+    return {
+        "ready_s": round(server.ready_s, 1),
+        "kv_tokens": server.kv_tokens,
+        "first_kv_tokens": server.first_kv_tokens,
+        "compiled_anew": server.compiled_anew,
+        "timeline": {k: round(v, 2) for k, v in server.timeline.items()},
+    }
+
+
+async def boot(host: Host, name: str, spec: LaunchSpec) -> dict[str, JSON]:
+    """Launch, look, stop by the stop machine; how long the stop and the memory took."""
+    before = host.used_mib()
+    async with serve(spec, gpus=host.gpus) as server:
+        row: dict[str, JSON] = {"name": name, **said(server), "gpu_mib": round(host.used_mib())}
+        begun = time.monotonic()
+    row["stop_s"] = round(time.monotonic() - begun, 2)
+    row["memory_back_s"] = await host.given_back_s(before)
+    return row
+
+
+async def signalled(host: Host, name: str, number: signal.Signals) -> dict[str, JSON]:
+    """A signal to the API server alone: who lives on, and when the memory is back (stopped after 10 s)."""
+    before = host.used_mib()
+    async with serve(host.spec(), gpus=host.gpus) as server:
+        row: dict[str, JSON] = {"name": name, **said(server)}
+        leader = psutil.Process(server.process.pid)
+        family = [leader, *leader.children(recursive=True)]
+        leader.send_signal(number)
+        row["memory_back_alone_s"] = await host.given_back_s(before, 10.0)
+        await asyncio.sleep(2)
+        row["alive_after"] = [
+            p.name() for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE
+        ]
+        begun = time.monotonic()
+    row["sweep_s"] = round(time.monotonic() - begun, 2)
+    row["memory_back_after_sweep_s"] = await host.given_back_s(before)
+    row["alive_at_last"] = [p.name() for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    return row
+
+
+async def refused(host: Host, name: str, *argv: str) -> dict[str, JSON]:
+    """A launch that ought to fail: the verdict, and whether the memory came back."""
+    before, begun = host.used_mib(), time.monotonic()
+    row: dict[str, JSON] = {"name": name, "argv": list(argv)}
+    try:
+        async with serve(host.spec(tuple(argv)), gpus=host.gpus) as server:
+            row |= {"verdict": "served", **said(server)}
+    except EngineError as error:
+        row |= {"verdict": type(error).__name__, "cause": error.cause, "reason": str(error)}
+        violation = getattr(error, "violation", None)
+        row["violation"] = None if violation is None else {"kv": violation.kv, "oom": violation.oom}
+    row["seconds"] = round(time.monotonic() - begun, 1)
+    row["memory_back_s"] = await host.given_back_s(before)
+    return row
+
+
+async def facts(host: Host, keep: Path) -> None:
+    """Every fact, written down as it comes."""
+    rows: list[JSON] = []
+    steps: tuple[Callable[[], Awaitable[dict[str, JSON]]], ...] = (
+        lambda: boot(host, "cold compile cache", host.spec(cache="cold")),
+        lambda: boot(host, "the same again, warm", host.spec(cache="cold")),
+        lambda: signalled(host, "SIGKILL to the API server", signal.SIGKILL),
+        lambda: refused(host, "too little memory", "--gpu-memory-utilization", "0.15"),
+        lambda: refused(host, "all memory", "--gpu-memory-utilization", "0.999"),
+        lambda: refused(
+            host, "too many sequences", "--max-num-seqs", "32768", "--max-num-batched-tokens", "65536",
+            "--gpu-memory-utilization", "0.97",
+        ),
+        lambda: signalled(host, "SIGTERM to the API server", signal.SIGTERM),
+    )  # fmt: skip
+    for step in steps:
+        try:
+            rows.append(await step())
+        except EngineError as error:
+            rows.append({"error": str(error), "cause": error.cause})
+        print(json.dumps(rows[-1]), flush=True)
+        keep.write_text(json.dumps({"gpus": [g.name for g in host.gpus.gpus], "rows": rows}, indent=1) + "\n")
+
+
+async def grid(host: Host, trace_file: Path, keep: Path) -> None:
+    """The default's highest speed, then every pair of limits at 1.3 × that speed, in one running engine."""
+    trace = importers.read_any(trace_file)
+    shape = models.read(host.model, env=dict(os.environ))
+    plan = PLANS["quick"]
+    found: dict[str, JSON] = {"slo": {"ttft_ms": 500, "tpot_ms": 50, "attainment": 0.95}, "rows": []}
+    rows: list[JSON] = []
+    async with serve(host.spec(live=True), gpus=host.gpus) as server:
+        number = 0
+
+        async def attained(speed: float) -> dict[str, JSON]:
+            nonlocal number
+            number += 1
+            load = Load(
+                seed=7, number=number, speed=speed, model="m", vocabulary=shape.vocab_size, slo=SLO, senders=2
+            )
+            done = await replay(server, trace, (SLICE,), plan, load, judge=sure(SLO))
+            values = measure(done, SLO).values
+            met = done.stopped == MET or (
+                done.stopped is None and values.get("slo_attainment", 0.0) >= SLO.attainment
+            )
+            kept = {
+                k: round(values[k], 3)
+                for k in ("slo_attainment", "ttft_p95_ms", "tpot_p95_ms", "e2e_p95_ms", "goodput_rps")
+                if k in values and values[k] < 1e12
+            }
+            return {
+                "speed": speed,
+                "met": met,
+                "stopped": done.stopped,
+                "failed_gates": list(done.fidelity.failed),
+                **kept,
+            }
+
+        async def meets(speed: float) -> bool:
+            row = await attained(speed)
+            print("default", json.dumps(row), flush=True)
+            rows.append({"limits": "default", **row})
+            return bool(row["met"])
+
+        best = await bisect(meets, start=4.0, floor=1.0, ceiling=12.0, tolerance=0.06, most=7)
+        found["default_max_speed"] = best.speed
+        goal = round(best.speed * 1.3, 2)
+        found["asked_speed"] = goal
+        for seqs in SEQS:
+            for tokens in TOKENS:
+                wanted: Mapping[str, Value] = {"max_num_seqs": seqs, "max_num_batched_tokens": tokens}
+                if not await limits.change(server, wanted):
+                    rows.append({"limits": dict(wanted), "refused": True})
+                    continue
+                row: dict[str, JSON] = {"limits": dict(wanted), **await attained(goal)}
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+                found["rows"] = rows
+                keep.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--python", default="python3")
+    parser.add_argument("what", choices=("facts", "grid"))
+    parser.add_argument("model")
+    parser.add_argument("files", nargs="+", type=Path)
+    asked = parser.parse_args()
+    host = Host(asked.python, asked.model, Path(tempfile.mkdtemp(prefix="gpu-")))
+    if asked.what == "facts":
+        asyncio.run(facts(host, asked.files[0]))
+    else:
+        asyncio.run(grid(host, asked.files[0], asked.files[1]))
+
+
+if __name__ == "__main__":
+    main()
