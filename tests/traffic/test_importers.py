@@ -237,6 +237,9 @@ def test_published_heads_are_read(real: Real, name: str) -> None:
 def test_our_own_parquet_is_read_as_it_is(tmp_path: Path) -> None:
     write(bundled(), tmp_path / "x.anything")
     assert read_any(tmp_path / "x.anything").digest == bundled().digest
+    short = read_any(tmp_path / "x.anything", max_len=2000)
+    assert quality(short)["dropped_over_length"] == len(bundled()) - len(short) > 0
+    assert conserved(short)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
 """`tuner trace`: captured traffic, taken in, looked at, cut."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -54,8 +57,12 @@ def open_trace(ref: str) -> "tuple[Trace, Path]":
 
 @app.command("import")
 def import_trace(
-    file: Annotated[
-        Path, typer.Argument(help="Traffic of any known format; what it is is told by the content.")
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE",
+            help="A file of any known format, told by its content; or postgresql://... of LiteLLM.",
+        ),
     ],
     name: Annotated[str | None, typer.Option(help="What to call it; the file's name else.")] = None,
     format: Annotated[str | None, typer.Option(help=f"One of {FORMATS}.")] = None,
@@ -79,8 +86,8 @@ def import_trace(
     from tuner.traffic import importers
 
     columns = _columns(column or [])
-    trace = importers.read_any(file, columns, format, max_len=max_len, tokenizer=tokenizer)
-    trace = _short(trace, max_len)
+    with _fetched(source) as file:
+        trace = importers.read_any(file, columns, format, max_len=max_len, tokenizer=tokenizer)
     chosen = name or file.name.split(".")[0]
     path = output or settings().home / "traces" / f"{chosen}-{trace.digest[:12]}.parquet"
     _keep(trace, path, chosen)
@@ -95,14 +102,18 @@ def import_trace(
         typer.echo(f"quality: {_flat(quality)}")
 
 
-def _short(trace: "Trace", max_len: int | None) -> "Trace":
-    """Without requests of more tokens; importers do that themselves, our own Parquet is read as it is."""
-    import numpy as np
+@contextmanager
+def _fetched(source: str) -> Iterator[Path]:
+    """The file itself, or one with what a database URL holds."""
+    if "://" not in source:
+        yield Path(source).expanduser()
+        return
+    from tuner.history import spend
 
-    whole = trace.input_len.astype(np.int64) + trace.output_len
-    if max_len is None or not (whole > max_len).any():
-        return trace
-    return trace.take(np.flatnonzero(whole <= max_len))
+    with TemporaryDirectory() as directory:
+        file = Path(directory) / "litellm.jsonl"
+        say(f"read {spend.export(source, file)} rows")
+        yield file
 
 
 def _keep(trace: "Trace", path: Path, name: str) -> None:

@@ -5,6 +5,8 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import numpy as np
+
 from tuner.errors import BadInput, nearest
 from tuner.traffic import trace as canonical
 from tuner.traffic.importers import (
@@ -70,13 +72,25 @@ def read_any(
     if tokenizer is not None and chosen != "openai":
         raise BadInput(f"{source}: a tokenizer is of use for format 'openai', not for '{chosen}'")
     if chosen == "parquet":
-        return canonical.read(source)
+        return _short(canonical.read(source), max_len)
     options: dict[str, object] = {"max_len": max_len, "dequantise": dequantise}
     if chosen in MAPPED:
         options["columns"] = columns
     if chosen == "openai":
         options["tokenizer"] = tokenizer
     return FORMATS[chosen](source, **options)
+
+
+def _short(trace: Trace, max_len: int | None) -> Trace:
+    """A trace without requests of more tokens, counted as importers count them."""
+    over = trace.input_len.astype(np.int64) + trace.output_len > (max_len or np.inf)
+    if not over.any():
+        return trace
+    told = trace.meta.get("quality")
+    quality = dict(told) if isinstance(told, dict) else {"rows_read": len(trace)}
+    before = quality.get("dropped_over_length", 0)
+    quality["dropped_over_length"] = int(over.sum()) + (before if isinstance(before, int) else 0)
+    return trace.take(np.flatnonzero(~over)).with_meta(quality=quality)
 
 
 def detect(path: str | Path) -> str:
