@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# benchmarks/h100.sh STUDY MINUTES OUT [TRACES]: one piece of study a, b or c of benchmarks/h100 on a GPU host.
+# benchmarks/h100.sh STUDY SECONDS OUT [TRACES]: one piece of study a, b or c of benchmarks/h100 on a GPU host.
 #
-# Runs `tuner tune` for MINUTES, then packs the history, the report, the front and the logs into OUT. The next piece goes on
-# from the history: in TUNER_HOME where the host keeps it, else from the archive that RESUME names. TRACES is the folder
-# with the public traces (AzureLLMInferenceTrace_conv.csv and _code.csv, servegen_m_small_peak.csv). PYTHON must have vLLM
-# and the tuner's dependencies.
+# Runs `tuner tune`, stops it after SECONDS as a person would (SIGTERM), and packs the history, the report, the front and
+# the logs into OUT. The next piece goes on from the history: in TUNER_HOME where the host keeps it, else from the archive
+# that RESUME names. TRIALS ends the search after so many trials; the confirmation follows. TRACES is the folder with the
+# public traces (AzureLLMInferenceTrace_conv.csv and _code.csv, servegen_m_small_peak.csv). PYTHON must have vLLM and the
+# tuner's dependencies.
 set -euo pipefail
-study=${1:?a, b or c} minutes=${2:?minutes} out=${3:?folder for the results} traces=${4:-traces}
+study=${1:?a, b or c} seconds=${2:?seconds} out=${3:?folder for the results} traces=${4:-traces}
 root=$(cd "$(dirname "$0")/.." && pwd)
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" TUNER_HOME=${TUNER_HOME:-$HOME/.cache/tuner-h100-$study}
 tuner() { "${PYTHON:-python3}" -m tuner "$@"; }
@@ -27,7 +28,9 @@ fi
 { date -u +%FT%TZ; nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader || echo "no GPU"
   "${PYTHON:-python3}" -c 'import torch, vllm; print("vllm", vllm.__version__, "torch", torch.__version__)'; } > "$out/host-$study.txt" 2>/dev/null
 status=0
-tuner tune "$root/benchmarks/h100/study-$study.yaml" --hours "$(awk "BEGIN {print $minutes / 60}")" 2>&1 | tee -a "$out/tune-$study.log" || status=$?
+timeout -s TERM -k 60 "$seconds" "${PYTHON:-python3}" -m tuner tune "$root/benchmarks/h100/study-$study.yaml" \
+  ${TRIALS:+--trials "$TRIALS"} >> "$out/tune-$study.log" 2>&1 || status=$?
+tail -40 "$out/tune-$study.log"
 name=$(awk '/^name:/ {print $2}' "$root/benchmarks/h100/study-$study.yaml")
 tuner report "$name" -o "$out/report-$study.html" || true
 tuner front "$name" --timings --json > "$out/front-$study.json" || true
