@@ -38,7 +38,7 @@ SIZES = ("max_num_seqs", "max_num_batched_tokens")
 
 
 FAILURES = 3
-"""After so many running engines that did not do, every candidate is launched by itself."""
+"""After so many running engines in a row that did not do, every candidate is launched by itself."""
 
 
 class CannotScreen(Exception):
@@ -88,12 +88,13 @@ class Live:
         self._launched: Candidate = Candidate()
         self._charged_s = 0.0
         self._barred: set[Candidate] = set()
+        self._in_a_row = 0
         self.failures: list[str] = []
 
     @property
     def possible(self) -> bool:
         """Whether this study's engines can be changed while they run, as far as is known by now."""
-        here = self._bench.work is None and len(self.failures) < FAILURES
+        here = self._bench.work is None and self._in_a_row < FAILURES
         return here and changeable(self._bench.prepared)
 
     async def measure(
@@ -149,6 +150,7 @@ class Live:
         )  # fmt: skip
         try:
             measured = [await measured_pass(self._bench.place, order, p, server, row.note) for p in passes]
+            self._in_a_row = 0
         finally:
             begun, self._charged_s = self._charged_s, time.monotonic()
         ended = replace(row.row, effective={**row.row.effective, **_shown(wanted)})
@@ -178,9 +180,6 @@ class Live:
             entered = serve(spec, gpus=bench.gpus, settle=False, note=self._row.note)
             server = await self._stack.enter_async_context(entered)
         except Infeasible as error:
-            if not _lacks_memory(error):  # the sizes are not to blame: the candidate would end alike
-                await self.close(f"{error.cause}: {error}")
-                raise
             self._barred.add(wide)
             await self._give_up(f"{error.cause}: {error}")
             raise CannotScreen(f"the wide engine failed: {error}") from error
@@ -199,6 +198,7 @@ class Live:
         bench.store.finish_launch(self._row.row)
 
     async def _give_up(self, reason: str) -> None:
+        self._in_a_row += 1
         self.failures.append(reason)
         await self.close(reason)
 
@@ -211,10 +211,6 @@ class Live:
         finally:
             if row is not None:
                 row.close(verdict)
-
-
-def _lacks_memory(error: Infeasible) -> bool:
-    return (error.violation.oom or 0.0) > 0 or (error.violation.kv or 0.0) > 0
 
 
 def _shown(wanted: Mapping[str, Value]) -> dict[str, Value]:
