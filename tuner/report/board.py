@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from tuner.records import Run, Study, Trial, TrialState
-from tuner.report.charts import Point
+from tuner.report.charts import MARKED, Point
 from tuner.report.words import knobs, measured, ratio
 from tuner.search import pareto
 
@@ -67,8 +67,12 @@ class Board:
         ]
 
     def points(self, x: str, y: str, href: Callable[[Trial], str]) -> list[Point]:
-        """Every completed trial that has both measurements, with its knobs and numbers as words."""
+        """Every completed trial that has both measurements, with its knobs and numbers as words.
+
+        Where many trials are off the front these are bare dots.
+        """
         kinds = {t.id: "front" for t in self.front}
+        crowd = len(self.trials) - len(kinds) > MARKED
         found = []
         for trial in self.trials:
             numbers = values(trial)
@@ -77,6 +81,9 @@ class Board:
             kind = kinds.get(trial.id, "other")
             if trial.is_baseline or trial.number == self.winner:
                 kind = self.kind(trial)
+            if kind == "other" and crowd:
+                found.append(Point(x=numbers[x], y=numbers[y], kind=kind))
+                continue
             label = self._words(trial, kind, numbers) if kind != "other" else _short(trial, x, y)
             found.append(Point(x=numbers[x], y=numbers[y], kind=kind, label=label, href=href(trial)))
         return found

@@ -21,7 +21,7 @@ class Point:
     x: float
     y: float
     kind: str
-    label: str
+    label: str = ""
     href: str = ""
 
 
@@ -37,7 +37,8 @@ def scatter(points: Sequence[Point], x_name: str, y_name: str) -> str:
     frame = Frame(x=x, y=y)
     others = [p for p in shown if p.kind == "other"]
     marked = sorted((p for p in shown if p.kind != "other"), key=lambda p: _ORDER.index(p.kind))
-    crowd = others if len(others) > MARKED else []
+    bare = len(others) > MARKED or any(not p.label for p in others)
+    crowd = others if bare else []
     parts = [
         *grid(frame),
         _dots(crowd, frame),

@@ -22,11 +22,14 @@ Matrix = NDArray[np.float64]
 
 def non_dominated(costs: Matrix) -> NDArray[np.bool_]:
     """Mask of the rows that no other row beats in every column; of equal rows the first is kept."""
-    keep = np.ones(len(costs), dtype=bool)
-    for i, row in enumerate(costs):
-        better = np.all(costs <= row, axis=1) & np.any(costs < row, axis=1)
-        same = np.all(costs == row, axis=1)
-        keep[i] = not better.any() and not same[:i].any()
+    keep = np.zeros(len(costs), dtype=bool)
+    kept, count = np.empty_like(costs), 0
+    # In this order nothing is beaten by a later row, so each meets only what was kept before it.
+    for i in np.lexsort(costs.T[::-1]):
+        if not np.all(kept[:count] <= costs[i], axis=1).any():
+            keep[i] = True
+            kept[count] = costs[i]
+            count += 1
     return keep
 
 
