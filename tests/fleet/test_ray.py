@@ -13,7 +13,7 @@ import pytest
 
 from tests.fleet.raycluster import ROOT, Cluster, readme_lines, running, wait_for
 from tuner import processes
-from tuner.errors import Conflict
+from tuner.errors import Conflict, NotFound
 from tuner.records import Profile, ProfileKey, RunState, Study, Trial, TrialState
 
 pytestmark = pytest.mark.cluster
@@ -81,11 +81,12 @@ def study_of(cluster: Cluster, node: str, name: str = "fleet") -> Study:
 
 def trials_of(cluster: Cluster, node: str, name: str = "fleet") -> tuple[Trial, ...]:
     """No trial where there is no study yet."""
-    if not (cluster.home / "tuner.db").exists():
+    try:
+        store = cluster.store()
+    except NotFound:
         return ()
-    if not any(s.node == node and s.name == name for s in cluster.store().studies()):
-        return ()
-    return cluster.store().trials(study_of(cluster, node, name).id)
+    found = [s for s in store.studies() if s.node == node and s.name == name]
+    return store.trials(found[0].id) if found else ()
 
 
 def serving(cluster: Cluster, node: str, number: int, name: str = "fleet") -> str | None:
