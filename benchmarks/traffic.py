@@ -9,9 +9,11 @@ the proxy has the other, its writer runs where there is room.
 
 import argparse
 import asyncio
+import dataclasses
 import gc
 import os
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +24,9 @@ import numpy as np
 import psutil
 import uvloop
 
+from tuner.engine.server import Server, serve
+from tuner.records import LaunchSpec, Slice
+from tuner.replay.timeline import PLANS, Load, replay
 from tuner.traffic.importers import read_any
 from tuner.traffic.prompts import Prompts, salt
 from tuner.traffic.trace import Trace, bundled
@@ -162,6 +167,56 @@ def proxy(directory: Path, rate: float, rounds: int, realtime: bool) -> None:
     print(f"captured arrivals against sent ones: median |error| {error:.2f} ms")
 
 
+class Proxied:
+    """An engine as a replay sees it, its traffic led through a proxy."""
+
+    def __init__(self, server: Server, port: int) -> None:
+        self._server, self.host, self.port = server, "127.0.0.1", port
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._server, name)
+
+
+async def again(directory: Path, realtime: bool) -> None:
+    """Print how a capture of a capture's replay differs from it: order, lengths, arrivals."""
+    plan = dataclasses.replace(
+        PLANS["standard"], warmup_waves=0, priming_turnovers=0.0, load_warmup_s=0.0, tail_limit_s=30.0
+    )
+    spec = LaunchSpec(
+        launch_id=f"benchmark-{os.getpid()}",
+        command=(sys.executable, "-m", "tuner.simulator.app"),
+        model="Qwen/Qwen2.5-7B-Instruct",
+        argv=("--max-model-len", "16384"),
+        served_name="study",
+        directory=str(directory),
+    )
+    source, speed, found = bundled(), 2.0, []
+    source = source.take(np.flatnonzero(source.arrival_s < 60))
+    async with serve(spec) as server:
+        for name in ("first", "second"):
+            upstream, file = f"http://{server.host}:{server.port}", directory / f"{name}.jsonl"
+            words = ("capture", "--upstream", upstream, "--port", "18803", "--out", str(file))
+            running = await asyncio.create_subprocess_exec(sys.executable, "-m", "tuner", *words)
+            await asyncio.to_thread(_until_open, 18_803)
+            part = Slice(name="all", start_s=0.0, duration_s=source.duration_s + 1)
+            _settle(running.pid, sorted(os.sched_getaffinity(0))[-1], realtime)
+            load = Load(
+                seed=1, number=1, model=server.names[0], vocabulary=VOCABULARY, speed=speed, realtime=realtime
+            )
+            await replay(Proxied(server, 18_803), source, [part], plan, load)
+            running.send_signal(signal.SIGINT)
+            await running.wait()
+            source, speed = read_any(file).take(np.arange(len(source))), 1.0  # what came after is the tail's
+            found.append(source)
+    first, second = found
+    same = [np.array_equal(getattr(first, one), getattr(second, one)) for one in ("input_len", "output_len")]
+    print(
+        f"capture → replay → capture of {len(first)} requests: prompts in order {same[0]}, answers {same[1]}"
+    )
+    error = np.abs(second.arrival_s - first.arrival_s - np.median(second.arrival_s - first.arrival_s)) * 1e3
+    print(f"  arrivals: median |difference| {np.median(error):.2f} ms, p95 {np.percentile(error, 95):.2f} ms")
+
+
 def _settle(pid: int, core: int, realtime: bool) -> None:
     """Pin every thread of a process; with `realtime` nobody else's work comes before it."""
     for thread in psutil.Process(pid).threads():
@@ -201,6 +256,7 @@ def main() -> None:
             code = f"import benchmarks.traffic as b; b.importing(b.Path({path!r}))"
             subprocess.run([sys.executable, "-c", code], check=True)
     with tempfile.TemporaryDirectory() as directory:
+        asyncio.run(again(Path(directory), chosen.realtime))
         proxy(Path(directory), chosen.rate, chosen.rounds, chosen.realtime)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from tuner.errors import BadInput, nearest
+from tuner.records import JSON
 from tuner.traffic import trace as canonical
 from tuner.traffic.importers import (
     azure,
@@ -87,7 +88,7 @@ def _short(trace: Trace, max_len: int | None) -> Trace:
     if not over.any():
         return trace
     told = trace.meta.get("quality")
-    quality = dict(told) if isinstance(told, dict) else {"rows_read": len(trace)}
+    quality: dict[str, JSON] = dict(told) if isinstance(told, dict) else {"rows_read": len(trace)}
     before = quality.get("dropped_over_length", 0)
     quality["dropped_over_length"] = int(over.sum()) + (before if isinstance(before, int) else 0)
     return trace.take(np.flatnonzero(~over)).with_meta(quality=quality)
