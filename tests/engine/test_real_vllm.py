@@ -100,18 +100,18 @@ def test_case_01_the_core_of_a_killed_server_is_swept(tmp_path: Path) -> None:
 
     async def kill_leader() -> list[int]:
         async with serve(launch) as server:
+            leader = server.process.pid
             members = HOST.members(server.process)
-            os.kill(server.process.pid, signal.SIGKILL)
+            orphans = [pid for pid in members if pid != leader]
+            for pid in orphans:
+                os.kill(pid, signal.SIGSTOP)  # so that they cannot end by themselves
+            os.kill(leader, signal.SIGKILL)
             await until(lambda: not server.alive, 600.0)
-            assert core_of_is_alive(members, server.process.pid)
+            assert alive(orphans) == orphans != []
         return members
 
     assert alive(asyncio.run(kill_leader())) == []
     assert leftovers(launch) == []
-
-
-def core_of_is_alive(members: list[int], leader: int) -> bool:
-    return bool(alive(pid for pid in members if pid != leader))
 
 
 @pytest.mark.vllm
