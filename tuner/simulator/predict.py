@@ -235,7 +235,7 @@ class Predictor:
         self.scene = scene
         self.coefficients = coefficients
         self.error = error
-        self._spreads = spreads
+        self.spreads = spreads
         self._work = Workload(scene.trace, scene.slices, scene.plan, scene.speed)
         self._known: dict[str, Prediction] = {}
 
@@ -246,6 +246,14 @@ class Predictor:
                 self._known[candidate.digest] = self._predict(candidate)
             found.append(self._known[candidate.digest])
         return tuple(found)
+
+    def unknown(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Those that were not asked yet, each once."""
+        return [c for digest, c in {c.digest: c for c in candidates}.items() if digest not in self._known]
+
+    def learn(self, found: Mapping[Candidate, Prediction]) -> None:
+        """Take predictions that were made elsewhere."""
+        self._known.update({candidate.digest: prediction for candidate, prediction in found.items()})
 
     def _predict(self, candidate: Candidate) -> Prediction:
         try:
@@ -258,7 +266,7 @@ class Predictor:
         values = self.values(options)
         requests = max(values.get("requests", 0.0), 1.0)
         failed = values.get("failed", 0.0) / requests - 0.01
-        spread = self._spread(options, values) if self._spreads else {}
+        spread = self._spread(options, values) if self.spreads else {}
         return Prediction(
             values=values,
             feasible=failed <= 0,

@@ -15,6 +15,7 @@ from tuner.knobs.space import SearchSpace
 from tuner.records import Candidate, Prediction, Slo, Study, Trial, TrialState, Value
 from tuner.search import pareto, proposals, starts, told
 from tuner.search.encoding import encode
+from tuner.simulator.batch import Batch
 from tuner.simulator.calibrate import Calibration, Observation, fit
 from tuner.simulator.cost import CARDS, Card, card_of
 from tuner.simulator.predict import Predictor, Scene
@@ -77,7 +78,7 @@ def scene_of(prepared: Prepared, card: Card) -> Scene:
 class Known:
     """A calibrated predictor, and what it was calibrated to."""
 
-    predict: Predictor
+    predict: Batch
     calibration: Calibration
 
 
@@ -124,7 +125,7 @@ class Knowledge:
             return None
         self.why_not = None
         predict = Predictor(scene, calibration.coefficients, error=calibration.error, spreads=False)
-        return Known(predict=predict, calibration=calibration)
+        return Known(predict=Batch(predict), calibration=calibration)
 
     def seeds(self, trials: Sequence[Trial]) -> tuple[Seed, ...]:
         """What is tried first: other studies' fronts, the spread of the predicted front, the heuristics.
@@ -148,7 +149,7 @@ class Knowledge:
             found += [*((PICKED, candidate) for candidate in picks), *spread]
         return (*found, *starts.heuristics(prepared.space, near))
 
-    def picks(self, space: SearchSpace, predict: Predictor, defaults: Mapping[str, Value]) -> list[Candidate]:
+    def picks(self, space: SearchSpace, predict: Batch, defaults: Mapping[str, Value]) -> list[Candidate]:
         """The study's pool of a space as the SLO policy would rank it by the predictions; what fails is left
         out. The front's volume does not reach there: a pick may be worse than the baseline in an objective.
         """
@@ -234,9 +235,13 @@ def launch_s(trials: Sequence[Trial], replay: float) -> float:
 
 
 def at_levels(prepared: Prepared, trials: Sequence[Trial]) -> Candidate:
-    """The baseline as a point of the space: every knob at the level nearest to what it runs with."""
-    encoding = encode(prepared.space, defaults_of(trials))
-    point = encoding.point(prepared.space.canonical(prepared.baseline))
+    """The baseline as a point of the space: what it leaves open stays open where the space allows that, every
+    other knob is at the level nearest to what it runs with.
+    """
+    space = prepared.space
+    told_ = {name: v for name, v in defaults_of(trials).items() if None not in space.levels.get(name, ())}
+    encoding = encode(space, told_)
+    point = encoding.point(space.canonical(prepared.baseline))
     return prepared.baseline if point is None else encoding.candidate(point)
 
 

@@ -1,0 +1,64 @@
+"""Many predictions at once, over processes: `python -m tuner.simulator.batch FILE` does one share of them."""
+
+import os
+import pickle
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from tuner import processes
+from tuner.records import Candidate, Prediction
+from tuner.simulator.predict import Predictor
+
+SHARE = 8
+"""Fewer candidates than this are not worth a process."""
+MOST = 8
+TIMEOUT_S = 300.0
+
+
+class Batch:
+    """A predictor that spreads what it was not asked before over processes where that pays; the answers are
+    the same.
+    """
+
+    def __init__(self, predictor: Predictor, *, workers: int | None = None) -> None:
+        self._predictor = predictor
+        free = len(os.sched_getaffinity(0)) - 2
+        self._workers = min(MOST, free) if workers is None else workers
+
+    def __call__(self, candidates: Sequence[Candidate]) -> tuple[Prediction, ...]:
+        new = self._predictor.unknown(candidates)
+        workers = min(self._workers, len(new) // SHARE)
+        if workers > 1:
+            shares = [new[i::workers] for i in range(workers)]
+            with tempfile.TemporaryDirectory(prefix="tuner-batch-") as folder:
+                paths = [Path(folder) / f"{i}" for i in range(workers)]
+                with ThreadPoolExecutor(workers) as pool:
+                    for share, found in zip(shares, pool.map(self._share, shares, paths), strict=True):
+                        self._predictor.learn(dict(zip(share, found, strict=False)))
+        return self._predictor(candidates)
+
+    def _share(self, share: Sequence[Candidate], path: Path) -> Sequence[Prediction]:
+        """One process's share; empty where that process failed: then it is done here."""
+        ask = partial(Predictor, self._predictor.scene, self._predictor.coefficients)
+        fresh = ask(error=self._predictor.error, spreads=self._predictor.spreads)
+        path.write_bytes(pickle.dumps((fresh, [dict(c) for c in share])))
+        command = (sys.executable, "-m", "tuner.simulator.batch", str(path))
+        done = processes.run(command, timeout_s=TIMEOUT_S)
+        if done.code != 0:
+            return ()
+        found: list[Prediction] = pickle.loads(path.read_bytes())
+        return found
+
+
+def main(path: Path) -> None:
+    """Read a predictor and candidates, write the predictions in their place."""
+    predictor, asked = pickle.loads(path.read_bytes())
+    path.write_bytes(pickle.dumps(list(predictor([Candidate(values) for values in asked]))))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
