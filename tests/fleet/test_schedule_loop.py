@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.history import records
-from tuner.errors import BadInput
+from tuner.errors import BadInput, Unavailable
 from tuner.fleet import schedule as schedules
 from tuner.fleet.schedule import CLOSING, Firing, Happening, Keeper, claim, learned, loop
 from tuner.history.entities import Schedule
@@ -367,3 +367,33 @@ def test_resuming_ends_after_its_tries(store: Store) -> None:
     asyncio.run(night())
     assert world.kinds().count("start") == 1
     assert world.kinds().count("resume") == schedules.RESUMES
+
+
+class Away(Store):
+    """A database that does not answer the first two questions."""
+
+    asked = 0
+
+    def schedules(self) -> tuple[Schedule, ...]:
+        self.asked += 1
+        if self.asked < 3:
+            raise Unavailable("the database does not answer")
+        return super().schedules()
+
+
+def test_a_database_that_is_away_for_a_while_does_not_end_the_loop(tmp_path: Path) -> None:
+    store = Away(f"sqlite:///{tmp_path / 'tuner.db'}")
+    store.put_schedule(nightly())
+    world = World(store, now=DUE)
+
+    async def wait(seconds: float) -> None:
+        world.now += timedelta(seconds=seconds)
+        await asyncio.sleep(0)
+        if world.started:
+            raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(loop(store, clock=lambda: world.now, start_run=world.run, wait=wait))
+    assert store.asked == 3
+    assert [firing.window.due for firing in world.started] == [DUE]
+    store.close()

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tuner.history.store import Store
-    from tuner.records import Profile, ProfileKey
+    from tuner.records import AliasEvent, Profile, ProfileKey
 
 app = typer.Typer(help="Profiles: winning configurations, by model, node and workload.", no_args_is_help=True)
 Model = Annotated[str, typer.Option(help="The model that the profile is for.")]
@@ -232,6 +232,7 @@ def promote(
         store, profile, alias, gates=gates, actor=getpass.getuser(), reason=reason, now=now()
     )
     say(f"{alias} of {key.model} on {key.target} for {key.workload} is version {moved.to_version}")
+    _tell(moved)
 
 
 @app.command("rollback")
@@ -249,3 +250,11 @@ def rollback(
     key = find_key(store, model, node, workload)
     moved = registry.rollback(store, key, alias, actor=getpass.getuser(), reason=reason, now=now())
     say(f"{alias} of {key.model} on {key.target} for {key.workload} is version {moved.to_version} again")
+    _tell(moved)
+
+
+def _tell(moved: "AliasEvent") -> None:
+    from tuner.commands.common import settings
+    from tuner.fleet import notify
+
+    notify.send(settings().home, notify.moved(moved), say=say)

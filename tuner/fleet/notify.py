@@ -8,6 +8,7 @@ import hashlib
 import hmac
 import http.client
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from tuner.fleet.hooks import command
 from tuner.fleet.schedule import Happening
 from tuner.history.queries import nights
 from tuner.history.store import Store
-from tuner.records import JSON, Run, RunState, Study, canonical_json
+from tuner.records import JSON, AliasEvent, Run, RunState, Study, canonical_json
 
 Clock = Callable[[], datetime]
 Say = Callable[[str], object]
@@ -199,6 +200,22 @@ def promotion(
     sentence = f"{alias} of {subject} is version {version} now, moved by {actor}: {reason}"
     facts = {**key, "alias": alias, "version": version, "actor": actor}
     return Notice(kind="promotion", subject=subject, sentence=sentence, at=at.isoformat(), facts=facts)
+
+
+def moved(event: AliasEvent) -> Notice:
+    """Somebody moved an alias."""
+    key: dict[str, JSON] = {
+        "model": event.key.model,
+        "target": event.key.target,
+        "workload": event.key.workload,
+    }
+    return promotion(key, event.alias, event.to_version, actor=event.actor, reason=event.reason, at=event.at)
+
+
+def in_background(home: Path, notice: Notice | None, say: Say) -> None:
+    """The same for callers that must not wait: sent from a thread of its own."""
+    if notice is not None and targets_exist(home):
+        threading.Thread(target=send, args=(home, notice), kwargs={"say": say}, daemon=True).start()
 
 
 def concluded(home: Path, store: Store, study: Study, run: Run, *, clock: Clock, say: Say) -> None:

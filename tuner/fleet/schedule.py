@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from statistics import median
 from typing import Literal
 
-from tuner.errors import TunerError
+from tuner.errors import TunerError, Unavailable
 from tuner.fleet.window import Terms, Window, blacked_out, last_due, next_due, terms, window
 from tuner.history.entities import Schedule
 from tuner.history.store import Store
@@ -72,7 +72,11 @@ async def loop(
     keeper = Keeper(store, clock=clock, start_run=start_run, tell=tell, resumes=resumes)
     try:
         while True:
-            await wait(await keeper.tick())
+            try:
+                pause = await keeper.tick()
+            except Unavailable:
+                pause = POLL_S  # the database is away; what is due then is due still
+            await wait(pause)
     finally:
         await keeper.close()
 
@@ -256,8 +260,8 @@ class Keeper:
             fresh = schedule.last_due is None or schedule.last_due < found.window.due
             self._fresh[key] = self._fresh.get(key, 0) + fresh
             kind: Kind = "start" if fresh else "resume"
-            await self._report(_happened(found, kind, f"until {_at(found.window.end)}", now))
             self._tasks[schedule.node] = (found, asyncio.ensure_future(self._start_run(found)))
+            await self._report(_happened(found, kind, f"until {_at(found.window.end)}", now))
 
     def _claim(self, schedule: Schedule, now: datetime, busy: bool) -> Firing | Happening | None:
         reason = f"node {schedule.node} is in use by another schedule" if busy else None

@@ -17,7 +17,8 @@ from starlette.middleware.gzip import GZipMiddleware
 
 from tuner import __version__
 from tuner.errors import TunerError
-from tuner.fleet.schedule import loop
+from tuner.fleet import notify
+from tuner.fleet.schedule import Happening, loop
 from tuner.history.store import Store
 from tuner.service import problems
 from tuner.service.auth import Guard
@@ -121,7 +122,12 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 async def _nights(service: Service) -> None:
     """Fires schedules; the runs go on when the service ends, and are found again when it is back."""
-    await loop(service.store, clock=service.clock, start_run=starter(service), resumes=0)
+
+    def tell(found: Happening) -> None:
+        log.info("schedule %s: %s: %s", found.schedule, found.kind, found.sentence)
+        notify.in_background(service.settings.home, notify.happening(found), log.warning)
+
+    await loop(service.store, clock=service.clock, start_run=starter(service), tell=tell, resumes=0)
 
 
 async def _look_after(service: Service) -> None:

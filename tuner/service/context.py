@@ -1,5 +1,6 @@
 """What every route needs: the store, the clock, who may ask, and what starts runs."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
@@ -7,13 +8,16 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
+from tuner.fleet import notify
 from tuner.history.store import Store
-from tuner.records import JSON
+from tuner.records import JSON, AliasEvent
 from tuner.service.auth import Actor, Guard
 from tuner.service.pulls import Pulls
 from tuner.service.runner import Controllers
 from tuner.service.specs import Studies
 from tuner.settings import Settings
+
+log = logging.getLogger("tuner.service")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +42,10 @@ class Service:
         self.store.add_audit(
             actor=actor.name, action=action, target=target, reason=reason, now=self.clock(), detail=detail
         )
+
+    def tell(self, event: AliasEvent) -> None:
+        """Notify of an alias that moved, without waiting for it."""
+        notify.in_background(self.settings.home, notify.moved(event), log.warning)
 
 
 def service_of(request: Request) -> Service:

@@ -99,6 +99,7 @@ def promote(looks: Visitor, profile: Profile, fields: Mapping[str, str]) -> Alia
     )
     service.pulls.forget()
     service.audit(looks.actor, "promote", _words(moved), reason, version=moved.to_version, force=force)
+    service.tell(moved)
     return moved
 
 
@@ -117,6 +118,7 @@ def rollback(looks: Visitor, profile: Profile, fields: Mapping[str, str]) -> Ali
     )
     service.pulls.forget()
     service.audit(looks.actor, "rollback", _words(moved), reason, version=moved.to_version)
+    service.tell(moved)
     return moved
 
 

@@ -134,6 +134,7 @@ def move_alias(
     )  # fmt: skip
     here.pulls.forget()
     here.audit(actor, "promote", _words(key, alias), move.reason, version=move.version, force=move.force)
+    here.tell(event)
     return _shown(event, response)
 
 
@@ -157,6 +158,7 @@ def rollback_alias(
     )
     here.pulls.forget()
     here.audit(actor, "rollback", _words(key, alias), why.reason, version=event.to_version)
+    here.tell(event)
     return _shown(event, response)
 
 
