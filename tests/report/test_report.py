@@ -6,8 +6,9 @@ from datetime import UTC, datetime
 
 import pytest
 
-from tuner.records import Candidate, Measurement, Slice, Slo, Study, Trial, TrialState
-from tuner.report.document import ReportData, number, ratio, render
+from tuner.records import JSON, Candidate, Measurement, Run, RunState, Slice, Slo, Study, Trial, TrialState
+from tuner.report.document import ReportData, cell, markdown, render
+from tuner.report.words import number, ratio
 
 NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)
 OBJECTIVES = ("ttft_p95_ms", "tpot_p95_ms", "goodput_rps")
@@ -39,18 +40,22 @@ TRIALS = (
 )
 
 
-def page(summary: dict[str, object] | None = None) -> str:
-    return render(
-        ReportData(
-            study=study(), trials=TRIALS, front=TRIALS[1:2], summary=summary or {},  # type: ignore[arg-type]
-            commands=["tuner front chat"], generated_at=NOW,
-        )
-    )  # fmt: skip
+def data(summary: dict[str, JSON] | None = None) -> ReportData:
+    run = Run(id="r", study_id="ab" * 32, state=RunState.FINISHED, started_at=NOW, summary=summary or {})
+    return ReportData(
+        study=study(), trials=TRIALS, runs=[run], launches=[], commands=["tuner front chat"], generated_at=NOW
+    )
 
 
-def test_it_needs_no_network_and_runs_no_script() -> None:
+def page(summary: dict[str, JSON] | None = None) -> str:
+    return render(data(summary))
+
+
+def test_it_needs_no_network_and_its_only_script_is_its_own() -> None:
     text = page()
-    assert re.findall(r"""(?:src|href)=["']?http|url\(|<script|@import""", text) == []
+    assert re.findall(r"""(?:src|href)=["']?http|url\(|<link|@import""", text) == []
+    assert text.count("<script") == 1
+    assert "default-src 'none'" in text
     assert len(text) < 200_000
 
 
@@ -69,10 +74,20 @@ def test_every_trial_its_reason_and_the_change_are_there() -> None:
     assert "tuner front chat" in text
 
 
+def test_the_markdown_twin_tells_the_same_and_breaks_no_table() -> None:
+    text = markdown(data({"verdict": "clear winner", "sentence": "It | won.", "winner": 1}))
+    assert "> **clear winner.** It \\| won." in text
+    assert "# &lt;chat&gt; & co" in text
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert "| 1 (winner) | 100 | -75 % | 30 | +50 % | 6 | +50 % | max\\_num\\_seqs=8 |" in rows
+    assert "refused &lt;it&gt;" in text
+    assert cell("a\nb") == "a b"
+
+
 def test_the_verdict_is_told_or_its_absence() -> None:
     assert "No run of this study has reached its verdict yet" in page()
-    row = {"number": 1, "where": "held_out", "metric": "ttft_p95_ms", "ratio": 0.25, "low": 0.2, "high": None,
-           "verdict": "better"}  # fmt: skip
+    row: dict[str, JSON] = {"number": 1, "where": "held_out", "metric": "ttft_p95_ms", "ratio": 0.25,
+           "low": 0.2, "high": None, "verdict": "better"}  # fmt: skip
     text = page({"verdict": "clear winner", "sentence": "It won.", "winner": 1, "demonstration": True,
                  "comparisons": [row]})  # fmt: skip
     assert "It won." in text

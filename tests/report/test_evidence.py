@@ -1,0 +1,112 @@
+"""Curves and timelines hold against numbers that can be counted by hand."""
+
+import math
+import re
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.browser import world
+from tuner.records import Candidate, Trial, TrialState
+from tuner.replay import outcomes
+from tuner.report import evidence
+from tuner.report.budget import beliefs, failures, spent, worst_lateness
+from tuner.report.charts import MARKED, Point, scatter
+from tuner.report.words import comparison, measured, seconds, unit
+
+NOW = datetime(2026, 3, 1, tzinfo=UTC)
+
+
+def test_the_share_of_requests_at_most_so_slow() -> None:
+    values = np.array([1.0, 2.0, 3.0, math.inf])
+    found = evidence.cumulative(values, np.array([0.5, 1.0, 2.5, 99.0]))
+    assert found.tolist() == [0.0, 0.25, 0.5, 0.75]
+
+
+def sample(latency: list[float], at: list[float]) -> evidence.Sample:
+    numbers = np.array(latency)
+    return evidence.Sample(scheduled_s=np.array(at), latency=dict.fromkeys(evidence.LATENCY, numbers))
+
+
+def test_bands_span_repeats_or_blocks_or_are_left_out() -> None:
+    at = np.array([15.0])
+    two = evidence.band([sample([10, 20], [0, 1]), sample([10, 11], [0, 1])], "ttft", at)
+    assert two is not None
+    assert (two[0].tolist(), two[1].tolist()) == ([0.5], [1.0])
+    assert evidence.band([sample([10.0] * 9, list(range(9)))], "ttft", at) is None
+    times = [float(t) for t in range(100)]
+    mixed = evidence.band([sample([10.0 if t < 50 else 20.0 for t in times], times)], "ttft", at)
+    assert mixed is not None
+    assert 0.0 <= mixed[0][0] < 0.5 < mixed[1][0] <= 1.0
+
+
+def test_a_timeline_shows_what_outcomes_and_scrapes_tell(tmp_path: Path) -> None:
+    values = world.numbers(128, 8192)
+    made = world.measured(values, tmp_path)
+    trial = Trial(
+        id=1, study_id="s", run_id="r", number=1, candidate=Candidate(), state=TrialState.COMPLETE,
+        started_at=NOW, measurements=(made,),
+    )  # fmt: skip
+    ((caption, drawing),) = evidence.timelines(trial)
+    assert caption == "Slice peak, 60 s of replay, 500 requests"
+    for name in ("arrivals (requests/s)", "KV cache in use (%)", "preemptions since the window began"):
+        assert name in drawing
+    assert drawing.count('class="cross"') == 10
+    (tmp_path / "search-0-peak.engine.json").unlink()
+    assert "KV cache" not in evidence.timelines(trial)[0][1]
+    (tmp_path / "search-0-peak.parquet").unlink()
+    assert evidence.timelines(trial) == []
+
+
+def test_scrapes_survive_their_file(tmp_path: Path) -> None:
+    path = tmp_path / "search-0-peak.parquet"
+    outcomes.write_series(path, {"at_s": [0.0, 1.0], "kv_usage": [0.5, None]})
+    found = outcomes.read_series(path)
+    assert found["at_s"] == [0.0, 1.0]
+    assert math.isnan(found["kv_usage"][1])
+    outcomes.series_path(path).write_text("{broken")
+    assert outcomes.read_series(path) == {}
+
+
+def test_thousands_of_points_are_one_path() -> None:
+    points = [Point(x=n + 1.0, y=9.0, kind="other", label=f"t{n}", href="#x") for n in range(MARKED + 1)]
+    drawing = scatter(
+        [*points, Point(x=1, y=1, kind="winner", label="best", href="#b")], "ttft_p95_ms", "ready_s"
+    )
+    assert drawing.count("<circle") == 0
+    assert len(re.findall(r"M[\d.]+ [\d.]+h0", drawing)) == MARKED + 1
+    assert drawing.count("<a ") == 1
+    few = scatter(points[:3], "ttft_p95_ms", "ready_s")
+    assert few.count('<a href="#x"') == 3
+
+
+def test_budget_failures_and_belief_add_up(tmp_path: Path) -> None:
+    there = world.fill(tmp_path)
+    made, store = there.study, there.store
+    trials, launches = store.trials(made.id), store.launches(made.id)
+    found = spent(made, trials, launches)
+    assert found.trials == {"COMPLETE": 24, "INFEASIBLE": 3, "ABORTED": 3}
+    assert found.gpu_seconds["COMPLETE"] == 24 * 140
+    assert found.gpu_hours == pytest.approx(30 * 140 / 3600)
+    assert found.cost == pytest.approx(2.5 * 30 * 140 / 3600)
+    assert found.launches == len(launches)
+    assert [(c.cause, len(c.trials)) for c in failures(trials)] == [("oom", 3), ("port", 3)]
+    assert worst_lateness(beliefs(trials)) == 1.4
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(0.4, "0.4 s"), (42.0, "42 s"), (200, "3 min 20 s"), (7500, "2 h 5 min"), (None, "–")]
+)
+def test_durations(value: float | None, said: str) -> None:
+    assert seconds(value) == said
+
+
+def test_units_are_told() -> None:
+    assert measured("ttft_p95_ms", 123.45) == "123.5 ms"
+    assert measured("goodput_rps", 2.0) == "2 requests/s"
+    assert unit("output_tokens_per_s") == "tokens/s"
+    row = {"metric": "ttft_p95_ms", "ratio": 0.52, "low": 0.48, "high": None, "verdict": "better"}
+    assert comparison(row) == "ttft_p95_ms −48 % (−52 … ?, better)"
