@@ -1,6 +1,6 @@
 """The whole OpenAPI, fuzzed: no 5xx, no undocumented status, media type or shape.
 
-`TUNER_FUZZ_EXAMPLES` sets how many requests each operation gets at most (10 by default, 400 by hand).
+`TUNER_FUZZ_EXAMPLES` sets how many requests each operation gets at most, twice (2 by default, 150 by hand).
 """
 
 import os
@@ -17,7 +17,7 @@ from schemathesis.specs.openapi import checks as openapi
 from tests.history.fill import fill
 from tests.service.world import World, prepare
 
-EXAMPLES = int(os.environ.get("TUNER_FUZZ_EXAMPLES", "10"))
+EXAMPLES = int(os.environ.get("TUNER_FUZZ_EXAMPLES", "2"))
 CHECKED = (
     checks.not_a_server_error,
     openapi.status_code_conformance,
@@ -70,7 +70,13 @@ def fuzz(operation: Any, headers: dict[str, str], statuses: "Counter[int]") -> N
             statuses[response.status_code] += 1
             case.validate_response(response, checks=list(CHECKED))
 
-        ask()
+        if mode is schemathesis.GenerationMode.POSITIVE or takes_anything(operation):
+            ask()
+
+
+def takes_anything(operation: Any) -> bool:
+    """Whether there is anything in a request that could be wrong."""
+    return bool(list(operation.iter_parameters()) or operation.body)
 
 
 def test_the_fuzz_sees_what_is_wrong(tmp_path: Path) -> None:
@@ -78,11 +84,11 @@ def test_the_fuzz_sees_what_is_wrong(tmp_path: Path) -> None:
     world = World(tmp_path)
 
     @world.app.get("/v1/broken")
-    def broken(number: int) -> dict[str, int]:
-        return {"inverse": 1 // number if number else 1 // 0}
+    def broken() -> dict[str, int]:
+        return {"nothing": 1 // len(world.store.studies())}
 
     schema: Any = schemathesis.openapi.from_asgi("/v1/openapi.json", world.app)
     operation = schema["/v1/broken"]["GET"]
-    with pytest.raises(BaseException, match=r"Server error|500"):
+    with pytest.raises(BaseException, match=r"Server error|division by zero"):
         fuzz(operation, {"Authorization": f"Bearer {world.token('admin')}"}, Counter())
     world.store.close()

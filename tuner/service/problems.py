@@ -88,5 +88,5 @@ def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
             "description": HTTPStatus(status).phrase,
             "content": {MEDIA: {"schema": {"$ref": "#/components/schemas/Problem"}}},
         }
-        for status in sorted({401, 403, 422, 503, *statuses})
+        for status in sorted({400, 401, 403, 413, 422, 503, *statuses})
     }

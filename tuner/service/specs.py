@@ -98,9 +98,9 @@ class Studies:
         for knob in asked.baseline:
             if knob not in CATALOGUE:
                 raise BadInput(f"baseline: '{knob}' is not a knob{nearest(knob, CATALOGUE)}")
-        trace = self._store.trace(asked.trace)
+        space, trace = self._space(asked.space), self._store.trace(asked.trace)
         body: dict[str, JSON] = asked.model_dump(mode="json")
-        body |= {"trace": trace.digest, "space": self._space(asked.space), "engine": _engine(node.engine)}
+        body |= {"trace": trace.digest, "space": space, "engine": _engine(node.engine)}
         text = json.dumps(body, indent=1)
         file = studyfile.parse(text, name="study")
         prepared = studies.prepare(file, name="study", base=self.folder, store=self._store, now=self._clock())

@@ -24,7 +24,7 @@ Format = Annotated[FormatName, Query(description="What the pipeline's chart read
 MEDIA = {"json": "application/json", "args": "text/plain; charset=utf-8", "env": "text/plain; charset=utf-8",
          "systemd": "text/plain; charset=utf-8"}  # fmt: skip
 YAML = "application/yaml"
-TEXTS = {media: {"schema": {"type": "string"}} for media in (YAML, "text/plain")}
+TEXTS: dict[str, Any] = {YAML: {"schema": {}}, "text/plain": {"schema": {"type": "string"}}}
 PULLED: dict[int | str, dict[str, Any]] = {
     200: {
         "content": {**TEXTS, "application/json": {"schema": {"type": "object"}}},
