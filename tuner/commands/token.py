@@ -74,9 +74,7 @@ def list_tokens(as_json: Json = False) -> None:
 
 @app.command("revoke")
 def revoke(
-    token: Annotated[
-        str, typer.Argument(metavar="ID", help="The id that `tuner token list` shows.")
-    ],
+    token: Annotated[str, typer.Argument(metavar="ID", help="The id that `tuner token list` shows.")],
     reason: Reason = "revoked by hand",
 ) -> None:
     """Make a token worthless from now on."""

@@ -60,7 +60,7 @@ def write_series(path: str | Path, series: Mapping[str, Sequence[float | None]])
 
 
 def read_series(path: str | Path) -> dict[str, list[float]]:
-    """The scrapes beside a file of outcomes, NaN where the engine told nothing; empty where there are none."""
+    """The scrapes beside a file of outcomes, NaN where the engine told nothing; empty without any."""
     try:
         told = json.loads(series_path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError):
