@@ -76,11 +76,15 @@ def test_a_study_on_latest_means_the_last_capture(tmp_path: Path) -> None:
     done = tuner(tmp_path, "tune", path)
     assert done.returncode == 0, done.stderr
     last = read_any(captures[-1])
+    named = answer(tmp_path, "trace", "show", "latest:chat", "--json")
+    assert (named["digest"], named["requests"]) == (last.digest, 4)
     assert last.input_len.tolist() == [50, 51, 52, 53]
     shown = answer(tmp_path, "study", "show", "tiny", "--json")
     assert last.digest in json.dumps(shown)
-    named = answer(tmp_path, "trace", "show", "latest:chat", "--json")
-    assert (named["digest"], named["requests"]) == (last.digest, 4)
+    for file in captures:  # the study's trace outlives the captures
+        file.unlink()
+    kept = answer(tmp_path, "trace", "show", last.digest, "--json")
+    assert kept["requests"] == 4
 
 
 def test_without_a_place_captures_go_home(tmp_path: Path) -> None:

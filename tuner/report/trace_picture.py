@@ -48,7 +48,13 @@ def render(trace: Trace, numbers: Statistics, name: str) -> str:
 def _over_time(trace: Trace) -> str:
     drawn = series(trace)
     strips = [
-        Panel(name=said, style="steps" if key == "concurrency" else "bars", x=drawn["start_s"], y=drawn[key])
+        Panel(
+            name=said,
+            style="steps" if key == "concurrency" else "bars",
+            x=drawn["start_s"],
+            y=drawn[key],
+            kind="winner" if key == "concurrency" else "front",
+        )
         for key, said in STRIPS
     ]
     return panels(strips, "seconds of trace time", trace.duration_s, "The trace over time")
@@ -57,7 +63,7 @@ def _over_time(trace: Trace) -> str:
 def _cumulative(found: Mapping[str, NDArray[np.generic]], unit: str) -> str:
     """Share of values up to a size, one line per name; zero and less is left out of a logarithmic axis."""
     shares = np.linspace(0.0, 1.0, STEPS + 1)
-    kinds = ("front", "baseline")
+    kinds = ("winner", "baseline")
     lines = []
     for kind, (name, values) in zip(kinds, found.items(), strict=False):
         every = values.astype(np.float64)

@@ -18,13 +18,14 @@ from tuner.history.store import Store
 from tuner.records import JSON, Candidate, Run, RunState, Study, Trial, TrialState
 from tuner.search.order import drifted
 from tuner.search.stopping import noise_of, reason_to_stop
+from tuner.traffic import trace as traces
 from tuner.tuning.attempt import How, perform
 from tuner.tuning.confirm import Confirmation, confirm, finalists, launches_of
 from tuner.tuning.events import Event, Tell, silent
 from tuner.tuning.judging import judge_of
 from tuner.tuning.knowledge import LAUNCH_S, Knowledge, defaults_of, fronts_of, replay_s
 from tuner.tuning.live import Live
-from tuner.tuning.proposing import NO_HELP, RELAUNCHED, Help, next_number, propose
+from tuner.tuning.proposing import NO_HELP, RELAUNCHED, Help, minimal, next_number, propose
 from tuner.tuning.reconcile import locked, reconcile
 from tuner.tuning.study import Clock, Prepared
 from tuner.tuning.trial import ABORTED_RETRIES, Bench, Work
@@ -112,7 +113,7 @@ def gpus_of(prepared: Prepared) -> Gpus:
 def _register(bench: Bench) -> Study:
     prepared, now = bench.prepared, bench.clock()
     study = bench.store.add_study(prepared.study)
-    _register_trace(bench.store, prepared, now)
+    _register_trace(bench, now)
     try:
         bench.store.node(prepared.node.name)
     except NotFound:
@@ -120,13 +121,20 @@ def _register(bench: Bench) -> Study:
     return study
 
 
-def _register_trace(store: Store, prepared: Prepared, now: datetime) -> None:
-    """A trace that is known keeps its name: a study may have asked for `latest:` of it."""
-    trace, path = prepared.trace, prepared.trace_path.resolve()
+def _register_trace(bench: Bench, now: datetime) -> None:
+    """A trace that is known keeps its name: a study may have asked for `latest:` of it. One that comes from
+    elsewhere than a trace file is written to the home, since captures are removed in time.
+    """
+    trace, path = bench.prepared.trace, bench.prepared.trace_path.resolve()
     try:
-        store.trace(trace.digest)
+        bench.store.trace(trace.digest)
     except NotFound:
-        store.add_trace(trace.digest, path.stem, str(path), {**trace.meta, "requests": len(trace)}, now)
+        name = path.stem
+        if path.suffix != ".parquet":
+            path = bench.home / "traces" / f"{name}-{trace.digest[:12]}.parquet"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            traces.write(trace, path)
+        bench.store.add_trace(trace.digest, name, str(path), {**trace.meta, "requests": len(trace)}, now)
 
 
 class _Loop:
@@ -211,7 +219,8 @@ class _Loop:
         chosen = next((t for t in finalists(self._bench, trials) if t.screened), None)
         if chosen is None:
             return None
-        return self._start(next_number(trials), 0, chosen.candidate, chosen.seed, RELAUNCHED)
+        candidate = minimal(trials, chosen.candidate)
+        return self._start(next_number(trials), 0, candidate, chosen.seed, RELAUNCHED)
 
     def _trials(self) -> tuple[Trial, ...]:
         return self._bench.store.trials(self._bench.prepared.study.id)
