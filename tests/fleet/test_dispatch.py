@@ -114,6 +114,14 @@ def test_what_a_worker_is_handed_can_cross_machines(tmp_path: Path) -> None:
     assert back.trace.digest == prepared.trace.digest
 
 
+def test_a_study_whose_replays_do_not_take_turns_is_another_study() -> None:
+    study = a_study()
+    assert dispatch.marked(study, False) is study
+    marked = dispatch.marked(study, True)
+    assert marked.id != study.id
+    assert marked.identity == {**study.identity, "isolated": True}
+
+
 async def heard(worker: Worker) -> list[News | Done]:
     """All news of an order, to its end."""
     news: list[News | Done] = []
@@ -122,14 +130,14 @@ async def heard(worker: Worker) -> list[News | Done]:
     return news
 
 
-async def at_work(folder: Path, order: Order | None = None) -> tuple[Worker, Prepared]:
+async def at_work(folder: Path, *, isolated: bool = False) -> tuple[Worker, Prepared]:
     """A worker that was handed the tiny study, as a cluster's node would be."""
     prepared = load(write(folder), store=None, now=datetime.now(UTC))
     worker = Worker()
     seen = await worker.look("n1", prepared.file.engine, str(folder), {"zone": "east"})
     assert seen.surveyed is not None
     assert (seen.surveyed.node.name, seen.surveyed.node.labels) == ("n1", {"zone": "east"})
-    await worker.set_up(prepared, ())
+    await worker.set_up(prepared, (), isolated)
     return worker, prepared
 
 
@@ -146,7 +154,7 @@ def test_a_worker_does_an_order_and_hands_back_records_and_files(
     monkeypatch.setenv("TUNER_HOME", str(tmp_path / "node"))
 
     async def work() -> list[News | Done]:
-        worker, prepared = await at_work(tmp_path)
+        worker, prepared = await at_work(tmp_path, isolated=True)
         await worker.begin(an_order(prepared, tmp_path, max_num_seqs=16))
         return await heard(worker)
 
@@ -155,6 +163,7 @@ def test_a_worker_does_an_order_and_hands_back_records_and_files(
     assert done.fault is None
     (measured,) = done.measured
     assert measured.measurement.values["requests"] > 0
+    assert any(each.startswith("isolated: ") for each in measured.measurement.fidelity.warnings)
     (row,) = measured.measurement.slices
     assert Path(row.outcomes_file or "").name in done.files
     assert b"max_num_seqs" in done.files["engine.log"]
@@ -245,7 +254,7 @@ def test_the_error_of_a_node_is_the_end_of_the_command() -> None:
     ("words", "sentence"),
     [
         (["--on", "somewhere"], "--on somewhere: give auto, HOST:PORT or ray://HOST:PORT"),
-        (["--nodes", "gpu=a100"], "--nodes selects nodes of a cluster: give --on as well"),
+        (["--nodes", "gpu=a100"], "--nodes and --isolated are about nodes of a cluster: give --on as well"),
         (["--on", "auto", "--nodes", "a100"], "'a100' is not KEY=VALUE"),
     ],
 )

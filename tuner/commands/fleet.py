@@ -29,6 +29,7 @@ class Asked:
     limits: "Limits"
     dry_run: bool
     rules: bool
+    isolated: bool
     as_json: bool
 
 
@@ -49,7 +50,7 @@ def tune_on(asked: Asked) -> None:
         _warn()
         job = dispatch.Job(
             file=file, name=str(asked.study), base=asked.study.parent.resolve(), limits=asked.limits,
-            rules=asked.rules,
+            rules=asked.rules, isolated=asked.isolated,
         )  # fmt: skip
         ended = _run(job, store, picked, quiet=asked.as_json)
     finally:

@@ -52,6 +52,9 @@ def tune(
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="Which of its nodes: gpu=, name=, class=, host=, a label."),
     ] = None,
+    isolated: Annotated[
+        bool, typer.Option("--isolated", help="Nodes of one host replay side by side; a study of its own.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Tune an engine on a trace. A run that was interrupted goes on where it was."""
@@ -59,8 +62,8 @@ def tune(
     from tuner.tuning import studyfile
     from tuner.tuning.run import Limits
 
-    if nodes and on is None:
-        raise BadInput("--nodes selects nodes of a cluster: give --on as well")
+    if (nodes or isolated) and on is None:
+        raise BadInput("--nodes and --isolated are about nodes of a cluster: give --on as well")
     budget = studyfile.read(study).budget
     limits = Limits(
         trials=trials or budget.trials, deadline=deadline(hours or budget.hours, until), early=not all_trials
@@ -70,7 +73,7 @@ def tune(
 
         tune_on(
             Asked(study=study, on=on, nodes=nodes or (), limits=limits, dry_run=dry_run,
-                  rules=not check_rules, as_json=as_json)
+                  rules=not check_rules, isolated=isolated, as_json=as_json)
         )  # fmt: skip
         return
     prepared = prepared_study(study, check_rules=check_rules)
@@ -244,6 +247,8 @@ def conclude(store: "Store", prepared: "Prepared", run: "Run", *, as_json: bool)
         print_json({"run": run, **front.as_data(store, study)})
         return
     front.show(store, study)
+    if screened := run.summary.get("screened"):
+        typer.echo(f"{screened} trials were screened in running engines; a front shows relaunched ones only")
     typer.echo(f"\n{run.state.value}: {run.reason}")
     if run.summary:
         typer.echo(f"{run.summary.get('verdict')}: {run.summary.get('sentence')}")

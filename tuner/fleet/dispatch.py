@@ -14,7 +14,7 @@ from tuner.errors import BadInput, Conflict, TunerError
 from tuner.fleet import dispatch_ray, leases, nodes
 from tuner.fleet.dispatch_ray import Hand, Member, Remote
 from tuner.history.store import Store
-from tuner.records import Candidate, Node, Run, RunState, Study
+from tuner.records import Candidate, Node, Run, RunState, Study, digest_of
 from tuner.search import pareto
 from tuner.tuning.events import Event, Tell
 from tuner.tuning.run import Help, Limits, tune
@@ -27,13 +27,17 @@ SEEDS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A study for many nodes: the file, its name in errors, where its paths begin, what a run may spend."""
+    """A study for many nodes: the file, its name in errors, where its paths begin, what a run may spend.
+
+    `isolated`: nodes that share a host replay at the same time; such a study is another study.
+    """
 
     file: StudyFile
     name: str
     base: Path
     limits: Limits
     rules: bool = True
+    isolated: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +164,16 @@ def _seat(job: Job, fleet: Fleet, store: Store, hand: Hand) -> _Seat:
         now=fleet.clock(),
         surveyed=hand.surveyed,
     )
-    return _Seat(member=hand.member, store=store, hand=hand, prepared=replace(prepared, rules=job.rules))
+    prepared = replace(prepared, rules=job.rules, study=marked(prepared.study, job.isolated))
+    return _Seat(member=hand.member, store=store, hand=hand, prepared=prepared)
+
+
+def marked(study: Study, isolated: bool) -> Study:
+    """A study whose replays do not take turns is not to be compared with one whose replays do."""
+    if not isolated:
+        return study
+    identity = {**study.identity, "isolated": True}
+    return replace(study, id=digest_of(identity), identity=identity)
 
 
 class _Whole:
@@ -178,6 +191,7 @@ class _Whole:
             remote = Remote(
                 seat.hand, seat.prepared,
                 lambda: self._spare(seat, stack), lambda text: tell(Event(kind="note", text=str(text))),
+                isolated=self._job.isolated,
             )  # fmt: skip
             seat.seeds[:] = warm(seat.store, seat.prepared)
             try:

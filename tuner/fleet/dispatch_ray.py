@@ -170,13 +170,19 @@ class Remote:
     """
 
     def __init__(
-        self, hand: Hand, prepared: Prepared, spare: Callable[[], Awaitable[Hand | None]], note: Note
+        self,
+        hand: Hand,
+        prepared: Prepared,
+        spare: Callable[[], Awaitable[Hand | None]],
+        note: Note,
+        *,
+        isolated: bool = False,
     ) -> None:
         self.gone: str | None = None
         self._hand: Hand | None = hand
         self._name = hand.member.name
         self._prepared, self._spare, self._note = prepared, spare, note
-        self._is_set_up = False
+        self._is_set_up, self._isolated = False, isolated
 
     async def set_up(self, dead: Sequence[str]) -> None:
         """Hand the study over; `dead` are launches that earlier controllers left open."""
@@ -185,7 +191,7 @@ class Remote:
         here = replace(
             self._prepared, command=seen.command, node=replace(self._prepared.node, gpus=seen.node.gpus)
         )
-        await _answer(hand.actor.set_up.remote(here, list(dead)), hand.member.name)
+        await _answer(hand.actor.set_up.remote(here, list(dead), self._isolated), hand.member.name)
         self._is_set_up = True
 
     async def __call__(self, order: Order, note: Note) -> Sequence[Measured]:

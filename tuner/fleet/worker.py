@@ -121,12 +121,12 @@ class Worker:
             return Seen(version=__version__, fault=fault_of(error))
         return Seen(version=__version__, surveyed=seen)
 
-    async def set_up(self, prepared: Prepared, dead: Sequence[str]) -> int:
+    async def set_up(self, prepared: Prepared, dead: Sequence[str], isolated: bool = False) -> int:
         """Take a study; ends engines that earlier controllers left here. Returns how many processes."""
         engine = prepared.file.engine
         gpus = Gpus.open(engine.env) if prepared.node.gpus else Gpus(nvml=None)
         cores = split_cores(sorted(os.sched_getaffinity(0)))
-        self._place = Place(prepared=prepared, cores=cores, gpus=gpus)
+        self._place = Place(prepared=prepared, cores=cores, gpus=gpus, isolated=isolated)
         return sum([await asyncio.to_thread(processes.reap, tag) for tag in dead])
 
     async def begin(self, order: Order) -> None:

@@ -47,11 +47,12 @@ def split_cores(available: Sequence[int]) -> Cores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """What a host needs to do an order."""
+    """What a host needs to do an order. `isolated`: it does not wait for other replays of its host."""
 
     prepared: Prepared
     cores: Cores
     gpus: Gpus
+    isolated: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,6 +287,7 @@ async def measured_pass(place: Place, order: Order, each: Pass, server: Server, 
         history="live" if prepared.file.history == "live" else "open",
         senders=len(place.cores.sender or (0,)),
         cores=place.cores.sender,
+        isolated=place.isolated,
     )
     note(f"replaying {', '.join(s.name for s in each.slices)}")
     with Watch(place.gpus) as watch:
@@ -309,8 +311,7 @@ async def measured_pass(place: Place, order: Order, each: Pass, server: Server, 
     wanted = capacity.NAME in prepared.study.objectives and each.purpose != "held_out"
     if wanted and replayed.stopped is None:
         measurement = await _with_speed(place, each, load, server, note, measurement)
-    if throttled(watch.summary()):
-        measurement = _warned(measurement, "the GPU held its clocks down in more than 5 % of the time")
+    measurement = _flagged(measurement, place, throttled(watch.summary()))
     _check_gate(measurement)
     return Measured(measurement=measurement, curtailed=replayed.stopped)
 
@@ -372,6 +373,14 @@ def _sampled(sampled: Mapping[str, float], replayed: Replayed) -> dict[str, floa
     if tokens and (energy := sampled.get("gpu_energy_j")):
         found["energy_j_per_token"] = energy / tokens
     return found
+
+
+def _flagged(measurement: Measurement, place: Place, slowed: bool) -> Measurement:
+    if slowed:
+        measurement = _warned(measurement, "the GPU held its clocks down in more than 5 % of the time")
+    if place.isolated:
+        measurement = _warned(measurement, "isolated: other replays of this host may have run beside it")
+    return measurement
 
 
 def _warned(measurement: Measurement, warning: str) -> Measurement:
