@@ -14,7 +14,16 @@ from tuner.tuning.judging import judge_of, peak
 from tuner.tuning.knowledge import Knowledge, card_for, cutoff, defaults_of
 from tuner.tuning.live import group, widest
 from tuner.tuning.predicting import forecast
-from tuner.tuning.proposing import RELAUNCHED, best, propose, screens, spaces, winner
+from tuner.tuning.proposing import (
+    RELAUNCHED,
+    best,
+    key_of,
+    minimal,
+    propose,
+    screens,
+    spaces,
+    winner,
+)
 from tuner.tuning.study import Prepared, load
 
 SPACE = """\
@@ -128,15 +137,25 @@ def test_a_study_that_never_screened_is_searched_as_a_whole(prepared: Prepared, 
     assert spaces(prepared, alone, 8) == (prepared.space,)
 
 
-def test_a_screened_trial_may_win_until_it_was_relaunched(prepared: Prepared) -> None:
-    good = Candidate({"max_num_seqs": 64})
+def test_a_screened_trial_may_win_until_it_was_relaunched_even_in_fewer_words(prepared: Prepared) -> None:
+    good = Candidate({"block_size": 16, "max_num_seqs": 64})
+    base = measured(0, prepared.baseline, values(900.0))
     trials = [
         measured(1, Candidate({"max_num_seqs": 16}), values(400.0, goodput=6.0)),
         measured(2, good, values(200.0, goodput=9.0), screened=True),
     ]
-    assert winner(prepared, trials) == trials[1]
-    again = [*trials, measured(3, good, values(700.0, goodput=4.0), origin=RELAUNCHED)]
-    assert winner(prepared, again) == again[0]
+    key = key_of(prepared, [base, *trials])
+    assert winner(prepared, trials, key) == trials[1]
+    short = minimal([base], good)
+    assert short == Candidate({"max_num_seqs": 64})
+    again = [*trials, measured(3, short, values(700.0, goodput=4.0), origin=RELAUNCHED)]
+    assert winner(prepared, again, key) == again[0]
+
+
+def test_what_the_baseline_was_asked_for_stays(prepared: Prepared) -> None:
+    base = measured(0, Candidate({"max_num_seqs": 4}), values(900.0))
+    asked = Candidate({"max_num_seqs": 4, "block_size": 16, "max_num_batched_tokens": 512})
+    assert minimal([base], asked) == Candidate({"max_num_seqs": 4, "max_num_batched_tokens": 512})
 
 
 def test_the_judge_knows_the_baseline_the_plan_and_the_busiest_rows(

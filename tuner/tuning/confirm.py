@@ -14,7 +14,7 @@ from tuner.replay.plan import Plan
 from tuner.search import pareto
 from tuner.search.compare import Comparison, compare
 from tuner.tuning.events import Event
-from tuner.tuning.proposing import RELAUNCHED, policy, winner
+from tuner.tuning.proposing import RELAUNCHED, key_of, policy, winner
 from tuner.tuning.study import masked
 from tuner.tuning.trial import ABORTED_RETRIES, Bench, Pass, launch
 from tuner.tuning.verdict import Verdict, judge
@@ -69,15 +69,16 @@ def finalists(bench: Bench, trials: Sequence[Trial]) -> list[Trial]:
     are, until they were relaunched or relaunches enough were made.
     """
     left, found = [t for t in trials if not t.is_baseline], list[Trial]()
+    key = key_of(bench.prepared, trials)
     count = finalists_of(bench.prepared.plan)
     if sum(t.origin == RELAUNCHED and t.state is not TrialState.ABORTED for t in trials) > count:
         left = [t for t in left if not t.screened]
     while len(found) < count:
-        best = winner(bench.prepared, left)
+        best = winner(bench.prepared, left, key)
         if best is None:
             break
         found.append(best)
-        left = [t for t in left if t.candidate != best.candidate]
+        left = [t for t in left if key(t.candidate) != key(best.candidate)]
     return found
 
 

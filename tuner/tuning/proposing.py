@@ -1,8 +1,9 @@
 """The next candidate of a study, and how it is measured: functions of its history."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from tuner.engine.effective import same
 from tuner.errors import NotFound
 from tuner.knobs.space import SearchSpace
 from tuner.records import Candidate, Trial, TrialState
@@ -115,14 +116,17 @@ def screens(prepared: Prepared, trials: Sequence[Trial]) -> bool:
 
 def best(prepared: Prepared, trials: Sequence[Trial]) -> Candidate:
     """The winner so far by the study's policy, screened trials included; the baseline before there is one."""
-    found = winner(prepared, [t for t in trials if not t.is_baseline])
+    key = key_of(prepared, trials)
+    found = winner(prepared, [t for t in trials if not t.is_baseline], key)
     return at_levels(prepared, trials) if found is None else found.candidate
 
 
-def winner(prepared: Prepared, trials: Sequence[Trial]) -> Trial | None:
-    """What the study's policy picks of trials, screened ones included unless they were relaunched since."""
-    settled = {t.candidate for t in trials if not t.screened and t.state is not TrialState.ABORTED}
-    kept = [t for t in trials if not t.screened or t.candidate not in settled]
+def winner(prepared: Prepared, trials: Sequence[Trial], key: Callable[[Candidate], str]) -> Trial | None:
+    """What the study's policy picks of trials, screened ones included unless they were relaunched since.
+    `key` is `key_of` the whole history.
+    """
+    settled = {key(t.candidate) for t in trials if not t.screened and t.state is not TrialState.ABORTED}
+    kept = [t for t in trials if not t.screened or key(t.candidate) not in settled]
     plain = [replace(t, screened=False) for t in kept]
     study = prepared.study
     try:
@@ -130,6 +134,24 @@ def winner(prepared: Prepared, trials: Sequence[Trial]) -> Trial | None:
     except NotFound:
         return None
     return next(t for t in kept if t.id == found.id)
+
+
+def key_of(prepared: Prepared, trials: Sequence[Trial]) -> Callable[[Candidate], str]:
+    """Equal for candidates that the engine would run alike, as far as its defaults are known."""
+    encoding = encode(prepared.space, defaults_of(trials))
+    return lambda candidate: encoding.completed(prepared.space.canonical(candidate)).digest
+
+
+def minimal(trials: Sequence[Trial], candidate: Candidate) -> Candidate:
+    """The candidate without what the engine does of its own accord, by the baseline's own words; what the
+    baseline was asked for stays.
+    """
+    base = told.baseline_of(trials)
+    if base is None:
+        return candidate
+    own = {name: value for name, value in base.effective.items() if name not in base.candidate}
+    kept = {n: v for n, v in candidate.items() if n not in own or not same(v, own[n])}
+    return Candidate(kept)
 
 
 def policy(prepared: Prepared) -> pareto.Policy:
