@@ -15,7 +15,7 @@ from tuner.report.document import ReportData, render
 
 KEPT = {
     "desktop": ("overview", "study", "trial", "history", "profile", "report"),
-    "phone": ("overview", "study", "profile"),
+    "phone": ("overview", "study"),
 }
 """What docs/pages.md shows; `--all` takes every page at both widths, and dark."""
 
@@ -76,7 +76,7 @@ def login(driver: webdriver.Chrome, address: str, token: str) -> None:
     driver.add_cookie({"name": "tuner_token", "value": token, "httpOnly": True, "sameSite": "Strict"})
 
 
-def shoot(driver: webdriver.Chrome, path: Path, width: int, most: int = 2600) -> None:
+def shoot(driver: webdriver.Chrome, path: Path, width: int, most: int = 2200) -> None:
     """The whole page, up to a height."""
     height = driver.execute_script("return document.documentElement.scrollHeight")
     clip = {"x": 0, "y": 0, "width": width, "height": min(int(height), most), "scale": 1}

@@ -1,11 +1,13 @@
 """The report: one HTML file that needs no network, or Markdown, from stored records alone."""
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 
+import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
@@ -84,10 +86,20 @@ def _context(data: ReportData, pictures: "_Pictures | None") -> Mapping[str, obj
         "effects": {name: effects(found.trials, name) for name in data.study.objectives},
         "better": better,
         "listed": found.trials[-ROWS:],
+        "study_file": yaml.safe_dump(dict(data.study.spec), sort_keys=False, allow_unicode=True),
+        "serve": _serve(data, found),
         "pictures": pictures,
         "style": Markup((HERE / "style.css").read_text(encoding="utf-8")),
         "script": Markup((HERE / "report.js").read_text(encoding="utf-8")),
     }
+
+
+def _serve(data: ReportData, found: Board) -> str:
+    """The command that serves the winner as it was measured; empty without a winner or its launch."""
+    winner = next((t for t in reversed(found.trials) if t.number == found.winner and t.measurement), None)
+    measured = winner.measurement if winner else None
+    launch = next((x for x in data.launches if measured and x.id == measured.launch_id), None)
+    return shlex.join(["vllm", "serve", data.study.model, *launch.argv]) if launch else ""
 
 
 class _Pictures:
