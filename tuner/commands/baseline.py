@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -44,7 +44,7 @@ def import_baseline(
 
     facts = None if python is None else knobs.facts_of(python)
     found = manifests.read(what, pick=pick, facts=facts)
-    keys, hidden = _without_secrets(found.study(None if space is None else spaces.load(space)))
+    keys = found.study(None if space is None else spaces.load(space))
     if as_json:
         print_json({"source": found.source, "name": found.name, "study": keys, "notes": found.notes})
         return
@@ -53,20 +53,8 @@ def import_baseline(
         sys.stdout.write(text)
     else:
         _write(output, text)
-    for note in (*found.notes, *hidden):
+    for note in found.notes:
         say(f"note: {note}")
-
-
-def _without_secrets(study: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The study without values of secrets, and a note for each."""
-    from tuner.tuning.study import SECRET
-
-    engine = dict(study.get("engine") or {})
-    env = dict(engine.get("env") or {})
-    secret = sorted(name for name in env if SECRET.search(name))
-    engine["env"] = {name: value for name, value in env.items() if name not in secret}
-    notes = [f"{name} is a secret and was left out: set it where the tuner runs" for name in secret]
-    return {**study, "engine": engine}, notes
 
 
 def _write(path: Path, text: str) -> None:

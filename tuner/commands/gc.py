@@ -1,7 +1,7 @@
 """`tuner gc`: make room; numbers stay, files go by age."""
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +11,6 @@ import typer
 from tuner.commands.common import Json, now, open_store, plain, print_json, say, settings
 
 if TYPE_CHECKING:
-    from tuner.history.care import Leftover
     from tuner.history.store import Store
 
 ANSWERS = timedelta(days=2)
@@ -57,23 +56,15 @@ def gc(
 
 def _trials(store: "Store", home: Path, before: datetime, apply: bool) -> tuple[int, int]:
     """Folders under this home only: what the history says of another machine is that machine's."""
-    size, gone = 0, []
-    for each in store.leftovers(before):
-        path = Path(each.directory)
-        if home.resolve() not in path.resolve().parents:
-            continue
-        if path.is_dir():
-            size += sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        gone.append(each)
+    ours = home.resolve()
+    gone = [each for each in store.leftovers(before) if ours in Path(each.directory).resolve().parents]
+    folders = {Path(each.directory) for each in gone}
+    size = sum(file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file())
     if apply:
-        _remove(gone)
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
         store.forget(gone)
-    return len({each.directory for each in gone}), size
-
-
-def _remove(gone: "Sequence[Leftover]") -> None:
-    for directory in {each.directory for each in gone}:
-        shutil.rmtree(directory, ignore_errors=True)
+    return len(folders), size
 
 
 def _logs(home: Path) -> Iterator[Path]:
