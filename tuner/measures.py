@@ -6,7 +6,7 @@ Direction = Literal["minimize", "maximize"]
 
 MAXIMIZED = frozenset(
     {"goodput_rps", "slo_attainment", "request_rps", "output_tokens_per_s", "input_tokens_per_s"}
-    | {"requests", "prefix_hit_rate", "max_speed"}
+    | {"requests", "prefix_hit_rate", "max_speed", "token_agreement"}
 )
 """Measurement names where more is better; every other name is minimised."""
 
@@ -18,7 +18,7 @@ NAMES = frozenset(
     | {"requests", "failed", "preemptions", "kv_usage_mean", "kv_usage_max", "prefix_hit_rate"}
     | {"queue_depth_mean", "queue_depth_max", "batch_tokens_mean", "gpu_memory_gib"}
     | {"gpu_utilization", "energy_j_per_token", "cost_per_million_tokens", "ready_s"}
-    | {"gpu_seconds", "max_speed"}
+    | {"gpu_seconds", "max_speed", "token_agreement", "logprob_distance"}
 )
 
 

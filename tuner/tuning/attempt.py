@@ -9,6 +9,7 @@ from tuner.engine import boots, effective, failures
 from tuner.errors import Aborted, EngineError, Infeasible, StudyFailed
 from tuner.records import Candidate, Measurement, Trial, TrialState, Value, Violation
 from tuner.search.judge import Judge
+from tuner.tuning import quality
 from tuner.tuning.events import Event
 from tuner.tuning.live import CannotScreen, Live
 from tuner.tuning.trial import Bench, GateFailed, Launched, Pass, launch
@@ -106,7 +107,27 @@ def _judged(bench: Bench, trial: Trial, found: Launched) -> Trial:
     if (knob := not_as_asked(trial.candidate, found.launch.effective)) is not None:
         reason = f"the engine runs {knob} = {found.launch.effective[knob]}, not {trial.candidate[knob]}"
         return replace(ended, state=TrialState.INFEASIBLE, reason=reason, cause="not_effective")
-    return ended
+    return _with_quality(bench, ended, found)
+
+
+def _with_quality(bench: Bench, trial: Trial, found: Launched) -> Trial:
+    """The baseline's answers are kept; a candidate whose answers differ too much from them is INFEASIBLE."""
+    if not found.answers:
+        return trial
+    path, baseline = quality.path_of(bench.home, bench.prepared), bench.prepared.baseline
+    if trial.is_baseline:
+        quality.keep(path, found.answers)
+    base, turned = quality.kept(path), quality.changes(trial.candidate, baseline)
+    if not base or not turned:
+        return trial
+    values = quality.compared(base, found.answers)
+    last = trial.measurements[-1]
+    last = replace(last, values={**last.values, **values})
+    judged = replace(trial, measurements=(*trial.measurements[:-1], last))
+    least = bench.prepared.file.quality.min_token_agreement
+    if (reason := quality.verdict(values, least, turned)) is None:
+        return judged
+    return replace(judged, state=TrialState.INFEASIBLE, reason=reason, cause="quality")
 
 
 def _tell_drift(bench: Bench, trial: Trial, found: Launched) -> None:

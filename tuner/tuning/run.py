@@ -19,6 +19,7 @@ from tuner.records import JSON, Candidate, Run, RunState, Study, Trial, TrialSta
 from tuner.search.order import drifted
 from tuner.search.stopping import noise_of, reason_to_stop
 from tuner.traffic import trace as traces
+from tuner.tuning import quality
 from tuner.tuning.attempt import How, perform
 from tuner.tuning.confirm import Confirmation, confirm, finalists, launches_of
 from tuner.tuning.events import Event, Tell, silent
@@ -361,4 +362,5 @@ def summary_of(
         "live_limits": list(live.failures) or ("used" if screened else "not used"),
         "gpu_seconds": round(sum(t.gpu_seconds for t in trials), 1),
         "drift": list(drifts),
+        "quality": quality.why_not(prepared) or "judged by greedy canary prompts",
     }

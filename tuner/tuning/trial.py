@@ -20,8 +20,9 @@ from tuner.replay import contention, outcomes
 from tuner.replay.measure import measure
 from tuner.replay.plan import Load
 from tuner.replay.timeline import Judge, Progress, Replayed, replay
-from tuner.tuning import capacity
+from tuner.tuning import capacity, quality
 from tuner.tuning.events import Event, Tell
+from tuner.tuning.quality import Answer
 from tuner.tuning.study import Clock, Prepared
 
 ABORTED_RETRIES = 2
@@ -104,6 +105,7 @@ class Launched:
     measurements: tuple[Measurement, ...]
     gpu_seconds: float
     curtailed: str | None = None
+    answers: tuple[Answer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,10 +132,11 @@ class Serving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One pass: its numbers, and the judge's reason when it was cut short."""
+    """One pass: its numbers, the judge's reason when it was cut short, and answers to canary prompts."""
 
     measurement: Measurement
     curtailed: str | None
+    answers: tuple[Answer, ...] = ()
 
 
 News = str | Serving
@@ -205,6 +208,7 @@ def launched(row: Launch, measured: Sequence[Measured], gpu_seconds: float) -> L
         measurements=tuple(replace(m.measurement, launch_id=row.id) for m in measured),
         gpu_seconds=gpu_seconds,
         curtailed=next((m.curtailed for m in measured if m.curtailed), None),
+        answers=next((m.answers for m in measured if m.answers), ()),
     )
 
 
@@ -313,7 +317,9 @@ async def measured_pass(place: Place, order: Order, each: Pass, server: Server, 
         measurement = await _with_speed(place, each, load, server, note, measurement)
     measurement = _flagged(measurement, place, throttled(watch.summary()))
     _check_gate(measurement)
-    return Measured(measurement=measurement, curtailed=replayed.stopped)
+    asked = each.purpose == "search" and quality.why_not(prepared) is None
+    answers = await quality.answers(server, prepared) if asked else ()
+    return Measured(measurement=measurement, curtailed=replayed.stopped, answers=answers)
 
 
 async def _with_speed(

@@ -1,0 +1,130 @@
+"""Whether a candidate still answers as the baseline does: greedy canary prompts, token by token.
+
+Asked only where the space turns knobs that change the output. With dummy weights, or on the simulated engine,
+there is nothing to judge, and the run says so.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tuner.engine.server import Server
+from tuner.errors import Aborted
+from tuner.knobs.catalogue import CATALOGUE
+from tuner.records import JSON, Candidate
+from tuner.tuning.study import Prepared
+
+CANARIES, PROMPT, ANSWER = 16, 64, 48
+"""Prompts, tokens of each, and tokens of each answer."""
+AGREEMENT, DISTANCE = "token_agreement", "logprob_distance"
+"""Names under which the comparison stands in a measurement."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One greedy answer: its tokens as the engine writes them, and their log probabilities."""
+
+    tokens: tuple[str, ...]
+    logprobs: tuple[float, ...]
+
+
+def why_not(prepared: Prepared) -> str | None:
+    """Why the study's quality cannot be judged, None when it can and must be."""
+    turned = prepared.space.changes_output
+    if not turned:
+        return "no knob of the space changes the output"
+    dummy = any(str(v) == "dummy" for k, v in prepared.file.engine.args.items() if "load" in k)
+    if prepared.facts.kind == "simulated" or dummy:
+        return f"{', '.join(turned)} may change the output, but the model has no weights: it cannot be judged"
+    return None
+
+
+def changes(candidate: Candidate, baseline: Candidate) -> tuple[str, ...]:
+    """The knobs in which they differ and that change the output."""
+    names = {n for n in {*candidate, *baseline} if n in CATALOGUE and CATALOGUE[n].changes_output}
+    return tuple(sorted(n for n in names if candidate.get(n) != baseline.get(n)))
+
+
+def canaries(vocabulary: int, seed: int) -> list[list[int]]:
+    """The prompts, as token ids: the same for every candidate of a study."""
+    rng = np.random.default_rng((seed, CANARIES))
+    return [[int(t) for t in rng.integers(10, vocabulary, PROMPT)] for _ in range(CANARIES)]
+
+
+async def answers(server: Server, prepared: Prepared) -> tuple[Answer, ...]:
+    """Ask an idle engine. Aborted (cause quality) when it does not answer with log probabilities."""
+    found = []
+    for prompt in canaries(prepared.model.vocab_size, prepared.study.seed):
+        body: JSON = {
+            "model": server.names[0], "prompt": list(prompt), "max_tokens": ANSWER, "temperature": 0.0,
+            "ignore_eos": True, "logprobs": 1, "return_tokens_as_token_ids": True, "seed": 0,
+        }  # fmt: skip
+        try:
+            reply = await server.ask("POST", "/v1/completions", body=body, timeout_s=120.0)
+        except OSError as error:
+            raise Aborted(f"no answer to a canary prompt: {error}", cause="quality") from error
+        found.append(parse(reply.json()))
+    return tuple(found)
+
+
+def parse(said: JSON) -> Answer:
+    """An answer from the JSON of a completion. Aborted (cause quality) for anything else."""
+    try:
+        logprobs = said["choices"][0]["logprobs"]  # type: ignore[index, call-overload]
+        return Answer(
+            tokens=tuple(str(token) for token in logprobs["tokens"]),  # type: ignore[index, call-overload, union-attr]
+            logprobs=tuple(float(value) for value in logprobs["token_logprobs"]),  # type: ignore
+        )
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise Aborted(
+            f"the engine's answer to a canary prompt has no log probabilities: {error}", cause="quality"
+        ) from error
+
+
+def compared(base: Sequence[Answer], other: Sequence[Answer]) -> dict[str, float]:
+    """Mean share of tokens that agree before the first that differs, and the mean distance of the log
+    probabilities over them (0 where none agrees: the first says enough).
+    """
+    shares, distances = [], list[float]()
+    for mine, theirs in zip(base, other, strict=True):
+        pairs = zip(mine.tokens, theirs.tokens, strict=False)
+        same = next(
+            (i for i, (a, b) in enumerate(pairs) if a != b), min(len(mine.tokens), len(theirs.tokens))
+        )
+        shares.append(same / max(len(mine.tokens), len(theirs.tokens), 1))
+        both = zip(mine.logprobs[:same], theirs.logprobs[:same], strict=True)
+        distances += [abs(a - b) for a, b in both if math.isfinite(a) and math.isfinite(b)]
+    return {AGREEMENT: float(np.mean(shares)), DISTANCE: float(np.mean(distances)) if distances else 0.0}
+
+
+def path_of(home: Path, prepared: Prepared) -> Path:
+    """Where the baseline's answers are kept."""
+    return home / "trials" / prepared.study.id[:16] / "quality.json"
+
+
+def keep(path: Path, found: Sequence[Answer]) -> None:
+    """Write answers."""
+    path.write_text(json.dumps([[list(a.tokens), list(a.logprobs)] for a in found]), encoding="utf-8")
+
+
+def kept(path: Path) -> tuple[Answer, ...]:
+    """The answers that were kept; empty where there are none."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ()
+    return tuple(Answer(tokens=tuple(tokens), logprobs=tuple(logprobs)) for tokens, logprobs in raw)
+
+
+def verdict(values: Mapping[str, float], least: float, turned: Sequence[str]) -> str | None:
+    """Why a candidate is refused, or None."""
+    if values[AGREEMENT] >= least:
+        return None
+    return (
+        f"its answers agree with the baseline's in {values[AGREEMENT]:.1%} of the tokens, less than"
+        f" {least:.1%} ({', '.join(turned)})"
+    )
