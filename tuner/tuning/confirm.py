@@ -13,6 +13,7 @@ from tuner.replay import outcomes
 from tuner.replay.plan import Plan
 from tuner.search import pareto
 from tuner.search.compare import Comparison, compare
+from tuner.search.compare import verdict as verdict_of
 from tuner.tuning.events import Event
 from tuner.tuning.proposing import RELAUNCHED, key_of, policy, winner
 from tuner.tuning.study import masked
@@ -21,6 +22,9 @@ from tuner.tuning.verdict import Verdict, judge
 
 FINALISTS = 2
 """Candidates that meet the baseline again; one in a demonstration."""
+
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571)
+"""97.5 % quantiles of Student's distribution with 1, 2, … degrees of freedom."""
 
 WHERE = ("confirm", "held_out")
 
@@ -190,9 +194,32 @@ def _compare(
                     family=family,
                 )
             )
-        except BadInput:
-            continue  # an objective of the engine's own numbers has no rows to pair
+        except BadInput:  # an objective of the engine's own numbers has no rows to pair
+            if (whole := by_repeats(name, *(_values(m, where, name) for m in (base, other)))) is not None:
+                found.append(whole)
     return found
+
+
+def _values(measured: Sequence[Measurement], where: str, name: str) -> list[float]:
+    ordered = sorted((m for m in measured if m.purpose == where), key=lambda m: m.repeat)
+    return [m.values[name] for m in ordered if name in m.values]
+
+
+def by_repeats(name: str, base: Sequence[float], other: Sequence[float]) -> Comparison | None:
+    """Compare a number of whole replays, repeat by repeat: Student's interval over the log ratios, unbounded
+    with fewer than two. None where nothing pairs.
+    """
+    logs = [math.log(b / a) for a, b in zip(base, other, strict=False) if a > 0 and b > 0]
+    if not logs:
+        return None
+    centre, reach = statistics.fmean(logs), math.inf
+    if len(logs) > 1:
+        reach = STUDENT[min(len(logs) - 1, len(STUDENT)) - 1] * statistics.stdev(logs) / math.sqrt(len(logs))
+    low, high = centre - reach, centre + reach
+    return Comparison(
+        metric=name, base=statistics.fmean(base), other=statistics.fmean(other), log_ratio=centre, low=low,
+        high=high, level=0.95, repeats=len(logs), rows=0, verdict=verdict_of(name, low, high),
+    )  # fmt: skip
 
 
 def _passes(measured: Sequence[Measurement], where: str) -> list[Mapping[str, Sequence[Outcome]]]:

@@ -1,0 +1,73 @@
+"""`max_speed` on a load whose limit is known, and how it is compared."""
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from tuner.records import Outcome, Slice, Slo
+from tuner.replay.plan import Load
+from tuner.replay.timeline import Judge, Partial, Replayed, SliceReplay
+from tuner.tuning import capacity
+from tuner.tuning.confirm import by_repeats
+
+SLO = Slo(ttft_ms=100.0, attainment=0.9)
+LOAD = Load(seed=1, number=3, repeat=2, model="m", vocabulary=100, slo=SLO, speed=2.0)
+
+
+def part(name: str) -> Slice:
+    return Slice(name=name, start_s=0.0, duration_s=10.0)
+
+
+def outcome(row: int, ttft_s: float) -> Outcome:
+    return Outcome(
+        row=row, scheduled_s=0.1 * row, sent_s=0.1 * row, first_token_s=0.1 * row + ttft_s,
+        last_token_s=0.1 * row + ttft_s, end_s=0.1 * row + ttft_s, output_tokens=1, expected_output=1,
+        chunk_s=np.array([0.1 * row + ttft_s]), chunk_tokens=np.array([1], np.int32),
+    )  # fmt: skip
+
+
+class Served:
+    """An engine that answers in time up to a speed per slice; it remembers what was asked of it."""
+
+    def __init__(self, limits: dict[str, float], *, judged: bool) -> None:
+        self.limits, self.judged = limits, judged
+        self.loads: list[Load] = []
+
+    async def __call__(self, slices: Sequence[Slice], load: Load, judge: Judge) -> Replayed:
+        self.loads.append(load)
+        (one,) = slices
+        late = 0.5 if load.speed > self.limits[one.name] else 0.05
+        outcomes = tuple(outcome(row, late) for row in range(20))
+        partial = Partial(slice=one, now_s=5.0, window_s=10.0, planned=20, outcomes=outcomes, waiting_s=())
+        stopped = judge(partial) if self.judged else None
+        return Replayed(slices=(SliceReplay(slice=one, window_s=10.0, outcomes=outcomes),), stopped=stopped)
+
+
+@pytest.mark.parametrize("judged", [True, False])
+def test_the_slowest_slice_decides(judged: bool) -> None:
+    served = Served({"a": 7.0, "b": 5.0}, judged=judged)
+    found = asyncio.run(capacity.max_speed(served, (part("a"), part("b")), LOAD, SLO))
+    assert found.above is not None
+    assert found.speed <= 5.0 < found.above
+    assert found.above / found.speed <= 1.05
+
+
+def test_no_prompt_is_sent_twice() -> None:
+    served = Served({"a": 7.0}, judged=True)
+    asyncio.run(capacity.max_speed(served, (part("a"),), LOAD, SLO))
+    salts = [(load.number, load.repeat) for load in served.loads]
+    assert len(set(salts)) == len(salts)
+    assert (LOAD.number, LOAD.repeat) not in salts
+
+
+def test_a_number_of_whole_replays_is_compared_by_its_repeats() -> None:
+    better = by_repeats("max_speed", [1.0, 1.02, 0.98], [2.0, 2.05, 1.97])
+    assert better is not None
+    assert better.verdict == "better"
+    assert better.low < np.log(2.0) < better.high
+    single = by_repeats("max_speed", [1.0], [2.0])
+    assert single is not None
+    assert single.verdict == "no clear winner"
+    assert by_repeats("max_speed", [], [2.0]) is None
