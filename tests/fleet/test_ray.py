@@ -1,10 +1,10 @@
 """One study on the nodes of a real Ray cluster: its own winner on each, a node lost, a race, a cancel."""
 
-import itertools
 import json
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,8 @@ NODES = {"small-1": "sim-a4500", "small-2": "sim-a4500", "large": "sim-a100-80"}
 VICTIM = "small-2"
 PROBES = 2
 """Completions that a launch is asked for before anything is replayed, at most."""
+REPLAY_S = 1.6
+"""Every replay takes longer: the window alone is so long."""
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +36,10 @@ def cluster() -> Iterator[Cluster]:
 
 
 class Watcher:
-    """Watches from outside when each engine was sent a replay: by the growth of its log."""
+    """Watches from outside when each engine is sent requests: by the growth of its log."""
 
     def __init__(self, home: Path) -> None:
-        self.spans: dict[str, tuple[int, int]] = {}
+        self.seen: list[tuple[float, str]] = []
         self._home, self._over = home, threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -50,28 +52,25 @@ class Watcher:
         self._thread.join()
 
     def _watch(self) -> None:
-        seen: dict[str, int] = {}
-        look = 0
-        while not self._over.wait(0.2):
-            look += 1
+        counts: dict[str, int] = {}
+        while not self._over.wait(0.1):
             for log in self._home.glob("work/*/engine.log"):
                 try:
                     count = log.read_bytes().count(b"POST /v1/completions")
                 except OSError:
                     continue
                 launch = log.parent.name
-                if count > max(PROBES, seen.get(launch, 0)):
-                    first, _ = self.spans.get(launch, (look, look))
-                    self.spans[launch] = (first, look)
-                seen[launch] = count
+                if count > max(PROBES, counts.get(launch, 0)):
+                    self.seen.append((time.monotonic(), launch))
+                counts[launch] = count
 
 
 @dataclass(frozen=True)
 class Told:
-    """What the one command left: its output, and how the replays lay in time."""
+    """What the one command left: its output, and when which launch was sent requests."""
 
     out: str
-    spans: dict[str, tuple[int, int]]
+    seen: list[tuple[float, str]]
 
 
 def study_of(cluster: Cluster, node: str, name: str = "fleet") -> Study:
@@ -118,7 +117,7 @@ def told(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Told:
         except AssertionError as error:
             raise AssertionError(log.read_text()[-3000:]) from error
     assert code == 0, log.read_text()[-3000:]
-    return Told(out=log.read_text(), spans=watcher.spans)
+    return Told(out=log.read_text(), seen=watcher.seen)
 
 
 def profile_of(cluster: Cluster, node: str) -> Profile:
@@ -158,16 +157,23 @@ def test_a_node_killed_in_the_middle_loses_its_running_trial_alone(told: Told, c
     (trial,) = lost[VICTIM]
     assert (trial.number, trial.state, trial.cause) == (1, TrialState.ABORTED, "node_lost")
     after = [t for t in trials_of(cluster, VICTIM) if t.number == 1 and t.attempt > trial.attempt]
-    assert [t.state for t in after][-1:] == [TrialState.COMPLETE]
+    assert [t.state for t in after][-1:] in ([TrialState.COMPLETE], [TrialState.PRUNED])
     assert after[-1].candidate == trial.candidate
     assert f"{VICTIM} trial 1 ABORTED: node {VICTIM} was lost" in told.out
 
 
 def test_replays_of_nodes_that_share_a_host_take_turns(told: Told) -> None:
-    spans = sorted(told.spans.values())
-    assert len(spans) >= 9
-    for (_, ended), (begun, _) in itertools.pairwise(spans):
-        assert begun >= ended
+    """No engine is sent requests between two requests of another that are less than a replay apart."""
+    assert len({launch for _, launch in told.seen}) >= 9
+    mixed = [
+        (launch, between)
+        for i, (at, launch) in enumerate(told.seen)
+        for j in range(i + 1, len(told.seen))
+        if told.seen[j][1] == launch and told.seen[j][0] - at < REPLAY_S
+        for _, between in told.seen[i + 1 : j]
+        if between != launch
+    ]
+    assert mixed == []
 
 
 def test_the_whole_fleet_is_told_in_one_view(told: Told) -> None:

@@ -183,6 +183,7 @@ class Remote:
         self._name = hand.member.name
         self._prepared, self._spare, self._note = prepared, spare, note
         self._is_set_up, self._isolated = False, isolated
+        self._lost: list[str] = []
 
     async def set_up(self, dead: Sequence[str]) -> None:
         """Hand the study over; `dead` are launches that earlier controllers left open."""
@@ -191,7 +192,7 @@ class Remote:
         here = replace(
             self._prepared, command=seen.command, node=replace(self._prepared.node, gpus=seen.node.gpus)
         )
-        await _answer(hand.actor.set_up.remote(here, list(dead), self._isolated), hand.member.name)
+        await _answer(hand.actor.set_up.remote(here, [*dead, *self._lost], self._isolated), hand.member.name)
         self._is_set_up = True
 
     async def __call__(self, order: Order, note: Note) -> Sequence[Measured]:
@@ -202,6 +203,7 @@ class Remote:
             await _answer(hand.actor.begin.remote(order), hand.member.name)
             done = await self._listen(hand, note)
         except Aborted:
+            self._lost.append(order.spec.launch_id)
             self._drop()
             raise
         except asyncio.CancelledError:

@@ -122,12 +122,15 @@ class Worker:
         return Seen(version=__version__, surveyed=seen)
 
     async def set_up(self, prepared: Prepared, dead: Sequence[str], isolated: bool = False) -> int:
-        """Take a study; ends engines that earlier controllers left here. Returns how many processes."""
+        """Take a study; ends what is left here of launches that are dead. Returns how many processes."""
         engine = prepared.file.engine
         gpus = Gpus.open(engine.env) if prepared.node.gpus else Gpus(nvml=None)
         cores = split_cores(sorted(os.sched_getaffinity(0)))
         self._place = Place(prepared=prepared, cores=cores, gpus=gpus, isolated=isolated)
-        return sum([await asyncio.to_thread(processes.reap, tag) for tag in dead])
+        ended = [await asyncio.to_thread(processes.reap, tag) for tag in dead]
+        for tag in dead:
+            shutil.rmtree(scratch_of(tag), ignore_errors=True)
+        return sum(ended)
 
     async def begin(self, order: Order) -> None:
         """Start on an order; `news` tells how it goes."""
@@ -160,7 +163,7 @@ class Worker:
     async def _do(self, order: Order) -> None:
         if self._place is None:
             raise RuntimeError("set_up comes before begin")
-        scratch = Settings().home / "work" / order.spec.launch_id
+        scratch = scratch_of(order.spec.launch_id)
         place = self._place
         spec = replace(
             order.spec, directory=str(scratch), cores=place.cores.engine,
@@ -177,6 +180,11 @@ class Worker:
             files = {path.name: path.read_bytes() for pattern in FILES for path in scratch.glob(pattern)}
             shutil.rmtree(scratch, ignore_errors=True)
         self._note(Done(measured=measured, fault=fault, files=files))
+
+
+def scratch_of(launch_id: str) -> Path:
+    """Where a launch keeps its files until they are handed back."""
+    return Settings().home / "work" / launch_id
 
 
 def _make(directory: Path) -> None:
