@@ -25,7 +25,11 @@ class Launched:
         self.spec = launch
         self.loop = asyncio.new_event_loop()
         self._serving = serve(launch)
-        self.server: Server = self.loop.run_until_complete(self._serving.__aenter__())
+        try:
+            self.server: Server = self.loop.run_until_complete(self._serving.__aenter__())
+        except EngineError:
+            self.loop.close()
+            raise
 
     def close(self) -> None:
         self.loop.run_until_complete(self._serving.__aexit__(None, None, None))

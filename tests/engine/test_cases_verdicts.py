@@ -36,6 +36,18 @@ async def served(launch: LaunchSpec, *, settle: bool) -> Server:
     return server
 
 
+def test_a_worker_that_died_of_a_signal_is_named() -> None:
+    """Seen on vLLM 0.32's CPU build: the server itself ends with 0."""
+    text = (
+        "(EngineCore pid=7) ERROR 11-28 02:02:03 [multiproc_executor.py:315] "
+        "Worker proc VllmWorker-0 died unexpectedly (exit code: -4), shutting down executor.\n"
+        "(EngineCore pid=7) ERROR 11-28 02:02:03 [core.py:1512] EngineCore encountered a fatal error.\n"
+    )
+    found = classify(text, 0, "startup")
+    assert (found.kind, found.outcome) == ("engine_dead", "infeasible")
+    assert found.reason == "the engine died: VllmWorker-0 ended first, killed by signal 4"
+
+
 def test_case_07_a_first_boot_with_less_kv_cache_is_booted_again(tmp_path: Path) -> None:
     launch = spec(tmp_path, f"compile_once={tmp_path}/compiled")
     server = asyncio.run(served(launch, settle=True))

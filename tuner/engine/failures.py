@@ -252,7 +252,8 @@ def classify(
     if exit_code is not None and exit_code == 2 and phase == "startup":
         return _blame(verdict("bad_flag", detail=last_line(text), evidence=last_line(text)), list(asked))
     if found is not None and (found[0] != "hang" or exit_code is None):  # also said of slow compiles
-        return verdict(found[0], detail=_exit_words(exit_code), evidence=found[1], phase=phase)
+        detail = _worker_words(text) or _exit_words(exit_code)
+        return verdict(found[0], detail=detail, evidence=found[1], phase=phase)
     return verdict("crashed", detail=_exit_words(exit_code), evidence=last_line(text), phase=phase)
 
 
@@ -327,6 +328,12 @@ def _exit_words(code: int | None) -> str:
     if code is None:
         return ""
     return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def _worker_words(text: str) -> str:
+    """Which worker ended first and how, where vLLM knew: the server's own exit code is then 0."""
+    match = re.search(r"Worker proc (\S+) died unexpectedly \(exit code: (-?\d+)\)", text)
+    return f"{match.group(1)} ended first, {_exit_words(int(match.group(2)))}" if match else ""
 
 
 def _violation(kind: str, line: str, phase: Phase) -> Violation:
