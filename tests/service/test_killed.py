@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 
@@ -58,9 +59,10 @@ def killed(tmp_path: Path) -> Iterator[Killed]:
 
 def test_promotions_are_whole_and_none_that_was_answered_is_lost(killed: Killed) -> None:
     fill(killed.store)
+    token = killed.store.create_token("mover", ["admin"], now=datetime.now(UTC))[1]
     for _ in range(KILLS):
         answered: list[int] = []
-        mover = threading.Thread(target=move, args=(killed.server.client(), answered))
+        mover = threading.Thread(target=move, args=(killed.server.client(token), answered))
         mover.start()
         killed.kill_after(2.0)
         mover.join(WATCHDOG_S)
@@ -73,7 +75,8 @@ def test_promotions_are_whole_and_none_that_was_answered_is_lost(killed: Killed)
         assert set(answered) <= {event.generation for event in events}
         (standing,) = store.aliases(KEY)
         assert standing == events[-1]
-        pulled = killed.server.client().get(f"/v1/profiles/resolve?model={MODEL}&node=n1&workload=chat")
+        with killed.server.client(token) as client:
+            pulled = client.get(f"/v1/profiles/resolve?model={MODEL}&node=n1&workload=chat")
         assert pulled.json()["version"] == standing.to_version
         store.close()
 
