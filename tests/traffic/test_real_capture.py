@@ -56,7 +56,7 @@ async def through_a_proxy(trace: Trace, server: Server, file: Path) -> list[int]
 
 
 def told_inside(directory: Path, rows: int) -> tuple[list[int], list[int]]:
-    """(prompt lengths, cached tokens) of the last requests of the engine's own capture, which is still open."""
+    """(prompt lengths, cached tokens) of the last requests of the engine's own capture, still open."""
     (file,) = captured_inside(directory).iterdir()
     found = read_any(file)
     return found.input_len[-rows:].tolist(), found.obs_cached[-rows:].tolist()
