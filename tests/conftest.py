@@ -1,12 +1,22 @@
 """The real engine that rooms share: the tests that use it run last, and what kills it at the very end."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.engine.helpers import leftovers
 from tests.vllm import Shared
 from tuner.engine.ports import is_free
+
+settings.register_profile(
+    "loaded",
+    deadline=None,
+    derandomize="CI" in os.environ,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("loaded")
 
 LAST = ("real_server", "dying_server")
 
