@@ -121,6 +121,20 @@ def test_words_between_upstream_and_proxy_stay_there(tmp_path: Path) -> None:
     assert trace.output_len.tolist() == [2]
 
 
+def test_a_chunked_request_arrives_whole(tmp_path: Path) -> None:
+    async def whole(number: int, request: bytes, writer: asyncio.StreamWriter) -> None:
+        assert request.endswith(b"\r\n\r\n" + BODY)
+        writer.write(WHOLE)
+
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+    )
+    data = head + b"5\r\n%b\r\n%x\r\n%b\r\n0\r\n\r\n" % (BODY[:5], len(BODY) - 5, BODY[5:])
+    back, _, trace = told(tmp_path / "c.jsonl", whole, data, piece=7)
+    assert back.endswith(USAGE)
+    assert trace.input_len.tolist() == [3]
+
+
 def test_an_answer_without_a_length_ends_with_the_connection(tmp_path: Path) -> None:
     async def until_close(number: int, request: bytes, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n" + USAGE)
