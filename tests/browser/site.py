@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.expected_conditions import staleness_of
 from selenium.webdriver.support.ui import WebDriverWait
 
 from tests.browser.screenshots import login
@@ -47,6 +48,14 @@ class Site:
 
     def all(self, selector: str) -> list[WebElement]:
         return self.driver.find_elements(By.CSS_SELECTOR, selector)
+
+    def press(self, selector: str) -> None:
+        """Press what leads to another page, until that page is there."""
+        before = self.one("html")
+        self.one(selector).click()
+        wait = WebDriverWait(self.driver, PATIENCE_S)
+        wait.until(staleness_of(before))
+        wait.until(lambda driver: driver.execute_script("return document.readyState") == "complete")
 
     def wait_for(self, text: str) -> None:
         """Until the page says it."""

@@ -48,14 +48,14 @@ def test_a_reviewer_promotes_with_a_reason_and_rolls_back(site: Site) -> None:
     site.get(f"/profiles/{profile.id}")
     assert "champion, version 1" in site.text()
     site.one("form[action$=promote] input[name=reason]").send_keys("confirmed twice, ticket 12")
-    site.one("form[action$=promote] button").click()
+    site.press("form[action$=promote] button")
     assert "The champion is version 2 now." in site.text()
     event = store.alias(profile.key, registry.CHAMPION)
     assert event is not None
     assert (event.to_version, event.actor, event.reason) == (2, "token:promote", "confirmed twice, ticket 12")
 
     site.one("form[action$=rollback] input[name=reason]").send_keys("errors in production")
-    site.one("form[action$=rollback] button").click()
+    site.press("form[action$=rollback] button")
     assert "The champion is version 1 now." in site.text()
     assert [e.action for e in store.audit(limit=2)] == ["rollback", "promote"]
 
@@ -67,13 +67,13 @@ def test_a_version_that_fails_its_gates_says_so_and_only_an_administrator_forces
     assert "its gain over the baseline was not confirmed" in site.text()
     assert site.all("input[name=force]") == []
     site.one("form[action$=promote] input[name=reason]").send_keys("in a hurry")
-    site.one("form[action$=promote] button").click()
+    site.press("form[action$=promote] button")
     assert "cannot become 'champion'" in site.text()
     site.use(site.world.tokens["admin"])
     site.get(f"/profiles/{profile.id}")
     site.one("input[name=force]").click()
     site.one("form[action$=promote] input[name=reason]").send_keys("known good")
-    site.one("form[action$=promote] button").click()
+    site.press("form[action$=promote] button")
     assert "The champion is version 3 now." in site.text()
 
 
@@ -109,7 +109,7 @@ def test_who_was_overtaken_is_told_and_nothing_moves(site: Site) -> None:
     gates = registry.NO_GATES
     registry.promote(store, profiles[2], gates=gates, actor="bo", reason="first", now=world.NOW)
     site.one("form[action$=promote] input[name=reason]").send_keys("second")
-    site.one("form[action$=promote] button").click()
+    site.press("form[action$=promote] button")
     assert "somebody moved it in between" in site.text()
 
 
@@ -125,16 +125,16 @@ def test_an_expired_token_leads_to_the_login_and_back(site: Site) -> None:
     assert site.path.startswith("/login?next=")
     assert "expired" in site.text()
     site.one("input[name=token]").send_keys("tuner_nobody_knows")
-    site.one("main button").click()
+    site.press("main button")
     assert "This token is not valid" in site.text()
     site.one("input[name=token]").send_keys(site.world.tokens["read"])
-    site.one("main button").click()
+    site.press("main button")
     assert site.path == "/history?metric=ttft_p95_ms"
     cookie = site.driver.get_cookie("tuner_token")
     assert cookie is not None
     assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Strict")
     assert site.driver.execute_script("return document.cookie") == ""
-    site.one("form.who button").click()
+    site.press("form.who button")
     site.get("/")
     assert site.path.startswith("/login")
 
@@ -144,7 +144,7 @@ def test_a_login_never_leads_to_another_site(site: Site, target: str) -> None:
     site.driver.delete_all_cookies()
     site.get(f"/login?next={target}")
     site.one("input[name=token]").send_keys(site.world.tokens["read"])
-    site.one("main button").click()
+    site.press("main button")
     assert site.path == "/"
 
 

@@ -62,8 +62,8 @@ def measured(name: str, value: object) -> str:
 
 
 def knobs(candidate: Mapping[str, object]) -> str:
-    """A candidate on one line."""
-    return ", ".join(f"{name}={value}" for name, value in candidate.items()) or "engine defaults"
+    """A candidate on one line, as the command line writes it."""
+    return " ".join(f"{name}={value}" for name, value in candidate.items()) or "(engine defaults)"
 
 
 def ratio(value: float | None, base: float | None) -> str:

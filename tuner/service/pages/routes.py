@@ -87,7 +87,7 @@ def show_study(looks: Looks, ref: str, x: Text = "", y: Text = "", number: Page 
     """A study: its live part, then all trials."""
     store = looks.service.store
     study = studies.find(store, ref)
-    axes = studies.axes_of(study, x, y)
+    axes = studies.axes_of(x, y)
     live = studies.live(store, study, axes)
     return page(
         looks,
@@ -108,10 +108,13 @@ def show_live(request: Request, looks: Looks, ref: str, x: Text = "", y: Text = 
     """The live part alone; 304 while nothing has changed."""
     store = looks.service.store
     study = studies.find(store, ref)
-    live = studies.live(store, study, studies.axes_of(study, x, y))
-    headers = {**HEADERS, "ETag": live.tag, "X-Running": "1" if live.running else "0"}
-    if request.headers.get("if-none-match") == live.tag:
+    axes = studies.axes_of(x, y)
+    tag, running = studies.tag_of(store, study)
+    headers = {**HEADERS, "ETag": tag, "X-Running": "1" if running else "0"}
+    if request.headers.get("if-none-match") == tag:
         return Response(status_code=304, headers=headers)
+    live = studies.live(store, study, axes)
+    headers |= {"ETag": live.tag, "X-Running": "1" if live.running else "0"}
     context = {"study": study, "live": live, "link": studies.link, "now": looks.service.clock()}
     return HTMLResponse(text_of("live.html", context), headers=headers)
 

@@ -9,6 +9,7 @@ from markupsafe import Markup
 
 from tuner.errors import BadInput, NotFound, nearest
 from tuner.history.store import Store
+from tuner.measures import NAMES
 from tuner.records import Run, RunState, Study, Trial, TrialState
 from tuner.report import evidence
 from tuner.report.board import Board, values
@@ -58,7 +59,6 @@ def live(store: Store, study: Study, axes: tuple[str, str] | None) -> Live:
     run = next(iter(store.runs(study.id)), None)
     ours = [t for t in board.trials if run is not None and t.run_id == run.id]
     pairs = [axes] if axes else board.pairs
-    running = run is not None and run.state is RunState.RUNNING
     drawn = [marked(scatter(board.points(x, y, lambda t: link(study, t)), x, y)) for x, y in pairs]
     return Live(
         board=board,
@@ -68,20 +68,28 @@ def live(store: Store, study: Study, axes: tuple[str, str] | None) -> Live:
         current=next((t for t in ours if t.state is TrialState.RUNNING), None),
         newest=[t for t in reversed(ours) if t.state is not TrialState.RUNNING][:NEWEST],
         pictures=drawn,
-        tag=f'"{pulse}-{int(running)}-{len(board.trials)}"',
+        tag=_tag(pulse, run),
     )
 
 
-def axes_of(board_study: Study, x: str | None, y: str | None) -> tuple[str, str] | None:
+def tag_of(store: Store, study: Study) -> tuple[str, bool]:
+    """The live part's validator, and whether a run goes on; costs no drawing."""
+    run = next(iter(store.runs(study.id)), None)
+    return _tag(store.pulse(), run), run is not None and run.state is RunState.RUNNING
+
+
+def _tag(pulse: int, run: Run | None) -> str:
+    return f'"{pulse}-{run.state.value if run else "none"}"'
+
+
+def axes_of(x: str, y: str) -> tuple[str, str] | None:
     """Two measurements asked for by name; None for the study's own pairs."""
     if not x and not y:
         return None
-    from tuner.measures import NAMES
-
     for name in (x, y):
         if name not in NAMES:
-            raise BadInput(f"'{name}' is not a measurement{nearest(name or '', NAMES)}")
-    return str(x), str(y)
+            raise BadInput(f"'{name}' is not a measurement{nearest(name, NAMES)}")
+    return x, y
 
 
 def measured_names(board: Board) -> list[str]:
