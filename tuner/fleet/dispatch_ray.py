@@ -21,7 +21,7 @@ from tuner.tuning.trial import Measured, Note, Order
 
 GRANT_S = 120.0
 """How long a node may take to start a worker on its GPUs; another job of the cluster may hold them."""
-RETURN_S = 60.0
+RETURN_S = 300.0
 """How long a lost node, or a free one of its class, is waited for."""
 ASK_S = 1.0
 ADDRESS = re.compile(r"^(auto|ray://[^\s/]+:\d+|[^\s/:]+:\d+)$")
