@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.tuning.studies import WATCHDOG_S, answer, command, environment, tuner, write
+from tests.tuning.studies import STUDY, WATCHDOG_S, answer, command, environment, tuner, write
 from tuner import processes
 from tuner.history.store import Store
 from tuner.records import Run, RunState, Trial, TrialState
@@ -142,6 +142,22 @@ def test_the_front_and_the_finalists_were_relaunched(killed: Path) -> None:
     assert not any(trials[number].screened for number in numbers)
 
 
+def test_the_log_of_a_screened_trial_is_its_engine_s(killed: Path) -> None:
+    screened = next(t for t in trials_of(killed) if t.screened)
+    done = tuner(killed, "trial", "log", "tiny", screened.number, "--lines", 0)
+    assert done.returncode == 0, done.stderr
+    assert "scheduler_cls" in done.stdout
+
+
+def test_the_forecast_rests_on_the_trials_and_launches_nothing(killed: Path) -> None:
+    before = len(store_of(killed).launches(trials_of(killed)[0].study_id))
+    said = answer(killed, "predict", killed / "study.yaml", "--candidates", 4, "--json")
+    assert said["calibration"]["trials"] >= 1  # type: ignore[index]
+    assert said["asked"] == 4
+    assert len(said["measured"]) >= 2  # type: ignore[arg-type]
+    assert len(store_of(killed).launches(trials_of(killed)[0].study_id)) == before
+
+
 def test_every_launch_is_closed(killed: Path) -> None:
     store = store_of(killed)
     launches = store.launches(store.study("tiny").id)
@@ -226,3 +242,28 @@ def test_a_run_is_cancelled_on_request(tmp_path: Path) -> None:
     assert controller.wait(WATCHDOG_S) == 0
     assert run_of(tmp_path).state is RunState.CANCELLED
     assert ours(tmp_path) == []
+
+
+NARROW = """\
+about: The largest step budget leaves no memory on the card.
+vllm: ">=0.10"
+knobs:
+  max_num_seqs: [4, 8]
+  max_num_batched_tokens: [512, 1024, 32768]
+"""
+
+
+def test_what_a_wide_engine_cannot_hold_is_launched_by_itself_and_said(tmp_path: Path) -> None:
+    text = STUDY.replace("kind: simulated", "kind: simulated\n  card: a4500")
+    text = text.replace(
+        "baseline: {max_num_seqs: 4}", "baseline: {max_num_seqs: 4, max_num_batched_tokens: 512}"
+    )
+    study = write(tmp_path, text, NARROW)
+    done = tuner(tmp_path, "tune", study, "--trials", 3, "--all-trials")
+    assert done.returncode == 0, done.stderr
+    trials = [t for t in trials_of(tmp_path) if t.origin != RELAUNCHED]
+    assert not trials[1].screened
+    assert trials[2].screened
+    said = run_of(tmp_path).summary["live_limits"]
+    assert isinstance(said, list)
+    assert [str(one).partition(":")[0] for one in said] == ["no_kv_memory"]

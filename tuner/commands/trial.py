@@ -61,8 +61,15 @@ def log(
     from tuner.errors import NotFound
 
     trial = find_trial(study, number, attempt)
-    path = Path(trial.directory or "") / "engine.log"
+    path = Path(_where(trial) or "") / "engine.log"
     if not path.is_file():
         raise NotFound(f"the log {path} is not on this host any more")
     text = path.read_text(errors="replace").splitlines()
     typer.echo("\n".join(text[-lines:] if lines else text))
+
+
+def _where(trial: "Trial") -> str | None:
+    """The directory of the launch that measured it: a screened trial shares its engine with others."""
+    by = trial.measurement.launch_id if trial.measurement else None
+    launches = open_store().launches(trial.study_id) if by else ()
+    return next((each.directory for each in launches if each.id == by), trial.directory)

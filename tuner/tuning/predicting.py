@@ -55,7 +55,8 @@ def forecast(prepared: Prepared, trials: Sequence[Trial], *, count: int) -> Fore
     coefficients = calibration.coefficients if calibration else preset(card)
     quick = Predictor(scene, coefficients, spreads=False)
     pool = proposals.pool(encode(prepared.space, defaults_of(trials)), prepared.study.seed)
-    pool = [c for c in pool if prepared.space.contains(c) and prepared.known(c) is None][:count]
+    pool = [c for c in pool if prepared.space.contains(c) and prepared.known(c) is None]
+    pool = pool[:: max(1, len(pool) // count)][:count]
     expected = [Expected(candidate=c, prediction=p) for c, p in zip(pool, quick(pool), strict=True)]
     works = [each for each in expected if each.prediction.feasible and _whole(each.prediction, objectives)]
     full = Predictor(scene, coefficients, error=calibration.error if calibration else UNCALIBRATED)
