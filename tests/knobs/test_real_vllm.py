@@ -217,7 +217,7 @@ def tiny(directory: Path) -> str:
         "num_key_value_heads": shape.kv_heads,
         "vocab_size": shape.vocab_size,
         "max_position_embeddings": shape.max_len,
-        "torch_dtype": "bfloat16",
+        "torch_dtype": "float32",
         "bos_token_id": 0,
     }
     (directory / "config.json").write_text(json.dumps(config))
