@@ -13,8 +13,8 @@ INTERPRETER = os.environ.get("TUNER_TEST_VLLM", "")
 MODEL = Path(INTERPRETER).parents[1] / "tiny-model" if INTERPRETER else Path()
 """In one place for all tests."""
 ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-# In 32 bit: uncompiled and in bfloat16 (attention by AMX), three of three launches of CPU build 0.32.0 died
-# of SIGILL at their first request.
+# In 32 bit: in bfloat16 attention uses AMX, which a process must ask the kernel for. Inductor asks; uncompiled,
+# three of three launches of the CPU build 0.32.0 died of SIGILL at their first request.
 SHAPE = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
