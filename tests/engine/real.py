@@ -13,7 +13,7 @@ INTERPRETER = os.environ.get("TUNER_TEST_VLLM", "")
 MODEL = Path(INTERPRETER).parents[1] / "tiny-model" if INTERPRETER else Path()
 """In one place for all tests."""
 ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-# In 32 bit: in bfloat16 attention uses AMX, which a process must ask the kernel for. Inductor asks; uncompiled,
+# In 32 bit: in bfloat16 attention uses AMX, which must be asked of the kernel. Inductor asks; without it,
 # three of three launches of the CPU build 0.32.0 died of SIGILL at their first request.
 SHAPE = {
     "architectures": ["Qwen2ForCausalLM"],
