@@ -274,12 +274,9 @@ def simulated_card(prepared: Prepared) -> dict[str, str]:
     return {"TUNER_SIM_CARD": engine.card} if engine.kind == "simulated" else {}
 
 
-async def measured_pass(place: Place, order: Order, each: Pass, server: Server, note: Note) -> Measured:
-    """Replay one pass on a ready engine. Its outcomes go to the order's directory. GateFailed, or the fault
-    that the engine had meanwhile.
-    """
+def _load(place: Place, order: Order, each: Pass, server: Server) -> Load:
     prepared = place.prepared
-    load = Load(
+    return Load(
         seed=prepared.study.seed,
         number=order.number,
         repeat=each.repeat,
@@ -293,6 +290,14 @@ async def measured_pass(place: Place, order: Order, each: Pass, server: Server, 
         cores=place.cores.sender,
         isolated=place.isolated,
     )
+
+
+async def measured_pass(place: Place, order: Order, each: Pass, server: Server, note: Note) -> Measured:
+    """Replay one pass on a ready engine. Its outcomes go to the order's directory. GateFailed, or the fault
+    that the engine had meanwhile.
+    """
+    prepared = place.prepared
+    load = _load(place, order, each, server)
     note(f"replaying {', '.join(s.name for s in each.slices)}")
     with Watch(place.gpus) as watch:
         replayed = await replay(
