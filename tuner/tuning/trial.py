@@ -277,19 +277,12 @@ def simulated_card(prepared: Prepared) -> dict[str, str]:
 def _load(place: Place, order: Order, each: Pass, server: Server) -> Load:
     prepared = place.prepared
     return Load(
-        seed=prepared.study.seed,
-        number=order.number,
-        repeat=each.repeat,
-        speed=prepared.file.speed,
-        model=prepared.study.id[:16],
-        vocabulary=prepared.model.vocab_size,
-        slo=prepared.study.slo,
+        seed=prepared.study.seed, number=order.number, repeat=each.repeat, speed=prepared.file.speed,
+        model=prepared.study.id[:16], vocabulary=prepared.model.vocab_size, slo=prepared.study.slo,
         kv_tokens=max(filter(None, (order.kv_tokens, server.kv_tokens)), default=None),
         history="live" if prepared.file.history == "live" else "open",
-        senders=len(place.cores.sender or (0,)),
-        cores=place.cores.sender,
-        isolated=place.isolated,
-    )
+        senders=len(place.cores.sender or (0,)), cores=place.cores.sender, isolated=place.isolated,
+    )  # fmt: skip
 
 
 async def measured_pass(place: Place, order: Order, each: Pass, server: Server, note: Note) -> Measured:
