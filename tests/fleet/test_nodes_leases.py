@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
@@ -173,3 +174,49 @@ def test_a_gpu_is_used_by_one_tuner_and_the_kernel_frees_it(
         holder.wait()
         with leases.locked_gpus(["GPU-1", "GPU-2"]):
             pass
+
+
+RUN_ON_GPUS = """
+import sys
+from dataclasses import replace
+from tuner.commands.common import open_store
+from tuner.commands.tune import on_its_node, prepared_study
+from tuner.errors import Conflict
+from tuner.fleet.leases import locked_gpus
+from tuner.tuning.run import Limits
+from pathlib import Path
+
+gpus = tuple(sys.argv[2:])
+
+def look(event):
+    try:
+        with locked_gpus(gpus[1:]):
+            print("free", flush=True)
+    except Conflict as error:
+        print(error, flush=True)
+
+store = open_store(create=True)
+prepared = prepared_study(Path(sys.argv[1]))
+prepared = replace(prepared, node=replace(prepared.node, gpus=gpus))
+run = on_its_node(prepared, store, Limits(trials=1, early=False), quiet=True, listen=look)
+look(None)
+print(run.state)
+"""
+
+
+def test_a_run_on_a_node_with_gpus_does_not_lock_itself_out(tmp_path: Path) -> None:
+    """It holds each GPU once, from its first word to its last."""
+    gpus = sorted(f"GPU-{uuid.uuid4()}" for _ in range(2))
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", RUN_ON_GPUS, str(write(tmp_path)), *gpus],
+            env=environment(tmp_path), cwd=Path(__file__).parents[2], capture_output=True, text=True,
+            timeout=WATCHDOG_S, check=False,
+        )  # fmt: skip
+        *told, free, state = done.stdout.splitlines() or ["", ""]
+        assert (free, state) == ("free", "FINISHED"), done.stderr
+        assert told
+        assert all(said.startswith(f"GPU {gpus[1]} is in use by another tuner") for said in told)
+    finally:
+        for gpu in gpus:
+            leases.lock_path(gpu).unlink(missing_ok=True)

@@ -101,7 +101,7 @@ def on_its_node(
     from dataclasses import replace
 
     from tuner.errors import Conflict
-    from tuner.fleet import handover, leases, notify, schedule
+    from tuner.fleet import handover, notify, schedule
 
     home, study = settings().home, prepared.study
     if limits.deadline is not None:
@@ -112,8 +112,7 @@ def on_its_node(
             raise Conflict(f"the run is not begun: {reason}")
     taken = handover.handed_over(store, prepared.node, home=home, clock=now, say=say)
     try:
-        mine = leases.locked_gpus(prepared.node.gpus)
-        with notify.failures(home, study, clock=now, say=say), mine, taken as held:
+        with notify.failures(home, study, clock=now, say=say), taken as held:
             run = execute(prepared, held, limits, quiet=quiet, listen=listen)
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None

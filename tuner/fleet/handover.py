@@ -37,8 +37,8 @@ def silent(sentence: str) -> None:
 def handed_over(
     store: Store, node: Node, *, home: Path, clock: Clock, say: Say = silent, ttl_s: float = LEASE_S
 ) -> Iterator[Store]:
-    """Have a node for oneself: leased, what an earlier death left undone, production drained; all given back
-    however the body ends. Yields the store whose writes prove the lease.
+    """Have a node for oneself: leased, its GPUs locked, what a death left undone, production drained; all
+    given back however the body ends. Yields the store whose writes prove the lease.
 
     Conflict when somebody else has the node, or it is in state fault. A signal to end that comes while
     production is drained or restored raises KeyboardInterrupt once production is back.
@@ -53,7 +53,7 @@ def handed_over(
     place = _Place(store, node.name, home, clock, say)
     with (
         Deferred() as signals,
-        held(store, node.name, clock=clock, ttl_s=ttl_s, gpus=known.gpus) as fenced,
+        held(store, node.name, clock=clock, ttl_s=ttl_s, gpus=node.gpus or known.gpus) as fenced,
     ):
         place.undo()
         try:
