@@ -15,7 +15,7 @@ from tests.tuning.studies import STUDY, TRACE, answer, command, environment, tun
 from tuner.traffic.capture.files import closed_files
 from tuner.traffic.importers import FORMATS, read_any
 
-WATCHDOG_S = 120.0
+WATCHDOG_S = 600.0
 
 
 @asynccontextmanager

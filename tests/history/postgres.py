@@ -66,7 +66,7 @@ class Server:
 
     def run(self, *command: str) -> None:
         told = subprocess.run(
-            command, user=self.user, cwd="/", capture_output=True, text=True, timeout=120, check=False
+            command, user=self.user, cwd="/", capture_output=True, text=True, timeout=600, check=False
         )
         if told.returncode != 0:
             log = self.folder / "log"

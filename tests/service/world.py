@@ -127,7 +127,7 @@ class Server:
 
     def client(self, token: str | None = None) -> httpx.Client:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=60.0)
+        return httpx.Client(base_url=self.url, headers=headers, timeout=600.0)
 
     def ready(self) -> "Server":
         """Waits until it answers."""
@@ -136,7 +136,7 @@ class Server:
             assert self.process.poll() is None, self.log.read_text()
             assert time.monotonic() < end, self.log.read_text()
             try:
-                if httpx.get(f"{self.url}/readyz", timeout=5.0).status_code == 200:
+                if httpx.get(f"{self.url}/readyz", timeout=60.0).status_code == 200:
                     return self
             except httpx.TransportError:
                 time.sleep(0.05)

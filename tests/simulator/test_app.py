@@ -45,7 +45,7 @@ def refused(*argv: str, **env: str) -> tuple[int, str]:
         capture_output=True,
         text=True,
         env={**os.environ, **env},
-        timeout=60,
+        timeout=600,
         check=False,
     )
     return done.returncode, done.stdout + done.stderr
@@ -190,7 +190,7 @@ def test_sigterm_ends_it_cleanly(tmp_path: Path) -> None:
         if "Application startup complete" in line:
             break
     process.send_signal(signal.SIGTERM)
-    rest = process.communicate(timeout=60)[0]
+    rest = process.communicate(timeout=600)[0]
     assert process.returncode == 0
     assert "shutdown triggered" in rest
 

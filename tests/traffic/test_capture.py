@@ -289,7 +289,7 @@ def test_the_writer_finishes_what_a_killed_proxy_left(tmp_path: Path) -> None:
     code = KILLED.replace("Sink(Path(sys.argv[1]))", "Sink(Path(sys.argv[1]), 'chat')")
     assert code != KILLED
     killed(code, tmp_path, with_writer=False)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while not closed_files(tmp_path, "chat") and time.monotonic() < deadline:
         time.sleep(0.02)
     (file,) = tmp_path.iterdir()

@@ -15,7 +15,7 @@ from tuner.records import Slice
 from tuner.replay.timeline import Load, replay
 from tuner.traffic.importers import read_any
 
-WATCHDOG_S = 300.0
+WATCHDOG_S = 600.0
 MOST_MIB = 1024
 
 

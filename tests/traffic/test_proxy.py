@@ -19,7 +19,7 @@ LENGTH = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 
 WHOLE = LENGTH + b"\r\n" + USAGE
 CHUNKED = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 BODY = b'{"model": "m", "prompt": [1, 2, 3]}'
-WATCHDOG_S = 60.0
+WATCHDOG_S = 600.0
 
 
 def ask(body: bytes = BODY, line: bytes = b"POST /v1/completions HTTP/1.1", headers: bytes = b"") -> bytes:

@@ -31,7 +31,7 @@ PLAN = dataclasses.replace(
 )
 TURNS, TALKS, BLOCK = 3, 4, 16
 KINDS: tuple[Causality, ...] = ("open", "session", "live")
-WATCHDOG_S = 120.0
+WATCHDOG_S = 600.0
 
 
 class Behind:
