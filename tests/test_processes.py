@@ -18,7 +18,7 @@ from tuner.errors import BadInput
 from tuner.leftovers import LOG_LIMIT, cgroup_home, cgroup_members, private_directory
 from tuner.processes import HOST, Process, reap, run, spawn, stop, tagged
 
-PATIENCE_S = 60.0
+PATIENCE_S = 600.0
 ROOT = str(Path(processes.__file__).parents[1])
 
 

@@ -23,7 +23,7 @@ from tuner.errors import Aborted, EngineError, Infeasible
 from tuner.processes import HOST, HostTable, Process, reap, run, spawn, stop, tagged
 from tuner.records import JSON, LaunchSpec
 
-PATIENCE_S = 60.0
+PATIENCE_S = 600.0
 
 
 async def until(condition: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
