@@ -217,3 +217,10 @@ def test_a_plan_may_be_changed_and_is_part_of_the_identity(tmp_path: Path, prepa
     path.write_text(path.read_text().replace("load_warmup_s", "load_warmup"))
     with pytest.raises(BadInput, match="load_warmup_s"):
         load(path, store=None, now=NOW)
+
+
+def test_where_the_baseline_cannot_serve_the_datasheet_proposes(prepared: Prepared) -> None:
+    broken = replace(measured(0, prepared.baseline, {}), state=TrialState.INFEASIBLE, measurements=())
+    found = propose(prepared, (broken,))
+    assert found is not None
+    assert found.origin.startswith("simulator")

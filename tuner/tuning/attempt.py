@@ -21,14 +21,12 @@ ERROR_RATE = 0.01
 @dataclass(frozen=True, slots=True, kw_only=True)
 class How:
     """How an attempt is measured. `live` screens it in a running engine where that can be done (`defaults` is
-    what the engine runs with when nothing is asked of it); `judge` may cut it short; `repeats` within one
-    launch tell the noise.
+    what the engine runs with when nothing is asked of it); `judge` may cut it short.
     """
 
     live: Live | None = None
     defaults: Mapping[str, Value] = field(default_factory=dict)
     judge: Judge | None = None
-    repeats: int = 1
 
 
 async def perform(bench: Bench, trial: Trial, earlier: Sequence[Trial], how: How) -> Trial:
@@ -37,7 +35,7 @@ async def perform(bench: Bench, trial: Trial, earlier: Sequence[Trial], how: How
     StudyFailed and cancellation are passed on after the row was closed as ABORTED.
     """
     searched = tuple(s for s in bench.prepared.study.slices if not s.held_out)
-    passes = [Pass(slices=searched, judge=how.judge, repeat=n) for n in range(how.repeats)]
+    passes = [Pass(slices=searched, judge=how.judge)]
     started = time.monotonic()
     screened = False
     try:

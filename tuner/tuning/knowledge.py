@@ -17,7 +17,7 @@ from tuner.search import pareto, proposals, starts, told
 from tuner.search.encoding import encode
 from tuner.simulator.batch import Batch
 from tuner.simulator.calibrate import Calibration, Observation, fit
-from tuner.simulator.cost import CARDS, Card, card_of
+from tuner.simulator.cost import CARDS, Card, card_of, preset
 from tuner.simulator.predict import Predictor, Scene
 from tuner.tuning.live import changeable, group
 from tuner.tuning.study import Prepared
@@ -76,10 +76,10 @@ def scene_of(prepared: Prepared, card: Card) -> Scene:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """A calibrated predictor, and what it was calibrated to."""
+    """A predictor, and what it was calibrated to; None: to nothing, as not even the baseline served."""
 
     predict: Batch
-    calibration: Calibration
+    calibration: Calibration | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,7 +95,19 @@ class Knowledge:
 
     def known(self, trials: Sequence[Trial], number: int) -> Known | None:
         """The predictor for the proposal of a number; None while nothing can be predicted."""
-        return self.calibrated(observed(trials, cutoff(number), self.prepared.study.objectives))
+        chosen = observed(trials, cutoff(number), self.prepared.study.objectives)
+        return self.calibrated(chosen) if chosen or not failed(trials) else self._uncalibrated()
+
+    def _uncalibrated(self) -> Known | None:
+        """The card's datasheet alone, kept."""
+        if () not in self._known:
+            card = card_for(self.prepared)
+            self.why_not = card if isinstance(card, str) else None
+            self._known[()] = None
+            if not isinstance(card, str):
+                predict = Predictor(scene_of(self.prepared, card), preset(card), spreads=False)
+                self._known[()] = Known(predict=Batch(predict), calibration=None)
+        return self._known[()]
 
     def calibrated(self, chosen: Sequence[Trial]) -> Known | None:
         """A predictor fitted to these trials, kept."""
@@ -117,7 +129,7 @@ class Knowledge:
             first = self.calibrated(chosen[:1]) if len(chosen) > 1 else None
             calibration = (
                 fit(scene, seen, rounds=FIRST_ROUNDS)
-                if first is None
+                if first is None or first.calibration is None
                 else fit(scene, seen, start=first.calibration.coefficients, rounds=ROUNDS)
             )
         except BadInput as error:
@@ -134,10 +146,10 @@ class Knowledge:
         """
         prepared = self.prepared
         base = told.baseline_of(trials)
-        if base is None:
+        if base is None and not failed(trials):
             return ()
         near = at_levels(prepared, trials)
-        known = self.calibrated((base,))
+        known = self._uncalibrated() if base is None else self.calibrated((base,))
         found: list[Seed] = [*self.fronts]
         if known is not None:
             space = around(prepared, near, trials) if changeable(prepared) else prepared.space
@@ -195,11 +207,17 @@ def cutoff(number: int) -> int:
 def observed(trials: Sequence[Trial], before: int, objectives: Sequence[str]) -> tuple[Trial, ...]:
     """The trials that a calibration rests on: the baseline, and the newest of the front before a number."""
     base = told.baseline_of(trials)
-    if base is None or base.number >= before:
+    if base is not None and base.number >= before:
         return ()
     past = [t for t in trials if t.number < before and t.state is not TrialState.RUNNING]
-    leaders = [t for t in proposals.leaders(past, objectives) if t.id != base.id]
-    return (base, *sorted(leaders[: OBSERVED - 1], key=lambda t: t.number))
+    first = () if base is None else (base,)
+    leaders = [t for t in proposals.leaders(past, objectives) if t not in first]
+    return (*first, *sorted(leaders[: OBSERVED - len(first)], key=lambda t: t.number))
+
+
+def failed(trials: Sequence[Trial]) -> bool:
+    """Whether the baseline was tried and cannot serve this traffic."""
+    return any(t.is_baseline and t.state is TrialState.INFEASIBLE for t in trials)
 
 
 def defaults_of(trials: Sequence[Trial]) -> Mapping[str, Value]:

@@ -43,7 +43,8 @@ def propose(
     """What the search proposes after these trials; a function of them alone (and of the seeds given)."""
     knowledge = knowledge or Knowledge(prepared=prepared)
     number = next_number(trials)
-    if not prepared.plan.demonstration and drift_due(trials):
+    served = told.baseline_of(trials) is not None
+    if served and not prepared.plan.demonstration and drift_due(trials):
         seed = told.derive(prepared.study.seed, number, "trial")
         return Suggestion(candidate=prepared.baseline, origin="baseline", seed=seed)
     seeds = untried(prepared, trials, (*help.seeds, *knowledge.seeds(trials)))

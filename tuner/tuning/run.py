@@ -24,7 +24,7 @@ from tuner.tuning.attempt import How, perform
 from tuner.tuning.confirm import Confirmation, confirm, finalists, launches_of
 from tuner.tuning.events import Event, Tell, silent
 from tuner.tuning.judging import judge_of
-from tuner.tuning.knowledge import LAUNCH_S, Knowledge, defaults_of, fronts_of, replay_s
+from tuner.tuning.knowledge import LAUNCH_S, Knowledge, Known, defaults_of, fronts_of, replay_s
 from tuner.tuning.live import Live
 from tuner.tuning.proposing import NO_HELP, RELAUNCHED, Help, minimal, next_number, propose
 from tuner.tuning.reconcile import locked, reconcile
@@ -201,8 +201,7 @@ class _Loop:
         own = {"stopped", "controller", "gate", "disk"}
         alone = any(t.cause not in own for t in trials if t.number == trial.number)
         if trial.is_baseline:
-            first = not any(t.is_baseline and t.state is TrialState.COMPLETE for t in trials)
-            return How(repeats=2 if first and not prepared.plan.demonstration else 1)
+            return How()
         if trial.origin == RELAUNCHED or alone or not self._live.possible:
             judge = None if trial.origin == RELAUNCHED else judge_of(prepared, trials, screened=False)
             return How(judge=judge)
@@ -341,9 +340,12 @@ def _span(trial: Trial) -> float:
 
 
 def _noise(trials: Sequence[Trial], objectives: Sequence[str]) -> float | None:
-    """The relative noise of one measurement by the baseline's repeats, at least 1 %; None without them."""
-    base = next((t for t in trials if t.is_baseline and t.state is TrialState.COMPLETE), None)
-    found = [n for name in objectives if base and (n := noise_of(base, name)) is not None]
+    """The relative noise of one measurement by the baseline's repetitions, at least 1 %, if there are any."""
+    again = [t for t in trials if t.is_baseline and t.state is TrialState.COMPLETE and t.measurement]
+    if not again:
+        return None
+    whole = replace(again[0], measurements=tuple(t.measurement for t in again if t.measurement))
+    found = [n for name in objectives if (n := noise_of(whole, name)) is not None]
     return max(0.01, sum(found) / len(found)) if found else None
 
 
@@ -356,11 +358,17 @@ def summary_of(
     drifts = [said for name in prepared.study.objectives if (said := drifted(again, name)) is not None]
     screened = [t for t in trials if t.screened]
     return {
-        "calibration": known.calibration.to_json() if known else None,
-        "predictor": knowledge.why_not or ("calibrated" if known else "not used"),
+        "calibration": known.calibration.to_json() if known and known.calibration else None,
+        "predictor": knowledge.why_not or _trusted(known),
         "screened": len(screened),
         "live_limits": list(live.failures) or ("used" if screened else "not used"),
         "gpu_seconds": round(sum(t.gpu_seconds for t in trials), 1),
         "drift": list(drifts),
         "quality": quality.why_not(prepared) or "judged by greedy canary prompts",
     }
+
+
+def _trusted(known: Known | None) -> str:
+    if known is None:
+        return "not used"
+    return "calibrated" if known.calibration else "uncalibrated: nothing was measured"
