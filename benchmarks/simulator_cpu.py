@@ -76,14 +76,14 @@ def scene_of(given: argparse.Namespace) -> Scene:
 def launch(
     given: argparse.Namespace, scene: Scene, candidate: Mapping[str, Value], directory: Path
 ) -> LaunchSpec:
-    """A fresh engine, uncompiled, whose limits can be changed while it runs."""
+    """A fresh engine whose limits can be changed while it runs."""
     knobs = {**scene.args, **candidate}
     argv = [word for name, value in knobs.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     launch_id = uuid.uuid4().hex
     installed = limits.install(directory, launch_id)
     if given.python:
         command = (given.python, "-m", "vllm.entrypoints.openai.api_server")
-        argv += ["--load-format", "dummy", "--skip-tokenizer-init", "--enforce-eager"]
+        argv += ["--load-format", "dummy", "--skip-tokenizer-init"]
     else:
         command = (sys.executable, "-m", "tuner.simulator.app")
     if given.live:

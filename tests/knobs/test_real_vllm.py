@@ -217,7 +217,7 @@ def tiny(directory: Path) -> str:
         "num_key_value_heads": shape.kv_heads,
         "vocab_size": shape.vocab_size,
         "max_position_embeddings": shape.max_len,
-        "torch_dtype": "float32",
+        "torch_dtype": "bfloat16",
         "bos_token_id": 0,
     }
     (directory / "config.json").write_text(json.dumps(config))
@@ -229,11 +229,8 @@ def asked_at(knobs: tuple[str, ...], position: int) -> Candidate:
 
 
 def words_of(asked: Candidate, facts: EngineFacts) -> tuple[str, ...]:
-    """Short, and uncompiled unless compiling is asked about: it takes a slow machine minutes."""
     short = () if "max_model_len" in asked else ("--max-model-len", "512")
-    eager = () if "enforce_eager" in asked else ("--enforce-eager",)
-    plain = ("--load-format", "dummy", "--skip-tokenizer-init", *short, *eager)
-    return (*plain, *compile_candidate(asked, facts).argv)
+    return ("--load-format", "dummy", "--skip-tokenizer-init", *short, *compile_candidate(asked, facts).argv)
 
 
 def wanted(asked: Candidate) -> dict[str, object]:
