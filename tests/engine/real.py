@@ -41,7 +41,7 @@ def model(directory: Path) -> str:
 
 
 def real(directory: Path, *argv: str, asked: dict[str, Value] | None = None, **changes: object) -> LaunchSpec:
-    """A launch of the real engine, compiled: uncompiled it dies (docs/engine.md). Skips where there is none."""
+    """A launch of the real engine, compiled: uncompiled it dies (docs/engine.md). Skips without one."""
     if not Path(INTERPRETER).exists() or not INTERPRETER:
         pytest.skip("TUNER_TEST_VLLM names no interpreter; `make test-vllm` installs one")
     defaults: dict[str, object] = {
