@@ -316,6 +316,25 @@ def test_a_violation_is_graded_by_the_numbers_in_the_log(
 
 
 @pytest.mark.parametrize(
+    ("line", "held_gib", "kind", "oom"),
+    [("(78.4/79.18 GiB) on startup is less than desired GPU memory utilization (0.999, 79.1 GiB)", 0.0, "oom",
+      0.7 / 79.18),
+     ("(73.0/79.18 GiB) on startup is less than desired GPU memory utilization (0.95, 75.22 GiB)", 5.0, "oom",
+      2.22 / 79.18),
+     ("(73.0/79.18 GiB) on startup is less than desired GPU memory utilization (0.95, 75.22 GiB)", 0.4,
+      "gpu_busy", None)],
+)  # fmt: skip
+def test_who_wants_more_than_a_free_card_has_is_at_fault(
+    line: str, held_gib: float, kind: str, oom: float | None
+) -> None:
+    """Seen on an H100 with --gpu-memory-utilization 0.999; nobody else was on the card."""
+    text = f"(EngineCore pid=7) ERROR ValueError: Free memory on device cuda:0 {line}. Decrease it.\n"
+    found = classify(text, 1, "startup", held_gib=held_gib)
+    assert (found.kind, found.outcome) == (kind, "aborted" if oom is None else "infeasible")
+    assert found.violation.oom == (None if oom is None else pytest.approx(max(0.01, oom), rel=1e-6))
+
+
+@pytest.mark.parametrize(
     ("argv", "asked", "wanted"),
     [(("--max-num-seqs", "many"), {"max_num_seqs": "many"}, Infeasible),
      (("--max-num-seqs", "many"), {}, StudyFailed), (("--no-such", "1"), {"max_num_seqs": 8}, StudyFailed)],

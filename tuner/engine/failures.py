@@ -185,6 +185,9 @@ FLAGS_OF = {
 }
 """Knobs whose flags bear other names than the knob."""
 
+FREE_SHARE = 0.95
+"""A card with so much of its memory free is in nobody's use: driver and context take the rest."""
+
 NODE_FAULTS = frozenset({"hard_fault", "gpu_dirty", "nccl"})
 """Causes after which the node is quarantined once the retries are used up; a hard fault at once."""
 
@@ -235,15 +238,19 @@ def classify(
     *,
     asked: Iterable[str] = (),
     oom_killed: bool = False,
+    held_gib: float = 0.0,
 ) -> Verdict:
     """Why an engine ended, from its log, its exit code (None: it still runs) and the knobs it was asked for.
 
     The first root cause in the log wins over later ones, any root cause over general errors, these over
-    wrappers. A refusal is the candidate's fault only when it names a knob of the candidate.
+    wrappers. A refusal is the candidate's fault only when it names a knob of the candidate. `held_gib` of GPU
+    memory were in use before anything of ours ran: who asks for what was free then asks for too much.
     """
     found = first_cause(text)
     if found is not None and KINDS[found[0]].rank < 3:
         kind, line = found
+        if kind == "gpu_busy" and _asks_too_much(line, held_gib):
+            kind = "oom"
         return _blame(verdict(kind, detail=_detail(kind, line), evidence=line, phase=phase), list(asked))
     if oom_killed and (exit_code == -9 or found is not None):
         return verdict("host_oom", evidence=last_line(text), phase=phase)
@@ -321,7 +328,16 @@ def _detail(kind: str, line: str) -> str:
         return f"{match.group(1)} sequences"
     if match := _NEEDED.search(line):
         return f"{match.group(1)} GiB needed, {match.group(2)} GiB there"
+    if match := _FREE.search(line):
+        free, total, share, desired = match.groups()
+        return f"{desired} GiB wanted ({share} of the card), {free} of {total} GiB free"
     return ""
+
+
+def _asks_too_much(line: str, held_gib: float) -> bool:
+    """Whether the card was as good as free, so that no other process is to blame."""
+    match = _FREE.search(line)
+    return match is not None and float(match.group(1)) + held_gib >= FREE_SHARE * float(match.group(2))
 
 
 def _exit_words(code: int | None) -> str:
@@ -346,8 +362,12 @@ def _violation(kind: str, line: str, phase: Phase) -> Violation:
         needed, there = float(match.group(1)), float(match.group(2))
         return Violation(kv=max(0.01, 1.0 - max(there, 0.0) / needed) if needed > 0 else 1.0)
     if kind in ("oom", "oom_warmup"):
-        match = _TRIED.search(line)
-        share = _missing_share(match) if match else 0.5
+        share = 0.5
+        if match := _TRIED.search(line):
+            share = _missing_share(match)
+        elif match := _FREE.search(line):
+            free, total, _, desired = (float(group) for group in match.groups())
+            share = min(1.0, max(0.01, (desired - free) / total)) if total else 0.5
         return Violation(oom=share + (1.0 if phase == "run" else 0.0))
     return Violation(err=1.0) if KINDS[kind].outcome == "infeasible" else Violation()
 
@@ -369,6 +389,10 @@ _TOKENS = re.compile(
 )
 _TRIED = re.compile(
     r"Tried to allocate ([\d.]+) (\w+)\..*?total capacity of ([\d.]+) (\w+) of which ([\d.]+) (\w+) is free"
+)
+_FREE = re.compile(
+    r"Free memory on device \S+ \(([\d.]+)/([\d.]+) GiB\) on startup is less than desired GPU memory "
+    r"utilization \(([\d.]+), ([\d.]+) GiB\)"
 )
 _COMPILED = [(kind, re.compile(about.pattern)) for kind, about in KINDS.items() if about.pattern]
 _ANY = re.compile("|".join(about.pattern for about in KINDS.values() if about.pattern))
