@@ -34,6 +34,9 @@ class Known:
     async def fault(self, phase: str) -> EngineError | None:
         return None
 
+    def heard(self) -> None:
+        return
+
 
 def constant(rate: float, tokens: int, seconds: float, prompt: int) -> traffic.Trace:
     """A trace of requests at equal distances."""

@@ -70,6 +70,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
+        if "deaf" in self.state.faults and self.state.completions > 1:
+            time.sleep(600)
         if path == "/health":
             sick = "sicken" in self.state.faults and self.state.completions > 1
             self._answer(503 if sick else 200, b"")

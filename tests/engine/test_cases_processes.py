@@ -141,6 +141,29 @@ def test_case_05_frozen_in_the_window_is_found_by_the_step_counter(tmp_path: Pat
     assert leftovers(server.spec) == []
 
 
+def test_an_overloaded_server_is_not_a_frozen_one(tmp_path: Path) -> None:
+    """/health and /metrics say nothing any more, while completions are answered."""
+
+    async def ask() -> tuple[list[EngineError | None], bool]:
+        async with serve(spec(tmp_path, "deaf")) as server:
+            found = []
+            for _ in range(2):
+                reply = await server.ask("POST", "/v1/completions", body=body(server))
+                assert reply.status == 200
+                found.append(await server.fault("run"))
+            return found, server.alive
+
+    assert asyncio.run(ask()) == ([None, None], True)
+
+
+def test_one_that_is_silent_for_the_whole_grace_is_frozen(tmp_path: Path) -> None:
+    fault, server = asyncio.run(fault_under_load(spec(tmp_path, "deaf"), grace_s=0.5))
+    assert isinstance(fault, Infeasible)
+    assert fault.cause == "frozen"
+    assert "no token and no answer to /metrics" in str(fault)
+    assert leftovers(server.spec) == []
+
+
 def test_case_06_death_right_after_ready_is_a_failed_start(tmp_path: Path) -> None:
     async def die() -> EngineError | None:
         async with serve(spec(tmp_path, "die_after_ready")) as server:

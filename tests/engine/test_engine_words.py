@@ -9,7 +9,7 @@ import pytest
 from tests.engine.helpers import spec
 from tuner.engine import effective, failures, log, metrics
 from tuner.engine.boots import compiled_anew, ready_deadline
-from tuner.engine.liveness import Liveness
+from tuner.engine.liveness import Liveness, watch
 from tuner.engine.server import serve
 from tuner.records import Candidate
 
@@ -135,6 +135,26 @@ def test_a_boot_that_loads_compiled_code_did_not_compile() -> None:
     assert compiled_anew("x\nCompiling a graph for compile range (1, 2) takes 9.00 s\n")
     assert not compiled_anew("Directly load AOT compilation from path p\n torch.compile took 0.1 s in total")
     assert not compiled_anew("Enforce eager set")
+
+
+def test_silence_counts_from_the_last_token() -> None:
+    """No answer to any scrape; tokens come until second 50."""
+    now = [0.0]
+
+    async def silent() -> str:
+        now[0] += 10.0
+        raise TimeoutError
+
+    found = asyncio.run(
+        watch(
+            silent,
+            Liveness(grace_s=25.0),
+            interval_s=0.0,
+            clock=lambda: now[0],
+            heard=lambda: min(now[0], 50.0),
+        )
+    )
+    assert (found.kind, now[0]) == ("frozen", 80.0)
 
 
 def state(running: int, steps: int | None, tokens: int | None, preemptions: int = 0) -> metrics.EngineMetrics:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -88,6 +89,7 @@ class KnownEngine:
         self.most_in_flight = 0
         self.connections = 0
         self.reset_calls = 0
+        self.heard_calls = 0
         self.full = asyncio.Event()
 
     async def reset_cache(self) -> Said:
@@ -97,6 +99,9 @@ class KnownEngine:
 
     async def fault(self, phase: str) -> EngineError | None:
         return None
+
+    def heard(self) -> None:
+        self.heard_calls += 1
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
@@ -149,6 +154,33 @@ class KnownEngine:
             writer.write(chunked(one))
         writer.write(b"0\r\n\r\n")
         return True
+
+
+@asynccontextmanager
+async def slow_to_accept(gap_s: float, script: Script | None = None) -> AsyncIterator[KnownEngine]:
+    """A KnownEngine whose server has no room for connections that wait, and takes one every `gap_s`."""
+    engine = KnownEngine(script or Script())
+    engine.full.set()
+    loop = asyncio.get_running_loop()
+    tasks: list[asyncio.Task[None]] = []
+
+    async def accept() -> None:
+        while True:
+            raw, _ = await loop.sock_accept(listener)
+            reader, writer = await asyncio.open_connection(sock=raw)
+            tasks.append(loop.create_task(engine.serve(reader, writer)))
+            await asyncio.sleep(gap_s)
+
+    with socket.create_server((engine.host, 0), backlog=0) as listener:
+        listener.setblocking(False)
+        engine.port = listener.getsockname()[1]
+        tasks.append(loop.create_task(accept()))
+        try:
+            yield engine
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @asynccontextmanager

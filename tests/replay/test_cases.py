@@ -13,7 +13,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.replay.engine import HEAD, KnownEngine, Script, chunked, event, events, running, usage
+from tests.replay.engine import (
+    HEAD,
+    KnownEngine,
+    Script,
+    chunked,
+    event,
+    events,
+    running,
+    slow_to_accept,
+    usage,
+)
 from tests.replay.test_timeline import LOAD, PLAN, play, within
 from tests.replay.traces import trace
 from tuner.errors import Aborted
@@ -102,6 +112,27 @@ def test_case_r02_a_busy_sender_voids_the_trial_and_says_what_to_change() -> Non
     assert gates(late) == ("lateness",)
     slow = [outcome(k, sent_s=0.02, first_token_s=1.0, last_token_s=2.0) for k in range(100)]
     assert gates(slow) == (), "5 % of the median TTFT is allowed"
+
+
+def test_a_server_that_is_slow_to_accept_makes_no_sender_late() -> None:
+    """The kernel tries again after a second where the server's queue is full; the schedule runs on."""
+
+    async def go() -> list[Sent]:
+        async with slow_to_accept(0.1) as engine:
+            return (await send(engine, each([job(k) for k in range(6)])))[0]
+
+    found = within(go())
+    assert all(sent.outcome.ok for sent in found)
+    waited = [sent for sent in found if sent.waited_s > 0.9]
+    assert waited
+    for sent in waited:
+        assert sent.outcome.first_token_s is not None
+        assert sent.outcome.first_token_s - sent.outcome.scheduled_s > sent.waited_s
+    evidence = fidelity.Evidence(sent=found, planned=6, cpu=0.1)
+    said = fidelity.check(evidence, dataclasses.replace(PLANS["standard"], lateness_ms=500.0))
+    assert said.failed == ()
+    assert (said.values["connect_wait_max_ms"] or 0) > 900
+    assert any("to take their connection" in warning for warning in said.warnings)
 
 
 def test_case_r03_nothing_caps_the_requests_in_flight() -> None:

@@ -50,6 +50,27 @@ def test_a_window_is_measured_by_scheduled_arrival_between_warm_up_and_tail() ->
     assert values["ttft_p95_ms"] > 10
 
 
+def test_the_engine_is_told_that_tokens_come() -> None:
+    """While requests still run: none of these ends before the window does."""
+    traffic = trace(np.zeros(3), inputs=5, outputs=20)
+    plan = dataclasses.replace(PLAN, warmup_waves=0, tail_limit_s=30.0)
+    told: list[int] = []
+
+    async def go() -> None:
+        async with running(Script(gap_s=0.1)) as engine:
+
+            def look(partial: Partial) -> None:
+                if not partial.outcomes:
+                    told.append(engine.heard_calls)
+
+            await replay(
+                engine, traffic, [Slice(name="all", start_s=0, duration_s=1)], plan, LOAD, judge=look
+            )
+
+    within(go())
+    assert max(told) > 0
+
+
 def test_bodies_carry_exact_lengths_and_never_share_tokens_with_the_warm_up() -> None:
     traffic = trace(np.arange(10) * 0.02, inputs=20, outputs=2, blocks=[[1, 2]] * 10, block_size=10)
     part = Slice(name="all", start_s=0.0, duration_s=0.2)

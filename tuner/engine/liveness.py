@@ -1,10 +1,13 @@
-"""Whether a running engine still computes: by its iteration counter, as /health of a frozen one is 200."""
+"""Whether a running engine still computes: by its iteration counter, as /health of a frozen one is 200; and
+how often the kernel killed for want of memory."""
 
 import asyncio
+import math
 import re
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from tuner.engine.failures import Verdict, verdict
 from tuner.engine.metrics import EngineMetrics, parse
@@ -72,20 +75,32 @@ async def watch(
     *,
     interval_s: float,
     clock: Callable[[], float] = time.monotonic,
+    heard: Callable[[], float] = lambda: -math.inf,
 ) -> Verdict:
     """Look at a running engine until it stands still; returns that verdict. `scrape` gives the exposition
-    text and raises OSError when there is none: no answer for the whole grace is standing still, too."""
+    text and raises OSError when there is none: no answer for the whole grace is standing still, too, unless
+    tokens came meanwhile (`heard`: when the last ones did, by the same clock)."""
     answered = clock()
     while True:
         await asyncio.sleep(interval_s)
         try:
             scraped = parse("\n".join(_NEEDED.findall(await scrape())) + "\n")
         except (OSError, ValueError):
-            if clock() - answered > liveness.grace_s:
+            silent = clock() - max(answered, heard())
+            if silent > liveness.grace_s:
                 return verdict(
-                    "frozen", detail=f"/metrics silent for {clock() - answered:.0f} s", phase="run"
+                    "frozen", detail=f"no token and no answer to /metrics for {silent:.0f} s", phase="run"
                 )
             continue
         answered = clock()
         if (found := liveness.observe(scraped, answered)) is not None:
             return found
+
+
+def oom_kills() -> int:
+    """How often the kernel's out-of-memory killer struck on this host; 0 where it does not say."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

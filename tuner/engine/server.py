@@ -1,6 +1,7 @@
 """One engine process tree: launched, proved ready, asked, and stopped whatever happens."""
 
 import asyncio
+import math
 import os
 import signal
 import time
@@ -8,20 +9,24 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from tuner.engine import boots, compile_cache, effective, failures, log, metrics
 from tuner.engine.failures import Phase, Verdict
 from tuner.engine.gpu import Gpus, visible_devices
 from tuner.engine.http import Reply, ask, stream_has_token
-from tuner.engine.liveness import Liveness, watch
-from tuner.engine.ports import fresh_port, is_free, strangers
+from tuner.engine.liveness import Liveness, oom_kills, watch
+from tuner.engine.ports import fresh_port, strangers
 from tuner.errors import BadInput, EngineError, StudyFailed
 from tuner.processes import HOST, TAG, Process, Stopped, Table, spawn, stop
 from tuner.records import JSON, LaunchSpec, Value
 
 HOST_NAME = "127.0.0.1"
 REFUSAL_S = 10.0
+HEALTH_S = 2.0
+SLOW, GONE = 0, -1
+"""No answer to /health within HEALTH_S, and no connection at all."""
 HYGIENE: Mapping[str, str | None] = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -63,6 +68,8 @@ class Server:
         self.compiled_anew = False
         self.first_kv_tokens: int | None = None
         self.stopped: Stopped | None = None
+        self.held_gib = 0.0
+        self.heard_at = -math.inf
         self._oom_kills = oom_kills()
         self._latched: Verdict | None = None
 
@@ -84,9 +91,13 @@ class Server:
         """One scrape of /metrics. OSError when no answer came."""
         return metrics.parse(await self.exposition())
 
-    async def exposition(self) -> str:
+    async def exposition(self, timeout_s: float = 10.0) -> str:
         """The raw text of /metrics."""
-        return (await self.ask("GET", "/metrics")).text
+        return (await self.ask("GET", "/metrics", timeout_s=timeout_s)).text
+
+    def heard(self) -> None:
+        """Tokens arrived from this engine just now: it computes, however silent its other endpoints are."""
+        self.heard_at = time.monotonic()
 
     async def version(self) -> str | None:
         """What /version says, None when it says nothing."""
@@ -113,23 +124,29 @@ class Server:
     async def fault(self, phase: str = "run") -> EngineError | None:
         """What killed or broke the engine, None when it is fine. The first answer stays, whatever follows."""
         if self._latched is None:
-            self._latched = await self._look("startup" if phase == "startup" else "run")
+            found = await self._look("startup" if phase == "startup" else "run")
+            self._latched = self._latched or found  # the watch may have come to a verdict meanwhile
         return None if self._latched is None else self._latched.error()
 
     async def _look(self, phase: Phase) -> Verdict | None:
+        """Silence is no verdict: a server with too many requests answers nobody for seconds. While it lives,
+        how long it may stand still is for the watch to say."""
         said = await self._health()
-        if said == 200 and self.alive:
+        if self.alive and said in (200, SLOW):
             return None
         await self._until_gone()  # one that dies answers 503, or nothing, a while before its end is seen
-        if said is None and self.alive and (said := await self._health()) is None:
-            return self.say("frozen", "no answer to /health")
-        return None if said == 200 and self.alive else await self.verdict(phase)
-
-    async def _health(self) -> int | None:
-        try:
-            return (await self.ask("GET", "/health")).status
-        except OSError:
+        if self.alive and await self._health() in (200, SLOW, GONE):
             return None
+        return await self.verdict(phase)
+
+    async def _health(self) -> int:
+        """What /health answers: a status, SLOW or GONE."""
+        try:
+            return (await self.ask("GET", "/health", timeout_s=HEALTH_S)).status
+        except TimeoutError:
+            return SLOW
+        except OSError:
+            return GONE
 
     def say(self, kind: str, detail: str) -> Verdict:
         """A verdict that we came to ourselves, with the log's last line as evidence."""
@@ -150,6 +167,7 @@ class Server:
             phase,
             asked=self.spec.asked,
             oom_killed=oom_kills() > self._oom_kills,
+            held_gib=self.held_gib,
         )
 
     def latch(self, verdict: Verdict) -> EngineError:
@@ -217,6 +235,8 @@ async def _boot(spec: LaunchSpec, terms: _Terms) -> AsyncIterator[Server]:
     with compile_cache.claimed(spec.env) as cache:
         devices = visible_devices(spec.gpus, terms.gpus)
         server = _launch(replace(spec, env={**devices, **spec.env, **cache}))
+        if terms.gpus is not None:
+            server.held_gib = max((n / 2**30 for n in terms.gpus.baseline.values()), default=0.0)
         try:
             await _until_ready(server, terms.note)
             guard = asyncio.ensure_future(_kill_when_still(server, terms.grace_s))
@@ -231,7 +251,12 @@ async def _boot(spec: LaunchSpec, terms: _Terms) -> AsyncIterator[Server]:
 async def _kill_when_still(server: Server, grace_s: float) -> None:
     """End an engine that computes nothing any more, so that who waits for it hears the verdict at once."""
     liveness = Liveness(grace_s=grace_s)
-    found = await watch(server.exposition, liveness, interval_s=grace_s / 12)
+    found = await watch(
+        partial(server.exposition, min(10.0, grace_s)),
+        liveness,
+        interval_s=grace_s / 12,
+        heard=lambda: server.heard_at,
+    )
     server.latch(found)
     server.process.asked = True
     HOST.kill(server.process.pid, signal.SIGKILL)
@@ -249,15 +274,6 @@ def arguments(spec: LaunchSpec, port: int, nonce: str) -> list[str]:
     ]
     fixed = ["--model", spec.model, "--host", HOST_NAME, "--port", str(port)]
     return [*prefix, *fixed, "--served-model-name", spec.served_name, nonce, *spec.argv]
-
-
-def oom_kills() -> int:
-    """How often the kernel's out-of-memory killer struck on this host; 0 where it does not say."""
-    try:
-        lines = Path("/proc/vmstat").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
 def _launch(spec: LaunchSpec) -> Server:
@@ -376,8 +392,3 @@ async def _stop_surely(server: Server, terms: _Terms) -> None:
         raise server.latch(failures.verdict("hard_fault", detail=f"pids {pids}"))
     if cancelled is not None:
         raise cancelled
-
-
-def port_is_free(port: int) -> bool:
-    """Whether a stopped engine's port can be had again."""
-    return is_free(port)

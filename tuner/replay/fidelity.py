@@ -13,6 +13,8 @@ from tuner.records import Fidelity, Outcome
 from tuner.replay.jobs import CANCELLED, Sent
 from tuner.replay.plan import Plan
 
+SLOW_ACCEPT_MS = 50.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
@@ -41,7 +43,7 @@ def check(evidence: Evidence, plan: Plan) -> Fidelity:
             f"sender_cpu: a sender used {evidence.cpu:.0%} of its core (allowed {plan.sender_cpu:.0%}): "
             "use more senders or lower the speed"
         )
-    _wire(evidence.sent, values)
+    _wire(evidence.sent, values, warnings)
     values.update(evidence.extra)
     return Fidelity(values=values, failed=tuple(failed), warnings=tuple(warnings))
 
@@ -118,8 +120,18 @@ def _conservation(evidence: Evidence, values: dict[str, float | None], failed: l
         )
 
 
-def _wire(sent: Sequence[Sent], values: dict[str, float | None]) -> None:
-    """What the wire knows: resends, chunks per token, our TTFT against the engine's own."""
+def _wire(sent: Sequence[Sent], values: dict[str, float | None], warnings: list[str]) -> None:
+    """What the wire knows: waits for a connection, resends, chunks per token, our TTFT against the engine's
+    own. A server that is slow to accept is the engine's fault: it counts in TTFT, and voids nothing."""
+    waits = np.array([s.waited_s * 1000 for s in sent if s.counted and s.outcome.sent_s is not None])
+    if len(waits):
+        p99 = float(np.percentile(waits, 99))
+        values["connect_wait_p99_ms"] = p99
+        values["connect_wait_max_ms"] = float(waits.max())
+        if p99 > SLOW_ACCEPT_MS:
+            warnings.append(
+                f"requests waited {p99:.0f} ms at p99 for the engine's server to take their connection"
+            )
     counted = [s for s in sent if s.counted and s.outcome.ok]
     values["resent"] = float(sum(s.resent for s in sent))
     tokens = sum(int(s.outcome.chunk_tokens.sum()) for s in counted)

@@ -122,12 +122,14 @@ class Ended:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sent:
-    """An outcome and what only the wire knows of it; `engine` is the engine's word on this request."""
+    """An outcome and what only the wire knows of it; `engine` is the engine's word on this request,
+    `waited_s` how long it waited for a connection after it was sent."""
 
     key: int
     outcome: Outcome
     counted: bool = True
     resent: bool = False
+    waited_s: float = 0.0
     engine: Mapping[str, float] = field(default_factory=dict)
 
     def pack(self) -> bytes:
@@ -137,8 +139,9 @@ class Sent:
         engine = json.dumps(dict(self.engine)).encode() if self.engine else b""
         head = _SENT.pack(
             self.key, o.row, o.scheduled_s, _nan(o.sent_s), _nan(o.first_token_s), _nan(o.last_token_s),
-            _nan(o.end_s), 0.0, o.input_tokens, o.expected_input, o.output_tokens, o.expected_output,
-            -1 if o.cached_tokens is None else o.cached_tokens, len(o.chunk_s), self.counted, self.resent,
+            _nan(o.end_s), self.waited_s, o.input_tokens, o.expected_input, o.output_tokens,
+            o.expected_output, -1 if o.cached_tokens is None else o.cached_tokens, len(o.chunk_s),
+            self.counted, self.resent,
         )  # fmt: skip
         arrays = o.chunk_s.tobytes() + o.chunk_tokens.tobytes()
         return head + _LENGTHS.pack(len(error), len(engine), 0) + arrays + error + engine
@@ -147,7 +150,7 @@ class Sent:
     def unpack(raw: bytes) -> "Sent":
         """What `pack` made bytes of."""
         (
-            key, row, scheduled_s, sent_s, first_s, last_s, end_s, _, input_tokens, expected_input,
+            key, row, scheduled_s, sent_s, first_s, last_s, end_s, waited_s, input_tokens, expected_input,
             output_tokens, expected_output, cached, chunks, counted, resent,
         ) = _SENT.unpack_from(raw)  # fmt: skip
         error, engine, _ = _LENGTHS.unpack_from(raw, _SENT.size)
@@ -171,8 +174,9 @@ class Sent:
         )
         said = raw[texts + error : texts + error + engine]
         return Sent(
-            key=key, outcome=outcome, counted=counted, resent=resent, engine=json.loads(said) if said else {}
-        )
+            key=key, outcome=outcome, counted=counted, resent=resent, waited_s=waited_s,
+            engine=json.loads(said) if said else {},
+        )  # fmt: skip
 
 
 def sent_of(job: Job, exchange: Exchange, answer: Answer, zero_ns: int) -> Sent:
@@ -194,9 +198,11 @@ def sent_of(job: Job, exchange: Exchange, answer: Answer, zero_ns: int) -> Sent:
         chunk_tokens=np.asarray(answer.chunk_tokens, dtype=np.int32),
         error=exchange.failure or answer.error,
     )
+    waited_ns = (exchange.written_ns or exchange.end_ns) - exchange.sent_ns if exchange.sent_ns else 0
     return Sent(
-        key=job.key, outcome=outcome, counted=job.counted, resent=exchange.resent, engine=dict(answer.engine)
-    )
+        key=job.key, outcome=outcome, counted=job.counted, resent=exchange.resent, waited_s=waited_ns / 1e9,
+        engine=dict(answer.engine),
+    )  # fmt: skip
 
 
 def never_sent(job: Job, reason: str) -> Sent:

@@ -48,6 +48,7 @@ class Engine(Protocol):
     def alive(self) -> bool: ...
     async def reset_cache(self) -> Reset: ...
     async def fault(self, phase: str) -> EngineError | None: ...
+    def heard(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +169,8 @@ class Preparer:
         def take(sent: Sent) -> None:
             found.append(sent.outcome)
             room.release()
+            if sent.outcome.ok:
+                self.server.heard()
 
         sender = Sender(self.pool, take)
         zero = perf_counter_ns()

@@ -25,7 +25,9 @@ BATCH, BATCH_BYTES = 64, 1 << 20
 
 
 class Senders:
-    """Sender processes on one engine. A job goes to the sender of its group: sessions stay whole."""
+    """Sender processes on one engine. A job goes to the sender of its group: sessions stay whole. `heard`
+    grows while tokens come.
+    """
 
     def __init__(
         self, host: str, port: int, count: int, cores: Sequence[int] | None, *, realtime: bool = False
@@ -36,6 +38,7 @@ class Senders:
         self.count = count
         self.cores = cores
         self.broken: str | None = None
+        self.heard = 0
         self.reports: list[Mapping[str, float]] = []
         self._on_sent: Callable[[Sent], None] = lambda sent: None
         self._tag = f"sender-{uuid.uuid4().hex[:12]}"
@@ -108,6 +111,8 @@ class Senders:
                 elif kind == b"A":
                     self._ahead[number] -= int(payload)
                     self._took.set()
+                elif kind == b"T":
+                    self.heard += 1
                 elif kind == b"P":
                     self._prepared.release()
                 else:

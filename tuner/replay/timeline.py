@@ -4,6 +4,7 @@ window by scheduled arrival → tail under load.
 
 import asyncio
 import math
+import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,8 +32,8 @@ LEAD_S = 0.05
 WATCH_S = 0.25
 LOOK_S = 2.0
 """Between two looks at the engine's health."""
-CONNECTIONS = 512
-"""Connections opened ahead of a window."""
+CONNECTIONS = 4096
+"""Connections opened ahead of a window at most: a server under load is slow to accept new ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -154,7 +155,7 @@ class _Replay:
         )
         window = _Window(part, timetable)
         self.planned += window.planned
-        self.senders.begin(window.take, min(CONNECTIONS, window.planned))
+        self.senders.begin(window.take, min(connections(), len(timetable)))
         ready = asyncio.Event()
         feeder = asyncio.create_task(self.senders.feed(self.jobs(timetable), ready))
         feeder.add_done_callback(lambda _: ready.set())
@@ -221,9 +222,12 @@ class _Replay:
     async def watch(self, window: "_Window", feeder: "asyncio.Task[None]", zero: int) -> None:
         """Until every counted request ended: ask the judge, look after the engine, report progress."""
         limit = window.window_s + self.plan.tail_limit_s
-        looked = -math.inf
+        looked, heard = -math.inf, self.senders.heard
         while True:
             window.now_s = (perf_counter_ns() - zero) / 1e9
+            if self.senders.heard != heard:
+                heard = self.senders.heard
+                self.server.heard()
             if window.done or window.now_s > limit:
                 return
             phase = "window" if 0 <= window.now_s < window.window_s else "load"
@@ -248,6 +252,11 @@ class _Replay:
         """Leave nothing behind."""
         await self.senders.close()
         await self.pool.close()
+
+
+def connections() -> int:
+    """How many are opened ahead at most; half of the files that an engine started here may open."""
+    return min(CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 
 class _Window:

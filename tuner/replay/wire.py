@@ -10,21 +10,28 @@ from collections.abc import Callable
 from time import perf_counter_ns
 from typing import cast
 
+OPEN_S = 10.0
+
 
 class Exchange:
     """One request and the raw bytes of its answer; `done` is called once, whatever happened.
 
-    `sent_ns` is taken just before the write, `stamps[k]` when `parts[k]` came. `failure` is None when the
-    answer was complete as HTTP; what it says is for `sse.read` to tell.
+    `sent_ns` is taken when the request is handed to the kernel: just before its write, or before the connect
+    that it then waits for; `written_ns` just before its (last) write, 0 while there was none; `stamps[k]`
+    when `parts[k]` came. `failure` is None when the answer was complete as HTTP; what it says is for
+    `sse.read` to tell.
     """
 
-    __slots__ = ("done", "end_ns", "failure", "key", "parts", "request", "resent", "sent_ns", "stamps")
+    __slots__ = (
+        "done", "end_ns", "failure", "key", "parts", "request", "resent", "sent_ns", "stamps", "written_ns",
+    )  # fmt: skip
 
     def __init__(self, key: int, request: bytes, done: Callable[["Exchange"], None]) -> None:
         self.key = key
         self.request = request
         self.done = done
         self.sent_ns = 0
+        self.written_ns = 0
         self.end_ns = 0
         self.stamps: list[int] = []
         self.parts: list[bytes] = []
@@ -135,7 +142,8 @@ class Connection(asyncio.Protocol):
         """Write head and body in one go; the stamp is taken before."""
         self.exchange = exchange
         self._framing = Framing()
-        exchange.sent_ns = perf_counter_ns()
+        exchange.written_ns = perf_counter_ns()
+        exchange.sent_ns = exchange.sent_ns or exchange.written_ns
         if self.transport is not None:
             self.transport.write(exchange.request)
 
@@ -153,6 +161,8 @@ class Connection(asyncio.Protocol):
             self._finish("malformed HTTP answer")
             self.close()
             return
+        if self._framing.status == 200:
+            self.pool.received += 1
         if complete:
             self._finish(None)
             if self._framing.keep:
@@ -198,7 +208,9 @@ class Connection(asyncio.Protocol):
 
 
 class Pool:
-    """Connections to one server: as many as are needed at once, reused last in, first out."""
+    """Connections to one server: as many as are needed at once, reused last in, first out. `received` counts
+    pieces of good answers.
+    """
 
     def __init__(self, host: str, port: int) -> None:
         self.host = host
@@ -206,12 +218,15 @@ class Pool:
         self.idle: list[Connection] = []
         self.flying: dict[int, Connection | None] = {}
         self.opened = 0
+        self.received = 0
         self._opening: set[asyncio.Task[None]] = set()
 
     async def open(self, count: int) -> None:
-        """Pre-open connections, so that the first burst finds them. OSError when the server is not there."""
+        """Have so many connections idle, so that the first burst finds them; fewer where a server takes more
+        than OPEN_S to accept them. OSError when the server is not there."""
         loop = asyncio.get_running_loop()
-        for _ in range(count):
+        end = loop.time() + OPEN_S
+        while len(self.idle) < count and loop.time() < end:
             _, connection = await loop.create_connection(lambda: Connection(self), self.host, self.port)
             self.idle.append(connection)
 
@@ -230,6 +245,7 @@ class Pool:
 
     async def _connect_and_send(self, exchange: Exchange) -> None:
         loop = asyncio.get_running_loop()
+        exchange.sent_ns = exchange.sent_ns or perf_counter_ns()
         try:
             _, connection = await loop.create_connection(lambda: Connection(self), self.host, self.port)
         except OSError as error:

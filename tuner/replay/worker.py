@@ -2,8 +2,9 @@
 
 Frames both ways on a Unix socket: kind (1 byte), length (4), payload. In: O connections to open, J job,
 E end of jobs, P prepared?, Z zero of the clock, X cut all. Out: P prepared (all before it is done), R a
-result, A bytes of bodies taken from the queue, F finished with X (JSON of its own numbers). The controller
-keeps the bytes that lie ahead within bounds. It ends when the socket does: it cannot outlive its controller.
+result, A bytes of bodies taken from the queue, T tokens came, F finished with X (JSON of its own numbers).
+The controller keeps the bytes that lie ahead within bounds. It ends when the socket does: it cannot outlive
+its controller.
 """
 
 import asyncio
@@ -62,6 +63,7 @@ class Worker:
         self.pool = Pool(host, port)
         self.writer = writer
         self.results: list[bytes] = []
+        self.received = 0
         self.fresh()
 
     def fresh(self) -> None:
@@ -84,6 +86,9 @@ class Worker:
 
     def flush(self) -> None:
         """Write what gathered."""
+        if self.pool.received != self.received:
+            self.writer.write(FRAME.pack(b"T", 0))
+            self.received = self.pool.received
         if self.queue.taken:
             payload = str(self.queue.taken).encode()
             self.writer.write(FRAME.pack(b"A", len(payload)) + payload)
@@ -171,7 +176,15 @@ def realtime() -> None:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
 
 
+def many_files() -> None:
+    """Allow as many connections as the host allows at all."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 if __name__ == "__main__":
+    many_files()
     if "--realtime" in sys.argv:
         realtime()
     uvloop.run(serve(sys.argv[1], sys.argv[2], int(sys.argv[3])))
