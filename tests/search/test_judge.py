@@ -120,6 +120,17 @@ def test_bounds_hold_at_every_moment() -> None:
     assert best["goodput_rps"] == pytest.approx(values["goodput_rps"])
 
 
+def test_while_nothing_meets_the_slo_the_nearest_to_it_is_kept() -> None:
+    slow = case_against(1.0, 0.9)
+    short = tuple(replace(r, values={**r.values, "slo_attainment": 0.5}) for r in slow.rivals)
+    case = replace(slow, rivals=short)
+    best = {"ttft_p95_ms": 1.0, "e2e_p95_ms": 1e6, "goodput_rps": 99.0, "slo_attainment": 0.6}
+    assert module.curtail(case, best) is None
+    assert module.curtail(case, {**best, "slo_attainment": 0.4}) is not None
+    met = replace(slow, rivals=tuple(replace(r, values={**r.values, "slo_attainment": 0.95}) for r in short))
+    assert module.curtail(met, best) is not None
+
+
 def test_ages_count_before_a_request_ends() -> None:
     nothing = EMPTY.rows().columns()
     stuck = module.bounds(EMPTY, nothing, ages_s=[30.0] * 200)

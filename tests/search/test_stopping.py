@@ -7,7 +7,7 @@ import pytest
 
 from tests.search import world
 from tests.search.world import OBJECTIVES
-from tuner.records import Candidate, Measurement, Trial
+from tuner.records import Candidate, Measurement, Trial, TrialState
 from tuner.search import stopping
 from tuner.search.stopping import reason_to_stop
 
@@ -51,6 +51,17 @@ def test_progress_keeps_the_search_going() -> None:
     values = {**world.truth({"max_num_batched_tokens": 2048, "max_num_seqs": 128}).values}
     better = replace(trials[13], measurements=(Measurement(values=values),))
     assert reason_to_stop([*trials[:13], better], OBJECTIVES, done=14) is None
+
+
+def test_a_baseline_that_cannot_serve_does_not_end_the_search() -> None:
+    dead = replace(flat(1)[0], state=TrialState.INFEASIBLE, measurements=())
+    failing = [replace(dead, number=n, origin="tpe", cause="oom") for n in range(1, 30)]
+    assert reason_to_stop([dead, *failing], OBJECTIVES, done=30) is None
+    served = [dead, *flat(14)[1:]]
+    assert reason_to_stop(served, OBJECTIVES, done=14) is not None
+    values = {**world.truth({"max_num_batched_tokens": 2048, "max_num_seqs": 128}).values}
+    better = replace(served[13], measurements=(Measurement(values=values),))
+    assert reason_to_stop([*served[:13], better], OBJECTIVES, done=14) is None
 
 
 def test_noise_is_the_spread_of_the_baselines_repeats() -> None:

@@ -177,9 +177,12 @@ def _outside(name: str, best: float, baseline: float | None) -> bool:
 
 
 def _may_be_picked(case: Case, best: Mapping[str, float]) -> bool:
-    """Whether it could still win by SLO: attainment in reach, more goodput than any that meets it."""
+    """Whether it could still win by SLO: attainment in reach, more goodput than any that meets it. While none
+    does, whoever comes nearest is picked.
+    """
+    nearest = max((r.values.get("slo_attainment", 0.0) for r in case.rivals), default=0.0)
     if best["slo_attainment"] < case.slo.attainment:
-        return False
+        return best["slo_attainment"] >= nearest and nearest < case.slo.attainment
     meeting = [r for r in case.rivals if r.values.get("slo_attainment", 0.0) >= case.slo.attainment]
     top = max((r.values.get("goodput_rps", 0.0) for r in meeting), default=0.0)
     return best["goodput_rps"] > top * (1 - case.epsilon)

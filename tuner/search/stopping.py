@@ -1,5 +1,6 @@
 """When a search has said what it can say."""
 
+import math
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 
@@ -50,7 +51,7 @@ def _nothing_to_gain(
 ) -> str | None:
     finished = [t for t in told.latest(trials) if t.state is not TrialState.RUNNING]
     searched = [t for t in finished if t.origin not in SEEDED]
-    if len(searched) < max(MINIMUM, WINDOW):
+    if len(searched) < max(MINIMUM, WINDOW) or _reference(finished, objectives) is None:
         return None
     recent = {t.number for t in searched[-WINDOW:]}
     before = volume_of([t for t in finished if t.number not in recent], objectives, finished)
@@ -67,19 +68,25 @@ def _nothing_to_gain(
 
 
 def volume_of(trials: Sequence[Trial], objectives: Sequence[str], all_trials: Sequence[Trial]) -> float:
-    """Hypervolume of measured trials, screened ones included, below 1.1 × the baseline of `all_trials`."""
-    base = told.baseline_of(all_trials)
-    reference = told.objective_values(base, objectives) if base else None
+    """Hypervolume of measured trials, screened ones included, below 1.1 × the reference of `all_trials`."""
+    reference = _reference(all_trials, objectives)
     if reference is None:
         return 0.0
     points = [told.objective_values(t, objectives) or () for t in pareto.measured(trials, objectives)]
     return pareto.hypervolume(points, objectives, reference) if points else 0.0
 
 
+def _reference(trials: Sequence[Trial], objectives: Sequence[str]) -> tuple[float, ...] | None:
+    """The baseline's objectives, or the first measured ones where no baseline served; None unless finite."""
+    base = told.baseline_of(trials)
+    known = [base] if base else pareto.measured(trials, objectives)
+    rows = [told.objective_values(t, objectives) for t in known]
+    return next((r for r in rows if r is not None and all(map(math.isfinite, r))), None)
+
+
 def noise_volume(trials: Sequence[Trial], objectives: Sequence[str], noise: float) -> float:
     """How much hypervolume the front gains when one objective is better by `noise`, mean over objectives."""
-    base = told.baseline_of(trials)
-    reference = told.objective_values(base, objectives) if base else None
+    reference = _reference(trials, objectives)
     found = pareto.measured(trials, objectives)
     if reference is None or not found:
         return 0.0
