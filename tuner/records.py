@@ -281,7 +281,8 @@ class LaunchSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """One engine process tree as history keeps it; `timeline` maps start-up phases to seconds."""
+    """One engine process tree as history keeps it; `timeline` maps start-up phases to seconds (and has the
+    KV cache's drift after a first boot, a share)."""
 
     id: str
     study_id: str

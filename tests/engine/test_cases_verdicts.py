@@ -14,7 +14,7 @@ import tuner
 from tests.engine.expositions import EXPOSITIONS
 from tests.engine.helpers import ending, leftovers, spec
 from tuner.engine import compile_cache, metrics
-from tuner.engine.boots import kv_drift
+from tuner.engine.boots import about_first, boots_again, first_drifts, kv_drift
 from tuner.engine.failures import NODE_FAULTS, classify, verdict
 from tuner.engine.gpu import Gpu, Gpus, Sample, User
 from tuner.engine.server import CacheReset, Server, serve
@@ -52,9 +52,31 @@ def test_case_07_a_first_boot_with_less_kv_cache_is_booted_again(tmp_path: Path)
     launch = spec(tmp_path, f"compile_once={tmp_path}/compiled")
     server = asyncio.run(served(launch, settle=True))
     assert (server.first_kv_tokens, server.kv_tokens) == (3888, 4096)
+    assert server.timeline["first_kv_drift"] == pytest.approx(-0.0508, abs=1e-4)
+    assert about_first([server.timeline]) == "thrown away: the KV cache of the next boot differed by 5.1%"
     assert not server.compiled_anew
     assert "Compiling a graph" in (tmp_path / "engine-first.log").read_text()
     assert leftovers(launch) == []
+
+
+@pytest.mark.parametrize(
+    ("timelines", "again", "said"),
+    [
+        ([], True, "none was thrown away"),
+        ([{"ready_s": 95.0}, {"first_ready_s": 95.0}], True, "none was thrown away"),
+        ([{"first_kv_drift": -0.0011}, {"ready_s": 50.0}], False,
+         "kept: the KV cache of the next boot differed by 0.1%"),
+        ([{"first_kv_drift": -0.0508}], True, "thrown away: the KV cache of the next boot differed by 5.1%"),
+        ([{"first_kv_drift": -0.0011}, {"first_kv_drift": 0.02}], True,
+         "thrown away: the KV cache of the next boot differed by 2.0%"),
+    ],
+)  # fmt: skip
+def test_case_07_first_boots_are_thrown_away_until_one_proved_harmless(
+    timelines: list[dict[str, float]], again: bool, said: str
+) -> None:
+    """On an H100 the caches were 1,071,136 and 1,072,288 tokens, and the second boot took 95 s."""
+    assert boots_again(first_drifts(timelines)) is again
+    assert about_first(timelines) == said
 
 
 def test_case_07_a_boot_without_compiling_is_not_repeated(tmp_path: Path) -> None:

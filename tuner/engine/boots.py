@@ -1,12 +1,14 @@
 """What earlier boots of a node tell about the next: how long to wait, how large a KV cache to expect."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 
 CEILING_S = 3600.0
 FLOOR_S = 60.0
 UNKNOWN_S = 900.0
+FIRST_DRIFT, FIRST_S = "first_kv_drift", "first_ready_s"
+"""Where a launch's timeline keeps what its first boot differed by (a share), and when that one was ready."""
 _COMPILED = re.compile(r"Compiling a graph for|torch\.compile takes")
 _LOADED = re.compile(r"Directly load (?:the|AOT)")
 
@@ -22,6 +24,27 @@ def ready_deadline(ready_s: Sequence[float], *, ceiling_s: float = CEILING_S) ->
 def compiled_anew(log: str) -> bool:
     """Whether this boot compiled code that was not in the cache (its KV cache may come out smaller)."""
     return _COMPILED.search(log) is not None and _LOADED.search(log) is None
+
+
+def first_drifts(timelines: Sequence[Mapping[str, float]]) -> tuple[float, ...]:
+    """How much a KV cache differed after a first boot from the next one's, by launches that did both."""
+    return tuple(drift for each in timelines if (drift := each.get(FIRST_DRIFT)) is not None)
+
+
+def boots_again(drifts: Sequence[float], *, tolerance: float = 0.01) -> bool:
+    """Whether a boot that compiled anew is thrown away: until one has shown what that changes, and ever after
+    where it changed more than the tolerance."""
+    return not drifts or max(abs(drift) for drift in drifts) > tolerance
+
+
+def about_first(timelines: Sequence[Mapping[str, float]]) -> str:
+    """One phrase on what was learned of first boots."""
+    drifts = first_drifts(timelines)
+    if not drifts:
+        return "none was thrown away"
+    most = max(abs(drift) for drift in drifts)
+    fate = "thrown away" if boots_again(drifts) else "kept"
+    return f"{fate}: the KV cache of the next boot differed by {most:.1%}"
 
 
 def kv_drift(now: int | None, earlier: Sequence[int | None], *, tolerance: float = 0.01) -> float | None:

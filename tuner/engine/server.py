@@ -196,7 +196,8 @@ async def serve(
     """Launch, wait until ready, hand over, stop; also when the caller is cancelled.
 
     With `gpus`, waits first until their memory is free. `settle` (default: on GPUs): a boot that compiled
-    anew gets less KV cache than the next, so it is thrown away and booted again. An engine that stands
+    anew may get less KV cache than the next, so it is thrown away and booted again; the timeline then says
+    what that changed. An engine that stands
     still under load for `grace_s` is killed (see liveness); processes that live `kill_timeout_s` after
     SIGKILL are a hard fault. `note` hears of the steps. Raises Infeasible | Aborted | StudyFailed.
     """
@@ -212,6 +213,10 @@ async def serve(
     first.log.rename(first.log.with_name("engine-first.log"))
     async with _boot(spec, terms) as server:
         server.first_kv_tokens = first.kv_tokens
+        drift = {}
+        if server.kv_tokens and first.kv_tokens:
+            drift[boots.FIRST_DRIFT] = (first.kv_tokens - server.kv_tokens) / server.kv_tokens
+        server.timeline = {**server.timeline, boots.FIRST_S: first.ready_s, **drift}
         yield server
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
+from tuner.engine import boots
 from tuner.engine.failures import NODE_FAULTS
 from tuner.engine.gpu import Gpus
 from tuner.errors import Aborted, NotFound, StudyFailed
@@ -173,6 +174,7 @@ class _Loop:
     def _end(self, state: RunState, reason: str, confirmation: Confirmation | None) -> Run:
         summary: dict[str, JSON] = dict(confirmation.summary) if confirmation else {}
         summary |= summary_of(self._bench.prepared, self._trials(), self._knowledge, self._live)
+        summary["first_boots"] = boots.about_first([each.timeline for each in self._bench.launches()])
         run = replace(
             self._run, state=state, reason=reason, summary=summary, ended_at=self._bench.clock(), pid=None
         )

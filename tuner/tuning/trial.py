@@ -112,13 +112,14 @@ class Launched:
 class Order:
     """One launch and its replays, as handed to the host that does them; nothing in it touches the history.
 
-    `kv_tokens` is the largest KV cache that a launch of the study had so far.
+    `kv_tokens` is the largest KV cache that a launch of the study had so far; `settle` as `serve` takes it.
     """
 
     spec: LaunchSpec
     passes: tuple[Pass, ...]
     number: int
     kv_tokens: int | None = None
+    settle: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,12 +152,11 @@ async def launch(bench: Bench, trial: Trial, passes: Sequence[Pass], directory: 
     """
     started = time.monotonic()
     make(directory)
-    spec = launch_spec(bench.prepared, trial.candidate, directory, bench.cores, known=learned(bench))
+    known, kv = learned(bench), largest_kv(bench.launches())
+    spec = launch_spec(bench.prepared, trial.candidate, directory, bench.cores, known=known)
     row_of = Row(bench, add_launch(bench, spec), trial)
     verdict: str | None = "stopped"
-    order = Order(
-        spec=spec, passes=tuple(passes), number=trial.number, kv_tokens=largest_kv(bench.launches())
-    )
+    order = Order(spec=spec, passes=tuple(passes), number=trial.number, kv_tokens=kv, settle=known.settle)
     try:
         measured = await (bench.work or partial(work_here, bench.place))(order, row_of.note)
         verdict = None
@@ -214,15 +214,18 @@ def launched(row: Launch, measured: Sequence[Measured], gpu_seconds: float) -> L
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learned:
-    """What earlier launches and this host tell of the next: how long to wait, where compiled code is kept."""
+    """What earlier launches and this host tell of the next: patience, a first boot's worth, compiled code."""
 
+    settle: bool | None = None
     ready_timeout_s: float = boots.UNKNOWN_S
     env: Mapping[str, str] = field(default_factory=dict)
 
 
 def learned(bench: Bench) -> Learned:
     """From the study's launches so far. Compiled code is kept under TUNER_HOME where launches happen here."""
-    ready = [t for each in bench.launches() if (t := each.timeline.get("ready_s")) is not None]
+    timelines = [each.timeline for each in bench.launches()]
+    ready = [t for each in timelines if (t := each.get("ready_s")) is not None]
+    settle = None if boots.boots_again(boots.first_drifts(timelines)) else False
     env: Mapping[str, str] = {}
     prepared, facts = bench.prepared, bench.prepared.facts
     if bench.work is None and facts.kind == "vllm":
@@ -231,7 +234,7 @@ def learned(bench: Bench) -> Learned:
             command=prepared.command,
         )  # fmt: skip
         env = compile_cache.environment(root)
-    return Learned(ready_timeout_s=boots.ready_deadline(ready), env=env)
+    return Learned(ready_timeout_s=boots.ready_deadline(ready), env=env, settle=settle)
 
 
 def largest_kv(launches: Sequence[Launch]) -> int | None:
@@ -241,7 +244,7 @@ def largest_kv(launches: Sequence[Launch]) -> int | None:
 
 async def work_here(place: Place, order: Order, note: Note) -> Sequence[Measured]:
     """Do an order on this host: launch, replay, measure, stop. Outcomes are written beside the log."""
-    async with serve(order.spec, gpus=place.gpus, note=note) as server:
+    async with serve(order.spec, gpus=place.gpus, note=note, settle=order.settle) as server:
         note(Serving(effective=server.effective, timeline=server.timeline, kv_tokens=server.kv_tokens))
         return [await measured_pass(place, order, each, server, note) for each in order.passes]
 
