@@ -37,7 +37,7 @@ space: space.yaml
 engine:
   kind: vllm
   python: PYTHON
-  args: {load-format: dummy, skip-tokenizer-init: true, max-model-len: 640, enforce-eager: true}
+  args: {load-format: dummy, skip-tokenizer-init: true, max-model-len: 640}
   env: {VLLM_CPU_KVCACHE_SPACE: 1, HF_HUB_OFFLINE: 1}
 baseline: {max_num_seqs: 1}
 slices: [{start_s: 5, duration_s: 4}]
