@@ -135,7 +135,7 @@ def test_percentile_is_numpys_on_unit_weights() -> None:
     ("freedom", "quantile"), [(1, 12.706), (2, 4.303), (3, 3.182), (7, 2.365), (30, 2.042)]
 )
 def test_students_quantile_is_the_tables(freedom: int, quantile: float) -> None:
-    assert module._student(0.975, freedom) == pytest.approx(quantile, abs=1e-3)
+    assert module.student(0.975, freedom) == pytest.approx(quantile, abs=1e-3)
 
 
 def test_what_it_refuses() -> None:

@@ -174,7 +174,7 @@ def _between_repeats(fold: Fold, pairs: _Pairs, alpha: float, noise: float, free
     """Half width from the spread of the repeats' own log ratios; 0 with one repeat and no known noise."""
     count = int(pairs.repeat.max()) + 1
     if freedom is not None:
-        return _student(1 - alpha / 2, freedom) * noise * math.sqrt(2.0 / count)
+        return student(1 - alpha / 2, freedom) * noise * math.sqrt(2.0 / count)
     known = _normal(1 - alpha / 2) * noise * math.sqrt(2.0 / count)
     if count < 2:
         return known
@@ -182,7 +182,7 @@ def _between_repeats(fold: Fold, pairs: _Pairs, alpha: float, noise: float, free
     ratios = _log_ratio(fold, pairs, masks)
     if not np.all(np.isfinite(ratios)):
         return math.inf
-    return max(known, _student(1 - alpha / 2, count - 1) * float(np.std(ratios, ddof=1)) / math.sqrt(count))
+    return max(known, student(1 - alpha / 2, count - 1) * float(np.std(ratios, ddof=1)) / math.sqrt(count))
 
 
 def pooled_noise(entrants: Sequence[Passes], metric: str, *, slo: Slo | None = None) -> tuple[float, int]:
@@ -190,14 +190,22 @@ def pooled_noise(entrants: Sequence[Passes], metric: str, *, slo: Slo | None = N
     pooled over all entrants of a confirmation. Two repeats of one entrant know little, twelve of four more.
     """
     fold, value = _statistic(metric, slo)
-    total, freedom = 0.0, 0
+    repeats: list[list[float]] = []
     for passes in entrants:
-        logs = []
+        repeats.append([])
         for repeat in passes:
             rows = [o for outcomes in repeat.values() for o in outcomes if o.error != CANCELLED]
             values = np.array([v for v in map(value, rows) if not math.isnan(v)])
-            folded = float(fold(values, np.ones((1, len(values))))[0]) if len(values) else 0.0
-            logs += [math.log(folded)] if 0 < folded < math.inf else []
+            if len(values):
+                repeats[-1].append(float(fold(values, np.ones((1, len(values))))[0]))
+    return pooled(repeats)
+
+
+def pooled(repeats: Sequence[Sequence[float]]) -> tuple[float, int]:
+    """`pooled_noise` of numbers of whole replays: one sequence of repeats per entrant."""
+    total, freedom = 0.0, 0
+    for values in repeats:
+        logs = [math.log(v) for v in values if 0 < v < math.inf]
         if len(logs) > 1:
             total += float(np.var(logs, ddof=1)) * (len(logs) - 1)
             freedom += len(logs) - 1
@@ -210,7 +218,7 @@ def _normal(p: float) -> float:
     return NormalDist().inv_cdf(p)
 
 
-def _student(p: float, freedom: int) -> float:
+def student(p: float, freedom: int) -> float:
     """Student's quantile by bisection of its distribution function."""
     low, high = 0.0, 1e6
     for _ in range(200):

@@ -41,7 +41,8 @@ async def perform(bench: Bench, trial: Trial, earlier: Sequence[Trial], how: How
     try:
         found, screened = await _measure(bench, trial, passes, how)
     except (Infeasible, Aborted) as error:
-        return _close(bench, _failed(trial, error, earlier, time.monotonic() - started))
+        gpu_seconds = (time.monotonic() - started) * bench.gpu_count
+        return _close(bench, _failed(trial, error, earlier, gpu_seconds))
     except StudyFailed as error:
         _close(bench, replace(trial, state=TrialState.ABORTED, reason=str(error), cause=error.cause))
         raise
@@ -69,17 +70,33 @@ def _close(bench: Bench, trial: Trial) -> Trial:
     return bench.store.finish_trial(replace(trial, ended_at=bench.clock()))
 
 
-def _failed(trial: Trial, error: EngineError, earlier: Sequence[Trial], seconds: float) -> Trial:
+def _failed(trial: Trial, error: EngineError, earlier: Sequence[Trial], gpu_seconds: float) -> Trial:
     """INFEASIBLE once the cause has used up its retries, else ABORTED: an attempt that decided nothing."""
-    ended = replace(trial, reason=str(error), cause=error.cause, gpu_seconds=seconds)
+    ended = replace(trial, reason=str(error), cause=error.cause, gpu_seconds=gpu_seconds)
     if isinstance(error, GateFailed):
         ended = replace(ended, measurements=(replace(error.measurement, launch_id=None, kind="partial"),))
     if not isinstance(error, Infeasible):
         return replace(ended, state=TrialState.ABORTED)
-    phase: failures.Phase = "run" if (error.violation.oom or 0.0) > 1.0 else "startup"
-    again = sum(1 for t in earlier if t.cause == error.cause) < failures.retries(error.cause, phase)
+    again = sum(1 for t in earlier if t.cause == error.cause) < retries_of(error)
     state = TrialState.ABORTED if again else TrialState.INFEASIBLE
     return replace(ended, state=state, violation=error.violation)
+
+
+def retries_of(error: Infeasible) -> int:
+    """How often what ended so is tried again before it is the candidate's fault."""
+    phase: failures.Phase = "run" if (error.violation.oom or 0.0) > 1.0 else "startup"
+    return failures.retries(error.cause, phase)
+
+
+def failing(values: Mapping[str, float]) -> str | None:
+    """Why what was measured does not serve the traffic: more than ERROR_RATE of the requests failed."""
+    if _error_rate(values) <= ERROR_RATE:
+        return None
+    return f"{values['failed']:.0f} of {values['requests']:.0f} requests failed"
+
+
+def _error_rate(values: Mapping[str, float]) -> float:
+    return values["failed"] / values["requests"] if values.get("requests") else 0.0
 
 
 def _judged(bench: Bench, trial: Trial, found: Launched) -> Trial:
@@ -96,11 +113,9 @@ def _judged(bench: Bench, trial: Trial, found: Launched) -> Trial:
     )
     _tell_drift(bench, ended, found)
     values = measurements[-1].values
-    rate = values["failed"] / values["requests"] if values.get("requests") else 0.0
     if not found.curtailed:  # else what was cut short counts as failed
-        ended = replace(ended, violation=Violation(err=rate - ERROR_RATE))
-    if rate > ERROR_RATE and not found.curtailed:
-        reason = f"{values['failed']:.0f} of {values['requests']:.0f} requests failed"
+        ended = replace(ended, violation=Violation(err=_error_rate(values) - ERROR_RATE))
+    if (reason := failing(values)) is not None and not found.curtailed:
         return replace(ended, state=TrialState.INFEASIBLE, reason=reason, cause="errors")
     if (knob := not_as_asked(trial.candidate, found.launch.effective)) is not None:
         reason = f"the engine runs {knob} = {found.launch.effective[knob]}, not {trial.candidate[knob]}"

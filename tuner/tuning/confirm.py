@@ -4,28 +4,28 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from tuner.errors import Aborted, BadInput, Infeasible
 from tuner.knobs.arguments import compile_candidate
 from tuner.profiles import registry
-from tuner.records import JSON, Measurement, Outcome, Profile, Run, Trial, TrialState
+from tuner.records import JSON, Measurement, Outcome, Profile, Run, Study, Trial, TrialState
 from tuner.replay import outcomes
 from tuner.replay.plan import Plan
 from tuner.search import pareto
-from tuner.search.compare import Comparison, compare
+from tuner.search.compare import Comparison, Passes, compare, pooled, pooled_noise, student
 from tuner.search.compare import verdict as verdict_of
+from tuner.tuning.attempt import failing, retries_of
 from tuner.tuning.events import Event
 from tuner.tuning.proposing import RELAUNCHED, key_of, policy, winner
 from tuner.tuning.study import masked
 from tuner.tuning.trial import ABORTED_RETRIES, Bench, Pass, launch
-from tuner.tuning.verdict import Verdict, judge
+from tuner.tuning.verdict import Compared, Verdict, judge
 
 FINALISTS = 2
 """Candidates that meet the baseline again; one in a demonstration."""
 
-STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571)
-"""97.5 % quantiles of Student's distribution with 1, 2, … degrees of freedom."""
-
+LEVEL = 0.95
 WHERE = ("confirm", "held_out")
 
 
@@ -65,6 +65,10 @@ async def confirm(bench: Bench, run: Run) -> Confirmation:
             if trial.number not in dropped and not _has(bench, run, trial.id, repeat):
                 await _again(bench, trial, repeat, dropped)
     measured = {t.number: _fresh(bench, run, t.id) for t in entrants if t.number not in dropped}
+    for number in list(measured):
+        if reason := next((said for m in measured[number] if (said := failing(m.values))), None):
+            dropped[number] = reason
+            del measured[number]
     return _conclude(bench, run, base, [t for t in chosen if t.number not in dropped], measured, dropped)
 
 
@@ -104,6 +108,8 @@ async def _again(bench: Bench, trial: Trial, repeat: int, dropped: dict[int, str
         try:
             launched = await launch(bench, trial, passes, directory)
         except Infeasible as error:
+            if attempt < retries_of(error):
+                continue
             dropped[trial.number] = str(error)
             bench.tell(Event(kind="note", text=f"dropped from the finalists: {error}", trial=trial))
             return
@@ -117,9 +123,15 @@ async def _again(bench: Bench, trial: Trial, repeat: int, dropped: dict[int, str
 
 
 def _fresh(bench: Bench, run: Run, trial_id: int) -> list[Measurement]:
-    """The confirmation's measurements of a trial that were made in this run."""
+    """The confirmation's measurements of a trial that were made in this run, by repeat; of a repeat that was
+    interrupted and done again, the last.
+    """
     ours = {each.id for each in bench.store.launches(run.study_id) if each.started_at >= run.started_at}
-    return [m for m in bench.store.trial(trial_id).measurements if m.purpose in WHERE and m.launch_id in ours]
+    found = [
+        m for m in bench.store.trial(trial_id).measurements if m.purpose in WHERE and m.launch_id in ours
+    ]
+    last = {(m.repeat, m.purpose): m for m in found}
+    return [last[key] for key in sorted(last)]
 
 
 def _has(bench: Bench, run: Run, trial_id: int, repeat: int) -> bool:
@@ -139,16 +151,10 @@ def _conclude(
         sentence = "Every finalist failed when it was measured again: " + "; ".join(dropped.values()) + "."
         return Confirmation(summary={"verdict": "no verdict", "sentence": sentence}, profile=None)
     study = bench.prepared.study
-    entrants = [*([base] if base and base.number in measured else []), *entered]
-    again = [_remeasured(t, measured[t.number]) for t in entrants]
+    base = base if base and base.number in measured else None
+    again = [_remeasured(t, measured[t.number]) for t in [*([base] if base else []), *entered]]
     chosen = pareto.choose(again, policy(bench.prepared), study.slo, study.objectives)
-    compared = [
-        (trial.number, where, comparison)
-        for trial in entered
-        if base and base.number in measured
-        for where in WHERE
-        for comparison in _compare(bench, measured[base.number], measured[trial.number], where, len(entered))
-    ]
+    compared = comparisons(study, base.number, measured) if base else []
     verdict = judge(chosen, base, compared, study.slo, demonstration=bench.prepared.plan.demonstration)
     profiles = _publish(bench, run, chosen, verdict)
     challenger = profiles.get("challenger")
@@ -174,59 +180,69 @@ def _remeasured(trial: Trial, measured: Sequence[Measurement]) -> Trial:
     return replace(trial, screened=False, measurements=(Measurement(values=values),))
 
 
-def _compare(
-    bench: Bench, base: Sequence[Measurement], other: Sequence[Measurement], where: str, family: int
-) -> list[Comparison]:
-    """Every objective that requests can tell, paired by request; none where there is no held-out slice."""
-    left, right = _passes(base, where), _passes(other, where)
-    if not left or not right:
-        return []
-    found = []
-    for name in bench.prepared.study.objectives:
-        try:
-            found.append(
-                compare(
-                    left,
-                    right,
-                    name,
-                    slo=bench.prepared.study.slo,
-                    seed=bench.prepared.study.seed,
-                    family=family,
-                )
-            )
-        except BadInput:  # an objective of the engine's own numbers has no rows to pair
-            if (whole := by_repeats(name, *(_values(m, where, name) for m in (base, other)))) is not None:
-                found.append(whole)
+def comparisons(study: Study, base: int, measured: Mapping[int, Sequence[Measurement]]) -> list[Compared]:
+    """Every finalist against the baseline in every objective, on the slices that were searched and, where
+    there is one, on the held-out slice. All of them are the family that the verdict rests on, and the repeats
+    of all entrants tell the noise.
+    """
+    family = (len(measured) - 1) * len(study.objectives)
+    found: list[Compared] = []
+    for where in WHERE:
+        there = {number: [m for m in rows if m.purpose == where] for number, rows in measured.items()}
+        if not all(there.values()):
+            continue
+        passes = {number: _passes(rows) for number, rows in there.items()}
+        for number, name in product([n for n in there if n != base], study.objectives):
+            made: Comparison | None
+            try:
+                made = _by_request(study, name, (base, number), passes, family)
+            except BadInput:  # an objective of the engine's own numbers has no rows to pair
+                said = {n: [m.values[name] for m in rows if name in m.values] for n, rows in there.items()}
+                everybody = list(said.values())
+                made = by_repeats(name, said[base], said[number], everybody=everybody, family=family)
+            found += [(number, where, made)] if made is not None else []
     return found
 
 
-def _values(measured: Sequence[Measurement], where: str, name: str) -> list[float]:
-    ordered = sorted((m for m in measured if m.purpose == where), key=lambda m: m.repeat)
-    return [m.values[name] for m in ordered if name in m.values]
+def _by_request(
+    study: Study, name: str, pair: tuple[int, int], passes: Mapping[int, Passes], family: int
+) -> Comparison:
+    noise, freedom = pooled_noise(list(passes.values()), name, slo=study.slo)
+    return compare(
+        passes[pair[0]], passes[pair[1]], name, slo=study.slo, seed=study.seed, level=LEVEL, family=family,
+        noise=noise, freedom=freedom or None,
+    )  # fmt: skip
 
 
-def by_repeats(name: str, base: Sequence[float], other: Sequence[float]) -> Comparison | None:
-    """Compare a number of whole replays, repeat by repeat: Student's interval over the log ratios, unbounded
-    with fewer than two. None where nothing pairs.
+def by_repeats(
+    name: str,
+    base: Sequence[float],
+    other: Sequence[float],
+    *,
+    everybody: Sequence[Sequence[float]] = (),
+    family: int = 1,
+) -> Comparison | None:
+    """Compare a number of whole replays: Student's interval of the mean log ratio by the noise of everybody's
+    repeats (default: of these two), unbounded without any. None where nothing pairs.
     """
     logs = [math.log(b / a) for a, b in zip(base, other, strict=False) if a > 0 and b > 0]
     if not logs:
         return None
     centre, reach = statistics.fmean(logs), math.inf
-    if len(logs) > 1:
-        reach = STUDENT[min(len(logs) - 1, len(STUDENT)) - 1] * statistics.stdev(logs) / math.sqrt(len(logs))
+    noise, freedom = pooled(everybody or (base, other))
+    if freedom:
+        reach = student(1 - (1 - LEVEL) / family / 2, freedom) * noise * math.sqrt(2 / len(logs))
     low, high = centre - reach, centre + reach
     return Comparison(
         metric=name, base=statistics.fmean(base), other=statistics.fmean(other), log_ratio=centre, low=low,
-        high=high, level=0.95, repeats=len(logs), rows=0, verdict=verdict_of(name, low, high),
+        high=high, level=LEVEL, repeats=len(logs), rows=0, verdict=verdict_of(name, low, high),
     )  # fmt: skip
 
 
-def _passes(measured: Sequence[Measurement], where: str) -> list[Mapping[str, Sequence[Outcome]]]:
-    ordered = sorted((m for m in measured if m.purpose == where), key=lambda m: m.repeat)
+def _passes(measured: Sequence[Measurement]) -> list[Mapping[str, Sequence[Outcome]]]:
     return [
         {part.name: outcomes.read(part.outcomes_file) for part in m.slices if part.outcomes_file}
-        for m in ordered
+        for m in measured
     ]
 
 

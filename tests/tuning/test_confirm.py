@@ -1,0 +1,95 @@
+"""Finalists against the baseline: how sure a verdict is, and who falls out."""
+
+import math
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tuner.errors import Infeasible
+from tuner.records import Measurement, Outcome, SliceMeasurement, Slo, Study, Violation
+from tuner.replay import outcomes
+from tuner.tuning.attempt import failing, retries_of
+from tuner.tuning.confirm import by_repeats, comparisons
+
+OBJECTIVES = ("ttft_p95_ms", "goodput_rps", "max_speed")
+STUDY = Study(
+    id="s", name="s", model="m", node="n", gpu_class="g", workload="w", engine_version="v", trace_digest="t",
+    space_digest="x", slices=(), objectives=OBJECTIVES, slo=Slo(ttft_ms=250, attainment=0.8), seed=0,
+    identity={}, spec={}, created_at=datetime(2026, 3, 1, tzinfo=UTC),
+)  # fmt: skip
+
+
+def replayed(level: float, seed: int) -> list[Outcome]:
+    """Two hundred requests of one token, slower by `level`."""
+    ttft = 0.1 * level * np.exp(0.2 * np.random.default_rng(seed).standard_normal(200))
+    return [
+        Outcome(
+            row=i, scheduled_s=0.3 * i, first_token_s=0.3 * i + t, last_token_s=0.3 * i + t, output_tokens=1,
+            chunk_s=np.array([0.3 * i + t]), chunk_tokens=np.ones(1, np.int32),
+        )
+        for i, t in enumerate(ttft.tolist())
+    ]  # fmt: skip
+
+
+def measured(folder: Path, number: int, levels: list[float], where: str = "confirm") -> list[Measurement]:
+    """One measurement per repeat, its outcomes in files as a confirmation leaves them."""
+    found = []
+    for repeat, level in enumerate(levels, start=1):
+        path = folder / f"{number}-{where}-{repeat}.parquet"
+        outcomes.write(path, replayed(level, 100 * number + repeat))
+        part = SliceMeasurement(name="peak", window_s=60.0, values={}, outcomes_file=str(path))
+        found.append(
+            Measurement(
+                values={"max_speed": 2.0 / level},
+                slices=(part,),
+                purpose="held_out" if where == "held_out" else "confirm",
+                repeat=repeat,
+            )
+        )
+    return found
+
+
+def test_the_family_is_every_finalist_in_every_objective(tmp_path: Path) -> None:
+    base, near = measured(tmp_path, 0, [1.0, 1.03, 0.98]), measured(tmp_path, 1, [0.9, 0.93, 0.91])
+    far = measured(tmp_path, 2, [0.5, 0.51, 0.52])
+    alone = comparisons(STUDY, 0, {0: base, 1: near})
+    both = comparisons(STUDY, 0, {0: base, 1: near, 2: far})
+    assert [(n, w, c.metric) for n, w, c in both] == [(n, "confirm", o) for n in (1, 2) for o in OBJECTIVES]
+    assert {(n, c.metric): c.verdict for n, _, c in both}[2, "ttft_p95_ms"] == "better"
+    single = comparisons(replace(STUDY, objectives=OBJECTIVES[:1]), 0, {0: base, 1: near})
+    width = [made[0][2].high - made[0][2].low for made in (single, alone)]
+    assert width[0] < width[1]
+
+
+def test_one_repeat_knows_no_noise_and_a_held_out_slice_is_compared_apart(tmp_path: Path) -> None:
+    rows = {n: measured(tmp_path, n, [1.0 / (n + 1)]) for n in (0, 1)}
+    held = {n: [*rows[n], *measured(tmp_path, n, [1.0], "held_out")] for n in rows}
+    found = comparisons(STUDY, 0, held)
+    assert [where for _, where, _ in found] == ["confirm"] * 3 + ["held_out"] * 3
+    assert all(math.isinf(c.high) for _, _, c in found if c.metric == "max_speed")
+
+
+def test_whole_replays_pool_the_noise_of_everybody() -> None:
+    base, other, third = [1.0, 1.1, 0.9], [1.2, 1.3, 1.1], [1.0, 1.01, 0.99]
+    few = by_repeats("max_speed", base, other, family=6)
+    many = by_repeats("max_speed", base, other, everybody=(base, other, third, third), family=6)
+    one = by_repeats("max_speed", base, other)
+    assert few is not None
+    assert many is not None
+    assert one is not None
+    assert few.high - few.low > one.high - one.low
+    assert few.high - few.low > many.high - many.low
+
+
+@pytest.mark.parametrize(("failed", "out"), [(0, False), (1, False), (2, True)])
+def test_more_than_one_in_a_hundred_failed_requests_fall_out(failed: int, out: bool) -> None:
+    assert (failing({"failed": failed, "requests": 100.0}) is not None) == out
+
+
+def test_an_unready_engine_is_tried_again_and_a_lack_of_memory_is_not() -> None:
+    assert retries_of(Infeasible("late", cause="init_timeout")) == 1
+    assert retries_of(Infeasible("full", cause="oom")) == 0
+    assert retries_of(Infeasible("full", cause="oom", violation=Violation(oom=1.5))) == 1
