@@ -8,11 +8,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.tuning.studies import write
 from tuner.errors import Infeasible
-from tuner.records import Measurement, Outcome, SliceMeasurement, Slo, Study, Violation
+from tuner.history.store import Store
+from tuner.records import (
+    Candidate,
+    Launch,
+    Measurement,
+    Outcome,
+    SliceMeasurement,
+    Slo,
+    Study,
+    Trial,
+    TrialState,
+    Violation,
+)
 from tuner.replay import outcomes
 from tuner.tuning.attempt import failing, retries_of
-from tuner.tuning.confirm import by_repeats, comparisons
+from tuner.tuning.confirm import by_repeats, comparisons, finalists
+from tuner.tuning.reconcile import reconcile
+from tuner.tuning.study import load
 
 OBJECTIVES = ("ttft_p95_ms", "goodput_rps", "max_speed")
 STUDY = Study(
@@ -82,6 +97,38 @@ def test_whole_replays_pool_the_noise_of_everybody() -> None:
     assert one is not None
     assert few.high - few.low > one.high - one.low
     assert few.high - few.low > many.high - many.low
+
+
+def test_each_run_relaunches_what_it_screened(tmp_path: Path) -> None:
+    prepared = load(write(tmp_path), store=None, now=STUDY.created_at)
+
+    def trial(number: int, run: str, ttft: float, origin: str, screened: bool = False) -> Trial:
+        values = {"ttft_p95_ms": ttft, "tpot_p95_ms": 9.0, "e2e_p95_ms": ttft, "goodput_rps": 5.0}
+        return Trial(
+            id=number + 1, study_id="s", run_id=run, number=number, origin=origin, screened=screened,
+            candidate=Candidate({"max_num_seqs": (4, 16, 64)[number % 3], "max_num_batched_tokens": 512}),
+            state=TrialState.COMPLETE, started_at=STUDY.created_at,
+            measurements=(Measurement(values={**values, "slo_attainment": 1.0}),),
+        )  # fmt: skip
+
+    first = [trial(0, "one", 100.0, "relaunched"), trial(1, "one", 90.0, "relaunched")]
+    history = [*first, trial(2, "two", 50.0, "tpe", screened=True)]
+    assert [t.number for t in finalists(prepared, history, "two")] == [2]
+    assert [t.number for t in finalists(prepared, history, "one")] == [1]
+
+
+def test_what_only_the_stop_command_reaches_is_stopped_after_a_crash(tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path / 'history.db'}")
+    store.upgrade()
+    study = store.add_study(STUDY)
+    store.add_launch(
+        Launch(id="left", study_id=study.id, argv=(), started_at=STUDY.created_at, directory="d")
+    )
+    command = ("sh", "-c", f"echo {{tag}} >> {tmp_path / 'stopped'}")
+    for _ in range(2):
+        reconcile(store, tmp_path, held=study.id, clock=lambda: STUDY.created_at, stop_command=command)
+    assert (tmp_path / "stopped").read_text() == "left\n"
+    store.close()
 
 
 @pytest.mark.parametrize(("failed", "out"), [(0, False), (1, False), (2, True)])

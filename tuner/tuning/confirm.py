@@ -18,7 +18,7 @@ from tuner.search.compare import verdict as verdict_of
 from tuner.tuning.attempt import failing, retries_of
 from tuner.tuning.events import Event
 from tuner.tuning.proposing import RELAUNCHED, key_of, policy, winner
-from tuner.tuning.study import masked
+from tuner.tuning.study import Prepared, masked
 from tuner.tuning.trial import ABORTED_RETRIES, Bench, Pass, launch
 from tuner.tuning.verdict import Compared, Verdict, judge
 
@@ -53,7 +53,7 @@ async def confirm(bench: Bench, run: Run) -> Confirmation:
     What an interrupted confirmation of the same run measured already is used again.
     """
     trials = bench.store.trials(bench.prepared.study.id)
-    chosen = finalists(bench, trials)
+    chosen = finalists(bench.prepared, trials, run.id)
     if not chosen:
         _today(bench, run)
         return Confirmation(summary={"verdict": "no verdict", "sentence": _nothing(trials)}, profile=None)
@@ -72,17 +72,18 @@ async def confirm(bench: Bench, run: Run) -> Confirmation:
     return _conclude(bench, run, base, [t for t in chosen if t.number not in dropped], measured, dropped)
 
 
-def finalists(bench: Bench, trials: Sequence[Trial]) -> list[Trial]:
+def finalists(prepared: Prepared, trials: Sequence[Trial], run_id: str) -> list[Trial]:
     """The policy's choice, then its choice without that one: the baseline is not among them. Screened trials
-    are, until they were relaunched or relaunches enough were made.
+    are, until they were relaunched or the run has made relaunches enough.
     """
     left, found = [t for t in trials if not t.is_baseline], list[Trial]()
-    key = key_of(bench.prepared, trials)
-    count = finalists_of(bench.prepared.plan)
-    if sum(t.origin == RELAUNCHED and t.state is not TrialState.ABORTED for t in trials) > count:
+    key = key_of(prepared, trials)
+    count = finalists_of(prepared.plan)
+    made = [t for t in trials if t.run_id == run_id and t.origin == RELAUNCHED]
+    if sum(t.state is not TrialState.ABORTED for t in made) > count:
         left = [t for t in left if not t.screened]
     while len(found) < count:
-        best = winner(bench.prepared, left, key)
+        best = winner(prepared, left, key)
         if best is None:
             break
         found.append(best)

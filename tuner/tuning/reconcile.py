@@ -14,6 +14,9 @@ from tuner.history.store import Store
 from tuner.records import Trial, TrialState
 from tuner.tuning.study import Clock
 
+STOP_S = 60.0
+"""How long a stop command may take."""
+
 
 def lock_path(home: Path, study_id: str) -> Path:
     """The lock of a study on this host; the kernel gives it back however its holder ends."""
@@ -44,10 +47,13 @@ def locked(home: Path, study_id: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def reconcile(store: Store, home: Path, *, held: str, clock: Clock) -> Sequence[Trial]:
+def reconcile(
+    store: Store, home: Path, *, held: str, clock: Clock, stop_command: Sequence[str] = ()
+) -> Sequence[Trial]:
     """Reap engines of dead controllers on this host and mark their trials ABORTED; returns those trials.
 
-    `held` is the study whose lock the caller has; other studies are cleared only when nobody holds them.
+    `held` is the study whose lock the caller has, and `stop_command` its engine's: it reaches what no signal
+    of ours does. Other studies are cleared only when nobody holds them. BadInput where it cannot be run.
     """
     host = socket.gethostname()
     orphans = store.orphans(host=host)
@@ -55,7 +61,7 @@ def reconcile(store: Store, home: Path, *, held: str, clock: Clock) -> Sequence[
     for study_id in sorted({held, *(t.study_id for t in orphans)}):
         ours = [t for t in orphans if t.study_id == study_id]
         if study_id == held:
-            aborted += _clear(store, study_id, ours, clock)
+            aborted += _clear(store, study_id, ours, clock, stop_command)
             continue
         try:
             with locked(home, study_id):
@@ -65,9 +71,13 @@ def reconcile(store: Store, home: Path, *, held: str, clock: Clock) -> Sequence[
     return aborted
 
 
-def _clear(store: Store, study_id: str, orphans: Sequence[Trial], clock: Clock) -> list[Trial]:
+def _clear(
+    store: Store, study_id: str, orphans: Sequence[Trial], clock: Clock, stop_command: Sequence[str] = ()
+) -> list[Trial]:
     for launch in store.launches(study_id):
         if launch.ended_at is None:
+            if stop_command:
+                processes.run([part.replace("{tag}", launch.id) for part in stop_command], timeout_s=STOP_S)
             processes.reap(launch.id)
             store.finish_launch(replace(launch, ended_at=clock(), verdict="controller: its controller died"))
     return [

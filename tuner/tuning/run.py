@@ -91,7 +91,8 @@ async def tune(
     )  # fmt: skip
     with locked(home, prepared.study.id):
         study = _register(bench)
-        for trial in reconcile(store, home, held=prepared.study.id, clock=clock):
+        stop = prepared.file.engine.stop_command
+        for trial in reconcile(store, home, held=prepared.study.id, clock=clock, stop_command=stop):
             tell(Event(kind="note", text=f"trial {trial.number} was interrupted: aborted", trial=trial))
         run = store.open_run(
             prepared.study.id,
@@ -218,7 +219,8 @@ class _Loop:
         end = self._limits.deadline
         if end is not None and self._bench.clock() + timedelta(seconds=self._confirm_s()) >= end:
             return None
-        chosen = next((t for t in finalists(self._bench, trials) if t.screened), None)
+        found = finalists(self._bench.prepared, trials, self._run.id)
+        chosen = next((t for t in found if t.screened), None)
         if chosen is None:
             return None
         candidate = minimal(trials, chosen.candidate)
