@@ -7,11 +7,12 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from tests.replay.engine import HEAD, Script, chunked, event, usage
+from tests.replay.engine import HEAD, Script, chunked, event, running, usage
 from tests.replay.test_timeline import LOAD, PLAN, play, within
 from tests.replay.traces import trace
 from tuner.records import Slice, Slo
 from tuner.replay.measure import measure
+from tuner.replay.timeline import Partial, Replayed, replay
 from tuner.traffic.trace import STATUSES
 
 ALL = Slice(name="all", start_s=0.0, duration_s=1.0)
@@ -41,6 +42,23 @@ def test_a_turn_waits_for_its_parent_and_the_users_thought(history: str) -> None
     assert second.sent_s is not None
     assert second.sent_s >= second.scheduled_s
     assert replayed.fidelity.values["planned"] == 3
+
+
+def test_a_judge_is_not_told_that_a_turn_waits_before_it_is_due() -> None:
+    traffic = trace([0.0, 0.01, 0.02], **chat([0, 0, 0]))  # type: ignore[arg-type]
+    load = dataclasses.replace(LOAD, history="session")
+    seen: list[int] = []
+
+    def judge(partial: Partial) -> str | None:
+        seen.append(len(partial.waiting_s))
+        return None
+
+    async def go() -> Replayed:
+        async with running(Script(first_s=0.5)) as engine:
+            return await replay(engine, traffic, [ALL], PLAIN, load, judge=judge)
+
+    assert len(within(go()).slices[0].outcomes) == 3
+    assert max(seen) <= 1
 
 
 def test_a_session_stays_with_one_sender() -> None:

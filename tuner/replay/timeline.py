@@ -11,6 +11,7 @@ from functools import partial
 from time import perf_counter_ns
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tuner.errors import Aborted
 from tuner.records import Fidelity, Outcome, Slice
@@ -39,7 +40,8 @@ CONNECTIONS = 4096
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Partial:
     """What a judge sees while a window runs. `outcomes` are counted ones so far; `waiting_s` holds the
-    scheduled times of counted requests sent and not yet ended; `planned` is the window's whole count.
+    scheduled times of counted requests sent and not yet ended, but for turns that wait for another (nobody
+    here knows when those come due); `planned` is the window's whole count.
     """
 
     slice: Slice
@@ -153,7 +155,7 @@ class _Replay:
         timetable = schedule(
             self.trace, part, speed=self.load.speed, warmup_s=plan.load_warmup_s, tail_s=plan.tail_limit_s
         )
-        window = _Window(part, timetable)
+        window = _Window(part, timetable, self.ancestry(timetable)[0])
         self.planned += window.planned
         self.senders.begin(window.take, min(connections(), len(timetable)))
         ready = asyncio.Event()
@@ -184,12 +186,15 @@ class _Replay:
             slice=part, window_s=ended, outcomes=tuple(outcomes), engine=engine, series=observer.series
         )
 
+    def ancestry(self, timetable: Schedule) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """`lineage`, where turns wait for one another at all."""
+        if self.load.history != "open":
+            return lineage(self.trace, timetable)
+        return np.full(len(timetable), -1, np.int64), np.arange(len(timetable), dtype=np.int64)
+
     def jobs(self, timetable: Schedule) -> Iterator[tuple[int, Callable[[], Job]]]:
         """(group, maker) of every job in order; a session is one group."""
-        open_loop = self.load.history == "open"
-        parents, roots = lineage(self.trace, timetable)
-        if open_loop:
-            parents, roots = np.full_like(parents, -1), np.arange(len(roots))
+        parents, roots = self.ancestry(timetable)
         awaited = np.isin(np.arange(len(parents)), parents)
         for k in range(len(timetable)):
             row = int(timetable.rows[k])
@@ -260,13 +265,14 @@ def connections() -> int:
 
 
 class _Window:
-    """Counted requests of one slice as they come in."""
+    """Counted requests of one slice as they come in. `parents`: position of the turn that each waits for."""
 
-    def __init__(self, part: Slice, timetable: Schedule) -> None:
+    def __init__(self, part: Slice, timetable: Schedule, parents: NDArray[np.int64]) -> None:
         self.slice = part
         self.window_s = timetable.window_s
         self.at_s = timetable.at_s[timetable.measured]
         self.keys = np.flatnonzero(timetable.measured)
+        self.alone = parents[timetable.measured] < 0
         self.planned = len(self.at_s)
         self.now_s = -math.inf
         self.sent: list[Sent] = []
@@ -285,9 +291,10 @@ class _Window:
 
     def partial(self) -> Partial:
         due = int(np.searchsorted(self.at_s, self.now_s, side="right"))
+        sure = np.flatnonzero(self.alone[:due])
         waiting = [
             at
-            for key, at in zip(self.keys[:due].tolist(), self.at_s[:due].tolist(), strict=True)
+            for key, at in zip(self.keys[sure].tolist(), self.at_s[sure].tolist(), strict=True)
             if key not in self._ended
         ]
         return Partial(
