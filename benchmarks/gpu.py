@@ -2,6 +2,8 @@
 
     python benchmarks/gpu.py facts MODEL OUT.json             six launches of the model's shape
     python benchmarks/gpu.py grid MODEL TRACE.csv OUT.json    one launch; every limit changed inside it
+    python benchmarks/gpu.py order MODEL TRACE.csv OUT.json   six pairs of limits in one engine; `--relaunch 0,1` those
+                                                              two in engines of their own
 
 `--python` must have vLLM. `grid` finds the default's highest speed under TTFT ≤ 500 ms and TPOT ≤ 50 ms, then
 asks at 1.3 × that speed whether any of 25 pairs of limits meets them.
@@ -15,6 +17,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -30,9 +33,11 @@ from tuner.replay.plan import PLANS, Load
 from tuner.replay.speed import MET, bisect, sure
 from tuner.replay.timeline import replay
 from tuner.traffic import importers
+from tuner.traffic.trace import Trace
 
 SLO = Slo(ttft_ms=500, tpot_ms=50, attainment=0.95)
 SLICE = Slice(name="minute-20", start_s=1200, duration_s=60)
+PAIRS = ((1024, 8192), (1024, 1024), (256, 512), (256, 2048), (128, 4096), (64, 1024))
 SEQS, TOKENS = (64, 128, 256, 512, 1024), (512, 1024, 2048, 4096, 8192)
 FIXED = ("--load-format", "dummy", "--skip-tokenizer-init", "--max-model-len", "16384")
 MIB = 1 << 20
@@ -220,18 +225,63 @@ async def grid(host: Host, trace_file: Path, keep: Path) -> None:
                 keep.write_text(json.dumps(found, indent=1) + "\n")
 
 
+async def numbers(host: Host, server: Server, trace: Trace, number: int, speed: float) -> dict[str, JSON]:
+    """One whole replay of the slice at a speed: the numbers that a choice is made by."""
+    shape = models.read(host.model, env=dict(os.environ))
+    load = Load(
+        seed=7, number=number, speed=speed, model="m", vocabulary=shape.vocab_size, slo=SLO, senders=2
+    )
+    done = await replay(server, trace, (SLICE,), replace(PLANS["quick"], tail_limit_s=30.0), load)
+    values = measure(done, SLO).values
+    names = ("slo_attainment", "ttft_p95_ms", "tpot_p95_ms", "e2e_p95_ms", "goodput_rps", "failed")
+    kept: dict[str, JSON] = {k: round(values[k], 3) for k in names if values.get(k, 1e99) < 1e12}
+    return {**kept, "failed_gates": list(done.fidelity.failed)}
+
+
+async def order(host: Host, trace_file: Path, keep: Path, relaunch: list[int]) -> None:
+    """The six pairs at ×4, each in an engine of its own (those named), or all in one engine."""
+    trace, rows = importers.read_any(trace_file), list[JSON]()
+
+    def wrote(pair: tuple[int, int], how: str, row: dict[str, JSON]) -> None:
+        rows.append({"max_num_seqs": pair[0], "max_num_batched_tokens": pair[1], "how": how, **row})
+        print(json.dumps(rows[-1]), flush=True)
+        keep.write_text(json.dumps(rows, indent=1) + "\n")
+
+    for index in relaunch:
+        seqs, tokens = PAIRS[index]
+        argv = ("--max-num-seqs", str(seqs), "--max-num-batched-tokens", str(tokens))
+        begun = time.monotonic()
+        async with serve(host.spec(argv), gpus=host.gpus) as server:
+            row = await numbers(host, server, trace, index, 4.0)
+        wrote((seqs, tokens), "relaunched", {**row, "seconds": round(time.monotonic() - begun, 1)})
+    if relaunch:
+        return
+    async with serve(host.spec(live=True), gpus=host.gpus) as server:
+        for index, (seqs, tokens) in enumerate(PAIRS):
+            begun = time.monotonic()
+            if not await limits.change(server, {"max_num_seqs": seqs, "max_num_batched_tokens": tokens}):
+                wrote((seqs, tokens), "refused", {})
+                continue
+            row = await numbers(host, server, trace, index, 4.0)
+            wrote((seqs, tokens), "screened", {**row, "seconds": round(time.monotonic() - begun, 1)})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--python", default="python3")
-    parser.add_argument("what", choices=("facts", "grid"))
+    parser.add_argument("what", choices=("facts", "grid", "order"))
+    parser.add_argument("--relaunch", default="", help="indices of pairs to relaunch, with commas")
     parser.add_argument("model")
     parser.add_argument("files", nargs="+", type=Path)
     asked = parser.parse_args()
     host = Host(asked.python, asked.model, Path(tempfile.mkdtemp(prefix="gpu-")))
     if asked.what == "facts":
         asyncio.run(facts(host, asked.files[0]))
+    elif asked.what == "order":
+        picked = [int(i) for i in asked.relaunch.split(",") if i]
+        asyncio.run(order(host, asked.files[0], asked.files[1], picked))
     else:
         asyncio.run(grid(host, asked.files[0], asked.files[1]))
 
