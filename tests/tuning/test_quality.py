@@ -1,5 +1,6 @@
 """Whether answers agree: known answers, known shares."""
 
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 from tests.tuning.studies import write
 from tuner.errors import Aborted
-from tuner.records import Candidate
+from tuner.records import Candidate, Measurement, Trial, TrialState
 from tuner.tuning import quality
 from tuner.tuning.quality import Answer
 from tuner.tuning.study import load
@@ -75,6 +76,22 @@ def test_without_weights_it_says_that_it_cannot_judge(tmp_path: Path) -> None:
     assert quality.why_not(load(write(tmp_path / "plain"), store=None, now=now)) == (
         "no knob of the space changes the output"
     )
+
+
+def test_what_was_not_judged_is_told(tmp_path: Path) -> None:
+    now = datetime.now(UTC)
+    simulated = load(write(tmp_path, space=SPACE), store=None, now=now)
+    real = replace(simulated, facts=replace(simulated.facts, kind="vllm"))
+    asked = Candidate({"max_num_seqs": 4, "kv_cache_dtype": "fp8"})
+    judged = Trial(
+        id=2, study_id="s", run_id="r", number=1, candidate=asked, origin="tpe", started_at=now,
+        state=TrialState.COMPLETE, measurements=(Measurement(values={quality.AGREEMENT: 1.0}),),
+    )  # fmt: skip
+    plain = replace(judged, number=2, measurements=(Measurement(values={"goodput_rps": 1.0}),))
+    same = replace(plain, number=3, candidate=Candidate({"max_num_seqs": 16}))
+    assert quality.told(real, [judged, same]) == "judged by greedy canary prompts"
+    assert quality.told(real, [judged, plain, same]).startswith("not judged in trials 2: the baseline's own")
+    assert quality.told(simulated, [judged, plain]) == quality.why_not(simulated)
 
 
 def test_the_canaries_are_the_same_for_every_candidate() -> None:

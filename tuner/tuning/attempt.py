@@ -131,6 +131,9 @@ def _with_quality(bench: Bench, trial: Trial, found: Launched) -> Trial:
     if trial.is_baseline:
         quality.keep(path, found.answers)
     base, turned = quality.kept(path), quality.changes(trial.candidate, baseline)
+    if not base and turned:
+        text = f"its answers ({', '.join(turned)}) are not judged: the baseline's own are missing"
+        bench.tell(Event(kind="note", text=text, trial=trial))
     if not base or not turned:
         return trial
     values = quality.compared(base, found.answers)

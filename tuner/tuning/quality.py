@@ -15,7 +15,7 @@ import numpy as np
 from tuner.engine.server import Server
 from tuner.errors import Aborted
 from tuner.knobs.catalogue import CATALOGUE
-from tuner.records import JSON, Candidate
+from tuner.records import JSON, Candidate, Trial, TrialState
 from tuner.tuning.study import Prepared
 
 CANARIES, PROMPT, ANSWER = 16, 64, 48
@@ -118,6 +118,17 @@ def kept(path: Path) -> tuple[Answer, ...]:
     except (OSError, ValueError):
         return ()
     return tuple(Answer(tokens=tuple(tokens), logprobs=tuple(logprobs)) for tokens, logprobs in raw)
+
+
+def told(prepared: Prepared, trials: Sequence[Trial]) -> str:
+    """What a run says of its candidates' quality."""
+    if (reason := why_not(prepared)) is not None:
+        return reason
+    turned = [t for t in trials if t.state is TrialState.COMPLETE and changes(t.candidate, prepared.baseline)]
+    unjudged = [str(t.number) for t in turned if t.measurement and AGREEMENT not in t.measurement.values]
+    if unjudged:
+        return f"not judged in trials {', '.join(unjudged)}: the baseline's own answers are missing"
+    return "judged by greedy canary prompts"
 
 
 def verdict(values: Mapping[str, float], least: float, turned: Sequence[str]) -> str | None:

@@ -368,7 +368,7 @@ def summary_of(
         "live_limits": list(live.failures) or ("used" if screened else "not used"),
         "gpu_seconds": round(sum(t.gpu_seconds for t in trials), 1),
         "drift": list(drifts),
-        "quality": quality.why_not(prepared) or "judged by greedy canary prompts",
+        "quality": quality.told(prepared, trials),
     }
 
 
