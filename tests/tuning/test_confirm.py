@@ -99,6 +99,13 @@ def test_whole_replays_pool_the_noise_of_everybody() -> None:
     assert few.high - few.low > many.high - many.low
 
 
+def test_speeds_that_bisection_cannot_tell_apart_are_no_gain() -> None:
+    near, far = by_repeats("max_speed", [1.0] * 3, [1.04] * 3), by_repeats("max_speed", [1.0] * 3, [1.2] * 3)
+    assert near is not None
+    assert far is not None
+    assert (near.verdict, far.verdict) == ("no clear winner", "better")
+
+
 def test_each_run_relaunches_what_it_screened(tmp_path: Path) -> None:
     prepared = load(write(tmp_path), store=None, now=STUDY.created_at)
 

@@ -8,6 +8,8 @@ from tuner.replay.jobs import CANCELLED
 from tuner.replay.measure import is_good
 from tuner.replay.timeline import Judge, Partial
 
+TOLERANCE = 0.05
+"""How far apart, relatively, the speed that is told and the next one that failed may lie."""
 MET, LOST = "the SLO is met whatever comes", "the SLO cannot be met any more"
 
 
@@ -29,7 +31,7 @@ async def bisect(
     start: float = 1.0,
     floor: float = 0.1,
     ceiling: float = 16.0,
-    tolerance: float = 0.05,
+    tolerance: float = TOLERANCE,
     most: int = 12,
 ) -> MaxSpeed:
     """Double or halve from `start` until the answer flips, then bisect geometrically.

@@ -12,9 +12,11 @@ from tuner.profiles import registry
 from tuner.records import JSON, Measurement, Outcome, Profile, Run, Study, Trial, TrialState
 from tuner.replay import outcomes
 from tuner.replay.plan import Plan
+from tuner.replay.speed import TOLERANCE
 from tuner.search import pareto
 from tuner.search.compare import Comparison, Passes, compare, pooled, pooled_noise, student
 from tuner.search.compare import verdict as verdict_of
+from tuner.tuning import capacity
 from tuner.tuning.attempt import failing, retries_of
 from tuner.tuning.events import Event
 from tuner.tuning.proposing import RELAUNCHED, key_of, policy, winner
@@ -224,7 +226,8 @@ def by_repeats(
     family: int = 1,
 ) -> Comparison | None:
     """Compare a number of whole replays: Student's interval of the mean log ratio by the noise of everybody's
-    repeats (default: of these two), unbounded without any. None where nothing pairs.
+    repeats (default: of these two), unbounded without any; of `max_speed` no less than it is told to. None
+    where nothing pairs.
     """
     logs = [math.log(b / a) for a, b in zip(base, other, strict=False) if a > 0 and b > 0]
     if not logs:
@@ -233,6 +236,8 @@ def by_repeats(
     noise, freedom = pooled(everybody or (base, other))
     if freedom:
         reach = student(1 - (1 - LEVEL) / family / 2, freedom) * noise * math.sqrt(2 / len(logs))
+    if name == capacity.NAME:
+        reach = max(reach, math.log1p(TOLERANCE))
     low, high = centre - reach, centre + reach
     return Comparison(
         metric=name, base=statistics.fmean(base), other=statistics.fmean(other), log_ratio=centre, low=low,
