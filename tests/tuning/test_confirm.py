@@ -87,6 +87,13 @@ def test_one_repeat_knows_no_noise_and_a_held_out_slice_is_compared_apart(tmp_pa
     assert all(math.isinf(c.high) for _, _, c in found if c.metric == "max_speed")
 
 
+def test_what_was_not_repeated_is_held_to_an_assumed_noise(tmp_path: Path) -> None:
+    rows = {0: measured(tmp_path, 0, [1.0]), 1: measured(tmp_path, 1, [0.9])}
+    (bare, *_), (assumed, *_) = comparisons(STUDY, 0, rows), comparisons(STUDY, 0, rows, assumed=0.3)
+    assert assumed[2].low < bare[2].low
+    assert assumed[2].high > bare[2].high
+
+
 def test_whole_replays_pool_the_noise_of_everybody() -> None:
     base, other, third = [1.0, 1.1, 0.9], [1.2, 1.3, 1.1], [1.0, 1.01, 0.99]
     few = by_repeats("max_speed", base, other, family=6)

@@ -13,7 +13,7 @@ from tuner.records import JSON, Measurement, Outcome, Profile, Run, Study, Trial
 from tuner.replay import outcomes
 from tuner.replay.plan import Plan
 from tuner.replay.speed import TOLERANCE
-from tuner.search import pareto
+from tuner.search import pareto, stopping
 from tuner.search.compare import Comparison, Passes, compare, pooled, pooled_noise, student
 from tuner.search.compare import verdict as verdict_of
 from tuner.tuning import capacity
@@ -157,7 +157,8 @@ def _conclude(
     base = base if base and base.number in measured else None
     again = [_remeasured(t, measured[t.number]) for t in [*([base] if base else []), *entered]]
     chosen = pareto.choose(again, policy(bench.prepared), study.slo, study.objectives)
-    compared = comparisons(study, base.number, measured) if base else []
+    assumed = 0.0 if bench.prepared.plan.demonstration else stopping.NOISE
+    compared = comparisons(study, base.number, measured, assumed=assumed) if base else []
     verdict = judge(chosen, base, compared, study.slo, demonstration=bench.prepared.plan.demonstration)
     profiles = _publish(bench, run, chosen, verdict)
     challenger = profiles.get("challenger")
@@ -183,10 +184,12 @@ def _remeasured(trial: Trial, measured: Sequence[Measurement]) -> Trial:
     return replace(trial, screened=False, measurements=(Measurement(values=values),))
 
 
-def comparisons(study: Study, base: int, measured: Mapping[int, Sequence[Measurement]]) -> list[Compared]:
+def comparisons(
+    study: Study, base: int, measured: Mapping[int, Sequence[Measurement]], *, assumed: float = 0.0
+) -> list[Compared]:
     """Every finalist against the baseline in every objective, on the slices that were searched and, where
     there is one, on the held-out slice. All of them are the family that the verdict rests on, and the repeats
-    of all entrants tell the noise.
+    of all entrants tell the noise; `assumed` is that of one measurement where nothing was repeated.
     """
     family = (len(measured) - 1) * len(study.objectives)
     found: list[Compared] = []
@@ -198,7 +201,9 @@ def comparisons(study: Study, base: int, measured: Mapping[int, Sequence[Measure
         for number, name in product([n for n in there if n != base], study.objectives):
             made: Comparison | None
             try:
-                made = _by_request(study, name, (base, number), passes, family)
+                noise = pooled_noise(list(passes.values()), name, slo=study.slo)
+                noise = noise if noise[1] else (assumed, 0)
+                made = _by_request(study, name, (passes[base], passes[number]), family, noise)
             except BadInput:  # an objective of the engine's own numbers has no rows to pair
                 said = {n: [m.values[name] for m in rows if name in m.values] for n, rows in there.items()}
                 everybody = list(said.values())
@@ -208,12 +213,11 @@ def comparisons(study: Study, base: int, measured: Mapping[int, Sequence[Measure
 
 
 def _by_request(
-    study: Study, name: str, pair: tuple[int, int], passes: Mapping[int, Passes], family: int
+    study: Study, name: str, pair: tuple[Passes, Passes], family: int, noise: tuple[float, int]
 ) -> Comparison:
-    noise, freedom = pooled_noise(list(passes.values()), name, slo=study.slo)
     return compare(
-        passes[pair[0]], passes[pair[1]], name, slo=study.slo, seed=study.seed, level=LEVEL, family=family,
-        noise=noise, freedom=freedom or None,
+        *pair, name, slo=study.slo, seed=study.seed, level=LEVEL, family=family, noise=noise[0],
+        freedom=noise[1] or None,
     )  # fmt: skip
 
 
