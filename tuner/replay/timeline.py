@@ -33,7 +33,7 @@ LEAD_S = 0.05
 WATCH_S = 0.25
 LOOK_S = 2.0
 """Between two looks at the engine's health."""
-CONNECTIONS = 4096
+CONNECTIONS = 8192
 """Connections opened ahead of a window at most: a server under load is slow to accept new ones."""
 
 
