@@ -103,6 +103,15 @@ def test_every_token_is_made_once_and_every_block_comes_back(
     assert not any(scheduler._phase)
 
 
+def test_one_that_leaves_by_itself_does_not_end_the_work() -> None:
+    """The least important request runs first, finds no block and has nobody to push out but itself."""
+    limits = replace(SMALL, num_blocks=34, policy="priority", max_num_seqs=7, long_prefill_token_threshold=16)
+    for first in range(1, 121, 7):
+        requests = [Request(i, float(i), (first + i, 60), (), 2 - i % 3) for i in range(7)]
+        drive(Scheduler(limits), requests)
+        assert all(request.done for request in requests)
+
+
 @settings(max_examples=80, deadline=None)
 @given(
     lengths=LENGTHS,

@@ -149,7 +149,17 @@ class Scheduler:
     # ---- one step
 
     def schedule(self) -> Step | None:
-        """Choose the next step's tokens, as of what has arrived; None when there is nothing to compute."""
+        """Choose the next step's tokens, as of what has arrived; None when there is nothing to compute.
+
+        Where the one to run next had to leave by itself, nothing is left of the step: the next is chosen.
+        """
+        step, left = self._choose(), False
+        while step.preempted and not step.tokens and not step.swapped_blocks:
+            step, left = self._choose(), True
+        step.preempted |= left
+        return step if step.tokens or step.swapped_blocks else None
+
+    def _choose(self) -> Step:
         step = Step()
         budget = self.limits.max_num_batched_tokens
         threshold = self._threshold()
@@ -162,7 +172,7 @@ class Scheduler:
             self._schedule_waiting(step, budget, threshold)
         for request in step.sampling:
             self._sampled(request, step)
-        return step if step.tokens or step.swapped_blocks else None
+        return step
 
     def _threshold(self) -> int:
         """The most tokens of one prompt in this step, 0 = no limit of its own."""
