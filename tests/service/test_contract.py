@@ -89,6 +89,6 @@ def test_the_fuzz_sees_what_is_wrong(tmp_path: Path) -> None:
 
     schema: Any = schemathesis.openapi.from_asgi("/v1/openapi.json", world.app)
     operation = schema["/v1/broken"]["GET"]
-    with pytest.raises(BaseException, match=r"Server error|division by zero"):
+    with pytest.raises(BaseException, match=r"Server error|by zero"):
         fuzz(operation, {"Authorization": f"Bearer {world.token('admin')}"}, Counter())
     world.store.close()
