@@ -170,6 +170,15 @@ def test_finalists_and_baseline_were_measured_again(killed: Path) -> None:
     summary = run_of(killed).summary
     assert 0 in again
     assert set(summary["finalists"]) <= again  # type: ignore[arg-type]
+    files = [
+        part.outcomes_file
+        for trial in trials_of(killed)
+        for m in trial.measurements
+        if m.purpose == "confirm"
+        for part in m.slices
+    ]
+    assert files
+    assert all(run_of(killed).id[:8] in (file or "") for file in files)
     assert summary["demonstration"] is True
 
 
@@ -259,11 +268,11 @@ def test_what_a_wide_engine_cannot_hold_is_launched_by_itself_and_said(tmp_path:
         "baseline: {max_num_seqs: 4}", "baseline: {max_num_seqs: 4, max_num_batched_tokens: 512}"
     )
     study = write(tmp_path, text, NARROW)
-    done = tuner(tmp_path, "tune", study, "--trials", 3, "--all-trials")
+    done = tuner(tmp_path, "tune", study, "--trials", 4, "--all-trials")
     assert done.returncode == 0, done.stderr
     trials = [t for t in trials_of(tmp_path) if t.origin != RELAUNCHED]
     assert not trials[1].screened
-    assert trials[2].screened
+    assert any(t.screened for t in trials[2:])
     said = run_of(tmp_path).summary["live_limits"]
     assert isinstance(said, list)
     assert [str(one).partition(":")[0] for one in said] == ["no_kv_memory"]

@@ -65,7 +65,7 @@ async def confirm(bench: Bench, run: Run) -> Confirmation:
     for repeat in range(1, bench.prepared.plan.repeats + 1):
         for trial in entrants if repeat % 2 else reversed(entrants):
             if trial.number not in dropped and not _has(bench, run, trial.id, repeat):
-                await _again(bench, trial, repeat, dropped)
+                await _again(bench, run, trial, repeat, dropped)
     measured = {t.number: _fresh(bench, run, t.id) for t in entrants if t.number not in dropped}
     for number in list(measured):
         if reason := next((said for m in measured[number] if (said := failing(m.values))), None):
@@ -98,7 +98,7 @@ def _nothing(trials: Sequence[Trial]) -> str:
     return "No candidate completed" + (f": {'; '.join(reasons[:3])}." if reasons else ".")
 
 
-async def _again(bench: Bench, trial: Trial, repeat: int, dropped: dict[int, str]) -> None:
+async def _again(bench: Bench, run: Run, trial: Trial, repeat: int, dropped: dict[int, str]) -> None:
     study = bench.prepared.study
     searched = tuple(s for s in study.slices if not s.held_out)
     held_out = tuple(s for s in study.slices if s.held_out)
@@ -107,7 +107,7 @@ async def _again(bench: Bench, trial: Trial, repeat: int, dropped: dict[int, str
         passes.append(Pass(slices=held_out, purpose="held_out", repeat=repeat))
     bench.tell(Event(kind="confirm", text=f"measured again, repeat {repeat}", trial=trial))
     for attempt in range(ABORTED_RETRIES + 1):
-        directory = bench.directory(trial.number, f"confirm-{repeat}-{attempt}")
+        directory = bench.directory(trial.number, f"confirm-{run.id[:8]}-{repeat}-{attempt}")
         try:
             launched = await launch(bench, trial, passes, directory)
         except Infeasible as error:
