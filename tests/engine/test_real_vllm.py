@@ -52,7 +52,8 @@ class TestRealVllm(Real, Conformance):
     """On the engine that all rooms share, and one refusal."""
 
     @pytest.fixture(scope="class")
-    def running(self, real_server: Shared) -> Launched:
+    @classmethod
+    def running(cls, real_server: Shared) -> Launched:
         return real_server
 
     def test_case_15_a_reset_is_refused_while_requests_run_and_proved_after(self, running: Launched) -> None:

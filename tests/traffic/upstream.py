@@ -138,6 +138,7 @@ async def post(
     """One request over a connection of its own: (status, everything after the head, as it came)."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{headers}"
+    head += "content-type: application/json\r\n"
     writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
     data = await reader.read()
     writer.close()
