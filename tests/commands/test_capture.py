@@ -95,6 +95,8 @@ def test_without_a_place_captures_go_home(tmp_path: Path) -> None:
 
 WRONG = {
     "no URL": (("--upstream", "ftp://x"), 2, "expected a URL such as http://"),
+    "no port": (("--upstream", "http://x:99999"), 2, "upstream 'http://x:99999': Port out of range"),
+    "a port of letters": (("--upstream", "http://x:abc"), 2, "upstream 'http://x:abc': Port could not"),
     "rotation without a name": (("--out", "x.jsonl", "--every", "day"), 2, "need --name"),
     "no size": (("--max-size", "many"), 2, "write a size such as 500MB"),
     "no name": (("--name", "../x"), 2, "expected a plain word"),

@@ -33,10 +33,14 @@ class Proxy:
 
     def __init__(self, upstream: str, recorder: Recorder | None = None) -> None:
         parts = urlsplit(upstream if "://" in upstream else f"http://{upstream}")
+        try:
+            port = parts.port
+        except ValueError as error:
+            raise BadInput(f"upstream '{upstream}': {error}") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise BadInput(f"upstream '{upstream}': expected a URL such as http://127.0.0.1:8000")
         self.host = parts.hostname
-        self.port = parts.port or (443 if parts.scheme == "https" else 80)
+        self.port = port or (443 if parts.scheme == "https" else 80)
         self.tls = ssl.create_default_context() if parts.scheme == "https" else None
         self.prefix = parts.path.rstrip("/").encode()
         self.authority = parts.netloc.rpartition("@")[2].encode()
