@@ -269,6 +269,7 @@ def test_of_several_engines_one_is_picked(tmp_path: Path) -> None:
         ("nginx -g off", "no vLLM is started there"),
         ("vllm serve 'm", "cannot be split into words"),
         ("missing.yaml", "there is no file missing.yaml"),
+        ("/etc/vllm/start.sh", "there is no file /etc/vllm/start.sh"),
         ("", "it is empty"),
     ],
 )

@@ -50,7 +50,7 @@ def sources(what: str) -> tuple[Source, ...]:
     path = Path(what).expanduser()
     if os.path.isfile(path):  # False, not an error, for text that is no possible name
         text, where = path.read_text(), str(path)
-    elif re.fullmatch(r"\S+\.(ya?ml|service|json)", what):
+    elif re.fullmatch(r"(?!--)\S+", what):  # a command line of one word starts no model
         raise BadInput(f"there is no file {what}")
     else:
         text, where = what, "command line"
