@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -48,6 +49,12 @@ def a_profile(argv: tuple[str, ...] = ARGV, env: dict[str, str] | None = None) -
         digest="cd" * 32,
         created_at=NOW,
     )
+
+
+def test_the_trial_is_told_by_its_number_in_the_study() -> None:
+    profile = replace(a_profile(), evidence={"trial_number": 3})
+    assert "# trial: 3\n" in render(profile, "vllm-yaml")
+    assert "# trial: 17\n" in render(a_profile(), "vllm-yaml")
 
 
 def test_vllm_yaml_has_dash_keys_no_false_and_no_null() -> None:

@@ -19,7 +19,8 @@ MASK = "***"
 
 
 def provenance(profile: Profile) -> dict[str, str]:
-    """Where a profile comes from: the same words in every format."""
+    """Where a profile comes from: the same words in every format; the trial by its number in the study."""
+    trial = profile.evidence.get("trial_number", profile.trial_id)
     return {
         "model": profile.key.model,
         "target": profile.key.target,
@@ -28,7 +29,7 @@ def provenance(profile: Profile) -> dict[str, str]:
         "engine-version": profile.engine_version,
         "gpu-class": profile.gpu_class,
         "study": profile.study_id,
-        "trial": "" if profile.trial_id is None else str(profile.trial_id),
+        "trial": "" if trial is None else str(trial),
         "sha256": profile.digest,
     }
 
