@@ -13,6 +13,10 @@ CASES: dict[str, tuple[dict[str, str], str]] = {
         {"study": STUDY.replace(str(TRACE), "nowhere.csv")},
         "trace: 'nowhere.csv' is neither a file",
     ),
+    "no capture": (
+        {"study": STUDY.replace(str(TRACE), "latest:caht")},
+        "trace: 'latest:caht' finds no capture and no known trace of the name 'caht'",
+    ),
     "broken trace": ({"study": STUDY.replace(str(TRACE), "bad.csv")}, "bad.csv"),
     "no space": (
         {"study": STUDY.replace("space.yaml", "bursty-mixt")},
@@ -80,6 +84,8 @@ def test_a_model_that_does_not_exist_is_found_before_the_first_launch(tmp_path: 
         (["front", "nothing"], 4, "there is no database"),
         (["tune", "nowhere.yaml"], 2, "nowhere.yaml"),
         (["tune", "STUDY", "--until", "half past"], 2, "--until half past"),
+        (["tune", "STUDY", "--hours", "0"], 2, "--hours 0: give more than 0"),
+        (["tune", "STUDY", "--hours", "-1"], 2, "--hours -1: give more than 0"),
         (["trace", "show", "nowhere"], 2, "there is no file nowhere"),
         (["trace", "import", "nowhere.csv"], 2, "nowhere.csv"),
         (["knobs", "--python", "nowhere"], 2, "there is no such interpreter"),

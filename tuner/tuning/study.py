@@ -170,9 +170,14 @@ def _trace(ref: str, base: Path, store: Store | None) -> tuple[Trace, Path]:
         stored = store.trace(ref.removeprefix("latest:"))
     except NotFound:
         known = sorted({t.name for t in store.traces()}) if store else []
+        name = ref.removeprefix("latest:")
+        missing = (
+            f"is neither a file ({path}) nor the digest of a known trace nor latest:NAME"
+            if name == ref
+            else f"finds no capture and no known trace of the name '{name}'"
+        )
         raise BadInput(
-            f"trace: '{ref}' is neither a file ({path}) nor the digest of a known trace nor latest:NAME"
-            f"{nearest(ref.removeprefix('latest:'), known)}; `tuner trace import` makes one"
+            f"trace: '{ref}' {missing}{nearest(name, known)}; `tuner trace import` makes one"
         ) from None
     return traces.read(Path(stored.path)), Path(stored.path)
 
