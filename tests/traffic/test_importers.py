@@ -246,7 +246,7 @@ def test_our_own_parquet_is_read_as_it_is(tmp_path: Path) -> None:
     ("text", "options", "words"),
     [
         ("", {}, "the file is empty"),
-        ("a,b\n1,2\n", {}, "no column is known to be arrival_s"),
+        ("a,b\n1,2\n", {}, "no column is known to be arrival_s; name it with `tuner trace import"),
         ("arrival_s,input_tokns,output_len\n1,2,3\n", {}, r"input_len .did you mean 'input_tokns'"),
         ("arrival_s,input_len,output_len\n1,2,x\n", {}, "line 2: 'output_len' is 'x', expected a number"),
         ("arrival_s,input_len,output_len\n1,2.5,3\n", {}, "line 2: 'input_len' is '2.5', expected a whole"),

@@ -97,7 +97,8 @@ def _absent(record: Record, wanted: str, have: list[str], resolved: Mapping[str,
     have = [name for name in have if name not in resolved.values()]
     close = next((hint for word in words if (hint := nearest(word, have))), "")
     return BadInput(
-        f"{record.path}: no column is known to be {wanted}{close}; name it: {wanted}=COLUMN of {have}"
+        f"{record.path}: no column is known to be {wanted}{close}; name it with"
+        f" `tuner trace import --column {wanted}=COLUMN`, of {have}"
     )
 
 
