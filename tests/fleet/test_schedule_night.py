@@ -168,11 +168,19 @@ def test_a_schedule_is_added_listed_and_removed(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.exception
     assert "schedule nightly: next on" in done.stderr
     assert "until 05:30 CE" in done.stderr
+    assert "takes the place" not in done.stderr
     (row,) = json.loads(call("list", "--json").stdout)
     assert (row["node"], row["spec"]["study"], row["spec"]["trials"]) == ("local", str(study), 20)
+    table = call("list").stdout  # in the schedule's zone, as `next` tells it
+    assert " 01:00 " in table
+    assert " 05:30 " in table
     upcoming = json.loads(call("next", "nightly", "--count", "9", "--json").stdout)
     assert len(upcoming) == 9
     assert all(each["blackout"] for each in upcoming)
     assert call("next", "nightly").exit_code == 0
+    again = call("add", "nightly", *words)
+    assert "takes the place of the one before; next on" in again.stderr
+    (row,) = json.loads(call("list", "--json").stdout)
+    assert row["spec"]["trials"] is None
     assert call("remove", "nightly").exit_code == 0
     assert isinstance(call("remove", "nightly").exception, NotFound)

@@ -65,13 +65,15 @@ def add(
         enabled=not disabled,
     )
     window.check(made)
+    before = ""
     try:
         old = store.schedule(name)
+        before = "takes the place of the one before; "
         made = replace(made, last_due=old.last_due, last_run_id=old.last_run_id)
     except NotFound:
         pass
     store.put_schedule(made)
-    say(f"schedule {name}: {_next_line(made)}")
+    say(f"schedule {name}: {before}{_next_line(made)}")
 
 
 def _node_of(path: Path) -> str:
@@ -99,7 +101,7 @@ def list_schedules(as_json: Json = False) -> None:
     """List schedules with their next window and what the last one became."""
     from tuner.fleet import window
 
-    rows = []
+    rows: list[dict[str, Any]] = []
     for each in open_store().schedules():
         due = window.next_due(each, now()) if each.enabled else None
         end = window.window(each, due).end if due else None
@@ -109,7 +111,17 @@ def list_schedules(as_json: Json = False) -> None:
         return
     columns = ["<schedule", "<node", "<cron", "<zone", "<next", "<until", "<last due", "<last run"]
     names = ("name", "node", "cron", "timezone", "next_due", "next_end", "last_due", "last_run_id")
-    print_table(columns, ([row[n] for n in names] for row in rows))
+    moments = {"next_due", "next_end", "last_due"}
+    print_table(
+        columns,
+        ([_local(row[n], row["timezone"]) if n in moments else row[n] for n in names] for row in rows),
+    )
+
+
+def _local(moment: Any, timezone: str) -> str | None:
+    from tuner.fleet import window
+
+    return f"{moment.astimezone(window.zone(timezone)):%Y-%m-%d %H:%M}" if moment else None
 
 
 def _plain(schedule: "Schedule") -> dict[str, object]:
