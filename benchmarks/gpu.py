@@ -3,7 +3,7 @@
     python benchmarks/gpu.py facts MODEL OUT.json             six launches of the model's shape
     python benchmarks/gpu.py grid MODEL TRACE.csv OUT.json    one launch; every limit changed inside it
     python benchmarks/gpu.py order MODEL TRACE.csv OUT.json   six pairs of limits in one engine; with
-                                                              `--relaunch 0,1` those two in engines of their own
+                                                              `--relaunch 0,1` those two each in its own
 
 `--python` must have vLLM. `grid` finds the default's highest speed under TTFT ≤ 500 ms and TPOT ≤ 50 ms, then
 asks at 1.3 × that speed whether any of 25 pairs of limits meets them.
