@@ -172,7 +172,7 @@ async def grid(host: Host, trace_file: Path, keep: Path) -> None:
     """The default's highest speed, then every pair of limits at 1.3 × that speed, in one running engine."""
     trace = importers.read_any(trace_file)
     shape = models.read(host.model, env=dict(os.environ))
-    plan = PLANS["quick"]
+    plan = replace(PLANS["quick"], tail_limit_s=60.0)
     found: dict[str, JSON] = {"slo": {"ttft_ms": 500, "tpot_ms": 50, "attainment": 0.95}, "rows": []}
     rows: list[JSON] = []
     async with serve(host.spec(live=True), gpus=host.gpus) as server:
