@@ -2,6 +2,7 @@
 
 import asyncio
 import pickle
+import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -24,7 +25,7 @@ from tuner.errors import (
     UnsupportedKnob,
 )
 from tuner.fleet import dispatch
-from tuner.fleet.dispatch_ray import Member
+from tuner.fleet.dispatch_ray import Member, connect
 from tuner.fleet.nodes import selector
 from tuner.fleet.worker import Done, Worker, fault_of
 from tuner.history.store import Store
@@ -262,3 +263,12 @@ def test_what_is_wrong_with_the_command_is_told(words: list[str], sentence: str,
     done = tuner(tmp_path, "tune", write(tmp_path), *words)
     assert (done.returncode, sentence in done.stderr) == (BadInput.exit_code, True), done.stderr
     assert not (tmp_path / "tuner.db").exists()
+
+
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_a_cluster_where_nobody_listens_is_told_at_once(scheme: str) -> None:
+    with socket.socket() as bound:  # bound, and never listening: connections are refused
+        bound.bind(("127.0.0.1", 0))
+        address = f"{scheme}127.0.0.1:{bound.getsockname()[1]}"
+        with pytest.raises(Unavailable, match="no Ray cluster answers at"):
+            connect(address)

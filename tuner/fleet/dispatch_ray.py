@@ -6,6 +6,7 @@
 import asyncio
 import contextlib
 import re
+import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ GRANT_S = 120.0
 RETURN_S = 300.0
 """How long a lost node, or a free one of its class, is waited for."""
 ASK_S = 1.0
+KNOCK_S = 10.0
 ADDRESS = re.compile(r"^(auto|ray://[^\s/]+:\d+|[^\s/:]+:\d+)$")
 
 
@@ -55,6 +57,8 @@ def connect(address: str) -> None:
     """Join a cluster as its driver. BadInput without the extra, Unavailable when nothing answers there."""
     if not ADDRESS.match(address):
         raise BadInput(f"--on {address}: give auto, HOST:PORT or ray://HOST:PORT")
+    if address != "auto":
+        _knock(address)
     try:
         ray = _ray()
     except ImportError:
@@ -65,6 +69,17 @@ def connect(address: str) -> None:
         said = str(error).strip().splitlines() or [type(error).__name__]
         raise Unavailable(
             f"no Ray cluster answers at {address} ({said[0][:160]}); `ray start --head` starts one"
+        ) from error
+
+
+def _knock(address: str) -> None:
+    """Unavailable when nobody listens there: Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=KNOCK_S).close()
+    except (OSError, OverflowError) as error:
+        raise Unavailable(
+            f"no Ray cluster answers at {address} ({error}); `ray start --head` starts one"
         ) from error
 
 
