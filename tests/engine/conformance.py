@@ -73,9 +73,10 @@ class Conformance:
         assert server.names[0] == running.spec.served_name
 
     def test_every_process_of_it_carries_the_tag(self, running: Launched) -> None:
-        found = {process.pid for process in tagged(running.spec.launch_id)}
         leader = psutil.Process(running.server.process.pid)
-        assert {leader.pid, *(child.pid for child in leader.children(recursive=True))} == found
+        family = {leader.pid, *(child.pid for child in leader.children(recursive=True))}
+        found = {process.pid for process in tagged(running.spec.launch_id)}
+        assert family <= found  # what left the family (the capture's writer) is found by its tag alone
 
     def test_it_says_what_it_runs_with(self, running: Launched) -> None:
         server = running.server
