@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.engine.helpers import alive, leftovers
+from tests.engine.helpers import leftovers
 from tuner.engine import metrics
 from tuner.engine.ports import is_free
 from tuner.engine.server import Server, serve
