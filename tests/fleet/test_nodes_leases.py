@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -118,7 +119,7 @@ def test_a_paused_controller_that_wakes_up_cannot_write(store: Store, tmp_path: 
     with controller(tmp_path, study) as paused:
         assert line(paused) == "leased"
         wait_for(lambda: _running(store) >= 2)
-        paused.send_signal(signal.SIGSTOP)
+        wait_for(lambda: _paused_outside_a_write(paused, tmp_path / "tuner.db"))
         wait_for(lambda: not store.leases(now=now()))
         before = store.trials(store.study("tiny").id)
         with leases.held(store, "local", clock=now):
@@ -129,6 +130,21 @@ def test_a_paused_controller_that_wakes_up_cannot_write(store: Store, tmp_path: 
         assert store.trials(store.study("tiny").id) == before
         launches = [launch.id for launch in store.launches(store.study("tiny").id)]
         assert [p for launch in launches for p in processes.tagged(launch)] == []
+
+
+def _paused_outside_a_write(paused: "subprocess.Popen[str]", database: Path) -> bool:
+    """Pause it; one that holds SQLite's write lock goes on, as nobody else could ever write."""
+    paused.send_signal(signal.SIGSTOP)
+    connection = sqlite3.connect(database, timeout=0.2)
+    try:
+        connection.execute("BEGIN IMMEDIATE")
+        connection.rollback()
+    except sqlite3.OperationalError:
+        paused.send_signal(signal.SIGCONT)
+        return False
+    finally:
+        connection.close()
+    return True
 
 
 def _running(store: Store) -> int:
