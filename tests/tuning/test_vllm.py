@@ -18,7 +18,7 @@ from tuner.records import LaunchSpec, RunState, Trial, TrialState
 from tuner.tuning.proposing import propose
 from tuner.tuning.study import VLLM_MODULE, load
 
-# Not yet seen green: 32 blocks were enough for this traffic, so that nothing was preempted. It joins CI when it is.
+# Not yet seen green: 32 blocks held all of this traffic, so nothing was preempted. It joins CI when it is.
 pytestmark = [pytest.mark.vllm, pytest.mark.vllm_full]
 
 SPACE = """\
