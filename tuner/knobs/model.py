@@ -33,11 +33,6 @@ class ModelFacts:
         """Bytes of KV cache for one token over all layers, in the model's own number format."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of all weights in the model's own number format."""
-        return self.parameters * self.dtype_bytes
-
 
 def read(model: str, *, env: Mapping[str, str]) -> ModelFacts:
     """Facts of a model: a folder with config.json, else the local Hugging Face cache, else shipped shapes.
