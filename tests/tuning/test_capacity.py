@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from tuner.records import Outcome, Slice, Slo
+from tuner.records import Fidelity, Outcome, Slice, Slo
 from tuner.replay.plan import Load
 from tuner.replay.timeline import Judge, Partial, Replayed, SliceReplay
 from tuner.tuning import capacity
@@ -31,8 +31,9 @@ def outcome(row: int, ttft_s: float) -> Outcome:
 class Served:
     """An engine that answers in time up to a speed per slice; it remembers what was asked of it."""
 
-    def __init__(self, limits: dict[str, float], *, judged: bool) -> None:
-        self.limits, self.judged = limits, judged
+    def __init__(self, limits: dict[str, float], *, judged: bool, sent: Sequence[float] = ()) -> None:
+        """`sent`: up to which speed the sender is in time, replay by replay; the last holds for the rest."""
+        self.limits, self.judged, self.sent = limits, judged, [*sent]
         self.loads: list[Load] = []
 
     async def __call__(self, slices: Sequence[Slice], load: Load, judge: Judge) -> Replayed:
@@ -42,20 +43,41 @@ class Served:
         outcomes = tuple(outcome(row, late) for row in range(20))
         partial = Partial(slice=one, now_s=5.0, window_s=10.0, planned=20, outcomes=outcomes, waiting_s=())
         stopped = judge(partial) if self.judged else None
-        return Replayed(slices=(SliceReplay(slice=one, window_s=10.0, outcomes=outcomes),), stopped=stopped)
+        replay = SliceReplay(slice=one, window_s=10.0, outcomes=outcomes)
+        in_time = self.sent[min(len(self.loads), len(self.sent)) - 1] if self.sent else load.speed
+        failed = () if load.speed <= in_time else ("lateness: the sender was late",)
+        return Replayed(slices=(replay,), stopped=stopped, fidelity=Fidelity(failed=failed))
 
 
 @pytest.mark.parametrize("judged", [True, False])
 def test_the_slowest_slice_decides(judged: bool) -> None:
     served = Served({"a": 7.0, "b": 5.0}, judged=judged)
-    found = asyncio.run(capacity.max_speed(served, (part("a"), part("b")), LOAD, SLO))
+    found, doubts = asyncio.run(capacity.max_speed(served, (part("a"), part("b")), LOAD, SLO))
+    assert doubts == ()
     assert found.above is not None
     assert found.speed <= 5.0 < found.above
     assert found.above / found.speed <= 1.05
 
 
+@pytest.mark.parametrize("judged", [True, False])
+def test_what_the_sender_could_not_send_in_time_is_not_met(judged: bool) -> None:
+    served = Served({"a": 30.0}, judged=judged, sent=[5.0])
+    found, doubts = asyncio.run(capacity.max_speed(served, (part("a"),), LOAD, SLO))
+    assert found.speed <= 5.0
+    assert doubts
+    assert all("lateness" in doubt and doubt.startswith("max_speed: speed ") for doubt in doubts)
+
+
+def test_a_sender_that_was_late_once_is_asked_again() -> None:
+    served = Served({"a": 7.0}, judged=True, sent=[1.0, 100.0])
+    found, doubts = asyncio.run(capacity.max_speed(served, (part("a"),), LOAD, SLO))
+    assert [load.speed for load in served.loads[:3]] == [2.0, 2.0, 4.0]
+    assert 6.5 < found.speed <= 7.0
+    assert doubts == ()
+
+
 def test_no_prompt_is_sent_twice() -> None:
-    served = Served({"a": 7.0}, judged=True)
+    served = Served({"a": 7.0}, judged=True, sent=[1.0, 100.0])
     asyncio.run(capacity.max_speed(served, (part("a"),), LOAD, SLO))
     salts = [(load.number, load.repeat) for load in served.loads]
     assert len(set(salts)) == len(salts)

@@ -1,5 +1,6 @@
 """Finalists against the baseline: how sure a verdict is, and who falls out."""
 
+import asyncio
 import math
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -25,9 +26,10 @@ from tuner.records import (
 )
 from tuner.replay import outcomes
 from tuner.tuning.attempt import failing, retries_of
-from tuner.tuning.confirm import by_repeats, comparisons, finalists
+from tuner.tuning.confirm import by_repeats, comparisons, confirm, finalists
 from tuner.tuning.reconcile import reconcile
 from tuner.tuning.study import load
+from tuner.tuning.trial import Bench, Measured, Note, Order, Serving
 
 OBJECTIVES = ("ttft_p95_ms", "goodput_rps", "max_speed")
 STUDY = Study(
@@ -129,6 +131,40 @@ def test_each_run_relaunches_what_it_screened(tmp_path: Path) -> None:
     history = [*first, trial(2, "two", 50.0, "tpe", screened=True)]
     assert [t.number for t in finalists(prepared, history, "two")] == [2]
     assert [t.number for t in finalists(prepared, history, "one")] == [1]
+
+
+def test_a_finalist_that_runs_otherwise_than_asked_falls_out(tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path / 'tuner.db'}")
+    prepared = load(write(tmp_path), store=store, now=STUDY.created_at)
+    study = store.add_study(prepared.study)
+    run = store.open_run(
+        study.id, trials_limit=2, deadline=None, now=STUDY.created_at, pid=1, host="here"
+    )  # fmt: skip
+    values = {"ttft_p95_ms": 9.0, "tpot_p95_ms": 9.0, "e2e_p95_ms": 9.0, "goodput_rps": 5.0}
+    numbers = Measurement(values={**values, "slo_attainment": 1.0, "requests": 20.0, "failed": 0.0})
+    for number, seqs in enumerate((4, 16)):
+        trial = store.start_trial(
+            study_id=study.id, run_id=run.id, candidate=Candidate({"max_num_seqs": seqs}), number=number,
+            attempt=0, seed=0, origin="search" if number else "baseline", now=STUDY.created_at, directory="d",
+        )  # fmt: skip
+        store.finish_trial(replace(trial, state=TrialState.COMPLETE, measurements=(numbers,)))
+
+    async def work(order: Order, note: Note) -> list[Measured]:
+        """An engine that runs four sequences whatever it is asked for."""
+        note(Serving(effective={"max_num_seqs": 4}, timeline={}, kv_tokens=None))
+        again = [replace(numbers, purpose=each.purpose, repeat=each.repeat) for each in order.passes]
+        return [Measured(measurement=each, curtailed=None) for each in again]
+
+    now = STUDY.created_at
+    bench = Bench(
+        prepared=prepared, store=store, home=tmp_path, clock=lambda: now, tell=lambda event: None, work=work
+    )
+    try:
+        said = asyncio.run(confirm(bench, run)).summary
+    finally:
+        store.close()
+    assert said["verdict"] == "no verdict"
+    assert "the engine runs max_num_seqs = 4, not 16" in str(said["sentence"])
 
 
 def test_what_only_the_stop_command_reaches_is_stopped_after_a_crash(tmp_path: Path) -> None:

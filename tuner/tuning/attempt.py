@@ -117,8 +117,7 @@ def _judged(bench: Bench, trial: Trial, found: Launched) -> Trial:
         ended = replace(ended, violation=Violation(err=_error_rate(values) - ERROR_RATE))
     if (reason := failing(values)) is not None and not found.curtailed:
         return replace(ended, state=TrialState.INFEASIBLE, reason=reason, cause="errors")
-    if (knob := not_as_asked(trial.candidate, found.launch.effective)) is not None:
-        reason = f"the engine runs {knob} = {found.launch.effective[knob]}, not {trial.candidate[knob]}"
+    if (reason := unlike(trial.candidate, found.launch.effective)) is not None:
         return replace(ended, state=TrialState.INFEASIBLE, reason=reason, cause="not_effective")
     return _with_quality(bench, ended, found)
 
@@ -170,7 +169,9 @@ def _with_estimate(trial: Trial, by: Judge | None) -> Trial:
     return replace(trial, measurements=(*trial.measurements[:-1], partial, *last))
 
 
-def not_as_asked(asked: Candidate, found: Mapping[str, Value]) -> str | None:
-    """The first knob whose effective value the engine reports and that is not the one asked for."""
+def unlike(asked: Candidate, found: Mapping[str, Value]) -> str | None:
+    """Why the engine does not run what was asked, by the first knob of which it reports another value."""
     stated = Candidate({name: value for name, value in asked.items() if value is not None})
-    return next(iter(effective.differences(stated, found)), None)
+    for name, (wanted, reported) in effective.differences(stated, found).items():
+        return f"the engine runs {name} = {reported}, not {wanted}"
+    return None

@@ -17,7 +17,7 @@ from tuner.search import pareto, stopping
 from tuner.search.compare import Comparison, Passes, compare, pooled, pooled_noise, student
 from tuner.search.compare import verdict as verdict_of
 from tuner.tuning import capacity
-from tuner.tuning.attempt import failing, retries_of
+from tuner.tuning.attempt import failing, retries_of, unlike
 from tuner.tuning.events import Event
 from tuner.tuning.proposing import RELAUNCHED, key_of, policy, winner
 from tuner.tuning.study import Prepared, masked
@@ -120,6 +120,10 @@ async def _again(bench: Bench, run: Run, trial: Trial, repeat: int, dropped: dic
             if attempt == ABORTED_RETRIES:
                 raise
             continue
+        if said := unlike(trial.candidate, launched.launch.effective):
+            dropped[trial.number] = said
+            bench.tell(Event(kind="note", text=f"dropped from the finalists: {said}", trial=trial))
+            return
         for measurement in launched.measurements:
             bench.store.add_measurement(trial.id, measurement)
         return

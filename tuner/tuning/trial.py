@@ -314,10 +314,11 @@ async def measured_pass(place: Place, order: Order, each: Pass, server: Server, 
     )
     measurement = _with_files(measurement, replayed, Path(order.spec.directory))
     wanted = capacity.NAME in prepared.study.objectives and each.purpose != "held_out"
-    if wanted and replayed.stopped is None:
+    if wanted and replayed.stopped is None and not measurement.fidelity.failed:
         measurement = await _with_speed(place, each, load, server, note, measurement)
     measurement = _flagged(measurement, place, throttled(watch.summary()))
-    _check_gate(measurement)
+    if measurement.fidelity.failed:
+        raise GateFailed(measurement)
     asked = each.purpose == "search" and quality.why_not(prepared) is None
     answers = await quality.answers(server, prepared) if asked else ()
     return Measured(measurement=measurement, curtailed=replayed.stopped, answers=answers)
@@ -333,7 +334,9 @@ async def _with_speed(
         note(f"replaying at speed {faster.speed:.3g}")
         return await replay(server, prepared.trace, slices, prepared.plan, faster, judge=judge)
 
-    found = await capacity.max_speed(send, each.slices, load, prepared.study.slo)
+    found, doubts = await capacity.max_speed(send, each.slices, load, prepared.study.slo)
+    for doubt in doubts:
+        measurement = _warned(measurement, doubt)
     return replace(measurement, values={**measurement.values, capacity.NAME: found.speed})
 
 
@@ -349,11 +352,6 @@ def _with_files(measurement: Measurement, replayed: Replayed, directory: Path) -
             raise Aborted(str(error), cause="disk") from error
         kept.append(replace(row, outcomes_file=str(path)))
     return replace(measurement, slices=tuple(kept))
-
-
-def _check_gate(measurement: Measurement) -> None:
-    if measurement.fidelity.failed:
-        raise GateFailed(measurement)
 
 
 class GateFailed(Aborted):
