@@ -6,7 +6,8 @@
                                                               `--relaunch 0,1` those two each in its own
 
 `--python` must have vLLM. `grid` finds the default's highest speed under TTFT ≤ 500 ms and TPOT ≤ 50 ms, then
-asks at 1.3 × that speed whether any of 25 pairs of limits meets them.
+asks at 1.3 × that speed whether any of 31 sets of limits meets them: 25 pairs, and six that bound long
+prefills. A set that does is asked again with other prompts. A replay that fails a gate never counts as met.
 """
 
 import argparse
@@ -38,6 +39,11 @@ from tuner.traffic.trace import Trace
 SLO = Slo(ttft_ms=500, tpot_ms=50, attainment=0.95)
 SLICE = Slice(name="minute-20", start_s=1200, duration_s=60)
 PAIRS = ((1024, 8192), (1024, 1024), (256, 512), (256, 2048), (128, 4096), (64, 1024))
+STRETCH = Slice(name="minute-20", start_s=1200, duration_s=120)
+LONG = (
+    (256, 2048, 512), (256, 4096, 1024), (512, 2048, 512),
+    (512, 4096, 512), (1024, 8192, 512), (1024, 8192, 2048),
+)  # fmt: skip
 SEQS, TOKENS = (64, 128, 256, 512, 1024), (512, 1024, 2048, 4096, 8192)
 FIXED = ("--load-format", "dummy", "--skip-tokenizer-init", "--max-model-len", "16384")
 MIB = 1 << 20
@@ -169,60 +175,64 @@ async def facts(host: Host, keep: Path) -> None:
 
 
 async def grid(host: Host, trace_file: Path, keep: Path) -> None:
-    """The default's highest speed, then every pair of limits at 1.3 × that speed, in one running engine."""
+    """The default's highest speed, then every set of limits at 1.3 × that speed, in one running engine."""
     trace = importers.read_any(trace_file)
-    shape = models.read(host.model, env=dict(os.environ))
-    plan = replace(PLANS["quick"], tail_limit_s=60.0)
-    found: dict[str, JSON] = {"slo": {"ttft_ms": 500, "tpot_ms": 50, "attainment": 0.95}, "rows": []}
+    found: dict[str, JSON] = {"slo": {"ttft_ms": 500, "tpot_ms": 50, "attainment": 0.95}}
     rows: list[JSON] = []
-    async with serve(host.spec(live=True), gpus=host.gpus) as server:
-        number = 0
 
-        async def attained(speed: float) -> dict[str, JSON]:
-            nonlocal number
-            number += 1
-            load = Load(
-                seed=7, number=number, speed=speed, model="m", vocabulary=shape.vocab_size, slo=SLO, senders=2
-            )
-            done = await replay(server, trace, (SLICE,), plan, load, judge=sure(SLO))
-            values = measure(done, SLO).values
-            met = done.stopped == MET or (
-                done.stopped is None and values.get("slo_attainment", 0.0) >= SLO.attainment
-            )
-            kept = {
-                k: round(values[k], 3)
-                for k in ("slo_attainment", "ttft_p95_ms", "tpot_p95_ms", "e2e_p95_ms", "goodput_rps")
-                if k in values and values[k] < 1e12
-            }
-            return {
-                "speed": speed,
-                "met": met,
-                "stopped": done.stopped,
-                "failed_gates": list(done.fidelity.failed),
-                **kept,
-            }
+    def wrote(row: dict[str, JSON]) -> None:
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        keep.write_text(json.dumps({**found, "rows": rows}, indent=1) + "\n")
+
+    async with serve(host.spec(live=True), gpus=host.gpus) as server:
 
         async def meets(speed: float) -> bool:
-            row = await attained(speed)
-            print("default", json.dumps(row), flush=True)
-            rows.append({"limits": "default", **row})
+            row = await attained(host, server, trace, len(rows), speed)
+            wrote({"limits": "default", **row})
             return bool(row["met"])
 
-        best = await bisect(meets, start=4.0, floor=1.0, ceiling=12.0, tolerance=0.06, most=7)
-        found["default_max_speed"] = best.speed
+        best = await bisect(meets, start=3.0, floor=0.5, ceiling=12.0, tolerance=0.06, most=8)
         goal = round(best.speed * 1.3, 2)
-        found["asked_speed"] = goal
-        for seqs in SEQS:
-            for tokens in TOKENS:
-                wanted: Mapping[str, Value] = {"max_num_seqs": seqs, "max_num_batched_tokens": tokens}
-                if not await limits.change(server, wanted):
-                    rows.append({"limits": dict(wanted), "refused": True})
-                    continue
-                row: dict[str, JSON] = {"limits": dict(wanted), **await attained(goal)}
-                rows.append(row)
-                print(json.dumps(row), flush=True)
-                found["rows"] = rows
-                keep.write_text(json.dumps(found, indent=1) + "\n")
+        found |= {"default_max_speed": best.speed, "asked_speed": goal}
+        pairs: list[Mapping[str, Value]] = [
+            {"max_num_seqs": seqs, "max_num_batched_tokens": tokens} for seqs in SEQS for tokens in TOKENS
+        ]
+        names = ("max_num_seqs", "max_num_batched_tokens", "long_prefill_token_threshold")
+        for wanted in [*(dict(zip(names, each, strict=True)) for each in LONG), *pairs]:
+            if not await limits.change(server, {names[2]: 0, **wanted}):
+                wrote({"limits": dict(wanted), "refused": True})
+                continue
+            again = True
+            while again:
+                row = await attained(host, server, trace, len(rows), goal)
+                wrote({"limits": dict(wanted), **row})
+                again = bool(row["met"]) and not any(
+                    isinstance(r, dict) and r.get("limits") == dict(wanted) for r in rows[:-1]
+                )
+
+
+async def attained(host: Host, server: Server, trace: Trace, number: int, speed: float) -> dict[str, JSON]:
+    """One replay of the stretch, ended as soon as the answer is sure: whether it meets the SLO."""
+    shape = models.read(host.model, env=dict(os.environ))
+    plan = replace(PLANS["quick"], load_warmup_s=4.0, tail_limit_s=60.0)
+    load = Load(
+        seed=7, number=number, speed=speed, model="m", vocabulary=shape.vocab_size, slo=SLO, senders=2
+    )
+    begun = time.monotonic()
+    done = await replay(server, trace, (STRETCH,), plan, load, judge=sure(SLO))
+    values = measure(done, SLO).values
+    reached = done.stopped is None and values.get("slo_attainment", 0.0) >= SLO.attainment
+    names = ("slo_attainment", "ttft_p95_ms", "tpot_p95_ms", "e2e_p95_ms", "goodput_rps", "failed")
+    kept: dict[str, JSON] = {k: round(values[k], 3) for k in names if values.get(k, 1e99) < 1e12}
+    return {
+        "speed": speed,
+        "met": not done.fidelity.failed and (done.stopped == MET or reached),
+        "stopped": done.stopped,
+        "failed_gates": list(done.fidelity.failed),
+        "seconds": round(time.monotonic() - begun, 1),
+        **kept,
+    }
 
 
 async def numbers(host: Host, server: Server, trace: Trace, number: int, speed: float) -> dict[str, JSON]:

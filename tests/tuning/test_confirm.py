@@ -131,6 +131,8 @@ def test_each_run_relaunches_what_it_screened(tmp_path: Path) -> None:
     history = [*first, trial(2, "two", 50.0, "tpe", screened=True)]
     assert [t.number for t in finalists(prepared, history, "two")] == [2]
     assert [t.number for t in finalists(prepared, history, "one")] == [1]
+    both = replace(prepared, plan=replace(prepared.plan, finalists=2))
+    assert [t.number for t in finalists(both, history, "two")] == [2, 1]
 
 
 def test_a_finalist_that_runs_otherwise_than_asked_falls_out(tmp_path: Path) -> None:

@@ -12,15 +12,17 @@ from tuner.records import Slo
 class Plan:
     """Warm-up, priming, window, tail, repeats and gates. Seconds, unless the name says otherwise.
 
-    `slices` and `slice_s` are what `slices: auto` should choose; `repeats` how often finalists run. Priming
-    inserts `priming_turnovers` × the KV capacity in tokens. The lateness gate is p99 ≤ max(`lateness_ms`,
-    `lateness_share` × median TTFT). `demonstration` plans give numbers to look at, not to act on.
+    `slices` and `slice_s` are what `slices: auto` should choose. `finalists` is how many candidates meet the
+    baseline again in a confirmation, `repeats` how often. Priming inserts `priming_turnovers` × the KV
+    capacity in tokens. The lateness gate is p99 ≤ max(`lateness_ms`, `lateness_share` × median TTFT).
+    `demonstration` plans give numbers to look at, not to act on.
     """
 
     name: str
     slices: int
     slice_s: float
     repeats: int
+    finalists: int = 2
     warmup_waves: int
     warmup_requests: int
     warmup_agreement: float = 0.2
@@ -42,7 +44,7 @@ class Plan:
 PLANS: Mapping[str, Plan] = MappingProxyType(
     {
         "quick": Plan(
-            name="quick", slices=1, slice_s=3.0, repeats=1, demonstration=True,
+            name="quick", slices=1, slice_s=3.0, repeats=1, finalists=1, demonstration=True,
             warmup_waves=2, warmup_requests=4, warmup_tokens=4, warmup_limit_s=1.0,
             priming_turnovers=0.25, priming_limit_s=0.5,
             load_warmup_s=0.5, tail_limit_s=5.0, scrape_s=0.25,

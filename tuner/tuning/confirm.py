@@ -24,9 +24,6 @@ from tuner.tuning.study import Prepared, masked
 from tuner.tuning.trial import ABORTED_RETRIES, Bench, Pass, launch
 from tuner.tuning.verdict import Compared, Verdict, judge
 
-FINALISTS = 2
-"""Candidates that meet the baseline again; one in a demonstration."""
-
 LEVEL = 0.95
 WHERE = ("confirm", "held_out")
 
@@ -41,12 +38,7 @@ class Confirmation:
 
 def launches_of(plan: Plan) -> int:
     """How many launches a confirmation takes at most."""
-    return plan.repeats * (1 + finalists_of(plan))
-
-
-def finalists_of(plan: Plan) -> int:
-    """How many candidates are measured again."""
-    return 1 if plan.demonstration else FINALISTS
+    return plan.repeats * (1 + plan.finalists)
 
 
 async def confirm(bench: Bench, run: Run) -> Confirmation:
@@ -80,7 +72,7 @@ def finalists(prepared: Prepared, trials: Sequence[Trial], run_id: str) -> list[
     """
     left, found = [t for t in trials if not t.is_baseline], list[Trial]()
     key = key_of(prepared, trials)
-    count = finalists_of(prepared.plan)
+    count = prepared.plan.finalists
     made = [t for t in trials if t.run_id == run_id and t.origin == RELAUNCHED]
     if sum(t.state is not TrialState.ABORTED for t in made) > count:
         left = [t for t in left if not t.screened]

@@ -107,6 +107,7 @@ class PlanFile(_Strict):
     slices: int | None = Field(default=None, ge=1)
     slice_s: float | None = Field(default=None, gt=0)
     repeats: int | None = Field(default=None, ge=1)
+    finalists: int | None = Field(default=None, ge=1)
     warmup_waves: int | None = Field(default=None, ge=0)
     warmup_requests: int | None = Field(default=None, ge=1)
     warmup_tokens: int | None = Field(default=None, ge=1)
