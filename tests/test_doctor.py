@@ -1,17 +1,23 @@
 """The doctor: each finding says what to do, and has an exit code of its own."""
 
+import asyncio
 import json
 import os
 import sys
+import uuid
 from collections.abc import Sequence
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
+from tests.history.records import NOW, a_study
 from tuner.doctor import EXIT_CODES, Check, disk, examine, exit_code, flags, gpus, shared_memory
 from tuner.engine.gpu import Gpu, Gpus, Sample, User
-from tuner.processes import run
+from tuner.history.store import Store
+from tuner.processes import run, spawn, stop
+from tuner.records import Launch
 from tuner.settings import Settings
 
 GIB = 1 << 30
@@ -70,6 +76,27 @@ def test_a_gpu_in_use_by_a_pid_of_the_host_is_told_as_far_as_known() -> None:
 def test_a_gpu_that_a_run_of_ours_uses_is_only_a_warning() -> None:
     assert gpus(Gpus.open({}, nvml=Driver(30.0, [])), busy_with_ours=True).verdict == "warning"
     assert gpus(Gpus.open({}, nvml=Driver(0.3, []))).verdict == "ok"
+
+
+def test_engines_of_our_history_are_told_from_those_of_another_home(tmp_path: Path) -> None:
+    tag, settings = uuid.uuid4().hex, Settings(home=tmp_path, database_url="")
+    engine = spawn(["sleep", "600"], env={}, directory=tmp_path, log=tmp_path / "log", tag=tag)
+
+    def found() -> Check:
+        checks = examine(settings, None, clock=lambda: NOW)
+        return next(check for check in checks if check.name == "processes")
+
+    try:
+        with closing(Store(settings.url)) as store:
+            assert f"{engine.pid}" in found().found
+            assert "another TUNER_HOME" in found().found
+            assert "tuner tune" not in found().mend
+            store.add_study(a_study())
+            store.add_launch(Launch(id=tag, study_id=a_study().id, argv=(), started_at=NOW))
+        assert found().found == f"engines of a run are alive: {engine.pid}"
+        assert "tuner tune on its study clears it" in found().mend
+    finally:
+        asyncio.run(stop(engine, timeout_s=10))
 
 
 def test_offload_files_of_dead_engines_are_named(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ FLOORS = (
     ("simulator", "profiles", "report"),
     ("replay", "search"),
     ("traffic", "engine", "knobs", "history"),
+    ("guardian",),
     ("processes",),
     ("leftovers",),
     ("errors", "settings"),

@@ -223,10 +223,17 @@ import sys, time
 from tuner import processes
 code = "import subprocess,time; subprocess.Popen(['sleep','600'], start_new_session=True); time.sleep(600)"
 tag, folder = sys.argv[1:3]
-processes.spawn([sys.executable, "-c", code], env={}, directory=folder, log=folder + "/log", tag=tag)
+processes.spawn(
+    [sys.executable, "-c", code], env={}, directory=folder, log=folder + "/log", tag=tag,
+    stop_command=("sh", "-c", "echo {tag} >> " + folder + "/asked"),
+)
 if len(sys.argv) > 3:
     import os, signal
     os.kill(processes._guardian._popen.pid, signal.SIGKILL)
+    processes._guardian._popen.wait()
+if len(sys.argv) > 4:
+    processes.spawn(["true"], env={}, directory=folder, log=folder + "/more", tag="short" + tag)
+    processes._guardian.forget("short" + tag)
 print("up", flush=True)
 time.sleep(600)
 """
@@ -252,6 +259,22 @@ def test_a_killed_controller_leaves_nothing(tmp_path: Path) -> None:
     popen.kill()
     popen.wait()
     wait_for(lambda: not tagged(tag) and not private_directory(tag).exists())
+    assert (tmp_path / "asked").read_text() == f"{tag}\n"
+
+
+def test_a_guardian_that_died_is_replaced_and_told_of_all_that_is_open(tmp_path: Path) -> None:
+    popen, tag = controller(tmp_path, "without guardian", "another launch")
+    popen.kill()
+    popen.wait()
+    wait_for(lambda: not tagged(tag) and not private_directory(tag).exists())
+    assert (tmp_path / "asked").read_text() == f"{tag}\n"
+
+
+@pytest.mark.parametrize("stop_command", ["/no/such/stop", "false"])
+def test_a_stop_command_that_does_nothing_keeps_nothing_alive(tmp_path: Path, stop_command: str) -> None:
+    process = launch(tmp_path, "import time; time.sleep(600)", stop_command=(stop_command,))
+    assert asyncio.run(stop(process, timeout_s=10)).survivors == ()
+    assert tagged(process.tag) == []
 
 
 def test_what_a_killed_controller_and_guardian_leave_is_reaped_by_tag(tmp_path: Path) -> None:
@@ -272,14 +295,18 @@ def test_a_stop_command_reaches_what_hides_from_tag_and_group(tmp_path: Path) ->
     if run([*prefix, "true"], timeout_s=PATIENCE_S).code != 0:
         pytest.skip("this host lets us make no PID namespace")
     tag = uuid.uuid4().hex
-    process = spawn([*prefix, *python(inside)], env={}, directory=tmp_path, log=tmp_path / "log", tag=tag)
+    kill = ("sh", "-c", f"echo {{tag}} > {tmp_path}/asked; kill -9 $(cat {tmp_path}/inner)")
+    process = spawn(
+        [*prefix, *python(inside)], env={}, directory=tmp_path, log=tmp_path / "log", tag=tag,
+        stop_command=kill,
+    )  # fmt: skip
     process.cgroup = None  # a container is in a control group of its runtime
     hidden = f"pgrep -f {tmp_path}/inside | grep -v $$"
     wait_for(lambda: (tmp_path / "inside").exists())
     found = [int(pid) for pid in run(["sh", "-c", hidden], timeout_s=PATIENCE_S).out.split()]
     inner = max(pid for pid in found if psutil.pid_exists(pid))
-    kill = ("sh", "-c", f"echo {{tag}} > {tmp_path}/asked; kill -9 {inner}")
+    (tmp_path / "inner").write_text(str(inner))
     assert inner not in HOST.members(process)
-    asyncio.run(stop(process, timeout_s=10, stop_command=kill))
+    asyncio.run(stop(process, timeout_s=10))
     assert (tmp_path / "asked").read_text().strip() == tag
     wait_for(lambda: not psutil.pid_exists(inner))

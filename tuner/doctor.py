@@ -3,7 +3,7 @@
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -60,8 +60,10 @@ def examine(settings: Settings, study: Path | None, *, clock: Callable[[], datet
     yield from _home(settings.home)
     yield _database(settings.url)
     yield _cores()
-    yield _left_over()
-    yield gpus(Gpus.open(), busy_with_ours=bool(processes.tagged()))
+    running = processes.tags()
+    ours = _launched(settings.url, running)
+    yield left_over(running, ours)
+    yield gpus(Gpus.open(), busy_with_ours=bool(ours))
     yield shared_memory(SHARED)
     yield _port()
     if study is not None:
@@ -125,16 +127,37 @@ def _cores() -> Check:
     return Check(name="cores", verdict="ok", found=f"{count} cores")
 
 
-def _left_over() -> Check:
-    found = processes.tagged()
-    if not found:
-        return Check(name="processes", verdict="ok", found="no engine of ours is running")
-    pids = ", ".join(str(p.pid) for p in found)
+def _launched(url: str, running: Mapping[str, object]) -> set[str]:
+    """Which of the launches that run on this host our history knows."""
+    if not running:
+        return set()
+    try:
+        store = Store(url, create=False, patience_s=2.0)
+    except TunerError:
+        return set()
+    try:
+        return {each.id for s in store.studies() for each in store.launches(s.id)} & running.keys()
+    except TunerError:
+        return set()
+    finally:
+        store.close()
+
+
+def left_over(running: Mapping[str, Sequence[psutil.Process]], ours: Collection[str]) -> Check:
+    """Engines that run on this host, by launch: `ours` are of our history, the rest of another's."""
+    if not running:
+        return Check(name="processes", verdict="ok", found="no engine of a tuner is running")
+    ourselves = bool(ours)
+    shown = {tag: living for tag, living in running.items() if (tag in ours) == ourselves}
+    pids = ", ".join(str(p.pid) for living in shown.values() for p in living)
+    whose = "a run" if ourselves else "another TUNER_HOME's or database's run"
     return Check(
         name="processes",
         verdict="warning",
-        found=f"engines of a run are alive: {pids}",
-        mend="a run is going on, or its controller died: tuner tune on its study clears it",
+        found=f"engines of {whose} are alive: {pids}",
+        mend="a run is going on, or its controller died: tuner tune on its study clears it"
+        if ourselves
+        else "they take cores and memory from a run of yours: wait until that run has ended",
     )
 
 

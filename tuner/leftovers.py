@@ -11,10 +11,33 @@ from typing import IO
 
 import psutil
 
+TAG = "TUNER_LAUNCH_ID"
 TRACKER_GRACE_S = 5.0
 LOG_LIMIT = 16 << 20
 LOG_KEPT = 200_000
 LINE_LIMIT = 65_536
+
+
+def tags() -> dict[str, list[psutil.Process]]:
+    """Living processes of every launch on this host, by tag; never this process or its parents."""
+    own = {os.getpid(), *(p.pid for p in psutil.Process().parents())}
+    found: dict[str, list[psutil.Process]] = {}
+    for process in psutil.process_iter():
+        if process.pid in own:
+            continue
+        try:
+            tag = process.environ().get(TAG)
+            if tag is not None and process.status() != psutil.STATUS_ZOMBIE:
+                found.setdefault(tag, []).append(process)
+        except (psutil.Error, OSError):
+            continue  # gone, or somebody else's
+    return found
+
+
+def tagged(tag: str | None = None) -> list[psutil.Process]:
+    """Those of one launch, or of all."""
+    found = tags()
+    return [each for one in found.values() for each in one] if tag is None else found.get(tag, [])
 
 
 def group_of(pid: int) -> int | None:

@@ -6,6 +6,7 @@ group are found too. A guardian process reaps all open tags when this process di
 
 import asyncio
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from typing import Protocol
 import psutil
 
 from tuner.errors import BadInput
+from tuner.leftovers import TAG as TAG
 from tuner.leftovers import (
     KillingOrder,
     Log,
@@ -36,10 +38,13 @@ from tuner.leftovers import (
     remove_unused,
     shared_files,
 )
+from tuner.leftovers import tagged as tagged
+from tuner.leftovers import tags as tags
 
-TAG = "TUNER_LAUNCH_ID"
 _KEEP_ENVIRON = {"SPT_NOENV": "1"}  # or setproctitle writes over the tag
 _PR_SET_CHILD_SUBREAPER = 36
+STOP_S = 60.0
+"""How long a stop command may take."""
 _started: set[int] = set()
 Detached = subprocess.Popen[bytes]
 
@@ -66,9 +71,12 @@ class Stopped:
 class Process:
     """The leader of one process tree. Its exit code, and whether we had asked, latch when first seen."""
 
-    def __init__(self, popen: "subprocess.Popen[bytes]", tag: str, log: Log, cgroup: Path | None) -> None:
+    def __init__(
+        self, popen: "subprocess.Popen[bytes]", tag: str, log: Log, cgroup: Path | None, stop: Sequence[str]
+    ) -> None:
         self.pid = popen.pid
         self.tag = tag
+        self.stop_command = tuple(stop)
         self.asked = False
         self.ended_unasked = False
         self.started_at = time.time()
@@ -138,13 +146,15 @@ def spawn(
     tag: str,
     cores: Iterable[int] | None = None,
     redact: Callable[[bytes], bytes] | None = None,
+    stop_command: Sequence[str] = (),
 ) -> Process:
     """Start a command as leader of its own session. `env` is laid over ours; None removes a name.
 
-    Output goes to `log` through `redact`, line by line; beyond LOG_LIMIT only head and tail are kept.
+    `stop_command` (`{tag}` replaced) ends what sits behind a container's door; whoever ends the launch runs
+    it first. Output goes to `log` through `redact`, line by line; beyond LOG_LIMIT head and tail are kept.
     """
     _become_subreaper()
-    _guardian.tell(f"+{tag}")
+    _guardian.guard(tag, stop_command)
     private = private_directory(tag)
     private.mkdir(mode=0o700, parents=True, exist_ok=True)
     full = _environment({**env, TAG: tag, "TMPDIR": str(private), **_KEEP_ENVIRON})
@@ -160,13 +170,13 @@ def spawn(
         )
     except OSError as error:
         clear(private)
-        _guardian.tell(f"-{tag}")
+        _guardian.forget(tag)
         raise BadInput(f"cannot start {command[0]!r}: {error.strerror or error}") from error
     _started.add(popen.pid)
     if cores is not None:
         pin(cores, popen.pid)
     cgroup = enter_cgroup(tag, popen.pid)
-    return Process(popen, tag, Log(popen.stdout, Path(log), redact or bytes), cgroup)
+    return Process(popen, tag, Log(popen.stdout, Path(log), redact or bytes), cgroup, stop_command)
 
 
 def run(
@@ -232,27 +242,21 @@ def pin(cores: Iterable[int], pid: int = 0) -> None:
     os.sched_setaffinity(pid, set(cores))
 
 
-def tagged(tag: str | None = None) -> list[psutil.Process]:
-    """Living processes of one launch, or of every launch on this host; never this process or its parents."""
-    own = {os.getpid(), *(p.pid for p in psutil.Process().parents())}
-    found = []
-    for process in psutil.process_iter():
-        if process.pid in own:
-            continue
-        try:
-            value = process.environ().get(TAG)
-            if value is not None and tag in (None, value) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except (psutil.Error, OSError):
-            continue  # gone, or somebody else's
-    return found
-
-
-def reap(tag: str, *, timeout_s: float = 10.0) -> int:
-    """Kill whatever still carries the tag, with its groups, and clear its files. Returns how many.
-
-    For launches whose controller is gone; a launch of this process is ended with `stop`.
+def call_off(stop_command: Sequence[str], tag: str, *, timeout_s: float = STOP_S) -> None:
+    """Run a launch's stop command, if it has one. What it ends with tells nothing: a container that is gone
+    refuses. BadInput where it cannot be started.
     """
+    if stop_command:
+        run([word.replace("{tag}", tag) for word in stop_command], timeout_s=timeout_s)
+
+
+def reap(tag: str, *, stop_command: Sequence[str] = (), timeout_s: float = 10.0) -> int:
+    """Run the stop command, kill whatever still carries the tag and clear its files. Returns how many.
+
+    For launches whose controller is gone; a launch of this process is ended with `stop`. BadInput where the
+    stop command cannot be started: nothing was done then.
+    """
+    call_off(stop_command, tag)
     killed: set[int] = set()
     shared: set[Path] = set()
     deadline, order = time.monotonic() + timeout_s, KillingOrder(grace_s=0.0)
@@ -275,19 +279,16 @@ async def stop(
     process: Process,
     *,
     timeout_s: float = 30.0,
-    stop_command: Sequence[str] = (),
     kill_timeout_s: float = 60.0,
     table: Table = HOST,
 ) -> Stopped:
-    """End a process tree: SIGTERM to the leader, again at half time, then SIGKILL to all that is left of it.
-
-    `stop_command` (`{tag}` replaced) runs first: it reaches what sits behind a container's door.
+    """End a process tree: its stop command (one that cannot be started is passed over), SIGTERM to the
+    leader, again at half time, then SIGKILL to all that is left of it.
     """
     begun = time.monotonic()
     how, process.asked = ("exited" if process.code is not None else "terminated"), True
-    if stop_command:
-        line = [part.replace("{tag}", process.tag) for part in stop_command]
-        await asyncio.to_thread(run, line, timeout_s=timeout_s)
+    with suppress(BadInput):
+        await asyncio.to_thread(call_off, process.stop_command, process.tag, timeout_s=timeout_s)
     members = table.members(process)
     shared = {path for pid in members for path in shared_files(pid)}
     if not await _leader_ends(process, timeout_s, table):
@@ -299,7 +300,7 @@ async def stop(
         remove_unused(shared | leaked_files(process.started_at))
         clear(private_directory(process.tag))
         leave_cgroup(process.tag)
-        _guardian.tell(f"-{process.tag}")
+        _guardian.forget(process.tag)
     return Stopped(how=how, code=process.code, seconds=time.monotonic() - begun, survivors=tuple(left))
 
 
@@ -356,25 +357,37 @@ class _Guardian:
     def __init__(self) -> None:
         self._popen: subprocess.Popen[bytes] | None = None
         self._owner = 0
+        self._open: dict[str, tuple[str, ...]] = {}
         self._lock = threading.Lock()
 
-    def tell(self, line: str) -> None:
-        """`+tag` before a launch, `-tag` after its end. A guardian that died is replaced."""
+    def guard(self, tag: str, stop_command: Sequence[str]) -> None:
+        """Before a launch. A guardian that died is replaced, and told all that is open."""
         with self._lock:
-            if line[0] == "+" and (self._owner != os.getpid() or self._popen is None or self._popen.poll()):
-                self._start()
-            if self._popen is None or self._popen.stdin is None:
+            if self._owner != os.getpid():
+                self._open = {}
+            self._open[tag] = tuple(stop_command)
+            if self._owner == os.getpid() and self._popen is not None and self._popen.poll() is None:
+                self._tell({tag: stop_command})
                 return
-            try:
-                self._popen.stdin.write(f"{line}\n".encode())
+            self._start()
+            self._tell(self._open)
+
+    def forget(self, tag: str) -> None:
+        """After its end."""
+        with self._lock:
+            self._open.pop(tag, None)
+            self._tell({tag: None})
+
+    def _tell(self, news: Mapping[str, Sequence[str] | None]) -> None:
+        if self._popen is not None and self._popen.stdin is not None:
+            with suppress(OSError):  # it is gone: the next launch replaces it
+                self._popen.stdin.write(f"{json.dumps(news)}\n".encode())
                 self._popen.stdin.flush()
-            except OSError:
-                self._popen = None
 
     def _start(self) -> None:
         self._owner = os.getpid()
         self._popen = subprocess.Popen(
-            [sys.executable, "-m", "tuner.processes"],
+            [sys.executable, "-m", "tuner.guardian"],
             stdin=subprocess.PIPE,
             env=_environment({"PYTHONPATH": str(Path(__file__).parents[1])}),
             start_new_session=True,
@@ -383,18 +396,3 @@ class _Guardian:
 
 
 _guardian = _Guardian()
-
-
-def guard(lines: Iterable[str]) -> None:
-    """Body of the guardian: remember `+tag`, forget `-tag`, and when the input ends reap what is open."""
-    tags: set[str] = set()
-    for line in lines:
-        sign, tag = line[0], line[1:].strip()
-        tags.add(tag) if sign == "+" else tags.discard(tag)
-    for tag in tags:
-        reap(tag)
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    guard(sys.stdin)

@@ -29,7 +29,7 @@ from tuner.fleet.dispatch_ray import Member, connect
 from tuner.fleet.nodes import selector
 from tuner.fleet.worker import Done, Worker, fault_of
 from tuner.history.store import Store
-from tuner.records import Candidate, Fidelity, Node, RunState, Study, Violation
+from tuner.records import JSON, Candidate, Fidelity, Launch, Node, RunState, Study, Violation
 from tuner.tuning import studyfile
 from tuner.tuning.study import Prepared, load
 from tuner.tuning.studyfile import StudyFile
@@ -138,7 +138,7 @@ async def at_work(folder: Path, *, isolated: bool = False) -> tuple[Worker, Prep
     seen = await worker.look("n1", prepared.file.engine, str(folder), {"zone": "east"})
     assert seen.surveyed is not None
     assert (seen.surveyed.node.name, seen.surveyed.node.labels) == ("n1", {"zone": "east"})
-    await worker.set_up(prepared, (), isolated)
+    await worker.set_up(prepared, {}, isolated)
     return worker, prepared
 
 
@@ -206,6 +206,34 @@ def test_stopping_a_worker_leaves_no_engine(tmp_path: Path, monkeypatch: pytest.
         return order.spec.launch_id
 
     assert processes.tagged(asyncio.run(work())) == []
+
+
+def test_a_worker_ends_what_dead_controllers_left_behind_doors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TUNER_HOME", str(tmp_path / "node"))
+    dead = {"one": ("sh", "-c", f"echo {{tag}} >> {tmp_path}/asked"), "two": ("/no/such/stop",), "three": ()}
+
+    async def work() -> tuple[str, ...]:
+        worker, prepared = await at_work(tmp_path)
+        return await worker.set_up(prepared, dead)
+
+    (problem,) = asyncio.run(work())
+    assert "/no/such/stop" in problem
+    assert (tmp_path / "asked").read_text() == "one\n"
+
+
+def test_what_was_left_open_on_a_node_is_told_with_what_stops_it(store: Store) -> None:
+    """Of every study of the node, not of the one alone that is tuned there now."""
+    stop: list[JSON] = ["docker", "kill", "tuner-{tag}"]
+    old, now = replace(a_study("old"), spec={"engine": {"stop_command": stop}}), a_study("now")
+    for study in (old, now, a_study("other", node="n2")):
+        store.add_study(study)
+        for ended in (None, NOW):
+            launch = Launch(id=f"{study.name}-{ended is None}", study_id=study.id, argv=(), started_at=NOW)
+            store.add_launch(replace(launch, ended_at=ended))
+    left = dispatch.left_open(store, "n1")
+    assert left == {"old-True": ("docker", "kill", "tuner-{tag}"), "now-True": ()}
 
 
 @pytest.fixture

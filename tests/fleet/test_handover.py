@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -17,13 +18,14 @@ import yaml
 from typer.testing import CliRunner
 
 from tests.fleet.production import Production
+from tests.history.records import a_run, a_study
 from tests.tuning.studies import STUDY, WATCHDOG_S, command, environment, tuner, write
 from tuner.cli import app
 from tuner.errors import BadInput, Conflict, Unavailable
 from tuner.fleet import hooks
 from tuner.fleet.handover import handed_over, recover
 from tuner.history.store import Store
-from tuner.records import Node
+from tuner.records import JSON, Launch, Node
 
 NODE = Node(name="gpu-1", gpu_class="sim-h100-80")
 
@@ -291,6 +293,24 @@ def test_after_a_loss_of_power_the_next_start_restores_before_it_drains(
     assert done.returncode == 0, done.stderr
     assert production.log == ["restore", "drain", "restore"]
     assert production.up
+
+
+def test_engines_behind_a_door_are_stopped_before_production_comes_back(
+    store: Store, home: Path, production: Production, tmp_path: Path
+) -> None:
+    """By the stop command of the study that left them, which is not tuned now."""
+    events = production.place / "log"
+    stop: list[JSON] = ["sh", "-c", f"echo stopped-{{tag}} >> {events}"]
+    study = replace(a_study(node="gpu-1"), spec={"engine": {"stop_command": stop}})
+    a_run(store, study)
+    with handed_over(store, NODE, home=home, clock=clock):
+        journal = store.handover("gpu-1")
+    store.set_handover("gpu-1", journal)
+    store.add_launch(Launch(id="left", study_id=study.id, argv=(), started_at=clock()))
+    events.write_text("")
+    assert recover(store, "gpu-1", home=home, clock=clock)
+    assert production.log == ["stopped-left", "restore"]
+    assert store.open_launches() == ()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from tuner.errors import Infeasible
 from tuner.history.store import Store
 from tuner.records import (
     Candidate,
-    Launch,
     Measurement,
     Outcome,
     SliceMeasurement,
@@ -27,7 +26,6 @@ from tuner.records import (
 from tuner.replay import outcomes
 from tuner.tuning.attempt import failing, retries_of
 from tuner.tuning.confirm import by_repeats, comparisons, confirm, finalists
-from tuner.tuning.reconcile import reconcile
 from tuner.tuning.study import load
 from tuner.tuning.trial import Bench, Measured, Note, Order, Serving
 
@@ -167,20 +165,6 @@ def test_a_finalist_that_runs_otherwise_than_asked_falls_out(tmp_path: Path) -> 
         store.close()
     assert said["verdict"] == "no verdict"
     assert "the engine runs max_num_seqs = 4, not 16" in str(said["sentence"])
-
-
-def test_what_only_the_stop_command_reaches_is_stopped_after_a_crash(tmp_path: Path) -> None:
-    store = Store(f"sqlite:///{tmp_path / 'history.db'}")
-    store.upgrade()
-    study = store.add_study(STUDY)
-    store.add_launch(
-        Launch(id="left", study_id=study.id, argv=(), started_at=STUDY.created_at, directory="d")
-    )
-    command = ("sh", "-c", f"echo {{tag}} >> {tmp_path / 'stopped'}")
-    for _ in range(2):
-        reconcile(store, tmp_path, held=study.id, clock=lambda: STUDY.created_at, stop_command=command)
-    assert (tmp_path / "stopped").read_text() == "left\n"
-    store.close()
 
 
 @pytest.mark.parametrize(("failed", "out"), [(0, False), (1, False), (2, True)])

@@ -75,21 +75,6 @@ def differences(asked: Candidate, effective: Mapping[str, Value]) -> dict[str, t
     }
 
 
-def no_ops(
-    asked: Candidate, baseline: Mapping[str, Value], effective: Mapping[str, Value]
-) -> tuple[str, ...]:
-    """Knobs that were asked for and changed nothing: the baseline runs with the same effective value, or the
-    engine does what it would have done anyway."""
-    return tuple(
-        name
-        for name, wanted in asked.items()
-        if name in effective
-        and name in baseline
-        and effective[name] == baseline[name]
-        and not same(wanted, baseline[name])
-    )
-
-
 def identity(effective: Mapping[str, Value]) -> tuple[tuple[str, Value], ...]:
     """What two launches must agree in to count as one configuration; empty when the engine says nothing."""
     return tuple((name, effective[name]) for name in IDENTITY if name in effective)

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import os
+import shutil
 import signal
 import time
 import uuid
@@ -197,9 +198,8 @@ async def serve(
 
     With `gpus`, waits first until their memory is free. `settle` (default: on GPUs): a boot that compiled
     anew may get less KV cache than the next, so it is thrown away and booted again; the timeline then says
-    what that changed. An engine that stands
-    still under load for `grace_s` is killed (see liveness); processes that live `kill_timeout_s` after
-    SIGKILL are a hard fault. `note` hears of the steps. Raises Infeasible | Aborted | StudyFailed.
+    what that changed. An engine that stands still for `grace_s` under load is killed (see liveness); what
+    lives `kill_timeout_s` after SIGKILL is a hard fault. Raises Infeasible | Aborted | StudyFailed.
     """
     terms = _Terms(gpus=gpus, note=note, grace_s=grace_s, kill_timeout_s=kill_timeout_s, table=table)
     if settle is None:
@@ -284,8 +284,9 @@ def arguments(spec: LaunchSpec, port: int, nonce: str) -> list[str]:
 def _launch(spec: LaunchSpec) -> Server:
     directory = Path(spec.directory)
     directory.mkdir(parents=True, exist_ok=True)
-    port = fresh_port()
-    nonce = f"tuner-{uuid.uuid4().hex[:12]}"
+    if spec.stop_command and shutil.which(spec.stop_command[0]) is None:
+        raise StudyFailed(f"there is no stop command {spec.stop_command[0]!r}", cause="no_program")
+    port, nonce = fresh_port(), f"tuner-{uuid.uuid4().hex[:12]}"
     try:
         process = spawn(
             arguments(spec, port, nonce),
@@ -295,6 +296,7 @@ def _launch(spec: LaunchSpec) -> Server:
             tag=spec.launch_id,
             cores=spec.cores,
             redact=log.redactor({**os.environ, **spec.env}),
+            stop_command=spec.stop_command,
         )
     except BadInput as error:
         raise StudyFailed(str(error), cause="no_program") from error
@@ -378,7 +380,6 @@ async def _stop_surely(server: Server, terms: _Terms) -> None:
         stop(
             server.process,
             timeout_s=server.spec.stop_timeout_s,
-            stop_command=server.spec.stop_command,
             kill_timeout_s=terms.kill_timeout_s,
             table=terms.table,
         )

@@ -17,6 +17,7 @@ from tuner.history.store import Store
 from tuner.records import Candidate, Node, Run, RunState, Study, digest_of
 from tuner.search import pareto
 from tuner.tuning.events import Event, Tell
+from tuner.tuning.reconcile import stop_command_of
 from tuner.tuning.run import Help, Limits, tune
 from tuner.tuning.study import Clock, Prepared, prepare
 from tuner.tuning.studyfile import StudyFile
@@ -195,7 +196,7 @@ class _Whole:
             )  # fmt: skip
             seat.seeds[:] = warm(seat.store, seat.prepared)
             try:
-                await remote.set_up(_open_launches(seat.store, study.id))
+                await remote.set_up(left_open(seat.store, study.node))
                 run = await self._tuned(seat, remote, tell)
                 return Ended(node=name, study=study, run=run)
             except TunerError as error:
@@ -272,12 +273,10 @@ class _Whole:
             self._lent.discard(name)
 
 
-def _open_launches(store: Store, study_id: str) -> Sequence[str]:
-    """Launches that a dead controller left open."""
-    known = {study.id for study in store.studies()}
-    return (
-        [each.id for each in store.launches(study_id) if each.ended_at is None] if study_id in known else []
-    )
+def left_open(store: Store, node: str) -> Mapping[str, Sequence[str]]:
+    """Launches that dead controllers left open on a node, with what stops each."""
+    stops = {study.id: stop_command_of(study) for study in store.studies(node=node)}
+    return {each.id: stops[each.study_id] for each in store.open_launches(node=node)}
 
 
 def warm(store: Store, prepared: Prepared) -> list[tuple[str, Candidate]]:

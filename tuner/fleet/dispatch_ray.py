@@ -198,27 +198,30 @@ class Remote:
         self._name = hand.member.name
         self._prepared, self._spare, self._note = prepared, spare, note
         self._is_set_up, self._isolated = False, isolated
-        self._lost: list[str] = []
+        self._dead: dict[str, Sequence[str]] = {}
 
-    async def set_up(self, dead: Sequence[str]) -> None:
-        """Hand the study over; `dead` are launches that earlier controllers left open."""
+    async def set_up(self, dead: Mapping[str, Sequence[str]]) -> None:
+        """Hand the study over; `dead` are launches that were left open before, with what stops each."""
+        self._dead |= dead
         hand = await self._present()
         seen = hand.surveyed
         here = replace(
             self._prepared, command=seen.command, node=replace(self._prepared.node, gpus=seen.node.gpus)
         )
-        await _answer(hand.actor.set_up.remote(here, [*dead, *self._lost], self._isolated), hand.member.name)
-        self._is_set_up = True
+        problems = await _answer(hand.actor.set_up.remote(here, self._dead, self._isolated), hand.member.name)
+        for sentence in problems:
+            self._note(sentence)
+        self._dead, self._is_set_up = {}, True
 
     async def __call__(self, order: Order, note: Note) -> Sequence[Measured]:
         try:
             if not self._is_set_up:
-                await self.set_up(())
+                await self.set_up({})
             hand = await self._present()
             await _answer(hand.actor.begin.remote(order), hand.member.name)
             done = await self._listen(hand, note)
         except Aborted:
-            self._lost.append(order.spec.launch_id)
+            self._dead[order.spec.launch_id] = order.spec.stop_command
             self._drop()
             raise
         except asyncio.CancelledError:
@@ -256,7 +259,7 @@ class Remote:
             if found is not None:
                 self._hand, self._is_set_up = found, False
                 self._note(f"the run goes on on node {found.member.name}")
-                await self.set_up(())
+                await self.set_up({})
                 return found
             await asyncio.sleep(ASK_S)
         self.gone = (

@@ -18,19 +18,14 @@ from tuner.fleet.hooks import Hook, hooks, path_of
 from tuner.fleet.leases import LEASE_S, held, holder, is_dead, release_dead
 from tuner.fleet.signals import Deferred
 from tuner.history.store import Store
-from tuner.records import JSON, Launch, Node, RunState
-from tuner.tuning.reconcile import locked, reconcile
+from tuner.records import JSON, Node
+from tuner.tuning.reconcile import Say, reconcile, silent
 
 Clock = Callable[[], datetime]
-Say = Callable[[str], object]
 TRIES = 3
 READY_POLL_S = 1.0
 RECENT = 5
 """Studies of a node whose engines may still be there."""
-
-
-def silent(sentence: str) -> None:
-    """Says nothing."""
 
 
 @contextmanager
@@ -191,7 +186,7 @@ class _Place:
         try:
             left = self._journal()
             if left:
-                clear_engines(self._store, self._node, home=self._home, clock=self._clock)
+                clear_engines(self._store, self._node, home=self._home, clock=self._clock, say=self._say)
         except Unavailable:
             if not self._drained:
                 raise
@@ -249,25 +244,18 @@ class _Place:
         )
 
 
-def clear_engines(store: Store, node: str, *, home: Path, clock: Clock) -> None:
+def clear_engines(store: Store, node: str, *, home: Path, clock: Clock, say: Say = silent) -> None:
     """End engines that dead controllers left on a node: they hold the memory that production needs.
 
-    One that outlives SIGKILL puts the node in state fault: Conflict.
+    One that outlives SIGKILL puts the node in state fault: Conflict. A stop command that cannot be started
+    is said.
     """
-    studies = store.studies(node=node)
-    running = {run.study_id for run in store.runs(state=RunState.RUNNING)}
-    for study in studies:
-        if study.id in running:
-            with suppress(Conflict), locked(home, study.id):  # a living controller keeps its own
-                reconcile(store, home, held=study.id, clock=clock)
-    if any(processes.tagged(each.id) for study in studies[:RECENT] for each in _open(store, study.id)):
+    reconcile(store, home, node=node, clock=clock, say=say)
+    living = processes.tags()
+    recent = (each for study in store.studies(node=node)[:RECENT] for each in store.launches(study.id))
+    if any(each.id in living for each in recent):
         store.set_node_state(node, "fault")
         raise Conflict(f"an engine outlived SIGKILL; production stays down: {faulty(node)}")
-
-
-def _open(store: Store, study_id: str) -> Sequence[Launch]:
-    """The newest launches of a study, which are those that may still have a process."""
-    return store.launches(study_id)[-RECENT:]
 
 
 def _watch(store: Store, node: str, home: Path) -> processes.Detached:

@@ -121,16 +121,25 @@ class Worker:
             return Seen(version=__version__, fault=fault_of(error))
         return Seen(version=__version__, surveyed=seen)
 
-    async def set_up(self, prepared: Prepared, dead: Sequence[str], isolated: bool = False) -> int:
-        """Take a study; ends what is left here of launches that are dead. Returns how many processes."""
+    async def set_up(
+        self, prepared: Prepared, dead: Mapping[str, Sequence[str]], isolated: bool = False
+    ) -> tuple[str, ...]:
+        """Take a study; ends what is left here of launches that are dead, each with its stop command. Returns
+        what kept that from being done.
+        """
         engine = prepared.file.engine
         gpus = Gpus.open(engine.env) if prepared.node.gpus else Gpus(nvml=None)
         cores = split_cores(sorted(os.sched_getaffinity(0)))
         self._place = Place(prepared=prepared, cores=cores, gpus=gpus, isolated=isolated)
-        ended = [await asyncio.to_thread(processes.reap, tag) for tag in dead]
-        for tag in dead:
+        problems = []
+        for tag, stop in dead.items():
+            try:
+                await asyncio.to_thread(processes.reap, tag, stop_command=stop)
+            except BadInput as error:
+                problems.append(str(error))
+                await asyncio.to_thread(processes.reap, tag)
             shutil.rmtree(scratch_of(tag), ignore_errors=True)
-        return sum(ended)
+        return tuple(problems)
 
     async def begin(self, order: Order) -> None:
         """Start on an order; `news` tells how it goes."""

@@ -18,7 +18,7 @@ from tuner.history.codec import (
     trial_row,
 )
 from tuner.history.studies import find_run
-from tuner.history.tables import launches, measurements, runs, trials
+from tuner.history.tables import launches, measurements, runs, studies, trials
 from tuner.records import Candidate, Launch, Measurement, RunState, Trial, TrialState
 
 CHUNK = 500
@@ -163,11 +163,15 @@ class Trials(Part):
             query = query.limit(limit)
         return self._read(lambda connection: load(connection, query))
 
-    def orphans(self, *, host: str | None = None) -> tuple[Trial, ...]:
-        """RUNNING trials, of the runs of one host or of all: after a crash nobody is going to finish them."""
+    def orphans(self, *, host: str | None = None, node: str | None = None) -> tuple[Trial, ...]:
+        """RUNNING trials, of the runs of one host, of one node, or of all: after a crash nobody is going to
+        finish them.
+        """
         query = select(trials).where(trials.c.state == TrialState.RUNNING.value).order_by(trials.c.id)
         if host is not None:
             query = query.where(trials.c.run_id.in_(select(runs.c.id).where(runs.c.host == host)))
+        if node is not None:
+            query = query.where(trials.c.study_id.in_(_on(node)))
         return self._read(lambda connection: load(connection, query))
 
     def add_launch(self, launch: Launch) -> Launch:
@@ -197,3 +201,15 @@ class Trials(Part):
         query = select(launches).where(launches.c.study_id == study_id)
         query = query.order_by(launches.c.started_at, launches.c.id)
         return self._read(lambda c: tuple(launch_of(row) for row in c.execute(query).mappings()))
+
+    def open_launches(self, *, node: str | None = None) -> tuple[Launch, ...]:
+        """Launches of which no end is known, of the studies of one node or of all, the oldest first."""
+        query = select(launches).where(launches.c.ended_at.is_(None))
+        if node is not None:
+            query = query.where(launches.c.study_id.in_(_on(node)))
+        query = query.order_by(launches.c.started_at, launches.c.id)
+        return self._read(lambda c: tuple(launch_of(row) for row in c.execute(query).mappings()))
+
+
+def _on(node: str) -> Select[tuple[str]]:
+    return select(studies.c.id).where(studies.c.node == node)

@@ -1,6 +1,6 @@
 """By what a replay is judged while it runs: the study's trials so far, as a case for `search.judge`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -23,6 +23,20 @@ PEAK_S = 5.0
 
 def judge_of(prepared: Prepared, trials: Sequence[Trial], *, screened: bool) -> Judge | None:
     """The judge of the next replay; None while there is no baseline to hold it against."""
+    case = case_of(prepared, trials, screened=screened, columns=_columns)
+    return None if case is None else Judge(case)
+
+
+def case_of(
+    prepared: Prepared,
+    trials: Sequence[Trial],
+    *,
+    screened: bool,
+    columns: Callable[[Case, Trial], Columns | None],
+) -> Case | None:
+    """By what the next replay is judged; `columns` finds the requests of an earlier trial. None while there
+    is no baseline to hold it against.
+    """
     study = prepared.study
     base = told.baseline_of(trials)
     if base is None or base.measurement is None:
@@ -40,15 +54,12 @@ def judge_of(prepared: Prepared, trials: Sequence[Trial], *, screened: bool) -> 
         rungs=tuple((share, max(margin, epsilon)) for share, margin in judge.RUNGS),
         epsilon=epsilon,
     )
-    rivals = [_rival(case, trial) for trial in leaders]
-    return Judge(replace(case, rivals=tuple(r for r in rivals if r is not None)))
-
-
-def _rival(case: Case, trial: Trial) -> Rival | None:
-    measured = trial.measurement
-    if measured is None:
-        return None
-    return Rival(number=trial.number, values=measured.values, columns=_columns(case, trial))
+    rivals = [
+        Rival(number=t.number, values=t.measurement.values, columns=columns(case, t))
+        for t in leaders
+        if t.measurement
+    ]
+    return replace(case, rivals=tuple(rivals))
 
 
 def _columns(case: Case, trial: Trial) -> Columns | None:

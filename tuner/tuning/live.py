@@ -77,6 +77,14 @@ def widest(prepared: Prepared, candidate: Candidate) -> tuple[Candidate, ...]:
     return tuple(found)
 
 
+def fits(
+    prepared: Prepared, launched: Candidate, candidate: Candidate, defaults: Mapping[str, Value]
+) -> dict[str, Value] | None:
+    """The limits that turn a running engine into the candidate; None where that is not enough."""
+    encoding = encode(prepared.space, defaults)
+    return limits.changeable(encoding.completed(launched), encoding.completed(candidate))
+
+
 class Live:
     """The running engine of a run, if any. One trial at a time."""
 
@@ -160,8 +168,7 @@ class Live:
         """What turns the running engine into the candidate; None where that is not enough."""
         if self._server is None or not self._server.alive:
             return None
-        encoding = encode(self._bench.prepared.space, defaults)
-        return limits.changeable(encoding.completed(self._launched), encoding.completed(candidate))
+        return fits(self._bench.prepared, self._launched, candidate, defaults)
 
     async def _launch(self, trial: Trial, defaults: Mapping[str, Value]) -> None:
         """Launch the widest engine that the candidate can be screened in. CannotScreen when none comes up."""

@@ -91,8 +91,10 @@ async def tune(
     )  # fmt: skip
     with locked(home, prepared.study.id):
         study = _register(bench)
-        stop = prepared.file.engine.stop_command
-        for trial in reconcile(store, home, held=prepared.study.id, clock=clock, stop_command=stop):
+        for trial in reconcile(
+            store, home, node=study.node, clock=clock, own=prepared, here=work is None,
+            say=lambda sentence: tell(Event(kind="note", text=sentence)),
+        ):  # fmt: skip
             tell(Event(kind="note", text=f"trial {trial.number} was interrupted: aborted", trial=trial))
         run = store.open_run(
             prepared.study.id,
