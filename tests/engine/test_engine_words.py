@@ -66,7 +66,6 @@ def test_the_effective_configuration_is_held_against_what_was_asked() -> None:
     asked = Candidate({"block_size": 16, "max_num_seqs": 64, "watermark": 0.05, "unheard_of": 1})
     said = {"block_size": 128, "max_num_seqs": 64, "watermark": 0.0, "enable_prefix_caching": True}
     assert effective.differences(asked, said) == {"block_size": (16, 128), "watermark": (0.05, 0.0)}
-    assert effective.no_ops(asked, baseline, said) == ("block_size", "watermark")
     assert effective.identity(said) != effective.identity(baseline)
     assert effective.identity({**baseline, "watermark": 0.0}) == effective.identity(baseline)
 
