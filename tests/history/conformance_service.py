@@ -104,14 +104,14 @@ class ServiceConformance:
     def test_a_heartbeat_keeps_a_lease_and_one_that_ran_out_is_lost(self, store: Store) -> None:
         lease = store.acquire_lease("n1", "first", now=NOW, ttl_s=60)
         longer = store.renew_lease(lease, now=NOW + timedelta(seconds=50), ttl_s=60)
-        store.check_lease(longer, now=NOW + timedelta(seconds=100))
+        store.fenced(longer, lambda: NOW + timedelta(seconds=100)).prove()
         with pytest.raises(Conflict, match="ran out"):
             store.renew_lease(longer, now=NOW + timedelta(seconds=200), ttl_s=60)
         taken = store.acquire_lease("n1", "second", now=NOW + timedelta(seconds=200), ttl_s=60)
         with pytest.raises(Conflict, match="'second' has fence 2"):
             store.renew_lease(longer, now=NOW + timedelta(seconds=201), ttl_s=60)
         assert not store.release_lease(longer)
-        store.check_lease(taken, now=NOW + timedelta(seconds=201))
+        store.fenced(taken, lambda: NOW + timedelta(seconds=201)).prove()
 
     def test_who_lost_the_lease_cannot_write(self, store: Store) -> None:
         now = NOW

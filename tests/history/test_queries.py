@@ -3,9 +3,11 @@
 from dataclasses import replace
 from datetime import date, timedelta
 from pathlib import Path
+from typing import Any
 from zoneinfo import ZoneInfo
 
 import pytest
+from sqlalchemy import event
 
 from tests.history.records import NOW, a_measurement, a_run, a_study, finished, start
 from tuner.errors import BadInput
@@ -71,7 +73,7 @@ def test_each_run_gives_its_best_beside_its_baseline(tmp_path: Path) -> None:
     assert [(best.value, best.baseline, best.confirmed) for best in found] == [
         (120.0, 200.0, False),
         (115.0, 190.0, True),
-        (90.0, None, False),
+        (90.0, 190.0, False),
     ]
     assert (found[1].low, found[1].high, found[1].repeats) == (112.0, 118.0, 3)
     assert store.bests(model=study.model, metric="ttft_p95_ms", since=NOW + DAY, until=NOW + 2 * DAY) == (
@@ -81,6 +83,75 @@ def test_each_run_gives_its_best_beside_its_baseline(tmp_path: Path) -> None:
     assert [best.value for best in store.bests(model=study.model, metric="goodput_rps")] == [3.5] * 3
     with pytest.raises(BadInput, match="did you mean 'ttft_p95_ms'"):
         store.bests(model=study.model, metric="ttft_p95")
+    store.close()
+
+
+def test_a_later_night_of_a_study_gains_over_the_baseline_that_was_measured_before(tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path}/tuner.db")
+    study = a_study()
+    ended(store, study, 0, 200.0, 120.0)
+    later = a_run(store, study, now=NOW + DAY)
+    finished(store, start(store, later, 10), a_measurement(100.0))
+    assert [b.baseline for b in store.bests(model=study.model, metric="ttft_p95_ms")] == [200.0, 200.0]
+    store.save_run(replace(later, state=RunState.FINISHED, ended_at=NOW + DAY))
+    found = queries.nights(store.bests(model=study.model, metric="ttft_p95_ms"))
+    assert [night.best.value for night in found] == [120.0, 100.0]
+    assert [night.gain for night in found] == pytest.approx([200 / 120 - 1, 1.0])
+    store.close()
+
+
+def test_of_equal_trials_the_winner_of_the_run_is_told(tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path}/tuner.db")
+    run = a_run(store, a_study())
+    for number, origin in enumerate(("baseline", "search", "search")):
+        finished(store, start(store, run, number, origin=origin), a_measurement(100.0))
+    ended = replace(run, state=RunState.FINISHED, ended_at=NOW, summary={"winner": 2})
+    store.save_run(ended)
+    (best,) = store.bests(model=a_study().model, metric="ttft_p95_ms")
+    assert (best.number, best.value, best.baseline) == (2, 100.0, 100.0)
+    store.close()
+
+
+def test_history_reads_by_index_alone(tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path}/tuner.db")
+    ended(store, a_study(), 0, 200.0, 120.0)
+    a_run(store, a_study(), now=NOW + DAY)
+    sent: list[tuple[str, Any]] = []
+
+    def note(_: object, __: object, statement: str, parameters: Any, ___: object, ____: bool) -> None:
+        sent.append((statement, parameters))
+
+    event.listen(store.database.engine, "before_cursor_execute", note)
+    store.places(a_study().model)
+    for where in (
+        {},
+        {"node": "n1"},
+        {"node": ["n1", "n2"], "since": NOW},
+        {"node": "n1", "workload": "chat"},
+    ):
+        store.bests(model=a_study().model, metric="ttft_p95_ms", **where)
+    event.remove(store.database.engine, "before_cursor_execute", note)
+    plans: list[str] = []
+    with store.database.engine.connect() as connection:
+        for statement, parameters in sent:
+            if statement.startswith("SELECT"):
+                rows = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters)
+                plans += [str(row[-1]) for row in rows]
+    assert len(plans) > 20
+    assert [plan for plan in plans if plan.startswith("SCAN")] == []
+    assert [plan for plan in plans if plan.startswith("SEARCH") and " USING " not in plan] == []
+    store.close()
+
+
+def test_the_places_where_something_was_tuned(tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path}/tuner.db")
+    study = a_study()
+    for number, node in enumerate(("n2", "n1", "n1")):
+        store.add_study(replace(study, id=str(number) * 64, node=node))
+    store.add_study(replace(study, id="9" * 64, model="other"))
+    found = [(place.model, place.target) for place in store.places()]
+    assert found == [(study.model, "n1"), (study.model, "n2"), ("other", study.node)]
+    assert [place.target for place in store.places(study.model)] == ["n1", "n2"]
     store.close()
 
 

@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -194,6 +195,27 @@ def test_history_says_what_was_best_and_how_sure(admin: TestClient) -> None:
     assert night["gain"] == pytest.approx(200 / 95 - 1)
     unknown = admin.get("/v1/history", params={**asked, "metric": "ttft_p59_ms"})
     assert "did you mean" in detail(unknown)
+
+
+def test_history_of_many_nodes_comes_in_pages(filled: World, admin: TestClient) -> None:
+    study = filled.store.study("chat")
+    for node in ("n2", "n3"):
+        filled.store.add_study(replace(study, id=node * 32, node=node))
+    asked = {"model": MODEL, "metric": "ttft_p95_ms", "since": NOW.isoformat(), "limit": "1"}
+    seen, cursor = [], None
+    for _ in range(3):
+        page = admin.get("/v1/history", params={**asked, **({"cursor": cursor} if cursor else {})}).json()
+        seen.append([place["node"] for place in page["places"]])
+        cursor = page["next"]
+    assert (seen, cursor) == ([["n1"], [], []], None)
+    assert admin.get("/v1/history", params={**asked, "cursor": pack(3)}).status_code == 400
+
+
+def test_a_run_of_an_unknown_study_is_not_found(admin: TestClient) -> None:
+    unknown = admin.post("/v1/runs", json={"study": "chet"})
+    assert (unknown.status_code, "did you mean 'chat'" in detail(unknown)) == (404, True)
+    elsewhere = admin.post("/v1/runs", json={"study": "chat"})
+    assert (elsewhere.status_code, "was not made here" in detail(elsewhere)) == (409, True)
 
 
 def test_a_trace_arrives_in_pieces_and_its_digest_is_checked(filled: World, admin: TestClient) -> None:

@@ -123,7 +123,10 @@ def test_engineer_asks_what_was_best_on_which_night_and_why(told: Told) -> None:
         trials = client.get("/v1/studies/tiny/trials").json()["items"]
     assert night["run_id"] == told.run["id"]
     assert trial["candidate"] == night["candidate"]
-    assert trial["number"] in [each["number"] for each in (*front["front"], front["baseline"])]
+    confirmed = [each["purpose"] for each in trial["measurements"]].count("confirm") > 0
+    best = [each["number"] for each in (*front["front"], front["baseline"])]
+    assert confirmed == night["sure"].startswith("confirmed")
+    assert confirmed or trial["number"] in best
     assert front["baseline"]["candidate"] == {"max_num_seqs": 4}
     assert told.run["trials"] == {"COMPLETE": len([t for t in trials if t["state"] == "COMPLETE"])}
 
@@ -246,6 +249,7 @@ def test_a_schedule_over_http_takes_no_path(tmp_path: Path) -> None:
         ({"baseline": {"middleware": "x"}}, "not a knob"),
         ({"engine": {"kind": "vllm", "python": "/bin/sh"}}, "engine"),
         ({"history": "raw"}, "history"),
+        ({"plan": {"base": "quick", "sped": 2}}, "sped"),
     ],
 )
 def test_a_study_over_http_takes_no_path_command_environment_or_engine(

@@ -30,7 +30,7 @@ STUDY: Mapping[str, object] = {
     "node": "local",
     "baseline": {"max_num_seqs": 4},
     "slices": [{"start_s": 20, "duration_s": 1.0}],
-    "plan": "quick",
+    "plan": {"base": "quick"},
     "slo": {"ttft_ms": 500, "tpot_ms": 50},
     "budget": {"trials": 3},
     "space": {

@@ -4,21 +4,21 @@ import math
 from collections.abc import Iterable, Sequence
 from statistics import median
 
-from sqlalchemy import Connection, delete, insert, select
+from sqlalchemy import ColumnElement, Connection, delete, insert, select
 
 from tuner.history.codec import unpack_values
-from tuner.history.tables import measurements, run_bests, trials
+from tuner.history.tables import measurements, run_bests, runs, trials
 from tuner.measures import NAMES, direction_of
 from tuner.records import TrialState
 
-CONFIRM = "confirm"
+BASELINE, CONFIRM = "baseline", "confirm"
 
 
 class _Measured:
     """The values of one complete trial: the last search measurement, and the confirmation repeats."""
 
-    def __init__(self, trial_id: int, *, baseline: bool):
-        self.trial_id = trial_id
+    def __init__(self, trial_id: int, number: int, *, baseline: bool):
+        self.trial_id, self.number = trial_id, number
         self.baseline = baseline
         self.search: dict[str, float] = {}
         self.confirm: list[dict[str, float]] = []
@@ -28,17 +28,19 @@ class _Measured:
         return [each[metric] for each in taken if metric in each and math.isfinite(each[metric])]
 
 
-def _measured(connection: Connection, run_id: str) -> list[_Measured]:
+def _measured(connection: Connection, *which: ColumnElement[bool]) -> list[_Measured]:
     query = (
-        select(trials.c.id, trials.c.origin, measurements.c.purpose, measurements.c["values"])
+        select(
+            trials.c.id, trials.c.number, trials.c.origin, measurements.c.purpose, measurements.c["values"]
+        )
         .join(measurements, measurements.c.trial_id == trials.c.id)
-        .where(trials.c.run_id == run_id, trials.c.state == TrialState.COMPLETE.value)
+        .where(*which, trials.c.state == TrialState.COMPLETE.value)
         .where(trials.c.screened.is_(False), measurements.c.kind == "full")
         .order_by(measurements.c.id)
     )
     found: dict[int, _Measured] = {}
-    for trial_id, origin, purpose, values in connection.execute(query):
-        trial = found.setdefault(trial_id, _Measured(trial_id, baseline=origin == "baseline"))
+    for trial_id, number, origin, purpose, values in connection.execute(query):
+        trial = found.setdefault(trial_id, _Measured(trial_id, number, baseline=origin == BASELINE))
         if purpose == "search":
             trial.search = unpack_values(values)
         elif purpose == CONFIRM:
@@ -46,20 +48,25 @@ def _measured(connection: Connection, run_id: str) -> list[_Measured]:
     return list(found.values())
 
 
-def _best(metric: str, measured: Sequence[_Measured]) -> dict[str, object] | None:
+def _baseline(metric: str, measured: Sequence[_Measured]) -> float | None:
+    """The value of the newest baseline that has one; its confirmation counts before its search."""
+    for trial in reversed(measured):
+        if values := trial.values(metric, confirmed=True) or trial.values(metric, confirmed=False):
+            return median(values)
+    return None
+
+
+def _best(
+    metric: str, measured: Sequence[_Measured], baselines: Sequence[_Measured], winner: object
+) -> dict[str, object] | None:
     confirmed = any(trial.values(metric, confirmed=True) for trial in measured if not trial.baseline)
     scored = [(trial, trial.values(metric, confirmed=confirmed)) for trial in measured]
     scored = [(trial, values) for trial, values in scored if values]
     if not scored:
         return None
-    choose = max if direction_of(metric) == "maximize" else min
-    best, values = choose(scored, key=lambda pair: median(pair[1]))
-    baseline = [
-        median(trial.values(metric, confirmed=True) or trial.values(metric, confirmed=False) or [math.nan])
-        for trial in measured
-        if trial.baseline
-    ]
-    baseline = [value for value in baseline if not math.isnan(value)]
+    sign = 1 if direction_of(metric) == "maximize" else -1
+    # Equal values are common where a trial meets all that was asked of it: then the run's own choice is told.
+    best, values = max(scored, key=lambda pair: (sign * median(pair[1]), pair[0].number == winner))
     return {
         "metric": metric,
         "trial_id": best.trial_id,
@@ -69,14 +76,22 @@ def _best(metric: str, measured: Sequence[_Measured]) -> dict[str, object] | Non
         "repeats": len(values),
         "confirmed": confirmed,
         "trials": len(measured),
-        "baseline": baseline[-1] if baseline else None,
+        "baseline": _baseline(metric, baselines),
     }
 
 
 def of_run(connection: Connection, run_id: str, metrics: Iterable[str]) -> list[dict[str, object]]:
-    """One row per metric that a complete trial of the run has a finite value for."""
-    measured = _measured(connection, run_id)
-    rows = [_best(metric, measured) for metric in metrics]
+    """One row per metric that a complete trial of the run has a finite value for.
+
+    The baseline is the run's own, else the newest of the study: a later night need not measure it again.
+    """
+    query = select(runs.c.study_id, runs.c.summary).where(runs.c.id == run_id)
+    study_id, summary = connection.execute(query).one()
+    measured = _measured(connection, trials.c.run_id == run_id)
+    baselines = [trial for trial in measured if trial.baseline]
+    if measured and not baselines:
+        baselines = _measured(connection, trials.c.study_id == study_id, trials.c.origin == BASELINE)
+    rows = [_best(metric, measured, baselines, summary.get("winner")) for metric in metrics]
     return [{"run_id": run_id, **row} for row in rows if row is not None]
 
 

@@ -77,7 +77,8 @@ class RunBest:
     """What one run found for one metric, with the study's facts beside it.
 
     `value` is the best trial's; where trials were confirmed only those compete, by the median of their
-    confirmation repeats, else each counts with its search measurement. `low` and `high` span the repeats.
+    confirmation repeats, else each counts with its search measurement; of equal ones, the run's winner. `low`
+    and `high` span the repeats. `baseline` is the run's, else the newest of the study when the run ended.
     """
 
     run_id: str

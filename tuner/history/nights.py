@@ -1,9 +1,10 @@
 """What the runs of many nights found, read back for one metric."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime
+from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, RowMapping, select
+from sqlalchemy import ColumnElement, Connection, Row, select
 
 from tuner.errors import BadInput, nearest
 from tuner.history import bests
@@ -11,7 +12,7 @@ from tuner.history.base import Part
 from tuner.history.entities import RunBest
 from tuner.history.tables import run_bests, runs, studies, trials
 from tuner.measures import NAMES
-from tuner.records import Candidate, RunState
+from tuner.records import Candidate, ProfileKey, RunState
 
 _FACTS = (
     runs.c.id.label("run_id"),
@@ -26,22 +27,26 @@ _FACTS = (
     runs.c.ended_at,
 )
 _FOUND = tuple(run_bests.c[name] for name in run_bests.c.keys() if name != "run_id")  # noqa: SIM118
+_BEST = (*_FACTS, *_FOUND, trials.c.number, trials.c.candidate)
+_NAMES = tuple(column.name for column in _BEST)
 
 
-def _best_of(row: RowMapping) -> RunBest:
-    return RunBest(**{**row, "candidate": Candidate(row["candidate"])})
+def _best_of(row: Row[Any]) -> RunBest:
+    values = dict(zip(_NAMES, row, strict=True))
+    values["candidate"] = Candidate(values["candidate"])
+    return RunBest(**values)
 
 
 def _ended(connection: Connection, metric: str, where: Sequence[ColumnElement[bool]]) -> list[RunBest]:
     query = (
-        select(*_FACTS, *_FOUND, trials.c.number, trials.c.candidate)
+        select(*_BEST)
         .select_from(runs)
         .join(studies, studies.c.id == runs.c.study_id)
         .join(run_bests, run_bests.c.run_id == runs.c.id)
         .join(trials, trials.c.id == run_bests.c.trial_id)
         .where(run_bests.c.metric == metric, *where)
     )
-    return [_best_of(row) for row in connection.execute(query).mappings()]
+    return [_best_of(row) for row in connection.execute(query)]
 
 
 def _running(connection: Connection, metric: str, where: Sequence[ColumnElement[bool]]) -> list[RunBest]:
@@ -57,23 +62,40 @@ def _running(connection: Connection, metric: str, where: Sequence[ColumnElement[
 
 
 class Nights(Part):
-    """The best of each run."""
+    """The best of each run, and where there are any."""
+
+    def places(self, model: str | None = None) -> tuple[ProfileKey, ...]:
+        """Every (model, node, workload) that a study was made for, in order; costs one pass over an index."""
+        parts = (studies.c.model, studies.c.node, studies.c.workload)
+        query = select(*parts).distinct().order_by(*parts)
+        if model is not None:
+            query = query.where(studies.c.model == model)
+
+        def work(connection: Connection) -> tuple[ProfileKey, ...]:
+            rows = connection.execute(query)
+            return tuple(ProfileKey(model=m, target=t, workload=w) for m, t, w in rows)
+
+        return self._read(work)
 
     def bests(
         self,
         *,
         model: str,
         metric: str,
-        node: str | None = None,
+        node: str | Collection[str] | None = None,
         workload: str | None = None,
         since: datetime | None = None,
         until: datetime | None = None,
     ) -> tuple[RunBest, ...]:
-        """The best of every run of a model that measured the metric, the oldest first; running ones too."""
+        """The best of every run of a model that measured the metric, the oldest first; running ones too.
+
+        `node` is one node, or several.
+        """
         if metric not in NAMES:
             raise BadInput(f"'{metric}' is not a measurement{nearest(metric, NAMES)}")
         where: list[ColumnElement[bool]] = [studies.c.model == model]
-        where += [studies.c.node == node] if node is not None else []
+        if node is not None:
+            where.append(studies.c.node == node if isinstance(node, str) else studies.c.node.in_(node))
         where += [studies.c.workload == workload] if workload is not None else []
         where += [runs.c.started_at >= since] if since is not None else []
         where += [runs.c.started_at < until] if until is not None else []

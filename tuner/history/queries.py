@@ -13,6 +13,8 @@ from tuner.measures import direction_of
 from tuner.records import Candidate
 
 NOON = timedelta(hours=12)
+TREND = 92
+"""How many nights a trend looks back at most."""
 Judgement = Literal["first", "better", "worse", "same", "not comparable"]
 
 
@@ -30,8 +32,8 @@ class Change:
 class Night:
     """The best of one night for one node and workload.
 
-    `date` is the evening's: a night goes from noon to noon. `gain` is over the same night's baseline and
-    `step` over the night before, as relative improvements (0.1 = 10 % better whichever way the metric
+    `date` is the evening's: a night goes from noon to noon. `gain` is over the baseline and `step`
+    over the night before, as relative improvements (0.1 = 10 % better whichever way the metric
     points). `judgement` compares with the night before, beyond noise; with another engine, trace or GPU in
     between it is "not comparable". `regression`: worse, and nothing but the knobs or the machine to blame.
     """
@@ -100,8 +102,6 @@ def _better(one: RunBest, other: RunBest) -> bool:
 
 
 def _judge(before: RunBest, after: RunBest, step: float | None, tolerance: float) -> Judgement:
-    if any(change.kind != "knob" for change in changes(before, after)):
-        return "not comparable"
     overlap = before.low <= after.high and after.low <= before.high
     spread = before.repeats > 1 and after.repeats > 1 and overlap
     if step is None or abs(step) <= tolerance or spread:
@@ -130,18 +130,25 @@ def nights(bests: Sequence[RunBest], *, zone: tzinfo = UTC, tolerance: float = 0
 
 
 def _night(evening: date, of_night: Sequence[RunBest], before: RunBest | None, tolerance: float) -> Night:
+    changed: tuple[Change, ...]
+    judgement: Judgement
     best = of_night[0]
     for other in of_night[1:]:
         best = other if _better(other, best) else best
-    step = None if before is None else improvement(best.metric, before.value, best.value)
+    if before is None:
+        step, changed, judgement = None, (), "first"
+    else:
+        step, changed = improvement(best.metric, before.value, best.value), changes(before, best)
+        alike = all(change.kind == "knob" for change in changed)
+        judgement = _judge(before, best, step, tolerance) if alike else "not comparable"
     return Night(
         date=evening,
         best=best,
         runs=len(of_night),
-        changes=() if before is None else changes(before, best),
+        changes=changed,
         gain=None if best.baseline is None else improvement(best.metric, best.baseline, best.value),
         step=step,
-        judgement="first" if before is None else _judge(before, best, step, tolerance),
+        judgement=judgement,
     )
 
 
@@ -155,7 +162,7 @@ def trend(found: Sequence[Night]) -> float | None:
         if night.judgement == "not comparable":
             comparable = []
         comparable.append(night)
-    points = [(night.date, night.best.value) for night in comparable if night.best.value > 0]
+    points = [(night.date, night.best.value) for night in comparable[-TREND:] if night.best.value > 0]
     if len(points) < 3:
         return None
     slopes = [math.log(b / a) / (end - begin).days for (begin, a), (end, b) in combinations(points, 2)]

@@ -70,10 +70,6 @@ class Leases(Part):
 
         return self._write(work)
 
-    def check_lease(self, lease: Lease, *, now: datetime) -> None:
-        """Raises Conflict when the lease was lost or ran out."""
-        self._write(lambda connection: hold(connection, lease, now))
-
     def leases(self, *, now: datetime) -> tuple[Lease, ...]:
         """The leases that hold at `now`, by node."""
         query = select(leases).where(leases.c.released.is_(False), leases.c.expires_at > now)

@@ -76,6 +76,7 @@ class Studies(Part):
         *,
         model: str | None = None,
         node: str | None = None,
+        workload: str | None = None,
         after: str | None = None,
         limit: int | None = None,
     ) -> tuple[Study, ...]:
@@ -85,6 +86,8 @@ class Studies(Part):
             query = query.where(studies.c.model == model)
         if node is not None:
             query = query.where(studies.c.node == node)
+        if workload is not None:
+            query = query.where(studies.c.workload == workload)
         if after is not None:
             query = query.where(_behind(studies.c.created_at, studies.c.id, after))
         if limit is not None:

@@ -44,6 +44,17 @@ class Board:
         """The pairs of objectives that are drawn against each other."""
         return list(combinations(self.study.objectives, 2))[:MAX_CHARTS]
 
+    @property
+    def chosen(self) -> Trial | None:
+        """The winner, where it is another than the baseline."""
+        found = (t for t in reversed(self.trials) if t.number == self.winner and t.measurement)
+        return next((t for t in found if t.state is TrialState.COMPLETE and not t.is_baseline), None)
+
+    @property
+    def chosen_on_front(self) -> bool:
+        """Whether the winner is on the front, which is of first measurements."""
+        return self.chosen is not None and any(t.id == self.chosen.id for t in self.front)
+
     def kind(self, trial: Trial) -> str:
         """baseline, winner, front or other."""
         if trial.is_baseline:
@@ -53,9 +64,13 @@ class Board:
         return "front" if any(trial.id == other.id for other in self.front) else "other"
 
     def beside(self) -> list[Beside]:
-        """The baseline first, then the front."""
+        """The baseline first, then the winner where it is not on the front, then the front."""
         base = values(self.base)
-        rows = [*([self.base] if self.base else []), *(t for t in self.front if not t.is_baseline)]
+        rows = [
+            *([self.base] if self.base else []),
+            *([self.chosen] if self.chosen and not self.chosen_on_front else []),
+            *(t for t in self.front if not t.is_baseline),
+        ]
         names = self.study.objectives
         return [
             Beside(
@@ -85,7 +100,8 @@ class Board:
                 found.append(Point(x=numbers[x], y=numbers[y], kind=kind))
                 continue
             label = self._words(trial, kind, numbers) if kind != "other" else _short(trial, x, y)
-            found.append(Point(x=numbers[x], y=numbers[y], kind=kind, label=label, href=href(trial)))
+            place = {"x": numbers[x], "y": numbers[y]}
+            found.append(Point(**place, kind=kind, label=label, href=href(trial), front=trial.id in kinds))
         return found
 
     def _words(self, trial: Trial, kind: str, numbers: Mapping[str, float]) -> str:

@@ -16,13 +16,16 @@ NONE = '<p class="none">{}</p>'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One trial in a plane of two measurements; `kind` is one of baseline, front, winner, other."""
+    """One trial in a plane of two measurements; `kind` is one of baseline, front, winner, other. `front`: it
+    is on the front, whatever its kind.
+    """
 
     x: float
     y: float
     kind: str
     label: str = ""
     href: str = ""
+    front: bool = False
 
 
 _ORDER = ("other", "front", "baseline", "winner")
@@ -42,7 +45,7 @@ def scatter(points: Sequence[Point], x_name: str, y_name: str) -> str:
     parts = [
         *grid(frame),
         _dots(crowd, frame),
-        _front_line([p for p in shown if p.kind in ("front", "winner")], frame),
+        _front_line([p for p in shown if p.front], frame),
         *(_mark(p, frame) for p in ([] if crowd else others)),
         *(_mark(p, frame) for p in marked),
     ]

@@ -119,7 +119,7 @@ class _Pictures:
     def chosen(self) -> list[Trial]:
         """The baseline, the winner and the first of the front: what curves are drawn of."""
         found = self.board
-        winner = [t for t in found.front if t.number == found.winner]
+        winner = [found.chosen] if found.chosen else []
         rest = [t for t in found.front if not t.is_baseline and t.number != found.winner][:FRONT_CURVES]
         return [*([found.base] if found.base else []), *winner, *rest]
 

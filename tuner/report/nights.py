@@ -12,7 +12,7 @@ KINDS = ("winner", "front", "three", "four")
 
 
 def picture(nights: Sequence[Night], metric: str) -> str:
-    """Values with the span of their repeats, and the baseline of the same night as a short bar."""
+    """Values with the span of their repeats, and the baseline as a short bar."""
     shown = [n for n in nights if math.isfinite(n.best.value)]
     if not shown:
         return NONE.format("No night has measured this yet.")
@@ -31,7 +31,7 @@ def picture(nights: Sequence[Night], metric: str) -> str:
         parts += _line([n for n in shown if (n.best.node, n.best.workload) == place], kind, metric, frame)
     names = [(kind, " for ".join(place)) for place, kind in zip(places, KINDS * len(places), strict=False)]
     label = f"best {metric} of every night"
-    return svg(parts, label) + legend([*names, ("baseline", "the same night's baseline")])
+    return svg(parts, label) + legend([*names, ("baseline", "the baseline")])
 
 
 def _line(found: Sequence[Night], kind: str, metric: str, frame: Frame) -> list[str]:

@@ -1,6 +1,7 @@
 """The app: `create(store, settings, clock=…, runner=…)`."""
 
 import asyncio
+import gc
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -45,7 +46,7 @@ from tuner.settings import Settings
 
 THREADS = 12
 WATCH_S = 2.0
-COMPRESS_FROM = 1024
+COMPRESS_FROM, COMPRESS_HOW = 1024, 3
 log = logging.getLogger("tuner.service")
 ROUTERS = (health, runs, studies, trials, history, profiles, aliases, schedules, nodes, traces, audit)
 ABOUT = """Tunes vLLM on your own traffic, keeps what was best on which night, and gives the winning
@@ -88,7 +89,7 @@ def create(
     for module in ROUTERS:
         app.include_router(module.router)
     _pages(app)
-    app.add_middleware(GZipMiddleware, minimum_size=COMPRESS_FROM)
+    app.add_middleware(GZipMiddleware, minimum_size=COMPRESS_FROM, compresslevel=COMPRESS_HOW)
     app.add_middleware(Envelope, pulls=pulls, registry=registry)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
@@ -109,6 +110,8 @@ def _pages(app: FastAPI) -> None:
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     to_thread.current_default_thread_limiter().total_tokens = THREADS
+    # What is loaded by now stays: collections, which stop every request, need not walk it again and again.
+    gc.freeze()
     here: Service = app.state.service
     tasks = [asyncio.create_task(_look_after(here)), asyncio.create_task(_nights(here))]
     try:

@@ -23,6 +23,7 @@ class Watcher(Collector):
         self._store, self._clock, self._runner = store, clock, runner
         self._settled: Counter[tuple[str, str]] = Counter()
         self._upto = 0
+        self._volumes: dict[str, tuple[Run, float | None]] = {}
 
     def describe(self) -> Iterable[Metric]:
         """Nothing beforehand: a registry need not read a history to take this in."""
@@ -79,11 +80,19 @@ class Watcher(Collector):
                     spent.update({name: round(value * 1000) for name, value in launch.timeline.items()})
             for name, milliseconds in sorted(spent.items()):
                 phases.add_metric([study.node, name], milliseconds / 1000)
-            if (found := hypervolume(study, self._store.trials(study.id))) is not None:
+            if (found := self._volume(study, run)) is not None:
                 volume.add_metric([study.node, study.name], found)
             if run.state is RunState.RUNNING and run.deadline is not None:
                 left.add_metric([study.node], (run.deadline - self._clock()).total_seconds())
         yield from (phases, volume, left)
+
+    def _volume(self, study: Study, run: Run) -> float | None:
+        """The volume of a study's front; that of an ended run is reckoned once."""
+        kept = self._volumes.get(study.node)
+        if kept is None or kept[0] != run or run.state is RunState.RUNNING:
+            kept = run, hypervolume(study, self._store.trials(study.id))
+            self._volumes[study.node] = kept
+        return kept[1]
 
 
 def _last(store: Store) -> Sequence[tuple[Study, Run]]:

@@ -1,6 +1,7 @@
 """Records as the API shows them. A measured +inf is null; this host's paths and environments are left out."""
 
 from datetime import date, datetime
+from operator import attrgetter
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, JsonValue
@@ -9,7 +10,7 @@ from tuner.history.codec import pack_values
 from tuner.history.entities import AuditEntry, Schedule, TraceInfo
 from tuner.history.queries import Night
 from tuner.profiles.export import as_json
-from tuner.records import AliasEvent, Measurement, Node, Profile, Run, Study, Trial
+from tuner.records import JSON, AliasEvent, Measurement, Node, Profile, Run, Study, Trial
 
 Values = dict[str, float | None]
 Scalar = bool | int | float | str | None
@@ -209,7 +210,7 @@ class NightShape(BaseModel):
     low: float
     high: float
     baseline: float | None
-    gain: float | None = Field(description="Relative to the same night's baseline; positive is better.")
+    gain: float | None = Field(description="Relative to the baseline; positive is better.")
     step: float | None = Field(description="Relative to the night before; positive is better.")
     judgement: str = Field(examples=["better"])
     regression: bool
@@ -221,18 +222,24 @@ class NightShape(BaseModel):
     runs: int
 
 
-def night(of: Night) -> NightShape:
-    best = of.best
-    own = ("node", "workload", "run_id", "study_id", "trial_id", "number", "metric", "value", "low", "high",
-           "baseline", "engine_version", "trials")  # fmt: skip
-    told = ("date", "gain", "step", "judgement", "regression", "sure", "runs")
-    return NightShape(
-        **{name: getattr(best, name) for name in own},
-        **{name: getattr(of, name) for name in told},
-        candidate=dict(best.candidate),
-        changes=[ChangeShape(**{name: getattr(each, name) for name in ChangeShape.model_fields})
-                 for each in of.changes],
-    )  # fmt: skip
+_OF_BEST = ("node", "workload", "run_id", "study_id", "trial_id", "number", "metric", "value", "low", "high",
+            "baseline", "engine_version", "trials")  # fmt: skip
+_OF_NIGHT = ("gain", "step", "judgement", "regression", "sure", "runs")
+_of_best, _of_night = attrgetter(*_OF_BEST), attrgetter(*_OF_NIGHT)
+
+
+def night(of: Night) -> dict[str, JSON]:
+    """A NightShape as plain JSON: an answer holds hundreds, and making models of them takes its time."""
+    return {
+        "date": of.date.isoformat(),
+        **dict(zip(_OF_BEST, _of_best(of.best), strict=True)),
+        **dict(zip(_OF_NIGHT, _of_night(of), strict=True)),
+        "candidate": dict(of.best.candidate),
+        "changes": [
+            {"kind": each.kind, "name": each.name, "before": each.before, "after": each.after}
+            for each in of.changes
+        ],
+    }
 
 
 class PlaceShape(BaseModel):
@@ -245,11 +252,12 @@ class PlaceShape(BaseModel):
 
 
 class HistoryShape(BaseModel):
-    """The best per night of a model, for one metric."""
+    """The best per night of a model, for one metric; `next` is null once every node was told."""
 
     model: str
     metric: str
     places: list[PlaceShape]
+    next: str | None = Field(examples=["WyJncHUtNyJd"])
 
 
 class TraceShape(BaseModel):

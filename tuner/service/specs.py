@@ -24,7 +24,16 @@ from tuner.settings import Settings
 from tuner.tuning import study as studies
 from tuner.tuning import studyfile
 from tuner.tuning.study import Prepared
-from tuner.tuning.studyfile import BudgetFile, QualityFile, Scalar, SliceFile, SloFile, WeightsFile
+from tuner.tuning.studyfile import (
+    BudgetFile,
+    PlanFile,
+    PlanName,
+    QualityFile,
+    Scalar,
+    SliceFile,
+    SloFile,
+    WeightsFile,
+)
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 Name = Annotated[str, Field(pattern=NAME, max_length=100)]
@@ -63,7 +72,7 @@ class StudyRequest(BaseModel):
     history: Literal["synthetic"] = "synthetic"
     slices: Literal["auto"] | Annotated[list[SliceFile], Field(min_length=1, max_length=32)] = "auto"
     speed: float = Field(default=1.0, gt=0, le=1000)
-    plan: Literal["quick", "brief", "standard", "thorough"] = "standard"
+    plan: PlanName | PlanFile = "standard"
     slo: SloFile = Field(default_factory=SloFile)
     objectives: list[str] = Field(
         default=["ttft_p95_ms", "tpot_p95_ms", "goodput_rps"], min_length=1, max_length=8

@@ -1,8 +1,8 @@
 """What was best on which night, drawn and told."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
 
 from markupsafe import Markup
 
@@ -13,20 +13,24 @@ from tuner.measures import NAMES
 from tuner.report.nights import picture
 from tuner.service.pages.render import marked
 
+NODES = 4
+LOOK_BACK = timedelta(days=31)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What the page is asked for; empty texts ask nothing."""
+    """What the page is asked for; empty texts ask nothing. `after` is the last node of the page before."""
 
     model: str = ""
     node: str = ""
     metric: str = "goodput_rps"
     since: str = ""
+    after: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """The answer, and what else may be asked for."""
+    """The answer, and what else may be asked for. `following`: the `after` of the next page, if any."""
 
     asked: Asked
     models: Sequence[str]
@@ -34,28 +38,42 @@ class Told:
     metrics: Sequence[str]
     nights: Sequence[Night]
     drawing: Markup
-    trend: float | None
+    trends: Sequence[tuple[str, float]]
+    following: str
 
 
 def tell(store: Store, asked: Asked) -> Told:
-    """The nights of one model (the first of the history, unless one is named)."""
-    studies = store.studies()
-    models = sorted({study.model for study in studies})
+    """The nights of a model on some nodes: the newest run's model and its last month, unless told else."""
     if asked.metric not in NAMES:
         raise BadInput(f"'{asked.metric}' is not a measurement{nearest(asked.metric, NAMES)}")
-    model = asked.model or (models[0] if models else "")
-    bests = store.bests(model=model, node=asked.node or None, since=_since(asked.since), metric=asked.metric)
-    found = nights(bests)
-    places = {(n.best.node, n.best.workload) for n in found}
+    places, newest = store.places(), next(iter(store.runs(limit=1)), None)
+    if newest is not None:
+        model = asked.model or store.study(newest.study_id).model
+        since = asked.since or (newest.started_at - LOOK_BACK).date().isoformat()
+        asked = replace(asked, model=model, since=since)
+    nodes = sorted({place.target for place in places if place.model == asked.model})
+    left = [asked.node] if asked.node else [node for node in nodes if node > asked.after]
+    shown = left[:NODES]
+    found = nights(store.bests(model=asked.model, node=shown, since=_since(asked.since), metric=asked.metric))
     return Told(
-        asked=Asked(model=model, node=asked.node, metric=asked.metric, since=asked.since),
-        models=models,
-        nodes=sorted({study.node for study in studies}),
+        asked=asked,
+        models=sorted({place.model for place in places}),
+        nodes=nodes,
         metrics=sorted(NAMES),
         nights=found[::-1],
         drawing=marked(picture(found, asked.metric)),
-        trend=trend(found) if len(places) == 1 else None,
+        trends=_trends(found),
+        following=shown[-1] if len(left) > len(shown) else "",
     )
+
+
+def _trends(found: Sequence[Night]) -> list[tuple[str, float]]:
+    """Node and workload in words, and the trend there, where there are nights enough for one."""
+    places: dict[str, list[Night]] = {}
+    for night in found:
+        places.setdefault(f"{night.best.node} for {night.best.workload}", []).append(night)
+    told = [(place, trend(some)) for place, some in sorted(places.items())]
+    return [(place, value) for place, value in told if value is not None]
 
 
 def _since(text: str) -> datetime | None:

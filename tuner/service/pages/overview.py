@@ -12,7 +12,10 @@ from tuner.records import JSON, AliasEvent, Node, Profile, ProfileKey, Run, RunS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """One profile key on one node: the champion, if there is one, and what is known of it."""
+    """One profile key on one node: the champion, if there is one, and what is known of it.
+
+    `waiting` is a challenger newer than the champion, `before` what the champion's last move came from.
+    """
 
     key: ProfileKey
     champion: Profile | None
@@ -20,6 +23,7 @@ class Place:
     stale: tuple[str, ...]
     gains: Sequence[Mapping[str, JSON]]
     waiting: Profile | None
+    before: Profile | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,27 +38,25 @@ class Machine:
 
 def machines(store: Store) -> tuple[Machine, ...]:
     """Every node and every target of a profile, by name."""
-    studies = store.studies()
     nodes = {node.name: node for node in store.nodes()}
-    by_id = {study.id: study for study in studies}
-    running = [(r, by_id[r.study_id]) for r in store.runs() if r.state is RunState.RUNNING]
+    running = [(run, store.study(run.study_id)) for run in store.runs(state=RunState.RUNNING)]
     keys = store.profile_keys()
     names = sorted({*nodes, *(key.target for key in keys), *(study.node for _, study in running)})
     return tuple(
         Machine(
             name=name,
             node=nodes.get(name),
-            places=tuple(_place(store, key, nodes.get(name), studies) for key in keys if key.target == name),
+            places=tuple(_place(store, key, nodes.get(name)) for key in keys if key.target == name),
             running=tuple((run, study) for run, study in running if study.node == name),
         )
         for name in names
     )
 
 
-def _place(store: Store, key: ProfileKey, node: Node | None, studies: Sequence[Study]) -> Place:
+def _place(store: Store, key: ProfileKey, node: Node | None) -> Place:
     event = store.alias(key, CHAMPION)
     champion = version_of(store, event)
-    newest = max((s for s in studies if _same(s, key)), key=lambda s: s.created_at, default=None)
+    newest = next(iter(store.studies(model=key.model, node=key.target, workload=key.workload, limit=1)), None)
     stale: tuple[str, ...] = ()
     if champion is not None:
         stale = stale_reasons(
@@ -72,11 +74,8 @@ def _place(store: Store, key: ProfileKey, node: Node | None, studies: Sequence[S
         stale=stale,
         gains=gains(store, champion) if champion else (),
         waiting=newer,
+        before=store.profile_version(key, event.from_version) if event and event.from_version else None,
     )
-
-
-def _same(study: Study, key: ProfileKey) -> bool:
-    return (study.model, study.node, study.workload) == (key.model, key.target, key.workload)
 
 
 def version_of(store: Store, event: AliasEvent | None) -> Profile | None:

@@ -13,28 +13,36 @@ from tuner.records import JSON, AliasEvent, Profile, ProfileKey
 from tuner.service.pages.overview import gains, version_of
 from tuner.service.pages.session import Visitor
 
-ALIASES = (registry.CHAMPION, registry.CHALLENGER, registry.BASELINE)
+SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shelf:
-    """The versions of one key, the newest first, with the aliases on them."""
+    """The versions of one key, the newest first, with the aliases on them. `more`: there are older ones."""
 
     key: ProfileKey
     versions: Sequence[tuple[Profile, Sequence[str]]]
+    more: bool
 
 
-def shelves(store: Store) -> list[Shelf]:
-    """Every key with its versions."""
-    aliases = store.aliases()
+def shelves(store: Store, named: ProfileKey | None = None) -> list[Shelf]:
+    """Every key with its newest versions and those that an alias is on; the one that is named with all."""
+    aliases: dict[ProfileKey, dict[int, list[str]]] = {}
+    for event in store.aliases(named):
+        if event.to_version is not None:
+            aliases.setdefault(event.key, {}).setdefault(event.to_version, []).append(event.alias)
     found = []
-    for key in store.profile_keys():
-        rows = []
-        for profile in store.profiles(key):
-            names = sorted(e.alias for e in aliases if e.key == key and e.to_version == profile.version)
-            rows.append((profile, names))
-        found.append(Shelf(key=key, versions=rows))
-    return found
+    for key in [named] if named else store.profile_keys():
+        names = aliases.get(key, {})
+        versions = list(store.profiles(key, limit=None if named else SHOWN + 1))
+        more = not named and len(versions) > SHOWN
+        versions = versions[:SHOWN] if more else versions
+        older = set(names) - {each.version for each in versions}
+        versions += [store.profile_version(key, version) for version in sorted(older, reverse=True)]
+        found.append(
+            Shelf(key=key, versions=[(v, sorted(names.get(v.version, ()))) for v in versions], more=more)
+        )
+    return [shelf for shelf in found if shelf.versions]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from tuner.errors import TunerError
-from tuner.report import words
+from tuner.report import document, words
 from tuner.service.pages.session import COOKIE, Away, Refused, Visitor, login_url
 from tuner.service.problems import status_of
 
@@ -33,7 +33,7 @@ HEADERS = {
 
 def _environment() -> Environment:
     found = Environment(
-        loader=FileSystemLoader(HERE / "templates"),
+        loader=FileSystemLoader([HERE / "templates", document.HERE]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

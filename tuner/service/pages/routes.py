@@ -8,6 +8,7 @@ from fastapi.responses import HTMLResponse
 
 from tuner.errors import NotFound
 from tuner.profiles import registry
+from tuner.records import ProfileKey
 from tuner.report import document
 from tuner.report.budget import failures
 from tuner.service.context import service_of
@@ -75,11 +76,13 @@ def show_overview(looks: Looks) -> Response:
 
 
 @router.get("/studies")
-def list_studies(looks: Looks) -> Response:
-    """Every study, the newest first."""
+def list_studies(looks: Looks, after: Text = "") -> Response:
+    """Studies, the newest first, a page at a time; `after` is the id of the last one of the page before."""
     store = looks.service.store
-    runs = {run.study_id: run for run in reversed(store.runs())}
-    return page(looks, "studies.html", studies=store.studies(), runs=runs)
+    found = store.studies(after=after or None, limit=studies.LISTED + 1)
+    shown = found[: studies.LISTED]
+    runs = {study.id: next(iter(store.runs(study.id, limit=1)), None) for study in shown}
+    return page(looks, "studies.html", studies=shown, runs=runs, after=after, more=len(found) > len(shown))
 
 
 @router.get("/studies/{ref}")
@@ -143,17 +146,23 @@ def show_trial(looks: Looks, ref: str, number: int, attempt: int | None = None) 
 
 @router.get("/history")
 def show_history(
-    looks: Looks, model: Text = "", node: Text = "", metric: Text = "goodput_rps", since: Text = ""
+    looks: Looks,
+    model: Text = "",
+    node: Text = "",
+    metric: Text = "goodput_rps",
+    since: Text = "",
+    after: Text = "",
 ) -> Response:
-    """What was best on which night."""
-    asked = history.Asked(model=model, node=node, metric=metric, since=since)
+    """What was best on which night, some nodes to a page; `after` is the last node of the page before."""
+    asked = history.Asked(model=model, node=node, metric=metric, since=since, after=after)
     return page(looks, "history.html", told=history.tell(looks.service.store, asked))
 
 
 @router.get("/profiles")
-def list_profiles(looks: Looks) -> Response:
-    """Every profile key with its versions."""
-    return page(looks, "profiles.html", shelves=profiles.shelves(looks.service.store))
+def list_profiles(looks: Looks, model: Text = "", target: Text = "", workload: Text = "") -> Response:
+    """Every profile key with its newest versions; the key that is named with all of them."""
+    named = ProfileKey(model=model, target=target, workload=workload) if model or target or workload else None
+    return page(looks, "profiles.html", shelves=profiles.shelves(looks.service.store, named), named=named)
 
 
 @router.get("/profiles/{profile_id}")

@@ -10,14 +10,15 @@ from markupsafe import Markup
 from tuner.errors import BadInput, NotFound, nearest
 from tuner.history.store import Store
 from tuner.measures import NAMES
-from tuner.records import Run, RunState, Study, Trial, TrialState
+from tuner.records import JSON, Run, RunState, Study, Trial, TrialState
 from tuner.report import evidence
 from tuner.report.board import Board, values
+from tuner.report.budget import comparisons
 from tuner.report.charts import bars, scatter
 from tuner.service.pages.boards import board_of
 from tuner.service.pages.render import marked
 
-PAGE = 100
+PAGE, LISTED = 100, 50
 NEWEST = 8
 
 
@@ -33,6 +34,11 @@ class Live:
     newest: Sequence[Trial]
     pictures: Sequence[Markup]
     tag: str
+
+    @property
+    def comparisons(self) -> Sequence[Mapping[str, JSON]]:
+        """Finalists against the baseline, as the verdict took them."""
+        return comparisons(dict(self.board.run.summary)) if self.board.run else []
 
     @property
     def running(self) -> bool:

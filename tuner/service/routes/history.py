@@ -5,19 +5,24 @@ from datetime import timedelta
 from typing import Annotated
 
 from fastapi import APIRouter, Query
+from fastapi.responses import JSONResponse
 from pydantic import AwareDatetime
 
 from tuner.history.queries import Night, nights, trend
+from tuner.records import JSON
 from tuner.service import shapes
 from tuner.service.auth import Reader
-from tuner.service.context import Here
+from tuner.service.context import Here, Service
+from tuner.service.paging import Cursor, pack, unpack
 from tuner.service.problems import documented
 
 router = APIRouter(prefix="/v1/history", tags=["history"])
 LOOK_BACK = timedelta(days=92)
 
 
-@router.get("", summary="The best per night of a model", responses=documented(400))
+@router.get(
+    "", summary="The best per night of a model", response_model=shapes.HistoryShape, responses=documented(400)
+)
 def show_history(
     here: Here,
     actor: Reader,
@@ -27,23 +32,36 @@ def show_history(
     metric: Annotated[str, Query(max_length=60, description="What best means.")] = "goodput_rps",
     since: Annotated[AwareDatetime | None, Query(description="92 days back when left out.")] = None,
     until: AwareDatetime | None = None,
-) -> shapes.HistoryShape:
-    """By node and workload: each night's best, its gain over that night's baseline, what had changed since
-    the night before (knobs, engine, traffic, GPU), how sure it is, and whether it is a regression.
+    cursor: Cursor = None,
+    limit: Annotated[int, Query(ge=1, le=100, description="How many nodes to a page.")] = 5,
+) -> JSONResponse:
+    """By node and workload: each night's best, its gain over the baseline, what had changed since the
+    night before (knobs, engine, traffic, GPU), how sure it is, and whether it is a regression.
     """
     begin = since or (until or here.clock()) - LOOK_BACK
+    some, following = _nodes(here, model, node, cursor, limit)
     found = here.store.bests(
-        model=model, metric=metric, node=node, workload=workload, since=begin, until=until
+        model=model, metric=metric, node=some, workload=workload, since=begin, until=until
     )
     places: dict[tuple[str, str], list[Night]] = {}
     for night in nights(found):
         places.setdefault((night.best.node, night.best.workload), []).append(night)
-    return shapes.HistoryShape(
-        model=model, metric=metric, places=[_place(*key, some) for key, some in sorted(places.items())]
-    )
+    told = [_place(*key, some) for key, some in sorted(places.items())]
+    return JSONResponse({"model": model, "metric": metric, "places": told, "next": following})
 
 
-def _place(node: str, workload: str, found: Sequence[Night]) -> shapes.PlaceShape:
-    return shapes.PlaceShape(
-        node=node, workload=workload, trend=trend(found), nights=[shapes.night(night) for night in found]
-    )
+def _nodes(
+    here: Service, model: str, node: str | None, cursor: str | None, limit: int
+) -> tuple[Sequence[str], str | None]:
+    """The nodes of one page, and the cursor of the next one."""
+    place = unpack(cursor, str)
+    if node is not None:
+        return [node], None
+    known = sorted({key.target for key in here.store.places(model)})
+    left = [each for each in known if place is None or each > str(place[0])]
+    return left[:limit], pack(left[limit - 1]) if len(left) > limit else None
+
+
+def _place(node: str, workload: str, found: Sequence[Night]) -> dict[str, JSON]:
+    told: list[JSON] = [shapes.night(night) for night in found]
+    return {"node": node, "workload": workload, "trend": trend(found), "nights": told}
