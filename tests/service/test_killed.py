@@ -18,11 +18,13 @@ import httpx
 import psutil
 import pytest
 
+from tests.fleet.production import Production
 from tests.history.fill import fill
 from tests.service.test_routes import KEY, MODEL
 from tests.service.world import STUDY, Server, prepare, start
 from tests.tuning.studies import WATCHDOG_S
 from tuner import processes
+from tuner.fleet.hooks import path_of
 from tuner.history.store import Store
 from tuner.records import RunState, TrialState
 
@@ -57,7 +59,9 @@ def killed(tmp_path: Path) -> Iterator[Killed]:
     found.server.kill()
 
 
-def test_promotions_are_whole_and_none_that_was_answered_is_lost(killed: Killed) -> None:
+def test_promotions_are_whole_and_none_that_was_answered_is_lost(
+    killed: Killed, capsys: pytest.CaptureFixture[str]
+) -> None:
     fill(killed.store)
     token = killed.store.create_token("mover", ["admin"], now=datetime.now(UTC))[1]
     for _ in range(KILLS):
@@ -79,6 +83,8 @@ def test_promotions_are_whole_and_none_that_was_answered_is_lost(killed: Killed)
             pulled = client.get(f"/v1/profiles/resolve?model={MODEL}&node=n1&workload=chat")
         assert pulled.json()["version"] == standing.to_version
         store.close()
+    with capsys.disabled():
+        print(f"\n{KILLS} kills, {len(events)} promotions, none lost")
 
 
 def move(client: httpx.Client, answered: list[int]) -> None:
@@ -92,8 +98,11 @@ def move(client: httpx.Client, answered: list[int]) -> None:
                 answered.append(done.json()["generation"])
 
 
-def test_a_run_is_started_once_however_often_its_service_dies(killed: Killed) -> None:
+def test_a_run_is_started_once_however_often_its_service_dies(
+    killed: Killed, capsys: pytest.CaptureFixture[str]
+) -> None:
     digest = prepare(killed.home)
+    production = serving_production(killed.home)
     with killed.server.client() as client:
         assert client.post("/v1/studies", json={**STUDY, "trace": digest}).status_code == 201
     for moment in range(KILLS):
@@ -118,6 +127,7 @@ def test_a_run_is_started_once_however_often_its_service_dies(killed: Killed) ->
             if client.get(f"/v1/runs/{run_id}").json()["state"] == "RUNNING":
                 assert client.post(f"/v1/runs/{run_id}/cancel").status_code in (202, 409)
         wait_for_end(killed, run_id)
+        wait_for_production(killed, production)
     store = killed.store
     assert not [trial for trial in store.orphans()]
     for study in store.studies():
@@ -126,6 +136,29 @@ def test_a_run_is_started_once_however_often_its_service_dies(killed: Killed) ->
         for trial in store.trials(study.id):
             assert trial.state is not TrialState.RUNNING
     store.close()
+    with capsys.disabled():
+        print(
+            f"\n{2 * KILLS} kills, {KILLS} runs; production drained and restored {len(production.log) // 2} times"
+        )
+
+
+def serving_production(home: Path) -> Production:
+    """What serves on the node by day, beside the engine that is registered for it."""
+    path = path_of(home, "local")
+    engine = path.read_text()
+    found = Production(home / "production")
+    found.register(home, "local")
+    path.write_text(engine + path.read_text())
+    return found
+
+
+def wait_for_production(killed: Killed, production: Production) -> None:
+    """Until it has its node back, restored once for each time that it was drained."""
+    end = time.monotonic() + WATCHDOG_S
+    while killed.store.handover("local") is not None or not production.up:
+        assert time.monotonic() < end, production.log
+        time.sleep(0.1)
+    assert production.log == ["drain", "restore"] * (len(production.log) // 2)
 
 
 def ask(client: httpx.Client, body: dict[str, object], key: dict[str, str], got: list[str]) -> None:
