@@ -137,9 +137,8 @@ def test_a_run_is_started_once_however_often_its_service_dies(
             assert trial.state is not TrialState.RUNNING
     store.close()
     with capsys.disabled():
-        print(
-            f"\n{2 * KILLS} kills, {KILLS} runs; production drained and restored {len(production.log) // 2} times"
-        )
+        given_back = len(production.log) // 2
+        print(f"\n{2 * KILLS} kills, {KILLS} runs; production drained and restored {given_back} times")
 
 
 def serving_production(home: Path) -> Production:
