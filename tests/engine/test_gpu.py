@@ -13,7 +13,10 @@ CARDS = tuple(
     Gpu(uuid=f"GPU-{letter}1", name="H100", memory_bytes=80 * GIB, index=index)
     for index, letter in enumerate("abcd")
 )
-MIG = (Gpu(uuid="MIG-x", name="H100 MIG 1g", memory_bytes=10 * GIB),)
+MIG = tuple(
+    Gpu(uuid=f"MIG-{letter}1", name="H100 MIG 1g", memory_bytes=10 * GIB, index=0, mig=True)
+    for letter in "xy"
+)
 
 
 class Driver:
@@ -40,17 +43,54 @@ class Driver:
     ("visible", "chosen"),
     [
         (None, "abcd"), ("2,0", "ca"), ("GPU-b1", "b"), ("GPU-c,GPU-a1", "ca"), ("", ""), ("-1", ""),
-        ("1,9,2", "b"), ("GPU-zz,0", ""),
+        ("1,9,2", "b"), ("GPU-zz,0", ""), (" 3 , 0", "da"), ("0,GPU-b1", "a"), ("GPU-b1,0", "b"), ("0,0", ""),
+        ("GPU-a1,GPU-a", ""), ("GPU-", ""), ("0,", "a"), ("0,-1,1", "a"), ("²", ""),
     ],
 )  # fmt: skip
 def test_visible_devices_are_chosen_as_cuda_does(visible: str | None, chosen: str) -> None:
     assert [gpu.uuid[4] for gpu in select(CARDS, visible)] == list(chosen)
 
 
-def test_mig_instances_go_by_their_uuid() -> None:
+@pytest.mark.parametrize(
+    ("visible", "chosen"),
+    [
+        (None, ["GPU-w1"]), ("MIG-y", ["MIG-y1"]), ("MIG-y1,MIG-x1", ["MIG-y1"]), ("0", ["MIG-x1"]),
+        ("1", ["GPU-w1"]), ("2", []),
+    ],
+)  # fmt: skip
+def test_of_mig_instances_a_process_sees_one_and_cards_keep_their_place(
+    visible: str | None, chosen: list[str]
+) -> None:
+    """The first card is split in two, the second is whole: its place is 1, not 2."""
+    whole = Gpu(uuid="GPU-w1", name="H100", memory_bytes=80 * GIB, index=1)
+    assert [gpu.uuid for gpu in select((*MIG, whole), visible)] == chosen
+
+
+def test_where_all_cards_are_split_the_first_instance_is_used() -> None:
+    assert [gpu.uuid for gpu in select(MIG, None)] == ["MIG-x1"]
+
+
+def test_mig_instances_go_by_their_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     gpus = Gpus.open({"CUDA_VISIBLE_DEVICES": "MIG-x"}, nvml=Driver(MIG))
-    assert gpus.uuids == ("MIG-x",)
-    assert visible_devices(("MIG-x",), gpus) == {"CUDA_VISIBLE_DEVICES": "MIG-x"}
+    assert gpus.uuids == ("MIG-x1",)
+    assert visible_devices(("MIG-x1",), gpus) == {"CUDA_VISIBLE_DEVICES": "MIG-x1"}
+    alone = Gpus.open({}, nvml=Driver(MIG[:1]))
+    assert visible_devices(alone.uuids, alone) == {}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert visible_devices(alone.uuids, alone) == {"CUDA_VISIBLE_DEVICES": "MIG-x1"}
+
+
+def test_what_a_study_chooses_is_counted_in_pci_order() -> None:
+    gpus = Gpus.open({"CUDA_VISIBLE_DEVICES": "2"}, nvml=Driver())
+    chosen = visible_devices(gpus.uuids, gpus, {"CUDA_VISIBLE_DEVICES": "2"})
+    assert chosen == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+def test_a_node_s_own_cards_are_looked_after_and_no_others() -> None:
+    assert Gpus.open({}, only=("GPU-d1", "GPU-b1"), nvml=Driver()).uuids == ("GPU-b1", "GPU-d1")
+    gone = Gpus.open({}, only=("GPU-e1",), nvml=Driver())
+    assert gone.absent == "no GPU is visible (CUDA_VISIBLE_DEVICES=None, none of GPU-e1)"
 
 
 def test_an_engine_is_shown_its_devices_by_their_place_in_pci_order() -> None:

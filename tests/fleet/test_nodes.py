@@ -4,10 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.tuning.studies import STUDY
 from tuner.errors import BadInput, NotFound
 from tuner.fleet.nodes import chosen, fingerprint, register, selector
 from tuner.history.store import Store
+from tuner.knobs.discover import facts_of_version
 from tuner.records import Node
+from tuner.tuning import studyfile
+from tuner.tuning.study import Surveyed, named
 from tuner.tuning.studyfile import EngineFile
 
 CLUSTER = {
@@ -87,3 +91,17 @@ def test_another_machine_under_a_known_name_is_refused(store: Store) -> None:
     register(store, Node(name="a", gpu_class="a100x1"))
     with pytest.raises(BadInput, match="was registered as a100x1 and is h100x8 now"):
         register(store, Node(name="a", gpu_class="h100x8"))
+
+
+def test_a_node_s_study_is_not_run_on_a_host_without_its_gpus(store: Store) -> None:
+    store.add_node(Node(name="gpu-1", gpu_class="h100-80x2", gpus=("GPU-a", "GPU-b"), host="far"))
+    file = studyfile.parse(STUDY.replace("trace:", "node: gpu-1\ntrace:"), name="study.yaml")
+    facts = facts_of_version("0.32.0")
+
+    def on(*gpus: str) -> Surveyed:
+        here = Node(name="local", gpu_class="h100-80x2", gpus=gpus)
+        return named(file, Surveyed(command=(), facts=facts, node=here), store)
+
+    assert on("GPU-a", "GPU-b", "GPU-c").node.gpus == ("GPU-a", "GPU-b")
+    with pytest.raises(BadInput, match=r"node: gpu-1 has GPU GPU-b, .* type this on its host far"):
+        on("GPU-a", "GPU-c")

@@ -7,6 +7,8 @@ from statistics import median
 CEILING_S = 3600.0
 FLOOR_S = 60.0
 UNKNOWN_S = 900.0
+ENOUGH = 3
+"""Launches whose median tells how long the next one takes."""
 FIRST_DRIFT, FIRST_S = "first_kv_drift", "first_ready_s"
 """Where a launch's timeline keeps what its first boot differed by (a share), and when that one was ready."""
 _COMPILED = re.compile(r"Compiling a graph for|torch\.compile takes")
@@ -16,7 +18,7 @@ _LOADED = re.compile(r"Directly load (?:the|AOT)")
 def ready_deadline(ready_s: Sequence[float], *, ceiling_s: float = CEILING_S) -> float:
     """Seconds to wait for the next launch: three times the median of this node's own, within 60 s and the
     ceiling; 900 s (or the ceiling) while there are fewer than three."""
-    if len(ready_s) < 3:
+    if len(ready_s) < ENOUGH:
         return min(UNKNOWN_S, ceiling_s)
     return min(ceiling_s, max(FLOOR_S, 3.0 * median(ready_s)))
 

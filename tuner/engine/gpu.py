@@ -7,25 +7,28 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Protocol
 
 from tuner.engine.failures import verdict
 
 SLACK_BYTES = 256 << 20
 SAMPLES = 3
+VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 THROTTLING = 0x8 | 0x20 | 0x40 | 0x80
 """NVML clock event reasons that falsify a measurement: hardware slow-down, thermal (both kinds), brake."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One device (or MIG instance), known by UUID. `index` is its place in PCI order, None for MIG."""
+    """One device (or MIG instance), known by UUID. `index` is its card's place in PCI order."""
 
     uuid: str
     name: str
     memory_bytes: int
     shared_memory: bool = False
     index: int | None = None
+    mig: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,17 +73,25 @@ class Gpus:
     baseline: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, env: Mapping[str, str] | None = None, *, nvml: Nvml | None = None) -> "Gpus":
-        """The GPUs visible under `env` (CUDA_VISIBLE_DEVICES of this process when it sets none), with their
-        used memory now as the baseline."""
+    def open(
+        cls,
+        env: Mapping[str, str] | None = None,
+        *,
+        only: Sequence[str] = (),
+        nvml: Nvml | None = None,
+    ) -> "Gpus":
+        """The GPUs visible under `env` (CUDA_VISIBLE_DEVICES of this process when it sets none), of those
+        `only` the ones of these UUIDs where any are named, with their used memory now as the baseline."""
         if nvml is None:
             nvml, absent = _driver()
             if nvml is None:
                 return cls(nvml=None, absent=absent)
-        visible = (env or {}).get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
-        chosen = select(tuple(nvml.gpus()), visible)
+        visible = (env or {}).get(VISIBLE, os.environ.get(VISIBLE))
+        seen = select(tuple(nvml.gpus()), visible)
+        chosen = tuple(gpu for gpu in seen if not only or gpu.uuid in only)
         if not chosen:
-            return cls(nvml=None, absent=f"no GPU is visible (CUDA_VISIBLE_DEVICES={visible!r})")
+            beside = f", none of {', '.join(only)}" if seen else ""
+            return cls(nvml=None, absent=f"no GPU is visible ({VISIBLE}={visible!r}{beside})")
         used = {gpu.uuid: nvml.sample(gpu.uuid).used_bytes for gpu in chosen}
         return cls(nvml=nvml, gpus=chosen, baseline=used)
 
@@ -154,35 +165,51 @@ class Gpus:
 
 
 def select(gpus: tuple[Gpu, ...], visible: str | None) -> tuple[Gpu, ...]:
-    """The devices that CUDA_VISIBLE_DEVICES names: UUIDs (a prefix is enough), MIG UUIDs, or indices in PCI
-    order; None is all, the empty string or -1 ends the list. An unknown name ends it too, as CUDA does."""
+    """The devices that CUDA shows a process under CUDA_VISIBLE_DEVICES, by its rules.
+
+    It names cards by their place in PCI order (our engines are told to count so) or devices by the beginning
+    of their UUID, all in one of the two ways. What is unknown or ambiguous, the empty string and -1 end the
+    list; what is named twice empties it. None is all whole cards. Of MIG instances a process sees one.
+    """
     if visible is None:
-        return gpus
+        return tuple(gpu for gpu in gpus if not gpu.mig) or gpus[:1]
+    words = [part.strip() for part in visible.split(",")]
+    by_place = words[0].isdecimal()
     chosen: list[Gpu] = []
-    for word in (part.strip() for part in visible.split(",")):
-        if word.isdigit():
-            found = gpus[int(word)] if int(word) < len(gpus) else None
-        else:
-            found = next((gpu for gpu in gpus if word and gpu.uuid.startswith(word)), None)
-        if found is None:
+    for word in words:
+        if word.isdecimal() != by_place:
             break
-        chosen.append(found)
-    return tuple(chosen)
+        if by_place:
+            found = [gpu for gpu in gpus if gpu.index == int(word)][:1]
+        else:
+            found = [gpu for gpu in gpus if word and gpu.uuid.startswith(word)]
+        if len(found) != 1:
+            break
+        if found[0] in chosen:
+            return ()
+        chosen += found
+    return tuple(chosen[:1] if any(gpu.mig for gpu in chosen[:1]) else chosen)
 
 
-def visible_devices(uuids: Sequence[str], gpus: Gpus | None) -> dict[str, str]:
+def visible_devices(
+    uuids: Sequence[str], gpus: Gpus | None, env: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, str]:
     """The environment that shows an engine these devices only; empty for none.
 
-    By index in PCI order where known, as several vLLM versions cannot read a UUID there; MIG goes by UUID.
+    By place in PCI order where known, as several vLLM versions cannot read a UUID there; a MIG instance goes
+    by UUID, or unsaid where it is all that the driver shows (a container's). What `env` (the study's) chooses
+    stands, and is read as we read it: in PCI order.
     """
-    if not uuids:
+    if VISIBLE in env:
+        return {ORDER: "PCI_BUS_ID"}
+    alone = gpus is not None and gpus.nvml is not None and [gpu.mig for gpu in gpus.nvml.gpus()] == [True]
+    if not uuids or (alone and VISIBLE not in os.environ):
         return {}
-    known = {gpu.uuid: gpu.index for gpu in gpus.gpus} if gpus is not None else {}
+    known = {gpu.uuid: gpu.index for gpu in gpus.gpus if not gpu.mig} if gpus is not None else {}
     indices = [known.get(uuid) for uuid in uuids]
     if None in indices:
-        return {"CUDA_VISIBLE_DEVICES": ",".join(uuids)}
-    ordered = ",".join(str(index) for index in indices)
-    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ordered}
+        return {VISIBLE: ",".join(uuids)}
+    return {ORDER: "PCI_BUS_ID", VISIBLE: ",".join(str(index) for index in indices)}
 
 
 class Watch:

@@ -17,7 +17,10 @@ def open_driver() -> tuple["Driver | None", str | None]:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         return None, f"no NVIDIA driver on this host ({error})"
-    return Driver(), None
+    try:
+        return Driver(), None
+    except pynvml.NVMLError as error:
+        return None, f"the NVIDIA driver does not tell of its GPUs ({error})"
 
 
 class Driver:
@@ -63,9 +66,9 @@ class Driver:
             return [self._describe(device, index)]
         count = _maybe(pynvml.nvmlDeviceGetMaxMigDeviceCount, device) or 0
         instances = (_maybe(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, device, i) for i in range(count))
-        return [self._describe(instance) for instance in instances if instance is not None]
+        return [self._describe(each, index, mig=True) for each in instances if each is not None]
 
-    def _describe(self, handle: object, index: int | None = None) -> Gpu:
+    def _describe(self, handle: object, index: int, *, mig: bool = False) -> Gpu:
         uuid = _text(pynvml.nvmlDeviceGetUUID(handle)) or ""
         self._handles[uuid] = handle
         memory = _maybe(pynvml.nvmlDeviceGetMemoryInfo, handle)
@@ -75,6 +78,7 @@ class Driver:
             memory_bytes=0 if memory is None else int(memory.total),
             shared_memory=memory is None,
             index=index,
+            mig=mig,
         )
 
 

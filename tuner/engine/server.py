@@ -238,7 +238,7 @@ async def _boot(spec: LaunchSpec, terms: _Terms) -> AsyncIterator[Server]:
         terms.note("waiting for GPU memory")
         await terms.gpus.wait_free()
     with compile_cache.claimed(spec.env) as cache:
-        devices = visible_devices(spec.gpus, terms.gpus)
+        devices = visible_devices(spec.gpus, terms.gpus, spec.env)
         server = _launch(replace(spec, env={**devices, **spec.env, **cache}))
         if terms.gpus is not None:
             server.held_gib = max((n / 2**30 for n in terms.gpus.baseline.values()), default=0.0)

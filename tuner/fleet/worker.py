@@ -128,7 +128,8 @@ class Worker:
         what kept that from being done.
         """
         engine = prepared.file.engine
-        gpus = Gpus.open(engine.env) if prepared.node.gpus else Gpus(nvml=None)
+        node = prepared.node
+        gpus = Gpus.open(engine.env, only=node.gpus) if node.gpus else Gpus(nvml=None)
         cores = split_cores(sorted(os.sched_getaffinity(0)))
         self._place = Place(prepared=prepared, cores=cores, gpus=gpus, isolated=isolated)
         problems = []

@@ -16,6 +16,7 @@ from tuner.engine.server import Server, serve
 from tuner.errors import Aborted, EngineError, Infeasible
 from tuner.records import Candidate, Trial, Value
 from tuner.search.encoding import encode
+from tuner.tuning.learned import largest_kv
 from tuner.tuning.study import Prepared
 from tuner.tuning.trial import (
     Bench,
@@ -25,10 +26,8 @@ from tuner.tuning.trial import (
     Row,
     Serving,
     add_launch,
-    largest_kv,
     launch_spec,
     launched,
-    learned,
     make,
     measured_pass,
 )
@@ -178,7 +177,7 @@ class Live:
             raise CannotScreen("no wider engine is known to work")
         directory = bench.directory(trial.number, f"live-{trial.attempt}")
         make(directory)
-        spec = launch_spec(prepared, wide, directory, bench.cores, known=learned(bench))
+        spec = launch_spec(prepared, wide, directory, bench.cores, known=bench.learned())
         paths = spec.env.get("PYTHONPATH", os.environ.get("PYTHONPATH"))
         installed = limits.install(directory.resolve(), spec.launch_id, paths)
         spec = replace(spec, argv=(*spec.argv, *installed.argv), env={**spec.env, **installed.env})

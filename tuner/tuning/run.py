@@ -26,6 +26,7 @@ from tuner.tuning.confirm import Confirmation, confirm, finalists, launches_of
 from tuner.tuning.events import Event, Tell, silent
 from tuner.tuning.judging import judge_of
 from tuner.tuning.knowledge import LAUNCH_S, Knowledge, Known, defaults_of, fronts_of, replay_s
+from tuner.tuning.learned import ready_of
 from tuner.tuning.live import Live
 from tuner.tuning.proposing import NO_HELP, RELAUNCHED, Help, minimal, next_number, propose
 from tuner.tuning.reconcile import locked, reconcile
@@ -112,7 +113,7 @@ def gpus_of(prepared: Prepared) -> Gpus:
     """The GPUs that this host's engines run on; none where the engine is simulated or runs on the CPU."""
     if prepared.facts.kind != "vllm" or prepared.facts.platform == "cpu":
         return Gpus(nvml=None)
-    return Gpus.open(prepared.file.engine.env)
+    return Gpus.open(prepared.file.engine.env, only=prepared.node.gpus)
 
 
 def _register(bench: Bench) -> Study:
@@ -262,7 +263,7 @@ class _Loop:
 
     def _confirm_s(self) -> float:
         """The relaunch of a finalist and the confirmation, by how long engines took to be ready."""
-        ready = [t for each in self._bench.launches() if (t := each.timeline.get("ready_s")) is not None]
+        ready = ready_of(self._bench.launches())
         each_s = replay_s(self._bench.prepared) + (median(ready) if ready else LAUNCH_S)
         return each_s * (1 + launches_of(self._bench.prepared.plan))
 

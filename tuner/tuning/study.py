@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from tuner.engine.gpu import Gpus
+from tuner.engine.gpu import ORDER, Gpus
 from tuner.errors import BadInput, NotFound, nearest
 from tuner.history.store import Store
 from tuner.knobs import model as models
@@ -77,14 +77,14 @@ class Surveyed:
 def survey(engine: EngineFile, *, base: Path, name: str = "local") -> Surveyed:
     """Ask this host's interpreter; launches no engine. `base` is where relative paths begin."""
     command = engine_command(engine, base)
-    facts = discover(command, env=engine.env)
+    facts = discover(command, env={ORDER: "PCI_BUS_ID", **engine.env})
     if engine.kind == "simulated":
         card = card_of(engine.card)
         gpu = None if card.platform == "cpu" else Gpu(name=card.title, memory_gib=card.memory_gib)
         facts = on_device(facts, "cpu" if gpu is None else "cuda", gpu)
         node = Node(name=name, gpu_class=f"sim-{engine.card}")
     else:
-        node = local_node(name, facts)
+        node = local_node(name, facts, engine.env)
     return Surveyed(command=command, facts=facts, node=node)
 
 
@@ -110,7 +110,7 @@ def prepare(
     space = _space(file.space, base)
     model_path = _model_path(file.model, base)
     model = models.read(model_path, env={**os.environ, **file.engine.env})
-    host = surveyed or _named(file, survey(file.engine, base=base), store)
+    host = surveyed or named(file, survey(file.engine, base=base), store)
     command, facts, node = host.command, host.facts, host.node
     restricted = space.restricted(facts, env=file.engine.env)
     always = _fixed(file.engine.args, facts, restricted, name)
@@ -269,17 +269,26 @@ def _check_baseline(baseline: Candidate, facts: EngineFacts, env: Mapping[str, s
         raise BadInput(f"{name}: baseline: {error}") from error
 
 
-def _named(file: StudyFile, host: Surveyed, store: Store | None) -> Surveyed:
-    """The registered node that the file names in place of `local`."""
+def named(file: StudyFile, host: Surveyed, store: Store | None) -> Surveyed:
+    """The registered node that the file names in place of `local`. BadInput where its GPUs are not this
+    host's."""
     if file.node == "local":
         return host
     if store is None:
         raise NotFound(f"there is no node '{file.node}'; `tuner node add` registers one")
-    return replace(host, node=store.node(file.node))
+    node = store.node(file.node)
+    if (missing := [uuid for uuid in node.gpus if uuid not in host.node.gpus]) and host.facts.kind == "vllm":
+        raise BadInput(
+            f"node: {node.name} has GPU {missing[0]}, which is not to be seen here: type this on its host"
+            f" {node.host}, or register this one under a name of its own ('tuner node add')"
+        )
+    return replace(host, node=node)
 
 
-def local_node(name: str, facts: EngineFacts) -> Node:
-    """This host as a node: its class is card-memory x count, or the platform where there is no GPU."""
+def local_node(name: str, facts: EngineFacts, env: Mapping[str, str]) -> Node:
+    """This host as a node, by the GPUs that `env` shows: its class is card-memory x count, or the platform
+    where there is none.
+    """
     if not facts.gpu_name:
         return Node(name=name, gpu_class=facts.platform)
     card = re.sub(r"[^a-z0-9]+", "-", facts.gpu_name.lower().removeprefix("nvidia ")).strip("-")
@@ -287,7 +296,7 @@ def local_node(name: str, facts: EngineFacts) -> Node:
     return Node(
         name=name,
         gpu_class=f"{card}{memory}x{max(1, facts.gpu_count)}",
-        gpus=Gpus.open().uuids,
+        gpus=Gpus.open(env).uuids,
         gpu_memory_gib=facts.gpu_memory_gib,
     )
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from tuner.engine import boots, compile_cache
 from tuner.engine.gpu import Gpus, Watch, throttled
 from tuner.engine.server import Server, serve
 from tuner.errors import Aborted, EngineError, Unavailable
@@ -22,6 +21,7 @@ from tuner.replay.plan import Load
 from tuner.replay.timeline import Judge, Progress, Replayed, replay
 from tuner.tuning import capacity, quality
 from tuner.tuning.events import Event, Tell
+from tuner.tuning.learned import Learned, largest_kv, learned
 from tuner.tuning.quality import Answer
 from tuner.tuning.study import Clock, Prepared
 
@@ -77,6 +77,10 @@ class Bench:
     def launches(self) -> Sequence[Launch]:
         """The study's launches so far."""
         return self.store.launches(self.prepared.study.id)
+
+    def learned(self) -> Learned:
+        """What they and this host tell of the next one."""
+        return learned(self.store, self.prepared, home=self.home if self.work is None else None)
 
     @property
     def place(self) -> Place:
@@ -152,7 +156,7 @@ async def launch(bench: Bench, trial: Trial, passes: Sequence[Pass], directory: 
     """
     started = time.monotonic()
     make(directory)
-    known, kv = learned(bench), largest_kv(bench.launches())
+    known, kv = bench.learned(), largest_kv(bench.launches())
     spec = launch_spec(bench.prepared, trial.candidate, directory, bench.cores, known=known)
     row_of = Row(bench, add_launch(bench, spec), trial)
     verdict: str | None = "stopped"
@@ -210,36 +214,6 @@ def launched(row: Launch, measured: Sequence[Measured], gpu_seconds: float) -> L
         curtailed=next((m.curtailed for m in measured if m.curtailed), None),
         answers=next((m.answers for m in measured if m.answers), ()),
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Learned:
-    """What earlier launches and this host tell of the next: patience, a first boot's worth, compiled code."""
-
-    settle: bool | None = None
-    ready_timeout_s: float = boots.UNKNOWN_S
-    env: Mapping[str, str] = field(default_factory=dict)
-
-
-def learned(bench: Bench) -> Learned:
-    """From the study's launches so far. Compiled code is kept under TUNER_HOME where launches happen here."""
-    timelines = [each.timeline for each in bench.launches()]
-    ready = [t for each in timelines if (t := each.get("ready_s")) is not None]
-    settle = None if boots.boots_again(boots.first_drifts(timelines)) else False
-    env: Mapping[str, str] = {}
-    prepared, facts = bench.prepared, bench.prepared.facts
-    if bench.work is None and facts.kind == "vllm":
-        root = compile_cache.root(
-            bench.home, version=facts.version, platform=facts.platform, gpu_name=facts.gpu_name,
-            command=prepared.command,
-        )  # fmt: skip
-        env = compile_cache.environment(root)
-    return Learned(ready_timeout_s=boots.ready_deadline(ready), env=env, settle=settle)
-
-
-def largest_kv(launches: Sequence[Launch]) -> int | None:
-    """The largest KV cache in tokens that any of them had; None while none is known."""
-    return max((each.kv_tokens for each in launches if each.kv_tokens), default=None)
 
 
 async def work_here(place: Place, order: Order, note: Note) -> Sequence[Measured]:
