@@ -41,7 +41,7 @@ def model(directory: Path) -> str:
 
 
 def real(directory: Path, *argv: str, asked: dict[str, Value] | None = None, **changes: object) -> LaunchSpec:
-    """A launch of the real engine, compiled: uncompiled it dies (docs/engine.md). Skips without one."""
+    """A launch of the real engine, uncompiled: in float32 it serves (docs/engine.md). Skips without one."""
     if not Path(INTERPRETER).exists() or not INTERPRETER:
         pytest.skip("TUNER_TEST_VLLM names no interpreter; `make test-vllm` installs one")
     defaults: dict[str, object] = {
@@ -49,7 +49,7 @@ def real(directory: Path, *argv: str, asked: dict[str, Value] | None = None, **c
         "model": model(MODEL),
         "argv": (
             *("--load-format", "dummy", "--skip-tokenizer-init", "--max-model-len", "2048"),
-            *("--max-num-seqs", "16", *argv),
+            *("--dtype", "float32", "--enforce-eager", "--max-num-seqs", "16", *argv),
         ),
         "env": ENV,
         "ready_timeout_s": 600.0,

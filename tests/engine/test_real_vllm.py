@@ -56,7 +56,6 @@ class TestRealVllm(Real, Conformance):
     def running(cls, real_server: Shared) -> Launched:
         return real_server
 
-    @pytest.mark.vllm_full  # rewritten, and not yet run on the real engine: it joins CI when it was
     def test_case_15_a_reset_is_refused_while_requests_run_and_proved_after(self, running: Launched) -> None:
         server = running.server
 
