@@ -258,29 +258,33 @@ class Judge:
         self._rows = case.rows()
         self._taken: dict[str, int] = {}
         self._looked = 0
+        self._ended = self._rows.columns()
 
     def __call__(self, partial: Partial) -> str | None:
         before = self._taken.get(partial.slice.name, 0)
         self._rows.add(partial.outcomes[before:])
         self._taken[partial.slice.name] = len(partial.outcomes)
-        if self._total - self._looked < max(self.case.planned / 100, 1):
+        total = sum(self._taken.values())
+        if total - self._looked < max(self.case.planned / 100, 1):
             return None
-        self._looked = self._total
+        self._looked = total
         ages = [partial.now_s - at for at in partial.waiting_s if at < partial.now_s]
-        ended = self._rows.columns()
-        return curtail(self.case, bounds(self.case, ended, ages, self._cancelled)) or self._climb(ended)
+        return self.look(self._rows.columns(), ages)
 
-    @property
-    def _total(self) -> int:
-        return sum(self._taken.values())
+    def look(self, ended: Columns, ages_s: Sequence[float]) -> str | None:
+        """Why to stop, by what has ended so far and the ages of what is in flight; None to go on."""
+        self._ended = ended
+        best = bounds(self.case, ended, ages_s, self._cancelled)
+        return curtail(self.case, best) or self._climb(ended)
 
     @property
     def _cancelled(self) -> int:
-        return self._total - len(self._rows)
+        return sum(self._taken.values()) - len(self._rows)
 
     def _climb(self, ended: Columns) -> str | None:
         """The next rung, once enough has ended and every row of the peak among it."""
-        if not self._rungs or self._total < self._rungs[0][0] * self.case.planned:
+        done = len(ended.row) + self._cancelled
+        if not self._rungs or done < self._rungs[0][0] * self.case.planned:
             return None
         if not self.case.peak <= set(ended.row.tolist()):
             return None
@@ -289,4 +293,4 @@ class Judge:
 
     def estimate(self) -> dict[str, float]:
         """What the objectives would have ended at (see `estimate`), as of the last look."""
-        return estimate(self.case, self._rows.columns(), self._cancelled)
+        return estimate(self.case, self._ended, self._cancelled)
