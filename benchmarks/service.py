@@ -186,9 +186,8 @@ def _profiles(store: Store) -> None:
     if not store.database.sqlite:
         sequence = "SELECT setval(pg_get_serial_sequence('trials', 'id'), (SELECT max(id) FROM trials))"
         store.database.write(lambda connection: connection.execute(text(sequence)).rowcount)
-        store.database.engine.connect().execution_options(isolation_level="AUTOCOMMIT").execute(
-            text("ANALYZE")
-        )
+        with store.database.engine.connect() as connection:
+            connection.execution_options(isolation_level="AUTOCOMMIT").execute(text("ANALYZE"))
     for study in store.studies():
         profile = store.add_profile(
             key=registry.key_of(study),
@@ -217,12 +216,16 @@ def timed(name: str, ask: Callable[[], object], repeats: int) -> None:
 def questions(store: Store) -> dict[str, Callable[[], object]]:
     last = store.runs(limit=1)[0]
     study = store.study(last.study_id)
-    month = last.started_at - timedelta(days=30)
-    asked = {"model": MODEL, "metric": "ttft_p95_ms", "node": "n7", "workload": "chat"}
+    month, season = (last.started_at - timedelta(days=days) for days in (30, 92))
+    asked = {"model": MODEL, "metric": "ttft_p95_ms"}
+    one, some = {**asked, "node": "n7"}, {**asked, "node": [f"n{n}" for n in range(5)]}
     resolved = {"model": MODEL, "workload": "chat", "node": "n7", "engine_version": None}
     return {
-        "history, one node, 30 nights": lambda: nights(store.bests(**asked, since=month)),  # type: ignore[arg-type]
-        "history, one node, all nights": lambda: nights(store.bests(**asked)),  # type: ignore[arg-type]
+        "history, one node, 31 nights": lambda: nights(store.bests(**one, since=month)),  # type: ignore[arg-type]
+        "history, one node, 93 nights": lambda: nights(store.bests(**one, since=season)),  # type: ignore[arg-type]
+        "history, one node, all nights": lambda: nights(store.bests(**one)),  # type: ignore[arg-type]
+        "history, five nodes, 93 nights": lambda: nights(store.bests(**some, since=season)),  # type: ignore[arg-type]
+        "places of a model": lambda: store.places(MODEL),
         "resolve": lambda: registry.resolve(store, **resolved),  # type: ignore[arg-type]
         "alias generation": lambda: store.alias(registry.key_of(study), "champion"),
         "trials of a study": lambda: store.trials(study.id),

@@ -183,26 +183,41 @@ async def pulls(token: str, seconds: float, rounds: int) -> None:
 
 
 def history(token: str, store: Store, repeats: int) -> None:
-    newest, now = store.runs(limit=1)[0].started_at, datetime.now(UTC).isoformat()
-    for days in (30, 92):
-        params = {"model": MODEL, "node": "n7", "metric": "ttft_p95_ms"}
-        params |= {
-            "since": (newest - timedelta(days=days)).isoformat(),
-            "until": now,
-        }
-        taken = []
-        headers = {"Authorization": f"Bearer {token}"}
-        with httpx.Client(base_url=f"http://127.0.0.1:{PORTS['service']}", headers=headers) as client:
-            for _ in range(repeats):
-                began = time.perf_counter()
-                answer = client.get("/v1/history", params=params)
-                taken.append((time.perf_counter() - began) * 1000)
-                assert answer.status_code == 200, answer.text
-        nights = sum(len(place["nights"]) for place in answer.json()["places"])
-        print(
-            f"GET /v1/history, {days} days ({nights} nights): "
-            f"median {median(taken):.1f} ms, p99 {p99(taken):.1f} ms"
-        )
+    """What `GET /v1/history` takes for one node and for a page of nodes, one request at a time."""
+    newest = store.runs(limit=1)[0].started_at
+    asked = {"model": MODEL, "metric": "ttft_p95_ms", "until": datetime.now(UTC).isoformat()}
+    for days, where in (
+        (30, {"node": "n7"}),
+        (92, {"node": "n7"}),
+        (9999, {"node": "n7"}),
+        (92, {"limit": "5"}),
+    ):
+        params = {**asked, **where, "since": (newest - timedelta(days=days)).isoformat()}
+        taken, answer = timed(token, "/v1/history", params, repeats)
+        places = answer.json()["places"]
+        count = sum(len(place["nights"]) for place in places)
+        print(f"GET /v1/history, {len(places)} nodes, {count} nights: {taken}")
+
+
+def others(token: str, repeats: int) -> None:
+    """What else people and Prometheus ask, on the same history."""
+    for path in ("/", "/studies", "/history", "/profiles", "/v1/studies", "/v1/runs", "/metrics"):
+        taken, answer = timed(token, path, {}, repeats)
+        print(f"GET {path}, {len(answer.content) / 1024:.0f} KiB: {taken}")
+
+
+def timed(token: str, path: str, params: dict[str, str], repeats: int) -> tuple[str, httpx.Response]:
+    """Milliseconds in words, and the last answer; the first one is not counted."""
+    headers, cookies = {"Authorization": f"Bearer {token}"}, {"tuner_token": token}
+    address = f"http://127.0.0.1:{PORTS['service']}"
+    taken = []
+    with httpx.Client(base_url=address, headers=headers, cookies=cookies, timeout=60) as client:
+        for _ in range(repeats + 1):
+            began = time.perf_counter()
+            answer = client.get(path, params=params)
+            taken.append((time.perf_counter() - began) * 1000)
+            assert answer.status_code == 200, answer.text
+    return f"median {median(taken[1:]):.1f} ms, p99 {p99(taken[1:]):.1f} ms", answer
 
 
 def main() -> None:
@@ -233,6 +248,7 @@ def main() -> None:
     ):
         uvloop.run(pulls(token, given.seconds, given.rounds))
         history(token, store, given.repeats)
+        others(token, min(10, given.repeats))
     store.close()
 
 

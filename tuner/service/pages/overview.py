@@ -8,6 +8,7 @@ from tuner.errors import NotFound
 from tuner.history.store import Store
 from tuner.profiles.registry import CHAMPION, stale_reasons
 from tuner.records import JSON, AliasEvent, Node, Profile, ProfileKey, Run, RunState, Study
+from tuner.report.budget import comparisons
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,16 +87,19 @@ def version_of(store: Store, event: AliasEvent | None) -> Profile | None:
 
 
 def gains(store: Store, profile: Profile) -> list[Mapping[str, JSON]]:
-    """The comparisons with the baseline by which a profile won, as its run concluded them."""
+    """The comparisons with the baseline by which a profile won."""
+    return [row for row in compared(store, profile) if row.get("where") == "confirm"]
+
+
+def compared(store: Store, profile: Profile) -> list[Mapping[str, JSON]]:
+    """Everything that a profile's trial was compared in with the baseline, as its run concluded it."""
     run_id = profile.evidence.get("run")
     try:
         summary = store.run(run_id).summary if isinstance(run_id, str) else {}
     except NotFound:
         return []
-    rows = summary.get("comparisons")
     number = profile.evidence.get("trial_number")
-    found = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-    return [row for row in found if row.get("number") == number and row.get("where") == "confirm"]
+    return [row for row in comparisons(dict(summary)) if row.get("number") == number]
 
 
 def age_s(moment: datetime, now: datetime) -> float:

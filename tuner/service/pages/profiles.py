@@ -10,8 +10,8 @@ from tuner.history.queries import Change
 from tuner.history.store import Store
 from tuner.profiles import registry
 from tuner.records import JSON, AliasEvent, Profile, ProfileKey
-from tuner.service.pages.overview import gains, version_of
-from tuner.service.pages.session import Visitor
+from tuner.service.pages.overview import compared, gains, version_of
+from tuner.service.pages.session import Visitor, reason_of
 
 SHOWN = 8
 
@@ -55,6 +55,7 @@ class Sheet:
     champion: Profile | None
     changes: Sequence[Change]
     gains: Sequence[Mapping[str, JSON]]
+    comparisons: Sequence[Mapping[str, JSON]]
     failed: Sequence[str]
     generation: int
     frozen: bool
@@ -74,11 +75,18 @@ def sheet(store: Store, profile: Profile, now: datetime) -> Sheet:
         champion=champion,
         changes=registry.diff(champion, profile) if champion else (),
         gains=gains(store, profile),
+        comparisons=compared(store, profile),
         failed=registry.gate_failures(profile, registry.Gates(), now=now),
         generation=event.generation if event else 0,
         frozen=store.alias_frozen(profile.key, registry.CHAMPION),
         before=trail[-2] if len(trail) > 1 else None,
     )
+
+
+def moves_to(store: Store, profile: Profile) -> list[AliasEvent]:
+    """When an alias came to a version, who moved it, and why; the newest first."""
+    events = store.alias_events(profile.key)[::-1]
+    return [event for event in events if event.to_version == profile.version != event.from_version]
 
 
 def argv_diff(before: Profile, after: Profile) -> list[str]:
@@ -90,7 +98,7 @@ def argv_diff(before: Profile, after: Profile) -> list[str]:
 def promote(looks: Visitor, profile: Profile, fields: Mapping[str, str]) -> AliasEvent:
     """Moves the champion alias to a version. Refused without scope promote; gates hold unless forced."""
     looks.needs("promote")
-    reason, service = _reason(fields), looks.service
+    reason, service = reason_of(fields), looks.service
     force = fields.get("force") == "yes"
     if force:
         looks.needs("admin")
@@ -114,7 +122,7 @@ def promote(looks: Visitor, profile: Profile, fields: Mapping[str, str]) -> Alia
 def rollback(looks: Visitor, profile: Profile, fields: Mapping[str, str]) -> AliasEvent:
     """Moves the champion alias of a version's key back. Refused without scope promote."""
     looks.needs("promote")
-    reason, service = _reason(fields), looks.service
+    reason, service = reason_of(fields), looks.service
     moved = registry.rollback(
         service.store,
         profile.key,
@@ -133,15 +141,6 @@ def rollback(looks: Visitor, profile: Profile, fields: Mapping[str, str]) -> Ali
 def _words(event: AliasEvent) -> str:
     """As the API's routes write it into the audit."""
     return f"{event.alias} of {event.key.model} on {event.key.target} for {event.key.workload}"
-
-
-def _reason(fields: Mapping[str, str]) -> str:
-    reason = fields.get("reason", "").strip()
-    if not reason:
-        raise BadInput("Say why: the reason is kept with the event.")
-    if len(reason) > 500:
-        raise BadInput("The reason is longer than 500 characters.")
-    return reason
 
 
 def _generation(fields: Mapping[str, str]) -> int:

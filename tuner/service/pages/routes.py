@@ -106,6 +106,14 @@ def show_study(looks: Looks, ref: str, x: Text = "", y: Text = "", number: Page 
     )
 
 
+@router.post("/studies/{ref}/cancel")
+def cancel_run(looks: Looks, fields: SignedForm, ref: str) -> Response:
+    """Asks a study's run to stop."""
+    study = studies.find(looks.service.store, ref)
+    studies.cancel(looks, study, fields)
+    return see(f"/studies/{study.id[:16]}")
+
+
 @router.get("/studies/{ref}/live")
 def show_live(request: Request, looks: Looks, ref: str, x: Text = "", y: Text = "") -> Response:
     """The live part alone; 304 while nothing has changed."""
@@ -185,6 +193,8 @@ def show_diff(looks: Looks, one: int, other: int) -> Response:
         after=after,
         changes=registry.diff(before, after),
         lines=profiles.argv_diff(before, after),
+        gains=overview.gains(store, after),
+        moves=profiles.moves_to(store, after),
     )
 
 

@@ -2,13 +2,14 @@
 
 import hmac
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 from urllib.parse import parse_qs, quote, urlsplit
 
 from fastapi import Depends, Request
 
-from tuner.errors import TunerError
+from tuner.errors import BadInput, TunerError
 from tuner.service.auth import Actor
 from tuner.service.context import Service, service_of
 
@@ -99,6 +100,16 @@ async def signed_form(request: Request, looks: Looks) -> dict[str, str]:
     if not hmac.compare_digest(fields.get("csrf", "").encode(), looks.csrf.encode()):
         raise Refused("This form is out of date: go back, load the page again, and send it once more.")
     return fields
+
+
+def reason_of(fields: Mapping[str, str]) -> str:
+    """Why somebody changes something. BadInput without one."""
+    reason = fields.get("reason", "").strip()
+    if not reason:
+        raise BadInput("Say why: the reason is kept with the event.")
+    if len(reason) > 500:
+        raise BadInput("The reason is longer than 500 characters.")
+    return reason
 
 
 Form = Annotated[dict[str, str], Depends(form)]

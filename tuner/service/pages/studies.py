@@ -17,6 +17,7 @@ from tuner.report.budget import comparisons
 from tuner.report.charts import bars, scatter
 from tuner.service.pages.boards import board_of
 from tuner.service.pages.render import marked
+from tuner.service.pages.session import Visitor, reason_of
 
 PAGE, LISTED = 100, 50
 NEWEST = 8
@@ -43,6 +44,16 @@ class Live:
     @property
     def running(self) -> bool:
         return self.run is not None and self.run.state is RunState.RUNNING
+
+
+def cancel(looks: Visitor, study: Study, fields: Mapping[str, str]) -> None:
+    """Asks the run that was looked at to stop. Refused without scope run; Conflict when it has ended."""
+    looks.needs("run")
+    reason = reason_of(fields)
+    asked = looks.service.store.cancel_run(fields.get("run", ""))
+    if asked.study_id != study.id:
+        raise BadInput("This run is another study's: load the page again.")
+    looks.service.audit(looks.actor, "cancel", asked.id, reason)
 
 
 def find(store: Store, ref: str) -> Study:

@@ -1,0 +1,134 @@
+"""The pages without a browser: who may see and do what, and how long lists are told in parts."""
+
+import re
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+from starlette.testclient import TestClient
+
+from tests.history.records import NOW, a_study
+from tests.service.world import World
+from tuner.history.entities import SCOPES
+from tuner.records import JSON, Candidate
+from tuner.service.auth import INCLUDES
+from tuner.service.pages.profiles import SHOWN
+from tuner.service.pages.session import COOKIE, csrf_of
+from tuner.service.pages.studies import LISTED
+
+SEEN = (
+    "/", "/studies", "/studies/chat", "/studies/chat/live", "/studies/chat/trials/2", "/history", "/profiles",
+    "/profiles/1", "/profiles/1/diff/2", "/schedules",
+)  # fmt: skip
+DONE = {
+    "/profiles/1/promote": "promote",
+    "/profiles/2/rollback": "promote",
+    "/studies/chat/cancel": "run",
+}
+
+
+def visitor(world: World, *scopes: str) -> tuple[TestClient, str]:
+    """A browser with a session, and the word of its forms."""
+    token = world.token(*scopes)
+    client = world.client()
+    client.cookies.set(COOKIE, token)
+    client.follow_redirects = False
+    return client, csrf_of(token)
+
+
+def test_every_page_of_the_app_is_in_this_test(world: World) -> None:
+    from tests.service.test_auth import every_route
+
+    pages = {(r.method, r.path) for r in every_route(world) if not r.in_schema}
+    assert len(pages) == len(SEEN) + len(DONE) + 4, "login (get and post), logout and static files are public"
+
+
+@pytest.mark.parametrize("held", [*SCOPES, "none", "revoked"])
+def test_matrix(filled: World, held: str) -> None:
+    client, word = visitor(filled, held if held in SCOPES else "admin")
+    token = client.cookies[COOKIE]
+    if held == "none":
+        client.cookies.clear()
+    elif held == "revoked":
+        filled.store.revoke_token(token.split("_")[1], now=filled.clock())
+    for path in SEEN:
+        answer = client.get(path)
+        assert answer.status_code == (200 if held in SCOPES else 303), f"{path} with {held}"
+        if held not in SCOPES:
+            assert answer.headers["location"].startswith("/login?next=")
+    for path, scope in DONE.items():
+        moved = client.post(path, data={"csrf": word, "generation": "0"})
+        if held not in SCOPES:
+            assert moved.status_code == 303
+        else:
+            # With the scope a form gets as far as its reason, which is missing here.
+            assert moved.status_code == (400 if scope in INCLUDES[held] else 403), f"{path} with {held}"
+        assert client.post(path, data={"csrf": "0" * 40}).status_code in (303, 403)
+    assert len(filled.store.audit()) == 1
+
+
+def test_a_run_is_stopped_with_a_reason(filled: World) -> None:
+    client, word = visitor(filled, "run")
+    shown = client.get("/studies/chat").text
+    run_id = re.search(r'name="run" value="([0-9a-z]+)"', shown)
+    assert run_id is not None
+    fields = {"csrf": word, "run": run_id[1], "reason": "the trace is a bad one"}
+    assert client.post("/studies/chat/cancel", data=fields).status_code == 303
+    assert filled.store.run(run_id[1]).cancel_requested
+    entry = filled.store.audit()[0]
+    assert (entry.actor, entry.action, entry.reason) == ("token:ci", "cancel", "the trace is a bad one")
+    shown = client.get("/studies/chat").text
+    assert "Asked to stop." in shown
+    assert "Stop this run" not in shown
+    other = filled.store.add_study(replace(a_study("another"), id="f" * 64))
+    assert client.post(f"/studies/{other.id}/cancel", data=fields).status_code == 400
+
+
+def test_long_lists_are_told_in_parts(filled: World) -> None:
+    client, _ = visitor(filled, "read")
+    store, study = filled.store, filled.store.study("chat")
+    for n in range(LISTED):
+        at = study.created_at + timedelta(days=1 + n)
+        store.add_study(replace(study, id=f"{n:064d}", node=f"m{n:02d}", created_at=at))
+    first = client.get("/studies").text
+    assert "Older" in first
+    older = client.get(re.findall(r'href="(\?after=[^"]+)"', first)[0].join(["/studies", ""])).text
+    assert (older.count("<tbody>"), older.count('<th scope="row"')) == (1, 1)
+    profile = store.profile(1)
+    for n in range(SHOWN + 1):
+        store.add_profile(
+            key=profile.key, candidate=Candidate({"max_num_seqs": n}), engine_version="0.32.0",
+            gpu_class="h100-80x1", study_id=study.id, trial_id=None, argv=(), env={}, evidence={}, now=NOW,
+        )  # fmt: skip
+    short = client.get("/profiles").text
+    assert (short.count('scope="row"'), "All versions" in short) == (SHOWN + 1, True), "and the champion's"
+    whole = client.get(
+        re.findall(r'href="(\?model=[^"]+)"', short)[0].replace("&amp;", "&").join(["/profiles", ""])
+    )
+    assert whole.text.count('scope="row"') == SHOWN + 3
+    assert "More nodes" in client.get("/history?metric=ttft_p95_ms").text
+
+
+def test_a_winner_off_the_front_is_explained(filled: World) -> None:
+    client, _ = visitor(filled, "read")
+    store, study = filled.store, filled.store.study("chat")
+    run = store.runs(study.id)[-1]
+    row: dict[str, JSON] = {
+        "number": 2,
+        "where": "confirm",
+        "metric": "ttft_p95_ms",
+        "ratio": 0.5,
+        "low": 0.4,
+        "high": 0.6,
+    }
+    summary: dict[str, JSON] = {
+        "winner": 2,
+        "verdict": "winner",
+        "sentence": "Told.",
+        "comparisons": [{**row, "verdict": "better"}],
+    }
+    store.save_run(replace(run, summary=summary))
+    shown = client.get("/studies/chat").text
+    assert "These are first measurements" in shown
+    assert "though by" not in shown
+    assert "Finalists against the baseline, measured again" in shown
