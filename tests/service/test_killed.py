@@ -1,6 +1,6 @@
 """The service killed (SIGKILL) at random moments: of promotions, and of asking for runs.
 
-`TUNER_KILLS` sets how many moments there are of each kind: 1 by default, 25 by hand.
+`TUNER_KILLS` sets how many moments there are of each kind (1 by default, 25 by hand), `TUNER_SEED` which.
 """
 
 import os
@@ -29,6 +29,7 @@ from tuner.history.store import Store
 from tuner.records import RunState, TrialState
 
 KILLS = int(os.environ.get("TUNER_KILLS", "1"))
+SEED = int(os.environ.get("TUNER_SEED", "7"))
 CHAMPION = f"/v1/aliases/champion?model={MODEL}&target=n1&workload=chat"
 
 
@@ -38,7 +39,7 @@ class Killed:
 
     home: Path
     server: Server
-    chance: random.Random = field(default_factory=lambda: random.Random(7))
+    chance: random.Random = field(default_factory=lambda: random.Random(SEED))
 
     @property
     def store(self) -> Store:
