@@ -84,7 +84,7 @@ class Board:
     def points(self, x: str, y: str, href: Callable[[Trial], str]) -> list[Point]:
         """Every completed trial that has both measurements, with its knobs and numbers as words.
 
-        Where many trials are off the front these are bare dots.
+        Where many trials are off the front these are bare dots, and the front's words are fewer.
         """
         kinds = {t.id: "front" for t in self.front}
         crowd = len(self.trials) - len(kinds) > MARKED
@@ -99,7 +99,8 @@ class Board:
             if kind == "other" and crowd:
                 found.append(Point(x=numbers[x], y=numbers[y], kind=kind))
                 continue
-            label = self._words(trial, kind, numbers) if kind != "other" else _short(trial, x, y)
+            whole = kind in ("baseline", "winner") or (kind == "front" and not crowd)
+            label = self._words(trial, kind, numbers) if whole else _short(trial, x, y)
             place = {"x": numbers[x], "y": numbers[y]}
             found.append(Point(**place, kind=kind, label=label, href=href(trial), front=trial.id in kinds))
         return found

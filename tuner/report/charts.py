@@ -54,10 +54,11 @@ def scatter(points: Sequence[Point], x_name: str, y_name: str) -> str:
 
 
 def _dots(points: Sequence[Point], frame: Frame) -> str:
-    """Thousands of trials as one path of round dots."""
+    """Thousands of trials as one path of round dots; those on the same spot of the drawing are one dot."""
     if not points:
         return ""
-    places = "".join(f"M{frame.px(p.x):.1f} {frame.py(p.y):.1f}h0" for p in points)
+    spots = sorted({(round(frame.px(p.x)), round(frame.py(p.y))) for p in points})
+    places = "".join(f"M{x} {y}h0" for x, y in spots)
     return f'<path class="dots" d="{places}"><title>{len(points)} other trials</title></path>'
 
 

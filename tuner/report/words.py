@@ -23,6 +23,7 @@ _NAMED = {
     "cost_per_million_tokens": "price/million tokens",
     "requests": "requests",
     "failed": "requests",
+    "unfinished": "requests",
     "preemptions": "times",
     "queue_depth_mean": "requests",
     "queue_depth_max": "requests",
