@@ -139,6 +139,16 @@ def test_live_history_adds_what_the_turn_adds() -> None:
     assert not prefers_live_history(chat())
 
 
+def test_turns_with_long_answers_are_told_to_want_live_history() -> None:
+    ids = [[100 * talk + block for block in range(3 + 2 * turn)] for turn in range(2) for talk in range(12)]
+    plain = make([16 * len(one) for one in ids], ids=ids)
+    assert any("--infer-sessions" in sentence for sentence in describe(plain).advice)
+    numbers = describe(infer_sessions(plain))
+    assert numbers.new_tokens is not None
+    assert numbers.new_tokens["p50"] == 32 - 10
+    assert any("history: live" in sentence for sentence in numbers.advice)
+
+
 def test_sessions_of_the_mooncake_trace(real: Callable[[str], Path]) -> None:
     found = infer_sessions(read_any(real("mooncake_conversation_trace.jsonl")))
     assert 0.25 < float((found.parent >= 0).mean()) < 0.387

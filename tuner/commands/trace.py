@@ -231,3 +231,55 @@ def cut(
         print_json([dict(zip(names, row, strict=True)) for row in rows])
         return
     print_table(["<slice", "start_s", "duration_s", "requests", "<held out"], rows, title=str(path))
+
+
+@app.command("reshape")
+def reshape(
+    trace: Ref,
+    output: Annotated[Path, typer.Option("-o", "--output", help="The trace to write.")],
+    also: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--with", metavar="TRACE", help="Another trace laid over it, from one start; repeatable."
+        ),
+    ] = None,
+    sessions: Annotated[
+        bool, typer.Option("--infer-sessions", help="Tell conversations from shared prefix blocks first.")
+    ] = False,
+    share: Annotated[
+        float, typer.Option(help="Keep so much of it: whole conversations and prefix groups.")
+    ] = 1.0,
+    copies: Annotated[
+        int, typer.Option(help="Lay so many copies over one another, shifted in time, blocks of their own.")
+    ] = 1,
+    speed: Annotated[float, typer.Option(help="The same requests so many times as fast.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of what --share keeps, and of the copies' shifts.")] = 0,
+) -> None:
+    """Write a trace made from others: laid together, thinner, denser or faster, in this order."""
+    from tuner.traffic import reshape, structure
+
+    found = open_trace(trace)[0]
+    if also:
+        found = reshape.merged([found, *(open_trace(one)[0] for one in also)])
+    if sessions:
+        found = structure.infer_sessions(found)
+    if share != 1.0:
+        found = reshape.thinned(found, share, seed)
+    if copies != 1:
+        found = reshape.superposed(found, copies, seed)
+    if speed != 1.0:
+        found = reshape.scaled(found, speed)
+    name = output.name.split(".")[0]
+    _keep(found, output, name)
+    typer.echo(f"{name}: {len(found)} requests over {found.duration_s:.0f} s, digest {found.digest[:12]}")
+
+
+@app.command("forget")
+def forget(
+    trace: Annotated[str, typer.Argument(metavar="TRACE", help="The name or digest of a known trace.")],
+) -> None:
+    """Take a trace out of the list of known ones. Its file stays, and so do studies of it."""
+    store = open_store()
+    stored = store.trace(trace)
+    store.forget_trace(stored.digest)
+    typer.echo(f"{stored.name} ({stored.digest[:12]}) is forgotten; the file stays: {stored.path}")

@@ -11,7 +11,14 @@ def advise(numbers: "Statistics") -> tuple[str, ...]:
     """Sentences, most useful first; empty for a trace too small to tell."""
     if numbers.requests < 20:
         return ()
-    return (*_batch(numbers), *_lengths(numbers), *_bursts(numbers), *_reuse(numbers), *_data(numbers))
+    return (
+        *_batch(numbers),
+        *_lengths(numbers),
+        *_bursts(numbers),
+        *_reuse(numbers),
+        *_turns(numbers),
+        *_data(numbers),
+    )
 
 
 def _batch(numbers: "Statistics") -> Iterator[str]:
@@ -72,6 +79,18 @@ def _reuse(numbers: "Statistics") -> Iterator[str]:
         else "even 6,400,000 KV tokens find less"
     )
     yield f"prefix reuse up to {best:.1%} of input tokens: {where}"
+
+
+def _turns(numbers: "Statistics") -> Iterator[str]:
+    if numbers.prefers_live_history:
+        yield (
+            f"{numbers.multi_turn_share:.0%} of requests are later turns and answers are long: "
+            "history: live in the study lets the engine reuse its own answers, as in production"
+        )
+    elif numbers.reuse is not None and not numbers.sessions:
+        yield (
+            "block ids but no sessions: `tuner trace reshape --infer-sessions` tells conversations from them"
+        )
 
 
 def _data(numbers: "Statistics") -> Iterator[str]:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from tuner.records import JSON
 from tuner.traffic.advice import advise
 from tuner.traffic.reuse import reuse_by_capacity
+from tuner.traffic.structure import new_tokens, prefers_live_history
 from tuner.traffic.trace import STATUSES, Trace
 
 PERCENTILES = (1, 10, 50, 90, 95, 99, 100)
@@ -31,6 +32,7 @@ class Statistics:
 
     `concurrency` are time-weighted percentiles of requests in flight; `concurrency_source` says from what.
     `reuse` maps KV tokens ("any" = unlimited) to the share of input tokens found; None: no block ids known.
+    `new_tokens` is what each turn adds to the conversation; None: no turns known.
     """
 
     requests: int
@@ -52,6 +54,8 @@ class Statistics:
     clients: int
     sessions: int
     multi_turn_share: float
+    new_tokens: Mapping[str, float] | None
+    prefers_live_history: bool
     priorities: Mapping[str, int]
     parallel_share: float
     adapters: int
@@ -72,7 +76,7 @@ def describe(trace: Trace, *, service: Service | None = None, speed: float = 1.0
     arrival, span = trace.arrival_s / speed, max(trace.duration_s / speed, 1e-9)
     in_flight, source = concurrency(trace, service or Service(), speed)
     reuse = _reuse(trace)
-    known_cached = trace.obs_cached >= 0
+    known_cached, added = trace.obs_cached >= 0, new_tokens(trace)
     numbers = Statistics(
         requests=len(trace),
         duration_s=trace.duration_s / speed,
@@ -93,6 +97,8 @@ def describe(trace: Trace, *, service: Service | None = None, speed: float = 1.0
         clients=len(np.unique(trace.client[trace.client >= 0])),
         sessions=len(np.unique(trace.session[trace.session >= 0])),
         multi_turn_share=_share(trace.parent >= 0),
+        new_tokens=_known(added, added >= 0),
+        prefers_live_history=prefers_live_history(trace),
         priorities={str(one): int((trace.priority == one).sum()) for one in np.unique(trace.priority)},
         parallel_share=_share(trace.n > 1),
         adapters=len(np.unique(trace.lora[trace.lora >= 0])),
