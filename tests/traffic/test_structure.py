@@ -144,6 +144,39 @@ def test_the_first_capture_has_all_of_it(both: tuple[Trace, dict[Causality, tupl
     assert (first.think_s[later] >= 0.0).all()
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_chats_are_captured_in_front_of_the_simulated_engine(tmp_path: Path, stream: bool) -> None:
+    file = tmp_path / "chats.jsonl"
+
+    async def chat(port: int, model: str) -> None:
+        talk = [{"role": "user", "content": "well then " * 40}]
+        for turn in range(TURNS):
+            body = {"model": model, "messages": talk, "max_tokens": 4 + turn}
+            if stream:
+                body |= {"stream": True, "stream_options": {"include_usage": True}}
+            status, answer = await post(port, json.dumps(body).encode(), path="/v1/chat/completions")
+            assert status == 200, answer
+            assert (b"chat.completion.chunk" in answer) is stream
+            talk += [{"role": "assistant", "content": " a" * (4 + turn)}]
+            talk += [{"role": "user", "content": f"and {turn}? " * 20}]
+
+    async def go() -> None:
+        async with asyncio.timeout(WATCHDOG_S), serve(spec(tmp_path)) as server:
+            here = proxied(f"http://{server.host}:{server.port}", Recorder(Sink(file)))
+            async with here as port:
+                await chat(port, server.names[0])
+
+    asyncio.run(go())
+    found = read_any(file)
+    assert found.output_len.tolist() == [4, 5, 6]
+    assert [STATUSES[code] for code in found.status] == ["ok"] * TURNS
+    assert (np.diff(found.input_len) > 0).all()
+    for before, after in pairwise(range(TURNS)):
+        shared = found.row_blocks(before).tolist()
+        assert shared
+        assert found.row_blocks(after).tolist()[: len(shared)] == shared
+
+
 def sharing(trace: Trace, rows: list[int]) -> list[list[int]]:
     """Each row's blocks, renumbered by first appearance among these rows."""
     seen: dict[int, int] = {}

@@ -98,6 +98,9 @@ def refuse(refused: Refused) -> int:
     return 1
 
 
+COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
+
+
 class Server:
     """The routes of the API server over one engine."""
 
@@ -110,7 +113,7 @@ class Server:
 
     def handle(self, connection: Connection, method: str, url: str, body: bytes) -> None:
         path = url.partition("?")[0]
-        if (method, path) == ("POST", "/v1/completions"):
+        if method == "POST" and path in COMPLETIONS:
             self._complete(connection, body, method, path)
             return
         status, answer, kind = self._answer(method, path)
@@ -121,7 +124,7 @@ class Server:
         known = {"/health": "GET", "/ping": "GET", "/v1/models": "GET", "/version": "GET", "/metrics": "GET"}
         if self.dev:
             known |= {"/server_info": "GET", "/reset_prefix_cache": "POST"}
-        if path not in known and path != "/v1/completions":
+        if path not in known and path not in COMPLETIONS:
             return 404, b'{"detail":"Not Found"}', "application/json"
         if known.get(path, "POST") != method:
             return 405, b'{"detail":"Method Not Allowed"}', "application/json"
@@ -151,7 +154,8 @@ class Server:
     def _complete(self, connection: Connection, body: bytes, method: str, path: str) -> None:
         limits = self.options.limits
         try:
-            order = read_order(body, self.options.names, limits.max_model_len, self.facts.vocab_size)
+            chat, sizes = path == COMPLETIONS[1], (limits.max_model_len, self.facts.vocab_size)
+            order = read_order(body, self.options.names, *sizes, chat=chat)
         except Rejected as rejected:
             self._access(connection, method, path, rejected.status)
             connection.answer(rejected.status, rejected.body())

@@ -1,4 +1,4 @@
-"""/v1/completions: from a body to requests of the core, and from their tokens to vLLM's JSON and events."""
+"""Completions and chats: from a body to requests of the core, and from tokens to vLLM's JSON and events."""
 
 import itertools
 import json
@@ -32,6 +32,7 @@ class Rejected(Exception):
 class Order:
     """A completion as asked for."""
 
+    chat: bool = False
     model: str
     prompt: Sequence[int]
     length: int
@@ -42,7 +43,9 @@ class Order:
     priority: int
 
 
-def read_order(body: bytes, names: Sequence[str], max_model_len: int, vocabulary: int) -> Order:
+def read_order(
+    body: bytes, names: Sequence[str], max_model_len: int, vocabulary: int, *, chat: bool = False
+) -> Order:
     """Check a body as vLLM does. Rejected otherwise."""
     try:
         raw = json.loads(body)
@@ -53,9 +56,9 @@ def read_order(body: bytes, names: Sequence[str], max_model_len: int, vocabulary
     model = raw.get("model") or names[0]
     if model not in names:
         raise Rejected(404, "NotFoundError", f"The model `{model}` does not exist.", "model")
-    prompt = _prompt(raw.get("prompt"), vocabulary)
+    prompt = _prompt(_talk(raw.get("messages")) if chat else raw.get("prompt"), vocabulary)
     room = max_model_len - len(prompt)
-    asked = raw.get("max_tokens", 16)
+    asked = raw.get("max_completion_tokens", raw.get("max_tokens")) if chat else raw.get("max_tokens", 16)
     length = room if asked is None else _whole(asked, "max_tokens")
     if room < 1 or length > room:
         raise Rejected(
@@ -71,6 +74,7 @@ def read_order(body: bytes, names: Sequence[str], max_model_len: int, vocabulary
         raise Rejected(400, "BadRequestError", f"max_tokens must be at least 1, got {length}.", "max_tokens")
     options: dict[str, Any] = raw.get("stream_options") or {}
     return Order(
+        chat=chat,
         model=model,
         prompt=prompt,
         length=length,
@@ -86,6 +90,13 @@ def _whole(value: object, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise Rejected(400, "Bad Request", f"{name}: Input should be a valid integer", name)
     return value
+
+
+def _talk(messages: object) -> str:
+    """Messages as one text; each begins where the one before ends, so that turns share their prefix."""
+    if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages) or not messages:
+        raise Rejected(400, "Bad Request", "messages: a list of messages is required", "messages")
+    return "".join(f"{one.get('role')}:{one.get('content')}\n" for one in messages)
 
 
 def _prompt(prompt: object, vocabulary: int) -> Sequence[int]:
@@ -138,8 +149,10 @@ class Completion:
         self._finished = finished
         self._left = order.count
         self._total = 0
-        name = f"cmpl-{uuid.uuid4().hex[:16]}"
-        self._head = {"id": name, "object": "text_completion", "created": int(time()), "model": order.model}
+        kind, name = ("chat.completion", "chatcmpl") if order.chat else ("text_completion", "cmpl")
+        name = f"{name}-{uuid.uuid4().hex[:16]}"
+        kind += ".chunk" if order.chat and order.stream else ""
+        self._head = {"id": name, "object": kind, "created": int(time()), "model": order.model}
 
     def start(self, engine: Engine, numbers: "itertools.count[int]", *, caching: bool) -> None:
         size = engine.scheduler.limits.block_size
@@ -155,7 +168,7 @@ class Completion:
     def _sink(self, request: Request, index: int) -> Callable[[int, bool], None]:
         prompt, order, send = len(self.order.prompt), self.order, self.connection.send_chunk
         interval = self._interval
-        choice = {"index": index, "text": _WORD, "logprobs": None, "finish_reason": None, "stop_reason": None}
+        choice = self._choice(index, None)
         text = json.dumps({**self._head, "choices": [choice]}, separators=(",", ":")).encode()
         plain = b"data: " + text + b"\n\n"
         counted = (
@@ -171,6 +184,14 @@ class Completion:
                 send(counted % (prompt, prompt + count, count) if order.continuous else plain)
 
         return sink
+
+    def _choice(self, index: int, finish: str | None) -> dict[str, Any]:
+        """One chunk's choice, or the choice of a whole answer."""
+        text = _WORD if self.order.stream else _WORD * self.order.length
+        said: dict[str, Any] = {"text": text}
+        if self.order.chat:
+            said = {"delta" if self.order.stream else "message": {"role": "assistant", "content": text}}
+        return {"index": index, **said, "logprobs": None, "finish_reason": finish, "stop_reason": None}
 
     def _usage(self, tokens: int, request: Request | None) -> dict[str, Any]:
         prompt = len(self.order.prompt)
@@ -188,14 +209,7 @@ class Completion:
         self._left -= 1
         self._total += count
         if self.order.stream:
-            choice = {
-                "index": index,
-                "text": _WORD,
-                "logprobs": None,
-                "finish_reason": "length",
-                "stop_reason": None,
-            }
-            chunk: dict[str, Any] = {**self._head, "choices": [choice]}
+            chunk: dict[str, Any] = {**self._head, "choices": [self._choice(index, "length")]}
             if self.order.continuous:
                 chunk["usage"] = self._usage(count, None)
             data = b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
@@ -212,14 +226,5 @@ class Completion:
             self.connection.answer(200, json.dumps(self._whole(request)).encode())
 
     def _whole(self, request: Request) -> dict[str, Any]:
-        choices = [
-            {
-                "index": index,
-                "text": _WORD * self.order.length,
-                "logprobs": None,
-                "finish_reason": "length",
-                "stop_reason": None,
-            }
-            for index in range(self.order.count)
-        ]
+        choices = [self._choice(index, "length") for index in range(self.order.count)]
         return {**self._head, "choices": choices, "usage": self._usage(self._total, request)}
