@@ -10,7 +10,7 @@ from fastapi import Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
 from fastapi.routing import APIRoute
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from tuner.errors import TunerError
 from tuner.report import document, words
@@ -39,9 +39,10 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    for name in ("number", "measured", "knobs", "ratio", "heading", "unit", "seconds", "comparison"):
+    for name in ("number", "measured", "ratio", "heading", "unit", "seconds", "comparison"):
         found.filters[name] = getattr(words, name)
     found.filters |= {"at": at, "part": part, "percent": percent, "query": urlencode}
+    found.filters |= {"breakable": breakable, "knobs": lambda candidate: breakable(words.knobs(candidate))}
     return found
 
 
@@ -52,6 +53,11 @@ def at(moment: datetime | None) -> Markup | str:
     utc = moment.astimezone(UTC)
     said = f"{utc:%Y-%m-%d %H:%M} UTC"
     return Markup('<time datetime="{}" title="{}">{}</time>').format(f"{utc:%Y-%m-%dT%H:%M:%SZ}", said, said)
+
+
+def breakable(text: object) -> Markup:
+    """Names of knobs and measurements that may be broken at their underscores, rather than anywhere."""
+    return escape(text).replace("_", Markup("_<wbr>"))
 
 
 def part(text: object) -> str:

@@ -49,11 +49,12 @@ class Live:
 def cancel(looks: Visitor, study: Study, fields: Mapping[str, str]) -> None:
     """Asks the run that was looked at to stop. Refused without scope run; Conflict when it has ended."""
     looks.needs("run")
-    reason = reason_of(fields)
-    asked = looks.service.store.cancel_run(fields.get("run", ""))
-    if asked.study_id != study.id:
+    reason, store = reason_of(fields), looks.service.store
+    run = store.run(fields.get("run", ""))
+    if run.study_id != study.id:
         raise BadInput("This run is another study's: load the page again.")
-    looks.service.audit(looks.actor, "cancel", asked.id, reason)
+    store.cancel_run(run.id)
+    looks.service.audit(looks.actor, "cancel", run.id, reason)
 
 
 def find(store: Store, ref: str) -> Study:
