@@ -34,6 +34,15 @@ def test_recorded_logs_get_their_verdict(name: str, code: int, kind: str) -> Non
     assert found.evidence in text or kind == "config_invalid"
 
 
+def test_ranks_without_a_numa_node_each_are_refused_in_the_engines_words() -> None:
+    """Seen with --tensor-parallel-size 2 on a machine of one node."""
+    words = "AssertionError: Not enough allowed NUMA nodes to bind threads of 2 local CPUWorkers."
+    text = f"(EngineCore pid=7) ERROR [core.py:1510] EngineCore failed to start.\n{words}\n"
+    found = failures.classify(text, 1, "startup", asked=["tensor_parallel_size"])
+    assert (found.kind, found.outcome, found.retries) == ("config_invalid", "infeasible", 0)
+    assert "NUMA" in found.reason
+
+
 @real_data
 def test_recorded_logs_tell_the_time_line_and_the_kv_cache() -> None:
     text = log.read(DATA / "logs" / "a.log")

@@ -140,7 +140,8 @@ KINDS: dict[str, Kind] = {
         retries=0,
         sentence="the engine refused the configuration",
         pattern=r"validation errors? for \w*Config|must be greater than or equal to max_num_seqs"
-        r"|is smaller than max_model_len|Concurrent Partial Prefill is not supported",
+        r"|is smaller than max_model_len|Concurrent Partial Prefill is not supported"
+        r"|Not enough allowed NUMA nodes",
         rank=1,
     ),
     "hang": Kind(
