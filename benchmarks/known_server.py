@@ -1,44 +1,71 @@
 """A server whose timing is known: answers OpenAI completions with a fixed first-token delay and fixed gaps.
 
-One thread on one epoll loop; each token is stamped right before the `send` that carries it, so that the
-truth is what the kernel was handed, not what was planned. `GET /truth` tells, per request in order of
-arrival: [received_ns, first_ns, last_ns, tokens, chunks]; `POST /forget` starts a new list.
+One thread on one epoll loop. Like an engine it works in steps: tokens leave on a grid of a millisecond, all
+that are due at once, and it sleeps in between. A request's arrival is the kernel's own receive stamp
+(SO_TIMESTAMPING), so that a busy server makes nobody late; each token is stamped right before the `send` that
+carries it, so that the truth is what the kernel was handed, not what was planned. `GET /truth` tells, per
+request in order of arrival: [received_ns, first_ns, last_ns, tokens, chunks]; `POST /forget` begins anew.
 
     python benchmarks/known_server.py --port 0 --first-ms 200 --gap-ms 20 --per-chunk 1
 """
 
 import argparse
-import heapq
+import ctypes
+import gc
 import json
 import os
 import select
 import socket
+import struct
 import sys
 import time
+from collections import deque
 
 HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
     b"server: known\r\ntransfer-encoding: chunked\r\n\r\n"
 )
 END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+SO_TIMESTAMPING, RX_SOFTWARE, SOFTWARE = 37, 1 << 3, 1 << 4
+STAMP = struct.Struct("qq")
+STEP_NS = 1_000_000
+LOOK_EVERY = 64
+"""Tokens in a row before the loop looks at its sockets."""
 
 
 class Stream:
     """One connection: what came in, and the answer it is sending."""
 
-    __slots__ = ("buffer", "chat", "done", "out", "prompt", "sock", "total", "truth")
+    __slots__ = ("answer", "buffer", "next", "out", "sock", "truth")
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.buffer = b""
         self.out = b""
-        self.done = self.total = self.prompt = 0
-        self.chat = False
+        self.answer: list[tuple[int, bytes]] = []
+        self.next = 0
         self.truth: list[int] = []
 
 
+class Timer:
+    """A timerfd on the clock of `perf_counter_ns`; it rings when its descriptor can be read."""
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None)
+        self.fd = int(self._libc.timerfd_create(1, os.O_CLOEXEC))
+
+    def ring(self, at_ns: int) -> int:
+        """Ring at an instant, and never before; the instant."""
+        seconds, rest = divmod(at_ns, 1_000_000_000)
+        self._libc.timerfd_settime(self.fd, 1, (ctypes.c_long * 4)(0, 0, seconds, rest), None)
+        return at_ns
+
+
 class Server:
-    """The epoll loop. `first_s`, `gap_s` and `per_chunk` hold for every request."""
+    """The epoll loop. `first_s`, `gap_s` and `per_chunk` hold for every request.
+
+    Delays are the same for all, so that what is due first was planned first: two queues in order of time.
+    """
 
     def __init__(self, port: int, first_s: float, gap_s: float, per_chunk: int) -> None:
         self.first_ns, self.gap_ns, self.per_chunk = int(first_s * 1e9), int(gap_s * 1e9), per_chunk
@@ -47,22 +74,36 @@ class Server:
         self.port = self.listener.getsockname()[1]
         self.epoll = select.epoll()
         self.epoll.register(self.listener, select.EPOLLIN)
+        self.timer = Timer()
+        self.epoll.register(self.timer.fd, select.EPOLLIN)
         self.streams: dict[int, Stream] = {}
-        self.due: list[tuple[int, int, Stream]] = []
+        self.firsts: deque[tuple[int, Stream]] = deque()
+        self.later: deque[tuple[int, Stream]] = deque()
+        self.answers: dict[tuple[int, int, bool], list[tuple[int, bytes]]] = {}
         self.truths: list[list[int]] = []
-        self.number = 0
         self.most = 0
 
     def run(self) -> None:
+        poll, firsts, later, clock = self.epoll.poll, self.firsts, self.later, time.perf_counter_ns
+        ringing = 0
         while True:
-            now = time.perf_counter_ns()
-            while self.due and self.due[0][0] <= now:
-                at, _, stream = heapq.heappop(self.due)
-                self.token(stream, at)
-                now = time.perf_counter_ns()
-            wait = max(0.0, (self.due[0][0] - now) / 1e9 - 0.0002) if self.due else 1.0
-            for fd, happened in self.epoll.poll(wait if wait > 0.0005 else 0, 512):
-                if fd == self.listener.fileno():
+            wait = -1.0
+            for _ in range(LOOK_EVERY):
+                queue = firsts if not later or (firsts and firsts[0][0] <= later[0][0]) else later
+                if not queue:
+                    break
+                due = queue[0][0]
+                if due > clock():
+                    if due != ringing:
+                        ringing = self.timer.ring(due)
+                    break
+                self.token(*queue.popleft())
+            else:
+                wait = 0.0
+            for fd, happened in poll(wait, 512):
+                if fd == self.timer.fd:
+                    os.read(fd, 8)
+                elif fd == self.listener.fileno():
                     self.accept()
                 elif fd in self.streams:
                     self.ready(self.streams[fd], happened)
@@ -75,6 +116,7 @@ class Server:
                 return
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPING, RX_SOFTWARE | SOFTWARE)
             self.streams[sock.fileno()] = Stream(sock)
             self.epoll.register(sock, select.EPOLLIN)
 
@@ -84,17 +126,16 @@ class Server:
         if not happened & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR):
             return
         try:
-            data = stream.sock.recv(1 << 20)
+            data, said, _, _ = stream.sock.recvmsg(1 << 18, 256)
         except BlockingIOError:
             return
         except OSError:
-            data = b""
+            data, said = b"", []
         if not data:
             self.drop(stream)
             return
-        now = time.perf_counter_ns()
         stream.buffer += data
-        self.request(stream, now)
+        self.request(stream, received(said))
 
     def drop(self, stream: Stream) -> None:
         if self.streams.pop(stream.sock.fileno(), None) is not None:
@@ -136,68 +177,83 @@ class Server:
 
     def start(self, stream: Stream, body: bytes, chat: bool, now: int) -> None:
         asked = json.loads(body)
-        stream.total = int(asked.get("max_tokens") or asked.get("max_completion_tokens") or 16)
+        total = int(asked.get("max_tokens") or asked.get("max_completion_tokens") or 16)
         prompt = asked.get("prompt", "")
-        stream.prompt = len(prompt) if isinstance(prompt, list) else 1 + str(asked).count(" ")
-        stream.chat, stream.done = chat, 0
+        length = len(prompt) if isinstance(prompt, list) else 1 + str(asked).count(" ")
+        stream.answer, stream.next = self.answer(length, total, chat), 0
         stream.truth = [now, 0, 0, 0, 0]
         self.truths.append(stream.truth)
-        self.most = max(self.most, sum(1 for _ in self.due) + 1)
         self.send(stream, HEAD)
-        self.schedule(stream, now + self.first_ns)
+        self.firsts.append((-(-(now + self.first_ns) // STEP_NS) * STEP_NS, stream))
+        self.most = max(self.most, len(self.firsts) + len(self.later))
 
-    def schedule(self, stream: Stream, at: int) -> None:
-        self.number += 1
-        heapq.heappush(self.due, (at, self.number, stream))
-
-    def token(self, stream: Stream, at: int) -> None:
+    def token(self, at: int, stream: Stream) -> None:
         """Send the chunk that is due, and plan the next at its absolute time."""
         if stream.sock.fileno() < 0:
             return
-        fresh = min(self.per_chunk, stream.total - stream.done)
-        stream.done += fresh
-        over = stream.done >= stream.total
-        data = self.event(stream, " w" * fresh, "length" if over else None)
-        if over:
-            data += self.event(stream, None, None) + END
-        now = time.perf_counter_ns()
+        done, data = stream.answer[stream.next]
+        stream.next += 1
         truth = stream.truth
-        truth[1] = truth[1] or now
-        truth[2] = now
-        truth[3] = stream.done
-        truth[4] += 1
+        if stream.next < len(stream.answer):
+            self.later.append((at + self.gap_ns, stream))
+        truth[3], truth[4] = done, stream.next
+        truth[2] = now = time.perf_counter_ns()
+        if not truth[1]:
+            truth[1] = now
         self.send(stream, data)
-        if not over:
-            self.schedule(stream, at + self.gap_ns)
 
-    def event(self, stream: Stream, text: str | None, finish: str | None) -> bytes:
-        why = f'"{finish}"' if finish else "null"
-        kind, choices = "text_completion", "[]"
-        if stream.chat:
-            kind = "chat.completion.chunk"
-        if text is not None:
-            said = f'"delta":{{"content":"{text}"}}' if stream.chat else f'"text":"{text}"'
-            choices = f'[{{"index":0,{said},"logprobs":null,"finish_reason":{why},"stop_reason":null}}]'
-        data = (
-            f'data: {{"id":"cmpl-known","object":"{kind}","created":1700000000,"model":"known",'
-            f'"choices":{choices},"usage":{{"prompt_tokens":{stream.prompt},'
-            f'"total_tokens":{stream.prompt + stream.done},"completion_tokens":{stream.done}}}}}\n\n'
-        ).encode()
-        return b"%x\r\n%s\r\n" % (len(data), data)
+    def answer(self, prompt: int, total: int, chat: bool) -> list[tuple[int, bytes]]:
+        """The chunks of an answer: (tokens so far, bytes). The same for all that ask for the same."""
+        found = self.answers.get((prompt, total, chat))
+        if found is None:
+            found = []
+            for done in range(self.per_chunk, total + self.per_chunk, self.per_chunk):
+                fresh, done = self.per_chunk - max(0, done - total), min(done, total)
+                data = event(prompt, done, chat, " w" * fresh, "length" if done == total else None)
+                if done == total:
+                    data += event(prompt, done, chat, None, None) + END
+                found.append((done, data))
+            self.answers[prompt, total, chat] = found
+        return found
 
     def send(self, stream: Stream, data: bytes) -> None:
-        stream.out += data
+        out = stream.out + data if stream.out else data
         try:
-            sent = stream.sock.send(stream.out)
+            sent = stream.sock.send(out)
         except BlockingIOError:
             sent = 0
         except OSError:
             self.drop(stream)
             return
-        stream.out = stream.out[sent:]
-        want = select.EPOLLIN | (select.EPOLLOUT if stream.out else 0)
-        if stream.out or sent < len(data):
-            self.epoll.modify(stream.sock, want)
+        if sent < len(out) or stream.out:
+            stream.out = out[sent:]
+            self.epoll.modify(stream.sock, select.EPOLLIN | (select.EPOLLOUT if stream.out else 0))
+
+
+def received(said: list[tuple[int, int, bytes]]) -> int:
+    """When the kernel received it, as perf_counter_ns (its stamps are of the wall clock); now without one."""
+    now, wall = time.perf_counter_ns(), time.time_ns()
+    for _, kind, data in said:
+        if kind == SO_TIMESTAMPING and len(data) >= STAMP.size:
+            seconds, nanoseconds = STAMP.unpack_from(data)
+            if seconds:
+                return now - (wall - seconds * 1_000_000_000 - nanoseconds)
+    return now
+
+
+def event(prompt: int, done: int, chat: bool, text: str | None, finish: str | None) -> bytes:
+    """One event as an HTTP chunk."""
+    why = f'"{finish}"' if finish else "null"
+    kind, choices = "chat.completion.chunk" if chat else "text_completion", "[]"
+    if text is not None:
+        said = f'"delta":{{"content":"{text}"}}' if chat else f'"text":"{text}"'
+        choices = f'[{{"index":0,{said},"logprobs":null,"finish_reason":{why},"stop_reason":null}}]'
+    data = (
+        f'data: {{"id":"cmpl-known","object":"{kind}","created":1700000000,"model":"known",'
+        f'"choices":{choices},"usage":{{"prompt_tokens":{prompt},'
+        f'"total_tokens":{prompt + done},"completion_tokens":{done}}}}}\n\n'
+    ).encode()
+    return b"%x\r\n%s\r\n" % (len(data), data)
 
 
 def main() -> None:
@@ -212,8 +268,6 @@ def main() -> None:
         os.sched_setaffinity(0, {asked.core})
     server = Server(asked.port, asked.first_ms / 1000, asked.gap_ms / 1000, asked.per_chunk)
     print(server.port, flush=True)
-    import gc
-
     gc.freeze()
     gc.disable()
     try:

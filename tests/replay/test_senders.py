@@ -27,10 +27,14 @@ MINUTE = Slice(name="minute", start_s=0.0, duration_s=60.0)
 
 CONTROLLER = """
 import asyncio
+from tests.replay.test_timeline import LOAD
+from tests.replay.traces import trace
+from tuner.replay.feeder import Source
 from tuner.replay.senders import Senders
 
 async def main():
-    senders = Senders("127.0.0.1", 9, 2, None)
+    source = Source(trace=trace([0.0]), load=LOAD, priorities=False, senders=2)
+    senders = Senders("127.0.0.1", 9, source, None)
     await senders.start()
     print(*(process.pid for process in senders._processes), flush=True)
     await asyncio.sleep(3600)
@@ -46,7 +50,7 @@ def test_senders_end_when_their_controller_is_killed() -> None:
     assert controller.stdout is not None
     with controller.stdout:
         senders = [psutil.Process(int(pid)) for pid in controller.stdout.readline().split()]
-    assert len(senders) == 2
+    assert len(senders) == 3
     controller.kill()
     controller.wait()
     _, alive = psutil.wait_procs(senders, timeout=30)
@@ -57,19 +61,21 @@ def children() -> set[int]:
     return {p.pid for p in psutil.Process().children(recursive=True)}
 
 
-def test_a_sender_that_dies_aborts_the_replay() -> None:
+@pytest.mark.parametrize("which", ["worker", "feeder"])
+def test_a_sender_or_feeder_that_dies_aborts_the_replay(which: str) -> None:
     before = children()
 
     def kill(partial: Partial) -> None:
         for pid in children() - before:
-            if "tuner.replay.worker" in psutil.Process(pid).cmdline():
+            if f"tuner.replay.{which}" in psutil.Process(pid).cmdline():
                 os.kill(pid, signal.SIGKILL)
 
     async def go() -> None:
         async with running() as engine:
             await replay(engine, LONG, [MINUTE], PLAN, LOAD, judge=kill)
 
-    with pytest.raises(Aborted, match="sender process ended") as caught:
+    name = {"worker": "sender", "feeder": "feeder"}[which]
+    with pytest.raises(Aborted, match=f"{name} process ended") as caught:
         within(go())
     assert caught.value.cause == "sender"
 

@@ -9,11 +9,15 @@ import asyncio
 import ctypes
 import heapq
 import os
+from collections.abc import Callable
+from contextlib import suppress
 from time import perf_counter_ns
 
 MONOTONIC, ABSOLUTE = 1, 1
-NEAR_NS = 30_000
-"""Closer than this is now, or is yielded away."""
+NEVER = 1 << 62
+AT_ONCE = 16
+"""Calls in a row before the loop looks at its sockets."""
+EARLY_S = 0.001
 
 
 class _Timer(ctypes.Structure):
@@ -26,14 +30,19 @@ class _Timer(ctypes.Structure):
 
 
 class Alarm:
-    """Waits of any number of tasks of one event loop; `wakes_ms` gathers how late they woke."""
+    """Calls at instants, in one event loop; `wakes_ms` gathers how late they were, `next_ns` is the earliest.
+
+    Whoever is busy for long may `look` in between.
+    """
 
     def __init__(self) -> None:
         self.wakes_ms: list[float] = []
+        self.next_ns = NEVER
         self._libc = ctypes.CDLL(None, use_errno=True)
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._waiting: list[tuple[int, int, Callable[[], None]]] = []
         self._number = 0
         self._loop = asyncio.get_running_loop()
+        self._handle: asyncio.Handle | None = None
         try:
             self._fd = int(self._libc.timerfd_create(MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC))
         except AttributeError:
@@ -41,45 +50,56 @@ class Alarm:
         if self._fd >= 0:
             self._loop.add_reader(self._fd, self._rang)
 
+    def at(self, due_ns: int, call: Callable[[], None]) -> None:
+        """Call at `due_ns` (perf_counter_ns), or as soon after as the loop is free."""
+        self._number += 1
+        heapq.heappush(self._waiting, (due_ns, self._number, call))
+        if due_ns < self.next_ns:
+            self._arm()
+
+    def look(self, most: int) -> None:
+        """Make the calls that are due, `most` of them at once; the others follow when the loop was round."""
+        for _ in range(most):
+            now = perf_counter_ns()
+            if not self._waiting or self._waiting[0][0] > now:
+                break
+            due_ns, _, call = heapq.heappop(self._waiting)
+            self.wakes_ms.append((now - due_ns) / 1e6)
+            call()
+        self._arm()
+
     async def until(self, due_ns: int) -> None:
         """Return at `due_ns` (perf_counter_ns) or as soon after as the loop is free."""
-        left = due_ns - perf_counter_ns()
-        if left > NEAR_NS:
-            if self._fd >= 0:
-                await self._sleep(due_ns)
-            elif left > 1_000_000:
-                await asyncio.sleep(left / 1e9 - 0.001)
-            self.wakes_ms.append((perf_counter_ns() - due_ns) / 1e6)
-        while perf_counter_ns() < due_ns:
-            await asyncio.sleep(0)
-
-    async def _sleep(self, due_ns: int) -> None:
+        if due_ns <= perf_counter_ns():
+            return
         future = self._loop.create_future()
-        self._number += 1
-        heapq.heappush(self._waiting, (due_ns, self._number, future))
-        if self._waiting[0][2] is future:
-            self._set(due_ns)
+        self.at(due_ns, lambda: None if future.done() else future.set_result(None))
         await future
 
-    def _set(self, due_ns: int) -> None:
-        timer = _Timer(0, 0, due_ns // 1_000_000_000, due_ns % 1_000_000_000)
-        self._libc.timerfd_settime(self._fd, ABSOLUTE, ctypes.byref(timer), None)
+    def _arm(self) -> None:
+        self.next_ns = due_ns = self._waiting[0][0] if self._waiting else NEVER
+        if self._fd >= 0:
+            timer = _Timer(0, 0, due_ns // 1_000_000_000, due_ns % 1_000_000_000)
+            self._libc.timerfd_settime(self._fd, ABSOLUTE, ctypes.byref(timer), None)
+            return
+        if self._handle is not None:
+            self._handle.cancel()
+        early = (due_ns - perf_counter_ns()) / 1e9 - EARLY_S
+        if due_ns < NEVER:
+            call = self._loop.call_later
+            self._handle = call(early, self._rang) if early > 0 else self._loop.call_soon(self._rang)
 
     def _rang(self) -> None:
-        try:
-            os.read(self._fd, 8)
-        except BlockingIOError:
-            return
-        now = perf_counter_ns()
-        while self._waiting and (self._waiting[0][0] <= now or self._waiting[0][2].done()):
-            future = heapq.heappop(self._waiting)[2]
-            if not future.done():
-                future.set_result(None)
-        if self._waiting:
-            self._set(self._waiting[0][0])
+        if self._fd >= 0:
+            with suppress(BlockingIOError):
+                os.read(self._fd, 8)
+        self.look(AT_ONCE)
 
     def close(self) -> None:
         """Give the timer back."""
+        self._waiting.clear()
+        if self._handle is not None:
+            self._handle.cancel()
         if self._fd >= 0:
             self._loop.remove_reader(self._fd)
             os.close(self._fd)

@@ -137,6 +137,9 @@ def _wire(sent: Sequence[Sent], values: dict[str, float | None], warnings: list[
     tokens = sum(int(s.outcome.chunk_tokens.sum()) for s in counted)
     if tokens:
         values["chunks_per_token"] = sum(len(s.outcome.chunk_s) for s in counted) / tokens
+    silences = [float(np.diff(s.outcome.chunk_s).max()) * 1000 for s in counted if len(s.outcome.chunk_s) > 1]
+    if silences:
+        values["silence_p99_ms"], values["silence_max_ms"] = float(np.percentile(silences, 99)), max(silences)
     gaps = ttft_gaps_ms(counted)
     if len(gaps):
         values["engine_ttft_gap_p50_ms"] = float(np.percentile(gaps, 50))

@@ -1,13 +1,14 @@
 """Sends jobs at their absolute times and turns raw exchanges into outcomes.
 
-The schedule is absolute: a late send does not move the next one. Answers are parsed in slices between looks
-at the sockets.
+The schedule is absolute: a late send does not move the next one. Requests lie ready some time before they are
+due, and the alarm sends them. Answers are parsed in slices between looks at the sockets.
 """
 
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from time import perf_counter_ns
 
 from tuner.replay import sse
@@ -15,8 +16,10 @@ from tuner.replay.alarm import Alarm
 from tuner.replay.jobs import CANCELLED, Ended, Job, Sent, never_sent, sent_of
 from tuner.replay.wire import Exchange, Pool, post
 
-BURST = 16
-"""Sends in a row before the loop looks at its sockets."""
+EARLY_S, TOGETHER_S = 0.25, 0.05
+"""How long before its time a request is made ready, and how much of the schedule at once."""
+AT_ONCE = 16
+"""Requests made ready before the loop looks at its sockets."""
 
 
 class Sender:
@@ -26,7 +29,7 @@ class Sender:
         self.pool = pool
         self.in_flight: dict[int, tuple[Job, Exchange]] = {}
         self.sent = 0
-        self.alarm = Alarm()
+        self.alarm = pool.alarm = Alarm()
         self._on_done = on_done
         self._zero_ns = 0
         self._finished: deque[tuple[Job, Exchange]] = deque()
@@ -35,8 +38,8 @@ class Sender:
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._ended: dict[int, Ended] = {}
         self._parked: dict[int, list[Job]] = {}
-        self._delayed: dict[int, Job] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._ready: dict[int, Job] = {}
+        self._went = asyncio.Event()
 
     async def play(self, jobs: AsyncIterator[Job], zero_ns: int) -> None:
         """Send every job at its time after `zero_ns` (perf_counter_ns); returns when the last was sent.
@@ -47,43 +50,37 @@ class Sender:
         self._parsed.set()
         count = 0
         async for job in jobs:
-            await self.alarm.until(zero_ns + int(job.at_s * 1e9))
+            if (job.at_s - EARLY_S) * 1e9 > perf_counter_ns() - zero_ns:
+                await self.alarm.until(zero_ns + int((job.at_s - EARLY_S + TOGETHER_S) * 1e9))
             if job.parent < 0:
-                self._send(job, job.at_s)
+                self._prepare(job, job.at_s)
             elif (ended := self._ended.get(job.parent)) is None:
                 self._parked.setdefault(job.parent, []).append(job)
             else:
                 self._follow(job, ended)
             count += 1
-            if not count % BURST:
+            if not count % AT_ONCE:
                 await asyncio.sleep(0)
-        while self._tasks:
-            await asyncio.wait(self._tasks)
+        while self._ready:
+            self._went.clear()
+            await self._went.wait()
 
     def _follow(self, job: Job, ended: Ended) -> None:
         """Send a turn once its parent ended and the user thought, but not before its recorded time."""
-        due = max(job.at_s, ended.at_s + job.think_s)
-        job = job.after(ended)
-        if (perf_counter_ns() - self._zero_ns) / 1e9 >= due:
-            self._send(job, due)
-            return
-        self._delayed[job.key] = job
-        self._start(self._later(job, due))
+        self._prepare(job.after(ended), max(job.at_s, ended.at_s + job.think_s))
 
-    async def _later(self, job: Job, due: float) -> None:
-        await self.alarm.until(self._zero_ns + int(due * 1e9))
-        del self._delayed[job.key]
-        self._send(job, due)
-
-    def _start(self, what: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(what)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    def _send(self, job: Job, due_s: float) -> None:
+    def _prepare(self, job: Job, due_s: float) -> None:
+        """Have a request ready for the alarm, which sends it at once where it is due by now."""
+        self._ready[job.key] = job
         if due_s != job.at_s:
             job = job.due_at(due_s)
         exchange = Exchange(job.key, post(self.pool.host, self.pool.port, job.path, job.body), self._done)
+        self.alarm.at(self._zero_ns + int(due_s * 1e9), partial(self._send, job, exchange))
+
+    def _send(self, job: Job, exchange: Exchange) -> None:
+        if self._ready.pop(job.key, None) is None:
+            return
+        self._went.set()
         self.in_flight[job.key] = (job, exchange)
         self.sent += 1
         self.pool.send(exchange)
@@ -119,14 +116,20 @@ class Sender:
             return
         asyncio.get_running_loop().call_soon(self._step)
 
+    @property
+    def told_ns(self) -> int:
+        """All that ended before this instant has been handed to `on_done`."""
+        return self._finished[0][1].end_ns if self._finished else perf_counter_ns()
+
     def _parse(self) -> Iterator[None]:
         while self._finished:
-            job, exchange = self._finished.popleft()
+            job, exchange = self._finished[0]
             answer = sse.Answer(keep_ids=job.children)
             try:
                 yield from sse.reader(answer, exchange.stamps, exchange.parts, job.choices)
             except (ValueError, IndexError):
                 answer.error = "malformed answer"
+            self._finished.popleft()
             self._on_done(sent_of(job, exchange, answer, self._zero_ns))
             if job.children:
                 self._release(Ended.of(job, exchange, answer, self._zero_ns))
@@ -148,18 +151,20 @@ class Sender:
             await asyncio.sleep(min(0.02, left))
 
     async def cut_all(self, reason: str) -> None:
-        """Give up on everything in flight or waiting for a parent, parse what came, and account for all."""
-        for task in self._tasks:
-            task.cancel()
+        """Give up on everything in flight or waiting for a parent, parse what came, and account for all that
+        was due."""
+        now_s = (perf_counter_ns() - self._zero_ns) / 1e9
+        unsent = [*self._ready.values(), *(job for jobs in self._parked.values() for job in jobs)]
+        waiting = [job for job in unsent if job.parent >= 0 and job.at_s <= now_s]
+        self._ready.clear()
+        self._parked.clear()
         for _, exchange in list(self.in_flight.values()):
             self.pool.cut(exchange, reason)
         await self._parsed.wait()
-        waiting = [*self._delayed.values(), *(job for jobs in self._parked.values() for job in jobs)]
-        self._delayed.clear()
-        self._parked.clear()
         for job in waiting:
             self._on_done(never_sent(job, reason))
 
     def close(self) -> None:
         """Give the timer back."""
+        self.pool.alarm = None
         self.alarm.close()

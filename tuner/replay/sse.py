@@ -6,16 +6,15 @@ read; an event is stamped by the read that completed it.
 
 import json
 import re
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r|\n\r\n|\r\n\n")
 COMPLETION = b'"completion_tokens":'
-NO_CHOICES = re.compile(rb'"choices":\s*\[\s*\]')
+CHOICES = b'"choices":'
+NONE = re.compile(rb"\s*\[\s*\]")
 DIGITS = re.compile(rb"\s*(\d+)")
-SLICE = 64
+SLICE = 16
 """Events parsed between two pauses of `reader`."""
 
 
@@ -58,55 +57,74 @@ def read(stamps: Sequence[int], parts: Sequence[bytes], choices: int = 1) -> Ans
 
 def reader(answer: Answer, stamps: Sequence[int], parts: Sequence[bytes], choices: int = 1) -> Iterator[None]:
     """Parse into `answer`, yielding between batches of events so that the caller can attend to its clock."""
-    raw = b"".join(parts)
-    head = raw.find(b"\r\n\r\n")
-    if head < 0:
+    start = _head(answer, parts)
+    if start is None:
         answer.error = "no HTTP answer"
         return
-    answer.status = int(raw[:head].split(b" ", 2)[1])
-    body, starts, origins = _body(raw, head)
-    ends = list(accumulate(len(part) for part in parts))
+    first, body, chunked = start
     if answer.status != 200:
-        answer.error = _refusal(answer.status, body)
+        answer.error = _refusal(answer.status, _whole(body, parts[first + 1 :], chunked))
         return
     counts = [0] * choices
-    position = 0
-    for number, match in enumerate(EVENT_END.finditer(body)):
-        event = body[position : match.start()]
-        position = match.end()
-        origin = position - 1
-        if starts:
-            chunk = bisect_left(starts, origin + 1) - 1
-            origin = origins[chunk] + origin - starts[chunk]
+    framed, need, pending, seen = body, 0, b"", 0
+    for number in range(first, len(parts)):
+        if number > first:
+            framed += parts[number]
+        if chunked:
+            piece, framed, need = _unchunk(framed, need)
         else:
-            origin += head + 4
-        _event(answer, event, stamps[bisect_left(ends, origin + 1)], counts)
-        if number % SLICE == SLICE - 1:
-            yield
-    _conclude(answer, body[position:])
+            piece, framed = framed, b""
+        events, pending = _events(pending + piece)
+        stamp = stamps[number]
+        for event in events:
+            _event(answer, event, stamp, counts)
+            seen += 1
+            if not seen % SLICE:
+                yield
+    _conclude(answer, pending)
 
 
-def _body(raw: bytes, head: int) -> tuple[bytes, list[int], list[int]]:
-    """The body without chunked framing, and where each chunk starts: in the body, and in the raw bytes."""
-    if b"transfer-encoding: chunked" not in raw[:head].lower():
-        return raw[head + 4 :], [], []
+def _head(answer: Answer, parts: Sequence[bytes]) -> tuple[int, bytes, bool] | None:
+    """Where the head ends: its part's number, what follows it there, and whether the body is chunked."""
+    head = b""
+    for number, part in enumerate(parts):
+        head += part
+        end = head.find(b"\r\n\r\n")
+        if end >= 0:
+            answer.status = int(head[:end].split(b" ", 2)[1])
+            return number, head[end + 4 :], b"transfer-encoding: chunked" in head[:end].lower()
+    return None
+
+
+def _unchunk(framed: bytes, need: int = 0) -> tuple[bytes, bytes, int]:
+    """What came of the HTTP chunks' bodies, what is left of an unfinished size line, and how many bytes the
+    chunk that is under way still `need`s, its line end included."""
     pieces: list[bytes] = []
-    starts: list[int] = []
-    origins: list[int] = []
-    position, length = head + 4, 0
-    while True:
-        line = raw.find(b"\r\n", position)
-        if line < 0:
-            break
-        size = int(raw[position:line].split(b";", 1)[0], 16)
-        if size == 0:
-            break
-        pieces.append(raw[line + 2 : line + 2 + size])
-        starts.append(length)
-        origins.append(line + 2)
-        length += size
-        position = line + 2 + size + 2
-    return b"".join(pieces), starts, origins
+    position, end = 0, len(framed)
+    while position < end:
+        if need == 0:
+            line = framed.find(b"\r\n", position)
+            size = int(framed[position:line].partition(b";")[0], 16) if line >= 0 else 0
+            if size == 0:
+                break
+            need, position = size + 2, line + 2
+        stop = min(position + need, end)
+        if need > 2:
+            pieces.append(framed[position : min(stop, position + need - 2)])
+        need -= stop - position
+        position = stop
+    return b"".join(pieces), framed[position:], need
+
+
+def _events(body: bytes) -> tuple[list[bytes], bytes]:
+    """The whole events, without their ends, and what is left of an unfinished one."""
+    found = EVENT_END.split(body) if b"\r" in body else body.split(b"\n\n")
+    return found, found.pop()
+
+
+def _whole(body: bytes, parts: Sequence[bytes], chunked: bool) -> bytes:
+    whole = body + b"".join(parts)
+    return _unchunk(whole)[0] if chunked else whole
 
 
 def _refusal(status: int, body: bytes) -> str:
@@ -137,12 +155,17 @@ def _event(answer: Answer, event: bytes, stamp: int, counts: list[int]) -> None:
         answer.finished = True
         return
     found = -1 if answer.keep_ids else data.rfind(COMPLETION)
-    if found >= 0 and len(counts) == 1 and answer.answer_ns is not None and not NO_CHOICES.search(data):
+    if found >= 0 and len(counts) == 1 and answer.answer_ns is not None and not _without_choices(data):
         digits = DIGITS.match(data, found + len(COMPLETION))
         if digits is not None:
             _count(answer, stamp, counts, 0, int(digits[1]))
             return
     _slow_event(answer, data, stamp, counts)
+
+
+def _without_choices(data: bytes) -> bool:
+    found = data.find(CHOICES) + len(CHOICES)
+    return data[found : found + 2] != b"[{" and (found < len(CHOICES) or NONE.match(data, found) is not None)
 
 
 def _slow_event(answer: Answer, data: bytes, stamp: int, counts: list[int]) -> None:

@@ -5,9 +5,8 @@ window by scheduled arrival → tail under load.
 import asyncio
 import math
 import resource
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from time import perf_counter_ns
 
 import numpy as np
@@ -16,13 +15,14 @@ from numpy.typing import NDArray
 from tuner.errors import Aborted
 from tuner.records import Fidelity, Outcome, Slice
 from tuner.replay import fidelity, lock
-from tuner.replay.bodies import Bodies, Turn
-from tuner.replay.contention import Contention
-from tuner.replay.jobs import Job, Sent
+from tuner.replay.bodies import Bodies
+from tuner.replay.contention import Contention, giving_way
+from tuner.replay.feeder import Source, Stretch
+from tuner.replay.jobs import CUT, Sent
 from tuner.replay.observe import Observer, growing
 from tuner.replay.plan import PLANS, Causality, Load, Plan
 from tuner.replay.prepare import Engine, Notes, Preparer, Progress, check_alive
-from tuner.replay.schedule import KINDS, Schedule, lineage, schedule
+from tuner.replay.schedule import Schedule, lineage, schedule
 from tuner.replay.senders import Senders
 from tuner.replay.wire import Pool
 from tuner.traffic.trace import Trace
@@ -39,9 +39,10 @@ CONNECTIONS = 8192
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Partial:
-    """What a judge sees while a window runs. `outcomes` are counted ones so far; `waiting_s` holds the
-    scheduled times of counted requests sent and not yet ended, but for turns that wait for another (nobody
-    here knows when those come due); `planned` is the window's whole count.
+    """What a judge sees while a window runs. `outcomes` are counted ones, at least all that ended before
+    `now_s`, the time that the senders last told of; `waiting_s` holds the scheduled times of counted requests
+    that were due by then and had not ended, but for turns that wait for another (nobody here knows when those
+    come due); `planned` is the window's whole count.
     """
 
     slice: Slice
@@ -95,7 +96,8 @@ async def replay(
     async with lock.held(isolated=load.isolated):
         run = _Replay(server, trace, plan, load, judge, progress or (lambda _: None))
         try:
-            return await run.all(slices)
+            with giving_way():
+                return await run.all(slices)
         finally:
             await run.close()
 
@@ -117,7 +119,9 @@ class _Replay:
         self.pool = Pool(server.host, server.port)
         priorities = server.effective.get("scheduling_policy") == "priority"
         self.bodies = Bodies(trace, load, priorities=priorities)
-        self.senders = Senders(server.host, server.port, load.senders, load.cores, realtime=load.realtime)
+        plain = replace(trace, meta={})
+        source = Source(trace=plain, load=load, priorities=priorities, senders=load.senders)
+        self.senders = Senders(server.host, server.port, source, load.cores)
         self.notes = Notes()
         self.sent: list[Sent] = []
         self.planned = 0
@@ -155,26 +159,24 @@ class _Replay:
         timetable = schedule(
             self.trace, part, speed=self.load.speed, warmup_s=plan.load_warmup_s, tail_s=plan.tail_limit_s
         )
-        window = _Window(part, timetable, self.ancestry(timetable)[0])
+        parents, roots = self.ancestry(timetable)
+        window = _Window(part, timetable, parents)
         self.planned += window.planned
-        self.senders.begin(window.take, min(connections(), len(timetable)))
-        ready = asyncio.Event()
-        feeder = asyncio.create_task(self.senders.feed(self.jobs(timetable), ready))
-        feeder.add_done_callback(lambda _: ready.set())
-        await ready.wait()
-        await self.senders.prepared()
-        contention = Contention()
-        zero = perf_counter_ns() + int((plan.load_warmup_s + LEAD_S) * 1e9)
-        self.senders.go(zero)
+        stretch = Stretch(timetable=timetable, parents=parents, roots=roots)
         observer = Observer(self.server.host, self.server.port, plan.scrape_s)
-        watcher = asyncio.create_task(observer.run(zero, timetable.window_s))
+        watcher: asyncio.Task[None] | None = None
         try:
-            await self.watch(window, feeder, zero)
+            await self.senders.begin(window.take, min(connections(), len(timetable)), stretch)
+            contention = Contention()
+            zero = perf_counter_ns() + int((plan.load_warmup_s + LEAD_S) * 1e9)
+            self.senders.go(zero)
+            watcher = asyncio.create_task(observer.run(zero, timetable.window_s))
+            await self.watch(window, zero)
         finally:
-            for task in (feeder, watcher):
-                task.cancel()
-            await asyncio.gather(feeder, watcher, return_exceptions=True)
-            await self.senders.cut("cut at the end of the tail")
+            if watcher is not None:
+                watcher.cancel()
+                await asyncio.gather(watcher, return_exceptions=True)
+            await self.senders.cut(CUT)
         self.sent += window.sent
         self.report(contention.since((perf_counter_ns() - zero) / 1e9 + plan.load_warmup_s))
         engine = await observer.conclude()
@@ -192,26 +194,6 @@ class _Replay:
             return lineage(self.trace, timetable)
         return np.full(len(timetable), -1, np.int64), np.arange(len(timetable), dtype=np.int64)
 
-    def jobs(self, timetable: Schedule) -> Iterator[tuple[int, Callable[[], Job]]]:
-        """(group, maker) of every job in order; a session is one group."""
-        parents, roots = self.ancestry(timetable)
-        awaited = np.isin(np.arange(len(parents)), parents)
-        for k in range(len(timetable)):
-            row = int(timetable.rows[k])
-            think = float(self.trace.think_s[row])
-            turn = Turn(
-                parent=int(parents[k]),
-                think_s=0.0 if math.isnan(think) else max(0.0, think) / self.load.speed,
-                children=bool(awaited[k]),
-            )
-            yield (
-                int(roots[k]),
-                partial(
-                    self.bodies.job, k, row, float(timetable.at_s[k]),
-                    kind=KINDS[int(timetable.filler[k])], counted=bool(timetable.measured[k]), turn=turn,
-                ),
-            )  # fmt: skip
-
     def report(self, contention: Mapping[str, float | None]) -> None:
         """Fold what the senders and the kernel say about this slice into the notes."""
         for said in self.senders.reports:
@@ -224,7 +206,7 @@ class _Replay:
         self.notes.values["senders"] = float(self.load.senders)
         self.notes.values["senders_pinned"] = float(self.load.cores is not None)
 
-    async def watch(self, window: "_Window", feeder: "asyncio.Task[None]", zero: int) -> None:
+    async def watch(self, window: "_Window", zero: int) -> None:
         """Until every counted request ended: ask the judge, look after the engine, report progress."""
         limit = window.window_s + self.plan.tail_limit_s
         looked, heard = -math.inf, self.senders.heard
@@ -242,12 +224,11 @@ class _Replay:
             if window.now_s - looked > LOOK_S or not self.server.alive:
                 looked = window.now_s
                 await check_alive(self.server)
-            if feeder.done() and not feeder.cancelled() and (error := feeder.exception()) is not None:
-                raise error
             if self.senders.broken is not None:
                 raise Aborted(self.senders.broken, cause="sender")
-            if self.judge is not None and window.now_s > 0:
-                self.stopped = self.judge(window.partial())
+            told_s = (self.senders.told_ns - zero) / 1e9
+            if self.judge is not None and told_s > 0:
+                self.stopped = self.judge(window.partial(min(told_s, window.now_s)))
                 if self.stopped is not None:
                     return
             left = window.window_s - window.now_s
@@ -289,8 +270,8 @@ class _Window:
     def done(self) -> bool:
         return self.now_s >= self.window_s and len(self.outcomes) >= self.planned
 
-    def partial(self) -> Partial:
-        due = int(np.searchsorted(self.at_s, self.now_s, side="right"))
+    def partial(self, now_s: float) -> Partial:
+        due = int(np.searchsorted(self.at_s, now_s, side="right"))
         sure = np.flatnonzero(self.alone[:due])
         waiting = [
             at
@@ -298,6 +279,6 @@ class _Window:
             if key not in self._ended
         ]
         return Partial(
-            slice=self.slice, now_s=self.now_s, window_s=self.window_s, planned=self.planned,
+            slice=self.slice, now_s=now_s, window_s=self.window_s, planned=self.planned,
             outcomes=self.outcomes, waiting_s=waiting,
         )  # fmt: skip

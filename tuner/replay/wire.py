@@ -1,16 +1,24 @@
-"""HTTP/1.1 on raw asyncio protocols: one write per request, bytes stamped as they come and parsed later.
+"""HTTP/1.1 on raw sockets in an event loop: one write per request, bytes stamped by the kernel, parsed later.
 
 No cap on requests in flight, no queue for a connection: a request that finds none idle gets a new one. Every
-stamp is `time.perf_counter_ns()`, taken before a byte is looked at.
+stamp is on the clock of `time.perf_counter_ns()`. What was read carries the kernel's receive stamp, so that a
+reader who comes late does not make the answer late; without one it is stamped before a byte is looked at.
 """
 
 import asyncio
 import socket
-from collections.abc import Callable
-from time import perf_counter_ns
-from typing import cast
+import struct
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from time import perf_counter_ns, time_ns
+
+from tuner.replay.alarm import Alarm
 
 OPEN_S = 10.0
+READ, SAID = 1 << 14, 64
+SO_TIMESTAMPNS = 35
+TIMESPEC = struct.Struct("qq")
+FAR_NS = 10_000_000_000
 
 
 class Exchange:
@@ -119,24 +127,26 @@ def _may_end(parts: list[bytes]) -> bool:
     return b"".join(parts[-4:]).endswith(b"\r\n\r\n")
 
 
-class Connection(asyncio.Protocol):
-    """A keep-alive connection that carries one exchange at a time."""
+class Connection:
+    """A keep-alive connection that carries one exchange at a time. It reads with the kernel's stamps."""
 
-    __slots__ = ("_framing", "exchange", "pool", "transport", "used")
+    __slots__ = ("_fd", "_framing", "_left", "_loop", "exchange", "open", "pool", "sock", "used")
 
-    def __init__(self, pool: "Pool") -> None:
+    def __init__(self, pool: "Pool", sock: socket.socket) -> None:
         self.pool = pool
-        self.transport: asyncio.Transport | None = None
+        self.sock = sock
+        self.open = True
         self.exchange: Exchange | None = None
         self.used = False
         self._framing = Framing()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)
-        raw = transport.get_extra_info("socket")
-        if raw is not None:
-            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.pool.opened += 1
+        self._left: memoryview = memoryview(b"")
+        self._fd = sock.fileno()
+        self._loop = asyncio.get_running_loop()
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
+        self._loop.add_reader(self._fd, self._readable)
+        pool.opened += 1
 
     def send(self, exchange: Exchange) -> None:
         """Write head and body in one go; the stamp is taken before."""
@@ -144,16 +154,47 @@ class Connection(asyncio.Protocol):
         self._framing = Framing()
         exchange.written_ns = perf_counter_ns()
         exchange.sent_ns = exchange.sent_ns or exchange.written_ns
-        if self.transport is not None:
-            self.transport.write(exchange.request)
+        self._left = memoryview(exchange.request)
+        self._write()
+        if self._left:
+            self._loop.add_writer(self._fd, self._writable)
 
-    def data_received(self, data: bytes) -> None:
+    def _write(self) -> None:
+        """Hand the kernel what it takes now; what is wrong with the connection shows when it is read."""
+        try:
+            self._left = self._left[self.sock.send(self._left) :]
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            self._left = memoryview(b"")
+
+    def _writable(self) -> None:
+        self._write()
+        if not self._left:
+            self._loop.remove_writer(self._fd)
+
+    def _readable(self) -> None:
+        try:
+            data, said, _, _ = self.sock.recvmsg(READ, SAID)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self._lost(error)
+            return
+        if not data:
+            self._lost(None)
+            return
         now = perf_counter_ns()
-        exchange = self.exchange
-        if exchange is None:
+        if self.exchange is None:
             self.close()
             return
-        exchange.stamps.append(now)
+        self._received(self.exchange, data, stamp(now, said))
+        alarm = self.pool.alarm
+        if alarm is not None and alarm.next_ns <= now:
+            alarm.look(1)
+
+    def _received(self, exchange: Exchange, data: bytes, at_ns: int) -> None:
+        exchange.stamps.append(at_ns)
         exchange.parts.append(data)
         try:
             complete = self._framing.complete(exchange.parts)
@@ -165,36 +206,42 @@ class Connection(asyncio.Protocol):
             self.pool.received += 1
         if complete:
             self._finish(None)
-            if self._framing.keep:
+            if self._framing.keep and not self._left:
                 self.used = True
                 self.pool.idle.append(self)
             else:
                 self.close()
 
-    def connection_lost(self, exc: Exception | None) -> None:
+    def _lost(self, error: OSError | None) -> None:
+        """The other side closed the connection, or it broke."""
+        self.close()
         if self in self.pool.idle:
             self.pool.idle.remove(self)
         exchange = self.exchange
-        self.transport = None
         if exchange is None:
             return
-        if self._framing.until_close and exc is None:
+        if self._framing.until_close and error is None:
             self._finish(None)
         elif self.used and not exchange.parts and not exchange.resent:
             self.exchange = None
             exchange.resent = True
             self.pool.send(exchange)
         else:
-            self._finish("connection reset" if exc or exchange.parts else "connection closed unanswered")
+            self._finish("connection reset" if error or exchange.parts else "connection closed unanswered")
 
     def cut(self, reason: str) -> None:
-        """Give the exchange up: reset the socket, so that the server sees its client go."""
+        """Give the exchange up: close the socket, so that the server sees its client go."""
         self._finish(reason)
         self.close()
 
     def close(self) -> None:
-        if self.transport is not None:
-            self.transport.abort()
+        """Let go of the socket."""
+        if self.open:
+            self.open = False
+            self._loop.remove_reader(self._fd)
+            if self._left:
+                self._loop.remove_writer(self._fd)
+            self.sock.close()
 
     def _finish(self, failure: str | None) -> None:
         exchange = self.exchange
@@ -202,14 +249,25 @@ class Connection(asyncio.Protocol):
         if exchange is None:
             return
         exchange.failure = failure
-        exchange.end_ns = perf_counter_ns()
+        exchange.end_ns = perf_counter_ns() if failure or not exchange.stamps else exchange.stamps[-1]
         self.pool.flying.pop(exchange.key, None)
         exchange.done(exchange)
 
 
+def stamp(now_ns: int, said: Sequence[tuple[int, int, bytes]]) -> int:
+    """When the kernel received what was read, on the clock of `perf_counter_ns`; `now_ns` where it does not
+    tell. Its stamps are of the wall clock: one that would lie far off was taken before that was set."""
+    for _, kind, data in said:
+        if kind == SO_TIMESTAMPNS:
+            seconds, nanoseconds = TIMESPEC.unpack_from(data)
+            behind = time_ns() - seconds * 1_000_000_000 - nanoseconds
+            return now_ns - behind if 0 <= behind < FAR_NS else now_ns
+    return now_ns
+
+
 class Pool:
     """Connections to one server: as many as are needed at once, reused last in, first out. `received` counts
-    pieces of good answers.
+    pieces of good answers; `alarm` is looked at after every read, so that reading makes no send late.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -219,6 +277,7 @@ class Pool:
         self.flying: dict[int, Connection | None] = {}
         self.opened = 0
         self.received = 0
+        self.alarm: Alarm | None = None
         self._opening: set[asyncio.Task[None]] = set()
 
     async def open(self, count: int) -> None:
@@ -227,14 +286,25 @@ class Pool:
         loop = asyncio.get_running_loop()
         end = loop.time() + OPEN_S
         while len(self.idle) < count and loop.time() < end:
-            _, connection = await loop.create_connection(lambda: Connection(self), self.host, self.port)
-            self.idle.append(connection)
+            self.idle.append(await self._connected())
+
+    async def _connected(self) -> Connection:
+        loop = asyncio.get_running_loop()
+        family = (await loop.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM))[0][0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        try:
+            await loop.sock_connect(sock, (self.host, self.port))
+        except BaseException:
+            sock.close()
+            raise
+        return Connection(self, sock)
 
     def send(self, exchange: Exchange) -> None:
         """Send at once; never waits, never refuses."""
         while self.idle:
             connection = self.idle.pop()
-            if connection.transport is not None and not connection.transport.is_closing():
+            if connection.open:
                 self.flying[exchange.key] = connection
                 connection.send(exchange)
                 return
@@ -244,10 +314,9 @@ class Pool:
         task.add_done_callback(self._opening.discard)
 
     async def _connect_and_send(self, exchange: Exchange) -> None:
-        loop = asyncio.get_running_loop()
         exchange.sent_ns = exchange.sent_ns or perf_counter_ns()
         try:
-            _, connection = await loop.create_connection(lambda: Connection(self), self.host, self.port)
+            connection = await self._connected()
         except OSError as error:
             if self.flying.pop(exchange.key, self) is None:
                 exchange.failure = f"connect: {error.strerror or error}"
@@ -277,6 +346,7 @@ class Pool:
         """Close every connection and wait for pending connects."""
         for connection in [*self.idle, *(c for c in self.flying.values() if c is not None)]:
             connection.close()
+            connection.exchange = None
         self.idle.clear()
         for task in list(self._opening):
             task.cancel()

@@ -1,10 +1,9 @@
-"""A sender process: `python -m tuner.replay.worker SOCKET HOST PORT [--realtime]`, fed by `senders.Senders`.
+"""A sender process: `python -m tuner.replay.worker DIRECTORY NUMBER HOST PORT [--realtime]`.
 
-Frames both ways on a Unix socket: kind (1 byte), length (4), payload. In: O connections to open, J job,
-E end of jobs, P prepared?, Z zero of the clock, X cut all. Out: P prepared (all before it is done), R a
-result, A bytes of bodies taken from the queue, T tokens came, F finished with X (JSON of its own numbers).
-The controller keeps the bytes that lie ahead within bounds. It ends when the socket does: it cannot outlive
-its controller.
+Frames on Unix sockets: kind (1 byte), length (4), payload. The controller, at DIRECTORY/socket, says O get
+ready, with so many connections; Z zero of the clock; X cut all. It hears P ready, R results, T what has been
+told (`TOLD`), F finished with X (JSON of the sender's own numbers). Jobs come from DIRECTORY/jobs, see
+`feeder`; the sender stops reading there while AHEAD_BYTES lie with it. It ends when its controller does.
 """
 
 import asyncio
@@ -17,31 +16,54 @@ import sys
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from time import perf_counter_ns
 
 import numpy as np
 import uvloop
 
+from tuner.replay.contention import short_turns
 from tuner.replay.jobs import Job, Sent
 from tuner.replay.sender import Sender
 from tuner.replay.wire import Pool
 
 FRAME = struct.Struct("<cI")
+LENGTH = struct.Struct("<I")
+TOLD = struct.Struct("<q?")
+"""All that ended before this perf_counter_ns has been told; whether tokens came since the last time."""
 FLUSH_S = 0.05
+AHEAD_BYTES = 64 << 20
+"""Bodies of this size lie with one sender at most, but for those that the clock waits for."""
 
 
 class Queue:
-    """Jobs ahead of their time; `taken` counts the bytes that left it."""
+    """Jobs ahead of their time."""
 
     def __init__(self) -> None:
         self._jobs: deque[Job | None] = deque()
         self._came = asyncio.Event()
-        self.taken = 0
+        self._went = asyncio.Event()
+        self._size = 0
+        self.closed = False
+        self.bounded = False
 
     def put(self, job: Job | None) -> None:
         """Add a job (None: there are no more)."""
-        self._jobs.append(job)
-        self._came.set()
+        if not self.closed:
+            self._size += len(job.body) if job is not None else 0
+            self._jobs.append(job)
+            self._came.set()
+
+    async def room(self) -> None:
+        """Wait until there is room for another job; there always is before the clock starts."""
+        while self.bounded and self._size > AHEAD_BYTES and not self.closed:
+            self._went.clear()
+            await self._went.wait()
+
+    def close(self) -> None:
+        """Take no more jobs."""
+        self.closed = True
+        self._went.set()
 
     async def jobs(self) -> AsyncIterator[Job]:
         """The jobs until None."""
@@ -52,7 +74,8 @@ class Queue:
             job = self._jobs.popleft()
             if job is None:
                 return
-            self.taken += len(job.body)
+            self._size -= len(job.body)
+            self._went.set()
             yield job
 
 
@@ -69,6 +92,7 @@ class Worker:
     def fresh(self) -> None:
         """Forget the last play."""
         self.queue = Queue()
+        self.enough, self.fed = asyncio.Event(), asyncio.Event()
         self.sender = Sender(self.pool, self.take)
         self.player: asyncio.Task[None] | None = None
         self.used = usage()
@@ -76,42 +100,57 @@ class Worker:
 
     def take(self, sent: Sent) -> None:
         """Keep a result for the next flush."""
-        self.results.append(sent.pack())
+        raw = sent.pack()
+        self.results += (LENGTH.pack(len(raw)), raw)
 
     async def flush_often(self) -> None:
         """Send results home in batches, for as long as the worker lives."""
         while True:
             await asyncio.sleep(FLUSH_S)
-            self.flush()
+            if self.player is not None:
+                self.flush()
 
     def flush(self) -> None:
         """Write what gathered."""
-        if self.pool.received != self.received:
-            self.writer.write(FRAME.pack(b"T", 0))
-            self.received = self.pool.received
-        if self.queue.taken:
-            payload = str(self.queue.taken).encode()
-            self.writer.write(FRAME.pack(b"A", len(payload)) + payload)
-            self.queue.taken = 0
         if self.results:
-            self.writer.writelines(part for raw in self.results for part in (FRAME.pack(b"R", len(raw)), raw))
+            self.tell(b"R", b"".join(self.results))
             self.results = []
+        self.tell(b"T", TOLD.pack(self.sender.told_ns, self.pool.received != self.received))
+        self.received = self.pool.received
+
+    def tell(self, kind: bytes, payload: bytes = b"") -> None:
+        """Write a frame to the controller."""
+        self.writer.write(FRAME.pack(kind, len(payload)) + payload)
+
+    async def take_jobs(self, path: Path, number: int) -> None:
+        """Queue what the feeder sends, for as long as it lives."""
+        reader, writer = await asyncio.open_unix_connection(str(path), limit=1 << 20)
+        writer.write(b"%d\n" % number)
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                kind, length = FRAME.unpack(await reader.readexactly(FRAME.size))
+                if kind == b"J":
+                    self.queue.put(Job.unpack(await reader.readexactly(length)))
+                    await self.queue.room()
+                elif kind == b"P":
+                    self.enough.set()
+                else:
+                    self.queue.put(None)
+                    self.fed.set()
+        self.enough.set()
+        self.fed.set()
 
     async def frame(self, kind: bytes, payload: bytes) -> None:
         """Do what one frame says."""
-        if kind == b"J":
-            self.queue.put(Job.unpack(payload))
-        elif kind == b"E":
-            self.queue.put(None)
-        elif kind == b"O":
+        if kind == b"O":
             with suppress(OSError):
                 await self.pool.open(int(payload))
+            await self.enough.wait()
+            self.tell(b"P")
         elif kind == b"Z":
             self.used, self.begun = usage(), perf_counter_ns()
-            zero = int(payload)
-            self.player = asyncio.create_task(self.sender.play(self.queue.jobs(), zero))
-        elif kind == b"P":
-            self.writer.write(FRAME.pack(b"P", 0))
+            self.queue.bounded = True
+            self.player = asyncio.create_task(self.sender.play(self.queue.jobs(), int(payload)))
         elif kind == b"X":
             await self.finish(payload.decode())
 
@@ -122,6 +161,8 @@ class Worker:
             self.player.cancel()
             await asyncio.gather(self.player, return_exceptions=True)
         await self.sender.cut_all(reason)
+        self.queue.close()
+        await self.fed.wait()
         self.flush()
         wakes = self.sender.alarm.wakes_ms
         said = {
@@ -132,8 +173,7 @@ class Worker:
             "opened": self.pool.opened,
             "realtime": float(os.sched_getscheduler(0) == os.SCHED_RR),
         }
-        payload = json.dumps(said).encode()
-        self.writer.write(FRAME.pack(b"F", len(payload)) + payload)
+        self.tell(b"F", json.dumps(said).encode())
         self.sender.close()
         self.fresh()
 
@@ -157,16 +197,17 @@ def quiet_collector() -> Iterator[None]:
         gc.enable()
 
 
-async def serve(path: str, host: str, port: int) -> None:
+async def serve(directory: Path, number: int, host: str, port: int) -> None:
     """Obey frames until the socket ends; a play of its own then ends with it."""
-    reader, writer = await asyncio.open_unix_connection(path, limit=1 << 20)
+    reader, writer = await asyncio.open_unix_connection(str(directory / "socket"), limit=1 << 20)
     worker = Worker(host, port, writer)
-    flusher = asyncio.create_task(worker.flush_often())
+    tasks = [asyncio.create_task(worker.flush_often())]
     with suppress(asyncio.IncompleteReadError, ConnectionError), quiet_collector():
         while True:
             kind, length = FRAME.unpack(await reader.readexactly(FRAME.size))
+            if kind == b"O" and len(tasks) == 1:
+                tasks.append(asyncio.create_task(worker.take_jobs(directory / "jobs", number)))
             await worker.frame(kind, await reader.readexactly(length))
-    flusher.cancel()
     os._exit(0)
 
 
@@ -185,6 +226,7 @@ def many_files() -> None:
 
 if __name__ == "__main__":
     many_files()
+    short_turns()
     if "--realtime" in sys.argv:
         realtime()
-    uvloop.run(serve(sys.argv[1], sys.argv[2], int(sys.argv[3])))
+    uvloop.run(serve(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])))

@@ -1,0 +1,189 @@
+"""A feeder process, `python -m tuner.replay.feeder DIRECTORY`: builds bodies ahead for the senders.
+
+The senders connect to DIRECTORY/jobs and say their number; what comes on these links is J a job, P enough for
+a start, E no more of this stretch. The controller listens at DIRECTORY/feeder and says B the pickled
+`Source`, S a pickled `Stretch`, Z zero of the clock, C no more of this stretch. It ends when that link does.
+Frames are those of `worker`.
+"""
+
+import asyncio
+import math
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from time import perf_counter_ns
+
+import numpy as np
+import uvloop
+from numpy.typing import NDArray
+
+from tuner.replay.bodies import Bodies, Turn
+from tuner.replay.contention import give_way
+from tuner.replay.jobs import Job
+from tuner.replay.plan import Load
+from tuner.replay.schedule import KINDS, Schedule
+from tuner.replay.worker import AHEAD_BYTES, FRAME
+from tuner.traffic.trace import Trace
+
+AHEAD_S = 15.0
+"""Jobs of this much schedule lie with the senders before the clock starts, or AHEAD_BYTES with one."""
+BATCH_BYTES = 1 << 20
+PACE_S = 0.1
+"""Once the clock runs, so much of the schedule is built at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """What bodies are made of, and the number of senders that share them."""
+
+    trace: Trace
+    load: Load
+    priorities: bool
+    senders: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """What is sent as one stream: the rows and their times, and per position the parent turn (-1: none) and
+    the root turn; a session is one group, and stays with one sender."""
+
+    timetable: Schedule
+    parents: NDArray[np.int64]
+    roots: NDArray[np.int64]
+
+    def jobs(self, bodies: Bodies) -> Iterator[tuple[int, Callable[[], Job]]]:
+        """(group, maker) of every job in order."""
+        timetable, trace = self.timetable, bodies.trace
+        awaited = np.isin(np.arange(len(self.parents)), self.parents)
+        for k in range(len(timetable)):
+            row = int(timetable.rows[k])
+            think = float(trace.think_s[row])
+            turn = Turn(
+                parent=int(self.parents[k]),
+                think_s=0.0 if math.isnan(think) else max(0.0, think) / bodies.load.speed,
+                children=bool(awaited[k]),
+            )
+            yield (
+                int(self.roots[k]),
+                partial(
+                    bodies.job, k, row, float(timetable.at_s[k]),
+                    kind=KINDS[int(timetable.filler[k])], counted=bool(timetable.measured[k]), turn=turn,
+                ),
+            )  # fmt: skip
+
+
+class Feeder:
+    """Feeds one stretch after another to the senders' links."""
+
+    def __init__(self, links: dict[int, asyncio.StreamWriter]) -> None:
+        self.links = links
+        self.begin()
+
+    def begin(self) -> None:
+        """A new stretch: forget what the last one was told."""
+        self.zero_ns = 0
+        self.started, self.stopped = asyncio.Event(), asyncio.Event()
+
+    def go(self, zero_ns: int) -> None:
+        """Start the clock."""
+        self.zero_ns = zero_ns
+        self.started.set()
+
+    def stop(self) -> None:
+        """End the stretch, wherever it is."""
+        self.stopped.set()
+        self.started.set()
+
+    async def feed(self, jobs: Iterable[tuple[int, Callable[[], Job]]]) -> None:
+        """Build and hand over jobs in order. P once AHEAD_S of schedule, AHEAD_BYTES of bodies, or all of it,
+        is over there; from then on as the clock goes, and as the senders take them."""
+        ahead, size, first, told = dict.fromkeys(self.links, 0), 0, None, False
+        for group, make in jobs:
+            job = make()
+            number = group % len(self.links)
+            self._tell(number, b"J", job.pack())
+            ahead[number] += len(job.body)
+            size += len(job.body)
+            first = job.at_s if first is None else first
+            if not told and (job.at_s - first > AHEAD_S or max(ahead.values()) > AHEAD_BYTES):
+                told = self._tell_all(b"P")
+            if told:
+                await self._keep_pace(job.at_s)
+            if size > BATCH_BYTES:
+                size = 0
+                await self._drain()
+            if self.stopped.is_set():
+                break
+        if not told:
+            self._tell_all(b"P")
+        self._tell_all(b"E")
+        await self._drain()
+
+    async def _keep_pace(self, at_s: float) -> None:
+        """Wait until no more than AHEAD_S of schedule lies ahead."""
+        await self.started.wait()
+        ahead = at_s - (perf_counter_ns() - self.zero_ns) / 1e9
+        if ahead > AHEAD_S + PACE_S:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(ahead - AHEAD_S):
+                    await self.stopped.wait()
+
+    def _tell(self, number: int, kind: bytes, payload: bytes = b"") -> None:
+        self.links[number].write(FRAME.pack(kind, len(payload)) + payload)
+
+    def _tell_all(self, kind: bytes) -> bool:
+        for number in self.links:
+            self._tell(number, kind)
+        return True
+
+    async def _drain(self) -> None:
+        with suppress(ConnectionError):
+            await asyncio.gather(*(link.drain() for link in self.links.values()))
+
+
+async def serve(directory: Path) -> None:
+    """Obey the controller until its link ends."""
+    links: dict[int, asyncio.StreamWriter] = {}
+    came = asyncio.Condition()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        number = int(await reader.readline())
+        async with came:
+            links[number] = writer
+            came.notify_all()
+
+    server = await asyncio.start_unix_server(accept, str(directory / "jobs"))
+    link = await asyncio.open_unix_connection(str(directory / "feeder"))
+    try:
+        source = pickle.loads((await _frame(link[0]))[1])
+        bodies, feeder = Bodies(source.trace, source.load, priorities=source.priorities), Feeder(links)
+        async with asyncio.TaskGroup() as group:
+            while True:
+                kind, payload = await _frame(link[0])
+                if kind == b"S":
+                    async with came:
+                        await came.wait_for(lambda: len(links) == source.senders)
+                    feeder.begin()
+                    group.create_task(feeder.feed(pickle.loads(payload).jobs(bodies)))
+                elif kind == b"Z":
+                    feeder.go(int(payload))
+                else:
+                    feeder.stop()
+    except* (asyncio.IncompleteReadError, ConnectionError):
+        server.close()
+        os._exit(0)
+
+
+async def _frame(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
+    kind, length = FRAME.unpack(await reader.readexactly(FRAME.size))
+    return kind, await reader.readexactly(length)
+
+
+if __name__ == "__main__":
+    give_way()
+    uvloop.run(serve(Path(sys.argv[1])))
