@@ -1,131 +1,175 @@
-"""Screening by live limits against relaunching, on a real vLLM (default: the CPU build, a tiny model).
+"""The search with live limits against the search without, on a real vLLM (the CPU build, a tiny model).
 
-    python benchmarks/live_limits.py --python PATH/TO/python [--candidates 12] [--output FILE.json]
+    python -m benchmarks.live_limits HOME --python PYTHON --arm auto|off [--limit-s 600]
+    python -m benchmarks.live_limits HOME
 
-Six candidates are measured twice: each in an engine of its own, and all inside one running engine whose
-limits are changed in between. Then the other candidates inside that engine, and what the wall clock said.
+`tuner tune` measures a baseline and twelve candidates of a small space, once with `live_limits: auto` and
+once with `off`. The bench ends a run when its search has measured them (no confirmation), or after --limit-s;
+the same command goes on where it ended. Without --arm both histories are read: the seconds of the two
+searches (what the bench cut left out), and whether screened and relaunched candidates come in the same order.
+Without --python the simulated engine stands in, which shows only that the path works.
 """
 
 import argparse
-import asyncio
 import json
-import statistics
-import tempfile
+import os
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tuner.engine import limits
-from tuner.engine.server import Server, serve
-from tuner.records import JSON, LaunchSpec, Value
-from tuner.search.proposals import spearman
+from benchmarks.simulator import spearman
+from benchmarks.tiny import ARGS, ENV, LENGTH, write
+from tuner.errors import TunerError
+from tuner.history.store import Store
+from tuner.records import Trial, TrialState
+from tuner.settings import shipped
 
-MODEL: dict[str, JSON] = {
-    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 2048,
-    "max_position_embeddings": 2048, "torch_dtype": "float32", "rms_norm_eps": 1e-6, "rope_theta": 1e4,
-    "tie_word_embeddings": True, "hidden_act": "silu",
-}  # fmt: skip
-WIDE: Mapping[str, Value] = {"max_num_seqs": 32, "max_num_batched_tokens": 1024}
-BOTH: tuple[Mapping[str, Value], ...] = tuple(
-    {"max_num_seqs": seqs, "max_num_batched_tokens": tokens}
-    for seqs, tokens in ((32, 1024), (16, 1024), (8, 1024), (4, 1024), (2, 1024), (32, 64))
-)
-
-
-def candidates(count: int) -> list[Mapping[str, Value]]:
-    """The six, then others that differ from them."""
-    more = [{"max_num_seqs": s, "max_num_batched_tokens": t} for t in (512, 256, 128) for s in (32, 16, 8, 4)]
-    return [*BOTH, *more][:count]
+TRACE = shipped("data", "traces", "azure-conversation-slice.parquet")
+ARMS = ("auto", "off")
+TRIALS = 13
+DECIDED = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.INFEASIBLE)
+SHOWN = ("ttft_p95_ms", "tpot_p95_ms", "e2e_p95_ms")
+IDLE_S = 20.0
+"""Longer between two trials means that nobody was tuning."""
+SPACE = """\
+about: Limits that a running engine can change.
+vllm: ">=0.11.2"
+knobs:
+  max_num_seqs: [2, 4, 8, 16]
+  max_num_batched_tokens: [32, 128, 512, 1024]
+"""
 
 
-def launch(python: str, home: Path, number: int, knobs: Mapping[str, Value], *, live: bool) -> LaunchSpec:
-    launch_id = f"bench-{time.time_ns():x}"
-    env, argv = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}, []
-    for name, value in knobs.items():
-        argv += [f"--{name.replace('_', '-')}", str(value)]
-    if live:
-        installed = limits.install(home, launch_id)
-        env, argv = {**env, **installed.env}, [*argv, *installed.argv]
-    return LaunchSpec(
-        launch_id=launch_id,
-        command=(python, "-m", "vllm.entrypoints.openai.api_server"),
-        model=str(home / "model"),
-        argv=("--load-format", "dummy", "--skip-tokenizer-init", "--max-model-len", "1024", *argv),
-        served_name="m",
-        directory=str(home / f"launch{number}"),
-        env=env,
-    )
-
-
-async def measure(server: Server, salt: int, requests: int = 48, over_s: float = 4.0) -> float:
-    """Mean end-to-end seconds of an open loop: the same lengths and arrivals each time, fresh tokens."""
-
-    async def one(index: int) -> float:
-        due = begun + over_s * index / requests
-        await asyncio.sleep(max(0.0, due - time.monotonic()))
-        prompt: JSON = [
-            (31 * salt + 7 * index + k * (1 + index % 3)) % 2000 + 10 for k in range(120 + 10 * index)
-        ]
-        body: JSON = {"model": "m", "prompt": prompt, "max_tokens": 40, "ignore_eos": True}
-        reply = await server.ask("POST", "/v1/completions", body=body, timeout_s=300)
-        assert reply.status == 200, reply.text
-        return time.monotonic() - due
-
-    await server.reset_cache()
-    begun = time.monotonic() + 0.1
-    return statistics.mean(await asyncio.gather(*(one(i) for i in range(requests))))
-
-
-async def run(python: str, count: int) -> dict[str, JSON]:
-    home = Path(tempfile.mkdtemp(prefix="bench-live-"))
-    (home / "model").mkdir()
-    (home / "model" / "config.json").write_text(json.dumps(MODEL))
-    relaunched, relaunch_s = [], []
-    for number, knobs in enumerate(BOTH):
-        begun = time.monotonic()
-        async with serve(launch(python, home, number, knobs, live=False)) as server:
-            await measure(server, 999)
-            relaunched.append(await measure(server, number))
-        relaunch_s.append(time.monotonic() - begun)
-        print(f"relaunched {dict(knobs)}: {relaunched[-1]:.3f} s, {relaunch_s[-1]:.0f} s of wall", flush=True)
-    screened = []
-    begun = time.monotonic()
-    async with serve(launch(python, home, 99, WIDE, live=True)) as server:
-        await measure(server, 999)
-        for number, knobs in enumerate(candidates(count)):
-            if not await limits.change(server, knobs):
-                raise SystemExit(f"the engine refused {dict(knobs)}: {await limits.ask(server, {})}")
-            screened.append(await measure(server, 100 + number))
-            print(f"screened {dict(knobs)}: {screened[-1]:.3f} s", flush=True)
-    live_s = time.monotonic() - begun
+def study(python: str | None, arm: str) -> dict[str, object]:
+    """The study file of an arm. A SLO that everybody keeps, so that no replay is cut short."""
+    real = {"kind": "vllm", "python": python, "args": ARGS, "env": ENV}
     return {
-        "relaunched_e2e_s": list(relaunched),
-        "screened_e2e_s": list(screened),
-        "rank_correlation": spearman(relaunched, screened[: len(BOTH)]),
-        "relaunch_wall_s_each": statistics.mean(relaunch_s),
-        "candidates": count,
-        "live_wall_s": live_s,
-        "relaunch_wall_s": statistics.mean(relaunch_s) * count,
-        "share": live_s / (statistics.mean(relaunch_s) * count),
+        "name": f"live-{arm}",
+        "model": "model",
+        "workload": "chat",
+        "trace": "latest:conversation",
+        "space": "space.yaml",
+        "engine": real if python else {"kind": "simulated", "args": {"max-model-len": LENGTH}},
+        "baseline": {"max_num_seqs": 4, "max_num_batched_tokens": 512},
+        "slices": [{"start_s": 20, "duration_s": 6}],
+        "speed": 2,
+        "plan": {"base": "quick", "tail_limit_s": 300, "lateness_ms": 1000},
+        "slo": {"ttft_ms": 600000, "tpot_ms": 60000},
+        "live_limits": arm,
+        "budget": {"trials": TRIALS},
     }
 
 
-def main() -> None:
+def prepare(home: Path, python: str | None) -> None:
+    """What both arms need, once."""
+    if (home / "space.yaml").exists():
+        return
+    write(home / "model")
+    words = ("trace", "import", TRACE, "--name", "conversation", "--max-len", 1000)
+    subprocess.run([sys.executable, "-m", "tuner", *map(str, words)], env=environment(home), check=True)
+    for arm in ARMS:
+        (home / f"{arm}.yaml").write_text(json.dumps(study(python, arm), indent=1))
+    (home / "space.yaml").write_text(SPACE)
+
+
+def environment(home: Path) -> dict[str, str]:
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("TUNER_")}
+    return {**plain, "TUNER_HOME": str(home)}
+
+
+def searched(home: Path, arm: str) -> list[Trial]:
+    """Every attempt of an arm's search, in order; what was relaunched for the confirmation is not its."""
+    store = Store(f"sqlite:///{home / 'tuner.db'}", create=False)
+    try:
+        return [t for t in store.trials(store.study(f"live-{arm}").id) if t.origin != "relaunched"]
+    except TunerError:
+        return []
+    finally:
+        store.close()
+
+
+def tune(home: Path, arm: str, limit_s: float) -> bool:
+    """Search until all candidates are measured or the time is over; whether they are."""
+    words = [sys.executable, "-m", "tuner", "tune", str(home / f"{arm}.yaml"), "--all-trials"]
+    end = time.monotonic() + limit_s
+    with (home / f"{arm}.log").open("a") as log:
+        controller = subprocess.Popen(words, env=environment(home), stdout=log, stderr=log)
+        while controller.poll() is None:
+            done = sum(t.state in DECIDED for t in searched(home, arm)) >= TRIALS
+            if done or time.monotonic() > end:
+                controller.send_signal(signal.SIGINT)
+                controller.wait()
+            time.sleep(0.2)
+    return sum(t.state in DECIDED for t in searched(home, arm)) >= TRIALS
+
+
+def seconds(trials: Sequence[Trial]) -> float:
+    """Of a search: its trials, and what was thought between them. Interrupted attempts are left out."""
+    ended = [t for t in trials if t.state in DECIDED and t.ended_at]
+    total, last = 0.0, None
+    for trial in ended:
+        gap = (trial.started_at - last).total_seconds() if last else 0.0
+        last = trial.ended_at or trial.started_at
+        total += (last - trial.started_at).total_seconds() + (gap if gap < IDLE_S else 0.0)
+    return total
+
+
+def both(home: Path) -> dict[str, dict[str, Mapping[str, float]]]:
+    """Arm → configuration → numbers; in the arm with live limits only what was screened."""
+    return {
+        arm: {
+            f"{t.candidate['max_num_seqs']} {t.candidate['max_num_batched_tokens']}": t.measurement.values
+            for t in searched(home, arm)
+            if t.state is TrialState.COMPLETE and t.measurement and t.screened == (arm == "auto")
+        }
+        for arm in ARMS
+    }
+
+
+def report(home: Path) -> bool:
+    """Print both searches; whether the targets are met."""
+    spent = {arm: seconds(searched(home, arm)) for arm in ARMS}
+    found = both(home)
+    common = [key for key in found["off"] if key in found["auto"]]
+    print(
+        "| max_num_seqs max_num_batched_tokens | " + " | ".join(f"{n} relaunched / screened" for n in SHOWN)
+    )
+    print("|---" * (1 + len(SHOWN)) + "|")
+    for key in common:
+        cells = " | ".join(f"{found['off'][key][n]:.0f} / {found['auto'][key][n]:.0f}" for n in SHOWN)
+        print(f"| {key} | {cells} |")
+    print()
+    ranks = {n: spearman(*([found[arm][key][n] for key in common] for arm in ("off", "auto"))) for n in SHOWN}
+    for name, rank in ranks.items():
+        print(f"{name}: rank correlation of {len(common)} candidates {rank:.3f}")
+    for arm in ARMS:
+        trials = [t for t in searched(home, arm) if t.state in DECIDED]
+        screened = sum(t.screened for t in trials)
+        print(f"live_limits {arm}: {len(trials)} trials, {screened} of them screened, {spent[arm]:.0f} s")
+    print(f"share {spent['auto'] / spent['off']:.2f}")
+    agree = all(rank >= 0.9 for name, rank in ranks.items() if name.startswith(("ttft", "e2e")))
+    return agree and len(common) >= 6 and spent["auto"] <= 0.5 * spent["off"]
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--python", required=True)
-    parser.add_argument("--candidates", type=int, default=12)
-    parser.add_argument("--output", type=Path)
-    asked = parser.parse_args()
-    found = asyncio.run(run(asked.python, asked.candidates))
-    text = json.dumps(found, indent=1)
-    print(text)
-    if asked.output:
-        asked.output.write_text(text + "\n")
+    parser.add_argument("home", type=Path)
+    parser.add_argument("--python", help="of the CPU build of vLLM")
+    parser.add_argument("--arm", choices=ARMS)
+    parser.add_argument("--limit-s", type=float, default=float("inf"))
+    given = parser.parse_args()
+    home = given.home.resolve()
+    if given.arm is None:
+        return 0 if report(home) else 1
+    home.mkdir(parents=True, exist_ok=True)
+    prepare(home, given.python)
+    return 0 if tune(home, given.arm, given.limit_s) else 3
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

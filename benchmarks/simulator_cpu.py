@@ -1,20 +1,21 @@
 """One measured trial against nine predicted ones on a real CPU vLLM.
 
-    python -m benchmarks.simulator_cpu [TRACE] --python PYTHON --model DIR [--seconds 8] [--speed 2]
-    python -m benchmarks.simulator_cpu [TRACE] --model DIR --seen SEEN.json
+    python -m benchmarks.simulator_cpu [TRACE] --python PYTHON --keep SEEN.json [--limit-s 600] [--repeats 2]
 
-Launches the baseline and nine candidates, harmful to generous, replays one slice against each (without the
-requests that the model's length does not hold), calibrates on the baseline and prints the table. Target: rank
-correlation of 0.9 or more in p95 TTFT and E2E. --live makes one launch with the highest limits and changes
-them between replays. --keep stores what was measured, --seen predicts it again.
+Launches the baseline and nine candidates, harmful to generous, each in an engine of its own, replays one
+slice (without the requests that the model's length does not hold) against each, calibrates on the baseline
+and prints the table. Target: rank correlation of 0.9 or more in p95 TTFT and E2E. What was measured is kept
+in SEEN.json and not measured again: after --limit-s nothing more is launched, and the same command goes on.
 Without --python the simulated engine stands in, which shows only that the path works.
 """
 
 import argparse
 import asyncio
 import json
+import statistics
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,10 +24,10 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.simulator import spearman
-from tuner.engine import limits
-from tuner.engine.server import Server, serve
+from benchmarks.tiny import ENV, LENGTH, WORDS, write
+from tuner.engine.server import serve
 from tuner.knobs.model import read
-from tuner.records import Candidate, LaunchSpec, Slice, Value
+from tuner.records import Candidate, LaunchSpec, Slice
 from tuner.replay.measure import measure
 from tuner.replay.plan import PLANS, Load
 from tuner.replay.timeline import replay
@@ -42,18 +43,23 @@ CANDIDATES = tuple(
     Candidate({"max_num_seqs": seqs, "max_num_batched_tokens": tokens}) for seqs, tokens in (BASE, *OTHERS)
 )
 TRACE = shipped("data", "traces", "azure-conversation-slice.parquet")
-LENGTH = 2048
-ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
 SHOWN = ("ttft_p95_ms", "tpot_p95_ms", "e2e_p95_ms")
 
+Seen = dict[str, list[dict[str, float]]]
+"""Of each candidate by its label, the numbers of each launch."""
 
-def scene_of(given: argparse.Namespace) -> Scene:
+
+def label(candidate: Candidate) -> str:
+    return f"{candidate['max_num_seqs']} {candidate['max_num_batched_tokens']}"
+
+
+def scene_of(given: argparse.Namespace, model: str) -> Scene:
     plan = replace(
         PLANS["quick"],
         warmup_waves=3,
         warmup_requests=8,
-        warmup_limit_s=10.0,
-        load_warmup_s=2.0,
+        warmup_limit_s=5.0,
+        load_warmup_s=1.0,
         tail_limit_s=300.0,
         lateness_ms=1000.0,
     )
@@ -63,7 +69,7 @@ def scene_of(given: argparse.Namespace) -> Scene:
     return Scene(
         trace=trace.take(np.flatnonzero(fits)),
         slices=(part,),
-        facts=read(given.model, env={}),
+        facts=read(model, env={}),
         card=card_of("cpu"),
         plan=plan,
         speed=given.speed,
@@ -73,90 +79,77 @@ def scene_of(given: argparse.Namespace) -> Scene:
     )
 
 
-def launch(
-    given: argparse.Namespace, scene: Scene, candidate: Mapping[str, Value], directory: Path
-) -> LaunchSpec:
-    """A fresh engine whose limits can be changed while it runs."""
-    knobs = {**scene.args, **candidate}
-    argv = [word for name, value in knobs.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    launch_id = uuid.uuid4().hex
-    installed = limits.install(directory, launch_id)
-    if given.python:
-        command = (given.python, "-m", "vllm.entrypoints.openai.api_server")
-        argv += ["--load-format", "dummy", "--skip-tokenizer-init"]
-    else:
-        command = (sys.executable, "-m", "tuner.simulator.app")
-    if given.live:
-        argv += installed.argv
+def launch(python: str | None, model: str, candidate: Candidate, directory: str) -> LaunchSpec:
+    """A fresh engine."""
+    argv = [w for name, value in candidate.items() for w in (f"--{name.replace('_', '-')}", str(value))]
+    real = (python or "", "-m", "vllm.entrypoints.openai.api_server")
     return LaunchSpec(
-        launch_id=launch_id,
-        command=command,
-        model=given.model,
-        argv=tuple(argv),
+        launch_id=uuid.uuid4().hex,
+        command=real if python else (sys.executable, "-m", "tuner.simulator.app"),
+        model=model,
+        argv=(*WORDS, *argv) if python else ("--max-model-len", str(LENGTH), *argv),
         served_name="study",
-        directory=str(directory),
-        env={**ENV, **(installed.env if given.live else {}), "TUNER_SIM_CARD": "cpu"},
+        directory=directory,
+        env={**ENV, "TUNER_SIM_CARD": "cpu"},
         ready_timeout_s=600.0,
         stop_timeout_s=60.0,
     )
 
 
-async def measured(server: Server, scene: Scene, number: int) -> dict[str, float]:
-    """The numbers of one replay."""
+async def measured(spec: LaunchSpec, scene: Scene, number: int, repeat: int) -> dict[str, float]:
+    """The numbers of one replay in an engine of its own."""
     load = Load(
         seed=0,
         number=number,
+        repeat=repeat,
         speed=scene.speed,
         model="study",
         vocabulary=scene.facts.vocab_size,
         deadline_s=scene.deadline_s,
     )
-    replayed = await replay(server, scene.trace, scene.slices, scene.plan, load)
+    async with serve(spec) as server:
+        replayed = await replay(server, scene.trace, scene.slices, scene.plan, load)
     values = dict(measure(replayed, scene.slo).values)
     shown = ", ".join(f"{name} {values.get(name, float('inf')):.1f}" for name in SHOWN)
-    print(f"{number} {dict(CANDIDATES[number])}: {shown}", file=sys.stderr, flush=True)
+    print(f"{label(CANDIDATES[number])}: {shown}", file=sys.stderr, flush=True)
     return values
 
 
-async def relaunched(given: argparse.Namespace, scene: Scene) -> list[dict[str, float]]:
-    """One launch per candidate."""
-    seen = []
-    for number, candidate in enumerate(CANDIDATES):
-        with tempfile.TemporaryDirectory() as directory:
-            async with serve(launch(given, scene, candidate, Path(directory))) as server:
-                seen.append(await measured(server, scene, number))
+def measurements(given: argparse.Namespace, scene: Scene, model: str) -> Seen:
+    """Of every candidate, kept after each launch; SystemExit when the time is over before all are there."""
+    seen: Seen = json.loads(given.keep.read_text()) if given.keep and given.keep.exists() else {}
+    begun = time.monotonic()
+    for repeat in range(given.repeats):
+        for number, candidate in enumerate(CANDIDATES):
+            if len(seen.get(label(candidate), ())) > repeat:
+                continue
+            if time.monotonic() - begun > given.limit_s:
+                raise SystemExit(f"{sum(map(len, seen.values()))} launches so far; the same command goes on")
+            with tempfile.TemporaryDirectory() as directory:
+                spec = launch(given.python, model, candidate, directory)
+                values = asyncio.run(measured(spec, scene, number, repeat))
+            seen.setdefault(label(candidate), []).append(values)
+            if given.keep:
+                given.keep.write_text(json.dumps(seen, indent=1) + "\n")
     return seen
 
 
-async def changed(given: argparse.Namespace, scene: Scene) -> list[dict[str, float]]:
-    """One launch for all, with the highest limits of any."""
-    most = {name: max(int(str(c[name])) for c in CANDIDATES) for name in CANDIDATES[0]}
-    seen = []
-    with tempfile.TemporaryDirectory() as directory:
-        async with serve(launch(given, scene, most, Path(directory))) as server:
-            for number, candidate in enumerate(CANDIDATES):
-                if not await limits.change(server, candidate, patience_s=60.0):
-                    raise SystemExit(f"the engine did not take {dict(candidate)}")
-                seen.append(await measured(server, scene, number))
-    return seen
+def middle(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The geometric mean of repeats, name by name, where all have a positive number."""
+    names = [name for name in rows[0] if all(0 < row.get(name, 0) < float("inf") for row in rows)]
+    return {name: statistics.geometric_mean(row[name] for row in rows) for name in names}
 
 
-def measurements(given: argparse.Namespace, scene: Scene) -> list[dict[str, float]]:
-    """Of the baseline and the candidates, measured now or before."""
-    if given.seen:
-        seen: list[dict[str, float]] = json.loads(given.seen.read_text())
-        return seen
-    seen = asyncio.run(changed(given, scene) if given.live else relaunched(given, scene))
-    if given.keep:
-        given.keep.write_text(json.dumps(seen))
-    return seen
+def noise(seen: Seen, name: str) -> float:
+    """The largest distance of a repeat from its candidate's mean, as a share."""
+    means = {key: middle(rows)[name] for key, rows in seen.items()}
+    return max(abs(row[name] / means[key] - 1) for key, rows in seen.items() for row in rows)
 
 
 def table(predicted: Sequence[Mapping[str, float]], seen: Sequence[Mapping[str, float]]) -> bool:
     """Print predictions beside measurements; whether the rank correlations hold."""
-    print(
-        "| max_num_seqs | max_num_batched_tokens | " + " | ".join(f"{n} predicted / measured" for n in SHOWN)
-    )
+    heads = " | ".join(f"{n} predicted / measured" for n in SHOWN)
+    print(f"| max_num_seqs | max_num_batched_tokens | {heads} |")
     print("|---" * (2 + len(SHOWN)) + "|")
     for candidate, ours, real in zip(CANDIDATES[1:], predicted, seen, strict=True):
         cells = " | ".join(f"{ours[name]:.0f} / {real.get(name, float('inf')):.0f}" for name in SHOWN)
@@ -177,22 +170,25 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("trace", type=Path, nargs="?", default=TRACE)
-    parser.add_argument("--python")
-    parser.add_argument("--model", default="Qwen/Qwen2.5-0.5B-Instruct")
+    parser.add_argument("--python", help="of the CPU build of vLLM")
     parser.add_argument("--start", type=float, default=20.0)
-    parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--speed", type=float, default=2.0)
-    parser.add_argument("--live", action="store_true", help="one launch, its limits changed in between")
+    parser.add_argument("--repeats", type=int, default=1, help="launches of each candidate")
     parser.add_argument("--keep", type=Path)
-    parser.add_argument("--seen", type=Path)
+    parser.add_argument("--limit-s", type=float, default=float("inf"))
     given = parser.parse_args()
-    scene = scene_of(given)
-    seen = measurements(given, scene)
-    calibration = fit(scene, [Observation(candidate=CANDIDATES[0], values=seen[0])])
+    with tempfile.TemporaryDirectory() as directory:
+        model = write(Path(directory))
+        scene = scene_of(given, model)
+        seen = measurements(given, scene, model)
+    means = [middle(seen[label(candidate)]) for candidate in CANDIDATES]
+    calibration = fit(scene, [Observation(candidate=CANDIDATES[0], values=means[0])])
     print("coefficients " + ", ".join(f"{k} {v:.3g}" for k, v in calibration.coefficients.to_json().items()))
-    print("residuals " + ", ".join(f"{k} {v:.1%}" for k, v in calibration.residuals.items()) + "\n")
+    print("residuals " + ", ".join(f"{k} {v:.1%}" for k, v in calibration.residuals.items()))
+    print("largest distance of a repeat " + ", ".join(f"{n} {noise(seen, n):.1%}" for n in SHOWN) + "\n")
     predicted = Predictor(scene, calibration.coefficients, error=calibration.error)(CANDIDATES[1:])
-    return 0 if table([prediction.values for prediction in predicted], seen[1:]) else 1
+    return 0 if table([prediction.values for prediction in predicted], means[1:]) else 1
 
 
 if __name__ == "__main__":

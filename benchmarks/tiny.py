@@ -1,0 +1,41 @@
+"""A tiny model without weights on the CPU build of vLLM, for benchmarks that need a real engine.
+
+In float32 the engine serves uncompiled, which makes a launch cheap (docs/engine.md).
+"""
+
+import json
+from pathlib import Path
+
+LENGTH = 2048
+ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+ARGS = {
+    "load-format": "dummy",
+    "skip-tokenizer-init": True,
+    "max-model-len": LENGTH,
+    "enforce-eager": True,
+    "dtype": "float32",  # else it becomes bfloat16, whatever the model says
+}
+WORDS = tuple(w for name, v in ARGS.items() for w in (f"--{name}", *([] if v is True else [str(v)])))
+
+
+def write(directory: Path) -> str:
+    """The model's directory: four layers of Qwen2."""
+    shape = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 2048,
+        "max_position_embeddings": LENGTH,
+        "torch_dtype": "float32",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(shape))
+    return str(directory)
