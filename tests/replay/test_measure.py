@@ -9,12 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.replay.test_cases import job, outcome
+from tests.replay.traces import trace
 from tuner.errors import BadInput
 from tuner.records import Fidelity, Outcome, Slice, Slo
 from tuner.replay import outcomes as files
 from tuner.replay.intervals import interval
 from tuner.replay.jobs import Job, Sent
 from tuner.replay.measure import fold, itl_ms, measure, percentile, tpot_ms
+from tuner.replay.prefix import Prefix
+from tuner.replay.schedule import schedule
 from tuner.replay.speed import LOST, MET, bisect, sure
 from tuner.replay.timeline import Partial, Replayed, SliceReplay
 
@@ -227,3 +230,21 @@ def test_a_replay_ends_as_soon_as_its_answer_is_sure() -> None:
     assert seen(50, 5, waiting=6) == LOST
     assert seen(89, 5) is None
     assert seen(90, 5) == MET
+
+
+def test_cached_prompt_tokens_stand_beside_what_a_cache_would_have_had() -> None:
+    shared = [[1, 2, 3], [1, 2, 4], [1, 2, 3], [9, 8, 7]]
+    traffic = trace([0.0, 1.0, 2.0, 3.0], inputs=48, blocks=shared, block_size=16)
+    part = Slice(name="end", start_s=1.0, duration_s=10.0)
+    timetable = schedule(traffic, part, speed=1.0, warmup_s=0.0, tail_s=0.0)
+    outcomes = [
+        outcome(row=row, input_tokens=48, expected_input=48, cached_tokens=cached)
+        for row, cached in ((1, 32), (2, 16), (3, None))
+    ]
+    prefix = Prefix()
+    prefix.add(traffic, (np.array([0]), timetable), outcomes, (16, None))
+    assert prefix.values() == {
+        "prefix_cached_share": pytest.approx(48 / 96),
+        "prefix_predicted_share": pytest.approx(64 / 96),
+    }
+    assert Prefix().values() == {}

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from tuner.records import Fidelity, Outcome
 from tuner.replay.jobs import CANCELLED, Sent
 from tuner.replay.plan import Plan
+from tuner.traffic.statistics import dispersion
 
 SLOW_ACCEPT_MS = 50.0
 
@@ -35,6 +36,7 @@ def check(evidence: Evidence, plan: Plan) -> Fidelity:
     failed: list[str] = []
     warnings = list(evidence.warnings)
     _lateness(outcomes, plan, values, failed, warnings)
+    _arrivals(outcomes, values)
     _tokens(outcomes, plan, values, failed)
     _conservation(evidence, values, failed)
     values["sender_cpu"] = evidence.cpu
@@ -75,6 +77,18 @@ def _lateness(
         )
     elif p99 > 2.0:
         warnings.append(f"requests left {p99:.1f} ms late at p99")
+
+
+def _arrivals(outcomes: Sequence[Outcome], values: dict[str, float | None]) -> None:
+    """How uneven the arrivals were, as planned and as sent: variance by mean of their counts."""
+    sent = [o for o in outcomes if o.sent_s is not None]
+    times = {
+        "planned": np.sort([o.scheduled_s for o in sent]),
+        "sent": np.sort([o.sent_s for o in sent if o.sent_s is not None]),
+    }
+    for kind, at in times.items():
+        for window in (1, 10):
+            values[f"dispersion_{window}s_{kind}"] = dispersion(at, window) if len(at) else None
 
 
 def _tokens(

@@ -141,11 +141,12 @@ class Preparer:
         if not outcome.proved:
             self.notes.warnings.append(f"cache reset not proved ({outcome.how}): fresh tokens stand in")
 
-    async def prime(self, part: Slice) -> None:
-        """Bring the cache to where production's would be: the rows before, one token each, in order."""
+    async def prime(self, part: Slice) -> NDArray[np.int64]:
+        """Bring the cache to where production's would be: the rows before, one token each, in order. The rows
+        that were answered."""
         capacity = self.load.kv_tokens or self.server.kv_tokens
         if len(self.trace.blocks) == 0 or not capacity:
-            return
+            return np.empty(0, np.int64)
         target = self.plan.priming_turnovers * capacity
         before = self.plan.load_warmup_s * self.load.speed
         rows = priming_rows(self.trace, part, before_s=before, tokens=target)
@@ -158,6 +159,7 @@ class Preparer:
             self.notes.warnings.append(
                 f"slice {part.name}: primed {primed / capacity:.2f} KV turnovers of {target / capacity:.2f}"
             )
+        return np.sort(np.array([o.row for o in found if o.ok], np.int64))
 
     async def burst(
         self, rows: NDArray[np.int64], kind: str, tokens: int, concurrency: int, limit_s: float = math.inf

@@ -21,6 +21,7 @@ from tuner.replay.feeder import Source, Stretch
 from tuner.replay.jobs import CUT, Sent
 from tuner.replay.observe import Observer, growing
 from tuner.replay.plan import PLANS, Causality, Load, Plan
+from tuner.replay.prefix import Prefix
 from tuner.replay.prepare import Engine, Notes, Preparer, Progress, check_alive
 from tuner.replay.schedule import Schedule, lineage, schedule
 from tuner.replay.senders import Senders
@@ -123,6 +124,7 @@ class _Replay:
         source = Source(trace=plain, load=load, priorities=priorities, senders=load.senders)
         self.senders = Senders(server.host, server.port, source, load.cores)
         self.notes = Notes()
+        self.prefix = Prefix()
         self.sent: list[Sent] = []
         self.planned = 0
         self.cpu = 0.0
@@ -143,18 +145,17 @@ class _Replay:
             await starting
         for part in slices:
             await prepare.reset()
-            await prepare.prime(part)
-            done.append(await self.one(part))
+            done.append(await self.one(part, await prepare.prime(part)))
             if self.stopped is not None:
                 break
         evidence = fidelity.Evidence(
             sent=self.sent, planned=self.planned, cpu=self.cpu, curtailed=self.stopped is not None,
-            extra=self.notes.values, warnings=tuple(self.notes.warnings),
+            extra={**self.notes.values, **self.prefix.values()}, warnings=tuple(self.notes.warnings),
         )  # fmt: skip
         return Replayed(slices=tuple(done), fidelity=fidelity.check(evidence, plan), stopped=self.stopped)
 
-    async def one(self, part: Slice) -> SliceReplay:
-        """Load warm-up, window and tail of one slice, as one stream of jobs."""
+    async def one(self, part: Slice, primed: NDArray[np.int64]) -> SliceReplay:
+        """Load warm-up, window and tail of one slice, as one stream of jobs; `primed` rows went before."""
         plan = self.plan
         timetable = schedule(
             self.trace, part, speed=self.load.speed, warmup_s=plan.load_warmup_s, tail_s=plan.tail_limit_s
@@ -184,6 +185,10 @@ class _Replay:
             self.notes.warnings.append(f"slice {part.name}: the engine's queue grew all through the window")
         ended = min(window.now_s, timetable.window_s) if self.stopped else timetable.window_s
         outcomes = sorted(window.outcomes, key=lambda o: (o.scheduled_s, o.row))
+        block_size = self.server.effective.get("block_size")
+        if isinstance(block_size, int):
+            about = (block_size, self.server.kv_tokens)
+            await asyncio.to_thread(self.prefix.add, self.trace, (primed, timetable), outcomes, about)
         return SliceReplay(
             slice=part, window_s=ended, outcomes=tuple(outcomes), engine=engine, series=observer.series
         )
