@@ -1,4 +1,4 @@
-"""The real engine that rooms share: the tests that use it run last, and what kills it at the very end."""
+"""What rooms share: a PostgreSQL server and the real engine. Its tests run last, its killers at the end."""
 
 import os
 from collections.abc import Iterator
@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.engine.helpers import leftovers
+from tests.history.postgres import Server, serving
 from tests.vllm import Shared
 from tuner.engine.ports import is_free
 
@@ -29,6 +30,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return max((rank for rank, name in enumerate(LAST, 1) if name in used), default=0)
 
     items.sort(key=place)
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Server]:
+    """One PostgreSQL server for all tests that are marked so."""
+    with serving() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ FLOORS = (
     ("traffic", "engine", "knobs", "history"),
     ("guardian",),
     ("processes",),
-    ("leftovers",),
+    ("leftovers", "yamltext"),
     ("errors", "settings"),
     ("records", "measures"),
     ("__init__",),

@@ -80,8 +80,10 @@ def main() -> None:
     try:
         app()
     except Exception as error:
-        from tuner.errors import TunerError
+        from tuner.errors import TunerError, Unavailable
 
+        if isinstance(error, OSError):  # of the disk, the home, a pipe: nothing that the tuner decides
+            error = Unavailable(f"{error.filename or 'the system'}: {error.strerror or error}")
         if not isinstance(error, TunerError):
             raise
         typer.echo(f"tuner: {error}", err=True)

@@ -11,6 +11,9 @@ class TunerError(Exception):
 
     exit_code = 1
 
+    def __init__(self, reason: str = "") -> None:
+        super().__init__(" ".join(reason.splitlines()))
+
 
 class BadInput(TunerError):
     """The request is wrong: mend the file, key or flag that the sentence names."""

@@ -16,9 +16,9 @@ def now() -> datetime:
     return datetime.now(UTC)
 
 
-def main(study: Path, home: Path, ttl_s: float) -> int:
+def main(study: Path, home: Path, url: str, ttl_s: float) -> int:
     """0 when the run ended, else the exit code of what was told."""
-    store = Store(f"sqlite:///{home / 'tuner.db'}")
+    store = Store(url)
     prepared = load(study, store=store, now=now())
     try:
         with leases.held(store, prepared.node.name, clock=now, ttl_s=ttl_s) as held:
@@ -32,4 +32,4 @@ def main(study: Path, home: Path, ttl_s: float) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])))
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], float(sys.argv[4])))

@@ -17,7 +17,9 @@ from pathlib import Path
 import psutil
 
 from tests.tuning.studies import environment
+from tuner.errors import NotFound
 from tuner.history.store import Store
+from tuner.records import Study, Trial, TrialState
 
 ROOT = Path(__file__).parents[2]
 WATCHDOG_S = 600.0
@@ -45,13 +47,13 @@ class Cluster:
 
     folder: Path
     home: Path
+    url: str = ""
 
     @property
     def env(self) -> dict[str, str]:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        return environment(
-            self.home, {"PATH": path, "RAY_TMPDIR": str(self.folder), "RAY_USAGE_STATS_ENABLED": "0"}
-        )
+        more = {"PATH": path, "RAY_TMPDIR": str(self.folder), "RAY_USAGE_STATS_ENABLED": "0"}
+        return environment(self.home, {**more, **({"TUNER_DATABASE_URL": self.url} if self.url else {})})
 
     def type(self, line: str) -> str:
         """Type a line as a user in the checkout would; what it printed."""
@@ -77,7 +79,7 @@ class Cluster:
                 process.wait()
 
     def store(self) -> Store:
-        return Store(f"sqlite:///{self.home / 'tuner.db'}", create=False)
+        return Store(self.url or f"sqlite:///{self.home / 'tuner.db'}", create=False)
 
     def processes(self) -> list[psutil.Process]:
         """Everything of Ray's that was started for this cluster."""
@@ -97,28 +99,33 @@ class Cluster:
             p for p in self.processes() if "raylet/raylet" in p.cmdline()[0] and name in " ".join(p.cmdline())
         ]
         assert len(raylets) == 1, raylets
-        dying = [raylets[0], *raylets[0].children(recursive=True)]
-        for process in dying:
-            try:
-                process.send_signal(signal.SIGKILL)
-            except psutil.NoSuchProcess:
-                continue
+        _kill([raylets[0], *raylets[0].children(recursive=True)])
+
+    def kill_head(self) -> None:
+        """The power goes out on the head: the cluster's own server, its raylet and what that had started."""
+        (server,) = [p for p in self.processes() if "gcs_server" in p.cmdline()[0]]
+        (raylet,) = [p for p in self.processes() if "--head" in p.cmdline() and "raylet" in p.cmdline()[0]]
+        _kill([server, raylet, *raylet.children(recursive=True)])
 
     def end(self) -> None:
         while left := self.processes():
-            for process in left:
-                try:
-                    process.kill()
-                except psutil.NoSuchProcess:
-                    continue
+            _kill(left)
             psutil.wait_procs(left, timeout=10)
 
 
+def _kill(processes: Sequence[psutil.Process]) -> None:
+    for process in processes:
+        try:
+            process.send_signal(signal.SIGKILL)
+        except psutil.NoSuchProcess:
+            continue
+
+
 @contextmanager
-def running(lines: Sequence[str]) -> Iterator[Cluster]:
+def running(lines: Sequence[str], url: str = "") -> Iterator[Cluster]:
     """A cluster for as long as the block lasts. Its folder's path is short, as socket paths are limited."""
     folder = Path(tempfile.mkdtemp(prefix="tr", dir="/tmp"))
-    cluster = Cluster(folder=folder, home=folder / "home")
+    cluster = Cluster(folder=folder, home=folder / "home", url=url)
     try:
         for line in lines:
             cluster.type(line)
@@ -126,3 +133,41 @@ def running(lines: Sequence[str]) -> Iterator[Cluster]:
     finally:
         cluster.end()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def study_of(cluster: Cluster, node: str, name: str = "fleet") -> Study:
+    (found,) = [s for s in cluster.store().studies() if s.node == node and s.name == name]
+    return found
+
+
+def trials_of(cluster: Cluster, node: str, name: str = "fleet") -> tuple[Trial, ...]:
+    """No trial where there is no study yet."""
+    try:
+        store = cluster.store()
+    except NotFound:
+        return ()
+    found = [s for s in store.studies() if s.node == node and s.name == name]
+    return store.trials(found[0].id) if found else ()
+
+
+def serving(cluster: Cluster, node: str, number: int, name: str = "fleet") -> str | None:
+    """The launch of a running trial once its engine is sent requests."""
+    trials = trials_of(cluster, node, name)
+    if not trials or trials[-1].number < number or trials[-1].state is not TrialState.RUNNING:
+        return None
+    for launch in cluster.store().launches(trials[-1].study_id):
+        log = cluster.home / "work" / launch.id / "engine.log"
+        if launch.ended_at is None and log.exists() and b"/v1/completions" in log.read_bytes():
+            return launch.id
+    return None
+
+
+def another(tmp_path: Path, name: str) -> Path:
+    """The README's study under another name and seed."""
+    folder = ROOT / "docs" / "examples"
+    text = (folder / "fleet.yaml").read_text().replace("name: fleet\n", f"name: {name}\n")
+    for file in ("fleet.csv", "fleet-space.yaml"):
+        text = text.replace(f" {file}\n", f" {folder / file}\n")
+    path = tmp_path / f"{name}.yaml"
+    path.write_text(text.replace("seed: 7", "seed: 8"))
+    return path

@@ -13,12 +13,15 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from sqlalchemy import Connection, text
 
+from tests.history.postgres import Server
 from tests.history.records import a_run, a_study
 from tests.tuning.studies import WATCHDOG_S, environment, write
 from tuner import processes
 from tuner.errors import Conflict
 from tuner.fleet import leases
+from tuner.history.base import hold
 from tuner.history.store import Store
 from tuner.records import TrialState
 
@@ -29,11 +32,20 @@ def now() -> datetime:
     return datetime.now(UTC)
 
 
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'tuner.db'}"
+    server: Server = request.getfixturevalue("postgres")
+    return server.url()
+
+
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    found = Store(f"sqlite:///{tmp_path / 'tuner.db'}")
+def store(url: str) -> Iterator[Store]:
+    found = Store(url)
     found.upgrade()
-    return found
+    yield found
+    found.close()
 
 
 def wait_for(what: Callable[[], bool]) -> None:
@@ -93,9 +105,9 @@ def test_who_lost_the_lease_cannot_write_any_of_it(store: Store) -> None:
 
 
 @contextmanager
-def controller(folder: Path, study: Path) -> "Iterator[subprocess.Popen[str]]":
+def controller(folder: Path, study: Path, url: str) -> "Iterator[subprocess.Popen[str]]":
     """A controller that has its lease."""
-    words = [sys.executable, "-m", "tests.fleet.controller", str(study), str(folder), str(TTL_S)]
+    words = [sys.executable, "-m", "tests.fleet.controller", str(study), str(folder), url, str(TTL_S)]
     started = subprocess.Popen(
         words, env=environment(folder), cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True
     )
@@ -113,29 +125,71 @@ def line(process: "subprocess.Popen[str]") -> str:
     return process.stdout.readline().strip()
 
 
-def test_a_paused_controller_that_wakes_up_cannot_write(store: Store, tmp_path: Path) -> None:
+def test_a_paused_controller_that_wakes_up_cannot_write(store: Store, url: str, tmp_path: Path) -> None:
     """SIGSTOP past its lease; another one takes the node; then SIGCONT."""
     study = write(tmp_path)
-    with controller(tmp_path, study) as paused:
+    with controller(tmp_path, study, url) as paused:
         assert line(paused) == "leased"
         wait_for(lambda: _running(store) >= 2)
-        wait_for(lambda: _paused_outside_a_write(paused, tmp_path / "tuner.db"))
+        wait_for(lambda: _paused_outside_a_write(paused, store))
         wait_for(lambda: not store.leases(now=now()))
-        before = store.trials(store.study("tiny").id)
+        with controller(tmp_path, study, url) as again:
+            assert line(again) == "leased"
+            assert f"is being tuned by process {paused.pid} on this host" in line(again)
         with leases.held(store, "local", clock=now):
+            before = written(store, tmp_path)
             paused.send_signal(signal.SIGCONT)
             assert paused.wait(WATCHDOG_S) == Conflict.exit_code
             said = line(paused)
             assert said.startswith("told: the lease on node 'local' (fence 1)")
-        assert store.trials(store.study("tiny").id) == before
+            after = written(store, tmp_path)
+            assert [name for name in before if after[name] != before[name]] == []
         launches = [launch.id for launch in store.launches(store.study("tiny").id)]
         assert [p for launch in launches for p in processes.tagged(launch)] == []
 
 
-def _paused_outside_a_write(paused: "subprocess.Popen[str]", database: Path) -> bool:
+def written(store: Store, home: Path) -> dict[str, object]:
+    """All that a run may write: rows, profiles, aliases, and files but for those of the trial under way."""
+    study = store.study("tiny")
+    trials = store.trials(study.id)
+    own = {Path(t.directory or "") for t in trials if t.state is TrialState.RUNNING}
+    own |= {Path(each.directory or "") for each in store.open_launches()}
+    files = [f for f in (home / "trials").rglob("*") if f.is_file() and f.parent not in own]
+    return {
+        "trials": trials, "launches": store.launches(study.id), "runs": store.runs(study.id),
+        "profiles": store.profiles(), "aliases": store.alias_events(), "nodes": store.nodes(),
+        **{str(file): file.read_bytes() for file in files},
+    }  # fmt: skip
+
+
+@pytest.mark.postgres
+def test_who_is_paused_in_the_middle_of_a_write_holds_nobody_up_for_ever(postgres: Server) -> None:
+    """The server ends a transaction that stands still; what it was to write is tried again, and refused."""
+    url = postgres.url()
+    paused, other = Store(url), Store(url)
+    lease = paused.acquire_lease("n", "paused", now=now(), ttl_s=60)
+    later, tries = now() + timedelta(seconds=61), 0
+
+    def write_slowly(connection: Connection) -> None:
+        nonlocal tries
+        tries += 1
+        hold(connection, lease, now())
+        assert other.acquire_lease("n", "next", now=later, ttl_s=60).fence == 2
+        connection.execute(text("SELECT 1"))
+
+    with pytest.raises(Conflict, match="'next' has fence 2"):
+        paused.database.write(write_slowly)
+    assert tries == 2
+    paused.close()
+    other.close()
+
+
+def _paused_outside_a_write(paused: "subprocess.Popen[str]", store: Store) -> bool:
     """Pause it; one that holds SQLite's write lock goes on, as nobody else could ever write."""
     paused.send_signal(signal.SIGSTOP)
-    connection = sqlite3.connect(database, timeout=0.2)
+    if store.database.path is None:
+        return True
+    connection = sqlite3.connect(store.database.path, timeout=0.2)
     try:
         connection.execute("BEGIN IMMEDIATE")
         connection.rollback()
@@ -155,10 +209,10 @@ def _running(store: Store) -> int:
 
 
 def test_of_two_controllers_that_race_for_a_node_one_wins_and_the_other_is_told(
-    store: Store, tmp_path: Path
+    store: Store, url: str, tmp_path: Path
 ) -> None:
     study = write(tmp_path)
-    with controller(tmp_path, study) as one, controller(tmp_path, study) as other:
+    with controller(tmp_path, study, url) as one, controller(tmp_path, study, url) as other:
         both = {line(one): one, line(other): other}
         assert "leased" in both, both
         (told,) = [said for said in both if said != "leased"]

@@ -11,10 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.fleet.raycluster import ROOT, Cluster, readme_lines, running, wait_for
+from tests.fleet.raycluster import (
+    Cluster,
+    another,
+    readme_lines,
+    running,
+    serving,
+    study_of,
+    trials_of,
+    wait_for,
+)
 from tuner import processes
-from tuner.errors import Conflict, NotFound
-from tuner.records import Profile, ProfileKey, RunState, Study, Trial, TrialState
+from tuner.errors import Conflict
+from tuner.records import Profile, ProfileKey, RunState, Trial, TrialState
 
 pytestmark = pytest.mark.cluster
 
@@ -71,33 +80,6 @@ class Told:
 
     out: str
     seen: list[tuple[float, str]]
-
-
-def study_of(cluster: Cluster, node: str, name: str = "fleet") -> Study:
-    (found,) = [s for s in cluster.store().studies() if s.node == node and s.name == name]
-    return found
-
-
-def trials_of(cluster: Cluster, node: str, name: str = "fleet") -> tuple[Trial, ...]:
-    """No trial where there is no study yet."""
-    try:
-        store = cluster.store()
-    except NotFound:
-        return ()
-    found = [s for s in store.studies() if s.node == node and s.name == name]
-    return store.trials(found[0].id) if found else ()
-
-
-def serving(cluster: Cluster, node: str, number: int, name: str = "fleet") -> str | None:
-    """The launch of a running trial once its engine is sent requests."""
-    trials = trials_of(cluster, node, name)
-    if not trials or trials[-1].number < number or trials[-1].state is not TrialState.RUNNING:
-        return None
-    for launch in cluster.store().launches(trials[-1].study_id):
-        log = cluster.home / "work" / launch.id / "engine.log"
-        if launch.ended_at is None and log.exists() and b"/v1/completions" in log.read_bytes():
-            return launch.id
-    return None
 
 
 def _was_lost(trials: Sequence[Trial]) -> bool:
@@ -198,17 +180,6 @@ def test_nothing_of_the_work_stays_on_the_nodes(told: Told, cluster: Cluster) ->
     ids = {each.id for s in cluster.store().studies() for each in cluster.store().launches(s.id)}
     assert [p for p in processes.tagged() if p.environ().get(processes.TAG) in ids] == []
     assert cluster.store().leases(now=cluster.store().runs()[0].started_at) == ()
-
-
-def another(tmp_path: Path, name: str) -> Path:
-    """The README's study under another name and seed."""
-    folder = ROOT / "docs" / "examples"
-    text = (folder / "fleet.yaml").read_text().replace("name: fleet\n", f"name: {name}\n")
-    for file in ("fleet.csv", "fleet-space.yaml"):
-        text = text.replace(f" {file}\n", f" {folder / file}\n")
-    path = tmp_path / f"{name}.yaml"
-    path.write_text(text.replace("seed: 7", "seed: 8"))
-    return path
 
 
 def test_the_placement_is_told_before_anything_starts(cluster: Cluster, tmp_path: Path) -> None:

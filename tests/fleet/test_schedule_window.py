@@ -96,7 +96,9 @@ def test_an_unknown_zone_names_the_nearest() -> None:
         ({"hours": 4, "missed": "maybe"}, "run or skip"),
         ({"hours": 4, "blackout": ["24.12."]}, "no date such as 2026-12-24"),
         ({"hours": 4, "blackout": ["2026-12-26/2026-12-24"]}, "ends before it begins"),
-        ({"hours": 4, "min_trials": -1}, "at least 0"),
+        ({"hours": 4, "min_trials": -1}, "from 0 to"),
+        ({"hours": 4, "reserve_s": float("nan")}, "reserve_s: a number from 0 to"),
+        ({"hours": float("inf")}, "hours: a number from 0 to"),
         ({"hours": 4, "study": ""}, "name the study"),
     ],
 )

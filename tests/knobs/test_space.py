@@ -81,7 +81,7 @@ ERRORS = [
     ),
     ("knobs: {max_model_len: [1024]}", "write 'accept: [max_model_len]'"),
     ("vllm: about 0.10\nknobs: {block_size: [16]}", "'about 0.10' is no version range"),
-    ("knobs: {block_size: [16, 32}", "mine.yaml: line 1 not YAML"),
+    ("knobs: {block_size: [16, 32}", "mine.yaml line 1: not YAML"),
     ("- 1", "expected keys and values"),
     (
         "knobs: {block_size: {values: [16], when: {blok: 1}}}",

@@ -62,8 +62,8 @@ def tune(
     from tuner.tuning import studyfile
     from tuner.tuning.run import Limits
 
-    if hours is not None and hours <= 0:
-        raise BadInput(f"--hours {hours:g}: give more than 0")
+    if hours is not None and not 0 < hours <= studyfile.MOST_HOURS:
+        raise BadInput(f"--hours {hours:g}: give more than 0, at most {studyfile.MOST_HOURS} (a year)")
     if (nodes or isolated) and on is None:
         raise BadInput("--nodes and --isolated are about nodes of a cluster: give --on as well")
     budget = studyfile.read(study).budget

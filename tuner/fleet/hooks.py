@@ -8,6 +8,7 @@ from pathlib import Path
 
 import yaml
 
+from tuner import yamltext
 from tuner.errors import BadInput, Unavailable, nearest
 from tuner.records import JSON
 from tuner.tuning.study import SECRET
@@ -58,10 +59,7 @@ def hooks(home: Path, node: str) -> tuple[Hook, ...]:
 def _document(path: Path) -> dict[str, JSON]:
     if not path.is_file():
         return {}
-    try:
-        found = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise BadInput(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}") from error
+    found = yamltext.load(yamltext.read(path), str(path)).value
     if not isinstance(found, dict):
         raise BadInput(f"{path}: a mapping with the keys {', '.join(SECTIONS)} is expected")
     return found

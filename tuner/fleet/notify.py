@@ -18,9 +18,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-import yaml
-
-from tuner import processes
+from tuner import processes, yamltext
 from tuner.errors import BadInput, TunerError, nearest
 from tuner.fleet.hooks import command
 from tuner.fleet.schedule import Happening
@@ -79,10 +77,7 @@ def targets(home: Path) -> tuple[Target, ...]:
     path = home / "notify.yaml"
     if not path.is_file():
         return ()
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise BadInput(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}") from error
+    found = yamltext.load(yamltext.read(path), str(path)).value
     if not isinstance(found, list):
         raise BadInput(f"{path}: a list of targets, each with on, and webhook or command, is expected")
     return tuple(_target(item, f"{path}: [{n}]") for n, item in enumerate(found))

@@ -18,6 +18,7 @@ DAYS = ("sun", "mon", "tue", "wed", "thu", "fri", "sat")
 LONGEST_H = 24.0
 GRACE_S = 300.0
 """How late a firing may be before the missed-run policy counts."""
+MOST = 1_000_000_000
 KEYS = ("study", "until", "hours", "missed", "grace_s", "blackout", "min_trials", "trials", "reserve_s")
 _TICK = timedelta(microseconds=1)
 
@@ -100,8 +101,8 @@ def terms(spec: Mapping[str, JSON]) -> Terms:
 
 def _number(spec: Mapping[str, JSON], key: str, default: float = 0.0, *, above: float | None = None) -> float:
     value = spec.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-        raise BadInput(f"schedule: {key}: a number of at least 0, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST:
+        raise BadInput(f"schedule: {key}: a number from 0 to {MOST}, not {value!r}")
     if above is not None and value <= above:
         raise BadInput(f"schedule: {key}: more than {above:g}, not {value!r}")
     return float(value)

@@ -26,6 +26,7 @@ from tuner.history.tables import REVISIONS, VERSION_TABLE
 T = TypeVar("T")
 WRITE = "tuner_write"
 PULSE_S = 0.2
+STILL_S = 5.0
 SERIALISATION = ("40001", "40P01", "55P03")
 _SQLITE_WORDS = {
     "locked": "is locked by another process; try again when that has finished",
@@ -67,6 +68,14 @@ def _pragmas(busy_timeout_s: float) -> Callable[[DBAPIConnection, ConnectionPool
     return on_connect
 
 
+def _bound(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
+    """Who is paused in the middle of a transaction loses it, and with it the locks that others wait for."""
+    cursor = connection.cursor()
+    cursor.execute(f"SET idle_in_transaction_session_timeout = '{STILL_S:g}s'")
+    cursor.close()
+    connection.commit()
+
+
 def _begin(connection: Connection) -> None:
     writes = connection.get_execution_options().get(WRITE, False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
@@ -98,11 +107,13 @@ class Database:
     def _engine(self) -> Engine:
         if not self.sqlite:
             try:
-                return create_engine(self.url, pool_size=10, max_overflow=30, pool_timeout=self._patience_s)
+                server = create_engine(self.url, pool_size=10, max_overflow=30, pool_timeout=self._patience_s)
             except ModuleNotFoundError as error:
                 raise BadInput(
                     "PostgreSQL needs the driver psycopg: pip install 'vllm-config-tuner[postgres]'"
                 ) from error
+            event.listen(server, "connect", _bound)
+            return server
         engine = create_engine(self.url) if self.path else create_engine(self.url, poolclass=StaticPool)
         event.listen(engine, "connect", _pragmas(self._patience_s))
         event.listen(engine, "begin", _begin)

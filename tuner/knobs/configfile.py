@@ -4,8 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
-
+from tuner import yamltext
 from tuner.errors import BadInput
 from tuner.records import canonical_json
 
@@ -36,9 +35,8 @@ def argv_of_mapping(mapping: Mapping[str, Any]) -> list[str]:
 def documents(text: str, where: str) -> list[dict[str, Any]]:
     """The YAML mappings of a text; none when it is a command line."""
     try:
-        return [document for document in yaml.safe_load_all(text) if isinstance(document, dict)]
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
+        return [each.value for each in yamltext.documents(text, where) if isinstance(each.value, dict)]
+    except BadInput:
         if where.endswith((".yaml", ".yml", ".json")):
-            raise BadInput(f"{where}: line {mark.line + 1 if mark else '?'} not YAML") from None
+            raise
         return []

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from tuner import yamltext
 from tuner.errors import BadInput, NotFound, nearest
 from tuner.knobs.catalogue import CATALOGUE, Knob, written
 from tuner.knobs.space import SearchSpace
@@ -36,18 +35,12 @@ def load(name_or_path: str) -> SearchSpace:
     if not path.is_file():
         known = ", ".join(names())
         raise NotFound(f"no search space '{name_or_path}'{nearest(path.stem, names())}; shipped are {known}")
-    return parse(path.read_text(), where=str(name_or_path), name=path.stem)
+    return parse(yamltext.read(path, "the search space"), where=str(name_or_path), name=path.stem)
 
 
 def parse(text: str, *, where: str, name: str = "space") -> SearchSpace:
     """A space from YAML text; `where` names it in errors."""
-    try:
-        raw = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f" line {mark.line + 1}" if mark else ""
-        raise BadInput(f"{where}:{line} not YAML: {getattr(error, 'problem', error)}") from None
-    top = _mapping(raw, where, FILE_KEYS)
+    top = _mapping(yamltext.load(text, where).value, where, FILE_KEYS)
     knobs = top.get("knobs")
     if not isinstance(knobs, dict) or not knobs:
         raise BadInput(f"{where}: 'knobs' is empty; list at least one knob with its values")
@@ -131,6 +124,9 @@ def _range(found: Knob, body: Mapping[str, Any], where: str) -> list[Value]:
     pace = body.get("step", body.get("per_octave"))
     if not _is_number(pace) or pace <= 0:
         raise BadInput(f"{where}: the pace {pace!r} is no number above 0")
+    multiple = body.get("multiple", 1)
+    if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
+        raise BadInput(f"{where}: 'multiple' is no whole number above 0")
     if "step" in body:
         count = math.floor((high - low) / pace + 1e-9)
         grid = [low + index * pace for index in range(min(count, _MOST_LEVELS) + 1)]
@@ -141,7 +137,7 @@ def _range(found: Knob, body: Mapping[str, Any], where: str) -> list[Value]:
         grid = [low * 2 ** (index / pace) for index in range(min(count, _MOST_LEVELS) + 1)]
     if len(grid) > _MOST_LEVELS:
         raise BadInput(f"{where}: more than {_MOST_LEVELS} levels; take a bigger step")
-    return list(dict.fromkeys(_rounded(found, value, body.get("multiple", 1)) for value in grid))
+    return list(dict.fromkeys(_rounded(found, value, multiple) for value in grid))
 
 
 def _rounded(found: Knob, value: float, multiple: int) -> Value:

@@ -6,9 +6,9 @@ over HTTP may use there).
 
 from pathlib import Path
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from tuner import yamltext
 from tuner.errors import BadInput, NotFound, nearest
 from tuner.tuning.studyfile import EngineFile
 
@@ -37,7 +37,7 @@ def engine_of(home: Path, node: str) -> NodeFile:
             f" writes nodes/{node}.yaml in its TUNER_HOME"
         )
     try:
-        return NodeFile.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, ValidationError) as error:
+        return NodeFile.model_validate(yamltext.load(yamltext.read(path), path.name).value)
+    except (BadInput, ValidationError) as error:
         lines = " ".join(str(error).split())
         raise BadInput(f"the file of node '{node}' is not valid: {lines[:300]}") from error

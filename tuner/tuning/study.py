@@ -162,7 +162,7 @@ def engine_command(engine: EngineFile, base: Path) -> tuple[str, ...]:
 def _trace(ref: str, base: Path, store: Store | None) -> tuple[Trace, Path]:
     captured = captures.find(ref, (Settings().home / "captures", base))
     path = captured or base / Path(ref).expanduser()
-    if path.is_file():
+    if os.path.isfile(path):  # a name may be too long for a path
         return (traces.read(path) if path.suffix == ".parquet" else importers.read_any(path)), path
     try:
         if store is None:
@@ -187,7 +187,7 @@ def _space(ref: str, base: Path) -> SearchSpace:
     name = Path(ref).name.removesuffix(".yaml")
     folder = shipped("search_spaces")
     for path in (base / ref, folder / f"{name}.yaml"):
-        if path.is_file():
+        if os.path.isfile(path):
             return spaces.load(str(path))
     known = sorted(p.stem for p in folder.glob("*.yaml"))
     raise BadInput(
@@ -197,7 +197,7 @@ def _space(ref: str, base: Path) -> SearchSpace:
 
 def _model_path(model: str, base: Path) -> str:
     for path in (Path(model).expanduser(), base / model):
-        if path.is_dir():
+        if os.path.isdir(path):
             return str(path.resolve())
     return model
 

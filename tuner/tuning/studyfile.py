@@ -1,10 +1,9 @@
 """The study file as written: YAML → StudyFile, or one BadInput naming file, line, key and the nearest one."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-import yaml
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -15,15 +14,17 @@ from pydantic import (
     model_validator,
 )
 
+from tuner import yamltext
 from tuner.errors import BadInput, nearest
 from tuner.measures import NAMES
 
+MOST_HOURS = 8784
 Scalar = bool | int | float | str | None
 Argument = Scalar | list[Scalar] | dict[str, JsonValue]
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
 
 
 class EngineFile(_Strict):
@@ -88,7 +89,7 @@ class BudgetFile(_Strict):
     """What one run may spend."""
 
     trials: int = Field(default=40, ge=1)
-    hours: float | None = Field(default=None, gt=0)
+    hours: float | None = Field(default=None, gt=0, le=MOST_HOURS)
 
 
 class WeightsFile(_Strict):
@@ -170,54 +171,20 @@ def _scalar_text(value: object) -> str:
 
 def read(path: Path) -> StudyFile:
     """Read a study file. BadInput names the file, the line, the key and the nearest right thing."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise BadInput(f"cannot read the study file {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise BadInput(f"{path} is not a UTF-8 text file") from error
-    return parse(text, name=str(path))
+    return parse(yamltext.read(path, "the study file"), name=str(path))
 
 
 def parse(text: str, *, name: str) -> StudyFile:
     """The study in a YAML text; `name` is what errors call it."""
-    lines, value = _load(text, name)
-    if not isinstance(value, dict):
+    found = yamltext.load(text, name)
+    if not isinstance(found.value, dict):
         raise BadInput(
             f"{name}: a study file is a mapping of keys, such as name, model, trace, space, engine"
         )
     try:
-        return StudyFile.model_validate(value)
+        return StudyFile.model_validate(found.value)
     except ValidationError as error:
-        raise BadInput(_sentence(error, name, lines)) from error
-
-
-def _load(text: str, name: str) -> tuple[Mapping[tuple[object, ...], int], object]:
-    try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        lines = dict(_lines(node, (), name)) if node is not None else {}
-        return lines, yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f" line {mark.line + 1}" if mark else ""
-        raise BadInput(f"{name}{where}: not YAML: {error.problem or error.context}") from error
-    except yaml.YAMLError as error:
-        raise BadInput(f"{name}: not YAML: {' '.join(str(error).split())}") from error
-
-
-def _lines(node: yaml.Node, at: tuple[object, ...], name: str) -> Iterator[tuple[tuple[object, ...], int]]:
-    yield at, node.start_mark.line + 1
-    if isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
-        for key, value in node.value:
-            if key.value in seen:
-                raise BadInput(f"{name} line {key.start_mark.line + 1}: key '{key.value}' stands twice")
-            seen.add(key.value)
-            yield (*at, key.value), key.start_mark.line + 1
-            yield from ((k, v) for k, v in _lines(value, (*at, key.value), name) if k != (*at, key.value))
-    elif isinstance(node, yaml.SequenceNode):
-        for index, item in enumerate(node.value):
-            yield from _lines(item, (*at, index), name)
+        raise BadInput(_sentence(error, name, found.lines)) from error
 
 
 def _sentence(error: ValidationError, name: str, lines: Mapping[tuple[object, ...], int]) -> str:
@@ -232,9 +199,9 @@ def _sentence(error: ValidationError, name: str, lines: Mapping[tuple[object, ..
         return f"{where}: key '{'.'.join([*map(str, at), str(found['loc'][-1])])}' is missing"
     message = found["msg"].removeprefix("Value error, ")
     given = found["input"]
-    shown = (
-        f", not {given!r}" if isinstance(given, str | int | float) and found["type"] != "value_error" else ""
-    )
+    shown = ""
+    if isinstance(given, str | int | float) and found["type"] != "value_error":
+        shown = f", not {given!r}" if len(repr(given)) < 100 else f", not {repr(given)[:60]}…"
     return f"{where}: {key or 'study'}: {message}{shown}"
 
 

@@ -1,0 +1,53 @@
+"""YAML that people write: what is wrong with it is one sentence with a line, and nothing takes for ever."""
+
+from pathlib import Path
+
+import pytest
+
+from tuner import yamltext
+from tuner.errors import BadInput
+
+LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{chr(98 + n)}: &{chr(98 + n)} [{', '.join([f'*{chr(97 + n)}'] * 9)}]\n" for n in range(9)
+)
+BAD = {
+    "two of a key": ("a: 1\nb: {c: 1, c: 2}", "f line 2: key 'c' stands twice"),
+    "a mapping as a key": ("? {a: b}\n: 1", "f line 1: a key is one word"),
+    "no such day": ("x: 1\na: 2026-99-99", "f line 2: not YAML: '2026-99-99' is no timestamp"),
+    "no integer": ("a: !!int x", "f line 1: not YAML: 'x' is no int"),
+    "no time": ("a: !!timestamp x", "'x' is no timestamp"),
+    "too many digits": (f"a: {'9' * 5000}", "f line 1: not YAML: '999999"),
+    "half a character": ('a: "\\ud800"', "is no Unicode text"),
+    "not a number": ("a: [1, {b: .nan}]", "f line 1: not YAML: a number that is not finite"),
+    "a NUL": ('a: "\\0"', "f line 1: not YAML: a NUL in a text"),
+    "a program": ("a: !!python/object:os.system x", "could not determine a constructor"),
+    "deep": ("[" * 5000, "f: is nested too deeply"),
+    "itself": ("&a [*a]", "aliases that repeat themselves without end"),
+    "a billion laughs": (LAUGHS, "aliases that repeat themselves without end"),
+    "two documents": ("a: 1\n---\na: 2", "f: holds 2 YAML documents, one is expected"),
+    "a bell": ("a: \x07", "f: not YAML: unacceptable character"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_wrong_is_said_in_one_sentence(case: str) -> None:
+    text, sentence = BAD[case]
+    with pytest.raises(BadInput) as caught:
+        yamltext.load(text, "f")
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+def test_what_is_right_is_read_with_its_lines() -> None:
+    found = yamltext.load("a: &x [1, {b: 2}]\nc:\n  d: *x\n", "f")
+    assert found.value == {"a": [1, {"b": 2}], "c": {"d": [1, {"b": 2}]}}
+    assert (found.lines["a",], found.lines["a", 1, "b"], found.lines["c", "d"]) == (1, 1, 3)
+    assert yamltext.load("", "f").value is None
+
+
+@pytest.mark.parametrize("path", ["nowhere", ".", "latin", "x" * 300, "nul\0"])
+def test_a_file_that_cannot_be_read_is_named(path: str, tmp_path: Path) -> None:
+    (tmp_path / "latin").write_bytes(b"a: \xff")
+    with pytest.raises(BadInput, match=r"latin is not a UTF-8 text file|cannot read the study file "):
+        yamltext.read(tmp_path / path, "the study file")
