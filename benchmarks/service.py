@@ -16,7 +16,7 @@ from datetime import UTC, datetime, timedelta
 from statistics import median, quantiles
 from typing import Any
 
-from sqlalchemy import Connection, event, insert, text
+from sqlalchemy import Connection, event, func, insert, select, text
 
 from tuner.history import tables
 from tuner.history.queries import nights
@@ -29,7 +29,7 @@ MODEL = "Qwen/Qwen2.5-7B-Instruct"
 NODES = 40
 PER_RUN = 40
 METRICS = ("ttft_p50_ms", "ttft_p95_ms", "tpot_p95_ms", "e2e_p95_ms", "goodput_rps", "output_tokens_per_s")
-BATCH = 20_000
+BATCH = 4_000
 
 
 def a_study(node: int, week: int) -> Study:
@@ -153,8 +153,10 @@ def a_run(
 
 
 def fill(store: Store, trials: int) -> None:
-    """Fills an empty history, in transactions of a few thousand trials."""
+    """Fills a history, in transactions of a few thousand trials; goes on where an earlier call was ended."""
     began = time.perf_counter()
+    newest = select(func.max(tables.trials.c.id))
+    done = store.database.read(lambda connection: connection.execute(newest).scalar()) or 0
     held: dict[str, list[dict[str, Any]]] = {}
     studies: list[Study] = []
 
@@ -172,6 +174,8 @@ def fill(store: Store, trials: int) -> None:
         studies.clear()
 
     for part in rows(trials):
+        if not part["trials"] or part["trials"][-1]["id"] <= done:
+            continue
         studies.append(part.pop("study")[0]["study"])
         for name, some in part.items():
             held.setdefault(name, []).extend(some)

@@ -190,7 +190,7 @@ def history(token: str, store: Store, repeats: int) -> None:
         (30, {"node": "n7"}),
         (92, {"node": "n7"}),
         (9999, {"node": "n7"}),
-        (92, {"limit": "5"}),
+        (92, {"limit": "3"}),
     ):
         params = {**asked, **where, "since": (newest - timedelta(days=days)).isoformat()}
         taken, answer = timed(token, "/v1/history", params, repeats)

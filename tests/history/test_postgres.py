@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -158,6 +159,37 @@ def test_one_of_many_writers_opens_the_run_and_gets_the_lease_and_the_alias(url:
     assert len(runs) == 1
     assert sorted(won) == ["alias", "lease"]
     store.close()
+
+
+def wait_for(what: Callable[[], bool]) -> None:
+    end = time.monotonic() + 600
+    while not what():
+        assert time.monotonic() < end, "never happened"
+        time.sleep(0.01)
+
+
+def test_the_pulse_changes_with_what_anybody_writes_and_else_stays(url: str) -> None:
+    store, other = Store(url), Store(url)
+    wait_for(lambda: store.pulse() >= 0)
+    # What the server itself writes from time to time (statistics) may count too; questions do not.
+    seen = {store.pulse() for _ in range(500) if store.studies() == ()}
+    assert len(seen) < 50
+    before = store.pulse()
+    other.add_audit(actor="a", action="b", target="c", reason="", now=NOW)
+    wait_for(lambda: store.pulse() not in (before, *seen) and store.pulse() >= 0)
+    other.close()
+    store.close()
+
+
+def test_a_server_that_cannot_be_asked_counts_as_changed(tmp_path: Path) -> None:
+    with serving() as server:
+        store = Store(server.url(), patience_s=0.2)
+        wait_for(lambda: store.pulse() >= 0)
+        server.stop()
+        wait_for(lambda: store.pulse() < 0)
+        server.start()
+        wait_for(lambda: store.pulse() >= 0)
+        store.close()
 
 
 def test_many_open_an_empty_database_at_once(url: str) -> None:

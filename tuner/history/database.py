@@ -1,7 +1,6 @@
 """One database: how it is opened, how a transaction is run and run again, and what its errors mean."""
 
 import random
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,14 +17,14 @@ from sqlalchemy.exc import (
     SQLAlchemyError,
     StatementError,
 )
-from sqlalchemy.pool import ConnectionPoolEntry, PoolProxiedConnection, StaticPool
+from sqlalchemy.pool import ConnectionPoolEntry, StaticPool
 
 from tuner.errors import BadInput, Conflict, NotFound, TunerError, Unavailable
+from tuner.history.pulse import FilePulse, MemoryPulse, ServerPulse
 from tuner.history.tables import REVISIONS, VERSION_TABLE
 
 T = TypeVar("T")
 WRITE = "tuner_write"
-PULSE_S = 0.2
 STILL_S = 5.0
 SERIALISATION = ("40001", "40P01", "55P03")
 _SQLITE_WORDS = {
@@ -94,9 +93,12 @@ class Database:
         self.sqlite = self.url.get_backend_name() == "sqlite"
         self._patience_s = patience_s
         self._pause = pause
-        self._watch: PoolProxiedConnection | None = None
-        self._watching = threading.Lock()
         self.engine = self._engine()
+        self._pulse: FilePulse | ServerPulse | MemoryPulse = MemoryPulse()
+        if self.path is not None:
+            self._pulse = FilePulse(self.engine)
+        elif not self.sqlite:
+            self._pulse = ServerPulse(self.engine)
 
     @property
     def path(self) -> Path | None:
@@ -120,26 +122,14 @@ class Database:
         return engine
 
     def close(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
+        self._pulse.close()
         self.engine.dispose()
 
     def pulse(self) -> int:
-        """A number that changes once another connection has committed; costs microseconds.
-
-        Where the database has none such (a server, memory) it is the clock, in steps of `PULSE_S`.
+        """A number that changes once another connection has committed (on a server within 0.2 s); costs
+        microseconds.
         """
-        if self.path is None:
-            return int(time.monotonic() / PULSE_S)
-        with self._watching:
-            if self._watch is None:
-                self._watch = self.engine.raw_connection()
-            cursor = self._watch.cursor()
-            cursor.execute("PRAGMA data_version")
-            found = cursor.fetchone()
-            cursor.close()
-        return int(found[0]) if found else 0
+        return self._pulse()
 
     def make_folder(self) -> None:
         """Makes the folder of an SQLite file."""

@@ -1,10 +1,12 @@
 """What the runs of many nights found, read back for one metric."""
 
+import json
 from collections.abc import Collection, Sequence
 from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, select
+from sqlalchemy import ColumnElement, Connection, Row, Text, select, type_coerce
 
 from tuner.errors import BadInput, nearest
 from tuner.history import bests
@@ -27,14 +29,20 @@ _FACTS = (
     runs.c.ended_at,
 )
 _FOUND = tuple(run_bests.c[name] for name in run_bests.c.keys() if name != "run_id")  # noqa: SIM118
-_BEST = (*_FACTS, *_FOUND, trials.c.number, trials.c.candidate)
+_BEST = (*_FACTS, *_FOUND, trials.c.number, type_coerce(trials.c.candidate, Text).label("candidate"))
 _NAMES = tuple(column.name for column in _BEST)
 
 
 def _best_of(row: Row[Any]) -> RunBest:
     values = dict(zip(_NAMES, row, strict=True))
-    values["candidate"] = Candidate(values["candidate"])
+    values["candidate"] = _candidate(values["candidate"])
     return RunBest(**values)
+
+
+@lru_cache(maxsize=4096)
+def _candidate(text: str) -> Candidate:
+    """A candidate from its JSON; nights that chose the same share one."""
+    return Candidate(json.loads(text))
 
 
 def _ended(connection: Connection, metric: str, where: Sequence[ColumnElement[bool]]) -> list[RunBest]:
@@ -46,7 +54,7 @@ def _ended(connection: Connection, metric: str, where: Sequence[ColumnElement[bo
         .join(trials, trials.c.id == run_bests.c.trial_id)
         .where(run_bests.c.metric == metric, *where)
     )
-    return [_best_of(row) for row in connection.execute(query)]
+    return [_best_of(row) for row in connection.execute(query).all()]
 
 
 def _running(connection: Connection, metric: str, where: Sequence[ColumnElement[bool]]) -> list[RunBest]:

@@ -71,6 +71,8 @@ def knob_changes(before: Candidate, after: Candidate) -> tuple[Change, ...]:
     def said(candidate: Candidate, name: str) -> str | None:
         return str(candidate[name]) if name in candidate else None
 
+    if before is after:
+        return ()
     names = sorted({*before, *after})
     pairs = [(name, said(before, name), said(after, name)) for name in names]
     return tuple(Change(kind="knob", name=name, before=a, after=b) for name, a, b in pairs if a != b)

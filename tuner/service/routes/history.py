@@ -33,7 +33,7 @@ def show_history(
     since: Annotated[AwareDatetime | None, Query(description="92 days back when left out.")] = None,
     until: AwareDatetime | None = None,
     cursor: Cursor = None,
-    limit: Annotated[int, Query(ge=1, le=100, description="How many nodes to a page.")] = 5,
+    limit: Annotated[int, Query(ge=1, le=100, description="How many nodes to a page.")] = 3,
 ) -> JSONResponse:
     """By node and workload: each night's best, its gain over the baseline, what had changed since the
     night before (knobs, engine, traffic, GPU), how sure it is, and whether it is a regression.
