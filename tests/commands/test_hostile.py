@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 from tests.tuning.studies import SPACE, STUDY, TRACE, WATCHDOG_S, command, environment, tuner, write
+from tuner.cli import app
 from tuner.errors import BadInput, NotFound
 from tuner.knobs import spacefile
 from tuner.tuning import studyfile
@@ -98,6 +100,35 @@ def told(home: Path, *words: object) -> tuple[int, str]:
 def test_hours_that_no_clock_can_count(hours: str, tmp_path: Path) -> None:
     code, said = told(tmp_path / "home", "tune", write(tmp_path), "--hours", hours)
     assert (code, "at most 8784" in said) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("trace", "show", TRACE, "--speed", "nan"),
+        ("trace", "slice", TRACE, "--start", "inf", "--duration", "1"),
+        ("trace", "slice", TRACE, "--start", "0", "--duration", "nan"),
+        ("schedule", "add", "n", "--study", "STUDY", "--cron", "0 1 * * *", "--hours", "nan"),
+        ("schedule", "add", "n", "--study", "STUDY", "--cron", "0 1 * * *", "--hours", "2", "--grace", "inf"),
+        ("schedule", "add", "n", "--study", "STUDY", "--cron", "0 ² * * *", "--hours", "2"),
+        ("schedule", "add", "n", "--study", "STUDY", "--cron", f"{'9' * 500} 1 * * *", "--hours", "2"),
+        ("schedule", "add", "n", "--study", "STUDY", "--cron", "0 1 * * *", "--hours", "2", "--zone", "../x"),
+        ("node", "add", "n", "--card", "h100-80", "--drain", "a", "--restore", "b", "--timeout", "inf"),
+        ("gc", "--days", "999999999999"),
+        ("knobs", "check", "SPACE", "--max-model-len", "9" * 5000),
+        ("profile", "export", "9" * 400),
+    ],
+    ids=lambda words: " ".join(map(str, words))[-40:],
+)
+def test_numbers_that_no_option_takes(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TUNER_HOME", str(tmp_path / "home"))
+    study = write(tmp_path)
+    given = {"STUDY": str(study), "SPACE": str(tmp_path / "space.yaml")}
+    done = CliRunner().invoke(app, [given.get(str(word), str(word)) for word in words])
+    assert isinstance(done.exception, SystemExit | BadInput | NotFound), done.exception
+    assert done.exit_code in (1, 2, 4)
 
 
 @pytest.mark.parametrize("home", ["file", "file/below", "/proc/tuner"])

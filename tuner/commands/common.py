@@ -20,6 +20,13 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a tabl
 StudyRef = Annotated[str, typer.Argument(metavar="STUDY", help="A study's name, id, or beginning of the id.")]
 
 
+def finite(value: float | None) -> float | None:
+    """What a number's option takes: no NaN, nothing infinite."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is no finite number")
+    return value
+
+
 def now() -> datetime:
     """The time of day, UTC."""
     return datetime.now(UTC)

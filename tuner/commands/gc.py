@@ -15,17 +15,23 @@ if TYPE_CHECKING:
 
 ANSWERS = timedelta(days=2)
 """Answers kept for repeated requests are worth nothing after that."""
+MOST = 36_500
+"""Days that may be asked for: a hundred years."""
 TURN_BYTES = 64 * 2**20
 """A log that is larger is turned: a new one is begun, the old one goes by its age."""
 
 
 def gc(
-    days: Annotated[int, typer.Option(min=0, help="Keep files of trials younger than this.")] = 30,
-    log_days: Annotated[int, typer.Option(min=0, help="Keep the tuner's own logs younger than this.")] = 90,
+    days: Annotated[int, typer.Option(min=0, max=MOST, help="Keep files of trials younger than this.")] = 30,
+    log_days: Annotated[
+        int, typer.Option(min=0, max=MOST, help="Keep the tuner's own logs younger than this.")
+    ] = 90,
     captures: Annotated[
         Path | None, typer.Option(metavar="DIR", help="A folder of captures; none is touched without it.")
     ] = None,
-    capture_days: Annotated[int, typer.Option(min=0, help="Keep closed captures younger than this.")] = 30,
+    capture_days: Annotated[
+        int, typer.Option(min=0, max=MOST, help="Keep closed captures younger than this.")
+    ] = 30,
     apply: Annotated[bool, typer.Option("--apply", help="Delete; without it only tell.")] = False,
     as_json: Json = False,
 ) -> None:

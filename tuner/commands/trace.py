@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tuner.commands.common import Json, now, open_store, print_json, print_table, say, settings, text
+from tuner.commands.common import Json, finite, now, open_store, print_json, print_table, say, settings, text
 
 if TYPE_CHECKING:
     from tuner.traffic.statistics import Statistics
@@ -156,7 +156,9 @@ def list_traces(as_json: Json = False) -> None:
 @app.command("show")
 def show(
     trace: Ref,
-    speed: Annotated[float, typer.Option(min=0.001, help="Numbers for a replay at this speed.")] = 1.0,
+    speed: Annotated[
+        float, typer.Option(min=0.001, callback=finite, help="Numbers for a replay at this speed.")
+    ] = 1.0,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write a page with pictures too.")
     ] = None,
@@ -204,8 +206,10 @@ def _flat(value: object) -> str:
 @app.command("slice")
 def cut(
     trace: Ref,
-    start: Annotated[float | None, typer.Option(help="Seconds of trace time; with --duration.")] = None,
-    duration: Annotated[float | None, typer.Option(help="Seconds; with --start.")] = None,
+    start: Annotated[
+        float | None, typer.Option(callback=finite, help="Seconds of trace time; with --duration.")
+    ] = None,
+    duration: Annotated[float | None, typer.Option(callback=finite, help="Seconds; with --start.")] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write this slice as a trace.")
     ] = None,
@@ -247,12 +251,15 @@ def reshape(
         bool, typer.Option("--infer-sessions", help="Tell conversations from shared prefix blocks first.")
     ] = False,
     share: Annotated[
-        float, typer.Option(help="Keep so much of it: whole conversations and prefix groups.")
+        float,
+        typer.Option(callback=finite, help="Keep so much of it: whole conversations and prefix groups."),
     ] = 1.0,
     copies: Annotated[
         int, typer.Option(help="Lay so many copies over one another, shifted in time, blocks of their own.")
     ] = 1,
-    speed: Annotated[float, typer.Option(help="The same requests so many times as fast.")] = 1.0,
+    speed: Annotated[
+        float, typer.Option(callback=finite, help="The same requests so many times as fast.")
+    ] = 1.0,
     seed: Annotated[int, typer.Option(help="Of what --share keeps, and of the copies' shifts.")] = 0,
 ) -> None:
     """Write a trace made from others: laid together, thinner, denser or faster, in this order."""

@@ -13,7 +13,7 @@ from tuner.errors import BadInput, Unavailable, nearest
 from tuner.records import JSON
 from tuner.tuning.study import SECRET
 
-TIMEOUT_S = 300.0
+TIMEOUT_S, MOST_S = 300.0, 86_400
 SECTIONS = ("handover", "engine", "models")
 """Keys of a node's file; `engine` and `models` are the service's to read."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -102,8 +102,8 @@ def _hook(item: object, where: str) -> Hook:
         if key not in (kind, "timeout_s", "ready"):
             raise BadInput(f"{where}: unknown key '{key}'{nearest(str(key), (*KINDS, 'timeout_s', 'ready'))}")
     timeout_s = item.get("timeout_s", TIMEOUT_S)
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or timeout_s <= 0:
-        raise BadInput(f"{where}: timeout_s: seconds above 0, not {timeout_s!r}")
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s <= MOST_S:
+        raise BadInput(f"{where}: timeout_s: seconds above 0, at most {MOST_S}, not {timeout_s!r}")
     ready = command(item["ready"], f"{where}: ready") if "ready" in item else ()
     return KINDS[kind](item[kind], where, float(timeout_s), ready)
 
