@@ -14,6 +14,7 @@ from tests.tuning.studies import SPACE, STUDY, TRACE, WATCHDOG_S, command, envir
 from tuner.cli import app
 from tuner.errors import BadInput, NotFound
 from tuner.knobs import spacefile
+from tuner.traffic import importers
 from tuner.tuning import studyfile
 
 WHOLE = f"""{STUDY.replace("slices: [{start_s: 20, duration_s: 1.0}]", "")}
@@ -86,6 +87,39 @@ def test_a_space_is_read_or_refused_in_one_sentence(hostile: str, pace: str) -> 
             spacefile.parse(text, where="space.yaml")
         except (BadInput, NotFound) as error:
             is_a_sentence(error, hostile)
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        "null",
+        '"x"',
+        "-1",
+        "1e308",
+        "NaN",
+        "Infinity",
+        "9" * 5000,
+        "[]",
+        "{}",
+        "[[1]]",
+        "[-1]",
+        "true",
+        "[1.5]",
+    ],
+    ids=lambda text: text[:10],
+)
+@pytest.mark.parametrize("key", ["timestamp", "input_length", "output_length", "hash_ids"])
+def test_a_trace_is_read_or_refused_in_one_sentence(key: str, hostile: str, tmp_path: Path) -> None:
+    row = {"timestamp": "0", "input_length": "10", "output_length": "5", "hash_ids": "[1]"}
+    lines = [row, {**row, key: hostile}]
+    path = tmp_path / "trace.jsonl"
+    path.write_text(
+        "".join("{" + ", ".join(f'"{k}": {v}' for k, v in line.items()) + "}\n" for line in lines)
+    )
+    try:
+        importers.read_any(path)
+    except BadInput as error:
+        is_a_sentence(error, hostile + str(path))
 
 
 def told(home: Path, *words: object) -> tuple[int, str]:

@@ -83,7 +83,8 @@ class Record:
         elif isinstance(value, str) and _WHOLE.fullmatch(value.strip()):
             result = int(value.strip()) * unit_ns
         else:
-            result = round(self.number(key) * unit_ns)
+            scaled = self.number(key) * unit_ns
+            result = round(scaled) if isfinite(scaled) else _LIMIT_NS
         return self.within(key, result)
 
     def moment(self, key: str) -> int:
