@@ -22,7 +22,7 @@ from tuner.errors import BadInput, Conflict, NotFound, Unavailable
 from tuner.history.copy import backup, copy
 from tuner.history.store import Store
 from tuner.history.tables import REVISIONS, metadata
-from tuner.records import RunState
+from tuner.records import JSON, RunState
 from tuner.settings import shipped
 
 
@@ -189,6 +189,20 @@ def test_only_one_of_many_moves_of_an_alias_wins(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert won == [1]
+    store.close()
+
+
+def test_a_document_comes_back_as_it_was(tmp_path: Path) -> None:
+    store = Store(url(tmp_path / "a.db"))
+    detail: dict[str, JSON] = {
+        "half": "\ud800",
+        "large": 2**80,
+        "small": 5e-324,
+        "exact": 0.1,
+        "deep": [[{"a": None}]],
+    }
+    store.add_audit(actor="me", action="x", target="y", reason="", now=NOW, detail=detail)
+    assert store.audit()[0].detail == detail
     store.close()
 
 

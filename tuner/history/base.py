@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 from datetime import datetime
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, Result, select
 
 from tuner.errors import Conflict, NotFound
 from tuner.history.database import Database
@@ -39,6 +39,12 @@ class Part:
             return work(connection)
 
         return self._database.write(guarded)
+
+
+def plain(result: Result[Any]) -> list[dict[str, Any]]:
+    """Rows by name, as plain dictionaries: several times quicker to read than SQLAlchemy's mappings."""
+    names = tuple(result.keys())
+    return [dict(zip(names, row, strict=True)) for row in result.all()]
 
 
 def hold(connection: Connection, lease: Lease, now: datetime) -> None:

@@ -7,7 +7,7 @@ value of its own (fidelity, violation), +inf is the string "inf".
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import cast
+from typing import Any, cast
 
 from sqlalchemy import RowMapping
 
@@ -128,7 +128,7 @@ def trial_row(trial: Trial) -> dict[str, object]:
     }
 
 
-def trial_of(row: RowMapping, measurements: Sequence[Measurement]) -> Trial:
+def trial_of(row: Mapping[str, Any], measurements: Sequence[Measurement]) -> Trial:
     return Trial(
         **{
             **row,
@@ -160,7 +160,7 @@ def measurement_row(trial_id: int, measurement: Measurement) -> dict[str, object
     }
 
 
-def measurement_of(row: RowMapping) -> Measurement:
+def measurement_of(row: Mapping[str, Any]) -> Measurement:
     fidelity = row["fidelity"]
     return Measurement(
         values=unpack_values(row["values"]),

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
+from pydantic_core import from_json
 from sqlalchemy import (
     BigInteger,
     Boolean,
@@ -63,7 +64,10 @@ class Document(TypeDecorator[JSON]):
     def process_result_value(self, value: str | None, dialect: Dialect) -> JSON:
         if value is None:
             return None
-        found: JSON = json.loads(value)
+        try:
+            found: JSON = from_json(value)
+        except ValueError:
+            found = json.loads(value)  # half of a surrogate pair, which only Python's own reader takes
         return found
 
 

@@ -8,7 +8,7 @@ from sqlalchemy.exc import IntegrityError
 
 from tuner.errors import BadInput, Conflict, NotFound
 from tuner.history import bests
-from tuner.history.base import Part
+from tuner.history.base import Part, plain
 from tuner.history.codec import (
     launch_of,
     launch_row,
@@ -29,14 +29,14 @@ def _measurements(connection: Connection, ids: Sequence[int]) -> dict[int, list[
     for start in range(0, len(ids), CHUNK):
         some = ids[start : start + CHUNK]
         query = select(measurements).where(measurements.c.trial_id.in_(some)).order_by(measurements.c.id)
-        for row in connection.execute(query).mappings():
+        for row in plain(connection.execute(query)):
             found[row["trial_id"]].append(measurement_of(row))
     return found
 
 
 def load(connection: Connection, query: Select[tuple[object, ...]]) -> tuple[Trial, ...]:
     """The trials of a query over the trials table, with their measurements in the order they were added."""
-    rows = connection.execute(query).mappings().all()
+    rows = plain(connection.execute(query))
     measured = _measurements(connection, [row["id"] for row in rows])
     return tuple(trial_of(row, measured[row["id"]]) for row in rows)
 
