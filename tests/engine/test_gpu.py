@@ -152,5 +152,7 @@ def test_samples_are_folded_into_measurement_names() -> None:
     assert found["gpu_temperature_max_c"] == 69.0
     assert found["gpu_clock_min_mhz"] == 1971.0
     assert found["gpu_throttled"] == 0.1
+    assert found["gpu_throttle_reasons"] == 0x41
+    assert found["gpu_power_mean_w"] == 300.0
     assert throttled(found)
     assert not throttled({"gpu_throttled": 0.01})

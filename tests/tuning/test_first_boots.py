@@ -6,11 +6,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from tests.tuning.studies import write
+from tuner.engine.gpu import Gpus
 from tuner.history.store import Store
-from tuner.records import Launch, Study
+from tuner.records import Fidelity, Launch, Measurement, Study
 from tuner.tuning.learned import learned
 from tuner.tuning.study import load
-from tuner.tuning.trial import Bench
+from tuner.tuning.trial import Bench, Cores, Place, flagged
 
 NOW = datetime(2026, 11, 28, tzinfo=UTC)
 
@@ -59,3 +60,14 @@ def test_a_new_study_knows_how_long_engines_of_its_model_take_on_its_node(tmp_pa
         assert learned(store, prepared, home=None).ready_timeout_s == 330.0
         launched(mine, 40.0, 40.0, 40.0)
         assert learned(store, prepared, home=None).ready_timeout_s == 120.0
+
+
+def test_how_the_gpus_fared_is_kept_with_the_measurement(tmp_path: Path) -> None:
+    prepared = load(write(tmp_path), store=None, now=NOW)
+    place = Place(prepared=prepared, cores=Cores(engine=None, sender=None), gpus=Gpus(nvml=None))
+    sampled = {"gpu_memory_gib": 70.0, "gpu_clock_min_mhz": 1200.0, "gpu_throttled": 0.5}
+    found = flagged(
+        Measurement(values={}, fidelity=Fidelity(values={"lateness": 1.0})), place, sampled
+    ).fidelity
+    assert found.values == {"lateness": 1.0, "gpu_clock_min_mhz": 1200.0, "gpu_throttled": 0.5}
+    assert found.warnings == ("the GPU held its clocks down in more than 5 % of the time",)

@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 from types import MappingProxyType
 from typing import Protocol
 
@@ -248,7 +250,8 @@ def summarize(samples: Sequence[Sample]) -> dict[str, float]:
     """Measurement names from samples; empty without samples.
 
     `gpu_memory_gib` (sum of each device's highest), `gpu_utilization` (mean, 0..1), `gpu_energy_j`,
-    `gpu_temperature_max_c`, `gpu_clock_min_mhz`, `gpu_throttled` (share of samples).
+    `gpu_power_mean_w` (of one device), `gpu_temperature_max_c`, `gpu_clock_min_mhz`, `gpu_throttled` (share
+    of samples), `gpu_throttle_reasons` (NVML's bits, of all samples).
     """
     if not samples:
         return {}
@@ -257,6 +260,10 @@ def summarize(samples: Sequence[Sample]) -> dict[str, float]:
         "gpu_memory_gib": sum(max(s.used_bytes for s in samples if s.uuid == u) for u in uuids) / 2**30,
         "gpu_throttled": sum(bool(s.throttle & THROTTLING) for s in samples) / len(samples),
     }
+    found["gpu_throttle_reasons"] = float(reduce(or_, (s.throttle for s in samples)))
+    powers = [s.power_w for s in samples if s.power_w is not None]
+    if powers:
+        found["gpu_power_mean_w"] = sum(powers) / len(powers)
     utilization = [s.utilization for s in samples if s.utilization is not None]
     temperatures = [s.temperature_c for s in samples if s.temperature_c is not None]
     clocks = [s.sm_clock_mhz for s in samples if s.sm_clock_mhz is not None]

@@ -290,7 +290,7 @@ async def measured_pass(place: Place, order: Order, each: Pass, server: Server, 
     wanted = capacity.NAME in prepared.study.objectives and each.purpose != "held_out"
     if wanted and replayed.stopped is None and not measurement.fidelity.failed:
         measurement = await _with_speed(place, each, load, server, note, measurement)
-    measurement = _flagged(measurement, place, throttled(watch.summary()))
+    measurement = flagged(measurement, place, watch.summary())
     if measurement.fidelity.failed:
         raise GateFailed(measurement)
     asked = each.purpose == "search" and quality.why_not(prepared) is None
@@ -354,8 +354,12 @@ def _sampled(sampled: Mapping[str, float], replayed: Replayed) -> dict[str, floa
     return found
 
 
-def _flagged(measurement: Measurement, place: Place, slowed: bool) -> Measurement:
-    if slowed:
+def flagged(measurement: Measurement, place: Place, sampled: Mapping[str, float]) -> Measurement:
+    """The measurement with how the GPUs fared beside it: clocks, heat, power, and what throttled them."""
+    beside = {name: value for name, value in sampled.items() if name not in NAMES}
+    fidelity = replace(measurement.fidelity, values={**measurement.fidelity.values, **beside})
+    measurement = replace(measurement, fidelity=fidelity)
+    if throttled(sampled):
         measurement = _warned(measurement, "the GPU held its clocks down in more than 5 % of the time")
     if place.isolated:
         measurement = _warned(measurement, "isolated: other replays of this host may have run beside it")
