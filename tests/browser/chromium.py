@@ -75,6 +75,7 @@ def serious(driver: webdriver.Chrome, axe: str) -> list[str]:
 
 
 OVERLAPS = """
+for (const folded of document.querySelectorAll('details')) folded.open = true;
 const boxes = [];
 const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
 while (walk.nextNode()) {

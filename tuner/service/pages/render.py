@@ -42,7 +42,7 @@ def _environment() -> Environment:
     for name in ("number", "measured", "ratio", "heading", "unit", "seconds", "comparison"):
         found.filters[name] = getattr(words, name)
     found.filters |= {"at": at, "part": part, "percent": percent, "query": urlencode}
-    found.filters |= {"breakable": breakable, "knobs": lambda candidate: breakable(words.knobs(candidate))}
+    found.filters |= {"breakable": breakable, "knobs": knobs}
     return found
 
 
@@ -58,6 +58,13 @@ def at(moment: datetime | None) -> Markup | str:
 def breakable(text: object) -> Markup:
     """Names of knobs and measurements that may be broken at their underscores, rather than anywhere."""
     return escape(text).replace("_", Markup("_<wbr>"))
+
+
+def knobs(candidate: Mapping[str, object]) -> Markup:
+    """A candidate in the words of the command line, broken between knobs rather than in them."""
+    one = Markup('<span class="knob">{}</span>')
+    each = [one.format(breakable(words.knobs({name: value}))) for name, value in candidate.items()]
+    return Markup(" ").join(each) or escape(words.knobs({}))
 
 
 def part(text: object) -> str:
