@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from tuner.commands.common import now, open_store, print_json, print_table, say, settings
+from tuner.commands.running import interruptible, pull_words
 
 if TYPE_CHECKING:
     from tuner.fleet.dispatch import Ended, Job
@@ -95,7 +96,6 @@ def _warn() -> None:
 
 
 def _run(job: "Job", store: "Store", picked: "Sequence[Member]", *, quiet: bool) -> "tuple[Ended, ...]":
-    from tuner.commands.tune import interruptible
     from tuner.fleet import dispatch
 
     home = settings().home
@@ -139,7 +139,6 @@ def listeners(
 def conclude(store: "Store", ended: "Sequence[Ended]", *, as_json: bool) -> None:
     """What came out, node by node."""
     from tuner.commands import front
-    from tuner.commands.tune import pull_words
 
     if as_json:
         print_json([_as_data(store, each) for each in ended])

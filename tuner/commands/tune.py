@@ -1,30 +1,23 @@
 """`tuner tune`: the main job."""
 
-import os
 import shlex
-import shutil
-import sys
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tuner.commands.common import Json, now, open_store, print_json, say, settings
+from tuner.commands.running import INTERRUPTED, interruptible, pull_words
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Sequence
-    from typing import Any
+    from collections.abc import Sequence
 
     from tuner.history.store import Store
-    from tuner.records import Run, Study, Trial
+    from tuner.records import Run, Trial
     from tuner.tuning.events import Event, Tell
     from tuner.tuning.run import Limits
     from tuner.tuning.study import Prepared
-
-T = TypeVar("T")
-INTERRUPTED = 8
-"""Exit code of a run that was stopped by a signal and can be resumed."""
 
 
 def tune(
@@ -182,30 +175,6 @@ def both(one: "Tell", other: "Tell") -> "Tell":
     return tell
 
 
-def interruptible(work: "Coroutine[Any, Any, T]", tell: "Tell") -> T:
-    """Do the work; SIGINT and SIGTERM cancel it, and the process ends with exit code 8."""
-    import asyncio
-    import signal
-
-    import uvloop
-
-    from tuner.tuning.events import Event
-
-    async def main() -> T:
-        task = asyncio.ensure_future(work)
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, task.cancel)
-        return await task
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        try:
-            return runner.run(main())
-        except asyncio.CancelledError:
-            tell(Event(kind="note", text="stopped; the same command goes on with this run"))
-            raise typer.Exit(INTERRUPTED) from None
-
-
 def print_commands(prepared: "Prepared", *, as_json: bool = False) -> None:
     """The command line of the baseline and of the next candidate, as they would be launched."""
     from tuner.engine.server import arguments
@@ -258,20 +227,6 @@ def conclude(store: "Store", prepared: "Prepared", run: "Run", *, as_json: bool)
         typer.echo(f"pull the winner: {pull_command(prepared)}")
 
 
-def program() -> str:
-    """How this program is called from here: by its name when that finds it, else by its path."""
-    found = shutil.which("tuner")
-    own = Path(sys.argv[0])
-    return "tuner" if found or own.name != "tuner" else os.path.relpath(own)
-
-
 def pull_command(prepared: "Prepared") -> str:
     """The command that prints the challenger as a file that `vllm serve --config` reads."""
     return pull_words(prepared.study)
-
-
-def pull_words(study: "Study") -> str:
-    """The same for a study."""
-    words = [program(), "profile", "resolve", "--model", study.model, "--node", study.node]
-    words += ["--workload", study.workload, "--alias", "challenger", "--format", "vllm-yaml"]
-    return shlex.join(words)

@@ -85,12 +85,17 @@ def _knock(address: str) -> None:
 
 def disconnect() -> None:
     """Leave the cluster; this driver's workers end."""
-    _ray().shutdown()
+    with contextlib.suppress(ConnectionError):
+        _ray().shutdown()
 
 
 def members() -> tuple[Member, ...]:
-    """The living nodes by name. BadInput when two have one name."""
-    found = sorted((_member(each) for each in _ray().nodes() if each.get("Alive")), key=lambda m: m.name)
+    """The living nodes by name. BadInput when two have one name, Unavailable when the cluster is gone."""
+    try:
+        told = _ray().nodes()
+    except ConnectionError as error:
+        raise Unavailable(f"the cluster does not answer any more: {error}") from error
+    found = sorted((_member(each) for each in told if each.get("Alive")), key=lambda m: m.name)
     names = [member.name for member in found]
     for name in names:
         if names.count(name) > 1:
@@ -127,7 +132,7 @@ class Hand:
         """End the worker's process, and with it whatever it started."""
         from ray.exceptions import RayError
 
-        with contextlib.suppress(RayError, ValueError):
+        with contextlib.suppress(RayError, ConnectionError, ValueError):
             _ray().kill(self.actor, no_restart=True)
 
 
@@ -172,7 +177,7 @@ async def _answer(reference: Awaitable[Any], node: str) -> Any:
         return await reference
     except RayTaskError:
         raise
-    except RayError as error:
+    except (RayError, ConnectionError) as error:  # the latter is Ray's client's
         raise Aborted(f"node {node} was lost ({type(error).__name__})", cause="node_lost") from error
 
 
