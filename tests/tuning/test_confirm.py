@@ -172,6 +172,13 @@ def test_more_than_one_in_a_hundred_failed_requests_fall_out(failed: int, out: b
     assert (failing({"failed": failed, "requests": 100.0}) is not None) == out
 
 
+def test_requests_that_the_plan_cut_are_told_apart() -> None:
+    said = failing({"failed": 24.0, "unfinished": 23.0, "requests": 1000.0})
+    assert said == (
+        "24 of 1000 requests failed, 23 because they still ran at the end of the tail (plan: tail_limit_s)"
+    )
+
+
 def test_an_unready_engine_is_tried_again_and_a_lack_of_memory_is_not() -> None:
     assert retries_of(Infeasible("late", cause="init_timeout")) == 1
     assert retries_of(Infeasible("full", cause="oom")) == 0

@@ -6,6 +6,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,17 @@ def test_every_launch_is_closed(killed: Path) -> None:
     launches = store.launches(store.study("tiny").id)
     assert all(launch.ended_at is not None for launch in launches)
     assert sum(1 for launch in launches if (launch.verdict or "").startswith("controller")) == 1
+
+
+def test_one_engine_runs_at_a_time(killed: Path) -> None:
+    """Two would share the GPU: what was screened is relaunched after the engine that screened has gone."""
+    store = store_of(killed)
+    launches = sorted(store.launches(store.study("tiny").id), key=lambda each: each.started_at)
+    assert any(t.screened for t in trials_of(killed))
+    assert any(t.origin == RELAUNCHED for t in trials_of(killed))
+    for before, after in pairwise(launches):
+        assert before.ended_at is not None
+        assert before.ended_at <= after.started_at
 
 
 def test_finalists_and_baseline_were_measured_again(killed: Path) -> None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from tuner.measures import STATISTICS
 from tuner.records import Measurement, MeasurementKind, Outcome, Purpose, SliceMeasurement, Slo
-from tuner.replay.jobs import CANCELLED
+from tuner.replay.jobs import CANCELLED, CUT
 from tuner.replay.timeline import Replayed
 
 P99_NEEDS = 1000
@@ -68,7 +68,11 @@ def fold(
         "tpot": _defined(np.array([tpot_ms(o) for o in kept])),
         "e2e": np.array([e2e_ms(o) for o in kept]),
     }
-    values: dict[str, float] = {"requests": float(len(kept)), "failed": float(len(kept) - len(answered))}
+    values: dict[str, float] = {
+        "requests": float(len(kept)),
+        "failed": float(len(kept) - len(answered)),
+        "unfinished": float(sum(o.error == CUT for o in kept)),
+    }
     for kind, sample in samples.items():
         values.update(_statistics(kind, sample, np.ones(len(sample)), len(kept), asked))
     gaps, weights = itl_ms(kept)
@@ -123,11 +127,6 @@ def itl_ms(outcomes: Sequence[Outcome]) -> tuple[FloatArray, FloatArray]:
     if not gaps:
         return np.empty(0), np.empty(0)
     return np.concatenate(gaps), np.concatenate(weights)
-
-
-def max_gap_ms(outcome: Outcome) -> float:
-    """The longest silence between two chunks of one answer (0 with a single chunk)."""
-    return float(np.diff(outcome.chunk_s).max() * 1000) if len(outcome.chunk_s) > 1 else 0.0
 
 
 def is_good(outcome: Outcome, slo: Slo) -> bool:

@@ -92,7 +92,10 @@ def failing(values: Mapping[str, float]) -> str | None:
     """Why what was measured does not serve the traffic: more than ERROR_RATE of the requests failed."""
     if _error_rate(values) <= ERROR_RATE:
         return None
-    return f"{values['failed']:.0f} of {values['requests']:.0f} requests failed"
+    said = f"{values['failed']:.0f} of {values['requests']:.0f} requests failed"
+    if cut := values.get("unfinished"):
+        said += f", {cut:.0f} because they still ran at the end of the tail (plan: tail_limit_s)"
+    return said
 
 
 def _error_rate(values: Mapping[str, float]) -> float:

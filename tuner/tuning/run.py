@@ -197,7 +197,10 @@ class _Loop:
                 return reason or "nothing is left that is new and may work"
             self._tell("started", trial.origin, trial)
             earlier = [t for t in trials if t.number == trial.number]
-            done = await self._guarded(perform(self._bench, trial, earlier, self._how(trial, trials)))
+            how = self._how(trial, trials)
+            if how.live is None:
+                await self._live.close()
+            done = await self._guarded(perform(self._bench, trial, earlier, how))
             self._tell("finished", done.reason or "", done)
             self._check_world([*earlier, done])
 
