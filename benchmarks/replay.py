@@ -20,6 +20,7 @@ import json
 import os
 import platform
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -57,37 +58,47 @@ def known_server(core: int) -> Iterator[tuple[int, int]]:
         process.wait()
 
 
+KERNEL_THREAD = 0x00200000
+
+
 class Meter(threading.Thread):
-    """CPU seconds over time of the client's and the server's processes, and of the whole host, read with as
-    little work as possible."""
+    """CPU seconds over time of the client's processes, and of those that are neither its, the server's, ours
+    nor the kernel's; read with as little work as possible."""
 
     def __init__(self, client: int, server: int) -> None:
         super().__init__(daemon=True)
         self.roots = (client, server)
-        self.samples: list[tuple[float, ...]] = []
+        self.samples: list[tuple[float, float, float]] = []
         self.stopped = threading.Event()
-        self.spent: tuple[dict[int, float], ...] = ({}, {})
+        self.spent: dict[int, float] = {}
+        self.own: set[int] = set()
 
     def run(self) -> None:
-        tick = os.sysconf("SC_CLK_TCK")
-        while not self.stopped.wait(0.5):
-            for root, spent in zip(self.roots, self.spent, strict=True):
-                for pid in tree(root):
-                    try:
-                        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-                    except OSError:
-                        continue
-                    spent[pid] = (int(fields[11]) + int(fields[12])) / tick
-            ticks = [int(one) for one in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-            busy, steal = (sum(ticks) - ticks[3] - ticks[4] - ticks[7]) / tick, ticks[7] / tick
-            own = [sum(spent.values()) for spent in self.spent]
-            self.samples.append((time.perf_counter() * 1e9, own[0], busy - sum(own), steal))
+        tick, before = os.sysconf("SC_CLK_TCK"), dict[int, float]()
+        while True:
+            self.own.update(tree(self.roots[0]))
+            ours = {os.getpid(), *tree(self.roots[1])} - self.own
+            for place in Path("/proc").iterdir():
+                try:
+                    fields = (
+                        (place / "stat").read_text().rsplit(")", 1)[1].split() if place.name.isdigit() else []
+                    )
+                except OSError:
+                    continue
+                if fields and not int(fields[6]) & KERNEL_THREAD and int(place.name) not in ours:
+                    self.spent[int(place.name)] = (int(fields[11]) + int(fields[12])) / tick
+            before = before or dict(self.spent)
+            used = {pid: spent - before.get(pid, 0.0) for pid, spent in self.spent.items()}
+            client = sum(spent for pid, spent in used.items() if pid in self.own)
+            self.samples.append((time.perf_counter() * 1e9, client, sum(used.values()) - client))
+            if self.stopped.wait(1.0):
+                return
 
-    def between(self, start_ns: float, end_ns: float) -> dict[str, float]:
-        """CPU seconds used between two instants of perf_counter: the client's, other people's, and stolen."""
-        at, *used = np.array(self.samples or [(0.0, 0.0, 0.0, 0.0)]).T
-        spans = [float(np.interp(end_ns, at, one) - np.interp(start_ns, at, one)) for one in used]
-        return dict(zip(("client", "others", "steal"), spans, strict=True))
+    def between(self, start_ns: float, end_ns: float) -> tuple[float, float]:
+        """CPU seconds used between two instants of perf_counter: the client's, and other people's."""
+        at, client, others = np.array(self.samples or [(0.0, 0.0, 0.0)]).T
+        ends = [start_ns, end_ns]
+        return float(np.diff(np.interp(ends, at, client))[0]), float(np.diff(np.interp(ends, at, others))[0])
 
 
 def tree(pid: int) -> Iterator[int]:
@@ -116,11 +127,19 @@ def once(tool: str, load: Load, cores: tuple[int, int]) -> dict[str, float]:
             )  # fmt: skip
             meter = Meter(process.pid, serving)
             meter.start()
-            code = process.wait(timeout=load.seconds * 10 + 240)
+            try:
+                code = process.wait(timeout=load.seconds * 3 + 90)
+            except subprocess.TimeoutExpired:
+                code = None
+                for pid in [*tree(process.pid)]:
+                    os.kill(pid, signal.SIGKILL)
+                process.wait()
             meter.stopped.set()
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/truth") as reply:
             truth = json.load(reply)
-        if code != 0:
+        if code is None:
+            print(f"{tool} did not end, {load.name}", file=sys.stderr)
+        elif code != 0:
             print((room / "log").read_text(errors="replace")[-600:], file=sys.stderr)
         try:
             seen = read() if code == 0 else None
@@ -147,13 +166,9 @@ def compare(load: Load, rows: list[list[int]], seen: Seen | None, meter: Meter) 
             "late_p99_ms": float(np.percentile(late, 99)),
             "server_late_p99_ms": float(np.percentile((truth[:, 1] - truth[:, 0]) / 1e6 - FIRST_MS, 99)),
         }
-        used = meter.between(truth[0, 0], truth[:, 2].max())
+        used, others = meter.between(truth[0, 0], truth[:, 2].max())
         span = (truth[:, 2].max() - truth[0, 0]) / 1e9
-        found |= {
-            "cpu_ms_per_request": used["client"] * 1e3 / len(truth),
-            "others_cpu": used["others"] / span,
-            "steal": used["steal"] / span,
-        }
+        found |= {"cpu_ms_per_request": used * 1e3 / len(truth), "others_cpu": others / span}
     if seen is None or not answered:
         return found
     count = min(answered, len(truth))
@@ -254,6 +269,7 @@ def main() -> None:
         asked.tools, asked.loads, asked.seconds = "ours", "80.6x300", 60.0
         asked.output = asked.output.with_name(asked.output.name + "-long")
     server, own = map(int, asked.cores.split(","))
+    os.sched_setaffinity(0, {server})
     tools = [tool for tool in asked.tools.split(",") if TOOLS[tool][1].exists()]
     for tool in set(asked.tools.split(",")) - set(tools):
         print(f"{tool} is not installed: {TOOLS[tool][1]}", file=sys.stderr)

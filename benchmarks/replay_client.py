@@ -55,7 +55,7 @@ def constant(rate: float, tokens: int, seconds: float, prompt: int) -> traffic.T
 async def outcomes(port: int, rate: float, tokens: int, seconds: float, prompt: int) -> dict[str, np.ndarray]:
     """Replay; per answered request in order of sending: ttft, tpot, e2e (ms) and when it was sent."""
     plan = dataclasses.replace(
-        PLANS["standard"], warmup_waves=0, load_warmup_s=0.0, tail_limit_s=60.0, scrape_s=1e9
+        PLANS["standard"], warmup_waves=0, load_warmup_s=0.0, tail_limit_s=20.0, scrape_s=1e9
     )
     load = Load(seed=0, number=0, model="known", vocabulary=2000, isolated=True)
     whole = Slice(name="all", start_s=0.0, duration_s=seconds)

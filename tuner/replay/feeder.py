@@ -30,10 +30,11 @@ from tuner.replay.schedule import KINDS, Schedule
 from tuner.replay.worker import AHEAD_BYTES, FRAME
 from tuner.traffic.trace import Trace
 
-AHEAD_S = 15.0
-"""Jobs of this much schedule lie with the senders before the clock starts, or AHEAD_BYTES with one."""
+AHEAD_S, BUILD_S = 15.0, 5.0
+"""Before the clock starts at least this much of the schedule is built, and as much as can be in this time,
+unless AHEAD_BYTES lie with one sender before: what is built in a window wants the processor too."""
 BATCH_BYTES = 1 << 20
-PACE_S = 0.1
+PACE_S = 0.01
 """Once the clock runs, so much of the schedule is built at a time."""
 
 
@@ -100,9 +101,10 @@ class Feeder:
         self.started.set()
 
     async def feed(self, jobs: Iterable[tuple[int, Callable[[], Job]]]) -> None:
-        """Build and hand over jobs in order. P once AHEAD_S of schedule, AHEAD_BYTES of bodies, or all of it,
-        is over there; from then on as the clock goes, and as the senders take them."""
-        ahead, size, first, told = dict.fromkeys(self.links, 0), 0, None, False
+        """Build and hand over jobs in order. P once enough of them, or all, are over there; from then on as
+        the clock goes, and as the senders take them."""
+        ahead, size, first, lead = dict.fromkeys(self.links, 0), 0, None, None
+        begun = perf_counter_ns()
         for group, make in jobs:
             job = make()
             number = group % len(self.links)
@@ -110,40 +112,44 @@ class Feeder:
             ahead[number] += len(job.body)
             size += len(job.body)
             first = job.at_s if first is None else first
-            if not told and (job.at_s - first > AHEAD_S or max(ahead.values()) > AHEAD_BYTES):
-                told = self._tell_all(b"P")
-            if told:
-                await self._keep_pace(job.at_s)
+            if lead is not None:
+                await self._keep_pace(job.at_s, lead)
+            elif _enough(job.at_s - first, max(ahead.values()), (perf_counter_ns() - begun) / 1e9):
+                lead = job.at_s - first
+                self._tell_all(b"P")
             if size > BATCH_BYTES:
                 size = 0
                 await self._drain()
             if self.stopped.is_set():
                 break
-        if not told:
+        if lead is None:
             self._tell_all(b"P")
         self._tell_all(b"E")
         await self._drain()
 
-    async def _keep_pace(self, at_s: float) -> None:
-        """Wait until no more than AHEAD_S of schedule lies ahead."""
+    async def _keep_pace(self, at_s: float, lead_s: float) -> None:
+        """Wait until no more than `lead_s` of the schedule lies ahead."""
         await self.started.wait()
         ahead = at_s - (perf_counter_ns() - self.zero_ns) / 1e9
-        if ahead > AHEAD_S + PACE_S:
+        if ahead > lead_s + PACE_S:
             with suppress(TimeoutError):
-                async with asyncio.timeout(ahead - AHEAD_S):
+                async with asyncio.timeout(ahead - lead_s):
                     await self.stopped.wait()
 
     def _tell(self, number: int, kind: bytes, payload: bytes = b"") -> None:
         self.links[number].write(FRAME.pack(kind, len(payload)) + payload)
 
-    def _tell_all(self, kind: bytes) -> bool:
+    def _tell_all(self, kind: bytes) -> None:
         for number in self.links:
             self._tell(number, kind)
-        return True
 
     async def _drain(self) -> None:
         with suppress(ConnectionError):
             await asyncio.gather(*(link.drain() for link in self.links.values()))
+
+
+def _enough(ahead_s: float, ahead_bytes: int, spent_s: float) -> bool:
+    return ahead_bytes > AHEAD_BYTES or (ahead_s > AHEAD_S and spent_s > BUILD_S)
 
 
 async def serve(directory: Path) -> None:

@@ -18,7 +18,7 @@ OPEN_S = 10.0
 READ, SAID = 1 << 14, 64
 SO_TIMESTAMPNS = 35
 TIMESPEC = struct.Struct("qq")
-FAR_NS = 10_000_000_000
+FAR_NS, TOGETHER_NS = 10_000_000_000, 20_000
 
 
 class Exchange:
@@ -184,10 +184,10 @@ class Connection:
         if not data:
             self._lost(None)
             return
-        now = perf_counter_ns()
         if self.exchange is None:
             self.close()
             return
+        now = perf_counter_ns()
         self._received(self.exchange, data, stamp(now, said))
         alarm = self.pool.alarm
         if alarm is not None and alarm.next_ns <= now:
@@ -261,6 +261,8 @@ def stamp(now_ns: int, said: Sequence[tuple[int, int, bytes]]) -> int:
         if kind == SO_TIMESTAMPNS:
             seconds, nanoseconds = TIMESPEC.unpack_from(data)
             behind = time_ns() - seconds * 1_000_000_000 - nanoseconds
+            while (then_ns := perf_counter_ns()) - now_ns > TOGETHER_NS:  # interrupted between the clocks
+                now_ns, behind = then_ns, time_ns() - seconds * 1_000_000_000 - nanoseconds
             return now_ns - behind if 0 <= behind < FAR_NS else now_ns
     return now_ns
 
@@ -278,6 +280,7 @@ class Pool:
         self.opened = 0
         self.received = 0
         self.alarm: Alarm | None = None
+        self._family: int | None = None
         self._opening: set[asyncio.Task[None]] = set()
 
     async def open(self, count: int) -> None:
@@ -290,8 +293,9 @@ class Pool:
 
     async def _connected(self) -> Connection:
         loop = asyncio.get_running_loop()
-        family = (await loop.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM))[0][0]
-        sock = socket.socket(family, socket.SOCK_STREAM)
+        if self._family is None:
+            self._family = (await loop.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM))[0][0]
+        sock = socket.socket(self._family, socket.SOCK_STREAM)
         sock.setblocking(False)
         try:
             await loop.sock_connect(sock, (self.host, self.port))
