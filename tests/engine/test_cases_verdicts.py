@@ -327,7 +327,7 @@ def test_each_known_error_gets_its_verdict_first_cause_first(tmp_path: Path, kin
 @pytest.mark.parametrize(
     ("kind", "kv", "oom"),
     [("max_len_gt_kv", 0.75, None), ("max_len_gt_kv_old", 0.75, None), ("no_kv_memory", 1.0, None),
-     ("oom", None, 0.05)],
+     ("oom", None, 0.05), ("oom_old", None, 2.01 / 23.59)],
 )  # fmt: skip
 def test_a_violation_is_graded_by_the_numbers_in_the_log(
     kind: str, kv: float | None, oom: float | None

@@ -230,7 +230,9 @@ def asked_at(knobs: tuple[str, ...], position: int) -> Candidate:
 
 def words_of(asked: Candidate, facts: EngineFacts) -> tuple[str, ...]:
     short = () if "max_model_len" in asked else ("--max-model-len", "512")
-    return ("--load-format", "dummy", "--skip-tokenizer-init", *short, *compile_candidate(asked, facts).argv)
+    little = () if "kv_cache_memory_bytes" in asked else ("--gpu-memory-utilization", "0.1")
+    words = ("--load-format", "dummy", "--skip-tokenizer-init", *short, *little)
+    return (*words, *compile_candidate(asked, facts).argv)
 
 
 def wanted(asked: Candidate) -> dict[str, object]:

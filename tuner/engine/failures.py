@@ -77,8 +77,8 @@ KINDS: dict[str, Kind] = {
     "oom": Kind(
         outcome="infeasible",
         retries=0,
-        sentence="out of GPU memory",
-        pattern=r"OutOfMemoryError|(CUDA|HIP) out of memory|(CUDA|HIP) [Ee]rror: out of memory",
+        sentence="out of memory",
+        pattern=r"OutOfMemoryError|(CUDA|HIP) ([Ee]rror: )?out of memory|desired CPU memory utilization",
     ),
     "shm_full": Kind(
         outcome="aborted",
@@ -392,7 +392,7 @@ _TRIED = re.compile(
     r"Tried to allocate ([\d.]+) (\w+)\..*?total capacity of ([\d.]+) (\w+) of which ([\d.]+) (\w+) is free"
 )
 _FREE = re.compile(
-    r"Free memory on device \S+ \(([\d.]+)/([\d.]+) GiB\) on startup is less than desired GPU memory "
+    r"memory on (?:device|node) \S+ \(([\d.]+)/([\d.]+) GiB\) on startup is less than desired .PU memory "
     r"utilization \(([\d.]+), ([\d.]+) GiB\)"
 )
 _COMPILED = [(kind, re.compile(about.pattern)) for kind, about in KINDS.items() if about.pattern]
