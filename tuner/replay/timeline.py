@@ -97,8 +97,7 @@ async def replay(
     async with lock.held(isolated=load.isolated):
         run = _Replay(server, trace, plan, load, judge, progress or (lambda _: None))
         try:
-            with giving_way():
-                return await run.all(slices)
+            return await run.all(slices)
         finally:
             await run.close()
 
@@ -172,7 +171,8 @@ class _Replay:
             zero = perf_counter_ns() + int((plan.load_warmup_s + LEAD_S) * 1e9)
             self.senders.go(zero)
             watcher = asyncio.create_task(observer.run(zero, timetable.window_s))
-            await self.watch(window, zero)
+            with giving_way():
+                await self.watch(window, zero)
         finally:
             if watcher is not None:
                 watcher.cancel()
