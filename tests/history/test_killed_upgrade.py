@@ -183,6 +183,8 @@ def survives(upgrading: Upgrading, capsys: pytest.CaptureFixture[str]) -> None:
         assert revision in told
         assert rows == before[1]
         told[revision] += 1
+        # Machines are now slow, now fast: about half of the moments shall come before the commit.
+        span *= 0.7 if revision == "9001" else 1.4
         old = Store(url, check=False)
         if revision == "9001":
             with pytest.raises(Conflict, match="newer release"):
@@ -195,9 +197,7 @@ def survives(upgrading: Upgrading, capsys: pytest.CaptureFixture[str]) -> None:
         assert content(url) == after
         restored(upgrading, url)
     with capsys.disabled():
-        print(
-            f"\n{KILLS} kills within {span:.2f} s of a migration, {ROWS} trials: found {told}; nothing lost"
-        )
+        print(f"\n{KILLS} kills in migrations of {ROWS} trials, revisions found: {told}; nothing lost")
 
 
 def restored(upgrading: Upgrading, url: str) -> None:
