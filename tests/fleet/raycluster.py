@@ -47,13 +47,13 @@ class Cluster:
 
     folder: Path
     home: Path
-    url: str = ""
 
     @property
     def env(self) -> dict[str, str]:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        more = {"PATH": path, "RAY_TMPDIR": str(self.folder), "RAY_USAGE_STATS_ENABLED": "0"}
-        return environment(self.home, {**more, **({"TUNER_DATABASE_URL": self.url} if self.url else {})})
+        return environment(
+            self.home, {"PATH": path, "RAY_TMPDIR": str(self.folder), "RAY_USAGE_STATS_ENABLED": "0"}
+        )
 
     def type(self, line: str) -> str:
         """Type a line as a user in the checkout would; what it printed."""
@@ -79,7 +79,7 @@ class Cluster:
                 process.wait()
 
     def store(self) -> Store:
-        return Store(self.url or f"sqlite:///{self.home / 'tuner.db'}", create=False)
+        return Store(f"sqlite:///{self.home / 'tuner.db'}", create=False)
 
     def processes(self) -> list[psutil.Process]:
         """Everything of Ray's that was started for this cluster."""
@@ -101,12 +101,6 @@ class Cluster:
         assert len(raylets) == 1, raylets
         _kill([raylets[0], *raylets[0].children(recursive=True)])
 
-    def kill_head(self) -> None:
-        """The power goes out on the head: the cluster's own server, its raylet and what that had started."""
-        (server,) = [p for p in self.processes() if "gcs_server" in p.cmdline()[0]]
-        (raylet,) = [p for p in self.processes() if "--head" in p.cmdline() and "raylet" in p.cmdline()[0]]
-        _kill([server, raylet, *raylet.children(recursive=True)])
-
     def end(self) -> None:
         while left := self.processes():
             _kill(left)
@@ -122,10 +116,10 @@ def _kill(processes: Sequence[psutil.Process]) -> None:
 
 
 @contextmanager
-def running(lines: Sequence[str], url: str = "") -> Iterator[Cluster]:
+def running(lines: Sequence[str]) -> Iterator[Cluster]:
     """A cluster for as long as the block lasts. Its folder's path is short, as socket paths are limited."""
     folder = Path(tempfile.mkdtemp(prefix="tr", dir="/tmp"))
-    cluster = Cluster(folder=folder, home=folder / "home", url=url)
+    cluster = Cluster(folder=folder, home=folder / "home")
     try:
         for line in lines:
             cluster.type(line)

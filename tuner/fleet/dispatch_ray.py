@@ -64,12 +64,24 @@ def connect(address: str) -> None:
     except ImportError:
         raise BadInput("--on needs Ray: pip install 'vllm-config-tuner[cluster]'") from None
     try:
-        ray.init(address=address, namespace="vllm-tuner", log_to_driver=False, logging_level="ERROR")
+        _join(ray, address)
     except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
         said = str(error).strip().splitlines() or [type(error).__name__]
+        reason = said[0] if len(said) == 1 else f"{said[0]} {said[-1].strip()}"  # a traceback ends with it
         raise Unavailable(
-            f"no Ray cluster answers at {address} ({said[0][:160]}); `ray start --head` starts one"
+            f"no Ray cluster answers at {address} ({reason[:300]}); `ray start --head` starts one"
         ) from error
+
+
+def _join(ray: Any, address: str) -> None:
+    """Ray's client server starts a server for each client, and gives up early on a host that is busy."""
+    for again in (True, True, False):
+        try:
+            ray.init(address=address, namespace="vllm-tuner", log_to_driver=False, logging_level="ERROR")
+            return
+        except ConnectionError as error:
+            if not again or "Starting Ray client server failed" not in str(error):
+                raise
 
 
 def _knock(address: str) -> None:
