@@ -154,3 +154,26 @@ def test_an_alarm_wakes_all_who_wait_in_their_order() -> None:
         return woken
 
     assert within(go()) == [0, 1, 2, 3]
+
+
+def test_a_replay_is_cancelled_while_its_bodies_are_built() -> None:
+    """Nobody waits for the rest of them, and no process is left."""
+    before = children()
+    traffic = trace(np.arange(300) * 0.1, inputs=20_000)
+    whole = Slice(name="whole", start_s=0.0, duration_s=30.0)
+    plan = dataclasses.replace(PLAN, warmup_waves=0, load_warmup_s=0.0)
+
+    async def go() -> None:
+        async with running() as engine:
+            replaying = asyncio.create_task(replay(engine, traffic, [whole], plan, LOAD))
+            while engine.connections < 10:  # the senders get ready, and the feeder builds
+                await asyncio.sleep(0.01)
+            replaying.cancel()
+            await asyncio.wait({replaying})
+            assert replaying.cancelled()
+            places = [task.get_coro().cr_code.co_filename for task in asyncio.all_tasks()]  # type: ignore[union-attr]
+            assert not [place for place in places if "tuner/replay" in place]
+
+    within(go())
+    left = [" ".join(psutil.Process(pid).cmdline()) for pid in children() - before]
+    assert not [words for words in left if "tuner.replay" in words]

@@ -33,7 +33,7 @@ from tuner.traffic.trace import Trace
 AHEAD_S, BUILD_S = 15.0, 5.0
 """Before the clock starts at least this much of the schedule is built, and as much as can be in this time,
 unless AHEAD_BYTES lie with one sender before: what is built in a window wants the processor too."""
-BATCH_BYTES = 1 << 20
+BATCH, BATCH_BYTES = 64, 1 << 20
 PACE_S = 0.01
 """Once the clock runs, so much of the schedule is built at a time."""
 
@@ -105,7 +105,7 @@ class Feeder:
         the clock goes, and as the senders take them."""
         ahead, size, first, lead = dict.fromkeys(self.links, 0), 0, None, None
         begun = perf_counter_ns()
-        for group, make in jobs:
+        for count, (group, make) in enumerate(jobs, 1):
             job = make()
             number = group % len(self.links)
             self._tell(number, b"J", job.pack())
@@ -117,7 +117,7 @@ class Feeder:
             elif _enough(job.at_s - first, max(ahead.values()), (perf_counter_ns() - begun) / 1e9):
                 lead = job.at_s - first
                 self._tell_all(b"P")
-            if size > BATCH_BYTES:
+            if size > BATCH_BYTES or not count % BATCH:
                 size = 0
                 await self._drain()
             if self.stopped.is_set():
@@ -144,6 +144,8 @@ class Feeder:
             self._tell(number, kind)
 
     async def _drain(self) -> None:
+        """Wait while the senders have no room, and hear what the controller says."""
+        await asyncio.sleep(0)
         with suppress(ConnectionError):
             await asyncio.gather(*(link.drain() for link in self.links.values()))
 

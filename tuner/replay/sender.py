@@ -35,6 +35,7 @@ class Sender:
         self._finished: deque[tuple[Job, Exchange]] = deque()
         self._parsing: Iterator[None] | None = None
         self._parsed = asyncio.Event()
+        self._parsed.set()
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._ended: dict[int, Ended] = {}
         self._parked: dict[int, list[Job]] = {}
@@ -47,7 +48,6 @@ class Sender:
         A job with a parent waits for the parent's end and its think time, and does not hold up the others.
         """
         self._zero_ns = zero_ns
-        self._parsed.set()
         count = 0
         async for job in jobs:
             if (job.at_s - EARLY_S) * 1e9 > perf_counter_ns() - zero_ns:
