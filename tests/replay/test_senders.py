@@ -177,3 +177,20 @@ def test_a_replay_is_cancelled_while_its_bodies_are_built() -> None:
     within(go())
     left = [" ".join(psutil.Process(pid).cmdline()) for pid in children() - before]
     assert not [words for words in left if "tuner.replay" in words]
+
+
+def test_who_is_busy_can_look_whether_a_call_is_due() -> None:
+    async def go() -> list[str]:
+        alarm, made = Alarm(), list[str]()
+        now = time.perf_counter_ns()
+        for name, due in (("b", now - 1), ("a", now - 2), ("later", now + 3_600_000_000_000)):
+            alarm.at(due, lambda name=name: made.append(name))  # type: ignore[misc]
+        assert not made
+        alarm.look(1)
+        assert made == ["a"], "one at a time, the oldest first"
+        alarm.look(16)
+        assert alarm.next_ns == now + 3_600_000_000_000
+        alarm.close()
+        return made
+
+    assert within(go()) == ["a", "b"]

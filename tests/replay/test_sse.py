@@ -1,6 +1,8 @@
 import itertools
 import json
 import random
+import socket
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.replay.engine import HEAD, chunked, event, events, usage
 from tuner.replay import sse
-from tuner.replay.wire import Framing
+from tuner.replay.wire import SO_TIMESTAMPNS, TIMESPEC, TOGETHER_NS, Framing, stamp
 
 DONE = b"data: [DONE]\n\n"
 
@@ -168,3 +170,14 @@ def test_framing_knows_lengths_trailers_and_closing() -> None:
     assert closing.until_close
     trailing = Framing()
     assert trailing.complete([HEAD + b"1\r\nx\r\n0\r\nDigest: y\r\n\r\n"])
+
+
+def test_what_was_read_is_stamped_by_the_kernel_where_it_tells() -> None:
+    before, wall, after = time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()
+    told = [(socket.SOL_SOCKET, SO_TIMESTAMPNS, TIMESPEC.pack(*divmod(wall - 5_000_000, 1_000_000_000)))]
+    found = stamp(time.perf_counter_ns(), told)
+    assert before - TOGETHER_NS <= found + 5_000_000 <= after + TOGETHER_NS
+    assert stamp(7, []) == 7
+    a_wall_clock_that_was_set = [(socket.SOL_SOCKET, SO_TIMESTAMPNS, TIMESPEC.pack(0, 0))]
+    now = time.perf_counter_ns()
+    assert now <= stamp(now, a_wall_clock_that_was_set) <= time.perf_counter_ns()
