@@ -163,6 +163,7 @@ def main() -> int:
     parser.add_argument("--arm", choices=ARMS)
     parser.add_argument("--limit-s", type=float, default=float("inf"))
     given = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     home = given.home.resolve()
     if given.arm is None:
         return 0 if report(home) else 1
