@@ -131,6 +131,13 @@ def test_while_nothing_meets_the_slo_the_nearest_to_it_is_kept() -> None:
     assert module.curtail(met, best) is not None
 
 
+def test_what_lies_outside_the_region_goes_on_where_the_front_decides() -> None:
+    case = case_against(1.0)
+    best = {"ttft_p95_ms": 1.0, "e2e_p95_ms": 1e6, "goodput_rps": 0.0, "slo_attainment": 0.0}
+    assert module.curtail(case, best) is not None
+    assert module.curtail(replace(case, by_slo=False), best) is None
+
+
 def test_ages_count_before_a_request_ends() -> None:
     nothing = EMPTY.rows().columns()
     stuck = module.bounds(EMPTY, nothing, ages_s=[30.0] * 200)

@@ -70,12 +70,13 @@ def test_promotions_are_screened_members_that_would_widen_the_front() -> None:
     poor = replace(world.trial(3, Candidate({"max_num_seqs": 1024})), screened=True)
     reference = [world.truth({}).values[n] for n in OBJECTIVES]
     found = pareto.promotable([base, good, best, poor], OBJECTIVES, reference)
-    assert [t.number for t in found] == [1]
-    assert {t.number for t in pareto.promotable([base, best, poor], OBJECTIVES, reference)} <= {2}
+    assert [t.number for t, _ in found] == [1]
+    assert 0.5 < found[0][1] < 1
+    assert {t.number for t, _ in pareto.promotable([base, best, poor], OBJECTIVES, reference)} <= {2}
     relaunched = replace(world.trial(4, good.candidate), screened=False)
-    assert 1 not in {
-        t.number for t in pareto.promotable([base, good, poor, relaunched], OBJECTIVES, reference)
-    }
+    again = pareto.promotable([base, good, poor, relaunched], OBJECTIVES, reference)
+    assert 1 not in {t.number for t, _ in again}
+    assert pareto.promotable([], OBJECTIVES, reference) == ()
 
 
 def test_groups_run_together_when_it_pays() -> None:
@@ -96,9 +97,9 @@ def test_groups_run_together_when_it_pays() -> None:
 def test_drift_is_looked_for_and_told() -> None:
     trials = [world.trial(0, Candidate(), origin="baseline")]
     trials += [world.trial(n, Candidate({"max_num_seqs": 64})) for n in range(1, 9)]
-    assert not order.drift_due(trials[:8])
-    assert order.drift_due(trials)
-    assert not order.drift_due([*trials, world.trial(9, Candidate(), origin="drift")])
+    assert not order.drift_due(trials[:8], every=8)
+    assert order.drift_due(trials, every=8)
+    assert not order.drift_due([*trials, world.trial(9, Candidate(), origin="baseline")], every=8)
     rows = [Measurement(values={"goodput_rps": v}) for v in (10.0, 9.5, 9.0)]
     assert order.drift(rows, "goodput_rps") == pytest.approx(-0.105, abs=0.01)
     assert (

@@ -10,8 +10,9 @@ from typing import Any
 from tests.search import world
 from tests.search.world import OBJECTIVES, World
 from tuner.records import Candidate, Measurement, Prediction, Trial, TrialState
-from tuner.search import pareto, proposals
-from tuner.search.suggest import Suggestion, suggest
+from tuner.search import pareto, proposals, told
+from tuner.search.encoding import encode
+from tuner.search.suggest import TPE_EVERY, Suggestion, suggest
 
 
 def ask(trials: Sequence[Trial], number: int, space: World | None = None, **more: Any) -> Suggestion | None:
@@ -116,9 +117,15 @@ def test_a_pruned_trial_tells_its_estimate() -> None:
         state=TrialState.PRUNED,
         measurements=(Measurement(values={n: 1.0 for n in OBJECTIVES}, kind="estimate"),),
     )
-    bare = replace(pruned, measurements=())
-    for last in (pruned, bare):
-        assert ask([*trials[:11], last], 12) is not None
+    first_part = Measurement(values={n: 1.0 for n in OBJECTIVES}, kind="partial")
+    for measurements in ((), (first_part,)):  # no word of where it would have ended: as bad as the worst
+        encoding, scale = encode(World(), world.DEFAULTS), told.scale(OBJECTIVES, [1.0] * len(OBJECTIVES))
+        bare = [*trials[:11], replace(pruned, measurements=measurements)]
+        costs = [row.values for row in told.tell(encoding, bare, scale) if row.values is not None]
+        assert all(
+            last >= max(column) for last, column in zip(costs[-1], zip(*costs, strict=True), strict=True)
+        )
+    assert ask([*trials[:11], pruned], 12) is not None
 
 
 def test_nothing_left_is_none() -> None:
@@ -172,9 +179,9 @@ def _mislead(candidates: Sequence[Candidate]) -> Sequence[Prediction]:
 
 def test_a_predictor_takes_turns_with_tpe() -> None:
     origins = [t.origin for t in study(13, predictor=_predict)]
-    assert set(origins[1::2]) <= {"simulator", "back-off"}
-    assert origins.count("simulator") >= 4
-    assert set(origins[2::2]) <= {"tpe", "back-off"}
+    assert set(origins[TPE_EVERY - 1 :: TPE_EVERY]) <= {"tpe", "back-off"}
+    assert origins.count("simulator") >= 6
+    assert set(origins[1:]) <= {"simulator", "tpe", "back-off"}
 
 
 def test_a_predictor_that_misranks_is_switched_off_for_good() -> None:
@@ -182,7 +189,7 @@ def test_a_predictor_that_misranks_is_switched_off_for_good() -> None:
     origins = [t.origin for t in trials]
     first = origins.index("tpe-instead")
     assert "simulator" not in origins[first:]
-    found = ask(trials, 15, predictor=_predict)
+    found = ask(trials, 16, predictor=_predict)
     assert found is not None
     assert found.origin == "tpe-instead"
 

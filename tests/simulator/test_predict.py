@@ -1,7 +1,6 @@
 """Predictions and calibration against a known truth: an engine whose coefficients the test has set."""
 
 import csv
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from tuner.errors import BadInput
 from tuner.knobs.model import read
 from tuner.records import Candidate, Slice, Slo
 from tuner.replay.plan import PLANS
-from tuner.simulator.calibrate import BOUNDS, Calibration, Observation, fit
+from tuner.simulator.calibrate import BOUNDS, Observation, fit
 from tuner.simulator.cost import CARDS, Coefficients, StepCost, capture_sizes, card_of, preset
 from tuner.simulator.memory import Budget, profile
 from tuner.simulator.predict import Predictor, Scene
@@ -196,15 +195,6 @@ def test_one_trial_calibrates_for_the_others(truth: Coefficients) -> None:
             assert abs(math.log(got.values[name] / want.values[name])) < limit
     for name, (low, high) in BOUNDS.items():
         assert low <= getattr(found.coefficients, name) <= high
-
-
-def test_a_calibration_survives_its_storage() -> None:
-    made = scene(traffic(60))
-    values = Predictor(made, Coefficients(), spreads=False)([Candidate()])[0].values
-    found = fit(made, [Observation(candidate=Candidate(), values=values)], rounds=1)
-    assert Calibration.from_json(json.loads(json.dumps(found.to_json()))) == found
-    with pytest.raises(BadInput, match="not a calibration"):
-        Calibration.from_json({"coefficients": {}})
 
 
 def test_nothing_measured_calibrates_nothing() -> None:

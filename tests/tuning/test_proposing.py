@@ -10,13 +10,15 @@ from tests.tuning.studies import write
 from tuner.engine import limits
 from tuner.errors import BadInput
 from tuner.records import Candidate, Measurement, Trial, TrialState
+from tuner.search import proposals
 from tuner.tuning.judging import judge_of, peak
-from tuner.tuning.knowledge import Knowledge, card_for, cutoff, defaults_of
+from tuner.tuning.knowledge import Knowledge, card_for, cutoff, defaults_of, running
 from tuner.tuning.live import group, widest
 from tuner.tuning.predicting import forecast
 from tuner.tuning.proposing import (
     RELAUNCHED,
     best,
+    expected_gain,
     key_of,
     minimal,
     propose,
@@ -92,10 +94,55 @@ def test_every_proposal_is_a_function_of_the_history_before_it(
         assert (found.candidate, found.origin) == (trial.candidate, trial.origin)
 
 
-def test_seeds_come_from_the_calibrated_simulator_and_the_heuristics(history: list[Trial]) -> None:
-    origins = [t.origin.partition(":")[0] for t in history]
-    assert origins[1] == "simulator"
-    assert "heuristic" in origins
+def test_the_calibrated_simulator_proposes_first_and_the_heuristics_where_there_is_none(
+    prepared: Prepared, history: list[Trial]
+) -> None:
+    assert history[1].origin.startswith("simulator")
+    other = unpredictable(prepared)
+    found = [o for o, _ in Knowledge(prepared=other).seeds(history[:1])]
+    assert [o.partition(":")[0] for o in found] == ["heuristic", "heuristic"]
+
+
+def test_what_would_widen_the_relaunched_front_most_is_relaunched_now_and_then(prepared: Prepared) -> None:
+    base = measured(0, prepared.baseline, values(900.0, slo=0.4))
+    one = measured(1, Candidate({"max_num_seqs": 16}), values(400.0, 8.0, 6.0), screened=True)
+    two = measured(2, Candidate({"max_num_seqs": 64}), values(300.0, 7.0, 8.0), screened=True)
+    three = measured(3, Candidate({"max_num_seqs": 256}), values(410.0, 8.1, 5.9), screened=True)
+    early, due = propose(prepared, (base, one, two)), propose(prepared, (base, one, two, three))
+    assert early is not None
+    assert early.origin != RELAUNCHED
+    assert due is not None
+    assert (due.origin, due.candidate) == (RELAUNCHED, two.candidate)
+    own = measured(4, two.candidate, values(310.0, 7.1, 7.9), origin=RELAUNCHED)
+    again = propose(prepared, (base, one, two, three, own))
+    assert again is not None
+    assert again.origin != RELAUNCHED
+
+
+def test_the_engine_that_runs_is_told_by_history(prepared: Prepared) -> None:
+    base = measured(0, Candidate({"max_num_seqs": 64, "max_num_batched_tokens": 2048}), values(900.0))
+    assert running(prepared, ()) is None
+    assert running(prepared, (base,)) == base.candidate
+    lower = measured(1, Candidate({"max_num_seqs": 16}), values(800.0), screened=True)
+    assert running(prepared, (base, lower)) == base.candidate
+    higher = measured(2, Candidate({"max_num_seqs": 256}), values(700.0), screened=True)
+    assert running(prepared, (base, lower, higher)) == widest(prepared, higher.candidate)[0]
+    broken = replace(measured(3, Candidate({"block_size": 32}), {}), state=TrialState.INFEASIBLE)
+    assert running(prepared, (base, lower, higher, broken)) is None
+    cost = Knowledge(prepared=prepared).cost((base, lower))
+    assert cost(Candidate({"max_num_seqs": 16})) < cost(Candidate({"max_num_seqs": 256}))
+
+
+def test_what_may_still_be_gained_is_told_by_a_trusted_predictor(
+    prepared: Prepared, history: list[Trial]
+) -> None:
+    knowledge = Knowledge(prepared=prepared)
+    found = expected_gain(prepared, history, knowledge)
+    assert found is not None
+    assert 0 <= found < 1
+    distrusted = [*history, replace(history[-1], id=99, number=99, origin=proposals.INSTEAD)]
+    assert expected_gain(prepared, distrusted, knowledge) is None
+    assert expected_gain(prepared, (), knowledge) is None
 
 
 def test_one_running_engine_can_screen_all_early_proposals(prepared: Prepared, history: list[Trial]) -> None:
@@ -170,18 +217,23 @@ def test_the_judge_knows_the_baseline_the_plan_and_the_busiest_rows(
     assert judge.case.peak == rows
 
 
-@pytest.mark.parametrize(("number", "known"), [(0, 0), (1, 1), (3, 1), (4, 4), (7, 4), (31, 16), (200, 192)])
+@pytest.mark.parametrize(("number", "known"), [(0, 0), (1, 1), (7, 1), (8, 8), (31, 16), (200, 192)])
 def test_the_predictor_is_calibrated_anew_now_and_then(number: int, known: int) -> None:
     assert cutoff(number) == known
 
 
-def test_an_unknown_card_is_said(prepared: Prepared) -> None:
+def unpredictable(prepared: Prepared) -> Prepared:
+    """The study on a card that the simulator does not know."""
     engine = prepared.file.engine.model_copy(update={"kind": "vllm", "python": "python"})
-    other = replace(
+    return replace(
         prepared,
         file=prepared.file.model_copy(update={"engine": engine}),
         facts=replace(prepared.facts, kind="vllm", gpu_name="NVIDIA Z9"),
     )
+
+
+def test_an_unknown_card_is_said(prepared: Prepared) -> None:
+    other = unpredictable(prepared)
     assert card_for(other) == "the simulator does not know the card 'NVIDIA Z9'"
     knowledge = Knowledge(prepared=other)
     base = measured(0, other.baseline, values(900.0))

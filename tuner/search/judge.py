@@ -107,7 +107,7 @@ class Case:
 
     `planned` counts the requests of all slices and `window_s` sums their windows. `baseline` holds the
     objective values of the baseline. `peak` names rows that a rung must have seen. `rungs` are (share,
-    margin); empty = exact curtailment only.
+    margin); empty = exact curtailment only. `by_slo`: the SLO decides the winner, else the front does.
     """
 
     objectives: tuple[str, ...]
@@ -119,6 +119,7 @@ class Case:
     peak: frozenset[int] = frozenset()
     rungs: tuple[tuple[float, float], ...] = RUNGS
     epsilon: float = EPSILON
+    by_slo: bool = True
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -159,6 +160,8 @@ def curtail(case: Case, best: Mapping[str, float]) -> str | None:
     for rival in case.rivals:
         if all(_worse(name, best[name], rival.values.get(name), case.epsilon) for name in case.objectives):
             return f"whatever comes, trial {rival.number} is better in every objective"
+    if not case.by_slo:  # a knee or a weighted best may lie anywhere on the front
+        return None
     outside = [n for n in case.objectives if _outside(n, best[n], case.baseline.get(n))]
     if not outside or _may_be_picked(case, best):
         return None

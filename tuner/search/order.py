@@ -8,7 +8,7 @@ import numpy as np
 from tuner.records import Candidate, Measurement, Trial
 from tuner.search import told
 
-DRIFT_EVERY = 8
+DRIFT_EVERY = 24
 """Trials between two looks at the baseline."""
 
 DRIFT = 0.05

@@ -1,14 +1,14 @@
 """The Pareto front, the volume it covers, and which of its members a policy picks."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tuner.errors import BadInput, NotFound, nearest
 from tuner.measures import MAXIMIZED
-from tuner.records import Slo, Trial, TrialState
+from tuner.records import Candidate, Slo, Trial, TrialState
 from tuner.search import told
 
 Policy = str | Mapping[str, object]
@@ -53,28 +53,30 @@ def front(trials: Sequence[Trial], objectives: Sequence[str]) -> tuple[Trial, ..
 
 
 def promotable(
-    trials: Sequence[Trial], objectives: Sequence[str], reference: Sequence[float]
-) -> tuple[Trial, ...]:
-    """Screened trials of the front that are worth a relaunch, the one that would add most volume first.
+    trials: Sequence[Trial],
+    objectives: Sequence[str],
+    reference: Sequence[float],
+    key: Callable[[Candidate], str] = lambda candidate: candidate.digest,
+) -> tuple[tuple[Trial, float], ...]:
+    """Screened trials that are worth a relaunch, the one that would add most volume first, each with that
+    volume as a share of what everything measured covers.
 
-    A trial is left out once its candidate was relaunched (or its relaunch failed), and where it adds nothing
-    to what was. `reference` as in `hypervolume`.
+    A trial is left out once its candidate (by `key`) was relaunched or its relaunch failed, and where it adds
+    nothing to what was. `reference` as in `hypervolume`.
     """
     scale = told.scale(objectives, reference)
     corner = np.array(scale.reference)
-    settled = {t.candidate for t in told.latest(trials) if not t.screened}
-    known = [
-        told.objective_values(t, objectives) or () for t in measured(trials, objectives) if not t.screened
-    ]
-    base = scale.costs(np.asarray(known, dtype=np.float64).reshape(-1, len(objectives)))
-    have, found = volume(base, corner), []
-    for trial in measured(trials, objectives):
-        if trial.screened and trial.candidate not in settled:
-            row = scale.costs(told.objective_values(trial, objectives) or ())
+    settled = {key(t.candidate) for t in told.latest(trials) if not t.screened}
+    everything = measured(trials, objectives)
+    rows = scale.costs([told.objective_values(t, objectives) or () for t in everything] or [reference])
+    base = rows[[i for i, t in enumerate(everything) if not t.screened]]
+    have, whole, found = volume(base, corner), volume(rows, corner), []
+    for trial, row in zip(everything, rows, strict=False):
+        if trial.screened and key(trial.candidate) not in settled:
             gain = volume(np.vstack([base, row]), corner) - have
             if gain > 0:
                 found.append((-gain, trial.number, trial))
-    return tuple(trial for _, _, trial in sorted(found, key=lambda f: f[:2]))
+    return tuple((trial, -gain / whole) for gain, _, trial in sorted(found, key=lambda f: f[:2]))
 
 
 def _signed(trial: Trial, objectives: Sequence[str]) -> list[float]:

@@ -26,7 +26,13 @@ LEVEL = 0.08
 
 DRAWS = 12
 SAMPLES = 2048
-SPREAD = 0.10
+
+COMMON, SPREAD, REACH = 0.1, 0.15, 0.4
+"""Log error of the predictor that all candidates share, that each has of its own, and how far the latter
+reaches, as a share of every knob's range."""
+
+NOISE, FLOOR = 0.04, 0.02
+"""Log error of one measurement, and the least that is left of a prediction's."""
 
 Matrix = NDArray[np.float64]
 Predictor = Callable[[Sequence[Candidate]], Sequence[Prediction]]
@@ -55,21 +61,6 @@ def leaders(trials: Sequence[Trial], objectives: Sequence[str]) -> tuple[Trial, 
 def _costs_of(trials: Sequence[Trial], objectives: Sequence[str]) -> Matrix:
     scale = told.scale(objectives, [1.0] * len(objectives))
     return np.array([scale.costs(told.objective_values(t, objectives) or ()) for t in trials])
-
-
-def spearman(a: Sequence[float], b: Sequence[float]) -> float:
-    """Rank correlation with mean ranks for ties; 0 where either side is constant."""
-    x, y = _ranks(np.asarray(a, float)), _ranks(np.asarray(b, float))
-    if x.std() == 0 or y.std() == 0:
-        return 0.0
-    return float(np.corrcoef(x, y)[0, 1])
-
-
-def _ranks(values: Matrix) -> Matrix:
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ends = np.cumsum(counts)
-    means: Matrix = (ends - (counts - 1) / 2.0)[inverse]
-    return means
 
 
 def trust(predictor: Predictor, trials: Sequence[Trial], objectives: Sequence[str]) -> float | None:
@@ -107,12 +98,13 @@ def ranked(
     pool: Sequence[Candidate],
     trials: Sequence[Trial],
     *,
+    encoding: Encoding,
     scale: told.Scale,
     rng: np.random.Generator,
     cost: Callable[[Candidate], float] | None = None,
 ) -> Iterator[Candidate]:
     """The pool by expected gain of hypervolume (per second where a cost is given), without the hopeless."""
-    gains = expected_gains(predictor, pool, trials, scale=scale, rng=rng)
+    gains = expected_gains(predictor, pool, trials, encoding=encoding, scale=scale, rng=rng)
     worth = [g / max(cost(c), 1e-3) if cost else g for g, c in zip(gains, pool, strict=True)]
     for index in np.argsort(-np.array(worth), kind="stable"):
         if gains[int(index)] <= 0:
@@ -125,39 +117,61 @@ def expected_gains(
     pool: Sequence[Candidate],
     trials: Sequence[Trial],
     *,
+    encoding: Encoding,
     scale: told.Scale,
     rng: np.random.Generator,
 ) -> Matrix:
     """Expected hypervolume gain of each candidate over what is measured, on the scale of the costs.
 
-    Predictions are first corrected by the median ratio of measured to predicted per objective.
+    Predictions are first corrected by what the trials near a candidate say of them (`_correction`).
     """
     found = pareto.measured(trials, scale.objectives)
     predictions = list(predictor([*(t.candidate for t in found), *pool]))
     past, future = predictions[: len(found)], predictions[len(found) :]
     if not future:
         return np.zeros(0)
-    ratios = [_bias(name, past, found) for name in scale.objectives]
-    real = np.array([scale.costs(told.objective_values(t, scale.objectives) or ()) for t in found])
-    means = np.array(
-        [[p.values.get(n, np.inf) * r for n, r in zip(scale.objectives, ratios, strict=True)] for p in future]
-    )
-    spreads = np.array([[p.spread.get(n, SPREAD) for n in scale.objectives] for p in future])
-    noise = np.exp(rng.standard_normal((DRAWS, len(scale.objectives)))[:, None, :] * spreads[None])
-    costs = scale.costs(means[None] * noise)
-    gains = _gain(costs, real.reshape(-1, len(scale.objectives)), np.array(scale.reference), rng)
+    names = scale.objectives
+    real = np.array([told.objective_values(t, names) or () for t in found]).reshape(-1, len(names))
+    expected = np.array([[p.values.get(n, np.inf) for n in names] for p in past]).reshape(real.shape)
+    means = np.array([[p.values.get(n, np.inf) for n in names] for p in future])
+    spreads = np.empty_like(means)
+    places = _places(encoding, [t.candidate for t in found]), _places(encoding, pool)
+    for column in range(len(names)):
+        with np.errstate(divide="ignore", invalid="ignore"):
+            errors = np.log(real[:, column] / expected[:, column])
+        shift, spreads[:, column] = _correction(errors, *places)
+        means[:, column] *= np.exp(shift)
+    noise = np.exp(rng.standard_normal((DRAWS, len(names)))[:, None, :] * spreads[None])
+    gains = _gain(scale.costs(means[None] * noise), scale.costs(real), np.array(scale.reference), rng)
     works = np.array([p.feasible for p in future])
     return np.where(works, gains, 0.0)
 
 
-def _bias(name: str, past: Sequence[Prediction], found: Sequence[Trial]) -> float:
-    ratios = []
-    for prediction, trial in zip(past, found, strict=True):
-        expected = prediction.values.get(name, 0.0)
-        real = trial.measurement.values.get(name, 0.0) if trial.measurement else 0.0
-        if 0 < expected < np.inf and 0 < real < np.inf:
-            ratios.append(real / expected)
-    return float(np.median(ratios)) if ratios else 1.0
+def _places(encoding: Encoding, candidates: Sequence[Candidate]) -> Matrix:
+    """Where candidates lie, every knob from 0 (its first level) to 1."""
+    points = [encoding.point(c) or (0,) * len(encoding.names) for c in candidates]
+    widths = np.maximum([len(values) - 1 for values in encoding.levels], 1)
+    return np.array(points, np.float64).reshape(len(candidates), len(widths)) / widths
+
+
+def _correction(errors: Matrix, there: Matrix, here: Matrix) -> tuple[Matrix, Matrix]:
+    """(log correction, its standard deviation) of predictions `here`, by a Gaussian process through the log
+    errors of the predictions `there`: one part is common to all, one fades with the distance of the knobs.
+    """
+    usable = np.isfinite(errors)
+    there, errors = there[usable], errors[usable]
+
+    def alike(a: Matrix, b: Matrix) -> Matrix:
+        apart = ((a[:, None, :] - b[None, :, :]) ** 2).sum(axis=2)
+        found: Matrix = COMMON**2 + SPREAD**2 * np.exp(-apart / (2 * REACH**2))
+        return found
+
+    prior = COMMON**2 + SPREAD**2
+    if not len(errors):
+        return np.zeros(len(here)), np.full(len(here), SPREAD)
+    across = np.linalg.solve(alike(there, there) + NOISE**2 * np.eye(len(there)), alike(there, here))
+    left = prior - (alike(there, here) * across).sum(axis=0)
+    return across.T @ errors, np.sqrt(np.maximum(left, FLOOR**2))
 
 
 def _gain(costs: Matrix, real: Matrix, reference: Matrix, rng: np.random.Generator) -> Matrix:

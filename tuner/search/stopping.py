@@ -1,7 +1,7 @@
 """When a search has said what it can say."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
 
 import numpy as np
@@ -30,14 +30,14 @@ def reason_to_stop(
     now: datetime | None = None,
     deadline: datetime | None = None,
     needed_s: float = 0.0,
-    expected_gain: float | None = None,
+    expected_gain: Callable[[], float | None] = lambda: None,
     noise: float | None = None,
 ) -> str | None:
     """One sentence, or None to go on.
 
     `done` counts the trials of this run and `limit` bounds it. `needed_s` is what another trial and the
-    confirmation take before `deadline`. `expected_gain` is a predictor's best expected gain, as a share of
-    the hypervolume. `noise` is the relative noise of one measurement (see `noise_of`).
+    confirmation take before `deadline`. `expected_gain` works out a predictor's best expected gain, as a
+    share of the hypervolume. `noise` is the relative noise of one measurement (see `noise_of`).
     """
     if limit is not None and done >= limit:
         return f"the budget of {limit} trials is spent"
@@ -47,7 +47,10 @@ def reason_to_stop(
 
 
 def _nothing_to_gain(
-    trials: Sequence[Trial], objectives: Sequence[str], expected: float | None, noise: float
+    trials: Sequence[Trial],
+    objectives: Sequence[str],
+    expected_gain: Callable[[], float | None],
+    noise: float,
 ) -> str | None:
     finished = [t for t in told.latest(trials) if t.state is not TrialState.RUNNING]
     searched = [t for t in finished if t.origin not in SEEDED]
@@ -59,11 +62,13 @@ def _nothing_to_gain(
     floor = noise_volume(finished, objectives, noise)
     if after - before > floor:
         return None
+    expected = expected_gain()
     if expected is not None and expected * after > floor:
         return None
+    hope = "" if expected is None else f", and no more than {expected * after:.3g} is expected of any other"
     return (
         f"the last {WINDOW} trials widened the front by {after - before:.3g} of hypervolume,"
-        f" less than the noise of the measurements ({floor:.3g})"
+        f" less than the noise of the measurements ({floor:.3g}){hope}"
     )
 
 

@@ -21,6 +21,9 @@ Predictor = Callable[[Sequence[Candidate]], Sequence[Prediction]]
 Cost = Callable[[Candidate], float]
 """Seconds that it takes to measure a candidate from where the engine is now."""
 
+TPE_EVERY = 4
+"""Every so-many-th proposal is TPE's, however well the predictor ranks."""
+
 DRAWS = 3
 """TPE draws per ask; each costs the time of a fit."""
 
@@ -156,7 +159,7 @@ class _Ask:
 
     def _simulator_turn(self) -> str:
         """`simulator`, `tpe`, or `distrusted` where its turn goes to TPE because its ranking failed."""
-        if self.predictor is None or self.number % 2 == 0:
+        if self.predictor is None or self.number % TPE_EVERY == TPE_EVERY - 1:
             return "tpe"
         return "simulator" if self._trusted else "distrusted"
 
@@ -165,7 +168,13 @@ class _Ask:
             return
         pool = [c for c in self._pool() if self.is_worth_a_launch(c)]
         yield from proposals.ranked(
-            self.predictor, pool, self.trials, scale=self.scale(), rng=self.rng("gain"), cost=self.cost
+            self.predictor,
+            pool,
+            self.trials,
+            encoding=self.encoding,
+            scale=self.scale(),
+            rng=self.rng("gain"),
+            cost=self.cost,
         )
 
     def _pool(self) -> list[Candidate]:

@@ -137,5 +137,7 @@ def tell(encoding: Encoding, trials: Sequence[Trial], scale: Scale) -> list[Told
 def _costs(trial: Trial, scale: Scale) -> np.ndarray | None:
     if trial.state not in (TrialState.COMPLETE, TrialState.PRUNED):
         return None
+    if trial.measurement is None or trial.measurement.kind == "partial":  # of the first requests only
+        return None
     values = objective_values(trial, scale.objectives)
     return None if values is None else scale.costs(values)

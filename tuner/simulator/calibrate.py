@@ -72,20 +72,6 @@ class Calibration:
             "rounds": self.rounds,
         }
 
-    @classmethod
-    def from_json(cls, raw: Mapping[str, JSON]) -> "Calibration":
-        """What `to_json` gave. BadInput for anything else."""
-        try:
-            return cls(
-                coefficients=Coefficients(**raw["coefficients"]),  # type: ignore[arg-type]
-                residuals=dict(raw["residuals"]),  # type: ignore[arg-type]
-                error=float(raw["error"]),  # type: ignore[arg-type]
-                trials=int(raw["trials"]),  # type: ignore[arg-type]
-                rounds=int(raw["rounds"]),  # type: ignore[arg-type]
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise BadInput(f"not a calibration: {error}") from None
-
 
 class _Problem:
     """Residuals of all observations and priors as a function of the logarithms of the coefficients."""

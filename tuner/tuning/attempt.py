@@ -21,10 +21,12 @@ ERROR_RATE = 0.01
 @dataclass(frozen=True, slots=True, kw_only=True)
 class How:
     """How an attempt is measured. `live` screens it in a running engine where that can be done (`defaults` is
-    what the engine runs with when nothing is asked of it); `judge` may cut it short.
+    what the engine runs with when nothing is asked of it), or with `own` leaves its own engine running for
+    others; `judge` may cut it short.
     """
 
     live: Live | None = None
+    own: bool = False
     defaults: Mapping[str, Value] = field(default_factory=dict)
     judge: Judge | None = None
 
@@ -59,7 +61,8 @@ async def _measure(bench: Bench, trial: Trial, passes: Sequence[Pass], how: How)
     directory = bench.directory(trial.number, str(trial.attempt))
     if how.live is not None:
         try:
-            return await how.live.measure(trial, passes, directory, how.defaults), True
+            found = await how.live.measure(trial, passes, directory, how.defaults, own=how.own)
+            return found, not how.own
         except CannotScreen as error:
             bench.tell(Event(kind="note", text=f"launched by itself: {error}", trial=trial))
         await how.live.close()

@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import product, takewhile
 
 from tuner.errors import Aborted, BadInput, Infeasible
 from tuner.knobs.arguments import compile_candidate
@@ -68,13 +68,14 @@ async def confirm(bench: Bench, run: Run) -> Confirmation:
 
 def finalists(prepared: Prepared, trials: Sequence[Trial], run_id: str) -> list[Trial]:
     """The policy's choice, then its choice without that one: the baseline is not among them. Screened trials
-    are, until they were relaunched or the run has made relaunches enough.
+    are, until they were relaunched or the run has made relaunches enough at its end.
     """
     left, found = [t for t in trials if not t.is_baseline], list[Trial]()
     key = key_of(prepared, trials)
     count = prepared.plan.finalists
-    made = [t for t in trials if t.run_id == run_id and t.origin == RELAUNCHED]
-    if sum(t.state is not TrialState.ABORTED for t in made) > count:
+    ours = [t for t in trials if t.run_id == run_id and t.state is not TrialState.ABORTED]
+    made = list(takewhile(lambda t: t.origin == RELAUNCHED, reversed(ours)))
+    if len(made) > count:
         left = [t for t in left if not t.screened]
     while len(found) < count:
         best = winner(prepared, left, key)

@@ -53,6 +53,7 @@ def case_of(
         peak=peak(prepared.trace, searched, prepared.file.speed),
         rungs=tuple((share, max(margin, epsilon)) for share, margin in judge.RUNGS),
         epsilon=epsilon,
+        by_slo=prepared.file.winner == "slo",
     )
     rivals = [
         Rival(number=t.number, values=t.measurement.values, columns=columns(case, t))

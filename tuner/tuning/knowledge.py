@@ -19,18 +19,18 @@ from tuner.simulator.batch import Batch
 from tuner.simulator.calibrate import Calibration, Observation, fit
 from tuner.simulator.cost import CARDS, Card, card_of, preset
 from tuner.simulator.predict import Predictor, Scene
-from tuner.tuning.live import changeable, group
+from tuner.tuning.live import changeable, fits, widest
 from tuner.tuning.study import Prepared
 
 OWN_FRONTS, OTHER_FRONTS = 4, 2
 """Front members of the same node's last study, and of other nodes', that are tried first."""
 OBSERVED = 3
 """Trials that a calibration is fitted to at most: the baseline and the newest of the front."""
-PICKS, PICKED = 2, "simulator: SLO"
-"""Predicted choices of the SLO policy that are tried first, and the origin of such trials."""
-FIRST_ROUNDS, ROUNDS = 4, 2
+PICKS, SPREAD, PICKED = 1, 2, "simulator: SLO"
+"""Predicted choices of the SLO policy and of the front that are tried first, and the former's origin."""
+FIRST_ROUNDS, ROUNDS = 2, 1
 """Rounds of a fit to the baseline, and of each later one, which starts from that."""
-STEPS = (1, 4, 8, 16, 32, 64)
+STEPS = (1, 8, 16, 32, 64)
 """Numbers of trials at which the predictor is calibrated anew, and from the last on at its multiples."""
 LAUNCH_S, COMPILE_S, CHANGE_S = 57.0, 18.0, 1.0
 """Seconds of a launch, of a compilation on top, and of a change of limits, where history tells none."""
@@ -140,7 +140,8 @@ class Knowledge:
         return Known(predict=Batch(predict), calibration=calibration)
 
     def seeds(self, trials: Sequence[Trial]) -> tuple[Seed, ...]:
-        """What is tried first: other studies' fronts, the spread of the predicted front, the heuristics.
+        """What is tried first: other studies' fronts, then what the SLO policy is predicted to pick and the
+        spread of the predicted front; the heuristics where nothing is predicted.
 
         What is predicted here rests on the baseline alone, so that the list stays the same all through.
         """
@@ -150,16 +151,16 @@ class Knowledge:
             return ()
         near = at_levels(prepared, trials)
         known = self._uncalibrated() if base is None else self.calibrated((base,))
-        found: list[Seed] = [*self.fronts]
-        if known is not None:
-            space = around(prepared, near, trials) if changeable(prepared) else prepared.space
-            spread = starts.predicted(
-                space, known.predict, seed=prepared.study.seed,
-                objectives=prepared.study.objectives, baseline=near, known=prepared.known,
-            )  # fmt: skip
-            picks = self.picks(space, known.predict, {})[:PICKS]
-            found += [*((PICKED, candidate) for candidate in picks), *spread]
-        return (*found, *starts.heuristics(prepared.space, near))
+        if known is None:
+            return (*self.fronts, *starts.heuristics(prepared.space, near))
+        space = around(prepared, near, trials) if changeable(prepared) else prepared.space
+        picks = self.picks(space, known.predict, {})[:PICKS]
+        spread = starts.predicted(
+            space, known.predict, seed=prepared.study.seed,
+            objectives=prepared.study.objectives, baseline=near, known=prepared.known,
+            count=SPREAD,
+        )  # fmt: skip
+        return (*self.fronts, *((PICKED, candidate) for candidate in picks), *spread)
 
     def picks(self, space: SearchSpace, predict: Batch, defaults: Mapping[str, Value]) -> list[Candidate]:
         """The study's pool of a space as the SLO policy would rank it by the predictions; what fails is left
@@ -183,11 +184,11 @@ class Knowledge:
         """Seconds to measure a candidate from where the engine stands after these trials."""
         replay = replay_s(self.prepared)
         launch = launch_s(trials, replay)
-        here, defaults = warm(self.prepared, trials), defaults_of(trials)
+        engine, defaults = running(self.prepared, trials), defaults_of(trials)
         compiled = {_compiled(t.candidate) for t in trials if t.state is not TrialState.INFEASIBLE}
 
         def seconds(candidate: Candidate) -> float:
-            if here is not None and group(self.prepared, candidate, defaults) == here:
+            if engine is not None and fits(self.prepared, engine, candidate, defaults) is not None:
                 return replay + CHANGE_S
             anew = (
                 0.0 if _compiled(candidate) in compiled or self.prepared.facts.kind != "vllm" else COMPILE_S
@@ -226,13 +227,22 @@ def defaults_of(trials: Sequence[Trial]) -> Mapping[str, Value]:
     return {} if base is None else {**base.effective, **base.candidate}
 
 
-def warm(prepared: Prepared, trials: Sequence[Trial]) -> str | None:
-    """The group of the engine that screened last and may still run; None after a launch of its own."""
-    ended = [t for t in trials if t.state in (TrialState.COMPLETE, TrialState.PRUNED)]
-    last = max(ended, key=lambda t: t.number, default=None)
-    if last is None or not last.screened:
+def running(prepared: Prepared, trials: Sequence[Trial]) -> Candidate | None:
+    """What the engine that measured last was launched as and may still run, as far as history tells; None
+    where none can screen.
+    """
+    if not changeable(prepared):
         return None
-    return group(prepared, last.candidate, defaults_of(trials))
+    defaults, engine = defaults_of(trials), None
+    done = (TrialState.COMPLETE, TrialState.PRUNED)
+    ended = [t for t in told.latest(trials) if t.state is not TrialState.RUNNING]
+    own = max((i for i, t in enumerate(ended) if not t.screened), default=0)
+    for trial in ended[own:]:
+        if trial.state not in done or not trial.screened:
+            engine = trial.candidate if trial.state in done else None
+        elif engine is None or fits(prepared, engine, trial.candidate, defaults) is None:
+            engine = next(iter(widest(prepared, trial.candidate)), None)
+    return engine
 
 
 def replay_s(prepared: Prepared) -> float:
@@ -252,15 +262,15 @@ def launch_s(trials: Sequence[Trial], replay: float) -> float:
     return max(1.0, median(spans)) if spans else LAUNCH_S
 
 
-def at_levels(prepared: Prepared, trials: Sequence[Trial]) -> Candidate:
-    """The baseline as a point of the space: what it leaves open stays open where the space allows that, every
-    other knob is at the level nearest to what it runs with.
+def at_levels(prepared: Prepared, trials: Sequence[Trial], candidate: Candidate | None = None) -> Candidate:
+    """A candidate (default: the baseline) as a point of the space: what it leaves open stays open where the
+    space allows that, every other knob is at the level nearest to what it runs with.
     """
-    space = prepared.space
+    space, asked = prepared.space, prepared.baseline if candidate is None else candidate
     told_ = {name: v for name, v in defaults_of(trials).items() if None not in space.levels.get(name, ())}
     encoding = encode(space, told_)
-    point = encoding.point(space.canonical(prepared.baseline))
-    return prepared.baseline if point is None else encoding.candidate(point)
+    point = encoding.point(space.canonical(asked))
+    return asked if point is None else encoding.candidate(point)
 
 
 def _rank(values: Mapping[str, float], slo: Slo) -> tuple[float, float, float]:

@@ -1,7 +1,8 @@
 """One running engine that serves several trials in turn: its scheduler's limits change between replays.
 
-It is launched with the two sizes that limits may not exceed as high as the space goes, and `screens` whatever
-differs from it in limits alone. Whatever fails here is measured again in an engine of its own.
+A trial's own engine goes on to screen whatever differs from it in limits alone; where nothing fits, one is
+launched with the two sizes that limits may not exceed as high as the space goes. Whatever fails here is
+measured again in an engine of its own.
 """
 
 import os
@@ -11,10 +12,10 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from tuner.engine import limits
+from tuner.engine import failures, limits
 from tuner.engine.server import Server, serve
 from tuner.errors import Aborted, EngineError, Infeasible
-from tuner.records import Candidate, Trial, Value
+from tuner.records import Candidate, Launch, Trial, Value
 from tuner.search.encoding import encode
 from tuner.tuning.learned import largest_kv
 from tuner.tuning.study import Prepared
@@ -32,6 +33,7 @@ from tuner.tuning.trial import (
     measured_pass,
 )
 
+SCHEDULER = "--scheduler-cls"
 SIZES = ("max_num_seqs", "max_num_batched_tokens")
 """Limits that may only be lowered in a running engine."""
 
@@ -54,7 +56,7 @@ def changeable(prepared: Prepared) -> bool:
     """Whether the study asks for live limits, turns any, and its engine takes a scheduler class."""
     turned = any(name in prepared.space.levels for name in limits.KNOBS)
     asked = prepared.file.live_limits == "auto"
-    return asked and turned and "--scheduler-cls" in prepared.facts.flags
+    return asked and turned and SCHEDULER in prepared.facts.flags
 
 
 def widest(prepared: Prepared, candidate: Candidate) -> tuple[Candidate, ...]:
@@ -94,7 +96,6 @@ class Live:
         self._row: Row | None = None
         self._launched: Candidate = Candidate()
         self._charged_s = 0.0
-        self._barred: set[Candidate] = set()
         self._in_a_row = 0
         self.failures: list[str] = []
 
@@ -105,9 +106,16 @@ class Live:
         return here and changeable(self._bench.prepared)
 
     async def measure(
-        self, trial: Trial, passes: Sequence[Pass], directory: Path, defaults: Mapping[str, Value]
+        self,
+        trial: Trial,
+        passes: Sequence[Pass],
+        directory: Path,
+        defaults: Mapping[str, Value],
+        *,
+        own: bool = False,
     ) -> Launched:
-        """Measure a candidate inside the running engine, launching a wide one where none fits.
+        """Measure a candidate inside the running engine, launching a wide one where none fits; `own`: in one
+        that is launched for it, which stays to screen others.
 
         CannotScreen where it has to be launched by itself; else as `launch`. An engine that ends while it
         screens is Aborted: whose fault that was, a launch of its own must tell.
@@ -116,12 +124,12 @@ class Live:
             raise CannotScreen("live limits are off")
         make(directory)
         begun = time.monotonic()
-        wanted = self._limits(trial.candidate, defaults)
+        wanted = None if own else self._limits(trial.candidate, defaults)
         if wanted is None:
             await self.close()
             self._charged_s = begun
-            await self._launch(trial, defaults)
-            wanted = self._limits(trial.candidate, defaults)
+            await self._launch(trial, own)
+            wanted = {} if own else self._limits(trial.candidate, defaults)
         if wanted is None or self._server is None or self._row is None:
             raise CannotScreen("its sizes are beyond the running engine's")
         try:
@@ -169,26 +177,30 @@ class Live:
             return None
         return fits(self._bench.prepared, self._launched, candidate, defaults)
 
-    async def _launch(self, trial: Trial, defaults: Mapping[str, Value]) -> None:
-        """Launch the widest engine that the candidate can be screened in. CannotScreen when none comes up."""
+    async def _launch(self, trial: Trial, own: bool) -> None:
+        """Launch the trial's own engine, or the widest that it can be screened in. CannotScreen when none
+        comes up.
+        """
         prepared, bench = self._bench.prepared, self._bench
-        wide = next((c for c in widest(prepared, trial.candidate) if c not in self._barred), None)
-        if wide is None:
-            raise CannotScreen("no wider engine is known to work")
         directory = bench.directory(trial.number, f"live-{trial.attempt}")
+        known, launches = bench.learned(), bench.launches()
+        wider = (trial.candidate,) if own else widest(prepared, trial.candidate)
+        specs = [(c, launch_spec(prepared, c, directory, bench.cores, known=known)) for c in wider]
+        wide, spec = next((each for each in specs if not _failed(launches, each[1].argv)), (None, None))
+        if wide is None or spec is None:
+            raise CannotScreen("no wider engine is known to work")
         make(directory)
-        spec = launch_spec(prepared, wide, directory, bench.cores, known=bench.learned())
         paths = spec.env.get("PYTHONPATH", os.environ.get("PYTHONPATH"))
         installed = limits.install(directory.resolve(), spec.launch_id, paths)
         spec = replace(spec, argv=(*spec.argv, *installed.argv), env={**spec.env, **installed.env})
         self._row = Row(bench, add_launch(bench, spec), trial)
         try:
-            entered = serve(spec, gpus=bench.gpus, settle=False, note=self._row.note)
+            settle = known.settle if own else False
+            entered = serve(spec, gpus=bench.gpus, settle=settle, note=self._row.note)
             server = await self._stack.enter_async_context(entered)
         except Infeasible as error:
-            self._barred.add(wide)
             await self._give_up(f"{error.cause}: {error}")
-            raise CannotScreen(f"the wide engine failed: {error}") from error
+            raise CannotScreen(f"an engine whose limits can change failed: {error}") from error
         except EngineError as error:
             self._row.close(f"{error.cause}: {error}")
             self._row = None
@@ -217,6 +229,17 @@ class Live:
         finally:
             if row is not None:
                 row.close(verdict)
+
+
+def _failed(launches: Sequence[Launch], argv: Sequence[str]) -> bool:
+    """Whether an engine of these arguments and with limits to change failed to start by its own fault."""
+    for each in launches:
+        kind = failures.KINDS.get((each.verdict or "").partition(":")[0])
+        ours = kind is not None and kind.outcome == "infeasible" and "ready_s" not in each.timeline
+        changing = each.argv.index(SCHEDULER) if SCHEDULER in each.argv else None
+        if ours and changing is not None and each.argv[:changing] == tuple(argv):
+            return True
+    return False
 
 
 def _shown(wanted: Mapping[str, Value]) -> dict[str, Value]:

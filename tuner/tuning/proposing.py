@@ -1,28 +1,34 @@
 """The next candidate of a study, and how it is measured: functions of its history."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from tuner.engine.effective import same
 from tuner.errors import NotFound
 from tuner.knobs.space import SearchSpace
 from tuner.records import Candidate, Trial, TrialState
-from tuner.search import pareto, proposals, told
+from tuner.search import pareto, proposals, stopping, told
 from tuner.search.encoding import encode
 from tuner.search.feasibility import Regions
 from tuner.search.order import by_group, drift_due
 from tuner.search.suggest import Suggestion, suggest
-from tuner.tuning.knowledge import LAUNCH_S, PICKED, Knowledge, Seed, around, at_levels, defaults_of
+from tuner.tuning.knowledge import LAUNCH_S, PICKED, Knowledge, Known, Seed, around, at_levels, defaults_of
 from tuner.tuning.live import changeable, group
 from tuner.tuning.study import Prepared
 
 WIDE_EVERY, WIDE_FROM = 5, 9
 """From a number on, every so-many-th proposal may turn any knob; the others keep to what one running engine
 can screen."""
-PICK_EVERY, LOOKED = 4, 8
-"""Every so-many-th proposal is the first untried one of so many that the SLO policy is predicted to pick."""
+PICK_EVERY, LOOKED = 6, 8
+"""Every so-many-th proposal is the first of so many predicted picks of the SLO policy that is new, to the
+predictor too."""
 ENOUGH = 3
 """Trials after which a study that screened none is taken to be one that cannot."""
+PROMOTE_AFTER, UNSECURED = 3, 0.1
+"""Screened trials between two relaunches, and the share of the front's volume that one must secure."""
 RELAUNCHED = "relaunched"
 """Origin of a trial that measures a screened candidate again, in an engine of its own."""
 
@@ -47,6 +53,10 @@ def propose(
     if served and not prepared.plan.demonstration and drift_due(trials):
         seed = told.derive(prepared.study.seed, number, "trial")
         return Suggestion(candidate=prepared.baseline, origin="baseline", seed=seed)
+    promoted = _promoted(prepared, trials)
+    if promoted is not None:
+        candidate = minimal(trials, promoted.candidate)
+        return Suggestion(candidate=candidate, origin=RELAUNCHED, seed=promoted.seed)
     seeds = untried(prepared, trials, (*help.seeds, *knowledge.seeds(trials)))
     looked = (prepared.space,) if seeds else spaces(prepared, trials, number)
     if not seeds and number % PICK_EVERY == 0:
@@ -69,18 +79,66 @@ def propose(
     return None
 
 
+def _promoted(prepared: Prepared, trials: Sequence[Trial]) -> Trial | None:
+    """The screened trial to measure in an engine of its own now: the front holds relaunched ones only."""
+    reference, finished = _reference(prepared, trials), told.latest(trials)
+    own = max((i for i, t in enumerate(finished) if not t.screened), default=0)
+    if reference is None or len(finished) - 1 - own < PROMOTE_AFTER:
+        return None
+    objectives, key = prepared.study.objectives, key_of(prepared, trials)
+    found = pareto.promotable(trials, objectives, reference, key)
+    return next((trial for trial, gain in found if gain >= UNSECURED), None)
+
+
 def _picked(
     prepared: Prepared, trials: Sequence[Trial], knowledge: Knowledge, space: SearchSpace
 ) -> list[Seed]:
     """What the SLO policy would pick by the predictions, where it decides and they are trusted."""
-    known = knowledge.known(trials, next_number(trials))
+    known = _trusted(prepared, trials, knowledge)
     if prepared.file.winner != "slo" or known is None:
         return []
-    trust = proposals.trust(known.predict, trials, prepared.study.objectives)
-    if trust is not None and trust < proposals.LIMIT:
-        return []
+    objectives = prepared.study.objectives
+    measured = known.predict([t.candidate for t in pareto.measured(trials, objectives)])
+    twins = {proposals.twin_key(p, objectives) for p in measured}
     picks = knowledge.picks(space, known.predict, defaults_of(trials))
+    picks = [c for c in picks if proposals.twin_key(known.predict([c])[0], objectives) not in twins]
     return untried(prepared, trials, [(PICKED, c) for c in picks[:LOOKED]])[:1]
+
+
+def _trusted(prepared: Prepared, trials: Sequence[Trial], knowledge: Knowledge) -> Known | None:
+    """The predictor while its ranking holds."""
+    known = knowledge.known(trials, next_number(trials))
+    if known is None or any(t.origin == proposals.INSTEAD for t in trials):
+        return None
+    trust = proposals.trust(known.predict, trials, prepared.study.objectives)
+    return None if trust is not None and trust < proposals.LIMIT else known
+
+
+def expected_gain(prepared: Prepared, trials: Sequence[Trial], knowledge: Knowledge) -> float | None:
+    """The most hypervolume that a new candidate around the best so far is expected to add, as a share of what
+    is covered; None where nobody who is trusted expects anything.
+    """
+    known, number = _trusted(prepared, trials, knowledge), next_number(trials)
+    reference = _reference(prepared, trials)
+    if known is None or reference is None:
+        return None
+    key, objectives = key_of(prepared, trials), prepared.study.objectives
+    seen = {key(t.candidate) for t in trials}
+    near = encode(around(prepared, best(prepared, trials), trials), defaults_of(trials))
+    new = [c for c in proposals.pool(near, prepared.study.seed) if key(c) not in seen]
+    new = [c for c in new if prepared.known(c) is None]
+    rng = np.random.default_rng(told.derive(prepared.study.seed, number, "gain"))
+    scale = told.scale(objectives, reference)
+    gains = proposals.expected_gains(known.predict, new, trials, encoding=near, scale=scale, rng=rng)
+    covered = stopping.volume_of(trials, objectives, trials)
+    return float(gains.max()) / covered if len(gains) and covered > 0 else None
+
+
+def _reference(prepared: Prepared, trials: Sequence[Trial]) -> tuple[float, ...] | None:
+    """The baseline's objectives, where all are finite."""
+    base = told.baseline_of(trials)
+    found = told.objective_values(base, prepared.study.objectives) if base else None
+    return found if found is not None and all(map(math.isfinite, found)) else None
 
 
 def untried(prepared: Prepared, trials: Sequence[Trial], seeds: Sequence[Seed]) -> list[Seed]:
@@ -119,7 +177,7 @@ def best(prepared: Prepared, trials: Sequence[Trial]) -> Candidate:
     """The winner so far by the study's policy, screened trials included; the baseline before there is one."""
     key = key_of(prepared, trials)
     found = winner(prepared, [t for t in trials if not t.is_baseline], key)
-    return at_levels(prepared, trials) if found is None else found.candidate
+    return at_levels(prepared, trials, found.candidate if found else None)
 
 
 def winner(prepared: Prepared, trials: Sequence[Trial], key: Callable[[Candidate], str]) -> Trial | None:

@@ -28,7 +28,15 @@ from tuner.tuning.judging import judge_of
 from tuner.tuning.knowledge import LAUNCH_S, Knowledge, Known, defaults_of, fronts_of, replay_s
 from tuner.tuning.learned import ready_of
 from tuner.tuning.live import Live
-from tuner.tuning.proposing import NO_HELP, RELAUNCHED, Help, minimal, next_number, propose
+from tuner.tuning.proposing import (
+    NO_HELP,
+    RELAUNCHED,
+    Help,
+    expected_gain,
+    minimal,
+    next_number,
+    propose,
+)
 from tuner.tuning.reconcile import locked, reconcile
 from tuner.tuning.study import Clock, Prepared
 from tuner.tuning.trial import ABORTED_RETRIES, Bench, Work
@@ -205,17 +213,17 @@ class _Loop:
             self._check_world([*earlier, done])
 
     def _how(self, trial: Trial, trials: Sequence[Trial]) -> How:
-        """Baseline, relaunches and second tries get an engine of their own; everything else is screened."""
-        prepared = self._bench.prepared
-        own = {"stopped", "controller", "gate", "disk"}
-        alone = any(t.cause not in own for t in trials if t.number == trial.number)
-        if trial.is_baseline:
-            return How()
-        if trial.origin == RELAUNCHED or alone or not self._live.possible:
-            judge = None if trial.origin == RELAUNCHED else judge_of(prepared, trials, screened=False)
-            return How(judge=judge)
-        judge = judge_of(prepared, trials, screened=True)
-        return How(live=self._live, defaults=defaults_of(trials), judge=judge)
+        """The baseline and relaunches get an engine of their own, which screens others afterwards; a second
+        try one for itself alone. Everything else is screened.
+        """
+        excused = {"stopped", "controller", "gate", "disk"}
+        alone = any(t.cause not in excused for t in trials if t.number == trial.number)
+        own = trial.is_baseline or trial.origin == RELAUNCHED
+        live = None if alone or not self._live.possible else self._live
+        prepared, judge = self._bench.prepared, None
+        if not own:
+            judge = judge_of(prepared, trials, screened=live is not None)
+        return How(live=live, own=own, defaults=defaults_of(trials), judge=judge)
 
     def _relaunch(self, trials: Sequence[Trial]) -> Trial | None:
         """At the end of a search: finalists that were only screened are measured in engines of their own."""
@@ -246,6 +254,7 @@ class _Loop:
             now=self._bench.clock(),
             deadline=self._limits.deadline,
             needed_s=self._needed_s(trials),
+            expected_gain=lambda: expected_gain(self._bench.prepared, trials, self._knowledge),
             noise=_noise(trials, self._bench.prepared.study.objectives),
         )
 
