@@ -1,6 +1,5 @@
-"""Starts, promotions, the ladder, order and drift."""
+"""Starts, promotions, order and drift."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -8,40 +7,8 @@ import pytest
 from tests.search import world
 from tests.search.test_suggest import _predict
 from tests.search.world import OBJECTIVES, World
-from tuner.records import Candidate, Measurement, Trial
+from tuner.records import Candidate, Measurement
 from tuner.search import order, pareto, starts
-from tuner.search.ladder import Rung, climb
-
-
-def ladder(trials: Sequence[Trial]) -> tuple[Candidate | None, tuple[Rung, ...]]:
-    return climb(
-        World(), trials, baseline=Candidate({"max_num_seqs": 16, "max_num_batched_tokens": 512}),
-        known=world.nothing_known, tail="ttft_p95_ms",
-    )  # fmt: skip
-
-
-def test_the_ladder_doubles_until_it_no_longer_pays() -> None:
-    trials: list[Trial] = []
-    while (found := ladder(trials)[0]) is not None:
-        trials.append(world.trial(len(trials), found, origin="baseline" if not trials else "ladder"))
-    table = ladder(trials)[1]
-    seqs = [r for r in table if r.knob == "max_num_seqs"]
-    assert [r.value for r in seqs] == [32, 64, 128, 256]
-    assert [r.kept for r in seqs] == [True, True, True, False]
-    assert all(r.value for r in table)
-    assert table[-1].why in ("the tail worsens", "goodput_rps no longer rises", "it failed")
-    assert len(trials) == len(table) + 1
-
-
-def test_a_failure_ends_a_climb() -> None:
-    base = world.trial(0, Candidate({"max_num_seqs": 16, "max_num_batched_tokens": 512}), origin="baseline")
-    step, _ = ladder([base])
-    assert step is not None
-    broken = replace(world.trial(1, Candidate({"block_size": 8})), candidate=step, reason="out of memory")
-    following, table = ladder([base, broken])
-    assert table[0].why == "out of memory"
-    assert following is not None
-    assert following["max_num_seqs"] == 16
 
 
 def test_starts_are_known_advice_and_a_predicted_front() -> None:
