@@ -12,7 +12,7 @@ Lateness: a request's arrival at the server against the constant schedule, ancho
 a uniform delay is forgiven to all). Errors: what the tool says less what the server knows, per request, in
 the order of sending. Ours counts TTFT and E2E from the schedule, peers from their own send. A run during
 which other people's processes used more of a core than `--others` says nothing of the tool: it is repeated,
-up to three times, whatever it gave, and the table tells how often.
+up to five times, whatever it gave, and the table tells how often.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from benchmarks.replay_tools import ROOT, TOOLS, Load, Seen, tokenizer, versions
 
 FIRST_MS, GAP_MS = 200.0, 20.0
 LOADS = ((100, 25), (500, 25), (1000, 25), (16.1, 300), (80.6, 300))
-REPEATS = 3
+REPEATS = 5
 Results = dict[str, dict[str, list[dict[str, float]]]]
 
 
@@ -260,7 +260,7 @@ def main() -> None:
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--loads", default=",".join(f"{rate:g}x{tokens}" for rate, tokens in LOADS))
     parser.add_argument("--cores", default="0,1", help="the server's core and the client's")
-    parser.add_argument("--others", type=float, default=0.1, help="share of a core that others may use")
+    parser.add_argument("--others", type=float, default=0.02, help="share of a core that others may use")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no run after so long")
     parser.add_argument("--long", action="store_true", help="500 streams of 300 tokens for 60 s, ours alone")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results" / "replay")
@@ -277,7 +277,7 @@ def main() -> None:
     loads = [Load(float(rate), int(tokens), asked.seconds) for rate, tokens in pairs]
     about: dict[str, object] = {
         "first_ms": FIRST_MS, "gap_ms": GAP_MS, "seconds": asked.seconds, "others": asked.others,
-        "python": platform.python_version(), "kernel": platform.release(), "versions": versions(),
+        "python": platform.python_version(), "kernel": platform.release().split("-")[0], "versions": versions(),
     }  # fmt: skip
     asked.output.parent.mkdir(parents=True, exist_ok=True)
     place, end = asked.output.with_suffix(".json"), time.monotonic() + asked.minutes * 60
@@ -295,7 +295,7 @@ def main() -> None:
     said = f"`python -m benchmarks.replay {shlex.join(sys.argv[1:])}`".replace(" `", "`")
     lines = [f"{name} {version}" for name, version in versions().items()]
     kept = f"{said}, {asked.seconds:g} s a run, {', '.join(lines)}, Python {platform.python_version()}, "
-    text = f"{kept}Linux {platform.release()}\n\n{show(results)}"
+    text = f"{kept}Linux {platform.release().split('-')[0]}\n\n{show(results)}"
     print(text)
     asked.output.with_suffix(".md").write_text(text)
 
