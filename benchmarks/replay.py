@@ -277,7 +277,8 @@ def main() -> None:
     loads = [Load(float(rate), int(tokens), asked.seconds) for rate, tokens in pairs]
     about: dict[str, object] = {
         "first_ms": FIRST_MS, "gap_ms": GAP_MS, "seconds": asked.seconds, "others": asked.others,
-        "python": platform.python_version(), "kernel": platform.release().split("-")[0], "versions": versions(),
+        "python": platform.python_version(), "kernel": platform.release().split("-")[0],
+        "versions": versions(),
     }  # fmt: skip
     asked.output.parent.mkdir(parents=True, exist_ok=True)
     place, end = asked.output.with_suffix(".json"), time.monotonic() + asked.minutes * 60
