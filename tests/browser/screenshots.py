@@ -28,7 +28,7 @@ def paths(there: world.World) -> dict[str, str]:
         "overview": "/",
         "studies": "/studies",
         "study": f"/studies/{ref}",
-        "study-axes": f"/studies/{ref}?x=e2e_p95_ms&y=goodput_rps",
+        "study-axes": f"/studies/{ref}?x=tpot_p95_ms&y=goodput_rps",
         "trial": f"/studies/{ref}/trials/3",
         "trial-infeasible": f"/studies/{ref}/trials/8",
         "history": "/history?metric=goodput_rps",
