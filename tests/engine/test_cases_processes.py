@@ -309,7 +309,7 @@ def test_case_26_the_first_cause_stays_when_we_stop_it_later(tmp_path: Path) -> 
 
 
 CONTROLLER = """
-import asyncio, sys
+import asyncio, signal, sys
 from pathlib import Path
 from tests.engine.helpers import spec
 from tuner.engine.server import serve
@@ -317,6 +317,7 @@ async def main():
     async with serve(spec(Path(sys.argv[1]), "child", "grandchild", launch_id=sys.argv[2])) as server:
         print(server.port, flush=True)
         await asyncio.Event().wait()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are born ignoring it
 asyncio.run(main())
 """
 
