@@ -28,7 +28,7 @@ from tests.replay.test_timeline import LOAD, PLAN, play, within
 from tests.replay.traces import trace
 from tuner.errors import Aborted
 from tuner.records import Outcome, Slice, Slo
-from tuner.replay import fidelity
+from tuner.replay import fidelity, frames
 from tuner.replay.bodies import Bodies
 from tuner.replay.feeder import Feeder
 from tuner.replay.jobs import Job, Sent
@@ -36,7 +36,7 @@ from tuner.replay.measure import fold, measure
 from tuner.replay.sender import Sender
 from tuner.replay.timeline import PLANS, replay
 from tuner.replay.wire import Pool
-from tuner.replay.worker import AHEAD_BYTES, FRAME
+from tuner.replay.worker import AHEAD_BYTES
 from tuner.traffic.importers import read_any
 from tuner.traffic.trace import Trace
 
@@ -397,9 +397,7 @@ def test_case_r19_bodies_are_built_ahead_within_bounds(tmp_path: Path) -> None:
 
         async def sender(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             while kinds[-1:] != [b"E"]:
-                kind, length = FRAME.unpack(await reader.readexactly(FRAME.size))
-                await reader.readexactly(length)
-                kinds.append(kind)
+                kinds.append((await frames.read(reader))[0])
             writer.close()
 
         async with await asyncio.start_unix_server(sender, str(tmp_path / "jobs")):

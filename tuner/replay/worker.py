@@ -1,9 +1,9 @@
 """A sender process: `python -m tuner.replay.worker DIRECTORY NUMBER HOST PORT [--realtime]`.
 
-Frames on Unix sockets: kind (1 byte), length (4), payload. The controller, at DIRECTORY/socket, says O get
-ready, with so many connections; Z zero of the clock; X cut all. It hears P ready, R results, T what has been
-told (`TOLD`), F finished with X (JSON of the sender's own numbers). Jobs come from DIRECTORY/jobs, see
-`feeder`; the sender stops reading there while AHEAD_BYTES lie with it. It ends when its controller does.
+The controller, at DIRECTORY/socket, says in `frames`: O get ready, with so many connections; Z zero of the
+clock; X cut all. It hears P ready, R results, T what has been told (`TOLD`), F finished with X (JSON of the
+sender's own numbers). Jobs come from DIRECTORY/jobs, see `feeder`; the sender stops reading there while
+AHEAD_BYTES lie with it. It ends when its controller does.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ from time import perf_counter_ns
 import numpy as np
 import uvloop
 
+from tuner.replay import frames
 from tuner.replay.contention import short_turns
 from tuner.replay.jobs import Job, Sent
 from tuner.replay.sender import Sender
 from tuner.replay.wire import Pool
 
-FRAME = struct.Struct("<cI")
 LENGTH = struct.Struct("<I")
 TOLD = struct.Struct("<q?")
 """All that ended before this perf_counter_ns has been told; whether tokens came since the last time."""
@@ -120,7 +120,7 @@ class Worker:
 
     def tell(self, kind: bytes, payload: bytes = b"") -> None:
         """Write a frame to the controller."""
-        self.writer.write(FRAME.pack(kind, len(payload)) + payload)
+        self.writer.write(frames.frame(kind, payload))
 
     async def take_jobs(self, path: Path, number: int) -> None:
         """Queue what the feeder sends, for as long as it lives."""
@@ -128,9 +128,9 @@ class Worker:
         writer.write(b"%d\n" % number)
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
-                kind, length = FRAME.unpack(await reader.readexactly(FRAME.size))
+                kind, payload = await frames.read(reader)
                 if kind == b"J":
-                    self.queue.put(Job.unpack(await reader.readexactly(length)))
+                    self.queue.put(Job.unpack(payload))
                     await self.queue.room()
                 elif kind == b"P":
                     self.enough.set()
@@ -204,10 +204,10 @@ async def serve(directory: Path, number: int, host: str, port: int) -> None:
     tasks = [asyncio.create_task(worker.flush_often())]
     with suppress(asyncio.IncompleteReadError, ConnectionError), quiet_collector():
         while True:
-            kind, length = FRAME.unpack(await reader.readexactly(FRAME.size))
+            kind, payload = await frames.read(reader)
             if kind == b"O" and len(tasks) == 1:
                 tasks.append(asyncio.create_task(worker.take_jobs(directory / "jobs", number)))
-            await worker.frame(kind, await reader.readexactly(length))
+            await worker.frame(kind, payload)
     os._exit(0)
 
 
