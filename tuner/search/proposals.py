@@ -86,6 +86,14 @@ def trust(predictor: Predictor, trials: Sequence[Trial], objectives: Sequence[st
     return right / told_apart if told_apart >= ENOUGH else None
 
 
+def trusted(predictor: Predictor, trials: Sequence[Trial], objectives: Sequence[str]) -> bool:
+    """Whether the predictor's ranking holds: it never failed in this study, and does not now."""
+    if any(t.origin == INSTEAD for t in trials):
+        return False
+    found = trust(predictor, trials, objectives)
+    return found is None or found >= LIMIT
+
+
 def twin_key(prediction: Prediction, objectives: Sequence[str]) -> tuple[str, ...] | None:
     """Equal for candidates between which the predictor sees no difference; None where it sees a failure."""
     if not prediction.feasible:

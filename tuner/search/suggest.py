@@ -133,10 +133,7 @@ class _Ask:
 
     @cached_property
     def _trusted(self) -> bool:
-        if self.predictor is None or any(t.origin == proposals.INSTEAD for t in self.trials):
-            return False
-        found = proposals.trust(self.predictor, self.trials, self.objectives)
-        return found is None or found >= proposals.LIMIT
+        return self.predictor is not None and proposals.trusted(self.predictor, self.trials, self.objectives)
 
     def scale(self) -> told.Scale:
         """The study's cost scale: the baseline's values, else the first ones measured."""

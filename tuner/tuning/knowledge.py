@@ -227,6 +227,11 @@ def defaults_of(trials: Sequence[Trial]) -> Mapping[str, Value]:
     return {} if base is None else {**base.effective, **base.candidate}
 
 
+def since_own(trials: Sequence[Trial]) -> Sequence[Trial]:
+    """The trials from the last on that had an engine of its own; all where none had."""
+    return trials[max((i for i, t in enumerate(trials) if not t.screened), default=0) :]
+
+
 def running(prepared: Prepared, trials: Sequence[Trial]) -> Candidate | None:
     """What the engine that measured last was launched as and may still run, as far as history tells; None
     where none can screen.
@@ -235,9 +240,7 @@ def running(prepared: Prepared, trials: Sequence[Trial]) -> Candidate | None:
         return None
     defaults, engine = defaults_of(trials), None
     done = (TrialState.COMPLETE, TrialState.PRUNED)
-    ended = [t for t in told.latest(trials) if t.state is not TrialState.RUNNING]
-    own = max((i for i, t in enumerate(ended) if not t.screened), default=0)
-    for trial in ended[own:]:
+    for trial in since_own([t for t in told.latest(trials) if t.state is not TrialState.RUNNING]):
         if trial.state not in done or not trial.screened:
             engine = trial.candidate if trial.state in done else None
         elif engine is None or fits(prepared, engine, trial.candidate, defaults) is None:

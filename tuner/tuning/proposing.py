@@ -15,7 +15,17 @@ from tuner.search.encoding import encode
 from tuner.search.feasibility import Regions
 from tuner.search.order import by_group, drift_due
 from tuner.search.suggest import Suggestion, suggest
-from tuner.tuning.knowledge import LAUNCH_S, PICKED, Knowledge, Known, Seed, around, at_levels, defaults_of
+from tuner.tuning.knowledge import (
+    LAUNCH_S,
+    PICKED,
+    Knowledge,
+    Known,
+    Seed,
+    around,
+    at_levels,
+    defaults_of,
+    since_own,
+)
 from tuner.tuning.live import changeable, group
 from tuner.tuning.study import Prepared
 
@@ -81,9 +91,8 @@ def propose(
 
 def _promoted(prepared: Prepared, trials: Sequence[Trial]) -> Trial | None:
     """The screened trial to measure in an engine of its own now: the front holds relaunched ones only."""
-    reference, finished = _reference(prepared, trials), told.latest(trials)
-    own = max((i for i, t in enumerate(finished) if not t.screened), default=0)
-    if reference is None or len(finished) - 1 - own < PROMOTE_AFTER:
+    reference = _reference(prepared, trials)
+    if reference is None or len(since_own(told.latest(trials))) <= PROMOTE_AFTER:
         return None
     objectives, key = prepared.study.objectives, key_of(prepared, trials)
     found = pareto.promotable(trials, objectives, reference, key)
@@ -101,17 +110,16 @@ def _picked(
     measured = known.predict([t.candidate for t in pareto.measured(trials, objectives)])
     twins = {proposals.twin_key(p, objectives) for p in measured}
     picks = knowledge.picks(space, known.predict, defaults_of(trials))
-    picks = [c for c in picks if proposals.twin_key(known.predict([c])[0], objectives) not in twins]
-    return untried(prepared, trials, [(PICKED, c) for c in picks[:LOOKED]])[:1]
+    predicted = zip(picks, known.predict(picks), strict=True)
+    new = [(PICKED, c) for c, p in predicted if proposals.twin_key(p, objectives) not in twins]
+    return untried(prepared, trials, new[:LOOKED])[:1]
 
 
 def _trusted(prepared: Prepared, trials: Sequence[Trial], knowledge: Knowledge) -> Known | None:
     """The predictor while its ranking holds."""
     known = knowledge.known(trials, next_number(trials))
-    if known is None or any(t.origin == proposals.INSTEAD for t in trials):
-        return None
-    trust = proposals.trust(known.predict, trials, prepared.study.objectives)
-    return None if trust is not None and trust < proposals.LIMIT else known
+    objectives = prepared.study.objectives
+    return known if known is not None and proposals.trusted(known.predict, trials, objectives) else None
 
 
 def expected_gain(prepared: Prepared, trials: Sequence[Trial], knowledge: Knowledge) -> float | None:
