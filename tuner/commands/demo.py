@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from tuner.commands.common import open_store, say, settings
+from tuner.commands.running import pull_words
 
 STUDY = """\
 # Written by `tuner demo`: the simulated engine on a slice of the Azure conversation trace.
@@ -53,5 +54,5 @@ def demo(
         f"\nDEMONSTRATION on a simulated engine. {run.summary.get('verdict')}: {run.summary.get('sentence')}"
     )
     typer.echo(f"report: {written}")
-    typer.echo(f"pull the winner:\n  TUNER_HOME={place} {tune.pull_command(prepared)}")
+    typer.echo(f"pull the winner:\n  TUNER_HOME={place} {pull_words(prepared.study)}")
     say(f"the study file is {study_file}")

@@ -224,9 +224,4 @@ def conclude(store: "Store", prepared: "Prepared", run: "Run", *, as_json: bool)
         typer.echo(f"{run.summary.get('verdict')}: {run.summary.get('sentence')}")
     profiles = run.summary.get("profiles")
     if isinstance(profiles, dict) and "challenger" in profiles:
-        typer.echo(f"pull the winner: {pull_command(prepared)}")
-
-
-def pull_command(prepared: "Prepared") -> str:
-    """The command that prints the challenger as a file that `vllm serve --config` reads."""
-    return pull_words(prepared.study)
+        typer.echo(f"pull the winner: {pull_words(prepared.study)}")
