@@ -1,4 +1,4 @@
-"""A tiny model without weights on the CPU build of vLLM, for benchmarks that need a real engine.
+"""A tiny model without weights on the CPU build of vLLM, where benchmarks and tests need a real engine.
 
 In float32 the engine serves uncompiled, which makes a launch cheap (docs/engine.md).
 """
@@ -18,24 +18,26 @@ ARGS = {
 WORDS = tuple(w for name, v in ARGS.items() for w in (f"--{name}", *([] if v is True else [str(v)])))
 
 
-def write(directory: Path) -> str:
-    """The model's directory: four layers of Qwen2."""
-    shape = {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 2048,
-        "max_position_embeddings": LENGTH,
-        "torch_dtype": "float32",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e4,
-        "tie_word_embeddings": True,
-        "hidden_act": "silu",
-    }
+SHAPE = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 2048,
+    "max_position_embeddings": LENGTH,
+    "torch_dtype": "float32",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+}
+
+
+def write(directory: Path, **changes: object) -> str:
+    """The model's directory: four layers of Qwen2, with other values of its configuration where given."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(shape))
+    (directory / "config.json").write_text(json.dumps(SHAPE | changes))
     return str(directory)

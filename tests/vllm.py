@@ -3,8 +3,9 @@
 import uuid
 from pathlib import Path
 
+from benchmarks.tiny import ENV
 from tests.engine.conformance import Launched
-from tests.engine.real import ENV, real
+from tests.engine.real import real
 from tuner.engine import limits
 from tuner.records import LaunchSpec
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.engine.real import ENV, INTERPRETER, model
+from benchmarks.tiny import ENV
+from tests.engine.real import INTERPRETER, model
 from tests.tuning.studies import TRACE, command, environment, tuner
 from tests.tuning.test_end_to_end import ours, run_of, store_of, wait_for
 from tuner.engine.server import serve
