@@ -136,7 +136,7 @@ def _launched(url: str, running: Mapping[str, object]) -> set[str]:
     except TunerError:
         return set()
     try:
-        return {each.id for s in store.studies() for each in store.launches(s.id)} & running.keys()
+        return store.known_launches(running.keys())
     except TunerError:
         return set()
     finally:

@@ -201,6 +201,8 @@ class StoreConformance:
         ended = replace(launch, ended_at=NOW + timedelta(minutes=1), verdict="ok")
         store.finish_launch(ended)
         assert store.launches(study.id) == (ended,)
+        assert store.known_launches({"L1", "another's"}) == {"L1"}
+        assert store.known_launches(()) == set()
 
     # Traces and nodes
 

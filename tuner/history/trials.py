@@ -1,6 +1,6 @@
 """Trials, their measurements, and launches."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime
 
 from sqlalchemy import Connection, Select, insert, select, update
@@ -209,6 +209,11 @@ class Trials(Part):
             query = query.where(launches.c.study_id.in_(_on(node)))
         query = query.order_by(launches.c.started_at, launches.c.id)
         return self._read(lambda c: tuple(launch_of(row) for row in c.execute(query).mappings()))
+
+    def known_launches(self, ids: Collection[str]) -> set[str]:
+        """Which of these are launches of this history."""
+        query = select(launches.c.id).where(launches.c.id.in_(ids))
+        return self._read(lambda c: set(c.execute(query).scalars()))
 
 
 def _on(node: str) -> Select[tuple[str]]:
