@@ -4,8 +4,8 @@
     python benchmarks/search.py --traces DIR --cache DIR table [--truths …] [--methods …]
 
 DIR holds AzureLLMInferenceTrace_conv.csv, AzureLLMInferenceTrace_code.csv, mooncake_conversation_trace.jsonl.
-`run` works off what is missing in the cache, at most --minutes, and can be called again. docs/search.md
-explains the numbers.
+`run` works off what is missing in the cache, at most --minutes, and can be called again; with --part K/N, every
+N-th scenario from the K-th on, so that several processes share the work. docs/search.md explains the numbers.
 """
 
 import argparse
@@ -52,8 +52,9 @@ def run(asked: argparse.Namespace) -> None:
     """Work off what is missing, scenario by scenario, so that predictions are shared."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     end = time.monotonic() + 60 * asked.minutes
-    kept = Kept(asked.cache)
-    for place in places(asked.truths):
+    part, parts = map(int, asked.part.split("/"))
+    kept = Kept(asked.cache, part)
+    for place in places(asked.truths)[part - 1 :: parts]:
         world: World | None = None
         for seed in range(asked.seeds):
             for method in asked.methods:
@@ -71,10 +72,12 @@ def run(asked: argparse.Namespace) -> None:
 class Kept:
     """Rows of finished studies, one JSON line each, by the code that they were made with."""
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / "rows.jsonl"
+    def __init__(self, folder: Path, part: int = 1) -> None:
+        self._path = folder / f"rows-{part}.jsonl"
         self._code = {method: digest(method) for method in (*METHODS, *ABLATION)}
-        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        lines = [
+            line for path in sorted(folder.glob("rows-*.jsonl")) for line in path.read_text().splitlines()
+        ]
         self._rows = {tuple(k): row for k, row in map(json.loads, lines)}
 
     def _key(self, place: Place, seed: int, method: str) -> tuple[JSON, ...]:
@@ -153,6 +156,7 @@ def main() -> None:
     parser.add_argument("--truths", nargs="*", default=["A", *HELD_OUT])
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--ablation-seeds", type=int, default=3)
+    parser.add_argument("--part", default="1/1", help="K/N: the K-th of N shares of the scenarios")
     parser.add_argument("--minutes", type=float, default=3.0, help="`run` begins no study after so many")
     parser.add_argument("--methods", nargs="*", default=[*METHODS, *ABLATION])
     asked = parser.parse_args()

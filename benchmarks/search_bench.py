@@ -3,7 +3,7 @@ charges each step the GPU-seconds that an H100 took for it (docs/results/h100.md
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -184,7 +184,7 @@ class Onlooker:
     def __init__(self, bench: Bench) -> None:
         self._bench, world = bench, bench.world
         base = world.truth(world.defaults)
-        results = [r for r in map(world.truth, table_of(world)) if isinstance(r, Result) and finite(r.values)]
+        results = [r for _, r in world.compared if finite(r.values)]
         if not isinstance(base, Result):
             raise TypeError(f"{world.name}: the defaults do not run")
         self._reference = [base.values[n] for n in OBJECTIVES]
@@ -237,9 +237,3 @@ class Onlooker:
         if not isinstance(true, Result) or not isinstance(base, Result):
             return True
         return not chosen.is_baseline and true.values["goodput_rps"] < base.values["goodput_rps"]
-
-
-def table_of(world: World) -> Sequence[Candidate]:
-    from search_truth import everything
-
-    return [*everything(), world.defaults]

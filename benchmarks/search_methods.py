@@ -9,7 +9,7 @@ import numpy as np
 import optuna
 import search_truth
 from search_bench import CHANGE_S, Bench
-from search_truth import LEVELS, OBJECTIVES, everything
+from search_truth import OBJECTIVES
 
 import tuner
 from tuner.records import Candidate, Trial, TrialState
@@ -156,14 +156,16 @@ def _screen(
 
 def random_search(bench: Bench) -> None:
     rng = np.random.default_rng((bench.seed, 1))
-    points = everything()
-    _in_order(bench, [points[int(i)] for i in rng.permutation(len(points))])
+    levels = bench.world.levels
+    drawn = ({n: v[int(rng.integers(len(v)))] for n, v in levels.items()} for _ in range(1000))
+    _in_order(bench, [Candidate(point) for point in drawn])
 
 
 def grid(bench: Bench) -> None:
     """The two knobs of vLLM's own auto-tune script, all combinations in a shuffled order."""
     rng = np.random.default_rng((bench.seed, 2))
-    pairs = [Candidate({TWO[0]: s, TWO[1]: t}) for s in LEVELS[TWO[0]] for t in LEVELS[TWO[1]]]
+    levels = bench.world.levels
+    pairs = [Candidate({TWO[0]: s, TWO[1]: t}) for s in levels[TWO[0]] for t in levels[TWO[1]]]
     _in_order(bench, [pairs[int(i)] for i in rng.permutation(len(pairs))])
 
 
@@ -178,8 +180,9 @@ def _in_order(bench: Bench, candidates: Sequence[Candidate]) -> None:
 def optuna_rival(bench: Bench, make: Callable[[int], optuna.samplers.BaseSampler], *, fail: bool) -> None:
     """Optuna's sampler over level indices; failures as violated constraints, or as FAIL like the peers."""
     study = optuna.create_study(directions=["minimize", "minimize", "maximize"], sampler=make(bench.seed))
+    levels = bench.world.levels
     spaces: dict[str, optuna.distributions.BaseDistribution] = {
-        n: optuna.distributions.IntDistribution(0, len(v) - 1) for n, v in LEVELS.items()
+        n: optuna.distributions.IntDistribution(0, len(v) - 1) for n, v in levels.items()
     }
     bench.relaunch(Candidate())
     encoding = encode(bench.world.prepared.space, bench.world.defaults)
@@ -188,7 +191,7 @@ def optuna_rival(bench: Bench, make: Callable[[int], optuna.samplers.BaseSampler
     _tell(study, study.ask(spaces), bench.trials[-1], fail)
     while not bench.over:
         trial = study.ask(spaces)
-        bench.relaunch(Candidate({n: LEVELS[n][trial.params[n]] for n in LEVELS}))
+        bench.relaunch(Candidate({n: values[trial.params[n]] for n, values in levels.items()}))
         _tell(study, trial, bench.trials[-1], fail)
 
 

@@ -10,7 +10,7 @@ until its settings stood.
 import itertools
 import math
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tuner.records import Candidate, Slice, Value, Violation
+from tuner.search import pareto, told
 from tuner.simulator import predict
 from tuner.simulator.cost import CARDS, GIB, Coefficients, StepCost
 from tuner.simulator.state import Step
@@ -39,19 +40,22 @@ TRACES = {
 WINDOWS_S = {"conversation": 40.0, "code": 40.0, "long context": 80.0}
 CARD_NAMES = ("h100-80", "a100-40", "l40s")
 SLOS = {"h100-80": (5000, 45), "a100-40": (6000, 65), "l40s": (8000, 75)}
-LEVELS: Mapping[str, tuple[Value, ...]] = {
-    "max_num_seqs": (32, 64, 128, 256, 512, 1024),
-    "max_num_batched_tokens": (512, 1024, 2048, 4096, 8192, 16384),
-    "gpu_memory_utilization": (0.84, 0.88, 0.92, 0.96),
-    "long_prefill_token_threshold": (0, 512, 1024, 2048),
-    "block_size": (16, 32, 64),
+SPACE = "bursty-mixed"
+"""The space that ships for the general case: ten knobs."""
+FEW = {
+    "block_size": 1,
+    "preemption": 1,
+    "watermark": 1,
+    "scheduler_reserve_full_isl": 1,
+    "enable_prefix_caching": 1,
+    "async_scheduling": 2,
 }
-"""Five knobs as the shipped spaces list them: 1,728 points."""
+"""Levels of these knobs that the reference grid goes through; all of every other knob's."""
 LEAD_S, TAIL_S = 10.0, 60.0
 LENGTH = 16384
 SERVED_WELL = 0.6
 """Share of the requests within the SLO under today's defaults: the load of every scenario is set by it."""
-VERSION = 9
+VERSION = 10
 """Of the tables: raise it when anything here changes a number."""
 
 Array = NDArray[np.float64]
@@ -148,7 +152,7 @@ class Table:
 
     speed: float
     start_s: float
-    results: dict[str, Result | Failure] = field(default_factory=dict)
+    results: dict[str, tuple[dict[str, Value], Result | Failure]] = field(default_factory=dict)
     simulated: dict[str, list[Result]] = field(default_factory=dict)
 
 
@@ -166,13 +170,49 @@ class World:
         if path.exists():
             self.table: Table = pickle.loads(path.read_bytes())
             self._read(self.table.speed, self.table.start_s)
-            return
-        self._choose_load()
-        for candidate in everything():
-            if self.prepared.known(candidate) is None:
-                self.truth(candidate)
-        self.truth(self.defaults)
-        path.write_bytes(pickle.dumps(self.table))
+        else:
+            self._choose_load()
+            self._reference()
+            path.write_bytes(pickle.dumps(self.table))
+        self.compared = tuple(self._results())
+
+    @property
+    def levels(self) -> Mapping[str, tuple[Value, ...]]:
+        """The space's knobs and levels."""
+        return self.prepared.space.levels
+
+    def _reference(self) -> None:
+        """Work out what every point on a grid of the space measures, and every neighbour of the best ones
+        until none is better: what a search is compared with, as the space is too large to know it all.
+        """
+        grid = [levels[: FEW.get(name, len(levels))] for name, levels in self.levels.items()]
+        points = [Candidate(dict(zip(self.levels, point, strict=True))) for point in itertools.product(*grid)]
+        for candidate in [self.defaults, *(c for c in points if self.prepared.known(c) is None)]:
+            self.truth(candidate)
+        looked: set[str] = set()
+        while new := [c for c in self._front() if c.digest not in looked]:
+            for candidate in new:
+                looked.add(candidate.digest)
+                for near in self._near(candidate):
+                    self.truth(near)
+
+    def _near(self, candidate: Candidate) -> Iterator[Candidate]:
+        """Candidates that differ in one knob."""
+        for name, levels in self.levels.items():
+            moved = (Candidate({**candidate, name: level}) for level in levels if level != candidate[name])
+            yield from (c for c in moved if self.prepared.known(c) is None)
+
+    def _front(self) -> list[Candidate]:
+        """Of everything worked out so far, what nothing else beats in every objective."""
+        found = [(c, r) for c, r in self._results() if finite(r.values)]
+        scale = told.scale(OBJECTIVES, [1.0] * len(OBJECTIVES))
+        costs = np.array([scale.costs([r.values[n] for n in OBJECTIVES]) for _, r in found])
+        keep = pareto.non_dominated(costs)
+        return [c for (c, _), kept in zip(found, keep, strict=True) if kept]
+
+    def _results(self) -> list[tuple[Candidate, Result]]:
+        """Everything worked out so far that runs."""
+        return [(Candidate(c), r) for c, r in self.table.results.values() if isinstance(r, Result)]
 
     @property
     def defaults(self) -> Candidate:
@@ -181,8 +221,14 @@ class World:
                 "max_num_seqs": self.card.max_num_seqs,
                 "max_num_batched_tokens": self.card.max_num_batched_tokens,
                 "gpu_memory_utilization": 0.92,
-                "long_prefill_token_threshold": 0,
                 "block_size": 16,
+                "preemption": "recompute",
+                "watermark": 0.0,
+                "scheduler_reserve_full_isl": True,
+                "enable_chunked_prefill": True,
+                "long_prefill_token_threshold": 0,
+                "enable_prefix_caching": True,
+                "async_scheduling": "default",
             }
         )
 
@@ -199,14 +245,11 @@ class World:
     def _read(self, speed: float, start_s: float) -> None:
         """Prepare the study as `tuner tune` does."""
         span, (ttft, tpot) = self.window_s * speed, SLOS[self.card_name]
-        knobs = "".join(f"  {name}: {list(levels)}\n" for name, levels in LEVELS.items())
         stem = self.name.replace(" ", "-").replace(",", "")
-        space = self._cache / f"{stem}-space.yaml"
-        space.write_text(f"about: The benchmark's knobs.\nvllm: '>=0.10'\nknobs:\n{knobs}")
         file = self._cache / f"{stem}.yaml"
         file.write_text(
             f"name: {stem}\nmodel: Qwen/Qwen2.5-7B-Instruct\nworkload: benchmark\ntrace: {self._trace_path}\n"
-            f"space: {space}\nengine: {{kind: simulated, card: {self.card_name}, "
+            f"space: {SPACE}\nengine: {{kind: simulated, card: {self.card_name}, "
             f"args: {{max-model-len: {LENGTH}}}}}\nslices: [{{start_s: {start_s!r}, duration_s: {span!r}}}]\n"
             f"speed: {speed!r}\nplan: {{base: standard, slices: 1, slice_s: {self.window_s}, "
             f"load_warmup_s: {LEAD_S}, tail_limit_s: {TAIL_S}, priming_turnovers: 0}}\n"
@@ -249,7 +292,8 @@ class World:
 
     def _memory(self, ran: Mapping[str, Value]) -> tuple[int, Violation]:
         """(KV blocks, graded violations): the truth's own account of memory."""
-        number, facts, truth = {n: float(v or 0) for n, v in ran.items()}, self.prepared.model, self.truth_of
+        facts, truth = self.prepared.model, self.truth_of
+        number = {n: float(v) for n, v in ran.items() if isinstance(v, int | float)}
         weights = facts.parameters * facts.dtype_bytes / GIB
         width = truth.layer * facts.intermediate + 7 * facts.hidden
         layer = number["max_num_batched_tokens"] * width * 2 / GIB
@@ -292,8 +336,9 @@ class World:
     def truth(self, candidate: Candidate, launched: Candidate | None = None) -> Result | Failure:
         """What a relaunched engine measures; with `launched`, one whose limits were changed to it."""
         ran = self.ran(candidate)
-        found = self.table.results.get(ran.digest) or self._worked_out(ran)
-        self.table.results[ran.digest] = found
+        if ran.digest not in self.table.results:
+            self.table.results[ran.digest] = (dict(ran), self._worked_out(ran))
+        found = self.table.results[ran.digest][1]
         if launched is None or isinstance(found, Failure):
             return found
         return self._with(ran, self._memory(self.ran(launched))[0])
@@ -317,12 +362,6 @@ class World:
                 return result
         known_results.append(self._simulate(ran, blocks))
         return known_results[-1]
-
-
-def everything() -> list[Candidate]:
-    """All combinations of the levels."""
-    points = itertools.product(*LEVELS.values())
-    return [Candidate(dict(zip(LEVELS, point, strict=True))) for point in points]
 
 
 def finite(values: Mapping[str, float]) -> bool:
