@@ -5,7 +5,7 @@
 
 DIR holds AzureLLMInferenceTrace_conv.csv, AzureLLMInferenceTrace_code.csv, mooncake_conversation_trace.jsonl.
 `run` works off what is missing in the cache, at most --minutes, and can be called again; with --part K/N,
-every N-th scenario from the K-th on, so that several processes share the work. docs/search.md explains the numbers.
+every N-th scenario from the K-th on: several processes share the work. docs/search.md explains the numbers.
 """
 
 import argparse
