@@ -26,7 +26,7 @@ if ! tuner trace show "$name" >/dev/null 2>&1; then
 fi
 
 { date -u +%FT%TZ; nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader || echo "no GPU"
-  "${PYTHON:-python3}" -c 'import torch, vllm; print("vllm", vllm.__version__, "torch", torch.__version__)'; } > "$out/host-$study.txt" 2>/dev/null
+  "${PYTHON:-python3}" -c 'import torch, vllm; print("vllm", vllm.__version__, "torch", torch.__version__)'; } > "$out/host-$study.txt" 2>/dev/null &  # beside the study: it takes ten seconds
 status=0
 timeout -s TERM -k 60 "$seconds" "${PYTHON:-python3}" -m tuner tune "$root/benchmarks/h100/study-$study.yaml" \
   ${TRIALS:+--trials "$TRIALS"} >> "$out/tune-$study.log" 2>&1 || status=$?
