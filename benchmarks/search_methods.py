@@ -19,7 +19,7 @@ from tuner.simulator.calibrate import Calibration
 from tuner.simulator.options import Options
 from tuner.simulator.predict import Predictor
 from tuner.tuning.judging import case_of
-from tuner.tuning.knowledge import Knowledge, Known, defaults_of
+from tuner.tuning.knowledge import UNSURE, Knowledge, Known, defaults_of
 from tuner.tuning.live import changeable, fits, widest
 from tuner.tuning.proposing import RELAUNCHED, propose
 from tuner.tuning.study import Prepared
@@ -44,7 +44,8 @@ class Unlimited(Predictor):
 
     def values(self, options: Options, slower: float = 1.0) -> dict[str, float]:
         limits = options.limits
-        done: list[tuple[int, dict[str, float]]] = self._alike().setdefault(replace(limits, num_blocks=0), [])
+        key = (replace(limits, num_blocks=0), slower)
+        done: list[tuple[int, dict[str, float]]] = self._alike().setdefault(key, [])
         for blocks, found in done:
             used = found.get("kv_usage_max", 1.0) * blocks
             if blocks == limits.num_blocks or used < 0.98 * min(blocks, limits.num_blocks):
@@ -94,7 +95,7 @@ class Kept(Knowledge):
         from tuner.tuning.knowledge import scene_of
 
         scene = scene_of(self.prepared, CARDS[self.prepared.file.engine.card])
-        return Unlimited(scene, calibration.coefficients, error=calibration.error, spreads=False)
+        return Unlimited(scene, calibration.coefficients, error=max(calibration.error, UNSURE))
 
     def cost(self, trials: Sequence[Trial]) -> Callable[[Candidate], float]:
         return super().cost(trials) if self._savings.cost else (lambda candidate: 1.0)
@@ -212,9 +213,14 @@ def _tpe(seed: int) -> optuna.samplers.BaseSampler:
     return optuna.samplers.TPESampler(seed=seed)
 
 
+def _multivariate(seed: int) -> optuna.samplers.BaseSampler:
+    return optuna.samplers.TPESampler(seed=seed, multivariate=True)
+
+
 METHODS: Mapping[str, Callable[[Bench], None]] = {
     "ours": lambda b: ours(b, Savings()),
     "TPE, constraints": lambda b: optuna_rival(b, _tpe, fail=False),
+    "TPE, multivariate": lambda b: optuna_rival(b, _multivariate, fail=False),
     "TPE, crash = FAIL": lambda b: optuna_rival(b, _tpe, fail=True),
     "NSGA-II": lambda b: optuna_rival(
         b, lambda s: optuna.samplers.NSGAIISampler(seed=s, population_size=12), fail=False

@@ -229,13 +229,16 @@ class Trial:
 class Prediction:
     """What the simulator expects of a candidate: measurement names, and whether it would run at all.
 
-    `spread` is the expected relative error (one standard deviation) per name.
+    `spread` is the expected relative error (one standard deviation) per name; `fast` and `slow` are what it
+    would measure if its steps took less or more time by the predictor's error (empty: not asked).
     """
 
     values: Mapping[str, float]
     feasible: bool = True
     violation: Violation = field(default_factory=Violation)
     spread: Mapping[str, float] = field(default_factory=dict)
+    fast: Mapping[str, float] = field(default_factory=dict)
+    slow: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

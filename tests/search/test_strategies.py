@@ -5,25 +5,16 @@ from dataclasses import replace
 import pytest
 
 from tests.search import world
-from tests.search.test_suggest import _predict
 from tests.search.world import OBJECTIVES, World
 from tuner.records import Candidate, Measurement
 from tuner.search import order, pareto, starts
 
 
-def test_starts_are_known_advice_and_a_predicted_front() -> None:
+def test_starts_are_known_advice() -> None:
     advice = starts.heuristics(World(), Candidate())
     assert [c["max_num_seqs"] for _, c in advice] == [64, 1024]
     assert all(World().contains(c) for _, c in advice)
     assert starts.heuristics(World(levels={"block_size": (8, 16)}), Candidate()) == ()
-    found = starts.predicted(
-        World(), _predict, seed=1, objectives=OBJECTIVES, baseline=Candidate(), known=world.seqs_above_tokens
-    )
-    assert 2 <= len(found) <= 4
-    assert all(world.truth(c).feasible for _, c in found)
-    base = [world.truth({}).values[n] for n in OBJECTIVES]
-    rows = [[world.truth(c).values[n] for n in OBJECTIVES] for _, c in found]
-    assert pareto.hypervolume(rows, OBJECTIVES, base) > 5 * pareto.hypervolume([base], OBJECTIVES, base)
 
 
 def test_promotions_are_screened_members_that_would_widen_the_front() -> None:

@@ -12,7 +12,7 @@ from tests.search.world import OBJECTIVES, World
 from tuner.records import Candidate, Measurement, Prediction, Trial, TrialState
 from tuner.search import pareto, proposals, told
 from tuner.search.encoding import encode
-from tuner.search.suggest import TPE_EVERY, Suggestion, suggest
+from tuner.search.suggest import TPE_EVERY, TPE_FROM, Suggestion, suggest
 
 
 def ask(trials: Sequence[Trial], number: int, space: World | None = None, **more: Any) -> Suggestion | None:
@@ -178,10 +178,10 @@ def _mislead(candidates: Sequence[Candidate]) -> Sequence[Prediction]:
 
 
 def test_a_predictor_takes_turns_with_tpe() -> None:
-    origins = [t.origin for t in study(13, predictor=_predict)]
-    assert set(origins[TPE_EVERY - 1 :: TPE_EVERY]) <= {"tpe", "back-off"}
-    assert origins.count("simulator") >= 6
-    assert set(origins[1:]) <= {"simulator", "tpe", "back-off"}
+    origins = [t.origin for t in study(2 * TPE_EVERY + TPE_FROM, predictor=_predict)]
+    assert set(origins[TPE_FROM::TPE_EVERY]) <= {"tpe", "back-off"}
+    assert origins.count("simulator") >= TPE_FROM - 3
+    assert set(origins[1:TPE_FROM]) <= {"simulator", "back-off"}
 
 
 def test_a_predictor_that_misranks_is_switched_off_for_good() -> None:

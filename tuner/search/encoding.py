@@ -69,7 +69,12 @@ class Encoding:
         return values.index(None) if None in values else 0
 
     def completed(self, candidate: Mapping[str, Value]) -> Candidate:
-        """What the engine would run: the candidate over the known defaults. The key of « the same »."""
+        """What the engine would run: the candidate over the known defaults, without what is then inactive.
+        The key of « the same ».
+        """
+        return self._filled(self.space.canonical(self._filled(candidate)))
+
+    def _filled(self, candidate: Mapping[str, Value]) -> Candidate:
         known = {name: self.defaults[name] for name in self.names if name in self.defaults}
         asked = {
             name: known[name] if value is None and name in known else value

@@ -27,12 +27,18 @@ LEVEL = 0.08
 DRAWS = 12
 SAMPLES = 2048
 
-COMMON, SPREAD, REACH = 0.1, 0.15, 0.4
-"""Log error of the predictor that all candidates share, that each has of its own, and how far the latter
-reaches, as a share of every knob's range."""
+SLOWER, OFF, REACH = (0.4, 0.6), (0.1, 0.05), 0.4
+"""What may be wrong with a prediction: how much slower an engine's steps are, in units of the predictor's
+error, and the log error of an objective that this leaves; each as the part that all candidates share and the
+part of each, and how far the latter reaches, as a share of a knob's range."""
 
-NOISE, FLOOR = 0.04, 0.02
-"""Log error of one measurement, and the least that is left of a prediction's."""
+NOISE, ESTIMATED = 0.06, 0.2
+"""Log error of one measurement beside its slowness, and of the estimate of a replay that was stopped."""
+
+NOISES = {"full": NOISE, "estimate": ESTIMATED}
+
+PACES = np.linspace(-1.0, 1.0, 21)
+"""From fast to slow, in the same units."""
 
 Matrix = NDArray[np.float64]
 Predictor = Callable[[Sequence[Candidate]], Sequence[Prediction]]
@@ -129,30 +135,93 @@ def expected_gains(
     scale: told.Scale,
     rng: np.random.Generator,
 ) -> Matrix:
-    """Expected hypervolume gain of each candidate over what is measured, on the scale of the costs.
-
-    Predictions are first corrected by what the trials near a candidate say of them (`_correction`).
-    """
-    found = pareto.measured(trials, scale.objectives)
-    predictions = list(predictor([*(t.candidate for t in found), *pool]))
-    past, future = predictions[: len(found)], predictions[len(found) :]
-    if not future:
+    """Expected hypervolume gain of each candidate over what is measured, on the scale of the costs."""
+    if not pool:
         return np.zeros(0)
     names = scale.objectives
-    real = np.array([told.objective_values(t, names) or () for t in found]).reshape(-1, len(names))
-    expected = np.array([[p.values.get(n, np.inf) for n in names] for p in past]).reshape(real.shape)
-    means = np.array([[p.values.get(n, np.inf) for n in names] for p in future])
-    spreads = np.empty_like(means)
-    places = _places(encoding, [t.candidate for t in found]), _places(encoding, pool)
+    seen = [t for t in told.latest(trials) if told.objective_values(t, names) is not None]
+    seen = [t for t in seen if _kind(t) in NOISES]
+    predictions = list(predictor([*(t.candidate for t in seen), *pool]))
+    past, future = predictions[: len(seen)], predictions[len(seen) :]
+    places = _places(encoding, [t.candidate for t in seen]), _places(encoding, pool)
+    logs = _draws(list(zip(past, seen, strict=True)), future, places, names, rng)
+    real = [told.objective_values(t, names) for t in pareto.measured(trials, names)]
+    costs = scale.costs(np.exp(logs)), scale.costs(np.array(real).reshape(-1, len(names)))
+    gains = _gain(*costs, np.array(scale.reference), rng)
+    return np.where([p.feasible for p in future], gains, 0.0)
+
+
+def _draws(
+    past: Sequence[tuple[Prediction, Trial]],
+    future: Sequence[Prediction],
+    places: tuple[Matrix, Matrix],
+    names: Sequence[str],
+    rng: np.random.Generator,
+) -> Matrix:
+    """Logarithms of what candidates may measure, draw × candidate × objective.
+
+    Unknown of a candidate is how much slower than predicted its steps are, and what is wrong beside; what was
+    measured near it tells.
+    """
+    variances = np.array([NOISES[_kind(t)] ** 2 for _, t in past])
+    paces = np.array([_slowness(p, t, names) for p, t in past]).reshape(-1, 2)
+    middle, width = _field(*places, paces[:, 0], paces[:, 1] + variances, SLOWER)
+    drawn = np.clip(middle + width * rng.standard_normal((DRAWS, len(future))), -1.0, 1.0)
+    logs = _at_pace(np.array([_course(p, names) for p in future]), drawn)
+    expected = [_at_pace(_course(p, names), np.array(z)) for (p, _), z in zip(past, paces[:, 0], strict=True)]
+    with np.errstate(invalid="ignore"):
+        left = [_logs(trial, names) - each for (_, trial), each in zip(past, expected, strict=True)]
+    errors = np.array(left).reshape(-1, len(names))
     for column in range(len(names)):
-        with np.errstate(divide="ignore", invalid="ignore"):
-            errors = np.log(real[:, column] / expected[:, column])
-        shift, spreads[:, column] = _correction(errors, *places)
-        means[:, column] *= np.exp(shift)
-    noise = np.exp(rng.standard_normal((DRAWS, len(names)))[:, None, :] * spreads[None])
-    gains = _gain(scale.costs(means[None] * noise), scale.costs(real), np.array(scale.reference), rng)
-    works = np.array([p.feasible for p in future])
-    return np.where(works, gains, 0.0)
+        shift, width = _field(*places, errors[:, column], variances, OFF)
+        logs[..., column] += shift + width * rng.standard_normal((DRAWS, len(future)))
+    return logs
+
+
+def likely(prediction: Prediction) -> dict[str, float]:
+    """The mean over an engine as predicted, one that is slower and one that is faster."""
+    slow, fast = prediction.slow, prediction.fast
+    return {n: (slow.get(n, v) + 2 * v + fast.get(n, v)) / 4 for n, v in prediction.values.items()}
+
+
+def _course(prediction: Prediction, objectives: Sequence[str]) -> Matrix:
+    """Logarithms of the objectives of a fast, the predicted and a slow engine: 3 × objective."""
+    rows = (prediction.fast or prediction.values, prediction.values, prediction.slow or prediction.values)
+    values = np.array([[max(row.get(name, np.inf), 1e-6) for name in objectives] for row in rows])
+    logs: Matrix = np.log(values)
+    return logs
+
+
+def _at_pace(courses: Matrix, paces: Matrix) -> Matrix:
+    """Logarithms of the objectives at a pace: courses … × 3 × objective, paces draw × … ."""
+    share = np.abs(paces)[..., None]
+    other = np.where(paces[..., None] < 0, courses[..., 0, :], courses[..., 2, :])
+    with np.errstate(invalid="ignore"):
+        found: Matrix = courses[..., 1, :] * (1 - share) + other * share
+    exact: Matrix = np.where(share == 0, courses[..., 1, :], found)
+    return exact
+
+
+def _kind(trial: Trial) -> str:
+    return trial.measurement.kind if trial.measurement else ""
+
+
+def _logs(trial: Trial, objectives: Sequence[str]) -> Matrix:
+    """Logarithms of what was measured (or estimated) of a trial, in order of the objectives."""
+    logs: Matrix = np.log(np.maximum(told.objective_values(trial, objectives) or (), 1e-6))
+    return logs
+
+
+def _slowness(prediction: Prediction, trial: Trial, objectives: Sequence[str]) -> tuple[float, float]:
+    """(mean, variance) of how much slower than predicted a trial ran, by all its objectives together."""
+    apart = _at_pace(_course(prediction, objectives)[None], PACES[:, None])[:, 0, :] - _logs(
+        trial, objectives
+    )
+    known = np.isfinite(apart).all(axis=0)
+    off = (apart[:, known] ** 2).sum(axis=1) / (2 * NOISES[_kind(trial)] ** 2)
+    weight = np.exp(off.min() - off)
+    mean = float(np.average(PACES, weights=weight))
+    return mean, float(np.average((PACES - mean) ** 2, weights=weight))
 
 
 def _places(encoding: Encoding, candidates: Sequence[Candidate]) -> Matrix:
@@ -162,24 +231,24 @@ def _places(encoding: Encoding, candidates: Sequence[Candidate]) -> Matrix:
     return np.array(points, np.float64).reshape(len(candidates), len(widths)) / widths
 
 
-def _correction(errors: Matrix, there: Matrix, here: Matrix) -> tuple[Matrix, Matrix]:
-    """(log correction, its standard deviation) of predictions `here`, by a Gaussian process through the log
-    errors of the predictions `there`: one part is common to all, one fades with the distance of the knobs.
+def _field(
+    there: Matrix, here: Matrix, values: Matrix, variances: Matrix, parts: tuple[float, float]
+) -> tuple[Matrix, Matrix]:
+    """(mean, standard deviation) of a quantity `here`, by a Gaussian process through the values `there`: one
+    part is common to all, one fades with the distance of the knobs.
     """
-    usable = np.isfinite(errors)
-    there, errors = there[usable], errors[usable]
+    common, own = parts
 
     def alike(a: Matrix, b: Matrix) -> Matrix:
         apart = ((a[:, None, :] - b[None, :, :]) ** 2).sum(axis=2)
-        found: Matrix = COMMON**2 + SPREAD**2 * np.exp(-apart / (2 * REACH**2))
+        found: Matrix = common**2 + own**2 * np.exp(-apart / (2 * REACH**2))
         return found
 
-    prior = COMMON**2 + SPREAD**2
-    if not len(errors):
-        return np.zeros(len(here)), np.full(len(here), SPREAD)
-    across = np.linalg.solve(alike(there, there) + NOISE**2 * np.eye(len(there)), alike(there, here))
-    left = prior - (alike(there, here) * across).sum(axis=0)
-    return across.T @ errors, np.sqrt(np.maximum(left, FLOOR**2))
+    known = np.isfinite(values)
+    there, values, variances = there[known], values[known], variances[known]
+    across = np.linalg.solve(alike(there, there) + np.diag(variances), alike(there, here))
+    left = common**2 + own**2 - (alike(there, here) * across).sum(axis=0)
+    return across.T @ values, np.sqrt(np.maximum(left, 0.0))
 
 
 def _gain(costs: Matrix, real: Matrix, reference: Matrix, rng: np.random.Generator) -> Matrix:

@@ -1,11 +1,10 @@
-"""What to try first: the spread of a predictor's front, and what every guide advises."""
+"""What to try first where nobody predicts: what every guide advises."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
-from tuner.records import Candidate, Prediction, Value
-from tuner.search import pareto, proposals, told
+from tuner.records import Candidate, Value
 from tuner.search.encoding import Space, encode
 
 LEAN: Mapping[str, Mapping[str, float]] = {
@@ -33,36 +32,3 @@ def heuristics(space: Space, baseline: Candidate) -> tuple[tuple[str, Candidate]
 
 def _number(value: Value) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-
-
-def predicted(
-    space: Space,
-    predictor: Callable[[Sequence[Candidate]], Sequence[Prediction]],
-    *,
-    seed: int,
-    objectives: Sequence[str],
-    baseline: Candidate,
-    known: Callable[[Candidate], str | None],
-    count: int = 4,
-) -> tuple[tuple[str, Candidate], ...]:
-    """Up to `count` proposals that greedily cover most of the predicted front, with their origin."""
-    pool = proposals.pool(encode(space, {}), seed)
-    pool = [c for c in pool if space.contains(c) and known(c) is None]
-    base, *rest = predictor([baseline, *pool])
-    values = [base.values.get(n, np.nan) for n in objectives]
-    if not np.all(np.isfinite(values)):
-        return ()
-    scale = told.scale(objectives, values)
-    works = [(c, p) for c, p in zip(pool, rest, strict=True) if p.feasible]
-    costs = scale.costs([[p.values.get(n, np.inf) for n in objectives] for _, p in works])
-    chosen: list[int] = []
-    for _ in range(min(count, len(works))):
-        gains = [
-            pareto.volume(costs[[*chosen, i]], np.array(scale.reference)) if i not in chosen else -1.0
-            for i in range(len(works))
-        ]
-        best = int(np.argmax(gains))
-        if gains[best] <= (pareto.volume(costs[chosen], np.array(scale.reference)) if chosen else 0.0):
-            break
-        chosen.append(best)
-    return tuple(("simulator", works[i][0]) for i in chosen)

@@ -21,8 +21,8 @@ Predictor = Callable[[Sequence[Candidate]], Sequence[Prediction]]
 Cost = Callable[[Candidate], float]
 """Seconds that it takes to measure a candidate from where the engine is now."""
 
-TPE_EVERY = 4
-"""Every so-many-th proposal is TPE's, however well the predictor ranks."""
+TPE_EVERY, TPE_FROM = 4, 11
+"""Every so-many-th proposal is TPE's, however well the predictor ranks, once it has enough to go by."""
 
 DRAWS = 3
 """TPE draws per ask; each costs the time of a fit."""
@@ -102,7 +102,7 @@ class _Ask:
     def __post_init__(self) -> None:
         self._regions = feasibility.Regions(self.encoding, self.trials)
         for trial in self.trials:
-            self._seen.add(self.encoding.completed(self.encoding.space.canonical(trial.candidate)).digest)
+            self._seen.add(self.encoding.completed(trial.candidate).digest)
             ran = {**trial.candidate, **{k: v for k, v in trial.effective.items() if k in trial.candidate}}
             self._seen.add(self.encoding.completed(ran).digest)
 
@@ -156,7 +156,8 @@ class _Ask:
 
     def _simulator_turn(self) -> str:
         """`simulator`, `tpe`, or `distrusted` where its turn goes to TPE because its ranking failed."""
-        if self.predictor is None or self.number % TPE_EVERY == TPE_EVERY - 1:
+        turned = self.number >= TPE_FROM and self.number % TPE_EVERY == TPE_EVERY - 1
+        if self.predictor is None or turned:
             return "tpe"
         return "simulator" if self._trusted else "distrusted"
 

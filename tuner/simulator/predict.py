@@ -266,13 +266,11 @@ class Predictor:
         values = self.values(options)
         requests = max(values.get("requests", 0.0), 1.0)
         failed = values.get("failed", 0.0) / requests - 0.01
-        spread = self._spread(options, values) if self.spreads else {}
-        return Prediction(
-            values=values,
-            feasible=failed <= 0,
-            violation=replace(violation, err=failed),
-            spread=spread,
-        )
+        found = Prediction(values=values, feasible=failed <= 0, violation=replace(violation, err=failed))
+        if not self.spreads:
+            return found
+        slow, fast = self.values(options, 1 + self.error), self.values(options, 1 / (1 + self.error))
+        return replace(found, spread=_spread(values, fast, slow), fast=fast, slow=slow)
 
     def values(self, options: Options, slower: float = 1.0) -> dict[str, float]:
         """The numbers under given options; `slower` multiplies every step's time."""
@@ -291,15 +289,18 @@ class Predictor:
         )
         return fold(simulate(self.scene, self._work, options.limits, cost), self.scene.slo)
 
-    def _spread(self, options: Options, values: Mapping[str, float]) -> dict[str, float]:
-        slow, fast = self.values(options, 1 + self.error), self.values(options, 1 / (1 + self.error))
-        spread = {}
-        for name, value in values.items():
-            low, high = fast.get(name, value), slow.get(name, value)
-            floor = FLOORS.get(name.partition("_")[0], 0.02)
-            if 0 < low < math.inf and 0 < high < math.inf:
-                spread[name] = math.hypot(floor, math.log(high / low) / 2)
-        return spread
+
+def _spread(
+    values: Mapping[str, float], fast: Mapping[str, float], slow: Mapping[str, float]
+) -> dict[str, float]:
+    """Half the log distance from fast to slow, and never less than what remains when steps are known."""
+    spread = {}
+    for name, value in values.items():
+        low, high = fast.get(name, value), slow.get(name, value)
+        floor = FLOORS.get(name.partition("_")[0], 0.02)
+        if 0 < low < math.inf and 0 < high < math.inf:
+            spread[name] = math.hypot(floor, math.log(high / low) / 2)
+    return spread
 
 
 def violation_of(options: Options, memory: Memory, card: Card) -> tuple[Violation, bool]:

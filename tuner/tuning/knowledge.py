@@ -26,8 +26,10 @@ OWN_FRONTS, OTHER_FRONTS = 4, 2
 """Front members of the same node's last study, and of other nodes', that are tried first."""
 OBSERVED = 3
 """Trials that a calibration is fitted to at most: the baseline and the newest of the front."""
-PICKS, SPREAD, PICKED = 1, 2, "simulator: SLO"
-"""Predicted choices of the SLO policy and of the front that are tried first, and the former's origin."""
+PICKS, PICKED = 1, "simulator: SLO"
+"""Predicted choices of the SLO policy that are tried first, and their origin."""
+UNSURE = 0.12
+"""Relative error of step times, at least, that proposals reckon with: few trials say little of others."""
 FIRST_ROUNDS, ROUNDS = 2, 1
 """Rounds of a fit to the baseline, and of each later one, which starts from that."""
 STEPS = (1, 8, 16, 32, 64)
@@ -105,7 +107,7 @@ class Knowledge:
             self.why_not = card if isinstance(card, str) else None
             self._known[()] = None
             if not isinstance(card, str):
-                predict = Predictor(scene_of(self.prepared, card), preset(card), spreads=False)
+                predict = Predictor(scene_of(self.prepared, card), preset(card))
                 self._known[()] = Known(predict=Batch(predict), calibration=None)
         return self._known[()]
 
@@ -136,12 +138,12 @@ class Knowledge:
             self.why_not = str(error)
             return None
         self.why_not = None
-        predict = Predictor(scene, calibration.coefficients, error=calibration.error, spreads=False)
+        predict = Predictor(scene, calibration.coefficients, error=max(calibration.error, UNSURE))
         return Known(predict=Batch(predict), calibration=calibration)
 
     def seeds(self, trials: Sequence[Trial]) -> tuple[Seed, ...]:
-        """What is tried first: other studies' fronts, then what the SLO policy is predicted to pick and the
-        spread of the predicted front; the heuristics where nothing is predicted.
+        """What is tried first: other studies' fronts, then what the SLO policy is predicted to pick; the
+        heuristics where nothing is predicted.
 
         What is predicted here rests on the baseline alone, so that the list stays the same all through.
         """
@@ -155,12 +157,7 @@ class Knowledge:
             return (*self.fronts, *starts.heuristics(prepared.space, near))
         space = around(prepared, near, trials) if changeable(prepared) else prepared.space
         picks = self.picks(space, known.predict, {})[:PICKS]
-        spread = starts.predicted(
-            space, known.predict, seed=prepared.study.seed,
-            objectives=prepared.study.objectives, baseline=near, known=prepared.known,
-            count=SPREAD,
-        )  # fmt: skip
-        return (*self.fronts, *((PICKED, candidate) for candidate in picks), *spread)
+        return (*self.fronts, *((PICKED, candidate) for candidate in picks))
 
     def picks(self, space: SearchSpace, predict: Batch, defaults: Mapping[str, Value]) -> list[Candidate]:
         """The study's pool of a space as the SLO policy would rank it by the predictions; what fails is left
@@ -168,9 +165,8 @@ class Knowledge:
         """
         pool = proposals.pool(encode(space, defaults), self.prepared.study.seed)
         pool = [c for c in pool if space.contains(c) and self.prepared.known(c) is None]
-        ranked = [
-            (_rank(p.values, self.prepared.study.slo), i) for i, p in enumerate(predict(pool)) if p.feasible
-        ]
+        likely = ((i, proposals.likely(p)) for i, p in enumerate(predict(pool)) if p.feasible)
+        ranked = [(_rank(values, self.prepared.study.slo), i) for i, values in likely]
         return [pool[i] for _, i in sorted(ranked)]
 
     def predictor(

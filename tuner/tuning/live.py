@@ -48,7 +48,7 @@ class CannotScreen(Exception):
 
 def group(prepared: Prepared, candidate: Mapping[str, Value], defaults: Mapping[str, Value]) -> str:
     """Equal for candidates that one running engine can serve: all but the limits, defaults filled in."""
-    whole = encode(prepared.space, defaults).completed(prepared.space.canonical(Candidate(candidate)))
+    whole = encode(prepared.space, defaults).completed(candidate)
     return Candidate({name: value for name, value in whole.items() if name not in limits.KNOBS}).digest
 
 

@@ -37,7 +37,7 @@ PICK_EVERY, LOOKED = 6, 8
 predictor too."""
 ENOUGH = 3
 """Trials after which a study that screened none is taken to be one that cannot."""
-PROMOTE_AFTER, UNSECURED = 3, 0.1
+PROMOTE_AFTER, UNSECURED = 3, 0.05
 """Screened trials between two relaunches, and the share of the front's volume that one must secure."""
 RELAUNCHED = "relaunched"
 """Origin of a trial that measures a screened candidate again, in an engine of its own."""
@@ -153,7 +153,7 @@ def untried(prepared: Prepared, trials: Sequence[Trial], seeds: Sequence[Seed]) 
     """The seeds that are new and may work, those that one running engine can screen together."""
     encoding = encode(prepared.space, defaults_of(trials))
     regions = Regions(encoding, trials)
-    seen = {encoding.completed(prepared.space.canonical(t.candidate)).digest for t in told.latest(trials)}
+    seen = {encoding.completed(t.candidate).digest for t in told.latest(trials)}
     left: dict[Candidate, Seed] = {}
     for origin, candidate in seeds:
         asked = prepared.space.canonical(candidate)
@@ -206,7 +206,7 @@ def winner(prepared: Prepared, trials: Sequence[Trial], key: Callable[[Candidate
 def key_of(prepared: Prepared, trials: Sequence[Trial]) -> Callable[[Candidate], str]:
     """Equal for candidates that the engine would run alike, as far as its defaults are known."""
     encoding = encode(prepared.space, defaults_of(trials))
-    return lambda candidate: encoding.completed(prepared.space.canonical(candidate)).digest
+    return lambda candidate: encoding.completed(candidate).digest
 
 
 def minimal(trials: Sequence[Trial], candidate: Candidate) -> Candidate:

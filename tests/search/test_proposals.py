@@ -1,0 +1,111 @@
+"""What a predictor's errors do to its proposals: cliffs are shunned, and what was measured near teaches."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from tests.search import world
+from tests.search.world import OBJECTIVES, World
+from tuner.records import Candidate, Measurement, Prediction, Trial
+from tuner.search import proposals, told
+from tuner.search.encoding import encode
+
+SPACE = World(levels={"max_num_seqs": (64, 128, 256), "max_num_batched_tokens": (512, 1024, 8192)})
+BASE = {"ttft_p95_ms": 400.0, "tpot_p95_ms": 60.0, "goodput_rps": 10.0}
+SAFE, CLIFF = Candidate({"max_num_batched_tokens": 1024}), Candidate({"max_num_batched_tokens": 512})
+BESIDE = Candidate({"max_num_batched_tokens": 512, "max_num_seqs": 128})
+
+
+def _values(ttft: float, tpot: float, goodput: float) -> dict[str, float]:
+    return dict(zip(OBJECTIVES, (ttft, tpot, goodput), strict=True))
+
+
+def _predict(candidates: Sequence[Candidate]) -> list[Prediction]:
+    """At 512 tokens a step the queue grows without end once steps are a little slower than predicted."""
+    found = []
+    for candidate in candidates:
+        tokens = candidate.get("max_num_batched_tokens", 8192)
+        fast, middle, slow = {
+            8192: (_values(380, 57, 10.5), BASE, _values(420, 63, 9.5)),
+            1024: (_values(250, 27, 20), _values(260, 28, 20), _values(280, 30, 20)),
+            512: (_values(230, 24, 20), _values(250, 25, 20), _values(9000, 26, 1.0)),
+        }[int(tokens or 0)]
+        found.append(Prediction(values=middle, fast=fast, slow=slow))
+    return found
+
+
+def _trial(number: int, candidate: Candidate, values: Mapping[str, float], kind: str = "full") -> Trial:
+    made = world.trial(number, candidate, origin="tpe" if number else "baseline")
+    return replace(made, measurements=(Measurement(values=dict(values), kind=kind),))  # type: ignore[arg-type]
+
+
+def _gains(trials: Sequence[Trial], pool: Sequence[Candidate]) -> list[float]:
+    scale = told.scale(OBJECTIVES, list(BASE.values()))
+    found = proposals.expected_gains(
+        _predict,
+        pool,
+        trials,
+        encoding=encode(SPACE, world.DEFAULTS),
+        scale=scale,
+        rng=np.random.default_rng(1),
+    )
+    return [float(gain) for gain in found]
+
+
+def test_what_collapses_when_steps_are_slower_is_not_proposed_first() -> None:
+    base = _trial(0, Candidate(), BASE)
+    safe, cliff = _gains([base], [SAFE, CLIFF])
+    assert safe > 1.2 * cliff > 0
+    certain = [replace(p, fast={}, slow={}) for p in _predict([SAFE, CLIFF])]
+    assert proposals.likely(certain[1]) == dict(certain[1].values)
+    assert proposals.likely(_predict([CLIFF])[0])["goodput_rps"] < 16
+
+
+def test_a_neighbour_that_was_slower_teaches_and_one_that_was_as_predicted_too() -> None:
+    base = _trial(0, Candidate(), BASE)
+    before = _gains([base], [CLIFF])[0]
+    slower = _trial(1, BESIDE, _values(9000, 26, 1.0), "estimate")
+    assert _gains([base, slower], [CLIFF])[0] < 0.7 * before
+    fine = _trial(1, BESIDE, {**BASE, "goodput_rps": 20.0, "tpot_p95_ms": 25.0, "ttft_p95_ms": 250.0})
+    one, other = _gains([base, fine], [CLIFF, SAFE])
+    assert one >= 0
+    assert other < _gains([base], [SAFE])[0]
+
+
+def test_an_error_that_all_predictions_share_is_taken_out() -> None:
+    """The predictor says half of every latency; once that is seen, less is expected of others."""
+    half = [replace(p, fast={}, slow={}) for p in _predict([Candidate(), SAFE])]
+    low = [{n: v / 2 if n.endswith("_ms") else v for n, v in p.values.items()} for p in half]
+
+    def predict(candidates: Sequence[Candidate]) -> list[Prediction]:
+        return [Prediction(values=low[0] if c == Candidate() else low[1]) for c in candidates]
+
+    trials = [_trial(0, Candidate(), BASE), _trial(1, SAFE, half[1].values)]
+    scale = told.scale(OBJECTIVES, list(BASE.values()))
+    place = encode(SPACE, world.DEFAULTS)
+    twin = Candidate({"max_num_batched_tokens": 1024, "max_num_seqs": 128})
+    gains = [
+        float(
+            proposals.expected_gains(
+                predict, [twin], trials[:count], encoding=place, scale=scale, rng=np.random.default_rng(1)
+            )[0]
+        )
+        for count in (1, 2)
+    ]
+    assert gains[1] < 0.6 * gains[0]
+
+
+def test_a_relaunched_candidate_is_known_by_what_the_engine_runs() -> None:
+    """A knob that another switches on stays in the key where the switch is left at the engine's default."""
+    switched = World(
+        levels={"enable_chunked_prefill": (True, False), "long_prefill_token_threshold": (0, 512)},
+        inactive=lambda c: () if c.get("enable_chunked_prefill") else ("long_prefill_token_threshold",),
+    )
+    place = encode(switched, {"enable_chunked_prefill": True, "long_prefill_token_threshold": 0})
+    whole = Candidate({"enable_chunked_prefill": True, "long_prefill_token_threshold": 512})
+    short = Candidate({"long_prefill_token_threshold": 512})
+    assert place.completed(whole).digest == place.completed(short).digest
+    assert place.completed(short)["long_prefill_token_threshold"] == 512
+    off = Candidate({"enable_chunked_prefill": False, "long_prefill_token_threshold": 512})
+    assert place.completed(off).digest == place.completed(Candidate({"enable_chunked_prefill": False})).digest
