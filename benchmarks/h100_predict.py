@@ -46,7 +46,8 @@ def scene_of(file: Path, trace: Path) -> Scene:
 
 def observation_of(file: Path) -> Observation:
     trial = json.loads(file.read_text())
-    values = {name: value for name, value in trial["measurements"][-1]["values"].items() if value is not None}
+    searched = [m for m in trial["measurements"] if m["purpose"] == "search"]  # not the confirmation's
+    values = {name: value for name, value in searched[-1]["values"].items() if value is not None}
     return Observation(candidate=Candidate(trial["candidate"]), values=values)
 
 
