@@ -109,3 +109,22 @@ def test_a_relaunched_candidate_is_known_by_what_the_engine_runs() -> None:
     assert place.completed(short)["long_prefill_token_threshold"] == 512
     off = Candidate({"enable_chunked_prefill": False, "long_prefill_token_threshold": 512})
     assert place.completed(off).digest == place.completed(Candidate({"enable_chunked_prefill": False})).digest
+
+
+def test_a_knob_without_a_predicted_gain_is_left_where_the_baseline_has_it() -> None:
+    """Memory and block size change nothing here; fewer tokens do, and fewer sequences too little."""
+    space = World(levels={**SPACE.levels, "gpu_memory_utilization": (0.8, 0.9), "block_size": (16, 32)})
+
+    def predict(candidates: Sequence[Candidate]) -> list[Prediction]:
+        found = []
+        for candidate, expected in zip(candidates, _predict(candidates), strict=True):
+            less = 0.999 if candidate.get("max_num_seqs") == 64 else 1.0
+            values = {n: v * less if n.endswith("_ms") else v for n, v in expected.values.items()}
+            found.append(replace(expected, values=values, feasible=candidate.get("block_size") != 16))
+        return found
+
+    asked = Candidate(
+        {"max_num_seqs": 64, "max_num_batched_tokens": 1024, "gpu_memory_utilization": 0.8, "block_size": 32}
+    )
+    found = proposals.plain(predict, encode(space, world.DEFAULTS), asked, OBJECTIVES)
+    assert dict(found) == {**asked, "max_num_seqs": 256, "gpu_memory_utilization": 0.9}

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tuner.records import Candidate, Prediction, Trial
+from tuner.records import Candidate, Prediction, Trial, TrialState
 from tuner.search import pareto, told
 from tuner.search.encoding import Encoding
 
@@ -34,6 +34,9 @@ part of each, and how far the latter reaches, as a share of a knob's range."""
 
 NOISE, ESTIMATED = 0.06, 0.2
 """Log error of one measurement beside its slowness, and of the estimate of a replay that was stopped."""
+
+WORTHLESS = 0.005
+"""Predicted gain, as a share of each objective, for which a knob is not turned."""
 
 NOISES = {"full": NOISE, "estimate": ESTIMATED}
 
@@ -69,13 +72,19 @@ def _costs_of(trials: Sequence[Trial], objectives: Sequence[str]) -> Matrix:
     return np.array([scale.costs(told.objective_values(t, objectives) or ()) for t in trials])
 
 
+def _known(trials: Sequence[Trial], objectives: Sequence[str]) -> list[Trial]:
+    """The trials with every objective, measured in full or estimated when they were stopped."""
+    ended = (t for t in told.latest(trials) if t.state in (TrialState.COMPLETE, TrialState.PRUNED))
+    return [t for t in ended if _kind(t) in NOISES and told.objective_values(t, objectives) is not None]
+
+
 def trust(predictor: Predictor, trials: Sequence[Trial], objectives: Sequence[str]) -> float | None:
     """How well the predictor ranks what was measured, 1 = always right, 0 = by chance; None with too little.
 
     Kendall's rank correlation over the pairs of trials that differ by more than the noise, all objectives
-    together: a pair that is level says nothing about anybody's ranking.
+    together: a pair that is level says nothing about anybody's ranking. Stopped trials count by estimate.
     """
-    found = pareto.measured(trials, objectives)
+    found = _known(trials, objectives)
     if len(found) < ENOUGH:
         return None
     predictions = list(predictor([t.candidate for t in found]))
@@ -139,8 +148,7 @@ def expected_gains(
     if not pool:
         return np.zeros(0)
     names = scale.objectives
-    seen = [t for t in told.latest(trials) if told.objective_values(t, names) is not None]
-    seen = [t for t in seen if _kind(t) in NOISES]
+    seen = _known(trials, names)
     predictions = list(predictor([*(t.candidate for t in seen), *pool]))
     past, future = predictions[: len(seen)], predictions[len(seen) :]
     places = _places(encoding, [t.candidate for t in seen]), _places(encoding, pool)
@@ -182,6 +190,27 @@ def likely(prediction: Prediction) -> dict[str, float]:
     """The mean over an engine as predicted, one that is slower and one that is faster."""
     slow, fast = prediction.slow, prediction.fast
     return {n: (slow.get(n, v) + 2 * v + fast.get(n, v)) / 4 for n, v in prediction.values.items()}
+
+
+def plain(
+    predictor: Predictor, encoding: Encoding, candidate: Candidate, objectives: Sequence[str]
+) -> Candidate:
+    """The candidate with every knob back where the baseline has it that the predictor expects no gain of."""
+    point, base = encoding.point(candidate), encoding.point(Candidate())
+    if point is None or base is None:
+        return candidate
+
+    def expected(each: Candidate) -> list[float]:
+        found = predictor([each])[0]
+        return [likely(found).get(n, np.nan) if found.feasible else np.nan for n in objectives]
+
+    scale = told.scale(objectives, expected(candidate))
+    allowed = scale.costs(expected(candidate)) + WORTHLESS
+    for knob, level in enumerate(base):
+        moved = (*point[:knob], level, *point[knob + 1 :])
+        if moved != point and np.all(scale.costs(expected(encoding.candidate(moved))) <= allowed):
+            point = moved
+    return encoding.candidate(point)
 
 
 def _course(prediction: Prediction, objectives: Sequence[str]) -> Matrix:

@@ -66,4 +66,6 @@ def fold_latency(values: Array, share: float | None) -> float:
     ranked = np.sort(kept)
     place = share * (len(ranked) - 1)
     low, high = ranked[math.floor(place)], ranked[math.ceil(place)]
-    return float(low if low == high or place == math.floor(place) else low + (place - math.floor(place)) * (high - low))
+    return float(
+        low if low == high or place == math.floor(place) else low + (place - math.floor(place)) * (high - low)
+    )

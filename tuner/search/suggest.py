@@ -165,7 +165,7 @@ class _Ask:
         if self.predictor is None:
             return
         pool = [c for c in self._pool() if self.is_worth_a_launch(c)]
-        yield from proposals.ranked(
+        for found in proposals.ranked(
             self.predictor,
             pool,
             self.trials,
@@ -173,7 +173,9 @@ class _Ask:
             scale=self.scale(),
             rng=self.rng("gain"),
             cost=self.cost,
-        )
+        ):
+            simpler = proposals.plain(self.predictor, self.encoding, found, self.objectives)
+            yield simpler if self.is_worth_a_launch(simpler) else found
 
     def _pool(self) -> list[Candidate]:
         """The study's pool (so predictions can be kept) and the neighbours of the front."""

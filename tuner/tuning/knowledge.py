@@ -156,8 +156,10 @@ class Knowledge:
         if known is None:
             return (*self.fronts, *starts.heuristics(prepared.space, near))
         space = around(prepared, near, trials) if changeable(prepared) else prepared.space
+        encoding, objectives = encode(space, defaults_of(trials)), prepared.study.objectives
         picks = self.picks(space, known.predict, {})[:PICKS]
-        return (*self.fronts, *((PICKED, candidate) for candidate in picks))
+        plain = [proposals.plain(known.predict, encoding, c, objectives) for c in picks]
+        return (*self.fronts, *((PICKED, candidate) for candidate in plain))
 
     def picks(self, space: SearchSpace, predict: Batch, defaults: Mapping[str, Value]) -> list[Candidate]:
         """The study's pool of a space as the SLO policy would rank it by the predictions; what fails is left
