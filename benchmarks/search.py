@@ -66,6 +66,8 @@ def run(asked: argparse.Namespace) -> None:
                     print("to be continued")
                     return
                 world = world or World(place, asked.traces, asked.cache)
+                if not world.serves:
+                    continue
                 kept.add(place, seed, one(world, seed, method))
 
 

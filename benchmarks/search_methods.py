@@ -9,7 +9,7 @@ import numpy as np
 import optuna
 import search_truth
 from search_bench import CHANGE_S, Bench
-from search_truth import OBJECTIVES
+from search_truth import OBJECTIVES, Failure
 
 import tuner
 from tuner.records import Candidate, Trial, TrialState
@@ -140,6 +140,8 @@ def _screen(
 ) -> bool:
     """As `tuning.live.Live` does it; False where the candidate has to be launched by itself."""
     defaults, begun = defaults_of(bench.trials), bench.spent
+    if isinstance(bench.world.truth(bench.world.ran(candidate)), Failure):
+        return False
     if bench.engine is None or fits(prepared, bench.engine, candidate, defaults) is None:
         wide = next((c for c in widest(prepared, candidate) if c not in barred), None)
         if wide is None:

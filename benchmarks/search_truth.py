@@ -177,6 +177,12 @@ class World:
         self.compared = tuple(self._results())
 
     @property
+    def serves(self) -> bool:
+        """Whether the defaults serve, which a study begins with."""
+        found = self.truth(self.defaults)
+        return isinstance(found, Result) and finite(found.values)
+
+    @property
     def levels(self) -> Mapping[str, tuple[Value, ...]]:
         """The space's knobs and levels."""
         return self.prepared.space.levels
@@ -205,6 +211,8 @@ class World:
     def _front(self) -> list[Candidate]:
         """Of everything worked out so far, what nothing else beats in every objective."""
         found = [(c, r) for c, r in self._results() if finite(r.values)]
+        if not found:
+            return []
         scale = told.scale(OBJECTIVES, [1.0] * len(OBJECTIVES))
         costs = np.array([scale.costs([r.values[n] for n in OBJECTIVES]) for _, r in found])
         keep = pareto.non_dominated(costs)

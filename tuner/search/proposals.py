@@ -195,16 +195,19 @@ def likely(prediction: Prediction) -> dict[str, float]:
 def plain(
     predictor: Predictor, encoding: Encoding, candidate: Candidate, objectives: Sequence[str]
 ) -> Candidate:
-    """The candidate with every knob back where the baseline has it that the predictor expects no gain of."""
+    """The candidate with every knob back where the baseline has it that the predictor expects no gain of, in
+    the objectives and in goodput.
+    """
+    names = tuple(dict.fromkeys((*objectives, "goodput_rps")))
     point, base = encoding.point(candidate), encoding.point(Candidate())
     if point is None or base is None:
         return candidate
 
     def expected(each: Candidate) -> list[float]:
         found = predictor([each])[0]
-        return [likely(found).get(n, np.nan) if found.feasible else np.nan for n in objectives]
+        return [likely(found).get(n, np.nan) if found.feasible else np.nan for n in names]
 
-    scale = told.scale(objectives, expected(candidate))
+    scale = told.scale(names, expected(candidate))
     allowed = scale.costs(expected(candidate)) + WORTHLESS
     for knob, level in enumerate(base):
         moved = (*point[:knob], level, *point[knob + 1 :])
@@ -243,9 +246,9 @@ def _logs(trial: Trial, objectives: Sequence[str]) -> Matrix:
 
 def _slowness(prediction: Prediction, trial: Trial, objectives: Sequence[str]) -> tuple[float, float]:
     """(mean, variance) of how much slower than predicted a trial ran, by all its objectives together."""
-    apart = _at_pace(_course(prediction, objectives)[None], PACES[:, None])[:, 0, :] - _logs(
-        trial, objectives
-    )
+    course = _course(prediction, objectives)[None]
+    with np.errstate(invalid="ignore"):
+        apart = _at_pace(course, PACES[:, None])[:, 0, :] - _logs(trial, objectives)
     known = np.isfinite(apart).all(axis=0)
     off = (apart[:, known] ** 2).sum(axis=1) / (2 * NOISES[_kind(trial)] ** 2)
     weight = np.exp(off.min() - off)
