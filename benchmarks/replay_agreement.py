@@ -11,14 +11,13 @@ import argparse
 import asyncio
 import sys
 import tempfile
-import uuid
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.tiny import ENV, LENGTH, WORDS, write
+from benchmarks.tiny import launch, write
 from tuner.engine.server import serve
-from tuner.records import LaunchSpec, Slo
+from tuner.records import Slo
 from tuner.replay.agreement import Agreement, agree
 from tuner.replay.plan import Load
 from tuner.traffic import trace as traffic
@@ -36,26 +35,12 @@ def requests(rate: float) -> Trace:
     return Trace(**columns, block_size=0, block_offsets=none, blocks=none[:0])
 
 
-def launch(python: str | None, directory: Path) -> LaunchSpec:
-    """The real engine where a Python is given, else the simulated one."""
-    real = (python or "", "-m", "vllm.entrypoints.openai.api_server")
-    return LaunchSpec(
-        launch_id=uuid.uuid4().hex,
-        command=real if python else (sys.executable, "-m", "tuner.simulator.app"),
-        model=write(directory / "model"),
-        argv=(*WORDS, "--enable-per-request-metrics") if python else ("--max-model-len", str(LENGTH)),
-        served_name="study",
-        directory=str(directory),
-        env={**ENV, "TUNER_SIM_CARD": "cpu"},
-        ready_timeout_s=600.0,
-        stop_timeout_s=60.0,
-    )
-
-
 async def told(python: str | None, rates: list[float]) -> list[Agreement]:
     """What both sides say at each rate, after one round that nobody counts."""
     with tempfile.TemporaryDirectory() as directory:
-        async with serve(launch(python, Path(directory))) as server:
+        model = write(Path(directory) / "model")
+        metrics = ("--enable-per-request-metrics",) if python else ()
+        async with serve(launch(python, model, Path(directory), *metrics)) as server:
             found = []
             for number, rate in enumerate([rates[0], *rates]):
                 load = Load(seed=1, number=number, model="study", vocabulary=2000, isolated=True, slo=Slo())

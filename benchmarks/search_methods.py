@@ -19,7 +19,7 @@ from tuner.simulator.calibrate import Calibration
 from tuner.simulator.options import Options
 from tuner.simulator.predict import Predictor
 from tuner.tuning.judging import case_of
-from tuner.tuning.knowledge import UNSURE, Knowledge, Known, defaults_of
+from tuner.tuning.knowledge import Knowledge, Known, defaults_of, predictor_of
 from tuner.tuning.live import changeable, fits, widest
 from tuner.tuning.proposing import RELAUNCHED, propose
 from tuner.tuning.study import Prepared
@@ -58,7 +58,7 @@ class Unlimited(Predictor):
         return kept
 
 
-FITTED: dict[str, tuple[Calibration, Unlimited]] = {}
+FITTED: dict[str, tuple[Calibration, Predictor]] = {}
 """Calibrations of this process by what they were fitted to: the same for every switch."""
 
 
@@ -90,12 +90,12 @@ class Kept(Knowledge):
         calibration, predict = FITTED[key]
         return Known(predict=predict, calibration=calibration)  # type: ignore[arg-type]
 
-    def _quick(self, calibration: Calibration) -> Unlimited:
+    def _quick(self, calibration: Calibration) -> Predictor:
         from tuner.simulator.cost import CARDS
         from tuner.tuning.knowledge import scene_of
 
         scene = scene_of(self.prepared, CARDS[self.prepared.file.engine.card])
-        return Unlimited(scene, calibration.coefficients, error=max(calibration.error, UNSURE))
+        return predictor_of(scene, calibration, Unlimited)
 
     def cost(self, trials: Sequence[Trial]) -> Callable[[Candidate], float]:
         return super().cost(trials) if self._savings.cost else (lambda candidate: 1.0)

@@ -16,7 +16,6 @@ import statistics
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.simulator import spearman
-from benchmarks.tiny import ENV, LENGTH, WORDS, write
+from benchmarks.tiny import ENV, LENGTH, launch, write
 from tuner.engine.server import serve
 from tuner.knobs.model import read
 from tuner.records import Candidate, LaunchSpec, Slice
@@ -79,21 +78,9 @@ def scene_of(given: argparse.Namespace, model: str) -> Scene:
     )
 
 
-def launch(python: str | None, model: str, candidate: Candidate, directory: str) -> LaunchSpec:
-    """A fresh engine."""
-    argv = [w for name, value in candidate.items() for w in (f"--{name.replace('_', '-')}", str(value))]
-    real = (python or "", "-m", "vllm.entrypoints.openai.api_server")
-    return LaunchSpec(
-        launch_id=uuid.uuid4().hex,
-        command=real if python else (sys.executable, "-m", "tuner.simulator.app"),
-        model=model,
-        argv=(*WORDS, *argv) if python else ("--max-model-len", str(LENGTH), *argv),
-        served_name="study",
-        directory=directory,
-        env={**ENV, "TUNER_SIM_CARD": "cpu"},
-        ready_timeout_s=600.0,
-        stop_timeout_s=60.0,
-    )
+def words(candidate: Candidate) -> list[str]:
+    """The candidate as arguments."""
+    return [w for name, value in candidate.items() for w in (f"--{name.replace('_', '-')}", str(value))]
 
 
 async def measured(spec: LaunchSpec, scene: Scene, number: int, repeat: int) -> dict[str, float]:
@@ -126,7 +113,7 @@ def measurements(given: argparse.Namespace, scene: Scene, model: str) -> Seen:
             if time.monotonic() - begun > given.limit_s:
                 raise SystemExit(f"{sum(map(len, seen.values()))} launches so far; the same command goes on")
             with tempfile.TemporaryDirectory() as directory:
-                spec = launch(given.python, model, candidate, directory)
+                spec = launch(given.python, model, Path(directory), *words(candidate))
                 values = asyncio.run(measured(spec, scene, number, repeat))
             seen.setdefault(label(candidate), []).append(values)
             if given.keep:

@@ -4,7 +4,11 @@ In float32 the engine serves uncompiled, which makes a launch cheap (docs/engine
 """
 
 import json
+import sys
+import uuid
 from pathlib import Path
+
+from tuner.records import LaunchSpec
 
 LENGTH = 2048
 ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
@@ -41,3 +45,19 @@ def write(directory: Path, **changes: object) -> str:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(SHAPE | changes))
     return str(directory)
+
+
+def launch(python: str | None, model: str, directory: Path, *argv: str) -> LaunchSpec:
+    """A fresh engine of the tiny model: the real one where a Python is given, else the simulated one."""
+    real = (python or "", "-m", "vllm.entrypoints.openai.api_server")
+    return LaunchSpec(
+        launch_id=uuid.uuid4().hex,
+        command=real if python else (sys.executable, "-m", "tuner.simulator.app"),
+        model=model,
+        argv=(*WORDS, *argv) if python else ("--max-model-len", str(LENGTH), *argv),
+        served_name="study",
+        directory=str(directory),
+        env={**ENV, "TUNER_SIM_CARD": "cpu"},
+        ready_timeout_s=600.0,
+        stop_timeout_s=60.0,
+    )

@@ -32,13 +32,11 @@ SLOWER, OFF, REACH = (0.4, 0.6), (0.1, 0.05), 0.4
 error, and the log error of an objective that this leaves; each as the part that all candidates share and the
 part of each, and how far the latter reaches, as a share of a knob's range."""
 
-NOISE, ESTIMATED = 0.06, 0.2
-"""Log error of one measurement beside its slowness, and of the estimate of a replay that was stopped."""
+NOISES = {"full": 0.06, "estimate": 0.2}
+"""Log error of a measurement beside its slowness: of a whole replay, and of one that was stopped."""
 
 WORTHLESS = 0.005
 """Predicted gain, as a share of each objective, for which a knob is not turned."""
-
-NOISES = {"full": NOISE, "estimate": ESTIMATED}
 
 PACES = np.linspace(-1.0, 1.0, 21)
 """From fast to slow, in the same units."""
@@ -207,8 +205,9 @@ def plain(
         found = predictor([each])[0]
         return [likely(found).get(n, np.nan) if found.feasible else np.nan for n in names]
 
-    scale = told.scale(names, expected(candidate))
-    allowed = scale.costs(expected(candidate)) + WORTHLESS
+    values = expected(candidate)
+    scale = told.scale(names, values)
+    allowed = scale.costs(values) + WORTHLESS
     for knob, level in enumerate(base):
         moved = (*point[:knob], level, *point[knob + 1 :])
         if moved != point and np.all(scale.costs(expected(encoding.candidate(moved))) <= allowed):

@@ -164,7 +164,9 @@ class _Ask:
     def _predicted(self) -> Iterator[Candidate]:
         if self.predictor is None:
             return
-        pool = [c for c in self._pool() if self.is_worth_a_launch(c)]
+        pool = [c for c in self._pool() if self.is_new(c)]
+        self.predictor(pool)  # all at once: it may share them among processes
+        pool = [c for c in pool if not self._is_twin(c)]
         for found in proposals.ranked(
             self.predictor,
             pool,

@@ -76,6 +76,11 @@ def scene_of(prepared: Prepared, card: Card) -> Scene:
     )
 
 
+def predictor_of(scene: Scene, calibration: Calibration, kind: type[Predictor] = Predictor) -> Predictor:
+    """What proposals are predicted with, no surer of itself than a fit to few trials may be."""
+    return kind(scene, calibration.coefficients, error=max(calibration.error, UNSURE))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
     """A predictor, and what it was calibrated to; None: to nothing, as not even the baseline served."""
@@ -138,8 +143,7 @@ class Knowledge:
             self.why_not = str(error)
             return None
         self.why_not = None
-        predict = Predictor(scene, calibration.coefficients, error=max(calibration.error, UNSURE))
-        return Known(predict=Batch(predict), calibration=calibration)
+        return Known(predict=Batch(predictor_of(scene, calibration)), calibration=calibration)
 
     def seeds(self, trials: Sequence[Trial]) -> tuple[Seed, ...]:
         """What is tried first: other studies' fronts, then what the SLO policy is predicted to pick; the
