@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from tests.service.world import STUDY, Server, Shifted, World, prepare, serving
 from tests.tuning.studies import WATCHDOG_S, command, environment
 from tuner.fleet.schedule import Happening, loop
 from tuner.history.entities import Schedule
+from tuner.history.store import Store
 from tuner.records import RunState
 from tuner.service.nightly import starter
 
@@ -279,3 +281,28 @@ def test_serve_without_a_token_stays_on_loopback_and_says_so(tmp_path: Path) -> 
         said = server.log.read_text()
     assert "listening on 127.0.0.1 instead of 0.0.0.0" in said
     assert sys.platform != "linux" or "0.0.0.0:" not in said.replace("instead of 0.0.0.0", "")
+
+
+@pytest.mark.parametrize("words", [(), ("--host", "0.0.0.0")])
+def test_serve_with_no_token_that_is_valid_stays_on_loopback_and_trusts_nobody(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    store = Store(f"sqlite:///{tmp_path / 'tuner.db'}", create=True)
+    now = datetime.now(UTC)
+    revoked, _ = store.create_token("left", ["read"], now=now)
+    store.revoke_token(revoked.id, now=now)
+    store.create_token("old", ["admin"], now=now - timedelta(days=2), expires_at=now - timedelta(days=1))
+    store.close()
+    with serving(tmp_path, *words) as server:
+        assert httpx.get(f"{server.url}/v1/runs").status_code == 401
+        said = server.log.read_text()
+    assert "no token is valid" in said
+    assert "http://127.0.0.1:" in said
+    assert "http://0.0.0.0:" not in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_serve_ends_with_0_after_an_orderly_stop(tmp_path: Path, number: signal.Signals) -> None:
+    with serving(tmp_path) as server:
+        server.process.send_signal(number)
+        assert server.process.wait(timeout=WATCHDOG_S) == 0, server.log.read_text()

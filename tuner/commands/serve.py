@@ -1,21 +1,27 @@
 """`tuner serve`: the HTTP service, with the schedules."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tuner.commands.common import now, open_store, say, settings
+
+if TYPE_CHECKING:
+    from tuner.history.store import Store
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def serve(
     host: Annotated[
-        str | None, typer.Option(help="Address to listen on; all once a token exists, loopback before.")
+        str | None, typer.Option(help="Address to listen on; all while a token is valid, loopback else.")
     ] = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8642,
 ) -> None:
     """Serve the API and the pages, and fire schedules. Runs go on when it is stopped."""
+    import signal
+    import sys
+
     import uvicorn
 
     from tuner.fleet.handover import recover_all
@@ -23,14 +29,10 @@ def serve(
     from tuner.service.logs import configure
     from tuner.service.runner import Controllers
 
+    # The server closes what is open, then raises the signal that stopped it once more: an orderly end.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     store, ours = open_store(create=True), settings()
-    tokens = bool(store.tokens())
-    where = host or ("0.0.0.0" if tokens else LOOPBACK[0])
-    if not tokens and where not in LOOPBACK:
-        say(f"no token exists: listening on {LOOPBACK[0]} instead of {where}; 'tuner token create' makes one")
-        where = LOOPBACK[0]
-    elif not tokens:
-        say("no token exists: whoever is on this host may do everything; 'tuner token create' ends that")
+    where = address(store, host)
     recover_all(store, home=ours.home, clock=now, say=say)
     configure()
     app = create(store, ours, clock=now, runner=Controllers(store, ours, now), loopback=where in LOOPBACK)
@@ -39,3 +41,20 @@ def serve(
         app, host=where, port=port, access_log=False, log_config=None, loop="uvloop", http="httptools",
         server_header=False, timeout_graceful_shutdown=5,
     )  # fmt: skip
+
+
+def address(store: "Store", host: str | None) -> str:
+    """Where to listen: loopback while no token is valid, whatever was asked for; says why."""
+    tokens = store.tokens()
+    if any(token.valid(now()) for token in tokens):
+        return host or "0.0.0.0"
+    why = "no token is valid (all are revoked or expired)" if tokens else "no token exists"
+    where = host or LOOPBACK[0]
+    if where not in LOOPBACK:
+        say(f"{why}: listening on {LOOPBACK[0]} instead of {where}; 'tuner token create' makes one")
+        return LOOPBACK[0]
+    if tokens:
+        say(f"{why}: nobody may ask for anything until 'tuner token create' makes one")
+    else:
+        say(f"{why}: whoever is on this host may do everything; 'tuner token create' ends that")
+    return where

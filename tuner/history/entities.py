@@ -58,6 +58,10 @@ class Token:
     revoked_at: datetime | None = None
     last_used_at: datetime | None = None
 
+    def valid(self, now: datetime) -> bool:
+        """Whether it opens anything: neither revoked nor expired."""
+        return self.revoked_at is None and (self.expires_at is None or self.expires_at > now)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditEntry:

@@ -159,7 +159,7 @@ class Tokens(Part):
         if row is None or not right or head != PREFIX:
             return None
         token = token_of(row)
-        if token.revoked_at is not None or (token.expires_at is not None and token.expires_at <= now):
+        if not token.valid(now):
             return None
         if token.last_used_at is None or now - token.last_used_at >= USE_RESOLUTION:
             used = update(tokens).where(tokens.c.id == token.id).values(last_used_at=now)

@@ -60,9 +60,7 @@ class Guard:
                 self._known.clear()
             kept = self._known[key] = (token, pulse, now)
         found = kept[0]
-        if found is None or (found.expires_at is not None and found.expires_at <= now):
-            return None
-        return actor_of(found)
+        return actor_of(found) if found is not None and found.valid(now) else None
 
     def is_open(self, host: str) -> bool:
         """Whether no token was ever made and the service is bound to loopback, so that whoever is on this
