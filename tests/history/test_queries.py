@@ -1,5 +1,6 @@
 """What was best on which night, and why."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import date, timedelta
 from pathlib import Path
@@ -14,7 +15,7 @@ from tuner.errors import BadInput
 from tuner.history import cost, queries
 from tuner.history.entities import RunBest
 from tuner.history.store import Store
-from tuner.records import Candidate, Measurement, RunState, Study, TrialState
+from tuner.records import JSON, Candidate, Measurement, RunState, Study, TrialState
 
 DAY = timedelta(days=1)
 
@@ -47,7 +48,15 @@ def a_best(night: int, value: float, **changes: object) -> RunBest:
     return RunBest(**(fields | changes))
 
 
-def ended(store: Store, study: Study, night: int, *values: float, confirm: tuple[float, ...] = ()) -> str:
+def ended(
+    store: Store,
+    study: Study,
+    night: int,
+    *values: float,
+    confirm: tuple[float, ...] = (),
+    summary: Mapping[str, JSON] | None = None,
+    state: RunState = RunState.FINISHED,
+) -> str:
     """A run whose trial 0 is the baseline and whose last trial is confirmed by some repeats."""
     run = a_run(store, study, now=NOW + night * DAY)
     first = len(store.trials(study.id))
@@ -58,8 +67,41 @@ def ended(store: Store, study: Study, night: int, *values: float, confirm: tuple
     for repeat, value in enumerate(confirm):
         confirming: Measurement = a_measurement(value, purpose="confirm", repeat=repeat)
         store.add_measurement(trial.id, confirming)
-    store.save_run(replace(run, state=RunState.FINISHED, ended_at=run.started_at + timedelta(hours=3)))
+    end = run.started_at + timedelta(hours=3)
+    store.save_run(replace(run, state=state, ended_at=end, summary=summary or {}))
     return run.id
+
+
+def test_what_a_demonstration_or_a_run_without_an_end_measured_again_is_not_confirmed(tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path}/tuner.db")
+    study = a_study()
+    told: list[dict[str, JSON]] = [
+        {"sentence": 'says "demonstration":true', "demonstration": False},
+        {"verdict": "clear winner", "demonstration": True},
+        {"verdict": "clear winner", "demonstration": True},
+    ]
+    for night, (summary, confirm) in enumerate(zip(told, [(9.0, 8.0), (9.0, 8.0), (9.0,)], strict=True)):
+        ended(store, study, night, 200.0, 9.0, confirm=confirm, summary=summary)
+    ended(store, study, 3, 200.0, 9.0, confirm=(9.0, 8.0), state=RunState.CANCELLED)
+    running = a_run(store, study, now=NOW + 4 * DAY)
+    again = a_measurement(7.0, purpose="confirm", repeat=0), a_measurement(6.0, purpose="confirm", repeat=1)
+    finished(store, start(store, running, 99), a_measurement(6.0), *again)
+    found = store.bests(model=study.model, metric="ttft_p95_ms")
+    assert [(best.confirmed, best.demonstration) for best in found] == [
+        (True, False),
+        (False, True),
+        (False, True),
+        (False, False),
+        (False, False),
+    ]
+    assert [night.sure for night in queries.nights(found)] == [
+        "confirmed, 2 repeats, 8 to 9",
+        "not confirmed (a demonstration), 2 repeats, 8 to 9",
+        "one measurement (a demonstration)",
+        "not confirmed, 2 repeats, 8 to 9",
+        "not confirmed, 2 repeats, 6 to 7",
+    ]
+    store.close()
 
 
 def test_each_run_gives_its_best_beside_its_baseline(tmp_path: Path) -> None:

@@ -67,7 +67,8 @@ def test_publishing_the_same_again_changes_nothing(store: Store) -> None:
 @pytest.mark.parametrize(
     ("evidence", "gates", "told"),
     [
-        ({"slo_met": True}, Gates(), "not confirmed"),
+        ({"slo_met": True}, Gates(), "not confirmed$"),
+        ({"slo_met": True, "demonstration": True}, Gates(), "not confirmed .*demonstration"),
         ({"confirmed": True}, Gates(), "did not meet the SLO"),
         (GOOD, Gates(engine_version="0.33.0"), "engine 0.32.0, not 0.33.0"),
         (GOOD, Gates(max_age=timedelta(days=1)), "older than 1 days"),

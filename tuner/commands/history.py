@@ -1,11 +1,14 @@
 """`tuner history`: best configurations over time."""
 
 from datetime import UTC, datetime
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tuner.commands.common import Json, knobs, open_store, print_json, print_table
+
+if TYPE_CHECKING:
+    from tuner.history.entities import RunBest
 
 
 def history(
@@ -30,12 +33,18 @@ def history(
         print_json(rows)
         return
     table = (
-        [b.ended_at, b.model, b.node, b.engine_version, b.value, b.low, b.high, b.baseline, b.confirmed,
+        [b.ended_at, b.model, b.node, b.engine_version, b.value, b.low, b.high, b.baseline, _sure(b),
          b.number, knobs(b.candidate)]
         for b in rows
     )  # fmt: skip
     heads = ["<ended", "<model", "<node", "<engine", metric, "low", "high", "baseline", "<confirmed", "trial"]
     print_table([*heads, "<configuration"], table)
+
+
+def _sure(best: "RunBest") -> str:
+    if best.demonstration:
+        return "no: a demonstration"
+    return "yes" if best.confirmed else "no"
 
 
 def _date(text: str | None) -> datetime | None:

@@ -30,12 +30,18 @@ _FACTS = (
 )
 _FOUND = tuple(run_bests.c[name] for name in run_bests.c.keys() if name != "run_id")  # noqa: SIM118
 _BEST = (*_FACTS, *_FOUND, trials.c.number, type_coerce(trials.c.candidate, Text).label("candidate"))
-_NAMES = tuple(column.name for column in _BEST)
+# Canonical JSON; a quote within a string is escaped, so that only the key itself is found.
+_DEMONSTRATION = type_coerce(runs.c.summary, Text).contains('"demonstration":true', autoescape=True)
+_READ: tuple[ColumnElement[Any], ...] = (*_BEST, _DEMONSTRATION, runs.c.state == RunState.FINISHED.value)
+_NAMES = (*(column.name for column in _BEST), "demonstration", "concluded")
 
 
 def _best_of(row: Row[Any]) -> RunBest:
     values = dict(zip(_NAMES, row, strict=True))
     values["candidate"] = _candidate(values["candidate"])
+    # A run that was cut in the middle of its confirmation came to no verdict.
+    concluded = values.pop("concluded")
+    values["confirmed"] = values["confirmed"] and concluded and not values["demonstration"]
     return RunBest(**values)
 
 
@@ -47,7 +53,7 @@ def _candidate(text: str) -> Candidate:
 
 def _ended(connection: Connection, metric: str, where: Sequence[ColumnElement[bool]]) -> list[RunBest]:
     query = (
-        select(*_BEST)
+        select(*_READ)
         .select_from(runs)
         .join(studies, studies.c.id == runs.c.study_id)
         .join(run_bests, run_bests.c.run_id == runs.c.id)
@@ -63,6 +69,7 @@ def _running(connection: Connection, metric: str, where: Sequence[ColumnElement[
     found: list[RunBest] = []
     for facts in connection.execute(query).mappings().all():
         for best in bests.of_run(connection, facts["run_id"], [metric]):
+            best["confirmed"] = False  # It has no verdict yet.
             wanted = select(trials.c.number, trials.c.candidate).where(trials.c.id == best["trial_id"])
             trial = connection.execute(wanted).mappings().one()
             found.append(RunBest(**{**facts, **best, **trial, "candidate": Candidate(trial["candidate"])}))

@@ -53,9 +53,13 @@ class Night:
     @property
     def sure(self) -> str:
         """How sure the value is, in words."""
-        if self.best.confirmed:
-            return f"confirmed, {self.best.repeats} repeats, {self.best.low:.4g} to {self.best.high:.4g}"
-        return "one measurement"
+        best = self.best
+        if best.confirmed:
+            return f"confirmed, {best.repeats} repeats, {best.low:.4g} to {best.high:.4g}"
+        kind = " (a demonstration)" if best.demonstration else ""
+        if best.repeats > 1:
+            return f"not confirmed{kind}, {best.repeats} repeats, {best.low:.4g} to {best.high:.4g}"
+        return f"one measurement{kind}"
 
 
 def improvement(metric: str, before: float, after: float) -> float | None:

@@ -123,7 +123,9 @@ def gate_failures(profile: Profile, gates: Gates, *, now: datetime) -> tuple[str
     """One clause per gate that the version does not pass."""
     failed: list[str] = []
     if gates.confirmed and profile.evidence.get("confirmed") is not True:
-        failed.append("its gain over the baseline was not confirmed")
+        shown = profile.evidence.get("demonstration") is True
+        why = " (its plan is a demonstration: numbers to look at, not to act on)" if shown else ""
+        failed.append(f"its gain over the baseline was not confirmed{why}")
     if gates.slo_met and profile.evidence.get("slo_met") is not True:
         failed.append("it did not meet the SLO")
     if gates.engine_version is not None and not same_engine(gates.engine_version, profile.engine_version):
