@@ -93,9 +93,13 @@ def print_table(
 
 
 def text(value: object) -> str:
-    """A cell: four digits for numbers, ∞, an en dash for nothing, minutes for times."""
-    if value is None:
+    """A cell: four digits for numbers, ∞, an en dash for nothing, minutes for times, one line for many."""
+    if value is None or value in ({}, [], ()):
         return "–"
+    if isinstance(value, Mapping):
+        return "  ".join(f"{key} {text(item)}" for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(text(item) for item in value)
     if isinstance(value, bool | str):
         return str(value)
     if isinstance(value, Enum):

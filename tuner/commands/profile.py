@@ -1,6 +1,7 @@
 """`tuner profile`: the winning configurations, their aliases, and how pipelines pull them."""
 
 import getpass
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,10 +10,10 @@ import typer
 from tuner.commands.common import Json, knobs, now, open_store, print_json, print_table, say
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from tuner.history.store import Store
-    from tuner.records import AliasEvent, Profile, ProfileKey
+    from tuner.records import JSON, AliasEvent, Profile, ProfileKey
 
 app = typer.Typer(help="Profiles: winning configurations, by model, node and workload.", no_args_is_help=True)
 Model = Annotated[str, typer.Option(help="The model that the profile is for.")]
@@ -80,9 +81,18 @@ def show(profile: Annotated[int, typer.Argument(help="The profile's id.")], as_j
         f"engine {found.engine_version}, {found.gpu_class}, study {found.study_id[:12]}:"
         f" {knobs(found.candidate)}"
     )
-    print_table(["<evidence", "<"], ([k, str(v)] for k, v in sorted(found.evidence.items())))
+    print_table(["<evidence", "<"], _lines(found.evidence))
     rows = [[e.at, e.alias, e.from_version, e.to_version, e.actor, e.reason] for e in events]
     print_table(["<at", "<alias", "from", "to", "<by", "<why"], rows)
+
+
+def _lines(evidence: "Mapping[str, JSON]", above: str = "") -> "Iterator[tuple[str, JSON]]":
+    """A row per value; what lies within another is named `values.goodput_rps`. A measured null is +inf."""
+    for name, value in sorted(evidence.items()):
+        if isinstance(value, dict) and value:
+            yield from _lines(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", math.inf if value is None and above == "values." else value
 
 
 @app.command("diff")

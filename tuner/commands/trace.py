@@ -99,7 +99,7 @@ def import_trace(
     )
     quality = trace.meta.get("quality")
     if isinstance(quality, dict) and quality:
-        typer.echo(f"quality: {_flat(quality)}")
+        typer.echo(f"quality: {text(quality)}")
 
 
 @contextmanager
@@ -177,7 +177,7 @@ def show(
         return
     typer.echo(f"{path}, digest {found.digest[:12]}")
     rows = [
-        [name, _flat(value)]
+        [name, text(value)]
         for name, value in data.items()
         if name != "advice" and value not in (None, {}, [])
     ]
@@ -195,12 +195,6 @@ def _picture(trace: "Trace", numbers: "Statistics", name: str, place: Path) -> N
     except OSError as error:
         raise Unavailable(f"cannot write {place}: {error.strerror or error}") from error
     say(f"wrote {place}")
-
-
-def _flat(value: object) -> str:
-    if isinstance(value, dict):
-        return "  ".join(f"{key} {_flat(item)}" for key, item in value.items())
-    return text(value)
 
 
 @app.command("slice")
