@@ -72,6 +72,7 @@ def test_a_run_is_stopped_with_a_reason(filled: World) -> None:
     shown = client.get("/studies/chat").text
     run_id = re.search(r'name="run" value="([0-9a-z]+)"', shown)
     assert run_id is not None
+    filled.store.acquire_lease("n1", "its controller", now=filled.clock(), ttl_s=60)
     fields = {"csrf": word, "run": run_id[1], "reason": "the trace is a bad one"}
     assert client.post("/studies/chat/cancel", data=fields).status_code == 303
     assert filled.store.run(run_id[1]).cancel_requested

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tuner.commands.common import Json, open_store, print_json, print_table, say
+from tuner.commands.common import Json, now, open_store, print_json, print_table, say, settings
 
 if TYPE_CHECKING:
     from tuner.history.store import Store
@@ -65,7 +65,13 @@ def status(run: RunRef, as_json: Json = False) -> None:
 
 @app.command("cancel")
 def cancel(run: RunRef) -> None:
-    """Ask a running run to stop; its engine is stopped and its trial aborted."""
+    """Ask a running run to stop; its engine is stopped, its trial aborted. An interrupted one ends."""
+    from tuner.records import RunState
+    from tuner.service.runner import Controllers
+
     store = open_store()
-    found = store.cancel_run(find_run(store, run).id)
-    say(f"run {found.id} was asked to stop")
+    found = Controllers(store, settings(), now).cancel(find_run(store, run).id, say=say)
+    if found.state is RunState.RUNNING:
+        say(f"run {found.id} was asked to stop")
+    else:
+        say(f"run {found.id} is {found.state.value}: {found.reason}")

@@ -5,11 +5,13 @@ After any death the orders are read again: a run whose controller is gone gets a
 """
 
 import json
+import logging
 import os
 import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -18,10 +20,13 @@ import psutil
 
 from tuner import processes
 from tuner.errors import Conflict, Unavailable
+from tuner.fleet import leases
 from tuner.history.store import Store
-from tuner.records import JSON, Run, RunState
+from tuner.records import JSON, Run, RunState, Study
 from tuner.settings import Settings
+from tuner.tuning.reconcile import locked, reconcile
 
+log = logging.getLogger("tuner.service")
 RESTARTS = 2
 SHORTEST_H = 1 / 3600
 TAIL = 4000
@@ -171,6 +176,32 @@ class Controllers:
         if process is not None:
             return process.poll() is None
         return run.pid is not None and is_controller(run.pid)
+
+    def cancel(self, run_id: str, say: Callable[[str], object] = log.warning) -> Run:
+        """Asks a run to stop; ends it where nobody is at work on it. Conflict when it has ended already."""
+        with self._lock:
+            run = self._store.cancel_run(run_id)
+            study = self._store.study(run.study_id)
+            if run.host != self._host:
+                leased = any(lease.node == study.node for lease in self._store.leases(now=self._clock()))
+                return run if leased else self._close(run, None)
+            order = self._order(study.id)
+            if self.alive(run) or (order is not None and _at_work(order.study_file)):
+                return run
+            try:
+                with locked(self._settings.home, study.id):
+                    self._clear(study, say)
+                    return self._close(self._store.run(run.id), None)
+            except Conflict:
+                # A controller has it, or has just ended it.
+                return self._store.run(run.id)
+
+    def _clear(self, study: Study, say: Callable[[str], object]) -> None:
+        """What a controller that is gone left of a study here; whoever has the node by now has cleared it."""
+        here = any(node.name == study.node and node.host == self._host for node in self._store.nodes())
+        if here:
+            with suppress(Conflict), leases.held(self._store, study.node, clock=self._clock) as held:
+                reconcile(held, self._settings.home, node=study.node, clock=self._clock, say=say)
 
     def _recover(self, run: Run, order: Order) -> Run:
         process = self._ours.pop(run.id, None)

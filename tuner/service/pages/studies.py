@@ -53,7 +53,7 @@ def cancel(looks: Visitor, study: Study, fields: Mapping[str, str]) -> None:
     run = store.run(fields.get("run", ""))
     if run.study_id != study.id:
         raise BadInput("This run is another study's: load the page again.")
-    store.cancel_run(run.id)
+    looks.service.runner.cancel(run.id)
     looks.service.audit(looks.actor, "cancel", run.id, reason)
 
 

@@ -121,8 +121,10 @@ def show_run(here: Here, actor: Reader, run_id: RunId) -> shapes.RunShape:
 def cancel_run(
     here: Here, actor: Runner, run_id: RunId, asked: CancelRequest | None = None
 ) -> shapes.RunShape:
-    """Its engine is stopped and its trial aborted; what was measured is kept."""
-    found = here.store.cancel_run(run_id)
+    """Its engine is stopped and its trial aborted; what was measured is kept. A run that nobody is at work
+    on any more has ended when this answers.
+    """
+    found = here.runner.cancel(run_id)
     here.audit(actor, "cancel", run_id, asked.reason if asked else "cancelled over HTTP")
     return shapes.run(found)
 
