@@ -19,9 +19,9 @@ from tuner.simulator.calibrate import Calibration
 from tuner.simulator.options import Options
 from tuner.simulator.predict import Predictor
 from tuner.tuning.judging import case_of
-from tuner.tuning.knowledge import Knowledge, Known, defaults_of, predictor_of
-from tuner.tuning.live import changeable, fits, widest
-from tuner.tuning.proposing import RELAUNCHED, propose
+from tuner.tuning.knowledge import RELAUNCHED, Knowledge, Known, defaults_of, predictor_of, screens
+from tuner.tuning.live import fits, widest
+from tuner.tuning.proposing import propose
 from tuner.tuning.study import Prepared
 
 TWO = ("max_num_seqs", "max_num_batched_tokens")
@@ -119,9 +119,10 @@ def ours(bench: Bench, savings: Savings) -> None:
             return
         if not savings.constraints and found.candidate in failed:
             bench.charge("failed launches", 1.0)
-        screened = bool(trials) and found.origin not in (RELAUNCHED, "baseline") and changeable(prepared)
+        searched = found.origin not in (RELAUNCHED, "baseline")
+        screened = searched and screens(prepared, bench.trials)
         case = None
-        if savings.early and found.origin not in (RELAUNCHED, "baseline"):
+        if savings.early and searched:
             case = case_of(prepared, bench.trials, screened=screened, columns=bench.requests)
         if screened and _screen(bench, prepared, found.candidate, found.origin, case, barred):
             continue

@@ -12,17 +12,24 @@ from tuner.errors import BadInput
 from tuner.records import Candidate, Measurement, Trial, TrialState
 from tuner.search import proposals
 from tuner.tuning.judging import judge_of, peak
-from tuner.tuning.knowledge import Knowledge, card_for, cutoff, defaults_of, running
+from tuner.tuning.knowledge import (
+    RELAUNCHED,
+    Knowledge,
+    card_for,
+    cutoff,
+    defaults_of,
+    replay_s,
+    running,
+    screens,
+)
 from tuner.tuning.live import group, widest
 from tuner.tuning.predicting import forecast
 from tuner.tuning.proposing import (
-    RELAUNCHED,
     best,
     expected_gain,
     key_of,
     minimal,
     propose,
-    screens,
     spaces,
     winner,
 )
@@ -177,11 +184,34 @@ def test_the_search_stays_around_the_best_so_far_and_turns_everything_now_and_th
     assert spaces(prepared, history, 9) == (prepared.space,)
 
 
-def test_a_study_that_never_screened_is_searched_as_a_whole(prepared: Prepared, history: list[Trial]) -> None:
-    alone = [replace(t, screened=False) for t in history]
-    assert screens(prepared, history)
-    assert not screens(prepared, alone)
-    assert spaces(prepared, alone, 8) == (prepared.space,)
+def test_what_may_be_relaunched_anyway_is_screened_only_where_that_is_cheaper(prepared: Prepared) -> None:
+    def after(*goods: bool, replay: float) -> bool:
+        """Whether the next one is screened, after some that halved the tail and some that did nothing."""
+        speed = sum(s.duration_s for s in prepared.study.slices) / (replay - 15.0)
+        slow = replace(prepared, file=prepared.file.model_copy(update={"speed": speed}))
+        trials, tail = [measured(0, prepared.baseline, values(900.0))], 900.0
+        for number, good in enumerate(goods, start=1):
+            tail /= 2 if good else 1
+            own = measured(number, Candidate({"max_num_seqs": number}), values(tail), screened=True)
+            trials.append(own)
+        return screens(slow, trials)
+
+    assert replay_s(prepared) < 40
+    assert after(replay=30.0)
+    assert not after(replay=80.0)
+    assert not after(True, replay=80.0)
+    assert after(False, False, replay=80.0)
+    assert not after(*[True] * 6, replay=30.0)
+
+
+def test_a_study_that_never_screened_is_searched_as_a_whole(prepared: Prepared) -> None:
+    """What did nothing should have been screened; three that were not tell that nothing can be."""
+    base = measured(0, prepared.baseline, values(900.0))
+    tried = [measured(n, Candidate({"max_num_seqs": n}), values(900.0), screened=True) for n in range(1, 8)]
+    alone = [replace(t, screened=False) for t in tried]
+    assert screens(prepared, [base, *tried])
+    assert not screens(prepared, [base, *alone])
+    assert spaces(prepared, [base, *alone], 8) == (prepared.space,)
 
 
 def test_a_screened_trial_may_win_until_it_was_relaunched_even_in_fewer_words(prepared: Prepared) -> None:

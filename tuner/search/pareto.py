@@ -79,6 +79,25 @@ def promotable(
     return tuple((trial, -gain / whole) for gain, _, trial in sorted(found, key=lambda f: f[:2]))
 
 
+def widening(
+    trials: Sequence[Trial], objectives: Sequence[str], reference: Sequence[float]
+) -> dict[int, float]:
+    """By number of the trials measured in full: the volume that each added when it came, as a share of what
+    was covered from then on. `reference` as in `hypervolume`.
+    """
+    scale = told.scale(objectives, reference)
+    corner, rows, covered = np.array(scale.reference), np.empty((0, len(objectives))), 0.0
+    found: dict[int, float] = {}
+    for trial in measured(trials, objectives):
+        row = scale.costs([told.objective_values(trial, objectives) or ()])
+        found[trial.number] = 0.0
+        if not np.all(rows <= row, axis=1).any():
+            rows = np.vstack([rows[~np.all(row <= rows, axis=1)], row])
+            before, covered = covered, volume(rows, corner)
+            found[trial.number] = (covered - before) / covered if covered > 0 else 0.0
+    return found
+
+
 def _signed(trial: Trial, objectives: Sequence[str]) -> list[float]:
     values = told.objective_values(trial, objectives) or ()
     return [-v if n in MAXIMIZED else v for n, v in zip(objectives, values, strict=True)]

@@ -38,6 +38,14 @@ LAUNCH_S, COMPILE_S, CHANGE_S = 57.0, 18.0, 1.0
 """Seconds of a launch, of a compilation on top, and of a change of limits, where history tells none."""
 SETTLE_S = 15.0
 """Warm-up and tail of a replay, roughly."""
+ENOUGH = 3
+"""Trials after which a study that screened none though it should is taken to be one that cannot."""
+SECURED = 0.05
+"""Share of the front's volume that a trial must add to be worth an engine of its own."""
+RELAUNCHED = "relaunched"
+"""Origin of a trial that measures a screened candidate again, in an engine of its own."""
+
+ENDED = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.INFEASIBLE)
 
 Seed = tuple[str, Candidate]
 
@@ -159,7 +167,8 @@ class Knowledge:
         known = self._uncalibrated() if base is None else self.calibrated((base,))
         if known is None:
             return (*self.fronts, *starts.heuristics(prepared.space, near))
-        space = around(prepared, near, trials) if changeable(prepared) else prepared.space
+        first = () if base is None else (base,)
+        space = around(prepared, near, trials) if screens(prepared, first) else prepared.space
         encoding, objectives = encode(space, defaults_of(trials)), prepared.study.objectives
         picks = self.picks(space, known.predict, {})[:PICKS]
         plain = [proposals.plain(known.predict, encoding, c, objectives) for c in picks]
@@ -186,7 +195,8 @@ class Knowledge:
         """Seconds to measure a candidate from where the engine stands after these trials."""
         replay = replay_s(self.prepared)
         launch = launch_s(trials, replay)
-        engine, defaults = running(self.prepared, trials), defaults_of(trials)
+        engine = running(self.prepared, trials) if screens(self.prepared, trials) else None
+        defaults = defaults_of(trials)
         compiled = {_compiled(t.candidate) for t in trials if t.state is not TrialState.INFEASIBLE}
 
         def seconds(candidate: Candidate) -> float:
@@ -248,6 +258,36 @@ def running(prepared: Prepared, trials: Sequence[Trial]) -> Candidate | None:
         elif engine is None or fits(prepared, engine, trial.candidate, defaults) is None:
             engine = next(iter(widest(prepared, trial.candidate)), None)
     return engine
+
+
+def screens(prepared: Prepared, trials: Sequence[Trial]) -> bool:
+    """Whether the next candidate is to be screened in a running engine: it can be, and that is cheaper.
+
+    What is screened and good is measured a second time, in an engine of its own. By the share of proposals
+    that were good so far, one in two before there is any, that costs more or less than the launch saved.
+    """
+    if not changeable(prepared):
+        return False
+    replay = replay_s(prepared)
+    launch = launch_s(trials, replay)
+    added, good, ended, alone = _added(prepared, trials), 1, 2, 0
+    past = [t for t in told.latest(trials) if t.state in ENDED and not t.is_baseline]
+    past = [t for t in past if t.origin != RELAUNCHED]
+    for trial in past:
+        cheaper = good / ended < launch / (launch + replay)
+        alone += cheaper and not trial.screened and trial.measurement is not None
+        good, ended = good + (added.get(trial.number, 0.0) >= SECURED), ended + 1
+    cannot = alone >= ENOUGH and not any(t.screened for t in past)
+    return good / ended < launch / (launch + replay) and not cannot
+
+
+def _added(prepared: Prepared, trials: Sequence[Trial]) -> dict[int, float]:
+    """`pareto.widening` below the baseline; nothing where that has no finite values."""
+    objectives, base = prepared.study.objectives, told.baseline_of(trials)
+    reference = None if base is None else told.objective_values(base, objectives)
+    if reference is None or not all(map(math.isfinite, reference)):
+        return {}
+    return pareto.widening(trials, objectives, reference)
 
 
 def replay_s(prepared: Prepared) -> float:

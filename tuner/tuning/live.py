@@ -97,6 +97,7 @@ class Live:
         self._launched: Candidate = Candidate()
         self._charged_s = 0.0
         self._in_a_row = 0
+        self._served = False
         self.failures: list[str] = []
 
     @property
@@ -199,6 +200,9 @@ class Live:
             entered = serve(spec, gpus=bench.gpus, settle=settle, note=self._row.note)
             server = await self._stack.enter_async_context(entered)
         except Infeasible as error:
+            if own and self._served:  # the class that changes limits works here: it is the candidate's fault
+                await self.close(f"{error.cause}: {error}")
+                raise
             await self._give_up(f"{error.cause}: {error}")
             raise CannotScreen(f"an engine whose limits can change failed: {error}") from error
         except EngineError as error:
@@ -212,7 +216,7 @@ class Live:
         self._row.note(
             Serving(effective=server.effective, timeline=server.timeline, kv_tokens=server.kv_tokens)
         )
-        self._server, self._launched = server, wide
+        self._server, self._launched, self._served = server, wide, True
         bench.store.finish_launch(self._row.row)
 
     async def _give_up(self, reason: str) -> None:

@@ -18,15 +18,18 @@ from tuner.search.suggest import Suggestion, suggest
 from tuner.tuning.knowledge import (
     LAUNCH_S,
     PICKED,
+    RELAUNCHED,
+    SECURED,
     Knowledge,
     Known,
     Seed,
     around,
     at_levels,
     defaults_of,
+    screens,
     since_own,
 )
-from tuner.tuning.live import changeable, group
+from tuner.tuning.live import group
 from tuner.tuning.study import Prepared
 
 WIDE_EVERY, WIDE_FROM = 5, 9
@@ -35,12 +38,8 @@ can screen."""
 PICK_EVERY, LOOKED = 6, 8
 """Every so-many-th proposal is the first of so many predicted picks of the SLO policy that is new, to the
 predictor too."""
-ENOUGH = 3
-"""Trials after which a study that screened none is taken to be one that cannot."""
-PROMOTE_AFTER, UNSECURED = 3, 0.05
-"""Screened trials between two relaunches, and the share of the front's volume that one must secure."""
-RELAUNCHED = "relaunched"
-"""Origin of a trial that measures a screened candidate again, in an engine of its own."""
+PROMOTE_AFTER = 3
+"""Screened trials between two relaunches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +95,7 @@ def _promoted(prepared: Prepared, trials: Sequence[Trial]) -> Trial | None:
         return None
     objectives, key = prepared.study.objectives, key_of(prepared, trials)
     found = pareto.promotable(trials, objectives, reference, key)
-    return next((trial for trial, gain in found if gain >= UNSECURED), None)
+    return next((trial for trial, gain in found if gain >= SECURED), None)
 
 
 def _picked(
@@ -173,12 +172,6 @@ def spaces(prepared: Prepared, trials: Sequence[Trial], number: int) -> tuple[Se
     if turned or not screens(prepared, trials):
         return (prepared.space,)
     return (around(prepared, best(prepared, trials), trials), prepared.space)
-
-
-def screens(prepared: Prepared, trials: Sequence[Trial]) -> bool:
-    """Whether candidates of this study are screened in a running engine, as far as its history tells."""
-    tried = [t for t in trials if t.measurement is not None and not t.is_baseline]
-    return changeable(prepared) and (len(tried) < ENOUGH or any(t.screened for t in tried))
 
 
 def best(prepared: Prepared, trials: Sequence[Trial]) -> Candidate:

@@ -25,18 +25,19 @@ from tuner.tuning.attempt import How, perform
 from tuner.tuning.confirm import Confirmation, confirm, finalists, launches_of
 from tuner.tuning.events import Event, Tell, silent
 from tuner.tuning.judging import judge_of
-from tuner.tuning.knowledge import LAUNCH_S, Knowledge, Known, defaults_of, fronts_of, replay_s
+from tuner.tuning.knowledge import (
+    LAUNCH_S,
+    RELAUNCHED,
+    Knowledge,
+    Known,
+    defaults_of,
+    fronts_of,
+    replay_s,
+    screens,
+)
 from tuner.tuning.learned import ready_of
 from tuner.tuning.live import Live
-from tuner.tuning.proposing import (
-    NO_HELP,
-    RELAUNCHED,
-    Help,
-    expected_gain,
-    minimal,
-    next_number,
-    propose,
-)
+from tuner.tuning.proposing import NO_HELP, Help, expected_gain, minimal, next_number, propose
 from tuner.tuning.reconcile import locked, reconcile
 from tuner.tuning.study import Clock, Prepared
 from tuner.tuning.trial import ABORTED_RETRIES, Bench, Work
@@ -213,17 +214,19 @@ class _Loop:
             self._check_world([*earlier, done])
 
     def _how(self, trial: Trial, trials: Sequence[Trial]) -> How:
-        """The baseline and relaunches get an engine of their own, which screens others afterwards; a second
-        try one for itself alone. Everything else is screened.
+        """The baseline, relaunches and what is not worth screening get an engine of their own, which screens
+        others afterwards; a second try one for itself alone.
         """
         excused = {"stopped", "controller", "gate", "disk"}
         alone = any(t.cause not in excused for t in trials if t.number == trial.number)
-        own = trial.is_baseline or trial.origin == RELAUNCHED
         live = None if alone or not self._live.possible else self._live
         prepared, judge = self._bench.prepared, None
-        if not own:
-            judge = judge_of(prepared, trials, screened=live is not None)
-        return How(live=live, own=own, defaults=defaults_of(trials), judge=judge)
+        before = [t for t in trials if t.number < trial.number]
+        searched = not trial.is_baseline and trial.origin != RELAUNCHED
+        screened = searched and live is not None and screens(prepared, before)
+        if searched:
+            judge = judge_of(prepared, trials, screened=screened)
+        return How(live=live, own=not screened, defaults=defaults_of(trials), judge=judge)
 
     def _relaunch(self, trials: Sequence[Trial]) -> Trial | None:
         """At the end of a search: finalists that were only screened are measured in engines of their own."""
