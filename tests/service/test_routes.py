@@ -146,6 +146,22 @@ def test_a_pull_tells_nothing_there_from_not_for_this_engine(admin: TestClient) 
     assert admin.get(other).status_code == 404
 
 
+def test_the_only_workload_may_be_left_out_and_several_are_named(filled: World, admin: TestClient) -> None:
+    pull, alias = (path.replace("&workload=chat", "") for path in (PULL, CHAMPION))
+    assert admin.get(pull).content == admin.get(PULL).content
+    assert admin.get(alias).json() == admin.get(CHAMPION).json()
+    assert "did you mean" in detail(admin.get(pull.replace("Qwen2.5", "Qwen2")))
+    key = ProfileKey(model=MODEL, target="n1", workload="code")
+    (latest, *_) = filled.store.profiles()
+    names = ("candidate", "engine_version", "gpu_class", "study_id", "trial_id", "argv", "env", "evidence")
+    filled.store.add_profile(key=key, now=NOW, **{name: getattr(latest, name) for name in names})
+    for path in (pull, alias):
+        refused = admin.get(path)
+        assert (refused.status_code, "profiles for chat, code" in detail(refused)) == (400, True)
+        assert filled.client().get(path).status_code == 401
+    assert admin.get(PULL).status_code == 200
+
+
 @pytest.mark.parametrize("format", ["vllm-yaml", "args", "env", "json", "helm-production-stack", "systemd"])
 def test_formats_have_their_own_tags(admin: TestClient, format: str) -> None:
     found = admin.get(f"{PULL}&format={format}")

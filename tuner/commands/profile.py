@@ -10,7 +10,7 @@ import typer
 from tuner.commands.common import Json, knobs, now, open_store, print_json, print_table, say
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     from tuner.history.store import Store
     from tuner.records import JSON, AliasEvent, Profile, ProfileKey
@@ -181,18 +181,15 @@ def find_key(
 ) -> "ProfileKey":
     """The one profile key that fits; NotFound names the nearest model, BadInput asks for what is missing."""
     from tuner.errors import BadInput, NotFound, nearest
+    from tuner.profiles import registry
     from tuner.records import ProfileKey
 
-    keys = store.profile_keys()
-    ours = [k for k in keys if k.model == model]
-    if not ours:
-        raise NotFound(f"there is no profile of model '{model}'{nearest(model, {k.model for k in keys})}")
-    chosen = workload or _only("--workload", sorted({k.workload for k in ours}))
-    targets = sorted({k.target for k in ours if k.workload == chosen})
+    known = registry.workloads(store, model)
+    chosen = workload or registry.only_workload(store, model, asked_by="--workload")
+    targets = sorted(k.target for k in store.profile_keys(model) if k.workload == chosen)
     if node is None and not needs_node:
         return ProfileKey(model=model, target=targets[0] if targets else "", workload=chosen)
     if not targets:
-        known = {k.workload for k in ours}
         raise NotFound(f"model '{model}' has no profile for workload '{chosen}'{nearest(chosen, known)}")
     if node is not None and node not in targets:
         raise NotFound(
@@ -201,14 +198,6 @@ def find_key(
     if node is None and len(targets) > 1:
         raise BadInput(f"--node is needed: the model has profiles on {', '.join(targets)}")
     return ProfileKey(model=model, target=node or targets[0], workload=chosen)
-
-
-def _only(option: str, values: "Sequence[str]") -> str:
-    from tuner.errors import BadInput
-
-    if len(values) != 1:
-        raise BadInput(f"{option} is needed: the model has profiles for {', '.join(values)}")
-    return values[0]
 
 
 @app.command("promote")

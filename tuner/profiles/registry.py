@@ -7,7 +7,7 @@ from typing import Literal
 
 from packaging.version import InvalidVersion, Version
 
-from tuner.errors import Conflict, NotFound, nearest
+from tuner.errors import BadInput, Conflict, NotFound, nearest
 from tuner.history.codec import pack_values
 from tuner.history.queries import Change, knob_changes
 from tuner.history.store import Store
@@ -204,6 +204,23 @@ def _event(store: Store, key: ProfileKey, alias: str) -> AliasEvent:
     there = f"; it has {', '.join(known)}" if known else ""
     of = f"{key.model} on {key.target} for {key.workload}"
     raise NotFound(f"there is no '{alias}' profile of {of}{nearest(alias, known)}{there}")
+
+
+def workloads(store: Store, model: str) -> tuple[str, ...]:
+    """The workloads that a model has profiles for. NotFound names the nearest model."""
+    found = sorted({key.workload for key in store.profile_keys(model)})
+    if not found:
+        models = {key.model for key in store.profile_keys()}
+        raise NotFound(f"there is no profile of model '{model}'{nearest(model, models)}")
+    return tuple(found)
+
+
+def only_workload(store: Store, model: str, *, asked_by: str) -> str:
+    """The one workload that a model has profiles for. BadInput, which names `asked_by`, where it has more."""
+    found = workloads(store, model)
+    if len(found) > 1:
+        raise BadInput(f"{asked_by} is needed: the model has profiles for {', '.join(found)}")
+    return found[0]
 
 
 def resolve(

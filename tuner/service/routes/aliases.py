@@ -25,11 +25,15 @@ GENERATION = re.compile(r'"([0-9]{1,9})"')
 
 
 def _key(
+    here: Here,
     model: Annotated[str, Query(min_length=1, max_length=200, examples=["Qwen/Qwen2.5-7B-Instruct"])],
     target: Annotated[str, Query(min_length=1, max_length=100, description="A node or a GPU class.")],
-    workload: Annotated[str, Query(min_length=1, max_length=100)] = "default",
+    workload: Annotated[
+        str | None, Query(min_length=1, max_length=100, description="May be left out when there is only one.")
+    ] = None,
 ) -> ProfileKey:
-    return ProfileKey(model=model, target=target, workload=workload)
+    chosen = workload or registry.only_workload(here.store, model, asked_by="workload")
+    return ProfileKey(model=model, target=target, workload=chosen)
 
 
 Key = Annotated[ProfileKey, Depends(_key)]
@@ -71,7 +75,7 @@ def list_aliases(
     return [shapes.alias(each) for each in here.store.aliases() if model in (None, each.key.model)]
 
 
-@router.get("/{alias}", summary="Where an alias stands", responses={200: ETAG, **documented(404)})
+@router.get("/{alias}", summary="Where an alias stands", responses={200: ETAG, **documented(400, 404)})
 def show_alias(here: Here, actor: Reader, alias: Alias, key: Key, response: Response) -> shapes.AliasShape:
     found = here.store.alias(key, alias)
     if found is None:
@@ -79,7 +83,9 @@ def show_alias(here: Here, actor: Reader, alias: Alias, key: Key, response: Resp
     return _shown(found, response)
 
 
-@router.get("/{alias}/events", summary="Every move of an alias, the oldest first", responses=documented())
+@router.get(
+    "/{alias}/events", summary="Every move of an alias, the oldest first", responses=documented(400, 404)
+)
 def alias_events(here: Here, actor: Reader, alias: Alias, key: Key) -> list[shapes.AliasShape]:
     return [shapes.alias(each) for each in here.store.alias_events(key, alias=alias)]
 
@@ -165,7 +171,7 @@ def rollback_alias(
 @router.post(
     "/{alias}/freeze",
     summary="Forbid an alias to move, or allow it again",
-    responses={200: ETAG, **documented(404, 409)},
+    responses={200: ETAG, **documented(400, 404, 409)},
 )
 def freeze_alias(
     here: Here, actor: Promoter, alias: Alias, key: Key, asked: Freeze, response: Response

@@ -59,7 +59,9 @@ def resolve_profile(
     actor: Reader,
     request: Request,
     model: Annotated[str, Query(min_length=1, max_length=200, examples=["Qwen/Qwen2.5-7B-Instruct"])],
-    workload: Annotated[str, Query(min_length=1, max_length=100)] = "default",
+    workload: Annotated[
+        str | None, Query(min_length=1, max_length=100, description="May be left out when there is only one.")
+    ] = None,
     node: Annotated[str | None, Query(min_length=1, max_length=100)] = None,
     gpu_class: Annotated[
         str | None, Query(min_length=1, max_length=100, description="Asked after the node, if at all.")
@@ -68,14 +70,15 @@ def resolve_profile(
     engine_version: Annotated[str | None, Query(min_length=1, max_length=100)] = None,
     format: Format = "json",
 ) -> Response:
-    """404: there is none. 409: there is one, but for another engine version or another GPU; a near match is
-    never served in silence. Send the ETag back as `If-None-Match` to get 304 while nothing has changed.
+    """400: the model has several workloads, and none is named. 404: there is none. 409: there is one, but for
+    another engine version or another GPU; a near match is never served in silence. Send the ETag back as
+    `If-None-Match` to get 304 while nothing has changed.
     """
     pulse = here.pulls.pulse()
     found = registry.resolve(
         here.store,
         model=model,
-        workload=workload,
+        workload=workload or registry.only_workload(here.store, model, asked_by="workload"),
         node=node,
         gpu_class=gpu_class,
         alias=alias,
