@@ -1,10 +1,14 @@
 """A malformed file gets one sentence, exit code 2, and nothing is written."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.tuning.studies import SPACE, STUDY, TRACE, tuner, write
+from tests.tuning.studies import SPACE, STUDY, TRACE, answer, tuner, write
+from tuner.records import Slice
+from tuner.traffic import slices
+from tuner.traffic.trace import read
 
 CASES: dict[str, tuple[dict[str, str], str]] = {
     "unknown key": ({"study": STUDY + "sead: 1\n"}, "unknown key 'sead' (did you mean 'seed'?)"),
@@ -121,3 +125,21 @@ def test_dry_run_prints_the_command_line_and_writes_nothing(tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     assert "--max-model-len 16384 --max-num-seqs 4" in done.stdout
     assert not (tmp_path / "home" / "tuner.db").exists()
+
+
+def test_dry_run_shows_the_slices_and_how_long_a_trial_takes(tmp_path: Path) -> None:
+    study = write(tmp_path)
+    done = tuner(tmp_path / "home", "tune", study, "--dry-run", "--trials", 400)
+    assert done.returncode == 0, done.stderr
+    told: dict[str, Any] = answer(tmp_path / "home", "tune", study, "--dry-run", "--json")
+    (window,) = told["slices"]
+    rows = slices.rows(read(TRACE), Slice(name="s", start_s=20.0, duration_s=1.0))
+    assert (window["start_s"], window["duration_s"], window["requests"]) == (20.0, 1.0, len(rows))
+    (line,) = [line.split() for line in done.stdout.splitlines() if line.startswith(window["name"])]
+    assert line == [window["name"], "20", "1", str(len(rows)), "False"]
+    times = told["seconds"]
+    # A window of 1 s after 0.5 s of load.
+    assert 1.5 <= times["replay"] < 60
+    each = times["replay"] + times["launch"]
+    assert f"takes about {each:.0f} s, {times['replay']:.0f} s of it to replay" in done.stdout
+    assert f"400 of them take about {400 * each / 3600:.1f} h" in done.stdout

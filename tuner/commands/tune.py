@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tuner.commands.common import Json, now, open_store, print_json, say, settings
+from tuner.commands.common import Json, now, open_store, print_json, print_table, say, settings
 from tuner.commands.running import INTERRUPTED, interruptible, pull_words
 
 if TYPE_CHECKING:
@@ -27,7 +27,9 @@ def tune(
     ] = None,
     hours: Annotated[float | None, typer.Option(help="Hours of this run; the file's budget else.")] = None,
     until: Annotated[str | None, typer.Option(metavar="HH:MM", help="Be done by this local time.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print command lines, launch nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print command lines, slices and times; launch nothing.")
+    ] = False,
     check_rules: Annotated[
         bool, typer.Option("--check-rules", help="Launch also what is known to fail, to check the rules.")
     ] = False,
@@ -73,7 +75,7 @@ def tune(
         return
     prepared = prepared_study(study, check_rules=check_rules)
     if dry_run:
-        print_commands(prepared, as_json=as_json)
+        print_plan(prepared, limits.trials, as_json=as_json)
         return
     store = open_store(create=True)
     run = on_its_node(prepared, store, limits, min_trials=min_trials, quiet=as_json)
@@ -175,27 +177,67 @@ def both(one: "Tell", other: "Tell") -> "Tell":
     return tell
 
 
-def print_commands(prepared: "Prepared", *, as_json: bool = False) -> None:
-    """The command line of the baseline and of the next candidate, as they would be launched."""
-    from tuner.engine.server import arguments
-    from tuner.tuning.proposing import propose
-    from tuner.tuning.trial import Cores, launch_spec
-
-    found = propose(prepared, trials_so_far(prepared))
-    following = {"baseline": prepared.baseline}
-    if found is not None and found.origin != "baseline":
-        following["next"] = found.candidate
-    lines = {}
-    for name, candidate in following.items():
-        spec = launch_spec(prepared, candidate, Path("."), Cores(engine=None, sender=None))
-        lines[name] = arguments(spec, 8000, "tuner-nonce")
+def print_plan(prepared: "Prepared", trials: int | None, *, as_json: bool = False) -> None:
+    """What would be launched (the baseline and the next candidate), which slices are replayed, and how long a
+    trial takes.
+    """
+    past = trials_so_far(prepared)
+    lines, windows, times = commands(prepared, past), windows_of(prepared), seconds(prepared, past)
     if as_json:
-        print_json({"commands": lines, "space": prepared.space.levels, "dropped": prepared.space.dropped})
+        print_json(
+            {"commands": lines, "slices": windows, "seconds": times, "space": prepared.space.levels,
+             "dropped": prepared.space.dropped}
+        )  # fmt: skip
         return
     for line in lines.values():
         typer.echo(shlex.join(line))
     for name, reason in prepared.space.dropped.items():
         say(f"not turned: {name}: {reason}")
+    typer.echo()
+    print_table(
+        ["<slice", "start_s", "duration_s", "requests", "<held out"], ([*w.values()] for w in windows)
+    )
+    replay, each = times["replay"], times["replay"] + times["launch"]
+    typer.echo(f"\nA trial in an engine of its own takes about {each:.0f} s, {replay:.0f} s of it to replay.")
+    if trials is not None:
+        hours = trials * each / 3600
+        typer.echo(f"{trials} of them take about {hours:.1f} h, screened ones less; a confirmation follows.")
+
+
+def commands(prepared: "Prepared", past: "Sequence[Trial]") -> "dict[str, Sequence[str]]":
+    """The command line of the baseline and of the next candidate, as they would be launched."""
+    from tuner.engine.server import arguments
+    from tuner.tuning.proposing import propose
+    from tuner.tuning.trial import Cores, launch_spec
+
+    found = propose(prepared, past)
+    following = {"baseline": prepared.baseline}
+    if found is not None and found.origin != "baseline":
+        following["next"] = found.candidate
+    specs = {
+        name: launch_spec(prepared, candidate, Path("."), Cores(engine=None, sender=None))
+        for name, candidate in following.items()
+    }
+    return {name: arguments(spec, 8000, "tuner-nonce") for name, spec in specs.items()}
+
+
+def windows_of(prepared: "Prepared") -> "list[dict[str, object]]":
+    """The study's slices, with the requests that arrive in each; times are the trace's own."""
+    from tuner.traffic import slices
+
+    return [
+        {"name": s.name, "start_s": s.start_s, "duration_s": s.duration_s,
+         "requests": len(slices.rows(prepared.trace, s)), "held_out": s.held_out}
+        for s in prepared.study.slices
+    ]  # fmt: skip
+
+
+def seconds(prepared: "Prepared", past: "Sequence[Trial]") -> dict[str, float]:
+    """How long a trial takes, about: its replay, and its launch by what launches took so far."""
+    from tuner.tuning.knowledge import launch_s, replay_s
+
+    replay = replay_s(prepared)
+    return {"replay": replay, "launch": launch_s(past, replay)}
 
 
 def trials_so_far(prepared: "Prepared") -> "Sequence[Trial]":
