@@ -19,7 +19,7 @@ from tuner.simulator.calibrate import Calibration
 from tuner.simulator.options import Options
 from tuner.simulator.predict import Predictor
 from tuner.tuning.judging import case_of
-from tuner.tuning.knowledge import RELAUNCHED, Knowledge, Known, defaults_of, predictor_of, screens
+from tuner.tuning.knowledge import RELAUNCHED, Knowledge, Known, predictor_of, screens
 from tuner.tuning.live import fits, widest
 from tuner.tuning.proposing import propose
 from tuner.tuning.study import Prepared
@@ -36,7 +36,6 @@ class Savings:
     live: bool = True
     early: bool = True
     constraints: bool = True
-    cost: bool = True
 
 
 class Unlimited(Predictor):
@@ -97,9 +96,6 @@ class Kept(Knowledge):
         scene = scene_of(self.prepared, CARDS[self.prepared.file.engine.card])
         return predictor_of(scene, calibration, Unlimited)
 
-    def cost(self, trials: Sequence[Trial]) -> Callable[[Candidate], float]:
-        return super().cost(trials) if self._savings.cost else (lambda candidate: 1.0)
-
 
 def ours(bench: Bench, savings: Savings) -> None:
     """`tuner tune` without its confirmation: propose, screen or launch, judge."""
@@ -140,7 +136,7 @@ def _screen(
     barred: set[Candidate],
 ) -> bool:
     """As `tuning.live.Live` does it; False where the candidate has to be launched by itself."""
-    defaults, begun = defaults_of(bench.trials), bench.spent
+    defaults, begun = told.defaults_of(bench.trials), bench.spent
     if isinstance(bench.world.truth(bench.world.ran(candidate)), Failure):
         return False
     if bench.engine is None or fits(prepared, bench.engine, candidate, defaults) is None:
@@ -237,7 +233,6 @@ ABLATION: Mapping[str, Callable[[Bench], None]] = {
     "without live limits": lambda b: ours(b, Savings(live=False)),
     "without early stop": lambda b: ours(b, Savings(early=False)),
     "without told failures": lambda b: ours(b, Savings(constraints=False)),
-    "without cost-aware order": lambda b: ours(b, Savings(cost=False)),
 }
 
 

@@ -37,7 +37,7 @@ def test_baseline_then_seeds_then_search() -> None:
         ("heuristic", Candidate({"max_num_batched_tokens": 1024})),
     ]
     trials = study(4, seeds=seeds)
-    assert [t.origin for t in trials] == ["baseline", "twin-night", "heuristic", "tpe"]
+    assert [t.origin for t in trials] == ["baseline", "twin-night", "heuristic", "gp"]
     assert trials[2].candidate == Candidate({"max_num_batched_tokens": 1024})
 
 
@@ -187,11 +187,11 @@ def test_a_predictor_takes_turns_with_tpe() -> None:
 def test_a_predictor_that_misranks_is_switched_off_for_good() -> None:
     trials = study(15, predictor=_mislead)
     origins = [t.origin for t in trials]
-    first = origins.index("tpe-instead")
+    first = origins.index("gp-instead")
     assert "simulator" not in origins[first:]
     found = ask(trials, 16, predictor=_predict)
     assert found is not None
-    assert found.origin == "tpe-instead"
+    assert found.origin == "gp-instead"
 
 
 def test_a_changed_space_keeps_its_history() -> None:
@@ -208,7 +208,7 @@ def test_what_the_predictor_cannot_tell_apart_is_measured_once() -> None:
     acting = [tuple(v for k, v in t.candidate.items() if k in world.LEVELS) for t in trials]
     assert len(set(acting)) == len(acting)
     blind = study(14, space=space)
-    assert all(t.origin in ("baseline", "tpe", "back-off", "random") for t in blind)
+    assert all(t.origin in ("baseline", "gp", "tpe", "back-off", "random") for t in blind)
 
 
 def test_a_ranking_is_judged_by_what_differs() -> None:

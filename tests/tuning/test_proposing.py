@@ -10,16 +10,14 @@ from tests.tuning.studies import write
 from tuner.engine import limits
 from tuner.errors import BadInput
 from tuner.records import Candidate, Measurement, Trial, TrialState
-from tuner.search import proposals
+from tuner.search import proposals, told
 from tuner.tuning.judging import judge_of, peak
 from tuner.tuning.knowledge import (
     RELAUNCHED,
     Knowledge,
     card_for,
     cutoff,
-    defaults_of,
     replay_s,
-    running,
     screens,
 )
 from tuner.tuning.live import group, widest
@@ -126,20 +124,6 @@ def test_what_would_widen_the_relaunched_front_most_is_relaunched_now_and_then(p
     assert again.origin != RELAUNCHED
 
 
-def test_the_engine_that_runs_is_told_by_history(prepared: Prepared) -> None:
-    base = measured(0, Candidate({"max_num_seqs": 64, "max_num_batched_tokens": 2048}), values(900.0))
-    assert running(prepared, ()) is None
-    assert running(prepared, (base,)) == base.candidate
-    lower = measured(1, Candidate({"max_num_seqs": 16}), values(800.0), screened=True)
-    assert running(prepared, (base, lower)) == base.candidate
-    higher = measured(2, Candidate({"max_num_seqs": 256}), values(700.0), screened=True)
-    assert running(prepared, (base, lower, higher)) == widest(prepared, higher.candidate)[0]
-    broken = replace(measured(3, Candidate({"block_size": 32}), {}), state=TrialState.INFEASIBLE)
-    assert running(prepared, (base, lower, higher, broken)) is None
-    cost = Knowledge(prepared=prepared).cost((base, lower))
-    assert cost(Candidate({"max_num_seqs": 16})) < cost(Candidate({"max_num_seqs": 256}))
-
-
 def test_what_may_still_be_gained_is_told_by_a_trusted_predictor(
     prepared: Prepared, history: list[Trial]
 ) -> None:
@@ -153,7 +137,7 @@ def test_what_may_still_be_gained_is_told_by_a_trusted_predictor(
 
 
 def test_one_running_engine_can_screen_all_early_proposals(prepared: Prepared, history: list[Trial]) -> None:
-    groups = {group(prepared, t.candidate, defaults_of(history)) for t in history[1:]}
+    groups = {group(prepared, t.candidate, told.defaults_of(history)) for t in history[1:]}
     assert len(groups) == 1
 
 
@@ -202,6 +186,26 @@ def test_what_may_be_relaunched_anyway_is_screened_only_where_that_is_cheaper(pr
     assert not after(True, replay=80.0)
     assert after(False, False, replay=80.0)
     assert not after(*[True] * 6, replay=30.0)
+
+
+def test_a_pick_of_the_policy_is_a_good_proposal_though_it_widens_no_front(prepared: Prepared) -> None:
+    """Its tail to the first token is far outside; the objectives' volume knows nothing of the SLO."""
+    long = sum(s.duration_s for s in prepared.study.slices) / 65.0  # replays of 80 s
+    slow = replace(prepared, file=prepared.file.model_copy(update={"speed": long}))
+    base = measured(0, prepared.baseline, values(900.0, slo=0.4))
+    slot = Candidate({"max_num_seqs": 16})
+    pick = measured(1, slot, values(4000.0, goodput=9.0, slo=1.0), gpu_seconds=137.0)
+    other = replace(pick, measurements=(Measurement(values=values(4000.0, goodput=9.0, slo=0.1)),))
+    assert not screens(slow, [base, pick])
+    assert screens(slow, [base, other])
+
+
+def test_a_proposal_says_only_what_the_engine_would_not_do_of_its_own_accord(history: list[Trial]) -> None:
+    own = told.defaults_of(history[:1])
+    for trial in history[1:]:
+        assert trial.candidate
+        kept = {name for name in trial.candidate if name not in history[0].candidate}
+        assert not [name for name in kept if own.get(name) == trial.candidate[name]]
 
 
 def test_a_study_that_never_screened_is_searched_as_a_whole(prepared: Prepared) -> None:

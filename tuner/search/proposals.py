@@ -1,6 +1,6 @@
 """A predictor's proposals: the best expected gain over the measured front, while its ranking holds."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,13 +9,13 @@ from tuner.records import Candidate, Prediction, Trial, TrialState
 from tuner.search import pareto, told
 from tuner.search.encoding import Encoding
 
-INSTEAD = "tpe-instead"
-"""Origin of TPE's proposals in turns that a predictor lost; one such trial in history keeps it off."""
+INSTEAD = "gp-instead"
+"""Origin of proposals in turns that a predictor lost; one such trial in history keeps it off."""
 
 LIMIT = 0.3
 """Rank correlation (`trust`) of predicted with measured below which the predictor is not heard again."""
 
-ENOUGH = 6
+ENOUGH = 4
 """Measured trials before the ranking is judged."""
 
 POOL = 256
@@ -24,6 +24,9 @@ POOL = 256
 LEVEL = 0.08
 """Log difference under which two measurements are level: 3 % noise on both sides, twice over."""
 
+HEARD = 100
+"""Trials, the newest, that proposals learn from beside the predictor's own calibration."""
+
 DRAWS = 12
 SAMPLES = 2048
 
@@ -31,6 +34,12 @@ SLOWER, OFF, REACH = (0.4, 0.6), (0.1, 0.05), 0.4
 """What may be wrong with a prediction: how much slower an engine's steps are, in units of the predictor's
 error, and the log error of an objective that this leaves; each as the part that all candidates share and the
 part of each, and how far the latter reaches, as a share of a knob's range."""
+
+UNTOLD = (0.3, 0.5)
+"""`OFF` where nobody predicts: of the logarithms of the objectives themselves."""
+
+FAR = 1.5
+"""Errors beyond this (a factor of 4.5) count as this: how much worse than far too bad says nothing."""
 
 NOISES = {"full": 0.06, "estimate": 0.2}
 """Log error of a measurement beside its slowness: of a whole replay, and of one that was stopped."""
@@ -114,6 +123,13 @@ def twin_key(prediction: Prediction, objectives: Sequence[str]) -> tuple[str, ..
     return tuple(f"{prediction.values.get(name, np.inf):.4g}" for name in objectives)
 
 
+def flat(values: Mapping[str, float]) -> Predictor:
+    """Who knows nothing, and expects of every candidate what was measured of one. With `UNTOLD` as `off`,
+    expected gains are those of a Gaussian process through what was measured.
+    """
+    return lambda candidates: [Prediction(values=values) for _ in candidates]
+
+
 def ranked(
     predictor: Predictor,
     pool: Sequence[Candidate],
@@ -122,12 +138,11 @@ def ranked(
     encoding: Encoding,
     scale: told.Scale,
     rng: np.random.Generator,
-    cost: Callable[[Candidate], float] | None = None,
+    off: tuple[float, float] = OFF,
 ) -> Iterator[Candidate]:
-    """The pool by expected gain of hypervolume (per second where a cost is given), without the hopeless."""
-    gains = expected_gains(predictor, pool, trials, encoding=encoding, scale=scale, rng=rng)
-    worth = [g / max(cost(c), 1e-3) if cost else g for g, c in zip(gains, pool, strict=True)]
-    for index in np.argsort(-np.array(worth), kind="stable"):
+    """The pool by expected gain of hypervolume, without the hopeless."""
+    gains = expected_gains(predictor, pool, trials, encoding=encoding, scale=scale, rng=rng, off=off)
+    for index in np.argsort(-gains, kind="stable"):
         if gains[int(index)] <= 0:
             return
         yield pool[int(index)]
@@ -141,16 +156,17 @@ def expected_gains(
     encoding: Encoding,
     scale: told.Scale,
     rng: np.random.Generator,
+    off: tuple[float, float] = OFF,
 ) -> Matrix:
     """Expected hypervolume gain of each candidate over what is measured, on the scale of the costs."""
     if not pool:
         return np.zeros(0)
     names = scale.objectives
-    seen = _known(trials, names)
+    seen = _known(trials, names)[-HEARD:]
     predictions = list(predictor([*(t.candidate for t in seen), *pool]))
     past, future = predictions[: len(seen)], predictions[len(seen) :]
     places = _places(encoding, [t.candidate for t in seen]), _places(encoding, pool)
-    logs = _draws(list(zip(past, seen, strict=True)), future, places, names, rng)
+    logs = _draws(list(zip(past, seen, strict=True)), future, places, names, rng, off)
     real = [told.objective_values(t, names) for t in pareto.measured(trials, names)]
     costs = scale.costs(np.exp(logs)), scale.costs(np.array(real).reshape(-1, len(names)))
     gains = _gain(*costs, np.array(scale.reference), rng)
@@ -163,6 +179,7 @@ def _draws(
     places: tuple[Matrix, Matrix],
     names: Sequence[str],
     rng: np.random.Generator,
+    off: tuple[float, float],
 ) -> Matrix:
     """Logarithms of what candidates may measure, draw × candidate × objective.
 
@@ -177,9 +194,9 @@ def _draws(
     expected = [_at_pace(_course(p, names), np.array(z)) for (p, _), z in zip(past, paces[:, 0], strict=True)]
     with np.errstate(invalid="ignore"):
         left = [_logs(trial, names) - each for (_, trial), each in zip(past, expected, strict=True)]
-    errors = np.array(left).reshape(-1, len(names))
+    errors = np.clip(np.array(left).reshape(-1, len(names)), -FAR, FAR)
     for column in range(len(names)):
-        shift, width = _field(*places, errors[:, column], variances, OFF)
+        shift, width = _field(*places, errors[:, column], variances, off)
         logs[..., column] += shift + width * rng.standard_normal((DRAWS, len(future)))
     return logs
 
@@ -294,9 +311,12 @@ def _gain(costs: Matrix, real: Matrix, reference: Matrix, rng: np.random.Generat
         points = points[~np.all(row <= points, axis=1)]
     if not len(points):
         return np.zeros(costs.shape[1])
-    hits = np.ones((len(flat), len(points)), dtype=bool)
+    found = np.zeros(len(flat))
+    may = np.all(flat <= points.max(axis=0), axis=1)
+    hits = np.ones((int(may.sum()), len(points)), dtype=bool)
     for column in range(len(reference)):
-        hits &= flat[:, None, column] <= points[None, :, column]
-    shares = hits.sum(axis=1).reshape(costs.shape[:2]).mean(axis=0)
+        hits &= flat[may, None, column] <= points[None, :, column]
+    found[may] = hits.sum(axis=1)
+    shares = found.reshape(costs.shape[:2]).mean(axis=0)
     gains: Matrix = shares / SAMPLES * float(np.prod(reference - low))
     return gains

@@ -1,15 +1,17 @@
-"""The next candidate: the baseline, the seeds, then a predictor's proposals and TPE's by turns.
+"""The next candidate: the baseline, the seeds, then by turns TPE's proposals and a predictor's, or a Gaussian
+process's where no predictor is to be trusted.
 
 A function of (space, trials, seed, number): the same answer in any process, nothing kept between calls.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
-from tuner.records import Candidate, Prediction, Trial, TrialState, Value
+from tuner.records import Candidate, Prediction, Trial, TrialState
 from tuner.search import feasibility, proposals, told
 from tuner.search.encoding import Encoding, Point, Space, encode
 
@@ -18,11 +20,11 @@ Known = Callable[[Candidate], str | None]
 
 Predictor = Callable[[Sequence[Candidate]], Sequence[Prediction]]
 
-Cost = Callable[[Candidate], float]
-"""Seconds that it takes to measure a candidate from where the engine is now."""
-
 TPE_EVERY, TPE_FROM = 4, 11
 """Every so-many-th proposal is TPE's, however well the predictor ranks, once it has enough to go by."""
+
+LEADING = ("max_num_seqs", "max_num_batched_tokens")
+"""The knobs that matter most, by every guide: all their combinations come first without a predictor."""
 
 DRAWS = 3
 """TPE draws per ask; each costs the time of a fit."""
@@ -51,21 +53,19 @@ def suggest(
     known: Known,
     seeds: Sequence[tuple[str, Candidate]] = (),
     predictor: Predictor | None = None,
-    cost: Cost | None = None,
 ) -> Suggestion | None:
     """The candidate of trial `number`, or None when nothing is left that is unseen and may work.
 
     `known` and `predictor` must themselves be functions of the candidate (and of the same history).
     """
     ask = _Ask(
-        encoding=encode(space, _defaults(trials)),
+        encoding=encode(space, told.defaults_of(trials)),
         trials=told.latest(trials),
         objectives=tuple(objectives),
         known=known,
         seed=seed,
         number=number,
         predictor=predictor,
-        cost=cost,
     )
     trial_seed = told.derive(seed, number, "trial")
     if not any(t.is_baseline for t in ask.trials):
@@ -76,12 +76,6 @@ def suggest(
     for origin, candidate in ask.proposed():
         return Suggestion(candidate=candidate, origin=origin, seed=trial_seed)
     return None
-
-
-def _defaults(trials: Sequence[Trial]) -> Mapping[str, Value]:
-    """What the engine runs when nothing is asked of it, as far as the baseline's own words tell."""
-    found = told.baseline_of(trials)
-    return {} if found is None else {**found.effective, **found.candidate}
 
 
 @dataclass(kw_only=True)
@@ -95,7 +89,6 @@ class _Ask:
     seed: int
     number: int
     predictor: Predictor | None
-    cost: Cost | None
     _seen: set[str] = field(default_factory=set)
     _twins: set[tuple[str, ...] | None] | None = None
 
@@ -104,7 +97,8 @@ class _Ask:
         for trial in self.trials:
             self._seen.add(self.encoding.completed(trial.candidate).digest)
             ran = {**trial.candidate, **{k: v for k, v in trial.effective.items() if k in trial.candidate}}
-            self._seen.add(self.encoding.completed(ran).digest)
+            if ran != trial.candidate:
+                self._seen.add(self.encoding.completed(ran).digest)
 
     def rng(self, purpose: str) -> np.random.Generator:
         return np.random.default_rng(told.derive(self.seed, self.number, purpose))
@@ -147,19 +141,14 @@ class _Ask:
         yield from (
             ("back-off", c) for c in feasibility.back_off(self.encoding, self.trials) if self.is_new(c)
         )
-        turn = self._simulator_turn()
-        if turn == "simulator":
-            yield from (("simulator", c) for c in self._predicted())
-        origin = proposals.INSTEAD if turn == "distrusted" else "tpe"
-        yield from ((origin, c) for c in self._sampled())
-        yield from (("random", c) for c in self._leftover())
-
-    def _simulator_turn(self) -> str:
-        """`simulator`, `tpe`, or `distrusted` where its turn goes to TPE because its ranking failed."""
         turned = self.number >= TPE_FROM and self.number % TPE_EVERY == TPE_EVERY - 1
-        if self.predictor is None or turned:
-            return "tpe"
-        return "simulator" if self._trusted else "distrusted"
+        lost = self.predictor is not None and not self._trusted and not turned
+        if not lost and not turned:
+            yield from (("simulator", c) for c in self._predicted())
+        if not turned:
+            yield from ((proposals.INSTEAD if lost else "gp", c) for c in self._by_measurements())
+        yield from ((proposals.INSTEAD if lost else "tpe", c) for c in self._sampled())
+        yield from (("random", c) for c in self._leftover())
 
     def _predicted(self) -> Iterator[Candidate]:
         if self.predictor is None:
@@ -174,10 +163,36 @@ class _Ask:
             encoding=self.encoding,
             scale=self.scale(),
             rng=self.rng("gain"),
-            cost=self.cost,
         ):
             simpler = proposals.plain(self.predictor, self.encoding, found, self.objectives)
             yield simpler if self.is_worth_a_launch(simpler) else found
+
+    def _by_measurements(self) -> Iterator[Candidate]:
+        """New candidates by a Gaussian process through what was measured."""
+        first = told.baseline_of(self.trials)
+        if first is None or first.measurement is None:
+            return
+        pools = ([c for c in each if self.is_worth_a_launch(c)] for each in (self._plane(), self._pool()))
+        yield from proposals.ranked(
+            proposals.flat(first.measurement.values),
+            next(filter(None, pools), []),
+            self.trials,
+            encoding=self.encoding,
+            scale=self.scale(),
+            rng=self.rng("gp"),
+            off=proposals.UNTOLD,
+        )
+
+    def _plane(self) -> list[Candidate]:
+        """Every combination of the two knobs that matter most, the others as the baseline has them."""
+        base = self.encoding.point(Candidate())
+        if base is None:
+            return []
+        axes = [
+            range(len(levels)) if name in LEADING else (level,)
+            for name, levels, level in zip(self.encoding.names, self.encoding.levels, base, strict=True)
+        ]
+        return [self.encoding.candidate(point) for point in itertools.product(*axes)]
 
     def _pool(self) -> list[Candidate]:
         """The study's pool (so predictions can be kept) and the neighbours of the front."""
@@ -189,25 +204,18 @@ class _Ask:
         return list(found.values())
 
     def _sampled(self) -> Iterator[Candidate]:
-        """TPE's new draws, the cheapest to measure first; then near misses of the seen ones."""
+        """TPE's new draws, then near misses of the seen ones."""
         from tuner.search import tpe
 
         history = told.tell(self.encoding, self.trials, self.scale())
         if not self.encoding.names or not any(h.values is not None for h in history):
             return
         points: list[Point] = []
-        waiting: list[Candidate] = []
         for point in tpe.draws(self.encoding, history, told.derive(self.seed, self.number, "tpe"), DRAWS):
             points.append(point)
             candidate = self.encoding.candidate(point)
-            if not self.is_worth_a_launch(candidate):
-                continue
-            if self.cost is None:
+            if self.is_worth_a_launch(candidate):
                 yield candidate
-            else:
-                waiting.append(candidate)
-        if self.cost is not None:
-            yield from sorted(waiting, key=self.cost)
         rng = self.rng("near")
         for point in points:
             near: list[Point] = self.encoding.neighbours(point)

@@ -2,14 +2,14 @@
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from tuner.measures import MAXIMIZED
-from tuner.records import Trial, TrialState, Violation
+from tuner.records import Trial, TrialState, Value, Violation
 from tuner.search.encoding import Encoding, Point
 
 UNREACHED = -0.3
@@ -31,6 +31,12 @@ def baseline_of(trials: Sequence[Trial]) -> Trial | None:
     """The first baseline that completed, or None."""
     done = (t for t in latest(trials) if t.is_baseline and t.state is TrialState.COMPLETE and t.measurement)
     return next(done, None)
+
+
+def defaults_of(trials: Sequence[Trial]) -> Mapping[str, Value]:
+    """What the engine runs when nothing is asked of it, as far as the baseline's own words tell."""
+    base = baseline_of(trials)
+    return {} if base is None else {**base.effective, **base.candidate}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

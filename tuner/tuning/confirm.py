@@ -19,8 +19,8 @@ from tuner.search.compare import verdict as verdict_of
 from tuner.tuning import capacity
 from tuner.tuning.attempt import failing, retries_of, unlike
 from tuner.tuning.events import Event
-from tuner.tuning.knowledge import RELAUNCHED
-from tuner.tuning.proposing import key_of, policy, winner
+from tuner.tuning.knowledge import RELAUNCHED, policy
+from tuner.tuning.proposing import key_of, winner
 from tuner.tuning.study import Prepared, masked
 from tuner.tuning.trial import ABORTED_RETRIES, Bench, Pass, launch
 from tuner.tuning.verdict import Compared, Verdict, judge

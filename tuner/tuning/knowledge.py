@@ -1,5 +1,5 @@
 """What is known before a candidate is measured: a predictor calibrated on the study's own trials, the fronts
-of other studies, and what a measurement would cost. Each a function of history, so that suggestions replay.
+of other studies, and how to measure it for less. Each a function of history, so that suggestions replay.
 """
 
 import math
@@ -10,7 +10,6 @@ from statistics import median
 from tuner.engine import limits
 from tuner.errors import BadInput, NotFound
 from tuner.history.store import Store
-from tuner.knobs.catalogue import CATALOGUE
 from tuner.knobs.space import SearchSpace
 from tuner.records import Candidate, Prediction, Slo, Study, Trial, TrialState, Value
 from tuner.search import pareto, proposals, starts, told
@@ -19,7 +18,7 @@ from tuner.simulator.batch import Batch
 from tuner.simulator.calibrate import Calibration, Observation, fit
 from tuner.simulator.cost import CARDS, Card, card_of, preset
 from tuner.simulator.predict import Predictor, Scene
-from tuner.tuning.live import changeable, fits, widest
+from tuner.tuning.live import changeable
 from tuner.tuning.study import Prepared
 
 OWN_FRONTS, OTHER_FRONTS = 4, 2
@@ -34,8 +33,8 @@ FIRST_ROUNDS, ROUNDS = 2, 1
 """Rounds of a fit to the baseline, and of each later one, which starts from that."""
 STEPS = (1, 8, 16, 32, 64)
 """Numbers of trials at which the predictor is calibrated anew, and from the last on at its multiples."""
-LAUNCH_S, COMPILE_S, CHANGE_S = 57.0, 18.0, 1.0
-"""Seconds of a launch, of a compilation on top, and of a change of limits, where history tells none."""
+LAUNCH_S = 57.0
+"""Seconds of a launch where history tells none."""
 SETTLE_S = 15.0
 """Warm-up and tail of a replay, roughly."""
 ENOUGH = 3
@@ -169,7 +168,7 @@ class Knowledge:
             return (*self.fronts, *starts.heuristics(prepared.space, near))
         first = () if base is None else (base,)
         space = around(prepared, near, trials) if screens(prepared, first) else prepared.space
-        encoding, objectives = encode(space, defaults_of(trials)), prepared.study.objectives
+        encoding, objectives = encode(space, told.defaults_of(trials)), prepared.study.objectives
         picks = self.picks(space, known.predict, {})[:PICKS]
         plain = [proposals.plain(known.predict, encoding, c, objectives) for c in picks]
         return (*self.fronts, *((PICKED, candidate) for candidate in plain))
@@ -190,24 +189,6 @@ class Knowledge:
         """What `suggest` takes."""
         found = self.known(trials, number)
         return None if found is None else found.predict
-
-    def cost(self, trials: Sequence[Trial]) -> Callable[[Candidate], float]:
-        """Seconds to measure a candidate from where the engine stands after these trials."""
-        replay = replay_s(self.prepared)
-        launch = launch_s(trials, replay)
-        engine = running(self.prepared, trials) if screens(self.prepared, trials) else None
-        defaults = defaults_of(trials)
-        compiled = {_compiled(t.candidate) for t in trials if t.state is not TrialState.INFEASIBLE}
-
-        def seconds(candidate: Candidate) -> float:
-            if engine is not None and fits(self.prepared, engine, candidate, defaults) is not None:
-                return replay + CHANGE_S
-            anew = (
-                0.0 if _compiled(candidate) in compiled or self.prepared.facts.kind != "vllm" else COMPILE_S
-            )
-            return replay + launch + anew
-
-        return seconds
 
 
 def cutoff(number: int) -> int:
@@ -233,61 +214,51 @@ def failed(trials: Sequence[Trial]) -> bool:
     return any(t.is_baseline and t.state is TrialState.INFEASIBLE for t in trials)
 
 
-def defaults_of(trials: Sequence[Trial]) -> Mapping[str, Value]:
-    """What the engine runs when nothing is asked of it, as far as the baseline's own words tell."""
-    base = told.baseline_of(trials)
-    return {} if base is None else {**base.effective, **base.candidate}
-
-
 def since_own(trials: Sequence[Trial]) -> Sequence[Trial]:
     """The trials from the last on that had an engine of its own; all where none had."""
     return trials[max((i for i, t in enumerate(trials) if not t.screened), default=0) :]
 
 
-def running(prepared: Prepared, trials: Sequence[Trial]) -> Candidate | None:
-    """What the engine that measured last was launched as and may still run, as far as history tells; None
-    where none can screen.
-    """
-    if not changeable(prepared):
-        return None
-    defaults, engine = defaults_of(trials), None
-    done = (TrialState.COMPLETE, TrialState.PRUNED)
-    for trial in since_own([t for t in told.latest(trials) if t.state is not TrialState.RUNNING]):
-        if trial.state not in done or not trial.screened:
-            engine = trial.candidate if trial.state in done else None
-        elif engine is None or fits(prepared, engine, trial.candidate, defaults) is None:
-            engine = next(iter(widest(prepared, trial.candidate)), None)
-    return engine
+def policy(prepared: Prepared) -> pareto.Policy:
+    """The study's winner policy as the search takes it."""
+    chosen = prepared.file.winner
+    return chosen if isinstance(chosen, str) else {"weights": dict(chosen.weights)}
 
 
 def screens(prepared: Prepared, trials: Sequence[Trial]) -> bool:
     """Whether the next candidate is to be screened in a running engine: it can be, and that is cheaper.
 
-    What is screened and good is measured a second time, in an engine of its own. By the share of proposals
-    that were good so far, one in two before there is any, that costs more or less than the launch saved.
+    What is screened and good (it widens the front or is the policy's pick) is measured a second time, in an
+    engine of its own. By the share of proposals that were good so far, one in two before there is any, that
+    costs more or less than the launch saved.
     """
     if not changeable(prepared):
         return False
     replay = replay_s(prepared)
     launch = launch_s(trials, replay)
-    added, good, ended, alone = _added(prepared, trials), 1, 2, 0
+    fine, good, ended, alone = _good(prepared, trials), 1, 2, 0
     past = [t for t in told.latest(trials) if t.state in ENDED and not t.is_baseline]
     past = [t for t in past if t.origin != RELAUNCHED]
     for trial in past:
         cheaper = good / ended < launch / (launch + replay)
         alone += cheaper and not trial.screened and trial.measurement is not None
-        good, ended = good + (added.get(trial.number, 0.0) >= SECURED), ended + 1
+        good, ended = good + (trial.number in fine), ended + 1
     cannot = alone >= ENOUGH and not any(t.screened for t in past)
     return good / ended < launch / (launch + replay) and not cannot
 
 
-def _added(prepared: Prepared, trials: Sequence[Trial]) -> dict[int, float]:
-    """`pareto.widening` below the baseline; nothing where that has no finite values."""
+def _good(prepared: Prepared, trials: Sequence[Trial]) -> set[int]:
+    """Numbers of the trials that widened the front by `SECURED` when they came, and of the policy's pick."""
     objectives, base = prepared.study.objectives, told.baseline_of(trials)
+    found = [replace(t, screened=False) for t in pareto.measured(trials, objectives)]
+    if not found:
+        return set()
+    good = {pareto.choose(found, policy(prepared), prepared.study.slo, objectives).number}
     reference = None if base is None else told.objective_values(base, objectives)
-    if reference is None or not all(map(math.isfinite, reference)):
-        return {}
-    return pareto.widening(trials, objectives, reference)
+    if reference is not None and all(map(math.isfinite, reference)):
+        added = pareto.widening(trials, objectives, reference)
+        good |= {number for number, share in added.items() if share >= SECURED}
+    return good
 
 
 def replay_s(prepared: Prepared) -> float:
@@ -312,7 +283,9 @@ def at_levels(prepared: Prepared, trials: Sequence[Trial], candidate: Candidate 
     space allows that, every other knob is at the level nearest to what it runs with.
     """
     space, asked = prepared.space, prepared.baseline if candidate is None else candidate
-    told_ = {name: v for name, v in defaults_of(trials).items() if None not in space.levels.get(name, ())}
+    told_ = {
+        name: v for name, v in told.defaults_of(trials).items() if None not in space.levels.get(name, ())
+    }
     encoding = encode(space, told_)
     point = encoding.point(space.canonical(asked))
     return asked if point is None else encoding.candidate(point)
@@ -342,11 +315,6 @@ def around(prepared: Prepared, candidate: Mapping[str, Value], trials: Sequence[
 
 def _is(level: Value, value: Value) -> bool:
     return level == value and isinstance(level, bool) == isinstance(value, bool)
-
-
-def _compiled(candidate: Mapping[str, Value]) -> tuple[tuple[str, Value], ...]:
-    """What decides which compiled code a candidate runs."""
-    return tuple((n, v) for n, v in candidate.items() if n in CATALOGUE and CATALOGUE[n].recompiles)
 
 
 def fronts_of(store: Store, study: Study, prepared: Prepared) -> tuple[Seed, ...]:

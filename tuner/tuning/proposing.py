@@ -25,7 +25,7 @@ from tuner.tuning.knowledge import (
     Seed,
     around,
     at_levels,
-    defaults_of,
+    policy,
     screens,
     since_own,
 )
@@ -81,10 +81,9 @@ def propose(
             known=prepared.known,
             seeds=seeds,
             predictor=knowledge.predictor(trials, number),
-            cost=knowledge.cost(trials),
         )
         if found is not None:
-            return found
+            return replace(found, candidate=minimal(trials, found.candidate))
     return None
 
 
@@ -108,7 +107,7 @@ def _picked(
     objectives = prepared.study.objectives
     measured = known.predict([t.candidate for t in pareto.measured(trials, objectives)])
     twins = {proposals.twin_key(p, objectives) for p in measured}
-    picks = knowledge.picks(space, known.predict, defaults_of(trials))
+    picks = knowledge.picks(space, known.predict, told.defaults_of(trials))
     predicted = zip(picks, known.predict(picks), strict=True)
     new = [(PICKED, c) for c, p in predicted if proposals.twin_key(p, objectives) not in twins]
     return untried(prepared, trials, new[:LOOKED])[:1]
@@ -131,7 +130,7 @@ def expected_gain(prepared: Prepared, trials: Sequence[Trial], knowledge: Knowle
         return None
     key, objectives = key_of(prepared, trials), prepared.study.objectives
     seen = {key(t.candidate) for t in trials}
-    near = encode(around(prepared, best(prepared, trials), trials), defaults_of(trials))
+    near = encode(around(prepared, best(prepared, trials), trials), told.defaults_of(trials))
     new = [c for c in proposals.pool(near, prepared.study.seed) if key(c) not in seen]
     new = [c for c in new if prepared.known(c) is None]
     rng = np.random.default_rng(told.derive(prepared.study.seed, number, "gain"))
@@ -150,7 +149,7 @@ def _reference(prepared: Prepared, trials: Sequence[Trial]) -> tuple[float, ...]
 
 def untried(prepared: Prepared, trials: Sequence[Trial], seeds: Sequence[Seed]) -> list[Seed]:
     """The seeds that are new and may work, those that one running engine can screen together."""
-    encoding = encode(prepared.space, defaults_of(trials))
+    encoding = encode(prepared.space, told.defaults_of(trials))
     regions = Regions(encoding, trials)
     seen = {encoding.completed(t.candidate).digest for t in told.latest(trials)}
     left: dict[Candidate, Seed] = {}
@@ -161,7 +160,7 @@ def untried(prepared: Prepared, trials: Sequence[Trial], seeds: Sequence[Seed]) 
         if new and point is not None and regions.reason(point) is None and prepared.known(asked) is None:
             left.setdefault(asked, (origin, asked))
     ordered = by_group(
-        list(left), lambda c: group(prepared, c, defaults_of(trials)), compile_s=LAUNCH_S, late_s=1.0
+        list(left), lambda c: group(prepared, c, told.defaults_of(trials)), compile_s=LAUNCH_S, late_s=1.0
     )
     return [left[candidate] for candidate in ordered]
 
@@ -198,7 +197,7 @@ def winner(prepared: Prepared, trials: Sequence[Trial], key: Callable[[Candidate
 
 def key_of(prepared: Prepared, trials: Sequence[Trial]) -> Callable[[Candidate], str]:
     """Equal for candidates that the engine would run alike, as far as its defaults are known."""
-    encoding = encode(prepared.space, defaults_of(trials))
+    encoding = encode(prepared.space, told.defaults_of(trials))
     return lambda candidate: encoding.completed(candidate).digest
 
 
@@ -212,12 +211,6 @@ def minimal(trials: Sequence[Trial], candidate: Candidate) -> Candidate:
     own = {name: value for name, value in base.effective.items() if name not in base.candidate}
     kept = {n: v for n, v in candidate.items() if n not in own or not same(v, own[n])}
     return Candidate(kept)
-
-
-def policy(prepared: Prepared) -> pareto.Policy:
-    """The study's winner policy as the search takes it."""
-    chosen = prepared.file.winner
-    return chosen if isinstance(chosen, str) else {"weights": dict(chosen.weights)}
 
 
 def next_number(trials: Sequence[Trial]) -> int:

@@ -17,6 +17,7 @@ from tuner.engine.gpu import Gpus
 from tuner.errors import Aborted, NotFound, StudyFailed
 from tuner.history.store import Store
 from tuner.records import JSON, Candidate, Run, RunState, Study, Trial, TrialState
+from tuner.search import told
 from tuner.search.order import drifted
 from tuner.search.stopping import noise_of, reason_to_stop
 from tuner.traffic import trace as traces
@@ -30,7 +31,6 @@ from tuner.tuning.knowledge import (
     RELAUNCHED,
     Knowledge,
     Known,
-    defaults_of,
     fronts_of,
     replay_s,
     screens,
@@ -226,7 +226,7 @@ class _Loop:
         screened = searched and live is not None and screens(prepared, before)
         if searched:
             judge = judge_of(prepared, trials, screened=screened)
-        return How(live=live, own=not screened, defaults=defaults_of(trials), judge=judge)
+        return How(live=live, own=not screened, defaults=told.defaults_of(trials), judge=judge)
 
     def _relaunch(self, trials: Sequence[Trial]) -> Trial | None:
         """At the end of a search: finalists that were only screened are measured in engines of their own."""
