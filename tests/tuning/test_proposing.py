@@ -9,6 +9,7 @@ import pytest
 from tests.tuning.studies import write
 from tuner.engine import limits
 from tuner.errors import BadInput
+from tuner.knobs.space import Condition
 from tuner.records import Candidate, Measurement, Trial, TrialState
 from tuner.search import proposals, told
 from tuner.tuning.judging import judge_of, peak
@@ -227,7 +228,7 @@ def test_a_screened_trial_may_win_until_it_was_relaunched_even_in_fewer_words(pr
     ]
     key = key_of(prepared, [base, *trials])
     assert winner(prepared, trials, key) == trials[1]
-    short = minimal([base], good)
+    short = minimal(prepared.space, [base], good)
     assert short == Candidate({"max_num_seqs": 64})
     again = [*trials, measured(3, short, values(700.0, goodput=4.0), origin=RELAUNCHED)]
     assert winner(prepared, again, key) == again[0]
@@ -236,7 +237,24 @@ def test_a_screened_trial_may_win_until_it_was_relaunched_even_in_fewer_words(pr
 def test_what_the_baseline_was_asked_for_stays(prepared: Prepared) -> None:
     base = measured(0, Candidate({"max_num_seqs": 4}), values(900.0))
     asked = Candidate({"max_num_seqs": 4, "block_size": 16, "max_num_batched_tokens": 512})
-    assert minimal([base], asked) == Candidate({"max_num_seqs": 4, "max_num_batched_tokens": 512})
+    assert minimal(prepared.space, [base], asked) == Candidate(
+        {"max_num_seqs": 4, "max_num_batched_tokens": 512}
+    )
+
+
+def test_what_turns_another_knob_on_is_said_though_the_engine_does_it_anyway(prepared: Prepared) -> None:
+    condition: dict[str, Condition] = {
+        "max_num_batched_tokens": {"block_size": (16,)},
+        "block_size": {"max_num_seqs": (4, 16)},
+    }
+    space = replace(prepared.space, conditions=condition)
+    base = measured(0, Candidate(), values(900.0))
+    asked = Candidate({"max_num_seqs": 4, "block_size": 16, "max_num_batched_tokens": 512})
+    assert minimal(space, [base], asked) == asked
+    assert space.canonical(minimal(space, [base], asked)) == asked
+    assert minimal(space, [base], Candidate({"max_num_seqs": 16, "block_size": 16})) == Candidate(
+        {"max_num_seqs": 16}
+    )
 
 
 def test_the_judge_knows_the_baseline_the_plan_and_the_busiest_rows(

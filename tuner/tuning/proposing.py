@@ -64,7 +64,7 @@ def propose(
         return Suggestion(candidate=prepared.baseline, origin="baseline", seed=seed)
     promoted = _promoted(prepared, trials)
     if promoted is not None:
-        candidate = minimal(trials, promoted.candidate)
+        candidate = minimal(prepared.space, trials, promoted.candidate)
         return Suggestion(candidate=candidate, origin=RELAUNCHED, seed=promoted.seed)
     seeds = untried(prepared, trials, (*help.seeds, *knowledge.seeds(trials)))
     looked = (prepared.space,) if seeds else spaces(prepared, trials, number)
@@ -83,7 +83,7 @@ def propose(
             predictor=knowledge.predictor(trials, number),
         )
         if found is not None:
-            return replace(found, candidate=minimal(trials, found.candidate))
+            return replace(found, candidate=minimal(prepared.space, trials, found.candidate))
     return None
 
 
@@ -201,15 +201,21 @@ def key_of(prepared: Prepared, trials: Sequence[Trial]) -> Callable[[Candidate],
     return lambda candidate: encoding.completed(candidate).digest
 
 
-def minimal(trials: Sequence[Trial], candidate: Candidate) -> Candidate:
+def minimal(space: SearchSpace, trials: Sequence[Trial], candidate: Candidate) -> Candidate:
     """The candidate without what the engine does of its own accord, by the baseline's own words; what the
-    baseline was asked for stays.
+    baseline was asked for stays, and what another knob is turned on by.
     """
     base = told.baseline_of(trials)
     if base is None:
         return candidate
     own = {name: value for name, value in base.effective.items() if name not in base.candidate}
     kept = {n: v for n, v in candidate.items() if n not in own or not same(v, own[n])}
+    asked = list(kept)
+    while asked:
+        for parent in space.conditions.get(asked.pop(), {}):
+            if parent in candidate and parent not in kept:
+                kept[parent] = candidate[parent]
+                asked.append(parent)
     return Candidate(kept)
 
 

@@ -240,7 +240,7 @@ class _Loop:
         chosen = next((t for t in found if t.screened), None)
         if chosen is None:
             return None
-        candidate = minimal(trials, chosen.candidate)
+        candidate = minimal(self._bench.prepared.space, trials, chosen.candidate)
         return self._start(next_number(trials), 0, candidate, chosen.seed, RELAUNCHED)
 
     def _trials(self) -> tuple[Trial, ...]:
