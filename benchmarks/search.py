@@ -12,7 +12,9 @@ import argparse
 import json
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import optuna
@@ -98,40 +100,61 @@ class Kept:
 
 
 def table(rows: Sequence[Mapping[str, JSON]], methods: Sequence[str]) -> Iterator[str]:
-    """GPU-seconds per goal, median [quartiles] (who never arrives is charged the budget), and who arrived."""
+    """GPU-seconds per goal, median [quartiles] (who never arrives is charged the budget), and who arrived.
+
+    Every scenario counts alike, also one of which seeds are missing.
+    """
     yield "| method | studies | " + " | ".join(GOALS) + " | failed launches | false winners | own s |"
     yield "|---" * (len(GOALS) + 5) + "|"
     for method in methods:
         mine = [r for r in rows if r["method"] == method]
         if len(mine) < 2:
             continue
-        cells = [_cell([r[goal] for r in mine]) for goal in GOALS]
+        cells = [_cell(mine, goal) for goal in GOALS]
         failed = statistics.mean(float(str(r["failed"])) for r in mine)
         false = sum(bool(r["false_winner"]) for r in mine)
         own = statistics.median(float(str(r["own_s"])) for r in mine)
         yield f"| {method} | {len(mine)} | " + " | ".join(cells) + f" | {failed:.1f} | {false} | {own:.1f} |"
 
 
-def _cell(reached: Sequence[JSON]) -> str:
-    spent = [BUDGET if r is None else float(str(r)) for r in reached]
-    low, middle, high = statistics.quantiles(spent, n=4, method="inclusive")
-    arrived = sum(r is not None for r in reached) / len(reached)
+def _cell(rows: Sequence[Mapping[str, JSON]], goal: str) -> str:
+    low, middle, high = (quantile(rows, goal, share) for share in (0.25, 0.5, 0.75))
+    weights = _weights(rows)
+    arrived = sum(w for r, w in zip(rows, weights, strict=True) if r[goal] is not None) / sum(weights)
     return f"{middle:.0f} [{low:.0f}–{high:.0f}] {arrived:.0%}"
+
+
+def _weights(rows: Sequence[Mapping[str, JSON]]) -> list[float]:
+    """Of each study, so that every scenario has the same."""
+    many = Counter(row["scenario"] for row in rows)
+    return [1 / many[row["scenario"]] for row in rows]
+
+
+def _spent(row: Mapping[str, JSON], goal: str) -> float:
+    return BUDGET if row[goal] is None else float(str(row[goal]))
+
+
+def quantile(rows: Sequence[Mapping[str, JSON]], goal: str, share: float) -> float:
+    """GPU-seconds within which that share of the studies arrived, every scenario counted alike."""
+    ordered = sorted((_spent(r, goal), w) for r, w in zip(rows, _weights(rows), strict=True))
+    total = sum(w for _, w in ordered)
+    reached = accumulate(w for _, w in ordered)
+    return next(s for (s, _), w in zip(ordered, reached, strict=True) if w >= share * total - 1e-9)
 
 
 def ratios(rows: Sequence[Mapping[str, JSON]], rival: str) -> Iterator[str]:
     """Ours to a rival: of the medians over all studies, and the median over scenarios of such ratios."""
     for goal in GOALS:
-        by: dict[str, dict[str, list[float]]] = {}
+        by: dict[str, dict[str, list[Mapping[str, JSON]]]] = {}
         for row in rows:
             if row["method"] in ("ours", rival):
-                value = BUDGET if row[goal] is None else float(str(row[goal]))
-                by.setdefault(str(row["scenario"]), {}).setdefault(str(row["method"]), []).append(value)
+                by.setdefault(str(row["scenario"]), {}).setdefault(str(row["method"]), []).append(row)
         both = [each for each in by.values() if len(each) == 2]
         if not both:
             return
-        middle = {m: statistics.median([v for each in both for v in each[m]]) for m in ("ours", rival)}
-        each_ = [statistics.median(e["ours"]) / max(statistics.median(e[rival]), 1.0) for e in both]
+        middle = {m: quantile([r for each in both for r in each[m]], goal, 0.5) for m in ("ours", rival)}
+        medians = [{m: statistics.median(_spent(r, goal) for r in e[m]) for m in e} for e in both]
+        each_ = [m["ours"] / max(m[rival], 1.0) for m in medians]
         listed = ", ".join(f"{r:.2f}" for r in each_)
         yield (
             f"{goal}: {middle['ours'] / max(middle[rival], 1.0):.2f} of the medians,"
