@@ -122,13 +122,16 @@ def measurements(given: argparse.Namespace, scene: Scene, model: str) -> Seen:
 
 
 def middle(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The geometric mean of repeats, name by name, where all have a positive number."""
+    """The median of repeats, name by name, where all have a positive number: a stall of the machine in one of
+    three does not count. Of two, the geometric mean.
+    """
     names = [name for name in rows[0] if all(0 < row.get(name, 0) < float("inf") for row in rows)]
-    return {name: statistics.geometric_mean(row[name] for row in rows) for name in names}
+    middle_of = statistics.median if len(rows) > 2 else statistics.geometric_mean
+    return {name: middle_of([row[name] for row in rows]) for name in names}
 
 
 def noise(seen: Seen, name: str) -> float:
-    """The largest distance of a repeat from its candidate's mean, as a share."""
+    """The largest distance of a repeat from its candidate's middle, as a share."""
     means = {key: middle(rows)[name] for key, rows in seen.items()}
     return max(abs(row[name] / means[key] - 1) for key, rows in seen.items() for row in rows)
 
