@@ -54,7 +54,7 @@ def study(python: str | None, arm: str) -> dict[str, object]:
         "space": "space.yaml",
         "engine": real if python else {"kind": "simulated", "args": {"max-model-len": LENGTH}},
         "baseline": {"max_num_seqs": 4, "max_num_batched_tokens": 512},
-        "slices": [{"start_s": 20, "duration_s": 6}],
+        "slices": [{"start_s": 20, "duration_s": 16}],
         "speed": 2,
         "plan": {"base": "quick", "tail_limit_s": 300, "lateness_ms": 1000},
         "slo": {"ttft_ms": 600000, "tpot_ms": 60000},

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from tests.search import world
 from tests.search.world import OBJECTIVES, World
 from tuner.records import Candidate, Measurement, Prediction, Trial, TrialState
@@ -182,6 +184,33 @@ def test_a_predictor_takes_turns_with_tpe() -> None:
     assert set(origins[TPE_FROM::TPE_EVERY]) <= {"tpe", "back-off"}
     assert origins.count("simulator") >= TPE_FROM - 3
     assert set(origins[1:TPE_FROM]) <= {"simulator", "back-off"}
+
+
+def test_without_a_predictor_the_leading_knobs_come_first_and_what_was_measured_guides() -> None:
+    trials = study(8)
+    early = [t for t in trials[1:] if t.origin == "gp"]
+    assert len(early) >= 5
+    for trial in early:
+        own = {n: v for n, v in trial.candidate.items() if world.DEFAULTS[n] != v}
+        assert set(own) <= {"max_num_seqs", "max_num_batched_tokens"}
+    # A mean of draws over the plane does better than its points at random.
+    plane = [
+        Candidate({"max_num_seqs": seqs, "max_num_batched_tokens": tokens})
+        for seqs in world.LEVELS["max_num_seqs"]
+        for tokens in world.LEVELS["max_num_batched_tokens"]
+    ]
+    works = [c for c in plane if world.truth(c).feasible and world.seqs_above_tokens(c) is None]
+    base = told.objective_values(trials[0], OBJECTIVES)
+    assert base is not None
+
+    def volume(candidates: Sequence[Candidate]) -> float:
+        rows = [[world.truth(c).values[n] for n in OBJECTIVES] for c in candidates]
+        return pareto.hypervolume(rows, OBJECTIVES, base)
+
+    rng = np.random.default_rng(0)
+    draws = [volume([works[int(i)] for i in rng.permutation(len(works))[: len(early)]]) for _ in range(50)]
+    ours = [t.candidate for t in early if t.state is TrialState.COMPLETE]
+    assert volume(ours) > float(np.median(draws))
 
 
 def test_a_predictor_that_misranks_is_switched_off_for_good() -> None:
