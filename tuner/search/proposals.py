@@ -24,7 +24,7 @@ POOL = 256
 LEVEL = 0.08
 """Log difference under which two measurements are level: 3 % noise on both sides, twice over."""
 
-HEARD = 100
+HEARD = 64
 """Trials, the newest, that proposals learn from beside the predictor's own calibration."""
 
 DRAWS = 12
