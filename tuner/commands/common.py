@@ -14,7 +14,9 @@ import typer
 
 if TYPE_CHECKING:
     from tuner.history.store import Store
+    from tuner.records import Slice
     from tuner.settings import Settings
+    from tuner.traffic.trace import Trace
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 StudyRef = Annotated[str, typer.Argument(metavar="STUDY", help="A study's name, id, or beginning of the id.")]
@@ -111,6 +113,23 @@ def text(value: object) -> str:
             return "∞" if value > 0 else "-∞"
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     return str(value)
+
+
+def windows(trace: "Trace", parts: Iterable["Slice"]) -> list[dict[str, object]]:
+    """A row per slice, with the requests that arrive in it; times are the trace's own."""
+    from tuner.traffic import slices
+
+    return [
+        {"name": s.name, "start_s": s.start_s, "duration_s": s.duration_s,
+         "requests": len(slices.rows(trace, s)), "held_out": s.held_out}
+        for s in parts
+    ]  # fmt: skip
+
+
+def print_windows(rows: Iterable[Mapping[str, object]], title: str | None = None) -> None:
+    """What `windows` found, as a table."""
+    heads = ["<slice", "start_s", "duration_s", "requests", "<held out"]
+    print_table(heads, (list(row.values()) for row in rows), title=title)
 
 
 def knobs(candidate: Mapping[str, object]) -> str:

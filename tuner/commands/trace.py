@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tuner.commands.common import Json, finite, now, open_store, print_json, print_table, say, settings, text
+from tuner.commands.common import (
+    Json,
+    finite,
+    now,
+    open_store,
+    print_json,
+    print_table,
+    print_windows,
+    say,
+    settings,
+    text,
+    windows,
+)
 
 if TYPE_CHECKING:
     from tuner.traffic.statistics import Statistics
@@ -223,12 +235,11 @@ def cut(
             raise BadInput("-o writes one slice: give --start and --duration")
         _keep(found.take(slices.rows(found, chosen[0])), output, output.name.split(".")[0])
         say(f"wrote {output}")
-    rows = [[s.name, s.start_s, s.duration_s, len(slices.rows(found, s)), s.held_out] for s in chosen]
+    rows = windows(found, chosen)
     if as_json:
-        names = ("name", "start_s", "duration_s", "requests", "held_out")
-        print_json([dict(zip(names, row, strict=True)) for row in rows])
+        print_json(rows)
         return
-    print_table(["<slice", "start_s", "duration_s", "requests", "<held out"], rows, title=str(path))
+    print_windows(rows, title=str(path))
 
 
 @app.command("reshape")

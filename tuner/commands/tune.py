@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tuner.commands.common import Json, now, open_store, print_json, print_table, say, settings
+from tuner.commands.common import Json, now, open_store, print_json, print_windows, say, settings, windows
 from tuner.commands.running import INTERRUPTED, interruptible, pull_words
 
 if TYPE_CHECKING:
@@ -182,10 +182,11 @@ def print_plan(prepared: "Prepared", trials: int | None, *, as_json: bool = Fals
     trial takes.
     """
     past = trials_so_far(prepared)
-    lines, windows, times = commands(prepared, past), windows_of(prepared), seconds(prepared, past)
+    lines, times = commands(prepared, past), seconds(prepared, past)
+    parts = windows(prepared.trace, prepared.study.slices)
     if as_json:
         print_json(
-            {"commands": lines, "slices": windows, "seconds": times, "space": prepared.space.levels,
+            {"commands": lines, "slices": parts, "seconds": times, "space": prepared.space.levels,
              "dropped": prepared.space.dropped}
         )  # fmt: skip
         return
@@ -194,9 +195,7 @@ def print_plan(prepared: "Prepared", trials: int | None, *, as_json: bool = Fals
     for name, reason in prepared.space.dropped.items():
         say(f"not turned: {name}: {reason}")
     typer.echo()
-    print_table(
-        ["<slice", "start_s", "duration_s", "requests", "<held out"], ([*w.values()] for w in windows)
-    )
+    print_windows(parts)
     replay, each = times["replay"], times["replay"] + times["launch"]
     typer.echo(f"\nA trial in an engine of its own takes about {each:.0f} s, {replay:.0f} s of it to replay.")
     if trials is not None:
@@ -219,17 +218,6 @@ def commands(prepared: "Prepared", past: "Sequence[Trial]") -> "dict[str, Sequen
         for name, candidate in following.items()
     }
     return {name: arguments(spec, 8000, "tuner-nonce") for name, spec in specs.items()}
-
-
-def windows_of(prepared: "Prepared") -> "list[dict[str, object]]":
-    """The study's slices, with the requests that arrive in each; times are the trace's own."""
-    from tuner.traffic import slices
-
-    return [
-        {"name": s.name, "start_s": s.start_s, "duration_s": s.duration_s,
-         "requests": len(slices.rows(prepared.trace, s)), "held_out": s.held_out}
-        for s in prepared.study.slices
-    ]  # fmt: skip
 
 
 def seconds(prepared: "Prepared", past: "Sequence[Trial]") -> dict[str, float]:

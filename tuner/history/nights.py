@@ -29,11 +29,17 @@ _FACTS = (
     runs.c.ended_at,
 )
 _FOUND = tuple(run_bests.c[name] for name in run_bests.c.keys() if name != "run_id")  # noqa: SIM118
-_BEST = (*_FACTS, *_FOUND, trials.c.number, type_coerce(trials.c.candidate, Text).label("candidate"))
 # Canonical JSON; a quote within a string is escaped, so that only the key itself is found.
 _DEMONSTRATION = type_coerce(runs.c.summary, Text).contains('"demonstration":true', autoescape=True)
-_READ: tuple[ColumnElement[Any], ...] = (*_BEST, _DEMONSTRATION, runs.c.state == RunState.FINISHED.value)
-_NAMES = (*(column.name for column in _BEST), "demonstration", "concluded")
+_BEST = (
+    *_FACTS,
+    *_FOUND,
+    trials.c.number,
+    type_coerce(trials.c.candidate, Text).label("candidate"),
+    _DEMONSTRATION.label("demonstration"),
+    (runs.c.state == RunState.FINISHED.value).label("concluded"),
+)
+_NAMES = tuple(column.name for column in _BEST)
 
 
 def _best_of(row: Row[Any]) -> RunBest:
@@ -53,7 +59,7 @@ def _candidate(text: str) -> Candidate:
 
 def _ended(connection: Connection, metric: str, where: Sequence[ColumnElement[bool]]) -> list[RunBest]:
     query = (
-        select(*_READ)
+        select(*_BEST)
         .select_from(runs)
         .join(studies, studies.c.id == runs.c.study_id)
         .join(run_bests, run_bests.c.run_id == runs.c.id)

@@ -96,8 +96,9 @@ class _Ask:
         self._regions = feasibility.Regions(self.encoding, self.trials)
         for trial in self.trials:
             self._seen.add(self.encoding.completed(trial.candidate).digest)
-            ran = {**trial.candidate, **{k: v for k, v in trial.effective.items() if k in trial.candidate}}
-            if ran != trial.candidate:
+            asked = trial.candidate
+            ran = Candidate({name: trial.effective.get(name, value) for name, value in asked.items()})
+            if ran != asked:
                 self._seen.add(self.encoding.completed(ran).digest)
 
     def rng(self, purpose: str) -> np.random.Generator:
@@ -115,6 +116,13 @@ class _Ask:
     def is_worth_a_launch(self, candidate: Candidate) -> bool:
         """New, and no twin: the predictor, while it is trusted, tells it from everything measured."""
         return self.is_new(candidate) and not self._is_twin(candidate)
+
+    def _worth_a_launch(self, pool: Sequence[Candidate]) -> list[Candidate]:
+        """Those of a pool that are, predicted all at once: the predictor may share them among processes."""
+        new = [c for c in pool if self.is_new(c)]
+        if self.predictor is not None and self._trusted:
+            self.predictor(new)
+        return [c for c in new if not self._is_twin(c)]
 
     def _is_twin(self, candidate: Candidate) -> bool:
         if self.predictor is None or not self._trusted:
@@ -153,12 +161,9 @@ class _Ask:
     def _predicted(self) -> Iterator[Candidate]:
         if self.predictor is None:
             return
-        pool = [c for c in self._pool() if self.is_new(c)]
-        self.predictor(pool)  # all at once: it may share them among processes
-        pool = [c for c in pool if not self._is_twin(c)]
         for found in proposals.ranked(
             self.predictor,
-            pool,
+            self._worth_a_launch(self._pool()),
             self.trials,
             encoding=self.encoding,
             scale=self.scale(),
@@ -172,10 +177,9 @@ class _Ask:
         first = told.baseline_of(self.trials)
         if first is None or first.measurement is None:
             return
-        pools = ([c for c in each if self.is_worth_a_launch(c)] for each in (self._plane(), self._pool()))
         yield from proposals.ranked(
             proposals.flat(first.measurement.values),
-            next(filter(None, pools), []),
+            self._worth_a_launch(self._plane()) or self._worth_a_launch(self._pool()),
             self.trials,
             encoding=self.encoding,
             scale=self.scale(),
@@ -184,7 +188,9 @@ class _Ask:
         )
 
     def _plane(self) -> list[Candidate]:
-        """Every combination of the two knobs that matter most, the others as the baseline has them."""
+        """Every combination of the two knobs that matter most, the others as near the baseline's as the space
+        allows.
+        """
         base = self.encoding.point(Candidate())
         if base is None:
             return []

@@ -39,6 +39,13 @@ def defaults_of(trials: Sequence[Trial]) -> Mapping[str, Value]:
     return {} if base is None else {**base.effective, **base.candidate}
 
 
+def reference_of(trials: Sequence[Trial], objectives: Sequence[str]) -> tuple[float, ...] | None:
+    """The baseline's objectives, where all are finite."""
+    base = baseline_of(trials)
+    found = None if base is None else objective_values(base, objectives)
+    return found if found is not None and all(map(math.isfinite, found)) else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
     """Objectives as costs: log latencies, linear goodput in units of the baseline's; lower is better.

@@ -214,11 +214,6 @@ def failed(trials: Sequence[Trial]) -> bool:
     return any(t.is_baseline and t.state is TrialState.INFEASIBLE for t in trials)
 
 
-def since_own(trials: Sequence[Trial]) -> Sequence[Trial]:
-    """The trials from the last on that had an engine of its own; all where none had."""
-    return trials[max((i for i, t in enumerate(trials) if not t.screened), default=0) :]
-
-
 def policy(prepared: Prepared) -> pareto.Policy:
     """The study's winner policy as the search takes it."""
     chosen = prepared.file.winner
@@ -236,26 +231,26 @@ def screens(prepared: Prepared, trials: Sequence[Trial]) -> bool:
         return False
     replay = replay_s(prepared)
     launch = launch_s(trials, replay)
-    fine, good, ended, alone = _good(prepared, trials), 1, 2, 0
+    saved = launch / (launch + replay)
     past = [t for t in told.latest(trials) if t.state in ENDED and not t.is_baseline]
     past = [t for t in past if t.origin != RELAUNCHED]
+    fine, good, ended, alone = _good(prepared, trials), 1, 2, 0
     for trial in past:
-        cheaper = good / ended < launch / (launch + replay)
-        alone += cheaper and not trial.screened and trial.measurement is not None
+        alone += good / ended < saved and not trial.screened and trial.measurement is not None
         good, ended = good + (trial.number in fine), ended + 1
     cannot = alone >= ENOUGH and not any(t.screened for t in past)
-    return good / ended < launch / (launch + replay) and not cannot
+    return good / ended < saved and not cannot
 
 
 def _good(prepared: Prepared, trials: Sequence[Trial]) -> set[int]:
     """Numbers of the trials that widened the front by `SECURED` when they came, and of the policy's pick."""
-    objectives, base = prepared.study.objectives, told.baseline_of(trials)
+    objectives = prepared.study.objectives
     found = [replace(t, screened=False) for t in pareto.measured(trials, objectives)]
     if not found:
         return set()
     good = {pareto.choose(found, policy(prepared), prepared.study.slo, objectives).number}
-    reference = None if base is None else told.objective_values(base, objectives)
-    if reference is not None and all(map(math.isfinite, reference)):
+    reference = told.reference_of(trials, objectives)
+    if reference is not None:
         added = pareto.widening(trials, objectives, reference)
         good |= {number for number, share in added.items() if share >= SECURED}
     return good

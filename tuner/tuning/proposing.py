@@ -1,6 +1,5 @@
 """The next candidate of a study, and how it is measured: functions of its history."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,7 +26,6 @@ from tuner.tuning.knowledge import (
     at_levels,
     policy,
     screens,
-    since_own,
 )
 from tuner.tuning.live import group
 from tuner.tuning.study import Prepared
@@ -89,12 +87,17 @@ def propose(
 
 def _promoted(prepared: Prepared, trials: Sequence[Trial]) -> Trial | None:
     """The screened trial to measure in an engine of its own now: the front holds relaunched ones only."""
-    reference = _reference(prepared, trials)
+    reference = told.reference_of(trials, prepared.study.objectives)
     if reference is None or len(since_own(told.latest(trials))) <= PROMOTE_AFTER:
         return None
     objectives, key = prepared.study.objectives, key_of(prepared, trials)
     found = pareto.promotable(trials, objectives, reference, key)
     return next((trial for trial, gain in found if gain >= SECURED), None)
+
+
+def since_own(trials: Sequence[Trial]) -> Sequence[Trial]:
+    """The trials from the last on that had an engine of its own; all where none had."""
+    return trials[max((i for i, t in enumerate(trials) if not t.screened), default=0) :]
 
 
 def _picked(
@@ -125,7 +128,7 @@ def expected_gain(prepared: Prepared, trials: Sequence[Trial], knowledge: Knowle
     is covered; None where nobody who is trusted expects anything.
     """
     known, number = _trusted(prepared, trials, knowledge), next_number(trials)
-    reference = _reference(prepared, trials)
+    reference = told.reference_of(trials, prepared.study.objectives)
     if known is None or reference is None:
         return None
     key, objectives = key_of(prepared, trials), prepared.study.objectives
@@ -138,13 +141,6 @@ def expected_gain(prepared: Prepared, trials: Sequence[Trial], knowledge: Knowle
     gains = proposals.expected_gains(known.predict, new, trials, encoding=near, scale=scale, rng=rng)
     covered = stopping.volume_of(trials, objectives, trials)
     return float(gains.max()) / covered if len(gains) and covered > 0 else None
-
-
-def _reference(prepared: Prepared, trials: Sequence[Trial]) -> tuple[float, ...] | None:
-    """The baseline's objectives, where all are finite."""
-    base = told.baseline_of(trials)
-    found = told.objective_values(base, prepared.study.objectives) if base else None
-    return found if found is not None and all(map(math.isfinite, found)) else None
 
 
 def untried(prepared: Prepared, trials: Sequence[Trial], seeds: Sequence[Seed]) -> list[Seed]:
