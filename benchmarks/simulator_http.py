@@ -28,7 +28,10 @@ from tuner.simulator.predict import Predictor, Scene
 from tuner.traffic.importers import read_any
 
 MODEL = "Qwen/Qwen2.5-7B-Instruct"
-SHOWN = ("ttft_p50_ms", "ttft_p95_ms", "tpot_p50_ms", "tpot_p95_ms", "e2e_p50_ms", "e2e_p95_ms")
+SHOWN = (
+    *("ttft_p50_ms", "ttft_p95_ms", "tpot_p50_ms", "tpot_p95_ms", "e2e_p50_ms", "e2e_p95_ms"),
+    *("itl_p50_ms", "itl_p95_ms", "batch_tokens_mean"),
+)
 
 
 def plan_of(warmup_s: float, tail_s: float) -> Plan:

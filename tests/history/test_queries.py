@@ -104,6 +104,18 @@ def test_what_a_demonstration_or_a_run_without_an_end_measured_again_is_not_conf
     store.close()
 
 
+def test_a_winner_that_no_baseline_was_measured_beside_is_not_confirmed(tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path}/tuner.db")
+    study = a_study()
+    run = a_run(store, study)
+    again = a_measurement(9.0, purpose="confirm", repeat=0), a_measurement(8.0, purpose="confirm", repeat=1)
+    finished(store, start(store, run, 1), a_measurement(9.0), *again)
+    store.save_run(replace(run, state=RunState.FINISHED, ended_at=run.started_at + timedelta(hours=3)))
+    (found,) = store.bests(model=study.model, metric="ttft_p95_ms")
+    assert (found.value, found.baseline, found.confirmed) == (8.5, None, False)
+    store.close()
+
+
 def test_each_run_gives_its_best_beside_its_baseline(tmp_path: Path) -> None:
     store = Store(f"sqlite:///{tmp_path}/tuner.db")
     study = a_study()

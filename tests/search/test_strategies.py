@@ -47,8 +47,6 @@ def test_groups_run_together_when_it_pays() -> None:
 
     together = order.by_group(mixed, group, compile_s=18.0)
     assert [group(c) for c in together] == ["512"] * 3 + ["1024"] * 3
-    warm = order.by_group(mixed, group, warm=frozenset({"1024"}), compile_s=18.0)
-    assert group(warm[0]) == "1024"
     assert order.by_group(mixed, group, compile_s=18.0, late_s=60.0) == mixed
 
 

@@ -111,6 +111,16 @@ def test_names_and_rates_are_a_measurements() -> None:
     assert found.violation.kv < 0
 
 
+def test_the_batch_is_counted_in_the_window_alone() -> None:
+    one = build({"arrival_s": np.zeros(1), "input_len": np.array([400]), "output_len": np.array([900])})
+    window = Slice(name="first second", start_s=0.0, duration_s=1.0)
+    made = scene(one, slices=(window,))
+    values = Predictor(made, preset(H100), spreads=False)([Candidate()])[0].values
+    steps = 1 + (1000 - values["ttft_mean_ms"]) / values["tpot_mean_ms"]
+    assert 50 < steps < 600, "the answer outlasts the window"
+    assert values["batch_tokens_mean"] == pytest.approx((400 + steps - 1) / steps, rel=0.01)
+
+
 def test_a_smaller_step_budget_trades_first_tokens_for_steady_ones() -> None:
     loaded = scene(traffic(rate=19.0))
     wide, narrow = Predictor(loaded, preset(H100))(

@@ -66,6 +66,7 @@ def _best(
         return None
     sign = 1 if direction_of(metric) == "maximize" else -1
     # Equal values are common where a trial meets all that was asked of it: then the run's own choice is told.
+    base = _baseline(metric, baselines)
     best, values = max(scored, key=lambda pair: (sign * median(pair[1]), pair[0].number == winner))
     return {
         "metric": metric,
@@ -74,9 +75,9 @@ def _best(
         "low": min(values),
         "high": max(values),
         "repeats": len(values),
-        "confirmed": confirmed,
+        "confirmed": confirmed and base is not None,
         "trials": len(measured),
-        "baseline": _baseline(metric, baselines),
+        "baseline": base,
     }
 
 

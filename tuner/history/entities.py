@@ -83,7 +83,8 @@ class RunBest:
     `value` is the best trial's; where trials were confirmed only those compete, by the median of their
     confirmation repeats, else each counts with its search measurement; of equal ones, the run's winner. `low`
     and `high` span the repeats. `baseline` is the run's, else the newest of the study when the run ended.
-    `demonstration`: the run's plan gives numbers to look at, not to act on; nothing of it is `confirmed`.
+    `demonstration`: the run's plan gives numbers to look at, not to act on; nothing of it is `confirmed`, and
+    nothing that no baseline was measured beside.
     """
 
     run_id: str

@@ -19,11 +19,10 @@ def by_group(
     candidates: Sequence[Candidate],
     group: Callable[[Candidate], str],
     *,
-    warm: frozenset[str] = frozenset(),
     compile_s: float,
     late_s: float = 0.0,
 ) -> list[Candidate]:
-    """Candidates with one compile group together, groups that are compiled already first.
+    """Candidates with one compile group together.
 
     Moving one forward saves a compilation only where its group would else be compiled twice (a cache that
     holds one group), and costs `late_s` for each better-ranked candidate that it delays; where that is more
@@ -31,7 +30,7 @@ def by_group(
     """
     groups = [group(c) for c in candidates]
     first = {name: groups.index(name) for name in groups}
-    order = sorted(range(len(groups)), key=lambda i: (groups[i] not in warm, first[groups[i]], i))
+    order = sorted(range(len(groups)), key=lambda i: (first[groups[i]], i))
     delayed = sum(max(order.index(i) - i, 0) for i in range(len(groups)))
     saved = (_switches(groups) - _switches([groups[i] for i in order])) * compile_s
     return [candidates[i] for i in order] if saved > delayed * late_s else list(candidates)

@@ -13,15 +13,18 @@ FOREVER = math.inf
 
 @dataclass(slots=True)
 class Course:
-    """What a run looked like. `gaps` are (end of stretch, seconds per step, steps, decoding sequences)."""
+    """What a run looked like. `gaps` are (end of stretch, seconds per step, steps), `levels` (time,
+    waiting, KV usage, yielding steps and tokens so far).
+    """
 
     steps: int = 0
+    yielding: int = 0  # of the steps, those that gave a token
     tokens: int = 0
     busy_s: float = 0.0
     end_s: float = 0.0
     stuck: bool = False
-    gaps: list[tuple[float, float, int, int]] = field(default_factory=list)
-    levels: list[tuple[float, int, float]] = field(default_factory=list)  # (time, waiting, KV usage)
+    gaps: list[tuple[float, float, int]] = field(default_factory=list)
+    levels: list[tuple[float, int, float, int, int]] = field(default_factory=list)
 
 
 class Clock:
@@ -76,13 +79,19 @@ class Clock:
             request.last = now
         self.scheduler.complete(step)
         course.steps += 1
+        course.yielding += bool(step.decodes or step.sampling)
         course.tokens += step.tokens
         course.busy_s += seconds
         if step.decodes:
-            course.gaps.append((now, seconds, 1, step.decodes))
-        course.levels.append((now, len(self.scheduler.waiting), self.scheduler.pool.usage))
+            course.gaps.append((now, seconds, 1))
+        self._note()
         if watch is not None:
             watch(now, step)
+
+    def _note(self) -> None:
+        scheduler, course = self.scheduler, self.course
+        state = len(scheduler.waiting), scheduler.pool.usage
+        course.levels.append((self.now, *state, course.yielding, course.tokens))
 
     def _stretch(self, pending: Step | None, arrival: float) -> Step | None:
         """Take many pure decode steps at once where nothing can happen between them; the step now pending."""
@@ -106,10 +115,11 @@ class Clock:
         self.now += seconds
         course = self.course
         course.steps += count
+        course.yielding += count
         course.tokens += count * number
         course.busy_s += seconds
-        course.gaps.append((self.now, seconds / count, count, number))
-        course.levels.append((self.now, len(scheduler.waiting), scheduler.pool.usage))
+        course.gaps.append((self.now, seconds / count, count))
+        self._note()
         return Step(decodes=number, context=scheduler.context) if pending is not None else None
 
     @staticmethod

@@ -117,7 +117,9 @@ def _slice(scene: Scene, work: Workload, part: Part, limits: Limits, cost: StepC
 def _fold(
     measured: Sequence[Request], part: Part, course: Course, scheduler: Scheduler, deadline: float
 ) -> Run:
-    """Times count from when each request was due; the front end's delay is in the arrivals."""
+    """Times count from when each request was due; the front end's delay is in the arrivals. A gap counts for
+    every measured request that was decoding then.
+    """
     due = np.array([part.at_s[r.number] for r in measured])
     arrival = np.array([r.arrival for r in measured])
     first = np.array([r.first for r in measured])
@@ -128,8 +130,10 @@ def _fold(
     e2e = np.where(failed, math.inf, (last - due) * 1e3)
     later = np.maximum(made - 1, 1)
     tpot = np.where(made > 1, np.where(failed, math.inf, (last - first) / later * 1e3), math.nan)
-    gaps = np.array(course.gaps).reshape(-1, 4)
-    inside = gaps[(gaps[:, 0] >= part.start_s) & (gaps[:, 0] <= part.start_s + part.window_s)]
+    gaps = np.array(course.gaps).reshape(-1, 3)
+    begun, ended = np.sort(first[~failed]), np.sort(last[~failed])
+    decoding = np.searchsorted(begun, gaps[:, 0]) - np.searchsorted(ended, gaps[:, 0])
+    inside = decoding > 0
     return Run(
         window_s=part.window_s,
         ttft=ttft,
@@ -137,21 +141,24 @@ def _fold(
         e2e=e2e,
         outputs=np.where(failed, 0.0, made),
         inputs=np.array([r.prompt for r in measured], np.float64) * ~failed,
-        gaps=inside[:, 1] * 1e3,
-        weights=inside[:, 2] * inside[:, 3],
+        gaps=gaps[inside, 1] * 1e3,
+        weights=gaps[inside, 2] * decoding[inside],
         engine=_engine(course, scheduler, part),
     )
 
 
 def _engine(course: Course, scheduler: Scheduler, part: Part) -> dict[str, float]:
-    levels = np.array(course.levels).reshape(-1, 3)
+    """What a scrape at the window's start and one at its end would tell."""
+    levels = np.array(course.levels).reshape(-1, 5)
     found = {"preemptions": float(scheduler.preemptions)}
     if scheduler.queries:
         found["prefix_hit_rate"] = scheduler.hits / scheduler.queries
-    if course.steps:
-        found["batch_tokens_mean"] = course.tokens / course.steps
-    inside = levels[(levels[:, 0] >= part.start_s) & (levels[:, 0] <= part.start_s + part.window_s)]
+    edges = part.start_s, part.start_s + part.window_s
+    inside = levels[(levels[:, 0] >= edges[0]) & (levels[:, 0] <= edges[1])]
     if len(inside):
+        steps, tokens = (np.interp(edges, levels[:, 0], levels[:, i], left=0) for i in (3, 4))
+        if steps[1] > steps[0]:
+            found["batch_tokens_mean"] = float((tokens[1] - tokens[0]) / (steps[1] - steps[0]))
         spans = np.diff(inside[:, 0], prepend=part.start_s)
         weights = np.maximum(spans, 1e-9)
         found["queue_depth_mean"] = float(np.average(inside[:, 1], weights=weights))
