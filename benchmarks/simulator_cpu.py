@@ -13,7 +13,7 @@ from single replays of the baseline. Without --python the simulated engine stand
 the path works.
 
 The nine were chosen before they were measured, by prediction: from one to the next p95 TTFT and p95 E2E
-differ by a sixth or more, as a machine that is shared repeats itself no better than that.
+differ by a seventh or more, as a machine that is shared repeats itself no better than that.
 """
 
 import argparse

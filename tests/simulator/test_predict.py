@@ -121,6 +121,16 @@ def test_the_batch_is_counted_in_the_window_alone() -> None:
     assert values["batch_tokens_mean"] == pytest.approx((400 + steps - 1) / steps, rel=0.01)
 
 
+def test_gaps_are_those_of_the_measured_requests() -> None:
+    """Of answers of one length the mean gap is the mean time per token, though many come after the window."""
+    rows = traffic(400, rate=40.0)
+    equal = build({"arrival_s": rows.arrival_s, "input_len": rows.input_len, "output_len": np.full(400, 200)})
+    made = scene(equal, slices=(Slice(name="rush", start_s=1.0, duration_s=2.0),))
+    values = Predictor(made, preset(H100), spreads=False)([Candidate({"max_num_seqs": 32})])[0].values
+    assert values["e2e_mean_ms"] > 3000, "the window lasts 2 s"
+    assert values["itl_mean_ms"] == pytest.approx(values["tpot_mean_ms"], rel=1e-6)
+
+
 def test_a_smaller_step_budget_trades_first_tokens_for_steady_ones() -> None:
     loaded = scene(traffic(rate=19.0))
     wide, narrow = Predictor(loaded, preset(H100))(

@@ -65,8 +65,8 @@ def _best(
     if not scored:
         return None
     sign = 1 if direction_of(metric) == "maximize" else -1
-    # Equal values are common where a trial meets all that was asked of it: then the run's own choice is told.
     base = _baseline(metric, baselines)
+    # Equal values are common where a trial meets all that was asked of it: then the run's own choice is told.
     best, values = max(scored, key=lambda pair: (sign * median(pair[1]), pair[0].number == winner))
     return {
         "metric": metric,
