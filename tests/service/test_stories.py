@@ -5,6 +5,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -177,13 +178,24 @@ def test_no_secret_of_the_engines_environment_is_told(told: Told) -> None:
         assert b"canary" not in log.read_bytes(), log
 
 
+def logged(server: Server, text: str) -> Any:
+    """The log's line with that text; it is written after the answer was sent."""
+    end = time.monotonic() + WATCHDOG_S
+    while True:
+        *whole, _ = server.log.read_text().split("\n")
+        found = [line for line in whole if text in line]
+        if found:
+            return json.loads(found[0])
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
 def test_the_log_is_json_with_the_request_id(told: Told) -> None:
     with told.client() as client:
         client.get("/v1/runs", headers={"X-Request-Id": "find-me-again"})
-    lines = [line for line in told.server.log.read_text().splitlines() if line.startswith("{")]
-    found = [json.loads(line) for line in lines if "find-me-again" in line]
-    assert found[0]["route"] == "/v1/runs"
-    assert found[0]["status"] == 200
+    found = logged(told.server, "find-me-again")
+    assert found["route"] == "/v1/runs"
+    assert found["status"] == 200
 
 
 def test_a_nightly_schedule_fires_and_ends_inside_its_window(tmp_path: Path) -> None:
