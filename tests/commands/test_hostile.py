@@ -211,3 +211,39 @@ def test_a_home_that_may_only_be_read(tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir(mode=0o555)
     assert told(home, "tune", write(tmp_path))[0] == 6
+
+
+@pytest.mark.parametrize("name", ["../../x", "/tmp/x", "a/b", "a\nb", "latest:a", "..", "-x", "", "y" * 99])
+def test_a_trace_is_kept_in_the_home_whatever_it_is_called(tmp_path: Path, name: str) -> None:
+    home = tmp_path / "deep" / "home"
+    done = tuner(home, "trace", "import", TRACE, f"--name={name}")
+    if name:
+        assert done.returncode == 2
+        assert "is no name for a trace" in done.stderr
+    assert [path for path in tmp_path.rglob("*.parquet") if home not in path.parents] == []
+
+
+def test_a_trace_under_a_second_name_says_that_the_first_is_gone(tmp_path: Path) -> None:
+    assert tuner(tmp_path, "trace", "import", TRACE, "--name", "chat").returncode == 0
+    done = tuner(tmp_path, "trace", "import", TRACE, "--name", "other")
+    assert done.returncode == 0
+    assert "'chat' is not known any more" in done.stderr
+
+
+def test_more_traffic_than_can_be_replayed_is_refused(tmp_path: Path) -> None:
+    study = write(
+        tmp_path, STUDY.replace("plan: quick", "speed: 1000\nplan: {base: quick, tail_limit_s: 90000}")
+    )
+    done = tuner(tmp_path, "tune", study, "--dry-run")
+    assert done.returncode == 2
+    assert "requests, at most 1,000,000 can be replayed" in done.stderr
+    done = tuner(tmp_path, "trace", "reshape", TRACE, "--copies", 999_999_999, "-o", tmp_path / "r.parquet")
+    assert done.returncode == 2
+    assert "more than 50,000,000 requests" in done.stderr
+
+
+def test_a_configuration_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "bin.dat").write_bytes(b"\xff\xfe")
+    done = tuner(tmp_path, "baseline", "import", tmp_path / "bin.dat")
+    assert done.returncode == 2
+    assert "is not a UTF-8 text file" in done.stderr

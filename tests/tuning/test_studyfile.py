@@ -61,6 +61,15 @@ BAD = {
     "weights": (GOOD + "winner: {wights: {a: 1}}\n", "unknown key 'winner.wights' (did you mean 'weights'?)"),
     "mapping": (GOOD + "baseline: [1]\n", "line 8: baseline: Input should be a valid dictionary"),
     "number": (GOOD + "speed: quick\n", "line 8: speed: Input should be a valid number"),
+    "too fast": (GOOD + "speed: 1e308\n", "line 8: speed: Input should be less than or equal to 1000"),
+    "too slow": (GOOD + "speed: 1e-9\n", "line 8: speed: Input should be greater than or equal to 0.001"),
+    "no seed": (GOOD + "seed: 99999999999999999999\n", "line 8: seed: Input should be less than"),
+    "too many": (GOOD + "budget: {trials: 9999999999}\n", "line 8: budget.trials: Input should be less than"),
+    "longer than a year": (
+        GOOD + "slices: [{start_s: 0, duration_s: 1e300}]\n",
+        "duration_s: Input should be less than or equal to 31622400",
+    ),
+    "repeats": (GOOD + "plan: {repeats: 1000000000}\n", "plan.repeats: Input should be less than"),
     "word or list": (GOOD + "slices: peak\n", "line 8: slices: Input should be 'auto'"),
 }
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tuner import yamltext
 from tuner.errors import BadInput, nearest
 from tuner.knobs.baseline import Imported, from_command
 from tuner.knobs.configfile import argv_of_mapping, documents
@@ -49,7 +50,7 @@ def sources(what: str) -> tuple[Source, ...]:
     """Every engine in a file, or the one of a command line."""
     path = Path(what).expanduser()
     if os.path.isfile(path):  # False, not an error, for text that is no possible name
-        text, where = path.read_text(), str(path)
+        text, where = yamltext.read(path, "the file"), str(path)
     elif re.fullmatch(r"(?!--)\S+", what):  # a command line of one word starts no model
         raise BadInput(f"there is no file {what}")
     else:

@@ -5,9 +5,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from tuner.errors import BadInput
 from tuner.records import Slice
 from tuner.traffic.trace import STATUSES, Trace
 
+MOST = 1_000_000
+"""Requests of one slice with what goes before and after it; more is a slip of the pen."""
 KINDS = {0: "", -1: "filler before", 1: "filler after"}
 """Prompt kinds of a schedule's rows (`bodies.Bodies`), by the sign of their filler."""
 
@@ -30,12 +33,24 @@ class Schedule:
         return len(self.rows)
 
 
+def check_size(trace: Trace, part: Slice, *, speed: float, around_s: float) -> None:
+    """BadInput where a slice and the seconds before and after its window come to more than MOST requests."""
+    rows = np.searchsorted(trace.arrival_s, (part.start_s, part.start_s + part.duration_s))
+    count = float(rows[1] - rows[0]) * (1 + around_s * speed / part.duration_s)
+    if count > MOST:
+        raise BadInput(
+            f"slice {part.name} at speed {speed:g} with {around_s:g} s of traffic before and after it is"
+            f" {count:.3g} requests, at most {MOST:,} can be replayed: lower speed, or the plan's seconds"
+        )
+
+
 def schedule(trace: Trace, part: Slice, *, speed: float, warmup_s: float, tail_s: float) -> Schedule:
     """The rows of a slice with real traffic before and after it.
 
     The traffic before the window shares its prefixes as recorded. Where the trace begins or ends, rows of
-    the slice itself stand in as filler.
+    the slice itself stand in as filler. BadInput where that is more than MOST requests.
     """
+    check_size(trace, part, speed=speed, around_s=warmup_s + tail_s)
     window = part.duration_s / speed
     at = (trace.arrival_s - part.start_s) / speed
     usable = trace.input_len > 0

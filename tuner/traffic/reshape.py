@@ -10,6 +10,9 @@ from tuner.errors import BadInput
 from tuner.records import JSON
 from tuner.traffic.trace import COLUMNS, Trace, build
 
+MOST = 50_000_000
+"""Requests of a trace made by copies."""
+
 
 def scaled(trace: Trace, speed: float) -> Trace:
     """The same requests in the same order, `speed` times as fast; think times and prompts stay."""
@@ -51,6 +54,8 @@ def superposed(trace: Trace, copies: int, seed: int = 0) -> Trace:
     """
     if copies < 1:
         raise BadInput(f"copies is {copies}, expected at least 1")
+    if copies * len(trace) > MOST:
+        raise BadInput(f"{copies} copies of {len(trace)} requests are more than {MOST:,} requests")
     span = trace.duration_s + trace.duration_s / max(len(trace) - 1, 1)
     shifts = np.concatenate([[0.0], np.random.default_rng(seed).random(copies - 1) * span])
     columns: dict[str, Any] = {name: np.tile(getattr(trace, name), copies) for name in COLUMNS}

@@ -18,6 +18,7 @@ from tuner.knobs.discover import Gpu, discover, on_device
 from tuner.knobs.model import ModelFacts
 from tuner.knobs.space import SearchSpace
 from tuner.records import JSON, Candidate, EngineFacts, Node, Slice, Slo, Study, digest_of
+from tuner.replay.schedule import check_size
 from tuner.replay.timeline import PLANS, Plan
 from tuner.settings import Settings, shipped
 from tuner.simulator.cost import card_of
@@ -117,6 +118,7 @@ def prepare(
     max_model_len = _max_model_len(file.engine.args, model)
     chosen = _slices(file, trace)
     _check_lengths(trace, chosen, max_model_len, name)
+    _check_sizes(trace, chosen, file)
     baseline = Candidate(file.baseline)
     _check_baseline(baseline, facts, file.engine.env, name)
     identity = _identity(file, facts, node, trace, space, chosen)
@@ -247,6 +249,12 @@ def plan_of(file: StudyFile) -> Plan:
     if isinstance(file.plan, str):
         return PLANS[file.plan]
     return Plan(**{**asdict(PLANS[file.plan.base]), **file.plan.overrides()})
+
+
+def _check_sizes(trace: Trace, chosen: tuple[Slice, ...], file: StudyFile) -> None:
+    plan = plan_of(file)
+    for part in chosen:
+        check_size(trace, part, speed=file.speed, around_s=plan.load_warmup_s + plan.tail_limit_s)
 
 
 def _check_lengths(trace: Trace, chosen: tuple[Slice, ...], max_model_len: int, name: str) -> None:

@@ -18,7 +18,8 @@ from tuner import yamltext
 from tuner.errors import BadInput, nearest
 from tuner.measures import NAMES
 
-MOST_HOURS = 8784
+MOST_HOURS, MOST_S, MOST_TRIALS, MOST_SPEED = 8784, 8784 * 3600.0, 100_000, 1000.0
+"""A year; and what no study means."""
 Scalar = bool | int | float | str | None
 Argument = Scalar | list[Scalar] | dict[str, JsonValue]
 
@@ -64,8 +65,8 @@ class EngineFile(_Strict):
 class SliceFile(_Strict):
     """One slice chosen by hand, in seconds of trace time."""
 
-    start_s: float = Field(ge=0)
-    duration_s: float = Field(gt=0)
+    start_s: float = Field(ge=0, le=MOST_S)
+    duration_s: float = Field(gt=0, le=MOST_S)
     name: str = ""
     held_out: bool = False
 
@@ -88,7 +89,7 @@ class QualityFile(_Strict):
 class BudgetFile(_Strict):
     """What one run may spend."""
 
-    trials: int = Field(default=40, ge=1)
+    trials: int = Field(default=40, ge=1, le=MOST_TRIALS)
     hours: float | None = Field(default=None, gt=0, le=MOST_HOURS)
 
 
@@ -105,18 +106,18 @@ class PlanFile(_Strict):
     """A plan by name with some of its numbers changed (see `replay.plan.Plan` for what each is)."""
 
     base: PlanName = "standard"
-    slices: int | None = Field(default=None, ge=1)
-    slice_s: float | None = Field(default=None, gt=0)
-    repeats: int | None = Field(default=None, ge=1)
-    finalists: int | None = Field(default=None, ge=1)
-    warmup_waves: int | None = Field(default=None, ge=0)
-    warmup_requests: int | None = Field(default=None, ge=1)
-    warmup_tokens: int | None = Field(default=None, ge=1)
-    warmup_limit_s: float | None = Field(default=None, ge=0)
-    priming_turnovers: float | None = Field(default=None, ge=0)
-    priming_limit_s: float | None = Field(default=None, ge=0)
-    load_warmup_s: float | None = Field(default=None, ge=0)
-    tail_limit_s: float | None = Field(default=None, gt=0)
+    slices: int | None = Field(default=None, ge=1, le=1000)
+    slice_s: float | None = Field(default=None, gt=0, le=MOST_S)
+    repeats: int | None = Field(default=None, ge=1, le=1000)
+    finalists: int | None = Field(default=None, ge=1, le=1000)
+    warmup_waves: int | None = Field(default=None, ge=0, le=1000)
+    warmup_requests: int | None = Field(default=None, ge=1, le=100_000)
+    warmup_tokens: int | None = Field(default=None, ge=1, le=100_000)
+    warmup_limit_s: float | None = Field(default=None, ge=0, le=MOST_S)
+    priming_turnovers: float | None = Field(default=None, ge=0, le=1000)
+    priming_limit_s: float | None = Field(default=None, ge=0, le=MOST_S)
+    load_warmup_s: float | None = Field(default=None, ge=0, le=MOST_S)
+    tail_limit_s: float | None = Field(default=None, gt=0, le=MOST_S)
     lateness_ms: float | None = Field(default=None, gt=0)
     lateness_share: float | None = Field(default=None, gt=0)
 
@@ -138,7 +139,7 @@ class StudyFile(_Strict):
     engine: EngineFile
     baseline: dict[str, Scalar] = Field(default_factory=dict)
     slices: Literal["auto"] | Annotated[list[SliceFile], Field(min_length=1)] = "auto"
-    speed: float = Field(default=1.0, gt=0)
+    speed: float = Field(default=1.0, ge=1 / MOST_SPEED, le=MOST_SPEED)
     plan: PlanName | PlanFile = "standard"
     slo: SloFile = Field(default_factory=SloFile)
     objectives: list[str] = Field(default=["ttft_p95_ms", "tpot_p95_ms", "goodput_rps"], min_length=1)
@@ -147,7 +148,7 @@ class StudyFile(_Strict):
     quality: QualityFile = Field(default_factory=QualityFile)
     price_per_gpu_hour: float | None = Field(default=None, ge=0)
     budget: BudgetFile = Field(default_factory=BudgetFile)
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, le=2**63 - 1)
 
     @field_validator("live_limits", mode="before")
     @classmethod
