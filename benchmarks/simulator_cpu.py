@@ -44,11 +44,6 @@ from tuner.simulator.cost import card_of
 from tuner.simulator.predict import Predictor, Scene
 from tuner.traffic.importers import read_any
 
-BASE = (128, 2048)
-OTHERS = ((1, 16), (1, 2048), (2, 16), (3, 32), (4, 1024), (8, 128), (16, 32), (32, 512), (64, 4096))
-CANDIDATES = tuple(
-    Candidate({"max_num_seqs": seqs, "max_num_batched_tokens": tokens}) for seqs, tokens in (BASE, *OTHERS)
-)
 Values = Mapping[str, float]
 TRACE = shipped("data", "traces", "azure-conversation-slice.parquet")
 SHOWN = ("ttft_p95_ms", "tpot_p95_ms", "e2e_p95_ms")
@@ -64,6 +59,11 @@ def label(candidate: Candidate) -> str:
 def candidate_of(label: str) -> Candidate:
     seqs, tokens = map(int, label.split())
     return Candidate({"max_num_seqs": seqs, "max_num_batched_tokens": tokens})
+
+
+BASE = "128 2048"
+OTHERS = ("1 16", "1 2048", "2 16", "3 32", "4 1024", "8 128", "16 32", "32 512", "64 4096")
+CANDIDATES = tuple(candidate_of(label) for label in (BASE, *OTHERS))
 
 
 def scene_of(given: argparse.Namespace, model: str) -> Scene:

@@ -5,9 +5,8 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -17,7 +16,7 @@ from sqlalchemy import Connection, text
 
 from tests.history.postgres import Server
 from tests.history.records import a_run, a_study
-from tests.tuning.studies import WATCHDOG_S, environment, write
+from tests.tuning.studies import WATCHDOG_S, environment, wait_for, write
 from tuner import processes
 from tuner.errors import Conflict
 from tuner.fleet import leases
@@ -46,14 +45,6 @@ def store(url: str) -> Iterator[Store]:
     found.upgrade()
     yield found
     found.close()
-
-
-def wait_for(what: Callable[[], bool]) -> None:
-    """Until something is true; the watchdog ends what never is."""
-    end = time.monotonic() + WATCHDOG_S
-    while not what():
-        assert time.monotonic() < end, "never happened"
-        time.sleep(0.05)
 
 
 def test_the_second_controller_is_told_who_has_the_node(store: Store) -> None:

@@ -5,7 +5,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -16,7 +15,7 @@ import httpx
 import pytest
 
 from tests.service.world import STUDY, Server, Shifted, World, prepare, serving
-from tests.tuning.studies import WATCHDOG_S, command, environment
+from tests.tuning.studies import WATCHDOG_S, command, environment, wait_for
 from tuner.fleet.schedule import Happening, loop
 from tuner.history.entities import Schedule
 from tuner.history.store import Store
@@ -180,14 +179,13 @@ def test_no_secret_of_the_engines_environment_is_told(told: Told) -> None:
 
 def logged(server: Server, text: str) -> Any:
     """The log's line with that text; it is written after the answer was sent."""
-    end = time.monotonic() + WATCHDOG_S
-    while True:
+
+    def found() -> list[str]:
         *whole, _ = server.log.read_text().split("\n")
-        found = [line for line in whole if text in line]
-        if found:
-            return json.loads(found[0])
-        assert time.monotonic() < end
-        time.sleep(0.05)
+        return [line for line in whole if text in line]
+
+    wait_for(found)
+    return json.loads(found()[0])
 
 
 def test_the_log_is_json_with_the_request_id(told: Told) -> None:

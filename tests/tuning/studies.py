@@ -4,7 +4,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tuner.settings import shipped
@@ -35,6 +36,14 @@ seed: 3
 """
 WATCHDOG_S = 1800.0
 """No test asserts a time; this only ends what hangs."""
+
+
+def wait_for(what: Callable[[], object]) -> None:
+    """Until something is true; the watchdog ends what never is."""
+    end = time.monotonic() + WATCHDOG_S
+    while not what():
+        assert time.monotonic() < end, "never happened"
+        time.sleep(0.02)
 
 
 def write(folder: Path, study: str = STUDY, space: str = SPACE) -> Path:

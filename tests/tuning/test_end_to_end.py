@@ -3,8 +3,6 @@
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.tuning.studies import STUDY, WATCHDOG_S, answer, command, environment, tuner, write
+from tests.tuning.studies import STUDY, WATCHDOG_S, answer, command, environment, tuner, wait_for, write
 from tuner import processes
 from tuner.history.store import Store
 from tuner.records import Run, RunState, Trial, TrialState
@@ -20,14 +18,6 @@ from tuner.replay import outcomes
 from tuner.tuning.knowledge import RELAUNCHED
 from tuner.tuning.proposing import propose
 from tuner.tuning.study import load
-
-
-def wait_for(what: Callable[[], bool]) -> None:
-    """Until something is true; the watchdog ends what never is."""
-    end = time.monotonic() + WATCHDOG_S
-    while not what():
-        assert time.monotonic() < end, "never happened"
-        time.sleep(0.02)
 
 
 def store_of(home: Path) -> Store:

@@ -12,8 +12,8 @@ import yaml
 
 from benchmarks.tiny import ENV
 from tests.engine.real import INTERPRETER, model
-from tests.tuning.studies import TRACE, command, environment, tuner
-from tests.tuning.test_end_to_end import ours, run_of, store_of, wait_for
+from tests.tuning.studies import TRACE, command, environment, tuner, wait_for
+from tests.tuning.test_end_to_end import ours, run_of, store_of
 from tuner.engine.server import serve
 from tuner.records import LaunchSpec, RunState, Trial, TrialState
 from tuner.tuning.proposing import propose

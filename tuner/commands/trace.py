@@ -100,7 +100,7 @@ def import_trace(
     columns = _columns(column or [])
     with _fetched(source) as file:
         trace = importers.read_any(file, columns, format, max_len=max_len, tokenizer=tokenizer)
-    chosen = _called(name or file.name.split(".")[0])
+    chosen = name or file.name.split(".")[0]
     path = output or settings().home / "traces" / f"{chosen}-{trace.digest[:12]}.parquet"
     _keep(trace, path, chosen)
     if as_json:
@@ -132,8 +132,8 @@ def _keep(trace: "Trace", path: Path, name: str) -> None:
     from tuner.errors import Unavailable
     from tuner.traffic import trace as traces
 
+    _check_name(name)
     store = open_store(create=True)
-    _called(name)
     before = next((known.name for known in store.traces() if known.digest == trace.digest), name)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -146,8 +146,8 @@ def _keep(trace: "Trace", path: Path, name: str) -> None:
         say(f"this trace was known as '{before}': it is '{name}' now, and '{before}' is not known any more")
 
 
-def _called(name: str) -> str:
-    """A trace's name, which becomes part of a file's. BadInput for what is no name."""
+def _check_name(name: str) -> None:
+    """BadInput for what is no name of a trace, which becomes part of a file's."""
     from tuner.errors import BadInput
 
     if not name.isprintable() or set(name) & set("/\\:") or name[:1] in ("", ".", "-") or len(name) > 60:
@@ -155,7 +155,6 @@ def _called(name: str) -> str:
             f"{name!r} is no name for a trace: at most 60 printable characters without / \\ and :,"
             " not beginning with . or -; give another with --name"
         )
-    return name
 
 
 def _columns(pairs: list[str]) -> dict[str, str] | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tuner import yamltext
 from tuner.errors import BadInput, nearest
 from tuner.knobs.catalogue import CATALOGUE, Knob, written
 from tuner.knobs.configfile import argv_of_mapping, load_yaml
@@ -242,7 +243,7 @@ def _config(
     if not path.is_file():
         notes.append(f"--config {path} is not readable here; what it sets is missing")
         return {}
-    mapping = load_yaml(path.read_text(), str(path))
+    mapping = load_yaml(yamltext.read(path), str(path))
     return _given(argv_of_mapping(mapping), known, notes, source)
 
 

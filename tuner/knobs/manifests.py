@@ -50,7 +50,7 @@ def sources(what: str) -> tuple[Source, ...]:
     """Every engine in a file, or the one of a command line."""
     path = Path(what).expanduser()
     if os.path.isfile(path):  # False, not an error, for text that is no possible name
-        text, where = yamltext.read(path, "the file"), str(path)
+        text, where = yamltext.read(path), str(path)
     elif re.fullmatch(r"(?!--)\S+", what):  # a command line of one word starts no model
         raise BadInput(f"there is no file {what}")
     else:

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from tuner.errors import BadInput
 from tuner.records import Slice
+from tuner.traffic import slices
 from tuner.traffic.trace import STATUSES, Trace
 
 MOST = 1_000_000
@@ -35,8 +36,7 @@ class Schedule:
 
 def check_size(trace: Trace, part: Slice, *, speed: float, around_s: float) -> None:
     """BadInput where a slice and the seconds before and after its window come to more than MOST requests."""
-    rows = np.searchsorted(trace.arrival_s, (part.start_s, part.start_s + part.duration_s))
-    count = float(rows[1] - rows[0]) * (1 + around_s * speed / part.duration_s)
+    count = len(slices.rows(trace, part)) * (1 + around_s * speed / part.duration_s)
     if count > MOST:
         raise BadInput(
             f"slice {part.name} at speed {speed:g} with {around_s:g} s of traffic before and after it is"

@@ -20,7 +20,6 @@ class Course:
     steps: int = 0
     yielding: int = 0  # of the steps, those that gave a token
     tokens: int = 0
-    busy_s: float = 0.0
     end_s: float = 0.0
     stuck: bool = False
     gaps: list[tuple[float, float, int]] = field(default_factory=list)
@@ -81,7 +80,6 @@ class Clock:
         course.steps += 1
         course.yielding += bool(step.decodes or step.sampling)
         course.tokens += step.tokens
-        course.busy_s += seconds
         if step.decodes:
             course.gaps.append((now, seconds, 1))
         self._note()
@@ -117,7 +115,6 @@ class Clock:
         course.steps += count
         course.yielding += count
         course.tokens += count * number
-        course.busy_s += seconds
         course.gaps.append((self.now, seconds / count, count))
         self._note()
         return Step(decodes=number, context=scheduler.context) if pending is not None else None

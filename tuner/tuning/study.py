@@ -117,8 +117,7 @@ def prepare(
     always = _fixed(file.engine.args, facts, restricted, name)
     max_model_len = _max_model_len(file.engine.args, model)
     chosen = _slices(file, trace)
-    _check_lengths(trace, chosen, max_model_len, name)
-    _check_sizes(trace, chosen, file)
+    _check_slices(trace, chosen, max_model_len, file, name)
     baseline = Candidate(file.baseline)
     _check_baseline(baseline, facts, file.engine.env, name)
     identity = _identity(file, facts, node, trace, space, chosen)
@@ -251,14 +250,12 @@ def plan_of(file: StudyFile) -> Plan:
     return Plan(**{**asdict(PLANS[file.plan.base]), **file.plan.overrides()})
 
 
-def _check_sizes(trace: Trace, chosen: tuple[Slice, ...], file: StudyFile) -> None:
+def _check_slices(
+    trace: Trace, chosen: tuple[Slice, ...], max_model_len: int, file: StudyFile, name: str
+) -> None:
     plan = plan_of(file)
     for part in chosen:
         check_size(trace, part, speed=file.speed, around_s=plan.load_warmup_s + plan.tail_limit_s)
-
-
-def _check_lengths(trace: Trace, chosen: tuple[Slice, ...], max_model_len: int, name: str) -> None:
-    for part in chosen:
         rows = slices.rows(trace, part)
         if not len(rows):
             raise BadInput(f"{name}: slice {part.name} from {part.start_s:g} s on holds no request")

@@ -18,8 +18,11 @@ from tuner import yamltext
 from tuner.errors import BadInput, nearest
 from tuner.measures import NAMES
 
-MOST_HOURS, MOST_S, MOST_TRIALS, MOST_SPEED = 8784, 8784 * 3600.0, 100_000, 1000.0
-"""A year; and what no study means."""
+MOST_HOURS = 8784
+"""A year."""
+MOST_S = MOST_HOURS * 3600.0
+MOST_TRIALS = 100_000
+MOST_SPEED = 1000.0
 Scalar = bool | int | float | str | None
 Argument = Scalar | list[Scalar] | dict[str, JsonValue]
 

@@ -15,6 +15,7 @@ from tuner.service.context import Here, Service
 from tuner.service.paging import Cursor, Limit, Page, page, unpack
 from tuner.service.problems import documented
 from tuner.service.runner import Order
+from tuner.tuning.studyfile import MOST_TRIALS
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"])
 RunId = Annotated[str, Path(max_length=32, pattern=r"^[0-9a-z]+$", examples=["4f0c1d2e3a5b6c7d"])]
@@ -28,7 +29,7 @@ class RunRequest(BaseModel):
     )
 
     study: str = Field(min_length=1, max_length=100, description="A study's id or name.")
-    trials: int | None = Field(default=None, ge=1, le=100_000)
+    trials: int | None = Field(default=None, ge=1, le=MOST_TRIALS)
     hours: float | None = Field(default=None, gt=0, le=24 * 14)
     deadline: AwareDatetime | None = Field(default=None, description="Be done by then.")
     reason: str = Field(default="asked for over HTTP", max_length=500)
