@@ -23,6 +23,7 @@ FLOORS = (
     ("processes",),
     ("leftovers", "yamltext"),
     ("errors", "settings"),
+    ("conclusions",),
     ("records", "measures"),
     ("__init__",),
 )

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from tests.history.records import NOW, a_launch, a_measurement, a_run, a_study, finished, start
+from tests.history.records import NOW, a_conclusion, a_launch, a_measurement, a_run, a_study, finished, start
 from tuner.errors import BadInput, Conflict, NotFound
 from tuner.history.store import Store
 from tuner.records import (
@@ -88,6 +88,40 @@ class StoreConformance:
             store.save_run(replace(run, state=RunState.FAILED, ended_at=NOW))
 
     # Trials and measurements
+
+    def test_a_conclusion_comes_back_as_it_went_in(self, store: Store) -> None:
+        study = a_study()
+        run = a_run(store, study)
+        assert store.conclusion(run.id) is None
+        assert store.latest_conclusion(study.id) is None
+        said = a_conclusion(run)
+        store.save_run(replace(run, state=RunState.FINISHED, ended_at=NOW), said)
+        assert store.conclusion(run.id) == said
+        assert store.latest_conclusion(study.id) == said
+        assert store.conclusions(study.id) == store.conclusions(node=study.node) == (said,)
+        assert store.conclusions(node="elsewhere") == ()
+        assert store.conclusions(study.id, since=said.at) == (said,)
+        assert store.conclusions(study.id, until=said.at) == ()
+
+    def test_a_conclusion_is_never_changed(self, store: Store) -> None:
+        run = a_run(store, a_study())
+        said = store.add_conclusion(a_conclusion(run))
+        other = a_conclusion(run, sentence="On second thought.")
+        with pytest.raises(Conflict, match="never changed"):
+            store.add_conclusion(other)
+        with pytest.raises(Conflict, match="never changed"):
+            store.save_run(replace(run, state=RunState.FINISHED, ended_at=NOW), other)
+        assert store.conclusion(run.id) == said
+        assert store.run(run.id).state is RunState.RUNNING
+
+    def test_conclusions_come_the_oldest_first(self, store: Store) -> None:
+        study, said = a_study(), []
+        for day in range(3):
+            run = a_run(store, study, now=NOW + timedelta(days=day))
+            said.append(a_conclusion(run, sentence=f"night {day}"))
+            store.save_run(replace(run, state=RunState.FINISHED, ended_at=said[-1].at), said[-1])
+        assert store.conclusions(model=study.model, workload=study.workload) == tuple(said)
+        assert store.latest_conclusion(study.id) == said[-1]
 
     def test_a_trial_comes_back_as_it_went_in(self, store: Store) -> None:
         run = a_run(store, a_study())

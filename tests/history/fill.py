@@ -3,7 +3,7 @@
 from dataclasses import replace
 from datetime import timedelta
 
-from tests.history.records import NOW, a_launch, a_measurement, a_run, a_study, finished, start
+from tests.history.records import NOW, a_conclusion, a_launch, a_measurement, a_run, a_study, finished, start
 from tuner.history.entities import Schedule
 from tuner.history.store import Store
 from tuner.records import Candidate, Node, ProfileKey, RunState, TrialState
@@ -18,7 +18,8 @@ def fill(store: Store) -> None:
     finished(store, start(store, run, 0, origin="baseline"), a_measurement(200.0, launch_id="L1"))
     finished(store, start(store, run, 1), a_measurement(float("inf")), state=TrialState.INFEASIBLE)
     best = finished(store, start(store, run, 2), a_measurement(90.0), a_measurement(95.0, purpose="confirm"))
-    store.save_run(replace(run, state=RunState.FINISHED, ended_at=NOW + timedelta(hours=2)))
+    ended = replace(run, state=RunState.FINISHED, ended_at=NOW + timedelta(hours=2))
+    store.save_run(ended, a_conclusion(ended))
     start(store, a_run(store, study, now=NOW + timedelta(days=1)), 3)
     store.add_trace("c0" * 32, "azure", "azure.parquet", {"rows": 19366}, NOW)
     store.add_node(Node(name="n1", gpu_class="h100-80x1", gpus=("GPU-1",), gpu_memory_gib=79.6))
@@ -53,6 +54,7 @@ def snapshot(store: Store) -> tuple[object, ...]:
     return (
         studies,
         store.runs(),
+        store.conclusions(),
         [store.trials(study.id) for study in studies],
         [store.launches(study.id) for study in studies],
         [store.bests(model=study.model, metric="ttft_p95_ms") for study in studies],

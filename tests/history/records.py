@@ -2,6 +2,7 @@
 
 from datetime import UTC, datetime, timedelta
 
+from tuner.conclusions import Arm, Conclusion, Difference, Judgement, Noise, PublishedProfile, RunCost
 from tuner.history.store import Store
 from tuner.records import (
     JSON,
@@ -101,3 +102,32 @@ def a_launch(study: Study, launch_id: str = "L1") -> Launch:
         timeline={"ready": 12.5},
         kv_tokens=123456,
     )
+
+
+def a_conclusion(run: Run, **changes: object) -> Conclusion:
+    """What a run found: trial 2 beats the baseline in TTFT and is worse in goodput."""
+    better = Difference(
+        metric="ttft_p95_ms", before=200.0, after=90.0, change=-0.55, low=-0.6, high=-0.5, word="better",
+        repeats=3,
+    )  # fmt: skip
+    worse = Difference(
+        metric="goodput_rps", before=3.5, after=3.0, change=-0.143, low=-0.2, high=None, word="worse",
+        repeats=3,
+    )  # fmt: skip
+    today = Arm(trial=0, candidate=Candidate({"max_num_seqs": 64}), attainment=0.9, misses_slo_by=0.05,
+                searched={"ttft_p95_ms": 210.0}, confirmed={"ttft_p95_ms": 200.0})  # fmt: skip
+    best = Arm(
+        trial=2, candidate=Candidate({"max_num_seqs": 66, "async_scheduling": True}), attainment=0.97,
+        misses_slo_by=0.0, changed={"max_num_seqs": (64, 66), "async_scheduling": (None, True)},
+        searched={"ttft_p95_ms": 88.0, "e2e_p99_ms": None}, confirmed={"ttft_p95_ms": 90.0},
+        changes=(better, worse),
+    )  # fmt: skip
+    fields: dict[str, object] = {
+        "run_id": run.id, "study_id": run.study_id, "at": run.started_at + timedelta(hours=2),
+        "outcome": Judgement.TRADE_OFF, "sentence": "Trial 2 is a trade-off.", "winner": 2, "baseline": today,
+        "finalists": (best,), "attainment": 0.95, "repeats": 3,
+        "noise": (Noise(metric="ttft_p95_ms", share=0.03, launches=6, earlier=4, repeats_needed=3),),
+        "cost": RunCost(search_s=3600.0, confirm_s=900.0, gpus=1),
+        "profiles": {"challenger": PublishedProfile(id=1, version=1)},
+    }  # fmt: skip
+    return Conclusion(**(fields | changes))  # type: ignore[arg-type]

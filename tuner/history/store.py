@@ -6,6 +6,7 @@ from datetime import datetime
 from tuner.errors import NotFound
 from tuner.history.care import Care
 from tuner.history.catalog import Catalog
+from tuner.history.concluded import Concluded
 from tuner.history.database import Database
 from tuner.history.entities import Lease
 from tuner.history.migrate import upgrade
@@ -17,7 +18,9 @@ from tuner.history.studies import Studies
 from tuner.history.trials import Trials
 
 
-class Store(Studies, Trials, Nights, Catalog, Registry, Leases, Schedules, Tokens, Audit, Monitor, Care):
+class Store(
+    Studies, Trials, Concluded, Nights, Catalog, Registry, Leases, Schedules, Tokens, Audit, Monitor, Care
+):
     """Opens a database by URL (`sqlite:///path`, `postgresql://user@host/name`); safe to use from threads.
 
     An empty database is made with `create`, else NotFound. One of an older release raises Conflict (run

@@ -7,10 +7,12 @@ from typing import Any
 
 from sqlalchemy import Column, ColumnElement, Connection, Select, insert, select, update
 
+from tuner.conclusions import Conclusion
 from tuner.errors import BadInput, Conflict, NotFound, nearest
 from tuner.history import bests
 from tuner.history.base import Part
 from tuner.history.codec import run_of, run_row, study_of, study_row
+from tuner.history.concluded import conclude
 from tuner.history.tables import runs, studies
 from tuner.records import Run, RunState, Study
 
@@ -138,10 +140,10 @@ class Studies(Part):
 
         return self._write(work)
 
-    def save_run(self, run: Run) -> Run:
-        """Writes a run as it now is; a request to cancel that came in meanwhile is kept.
+    def save_run(self, run: Run, conclusion: Conclusion | None = None) -> Run:
+        """Writes a run as it now is, with what it concluded; a request to cancel that came in is kept.
 
-        Raises Conflict when the run had ended already and this would change how.
+        Raises Conflict when the run had ended already and this would change how, or has a conclusion.
         """
 
         def work(connection: Connection) -> Run:
@@ -150,6 +152,8 @@ class Studies(Part):
                 raise Conflict(f"run '{run.id}' has ended as {old.state}; it cannot become {run.state}")
             kept = replace(run, cancel_requested=run.cancel_requested or old.cancel_requested)
             _update(connection, kept)
+            if conclusion is not None:
+                conclude(connection, conclusion)
             if kept.state != RunState.RUNNING:
                 bests.write(connection, kept.id)
             return kept

@@ -27,7 +27,7 @@ from sqlalchemy.types import TypeDecorator
 
 from tuner.records import JSON, canonical_json
 
-REVISIONS = ("0001",)
+REVISIONS = ("0001", "0002")
 """Every revision of `migrations/`, oldest first; the last one is what this release reads and writes."""
 VERSION_TABLE = "tuner_alembic_version"
 
@@ -246,6 +246,17 @@ run_bests = Table(
     Column("confirmed", Boolean, nullable=False),
     Column("trials", Integer, nullable=False),
     Column("baseline", Double),
+)
+
+conclusions = Table(
+    "conclusions",
+    metadata,
+    Column("run_id", ForeignKey(runs.c.id), primary_key=True),
+    Column("study_id", ForeignKey(studies.c.id), nullable=False),
+    Column("at", Moment, nullable=False),
+    Column("outcome", Label(40), nullable=False),
+    Column("document", Document, nullable=False),
+    Index(None, "study_id", "at"),
 )
 
 traces = Table(

@@ -1,0 +1,186 @@
+"""What a run concluded: computed once, when it ends, from its own interleaved repeats; stored, never changed.
+
+Every surface (front, history, report, pages, API, notifications, profile evidence) reads this record and
+computes no gain of its own. docs/tuning.md explains each outcome. Numbers are ready for JSON: a value that
+is not finite (a failed request counts as +inf) is None. A change is (after − before) / before.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import PlainSerializer, PlainValidator, TypeAdapter
+
+from tuner.records import JSON, Candidate, Value
+
+
+class Judgement(StrEnum):
+    """What a run found, in one of these words. A `winner` is named with the first four only."""
+
+    CLEAR_WINNER = "clear winner"
+    """A finalist is better than the baseline in an objective and worse in none."""
+    TRADE_OFF = "trade-off"
+    """A finalist is better in an objective and worse in another, within the study's `not_worse`."""
+    BASELINE_FAILED = "baseline failed"
+    """Today's configuration did not serve the traffic, the winner did: there is nothing to compare with."""
+    SLO_MISSED = "no trial meets the SLO"
+    """Of all that was measured again nothing meets it; `winner` is the nearest if it beats the baseline."""
+    BASELINE_STAYS = "baseline stays"
+    """Today's configuration is what the study's policy picks, or what beats it is forbidden by `not_worse`
+    or denied by the held-out slice."""
+    NO_CLEAR_WINNER = "no clear winner"
+    """The differences are within the noise of the measurements."""
+    NOT_TRUSTED = "not to be trusted"
+    """The machine changed between the search and the confirmation: `drift` names how."""
+    NOT_CONFIRMED = "not confirmed"
+    """The finalists were not measured again, or not to the end."""
+    NOTHING_SERVED = "nothing served"
+    """No candidate served the traffic, or every finalist failed when it was measured again."""
+
+
+Where = Literal["confirm", "held_out"]
+Word = Literal["better", "worse", "open"]
+Values = Mapping[str, float | None]
+KeptCandidate = Annotated[Candidate, PlainValidator(Candidate), PlainSerializer(dict)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One finalist against the baseline in one objective, by this run's interleaved repeats.
+
+    `before` is the baseline's value, `after` the finalist's, each over `repeats` launches (None: an earlier
+    release did not keep it). `change` lies within `low` … `high` (None: no upper bound). `word` speaks of the
+    finalist; `open`: the interval holds both.
+    """
+
+    metric: str
+    where: Where = "confirm"
+    before: float | None
+    after: float | None
+    change: float | None
+    low: float | None
+    high: float | None
+    word: Word
+    repeats: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """One configuration of the confirmation: the baseline, or a finalist.
+
+    `changed` holds the knobs that differ from today's configuration, name → (before, after). `dropped` is why
+    it left the confirmation, if it did. `searched` are the objectives as the search measured them first,
+    `confirmed` as this run's repeats did, `attainment` the share of good requests in these. `misses_slo_by`:
+    how much of that share is missing, 0 where the SLO is met; None where it was not measured again.
+    """
+
+    trial: int
+    candidate: KeptCandidate
+    changed: Mapping[str, tuple[Value, Value]] = field(default_factory=dict)
+    dropped: str | None = None
+    attainment: float | None = None
+    misses_slo_by: float | None = None
+    searched: Values = field(default_factory=dict)
+    confirmed: Values = field(default_factory=dict)
+    changes: tuple[Difference, ...] = ()
+
+    @property
+    def slo_met(self) -> bool | None:
+        """Whether this run's repeats meet the SLO; None where there are none."""
+        return None if self.misses_slo_by is None else self.misses_slo_by <= 0
+
+    def change(self, metric: str, where: Where = "confirm") -> Difference | None:
+        """Its difference from the baseline in an objective."""
+        return next((c for c in self.changes if (c.metric, c.where) == (metric, where)), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noise:
+    """How much one objective differs between launches of one configuration on this node.
+
+    `share` is the relative standard deviation (None: not known), by `launches` of this run and `earlier` ones
+    of the same node, engine and traffic. `repeats_needed` shows a difference of 10 % (None: not known).
+    """
+
+    metric: str
+    share: float | None
+    launches: int = 0
+    earlier: int = 0
+    repeats_needed: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunCost:
+    """Seconds that a run's search and its confirmation held the node: GPU-seconds where `gpus` > 0, else
+    seconds of wall time.
+    """
+
+    search_s: float = 0.0
+    confirm_s: float = 0.0
+    gpus: int = 0
+
+    @property
+    def unit(self) -> Literal["GPU-hours", "hours"]:
+        return "GPU-hours" if self.gpus else "hours"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedProfile:
+    """A profile version that the run published under an alias; its key is the study's."""
+
+    id: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conclusion:
+    """What a run found. `sentence` is the text that every surface prints, as it is.
+
+    `winner`, `nearest` and the arms' `trial` are trial numbers of the study. `attainment` is the share of
+    good requests that the SLO asks for; `nearest` the trial that comes nearest where none meets it. `repeats`
+    is how often each arm was measured again. `drift` holds one sentence per objective of the baseline that
+    changed between the search and the confirmation. `profiles` maps alias to what was published under it.
+    """
+
+    run_id: str
+    study_id: str
+    at: datetime
+    outcome: Judgement
+    sentence: str
+    winner: int | None = None
+    baseline: Arm | None = None
+    finalists: tuple[Arm, ...] = ()
+    attainment: float | None = None
+    nearest: int | None = None
+    noise: tuple[Noise, ...] = ()
+    drift: tuple[str, ...] = ()
+    cost: RunCost = field(default_factory=RunCost)
+    repeats: int = 0
+    profiles: Mapping[str, PublishedProfile] = field(default_factory=dict)
+    demonstration: bool = False
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether the winner's gain over the baseline was proved, by a plan that is meant to be acted on."""
+        proved = self.winner is not None and self.baseline is not None and not self.demonstration
+        return proved and self.outcome is not Judgement.BASELINE_FAILED
+
+    def arm(self, number: int | None) -> Arm | None:
+        """The baseline or the finalist of a trial number; None where it was not measured again."""
+        arms = (*([self.baseline] if self.baseline else []), *self.finalists)
+        return next((arm for arm in arms if arm.trial == number), None)
+
+    def to_json(self) -> dict[str, JSON]:
+        """The whole record as JSON; `confirmed` stands beside for who reads it."""
+        found: dict[str, JSON] = _CODEC.dump_python(self, mode="json")
+        return {**found, "confirmed": self.confirmed}
+
+    @staticmethod
+    def from_json(text: JSON) -> "Conclusion":
+        """The record that `to_json` gave. ValidationError for anything else."""
+        return _CODEC.validate_python(text)
+
+
+_CODEC = TypeAdapter(Conclusion)
