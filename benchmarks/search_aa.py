@@ -74,7 +74,7 @@ def study(seed: int, noise: float, trials_limit: int) -> list[str]:
     trials: list[Trial] = []
     while len(trials) < trials_limit:
         found = suggest(
-            Space(), trials, seed=seed, number=len(trials), objectives=OBJECTIVES, baseline=base,
+            Space(), trials, seed=seed, number=len(trials), objectives=OBJECTIVES, slo=SLO, baseline=base,
             known=lambda c: None,
         )  # fmt: skip
         if found is None:

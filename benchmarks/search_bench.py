@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from search_truth import LEAD_S, NOW, OBJECTIVES, TAIL_S, Failure, Result, World, finite
+from search_truth import LEAD_S, NOW, OBJECTIVES, TAIL_S, Failure, Result, World, failed_share, passes
 
 from tuner.records import Candidate, Measurement, Trial, TrialState, Value, Violation
-from tuner.search import judge, pareto
+from tuner.search import judge, pareto, told
+from tuner.tuning.attempt import ERROR_RATE
 
 LAUNCH_S, COMPILE_S, CHANGE_S, REFUSED_S = 57.0, 18.0, 1.0, 12.0
 SHARES = (0.8, 0.9, 0.95)
@@ -96,9 +97,13 @@ class Bench:
         common: dict[str, Any] = {"screened": screened, "origin": origin, "begun": begun}
         if stop is None:
             self.columns[number] = columns
-            measured = Measurement(values=self._values(columns, result))
-            self.add(candidate, TrialState.COMPLETE, measurements=(measured,), **common)
-            self.onlooker.look(self.trials[-1])
+            values = self._values(columns, result)
+            failed = failed_share(values) - ERROR_RATE
+            state = TrialState.COMPLETE if failed <= 0 else TrialState.INFEASIBLE
+            ended = {"measurements": (Measurement(values=values),), "violation": Violation(err=failed)}
+            self.add(candidate, state, cause="errors" if failed > 0 else None, **ended, **common)
+            if failed <= 0:
+                self.onlooker.look(self.trials[-1])
         else:
             estimate = (Measurement(values=stop[1], kind="estimate"),) if stop[1] else ()
             self.add(candidate, TrialState.PRUNED, measurements=estimate, reason=stop[2], **common)
@@ -173,7 +178,6 @@ class Bench:
             id=number + 1, study_id="bench", run_id="bench", number=number, candidate=candidate, state=state,
             effective=dict(self.world.ran(candidate)), gpu_seconds=self.spent - begun,
             started_at=NOW + timedelta(seconds=begun), ended_at=NOW + timedelta(seconds=self.spent),
-            violation=Violation(),
         )  # fmt: skip
         self.trials.append(replace(row, **more))  # type: ignore[arg-type]
 
@@ -184,10 +188,11 @@ class Onlooker:
     def __init__(self, bench: Bench) -> None:
         self._bench, world = bench, bench.world
         base = world.truth(world.defaults)
-        results = [r for _, r in world.compared if finite(r.values)]
+        results = [r for _, r in world.compared if passes(r.values)]
         if not isinstance(base, Result):
             raise TypeError(f"{world.name}: the defaults do not run")
-        self._reference = [base.values[n] for n in OBJECTIVES]
+        reference = [base.values[n] for n in OBJECTIVES]
+        self._scale = told.scale(OBJECTIVES, reference, world.scene.slo)
         self._best = self._volume([[r.values[n] for n in OBJECTIVES] for r in results])
         meeting = [r.values["goodput_rps"] for r in results if self._meets(r)]
         self._pick = max(meeting, default=0.0)
@@ -197,15 +202,18 @@ class Onlooker:
         self.share = 0.0
 
     def _volume(self, rows: list[list[float]]) -> float:
-        return pareto.hypervolume(rows, OBJECTIVES, self._reference)
+        return pareto.hypervolume(rows, self._scale)
 
     def _meets(self, result: Result) -> bool:
-        return result.values["slo_attainment"] >= self._bench.world.scene.slo.attainment * 0.985
+        return (
+            passes(result.values)
+            and result.values["slo_attainment"] >= self._bench.world.scene.slo.attainment * 0.985
+        )
 
     def look(self, trial: Trial) -> None:
         """A trial was measured in full: what is it truly worth?"""
         true = self._bench.world.truth(self._bench.world.ran(trial.candidate))
-        if not isinstance(true, Result) or not finite(true.values):
+        if not isinstance(true, Result) or not passes(true.values):
             return
         for kind in ("any",) if trial.screened else ("any", "hv"):
             self._rows[kind].append([true.values[n] for n in OBJECTIVES])

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tuner.records import Candidate, Slice, Value, Violation
+from tuner.records import Candidate, Slice, Slo, Value, Violation
 from tuner.search import pareto, told
 from tuner.simulator import predict
 from tuner.simulator.cost import CARDS, GIB, Coefficients, StepCost
@@ -28,6 +28,7 @@ from tuner.simulator.workload import Workload
 from tuner.traffic import trace as traces
 from tuner.traffic.importers import read_any
 from tuner.tuning import study
+from tuner.tuning.attempt import ERROR_RATE
 from tuner.tuning.knowledge import scene_of
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -210,10 +211,10 @@ class World:
 
     def _front(self) -> list[Candidate]:
         """Of everything worked out so far, what nothing else beats in every objective."""
-        found = [(c, r) for c, r in self._results() if finite(r.values)]
+        found = [(c, r) for c, r in self._results() if passes(r.values)]
         if not found:
             return []
-        scale = told.scale(OBJECTIVES, [1.0] * len(OBJECTIVES))
+        scale = told.scale(OBJECTIVES, [1.0] * len(OBJECTIVES), Slo())
         costs = np.array([scale.costs([r.values[n] for n in OBJECTIVES]) for _, r in found])
         keep = pareto.non_dominated(costs)
         return [c for (c, _), kept in zip(found, keep, strict=True) if kept]
@@ -370,6 +371,15 @@ class World:
                 return result
         known_results.append(self._simulate(ran, blocks))
         return known_results[-1]
+
+
+def failed_share(values: Mapping[str, float]) -> float:
+    return values["failed"] / max(values["requests"], 1.0)
+
+
+def passes(values: Mapping[str, float]) -> bool:
+    """Whether `tuner tune` would take it for a trial that works."""
+    return failed_share(values) <= ERROR_RATE and finite(values)
 
 
 def finite(values: Mapping[str, float]) -> bool:

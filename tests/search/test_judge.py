@@ -8,6 +8,7 @@ import pytest
 
 from tuner.records import Outcome, Slice, Slo
 from tuner.search import judge as module
+from tuner.search import told
 from tuner.search.judge import Case, Judge, Rival
 
 OBJECTIVES = ("ttft_p95_ms", "e2e_p95_ms", "goodput_rps")
@@ -53,7 +54,7 @@ def full(case: Case, outcomes: Sequence[Outcome]) -> dict[str, float]:
     return {**values, "goodput_rps": float(columns.good.sum()) / WINDOW}
 
 
-EMPTY = Case(objectives=OBJECTIVES, slo=SLO, planned=COUNT, window_s=WINDOW, baseline={}, rungs=())
+EMPTY = Case(objectives=OBJECTIVES, slo=SLO, planned=COUNT, window_s=WINDOW, corner={}, rungs=())
 
 
 def case_against(*rivals: float, rungs: tuple[tuple[float, float], ...] = (), **more: frozenset[int]) -> Case:
@@ -61,12 +62,13 @@ def case_against(*rivals: float, rungs: tuple[tuple[float, float], ...] = (), **
         Rival(number=i, values=full(EMPTY, o), columns=EMPTY.rows(o).columns())
         for i, o in enumerate(replayed(slowness, 50 + n) for n, slowness in enumerate(rivals))
     ]
+    baseline = [found[0].values[n] for n in OBJECTIVES]
     return Case(
         objectives=OBJECTIVES,
         slo=SLO,
         planned=COUNT,
         window_s=WINDOW,
-        baseline=found[0].values,
+        corner=dict(zip(OBJECTIVES, told.corner_of(OBJECTIVES, baseline, SLO), strict=True)),
         rivals=tuple(found),
         rungs=rungs,
         **more,  # type: ignore[arg-type]

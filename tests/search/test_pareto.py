@@ -12,9 +12,10 @@ from tests.search import world
 from tests.search.world import OBJECTIVES
 from tuner.errors import BadInput, NotFound
 from tuner.records import Candidate, Measurement, Slo, Trial, TrialState
-from tuner.search import pareto
+from tuner.search import pareto, told
 
 PAIR = ("ttft_p95_ms", "goodput_rps")
+SCALE = told.scale(PAIR, [100.0, 10.0], Slo())
 
 
 def measured(number: int, ttft: float, goodput: float, knobs: int = 1, **more: float) -> Trial:
@@ -44,14 +45,14 @@ def test_front_leaves_out_screened_partial_and_unfinished() -> None:
 def test_an_infinite_percentile_never_hides_a_finite_one() -> None:
     trials = [measured(0, math.inf, 10), measured(1, 90, 9)]
     assert {t.number for t in pareto.front(trials, PAIR)} == {0, 1}
-    assert pareto.hypervolume([[math.inf, 10.0]], PAIR, [100.0, 10.0]) == 0.0
+    assert pareto.hypervolume([[math.inf, 10.0]], SCALE) == 0.0
 
 
 def test_hypervolume_by_hand() -> None:
-    width = math.log(1.1 * 100) - math.log(50)
-    height = 2.0 - 1 / 1.1
-    assert pareto.hypervolume([[50.0, 20.0]], PAIR, [100.0, 10.0]) == pytest.approx(width * height)
-    assert pareto.hypervolume([], PAIR, [100.0, 10.0]) == 0.0
+    width = math.log(2 * 100) - math.log(50)
+    height = 2.0 - 1 / 2
+    assert pareto.hypervolume([[50.0, 20.0]], SCALE) == pytest.approx(width * height)
+    assert pareto.hypervolume([], SCALE) == 0.0
 
 
 @settings(max_examples=40, deadline=None)
@@ -64,7 +65,7 @@ def test_volume_is_the_count_of_dominated_cells(rows: list[tuple[int, int, int]]
 
 
 def test_what_each_trial_widened_when_it_came_adds_up_to_the_whole() -> None:
-    names = ("ttft_p95_ms", "goodput_rps")
+    names, scale = PAIR, told.scale(PAIR, (400, 4), Slo())
     trials = [
         measured(0, 400, 4),
         measured(1, 200, 4),
@@ -72,14 +73,14 @@ def test_what_each_trial_widened_when_it_came_adds_up_to_the_whole() -> None:
         measured(3, 300, 6),
         measured(4, 100, 8),
     ]
-    added = pareto.widening(trials, names, (400, 4))
+    added = pareto.widening(trials, scale)
     assert added[2] == 0.0
     assert all(0 < added[n] < 1 for n in (1, 3, 4))
     assert added[0] == 1.0
     covered, rows = 0.0, []
     for trial in trials:
         rows.append([trial.measurement.values[n] for n in names] if trial.measurement else [])
-        now = pareto.hypervolume(rows, names, (400, 4))
+        now = pareto.hypervolume(rows, scale)
         assert added[trial.number] == pytest.approx((now - covered) / now)
         covered = now
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from tests.search import world
 from tests.search.world import OBJECTIVES, World
-from tuner.records import Candidate, Measurement, Prediction, Trial
+from tuner.records import Candidate, Measurement, Prediction, Slo, Trial, TrialState
 from tuner.search import proposals, told
 from tuner.search.encoding import encode
 
@@ -41,7 +41,7 @@ def _trial(number: int, candidate: Candidate, values: Mapping[str, float], kind:
 
 
 def _gains(trials: Sequence[Trial], pool: Sequence[Candidate]) -> list[float]:
-    scale = told.scale(OBJECTIVES, list(BASE.values()))
+    scale = told.scale(OBJECTIVES, list(BASE.values()), Slo())
     found = proposals.expected_gains(
         _predict,
         pool,
@@ -82,7 +82,7 @@ def test_an_error_that_all_predictions_share_is_taken_out() -> None:
         return [Prediction(values=low[0] if c == Candidate() else low[1]) for c in candidates]
 
     trials = [_trial(0, Candidate(), BASE), _trial(1, SAFE, half[1].values)]
-    scale = told.scale(OBJECTIVES, list(BASE.values()))
+    scale = told.scale(OBJECTIVES, list(BASE.values()), Slo())
     place = encode(SPACE, world.DEFAULTS)
     twin = Candidate({"max_num_batched_tokens": 1024, "max_num_seqs": 128})
     gains = [
@@ -128,3 +128,26 @@ def test_a_knob_without_a_predicted_gain_is_left_where_the_baseline_has_it() -> 
     )
     found = proposals.plain(predict, encode(space, world.DEFAULTS), asked, OBJECTIVES)
     assert dict(found) == {**asked, "max_num_seqs": 256, "gpu_memory_utilization": 0.9}
+
+
+def test_a_predicted_failure_is_a_probability_and_one_that_works_outweighs_the_prediction() -> None:
+    """Where every candidate is predicted to fail, each still has its gain, and once one works half of it."""
+    base = _trial(0, Candidate(), BASE)
+
+    def pessimist(candidates: Sequence[Candidate]) -> list[Prediction]:
+        return [replace(p, feasible=False) for p in _predict(candidates)]
+
+    def gain(trials: Sequence[Trial]) -> float:
+        scale = told.scale(OBJECTIVES, list(BASE.values()), Slo())
+        place, rng = encode(SPACE, world.DEFAULTS), np.random.default_rng(1)
+        return float(
+            proposals.expected_gains(pessimist, [SAFE], trials, encoding=place, scale=scale, rng=rng)[0]
+        )
+
+    first = _gains([base], [SAFE])[0]
+    assert gain([base]) > 0.4 * first  # the baseline itself was predicted to fail
+    failed = [
+        replace(base, number=n, origin="search", state=TrialState.INFEASIBLE, measurements=())
+        for n in range(1, 9)
+    ]
+    assert 0 < gain([base, *failed]) < 0.2 * first

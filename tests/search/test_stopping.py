@@ -7,7 +7,7 @@ import pytest
 
 from tests.search import world
 from tests.search.world import OBJECTIVES
-from tuner.records import Candidate, Measurement, Trial, TrialState
+from tuner.records import Candidate, Measurement, Slo, Trial, TrialState
 from tuner.search import stopping
 from tuner.search.stopping import reason_to_stop
 
@@ -24,26 +24,26 @@ def flat(length: int) -> list[Trial]:
 
 
 def test_budget_and_window() -> None:
-    assert reason_to_stop([], OBJECTIVES, done=4, limit=4) == "the budget of 4 trials is spent"
-    assert reason_to_stop([], OBJECTIVES, done=3, limit=4) is None
+    assert reason_to_stop([], OBJECTIVES, Slo(), done=4, limit=4) == "the budget of 4 trials is spent"
+    assert reason_to_stop([], OBJECTIVES, Slo(), done=3, limit=4) is None
     end = world.START + timedelta(minutes=10)
-    early = reason_to_stop([], OBJECTIVES, done=0, now=world.START, deadline=end, needed_s=300)
-    late = reason_to_stop([], OBJECTIVES, done=0, now=world.START, deadline=end, needed_s=601)
+    early = reason_to_stop([], OBJECTIVES, Slo(), done=0, now=world.START, deadline=end, needed_s=300)
+    late = reason_to_stop([], OBJECTIVES, Slo(), done=0, now=world.START, deadline=end, needed_s=601)
     assert early is None
     assert late is not None
     assert "window ends at 00:10" in late
 
 
 def test_nothing_more_to_gain_stops_but_not_too_early() -> None:
-    found = reason_to_stop(flat(14), OBJECTIVES, done=14)
+    found = reason_to_stop(flat(14), OBJECTIVES, Slo(), done=14)
     assert found is not None
     assert "less than the noise" in found
-    assert reason_to_stop(flat(12), OBJECTIVES, done=12) is None
+    assert reason_to_stop(flat(12), OBJECTIVES, Slo(), done=12) is None
 
 
 def test_a_predicted_gain_keeps_the_search_going() -> None:
-    assert reason_to_stop(flat(14), OBJECTIVES, done=14, expected_gain=lambda: 10.0) is None
-    said = reason_to_stop(flat(14), OBJECTIVES, done=14, expected_gain=lambda: 1e-6)
+    assert reason_to_stop(flat(14), OBJECTIVES, Slo(), done=14, expected_gain=lambda: 10.0) is None
+    said = reason_to_stop(flat(14), OBJECTIVES, Slo(), done=14, expected_gain=lambda: 1e-6)
     assert said is not None
     assert "is expected of any other" in said
 
@@ -52,18 +52,18 @@ def test_progress_keeps_the_search_going() -> None:
     trials = flat(14)
     values = {**world.truth({"max_num_batched_tokens": 2048, "max_num_seqs": 128}).values}
     better = replace(trials[13], measurements=(Measurement(values=values),))
-    assert reason_to_stop([*trials[:13], better], OBJECTIVES, done=14) is None
+    assert reason_to_stop([*trials[:13], better], OBJECTIVES, Slo(), done=14) is None
 
 
 def test_a_baseline_that_cannot_serve_does_not_end_the_search() -> None:
     dead = replace(flat(1)[0], state=TrialState.INFEASIBLE, measurements=())
     failing = [replace(dead, number=n, origin="tpe", cause="oom") for n in range(1, 30)]
-    assert reason_to_stop([dead, *failing], OBJECTIVES, done=30) is None
+    assert reason_to_stop([dead, *failing], OBJECTIVES, Slo(), done=30) is None
     served = [dead, *flat(14)[1:]]
-    assert reason_to_stop(served, OBJECTIVES, done=14) is not None
+    assert reason_to_stop(served, OBJECTIVES, Slo(), done=14) is not None
     values = {**world.truth({"max_num_batched_tokens": 2048, "max_num_seqs": 128}).values}
     better = replace(served[13], measurements=(Measurement(values=values),))
-    assert reason_to_stop([*served[:13], better], OBJECTIVES, done=14) is None
+    assert reason_to_stop([*served[:13], better], OBJECTIVES, Slo(), done=14) is None
 
 
 def test_noise_is_the_spread_of_the_baselines_repeats() -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from tests.search import world
 from tests.search.world import OBJECTIVES, World
-from tuner.records import Candidate, Measurement
-from tuner.search import order, pareto, starts
+from tuner.records import Candidate, Measurement, Slo
+from tuner.search import order, pareto, starts, told
 
 
 def test_starts_are_known_advice() -> None:
@@ -26,15 +26,15 @@ def test_promotions_are_screened_members_that_would_widen_the_front() -> None:
         world.trial(2, Candidate({"max_num_batched_tokens": 1024, "max_num_seqs": 64})), screened=True
     )
     poor = replace(world.trial(3, Candidate({"max_num_seqs": 1024})), screened=True)
-    reference = [world.truth({}).values[n] for n in OBJECTIVES]
-    found = pareto.promotable([base, good, best, poor], OBJECTIVES, reference)
+    scale = told.scale(OBJECTIVES, [world.truth({}).values[n] for n in OBJECTIVES], Slo())
+    found = pareto.promotable([base, good, best, poor], scale)
     assert [t.number for t, _ in found] == [1]
-    assert 0.5 < found[0][1] < 1
-    assert {t.number for t, _ in pareto.promotable([base, best, poor], OBJECTIVES, reference)} <= {2}
+    assert 0.3 < found[0][1] < 1
+    assert {t.number for t, _ in pareto.promotable([base, best, poor], scale)} <= {2}
     relaunched = replace(world.trial(4, good.candidate), screened=False)
-    again = pareto.promotable([base, good, poor, relaunched], OBJECTIVES, reference)
+    again = pareto.promotable([base, good, poor, relaunched], scale)
     assert 1 not in {t.number for t, _ in again}
-    assert pareto.promotable([], OBJECTIVES, reference) == ()
+    assert pareto.promotable([], scale) == ()
 
 
 def test_groups_run_together_when_it_pays() -> None:

@@ -11,15 +11,17 @@ import numpy as np
 
 from tests.search import world
 from tests.search.world import OBJECTIVES, World
-from tuner.records import Candidate, Measurement, Prediction, Trial, TrialState
+from tuner.records import Candidate, Measurement, Prediction, Slo, Trial, TrialState
 from tuner.search import pareto, proposals, told
 from tuner.search.encoding import encode
 from tuner.search.suggest import TPE_EVERY, TPE_FROM, Suggestion, suggest
 
+SCALE = told.scale(OBJECTIVES, [world.truth({}).values[n] for n in OBJECTIVES], Slo())
+
 
 def ask(trials: Sequence[Trial], number: int, space: World | None = None, **more: Any) -> Suggestion | None:
     settings: dict[str, Any] = {"seed": 7, "baseline": Candidate(), "known": world.seqs_above_tokens, **more}
-    return suggest(space or World(), trials, number=number, objectives=OBJECTIVES, **settings)
+    return suggest(space or World(), trials, number=number, objectives=OBJECTIVES, slo=Slo(), **settings)
 
 
 def study(length: int, **more: Any) -> list[Trial]:
@@ -64,7 +66,7 @@ def test_no_candidate_comes_twice_and_no_known_failure_is_launched() -> None:
 
 def covered(trials: Sequence[Trial]) -> float:
     rows = [[t.measurement.values[n] for n in OBJECTIVES] for t in trials if t.measurement]
-    return pareto.hypervolume(rows, OBJECTIVES, [world.truth({}).values[n] for n in OBJECTIVES])
+    return pareto.hypervolume(rows, SCALE)
 
 
 def test_the_search_covers_the_front_and_learns_where_it_fails() -> None:
@@ -121,7 +123,10 @@ def test_a_pruned_trial_tells_its_estimate() -> None:
     )
     first_part = Measurement(values={n: 1.0 for n in OBJECTIVES}, kind="partial")
     for measurements in ((), (first_part,)):  # no word of where it would have ended: as bad as the worst
-        encoding, scale = encode(World(), world.DEFAULTS), told.scale(OBJECTIVES, [1.0] * len(OBJECTIVES))
+        encoding, scale = (
+            encode(World(), world.DEFAULTS),
+            told.scale(OBJECTIVES, [1.0] * len(OBJECTIVES), Slo()),
+        )
         bare = [*trials[:11], replace(pruned, measurements=measurements)]
         costs = [row.values for row in told.tell(encoding, bare, scale) if row.values is not None]
         assert all(
@@ -200,12 +205,10 @@ def test_without_a_predictor_the_leading_knobs_come_first_and_what_was_measured_
         for tokens in world.LEVELS["max_num_batched_tokens"]
     ]
     works = [c for c in plane if world.truth(c).feasible and world.seqs_above_tokens(c) is None]
-    base = told.objective_values(trials[0], OBJECTIVES)
-    assert base is not None
 
     def volume(candidates: Sequence[Candidate]) -> float:
         rows = [[world.truth(c).values[n] for n in OBJECTIVES] for c in candidates]
-        return pareto.hypervolume(rows, OBJECTIVES, base)
+        return pareto.hypervolume(rows, SCALE)
 
     rng = np.random.default_rng(0)
     draws = [volume([works[int(i)] for i in rng.permutation(len(works))[: len(early)]]) for _ in range(50)]

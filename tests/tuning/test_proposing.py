@@ -263,7 +263,7 @@ def test_the_judge_knows_the_baseline_the_plan_and_the_busiest_rows(
     assert judge_of(prepared, (), screened=True) is None
     judge = judge_of(prepared, history, screened=True)
     assert judge is not None
-    assert judge.case.baseline["ttft_p95_ms"] == 900.0
+    assert judge.case.corner["ttft_p95_ms"] == 1800.0
     rows = peak(prepared.trace, prepared.study.slices, prepared.file.speed)
     assert 0 < len(rows) <= judge.case.planned
     assert judge.case.peak == rows

@@ -105,16 +105,17 @@ class Rival:
 class Case:
     """What a replay is judged by.
 
-    `planned` counts the requests of all slices and `window_s` sums their windows. `baseline` holds the
-    objective values of the baseline. `peak` names rows that a rung must have seen. `rungs` are (share,
-    margin); empty = exact curtailment only. `by_slo`: the SLO decides the winner, else the front does.
+    `planned` counts the requests of all slices and `window_s` sums their windows. `corner` holds the worst
+    value of each objective that still counts (`told.corner_of`). `peak` names rows that a rung must have
+    seen. `rungs` are (share, margin); empty = exact curtailment only.
+    `by_slo`: the SLO decides the winner, else the front does.
     """
 
     objectives: tuple[str, ...]
     slo: Slo
     planned: int
     window_s: float
-    baseline: Mapping[str, float]
+    corner: Mapping[str, float]
     rivals: tuple[Rival, ...] = ()
     peak: frozenset[int] = frozenset()
     rungs: tuple[tuple[float, float], ...] = RUNGS
@@ -162,10 +163,11 @@ def curtail(case: Case, best: Mapping[str, float]) -> str | None:
             return f"whatever comes, trial {rival.number} is better in every objective"
     if not case.by_slo:  # a knee or a weighted best may lie anywhere on the front
         return None
-    outside = [n for n in case.objectives if _outside(n, best[n], case.baseline.get(n))]
+    outside = [n for n in case.objectives if _worse(n, best[n], case.corner.get(n), 0.0)]
     if not outside or _may_be_picked(case, best):
         return None
-    return f"whatever comes, {outside[0]} ends worse than 1.1 × the baseline's and the SLO pick stands"
+    name, worst = outside[0], case.corner[outside[0]]
+    return f"whatever comes, {name} ends beyond {worst:.4g}, the worst that counts, and the SLO pick stands"
 
 
 def _worse(name: str, best: float, rival: float | None, margin: float) -> bool:
@@ -173,10 +175,6 @@ def _worse(name: str, best: float, rival: float | None, margin: float) -> bool:
     if rival is None or math.isnan(best):
         return False
     return best < rival * (1 - margin) if name in MAXIMIZED else best > rival * (1 + margin)
-
-
-def _outside(name: str, best: float, baseline: float | None) -> bool:
-    return _worse(name, best, baseline, 1 - 1 / 1.1 if name in MAXIMIZED else 0.1)
 
 
 def _may_be_picked(case: Case, best: Mapping[str, float]) -> bool:

@@ -54,21 +54,20 @@ def front(trials: Sequence[Trial], objectives: Sequence[str]) -> tuple[Trial, ..
 
 def promotable(
     trials: Sequence[Trial],
-    objectives: Sequence[str],
-    reference: Sequence[float],
+    scale: told.Scale,
     key: Callable[[Candidate], str] = lambda candidate: candidate.digest,
 ) -> tuple[tuple[Trial, float], ...]:
     """Screened trials that are worth a relaunch, the one that would add most volume first, each with that
     volume as a share of what everything measured covers.
 
     A trial is left out once its candidate (by `key`) was relaunched or its relaunch failed, and where it adds
-    nothing to what was. `reference` as in `hypervolume`.
+    nothing to what was.
     """
-    scale = told.scale(objectives, reference)
-    corner = np.array(scale.reference)
+    objectives, corner = scale.objectives, np.array(scale.corner)
     settled = {key(t.candidate) for t in told.latest(trials) if not t.screened}
     everything = measured(trials, objectives)
-    rows = scale.costs([told.objective_values(t, objectives) or () for t in everything] or [reference])
+    values = np.array([told.objective_values(t, objectives) for t in everything], np.float64)
+    rows = scale.costs(values.reshape(-1, len(objectives)))
     base = rows[[i for i, t in enumerate(everything) if not t.screened]]
     have, whole, found = volume(base, corner), volume(rows, corner), []
     for trial, row in zip(everything, rows, strict=False):
@@ -79,14 +78,12 @@ def promotable(
     return tuple((trial, -gain / whole) for gain, _, trial in sorted(found, key=lambda f: f[:2]))
 
 
-def widening(
-    trials: Sequence[Trial], objectives: Sequence[str], reference: Sequence[float]
-) -> dict[int, float]:
+def widening(trials: Sequence[Trial], scale: told.Scale) -> dict[int, float]:
     """By number of the trials measured in full: the volume that each added when it came, as a share of what
-    was covered from then on. `reference` as in `hypervolume`.
+    was covered from then on.
     """
-    scale = told.scale(objectives, reference)
-    corner, rows, covered = np.array(scale.reference), np.empty((0, len(objectives))), 0.0
+    objectives, corner = scale.objectives, np.array(scale.corner)
+    rows, covered = np.empty((0, len(objectives))), 0.0
     found: dict[int, float] = {}
     for trial in measured(trials, objectives):
         row = scale.costs([told.objective_values(trial, objectives) or ()])
@@ -103,17 +100,18 @@ def _signed(trial: Trial, objectives: Sequence[str]) -> list[float]:
     return [-v if n in MAXIMIZED else v for n, v in zip(objectives, values, strict=True)]
 
 
-def hypervolume(
-    points: Sequence[Sequence[float]], objectives: Sequence[str], reference: Sequence[float]
-) -> float:
-    """The volume that points dominate, in log latencies and linear goodput.
-
-    `points` and `reference` are raw objective values; `reference` is the baseline's (the corner is 1.1 times
-    worse). The unit of goodput is the baseline's.
+def hypervolume(points: Sequence[Sequence[float]], scale: told.Scale) -> float:
+    """The volume between the scale's corner and points, in log latencies and linear goodput (its unit is the
+    baseline's). `points` are raw objective values.
     """
-    scale = told.scale(objectives, reference)
-    costs = scale.costs(np.asarray(points, dtype=np.float64).reshape(-1, len(objectives)))
-    return volume(costs, np.array(scale.reference))
+    costs = scale.costs(np.asarray(points, dtype=np.float64).reshape(-1, len(scale.objectives)))
+    return volume(costs, np.array(scale.corner))
+
+
+def covered(trials: Sequence[Trial], scale: told.Scale) -> float:
+    """The hypervolume of everything measured in full, screened trials included."""
+    found = measured(trials, scale.objectives)
+    return hypervolume([told.objective_values(t, scale.objectives) or () for t in found], scale)
 
 
 def volume(costs: Matrix, reference: Matrix) -> float:
@@ -197,7 +195,7 @@ def _value(trial: Trial, name: str, missing: float) -> float:
 def _normalised(members: list[Trial], objectives: Sequence[str]) -> Matrix:
     """Costs of the members stretched to 0 (best) … 1 (worst) per objective; +inf is 1."""
     first = [v if math.isfinite(v) else 1.0 for v in told.objective_values(members[0], objectives) or ()]
-    scale = told.scale(objectives, first)
+    scale = told.scale(objectives, first, Slo())
     costs = scale.costs([told.objective_values(t, objectives) or () for t in members])
     finite = np.where(np.isfinite(costs), costs, np.nan)
     low, high = (

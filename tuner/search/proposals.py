@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tuner.records import Candidate, Prediction, Trial, TrialState
+from tuner.records import Candidate, Prediction, Slo, Trial, TrialState
 from tuner.search import pareto, told
 from tuner.search.encoding import Encoding
 
@@ -44,6 +44,12 @@ FAR = 1.5
 NOISES = {"full": 0.06, "estimate": 0.2}
 """Log error of a measurement beside its slowness: of a whole replay, and of one that was stopped."""
 
+PRIOR = {True: (4.0, 0.5), False: (0.1, 0.9)}
+"""Trials (that worked, that failed) which the simulator's word is taken for beforehand, by what it says: it
+leaves a predicted failure a tenth of its gain, and one that works outweighs it."""
+
+ENDED = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.INFEASIBLE)
+
 WORTHLESS = 0.005
 """Predicted gain, as a share of each objective, for which a knob is not turned."""
 
@@ -75,7 +81,7 @@ def leaders(trials: Sequence[Trial], objectives: Sequence[str]) -> tuple[Trial, 
 
 
 def _costs_of(trials: Sequence[Trial], objectives: Sequence[str]) -> Matrix:
-    scale = told.scale(objectives, [1.0] * len(objectives))
+    scale = told.scale(objectives, [1.0] * len(objectives), Slo())
     return np.array([scale.costs(told.objective_values(t, objectives) or ()) for t in trials])
 
 
@@ -169,8 +175,22 @@ def expected_gains(
     logs = _draws(list(zip(past, seen, strict=True)), future, places, names, rng, off)
     real = [told.objective_values(t, names) for t in pareto.measured(trials, names)]
     costs = scale.costs(np.exp(logs)), scale.costs(np.array(real).reshape(-1, len(names)))
-    gains = _gain(*costs, np.array(scale.reference), rng)
-    return np.where([p.feasible for p in future], gains, 0.0)
+    gains = _gain(*costs, np.array(scale.corner), rng)
+    chances = chances_to_work(predictor, trials)
+    likely: Matrix = gains * np.array([chances[p.feasible] for p in future])
+    return likely
+
+
+def chances_to_work(predictor: Predictor, trials: Sequence[Trial]) -> dict[bool, float]:
+    """How likely a candidate works that is predicted to (True) or to fail (False), by the trials so far and
+    `PRIOR`: one that was predicted to fail and worked makes the next such prediction count for half.
+    """
+    ended = [t for t in told.latest(trials) if t.state in ENDED]
+    expected = predictor([t.candidate for t in ended])
+    counts = {kind: list(prior) for kind, prior in PRIOR.items()}
+    for trial, prediction in zip(ended, expected, strict=True):
+        counts[prediction.feasible][trial.state is TrialState.INFEASIBLE] += 1
+    return {kind: works / (works + fails) for kind, (works, fails) in counts.items()}
 
 
 def _draws(
@@ -223,7 +243,7 @@ def plain(
         return [likely(found).get(n, np.nan) if found.feasible else np.nan for n in names]
 
     values = expected(candidate)
-    scale = told.scale(names, values)
+    scale = told.scale(names, values, Slo())
     allowed = scale.costs(values) + WORTHLESS
     for knob, level in enumerate(base):
         moved = (*point[:knob], level, *point[knob + 1 :])

@@ -1,12 +1,11 @@
 """When a search has said what it can say."""
 
-import math
 from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
 
 import numpy as np
 
-from tuner.records import Trial, TrialState
+from tuner.records import Slo, Trial, TrialState
 from tuner.search import pareto, told
 
 MINIMUM = 12
@@ -24,6 +23,7 @@ SEEDED = ("baseline", "confirm", "drift")
 def reason_to_stop(
     trials: Sequence[Trial],
     objectives: Sequence[str],
+    slo: Slo,
     *,
     done: int,
     limit: int | None = None,
@@ -43,23 +43,25 @@ def reason_to_stop(
         return f"the budget of {limit} trials is spent"
     if now is not None and deadline is not None and now + timedelta(seconds=needed_s) >= deadline:
         return f"the window ends at {deadline:%H:%M}, too soon for another trial and the confirmation"
-    return _nothing_to_gain(trials, objectives, expected_gain, NOISE if noise is None else noise)
+    return _nothing_to_gain(
+        trials, told.scale_of(trials, objectives, slo), expected_gain, NOISE if noise is None else noise
+    )
 
 
 def _nothing_to_gain(
     trials: Sequence[Trial],
-    objectives: Sequence[str],
+    scale: told.Scale | None,
     expected_gain: Callable[[], float | None],
     noise: float,
 ) -> str | None:
     finished = [t for t in told.latest(trials) if t.state is not TrialState.RUNNING]
     searched = [t for t in finished if t.origin not in SEEDED]
-    if len(searched) < max(MINIMUM, WINDOW) or _reference(finished, objectives) is None:
+    if len(searched) < max(MINIMUM, WINDOW) or scale is None:
         return None
     recent = {t.number for t in searched[-WINDOW:]}
-    before = volume_of([t for t in finished if t.number not in recent], objectives, finished)
-    after = volume_of(finished, objectives, finished)
-    floor = noise_volume(finished, objectives, noise)
+    before = pareto.covered([t for t in finished if t.number not in recent], scale)
+    after = pareto.covered(finished, scale)
+    floor = noise_volume(finished, scale, noise)
     if after - before > floor:
         return None
     expected = expected_gain()
@@ -72,33 +74,14 @@ def _nothing_to_gain(
     )
 
 
-def volume_of(trials: Sequence[Trial], objectives: Sequence[str], all_trials: Sequence[Trial]) -> float:
-    """Hypervolume of measured trials, screened ones included, below 1.1 × the reference of `all_trials`."""
-    reference = _reference(all_trials, objectives)
-    if reference is None:
-        return 0.0
-    points = [told.objective_values(t, objectives) or () for t in pareto.measured(trials, objectives)]
-    return pareto.hypervolume(points, objectives, reference) if points else 0.0
-
-
-def _reference(trials: Sequence[Trial], objectives: Sequence[str]) -> tuple[float, ...] | None:
-    """The baseline's objectives, or the first measured ones where no baseline served; None unless finite."""
-    base = told.baseline_of(trials)
-    known = [base] if base else pareto.measured(trials, objectives)
-    rows = [told.objective_values(t, objectives) for t in known]
-    return next((r for r in rows if r is not None and all(map(math.isfinite, r))), None)
-
-
-def noise_volume(trials: Sequence[Trial], objectives: Sequence[str], noise: float) -> float:
+def noise_volume(trials: Sequence[Trial], scale: told.Scale, noise: float) -> float:
     """How much hypervolume the front gains when one objective is better by `noise`, mean over objectives."""
-    reference = _reference(trials, objectives)
-    found = pareto.measured(trials, objectives)
-    if reference is None or not found:
+    found = pareto.measured(trials, scale.objectives)
+    if not found:
         return 0.0
-    scale = told.scale(objectives, reference)
-    costs = scale.costs([told.objective_values(t, objectives) or () for t in found])
-    corner = np.array(scale.reference)
-    lucky = [pareto.volume(costs - shift, corner) for shift in noise * np.eye(len(objectives))]
+    costs = scale.costs([told.objective_values(t, scale.objectives) or () for t in found])
+    corner = np.array(scale.corner)
+    lucky = [pareto.volume(costs - shift, corner) for shift in noise * np.eye(len(corner))]
     return float(np.mean(lucky)) - pareto.volume(costs, corner)
 
 

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from tuner.records import Candidate, Prediction, Trial, TrialState
+from tuner.records import Candidate, Prediction, Slo, Trial, TrialState
 from tuner.search import feasibility, proposals, told
 from tuner.search.encoding import Encoding, Point, Space, encode
 
@@ -49,6 +49,7 @@ def suggest(
     seed: int,
     number: int,
     objectives: Sequence[str],
+    slo: Slo,
     baseline: Candidate,
     known: Known,
     seeds: Sequence[tuple[str, Candidate]] = (),
@@ -62,6 +63,7 @@ def suggest(
         encoding=encode(space, told.defaults_of(trials)),
         trials=told.latest(trials),
         objectives=tuple(objectives),
+        slo=slo,
         known=known,
         seed=seed,
         number=number,
@@ -85,6 +87,7 @@ class _Ask:
     encoding: Encoding
     trials: tuple[Trial, ...]
     objectives: tuple[str, ...]
+    slo: Slo
     known: Known
     seed: int
     number: int
@@ -138,11 +141,9 @@ class _Ask:
         return self.predictor is not None and proposals.trusted(self.predictor, self.trials, self.objectives)
 
     def scale(self) -> told.Scale:
-        """The study's cost scale: the baseline's values, else the first ones measured."""
-        first = told.baseline_of(self.trials)
-        rows = [told.objective_values(t, self.objectives) for t in ([first] if first else self.trials)]
-        known = [r for r in rows if r is not None and all(np.isfinite(r))]
-        return told.scale(self.objectives, known[0] if known else [1.0] * len(self.objectives))
+        """The study's cost scale, of units while nothing was measured."""
+        found = told.scale_of(self.trials, self.objectives, self.slo)
+        return found or told.scale(self.objectives, [1.0] * len(self.objectives), self.slo)
 
     def proposed(self) -> Iterator[tuple[str, Candidate]]:
         """New candidates, the best first, by whoever's turn it is and then by the others."""

@@ -3,13 +3,13 @@
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from tuner.measures import MAXIMIZED
-from tuner.records import Trial, TrialState, Value, Violation
+from tuner.records import Slo, Trial, TrialState, Value, Violation
 from tuner.search.encoding import Encoding, Point
 
 UNREACHED = -0.3
@@ -39,23 +39,16 @@ def defaults_of(trials: Sequence[Trial]) -> Mapping[str, Value]:
     return {} if base is None else {**base.effective, **base.candidate}
 
 
-def reference_of(trials: Sequence[Trial], objectives: Sequence[str]) -> tuple[float, ...] | None:
-    """The baseline's objectives, where all are finite."""
-    base = baseline_of(trials)
-    found = None if base is None else objective_values(base, objectives)
-    return found if found is not None and all(map(math.isfinite, found)) else None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
     """Objectives as costs: log latencies, linear goodput in units of the baseline's; lower is better.
 
-    `reference` is 1.1 × the baseline, the corner that hypervolume is measured from.
+    `corner` is the point that hypervolume is measured from, as costs (see `corner_of`).
     """
 
     objectives: tuple[str, ...]
     units: tuple[float, ...]
-    reference: tuple[float, ...]
+    corner: tuple[float, ...] = ()
 
     def costs(self, values: ArrayLike) -> NDArray[np.float64]:
         """Costs of measurement values, in order of the objectives on the last axis, any shape before it."""
@@ -66,18 +59,40 @@ class Scale:
         return found
 
 
-def scale(objectives: Sequence[str], baseline: Sequence[float]) -> Scale:
-    """The scale set by the baseline's objective values (in order of the objectives)."""
-    units = tuple(
-        abs(v) if n in MAXIMIZED and 0 < abs(v) < math.inf else 1.0 for n, v in _pairs(objectives, baseline)
+ROOM = 2.0
+"""How many times worse than the baseline an objective may be and still count. Less room is worth nothing to a
+configuration that halves one latency for twice another, as the winner on a real H100 did (docs/search.md)."""
+
+
+def corner_of(objectives: Sequence[str], baseline: Sequence[float], slo: Slo) -> tuple[float, ...]:
+    """The worst values that still count, in order of the objectives: of a latency the looser of the SLO's
+    limit and ROOM times the baseline's, of what is maximised its share. `baseline` has the values.
+    """
+    limits = {"ttft": slo.ttft_ms, "tpot": slo.tpot_ms, "e2e": slo.e2e_ms}
+    return tuple(
+        value / ROOM if name in MAXIMIZED else max(value * ROOM, limits.get(name.partition("_")[0]) or 0.0)
+        for name, value in zip(objectives, baseline, strict=True)
     )
-    worse = [v / 1.1 if n in MAXIMIZED else v * 1.1 for n, v in _pairs(objectives, baseline)]
-    raw = Scale(objectives=tuple(objectives), units=units, reference=())
-    return replace(raw, reference=tuple(float(c) for c in raw.costs(worse)))
 
 
-def _pairs(objectives: Sequence[str], values: Sequence[float]) -> list[tuple[str, float]]:
-    return list(zip(objectives, values, strict=True))
+def scale(objectives: Sequence[str], baseline: Sequence[float], slo: Slo) -> Scale:
+    """The scale that the baseline's objective values (in order of the objectives) and the SLO set."""
+    pairs = zip(objectives, baseline, strict=True)
+    units = tuple(abs(v) if n in MAXIMIZED and 0 < abs(v) < math.inf else 1.0 for n, v in pairs)
+    raw = Scale(objectives=tuple(objectives), units=units)
+    corner = raw.costs(corner_of(objectives, baseline, slo))
+    return Scale(objectives=raw.objectives, units=units, corner=tuple(float(c) for c in corner))
+
+
+def scale_of(trials: Sequence[Trial], objectives: Sequence[str], slo: Slo) -> Scale | None:
+    """A study's scale, set by its baseline (also by one of which too many requests failed); where that has no
+    finite value of every objective, by the first trial that has. None where none has.
+    """
+    ended = [t for t in latest(trials) if t.state in (TrialState.COMPLETE, TrialState.INFEASIBLE)]
+    known = [t for t in ended if t.measurement and t.measurement.kind == "full"]
+    rows = (objective_values(t, objectives) for t in sorted(known, key=lambda t: not t.is_baseline))
+    found = next((r for r in rows if r is not None and all(map(math.isfinite, r))), None)
+    return None if found is None else scale(objectives, found, slo)
 
 
 def _cost(name: str, value: NDArray[np.float64], unit: float) -> NDArray[np.float64]:
@@ -135,7 +150,7 @@ def tell(encoding: Encoding, trials: Sequence[Trial], scale: Scale) -> list[Told
         if point is not None:
             rows.append((trial, point, _costs(trial, scale)))
     known = [tuple(c) for _, _, c in rows if c is not None and all(np.isfinite(c))]
-    seen = np.array(known or [scale.reference])
+    seen = np.array(known or [scale.corner])
     spread = np.ptp(seen, axis=0)
     filler = seen.max(axis=0) + 0.1 * np.where(spread > 0, spread, 1.0)
     found = []

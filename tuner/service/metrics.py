@@ -104,13 +104,6 @@ def _last(store: Store) -> Sequence[tuple[Study, Run]]:
 
 
 def hypervolume(study: Study, trials: Sequence[Trial]) -> float | None:
-    """The volume of a study's front below its baseline; None without a baseline that was measured."""
-    base = next((t for t in pareto.measured(trials, study.objectives) if t.is_baseline), None)
-    reference = told.objective_values(base, study.objectives) if base is not None else None
-    if reference is None:
-        return None
-    values = [
-        told.objective_values(each, study.objectives) for each in pareto.front(trials, study.objectives)
-    ]
-    points = [point for point in values if point is not None]
-    return pareto.hypervolume(points, study.objectives, reference)
+    """The volume of a study's front; None while nothing was measured to hold it against."""
+    scale = told.scale_of(trials, study.objectives, study.slo)
+    return None if scale is None else pareto.covered(pareto.front(trials, study.objectives), scale)

@@ -1,5 +1,6 @@
 """By what a replay is judged while it runs: the study's trials so far, as a case for `search.judge`."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -41,6 +42,8 @@ def case_of(
     base = told.baseline_of(trials)
     if base is None or base.measurement is None:
         return None
+    values = base.measurement.values
+    corner = told.corner_of(study.objectives, [values.get(n, math.inf) for n in study.objectives], study.slo)
     searched = tuple(s for s in study.slices if not s.held_out)
     leaders = proposals.leaders(trials, study.objectives)[:RIVALS]
     epsilon = SCREENED_EPSILON if screened else judge.EPSILON
@@ -49,7 +52,7 @@ def case_of(
         slo=study.slo,
         planned=sum(len(slices.rows(prepared.trace, s)) for s in searched),
         window_s=sum(s.duration_s for s in searched) / prepared.file.speed,
-        baseline=base.measurement.values,
+        corner=dict(zip(study.objectives, corner, strict=True)),
         peak=peak(prepared.trace, searched, prepared.file.speed),
         rungs=tuple((share, max(margin, epsilon)) for share, margin in judge.RUNGS),
         epsilon=epsilon,

@@ -249,9 +249,9 @@ def _good(prepared: Prepared, trials: Sequence[Trial]) -> set[int]:
     if not found:
         return set()
     good = {pareto.choose(found, policy(prepared), prepared.study.slo, objectives).number}
-    reference = told.reference_of(trials, objectives)
-    if reference is not None:
-        added = pareto.widening(trials, objectives, reference)
+    scale = told.scale_of(trials, objectives, prepared.study.slo)
+    if scale is not None:
+        added = pareto.widening(trials, scale)
         good |= {number for number, share in added.items() if share >= SECURED}
     return good
 

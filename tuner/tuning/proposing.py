@@ -9,7 +9,7 @@ from tuner.engine.effective import same
 from tuner.errors import NotFound
 from tuner.knobs.space import SearchSpace
 from tuner.records import Candidate, Trial, TrialState
-from tuner.search import pareto, proposals, stopping, told
+from tuner.search import pareto, proposals, told
 from tuner.search.encoding import encode
 from tuner.search.feasibility import Regions
 from tuner.search.order import by_group, drift_due
@@ -75,6 +75,7 @@ def propose(
             seed=prepared.study.seed,
             number=number,
             objectives=prepared.study.objectives,
+            slo=prepared.study.slo,
             baseline=prepared.baseline,
             known=prepared.known,
             seeds=seeds,
@@ -87,11 +88,10 @@ def propose(
 
 def _promoted(prepared: Prepared, trials: Sequence[Trial]) -> Trial | None:
     """The screened trial to measure in an engine of its own now: the front holds relaunched ones only."""
-    reference = told.reference_of(trials, prepared.study.objectives)
-    if reference is None or len(since_own(told.latest(trials))) <= PROMOTE_AFTER:
+    scale = told.scale_of(trials, prepared.study.objectives, prepared.study.slo)
+    if scale is None or len(since_own(told.latest(trials))) <= PROMOTE_AFTER:
         return None
-    objectives, key = prepared.study.objectives, key_of(prepared, trials)
-    found = pareto.promotable(trials, objectives, reference, key)
+    found = pareto.promotable(trials, scale, key_of(prepared, trials))
     return next((trial for trial, gain in found if gain >= SECURED), None)
 
 
@@ -128,18 +128,17 @@ def expected_gain(prepared: Prepared, trials: Sequence[Trial], knowledge: Knowle
     is covered; None where nobody who is trusted expects anything.
     """
     known, number = _trusted(prepared, trials, knowledge), next_number(trials)
-    reference = told.reference_of(trials, prepared.study.objectives)
-    if known is None or reference is None:
+    scale = told.scale_of(trials, prepared.study.objectives, prepared.study.slo)
+    if known is None or scale is None:
         return None
-    key, objectives = key_of(prepared, trials), prepared.study.objectives
+    key = key_of(prepared, trials)
     seen = {key(t.candidate) for t in trials}
     near = encode(around(prepared, best(prepared, trials), trials), told.defaults_of(trials))
     new = [c for c in proposals.pool(near, prepared.study.seed) if key(c) not in seen]
     new = [c for c in new if prepared.known(c) is None]
     rng = np.random.default_rng(told.derive(prepared.study.seed, number, "gain"))
-    scale = told.scale(objectives, reference)
     gains = proposals.expected_gains(known.predict, new, trials, encoding=near, scale=scale, rng=rng)
-    covered = stopping.volume_of(trials, objectives, trials)
+    covered = pareto.covered(trials, scale)
     return float(gains.max()) / covered if len(gains) and covered > 0 else None
 
 

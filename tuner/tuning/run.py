@@ -252,6 +252,7 @@ class _Loop:
         return reason_to_stop(
             trials if self._limits.early else [],
             self._bench.prepared.study.objectives,
+            self._bench.prepared.study.slo,
             done=self._done(trials),
             limit=self._limits.trials,
             now=self._bench.clock(),
