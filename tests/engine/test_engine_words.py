@@ -195,3 +195,14 @@ def test_liveness_goes_by_steps_and_tokens(
     found = [liveness.observe(state(*look), 10.0 * number) for number, look in enumerate(looks)]
     assert found[:3] == [None, None, None]
     assert (found[3].kind if found[3] else None) == kind
+
+
+def test_graphs_up_to_the_step_budget_are_what_was_asked() -> None:
+    """vLLM truncates what is asked to the budget, and may stop 15 tokens below it."""
+    asked = Candidate({"max_cudagraph_capture_size": 2048})
+    for budget, found in ((1024, 1024), (1000, 992), (8192, 2048), (8192, 2040)):
+        said = {"max_num_batched_tokens": budget, "max_cudagraph_capture_size": found}
+        assert effective.differences(asked, said) == {}
+    for budget, found in ((8192, 512), (1024, 512), (1024, 0)):
+        said = {"max_num_batched_tokens": budget, "max_cudagraph_capture_size": found}
+        assert effective.differences(asked, said) == {"max_cudagraph_capture_size": (2048, found)}

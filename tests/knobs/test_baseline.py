@@ -66,6 +66,15 @@ def test_values_in_every_spelling_of_vllm() -> None:
     assert made.args == {"trust-remote-code": True, "seed": 7, "hf-overrides": '{"a":[1]}'}
 
 
+def test_one_cuda_graph_size_is_the_largest_and_several_are_all() -> None:
+    one, all_of_them = (
+        read("vllm serve m --cuda-graph-sizes 1024"),
+        read("vllm serve m --cuda-graph-sizes 1 2 4"),
+    )
+    assert one.candidate == Candidate({"max_cudagraph_capture_size": 1024})
+    assert all_of_them.candidate == Candidate({"cudagraph_capture_sizes": "[1,2,4]"})
+
+
 def test_swapping_of_old_engines_is_read() -> None:
     made = read("VLLM_USE_V1=0 vllm serve m --preemption-mode swap --swap-space 8")
     assert made.candidate == Candidate({"preemption": "swap:8"})

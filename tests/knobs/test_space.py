@@ -6,13 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.knobs.conftest import engine
+from tests.knobs.conftest import DRIVEN, engine
 from tuner.errors import BadInput, NotFound
 from tuner.knobs import spacefile
 from tuner.knobs.catalogue import CATALOGUE
 from tuner.knobs.constraints import known_violation
 from tuner.knobs.model import shapes
 from tuner.knobs.space import SearchSpace, load
+from tuner.knobs.versions import matches
 from tuner.records import Candidate, Value
 from tuner.settings import shipped
 
@@ -295,3 +296,37 @@ def test_a_block_size_on_cpu_is_learned_not_known() -> None:
     assert known_violation({"block_size": 48}, engine(platform="cpu")) is None
     named: dict[str, Value] = {"block_size": 48, "attention_backend": "CPU_ATTN"}
     assert "no multiple of 32" in (known_violation(named, engine(platform="cpu")) or "")
+
+
+@pytest.mark.parametrize("name", [name for name in spacefile.names() if name != "cpu"])
+def test_every_space_for_gpus_that_turns_the_step_budget_turns_the_captured_graphs(name: str) -> None:
+    made = SHIPPED[name]
+    assert "max_num_batched_tokens" in made.levels
+    assert None in made.levels["max_cudagraph_capture_size"]
+    for version in DRIVEN:
+        if matches(version, made.vllm):
+            left = made.restricted(engine(version))
+            assert 2048 in left.levels["max_cudagraph_capture_size"], version
+
+
+GRAPHS = [
+    ({"max_num_batched_tokens": 256, "max_cudagraph_capture_size": 2048}, None),  # all is captured anyway
+    ({"max_num_batched_tokens": 1024, "max_cudagraph_capture_size": 2048}, 1024),  # as 1024 does
+    ({"max_num_batched_tokens": 640, "max_cudagraph_capture_size": 2048}, 1024),
+    ({"max_num_batched_tokens": 1088, "max_cudagraph_capture_size": 2048}, 2048),
+    ({"max_num_batched_tokens": 8192, "max_cudagraph_capture_size": 2048}, 2048),
+    ({"max_num_batched_tokens": 8192, "max_cudagraph_capture_size": 512}, None),
+    ({"max_num_batched_tokens": 8192, "max_num_seqs": 64, "max_cudagraph_capture_size": 512}, 512),
+    ({"max_num_batched_tokens": 8192, "max_num_seqs": 64, "max_cudagraph_capture_size": 128}, None),
+    ({"max_num_batched_tokens": 8192, "max_cudagraph_capture_size": 64}, 64),
+    ({"max_cudagraph_capture_size": 512}, None),
+    ({"max_cudagraph_capture_size": 1024}, 1024),
+]
+
+
+@pytest.mark.parametrize(("asked", "kept"), GRAPHS)
+def test_graphs_go_with_the_step_budget(asked: dict[str, Value], kept: int | None) -> None:
+    made = load("full")
+    found = made.canonical(asked)
+    assert found.get("max_cudagraph_capture_size") == kept
+    assert made.canonical(found) == found

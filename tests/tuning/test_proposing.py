@@ -242,6 +242,16 @@ def test_what_the_baseline_was_asked_for_stays(prepared: Prepared) -> None:
     )
 
 
+def test_a_default_that_follows_other_knobs_is_not_taken_from_the_baseline(prepared: Prepared) -> None:
+    """512 captured tokens are the baseline's own, but not those of an engine with 16 sequences."""
+    levels = {**prepared.space.levels, "max_cudagraph_capture_size": (None, 512, 2048)}
+    space, base = replace(prepared.space, levels=levels), measured(0, Candidate(), values(900.0))
+    base = replace(base, effective={**base.effective, "max_cudagraph_capture_size": 512})
+    asked = Candidate({"max_num_seqs": 16, "max_cudagraph_capture_size": 512})
+    assert minimal(space, [base], asked) == asked
+    assert "max_cudagraph_capture_size" not in told.defaults_of([base])
+
+
 def test_what_turns_another_knob_on_is_said_though_the_engine_does_it_anyway(prepared: Prepared) -> None:
     condition: dict[str, Condition] = {
         "max_num_batched_tokens": {"block_size": (16,)},

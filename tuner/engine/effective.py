@@ -71,8 +71,18 @@ def differences(asked: Candidate, effective: Mapping[str, Value]) -> dict[str, t
     return {
         name: (wanted, effective[name])
         for name, wanted in asked.items()
-        if name in effective and not same(wanted, effective[name])
+        if name in effective
+        and not same(wanted, effective[name])
+        and not (name == "max_cudagraph_capture_size" and _captures_a_step(wanted, effective))
     }
+
+
+def _captures_a_step(wanted: Value, effective: Mapping[str, Value]) -> bool:
+    """Whether graphs reach the step budget, above which none is captured, to within the engine's 16 tokens."""
+    found, budget = effective["max_cudagraph_capture_size"], effective.get("max_num_batched_tokens")
+    if not isinstance(wanted, int) or not isinstance(found, int) or not isinstance(budget, int):
+        return False
+    return found > min(wanted, budget) - 16 and 0 < found <= wanted
 
 
 def identity(effective: Mapping[str, Value]) -> tuple[tuple[str, Value], ...]:

@@ -142,7 +142,7 @@ def _spelling_refusal(entry: Knob, value: Value, facts: EngineFacts) -> str | No
     flag = entry.flag_in(facts)
     if value is False and flag is not None and negation(flag) not in facts.flags:
         return f"{entry.name}: vLLM {facts.version} has no {negation(flag)}; only true can be asked for"
-    if flag == "--cuda-graph-sizes" and len(json.loads(str(value))) == 1:
+    if flag == "--cuda-graph-sizes" and entry.kind == "ints" and len(json.loads(str(value))) == 1:
         return f"{entry.name}: vLLM {facts.version} reads one number as the largest size; give two or more"
     return None
 

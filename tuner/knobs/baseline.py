@@ -257,6 +257,10 @@ def _sorted_out(
     for flag, values in given.items():
         positive = "--" + flag.removeprefix("--no-")
         entry = by_flag.get(flag) or by_flag.get(positive)
+        if (
+            flag == "--cuda-graph-sizes" and len(values) > 1
+        ):  # one number is the largest size, several are all
+            entry = CATALOGUE["cudagraph_capture_sizes"]
         if OURS.fullmatch(flag):
             if flag not in ("--model", "--config"):
                 notes.append(f"{flag} is set by the tuner for every launch")

@@ -1,6 +1,6 @@
 """Candidates that are known to fail before any launch, by rules read from vLLM's source and its refusals."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from tuner.knobs.catalogue import CATALOGUE
 from tuner.knobs.model import ModelFacts
@@ -33,6 +33,30 @@ def known_violation(
         *_parallel(asked, facts, model),
     )
     return rules[0] if rules else None
+
+
+GRAPHS = "max_cudagraph_capture_size"
+_DEFAULT_GRAPHS = 512
+"""The engine's own limit on captured graphs, where 2 x max_num_seqs is not less."""
+
+
+def with_acting_graphs(candidate: Mapping[str, Value], levels: Sequence[Value]) -> dict[str, Value]:
+    """The candidate with the limit on captured graphs at the lowest of its levels that captures as much, or
+    without it where the engine captures so much of its own accord: no graph is larger than the step budget.
+    """
+    kept = dict(candidate)
+    asked, budget = kept.get(GRAPHS), kept.get("max_num_batched_tokens")
+    if not isinstance(asked, int):
+        return kept
+    seqs = kept.get("max_num_seqs")
+    own = min(2 * seqs, _DEFAULT_GRAPHS) if isinstance(seqs, int) else _DEFAULT_GRAPHS
+    most = budget if isinstance(budget, int) else max(asked, own)
+    if min(asked, most) == min(own, most):
+        del kept[GRAPHS]
+    else:
+        same = (level for level in levels if isinstance(level, int) and min(asked, most) <= level <= asked)
+        kept[GRAPHS] = min(same, default=asked)
+    return kept
 
 
 def effective(name: str, asked: Mapping[str, Value], facts: EngineFacts) -> Value:

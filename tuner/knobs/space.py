@@ -73,14 +73,13 @@ class SearchSpace:
         return True
 
     def canonical(self, candidate: Mapping[str, Value]) -> Candidate:
-        """The candidate without inactive knobs and without those left to the default."""
-        return Candidate(
-            {
-                name: value
-                for name, value in candidate.items()
-                if value is not None and (name not in self.levels or self.active(name, candidate))
-            }
-        )
+        """The candidate without inactive knobs and without those left to the default, or that act like it."""
+        kept = {
+            name: value
+            for name, value in candidate.items()
+            if value is not None and (name not in self.levels or self.active(name, candidate))
+        }
+        return Candidate(constraints.with_acting_graphs(kept, self.levels.get(constraints.GRAPHS, ())))
 
     def contains(self, candidate: Mapping[str, Value]) -> bool:
         """Whether it is a canonical point: every active knob at one of its levels, and nothing else."""

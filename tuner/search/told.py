@@ -33,10 +33,17 @@ def baseline_of(trials: Sequence[Trial]) -> Trial | None:
     return next(done, None)
 
 
+DERIVED = ("max_cudagraph_capture_size", "cudagraph_capture_sizes")
+"""Knobs that the engine sets by other knobs when nothing is asked: the baseline's values are not everybody's."""
+
+
 def defaults_of(trials: Sequence[Trial]) -> Mapping[str, Value]:
     """What the engine runs when nothing is asked of it, as far as the baseline's own words tell."""
     base = baseline_of(trials)
-    return {} if base is None else {**base.effective, **base.candidate}
+    if base is None:
+        return {}
+    own = {name: value for name, value in base.effective.items() if name not in DERIVED}
+    return {**own, **base.candidate}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -203,7 +203,8 @@ def minimal(space: SearchSpace, trials: Sequence[Trial], candidate: Candidate) -
     base = told.baseline_of(trials)
     if base is None:
         return candidate
-    own = {name: value for name, value in base.effective.items() if name not in base.candidate}
+    given = {*base.candidate, *told.DERIVED}
+    own = {name: value for name, value in base.effective.items() if name not in given}
     kept = {n: v for n, v in candidate.items() if n not in own or not same(v, own[n])}
     asked = list(kept)
     while asked:
