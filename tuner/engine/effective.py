@@ -78,7 +78,7 @@ def differences(asked: Candidate, effective: Mapping[str, Value]) -> dict[str, t
 
 
 def _captures_a_step(wanted: Value, effective: Mapping[str, Value]) -> bool:
-    """Whether graphs reach the step budget, above which none is captured, to within the engine's 16 tokens."""
+    """Whether graphs reach the step budget, above which none is captured, to within 16 tokens."""
     found, budget = effective["max_cudagraph_capture_size"], effective.get("max_num_batched_tokens")
     if not isinstance(wanted, int) or not isinstance(found, int) or not isinstance(budget, int):
         return False

@@ -34,7 +34,7 @@ def baseline_of(trials: Sequence[Trial]) -> Trial | None:
 
 
 DERIVED = ("max_cudagraph_capture_size", "cudagraph_capture_sizes")
-"""Knobs that the engine sets by other knobs when nothing is asked: the baseline's values are not everybody's."""
+"""Knobs that the engine sets by other knobs when nothing is asked: what the baseline has is its own."""
 
 
 def defaults_of(trials: Sequence[Trial]) -> Mapping[str, Value]:
