@@ -15,8 +15,8 @@ import numpy as np
 
 from tuner.records import Candidate, Measurement, Outcome, Slo, Trial, TrialState, Value
 from tuner.search import pareto
+from tuner.search.candidate_sources import suggest
 from tuner.search.compare import compare, pooled_noise
-from tuner.search.suggest import suggest
 
 OBJECTIVES = ("ttft_p95_ms", "tpot_p95_ms", "goodput_rps")
 SLO = Slo(ttft_ms=250, attainment=0.8)

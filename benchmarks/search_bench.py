@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from search_truth import LEAD_S, NOW, OBJECTIVES, TAIL_S, Failure, Result, World, failed_share, passes
 
 from tuner.records import Candidate, Measurement, Trial, TrialState, Value, Violation
-from tuner.search import judge, pareto, told
+from tuner.search import early_stopping, pareto, trial_view
 from tuner.tuning.attempt import ERROR_RATE
 
 LAUNCH_S, COMPILE_S, CHANGE_S, REFUSED_S = 57.0, 18.0, 1.0, 12.0
@@ -38,7 +38,7 @@ class Bench:
     on: dict[str, float] = field(default_factory=dict)
     failed: int = 0
     trials: list[Trial] = field(default_factory=list)
-    columns: dict[int, judge.Columns] = field(default_factory=dict)
+    columns: dict[int, early_stopping.Columns] = field(default_factory=dict)
     engine: Candidate | None = None
     groups: set[Value] = field(default_factory=set)
     onlooker: "Onlooker" = field(init=False)
@@ -70,7 +70,9 @@ class Bench:
         self.engine = Candidate(candidate)
         return None
 
-    def relaunch(self, candidate: Candidate, case: judge.Case | None = None, origin: str = "tpe") -> None:
+    def relaunch(
+        self, candidate: Candidate, case: early_stopping.Case | None = None, origin: str = "tpe"
+    ) -> None:
         """A trial as everybody does it: an engine of its own and a replay."""
         begun, first = self.spent, not self.trials
         failure = self.launch(candidate, "baseline" if first else "launches")
@@ -83,7 +85,13 @@ class Bench:
             )  # fmt: skip
 
     def replay(
-        self, candidate: Candidate, *, screened: bool, case: judge.Case | None, origin: str, begun: float
+        self,
+        candidate: Candidate,
+        *,
+        screened: bool,
+        case: early_stopping.Case | None,
+        origin: str,
+        begun: float,
     ) -> None:
         """Measure a candidate in the running engine as the next trial, in full or until it is judged."""
         number = len(self.trials)
@@ -110,7 +118,7 @@ class Bench:
 
     def _noisy(
         self, result: Result, candidate: Candidate, screened: bool
-    ) -> tuple[judge.Columns, Array, Array]:
+    ) -> tuple[early_stopping.Columns, Array, Array]:
         """(requests as measured, when each ended, when it was due): seconds from the window's start."""
         truth = self.world.truth_of
         number = len(self.trials)
@@ -130,7 +138,7 @@ class Bench:
         good = np.isfinite(latency["e2e"]) & ~(latency["ttft"] > (slo.ttft_ms or math.inf))
         good &= ~(latency["tpot"] > (slo.tpot_ms or math.inf))
         order = np.argsort(self.world.rows, kind="stable")
-        columns = judge.Columns(
+        columns = early_stopping.Columns(
             row=self.world.rows[order], good=good[order].astype(np.float64),
             latency={kind: values[order] for kind, values in latency.items()},
         )  # fmt: skip
@@ -143,7 +151,7 @@ class Bench:
         tail = TAIL_S if late else float(finished.max()) - self.world.window_s
         return LEAD_S + self.world.window_s + min(max(tail, 0.0), TAIL_S)
 
-    def _values(self, columns: judge.Columns, result: Result) -> dict[str, float]:
+    def _values(self, columns: early_stopping.Columns, result: Result) -> dict[str, float]:
         """What a measurement holds: percentiles of the requests, and the engine's own numbers."""
         found = {
             f"{kind}_{share}_ms": columns.fold(f"{kind}_{share}_ms")
@@ -156,15 +164,15 @@ class Bench:
         own = {n: v for n, v in result.values.items() if n in ("preemptions", "kv_usage_max")}
         return {**found, **own, "requests": float(len(columns.row)), "failed": failed}
 
-    def requests(self, case: judge.Case, trial: Trial) -> judge.Columns | None:
+    def requests(self, case: early_stopping.Case, trial: Trial) -> early_stopping.Columns | None:
         """What a judge asks of an earlier trial."""
         return self.columns.get(trial.number)
 
     def _judged(
-        self, case: judge.Case, columns: judge.Columns, ends: Array, due: Array
+        self, case: early_stopping.Case, columns: early_stopping.Columns, ends: Array, due: Array
     ) -> tuple[float, dict[str, float], str] | None:
         """(seconds until the judge stops the replay, the estimate, why), None when it runs to its end."""
-        whole, court = self._replay_s(ends) - LEAD_S, judge.Judge(case)
+        whole, court = self._replay_s(ends) - LEAD_S, early_stopping.Judge(case)
         for now in np.arange(1.0, whole, 1.0):
             ages = now - due[(due < now) & ~(ends <= now)]
             reason = court.look(columns.take(ends <= now), ages.tolist())
@@ -192,7 +200,7 @@ class Onlooker:
         if not isinstance(base, Result):
             raise TypeError(f"{world.name}: the defaults do not run")
         reference = [base.values[n] for n in OBJECTIVES]
-        self._scale = told.scale(OBJECTIVES, reference, world.scene.slo)
+        self._scale = trial_view.scale(OBJECTIVES, reference, world.scene.slo)
         self._best = self._volume([[r.values[n] for n in OBJECTIVES] for r in results])
         meeting = [r.values["goodput_rps"] for r in results if self._meets(r)]
         self._pick = max(meeting, default=0.0)

@@ -13,15 +13,15 @@ from search_truth import OBJECTIVES, Failure
 
 import tuner
 from tuner.records import Candidate, Trial, TrialState
-from tuner.search import judge, told
+from tuner.search import early_stopping, trial_view
 from tuner.search.encoding import encode
 from tuner.simulator.calibrate import Calibration
 from tuner.simulator.options import Options
 from tuner.simulator.predict import Predictor
-from tuner.tuning.judging import case_of
-from tuner.tuning.knowledge import RELAUNCHED, Knowledge, Known, predictor_of, screens
+from tuner.tuning.calibrated_predictor import RELAUNCHED, Knowledge, Known, predictor_of, screens
+from tuner.tuning.early_stopping import case_of
 from tuner.tuning.live import fits, widest
-from tuner.tuning.proposing import propose
+from tuner.tuning.next_trial import propose
 from tuner.tuning.study import Prepared
 
 TWO = ("max_num_seqs", "max_num_batched_tokens")
@@ -91,7 +91,7 @@ class Kept(Knowledge):
 
     def _quick(self, calibration: Calibration) -> Predictor:
         from tuner.simulator.cost import CARDS
-        from tuner.tuning.knowledge import scene_of
+        from tuner.tuning.calibrated_predictor import scene_of
 
         scene = scene_of(self.prepared, CARDS[self.prepared.file.engine.card])
         return predictor_of(scene, calibration, Unlimited)
@@ -132,11 +132,11 @@ def _screen(
     prepared: Prepared,
     candidate: Candidate,
     origin: str,
-    case: judge.Case | None,
+    case: early_stopping.Case | None,
     barred: set[Candidate],
 ) -> bool:
     """As `tuning.live.Live` does it; False where the candidate has to be launched by itself."""
-    defaults, begun = told.defaults_of(bench.trials), bench.spent
+    defaults, begun = trial_view.defaults_of(bench.trials), bench.spent
     if isinstance(bench.world.truth(bench.world.ran(candidate)), Failure):
         return False
     if bench.engine is None or fits(prepared, bench.engine, candidate, defaults) is None:
@@ -196,12 +196,12 @@ def optuna_rival(bench: Bench, make: Callable[[int], optuna.samplers.BaseSampler
 
 
 def _tell(study: optuna.Study, asked: optuna.Trial, measured: Trial, fail: bool) -> None:
-    values = told.objective_values(measured, OBJECTIVES)
+    values = trial_view.objective_values(measured, OBJECTIVES)
     if fail and measured.state is TrialState.INFEASIBLE:
         study.tell(asked, state=optuna.trial.TrialState.FAIL)
         return
     if not fail:
-        for key, margin in told.margins(measured).items():
+        for key, margin in trial_view.margins(measured).items():
             asked.set_constraint(key, margin)
     worst = [1e6, 1e4, 0.0]
     clipped = [min(v, w) if i < 2 else v for i, (v, w) in enumerate(zip(values or worst, worst, strict=True))]

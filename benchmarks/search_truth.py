@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tuner.records import Candidate, Slice, Slo, Value, Violation
-from tuner.search import pareto, told
+from tuner.search import pareto, trial_view
 from tuner.simulator import predict
 from tuner.simulator.cost import CARDS, GIB, Coefficients, StepCost
 from tuner.simulator.state import Step
@@ -29,7 +29,7 @@ from tuner.traffic import trace as traces
 from tuner.traffic.importers import read_any
 from tuner.tuning import study
 from tuner.tuning.attempt import ERROR_RATE
-from tuner.tuning.knowledge import scene_of
+from tuner.tuning.calibrated_predictor import scene_of
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 OBJECTIVES = ("e2e_p95_ms", "tpot_p95_ms", "goodput_rps")
@@ -214,7 +214,7 @@ class World:
         found = [(c, r) for c, r in self._results() if passes(r.values)]
         if not found:
             return []
-        scale = told.scale(OBJECTIVES, [1.0] * len(OBJECTIVES), Slo())
+        scale = trial_view.scale(OBJECTIVES, [1.0] * len(OBJECTIVES), Slo())
         costs = np.array([scale.costs([r.values[n] for n in OBJECTIVES]) for _, r in found])
         keep = pareto.non_dominated(costs)
         return [c for (c, _), kept in zip(found, keep, strict=True) if kept]

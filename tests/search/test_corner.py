@@ -9,7 +9,7 @@ import pytest
 
 from tests.search import world
 from tuner.records import Candidate, Measurement, Slo, Trial, TrialState
-from tuner.search import pareto, told
+from tuner.search import pareto, trial_view
 
 RECORDED = Path(__file__).parents[2] / "docs/results/h100"
 STUDY_A = ("ttft_p95_ms", "e2e_p95_ms", "goodput_rps")
@@ -35,7 +35,7 @@ def test_study_as_confirmed_winner_on_the_h100_is_worth_volume(
     goodput: a third of the volume is its alone. By those of the benchmark it covers 8 × the default's.
     """
     trials = [recorded(number) for number in range(3)]
-    scale = told.scale_of(trials, objectives, SLO_A)
+    scale = trial_view.scale_of(trials, objectives, SLO_A)
     assert scale is not None
     assert pareto.widening(trials, scale)[1] == pytest.approx(share, abs=0.01)
     default, winner = (pareto.covered([trials[number]], scale) for number in (0, 1))
@@ -44,7 +44,7 @@ def test_study_as_confirmed_winner_on_the_h100_is_worth_volume(
 
 def test_the_corner_is_the_looser_of_the_limit_and_twice_the_baseline_and_half_its_goodput() -> None:
     names = ("ttft_p95_ms", "e2e_p99_ms", "tpot_p50_ms", "goodput_rps", "cost_per_million_tokens")
-    found = told.corner_of(
+    found = trial_view.corner_of(
         names, (100.0, 9000.0, 20.0, 8.0, 0.5), Slo(ttft_ms=500, e2e_ms=10_000, tpot_ms=30)
     )
     assert found == (500.0, 18_000.0, 40.0, 4.0, 1.0)
@@ -55,14 +55,14 @@ def test_the_corner_stays_where_the_first_baseline_put_it() -> None:
     failed sets it too.
     """
     base = world.trial(0, Candidate(), origin="baseline")
-    first = told.scale_of([base], world.OBJECTIVES, Slo())
+    first = trial_view.scale_of([base], world.OBJECTIVES, Slo())
     again = world.trial(2, Candidate(), origin="baseline", noise=0.3)
     better = world.trial(1, Candidate({"max_num_batched_tokens": 2048, "max_num_seqs": 128}))
-    assert told.scale_of([base, better, again], world.OBJECTIVES, Slo()) == first
+    assert trial_view.scale_of([base, better, again], world.OBJECTIVES, Slo()) == first
     failing = replace(base, state=TrialState.INFEASIBLE, cause="errors")
-    assert told.scale_of([failing, better], world.OBJECTIVES, Slo()) == first
+    assert trial_view.scale_of([failing, better], world.OBJECTIVES, Slo()) == first
     dead = replace(failing, measurements=())
-    assert told.scale_of([dead, better], world.OBJECTIVES, Slo()) == told.scale_of(
+    assert trial_view.scale_of([dead, better], world.OBJECTIVES, Slo()) == trial_view.scale_of(
         [better], world.OBJECTIVES, Slo()
     )
-    assert told.scale_of([dead], world.OBJECTIVES, Slo()) is None
+    assert trial_view.scale_of([dead], world.OBJECTIVES, Slo()) is None

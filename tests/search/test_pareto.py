@@ -12,10 +12,10 @@ from tests.search import world
 from tests.search.world import OBJECTIVES
 from tuner.errors import BadInput, NotFound
 from tuner.records import Candidate, Measurement, Slo, Trial, TrialState
-from tuner.search import pareto, told
+from tuner.search import pareto, trial_view
 
 PAIR = ("ttft_p95_ms", "goodput_rps")
-SCALE = told.scale(PAIR, [100.0, 10.0], Slo())
+SCALE = trial_view.scale(PAIR, [100.0, 10.0], Slo())
 
 
 def measured(number: int, ttft: float, goodput: float, knobs: int = 1, **more: float) -> Trial:
@@ -65,7 +65,7 @@ def test_volume_is_the_count_of_dominated_cells(rows: list[tuple[int, int, int]]
 
 
 def test_what_each_trial_widened_when_it_came_adds_up_to_the_whole() -> None:
-    names, scale = PAIR, told.scale(PAIR, (400, 4), Slo())
+    names, scale = PAIR, trial_view.scale(PAIR, (400, 4), Slo())
     trials = [
         measured(0, 400, 4),
         measured(1, 200, 4),

@@ -7,14 +7,14 @@ import pytest
 from tests.search import world
 from tests.search.world import OBJECTIVES, World
 from tuner.records import Candidate, Measurement, Slo
-from tuner.search import order, pareto, starts, told
+from tuner.search import heuristics, order, pareto, trial_view
 
 
 def test_starts_are_known_advice() -> None:
-    advice = starts.heuristics(World(), Candidate())
+    advice = heuristics.heuristics(World(), Candidate())
     assert [c["max_num_seqs"] for _, c in advice] == [64, 1024]
     assert all(World().contains(c) for _, c in advice)
-    assert starts.heuristics(World(levels={"block_size": (8, 16)}), Candidate()) == ()
+    assert heuristics.heuristics(World(levels={"block_size": (8, 16)}), Candidate()) == ()
 
 
 def test_promotions_are_screened_members_that_would_widen_the_front() -> None:
@@ -26,7 +26,7 @@ def test_promotions_are_screened_members_that_would_widen_the_front() -> None:
         world.trial(2, Candidate({"max_num_batched_tokens": 1024, "max_num_seqs": 64})), screened=True
     )
     poor = replace(world.trial(3, Candidate({"max_num_seqs": 1024})), screened=True)
-    scale = told.scale(OBJECTIVES, [world.truth({}).values[n] for n in OBJECTIVES], Slo())
+    scale = trial_view.scale(OBJECTIVES, [world.truth({}).values[n] for n in OBJECTIVES], Slo())
     found = pareto.promotable([base, good, best, poor], scale)
     assert [t.number for t, _ in found] == [1]
     assert 0.3 < found[0][1] < 1

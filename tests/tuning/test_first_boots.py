@@ -9,7 +9,7 @@ from tests.tuning.studies import write
 from tuner.engine.gpu import Gpus
 from tuner.history.store import Store
 from tuner.records import Fidelity, Launch, Measurement, Study
-from tuner.tuning.learned import learned
+from tuner.tuning.launch_estimates import learned
 from tuner.tuning.study import load
 from tuner.tuning.trial import Bench, Cores, Place, flagged
 

@@ -16,7 +16,7 @@ from tests.tuning.studies import TRACE, command, environment, tuner, wait_for
 from tests.tuning.test_end_to_end import ours, run_of, store_of
 from tuner.engine.server import serve
 from tuner.records import LaunchSpec, RunState, Trial, TrialState
-from tuner.tuning.proposing import propose
+from tuner.tuning.next_trial import propose
 from tuner.tuning.study import VLLM_MODULE, load
 
 pytestmark = pytest.mark.vllm

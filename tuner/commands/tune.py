@@ -206,7 +206,7 @@ def print_plan(prepared: "Prepared", trials: int | None, *, as_json: bool = Fals
 def commands(prepared: "Prepared", past: "Sequence[Trial]") -> "dict[str, Sequence[str]]":
     """The command line of the baseline and of the next candidate, as they would be launched."""
     from tuner.engine.server import arguments
-    from tuner.tuning.proposing import propose
+    from tuner.tuning.next_trial import propose
     from tuner.tuning.trial import Cores, launch_spec
 
     found = propose(prepared, past)
@@ -222,7 +222,7 @@ def commands(prepared: "Prepared", past: "Sequence[Trial]") -> "dict[str, Sequen
 
 def seconds(prepared: "Prepared", past: "Sequence[Trial]") -> dict[str, float]:
     """How long a trial takes, about: its replay, and its launch by what launches took so far."""
-    from tuner.tuning.knowledge import launch_s, replay_s
+    from tuner.tuning.calibrated_predictor import launch_s, replay_s
 
     replay = replay_s(prepared)
     return {"replay": replay, "launch": launch_s(past, replay)}

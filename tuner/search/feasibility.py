@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from tuner.records import Candidate, Trial, TrialState, Value
-from tuner.search import told
+from tuner.search import trial_view
 from tuner.search.encoding import Encoding, Point
 
 Direction = Mapping[str, int]
@@ -38,12 +38,12 @@ BACK_OFF: Mapping[str, tuple[tuple[str, int], ...]] = {
 
 
 def failures(trials: Sequence[Trial]) -> tuple[Trial, ...]:
-    return tuple(t for t in told.latest(trials) if t.state is TrialState.INFEASIBLE)
+    return tuple(t for t in trial_view.latest(trials) if t.state is TrialState.INFEASIBLE)
 
 
 def kind_of(trial: Trial) -> str | None:
     """`oom` or `kv` for a lack of memory, None for any other failure."""
-    violated = {key: value for key, value in told.margins(trial).items() if value > 0}
+    violated = {key: value for key, value in trial_view.margins(trial).items() if value > 0}
     return next((key for key in ("oom", "kv") if key in violated), None)
 
 
@@ -84,7 +84,7 @@ def _banned_values(encoding: Encoding, trials: Sequence[Trial]) -> dict[tuple[st
     """
     worked = Counter[tuple[str, str]]()
     failed: dict[str, dict[tuple[str, str], list[int]]] = {}
-    for trial in told.latest(trials):
+    for trial in trial_view.latest(trials):
         items = _items(encoding, trial.candidate)
         if trial.state in (TrialState.COMPLETE, TrialState.PRUNED):
             worked.update(items)
@@ -110,13 +110,13 @@ def back_off(encoding: Encoding, trials: Sequence[Trial]) -> tuple[Candidate, ..
 
     A failure of a lone candidate is followed by at most one such proposal.
     """
-    last = max(told.latest(trials), key=lambda t: t.number, default=None)
+    last = max(trial_view.latest(trials), key=lambda t: t.number, default=None)
     if last is None or last.state is not TrialState.INFEASIBLE or last.origin == "back-off":
         return ()
     kind, point = kind_of(last), encoding.point(last.candidate)
     if kind is None or point is None:
         return ()
-    steps = 2 if told.margins(last)[kind] > 0.5 else 1
+    steps = 2 if trial_view.margins(last)[kind] > 0.5 else 1
     found = []
     for name, sign in BACK_OFF[kind]:
         if name in encoding.names:

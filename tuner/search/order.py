@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 
 from tuner.records import Candidate, Measurement, Trial
-from tuner.search import told
+from tuner.search import trial_view
 
 DRIFT_EVERY = 24
 """Trials between two looks at the baseline."""
@@ -42,7 +42,7 @@ def _switches(groups: Sequence[str]) -> int:
 
 def drift_due(trials: Sequence[Trial], every: int = DRIFT_EVERY) -> bool:
     """Whether the baseline is to be measured again: `every` finished trials since it last was."""
-    finished = [t for t in told.latest(trials) if t.ended_at is not None]
+    finished = [t for t in trial_view.latest(trials) if t.ended_at is not None]
     looks = [i for i, t in enumerate(finished) if t.is_baseline or t.origin == "drift"]
     return bool(looks) and len(finished) - 1 - looks[-1] >= every
 

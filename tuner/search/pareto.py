@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from tuner.errors import BadInput, NotFound, nearest
 from tuner.measures import MAXIMIZED
 from tuner.records import Candidate, Slo, Trial, TrialState
-from tuner.search import told
+from tuner.search import trial_view
 
 Policy = str | Mapping[str, object]
 """`slo`, `knee`, or {"weights": {objective: weight}}."""
@@ -35,11 +35,13 @@ def non_dominated(costs: Matrix) -> NDArray[np.bool_]:
 
 def measured(trials: Sequence[Trial], objectives: Sequence[str]) -> tuple[Trial, ...]:
     """COMPLETE trials with every objective measured in full, screened ones included."""
-    complete = (t for t in told.latest(trials) if t.state is TrialState.COMPLETE)
+    complete = (t for t in trial_view.latest(trials) if t.state is TrialState.COMPLETE)
     return tuple(
         t
         for t in complete
-        if t.measurement and t.measurement.kind == "full" and told.objective_values(t, objectives) is not None
+        if t.measurement
+        and t.measurement.kind == "full"
+        and trial_view.objective_values(t, objectives) is not None
     )
 
 
@@ -54,7 +56,7 @@ def front(trials: Sequence[Trial], objectives: Sequence[str]) -> tuple[Trial, ..
 
 def promotable(
     trials: Sequence[Trial],
-    scale: told.Scale,
+    scale: trial_view.Scale,
     key: Callable[[Candidate], str] = lambda candidate: candidate.digest,
 ) -> tuple[tuple[Trial, float], ...]:
     """Screened trials that are worth a relaunch, the one that would add most volume first, each with that
@@ -64,9 +66,9 @@ def promotable(
     nothing to what was.
     """
     objectives, corner = scale.objectives, np.array(scale.corner)
-    settled = {key(t.candidate) for t in told.latest(trials) if not t.screened}
+    settled = {key(t.candidate) for t in trial_view.latest(trials) if not t.screened}
     everything = measured(trials, objectives)
-    values = np.array([told.objective_values(t, objectives) for t in everything], np.float64)
+    values = np.array([trial_view.objective_values(t, objectives) for t in everything], np.float64)
     rows = scale.costs(values.reshape(-1, len(objectives)))
     base = rows[[i for i, t in enumerate(everything) if not t.screened]]
     have, whole, found = volume(base, corner), volume(rows, corner), []
@@ -78,7 +80,7 @@ def promotable(
     return tuple((trial, -gain / whole) for gain, _, trial in sorted(found, key=lambda f: f[:2]))
 
 
-def widening(trials: Sequence[Trial], scale: told.Scale) -> dict[int, float]:
+def widening(trials: Sequence[Trial], scale: trial_view.Scale) -> dict[int, float]:
     """By number of the trials measured in full: the volume that each added when it came, as a share of what
     was covered from then on.
     """
@@ -86,7 +88,7 @@ def widening(trials: Sequence[Trial], scale: told.Scale) -> dict[int, float]:
     rows, covered = np.empty((0, len(objectives))), 0.0
     found: dict[int, float] = {}
     for trial in measured(trials, objectives):
-        row = scale.costs([told.objective_values(trial, objectives) or ()])
+        row = scale.costs([trial_view.objective_values(trial, objectives) or ()])
         found[trial.number] = 0.0
         if not np.all(rows <= row, axis=1).any():
             rows = np.vstack([rows[~np.all(row <= rows, axis=1)], row])
@@ -96,11 +98,11 @@ def widening(trials: Sequence[Trial], scale: told.Scale) -> dict[int, float]:
 
 
 def _signed(trial: Trial, objectives: Sequence[str]) -> list[float]:
-    values = told.objective_values(trial, objectives) or ()
+    values = trial_view.objective_values(trial, objectives) or ()
     return [-v if n in MAXIMIZED else v for n, v in zip(objectives, values, strict=True)]
 
 
-def hypervolume(points: Sequence[Sequence[float]], scale: told.Scale) -> float:
+def hypervolume(points: Sequence[Sequence[float]], scale: trial_view.Scale) -> float:
     """The volume between the scale's corner and points, in log latencies and linear goodput (its unit is the
     baseline's). `points` are raw objective values.
     """
@@ -108,10 +110,10 @@ def hypervolume(points: Sequence[Sequence[float]], scale: told.Scale) -> float:
     return volume(costs, np.array(scale.corner))
 
 
-def covered(trials: Sequence[Trial], scale: told.Scale) -> float:
+def covered(trials: Sequence[Trial], scale: trial_view.Scale) -> float:
     """The hypervolume of everything measured in full, screened trials included."""
     found = measured(trials, scale.objectives)
-    return hypervolume([told.objective_values(t, scale.objectives) or () for t in found], scale)
+    return hypervolume([trial_view.objective_values(t, scale.objectives) or () for t in found], scale)
 
 
 def volume(costs: Matrix, reference: Matrix) -> float:
@@ -194,9 +196,11 @@ def _value(trial: Trial, name: str, missing: float) -> float:
 
 def _normalised(members: list[Trial], objectives: Sequence[str]) -> Matrix:
     """Costs of the members stretched to 0 (best) … 1 (worst) per objective; +inf is 1."""
-    first = [v if math.isfinite(v) else 1.0 for v in told.objective_values(members[0], objectives) or ()]
-    scale = told.scale(objectives, first, Slo())
-    costs = scale.costs([told.objective_values(t, objectives) or () for t in members])
+    first = [
+        v if math.isfinite(v) else 1.0 for v in trial_view.objective_values(members[0], objectives) or ()
+    ]
+    scale = trial_view.scale(objectives, first, Slo())
+    costs = scale.costs([trial_view.objective_values(t, objectives) or () for t in members])
     finite = np.where(np.isfinite(costs), costs, np.nan)
     low, high = (
         np.array([f([v for v in col if not math.isnan(v)], default=0.0) for col in finite.T])

@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 import numpy as np
 
 from tuner.records import Slo, Trial, TrialState
-from tuner.search import pareto, told
+from tuner.search import pareto, trial_view
 
 MINIMUM = 12
 """Trials before « nothing more to gain » is believed."""
@@ -44,17 +44,17 @@ def reason_to_stop(
     if now is not None and deadline is not None and now + timedelta(seconds=needed_s) >= deadline:
         return f"the window ends at {deadline:%H:%M}, too soon for another trial and the confirmation"
     return _nothing_to_gain(
-        trials, told.scale_of(trials, objectives, slo), expected_gain, NOISE if noise is None else noise
+        trials, trial_view.scale_of(trials, objectives, slo), expected_gain, NOISE if noise is None else noise
     )
 
 
 def _nothing_to_gain(
     trials: Sequence[Trial],
-    scale: told.Scale | None,
+    scale: trial_view.Scale | None,
     expected_gain: Callable[[], float | None],
     noise: float,
 ) -> str | None:
-    finished = [t for t in told.latest(trials) if t.state is not TrialState.RUNNING]
+    finished = [t for t in trial_view.latest(trials) if t.state is not TrialState.RUNNING]
     searched = [t for t in finished if t.origin not in SEEDED]
     if len(searched) < max(MINIMUM, WINDOW) or scale is None:
         return None
@@ -74,12 +74,12 @@ def _nothing_to_gain(
     )
 
 
-def noise_volume(trials: Sequence[Trial], scale: told.Scale, noise: float) -> float:
+def noise_volume(trials: Sequence[Trial], scale: trial_view.Scale, noise: float) -> float:
     """How much hypervolume the front gains when one objective is better by `noise`, mean over objectives."""
     found = pareto.measured(trials, scale.objectives)
     if not found:
         return 0.0
-    costs = scale.costs([told.objective_values(t, scale.objectives) or () for t in found])
+    costs = scale.costs([trial_view.objective_values(t, scale.objectives) or () for t in found])
     corner = np.array(scale.corner)
     lucky = [pareto.volume(costs - shift, corner) for shift in noise * np.eye(len(corner))]
     return float(np.mean(lucky)) - pareto.volume(costs, corner)

@@ -9,10 +9,10 @@ from optuna.distributions import BaseDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState
 
 from tuner.search.encoding import Encoding, Point
-from tuner.search.told import Told
+from tuner.search.trial_view import EncodedTrial
 
 STARTUP = 6
-"""Told trials before TPE models anything; until then it draws at random."""
+"""EncodedTrial trials before TPE models anything; until then it draws at random."""
 
 EPOCH = datetime(2000, 1, 1)
 
@@ -26,7 +26,7 @@ class _Told(FrozenTrial):
         return copy.copy(self)
 
 
-def draws(encoding: Encoding, history: Sequence[Told], seed: int, limit: int) -> Iterator[Point]:
+def draws(encoding: Encoding, history: Sequence[EncodedTrial], seed: int, limit: int) -> Iterator[Point]:
     """Up to `limit` points that TPE proposes one after the other, each aware of those before it."""
     width = len(next(h.values for h in history if h.values is not None))
     sampler = optuna.samplers.TPESampler(
@@ -44,7 +44,7 @@ def draws(encoding: Encoding, history: Sequence[Told], seed: int, limit: int) ->
 
 
 def _frozen(
-    encoding: Encoding, history: Sequence[Told], space: dict[str, BaseDistribution]
+    encoding: Encoding, history: Sequence[EncodedTrial], space: dict[str, BaseDistribution]
 ) -> list[FrozenTrial]:
     found: list[FrozenTrial] = []
     for row in history:

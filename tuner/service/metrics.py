@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 
 from tuner.history.store import Store
 from tuner.records import Run, RunState, Study, Trial
-from tuner.search import pareto, told
+from tuner.search import pareto, trial_view
 from tuner.service.runner import Controllers
 
 NEWEST = 50
@@ -105,5 +105,5 @@ def _last(store: Store) -> Sequence[tuple[Study, Run]]:
 
 def hypervolume(study: Study, trials: Sequence[Trial]) -> float | None:
     """The volume of a study's front; None while nothing was measured to hold it against."""
-    scale = told.scale_of(trials, study.objectives, study.slo)
+    scale = trial_view.scale_of(trials, study.objectives, study.slo)
     return None if scale is None else pareto.covered(pareto.front(trials, study.objectives), scale)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from tuner.engine import boots, effective, failures
 from tuner.errors import Aborted, EngineError, Infeasible, StudyFailed
 from tuner.records import Candidate, Measurement, Trial, TrialState, Value, Violation
-from tuner.search.judge import Judge
+from tuner.search.early_stopping import Judge
 from tuner.tuning import quality
 from tuner.tuning.events import Event
 from tuner.tuning.live import CannotScreen, Live

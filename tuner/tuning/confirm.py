@@ -18,9 +18,9 @@ from tuner.search.compare import Comparison, Passes, compare, pooled, pooled_noi
 from tuner.search.compare import verdict as verdict_of
 from tuner.tuning import capacity
 from tuner.tuning.attempt import failing, retries_of, unlike
+from tuner.tuning.calibrated_predictor import RELAUNCHED, policy
 from tuner.tuning.events import Event
-from tuner.tuning.knowledge import RELAUNCHED, policy
-from tuner.tuning.proposing import key_of, winner
+from tuner.tuning.next_trial import key_of, winner
 from tuner.tuning.study import Prepared, masked
 from tuner.tuning.trial import ABORTED_RETRIES, Bench, Pass, launch
 from tuner.tuning.verdict import Compared, Verdict, judge

@@ -17,7 +17,7 @@ from tuner.engine.server import Server, serve
 from tuner.errors import Aborted, EngineError, Infeasible
 from tuner.records import Candidate, Launch, Trial, Value
 from tuner.search.encoding import encode
-from tuner.tuning.learned import largest_kv
+from tuner.tuning.launch_estimates import largest_kv
 from tuner.tuning.study import Prepared
 from tuner.tuning.trial import (
     Bench,

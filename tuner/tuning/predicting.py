@@ -8,12 +8,12 @@ import numpy as np
 from tuner.errors import BadInput
 from tuner.measures import MAXIMIZED
 from tuner.records import Candidate, Prediction, Trial
-from tuner.search import pareto, proposals, told
+from tuner.search import acquisition, pareto, trial_view
 from tuner.search.encoding import encode
 from tuner.simulator.calibrate import Calibration
 from tuner.simulator.cost import preset
 from tuner.simulator.predict import UNCALIBRATED, Predictor
-from tuner.tuning.knowledge import Knowledge, card_for, observed, scene_of
+from tuner.tuning.calibrated_predictor import Knowledge, card_for, observed, scene_of
 from tuner.tuning.study import Prepared
 
 
@@ -54,7 +54,7 @@ def forecast(prepared: Prepared, trials: Sequence[Trial], *, count: int) -> Fore
     scene = scene_of(prepared, card)
     coefficients = calibration.coefficients if calibration else preset(card)
     quick = Predictor(scene, coefficients, spreads=False)
-    pool = proposals.pool(encode(prepared.space, told.defaults_of(trials)), prepared.study.seed)
+    pool = acquisition.pool(encode(prepared.space, trial_view.defaults_of(trials)), prepared.study.seed)
     pool = [c for c in pool if prepared.space.contains(c) and prepared.known(c) is None]
     pool = pool[:: max(1, len(pool) // count)][:count]
     expected = [Expected(candidate=c, prediction=p) for c, p in zip(pool, quick(pool), strict=True)]

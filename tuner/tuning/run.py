@@ -17,16 +17,13 @@ from tuner.engine.gpu import Gpus
 from tuner.errors import Aborted, NotFound, StudyFailed
 from tuner.history.store import Store
 from tuner.records import JSON, Candidate, Run, RunState, Study, Trial, TrialState
-from tuner.search import told
+from tuner.search import trial_view
 from tuner.search.order import drifted
 from tuner.search.stopping import noise_of, reason_to_stop
 from tuner.traffic import trace as traces
 from tuner.tuning import quality
 from tuner.tuning.attempt import How, perform
-from tuner.tuning.confirm import Confirmation, confirm, finalists, launches_of
-from tuner.tuning.events import Event, Tell, silent
-from tuner.tuning.judging import judge_of
-from tuner.tuning.knowledge import (
+from tuner.tuning.calibrated_predictor import (
     LAUNCH_S,
     RELAUNCHED,
     Knowledge,
@@ -35,9 +32,12 @@ from tuner.tuning.knowledge import (
     replay_s,
     screens,
 )
-from tuner.tuning.learned import ready_of
+from tuner.tuning.confirm import Confirmation, confirm, finalists, launches_of
+from tuner.tuning.early_stopping import judge_of
+from tuner.tuning.events import Event, Tell, silent
+from tuner.tuning.launch_estimates import ready_of
 from tuner.tuning.live import Live
-from tuner.tuning.proposing import NO_HELP, Help, expected_gain, minimal, next_number, propose
+from tuner.tuning.next_trial import NO_HELP, Help, expected_gain, minimal, next_number, propose
 from tuner.tuning.reconcile import locked, reconcile
 from tuner.tuning.study import Clock, Prepared
 from tuner.tuning.trial import ABORTED_RETRIES, Bench, Work
@@ -226,7 +226,7 @@ class _Loop:
         screened = searched and live is not None and screens(prepared, before)
         if searched:
             judge = judge_of(prepared, trials, screened=screened)
-        return How(live=live, own=not screened, defaults=told.defaults_of(trials), judge=judge)
+        return How(live=live, own=not screened, defaults=trial_view.defaults_of(trials), judge=judge)
 
     def _relaunch(self, trials: Sequence[Trial]) -> Trial | None:
         """At the end of a search: finalists that were only screened are measured in engines of their own."""

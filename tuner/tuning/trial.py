@@ -21,7 +21,7 @@ from tuner.replay.plan import Load
 from tuner.replay.timeline import Judge, Progress, Replayed, replay
 from tuner.tuning import capacity, quality
 from tuner.tuning.events import Event, Tell
-from tuner.tuning.learned import Learned, largest_kv, learned
+from tuner.tuning.launch_estimates import Learned, largest_kv, learned
 from tuner.tuning.quality import Answer
 from tuner.tuning.study import Clock, Prepared
 

@@ -9,8 +9,8 @@ import numpy as np
 from tuner.errors import BadInput
 from tuner.records import Slice, Trial
 from tuner.replay import outcomes
-from tuner.search import judge, proposals, told
-from tuner.search.judge import Case, Columns, Judge, Rival
+from tuner.search import acquisition, early_stopping, trial_view
+from tuner.search.early_stopping import Case, Columns, Judge, Rival
 from tuner.traffic import slices
 from tuner.traffic.trace import Trace
 from tuner.tuning.study import Prepared
@@ -39,14 +39,16 @@ def case_of(
     is no baseline to hold it against.
     """
     study = prepared.study
-    base = told.baseline_of(trials)
+    base = trial_view.baseline_of(trials)
     if base is None or base.measurement is None:
         return None
     values = base.measurement.values
-    corner = told.corner_of(study.objectives, [values.get(n, math.inf) for n in study.objectives], study.slo)
+    corner = trial_view.corner_of(
+        study.objectives, [values.get(n, math.inf) for n in study.objectives], study.slo
+    )
     searched = tuple(s for s in study.slices if not s.held_out)
-    leaders = proposals.leaders(trials, study.objectives)[:RIVALS]
-    epsilon = SCREENED_EPSILON if screened else judge.EPSILON
+    leaders = acquisition.leaders(trials, study.objectives)[:RIVALS]
+    epsilon = SCREENED_EPSILON if screened else early_stopping.EPSILON
     case = Case(
         objectives=study.objectives,
         slo=study.slo,
@@ -54,7 +56,7 @@ def case_of(
         window_s=sum(s.duration_s for s in searched) / prepared.file.speed,
         corner=dict(zip(study.objectives, corner, strict=True)),
         peak=peak(prepared.trace, searched, prepared.file.speed),
-        rungs=tuple((share, max(margin, epsilon)) for share, margin in judge.RUNGS),
+        rungs=tuple((share, max(margin, epsilon)) for share, margin in early_stopping.RUNGS),
         epsilon=epsilon,
         by_slo=prepared.file.winner == "slo",
     )

@@ -8,7 +8,7 @@ import numpy as np
 from tests.search import world
 from tests.search.world import OBJECTIVES, World
 from tuner.records import Candidate, Measurement, Prediction, Slo, Trial, TrialState
-from tuner.search import proposals, told
+from tuner.search import acquisition, trial_view
 from tuner.search.encoding import encode
 
 SPACE = World(levels={"max_num_seqs": (64, 128, 256), "max_num_batched_tokens": (512, 1024, 8192)})
@@ -41,8 +41,8 @@ def _trial(number: int, candidate: Candidate, values: Mapping[str, float], kind:
 
 
 def _gains(trials: Sequence[Trial], pool: Sequence[Candidate]) -> list[float]:
-    scale = told.scale(OBJECTIVES, list(BASE.values()), Slo())
-    found = proposals.expected_gains(
+    scale = trial_view.scale(OBJECTIVES, list(BASE.values()), Slo())
+    found = acquisition.expected_gains(
         _predict,
         pool,
         trials,
@@ -58,8 +58,8 @@ def test_what_collapses_when_steps_are_slower_is_not_proposed_first() -> None:
     safe, cliff = _gains([base], [SAFE, CLIFF])
     assert safe > 1.2 * cliff > 0
     certain = [replace(p, fast={}, slow={}) for p in _predict([SAFE, CLIFF])]
-    assert proposals.likely(certain[1]) == dict(certain[1].values)
-    assert proposals.likely(_predict([CLIFF])[0])["goodput_rps"] < 16
+    assert acquisition.likely(certain[1]) == dict(certain[1].values)
+    assert acquisition.likely(_predict([CLIFF])[0])["goodput_rps"] < 16
 
 
 def test_a_neighbour_that_was_slower_teaches_and_one_that_was_as_predicted_too() -> None:
@@ -82,12 +82,12 @@ def test_an_error_that_all_predictions_share_is_taken_out() -> None:
         return [Prediction(values=low[0] if c == Candidate() else low[1]) for c in candidates]
 
     trials = [_trial(0, Candidate(), BASE), _trial(1, SAFE, half[1].values)]
-    scale = told.scale(OBJECTIVES, list(BASE.values()), Slo())
+    scale = trial_view.scale(OBJECTIVES, list(BASE.values()), Slo())
     place = encode(SPACE, world.DEFAULTS)
     twin = Candidate({"max_num_batched_tokens": 1024, "max_num_seqs": 128})
     gains = [
         float(
-            proposals.expected_gains(
+            acquisition.expected_gains(
                 predict, [twin], trials[:count], encoding=place, scale=scale, rng=np.random.default_rng(1)
             )[0]
         )
@@ -126,7 +126,7 @@ def test_a_knob_without_a_predicted_gain_is_left_where_the_baseline_has_it() -> 
     asked = Candidate(
         {"max_num_seqs": 64, "max_num_batched_tokens": 1024, "gpu_memory_utilization": 0.8, "block_size": 32}
     )
-    found = proposals.plain(predict, encode(space, world.DEFAULTS), asked, OBJECTIVES)
+    found = acquisition.plain(predict, encode(space, world.DEFAULTS), asked, OBJECTIVES)
     assert dict(found) == {**asked, "max_num_seqs": 256, "gpu_memory_utilization": 0.9}
 
 
@@ -138,10 +138,10 @@ def test_a_predicted_failure_is_a_probability_and_one_that_works_outweighs_the_p
         return [replace(p, feasible=False) for p in _predict(candidates)]
 
     def gain(trials: Sequence[Trial]) -> float:
-        scale = told.scale(OBJECTIVES, list(BASE.values()), Slo())
+        scale = trial_view.scale(OBJECTIVES, list(BASE.values()), Slo())
         place, rng = encode(SPACE, world.DEFAULTS), np.random.default_rng(1)
         return float(
-            proposals.expected_gains(pessimist, [SAFE], trials, encoding=place, scale=scale, rng=rng)[0]
+            acquisition.expected_gains(pessimist, [SAFE], trials, encoding=place, scale=scale, rng=rng)[0]
         )
 
     first = _gains([base], [SAFE])[0]

@@ -12,11 +12,11 @@ import numpy as np
 from tests.search import world
 from tests.search.world import OBJECTIVES, World
 from tuner.records import Candidate, Measurement, Prediction, Slo, Trial, TrialState
-from tuner.search import pareto, proposals, told
+from tuner.search import acquisition, pareto, trial_view
+from tuner.search.candidate_sources import TPE_EVERY, TPE_FROM, Suggestion, suggest
 from tuner.search.encoding import encode
-from tuner.search.suggest import TPE_EVERY, TPE_FROM, Suggestion, suggest
 
-SCALE = told.scale(OBJECTIVES, [world.truth({}).values[n] for n in OBJECTIVES], Slo())
+SCALE = trial_view.scale(OBJECTIVES, [world.truth({}).values[n] for n in OBJECTIVES], Slo())
 
 
 def ask(trials: Sequence[Trial], number: int, space: World | None = None, **more: Any) -> Suggestion | None:
@@ -81,7 +81,8 @@ def test_the_search_covers_the_front_and_learns_where_it_fails() -> None:
 
 def test_same_history_and_seed_same_answer_in_another_process() -> None:
     code = (
-        "from tests.search.test_suggest import study\nprint([t.candidate.digest[:12] for t in study(14)])\n"
+        "from tests.search.test_candidate_sources import study\n"
+        "print([t.candidate.digest[:12] for t in study(14)])\n"
     )
     seen = {
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
@@ -125,10 +126,12 @@ def test_a_pruned_trial_tells_its_estimate() -> None:
     for measurements in ((), (first_part,)):  # no word of where it would have ended: as bad as the worst
         encoding, scale = (
             encode(World(), world.DEFAULTS),
-            told.scale(OBJECTIVES, [1.0] * len(OBJECTIVES), Slo()),
+            trial_view.scale(OBJECTIVES, [1.0] * len(OBJECTIVES), Slo()),
         )
         bare = [*trials[:11], replace(pruned, measurements=measurements)]
-        costs = [row.values for row in told.tell(encoding, bare, scale) if row.values is not None]
+        costs = [
+            row.values for row in trial_view.encode_trials(encoding, bare, scale) if row.values is not None
+        ]
         assert all(
             last >= max(column) for last, column in zip(costs[-1], zip(*costs, strict=True), strict=True)
         )
@@ -246,8 +249,8 @@ def test_what_the_predictor_cannot_tell_apart_is_measured_once() -> None:
 def test_a_ranking_is_judged_by_what_differs() -> None:
     level = [replace(t, measurements=(Measurement(values=dict.fromkeys(OBJECTIVES, 1.0 + 0.001 * t.number)),))
              for t in (world.trial(n, Candidate()) for n in range(8))]  # fmt: skip
-    assert proposals.trust(_predict, level, OBJECTIVES) is None
+    assert acquisition.trust(_predict, level, OBJECTIVES) is None
     apart = [t for t in study(14) if t.state is TrialState.COMPLETE]
-    assert proposals.trust(_predict, apart, OBJECTIVES) == 1.0
-    assert (proposals.trust(_mislead, apart, OBJECTIVES) or 0) < -0.9
-    assert proposals.trust(_predict, apart[:3], OBJECTIVES) is None
+    assert acquisition.trust(_predict, apart, OBJECTIVES) == 1.0
+    assert (acquisition.trust(_mislead, apart, OBJECTIVES) or 0) < -0.9
+    assert acquisition.trust(_predict, apart[:3], OBJECTIVES) is None

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tuner.records import Candidate, Prediction, Slo, Trial, TrialState
-from tuner.search import pareto, told
+from tuner.search import pareto, trial_view
 from tuner.search.encoding import Encoding
 
 INSTEAD = "gp-instead"
@@ -66,7 +66,7 @@ def pool(encoding: Encoding, seed: int) -> list[Candidate]:
         sizes = [len(values) for values in encoding.levels]
         points = [tuple(int(i) for i in point) for point in np.ndindex(*sizes)]
     else:
-        rng = np.random.default_rng(told.derive(seed, 0, "pool"))
+        rng = np.random.default_rng(trial_view.derive(seed, 0, "pool"))
         points = [encoding.random(rng) for _ in range(POOL)]
     return list({c.digest: c for c in map(encoding.candidate, points)}.values())
 
@@ -81,14 +81,14 @@ def leaders(trials: Sequence[Trial], objectives: Sequence[str]) -> tuple[Trial, 
 
 
 def _costs_of(trials: Sequence[Trial], objectives: Sequence[str]) -> Matrix:
-    scale = told.scale(objectives, [1.0] * len(objectives), Slo())
-    return np.array([scale.costs(told.objective_values(t, objectives) or ()) for t in trials])
+    scale = trial_view.scale(objectives, [1.0] * len(objectives), Slo())
+    return np.array([scale.costs(trial_view.objective_values(t, objectives) or ()) for t in trials])
 
 
 def _known(trials: Sequence[Trial], objectives: Sequence[str]) -> list[Trial]:
     """The trials with every objective, measured in full or estimated when they were stopped."""
-    ended = (t for t in told.latest(trials) if t.state in (TrialState.COMPLETE, TrialState.PRUNED))
-    return [t for t in ended if _kind(t) in NOISES and told.objective_values(t, objectives) is not None]
+    ended = (t for t in trial_view.latest(trials) if t.state in (TrialState.COMPLETE, TrialState.PRUNED))
+    return [t for t in ended if _kind(t) in NOISES and trial_view.objective_values(t, objectives) is not None]
 
 
 def trust(predictor: Predictor, trials: Sequence[Trial], objectives: Sequence[str]) -> float | None:
@@ -103,7 +103,7 @@ def trust(predictor: Predictor, trials: Sequence[Trial], objectives: Sequence[st
     predictions = list(predictor([t.candidate for t in found]))
     right, told_apart = 0.0, 0
     for index, name in enumerate(objectives):
-        real = np.array([(told.objective_values(t, objectives) or ())[index] for t in found])
+        real = np.array([(trial_view.objective_values(t, objectives) or ())[index] for t in found])
         expected = np.array([p.values.get(name, np.inf) for p in predictions])
         with np.errstate(divide="ignore", invalid="ignore"):
             apart = np.log(real)[:, None] - np.log(real)[None, :]
@@ -142,7 +142,7 @@ def ranked(
     trials: Sequence[Trial],
     *,
     encoding: Encoding,
-    scale: told.Scale,
+    scale: trial_view.Scale,
     rng: np.random.Generator,
     off: tuple[float, float] = OFF,
 ) -> Iterator[Candidate]:
@@ -160,7 +160,7 @@ def expected_gains(
     trials: Sequence[Trial],
     *,
     encoding: Encoding,
-    scale: told.Scale,
+    scale: trial_view.Scale,
     rng: np.random.Generator,
     off: tuple[float, float] = OFF,
 ) -> Matrix:
@@ -173,7 +173,7 @@ def expected_gains(
     past, future = predictions[: len(seen)], predictions[len(seen) :]
     places = _places(encoding, [t.candidate for t in seen]), _places(encoding, pool)
     logs = _draws(list(zip(past, seen, strict=True)), future, places, names, rng, off)
-    real = [told.objective_values(t, names) for t in pareto.measured(trials, names)]
+    real = [trial_view.objective_values(t, names) for t in pareto.measured(trials, names)]
     costs = scale.costs(np.exp(logs)), scale.costs(np.array(real).reshape(-1, len(names)))
     gains = _gain(*costs, np.array(scale.corner), rng)
     chances = chances_to_work(predictor, trials)
@@ -185,7 +185,7 @@ def chances_to_work(predictor: Predictor, trials: Sequence[Trial]) -> dict[bool,
     """How likely a candidate works that is predicted to (True) or to fail (False), by the trials so far and
     `PRIOR`: one that was predicted to fail and worked makes the next such prediction count for half.
     """
-    ended = [t for t in told.latest(trials) if t.state in ENDED]
+    ended = [t for t in trial_view.latest(trials) if t.state in ENDED]
     expected = predictor([t.candidate for t in ended])
     counts = {kind: list(prior) for kind, prior in PRIOR.items()}
     for trial, prediction in zip(ended, expected, strict=True):
@@ -243,7 +243,7 @@ def plain(
         return [likely(found).get(n, np.nan) if found.feasible else np.nan for n in names]
 
     values = expected(candidate)
-    scale = told.scale(names, values, Slo())
+    scale = trial_view.scale(names, values, Slo())
     allowed = scale.costs(values) + WORTHLESS
     for knob, level in enumerate(base):
         moved = (*point[:knob], level, *point[knob + 1 :])
@@ -276,7 +276,7 @@ def _kind(trial: Trial) -> str:
 
 def _logs(trial: Trial, objectives: Sequence[str]) -> Matrix:
     """Logarithms of what was measured (or estimated) of a trial, in order of the objectives."""
-    logs: Matrix = np.log(np.maximum(told.objective_values(trial, objectives) or (), 1e-6))
+    logs: Matrix = np.log(np.maximum(trial_view.objective_values(trial, objectives) or (), 1e-6))
     return logs
 
 

@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from tuner.records import Candidate, Prediction, Slo, Trial, TrialState
-from tuner.search import feasibility, proposals, told
+from tuner.search import acquisition, feasibility, trial_view
 from tuner.search.encoding import Encoding, Point, Space, encode
 
 Known = Callable[[Candidate], str | None]
@@ -60,8 +60,8 @@ def suggest(
     `known` and `predictor` must themselves be functions of the candidate (and of the same history).
     """
     ask = _Ask(
-        encoding=encode(space, told.defaults_of(trials)),
-        trials=told.latest(trials),
+        encoding=encode(space, trial_view.defaults_of(trials)),
+        trials=trial_view.latest(trials),
         objectives=tuple(objectives),
         slo=slo,
         known=known,
@@ -69,7 +69,7 @@ def suggest(
         number=number,
         predictor=predictor,
     )
-    trial_seed = told.derive(seed, number, "trial")
+    trial_seed = trial_view.derive(seed, number, "trial")
     if not any(t.is_baseline for t in ask.trials):
         return Suggestion(candidate=baseline, origin="baseline", seed=trial_seed)
     for origin, candidate in seeds:
@@ -105,7 +105,7 @@ class _Ask:
                 self._seen.add(self.encoding.completed(ran).digest)
 
     def rng(self, purpose: str) -> np.random.Generator:
-        return np.random.default_rng(told.derive(self.seed, self.number, purpose))
+        return np.random.default_rng(trial_view.derive(self.seed, self.number, purpose))
 
     def is_new(self, candidate: Candidate) -> bool:
         """Unseen as asked and as it would run, inside the space, and not known to fail."""
@@ -133,17 +133,19 @@ class _Ask:
         if self._twins is None:
             ended = [t for t in self.trials if t.state in (TrialState.COMPLETE, TrialState.PRUNED)]
             expected = self.predictor([t.candidate for t in ended])
-            self._twins = {proposals.twin_key(p, self.objectives) for p in expected} - {None}
-        return proposals.twin_key(self.predictor([candidate])[0], self.objectives) in self._twins
+            self._twins = {acquisition.twin_key(p, self.objectives) for p in expected} - {None}
+        return acquisition.twin_key(self.predictor([candidate])[0], self.objectives) in self._twins
 
     @cached_property
     def _trusted(self) -> bool:
-        return self.predictor is not None and proposals.trusted(self.predictor, self.trials, self.objectives)
+        return self.predictor is not None and acquisition.trusted(
+            self.predictor, self.trials, self.objectives
+        )
 
-    def scale(self) -> told.Scale:
+    def scale(self) -> trial_view.Scale:
         """The study's cost scale, of units while nothing was measured."""
-        found = told.scale_of(self.trials, self.objectives, self.slo)
-        return found or told.scale(self.objectives, [1.0] * len(self.objectives), self.slo)
+        found = trial_view.scale_of(self.trials, self.objectives, self.slo)
+        return found or trial_view.scale(self.objectives, [1.0] * len(self.objectives), self.slo)
 
     def proposed(self) -> Iterator[tuple[str, Candidate]]:
         """New candidates, the best first, by whoever's turn it is and then by the others."""
@@ -155,14 +157,14 @@ class _Ask:
         if not lost and not turned:
             yield from (("simulator", c) for c in self._predicted())
         if not turned:
-            yield from ((proposals.INSTEAD if lost else "gp", c) for c in self._by_measurements())
-        yield from ((proposals.INSTEAD if lost else "tpe", c) for c in self._sampled())
+            yield from ((acquisition.INSTEAD if lost else "gp", c) for c in self._by_measurements())
+        yield from ((acquisition.INSTEAD if lost else "tpe", c) for c in self._sampled())
         yield from (("random", c) for c in self._leftover())
 
     def _predicted(self) -> Iterator[Candidate]:
         if self.predictor is None:
             return
-        for found in proposals.ranked(
+        for found in acquisition.ranked(
             self.predictor,
             self._worth_a_launch(self._pool()),
             self.trials,
@@ -170,22 +172,22 @@ class _Ask:
             scale=self.scale(),
             rng=self.rng("gain"),
         ):
-            simpler = proposals.plain(self.predictor, self.encoding, found, self.objectives)
+            simpler = acquisition.plain(self.predictor, self.encoding, found, self.objectives)
             yield simpler if self.is_worth_a_launch(simpler) else found
 
     def _by_measurements(self) -> Iterator[Candidate]:
         """New candidates by a Gaussian process through what was measured."""
-        first = told.baseline_of(self.trials)
+        first = trial_view.baseline_of(self.trials)
         if first is None or first.measurement is None:
             return
-        yield from proposals.ranked(
-            proposals.flat(first.measurement.values),
+        yield from acquisition.ranked(
+            acquisition.flat(first.measurement.values),
             self._worth_a_launch(self._plane()) or self._worth_a_launch(self._pool()),
             self.trials,
             encoding=self.encoding,
             scale=self.scale(),
             rng=self.rng("gp"),
-            off=proposals.UNTOLD,
+            off=acquisition.UNTOLD,
         )
 
     def _plane(self) -> list[Candidate]:
@@ -203,8 +205,8 @@ class _Ask:
 
     def _pool(self) -> list[Candidate]:
         """The study's pool (so predictions can be kept) and the neighbours of the front."""
-        found = {c.digest: c for c in proposals.pool(self.encoding, self.seed)}
-        for trial in proposals.leaders(self.trials, self.objectives):
+        found = {c.digest: c for c in acquisition.pool(self.encoding, self.seed)}
+        for trial in acquisition.leaders(self.trials, self.objectives):
             point = self.encoding.point(trial.candidate)
             near = self.encoding.neighbours(point) if point is not None else []
             found.update({c.digest: c for c in map(self.encoding.candidate, near)})
@@ -214,11 +216,13 @@ class _Ask:
         """TPE's new draws, then near misses of the seen ones."""
         from tuner.search import tpe
 
-        history = told.tell(self.encoding, self.trials, self.scale())
+        history = trial_view.encode_trials(self.encoding, self.trials, self.scale())
         if not self.encoding.names or not any(h.values is not None for h in history):
             return
         points: list[Point] = []
-        for point in tpe.draws(self.encoding, history, told.derive(self.seed, self.number, "tpe"), DRAWS):
+        for point in tpe.draws(
+            self.encoding, history, trial_view.derive(self.seed, self.number, "tpe"), DRAWS
+        ):
             points.append(point)
             candidate = self.encoding.candidate(point)
             if self.is_worth_a_launch(candidate):

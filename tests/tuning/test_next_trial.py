@@ -11,9 +11,8 @@ from tuner.engine import limits
 from tuner.errors import BadInput
 from tuner.knobs.space import Condition
 from tuner.records import Candidate, Measurement, Trial, TrialState
-from tuner.search import proposals, told
-from tuner.tuning.judging import judge_of, peak
-from tuner.tuning.knowledge import (
+from tuner.search import acquisition, trial_view
+from tuner.tuning.calibrated_predictor import (
     RELAUNCHED,
     Knowledge,
     card_for,
@@ -21,9 +20,9 @@ from tuner.tuning.knowledge import (
     replay_s,
     screens,
 )
+from tuner.tuning.early_stopping import judge_of, peak
 from tuner.tuning.live import group, widest
-from tuner.tuning.predicting import forecast
-from tuner.tuning.proposing import (
+from tuner.tuning.next_trial import (
     best,
     expected_gain,
     key_of,
@@ -32,6 +31,7 @@ from tuner.tuning.proposing import (
     spaces,
     winner,
 )
+from tuner.tuning.predicting import forecast
 from tuner.tuning.study import Prepared, load
 
 SPACE = """\
@@ -132,13 +132,13 @@ def test_what_may_still_be_gained_is_told_by_a_trusted_predictor(
     found = expected_gain(prepared, history, knowledge)
     assert found is not None
     assert 0 <= found < 1
-    distrusted = [*history, replace(history[-1], id=99, number=99, origin=proposals.INSTEAD)]
+    distrusted = [*history, replace(history[-1], id=99, number=99, origin=acquisition.INSTEAD)]
     assert expected_gain(prepared, distrusted, knowledge) is None
     assert expected_gain(prepared, (), knowledge) is None
 
 
 def test_one_running_engine_can_screen_all_early_proposals(prepared: Prepared, history: list[Trial]) -> None:
-    groups = {group(prepared, t.candidate, told.defaults_of(history)) for t in history[1:]}
+    groups = {group(prepared, t.candidate, trial_view.defaults_of(history)) for t in history[1:]}
     assert len(groups) == 1
 
 
@@ -202,7 +202,7 @@ def test_a_pick_of_the_policy_is_a_good_proposal_though_it_widens_no_front(prepa
 
 
 def test_a_proposal_says_only_what_the_engine_would_not_do_of_its_own_accord(history: list[Trial]) -> None:
-    own = told.defaults_of(history[:1])
+    own = trial_view.defaults_of(history[:1])
     for trial in history[1:]:
         assert trial.candidate
         kept = {name for name in trial.candidate if name not in history[0].candidate}
@@ -249,7 +249,7 @@ def test_a_default_that_follows_other_knobs_is_not_taken_from_the_baseline(prepa
     base = replace(base, effective={**base.effective, "max_cudagraph_capture_size": 512})
     asked = Candidate({"max_num_seqs": 16, "max_cudagraph_capture_size": 512})
     assert minimal(space, [base], asked) == asked
-    assert "max_cudagraph_capture_size" not in told.defaults_of([base])
+    assert "max_cudagraph_capture_size" not in trial_view.defaults_of([base])
 
 
 def test_what_turns_another_knob_on_is_said_though_the_engine_does_it_anyway(prepared: Prepared) -> None:

@@ -12,7 +12,7 @@ from tuner.errors import BadInput, NotFound
 from tuner.history.store import Store
 from tuner.knobs.space import SearchSpace
 from tuner.records import Candidate, Prediction, Slo, Study, Trial, TrialState, Value
-from tuner.search import pareto, proposals, starts, told
+from tuner.search import acquisition, heuristics, pareto, trial_view
 from tuner.search.encoding import encode
 from tuner.simulator.batch import Batch
 from tuner.simulator.calibrate import Calibration, Observation, fit
@@ -159,27 +159,27 @@ class Knowledge:
         What is predicted here rests on the baseline alone, so that the list stays the same all through.
         """
         prepared = self.prepared
-        base = told.baseline_of(trials)
+        base = trial_view.baseline_of(trials)
         if base is None and not failed(trials):
             return ()
         near = at_levels(prepared, trials)
         known = self._uncalibrated() if base is None else self.calibrated((base,))
         if known is None:
-            return (*self.fronts, *starts.heuristics(prepared.space, near))
+            return (*self.fronts, *heuristics.heuristics(prepared.space, near))
         first = () if base is None else (base,)
         space = around(prepared, near, trials) if screens(prepared, first) else prepared.space
-        encoding, objectives = encode(space, told.defaults_of(trials)), prepared.study.objectives
+        encoding, objectives = encode(space, trial_view.defaults_of(trials)), prepared.study.objectives
         picks = self.picks(space, known.predict, {})[:PICKS]
-        plain = [proposals.plain(known.predict, encoding, c, objectives) for c in picks]
+        plain = [acquisition.plain(known.predict, encoding, c, objectives) for c in picks]
         return (*self.fronts, *((PICKED, candidate) for candidate in plain))
 
     def picks(self, space: SearchSpace, predict: Batch, defaults: Mapping[str, Value]) -> list[Candidate]:
         """The study's pool of a space as the SLO policy would rank it by the predictions; what fails is left
         out. The front's volume does not reach there: a pick may be worse than the baseline in an objective.
         """
-        pool = proposals.pool(encode(space, defaults), self.prepared.study.seed)
+        pool = acquisition.pool(encode(space, defaults), self.prepared.study.seed)
         pool = [c for c in pool if space.contains(c) and self.prepared.known(c) is None]
-        likely = ((i, proposals.likely(p)) for i, p in enumerate(predict(pool)) if p.feasible)
+        likely = ((i, acquisition.likely(p)) for i, p in enumerate(predict(pool)) if p.feasible)
         ranked = [(_rank(values, self.prepared.study.slo), i) for i, values in likely]
         return [pool[i] for _, i in sorted(ranked)]
 
@@ -200,12 +200,12 @@ def cutoff(number: int) -> int:
 
 def observed(trials: Sequence[Trial], before: int, objectives: Sequence[str]) -> tuple[Trial, ...]:
     """The trials that a calibration rests on: the baseline, and the newest of the front before a number."""
-    base = told.baseline_of(trials)
+    base = trial_view.baseline_of(trials)
     if base is not None and base.number >= before:
         return ()
     past = [t for t in trials if t.number < before and t.state is not TrialState.RUNNING]
     first = () if base is None else (base,)
-    leaders = [t for t in proposals.leaders(past, objectives) if t not in first]
+    leaders = [t for t in acquisition.leaders(past, objectives) if t not in first]
     return (*first, *sorted(leaders[: OBSERVED - len(first)], key=lambda t: t.number))
 
 
@@ -232,7 +232,7 @@ def screens(prepared: Prepared, trials: Sequence[Trial]) -> bool:
     replay = replay_s(prepared)
     launch = launch_s(trials, replay)
     saved = launch / (launch + replay)
-    past = [t for t in told.latest(trials) if t.state in ENDED and not t.is_baseline]
+    past = [t for t in trial_view.latest(trials) if t.state in ENDED and not t.is_baseline]
     past = [t for t in past if t.origin != RELAUNCHED]
     fine, good, ended, alone = _good(prepared, trials), 1, 2, 0
     for trial in past:
@@ -249,7 +249,7 @@ def _good(prepared: Prepared, trials: Sequence[Trial]) -> set[int]:
     if not found:
         return set()
     good = {pareto.choose(found, policy(prepared), prepared.study.slo, objectives).number}
-    scale = told.scale_of(trials, objectives, prepared.study.slo)
+    scale = trial_view.scale_of(trials, objectives, prepared.study.slo)
     if scale is not None:
         added = pareto.widening(trials, scale)
         good |= {number for number, share in added.items() if share >= SECURED}
@@ -279,7 +279,9 @@ def at_levels(prepared: Prepared, trials: Sequence[Trial], candidate: Candidate 
     """
     space, asked = prepared.space, prepared.baseline if candidate is None else candidate
     told_ = {
-        name: v for name, v in told.defaults_of(trials).items() if None not in space.levels.get(name, ())
+        name: v
+        for name, v in trial_view.defaults_of(trials).items()
+        if None not in space.levels.get(name, ())
     }
     encoding = encode(space, told_)
     point = encoding.point(space.canonical(asked))

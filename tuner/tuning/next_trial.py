@@ -9,12 +9,12 @@ from tuner.engine.effective import same
 from tuner.errors import NotFound
 from tuner.knobs.space import SearchSpace
 from tuner.records import Candidate, Trial, TrialState
-from tuner.search import pareto, proposals, told
+from tuner.search import acquisition, pareto, trial_view
+from tuner.search.candidate_sources import Suggestion, suggest
 from tuner.search.encoding import encode
 from tuner.search.feasibility import Regions
 from tuner.search.order import by_group, drift_due
-from tuner.search.suggest import Suggestion, suggest
-from tuner.tuning.knowledge import (
+from tuner.tuning.calibrated_predictor import (
     LAUNCH_S,
     PICKED,
     RELAUNCHED,
@@ -56,9 +56,9 @@ def propose(
     """What the search proposes after these trials; a function of them alone (and of the seeds given)."""
     knowledge = knowledge or Knowledge(prepared=prepared)
     number = next_number(trials)
-    served = told.baseline_of(trials) is not None
+    served = trial_view.baseline_of(trials) is not None
     if served and not prepared.plan.demonstration and drift_due(trials):
-        seed = told.derive(prepared.study.seed, number, "trial")
+        seed = trial_view.derive(prepared.study.seed, number, "trial")
         return Suggestion(candidate=prepared.baseline, origin="baseline", seed=seed)
     promoted = _promoted(prepared, trials)
     if promoted is not None:
@@ -88,8 +88,8 @@ def propose(
 
 def _promoted(prepared: Prepared, trials: Sequence[Trial]) -> Trial | None:
     """The screened trial to measure in an engine of its own now: the front holds relaunched ones only."""
-    scale = told.scale_of(trials, prepared.study.objectives, prepared.study.slo)
-    if scale is None or len(since_own(told.latest(trials))) <= PROMOTE_AFTER:
+    scale = trial_view.scale_of(trials, prepared.study.objectives, prepared.study.slo)
+    if scale is None or len(since_own(trial_view.latest(trials))) <= PROMOTE_AFTER:
         return None
     found = pareto.promotable(trials, scale, key_of(prepared, trials))
     return next((trial for trial, gain in found if gain >= SECURED), None)
@@ -109,10 +109,10 @@ def _picked(
         return []
     objectives = prepared.study.objectives
     measured = known.predict([t.candidate for t in pareto.measured(trials, objectives)])
-    twins = {proposals.twin_key(p, objectives) for p in measured}
-    picks = knowledge.picks(space, known.predict, told.defaults_of(trials))
+    twins = {acquisition.twin_key(p, objectives) for p in measured}
+    picks = knowledge.picks(space, known.predict, trial_view.defaults_of(trials))
     predicted = zip(picks, known.predict(picks), strict=True)
-    new = [(PICKED, c) for c, p in predicted if proposals.twin_key(p, objectives) not in twins]
+    new = [(PICKED, c) for c, p in predicted if acquisition.twin_key(p, objectives) not in twins]
     return untried(prepared, trials, new[:LOOKED])[:1]
 
 
@@ -120,7 +120,7 @@ def _trusted(prepared: Prepared, trials: Sequence[Trial], knowledge: Knowledge) 
     """The predictor while its ranking holds."""
     known = knowledge.known(trials, next_number(trials))
     objectives = prepared.study.objectives
-    return known if known is not None and proposals.trusted(known.predict, trials, objectives) else None
+    return known if known is not None and acquisition.trusted(known.predict, trials, objectives) else None
 
 
 def expected_gain(prepared: Prepared, trials: Sequence[Trial], knowledge: Knowledge) -> float | None:
@@ -128,25 +128,25 @@ def expected_gain(prepared: Prepared, trials: Sequence[Trial], knowledge: Knowle
     is covered; None where nobody who is trusted expects anything.
     """
     known, number = _trusted(prepared, trials, knowledge), next_number(trials)
-    scale = told.scale_of(trials, prepared.study.objectives, prepared.study.slo)
+    scale = trial_view.scale_of(trials, prepared.study.objectives, prepared.study.slo)
     if known is None or scale is None:
         return None
     key = key_of(prepared, trials)
     seen = {key(t.candidate) for t in trials}
-    near = encode(around(prepared, best(prepared, trials), trials), told.defaults_of(trials))
-    new = [c for c in proposals.pool(near, prepared.study.seed) if key(c) not in seen]
+    near = encode(around(prepared, best(prepared, trials), trials), trial_view.defaults_of(trials))
+    new = [c for c in acquisition.pool(near, prepared.study.seed) if key(c) not in seen]
     new = [c for c in new if prepared.known(c) is None]
-    rng = np.random.default_rng(told.derive(prepared.study.seed, number, "gain"))
-    gains = proposals.expected_gains(known.predict, new, trials, encoding=near, scale=scale, rng=rng)
+    rng = np.random.default_rng(trial_view.derive(prepared.study.seed, number, "gain"))
+    gains = acquisition.expected_gains(known.predict, new, trials, encoding=near, scale=scale, rng=rng)
     covered = pareto.covered(trials, scale)
     return float(gains.max()) / covered if len(gains) and covered > 0 else None
 
 
 def untried(prepared: Prepared, trials: Sequence[Trial], seeds: Sequence[Seed]) -> list[Seed]:
     """The seeds that are new and may work, those that one running engine can screen together."""
-    encoding = encode(prepared.space, told.defaults_of(trials))
+    encoding = encode(prepared.space, trial_view.defaults_of(trials))
     regions = Regions(encoding, trials)
-    seen = {encoding.completed(t.candidate).digest for t in told.latest(trials)}
+    seen = {encoding.completed(t.candidate).digest for t in trial_view.latest(trials)}
     left: dict[Candidate, Seed] = {}
     for origin, candidate in seeds:
         asked = prepared.space.canonical(candidate)
@@ -155,7 +155,10 @@ def untried(prepared: Prepared, trials: Sequence[Trial], seeds: Sequence[Seed]) 
         if new and point is not None and regions.reason(point) is None and prepared.known(asked) is None:
             left.setdefault(asked, (origin, asked))
     ordered = by_group(
-        list(left), lambda c: group(prepared, c, told.defaults_of(trials)), compile_s=LAUNCH_S, late_s=1.0
+        list(left),
+        lambda c: group(prepared, c, trial_view.defaults_of(trials)),
+        compile_s=LAUNCH_S,
+        late_s=1.0,
     )
     return [left[candidate] for candidate in ordered]
 
@@ -192,7 +195,7 @@ def winner(prepared: Prepared, trials: Sequence[Trial], key: Callable[[Candidate
 
 def key_of(prepared: Prepared, trials: Sequence[Trial]) -> Callable[[Candidate], str]:
     """Equal for candidates that the engine would run alike, as far as its defaults are known."""
-    encoding = encode(prepared.space, told.defaults_of(trials))
+    encoding = encode(prepared.space, trial_view.defaults_of(trials))
     return lambda candidate: encoding.completed(candidate).digest
 
 
@@ -200,10 +203,10 @@ def minimal(space: SearchSpace, trials: Sequence[Trial], candidate: Candidate) -
     """The candidate without what the engine does of its own accord, by the baseline's own words; what the
     baseline was asked for stays, and what another knob is turned on by.
     """
-    base = told.baseline_of(trials)
+    base = trial_view.baseline_of(trials)
     if base is None:
         return candidate
-    given = {*base.candidate, *told.DERIVED}
+    given = {*base.candidate, *trial_view.DERIVED}
     own = {name: value for name, value in base.effective.items() if name not in given}
     kept = {n: v for n, v in candidate.items() if n not in own or not same(v, own[n])}
     asked = list(kept)

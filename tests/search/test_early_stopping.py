@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from tuner.records import Outcome, Slice, Slo
-from tuner.search import judge as module
-from tuner.search import told
-from tuner.search.judge import Case, Judge, Rival
+from tuner.search import early_stopping as module
+from tuner.search import trial_view
+from tuner.search.early_stopping import Case, Judge, Rival
 
 OBJECTIVES = ("ttft_p95_ms", "e2e_p95_ms", "goodput_rps")
 SLO = Slo(ttft_ms=200, e2e_ms=2000, attainment=0.9)
@@ -68,7 +68,7 @@ def case_against(*rivals: float, rungs: tuple[tuple[float, float], ...] = (), **
         slo=SLO,
         planned=COUNT,
         window_s=WINDOW,
-        corner=dict(zip(OBJECTIVES, told.corner_of(OBJECTIVES, baseline, SLO), strict=True)),
+        corner=dict(zip(OBJECTIVES, trial_view.corner_of(OBJECTIVES, baseline, SLO), strict=True)),
         rivals=tuple(found),
         rungs=rungs,
         **more,  # type: ignore[arg-type]

@@ -137,7 +137,7 @@ def derive(seed: int, number: int, purpose: str) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class EncodedTrial:
     """One trial in the sampler's words; `values` is None for one that is still running."""
 
     point: Point
@@ -145,7 +145,7 @@ class Told:
     constraints: dict[str, float]
 
 
-def tell(encoding: Encoding, trials: Sequence[Trial], scale: Scale) -> list[Told]:
+def encode_trials(encoding: Encoding, trials: Sequence[Trial], scale: Scale) -> list[EncodedTrial]:
     """History as the sampler is told it.
 
     COMPLETE and PRUNED with their costs (measured, or estimated); INFEASIBLE, and what has no number, at a
@@ -165,7 +165,7 @@ def tell(encoding: Encoding, trials: Sequence[Trial], scale: Scale) -> list[Told
         values = None
         if trial.state is not TrialState.RUNNING:
             values = tuple(filler if costs is None else np.where(np.isfinite(costs), costs, filler))
-        found.append(Told(point=point, values=values, constraints=margins(trial)))
+        found.append(EncodedTrial(point=point, values=values, constraints=margins(trial)))
     return found
 
 
