@@ -1,5 +1,6 @@
 """`tuner trace reshape` and `forget`: what they write, and what they say of bad input."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from tuner.cli import app
+from tuner.errors import BadInput, NotFound
 from tuner.traffic import trace as traces
 from tuner.traffic.trace import COLUMNS, Trace, build
 
@@ -75,3 +77,61 @@ def test_a_forgotten_trace_leaves_its_file(tmp_path: Path) -> None:
     assert call(tmp_path, "forget", "kept").exit_code == 0
     assert "kept" not in call(tmp_path, "list").output
     assert kept.exists()
+
+
+def burst(path: Path, count: int, gap_s: float = 0.0) -> Path:
+    """A CSV of so many requests, the longest prompt and the longest answer in different ones."""
+    rows = [f"{gap_s * row},{900 if row == 0 else 100},{20 if row == 0 else 300}" for row in range(count)]
+    path.write_text("\n".join(["arrival_s,input_tokens,output_tokens", *rows]) + "\n")
+    return path
+
+
+@pytest.mark.parametrize(("count", "flying"), [(1, {}), (5, 4), (40, 39)])
+def test_requests_of_one_moment_have_no_rate(tmp_path: Path, count: int, flying: object) -> None:
+    shown = call(tmp_path, "show", burst(tmp_path / "t.csv", count), "--json")
+    numbers = json.loads(shown.stdout)
+    for name in ("request_rps", "input_tokens_per_s", "output_tokens_per_s"):
+        assert numbers[name] is None
+    assert set(numbers["peak_rps"].values()) == {None}
+    assert (numbers["concurrency"] and numbers["concurrency"]["p50"]) == flying
+    assert ",000" not in call(tmp_path, "show", tmp_path / "t.csv").stdout
+    refused = call(tmp_path, "slice", tmp_path / "t.csv")
+    assert refused.exit_code != 0
+    assert f"all {count} requests of the trace arrive at one moment" in str(refused.exception)
+    assert call(tmp_path, "slice", tmp_path / "t.csv", "--start", 0, "--duration", 5).exit_code == 0
+
+
+def test_the_longest_request_is_one_that_was_sent(tmp_path: Path) -> None:
+    said = call(tmp_path, "show", burst(tmp_path / "t.csv", 40, gap_s=1.0)).stdout
+    assert "longest request: 920 tokens with its answer" in said
+
+
+@pytest.mark.parametrize("start", [39.2, 40, 1e6])
+def test_a_slice_beyond_the_end_is_refused_with_the_end(tmp_path: Path, start: float) -> None:
+    refused = call(tmp_path, "slice", burst(tmp_path / "t.csv", 40, 1.003), "--start", start, "--duration", 3)
+    assert isinstance(refused.exception, BadInput)
+    assert "beyond the end of the trace, whose last request arrives at 39.117 s" in str(refused.exception)
+
+
+def test_a_slice_that_reaches_beyond_the_end_says_so(tmp_path: Path) -> None:
+    done = call(tmp_path, "slice", burst(tmp_path / "t.csv", 40, 1.003), "--start", 30, "--duration", 30)
+    assert done.exit_code == 0
+    assert "the last 20.88 s of the slice are empty" in done.output
+
+
+@pytest.mark.parametrize("words", [("show",), ("slice",), ("reshape", "-o", "x.parquet")])
+def test_a_trace_that_does_not_exist_is_not_found(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """Exit code 4, before and after there is a history."""
+    for _ in range(2):
+        missing = call(tmp_path, words[0], "nosuch", *words[1:])
+        assert isinstance(missing.exception, NotFound)
+        assert call(tmp_path, "import", burst(tmp_path / "t.csv", 3, 1.0)).exit_code == 0
+
+
+def test_an_import_says_how_times_were_read(tmp_path: Path) -> None:
+    source = Path(__file__).parents[1] / "data" / "cases" / "seconds.jsonl"
+    refused = call(tmp_path, "import", source)
+    assert isinstance(refused.exception, BadInput)
+    done = call(tmp_path, "import", source, "--unit", "s")
+    assert "times: read as s (given)" in done.output
+    assert json.loads(call(tmp_path, "import", source, "--unit", "ms", "--json").stdout)["unit"] == "ms"

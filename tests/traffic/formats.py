@@ -244,3 +244,6 @@ FORMATS: Mapping[str, tuple[str, str]] = {
     "generic": (GENERIC, "generic"),
 }
 """Name → (content, the format it should be taken for)."""
+
+UNITS: Mapping[str, str] = {"mooncake": "ms", "aiperf": "ms", "burstgpt-1": "s", "bailian": "s"}
+"""Name → the unit of its times, where so small a file leaves it open."""

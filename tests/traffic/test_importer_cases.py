@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.traffic.formats import FORMATS, MOONCAKE
+from tests.traffic.formats import FORMATS, MOONCAKE, UNITS
 from tests.traffic.test_importers import conserved, put, quality
 from tuner.traffic.importers import read_any
 from tuner.traffic.prompts import Prompts, salt
@@ -21,7 +21,7 @@ IDS: dict[str, dict[str, object]] = {
 
 
 def taken(directory: Path, name: str, dequantise: bool = True) -> Trace:
-    return read_any(put(directory, FORMATS[name][0]), dequantise=dequantise)
+    return read_any(put(directory, FORMATS[name][0]), unit=UNITS.get(name), dequantise=dequantise)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -66,14 +66,14 @@ def test_case_r15_ids_that_contradict_the_length_are_counted(tmp_path: Path, nam
     beyond = IDS[name] | {"input_length": size, "hash_ids": [901, 902, 903]}
     short = IDS[name] | {"input_length": 9 * size, "hash_ids": [911], "chat_id": 901}
     text = "\n".join([FORMATS[name][0], json.dumps(beyond), json.dumps(short)])
-    trace = read_any(put(tmp_path, text))
+    trace = read_any(put(tmp_path, text), unit=UNITS[name])
     assert quality(trace)["blocks_beyond_length_cut"] == 1
     assert quality(trace)["blocks_short_of_length"] >= 1
     assert conserved(trace)
 
 
 def test_case_r15_an_id_that_is_a_part_here_and_whole_there_is_counted(tmp_path: Path) -> None:
-    assert quality(read_any(put(tmp_path, MOONCAKE)))["blocks_partial_and_whole"] == 1
+    assert quality(read_any(put(tmp_path, MOONCAKE), unit="ms"))["blocks_partial_and_whole"] == 1
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.traffic.formats import AZURE, FORMATS, MOONCAKE, OTLP_OBJECT, VLLM_LOG
+from tests.traffic.formats import AZURE, FORMATS, MOONCAKE, OTLP_OBJECT, UNITS, VLLM_LOG
 from tuner.errors import BadInput
 from tuner.traffic.importers import detect, read_any
 from tuner.traffic.importers.reading import parse_stamp
@@ -47,11 +47,11 @@ def test_the_format_is_told_by_the_content(tmp_path: Path, name: str) -> None:
     text, format = FORMATS[name]
     path = put(tmp_path, text)
     assert detect(path) == format
-    trace = read_any(path)
+    trace = read_any(path, unit=UNITS.get(name))
     assert conserved(trace)
-    assert read_any(path, format=format).digest == trace.digest
+    assert read_any(path, format=format, unit=UNITS.get(name)).digest == trace.digest
     packed = put(tmp_path, gzip.compress(text.encode()), "trace.gz")
-    assert read_any(packed).digest == trace.digest
+    assert read_any(packed, unit=UNITS.get(name)).digest == trace.digest
 
 
 def test_azure_arrivals_are_right_to_a_microsecond(tmp_path: Path) -> None:
@@ -92,14 +92,14 @@ def test_coarse_stamps_are_found_and_spread(real: Real) -> None:
 def test_whole_seconds_are_spread_within_the_second(tmp_path: Path) -> None:
     """docs/cases.md R16: BurstGPT and vLLM's log lines; version 3 has other columns at other places."""
     for name in ("burstgpt-1", "burstgpt-3", "vllm-log"):
-        trace = read_any(put(tmp_path, FORMATS[name][0]))
+        trace = read_any(put(tmp_path, FORMATS[name][0]), unit=UNITS.get(name))
         assert trace.meta["spread_s"] == 1.0
         assert quality(trace)["arrivals_spread"] == len(trace)
     third = read_any(put(tmp_path, FORMATS["burstgpt-3"][0]))
     assert third.input_len.tolist() == [906, 36, 1779]
     assert third.parent.tolist() == [-1, -1, 0]
     assert third.obs_e2e_s.tolist() == [43, 2, 8]
-    first = read_any(put(tmp_path, FORMATS["burstgpt-1"][0]), dequantise=False)
+    first = read_any(put(tmp_path, FORMATS["burstgpt-1"][0]), unit="s", dequantise=False)
     assert first.arrival_s.tolist() == [0, 40, 113]
     assert [STATUSES[code] for code in first.status] == ["ok", "ok", "error"]
 
@@ -119,11 +119,11 @@ def test_spreading_is_the_same_each_time_and_keeps_order() -> None:
 
 def test_one_id_partial_and_whole_is_counted(tmp_path: Path) -> None:
     """docs/cases.md R15: an id that is a part here and a whole block there; ids beyond the length."""
-    trace = read_any(put(tmp_path, MOONCAKE))
+    trace = read_any(put(tmp_path, MOONCAKE), unit="ms")
     assert quality(trace)["blocks_partial_and_whole"] == 1
     more = json.dumps({"timestamp": 9000, "input_length": 100, "output_length": 1, "hash_ids": [1, 2, 3]})
     fewer = json.dumps({"timestamp": 9500, "input_length": 9000, "output_length": 1, "hash_ids": [1]})
-    trace = read_any(put(tmp_path, f"{MOONCAKE}\n{more}\n{fewer}\n"))
+    trace = read_any(put(tmp_path, f"{MOONCAKE}\n{more}\n{fewer}\n"), unit="ms")
     assert quality(trace)["blocks_beyond_length_cut"] == 1
     assert quality(trace)["blocks_short_of_length"] == 1
     assert trace.row_blocks(4).tolist() == [6]
@@ -229,7 +229,7 @@ def test_an_agent_session_keeps_its_prefixes(real: Real) -> None:
 
 @pytest.mark.parametrize("name", ["burstgpt_1_head.csv", "burstgpt_3_head.csv", "qwen_bailian_head.jsonl"])
 def test_published_heads_are_read(real: Real, name: str) -> None:
-    trace = read_any(real(f"fixtures/{name}"))
+    trace = read_any(real(f"fixtures/{name}"), unit="s")
     assert len(trace) >= 2
     assert conserved(trace)
 
@@ -255,8 +255,8 @@ def test_our_own_parquet_is_read_as_it_is(tmp_path: Path) -> None:
         ("arrival_s,input_len,output_len\n1,9999999999,3\n", {}, "below 2147483648"),
         ("arrival_s,input_len,output_len\n", {}, "no request in it"),
         ("arrival_s,input_len,output_len\n1,0,1\n", {}, "no request in it .1 dropped_no_input"),
-        ("time,input_len,output_len\n1.5,2,3\n", {}, "expected a time of day"),
-        ('{"timestamp": 5, "input_tokens": 1, "output_tokens": 1}\n', {}, "a number of which unit"),
+        ("time,input_len,output_len\n1.5,2,3\n", {}, "no time of day .* and its unit is open"),
+        ('{"timestamp": 5, "input_tokens": 1, "output_tokens": 1}\n', {}, "its unit is open; name it"),
         (MOONCAKE.replace("1600", '"many"'), {}, "line 2: 'input_length' is 'many'"),
         (MOONCAKE.replace("[46, 50]", "[46, null]"), {}, "line 3: 'hash_ids' holds None"),
         (MOONCAKE.replace('"input_length": 600', '"input_len": 600'), {}, "did you mean 'input_len'"),
@@ -305,7 +305,7 @@ def test_an_exchange_is_found_where_it_is_mapped(tmp_path: Path) -> None:
 def test_a_last_line_that_was_cut_is_dropped_and_counted(tmp_path: Path) -> None:
     for name in ("mooncake", "capture", "bailian", "azure", "burstgpt-1"):
         text = FORMATS[name][0].rstrip()
-        trace = read_any(put(tmp_path, text[:-5]), format=FORMATS[name][1])
+        trace = read_any(put(tmp_path, text[:-5]), format=FORMATS[name][1], unit=UNITS.get(name))
         assert quality(trace).get("cut_last_line", 0) == (0 if name == "burstgpt-1" else 1), name
 
 
@@ -346,7 +346,7 @@ def test_mooncake_goes_round(
     lines = [
         json.dumps(dict(zip(keys, (*row[:3], row[3][: -(-row[1] // 512)]), strict=True))) for row in rows
     ]
-    trace = read_any(put(tmp_path_factory.mktemp("t"), "\n".join(lines)), dequantise=False)
+    trace = read_any(put(tmp_path_factory.mktemp("t"), "\n".join(lines)), unit="ms", dequantise=False)
     order = sorted(range(len(rows)), key=lambda place: rows[place][0])
     assert trace.input_len.tolist() == [rows[place][1] for place in order]
     first = rows[order[0]][0]
@@ -438,7 +438,7 @@ def test_rows_go_round(tmp_path_factory: pytest.TempPathFactory, format: str, ro
     """Written in a format and read: told by content, lengths exact, arrivals to the microsecond."""
     path = put(tmp_path_factory.getbasetemp(), WRITERS[format](rows), f"{format}.dat")
     assert detect(path) == format
-    trace = read_any(path, dequantise=False)
+    trace = read_any(path, unit="s" if format in ("burstgpt", "bailian") else None, dequantise=False)
     in_order = sorted(rows, key=lambda row: row[0])
     assert trace.input_len.tolist() == [row[1] for row in in_order]
     assert trace.output_len.tolist() == [row[2] for row in in_order]
@@ -485,9 +485,9 @@ STRANGE = (
 )
 
 
-def attempt(path: Path, format: str | None) -> Trace | BadInput:
+def attempt(path: Path, format: str | None, unit: str | None = None) -> Trace | BadInput:
     try:
-        return read_any(path, format=format)
+        return read_any(path, format=format, unit=unit)
     except BadInput as error:
         return error
 
@@ -499,7 +499,7 @@ def test_no_corruption_ends_in_a_crash_or_a_silent_loss(tmp_path: Path, name: st
     refused = 0
     for seed in range(CORRUPTIONS):
         path = put(tmp_path, corrupted(text.encode(), random.Random(seed)))
-        found = attempt(path, None if seed % 3 else format)
+        found = attempt(path, None if seed % 3 else format, UNITS.get(name))
         if isinstance(found, BadInput):
             refused += 1
             assert path.name in str(found)

@@ -100,7 +100,7 @@ def test_slices_by_hand() -> None:
         ([{"start_s": "x", "duration_s": 5}], "'start_s' is 'x', expected seconds"),
         ([{"start_s": 0}], "'duration_s' is None"),
         ([{"start_s": -1, "duration_s": 5}], "≥ 0"),
-        ([{"start_s": 500, "duration_s": 5}], "no request arrives"),
+        ([{"start_s": 500, "duration_s": 5}], "beyond the end of the trace"),
         ([{"start_s": 0, "duration_s": 5, "held_out": True}], "at least one must be measured"),
         (
             [{"start_s": 0, "duration_s": 5, "name": "a"}, {"start_s": 9, "duration_s": 5, "name": "a"}],

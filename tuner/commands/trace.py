@@ -45,7 +45,7 @@ def open_trace(ref: str) -> "tuple[Trace, Path]":
     """A trace from a file of any known format, the newest capture of a name (`latest:NAME`), or a known
     trace by name, digest or beginning of the digest.
     """
-    from tuner.errors import BadInput, NotFound, nearest
+    from tuner.errors import NotFound, nearest
     from tuner.traffic import importers
     from tuner.traffic import trace as traces
     from tuner.traffic.capture.files import find
@@ -56,14 +56,14 @@ def open_trace(ref: str) -> "tuple[Trace, Path]":
     try:
         store = open_store()
     except NotFound:
-        raise BadInput(
+        raise NotFound(
             f"there is no file {path}, and no known trace yet; `tuner trace import` makes one"
         ) from None
     try:
         stored = store.trace(ref.removeprefix("latest:"))
     except NotFound:
         known = {t.name for t in store.traces()}
-        raise BadInput(f"there is no file {path} and no known trace '{ref}'{nearest(ref, known)}") from None
+        raise NotFound(f"there is no file {path} and no known trace '{ref}'{nearest(ref, known)}") from None
     return traces.read(Path(stored.path)), Path(stored.path)
 
 
@@ -85,6 +85,10 @@ def import_trace(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Where to write; TUNER_HOME/traces else.")
     ] = None,
+    unit: Annotated[
+        str | None,
+        typer.Option(metavar="s|ms|us|ns", help="Of times that the file gives as numbers without a unit."),
+    ] = None,
     max_len: Annotated[
         int | None, typer.Option(min=1, help="Leave out requests of more tokens, prompt and answer; counted.")
     ] = None,
@@ -99,16 +103,19 @@ def import_trace(
 
     columns = _columns(column or [])
     with _fetched(source) as file:
-        trace = importers.read_any(file, columns, format, max_len=max_len, tokenizer=tokenizer)
+        trace = importers.read_any(file, columns, format, unit=unit, max_len=max_len, tokenizer=tokenizer)
     chosen = name or file.name.split(".")[0]
     path = output or settings().home / "traces" / f"{chosen}-{trace.digest[:12]}.parquet"
     _keep(trace, path, chosen)
     if as_json:
-        print_json({"name": chosen, "digest": trace.digest, "path": path, "requests": len(trace)})
+        told = {key: trace.meta[key] for key in ("unit", "unit_known_by") if key in trace.meta}
+        print_json({"name": chosen, "digest": trace.digest, "path": path, "requests": len(trace), **told})
         return
     typer.echo(
         f"{chosen}: {len(trace)} requests over {trace.duration_s:.0f} s, digest {trace.digest[:12]}, {path}"
     )
+    if "unit" in trace.meta:
+        typer.echo(f"times: read as {trace.meta['unit']} ({trace.meta['unit_known_by']})")
     quality = trace.meta.get("quality")
     if isinstance(quality, dict) and quality:
         typer.echo(f"quality: {text(quality)}")
@@ -243,8 +250,17 @@ def cut(
     found, path = open_trace(trace)
     if (start is None) != (duration is None):
         raise BadInput("--start and --duration go together")
-    by_hand = [{"start_s": start, "duration_s": duration}] if start is not None else None
-    chosen = slices.choose(found, by_hand) if by_hand else slices.choose(found, "auto")
+    if start is None:
+        chosen = slices.choose(found, "auto")
+    elif start > found.duration_s:
+        raise BadInput(
+            f"--start {start:g} lies beyond the end of the trace, whose last request arrives at"
+            f" {found.duration_s:g} s"
+        )
+    else:
+        chosen = slices.choose(found, [{"start_s": start, "duration_s": duration}])
+        if (over := chosen[0].start_s + chosen[0].duration_s - found.duration_s) > 0:
+            say(f"the last {over:.4g} s of the slice are empty: the trace ends at {found.duration_s:g} s")
     if output is not None:
         if len(chosen) != 1:
             raise BadInput("-o writes one slice: give --start and --duration")

@@ -48,8 +48,8 @@ def _lengths(numbers: "Statistics") -> Iterator[str]:
             f"declared max_tokens (median {declared['p50']:.0f}) is far above what is generated (median "
             f"{numbers.output_len['p50']:.0f}): do not size memory by max_tokens"
         )
-    top = numbers.input_len["p100"] + numbers.output_len["p100"]
-    yield f"longest request: at most {top:.0f} tokens with its answer: a larger max_model_len is not needed"
+    top = numbers.total_len["p100"]
+    yield f"longest request: {top:.0f} tokens with its answer: a larger max_model_len is not needed"
 
 
 def _bursts(numbers: "Statistics") -> Iterator[str]:

@@ -109,6 +109,11 @@ def _by_hand(trace: Trace, given: Mapping[str, object], place: int) -> Slice:
     if not isinstance(name, str) or not name:
         raise BadInput(f"slices[{place}]: 'name' is {name!r}, expected a word")
     made = Slice(name=name, start_s=numbers["start_s"], duration_s=numbers["duration_s"], held_out=held_out)
+    if made.start_s > trace.duration_s:
+        raise BadInput(
+            f"slices[{place}]: start_s {made.start_s:g} lies beyond the end of the trace, whose last request"
+            f" arrives at {trace.duration_s:g} s"
+        )
     if not len(rows(trace, made)):
         end = numbers["start_s"] + numbers["duration_s"]
         raise BadInput(
@@ -130,6 +135,11 @@ class _Windows:
 
 
 def _auto(trace: Trace, limits: Limits) -> tuple[Slice, ...]:
+    if not trace.duration_s:
+        raise BadInput(
+            f"slices: all {len(trace)} requests of the trace arrive at one moment: it has no rate to replay;"
+            " give a window by hand: [{start_s: 0, duration_s: SECONDS}]"
+        )
     wanted = limits.slices + limits.held_out
     end = float(np.nextafter(trace.duration_s, np.inf))
     if end <= limits.min_s * limits.speed * 1.5 or len(trace) < 2 * wanted:

@@ -32,19 +32,22 @@ class Statistics:
 
     `concurrency` are time-weighted percentiles of requests in flight; `concurrency_source` says from what.
     `reuse` maps KV tokens ("any" = unlimited) to the share of input tokens found; None: no block ids known.
-    `new_tokens` is what each turn adds to the conversation; None: no turns known.
+    `new_tokens` is what each turn adds to the conversation; None: no turns known. `total_len` is prompt and
+    answer of one request together. Rates are None where all requests arrive at one moment, a peak where the
+    trace is shorter than its window.
     """
 
     requests: int
     duration_s: float
-    request_rps: float
-    input_tokens_per_s: float
-    output_tokens_per_s: float
-    peak_rps: Mapping[str, float]
+    request_rps: float | None
+    input_tokens_per_s: float | None
+    output_tokens_per_s: float | None
+    peak_rps: Mapping[str, float | None]
     arrival_cv: float | None
     dispersion: Mapping[str, float | None]
     input_len: Mapping[str, float]
     output_len: Mapping[str, float]
+    total_len: Mapping[str, float]
     max_tokens: Mapping[str, float] | None
     concurrency: Mapping[str, float]
     concurrency_source: str
@@ -72,22 +75,23 @@ class Statistics:
 
 
 def describe(trace: Trace, *, service: Service | None = None, speed: float = 1.0) -> Statistics:
-    """Every number, for the trace replayed at `speed`. A trace without requests gives zeros."""
-    arrival, span = trace.arrival_s / speed, max(trace.duration_s / speed, 1e-9)
+    """Every number, for the trace replayed at `speed`."""
+    arrival, span = trace.arrival_s / speed, trace.duration_s / speed
     in_flight, source = concurrency(trace, service or Service(), speed)
     reuse = _reuse(trace)
     known_cached, added = trace.obs_cached >= 0, new_tokens(trace)
     numbers = Statistics(
         requests=len(trace),
         duration_s=trace.duration_s / speed,
-        request_rps=len(trace) / span,
-        input_tokens_per_s=float(trace.input_len.sum(dtype=np.int64)) / span,
-        output_tokens_per_s=float(trace.output_len.sum(dtype=np.int64)) / span,
+        request_rps=len(trace) / span if span else None,
+        input_tokens_per_s=float(trace.input_len.sum(dtype=np.int64)) / span if span else None,
+        output_tokens_per_s=float(trace.output_len.sum(dtype=np.int64)) / span if span else None,
         peak_rps={f"{window}s": _peak(arrival, window) for window in WINDOWS_S},
         arrival_cv=_cv(np.diff(arrival)),
         dispersion={f"{window}s": dispersion(arrival, window) for window in WINDOWS_S},
         input_len=percentiles(trace.input_len),
         output_len=percentiles(trace.output_len),
+        total_len=percentiles(trace.input_len.astype(np.int64) + trace.output_len),
         max_tokens=_known(trace.max_tokens, trace.max_tokens >= 0),
         concurrency=in_flight,
         concurrency_source=source,
@@ -147,12 +151,15 @@ def service_times(trace: Trace, service: Service) -> NDArray[np.float64]:
 
 
 def concurrency(trace: Trace, service: Service, speed: float = 1.0) -> tuple[dict[str, float], str]:
-    """Time-weighted percentiles of requests in flight while requests arrive, and the source of times."""
+    """Time-weighted percentiles of requests in flight while requests arrive, and the source of times.
+
+    Where all arrive at one moment, the time until the last one has ended counts.
+    """
     if len(trace) < 2:
         return {}, "none"
     times, level = in_flight(trace, service, speed)
     until = np.append(times[1:], times[-1])
-    end = trace.duration_s / speed
+    end = trace.duration_s / speed or float(times[-1])
     inside = np.clip(until, None, end) - np.clip(times, None, end)
     order = np.argsort(level, kind="stable")
     weight = np.cumsum(inside[order])
@@ -182,9 +189,9 @@ def _counts(arrival_s: NDArray[np.float64], window_s: float) -> NDArray[np.int64
     return np.bincount((inside / window_s).astype(np.int64), minlength=whole).astype(np.int64)
 
 
-def _peak(arrival_s: NDArray[np.float64], window_s: float) -> float:
+def _peak(arrival_s: NDArray[np.float64], window_s: float) -> float | None:
     counts = _counts(arrival_s, window_s)
-    return float(counts.max() / window_s) if len(counts) else 0.0
+    return float(counts.max() / window_s) if len(counts) else None
 
 
 def _cv(gaps: NDArray[np.float64]) -> float | None:

@@ -24,6 +24,7 @@ from tuner.traffic.importers import (
     vllm_log,
 )
 from tuner.traffic.importers.reading import head
+from tuner.traffic.importers.units import check_unit
 from tuner.traffic.trace import Trace
 
 Reader = Callable[..., Trace]
@@ -41,10 +42,12 @@ FORMATS: Mapping[str, Reader] = {
     "tracelab": tracelab.read,
     "generic": generic.read,
 }
-"""Format → reader(path, max_len=, dequantise=); `parquet` is our own file."""
+"""Format → reader(path, max_len=, dequantise=), of COUNTED unit= too; `parquet` is our own file."""
 
 MAPPED = {"generic": generic.read, "openai": openai.read}
 """Formats whose columns can be named."""
+COUNTED = ("mooncake", "burstgpt", "bailian", "generic", "openai")
+"""Formats whose times may be numbers without a unit."""
 
 
 def read_any(
@@ -52,13 +55,15 @@ def read_any(
     columns: Mapping[str, str] | None = None,
     format: str | None = None,
     *,
+    unit: str | None = None,
     max_len: int | None = None,
     dequantise: bool = True,
     tokenizer: str | Path | None = None,
 ) -> Trace:
     """The trace in a file of any known format, told by its content unless named.
 
-    `columns` names columns of a `generic` or `openai` file; `tokenizer` counts what `openai` logs do not.
+    `columns` names columns of a `generic` or `openai` file; `tokenizer` counts what `openai` logs do not;
+    `unit` (s, ms, us, ns) is that of times which are numbers, asked for where the file leaves it open.
     Requests longer than `max_len` tokens (prompt and answer) are dropped and counted; stamps coarser than
     5 ms are spread unless `dequantise` is False. BadInput names file, line and key.
     """
@@ -72,9 +77,13 @@ def read_any(
         raise BadInput(f"{source}: columns can be named for {' and '.join(MAPPED)}, not for '{chosen}'")
     if tokenizer is not None and chosen != "openai":
         raise BadInput(f"{source}: a tokenizer is of use for format 'openai', not for '{chosen}'")
+    if unit is not None and chosen not in COUNTED:
+        raise BadInput(f"{source}: format '{chosen}' writes the unit of its times itself; leave --unit out")
     if chosen == "parquet":
         return _short(canonical.read(source), max_len)
     options: dict[str, object] = {"max_len": max_len, "dequantise": dequantise}
+    if unit is not None:
+        options["unit"] = check_unit(unit)
     if chosen in MAPPED:
         options["columns"] = columns
     if chosen == "openai":

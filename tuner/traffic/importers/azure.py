@@ -15,7 +15,7 @@ def read(path: Path, *, max_len: int | None = None, dequantise: bool = True) -> 
     for record in csv_records(path, draft.quality):
         draft.add(
             Row(
-                arrival_ns=record.moment("TIMESTAMP"),
+                arrival=record.moment("TIMESTAMP"),
                 input_len=record.whole("ContextTokens"),
                 output_len=record.whole("GeneratedTokens"),
             )

@@ -6,19 +6,23 @@ from typing import Any
 
 from tuner.traffic.importers.draft import ERROR, OK, Draft, Row
 from tuner.traffic.importers.reading import Record, csv_records
+from tuner.traffic.importers.units import BareClock
 from tuner.traffic.trace import Trace
 
 LICENCE = "CC-BY 4.0, HPMLL (github.com/HPMLL/BurstGPT), when it is the published trace"
 
 
-def read(path: Path, *, max_len: int | None = None, dequantise: bool = True) -> Trace:
-    """Rows of every model and log type; from version 3 on also sessions, and seconds from request to end."""
-    draft = Draft(path, max_len=max_len)
+def read(
+    path: Path, *, unit: str | None = None, max_len: int | None = None, dequantise: bool = True
+) -> Trace:
+    """Rows of every model and log type; from version 3 on also sessions, and the time from request to end."""
+    clock = BareClock(path, "Timestamp", unit)
+    draft = Draft(path, max_len=max_len, clock=clock)
     turns: Counter[str] = Counter()
     for record in csv_records(path, draft.quality):
         output = record.whole("Response tokens")
         row = Row(
-            arrival_ns=record.nanoseconds("Timestamp", 1_000_000_000),
+            arrival=clock.read(record),
             input_len=record.whole("Request tokens"),
             output_len=output,
             status=OK if output else ERROR,

@@ -44,7 +44,7 @@ def read(path: Path, *, max_len: int | None = None, dequantise: bool = True) -> 
     rows = _rows(records, draft)
     _estimate(rows, draft)
     _name_adapters(rows)
-    for row, _ in sorted(rows, key=lambda one: one[0].arrival_ns):
+    for row, _ in sorted(rows, key=lambda one: one[0].arrival):
         if row.input_len < 0:
             draft.drop("dropped_no_length")
         else:
@@ -131,7 +131,7 @@ def _row(began: _Open, end: Record | None, draft: Draft) -> tuple[Row, int]:
         if end.data.get("by") == "chunks":
             draft.quality["output_len_from_chunks"] += 1
     row = Row(
-        arrival_ns=record.nanoseconds("t", 1),
+        arrival=record.nanoseconds("t", 1),
         input_len=size,
         output_len=output,
         status=status,

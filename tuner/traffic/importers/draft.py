@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from tuner.errors import BadInput
 from tuner.records import JSON
 from tuner.traffic import quantise
+from tuner.traffic.importers.reading import LIMIT_NS, UNITS_NS
+from tuner.traffic.importers.units import BareClock, Seen
 from tuner.traffic.structure import chain_sessions, fill_think
 from tuner.traffic.trace import STATUSES, Trace, build
 
@@ -21,9 +23,12 @@ OK, ERROR, CANCELLED, TIMEOUT = range(len(STATUSES))
 
 @dataclass(slots=True, kw_only=True)
 class Row:
-    """One request as a source tells it. `key` is its id there; `client`, `session`, `lora` become numbers."""
+    """One request as a source tells it. `key` is its id there; `client`, `session`, `lora` become numbers.
 
-    arrival_ns: int
+    `arrival`: whole nanoseconds, or with a BareClock what it reads; `think_s`, `obs_e2e_s` then in its unit.
+    """
+
+    arrival: int | float
     input_len: int
     output_len: int
     max_tokens: int = -1
@@ -60,12 +65,23 @@ _RANGES = {"max_tokens": 31, "turn": 31, "priority": 15, "n": 15, "obs_cached": 
 class Draft:
     """A trace in the making. `add` returns whether the row was kept; `trace` builds it, once."""
 
-    def __init__(self, path: Path, *, block_size: int = 0, max_len: int | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        block_size: int = 0,
+        max_len: int | None = None,
+        clock: BareClock | None = None,
+        waits: bool = False,
+    ) -> None:
+        """`clock`: times come in its unit, decided at the end; `waits`: turns wait for the answer before."""
         self.path = path
+        self._clock, self._waits = clock, waits
         self.quality: Counter[str] = Counter()
         self.block_size = block_size
         self._max_len = max_len
-        self._arrival, self._input, self._output = array("q"), array("i"), array("i")
+        self._arrival: array[Any] = array("q" if clock is None else "d")
+        self._input, self._output = array("i"), array("i")
         self._rest = {name: array(kind) for name, kind in _KINDS.items()}
         self._names: dict[str, dict[Hashable, int]] = {"client": {}, "session": {}, "lora": {}, "blocks": {}}
         self._named = {name: array("q") for name in ("client", "session", "lora")}
@@ -87,14 +103,14 @@ class Draft:
             self.quality["no_output_flagged"] += 1
         if row.status != OK:
             self.quality["not_ok_kept"] += 1
-        if self._arrival and row.arrival_ns < self._arrival[-1]:
+        if self._arrival and row.arrival < self._arrival[-1]:
             self.quality["unsorted"] += 1
         number = len(self._arrival)
         if row.key is not None:
             self._row_of[row.key] = number
         if row.parent is not None:
             self._parent_keys[number] = row.parent
-        self._arrival.append(row.arrival_ns)
+        self._arrival.append(row.arrival)
         self._input.append(row.input_len)
         self._output.append(row.output_len)
         for name, column in self._rest.items():
@@ -121,7 +137,8 @@ class Draft:
         if not len(self):
             dropped = ", ".join(f"{count} {why}" for why, count in self.quality.items() if why != "rows_read")
             raise BadInput(f"{self.path}: no request in it" + (f" ({dropped})" if dropped else ""))
-        arrival = np.frombuffer(self._arrival, np.int64)
+        parents = self._parents()
+        arrival, unit = self._in_nanoseconds(parents)
         order = np.argsort(arrival, kind="stable")
         arrival_s = (arrival - arrival[order[0]]) / 1e9
         step = quantise.resolution_s(arrival_s) if known_step_s is None else known_step_s
@@ -134,14 +151,39 @@ class Draft:
             "input_len": self._input,
             "output_len": self._output,
         }
-        columns |= self._rest | self._named | {"parent": self._parents()}
+        columns |= self._rest | self._named | {"parent": parents}
         self._count_block_oddities()
         meta: dict[str, JSON] = {"source": source, "file": self.path.name, "rows": len(self), **notes}
-        meta |= {"resolution_s": step, "spread_s": step if spread else 0.0, "quality": dict(self.quality)}
+        meta |= {"resolution_s": step, "spread_s": step if spread else 0.0, **unit}
+        meta["quality"] = dict(self.quality)
         if "start_ns" not in meta:
             meta["start_ns"] = int(arrival[order[0]])
         made = build(columns, blocks=(self._offsets, self._blocks), block_size=self.block_size, meta=meta)
         return fill_think(chain_sessions(made))
+
+    def _in_nanoseconds(self, parents: NDArray[np.int64]) -> tuple[NDArray[np.int64], dict[str, JSON]]:
+        """(arrivals, notes on their unit); the other times become seconds. BadInput asks for the unit."""
+        if self._clock is None:
+            return np.frombuffer(self._arrival, np.int64), {}
+        stamps = np.frombuffer(self._arrival, np.float64)
+        took, wrote = np.frombuffer(self._rest["obs_e2e_s"]), np.frombuffer(self._output, np.int32)
+        known = took > 0
+        took, wrote = took[known], wrote[known]
+        if self._waits and (turns := parents >= 0).any():
+            took = np.concatenate([took, stamps[turns] - stamps[parents[turns]]])
+            wrote = np.concatenate([wrote, np.frombuffer(self._output, np.int32)[parents[turns]]])
+        tokens = int(np.frombuffer(self._input, np.int32).sum(dtype=np.int64))
+        seen = Seen(stamps=stamps, input_tokens=tokens, took=took, wrote=wrote.astype(np.float64))
+        unit, why = self._clock.unit(seen)
+        scale = UNITS_NS[unit]
+        for name in ("think_s", "obs_e2e_s"):
+            self._rest[name] = array("d", (np.frombuffer(self._rest[name]) * (scale / 1e9)).tolist())
+        first = self._clock.first or 0
+        longest = max(abs(first), float(np.abs(stamps).max())) * scale
+        if longest > LIMIT_NS:
+            raise BadInput(f"{self.path}: '{self._clock.key}' in {unit} goes beyond what can be held")
+        notes: dict[str, JSON] = {"unit": unit, "unit_known_by": why}
+        return np.rint(stamps * scale).astype(np.int64) + round(first * scale), notes
 
     def _unfit(self, row: Row) -> str:
         if row.input_len < 0 or row.output_len < 0:

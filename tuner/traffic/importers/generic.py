@@ -7,15 +7,11 @@ from typing import Any
 
 from tuner.errors import BadInput, nearest
 from tuner.traffic.importers.draft import Draft, Row
-from tuner.traffic.importers.reading import Record, csv_records, head, json_lines
+from tuner.traffic.importers.reading import UNITS_NS, Record, csv_records, head, json_lines
 from tuner.traffic.trace import STATUSES, Trace
 
-UNITS_NS = {
-    "arrival_s": 1_000_000_000,
-    "arrival_ms": 1_000_000,
-    "arrival_us": 1_000,
-    "arrival_ns": 1,
-}
+ARRIVALS = {f"arrival_{unit}": ns for unit, ns in UNITS_NS.items()}
+"""Columns whose name gives the unit of their numbers."""
 WANTED: Mapping[str, tuple[str, ...]] = {
     "arrival": ("timestamp", "TIMESTAMP", "Timestamp", "time", "start_time", "startTime", "created_at"),
     "arrival_s": ("timestamp_s", "arrival_time_s"),
@@ -33,7 +29,7 @@ WANTED: Mapping[str, tuple[str, ...]] = {
     "lora": ("adapter",),
     "status": (),
     "obs_ttft_s": (),
-    "obs_e2e_s": ("duration",),
+    "obs_e2e_s": ("duration_s",),
     "obs_cached": ("cached_tokens",),
     "request_id": ("id",),
     "blocks": ("hash_ids", "block_hashes"),
@@ -46,12 +42,13 @@ def read(
     path: Path,
     columns: Mapping[str, str] | None = None,
     *,
+    unit: str | None = None,
     max_len: int | None = None,
     dequantise: bool = True,
 ) -> Trace:
     """`columns` maps what is wanted (`arrival_s`, `input_len`, ...) to the file's own column names.
 
-    `arrival` is a time of day (ISO 8601 or epoch); `arrival_s|ms|us|ns` a number in that unit.
+    `arrival` is a time of day (ISO 8601 or epoch), or a number in `unit`; `arrival_s|ms|us|ns` tell theirs.
     """
     names, draft = dict(columns or {}), Draft(path, max_len=max_len)
     for wanted in names:
@@ -62,7 +59,9 @@ def read(
     for record in _records(path, draft.quality):
         if resolved is None:
             resolved = _resolve(record, names)
-        _add(draft, record, resolved, turns)
+            if unit is not None and "arrival" not in resolved:
+                raise BadInput(f"{path}: the name of its column gives the unit of times; leave --unit out")
+        _add(draft, record, resolved, turns, unit)
     return draft.trace(source="generic", dequantise=dequantise)
 
 
@@ -78,13 +77,13 @@ def _resolve(record: Record, names: Mapping[str, str]) -> dict[str, str]:
         if name not in have:
             raise BadInput(f"{record.path}: no column '{name}' for {wanted}{nearest(name, have)}; has {have}")
     resolved = dict(names)
-    timed = any(wanted in ("arrival", *UNITS_NS) for wanted in names)
+    timed = any(wanted in ("arrival", *ARRIVALS) for wanted in names)
     for wanted, known in WANTED.items():
-        if wanted in resolved or (timed and wanted in ("arrival", *UNITS_NS)):
+        if wanted in resolved or (timed and wanted in ("arrival", *ARRIVALS)):
             continue
         if found := next((name for name in (wanted, *known) if name in have), None):
             resolved[wanted] = found
-    if not any(wanted in resolved for wanted in ("arrival", *UNITS_NS)):
+    if not any(wanted in resolved for wanted in ("arrival", *ARRIVALS)):
         raise _absent(record, "arrival_s", have, resolved)
     for wanted in ("input_len", "output_len"):
         if wanted not in resolved:
@@ -102,7 +101,9 @@ def _absent(record: Record, wanted: str, have: list[str], resolved: Mapping[str,
     )
 
 
-def _add(draft: Draft, record: Record, names: Mapping[str, str], turns: "Counter[object]") -> None:
+def _add(
+    draft: Draft, record: Record, names: Mapping[str, str], turns: "Counter[object]", unit: str | None
+) -> None:
     values: dict[str, Any] = {}
     for wanted in ("max_tokens", "turn", "priority", "n", "obs_cached"):
         if wanted in names and record.has(names[wanted]):
@@ -124,7 +125,7 @@ def _add(draft: Draft, record: Record, names: Mapping[str, str], turns: "Counter
     if "blocks" in names:
         values["blocks"] = _blocks(draft, record, names)
     row = Row(
-        arrival_ns=_arrival(record, names),
+        arrival=_arrival(record, names, unit),
         input_len=record.whole(names["input_len"]),
         output_len=record.whole(names["output_len"]),
         status=_status(record, names),
@@ -133,17 +134,11 @@ def _add(draft: Draft, record: Record, names: Mapping[str, str], turns: "Counter
     draft.add(row)
 
 
-def _arrival(record: Record, names: Mapping[str, str]) -> int:
-    for wanted, unit in UNITS_NS.items():
+def _arrival(record: Record, names: Mapping[str, str], unit: str | None) -> int:
+    for wanted, ns in ARRIVALS.items():
         if wanted in names:
-            return record.nanoseconds(names[wanted], unit)
-    key = names["arrival"]
-    value = record.data.get(key)
-    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e8:
-        raise record.bad(
-            key, f"is {value}: a number of which unit? name it: arrival_s={key} or arrival_ms={key}"
-        )
-    return record.moment(key)
+            return record.nanoseconds(names[wanted], ns)
+    return record.moment(names["arrival"], unit)
 
 
 def _status(record: Record, names: Mapping[str, str]) -> int:

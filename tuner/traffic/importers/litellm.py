@@ -54,7 +54,7 @@ def _row(record: Record) -> Row:
         values["key"] = str(record.data["request_id"])
     failed = str(record.data.get("status") or "success").lower() not in ("success", "ok")
     return Row(
-        arrival_ns=start,
+        arrival=start,
         input_len=record.whole("prompt_tokens"),
         output_len=record.whole("completion_tokens"),
         status=ERROR if failed else OK,

@@ -5,6 +5,7 @@ from typing import Any
 
 from tuner.traffic.importers.draft import Draft, Row
 from tuner.traffic.importers.reading import Record, json_lines
+from tuner.traffic.importers.units import BareClock
 from tuner.traffic.trace import Trace
 
 BLOCK_SIZE = 512
@@ -12,33 +13,37 @@ LICENCE = "Apache-2.0, Moonshot AI (github.com/kvcache-ai/Mooncake), when it is 
 TEXT_KEYS = ("text_input", "messages", "payload")
 
 
-def read(path: Path, *, max_len: int | None = None, dequantise: bool = True) -> Trace:
+def read(
+    path: Path, *, unit: str | None = None, max_len: int | None = None, dequantise: bool = True
+) -> Trace:
     """Rows `timestamp, input_length, output_length, hash_ids`, and AIPerf's `session_id, delay, priority`.
 
+    Both say milliseconds in their documents, and files of this form in seconds go round: see units.py.
     A row whose prompt is given as text has no length here: BadInput, because counting it needs a tokenizer.
     """
-    draft = Draft(path, block_size=BLOCK_SIZE, max_len=max_len)
-    turns: dict[object, tuple[int, int, int]] = {}
+    clock = BareClock(path, "timestamp", unit)
+    draft = Draft(path, block_size=BLOCK_SIZE, max_len=max_len, clock=clock)
+    turns: dict[object, tuple[int, int, float]] = {}
     for record in json_lines(path, draft.quality):
         if "input_length" not in record.data and (text := [k for k in TEXT_KEYS if k in record.data]):
             raise record.bad(text[0], "holds text without 'input_length'; import it as format 'openai'")
-        _add(draft, record, turns)
+        _add(draft, clock, record, turns)
     return draft.trace(source="mooncake", licence=LICENCE, dequantise=dequantise)
 
 
-def _add(draft: Draft, record: Record, turns: dict[object, tuple[int, int, int]]) -> None:
+def _add(draft: Draft, clock: BareClock, record: Record, turns: dict[object, tuple[int, int, float]]) -> None:
     session = record.data.get("session_id")
     session = None if session is None else str(session)
-    turn, previous, at = turns.get(session, (0, -1, 0)) if session is not None else (-1, -1, 0)
+    turn, previous, at = turns.get(session, (0, -1, 0.0)) if session is not None else (-1, -1, 0.0)
     think = float("nan")
     if record.has("delay"):
-        think = record.nanoseconds("delay", 1_000_000) / 1e9
+        think = record.number("delay")
     if record.has("timestamp") or not record.has("delay"):
-        at = record.nanoseconds("timestamp", 1_000_000)
+        at = clock.read(record)
     else:
-        at += record.nanoseconds("delay", 1_000_000)
+        at += record.number("delay")
     row = Row(
-        arrival_ns=at,
+        arrival=at,
         input_len=record.whole("input_length"),
         output_len=record.whole("output_length"),
         session=session,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner.errors import BadInput, nearest
-from tuner.traffic.exchange import Answered, answered, asked, lengths
+from tuner.traffic.exchange import Answered, Asked, answered, asked, lengths
 from tuner.traffic.fingerprint import TOKEN_BLOCK, Fingerprints
 from tuner.traffic.importers.draft import ERROR, OK, Draft, Row
 from tuner.traffic.importers.reading import Record, json_lines
@@ -41,6 +41,7 @@ def read(
     columns: Mapping[str, str] | None = None,
     *,
     tokenizer: str | Path | None = None,
+    unit: str | None = None,
     max_len: int | None = None,
     dequantise: bool = True,
 ) -> Trace:
@@ -52,14 +53,18 @@ def read(
     counter = None if tokenizer is None else Tokenizer(tokenizer)
     prints, sources = Fingerprints(), set()
     for record in json_lines(path, draft.quality):
-        sources.add(_add(draft, record, columns or {}, (prints, counter)))
+        sources.add(_add(draft, record, columns or {}, (prints, counter), unit))
     prints.destroy()
     origin = "bytes" if "bytes" in sources else "tokens"
     return draft.trace(source="openai", dequantise=dequantise, known_step_s=None, blocks_from=origin)
 
 
 def _add(
-    draft: Draft, record: Record, columns: Mapping[str, str], tools: tuple[Fingerprints, Tokenizer | None]
+    draft: Draft,
+    record: Record,
+    columns: Mapping[str, str],
+    tools: tuple[Fingerprints, Tokenizer | None],
+    unit: str | None,
 ) -> str:
     body = _document(record, columns, "request")
     if body is None and ("messages" in record.data or "prompt" in record.data):
@@ -77,12 +82,17 @@ def _add(
     if size is None:
         draft.drop("dropped_no_length")
         return source
-    draft.add(_row(record, columns, request, (size, -(-(out or 0) // max(1, request.n)), answer, blocks)))
+    counted = (size, -(-(out or 0) // max(1, request.n)), answer, blocks)
+    draft.add(_row(record, columns, request, counted, unit))
     return source
 
 
 def _row(
-    record: Record, columns: Mapping[str, str], request: Any, counted: tuple[int, int, Answered, list[int]]
+    record: Record,
+    columns: Mapping[str, str],
+    request: Asked,
+    counted: tuple[int, int, Answered, list[int]],
+    unit: str | None,
 ) -> Row:
     size, out, answer, blocks = counted
     at = _place(record, columns, "arrival")
@@ -90,11 +100,11 @@ def _row(
         raise record.bad(
             columns.get("arrival", "timestamp"), f"is missing; has {sorted(map(str, record.data))[:12]}"
         )
-    arrival = at[0].moment(at[1])
+    arrival = at[0].moment(at[1], unit)
     values: dict[str, Any] = {}
     for name, wanted in (("obs_e2e_s", "end"), ("obs_ttft_s", "first_token")):
         if place := _place(record, columns, wanted):
-            values[name] = max(0, place[0].moment(place[1]) - arrival) / 1e9
+            values[name] = max(0, place[0].moment(place[1], unit) - arrival) / 1e9
     for name, wanted in (("session", "session"), ("client", "client"), ("key", "id")):
         if place := _place(record, columns, wanted):
             values[name] = str(place[0].data[place[1]])
@@ -104,7 +114,7 @@ def _row(
     else:
         answer_failed = answer.failed
     return Row(
-        arrival_ns=arrival,
+        arrival=arrival,
         input_len=size,
         output_len=out,
         max_tokens=request.max_tokens,

@@ -124,7 +124,7 @@ def _row(span: Record, attributes: Record) -> Row:
         values["key"] = (str(span.data.get("traceId")), str(span.data["spanId"]))
     output = next((key for key in OUTPUT if attributes.has(key)), None)
     return Row(
-        arrival_ns=start,
+        arrival=start,
         input_len=attributes.whole(attributes.first(*INPUT)),
         output_len=attributes.whole(output) if output else 0,
         status=ERROR if failed else OK,

@@ -21,7 +21,9 @@ _STAMP = re.compile(
     r"\s*(Z|UTC|[+-]\d\d:?(?:\d\d)?)?",
     re.ASCII,
 )
-_LIMIT_NS = 9_000_000_000_000_000_000
+UNITS_NS: Mapping[str, int] = {"s": 1_000_000_000, "ms": 1_000_000, "us": 1_000, "ns": 1}
+_DATES_NS = tuple(int(datetime(year, 1, 1, tzinfo=UTC).timestamp()) * 1_000_000_000 for year in (2010, 2040))
+LIMIT_NS = 9_000_000_000_000_000_000
 _WHOLE = re.compile(r"[+-]?\d{1,19}", re.ASCII)
 
 
@@ -46,7 +48,13 @@ class Record:
         for key in keys:
             if self.has(key):
                 return key
+        if empty := next((key for key in keys if key in self.data), None):
+            raise self.bad(empty, "is empty: the cell holds nothing" if self.is_cell(empty) else "is null")
         raise self.bad(keys[0], "is missing" + nearest(keys[0], map(str, self.data)))
+
+    def is_cell(self, key: str) -> bool:
+        """Whether the value is text, as each cell of a CSV file is."""
+        return isinstance(self.data.get(key), str)
 
     def number(self, key: str) -> float:
         """A finite number."""
@@ -84,28 +92,42 @@ class Record:
             result = int(value.strip()) * unit_ns
         else:
             scaled = self.number(key) * unit_ns
-            result = round(scaled) if isfinite(scaled) else _LIMIT_NS
+            result = round(scaled) if isfinite(scaled) else LIMIT_NS
         return self.within(key, result)
 
-    def moment(self, key: str) -> int:
-        """Nanoseconds since 1970 of ISO 8601 (naive = UTC) or an epoch number of any usual unit."""
+    def plain_number(self, key: str) -> int | float:
+        """A finite number, whole ones exact."""
+        value = self.data.get(self.first(key))
+        if type(value) is int:
+            return value if abs(value) < LIMIT_NS else self.within(key, value)
+        if isinstance(value, str) and _WHOLE.fullmatch(value.strip()):
+            return int(value.strip())
+        return self.number(key)
+
+    def moment(self, key: str, unit: str | None = None) -> int:
+        """Nanoseconds of ISO 8601 (naive = UTC), or of a number counted in `unit` (s, ms, us, ns).
+
+        Without `unit` the number must be a date between 2010 and 2040 in one of them, counted since 1970.
+        """
         value = self.data.get(self.first(key))
         if isinstance(value, str):
             found = parse_stamp(value)
             if found is not None:
                 return self.within(key, found)
         number = self.number(key)
-        size = abs(number)
-        if size < 1e8:
+        if unit is None:
+            unit = date_unit(number, number)
+        if unit is None:
             raise self.bad(
-                key, f"is {_shown(value)}, expected a time of day (ISO 8601 or seconds since 1970)"
+                key,
+                f"is {_shown(value)}, no time of day (ISO 8601 or a number since 1970), and its unit is open;"
+                " name it with --unit s, ms, us or ns",
             )
-        unit = 1_000_000_000 if size < 1e11 else 1_000_000 if size < 1e14 else 1_000 if size < 1e17 else 1
-        return self.nanoseconds(key, unit)
+        return self.nanoseconds(key, UNITS_NS[unit])
 
     def within(self, key: str, stamp_ns: int) -> int:
         """The stamp itself when 64 bits hold it."""
-        if not -_LIMIT_NS < stamp_ns < _LIMIT_NS:
+        if not -LIMIT_NS < stamp_ns < LIMIT_NS:
             raise self.bad(key, f"is {_shown(self.data.get(key))}, beyond the times that can be held")
         return stamp_ns
 
@@ -128,6 +150,14 @@ class Record:
         if not isinstance(value, list):
             raise self.bad(key, f"is {_shown(value)}, expected a list")
         return value
+
+
+def date_unit(low: float, high: float) -> str | None:
+    """The unit in which both numbers, counted since 1970, are dates between 2010 and 2040; None: in none."""
+    for unit, ns in UNITS_NS.items():
+        if _DATES_NS[0] <= low * ns and high * ns < _DATES_NS[1]:
+            return unit
+    return None
 
 
 def parse_stamp(text: str) -> int | None:

@@ -57,7 +57,7 @@ def read(path: Path, *, max_len: int | None = None, dequantise: bool = True) -> 
         if turn >= 0:
             values = {"parent": (session, turn), "think_s": max(0, arrival - before) / 1e9}
         row = Row(
-            arrival_ns=arrival,
+            arrival=arrival,
             input_len=total,
             output_len=output,
             session=session,

@@ -117,7 +117,7 @@ def _add(draft: Draft, name: str, one: _Seen) -> None:
         output = max(1, one.max_tokens)
     draft.add(
         Row(
-            arrival_ns=one.at_ns,
+            arrival=one.at_ns,
             input_len=len(one.ids),
             output_len=output,
             max_tokens=one.max_tokens,
