@@ -1,13 +1,16 @@
 """What the commands that show things print."""
 
+import json
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 from tests.commands.test_care import call
-from tests.history.records import NOW, a_measurement, a_run, a_study, finished, start
+from tests.history.records import NOW, a_launch, a_measurement, a_run, a_study, finished, start
 from tuner.commands.common import text
 from tuner.history.store import Store
 from tuner.profiles import registry
-from tuner.records import JSON
+from tuner.records import JSON, Launch, Study, TrialState
 
 
 def test_a_profile_s_evidence_is_shown_line_by_line(tmp_path: Path) -> None:
@@ -34,3 +37,74 @@ def test_a_profile_s_evidence_is_shown_line_by_line(tmp_path: Path) -> None:
 
 def test_a_cell_never_shows_how_python_writes_a_value() -> None:
     assert text({"a": {"b": None}, "c": [1.25, "x"], "d": ()}) == "a b –  c 1.25, x  d –"
+
+
+def an_engine(store: Store, study: Study, name: str, folder: Path, **ended: object) -> Launch:
+    """One launch whose directory is named as the tuner names it."""
+    launch = replace(a_launch(study, name), directory=str(folder), timeline={"ready_s": 4.0})
+    store.add_launch(launch)
+    return store.finish_launch(replace(launch, ended_at=NOW + timedelta(seconds=10), **ended))  # type: ignore[arg-type]
+
+
+def test_timings_name_the_trial_of_every_launch(tmp_path: Path) -> None:
+    """Of one that failed, of one that screened others too, and of the confirmation's."""
+    store = Store(f"sqlite:///{tmp_path / 'tuner.db'}")
+    study = a_study()
+    run = a_run(store, study)
+    places = {name: tmp_path / "trials" / name for name in ("0000-0", "0001-live-0", "0003-1")}
+    for name, folder in places.items():
+        an_engine(store, study, name, folder, verdict="oom: out of memory" if name == "0003-1" else None)
+    an_engine(store, study, "again", tmp_path / "trials" / "0001-confirm-ab12cd34-2-0")
+    finished(store, start(store, run, 0, origin="baseline"), a_measurement(launch_id="0000-0"))
+    for number in (1, 2):
+        again = [a_measurement(launch_id="again", purpose="confirm", repeat=2)] if number == 1 else []
+        finished(store, start(store, run, number), a_measurement(launch_id="0001-live-0"), *again)
+    finished(store, start(store, run, 3), state=TrialState.INFEASIBLE)
+    store.close()
+    told = json.loads(call(tmp_path, "front", "chat", "--timings", "--json").stdout)["timings"]
+    assert {row["launch"]: (row["trial"], row["trials"], row["for"], row["verdict"]) for row in told} == {
+        "0000-0": (0, [0], "search", "served"),
+        "0001-live-0": (1, [1, 2], "search", "served"),
+        "0003-1": (3, [3], "search", "oom: out of memory"),
+        "again": (1, [1], "confirmation", "served"),
+    }
+    text = call(tmp_path, "front", "chat", "--timings").stdout
+    assert "1, 2" in text
+    assert "–  search" not in text, "a launch without a trial"
+
+
+ENGINE_LOG = """\
+INFO 11-28 22:50:08 [api_server.py:1] vLLM API server
+(EngineCore pid=7) ValueError: No available memory for the cache blocks. Try increasing it.
+(APIServer pid=1) RuntimeError: Engine core initialization failed. See root cause above.
+""" + "".join(f"INFO 11-28 22:50:09 line {n}\n" for n in range(60))
+
+
+def test_the_log_of_a_failed_trial_begins_with_the_root_cause(tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path / 'tuner.db'}")
+    trial = start(store, a_run(store, a_study()), 1)
+    folder = tmp_path / "0001-0"
+    folder.mkdir()
+    (folder / "engine.log").write_text(ENGINE_LOG)
+    ended = {"directory": str(folder), "reason": "no memory left for the KV cache", "cause": "no_kv_memory"}
+    store.finish_trial(replace(trial, state=TrialState.INFEASIBLE, **ended))  # type: ignore[arg-type]
+    stopped = start(store, store.runs()[0], 2)
+    why = "the run was stopped in the middle of this trial"
+    store.finish_trial(
+        replace(stopped, state=TrialState.ABORTED, directory=str(folder), reason=why, cause="stopped")
+    )
+    store.close()
+    first, second, rule, *rest = call(tmp_path, "trial", "log", "chat", 1, "--lines", 2).stdout.splitlines()
+    assert first == "no_kv_memory: no memory left for the KV cache"
+    assert second.startswith("root cause: (EngineCore pid=7) ValueError: No available memory")
+    assert (rule, rest) == ("---", ENGINE_LOG.splitlines()[-2:])
+    assert call(tmp_path, "trial", "log", "chat", 2, "--lines", 1).stdout.splitlines()[:2] == [
+        f"stopped: {why}",
+        "---",
+    ]
+
+
+def test_what_is_not_there_yet_is_said_in_a_word(tmp_path: Path) -> None:
+    Store(f"sqlite:///{tmp_path / 'tuner.db'}").close()
+    for words in (["study", "list"], ["run", "list"], ["profile", "list"], ["history"], ["node", "list"]):
+        assert call(tmp_path, *words).stdout == "nothing yet\n", words

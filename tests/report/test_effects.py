@@ -5,7 +5,7 @@ import math
 from datetime import UTC, datetime
 
 from tuner.records import Candidate, Measurement, Trial, TrialState
-from tuner.report.effects import better, effects
+from tuner.report.effects import better, doubt, effects
 
 NOW = datetime(2026, 3, 1, tzinfo=UTC)
 
@@ -42,10 +42,27 @@ def test_trials_that_failed_or_have_no_number_do_not_count() -> None:
     failed = [trial(90 + n, {"max_num_seqs": 999}, 1.0, TrialState.INFEASIBLE) for n in range(9)]
     endless = [trial(80 + n, {"max_num_seqs": 998}, math.inf) for n in range(9)]
     assert effects(TRIALS + failed + endless, "ttft_p95_ms") == effects(TRIALS, "ttft_p95_ms")
-    assert effects(TRIALS[:4], "ttft_p95_ms") == []
+    assert effects(TRIALS[:5], "ttft_p95_ms") == []
 
 
 def test_an_absent_knob_is_a_level_of_its_own() -> None:
     bare = [trial(50 + n, {"block_size": 1}, 100.0) for n in range(3)]
     found = {e.knob: e for e in effects(TRIALS + bare, "ttft_p95_ms")}
     assert next(iter(found["max_num_seqs"].levels)) == "default"
+
+
+def test_shares_that_few_trials_give_are_not_shown() -> None:
+    assert doubt(effects(TRIALS, "ttft_p95_ms")) == ""
+    assert doubt(effects(TRIALS[:5], "ttft_p95_ms")).startswith("Fewer than 6 trials completed")
+    few = doubt(effects(TRIALS[:8], "ttft_p95_ms"))
+    assert few == "No shares: 8 trials completed, and 2 knobs with 6 values need at least 9."
+
+
+def test_shares_that_add_to_more_than_the_whole_are_not_shown() -> None:
+    """Two knobs that are always turned together each explain everything."""
+    together = [
+        trial(n, {"max_num_seqs": 16 * (1 + n % 2), "block_size": 1 + n % 2}, 10.0 * (1 + n % 2) + 0.01 * n)
+        for n in range(12)
+    ]
+    said = doubt(effects(together, "ttft_p95_ms"))
+    assert said.startswith("No shares: they add to 200 %. The knobs were turned together")

@@ -75,12 +75,24 @@ def print_json(value: object) -> None:
 
 
 def print_table(
-    columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    title: str | None = None,
+    empty: str = "nothing yet",
 ) -> None:
-    """A table on standard output; a column whose name begins with `<` is text, others are numbers."""
+    """A table on standard output; a column whose name begins with `<` is text, others are numbers.
+
+    Where there are no rows, `empty` says so instead.
+    """
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
+
+    rows = list(rows)
+    if not rows:
+        typer.echo(f"{title}: {empty}" if title else empty)
+        return
 
     table = Table(title=title, box=None, pad_edge=False, header_style="bold", title_justify="left")
     for column in columns:

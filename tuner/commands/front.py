@@ -1,6 +1,7 @@
 """`tuner front`: the Pareto front of a study, beside the baseline."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -9,7 +10,7 @@ from tuner.commands.common import Json, StudyRef, knobs, open_store, print_json,
 
 if TYPE_CHECKING:
     from tuner.history.store import Store
-    from tuner.records import Run, Study, Trial
+    from tuner.records import Launch, Run, Study, Trial
 
 
 def front(
@@ -30,8 +31,6 @@ def front(
 
 def find_study(store: "Store", ref: str) -> "Study":
     """A study by name, id, beginning of the id, or its file (then the newest of that name)."""
-    from pathlib import Path
-
     if ref.endswith((".yaml", ".yml")) and Path(ref).is_file():
         from tuner.tuning import studyfile
 
@@ -102,31 +101,38 @@ def as_data(store: "Store", study: "Study", *, timings: bool = False) -> dict[st
 
 
 def timing_rows(store: "Store", study: "Study") -> list[dict[str, object]]:
-    """Seconds per launch: until ready, in all; the verdict says how it ended."""
-    by_directory = {t.directory: t for t in store.trials(study.id)}
-    found: list[dict[str, object]] = []
-    for launch in store.launches(study.id):
-        trial = by_directory.get(launch.directory)
-        whole = (launch.ended_at - launch.started_at).total_seconds() if launch.ended_at else None
-        ready = launch.timeline.get("ready_s")
-        found.append(
-            {
-                "launch": launch.id,
-                "trial": trial.number if trial else None,
-                "attempt": trial.attempt if trial else None,
-                "ready_s": ready,
-                "measuring_s": whole - ready if whole is not None and ready is not None else None,
-                "whole_s": whole,
-                "verdict": launch.verdict or "served",
-            }
-        )
-    return found
+    """A row per launch: the trial that it was made for, all trials that were measured in it, what for, and
+    seconds until ready, measuring and in all; the verdict says how it ended.
+    """
+    trials = store.trials(study.id)
+    return [_timing(launch, trials) for launch in store.launches(study.id)]
+
+
+def _timing(launch: "Launch", trials: "Sequence[Trial]") -> dict[str, object]:
+    inside = [t for t in trials if any(m.launch_id == launch.id for m in t.measurements)]
+    purposes = {m.purpose for t in inside for m in t.measurements if m.launch_id == launch.id}
+    # The directory is named by the trial that the launch was made for, also where nothing was measured.
+    first, *rest = Path(launch.directory or "").name.split("-")
+    number = int(first) if first.isdecimal() and rest else inside[0].number if inside else None
+    confirming = rest[:1] == ["confirm"] or bool(purposes - {"search"})
+    whole = (launch.ended_at - launch.started_at).total_seconds() if launch.ended_at else None
+    ready = launch.timeline.get("ready_s")
+    return {
+        "launch": launch.id,
+        "trial": number,
+        "attempt": int(rest[-1]) if rest and rest[-1].isdecimal() else None,
+        "trials": sorted({t.number for t in inside} | ({number} if number is not None else set())),
+        "for": "confirmation" if confirming else "search",
+        "ready_s": ready,
+        "measuring_s": whole - ready if whole is not None and ready is not None else None,
+        "whole_s": whole,
+        "verdict": launch.verdict or "served",
+    }
 
 
 def show_timings(store: "Store", study: "Study") -> None:
     """Where the time of each launch went."""
-    names = ("trial", "attempt", "ready_s", "measuring_s", "whole_s", "verdict")
+    names = ("trials", "attempt", "for", "ready_s", "measuring_s", "whole_s", "verdict")
+    heads = ["<trials", "attempt", "<for", "ready_s", "measuring_s", "whole_s", "<how it ended"]
     table: Sequence[Sequence[object]] = [[row[n] for n in names] for row in timing_rows(store, study)]
-    print_table(
-        [*names[:-1], "<how it ended"], table, title="launches (those without a trial: the confirmation)"
-    )
+    print_table(heads, table, title="launches, and the trials that were measured in each")

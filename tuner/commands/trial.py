@@ -39,7 +39,7 @@ def show(study: StudyRef, number: Number, attempt: Attempt = None, as_json: Json
         f"trial {trial.number}.{trial.attempt} {trial.state.value} ({trial.origin}): {knobs(trial.candidate)}"
     )
     if trial.reason:
-        typer.echo(f"{trial.cause}: {trial.reason}")
+        typer.echo(why(trial))
     typer.echo(f"directory: {trial.directory}")
     names = sorted({name for m in trial.measurements for name in m.values})
     heads = [f"{m.purpose} {m.repeat}" for m in trial.measurements]
@@ -55,7 +55,7 @@ def log(
     attempt: Attempt = None,
     lines: Annotated[int, typer.Option(help="How many lines from the end; 0 = all.")] = 40,
 ) -> None:
-    """Print the engine's log of a trial."""
+    """Print the engine's log of a trial; of one that failed, why and the line that says so come first."""
     from pathlib import Path
 
     from tuner.errors import NotFound
@@ -64,8 +64,28 @@ def log(
     path = Path(_where(trial) or "") / "engine.log"
     if not path.is_file():
         raise NotFound(f"the log {path} is not on this host any more")
-    text = path.read_text(errors="replace").splitlines()
+    whole = path.read_text(errors="replace")
+    text = whole.splitlines()
+    for line in _first(trial, whole):
+        typer.echo(line)
     typer.echo("\n".join(text[-lines:] if lines else text))
+
+
+def why(trial: "Trial") -> str:
+    """How a trial ended badly: its cause, where one is known, and the reason."""
+    return f"{trial.cause}: {trial.reason}" if trial.cause else str(trial.reason)
+
+
+def _first(trial: "Trial", log: str) -> list[str]:
+    """What a failed trial's log is read for: the reason, and the line of the root cause if it names one."""
+    from tuner.engine import failures
+
+    if not trial.reason:
+        return []
+    said = [why(trial)]
+    if trial.cause in failures.KINDS:
+        said.append(f"root cause: {failures.classify(log, None, 'startup').evidence}")
+    return [*said, "---"]
 
 
 def _where(trial: "Trial") -> str | None:

@@ -17,7 +17,7 @@ from tuner.report import evidence, words
 from tuner.report.board import Board, board
 from tuner.report.budget import beliefs, comparisons, failures, spent, worst_lateness
 from tuner.report.charts import bars, levels, scatter
-from tuner.report.effects import Effect, better, effects
+from tuner.report.effects import Effect, better, doubt, effects
 
 HERE = Path(__file__).parent
 FRONT_CURVES = 2
@@ -85,6 +85,7 @@ def _context(data: ReportData, pictures: "_Pictures | None") -> Mapping[str, obj
         "worst_late": worst_lateness(believed),
         "effects": {name: effects(found.trials, name) for name in data.study.objectives},
         "better": better,
+        "doubt": doubt,
         "listed": found.trials[-ROWS:],
         "study_file": yaml.safe_dump(dict(data.study.spec), sort_keys=False, allow_unicode=True),
         "serve": _serve(data, found),

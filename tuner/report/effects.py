@@ -15,7 +15,9 @@ from tuner.measures import direction_of
 from tuner.records import Trial, TrialState
 from tuner.report.board import values
 
-MIN_TRIALS = 5
+MIN_TRIALS = 6
+PER_LEVEL = 2
+"""So many trials it takes for every level beyond a knob's first."""
 DEFAULT = "default"
 
 
@@ -31,7 +33,10 @@ class Effect:
 
 
 def effects(trials: Sequence[Trial], metric: str) -> list[Effect]:
-    """Every knob that was turned, the most telling first; empty with fewer than five measured trials."""
+    """Every knob that was turned, the largest share first; empty with fewer than MIN_TRIALS measured trials.
+
+    Whether the shares may be shown is `doubt`'s to say.
+    """
     rows = [
         (t, v)
         for t in trials
@@ -45,6 +50,24 @@ def effects(trials: Sequence[Trial], metric: str) -> list[Effect]:
     knobs = sorted({name for t, _ in rows for name in t.candidate})
     found = [_effect(knob, metric, rows) for knob in knobs]
     return sorted((e for e in found if len(e.levels) > 1), key=lambda e: (-e.share, e.knob))
+
+
+def doubt(found: Sequence[Effect]) -> str:
+    """Why the shares of one measurement's knobs are not shown; empty where they are."""
+    if not found:
+        return f"Fewer than {MIN_TRIALS} trials completed with this measurement, or no knob was turned."
+    needed = 1 + PER_LEVEL * sum(len(each.levels) - 1 for each in found)
+    if found[0].trials < needed:
+        return (
+            f"No shares: {found[0].trials} trials completed, and {len(found)} knobs with"
+            f" {sum(len(each.levels) for each in found)} values need at least {needed}."
+        )
+    if (whole := sum(each.share for each in found)) > 1.0:
+        return (
+            f"No shares: they add to {whole * 100:.0f} %. The knobs were turned together, so what each of"
+            " them did cannot be told apart."
+        )
+    return ""
 
 
 def _effect(knob: str, metric: str, rows: Sequence[tuple[Trial, float]]) -> Effect:
