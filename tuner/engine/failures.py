@@ -5,180 +5,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tuner.engine.kinds import KINDS, STUDY_KINDS, Outcome
+from tuner.engine.rootcause import RootCause, root_cause, split
 from tuner.errors import Aborted, EngineError, Infeasible, StudyFailed
 from tuner.records import Violation
 
 Phase = Literal["startup", "run"]
-Outcome = Literal["infeasible", "aborted", "study"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
-    """One way to end. `rank` orders causes: 0 a root cause, 1 general, 3 points further up, 4 context."""
-
-    outcome: Outcome
-    retries: int
-    sentence: str
-    pattern: str = ""
-    rank: int = 0
-
-
-KINDS: dict[str, Kind] = {
-    "bad_flag": Kind(
-        outcome="study",
-        retries=0,
-        sentence="the engine refused an argument",
-        pattern=r"error: (unrecognized arguments:|ambiguous option|argument \S+: (invalid|expected ))",
-    ),
-    "port_in_use": Kind(
-        outcome="aborted",
-        retries=2,
-        sentence="the port was taken by another process",
-        pattern=r"\[Errno (98|48)\].*[Aa]ddress already in use|ZMQError: Address already in use",
-    ),
-    "gpu_busy": Kind(
-        outcome="aborted",
-        retries=2,
-        sentence="another process held GPU memory",
-        pattern=r"Free memory on device .*is less than desired GPU memory utilization"
-        r"|is less than the engine's budget after excluding",
-    ),
-    "profiling_race": Kind(
-        outcome="aborted",
-        retries=2,
-        sentence="GPU memory changed hands while the engine measured it",
-        pattern=r"Error in memory profiling",
-    ),
-    "no_kv_memory": Kind(
-        outcome="infeasible",
-        retries=0,
-        sentence="no memory left for the KV cache",
-        pattern=r"No available memory for the cache blocks",
-    ),
-    "max_len_gt_kv": Kind(
-        outcome="infeasible",
-        retries=0,
-        sentence="the KV cache is too small for one request of the maximum length",
-        pattern=r"To serve at least one request with the models?'?s? max seq len"
-        r"|max seq len \(\d+\) is larger than the maximum number of tokens that can be stored in KV cache",
-    ),
-    "max_len_gt_model": Kind(
-        outcome="study",
-        retries=0,
-        sentence="max-model-len is larger than the model allows",
-        pattern=r"User-specified max_model_len \(\d+\) is greater than the derived max_model_len",
-    ),
-    "oom_warmup": Kind(
-        outcome="infeasible",
-        retries=0,
-        sentence="out of GPU memory while warming up; a lower max_num_seqs may fit",
-        pattern=r"out of memory occurred when warming up (sampler|pooler) with",
-    ),
-    "oom": Kind(
-        outcome="infeasible",
-        retries=0,
-        sentence="out of memory",
-        pattern=r"OutOfMemoryError|(CUDA|HIP) ([Ee]rror: )?out of memory|desired CPU memory utilization",
-    ),
-    "shm_full": Kind(
-        outcome="aborted",
-        retries=2,
-        sentence="shared memory (/dev/shm) is full",
-        pattern=r"Insufficient space in /dev/shm|No space left on device.*(/dev/shm|psm_)",
-    ),
-    "disk_full": Kind(
-        outcome="aborted", retries=2, sentence="the disk is full", pattern=r"No space left on device"
-    ),
-    "block_size": Kind(
-        outcome="infeasible",
-        retries=0,
-        sentence="the attention backend refuses the block size",
-        pattern=r"No common block size for|block_size not supported",
-    ),
-    "attention_backend": Kind(
-        outcome="infeasible",
-        retries=0,
-        sentence="no attention backend takes this configuration",
-        pattern=r"No valid attention backend found|Selected backend .* is not valid for this configuration",
-    ),
-    "model_missing": Kind(
-        outcome="study",
-        retries=0,
-        sentence="the model cannot be found",
-        pattern=r"HFValidationError|LocalEntryNotFoundError|RepositoryNotFoundError|GatedRepoError"
-        r"|is not a valid model identifier|Can't load the configuration of"
-        r"|No such file or directory: .*config\.json",
-    ),
-    "nccl": Kind(
-        outcome="aborted",
-        retries=2,
-        sentence="communication between GPUs failed",
-        pattern=r"NCCL error|DistBackendError|ncclUnhandledCudaError|ProcessGroupNCCL.*(timeout|abort)",
-    ),
-    "compile_cache": Kind(
-        outcome="aborted",
-        retries=1,
-        sentence="the compile cache is damaged; it was wiped",
-        pattern=r"failed to get the hash of the compiled graph|corrupted compilation artifact"
-        r"|Expected tensors only, but got",
-    ),
-    "v0_fallback": Kind(
-        outcome="infeasible",
-        retries=0,
-        sentence="the engine fell back to V0, which is another engine",
-        pattern=r"Falling back to V0|is not supported by the V1 Engine|VLLM_USE_V1=1 is not supported",
-    ),
-    "init_timeout": Kind(
-        outcome="infeasible",
-        retries=1,
-        sentence="the engine was not ready within its deadline",
-        pattern=r"Timed out waiting for engine core processes to start|did not complete startup within",
-        rank=1,
-    ),
-    "config_invalid": Kind(
-        outcome="infeasible",
-        retries=0,
-        sentence="the engine refused the configuration",
-        pattern=r"validation errors? for \w*Config|must be greater than or equal to max_num_seqs"
-        r"|is smaller than max_model_len|Concurrent Partial Prefill is not supported"
-        r"|Not enough allowed NUMA nodes",
-        rank=1,
-    ),
-    "hang": Kind(
-        outcome="infeasible",
-        retries=1,
-        sentence="the engine's processes stopped answering each other",
-        pattern=r"No available shared memory broadcast block found|RPC call to \w+ timed out",
-        rank=4,
-    ),
-    "engine_dead": Kind(
-        outcome="infeasible",
-        retries=1,
-        sentence="the engine died",
-        pattern=r"EngineDeadError|EngineCore encountered (an issue|a fatal error)"
-        r"|MQLLMEngine is already dead|WorkerProc initialization failed|Worker failed with error"
-        r"|Engine core initialization failed|EngineCore failed to start|Engine process failed to start",
-        rank=3,
-    ),
-    "crashed": Kind(outcome="infeasible", retries=1, sentence="the engine ended without a known cause"),
-    "refused": Kind(outcome="infeasible", retries=1, sentence="the engine answers with errors"),
-    "host_oom": Kind(
-        outcome="infeasible", retries=1, sentence="the kernel killed the engine: host memory is out"
-    ),
-    "killed": Kind(outcome="aborted", retries=2, sentence="the engine was killed from outside"),
-    "frozen": Kind(
-        outcome="infeasible", retries=1, sentence="the engine answers /health but computes nothing any more"
-    ),
-    "thrash": Kind(
-        outcome="infeasible", retries=1, sentence="requests preempt each other and tokens stand still"
-    ),
-    "stale_server": Kind(outcome="aborted", retries=2, sentence="another server answers on our port"),
-    "gpu_dirty": Kind(outcome="aborted", retries=2, sentence="GPU memory did not come back"),
-    "foreign_use": Kind(outcome="aborted", retries=2, sentence="the GPU is in use by somebody else"),
-    "hard_fault": Kind(outcome="aborted", retries=0, sentence="engine processes survive SIGKILL"),
-    "kv_drift": Kind(outcome="aborted", retries=1, sentence="a first boot got less KV cache"),
-}
-
 FLAGS_OF = {
     "preemption": ("preemption-mode", "swap-space", "kv-offloading-size", "kv-offloading-backend"),
     "enable-prefix-caching": ("no-enable-prefix-caching",),
@@ -188,6 +20,9 @@ FLAGS_OF = {
 
 FREE_SHARE = 0.95
 """A card with so much of its memory free is in nobody's use: driver and context take the rest."""
+
+NEVER_RAN = frozenset({125, 126, 127})
+"""Exit codes of a shell or a container runtime that could not start the program at all."""
 
 NODE_FAULTS = frozenset({"hard_fault", "gpu_dirty", "nccl"})
 """Causes after which the node is quarantined once the retries are used up; a hard fault at once."""
@@ -243,26 +78,61 @@ def classify(
 ) -> Verdict:
     """Why an engine ended, from its log, its exit code (None: it still runs) and the knobs it was asked for.
 
-    The first root cause in the log wins over later ones, any root cause over general errors, these over
-    wrappers. A refusal is the candidate's fault only when it names a knob of the candidate. `held_gib` of GPU
-    memory were in use before anything of ours ran: who asks for what was free then asks for too much.
+    A refused argument stands first (exit code 2), then a root cause that lies with model, weights, driver or
+    build. Else the first root cause in the log wins over later ones, any root cause over general errors,
+    these over wrappers; where none is known the root cause's own line is told. A refusal is the candidate's
+    fault only when it names a knob of the candidate. `held_gib` of GPU memory were in use before anything of
+    ours ran: who asks for what was free then asks for too much.
     """
+    refused = _refusal(text) if exit_code == 2 and phase == "startup" else ""
+    if refused:
+        return _blame(verdict("bad_flag", detail=_detail("bad_flag", refused), evidence=refused), list(asked))
+    told = root_cause(text) or _shell_words(text)
+    kind = None if told is None else study_kind(told.words)
+    if exit_code in NEVER_RAN and phase == "startup":
+        kind, told = kind or "image", told or RootCause(line=_exit_words(exit_code), words="")
+    if told is not None and kind is not None:
+        return verdict(kind, detail=told.line, evidence=told.line, phase=phase)
     found = first_cause(text)
     if found is not None and KINDS[found[0]].rank < 3:
         kind, line = found
         if kind == "gpu_busy" and _asks_too_much(line, held_gib):
             kind = "oom"
         return _blame(verdict(kind, detail=_detail(kind, line), evidence=line, phase=phase), list(asked))
+    return _unknown(text, exit_code, phase, found, told, oom_killed=oom_killed)
+
+
+def _unknown(
+    text: str,
+    exit_code: int | None,
+    phase: Phase,
+    found: tuple[str, str] | None,
+    told: RootCause | None,
+    *,
+    oom_killed: bool,
+) -> Verdict:
+    """The verdict where the log names no known cause: the kernel's, or the root cause as it stands."""
     if oom_killed and (exit_code == -9 or found is not None):
         return verdict("host_oom", evidence=last_line(text), phase=phase)
     if exit_code == -9:
         return verdict("killed", evidence=last_line(text), phase=phase)
-    if exit_code is not None and exit_code == 2 and phase == "startup":
-        return _blame(verdict("bad_flag", detail=last_line(text), evidence=last_line(text)), list(asked))
+    own = None if told is None or _general(told.line) else told.line
     if found is not None and (found[0] != "hang" or exit_code is None):  # also said of slow compiles
-        detail = _worker_words(text) or _exit_words(exit_code)
-        return verdict(found[0], detail=detail, evidence=found[1], phase=phase)
-    return verdict("crashed", detail=_exit_words(exit_code), evidence=last_line(text), phase=phase)
+        detail = own or _worker_words(text) or _exit_words(exit_code)
+        return verdict(found[0], detail=detail, evidence=own or found[1], phase=phase)
+    return verdict(
+        "crashed", detail=own or _exit_words(exit_code), evidence=own or last_line(text), phase=phase
+    )
+
+
+def _general(line: str) -> bool:
+    """Whether a line only says that the engine ended, which its kind says already."""
+    return any(KINDS[kind].rank >= 3 and pattern.search(line) for kind, pattern in _COMPILED)
+
+
+def study_kind(words: str) -> str | None:
+    """Which fault of model, weights, driver or build an exception's words tell; None: none of them."""
+    return next((kind for kind, pattern in _STUDY if pattern.search(words)), None)
 
 
 def first_cause(text: str) -> tuple[str, str] | None:
@@ -272,7 +142,8 @@ def first_cause(text: str) -> tuple[str, str] | None:
     for number, line in enumerate(lines):
         if not _ANY.search(line) or re.search(r"\braise \w.*\($", line):
             continue
-        kind = next((k for k, pattern in _COMPILED if pattern.search(line)), None)
+        quiet = split(line)[0].quiet
+        kind = next((k for k, p in _COMPILED if p.search(line) and (KINDS[k].warned or not quiet)), None)
         if kind is not None and (best is None or KINDS[kind].rank < best[0]):
             if line.endswith("Config"):  # a validation error says what is wrong on its next lines
                 line = " ".join([line, *(more.strip() for more in lines[number + 1 : number + 3])])
@@ -280,6 +151,22 @@ def first_cause(text: str) -> tuple[str, str] | None:
             if best[0] == 0:
                 break
     return None if best is None else (best[1], best[2])
+
+
+def _shell_words(text: str) -> RootCause | None:
+    """The last line where no exception is told: what an interpreter, a shell or a container runtime says."""
+    last = last_line(text)
+    return None if not last or split(last)[0].quiet or _ANY.search(last) else RootCause(line=last, words=last)
+
+
+def _refusal(text: str) -> str:
+    """What argparse says, with the lines that belong to it; empty where it says nothing."""
+    lines = text.splitlines()
+    at = [i for i, line in enumerate(lines) if re.search(r"^[^\s:][^:]*: error: ", line)]
+    if not at:
+        return ""
+    more = [line.strip() for line in lines[at[-1] + 1 : at[-1] + 3] if line.startswith(" ")]
+    return re.sub(r"\s*\[type=\w+, .*$", "", " ".join([lines[at[-1]].strip(), *more]))[:500]
 
 
 def line_of(kind: str, text: str) -> str | None:
@@ -322,9 +209,11 @@ def _blame(given: Verdict, asked: list[str]) -> Verdict:
 
 def _detail(kind: str, line: str) -> str:
     """What is worth repeating of the line: an error's own words, without the logger's front matter."""
-    if kind in ("bad_flag", "block_size", "config_invalid", "max_len_gt_model", "model_missing"):
+    if kind in ("bad_flag", "block_size", "config_invalid", "max_len_gt_model"):
         words = re.sub(r"^.*?(?=error: |\w*Error\b|validation error)", "", line)
         return words[:240]
+    if match := _MAMBA.search(line):
+        return f"{match.group(1)} asked for, {match.group(2)} there"
     if match := re.search(r"warming up \w+ with (\d+) dummy requests", line):
         return f"{match.group(1)} sequences"
     if match := _NEEDED.search(line):
@@ -356,8 +245,8 @@ def _worker_words(text: str) -> str:
 def _violation(kind: str, line: str, phase: Phase) -> Violation:
     """Graded: `kv` = missing share of the KV memory needed (1 unknown), `oom` = missing share of the card
     (0.5 unknown), one more under load; `err` = 1 for every other end that is the candidate's fault."""
-    if kind in ("no_kv_memory", "max_len_gt_kv"):
-        match = _NEEDED.search(line) or _TOKENS.search(line)
+    if kind in ("no_kv_memory", "max_len_gt_kv", "mamba_blocks"):
+        match = _NEEDED.search(line) or _TOKENS.search(line) or _MAMBA.search(line)
         if match is None:
             return Violation(kv=1.0)
         needed, there = float(match.group(1)), float(match.group(2))
@@ -388,6 +277,7 @@ _NEEDED = re.compile(
 _TOKENS = re.compile(
     r"max seq len \((\d+)\) is larger than the maximum number of tokens .* KV cache \((\d+)\)"
 )
+_MAMBA = re.compile(r"max_num_seqs \((\d+)\) exceeds (?:the )?available Mamba cache blocks \((\d+)\)")
 _TRIED = re.compile(
     r"Tried to allocate ([\d.]+) (\w+)\..*?total capacity of ([\d.]+) (\w+) of which ([\d.]+) (\w+) is free"
 )
@@ -395,5 +285,10 @@ _FREE = re.compile(
     r"memory on (?:device|node) \S+ \(([\d.]+)/([\d.]+) GiB\) on startup is less than desired .PU memory "
     r"utilization \(([\d.]+), ([\d.]+) GiB\)"
 )
-_COMPILED = [(kind, re.compile(about.pattern)) for kind, about in KINDS.items() if about.pattern]
-_ANY = re.compile("|".join(about.pattern for about in KINDS.values() if about.pattern))
+_STUDY = [(kind, re.compile(about.pattern)) for kind, about in STUDY_KINDS.items()]
+_COMPILED = [
+    (kind, re.compile(about.pattern))
+    for kind, about in KINDS.items()
+    if about.pattern and kind not in STUDY_KINDS
+]
+_ANY = re.compile("|".join(pattern.pattern for _, pattern in _COMPILED))

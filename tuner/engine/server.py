@@ -17,6 +17,7 @@ from tuner.engine import boots, compile_cache, effective, failures, log, metrics
 from tuner.engine.failures import Phase, Verdict
 from tuner.engine.gpu import Gpus, visible_devices
 from tuner.engine.http import Reply, ask, stream_has_token
+from tuner.engine.kinds import KINDS
 from tuner.engine.liveness import Liveness, oom_kills, watch
 from tuner.engine.ports import fresh_port, strangers
 from tuner.errors import BadInput, EngineError, StudyFailed
@@ -26,8 +27,7 @@ from tuner.records import JSON, LaunchSpec, Value
 HOST_NAME = "127.0.0.1"
 REFUSAL_S = 10.0
 HEALTH_S = 2.0
-SLOW, GONE = 0, -1
-"""No answer to /health within HEALTH_S, and no connection at all."""
+SLOW, GONE = 0, -1  # no answer to /health within HEALTH_S, and no connection at all
 HYGIENE: Mapping[str, str | None] = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -350,7 +350,7 @@ async def _timed_out(server: Server, step: str) -> Verdict:
     """The verdict on an engine that is not ready at its deadline: its log's cause, else the wait."""
     text = log.read(server.log)
     found = failures.first_cause(text)
-    if found is not None and failures.KINDS[found[0]].rank == 0:
+    if found is not None and KINDS[found[0]].rank == 0:
         return await server.verdict("startup", patience_s=0.0)
     detail = f"{server.spec.ready_timeout_s:.0f} s, still {step}"
     return failures.verdict("init_timeout", detail=detail, evidence=failures.last_line(text))

@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tuner.engine import boots, effective, failures
-from tuner.errors import Aborted, EngineError, Infeasible, StudyFailed
+from tuner.errors import EngineError, Infeasible, StudyFailed
 from tuner.records import Candidate, Measurement, Trial, TrialState, Value, Violation
 from tuner.search.early_stopping import Judge
 from tuner.tuning import quality
+from tuner.tuning.blame import blamed
 from tuner.tuning.events import Event
+from tuner.tuning.launch_estimates import ready_of
 from tuner.tuning.live import CannotScreen, Live
 from tuner.tuning.trial import Bench, GateFailed, Launched, Pass, launch
 
@@ -40,14 +42,16 @@ async def perform(bench: Bench, trial: Trial, earlier: Sequence[Trial], how: How
     passes = [Pass(slices=searched, judge=how.judge)]
     started = time.monotonic()
     screened = False
+    causes = [t.cause for t in earlier]
     try:
-        found, screened = await _measure(bench, trial, passes, how)
-    except (Infeasible, Aborted) as error:
+        found, screened = await _measure(bench, trial, passes, how, causes)
+    except EngineError as raised:
+        error = blamed(bench.prepared, raised, served=bool(ready_of(bench.launches())))
         gpu_seconds = (time.monotonic() - started) * bench.gpu_count
-        return _close(bench, _failed(trial, error, earlier, gpu_seconds))
-    except StudyFailed as error:
-        _close(bench, replace(trial, state=TrialState.ABORTED, reason=str(error), cause=error.cause))
-        raise
+        failed = _close(bench, _failed(trial, error, causes, gpu_seconds))
+        if isinstance(error, StudyFailed):
+            raise error from raised
+        return failed
     except asyncio.CancelledError:
         reason = "the run was stopped in the middle of this trial"
         _close(bench, replace(trial, state=TrialState.ABORTED, reason=reason, cause="stopped"))
@@ -56,14 +60,19 @@ async def perform(bench: Bench, trial: Trial, earlier: Sequence[Trial], how: How
     return _close(bench, _with_estimate(ended, how.judge))
 
 
-async def _measure(bench: Bench, trial: Trial, passes: Sequence[Pass], how: How) -> tuple[Launched, bool]:
-    """(what was measured, whether inside a running engine)."""
+async def _measure(
+    bench: Bench, trial: Trial, passes: Sequence[Pass], how: How, causes: list[str | None]
+) -> tuple[Launched, bool]:
+    """(what was measured, whether inside a running engine). What ended an engine that was to screen, and that
+    ran the trial's own candidate, joins the causes: launching it by itself is the second try.
+    """
     directory = bench.directory(trial.number, str(trial.attempt))
     if how.live is not None:
         try:
             found = await how.live.measure(trial, passes, directory, how.defaults, own=how.own)
             return found, not how.own
         except CannotScreen as error:
+            causes += [error.cause] if how.own else []
             bench.tell(Event(kind="note", text=f"launched by itself: {error}", trial=trial))
         await how.live.close()
     return await launch(bench, trial, passes, directory), False
@@ -73,14 +82,14 @@ def _close(bench: Bench, trial: Trial) -> Trial:
     return bench.store.finish_trial(replace(trial, ended_at=bench.clock()))
 
 
-def _failed(trial: Trial, error: EngineError, earlier: Sequence[Trial], gpu_seconds: float) -> Trial:
+def _failed(trial: Trial, error: EngineError, causes: Sequence[str | None], gpu_seconds: float) -> Trial:
     """INFEASIBLE once the cause has used up its retries, else ABORTED: an attempt that decided nothing."""
     ended = replace(trial, reason=str(error), cause=error.cause, gpu_seconds=gpu_seconds)
     if isinstance(error, GateFailed):
         ended = replace(ended, measurements=(replace(error.measurement, launch_id=None, kind="partial"),))
     if not isinstance(error, Infeasible):
         return replace(ended, state=TrialState.ABORTED)
-    again = sum(1 for t in earlier if t.cause == error.cause) < retries_of(error)
+    again = causes.count(error.cause) < retries_of(error)
     state = TrialState.ABORTED if again else TrialState.INFEASIBLE
     return replace(ended, state=state, violation=error.violation)
 

@@ -12,9 +12,10 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from tuner.engine import failures, limits
+from tuner.engine import limits
+from tuner.engine.kinds import KINDS
 from tuner.engine.server import Server, serve
-from tuner.errors import Aborted, EngineError, Infeasible
+from tuner.errors import Aborted, EngineError, Infeasible, StudyFailed
 from tuner.records import Candidate, Launch, Trial, Value
 from tuner.search.encoding import encode
 from tuner.tuning.launch_estimates import largest_kv
@@ -43,7 +44,11 @@ FAILURES = 3
 
 
 class CannotScreen(Exception):
-    """This candidate has to be launched by itself; the sentence says why."""
+    """This candidate has to be launched by itself; the sentence says why, `cause` what ended the engine."""
+
+    def __init__(self, reason: str, cause: str | None = None) -> None:
+        super().__init__(reason)
+        self.cause = cause
 
 
 def group(prepared: Prepared, candidate: Mapping[str, Value], defaults: Mapping[str, Value]) -> str:
@@ -199,12 +204,13 @@ class Live:
             settle = known.settle if own else False
             entered = serve(spec, gpus=bench.gpus, settle=settle, note=self._row.note)
             server = await self._stack.enter_async_context(entered)
-        except Infeasible as error:
-            if own and self._served:  # the class that changes limits works here: it is the candidate's fault
+        except (Infeasible, StudyFailed) as error:
+            if _certain(error, own=own) or (own and self._served and isinstance(error, Infeasible)):
                 await self.close(f"{error.cause}: {error}")
                 raise
             await self._give_up(f"{error.cause}: {error}")
-            raise CannotScreen(f"an engine whose limits can change failed: {error}") from error
+            sentence = f"an engine whose limits can change failed: {error}"
+            raise CannotScreen(sentence, error.cause) from error
         except EngineError as error:
             self._row.close(f"{error.cause}: {error}")
             self._row = None
@@ -235,10 +241,20 @@ class Live:
                 row.close(verdict)
 
 
+def _certain(error: Infeasible | StudyFailed, *, own: bool) -> bool:
+    """Whether the class that changes limits has nothing to do with it: a fault of the study, or, of the
+    trial's own engine, one that a knob acts on.
+    """
+    words = f"{error} {error.evidence}".lower()
+    if isinstance(error, StudyFailed):
+        return "scheduler" not in words and "live_limits" not in words
+    return own and error.cause in KINDS and bool(KINDS[error.cause].knobs) and error.cause != "v0_fallback"
+
+
 def _failed(launches: Sequence[Launch], argv: Sequence[str]) -> bool:
     """Whether an engine of these arguments and with limits to change failed to start by its own fault."""
     for each in launches:
-        kind = failures.KINDS.get((each.verdict or "").partition(":")[0])
+        kind = KINDS.get((each.verdict or "").partition(":")[0])
         ours = kind is not None and kind.outcome == "infeasible" and "ready_s" not in each.timeline
         changing = each.argv.index(SCHEDULER) if SCHEDULER in each.argv else None
         if ours and changing is not None and each.argv[:changing] == tuple(argv):

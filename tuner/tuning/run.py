@@ -14,15 +14,15 @@ from typing import Any, TypeVar
 from tuner.engine import boots
 from tuner.engine.failures import NODE_FAULTS
 from tuner.engine.gpu import Gpus
-from tuner.errors import Aborted, NotFound, StudyFailed
+from tuner.errors import Aborted, StudyFailed
 from tuner.history.store import Store
-from tuner.records import JSON, Candidate, Run, RunState, Study, Trial, TrialState
+from tuner.records import JSON, Candidate, Run, RunState, Trial, TrialState
 from tuner.search import trial_view
 from tuner.search.order import drifted
 from tuner.search.stopping import noise_of, reason_to_stop
-from tuner.traffic import trace as traces
 from tuner.tuning import quality
 from tuner.tuning.attempt import How, perform
+from tuner.tuning.blame import hopeless
 from tuner.tuning.calibrated_predictor import (
     LAUNCH_S,
     RELAUNCHED,
@@ -39,6 +39,7 @@ from tuner.tuning.launch_estimates import ready_of
 from tuner.tuning.live import Live
 from tuner.tuning.next_trial import NO_HELP, Help, expected_gain, minimal, next_number, propose
 from tuner.tuning.reconcile import locked, reconcile
+from tuner.tuning.register import gpus_of, register
 from tuner.tuning.study import Clock, Prepared
 from tuner.tuning.trial import ABORTED_RETRIES, Bench, Work
 
@@ -100,7 +101,7 @@ async def tune(
         gpus=gpus_of(prepared) if work is None else Gpus(nvml=None),
     )  # fmt: skip
     with locked(home, prepared.study.id):
-        study = _register(bench)
+        study = register(bench)
         for trial in reconcile(
             store, home, node=study.node, clock=clock, own=prepared, here=work is None,
             say=lambda sentence: tell(Event(kind="note", text=sentence)),
@@ -116,40 +117,6 @@ async def tune(
         )
         knowledge = Knowledge(prepared=prepared, fronts=fronts_of(store, study, prepared))
         return await _Loop(bench, run, limits, help, knowledge).to_the_end()
-
-
-def gpus_of(prepared: Prepared) -> Gpus:
-    """The GPUs that this host's engines run on; none where the engine is simulated or runs on the CPU."""
-    if prepared.facts.kind != "vllm" or prepared.facts.platform == "cpu":
-        return Gpus(nvml=None)
-    return Gpus.open(prepared.file.engine.env, only=prepared.node.gpus)
-
-
-def _register(bench: Bench) -> Study:
-    prepared, now = bench.prepared, bench.clock()
-    study = bench.store.add_study(prepared.study)
-    _register_trace(bench, now)
-    try:
-        bench.store.node(prepared.node.name)
-    except NotFound:
-        bench.store.add_node(replace(prepared.node, host=socket.gethostname()))
-    return study
-
-
-def _register_trace(bench: Bench, now: datetime) -> None:
-    """A trace that is known keeps its name: a study may have asked for `latest:` of it. One that comes from
-    elsewhere than a trace file is written to the home, since captures are removed in time.
-    """
-    trace, path = bench.prepared.trace, bench.prepared.trace_path.resolve()
-    try:
-        bench.store.trace(trace.digest)
-    except NotFound:
-        name = path.stem
-        if path.suffix != ".parquet":
-            path = bench.home / "traces" / f"{name}-{trace.digest[:12]}.parquet"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            traces.write(trace, path)
-        bench.store.add_trace(trace.digest, name, str(path), {**trace.meta, "requests": len(trace)}, now)
 
 
 class _Loop:
@@ -212,6 +179,7 @@ class _Loop:
             done = await self._guarded(perform(self._bench, trial, earlier, how))
             self._tell("finished", done.reason or "", done)
             self._check_world([*earlier, done])
+            self._check_cause()
 
     def _how(self, trial: Trial, trials: Sequence[Trial]) -> How:
         """The baseline, relaunches and what is not worth screening get an engine of their own, which screens
@@ -219,7 +187,8 @@ class _Loop:
         """
         excused = {"stopped", "controller", "gate", "disk"}
         alone = any(t.cause not in excused for t in trials if t.number == trial.number)
-        live = None if alone or not self._live.possible else self._live
+        unproved = bool(trials) and not ready_of(self._bench.launches())
+        live = None if alone or unproved or not self._live.possible else self._live
         prepared, judge = self._bench.prepared, None
         before = [t for t in trials if t.number < trial.number]
         searched = not trial.is_baseline and trial.origin != RELAUNCHED
@@ -330,6 +299,16 @@ class _Loop:
             + (f" node {node.name} is flagged" if last.cause in NODE_FAULTS else " mend that first"),
             cause=last.cause or "aborted",
         )
+
+    def _check_cause(self) -> None:
+        """End the run when candidates fail alike at start-up by what no knob of the study acts on."""
+        launches = self._bench.launches()
+        if ready_of([each for each in launches if each.started_at >= self._run.started_at]):
+            return
+        ours = [t for t in self._trials() if t.run_id == self._run.id]
+        last = hopeless(self._bench.prepared, ours)
+        if last is not None and not any(t.measurements for t in ours):
+            raise StudyFailed(f"no candidate can start: {last.reason}", cause=last.cause or "crashed")
 
     async def _guarded(self, work: Coroutine[Any, Any, T]) -> T:
         """Do the work; when the run is cancelled or its window closes meanwhile, stop it and raise Cut."""

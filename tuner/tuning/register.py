@@ -1,0 +1,47 @@
+"""What a run writes down before it begins: its study, its trace and its node; and the GPUs it may use."""
+
+import socket
+from dataclasses import replace
+from datetime import datetime
+
+from tuner.engine.gpu import Gpus
+from tuner.errors import NotFound
+from tuner.records import Study
+from tuner.traffic import trace as traces
+from tuner.tuning.study import Prepared
+from tuner.tuning.trial import Bench
+
+
+def gpus_of(prepared: Prepared) -> Gpus:
+    """The GPUs that this host's engines run on; none where the engine is simulated or runs on the CPU."""
+    if prepared.facts.kind != "vllm" or prepared.facts.platform == "cpu":
+        return Gpus(nvml=None)
+    return Gpus.open(prepared.file.engine.env, only=prepared.node.gpus)
+
+
+def register(bench: Bench) -> Study:
+    """Keep the study, its trace and its node, unless the history has them."""
+    prepared, now = bench.prepared, bench.clock()
+    study = bench.store.add_study(prepared.study)
+    _register_trace(bench, now)
+    try:
+        bench.store.node(prepared.node.name)
+    except NotFound:
+        bench.store.add_node(replace(prepared.node, host=socket.gethostname()))
+    return study
+
+
+def _register_trace(bench: Bench, now: datetime) -> None:
+    """A trace that is known keeps its name: a study may have asked for `latest:` of it. One that comes from
+    elsewhere than a trace file is written to the home, since captures are removed in time.
+    """
+    trace, path = bench.prepared.trace, bench.prepared.trace_path.resolve()
+    try:
+        bench.store.trace(trace.digest)
+    except NotFound:
+        name = path.stem
+        if path.suffix != ".parquet":
+            path = bench.home / "traces" / f"{name}-{trace.digest[:12]}.parquet"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            traces.write(trace, path)
+        bench.store.add_trace(trace.digest, name, str(path), {**trace.meta, "requests": len(trace)}, now)
