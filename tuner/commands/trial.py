@@ -79,11 +79,12 @@ def why(trial: "Trial") -> str:
 def _first(trial: "Trial", log: str) -> list[str]:
     """What a failed trial's log is read for: the reason, and the line of the root cause if it names one."""
     from tuner.engine import failures
+    from tuner.engine.kinds import KINDS
 
     if not trial.reason:
         return []
     said = [why(trial)]
-    if trial.cause in failures.KINDS:
+    if trial.cause in KINDS:
         said.append(f"root cause: {failures.classify(log, None, 'startup').evidence}")
     return [*said, "---"]
 
