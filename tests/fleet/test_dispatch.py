@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.history.records import NOW, a_measurement, a_run, a_study, finished, start
+from tests.history.records import NOW, a_measurement, a_study
 from tests.tuning.studies import tuner, write
 from tuner import processes
 from tuner.errors import (
@@ -29,7 +29,7 @@ from tuner.fleet.dispatch_ray import Member, connect
 from tuner.fleet.nodes import selector
 from tuner.fleet.worker import Done, Worker, fault_of
 from tuner.history.store import Store
-from tuner.records import JSON, Candidate, Fidelity, Launch, Node, RunState, Study, Violation
+from tuner.records import JSON, Candidate, Fidelity, Launch, Node, Violation
 from tuner.tuning import studyfile
 from tuner.tuning.study import Prepared, load
 from tuner.tuning.studyfile import StudyFile
@@ -241,32 +241,6 @@ def store(tmp_path: Path) -> Store:
     found = Store(f"sqlite:///{tmp_path / 'history.db'}")
     found.upgrade()
     return found
-
-
-def tuned(store: Store, study: Study, best: int, *, ended: bool = True) -> None:
-    """A study with a baseline and two candidates, of which `best` serves best and won."""
-    store.add_study(study)
-    run = a_run(store, study)
-    finished(store, start(store, run, 0, origin="baseline", max_num_seqs=4), a_measurement(900.0))
-    finished(store, start(store, run, 1, max_num_seqs=best // 2), a_measurement(500.0))
-    finished(store, start(store, run, 2, max_num_seqs=best), a_measurement(100.0))
-    if ended:
-        store.save_run(replace(run, state=RunState.FINISHED, ended_at=NOW, summary={"winner": 2}))
-
-
-def test_a_sibling_that_finished_seeds_the_rest(store: Store, tmp_path: Path) -> None:
-    mine = a_study(node="mine")
-    prepared = replace(load(write(tmp_path), store=None, now=NOW), study=mine)
-    tuned(store, a_study(node="alike"), 64)
-    tuned(store, replace(a_study(node="other"), gpu_class="another"), 32)
-    tuned(store, a_study(node="at work"), 128, ended=False)
-    tuned(store, replace(a_study(node="of another trace"), trace_digest="f" * 64), 256)
-    store.add_study(mine)
-    found = dispatch.warm(store, prepared)
-    assert found == [
-        ("node: alike", Candidate({"max_num_seqs": 64})),
-        ("node: other", Candidate({"max_num_seqs": 32})),
-    ]
 
 
 def test_the_error_of_a_node_is_the_end_of_the_command() -> None:

@@ -330,3 +330,75 @@ def test_graphs_go_with_the_step_budget(asked: dict[str, Value], kept: int | Non
     found = made.canonical(asked)
     assert found.get("max_cudagraph_capture_size") == kept
     assert made.canonical(found) == found
+
+
+INHERITING = """
+knobs:
+  max_num_seqs: [64, 128]
+  gpu_memory_utilization: [0.8, 0.9]
+  enable_chunked_prefill: [true, false]
+  long_prefill_token_threshold: {values: [0, 512], when: {enable_chunked_prefill: true}}
+"""
+TODAY: dict[str, Value] = {
+    "block_size": 64, "kv_cache_dtype": "fp8", "max_num_seqs": 32, "long_prefill_token_threshold": 128,
+}  # fmt: skip
+
+
+def test_a_candidate_inherits_what_the_space_does_not_turn() -> None:
+    made = space(INHERITING).restricted(engine(), baseline=TODAY)
+    assert made.inherited == {"block_size": 64, "kv_cache_dtype": "fp8"}
+    point = {"max_num_seqs": 128, "gpu_memory_utilization": 0.9, "enable_chunked_prefill": False}
+    whole = made.canonical({**point, "long_prefill_token_threshold": 512, "block_size": 16})
+    assert whole == Candidate({**point, **made.inherited})  # what the space turns off is off, today or not
+    assert made.contains(whole)
+    assert not made.contains(point)
+    assert not made.contains({**whole, "block_size": 16})
+    assert made.digest == space(INHERITING).digest
+
+
+def test_a_knob_of_today_that_the_engine_cannot_turn_is_inherited() -> None:
+    made = space("knobs: {max_num_seqs: [64, 128], block_size: [16, 24]}")
+    left = made.restricted(engine("0.10.2", "cpu"), baseline={"block_size": 32, "max_num_seqs": 8})
+    assert set(left.levels) == {"max_num_seqs", "block_size"}
+    one = space("vllm: '>=0.10'\nknobs: {max_num_seqs: [64, 128], watermark: [0.1]}")
+    older = one.restricted(engine("0.20.2"), baseline={"watermark": 0.2, "max_num_seqs": 8})
+    assert set(older.levels) == {"max_num_seqs"}
+    assert older.inherited == {"watermark": 0.2}
+
+
+def test_a_condition_on_a_knob_of_today_holds_by_its_value_today() -> None:
+    made = space("""
+knobs:
+  max_num_seqs: [64, 128]
+  watermark: [0.0, 0.1]
+  scheduler_reserve_full_isl: {values: [true, false], when: {watermark: 0.1}}
+""")
+    gone = engine("0.22.1")  # has no watermark
+    assert "scheduler_reserve_full_isl" not in made.restricted(gone).levels
+    made = space("""
+knobs:
+  max_num_seqs: [64, 128]
+  max_num_active_seqs: {values: [16], when: {preemption: "offload:8"}}
+  preemption: ["offload:8"]
+""")
+    cpu = engine(platform="cpu")
+    assert "max_num_active_seqs" not in made.restricted(cpu).levels
+    held = made.restricted(cpu, baseline={"preemption": "offload:8"})
+    assert held.active("max_num_active_seqs", {})
+
+
+def test_a_level_that_clashes_with_a_knob_of_today_is_dropped_with_the_reason() -> None:
+    made = space("knobs: {max_num_seqs: [64, 128], gpu_memory_utilization: [0.8, 0.9]}")
+    left = made.restricted(engine(), baseline={"kv_cache_memory_bytes": 2**30})
+    assert set(left.levels) == {"max_num_seqs"}
+    assert "baseline: kv_cache_memory_bytes is 1073741824" in left.dropped["gpu_memory_utilization"]
+    made = space("knobs: {max_num_seqs: [64, 128, 1024]}")
+    left = made.restricted(engine(), baseline={"max_num_batched_tokens": 512})
+    assert left.levels["max_num_seqs"] == (64, 128)
+    assert "is below max_num_seqs 1024" in left.dropped["max_num_seqs=1024"]
+
+
+def test_a_level_that_another_knob_of_the_space_can_rescue_stays() -> None:
+    made = space("knobs: {max_num_seqs: [64, 1024], max_num_batched_tokens: [2048, 8192]}")
+    left = made.restricted(engine(), baseline={"max_num_active_seqs": 1024})
+    assert left.levels["max_num_batched_tokens"] == (2048, 8192)

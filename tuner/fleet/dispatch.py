@@ -14,16 +14,13 @@ from tuner.errors import BadInput, Conflict, TunerError
 from tuner.fleet import dispatch_ray, leases, nodes
 from tuner.fleet.dispatch_ray import Hand, Member, Remote
 from tuner.history.store import Store
-from tuner.records import Candidate, Node, Run, RunState, Study, digest_of
-from tuner.search import pareto
+from tuner.records import Node, Run, Study, digest_of
 from tuner.tuning.events import Event, Tell
 from tuner.tuning.reconcile import stop_command_of
 from tuner.tuning.run import Help, Limits, tune
+from tuner.tuning.seeds import Seed, fronts_of
 from tuner.tuning.study import Clock, Prepared, prepare
 from tuner.tuning.studyfile import StudyFile
-
-SEEDS = 3
-"""How many members of a sibling's front are tried first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +68,7 @@ class _Seat:
     store: Store
     hand: Hand
     prepared: Prepared
-    seeds: list[tuple[str, Candidate]] = field(default_factory=list)
+    seeds: list[Seed] = field(default_factory=list)
     over: bool = False
 
 
@@ -194,7 +191,7 @@ class _Whole:
                 lambda: self._spare(seat, stack), lambda text: tell(Event(kind="note", text=str(text))),
                 isolated=self._job.isolated,
             )  # fmt: skip
-            seat.seeds[:] = warm(seat.store, seat.prepared)
+            seat.seeds[:] = fronts_of(seat.store, seat.prepared)
             try:
                 await remote.set_up(left_open(seat.store, study.node))
                 run = await self._tuned(seat, remote, tell)
@@ -228,7 +225,7 @@ class _Whole:
         """What finished nodes found is tried first where the search still goes on."""
         for seat in self._seats:
             if not seat.over:
-                seat.seeds[:] = warm(seat.store, seat.prepared)
+                seat.seeds[:] = fronts_of(seat.store, seat.prepared)
 
     async def _spare(self, seat: _Seat, stack: ExitStack) -> Hand | None:
         """The node itself when it is back, else a free node of its class; None when there is none now."""
@@ -277,30 +274,6 @@ def left_open(store: Store, node: str) -> Mapping[str, Sequence[str]]:
     """Launches that dead controllers left open on a node, with what stops each."""
     stops = {study.id: stop_command_of(study) for study in store.studies(node=node)}
     return {each.id: stops[each.study_id] for each in store.open_launches(node=node)}
-
-
-def warm(store: Store, prepared: Prepared) -> list[tuple[str, Candidate]]:
-    """The winner and front of every finished study that differs in its node alone, with their origin.
-
-    Nodes of the same class come first; each gives SEEDS candidates at most.
-    """
-    mine = prepared.study
-    siblings = [each for each in store.studies() if _is_sibling(each, mine)]
-    found: dict[str, tuple[str, Candidate]] = {}
-    for study in sorted(siblings, key=lambda s: (s.gpu_class != mine.gpu_class, s.node)):
-        ended = [run for run in store.runs(study.id) if run.state is RunState.FINISHED]
-        if not ended:
-            continue
-        winner = ended[0].summary.get("winner")
-        front = [t for t in pareto.front(store.trials(study.id), study.objectives) if not t.is_baseline]
-        for trial in sorted(front, key=lambda t: (t.number != winner, t.number))[:SEEDS]:
-            found.setdefault(trial.candidate.digest, (f"node: {study.node}", trial.candidate))
-    return list(found.values())
-
-
-def _is_sibling(other: Study, mine: Study) -> bool:
-    same = ("model", "workload", "trace_digest", "space_digest", "objectives", "engine_version")
-    return other.node != mine.node and all(getattr(other, name) == getattr(mine, name) for name in same)
 
 
 def worst(ended: Sequence[Ended]) -> TunerError | None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
+from types import MappingProxyType
 
 from tuner.errors import BadInput
 from tuner.knobs import arguments, constraints
@@ -22,7 +23,8 @@ class SearchSpace:
     """What a study may turn. Each knob's levels are ordered; a level None (always the first) means that the
     knob is left to the engine's default, and a candidate then does not hold it.
 
-    `dropped` tells what `restricted` took out: knob, or `knob=value`, → reason.
+    `dropped` tells what `restricted` took out: knob, or `knob=value`, → reason. `inherited` are the knobs of
+    today's configuration that the space does not turn: every candidate has them as they are.
     """
 
     name: str
@@ -31,10 +33,11 @@ class SearchSpace:
     vllm: str = ">=0.10"
     about: str = ""
     dropped: Mapping[str, str] = field(default_factory=dict)
+    inherited: Mapping[str, Value] = field(default_factory=dict)
 
     @cached_property
     def digest(self) -> str:
-        """Identity of what can be tried: levels, conditions and versions; not the name."""
+        """Identity of what can be tried: levels, conditions and versions; not the name, not the baseline."""
         return digest_of(
             {
                 "vllm": self.vllm,
@@ -67,25 +70,33 @@ class SearchSpace:
     def active(self, name: str, values: Mapping[str, Value]) -> bool:
         """Whether a knob is turned, given the values of the others."""
         for parent, wanted in self.conditions.get(name, {}).items():
-            turned = parent in self.levels and self.active(parent, values)
-            if (values.get(parent) if turned else None) not in wanted:
+            value = self.inherited.get(parent)
+            if parent in self.levels:
+                value = values.get(parent) if self.active(parent, values) else None
+            if value not in wanted:
                 return False
         return True
 
     def canonical(self, candidate: Mapping[str, Value]) -> Candidate:
-        """The candidate without inactive knobs and without those left to the default, or that act like it."""
+        """The candidate without inactive knobs and without those left to the default or alike, and with
+        what it inherits from today's configuration.
+        """
         kept = {
             name: value
             for name, value in candidate.items()
             if value is not None and (name not in self.levels or self.active(name, candidate))
         }
-        return Candidate(constraints.with_acting_graphs(kept, self.levels.get(constraints.GRAPHS, ())))
+        whole = {**kept, **self.inherited}
+        graphs = self.levels.get(constraints.GRAPHS)
+        return Candidate(constraints.with_acting_graphs(whole, graphs) if graphs else whole)
 
     def contains(self, candidate: Mapping[str, Value]) -> bool:
-        """Whether it is a canonical point: every active knob at one of its levels, and nothing else."""
+        """Whether it is a canonical point: every active knob at one of its levels, what is inherited, and
+        nothing else.
+        """
         if self.canonical(candidate) != Candidate(candidate):
             return False
-        if not candidate.keys() <= self.levels.keys():
+        if not candidate.keys() <= self.levels.keys() | self.inherited.keys():
             return False
         return all(
             level_of(levels, candidate.get(name)) is not None
@@ -103,14 +114,26 @@ class SearchSpace:
         """Why a candidate is known to fail before any launch, or None."""
         return constraints.known_violation(self.canonical(candidate), facts, max_model_len, model)
 
-    def restricted(self, facts: EngineFacts, *, env: Mapping[str, str] | None = None) -> "SearchSpace":
-        """The space that this engine can turn. BadInput when its version is out of range or none is left."""
+    def restricted(
+        self,
+        facts: EngineFacts,
+        *,
+        env: Mapping[str, str] | None = None,
+        baseline: Mapping[str, Value] = MappingProxyType({}),
+    ) -> "SearchSpace":
+        """The space that this engine can turn over today's configuration (`baseline`). BadInput when the
+        engine's version is out of range or no knob is left.
+        """
         if not matches(facts.version, self.vllm):
             raise BadInput(f"space '{self.name}' is for vLLM {self.vllm}; installed is {facts.version}")
         dropped: dict[str, str] = {}
         levels: dict[str, tuple[Value, ...]] = {}
         for name, values in self.levels.items():
-            reasons = {value: _refusal(name, value, facts, env) for value in values}
+            rest = {knob: v for knob, v in baseline.items() if v is not None and knob not in self.levels}
+            reasons = {
+                value: _refusal(name, value, facts, env) or _clash(name, value, rest, facts)
+                for value in values
+            }
             kept = tuple(value for value in values if reasons[value] is None)
             refused = {value: why for value, why in reasons.items() if why is not None}
             if any(value is not None for value in kept):
@@ -118,9 +141,11 @@ class SearchSpace:
                 dropped |= {f"{name}={value}": why for value, why in refused.items()}
             else:
                 dropped[name] = next(iter(refused.values()), f"{name}: it has no level to turn")
+        inherited = {name: v for name, v in baseline.items() if v is not None and name not in levels}
         left = replace(
-            self, levels=levels, conditions=_conditions_for(self.conditions, levels), dropped=dropped
-        )
+            self, levels=levels, conditions=_conditions_for(self.conditions, levels), dropped=dropped,
+            inherited=inherited,
+        )  # fmt: skip
         never = {name: why for name in levels if (why := left.never_active(name)) is not None}
         if len(never) == len(levels):
             raise BadInput(
@@ -154,6 +179,18 @@ def _refusal(name: str, value: Value, facts: EngineFacts, env: Mapping[str, str]
         alone = constraints.known_violation({name: value}, facts)
         return arguments.refusal(name, value, facts, env=env) or alone
     return arguments.refusal(name, value, facts, env=env)
+
+
+def _clash(name: str, value: Value, rest: Mapping[str, Value], facts: EngineFacts) -> str | None:
+    """Why a level cannot go together with a knob that the space leaves as it is today, or None."""
+    if value is None or constraints.known_violation({name: value}, facts):
+        return None
+    for knob, today in rest.items():
+        if constraints.known_violation({knob: today}, facts):
+            continue
+        if (why := constraints.known_violation({knob: today, name: value}, facts)) is not None:
+            return f"{why} (baseline: {knob} is {today} and the space does not turn it)"
+    return None
 
 
 def level_of(levels: tuple[Value, ...], value: Value) -> int | None:

@@ -198,7 +198,7 @@ class Server:
         tokens = limits.num_blocks * limits.block_size
         return {
             "block_size": limits.block_size,
-            "cache_dtype": "auto",
+            "cache_dtype": self.options.given.get("kv_cache_dtype", "auto"),
             "effective_attention_block_size": limits.block_size,
             "enable_prefix_caching": limits.enable_prefix_caching,
             "engine": 0,

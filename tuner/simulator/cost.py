@@ -5,6 +5,7 @@ the makers' datasheets give them, efficiencies as usual for dense kernels. `cali
 measured trials.
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -107,6 +108,14 @@ class Coefficients:
 
     def to_json(self) -> dict[str, float]:
         return dict(asdict(self))
+
+
+def coefficients_of(kept: object) -> "Coefficients | None":
+    """Coefficients that `to_json` wrote; None for anything else, such as an older set of names."""
+    if not isinstance(kept, Mapping) or set(kept) != set(COEFFICIENT_NAMES):
+        return None
+    values = [v for v in kept.values() if isinstance(v, int | float) and 0 < v < math.inf]
+    return Coefficients(**kept) if len(values) == len(kept) else None
 
 
 COEFFICIENT_NAMES = tuple(field.name for field in fields(Coefficients))

@@ -8,21 +8,19 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from tuner.engine import limits
-from tuner.errors import BadInput, NotFound
-from tuner.history.store import Store
+from tuner.errors import BadInput
 from tuner.knobs.space import SearchSpace
-from tuner.records import Candidate, Prediction, Slo, Study, Trial, TrialState, Value
+from tuner.records import Candidate, Prediction, Slo, Trial, TrialState, Value
 from tuner.search import acquisition, heuristics, pareto, trial_view
 from tuner.search.encoding import encode
 from tuner.simulator.batch import Batch
 from tuner.simulator.calibrate import Calibration, Observation, fit
-from tuner.simulator.cost import CARDS, Card, card_of, preset
+from tuner.simulator.cost import CARDS, Card, Coefficients, card_of, preset
 from tuner.simulator.predict import Predictor, Scene
 from tuner.tuning.live import changeable
+from tuner.tuning.seeds import Seed
 from tuner.tuning.study import Prepared
 
-OWN_FRONTS, OTHER_FRONTS = 4, 2
-"""Front members of the same node's last study, and of other nodes', that are tried first."""
 OBSERVED = 3
 """Trials that a calibration is fitted to at most: the baseline and the newest of the front."""
 PICKS, PICKED = 1, "simulator: SLO"
@@ -45,8 +43,6 @@ RELAUNCHED = "relaunched"
 """Origin of a trial that measures a screened candidate again, in an engine of its own."""
 
 ENDED = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.INFEASIBLE)
-
-Seed = tuple[str, Candidate]
 
 
 def card_for(prepared: Prepared) -> Card | str:
@@ -98,12 +94,13 @@ class Known:
 
 @dataclass(slots=True, kw_only=True)
 class Knowledge:
-    """What a run knows of its study. `fronts` are seeds from other studies; `why_not` tells why nothing is
-    predicted, once that was tried.
+    """What a run knows of its study. `fronts` are seeds from other studies, `start` is what an earlier run
+    fitted, where calibration begins; `why_not` tells why nothing is predicted, once that was tried.
     """
 
     prepared: Prepared
     fronts: Sequence[Seed] = ()
+    start: Coefficients | None = None
     why_not: str | None = None
     _known: dict[tuple[int, ...], Known | None] = field(default_factory=dict)
 
@@ -119,7 +116,7 @@ class Knowledge:
             self.why_not = card if isinstance(card, str) else None
             self._known[()] = None
             if not isinstance(card, str):
-                predict = Predictor(scene_of(self.prepared, card), preset(card))
+                predict = Predictor(scene_of(self.prepared, card), self.start or preset(card))
                 self._known[()] = Known(predict=Batch(predict), calibration=None)
         return self._known[()]
 
@@ -142,7 +139,7 @@ class Knowledge:
         try:
             first = self.calibrated(chosen[:1]) if len(chosen) > 1 else None
             calibration = (
-                fit(scene, seen, rounds=FIRST_ROUNDS)
+                fit(scene, seen, start=self.start, rounds=FIRST_ROUNDS)
                 if first is None or first.calibration is None
                 else fit(scene, seen, start=first.calibration.coefficients, rounds=ROUNDS)
             )
@@ -312,41 +309,3 @@ def around(prepared: Prepared, candidate: Mapping[str, Value], trials: Sequence[
 
 def _is(level: Value, value: Value) -> bool:
     return level == value and isinstance(level, bool) == isinstance(value, bool)
-
-
-def fronts_of(store: Store, study: Study, prepared: Prepared) -> tuple[Seed, ...]:
-    """Front members of the last study of this node and of other nodes' studies, for the same model, engine
-    version and workload, ended before this study began. They are measured again, never copied.
-    """
-    began = study.created_at
-    mine: list[Seed] = []
-    others: list[Seed] = []
-    for each in store.studies():
-        same = (each.model, each.engine_version, each.workload) == (
-            study.model,
-            study.engine_version,
-            study.workload,
-        )
-        if each.id == study.id or not same or each.created_at >= began:
-            continue
-        own = each.node == study.node
-        if (own and mine) or (not own and len(others) >= OTHER_FRONTS):
-            continue
-        trials = [t for t in store.trials(each.id) if t.ended_at is not None and t.ended_at < began]
-        for trial in _front(trials, each, OWN_FRONTS if own else OTHER_FRONTS):
-            candidate = prepared.space.canonical(trial.candidate)
-            if prepared.space.contains(candidate):
-                origin = "same node" if own else f"node {each.node}"
-                (mine if own else others).append((f"{origin}: {each.name}/{trial.number}", candidate))
-    return (*mine[:OWN_FRONTS], *others[:OTHER_FRONTS])
-
-
-def _front(trials: Sequence[Trial], study: Study, count: int) -> list[Trial]:
-    """Its winner by the SLO first, then the rest of the front."""
-    members = [t for t in pareto.front(trials, study.objectives) if not t.is_baseline]
-    try:
-        best = pareto.choose(trials, "slo", study.slo, study.objectives)
-    except NotFound:
-        return []
-    ordered = [t for t in members if t.number == best.number]
-    return [*ordered, *(t for t in members if t.number != best.number)][:count]

@@ -311,6 +311,7 @@ def _profile(bench: Bench, run: Run, trial: Trial, alias: str, verdict: Verdict)
             "slo_met": pareto.meets(trial, prepared.study.slo),
             "demonstration": prepared.plan.demonstration,
             "repeats": prepared.plan.repeats,
+            "inherited": {} if trial.is_baseline else dict(prepared.space.inherited),
         },
         alias=alias,
         reason=f"run {run.id}: {verdict.word}",

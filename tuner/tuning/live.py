@@ -77,7 +77,7 @@ def widest(prepared: Prepared, candidate: Candidate) -> tuple[Candidate, ...]:
     asked = {name: candidate[name] for name in SIZES if name in candidate}
     found: list[Candidate] = []
     for sizes in (tops, {**tops, **{n: v for n, v in asked.items() if n != "max_num_seqs"}}):
-        wide = Candidate({**kept, **sizes})
+        wide = Candidate({**kept, **sizes, **prepared.space.inherited})
         if prepared.known(wide) is None and wide not in found:
             found.append(wide)
     return tuple(found)

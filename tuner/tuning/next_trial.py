@@ -21,13 +21,13 @@ from tuner.tuning.calibrated_predictor import (
     SECURED,
     Knowledge,
     Known,
-    Seed,
     around,
     at_levels,
     policy,
     screens,
 )
 from tuner.tuning.live import group
+from tuner.tuning.seeds import Seed
 from tuner.tuning.study import Prepared
 
 WIDE_EVERY, WIDE_FROM = 5, 9
@@ -64,7 +64,7 @@ def propose(
     if promoted is not None:
         candidate = minimal(prepared.space, trials, promoted.candidate)
         return Suggestion(candidate=candidate, origin=RELAUNCHED, seed=promoted.seed)
-    seeds = untried(prepared, trials, (*help.seeds, *knowledge.seeds(trials)))
+    seeds = untried(prepared, trials, (*knowledge.fronts, *help.seeds, *knowledge.seeds(trials)))
     looked = (prepared.space,) if seeds else spaces(prepared, trials, number)
     if not seeds and number % PICK_EVERY == 0:
         seeds = _picked(prepared, trials, knowledge, looked[0])
@@ -143,13 +143,15 @@ def expected_gain(prepared: Prepared, trials: Sequence[Trial], knowledge: Knowle
 
 
 def untried(prepared: Prepared, trials: Sequence[Trial], seeds: Sequence[Seed]) -> list[Seed]:
-    """The seeds that are new and may work, those that one running engine can screen together."""
+    """The seeds that are new and may work, as points of the space, those that one running engine can screen
+    together.
+    """
     encoding = encode(prepared.space, trial_view.defaults_of(trials))
     regions = Regions(encoding, trials)
     seen = {encoding.completed(t.candidate).digest for t in trial_view.latest(trials)}
     left: dict[Candidate, Seed] = {}
     for origin, candidate in seeds:
-        asked = prepared.space.canonical(candidate)
+        asked = at_levels(prepared, trials, candidate)
         point = encoding.point(asked)
         new = prepared.space.contains(asked) and encoding.completed(asked).digest not in seen
         if new and point is not None and regions.reason(point) is None and prepared.known(asked) is None:

@@ -28,7 +28,6 @@ from tuner.tuning.calibrated_predictor import (
     RELAUNCHED,
     Knowledge,
     Known,
-    fronts_of,
     replay_s,
     screens,
 )
@@ -40,6 +39,7 @@ from tuner.tuning.live import Live
 from tuner.tuning.next_trial import NO_HELP, Help, expected_gain, minimal, next_number, propose
 from tuner.tuning.reconcile import locked, reconcile
 from tuner.tuning.register import gpus_of, register
+from tuner.tuning.seeds import fronts_of, last_calibration
 from tuner.tuning.study import Clock, Prepared
 from tuner.tuning.trial import ABORTED_RETRIES, Bench, Work
 
@@ -115,7 +115,10 @@ async def tune(
             pid=os.getpid(),
             host=socket.gethostname(),
         )
-        knowledge = Knowledge(prepared=prepared, fronts=fronts_of(store, study, prepared))
+        knowledge = Knowledge(
+            prepared=prepared, fronts=fronts_of(store, prepared, run.started_at),
+            start=last_calibration(store, prepared, run.started_at),
+        )  # fmt: skip
         return await _Loop(bench, run, limits, help, knowledge).to_the_end()
 
 

@@ -113,14 +113,17 @@ def prepare(
     model = models.read(model_path, env={**os.environ, **file.engine.env})
     host = surveyed or named(file, survey(file.engine, base=base), store)
     command, facts, node = host.command, host.facts, host.node
-    restricted = space.restricted(facts, env=file.engine.env)
+    baseline = Candidate(file.baseline)
+    _check_baseline(baseline, facts, file.engine.env, name)
+    restricted = space.restricted(facts, env=file.engine.env, baseline=baseline)
     always = _fixed(file.engine.args, facts, restricted, name)
     max_model_len = _max_model_len(file.engine.args, model)
     chosen = _slices(file, trace)
     _check_slices(trace, chosen, max_model_len, file, name)
-    baseline = Candidate(file.baseline)
-    _check_baseline(baseline, facts, file.engine.env, name)
     identity = _identity(file, facts, node, trace, space, chosen)
+    if restricted.inherited:
+        # Before 0.2 candidates did not have these knobs: their trials are not comparable with ours.
+        identity = {**identity, "inherited": dict(restricted.inherited)}
     study = Study(
         id=digest_of(identity),
         name=file.name,
