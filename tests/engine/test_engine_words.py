@@ -12,7 +12,9 @@ from tuner.engine.boots import compiled_anew, ready_deadline
 from tuner.engine.liveness import Liveness, watch
 from tuner.engine.server import serve
 from tuner.records import Candidate
+from tuner.replay.observe import recomputed
 
+CASES = Path(__file__).parents[1] / "data" / "cases"
 DATA = Path(__file__).parents[2].parent / "shared" / "data" / "vllm"
 real_data = pytest.mark.skipif(not DATA.is_dir(), reason="no recorded data beside this checkout")
 
@@ -206,3 +208,98 @@ def test_graphs_up_to_the_step_budget_are_what_was_asked() -> None:
     for budget, found in ((8192, 512), (1024, 512), (1024, 0)):
         said = {"max_num_batched_tokens": budget, "max_cudagraph_capture_size": found}
         assert effective.differences(asked, said) == {"max_cudagraph_capture_size": (2048, found)}
+
+
+LINES = (CASES / "metrics-line.txt").read_text()
+WAITING = 'waiting{engine="0",model_name="m"}'
+RANKS = 'vllm:num_requests_waiting{engine="0"} 4.0\nvllm:num_requests_waiting{engine="1"} 5.0\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "waiting"),
+    [
+        (LINES, None),
+        (LINES.replace(WAITING, f"{WAITING} NaN"), None),
+        (LINES.replace(WAITING, f"{WAITING} +Inf"), None),
+        (LINES.replace(WAITING, f"{WAITING} many"), None),
+        (LINES.replace(WAITING, 'waiting{engine="0"'), None),
+        (LINES.replace(WAITING, f"{WAITING} 2.0.1"), None),
+        (LINES.replace(f"vllm:num_requests_{WAITING}\n", ""), None),
+        ("# TYPE vllm:num_requests_waiting thermometer\n" + LINES.replace(WAITING, f"{WAITING} 2"), 2),
+        ("an engine says hello\n\n" + LINES.replace(WAITING, f"{WAITING} 2"), 2),
+        (LINES + RANKS, None),
+    ],
+)
+def test_a_line_that_cannot_be_read_is_left_out(text: str, waiting: float | None) -> None:
+    found = metrics.parse(text)
+    assert (found["running"], found["waiting"], found["kv_usage"]) == (3.0, waiting, 0.25)
+    assert found["preemptions"] is None
+
+
+def test_a_text_cut_off_loses_its_last_line_only() -> None:
+    whole = RANKS + "vllm:num_preemptions_total 12345.0\n"
+    for end in range(len(RANKS) + len("vllm:num_preemptions_total 1"), len(whole)):
+        found = metrics.parse(whole[:end])
+        assert (found["waiting"], found["preemptions"]) == (9.0, None)
+    assert metrics.parse(whole)["preemptions"] == 12345.0
+
+
+def test_a_line_that_stands_twice_counts_once() -> None:
+    line = 'vllm:prompt_tokens_total{engine="0",pid="1"} %d\n'
+    assert metrics.parse(line % 7 + line % 7)["prompt_tokens"] == 7
+    assert metrics.parse(line % 7 + (line % 5).replace('"1"', '"2"'))["prompt_tokens"] == 12
+
+
+def test_what_is_no_exposition_is_refused() -> None:
+    for text in ("<html><body>502 Bad Gateway</body></html>\n", '{"detail": "Not Found"}', "vllm:x{"):
+        with pytest.raises(ValueError, match="no line of it is a sample"):
+            metrics.parse(text)
+
+
+def test_a_counter_that_could_not_be_read_at_first_tells_no_difference() -> None:
+    broken, after = (
+        metrics.parse("vllm:num_preemptions_total\nx 1\n"),
+        metrics.parse("vllm:num_preemptions_total 9\n"),
+    )
+    assert metrics.between(broken, after)["preemptions"] is None
+    assert metrics.between(metrics.parse(""), after)["preemptions"] == 9
+
+
+def test_an_engine_with_a_bad_metrics_line_is_not_taken_for_dead() -> None:
+    now, asked = [0.0], [0]
+
+    async def scrape() -> str:
+        now[0] += 10
+        asked[0] += 1
+        if asked[0] > 20:
+            raise ConnectionError
+        return "vllm:num_requests_running\n" if asked[0] < 10 else LINES
+
+    watched = watch(scrape, Liveness(grace_s=25), interval_s=0.0, clock=lambda: now[0])
+    assert (asyncio.run(watched).kind, asked[0]) == ("frozen", 23)
+
+
+@pytest.mark.parametrize(
+    ("preemptions", "queries", "cached", "rate", "again"),
+    [
+        (400, 200_000, None, None, 0.5),
+        (400, 200_000, 10_000, 0.1, 0.5),
+        (400, 100_500, None, 100_000 / 100_500, 0.0),
+        (0, 200_000, None, 0.5, None),
+    ],
+)
+def test_recomputed_tokens_are_no_prefix_hits(
+    preemptions: int, queries: int, cached: int | None, rate: float | None, again: float | None
+) -> None:
+    """400 preemptions and a hit rate of 0.5: half of what was looked up is recomputation."""
+    text = (
+        f"vllm:num_preemptions_total {preemptions}\nvllm:prefix_cache_queries_total {queries}\n"
+        "vllm:prefix_cache_hits_total 100000\nvllm:prompt_tokens_total 100000\n"
+    )
+    if cached is not None:
+        text += f"vllm:prompt_tokens_cached_total {cached}\n"
+    found = metrics.between(metrics.parse(""), metrics.parse(text))
+    assert found["prefix_hit_rate"] == rate
+    assert found["prefix_recomputed"] == again
+    assert (found["prefix_hits"] is None) == (rate is None)
+    assert (recomputed(found) is None) == (not again)

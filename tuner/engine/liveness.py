@@ -31,7 +31,7 @@ class Liveness:
     """Fed with scrapes during a replay; says when the engine has stood still for `grace_s` seconds.
 
     Frozen: requests run, no step ends. Thrash: no token comes out while preemptions rise. An engine that
-    exports neither steps nor tokens is not judged.
+    exports neither steps nor tokens is not judged, and one whose tokens are not told does not thrash.
     """
 
     def __init__(self, *, grace_s: float = 30.0) -> None:
@@ -53,7 +53,7 @@ class Liveness:
             return None
         if mark.iterations != self._step.iterations or mark.tokens != self._step.tokens:
             self._step = mark
-        if mark.tokens != self._token.tokens:
+        if mark.tokens != self._token.tokens or metrics["generation_tokens"] is None:
             self._token = mark
         return self._judge(self._step, self._token, mark)
 
@@ -84,8 +84,8 @@ async def watch(
     while True:
         await asyncio.sleep(interval_s)
         try:
-            scraped = parse("\n".join(_NEEDED.findall(await scrape())) + "\n")
-        except (OSError, ValueError):
+            needed = _NEEDED.findall(await scrape())
+        except OSError:
             silent = clock() - max(answered, heard())
             if silent > liveness.grace_s:
                 return verdict(
@@ -93,6 +93,10 @@ async def watch(
                 )
             continue
         answered = clock()
+        try:
+            scraped = parse("\n".join((*needed, "")))
+        except ValueError:  # it answers, in words that cannot be read
+            continue
         if (found := liveness.observe(scraped, answered)) is not None:
             return found
 

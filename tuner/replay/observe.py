@@ -117,3 +117,15 @@ def growing(engine: Mapping[str, float | None], window_s: float) -> bool:
     """Whether the queue grew through the window by more than it was deep on average: an unstable load."""
     slope, mean = engine.get("queue_slope_per_s"), engine.get("queue_depth_mean")
     return slope is not None and mean is not None and mean > 1 and slope * window_s > mean
+
+
+def recomputed(engine: Mapping[str, float | None]) -> str | None:
+    """What to say where the engine counted recomputed tokens as prefix hits; None where it did not."""
+    share = engine.get("prefix_recomputed")
+    if not share:
+        return None
+    counted = "left out of the hit rate" if engine.get("prefix_hits") is not None else "there is no hit rate"
+    return (
+        f"{share:.0%} of the tokens looked up in the prefix cache belong to preempted or waiting requests,"
+        f" not to traffic: {counted}"
+    )

@@ -19,7 +19,7 @@ from tuner.replay.bodies import Bodies
 from tuner.replay.contention import Contention, giving_way
 from tuner.replay.feeder import Source, Stretch
 from tuner.replay.jobs import CUT, Sent
-from tuner.replay.observe import Observer, growing
+from tuner.replay.observe import Observer, growing, recomputed
 from tuner.replay.plan import PLANS, Causality, Load, Plan
 from tuner.replay.prefix import Prefix
 from tuner.replay.prepare import Engine, Notes, Preparer, Progress, check_alive
@@ -183,6 +183,8 @@ class _Replay:
         engine = await observer.conclude()
         if growing(engine, timetable.window_s):
             self.notes.warnings.append(f"slice {part.name}: the engine's queue grew all through the window")
+        if (note := recomputed(engine)) is not None:
+            self.notes.warnings.append(f"slice {part.name}: {note}")
         ended = min(window.now_s, timetable.window_s) if self.stopped else timetable.window_s
         outcomes = sorted(window.outcomes, key=lambda o: (o.scheduled_s, o.row))
         block_size = self.server.effective.get("block_size")
