@@ -25,6 +25,7 @@ FLOORS = (
     ("errors", "settings"),
     ("conclusions",),
     ("records", "measures"),
+    ("masking",),
     ("__init__",),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

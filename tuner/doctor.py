@@ -12,7 +12,7 @@ from typing import Literal
 
 import psutil
 
-from tuner import processes
+from tuner import masking, processes
 from tuner.engine.gpu import Gpus, User
 from tuner.engine.ports import fresh_port
 from tuner.errors import TunerError
@@ -107,7 +107,7 @@ def disk(where: Path, free_gib: float) -> Check:
 
 
 def _database(url: str) -> Check:
-    shown = url.split("@")[-1]
+    shown = masking.text(url)
     try:
         store = Store(url, create=False, patience_s=2.0)
         count = len(store.studies())

@@ -3,16 +3,20 @@
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+from tuner import masking
 from tuner.records import Violation
 
 
 class TunerError(Exception):
-    """The root: anything the tuner says on purpose. `exit_code` is what the command line ends with."""
+    """The root: anything the tuner says on purpose. `exit_code` is what the command line ends with.
+
+    Secrets are taken out of the sentence.
+    """
 
     exit_code = 1
 
     def __init__(self, reason: str = "") -> None:
-        super().__init__(" ".join(reason.splitlines()))
+        super().__init__(" ".join(masking.text(reason).splitlines()))
 
 
 class BadInput(TunerError):

@@ -4,20 +4,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-_SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSW|API_?KEY|CREDENTIAL", re.IGNORECASE)
-_PATTERNS = (
-    (
-        re.compile(rb"(?i)(authorization['\"]?\s*[:=]\s*['\"]?(?:bearer|basic)?\s*)[^\s'\",]+"),
-        rb"\1[redacted]",
-    ),
-    (
-        re.compile(
-            rb"(?i)((?:api[-_]?key|hf[-_]?token|password|secret)['\"]?\s*[:= ]\s*\[?['\"]?)"
-            rb"(?!None\b)[^\s'\",\]]+"
-        ),
-        rb"\1[redacted]",
-    ),
-    (re.compile(rb"\b(?:hf_|sk-)[A-Za-z0-9_-]{16,}"), rb"[redacted]"),
+from tuner import masking
+
+_PROMPTS = (
     (re.compile(rb"\b(prompt: ).*?(, params: |$)", re.DOTALL), rb"\1[redacted]\2"),
     (re.compile(rb"(prompt_token_ids: )\[[^\]]*\]"), rb"\1[redacted]"),
 )
@@ -40,15 +29,13 @@ _KV_BLOCKS = re.compile(r"# (?:GPU|CPU|\S+) blocks: (\d+)")
 
 
 def redactor(env: Mapping[str, str]) -> Callable[[bytes], bytes]:
-    """A filter for log lines: takes out the values of secret-looking names, keys, tokens and prompts."""
-    secrets = [v.encode() for name, v in env.items() if _SECRET_NAME.search(name) and len(v) >= 6]
+    """A filter for log lines: takes out secrets, those of `env` among them, and prompts."""
+    without_secrets = masking.redactor(env)
 
     def redact(line: bytes) -> bytes:
-        for secret in secrets:
-            line = line.replace(secret, b"[redacted]")
-        for pattern, replacement in _PATTERNS:
+        for pattern, replacement in _PROMPTS:
             line = pattern.sub(replacement, line)
-        return line
+        return without_secrets(line)
 
     return redact
 

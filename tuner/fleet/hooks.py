@@ -8,10 +8,9 @@ from pathlib import Path
 
 import yaml
 
-from tuner import yamltext
+from tuner import masking, yamltext
 from tuner.errors import BadInput, Unavailable, nearest
 from tuner.records import JSON
-from tuner.tuning.study import SECRET
 
 TIMEOUT_S, MOST_S = 300.0, 86_400
 SECTIONS = ("handover", "engine", "models")
@@ -112,9 +111,9 @@ def command(value: object, where: str) -> tuple[str, ...]:
     """A command as a list of words; no shell reads it, and no secret may stand in it."""
     if not isinstance(value, list) or not value or not all(isinstance(word, str) and word for word in value):
         raise BadInput(f"{where}: a list of words such as [systemctl, stop, vllm] is expected")
-    for word in value:
-        name, _, rest = word.partition("=")
-        if rest and SECRET.search(name):
+    for word, shown in zip(value, masking.arguments(value), strict=True):
+        if word != shown:
+            name = shown.partition("=")[0]
             raise BadInput(f"{where}: '{name}' looks like a secret; let the command read it from a file")
     return tuple(value)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from tuner import processes, yamltext
+from tuner import masking, processes, yamltext
 from tuner.errors import BadInput, TunerError, nearest
 from tuner.fleet.hooks import command
 from tuner.fleet.schedule import Happening
@@ -49,7 +49,9 @@ class Notice:
 
     def body(self) -> str:
         """The JSON that a webhook is sent and a command reads from its standard input."""
-        return canonical_json({"program": "vllm-tuner", **asdict(self), "facts": dict(self.facts)})
+        return canonical_json(
+            masking.tree({"program": "vllm-tuner", **asdict(self), "facts": dict(self.facts)})
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from sqlalchemy.exc import (
 )
 from sqlalchemy.pool import ConnectionPoolEntry, StaticPool
 
+from tuner import masking
 from tuner.errors import BadInput, Conflict, NotFound, TunerError, Unavailable
 from tuner.history.pulse import FilePulse, MemoryPulse, ServerPulse
 from tuner.history.tables import REVISIONS, VERSION_TABLE
@@ -89,7 +90,7 @@ class Database:
 
     def __init__(self, url: str, *, patience_s: float = 15.0, pause: Callable[[float], None] = time.sleep):
         self.url = _url(url)
-        self.name = self.url.render_as_string(hide_password=True)
+        self.name = masking.text(self.url.render_as_string(hide_password=True))
         self.sqlite = self.url.get_backend_name() == "sqlite"
         self._patience_s = patience_s
         self._pause = pause

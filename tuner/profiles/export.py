@@ -9,13 +9,12 @@ from types import MappingProxyType
 import yaml
 
 from tuner.errors import BadInput, nearest
+from tuner.masking import MASK
 from tuner.profiles import charts
-from tuner.profiles.flags import as_mapping
+from tuner.profiles.flags import as_mapping, split
 from tuner.records import JSON, Profile
 
 NAME = "vllm-config-tuner"
-MASK = "***"
-"""What stands in a profile's environment in place of a secret; it is never exported as a value."""
 
 
 def provenance(profile: Profile) -> dict[str, str]:
@@ -157,9 +156,15 @@ def render(profile: Profile, format: str) -> str:
     except KeyError:
         known = ", ".join(FORMATS)
         raise BadInput(f"there is no format '{format}'{nearest(format, FORMATS)}: {known}") from None
-    hidden = sorted(name for name, value in profile.env.items() if value == MASK)
-    if not hidden or format in ("json", "args"):
+    if format == "json":
         return writer(profile)
-    shown = {name: value for name, value in profile.env.items() if value != MASK}
-    secrets = f"# needs in the environment, not kept here: {', '.join(hidden)}\n"
-    return secrets + writer(replace(profile, env=shown))
+    names = sorted(name for name, value in profile.env.items() if MASK in value)
+    flags = [flag for flag in split(profile.argv) if any(MASK in word for word in flag.words)]
+    kept = [flag for flag in split(profile.argv) if flag not in flags]
+    missing = {"in the environment": names, "as arguments": [f"--{flag.name}" for flag in flags]}
+    lines = (
+        f"# needs {where}, not kept here: {', '.join(what)}\n" for where, what in missing.items() if what
+    )
+    argv = tuple(word for flag in kept for word in (f"--{flag.name}", *flag.words)) if flags else profile.argv
+    env = {name: value for name, value in profile.env.items() if name not in names}
+    return ("" if format == "args" else "".join(lines)) + writer(replace(profile, argv=argv, env=env))

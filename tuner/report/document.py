@@ -11,6 +11,7 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from tuner import masking
 from tuner.measures import direction_of
 from tuner.records import JSON, Launch, Run, Study, Trial
 from tuner.report import evidence, words
@@ -87,7 +88,7 @@ def _context(data: ReportData, pictures: "_Pictures | None") -> Mapping[str, obj
         "better": better,
         "doubt": doubt,
         "listed": found.trials[-ROWS:],
-        "study_file": yaml.safe_dump(dict(data.study.spec), sort_keys=False, allow_unicode=True),
+        "study_file": yaml.safe_dump(masking.tree(data.study.spec), sort_keys=False, allow_unicode=True),
         "serve": _serve(data, found),
         "pictures": pictures,
         "style": Markup((HERE / "style.css").read_text(encoding="utf-8")),

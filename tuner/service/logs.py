@@ -5,9 +5,12 @@ import logging.config
 
 import structlog
 
+from tuner import masking
+
 
 def configure(level: str = "INFO") -> None:
-    """All loggers of this process write JSON; what was bound (run, trial, node) and `extra` are keys."""
+    """All loggers of this process write JSON; what was bound (run, trial, node) and `extra` are keys;
+    secrets are masked."""
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
@@ -27,6 +30,7 @@ def configure(level: str = "INFO") -> None:
         "foreign_pre_chain": shared,
         "processors": [
             structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+            lambda _, __, event: masking.tree(event),
             structlog.processors.JSONRenderer(),
         ],
     }

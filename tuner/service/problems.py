@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
+from tuner import masking
 from tuner.errors import BadInput, Conflict, NotFound, TunerError, Unavailable
 
 MEDIA = "application/problem+json"
@@ -38,9 +39,9 @@ def problem(
         "type": "about:blank",
         "title": HTTPStatus(status).phrase,
         "status": status,
-        "detail": detail,
+        "detail": masking.text(detail),
         "request_id": str(request.scope.get("request_id", "")),
-        **more,
+        **masking.tree(more),
     }
     return JSONResponse(body, status, dict(headers or {}), media_type=MEDIA)
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, JsonValue
 
+from tuner import masking
 from tuner.history.codec import pack_values
 from tuner.history.entities import AuditEntry, Schedule, TraceInfo
 from tuner.history.queries import Night
@@ -39,7 +40,7 @@ class StudyShape(BaseModel):
 
 
 def study(of: Study) -> StudyShape:
-    spec: dict[str, Any] = dict(of.spec)
+    spec: dict[str, Any] = masking.tree(of.spec)
     if isinstance(engine := spec.get("engine"), dict):
         spec["engine"] = {key: value for key, value in engine.items() if key not in HIDDEN}
     special = ("slices", "slo", "spec")

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product, takewhile
 
+from tuner import masking
 from tuner.errors import Aborted, BadInput, Infeasible
 from tuner.knobs.arguments import compile_candidate
 from tuner.profiles import registry
@@ -21,7 +22,7 @@ from tuner.tuning.attempt import failing, retries_of, unlike
 from tuner.tuning.calibrated_predictor import RELAUNCHED, policy
 from tuner.tuning.events import Event
 from tuner.tuning.next_trial import key_of, winner
-from tuner.tuning.study import Prepared, masked
+from tuner.tuning.study import Prepared
 from tuner.tuning.trial import ABORTED_RETRIES, Bench, Pass, launch
 from tuner.tuning.verdict import Compared, Verdict, judge
 
@@ -301,8 +302,8 @@ def _profile(bench: Bench, run: Run, trial: Trial, alias: str, verdict: Verdict)
         bench.store,
         study=prepared.study,
         trial=trial,
-        argv=(*prepared.fixed, *compiled.argv),
-        env=masked({**prepared.file.engine.env, **compiled.env}),
+        argv=masking.arguments((*prepared.fixed, *compiled.argv)),
+        env=masking.environment({**prepared.file.engine.env, **compiled.env}),
         evidence={
             "run": run.id,
             "verdict": verdict.word,

@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from tuner import masking
 from tuner.engine import limits
 from tuner.engine.kinds import KINDS
 from tuner.engine.server import Server, serve
@@ -257,7 +258,7 @@ def _failed(launches: Sequence[Launch], argv: Sequence[str]) -> bool:
         kind = KINDS.get((each.verdict or "").partition(":")[0])
         ours = kind is not None and kind.outcome == "infeasible" and "ready_s" not in each.timeline
         changing = each.argv.index(SCHEDULER) if SCHEDULER in each.argv else None
-        if ours and changing is not None and each.argv[:changing] == tuple(argv):
+        if ours and changing is not None and each.argv[:changing] == masking.arguments(argv):
             return True
     return False
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
+from tuner import masking
 from tuner.engine.gpu import ORDER, Gpus
 from tuner.errors import BadInput, NotFound, nearest
 from tuner.history.store import Store
@@ -33,8 +34,6 @@ VLLM_MODULE = ("-m", "vllm.entrypoints.openai.api_server")
 SIMULATOR_MODULE = ("-m", "tuner.simulator.app")
 OURS = ("model", "host", "port", "served-model-name", "uds", "api-key", "root-path", "ssl-keyfile")
 """Flags that the tuner sets itself or that would hide the engine from it."""
-SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL)", re.IGNORECASE)
-MASK = "***"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,15 +308,10 @@ def local_node(name: str, facts: EngineFacts, env: Mapping[str, str]) -> Node:
     )
 
 
-def masked(env: Mapping[str, str]) -> dict[str, str]:
-    """An environment fit for the database, logs and reports: values of secret names are hidden."""
-    return {name: MASK if SECRET.search(name) else value for name, value in env.items()}
-
-
 def _spec(file: StudyFile) -> Mapping[str, JSON]:
     spec: dict[str, JSON] = file.model_dump(mode="json")
-    spec["engine"] = {**file.engine.model_dump(mode="json"), "env": dict(masked(file.engine.env))}
-    return spec
+    shown: dict[str, JSON] = masking.tree(spec)
+    return shown
 
 
 def _identity(
@@ -334,9 +328,9 @@ def _identity(
         "kind": file.engine.kind,
         "version": facts.version,
         "platform": facts.platform,
-        "command": list(file.engine.command),
-        "args": {flag_name(k): v for k, v in whole["engine"]["args"].items()},
-        "env": dict(masked(file.engine.env)),
+        "command": list(masking.arguments(file.engine.command)),
+        "args": masking.tree({flag_name(k): v for k, v in whole["engine"]["args"].items()}),
+        "env": dict(masking.environment(file.engine.env)),
         "card": file.engine.card if file.engine.kind == "simulated" else None,
     }
     keep = (

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from tuner import masking
 from tuner.engine.gpu import Gpus, Watch, throttled
 from tuner.engine.server import Server, serve
 from tuner.errors import Aborted, EngineError, Unavailable
@@ -199,8 +200,8 @@ def add_launch(bench: Bench, spec: LaunchSpec) -> Launch:
     """The row of a launch, before its engine exists."""
     return bench.store.add_launch(
         Launch(
-            id=spec.launch_id, study_id=bench.prepared.study.id, argv=spec.argv, started_at=bench.clock(),
-            directory=spec.directory,
+            id=spec.launch_id, study_id=bench.prepared.study.id, argv=masking.arguments(spec.argv),
+            started_at=bench.clock(), directory=spec.directory,
         )
     )  # fmt: skip
 

@@ -1,0 +1,118 @@
+"""One rule says what is a secret: by its name, and by its shape."""
+
+import pytest
+
+from tuner import masking
+from tuner.errors import BadInput
+from tuner.masking import MASK
+
+NAMES = {
+    "HF_TOKEN": "abc", "HUGGING_FACE_HUB_TOKEN": "abc", "SIGNING_KEY": "abc", "LICENSE_KEY": "k-1",
+    "AWS_SECRET_ACCESS_KEY": "wJalr/K7MDENG",
+    "MY_API_KEY": "12345", "apiKey": "x1y", "APIKEY": "zz", "DB_PASS": "hunter2",
+    "PGPASSWORD": "123456", "db.password": "pw", "VLLM_API_KEY": "q", "smtp-passwd": "p", "DB_PWD": "hunter2",
+    "COOKIE": "a=b", "AUTH_TOKENS": "x,y", "GOOGLE_CREDENTIALS": "{}", "--api-key": "s", "--hf-token": "s",
+    "sslpassword": "s",
+}  # fmt: skip
+HARMLESS = {
+    "TOKENIZERS_PARALLELISM": "false", "VLLM_MAX_TOKENS_PER_EXPERT_FP4_MOE": "163840",
+    "PWD": "/srv", "HOME": "/root",
+    "MONKEY": "banana", "--long-prefill-token-threshold": "2048", "VLLM_USE_TOKEN": "1", "KEYBOARD": "us",
+    "SSL_KEY_FILE": "/etc/ssl/key.pem", "HF_TOKEN_PATH": "/run/secrets/hf", "--skip-tokenizer-init": "x",
+    "VLLM_ATTENTION_BACKEND": "FLASH_ATTN", "COMPASS": "north", "AUTHOR": "me",
+}  # fmt: skip
+SHAPES = [
+    ("postgresql://tuner:hunter2@db:5432/tuner", "hunter2", "@db:5432/tuner"),
+    ("postgresql+psycopg://tuner:p@ss/w0rd@db/tuner", "w0rd", "@db/tuner"),
+    ("redis://:hunter2@cache:6379/0", "hunter2", "@cache:6379/0"),
+    ("https://ghp_abcdefghijklmnopqrstuvwx@github.com/a/b", "ghp_", "github.com/a/b"),
+    ("https://me@example.org/x", "me@", "example.org/x"),
+    ("http://proxy:3128 and http://u:pw@proxy:3128", "pw@", "http://proxy:3128 and"),
+    ("postgresql://db/t?user=a&password=hunter2&sslmode=on", "hunter2", "sslmode=on"),
+    ("https://s3/x?X-Amz-Signature=abcdef0123&a=1", "abcdef", "&a=1"),
+    ("https://hooks.slack.com/services/T0/B0/xyz", "xyz", "hooks.slack.com"),
+    ("Authorization: Bearer abc.def.ghi", "abc.def", "Authorization"),
+    ("authorization='Basic dXNlcjpwYXNz'", "dXNlcjpw", "authorization"),
+    ("curl with bearer abcdefghijklmnop1 sent", "abcdefghijklmnop1", "sent"),
+    ("token hf_abcdefghijklmnopqrstuv end", "hf_abc", "end"),
+    ("key sk-proj-abcdefghijklmnop, next", "sk-proj", ", next"),
+    ("AKIAIOSFODNN7EXAMPLE is a key", "AKIA", "is a key"),
+    ("ghp_abcdefghijklmnopqrstuvwxyz0123456789", "ghp_", ""),
+    ("github_pat_11ABCDEFG0abcdefghijkl_mnop", "github_pat", ""),
+    ("glpat-abcdefghijklmnopqrst", "glpat", ""),
+    ("eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.abcDEF_-1", "eyJ", ""),
+    ("tuner_0123456789ab_abcdefghijklmnopqrstuvwxyz", "tuner_0", ""),
+    ("-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----", "MIIE", ""),
+    ("vllm serve m --api-key sk-1 --port 8", "sk-1", "--port 8"),
+    ("vllm serve m --hf-token=abc --port 8", "abc", "--port 8"),
+    ("args: {'api_key': ['sk-12'], 'model': 'm'}", "sk-12", "'model': 'm'"),
+    ('{"password": "hunter two"}', "hunter", "password"),
+    ("password=hunter22 x", "hunter22", " x"),
+    ("LICENSE_KEY=abc-def was read", "abc-def", "was read"),
+    ("SIGNING_KEY: a1b2c3", "a1b2c3", "SIGNING_KEY"),
+]
+PLAIN = [
+    "INFO 11-27 22:16:55 Avg prompt throughput: 18.0 tokens/s, api_key=None, prompt_tokens: 3",
+    "webhook: an address such as https://host/path is expected",
+    "token: is not valid here", "secret: a word is expected", "there is no key 'max_num_seqs' in a.yaml",
+    "pip install a@b", "http://127.0.0.1:8642/v1 (OpenAPI: /v1/openapi.json)", "sqlite:////root/.tuner/tuner.db",
+    "http://host:8000/v1/@me", "--max-num-batched-tokens 8192 --long-prefill-token-threshold 4",
+    "hf://org/model", "bearer authentication is needed", "key=value pairs", "max_tokens=16",
+    "tokens: [1, 2, 3]",
+    "latest:chat", "Qwen/Qwen3-8B", "sk-learn",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), NAMES.items())
+def test_a_secret_is_known_by_its_name(name: str, value: str) -> None:
+    assert masking.is_secret(name)
+    assert masking.is_secret(name, value)
+    assert masking.environment({name: value}) == {name: MASK}
+
+
+@pytest.mark.parametrize(("name", "value"), HARMLESS.items())
+def test_a_number_a_switch_and_a_path_are_none(name: str, value: str) -> None:
+    assert masking.environment({name: value}) == {name: value}
+
+
+@pytest.mark.parametrize(("line", "gone", "kept"), SHAPES)
+def test_a_secret_is_known_by_its_shape(line: str, gone: str, kept: str) -> None:
+    shown = masking.text(line)
+    assert gone not in shown
+    assert kept in shown
+    assert MASK in shown
+    assert masking.text(shown) == shown
+    assert masking.redactor({})(line.encode()).decode() == shown
+
+
+@pytest.mark.parametrize("line", PLAIN)
+def test_what_is_no_secret_stays(line: str) -> None:
+    assert masking.text(line) == line
+
+
+def test_command_lines_and_trees_keep_all_else() -> None:
+    words = ["vllm", "--api-key", "a", "b", "--hf-token", "--port", "8", "-e", "HF_TOKEN=x"]
+    assert masking.arguments(words) == (
+        "vllm", "--api-key", MASK, MASK, "--hf-token", "--port", "8", "-e", f"HF_TOKEN={MASK}",
+    )  # fmt: skip
+    tree = {
+        "env": {"HF_TOKEN": "x", "A": "1"},
+        "args": {"hf-token": "x", "seed": 7},
+        "command": ["-e", "A_KEY=z"],
+    }
+    assert masking.tree(tree) == {
+        "env": {"HF_TOKEN": MASK, "A": "1"},
+        "args": {"hf-token": MASK, "seed": 7},
+        "command": ["-e", f"A_KEY={MASK}"],
+    }
+
+
+def test_a_filter_takes_out_the_values_of_an_environment() -> None:
+    redact = masking.redactor({"MY_TOKEN": "s3cr3t-value", "HOME": "/home/x", "N_TOKENS": "123456"})
+    assert redact(b"s3cr3t-value /home/x 123456 \xff") == b"*** /home/x 123456 \xff"
+
+
+def test_no_sentence_of_ours_has_a_secret() -> None:
+    assert (
+        str(BadInput("cannot open postgresql://u:hunter2@db/x")) == f"cannot open postgresql://u:{MASK}@db/x"
+    )

@@ -1,0 +1,136 @@
+"""Which words are secrets, and how they are shown: the one rule for environments, logs, files and answers.
+
+A secret is known by its name (`HF_TOKEN`, `--api-key`, `db.password`) or by its shape (a URL with a password,
+a bearer token, the tokens of Hugging Face, AWS, GitHub and others).
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+MASK = "***"
+"""What stands in place of a secret."""
+_ALWAYS = re.compile(
+    r"(?:^|-)(?:[a-z]*(?:password|passwd|passphrase|secret|credential)s?|pass|authorization|cookie|jwt"
+    r"|(?:api|access|secret|private|signing|license|auth|bearer|hf|hub|session)-?(?:key|token)s?)(?:-|$)"
+)
+_OFTEN = re.compile(r"(?:^|-)(?:tokens?|keys?|pwd|sas)(?:-|$)")
+"""Also names of what is no secret: a number or a switch (`MAX_TOKENS=8`)."""
+_NOT_NAMES = frozenset(("pwd", "oldpwd"))
+_HARMLESS = re.compile(r"[\d.]*|true|false|yes|no|on|off|none|null|auto", re.IGNORECASE)
+_PATHS = ("-file", "-path", "-dir")
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+
+_QUERY = (
+    r"pass(?:word|wd)?|pwd|sslpassword|(?:access_|auth_)?token|api_?key|key|sig|signature|(?:client_)?secret"
+    r"|x-amz-(?:signature|credential|security-token)"
+)
+_TOKENS = (
+    r"(?:hf|api_org)_[A-Za-z0-9]{16,}|(?:sk|pk|rk)[-_][\w-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}"
+    r"|github_pat_\w{20,}|glpat-[\w-]{16,}|(?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{16}|xox[a-z]-[\w-]{10,}"
+    r"|AIza[\w-]{30,}|nvapi-[\w-]{20,}|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{30,}|dckr_pat_[\w-]{20,}"
+    r"|tuner_[0-9a-f]{12}_[\w-]{20,}"
+)
+"""Hugging Face, OpenAI and Stripe, GitHub, GitLab, AWS, Slack, Google, NVIDIA, npm, PyPI, Docker, our own."""
+_SHAPES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(shape, re.IGNORECASE if instead else re.DOTALL), instead + MASK + after)
+    for shape, instead, after in (
+        (r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|$)", "", ""),
+        (
+            r"(?<![a-z0-9+.-])([a-z][a-z0-9+.-]*://[^\s/:@'\"]*:)(?!\d{1,5}(?:[/?#\s'\",]|$))[^\s'\"<>]{0,256}@",
+            r"\1",
+            "@",
+        ),
+        (r"((?:https?|git\+https?)://)[^\s/:@'\"]+@", r"\1", "@"),
+        (rf"([?&](?:{_QUERY})=)[^&\s'\"]+", r"\1", ""),
+        (r"(https://hooks\.slack\.com/(?:services|workflows)/)[^\s'\"]+", r"\1", ""),
+        (
+            r"(authorization['\"]?\s*[:=]\s*['\"]?(?:(?:bearer|basic|token)\s+)?)(?!\s|\*|(?:bearer|basic|token)\s)[^\s'\",]+",
+            r"\1",
+            "",
+        ),
+        (r"\b(bearer\s+)(?=[^\s'\",]*[\d._~+/=-]|[^\s'\",]{20})[\w.~+/=-]{8,}", r"\1", ""),
+        (r"(?<![A-Za-z0-9])eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*", "", ""),
+        (rf"(?<![A-Za-z0-9])(?:{_TOKENS})(?![A-Za-z0-9])", "", ""),
+    )
+)
+_NAMED = re.compile(
+    r"(?<![\w.-])(?P<name>-{0,2}[A-Za-z_][\w.-]*)(?P<sign>['\"]?\s*[=:]\s*\[?)(?P<quote>['\"]?)(?P<value>[^\s'\",\]}&]+)"
+)
+_FLAG = re.compile(
+    r"(?<!\S)(?P<name>--?[a-z][\w.-]*)(?P<sign>\s+)(?P<quote>['\"]?)(?P<value>(?!-)[^\s'\",\]]+)"
+)
+
+
+def is_secret(name: str, value: object = None) -> bool:
+    """Whether what bears this name is a secret. A given value may show that it is none: a number, a switch,
+    the path in a name that ends in FILE, PATH or DIR."""
+    words = "-".join(word.lower() for word in _WORD.findall(name))
+    said = "" if value is None else str(value).strip()
+    if words in _NOT_NAMES or (words.endswith(_PATHS) and (value is None or "/" in said)):
+        return False
+    if _ALWAYS.search(words):
+        return value is None or said.lower() not in ("", "none", "null", "true", "false")
+    return bool(_OFTEN.search(words)) and (value is None or not _HARMLESS.fullmatch(said))
+
+
+def text(words: str) -> str:
+    """A text without what is a secret by its shape, or by the name before it (`NAME=it`, `--name it`)."""
+    for shape, instead in _SHAPES:
+        words = shape.sub(instead, words)
+    return _FLAG.sub(_hidden, _NAMED.sub(_hidden, words))
+
+
+def _hidden(found: re.Match[str]) -> str:
+    name, sign, quote, value = found["name"], found["sign"], found["quote"], found["value"]
+    quoted = bool(quote) or sign[:1] in "'\""
+    prose = name.lower() in ("key", "keys") or value.lower() in ("bearer", "basic")
+    prose |= ":" in sign and not quoted and not re.search(r"[\d_=/+]", value)
+    if prose or value.startswith(MASK) or not is_secret(name, value):
+        return found[0]
+    return f"{name}{sign}{quote}{MASK}"
+
+
+def value(name: str, given: str) -> str:
+    """One named value, fit for database, logs and reports."""
+    return MASK if is_secret(name, given) else text(given)
+
+
+def environment(env: Mapping[str, str]) -> dict[str, str]:
+    """An environment, fit for database, logs and reports."""
+    return {name: value(name, given) for name, given in env.items()}
+
+
+def arguments(argv: Iterable[str]) -> tuple[str, ...]:
+    """A command line, fit for database, logs and reports; what follows a secret flag is hidden."""
+    shown: list[str] = []
+    flag = ""
+    for word in argv:
+        shown.append(value(flag, word) if flag and not word.startswith("--") else text(word))
+        if word.startswith("-"):
+            flag = "" if "=" in word else word
+    return tuple(shown)
+
+
+def tree(given: Any, name: str = "") -> Any:
+    """A JSON value, fit for database, logs and reports: each text by the key that it stands under."""
+    if isinstance(given, Mapping):
+        return {key: tree(item, str(key)) for key, item in given.items()}
+    if isinstance(given, list | tuple):
+        if all(isinstance(item, str) for item in given) and not is_secret(name):
+            return list(arguments(given))
+        return [tree(item, name) for item in given]
+    return value(name, given) if isinstance(given, str) else given
+
+
+def redactor(env: Mapping[str, str]) -> Callable[[bytes], bytes]:
+    """A filter for the lines of a process: secrets by shape and name go, and the secret values of `env`."""
+    values = {given for name, given in env.items() if len(given) >= 6 and is_secret(name, given)}
+    literal = [given.encode(errors="surrogateescape") for given in sorted(values, key=len, reverse=True)]
+
+    def redact(line: bytes) -> bytes:
+        for secret in literal:
+            line = line.replace(secret, MASK.encode())
+        return text(line.decode(errors="surrogateescape")).encode(errors="surrogateescape")
+
+    return redact
