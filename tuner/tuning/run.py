@@ -23,6 +23,7 @@ from tuner.search.stopping import noise_of, reason_to_stop
 from tuner.tuning import quality
 from tuner.tuning.attempt import How, perform
 from tuner.tuning.blame import hopeless
+from tuner.tuning.budget import budget_of, numbers_of
 from tuner.tuning.calibrated_predictor import (
     LAUNCH_S,
     RELAUNCHED,
@@ -119,6 +120,7 @@ async def tune(
             prepared=prepared, fronts=fronts_of(store, prepared, run.started_at),
             start=last_calibration(store, prepared, run.started_at),
         )  # fmt: skip
+        bench = replace(bench, budget=budget_of(run, bench.launches()))
         return await _Loop(bench, run, limits, help, knowledge).to_the_end()
 
 
@@ -151,6 +153,8 @@ class _Loop:
             self._bench.store.save_run(replace(self._run, pid=None))
             raise
         except (StudyFailed, Aborted) as error:
+            if error.cause == "budget":
+                return self._end(RunState.FINISHED, str(error), None)
             self._end(RunState.FAILED, str(error), None)
             raise
 
@@ -195,10 +199,15 @@ class _Loop:
         prepared, judge = self._bench.prepared, None
         before = [t for t in trials if t.number < trial.number]
         searched = not trial.is_baseline and trial.origin != RELAUNCHED
-        screened = searched and live is not None and screens(prepared, before)
+        screened = searched and live is not None and self._has_room(before) and screens(prepared, before)
         if searched:
             judge = judge_of(prepared, trials, screened=screened)
         return How(live=live, own=not screened, defaults=trial_view.defaults_of(trials), judge=judge)
+
+    def _has_room(self, before: Sequence[Trial]) -> bool:
+        """Whether the budget has a number left to measure a candidate again once it was screened."""
+        limit = self._limits.trials
+        return limit is None or self._done(before) + self._due(before) + 2 <= limit
 
     def _relaunch(self, trials: Sequence[Trial]) -> Trial | None:
         """At the end of a search: finalists that were only screened are measured in engines of their own."""
@@ -207,6 +216,9 @@ class _Loop:
             return self._start(last.number, last.attempt + 1, last.candidate, last.seed, last.origin)
         end = self._limits.deadline
         if end is not None and self._bench.clock() + timedelta(seconds=self._confirm_s()) >= end:
+            return None
+        limit = self._limits.trials
+        if (limit is not None and self._done(trials) >= limit) or self._bench.budget.left < 1:
             return None
         found = finalists(self._bench.prepared, trials, self._run.id)
         chosen = next((t for t in found if t.screened), None)
@@ -219,13 +231,15 @@ class _Loop:
         return self._bench.store.trials(self._bench.prepared.study.id)
 
     def _reason(self, trials: Sequence[Trial]) -> str | None:
+        if self._bench.budget.left < 1:
+            return f"the budget of {self._bench.budget.most:.0f} launches is spent"
         if trials and trials[-1].state is TrialState.ABORTED and not self._is_over():
             return None
         return reason_to_stop(
             trials if self._limits.early else [],
             self._bench.prepared.study.objectives,
             self._bench.prepared.study.slo,
-            done=self._done(trials),
+            done=self._done(trials) + self._due(trials),
             limit=self._limits.trials,
             now=self._bench.clock(),
             deadline=self._limits.deadline,
@@ -238,9 +252,14 @@ class _Loop:
         return self._limits.deadline is not None and self._bench.clock() >= self._limits.deadline
 
     def _done(self, trials: Sequence[Trial]) -> int:
-        return len(
-            {t.number for t in trials if t.run_id == self._run.id and t.state is not TrialState.ABORTED}
-        )
+        """Trial numbers of this run so far."""
+        return len(numbers_of(trials, self._run.id))
+
+    def _due(self, trials: Sequence[Trial]) -> int:
+        """Numbers that are kept for finalists that were only screened: each is measured once more."""
+        if self._limits.trials is None:
+            return 0
+        return sum(t.screened for t in finalists(self._bench.prepared, trials, self._run.id))
 
     def _needed_s(self, trials: Sequence[Trial]) -> float:
         """Another trial, and the confirmation where the window has room for one at all."""
@@ -290,7 +309,11 @@ class _Loop:
         """End the run when one number was aborted too often: the node, not the candidate, must be mended."""
         if attempts[-1].state is not TrialState.ABORTED:
             return
-        ours = [t for t in attempts if t.run_id == self._run.id and t.cause not in ("stopped", "controller")]
+        ours = [
+            t
+            for t in attempts
+            if t.run_id == self._run.id and t.cause not in ("stopped", "controller", "budget")
+        ]
         last = attempts[-1]
         if len(ours) <= ABORTED_RETRIES and last.cause != "hard_fault":
             return

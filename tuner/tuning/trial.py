@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from tuner import masking
+from tuner.engine.boots import FIRST_S
 from tuner.engine.gpu import Gpus, Watch, throttled
 from tuner.engine.server import Server, serve
 from tuner.errors import Aborted, EngineError, Unavailable
@@ -21,6 +22,7 @@ from tuner.replay.measure import measure
 from tuner.replay.plan import Load
 from tuner.replay.timeline import Judge, Progress, Replayed, replay
 from tuner.tuning import capacity, quality
+from tuner.tuning.budget import LaunchBudget
 from tuner.tuning.events import Event, Tell
 from tuner.tuning.launch_estimates import Learned, largest_kv, learned
 from tuner.tuning.quality import Answer
@@ -69,6 +71,7 @@ class Bench:
     cores: Cores = field(default_factory=lambda: split_cores(sorted(os.sched_getaffinity(0))))
     gpus: Gpus = field(default_factory=lambda: Gpus(nvml=None))
     work: "Work | None" = None
+    budget: LaunchBudget = field(default_factory=LaunchBudget)
 
     @property
     def gpu_count(self) -> int:
@@ -81,7 +84,8 @@ class Bench:
 
     def learned(self) -> Learned:
         """What they and this host tell of the next one."""
-        return learned(self.store, self.prepared, home=self.home if self.work is None else None)
+        known = learned(self.store, self.prepared, home=self.home if self.work is None else None)
+        return known if self.budget.left >= 2 else replace(known, settle=False)
 
     @property
     def place(self) -> Place:
@@ -190,14 +194,16 @@ class Row:
             self._bench.tell(Event(kind="phase", text=news, trial=self.trial))
 
     def close(self, verdict: str | None) -> Launch:
-        """Write how it ended."""
+        """Write how it ended. A first boot that was thrown away counts as a launch of its own."""
+        self._bench.budget.begun += FIRST_S in self.row.timeline
         ended = replace(self.row, ended_at=self._bench.clock(), verdict=verdict)
         self.row = self._bench.store.finish_launch(ended)
         return self.row
 
 
 def add_launch(bench: Bench, spec: LaunchSpec) -> Launch:
-    """The row of a launch, before its engine exists."""
+    """The row of a launch, before its engine exists. Aborted when the run may start no more."""
+    bench.budget.take()
     return bench.store.add_launch(
         Launch(
             id=spec.launch_id, study_id=bench.prepared.study.id, argv=masking.arguments(spec.argv),
