@@ -257,9 +257,11 @@ class _Loop:
 
     def _due(self, trials: Sequence[Trial]) -> int:
         """Numbers that are kept for finalists that were only screened: each is measured once more."""
-        if self._limits.trials is None:
-            return 0
-        return sum(t.screened for t in finalists(self._bench.prepared, trials, self._run.id))
+        return (
+            0
+            if self._limits.trials is None
+            else sum(t.screened for t in finalists(self._bench.prepared, trials, self._run.id))
+        )
 
     def _needed_s(self, trials: Sequence[Trial]) -> float:
         """Another trial, and the confirmation where the window has room for one at all."""
@@ -328,8 +330,7 @@ class _Loop:
 
     def _check_cause(self) -> None:
         """End the run when candidates fail alike at start-up by what no knob of the study acts on."""
-        launches = self._bench.launches()
-        if ready_of([each for each in launches if each.started_at >= self._run.started_at]):
+        if ready_of([x for x in self._bench.launches() if x.started_at >= self._run.started_at]):
             return
         ours = [t for t in self._trials() if t.run_id == self._run.id]
         last = hopeless(self._bench.prepared, ours)
