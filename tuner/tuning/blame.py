@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from tuner.engine.failures import refused_flags
 from tuner.engine.kinds import KINDS
 from tuner.errors import EngineError, Infeasible, StudyFailed
-from tuner.records import Trial, TrialState, Violation
+from tuner.records import Launch, Run, Trial, TrialState, Violation
 from tuner.tuning.study import Prepared, flag_name
 
 GENERAL = ("crashed", "engine_dead", "config_invalid", "bad_flag")
@@ -63,6 +63,15 @@ def blamed(prepared: Prepared, error: EngineError, *, served: bool) -> EngineErr
     if named(sentence, fixed) and not mends(prepared, error.cause, sentence):
         return StudyFailed(str(error), cause=error.cause, evidence=error.evidence)
     return error
+
+
+def check_start(prepared: Prepared, run: Run, trials: Sequence[Trial], launches: Sequence[Launch]) -> None:
+    """StudyFailed when candidates of a run failed alike at start-up, by what no knob of the study acts on."""
+    ours = [t for t in trials if t.run_id == run.id]
+    ready = any("ready_s" in each.timeline for each in launches if each.started_at >= run.started_at)
+    last = None if ready or any(t.measurements for t in ours) else hopeless(prepared, ours)
+    if last is not None:
+        raise StudyFailed(f"no candidate can start: {last.reason}", cause=last.cause or "crashed")
 
 
 def hopeless(prepared: Prepared, trials: Sequence[Trial]) -> Trial | None:

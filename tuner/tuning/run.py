@@ -22,7 +22,7 @@ from tuner.search.order import drifted
 from tuner.search.stopping import noise_of, reason_to_stop
 from tuner.tuning import quality
 from tuner.tuning.attempt import How, perform
-from tuner.tuning.blame import hopeless
+from tuner.tuning.blame import check_start
 from tuner.tuning.budget import budget_of, numbers_of
 from tuner.tuning.calibrated_predictor import (
     LAUNCH_S,
@@ -186,7 +186,7 @@ class _Loop:
             done = await self._guarded(perform(self._bench, trial, earlier, how))
             self._tell("finished", done.reason or "", done)
             self._check_world([*earlier, done])
-            self._check_cause()
+            check_start(self._bench.prepared, self._run, self._trials(), self._bench.launches())
 
     def _how(self, trial: Trial, trials: Sequence[Trial]) -> How:
         """The baseline, relaunches and what is not worth screening get an engine of their own, which screens
@@ -327,15 +327,6 @@ class _Loop:
             + (f" node {node.name} is flagged" if last.cause in NODE_FAULTS else " mend that first"),
             cause=last.cause or "aborted",
         )
-
-    def _check_cause(self) -> None:
-        """End the run when candidates fail alike at start-up by what no knob of the study acts on."""
-        if ready_of([x for x in self._bench.launches() if x.started_at >= self._run.started_at]):
-            return
-        ours = [t for t in self._trials() if t.run_id == self._run.id]
-        last = hopeless(self._bench.prepared, ours)
-        if last is not None and not any(t.measurements for t in ours):
-            raise StudyFailed(f"no candidate can start: {last.reason}", cause=last.cause or "crashed")
 
     async def _guarded(self, work: Coroutine[Any, Any, T]) -> T:
         """Do the work; when the run is cancelled or its window closes meanwhile, stop it and raise Cut."""
