@@ -12,7 +12,10 @@ from tests.tuning import breaking
 from tests.tuning.studies import SPACE, STUDY, answer, tuner, write
 from tuner.errors import Aborted, Infeasible, StudyFailed
 from tuner.history.store import Store
-from tuner.records import Candidate, RunState, Trial, TrialState
+from tuner.records import Candidate, Measurement, Outcome, RunState, SliceMeasurement, Trial, TrialState
+from tuner.replay import outcomes
+from tuner.replay.jobs import CANCELLED, CUT
+from tuner.tuning.attempt import errors_of, failing
 from tuner.tuning.blame import blamed, hopeless
 from tuner.tuning.budget import LaunchBudget, most_launches
 from tuner.tuning.study import load
@@ -153,3 +156,20 @@ def ended(number: int, seqs: int, cause: str) -> Trial:
         id=number, study_id="s", run_id="r", number=number, candidate=Candidate({"max_num_seqs": seqs}),
         state=TrialState.INFEASIBLE, cause=cause, reason=f"{cause}: 90{number} s", started_at=NOW,
     )  # fmt: skip
+
+
+def test_24_3_a_failure_names_its_kind(tmp_path: Path) -> None:
+    """By the outcomes that the measurement keeps; ids in a message do not make kinds of it."""
+    late = "no complete answer within the deadline of 60 s"
+    values = {"failed": 32.0, "requests": 533.0}
+    assert failing(values, {late: 32}) == f"32 of 533 requests: {late}"
+    assert failing(values, {late: 30, "HTTP 500": 2}) == f"32 of 533 requests failed: 30 {late}; 2 HTTP 500"
+    path = tmp_path / "a.parquet"
+    errors = [late, late, None, CANCELLED, "HTTP 400: 0123456789abcdef", "HTTP 400: fedcba9876543210", CUT]
+    outcomes.write(path, [Outcome(row=n, scheduled_s=0.0, error=each) for n, each in enumerate(errors)])
+    part = SliceMeasurement(name="peak", window_s=1.0, values={}, outcomes_file=str(path))
+    assert errors_of(Measurement(values={}, slices=(part,))) == {
+        late: 2, "HTTP 400: …": 2, "still ran at the end of the tail (plan: tail_limit_s)": 1,
+    }  # fmt: skip
+    path.unlink()
+    assert errors_of(Measurement(values={}, slices=(part,))) == {}

@@ -3,11 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, Select, Text, and_, func, or_, select, type_coerce
 
+from tuner.conclusions import Judgement
 from tuner.history.base import Part
-from tuner.history.tables import runs, studies, trials
+from tuner.history.tables import conclusions, runs, studies, trials
 from tuner.records import RunState, TrialState
 
 Counts = Mapping[tuple[str, str], int]
@@ -57,7 +59,32 @@ class Monitor(Part):
         return self._read(lambda c: {state: count for state, count in c.execute(query).all()})
 
     def last_success(self) -> Mapping[str, datetime]:
-        """Node → when a run last finished there as it should."""
-        query = select(studies.c.node, func.max(runs.c.ended_at)).join(runs, runs.c.study_id == studies.c.id)
-        query = query.where(runs.c.state == RunState.FINISHED.value).group_by(studies.c.node)
-        return self._read(lambda c: {node: at for node, at in c.execute(query).all() if at is not None})
+        """Node → when a run last ended there with a conclusion that a pipeline can use: a winner, or today's
+        configuration that stays, measured while it served.
+        """
+        ended = select(studies.c.node, func.max(runs.c.ended_at)).join(runs, runs.c.study_id == studies.c.id)
+        ended = ended.join(conclusions, conclusions.c.run_id == runs.c.id).where(_USABLE)
+        return self._read(lambda c: _by_node(c, ended.group_by(studies.c.node)))
+
+    def last_end(self) -> Mapping[str, datetime]:
+        """Node → when a run last ended there, however it did; one that was cancelled is no night."""
+        ended = select(studies.c.node, func.max(runs.c.ended_at)).join(runs, runs.c.study_id == studies.c.id)
+        ended = ended.where(runs.c.state.in_([RunState.FINISHED.value, RunState.FAILED.value]))
+        return self._read(lambda c: _by_node(c, ended.group_by(studies.c.node)))
+
+
+def _by_node(connection: Connection, query: Select[Any]) -> dict[str, datetime]:
+    return {node: at for node, at in connection.execute(query).all() if at is not None}
+
+
+_DOCUMENT = type_coerce(conclusions.c.document, Text)
+# Canonical JSON; a quote within a string is escaped, so that only the key itself is found.
+_WINNER = ~_DOCUMENT.contains('"winner":null', autoescape=True)
+_SERVED = ~_DOCUMENT.contains('"baseline":null', autoescape=True)
+_USABLE = or_(
+    conclusions.c.outcome.in_([Judgement.CLEAR_WINNER.value, Judgement.TRADE_OFF.value]),
+    and_(conclusions.c.outcome.in_([Judgement.BASELINE_FAILED.value, Judgement.SLO_MISSED.value]), _WINNER),
+    and_(
+        conclusions.c.outcome.in_([Judgement.BASELINE_STAYS.value, Judgement.NO_CLEAR_WINNER.value]), _SERVED
+    ),
+)

@@ -84,7 +84,7 @@ class Sender:
         self.in_flight[job.key] = (job, exchange)
         self.sent += 1
         self.pool.send(exchange)
-        reason, wait = "no complete answer within the deadline", job.deadline_s
+        reason, wait = f"no complete answer within the deadline of {job.deadline_s:g} s", job.deadline_s
         if job.cancel_s is not None and job.cancel_s < wait:
             reason, wait = CANCELLED, job.cancel_s
         if math.isfinite(wait) and job.key in self.in_flight:

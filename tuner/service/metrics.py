@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 from tuner.history.store import Store
 from tuner.records import Run, RunState, Study, Trial
 from tuner.search import pareto, trial_view
+from tuner.service.nights import nights
 from tuner.service.runner import Controllers
 
 NEWEST = 50
@@ -37,12 +38,7 @@ class Watcher(Collector):
             runs.add_metric([state.value], counted.get(state.value, 0))
         yield runs
         yield self._trials()
-        success = GaugeMetricFamily(
-            "tuner_last_success_timestamp_seconds", "When a run last finished.", labels=["node"]
-        )
-        for node, at in store.last_success().items():
-            success.add_metric([node], at.timestamp())
-        yield success
+        yield from nights(store, self._clock())
         yield self._orphans()
         yield from self._last_runs()
 
@@ -58,10 +54,15 @@ class Watcher(Collector):
         return found
 
     def _orphans(self) -> Metric:
+        """A trial is somebody's while its node is leased, whichever host has the lease, or while its
+        controller is at work here.
+        """
+        leased = {lease.node for lease in self._store.leases(now=self._clock())}
         alive = {run.id for run in self._store.runs(state=RunState.RUNNING) if self._runner.alive(run)}
-        lost = sum(trial.run_id not in alive for trial in self._store.orphans())
+        left = [trial for trial in self._store.orphans() if trial.run_id not in alive]
+        lost = sum(self._store.study(trial.study_id).node not in leased for trial in left)
         return GaugeMetricFamily(
-            "tuner_orphan_trials", "Trials RUNNING whose controller is not at work on this host.", value=lost
+            "tuner_orphan_trials", "Trials RUNNING on a node that nobody has a lease of.", value=lost
         )
 
     def _last_runs(self) -> Iterable[Metric]:

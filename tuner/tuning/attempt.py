@@ -1,13 +1,19 @@
 """One attempt of one trial, from its row to its end."""
 
 import asyncio
+import os
+import re
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from tuner.engine import boots, effective, failures
 from tuner.errors import EngineError, Infeasible, StudyFailed
 from tuner.records import Candidate, Measurement, Trial, TrialState, Value, Violation
+from tuner.replay import outcomes
+from tuner.replay.jobs import CANCELLED, CUT
 from tuner.search.early_stopping import Judge
 from tuner.tuning import quality
 from tuner.tuning.blame import blamed
@@ -18,6 +24,8 @@ from tuner.tuning.trial import Bench, GateFailed, Launched, Pass, launch
 
 ERROR_RATE = 0.01
 """More failed requests than this share, and the candidate is infeasible."""
+KINDS_TOLD = 3
+"""How many kinds of failures a reason names, the most frequent first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,14 +108,41 @@ def retries_of(error: Infeasible) -> int:
     return failures.retries(error.cause, phase)
 
 
-def failing(values: Mapping[str, float]) -> str | None:
-    """Why what was measured does not serve the traffic: more than ERROR_RATE of the requests failed."""
+def failing(values: Mapping[str, float], errors: Mapping[str, int] = MappingProxyType({})) -> str | None:
+    """Why what was measured does not serve the traffic: more than ERROR_RATE of the requests failed.
+    `errors`: how many requests failed of what (see `errors_of`).
+    """
     if _error_rate(values) <= ERROR_RATE:
         return None
-    said = f"{values['failed']:.0f} of {values['requests']:.0f} requests failed"
+    failed, whole = f"{values['failed']:.0f} of {values['requests']:.0f} requests", values["failed"]
+    if len(errors) == 1 and sum(errors.values()) == whole:
+        return f"{failed}: {next(iter(errors))}"
+    if errors:
+        most = sorted(errors.items(), key=lambda each: -each[1])[:KINDS_TOLD]
+        return f"{failed} failed: {'; '.join(f'{count} {error}' for error, count in most)}"
     if cut := values.get("unfinished"):
-        said += f", {cut:.0f} because they still ran at the end of the tail (plan: tail_limit_s)"
-    return said
+        return (
+            f"{failed} failed, {cut:.0f} because they still ran at the end of the tail (plan: tail_limit_s)"
+        )
+    return f"{failed} failed"
+
+
+def errors_of(measurement: Measurement) -> dict[str, int]:
+    """What requests of a measurement failed of, and how many; empty where its outcomes are not here."""
+    found: Counter[str] = Counter()
+    for part in measurement.slices:
+        if part.outcomes_file is None or not os.path.isfile(part.outcomes_file):
+            return {}
+        failed = (o.error for o in outcomes.read(part.outcomes_file) if o.error not in (None, CANCELLED))
+        found.update(_kind_of(error) for error in failed if error)
+    return dict(found)
+
+
+def _kind_of(error: str) -> str:
+    """An error without what differs from request to request."""
+    if error == CUT:
+        return "still ran at the end of the tail (plan: tail_limit_s)"
+    return re.sub(r"\b[0-9a-f-]{12,}\b", "…", error)[:120]
 
 
 def _error_rate(values: Mapping[str, float]) -> float:
@@ -130,7 +165,7 @@ def _judged(bench: Bench, trial: Trial, found: Launched) -> Trial:
     values = measurements[-1].values
     if not found.curtailed:  # else what was cut short counts as failed
         ended = replace(ended, violation=Violation(err=_error_rate(values) - ERROR_RATE))
-    if (reason := failing(values)) is not None and not found.curtailed:
+    if (reason := failing(values, errors_of(measurements[-1]))) is not None and not found.curtailed:
         return replace(ended, state=TrialState.INFEASIBLE, reason=reason, cause="errors")
     if (reason := unlike(trial.candidate, found.launch.effective)) is not None:
         return replace(ended, state=TrialState.INFEASIBLE, reason=reason, cause="not_effective")
