@@ -264,7 +264,8 @@ class LaunchSpec:
 
     `command` is what stands before vLLM's own arguments; `argv` the arguments without model, host, port and
     served names, which the engine room adds. `asked` are the candidate's knobs, to hold against the
-    effective configuration. `cores` pins the engine (None = anywhere).
+    effective configuration; `config_paths` tells where each knob stands in `/server_info`, `log_words` the
+    pattern by which the log tells it. `cores` pins the engine (None = anywhere).
     """
 
     launch_id: str
@@ -275,6 +276,8 @@ class LaunchSpec:
     directory: str
     env: Mapping[str, str] = field(default_factory=dict)
     asked: Candidate = field(default_factory=Candidate)
+    config_paths: Mapping[str, str] = field(default_factory=dict)
+    log_words: Mapping[str, str] = field(default_factory=dict)
     ready_timeout_s: float = 900.0
     stop_timeout_s: float = 30.0
     stop_command: tuple[str, ...] = ()

@@ -11,7 +11,8 @@ from tuner.engine import effective, failures, log, metrics
 from tuner.engine.boots import compiled_anew, ready_deadline
 from tuner.engine.liveness import Liveness, watch
 from tuner.engine.server import serve
-from tuner.records import Candidate
+from tuner.knobs import catalogue
+from tuner.records import JSON, Candidate, Value
 from tuner.replay.observe import recomputed
 
 CASES = Path(__file__).parents[1] / "data" / "cases"
@@ -65,11 +66,61 @@ def test_a_recorded_exposition_is_read() -> None:
 
 @real_data
 def test_a_recorded_configuration_is_read() -> None:
-    found = effective.from_server_info(json.loads((DATA / "server_info_0.32.json").read_text()))
+    found = effective.from_server_info(
+        json.loads((DATA / "server_info_0.32.json").read_text()), catalogue.CONFIG_PATHS
+    )
     assert found["max_num_seqs"] == 16
     assert found["block_size"] == 128
     assert found["scheduling_policy"] == "fcfs"
     assert found["watermark"] == 0.0
+    assert found["preemption"] == "recompute"
+    assert found["dtype"] == "bfloat16"
+    assert set(catalogue.CONFIG_PATHS) - set(found) == {
+        "max_num_partial_prefills",
+        "max_long_partial_prefills",
+    }  # gone since 0.27
+
+
+def test_M40_every_knob_can_be_read_back_or_says_why_not() -> None:
+    for name, knob in catalogue.CATALOGUE.items():
+        assert bool(knob.effective or knob.log) != bool(knob.unproved), name
+
+
+def test_M40_an_offload_that_the_engine_did_not_take_is_a_difference() -> None:
+    """Also where nothing but the labels of /metrics tell of it."""
+    asked = Candidate({"preemption": "offload:8"})
+    for size, said in ((None, "recompute"), (8.0, "offload:8"), (2.5, "offload:2.5")):
+        info: JSON = {"vllm_config": {"cache_config": {"kv_offloading_size": size}}}
+        found = effective.from_server_info(info, catalogue.CONFIG_PATHS)
+        assert found["preemption"] == said
+        assert effective.differences(asked, found) == (
+            {} if size == 8.0 else {"preemption": ("offload:8", said)}
+        )
+        labels = f'vllm:cache_config_info{{block_size="16",kv_offloading_size="{size}"}} 1.0\n'
+        assert effective.from_metrics(metrics.parse(labels), catalogue.CONFIG_PATHS)["preemption"] == said
+
+
+def test_M40_what_the_engine_says_nothing_of_is_not_proved() -> None:
+    asked = Candidate({"max_num_seqs": 16, "watermark": 0.05, "block_size": None})
+    assert effective.unproved(asked, {"max_num_seqs": 16}) == ("watermark",)
+    assert effective.differences(asked, {"max_num_seqs": 16}) == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "backend"),
+    [
+        (
+            "INFO [cuda.py:486] Using FLASHINFER attention backend out of potential backends: ['X'].",
+            "FLASHINFER",
+        ),
+        ("INFO [cuda.py:300] Using AttentionBackendEnum.TRITON_ATTN backend.", "TRITON_ATTN"),
+        ("INFO [nccl.py:1] Using network IB", None),
+    ],
+)
+def test_M18_the_attention_backend_that_the_engine_chose_is_read_from_its_log(
+    line: str, backend: str | None
+) -> None:
+    assert effective.from_log(line, catalogue.LOG_WORDS).get("attention_backend") == backend
 
 
 def test_the_effective_configuration_is_held_against_what_was_asked() -> None:
@@ -81,8 +132,21 @@ def test_the_effective_configuration_is_held_against_what_was_asked() -> None:
     assert effective.identity({**baseline, "watermark": 0.0}) == effective.identity(baseline)
 
 
-@pytest.mark.parametrize(("a", "b", "same"), [("0.9", 0.9, True), (True, "true", True), (16, 32, False)])
-def test_spellings_of_one_value_are_one(a: str | bool | int, b: str | float | int, same: bool) -> None:
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        ("0.9", 0.9, True),
+        (True, "true", True),
+        (16, 32, False),
+        ("auto", "bfloat16", True),
+        ("half", "float16", True),
+        ('{"method":"ngram"}', '{"method":"ngram","num_speculative_tokens":2}', True),
+        ('{"method":"ngram"}', '{"method":"mtp"}', False),
+        ('{"method":"ngram"}', None, False),
+        (64, None, False),
+    ],
+)
+def test_spellings_of_one_value_are_one(a: Value, b: Value, same: bool) -> None:
     assert effective.same(a, b) is same
 
 

@@ -12,6 +12,7 @@ import pytest
 from tests.tuning.studies import write
 from tuner.errors import Infeasible
 from tuner.history.store import Store
+from tuner.knobs.catalogue import CATALOGUE
 from tuner.records import (
     Candidate,
     Measurement,
@@ -25,7 +26,7 @@ from tuner.records import (
 )
 from tuner.replay import outcomes
 from tuner.tuning.attempt import failing, retries_of
-from tuner.tuning.confirm import by_repeats, comparisons, confirm, finalists
+from tuner.tuning.confirm import by_repeats, comparisons, confirm, finalists, unproved_of
 from tuner.tuning.study import load
 from tuner.tuning.trial import Bench, Measured, Note, Order, Serving
 
@@ -183,3 +184,15 @@ def test_an_unready_engine_is_tried_again_and_a_lack_of_memory_is_not() -> None:
     assert retries_of(Infeasible("late", cause="init_timeout")) == 1
     assert retries_of(Infeasible("full", cause="oom")) == 0
     assert retries_of(Infeasible("full", cause="oom", violation=Violation(oom=1.5))) == 1
+
+
+def test_M40_a_winner_names_what_nothing_shows_that_its_engine_took() -> None:
+    asked = Candidate({"max_num_seqs": 16, "watermark": 0.05, "api_server_count": 2})
+    trial = Trial(
+        id=1, study_id="s", run_id="r", number=1, candidate=asked, effective={"max_num_seqs": 16},
+        started_at=datetime(2026, 1, 1, tzinfo=UTC),
+    )  # fmt: skip
+    assert unproved_of(trial) == {
+        "api_server_count": CATALOGUE["api_server_count"].unproved,
+        "watermark": "this engine does not report it",
+    }

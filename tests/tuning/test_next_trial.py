@@ -338,3 +338,21 @@ def test_where_the_baseline_cannot_serve_the_datasheet_proposes(prepared: Prepar
     found = propose(prepared, (broken,))
     assert found is not None
     assert found.origin.startswith("simulator")
+
+
+def test_M2_recompute_is_the_engine_s_default_and_is_launched_no_second_time(prepared: Prepared) -> None:
+    """Also where the engine's version says nothing of it, and where the baseline did not serve."""
+    space = replace(
+        prepared.space, levels={**prepared.space.levels, "preemption": ("recompute", "offload:8")}
+    )
+    wider = replace(prepared, space=space)
+    asked = Candidate({"max_num_seqs": 4, "preemption": "recompute"})
+    served = measured(0, prepared.baseline, values(900.0))
+    broken = replace(served, state=TrialState.INFEASIBLE, cause="errors")
+    for base in (served, broken):
+        assert minimal(space, [base], asked) == Candidate({"max_num_seqs": 4})
+        key = key_of(wider, [base])
+        assert key(asked) == key(prepared.baseline)
+        assert key(asked.with_values(preemption="offload:8")) != key(prepared.baseline)
+    held = measured(0, Candidate({"preemption": "offload:8"}), values(900.0))
+    assert minimal(space, [held], asked) == Candidate({"preemption": "recompute"})

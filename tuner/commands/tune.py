@@ -11,7 +11,7 @@ from tuner.commands.common import Json, now, open_store, print_json, print_windo
 from tuner.commands.running import INTERRUPTED, interruptible, pull_words
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from tuner.history.store import Store
     from tuner.records import Run, Trial
@@ -254,6 +254,13 @@ def trials_so_far(prepared: "Prepared") -> "Sequence[Trial]":
         return ()
 
 
+def unproved_of(store: "Store", row: object) -> "Mapping[str, object]":
+    """Knobs of a published profile of which nothing shows that its engine took them, and why."""
+    number = row.get("id") if isinstance(row, dict) else None
+    found = store.profile(number).evidence.get("unproved") if isinstance(number, int) else None
+    return found if isinstance(found, dict) else {}
+
+
 def conclude(store: "Store", prepared: "Prepared", run: "Run", *, as_json: bool) -> None:
     """What came out: the front beside the baseline, the verdict, and how to pull the winner."""
     from tuner.commands import front
@@ -271,3 +278,5 @@ def conclude(store: "Store", prepared: "Prepared", run: "Run", *, as_json: bool)
     profiles = run.summary.get("profiles")
     if isinstance(profiles, dict) and "challenger" in profiles:
         typer.echo(f"pull the winner: {pull_words(prepared.study)}")
+        for name, why in (unproved_of(store, profiles["challenger"])).items():
+            typer.echo(f"cannot be proved: that the engine took {name} ({why})")

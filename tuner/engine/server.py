@@ -367,8 +367,7 @@ async def _introduce(server: Server) -> None:
     except (OSError, ValueError) as error:
         fault = await server.fault("startup")
         raise fault or server.latch(failures.verdict("refused", detail=str(error))) from error
-    said = effective.from_server_info(info)
-    server.effective = {**effective.from_metrics(scraped), **said}
+    server.effective = effective.read(server.spec, scraped, info, text)
     server.kv_tokens = metrics.kv_tokens(scraped) or log.kv_tokens(text)
     server.compiled_anew = boots.compiled_anew(text)
     server.timeline = {**log.timeline(text), "ready_s": server.ready_s}

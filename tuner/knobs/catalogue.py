@@ -43,6 +43,8 @@ class Knob:
     """One engine argument that may be turned. `flags` in order of preference; `platforms` empty = all.
 
     `usable` is the range of versions in which turning it acts; `never` tells why it is in no shipped space.
+    `effective` is the path of its value in `/server_info`, `log` the pattern by which the engine's log tells
+    what was chosen; `unproved` why neither can show that the engine took it.
     """
 
     name: str
@@ -63,6 +65,8 @@ class Knob:
     needs_raw: bool = False
     never: str | None = None
     effective: str | None = None
+    log: str | None = None
+    unproved: str | None = None
     substitute: str | None = None
 
     def spans(self, flags: FlagTable | None = None) -> tuple[Interval, ...]:
@@ -188,6 +192,8 @@ def written(value: object) -> Value:
 
 
 CATALOGUE: Mapping[str, Knob] = parse(shipped("knobs", "catalogue.yaml").read_text())
+CONFIG_PATHS: Mapping[str, str] = {name: each.effective for name, each in CATALOGUE.items() if each.effective}
+LOG_WORDS: Mapping[str, str] = {name: each.log for name, each in CATALOGUE.items() if each.log}
 
 
 def knob(name: str) -> Knob:

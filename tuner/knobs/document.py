@@ -135,12 +135,15 @@ def _marks() -> str:
     recompiles = named(entry.name for entry in knobs if entry.recompiles)
     changes = named(entry.name for entry in knobs if entry.changes_output)
     raw = named(entry.name for entry in knobs if entry.needs_raw)
+    unproved = "\n".join(f"- `{entry.name}`: {entry.unproved}" for entry in knobs if entry.unproved)
     never = "\n".join(f"- `{entry.name}`: {entry.never}" for entry in knobs if entry.never)
     sources = "\n".join(f"- `{entry.name}`: {entry.source}" for entry in knobs)
     return (
         f"A change makes the engine compile or capture again, so grids are coarse: {recompiles}.\n\n"
         f"A change may change what the model answers, so a study needs a `quality` section: {changes}.\n\n"
         f"Only the users' own words can judge it: {raw}.\n\n"
+        f"Each is read back from the running engine; these cannot be; a profile that turns one says so:\n\n"
+        f"{unproved}\n\n"
         f"In no shipped space, and only turned where a space says `accept`:\n\n{never}\n\n"
         f"Where each is from:\n\n{sources}"
     )

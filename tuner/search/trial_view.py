@@ -37,13 +37,26 @@ DERIVED = ("max_cudagraph_capture_size", "cudagraph_capture_sizes")
 """Knobs that the engine sets by other knobs when nothing is asked: what the baseline has is its own."""
 
 
-def defaults_of(trials: Sequence[Trial]) -> Mapping[str, Value]:
-    """What the engine runs when nothing is asked of it, as far as the baseline's own words tell."""
-    base = baseline_of(trials)
+def _introduced(trials: Sequence[Trial]) -> Trial | None:
+    """The first baseline whose engine said what it runs with, whether or not it served the traffic."""
+    return next((t for t in latest(trials) if t.is_baseline and t.effective), None)
+
+
+def own_of(trials: Sequence[Trial]) -> Mapping[str, Value]:
+    """What the engine runs of its own accord, by the words of the baseline, in the knobs that the baseline
+    leaves to it. Recompute is the only preemption that vLLM has where it is asked for none.
+    """
+    base = _introduced(trials)
     if base is None:
         return {}
-    own = {name: value for name, value in base.effective.items() if name not in DERIVED}
-    return {**own, **base.candidate}
+    found = {"preemption": "recompute", **base.effective}
+    return {name: value for name, value in found.items() if name not in {*base.candidate, *DERIVED}}
+
+
+def defaults_of(trials: Sequence[Trial]) -> Mapping[str, Value]:
+    """What the baseline runs: the knobs that it asks for, and the engine's own as far as they are known."""
+    base = _introduced(trials)
+    return {} if base is None else {**own_of(trials), **base.candidate}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

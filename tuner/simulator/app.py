@@ -206,6 +206,7 @@ class Server:
             "kv_cache_max_concurrency": round(tokens / limits.max_model_len, 3),
             "kv_cache_memory_bytes": budget.kv_bytes,
             "kv_cache_size_tokens": tokens,
+            "kv_offloading_size": self.options.offload_gib or None,
             "num_cpu_blocks": None,
             "num_gpu_blocks": limits.num_blocks,
             "num_gpu_blocks_override": budget.blocks,
@@ -221,13 +222,25 @@ class Server:
             "max_num_seqs": limits.max_num_seqs,
             "max_num_active_seqs": limits.max_num_active_seqs,
             "long_prefill_token_threshold": limits.long_prefill_token_threshold,
+            "long_prefill_token_threshold_adaptive": limits.long_prefill_token_threshold_adaptive,
+            "scheduler_reserve_full_isl": limits.scheduler_reserve_full_isl,
             "enable_chunked_prefill": limits.enable_chunked_prefill,
             "policy": limits.policy,
             "watermark": limits.watermark,
             "async_scheduling": limits.async_scheduling,
         }
-        model = {"model": self.options.model, "max_model_len": limits.max_model_len}
-        config = {"model_config": model, "cache_config": cache, "scheduler_config": scheduler}
+        given = self.options.given
+        config = {
+            "model_config": {
+                "model": self.options.model,
+                "max_model_len": limits.max_model_len,
+                "enforce_eager": given.get("enforce_eager", False),
+            },
+            "cache_config": cache,
+            "scheduler_config": scheduler,
+            "compilation_config": {"max_cudagraph_capture_size": self.options.budget.capture_most},
+            "performance_mode": given.get("performance_mode", "balanced"),
+        }
         return {"vllm_config": config, "simulated": {"flushes": self.engine.punctuality.report()}}
 
 

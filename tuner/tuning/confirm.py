@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from itertools import product, takewhile
 
 from tuner import masking
+from tuner.engine import effective
 from tuner.errors import Aborted, BadInput, Infeasible
 from tuner.knobs.arguments import compile_candidate
+from tuner.knobs.catalogue import CATALOGUE
 from tuner.profiles import registry
 from tuner.records import JSON, Measurement, Outcome, Profile, Run, Study, Trial, TrialState
 from tuner.replay import outcomes
@@ -312,12 +314,19 @@ def _profile(bench: Bench, run: Run, trial: Trial, alias: str, verdict: Verdict)
             "slo_met": pareto.meets(trial, prepared.study.slo),
             "demonstration": prepared.plan.demonstration,
             "repeats": prepared.plan.repeats,
+            "unproved": unproved_of(trial),
             "inherited": {} if trial.is_baseline else dict(prepared.space.inherited),
         },
         alias=alias,
         reason=f"run {run.id}: {verdict.word}",
         now=bench.clock(),
     )
+
+
+def unproved_of(trial: Trial) -> dict[str, JSON]:
+    """Knobs of a trial of which nothing shows that the engine took them, and why."""
+    names = effective.unproved(trial.candidate, trial.effective)
+    return {name: CATALOGUE[name].unproved or "this engine does not report it" for name in names}
 
 
 def _profile_row(profile: Profile) -> JSON:

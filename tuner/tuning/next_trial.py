@@ -205,11 +205,7 @@ def minimal(space: SearchSpace, trials: Sequence[Trial], candidate: Candidate) -
     """The candidate without what the engine does of its own accord, by the baseline's own words; what the
     baseline was asked for stays, and what another knob is turned on by.
     """
-    base = trial_view.baseline_of(trials)
-    if base is None:
-        return candidate
-    given = {*base.candidate, *trial_view.DERIVED}
-    own = {name: value for name, value in base.effective.items() if name not in given}
+    own = trial_view.own_of(trials)
     kept = {n: v for n, v in candidate.items() if n not in own or not same(v, own[n])}
     asked = list(kept)
     while asked:

@@ -15,6 +15,7 @@ from tuner.engine.server import Server, serve
 from tuner.errors import Aborted, EngineError, Unavailable
 from tuner.history.store import Store
 from tuner.knobs.arguments import compile_candidate
+from tuner.knobs.catalogue import CONFIG_PATHS, LOG_WORDS
 from tuner.measures import NAMES
 from tuner.records import Candidate, Launch, LaunchSpec, Measurement, Purpose, Slice, Trial, Value
 from tuner.replay import contention, outcomes
@@ -245,6 +246,8 @@ def launch_spec(
         directory=str(directory),
         env={**simulated_card(prepared), **known.env, **engine.env, **compiled.env},
         asked=candidate,
+        config_paths=CONFIG_PATHS,
+        log_words=LOG_WORDS,
         ready_timeout_s=known.ready_timeout_s,
         stop_command=engine.stop_command,
         gpus=prepared.node.gpus,
