@@ -17,7 +17,7 @@ _ALWAYS = re.compile(
 _OFTEN = re.compile(r"(?:^|-)(?:tokens?|keys?|pwd|sas)(?:-|$)")
 """Also names of what is no secret: a number or a switch (`MAX_TOKENS=8`)."""
 _NOT_NAMES = frozenset(("pwd", "oldpwd"))
-_HARMLESS = re.compile(r"[\d.]*|true|false|yes|no|on|off|none|null|auto", re.IGNORECASE)
+_HARMLESS = re.compile(r"-?[\d.]*[kmg]?|true|false|yes|no|on|off|none|null|auto", re.IGNORECASE)
 _PATHS = ("-file", "-path", "-dir")
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 

@@ -17,7 +17,7 @@ def import_baseline(
         str,
         typer.Argument(
             metavar="FILE|COMMAND",
-            help="A systemd unit, Helm values, a KServe or Kubernetes manifest, or a command line in quotes.",
+            help="A script, unit, compose file, manifest or Helm values, or a command line in quotes.",
         ),
     ],
     pick: Annotated[str | None, typer.Option(metavar="NAME", help="Which engine of several.")] = None,

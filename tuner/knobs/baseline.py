@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tuner import yamltext
+from tuner import masking, yamltext
 from tuner.errors import BadInput, nearest
+from tuner.knobs import shell
 from tuner.knobs.catalogue import CATALOGUE, Knob, written
 from tuner.knobs.configfile import argv_of_mapping, load_yaml
 from tuner.knobs.space import SearchSpace
@@ -33,10 +34,31 @@ ALIASES = {
 }
 OURS = re.compile(r"--(model|host|port|uds|served-model-name|api-key|ssl-.+|root-path|config)")
 """What the tuner sets itself for every launch, or what has no place in a study."""
-SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_KEY", re.IGNORECASE)
-_OPERATORS = frozenset({"&&", "||", "|", ";", "&", ">", ">>", "2>&1", "<"})
 _SUFFIX = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
-_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
+GONE = {
+    "--swap-space": "V1 recomputes what it preempts; --kv-offloading-size keeps KV blocks in host memory",
+    "--preemption-mode": "requests are always recomputed",
+    "--disable-log-requests": "requests are not logged unless --enable-log-requests is given",
+    "--use-v2-block-manager": "it is the only one",
+    "--num-scheduler-steps": "steps overlap by --async-scheduling",
+    "--multi-step-stream-outputs": "steps overlap by --async-scheduling",
+    "--disable-async-output-proc": "nothing does the same",
+    "--enable-reasoning": "--reasoning-parser alone turns it on",
+    "--guided-decoding-backend": "--structured-outputs-config has it",
+    "--task": "--runner and --convert say it",
+    "--speculative-model": "--speculative-config has it",
+    "--num-speculative-tokens": "--speculative-config has it",
+    "--ngram-prompt-lookup-max": "--speculative-config has it",
+    "--worker-use-ray": "--distributed-executor-backend ray",
+    "--device": "the platform is found by itself",
+    "--rope-scaling": "--hf-overrides has it",
+    "--rope-theta": "--hf-overrides has it",
+    "--max-seq-len-to-capture": "--cudagraph-capture-sizes",
+    "--scheduler-delay-factor": "nothing does the same",
+    "--override-pooler-config": "--pooler-config",
+    "--calculate-kv-scales": "scales come with the checkpoint",
+}
+"""Flags that vLLM no longer has, and what became of them."""
 
 Argument = Value | list[Value]
 
@@ -72,7 +94,7 @@ class Imported:
         return {**study, "baseline": turned, "engine": {key: value for key, value in engine.items() if value}}
 
 
-def from_command(
+def from_arguments(
     words: Sequence[str],
     *,
     env: Mapping[str, str],
@@ -80,29 +102,27 @@ def from_command(
     name: str = "",
     facts: EngineFacts | None = None,
 ) -> Imported:
-    """A configuration from a command line that starts vLLM, whatever stands before it, or bare arguments.
+    """A configuration from vLLM's own arguments, a positional model first.
 
     `facts` gives the exact flags of the engine; without it the flags of every known release count. BadInput
     names an argument that no vLLM has.
     """
     notes: list[str] = []
-    before, tail = _tail(_unwrapped(words))
-    assigned = {m[1]: m[2] for word in before if (m := _ASSIGNMENT.fullmatch(word)) and "vllm" not in m[1]}
-    environment = {**env, **assigned}
-    extra = shlex.split(environment.pop("VLLM_ADDITIONAL_ARGS", ""))
-    arguments = [_expanded(word, environment, notes) for word in (*tail, *extra)]
+    environment = dict(env)
+    arguments = [shell.expanded(word, environment) for word in (*words, *_additional(environment))]
     positional = [arguments.pop(0)] if arguments and not arguments[0].startswith("-") else []
     known = facts.flags if facts else _all_flags(table())
     given = _given(_long(arguments), known, notes, source)
     given = {**_config(given, known, notes, source), **given}
-    named = positional or given.get("--model")
+    named = [word for word in positional or given.get("--model", []) if not shell.unknown(word)]
+    if positional and not named:
+        notes.append(f"the model {shell.plain(positional[0])} is not given here; write its name")
     knobs, args = _sorted_out(given, notes, source)
-    kept = {key: value for key, value in environment.items() if not SECRET.search(key)}
-    notes += [f"{key} is a secret and stays where it is" for key in environment.keys() - kept.keys()]
+    kept = _without_secrets(environment, notes)
     return Imported(
         source=source,
         name=name,
-        model=named[0] if named else None,
+        model=shell.plain(named[0]) if named else None,
         candidate=Candidate(knobs),
         args=args,
         env=kept,
@@ -121,50 +141,22 @@ def _decoded(entry: Knob, value: Value) -> Any:
     return json.loads(str(value)) if entry.kind in ("ints", "json") else value
 
 
-def _unwrapped(words: Sequence[str]) -> list[str]:
-    """The words of a shell's `-c` script, if that is what starts vLLM."""
-    for position, word in enumerate(words[:-1]):
-        if word in ("-c", "-lc", "-ec") and "vllm" in words[position + 1]:
-            return shlex.split(words[position + 1].replace("\\\n", " "), comments=True)
-    return list(words)
+def _additional(env: dict[str, str]) -> list[str]:
+    """The words of VLLM_ADDITIONAL_ARGS, which KServe's images and our own units add."""
+    return shlex.split(env.pop("VLLM_ADDITIONAL_ARGS", ""))
 
 
-def _tail(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What stands before vLLM's own arguments, and those."""
-    end = next((i for i, word in enumerate(words) if word in _OPERATORS and _starts(words[:i])), len(words))
-    words = list(words[:end])
-    start = _starts(words)
-    if start is None:
-        image = next((i for i, word in enumerate(words) if "vllm" in word and not word.startswith("-")), None)
-        start = 0 if image is None or words[0].startswith("--") else image + 1
-    if start < len(words) and words[start] == "serve":
-        start += 1
-    return words[:start], words[start:]
-
-
-def _starts(words: Sequence[str]) -> int | None:
-    """Where vLLM's arguments begin after `vllm serve` or its module, or None."""
-    for position, word in enumerate(words):
-        if word.endswith(("vllm.entrypoints.openai.api_server", "openai/api_server.py")):
-            return position + 1
-        if word.rsplit("/", maxsplit=1)[-1] == "vllm" and list(words[position + 1 : position + 2]) == [
-            "serve"
-        ]:
-            return position + 2
-    return None
-
-
-def _expanded(word: str, env: Mapping[str, str], notes: list[str]) -> str:
-    """A word with `$NAME`, `${NAME}` and `$(NAME)` filled from the environment that came with it."""
-
-    def fill(found: re.Match[str]) -> str:
-        name = found[1] or found[2] or found[3]
-        if name not in env:
-            notes.append(f"'{word}' needs {name}, which is not given here; write its value")
-            return found[0]
-        return env[name]
-
-    return re.sub(r"\$(?:\{(\w+)\}|\((\w+)\)|(\w+))", fill, word)
+def _without_secrets(env: Mapping[str, str], notes: list[str]) -> dict[str, str]:
+    """The variables that a study may hold; the others are named in the notes."""
+    kept: dict[str, str] = {}
+    for name, value in env.items():
+        if masking.value(name, value) != value:
+            notes.append(f"{name} is a secret and stays where it is")
+        elif shell.unknown(value):
+            notes.append(f"{name}={shell.plain(value)} is not given here and left out")
+        else:
+            kept[name] = shell.plain(value)
+    return kept
 
 
 def _long(words: Iterable[str]) -> list[str]:
@@ -174,6 +166,8 @@ def _long(words: Iterable[str]) -> list[str]:
         level = re.fullmatch(r"-O\.?(\d)", word)
         if level:
             found += ["--optimization-level", level[1]]
+        elif short := re.fullmatch(r"(-[A-Za-z]+)([.=].*)", word, re.DOTALL):
+            found.append(SHORT.get(short[1], short[1]) + short[2])
         else:
             found.append(SHORT.get(word, word))
     return found
@@ -183,19 +177,35 @@ def _all_flags(data: FlagTable) -> frozenset[str]:
     return frozenset(data.flags) | {negation(flag) for flag in data.paired}
 
 
-def _pairs(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Long flags of an argv with their values, `--flag=value` split. BadInput for a value without a flag."""
+def _pairs(argv: Sequence[str], notes: list[str]) -> list[tuple[str, list[str]]]:
+    """Long flags of an argv with their values, `--flag=value` split; what is not known here is left out and
+    said. BadInput for a value without a flag."""
     found: list[tuple[str, list[str]]] = []
+    lost: set[int] = set()
     for word in argv:
-        if word.startswith("--"):
+        if word.startswith("--") and len(word) > 2:
             flag, equals, value = word.partition("=")
             name, dot, key = flag.partition(".")
             found.append((name.replace("_", "-") + dot + key, [value] if equals else []))
-        elif found:
-            found[-1][1].append(word)
+            if shell.unknown(value):
+                lost.add(len(found) - 1)
+        elif shell.unknown(word) and (not found or found[-1][1] or _is_bare(found[-1][0])):
+            notes.append(f"'{shell.plain(word)}' is not given here; what it holds is missing")
+        elif not found:
+            raise BadInput(f"argument '{shell.plain(word)}' stands before any flag")
         else:
-            raise BadInput(f"argument '{word}' stands before any flag")
-    return found
+            found[-1][1].append(word)
+            if shell.unknown(word):
+                lost.add(len(found) - 1)
+    for position in sorted(lost):
+        flag, values = found[position]
+        needed = ", ".join(name for value in values for name in shell.unknown(value))
+        notes.append(f"{flag} needs {needed}, which is not given here; it is left out, write its value")
+    return [pair for position, pair in enumerate(found) if position not in lost]
+
+
+def _is_bare(flag: str) -> bool:
+    return flag in table().bare or flag in table().paired or flag.startswith("--no-")
 
 
 def _given(
@@ -204,12 +214,15 @@ def _given(
     """Flag → values, names made exact; dotted flags (`--x.y 1`) gathered into one object."""
     given: dict[str, list[str]] = {}
     objects: dict[str, dict[str, Any]] = {}
-    for flag, values in _pairs(words):
+    for flag, values in _pairs(words, notes):
+        values = [shell.plain(value) for value in values]
         head, dot, rest = flag.partition(".")
         exact = _exact(head, known, notes, source)
         if dot:
             _nest(objects.setdefault(exact, {}), rest.split("."), values)
         else:
+            if exact in given and given[exact] != values:
+                notes.append(f"{exact} stands twice; the last one counts, as vLLM takes it")
             given[exact] = values
     return {**given, **{flag: [json.dumps(value)] for flag, value in objects.items()}}
 
@@ -257,20 +270,31 @@ def _sorted_out(
     for flag, values in given.items():
         positive = "--" + flag.removeprefix("--no-")
         entry = by_flag.get(flag) or by_flag.get(positive)
-        if (
-            flag == "--cuda-graph-sizes" and len(values) > 1
-        ):  # one number is the largest size, several are all
+        notes += _vanished(flag)
+        if flag == "--cuda-graph-sizes" and len(values) > 1:  # one number is the largest, several are all
             entry = CATALOGUE["cudagraph_capture_sizes"]
         if OURS.fullmatch(flag):
             if flag not in ("--model", "--config"):
                 notes.append(f"{flag} is set by the tuner for every launch")
         elif flag in _PREEMPTION_FLAGS:
             continue
-        elif entry is None:
+        elif masking.arguments((flag, *values)) != (flag, *values):
+            notes.append(f"{flag} is a secret and stays where it is")
+        elif entry is None or (entry.name == "max_model_len" and values in (["auto"], ["-1"])):
             args[flag[2:]] = _plain(values)
         else:
             knobs[entry.name] = _knob_value(entry, flag, values, source)
     return knobs, args
+
+
+def _vanished(flag: str) -> list[str]:
+    """What to say of a flag that the newest vLLM does not have."""
+    spans = table().flags.get(flag, ())
+    if not spans or spans[-1][1] is None:
+        return []
+    became = f": {GONE[flag]}" if flag in GONE else "; take it out where a newer engine runs"
+    what = " and is left out" if flag == "--swap-space" else ""
+    return [f"{flag} is gone (vLLM {spans[-1][1]} is the last known to have it){what}{became}"]
 
 
 _PREEMPTION_FLAGS = ("--preemption-mode", "--swap-space", "--kv-offloading-size", "--kv-offloading-backend")
@@ -316,7 +340,7 @@ def _json(text: str, flag: str, source: str) -> Value:
 
 def _number(text: str, flag: str, source: str) -> int | float:
     """A number with vLLM's suffixes: 8k is 8000, 8K is 8192."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgKMG]?)", text)
+    found = re.fullmatch(r"(-?\d+(?:\.\d+)?)([kmgKMG]?)", text)
     if not found:
         raise BadInput(f"{source}: {flag}: '{text}' is no number")
     value = float(found[1]) * _SUFFIX.get(found[2], 1)

@@ -1,33 +1,25 @@
-"""Where running configurations are written down: a shell line, a systemd unit, Helm values of
-production-stack and llm-d, KServe and plain Kubernetes manifests.
-Each becomes a command line for `baseline.from_command`.
+"""Where running configurations are written down: shell lines and scripts, systemd units, compose files, Helm
+values of production-stack and llm-d, KServe and any other Kubernetes manifest, vLLM's own `--config` file.
 """
 
 import os.path
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tuner import yamltext
 from tuner.errors import BadInput, nearest
-from tuner.knobs.baseline import Imported, from_command
+from tuner.knobs import helm, starts
+from tuner.knobs.baseline import Imported, from_arguments
+from tuner.knobs.cluster import engines_of
 from tuner.knobs.configfile import argv_of_mapping, documents
+from tuner.knobs.source import Source
+from tuner.knobs.versions import table
 from tuner.records import EngineFacts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """One engine found in a file: its words, what else is known of it, and where."""
-
-    where: str
-    name: str
-    words: tuple[str, ...]
-    env: Mapping[str, str] = field(default_factory=dict)
-    model: str | None = None
-    notes: tuple[str, ...] = ()
 
 
 def read(what: str, *, pick: str | None = None, facts: EngineFacts | None = None) -> Imported:
@@ -42,8 +34,9 @@ def read(what: str, *, pick: str | None = None, facts: EngineFacts | None = None
         close = nearest(pick or "", [source.name for source in found])
         raise BadInput(f"{found[0].where}: pick one engine of {names}{close if pick else ''}")
     source = chosen[0]
-    made = from_command(source.words, env=source.env, source=source.where, name=source.name, facts=facts)
-    return replace(made, model=made.model or source.model, notes=(*source.notes, *made.notes))
+    made = from_arguments(source.words, env=source.env, source=source.where, name=source.name, facts=facts)
+    notes = tuple(dict.fromkeys((*source.notes, *made.notes)))
+    return replace(made, model=made.model or source.model, notes=notes)
 
 
 def sources(what: str) -> tuple[Source, ...]:
@@ -55,158 +48,98 @@ def sources(what: str) -> tuple[Source, ...]:
         raise BadInput(f"there is no file {what}")
     else:
         text, where = what, "command line"
-    if re.search(r"^\[Service\]", text, re.MULTILINE):
-        return (_systemd(text, where),)
+    if not text.strip():
+        raise BadInput(f"{where}: it is empty")
+    if re.search(r"^\[(?:Service|Container)\]", text, re.MULTILINE):
+        return _named(_unit(text, where), where, "unit")
     mappings = documents(text, where) if where != "command line" or "\n" in text else []
     if mappings:
-        found = tuple(source for document in mappings for source in _manifest(document, where))
+        found = tuple(source for document in mappings for source in _document(document, where))
         if not found:
             raise BadInput(
                 f"{where}: no vLLM found in it; known are Helm values, KServe, Deployment and systemd"
             )
-        return found
-    words = _split(text, where)
-    if not any("vllm" in word for word in words) and not words[0].startswith("--"):
-        raise BadInput(f"{where}: no vLLM is started there ('vllm serve …' or its api_server module)")
-    return (Source(where=where, name="command", words=words),)
+        return _unlike(found)
+    return _named(starts.checked(starts.in_text(text, where), where), where, "command")
 
 
-def _split(text: str, where: str) -> tuple[str, ...]:
-    try:
-        words = tuple(shlex.split(text.replace("\\\n", " ")))
-    except ValueError as error:
-        raise BadInput(f"{where}: cannot be split into words ({error})") from None
-    if not words:
-        raise BadInput(f"{where}: it is empty")
-    return words
+def _named(found: Sequence[starts.Start], where: str, name: str) -> tuple[Source, ...]:
+    made = [
+        Source(where=where, name=each.name or name, words=each.words, env=each.env, notes=each.notes)
+        for each in found
+    ]
+    if len(made) > 1:
+        made = [replace(source, name=_label(source, name)) for source in made]
+    return _unlike(made)
 
 
-def _systemd(text: str, where: str) -> Source:
+def _label(source: Source, otherwise: str) -> str:
+    """The container's name, else the model that is served."""
+    if source.name != otherwise:
+        return source.name
+    words = list(source.words)
+    for flag in ("--served-model-name", "--model"):
+        if flag in words[:-1]:
+            return words[words.index(flag) + 1]
+    return words[0] if words and not words[0].startswith("-") else otherwise
+
+
+def _unlike(found: Sequence[Source]) -> tuple[Source, ...]:
+    """The same engines, those of one name numbered."""
+    often = Counter(source.name for source in found)
+    seen: Counter[str] = Counter()
+    made = []
+    for source in found:
+        seen[source.name] += 1
+        again = often[source.name] > 1
+        made.append(replace(source, name=f"{source.name}-{seen[source.name]}") if again else source)
+    return tuple(made)
+
+
+def _unit(text: str, where: str) -> Sequence[starts.Start]:
+    """The engine of a systemd unit or a Podman quadlet."""
     env: dict[str, str] = {}
-    command, notes = "", []
+    files: list[str] = []
+    found: dict[str, str] = {}
+    text = re.sub(r"^[ \t]*[#;].*\n", "", text, flags=re.MULTILINE)
     for line in text.replace("\\\n", " ").splitlines():
         key, _, value = (part.strip() for part in line.partition("="))
         if key == "Environment":
             env |= dict(pair.split("=", maxsplit=1) for pair in shlex.split(value) if "=" in pair)
         elif key == "EnvironmentFile":
-            notes.append(f"EnvironmentFile {value} is not read; give what it sets")
-        elif key == "ExecStart" and value:
-            command = value.lstrip("-@:+!")
-    if not command:
+            files.append(value)
+        elif key in ("ExecStart", "Exec", "Image", "Entrypoint"):
+            found[key] = value or ""
+    from_files, notes = starts.read_files(files)
+    env = {**env, **from_files}
+    command = found.get("ExecStart", "").lstrip("-@:+!") or found.get("Exec", "")
+    if not command and "Image" not in found:
         raise BadInput(f"{where}: the unit has no ExecStart")
-    words = _split(command.replace("%%", "%"), where)
-    return Source(where=where, name="unit", words=words, env=env, notes=tuple(notes))
+    try:
+        words = shlex.split(command.replace("%%", "%"))
+    except ValueError as error:
+        raise BadInput(f"{where}: cannot be split into words ({error})") from None
+    image = found.get("Image", "") if "Entrypoint" not in found else ""
+    words = [*shlex.split(found.get("Entrypoint", "")), *words]
+    engines = starts.checked(starts.in_words(_spread(words, env), where, env, image), where)
+    return [replace(each, notes=(*notes, *each.notes)) for each in engines]
 
 
-def _manifest(document: Mapping[str, Any], where: str) -> Iterator[Source]:
+def _spread(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
+    """systemd makes several words of `$NAME` alone, and one of `${NAME}`."""
+    made: list[str] = []
+    for word in words:
+        name = word[1:] if re.fullmatch(r"\$\w+", word) else ""
+        made += shlex.split(env[name]) if name in env else [word]
+    return made
+
+
+def _document(document: Mapping[str, Any], where: str) -> Iterator[Source]:
     """The engines of one YAML document, by the first form that it has."""
-    specs = _at(document, "servingEngineSpec", "modelSpec")
-    if isinstance(specs, list):
-        yield from (_production_stack(spec, where) for spec in specs if isinstance(spec, dict))
+    if found := list(helm.engines(document, where)) or list(engines_of(document, where)):
+        yield from found
         return
-    roles = [role for role in ("decode", "prefill") if isinstance(_at(document, role, "containers"), list)]
-    if roles:
-        yield from (_llm_d(document, role, where) for role in roles)
-        return
-    name = str(_at(document, "metadata", "name") or document.get("kind") or "engine")
-    predictor = _at(document, "spec", "predictor", "model")
-    if isinstance(predictor, dict):
-        yield _container(predictor, where, name, model=predictor.get("storageUri"))
-        return
-    extra = argv_of_mapping(_parallel(_at(document, "spec", "parallelism")))
-    model = _at(document, "spec", "model", "uri") or _at(document, "spec", "model", "name")
-    for path in (("spec", "predictor"), ("spec", "template", "spec"), ("spec", "template"), ("spec",)):
-        containers = _at(document, *path, "containers")
-        if isinstance(containers, list):
-            for container in containers:
-                if _is_engine(container):
-                    label = name if len(containers) == 1 else f"{name}/{container.get('name', '')}"
-                    yield _container(container, where, label, model=model, extra=extra)
-            return
-
-
-def _production_stack(spec: Mapping[str, Any], where: str) -> Source:
-    config = dict(spec.get("vllmConfig") or {})
-    extra = [str(word) for word in config.pop("extraArgs", None) or []]
-    notes = []
-    for key in ("v1", "enableLMCache"):
-        if key in config:
-            notes.append(f"vllmConfig.{key} is the chart's own and is left out")
-            config.pop(key)
-    words = ("vllm", "serve", str(spec.get("modelURL", "")), *argv_of_mapping(config), *_words(extra, where))
-    env, more = _environment(spec.get("env"))
-    return Source(
-        where=where,
-        name=str(spec.get("name", "model")),
-        words=words,
-        env=env,
-        model=spec.get("modelURL"),
-        notes=(*notes, *more),
-    )
-
-
-def _llm_d(document: Mapping[str, Any], role: str, where: str) -> Source:
-    part = document[role]
-    container = next((item for item in part["containers"] if _is_engine(item)), part["containers"][0])
-    model = _at(document, "modelArtifacts", "name") or _at(document, "modelArtifacts", "uri")
-    return _container(
-        container, where, role, model=model, extra=argv_of_mapping(_parallel(part.get("parallelism")))
-    )
-
-
-def _parallel(raw: object) -> dict[str, Any]:
-    sizes = raw if isinstance(raw, dict) else {}
-    return {
-        f"{kind}_parallel_size": sizes[kind] for kind in ("tensor", "pipeline", "data") if sizes.get(kind)
-    }
-
-
-def _container(
-    raw: Mapping[str, Any], where: str, name: str, *, model: object = None, extra: Sequence[str] = ()
-) -> Source:
-    env, notes = _environment(raw.get("env"))
-    command = [str(word) for word in raw.get("command") or []]
-    args = _words([str(word) for word in raw.get("args") or []], where)
-    joined = [*command, *args]
-    if "-c" not in joined:
-        joined += extra
-    elif extra:
-        notes = (*notes, f"parallelism ({' '.join(extra)}) is set beside a shell script and was left out")
-    named = re.sub(r"^hf://", "", str(model or ""))
-    local = None if not named or re.match(r"[a-z0-9]+:", named) else named
-    return Source(where=where, name=name, words=tuple(joined), env=env, model=local, notes=notes)
-
-
-def _words(args: Sequence[str], where: str) -> list[str]:
-    """Arguments as words; an item such as `--max-num-seqs 8` is two of them."""
-    words: list[str] = []
-    for arg in args:
-        spaced = re.match(r"--?[A-Za-z][\w.-]*\s", arg)
-        words += _split(arg, where) if spaced else [arg]
-    return words
-
-
-def _environment(raw: object) -> tuple[dict[str, str], tuple[str, ...]]:
-    env: dict[str, str] = {}
-    notes: list[str] = []
-    for item in raw if isinstance(raw, list) else []:
-        if isinstance(item, dict) and "value" in item:
-            env[str(item.get("name"))] = str(item["value"])
-        elif isinstance(item, dict):
-            notes.append(f"{item.get('name')} comes from elsewhere in the cluster and is left out")
-    return env, tuple(notes)
-
-
-def _is_engine(container: object) -> bool:
-    if not isinstance(container, dict):
-        return False
-    text = " ".join(str(container.get(key, "")) for key in ("image", "command", "args", "modelCommand"))
-    return "vllm" in text or container.get("name") in ("vllm", "main", "kserve-container")
-
-
-def _at(document: object, *path: str) -> Any:
-    for key in path:
-        if not isinstance(document, Mapping):
-            return None
-        document = document.get(key)
-    return document
+    keys = {"--" + str(key).replace("_", "-").removeprefix("no-") for key in document}
+    if keys and keys <= set(table().flags) | {"--model-tag"} and len(keys & set(table().flags)) > 1:
+        words = argv_of_mapping(document)
+        yield Source(where=where, name="config", words=tuple(words))

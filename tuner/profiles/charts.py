@@ -21,7 +21,9 @@ PRODUCTION_STACK = {
     "gpu-memory-utilization": ("gpuMemoryUtilization", float),
 }
 """vLLM's flag → the key of the chart's `vllmConfig` and its type; all others go to `extraArgs`."""
-TENSOR = "tensor-parallel-size"
+LARGEST = 10**6
+"""From here on Helm writes numbers with an exponent, which vLLM does not read: these go to `extraArgs`."""
+TENSOR, DATA, LOCAL = "tensor-parallel-size", "data-parallel-size", "data-parallel-size-local"
 
 
 def slug(text: str, limit: int = 63) -> str:
@@ -77,12 +79,14 @@ def _by_name(profile: Profile) -> list[Flag]:
     return sorted(split(profile.argv), key=lambda flag: flag.name)
 
 
-def _tensor(flags: Sequence[Flag]) -> tuple[int | None, list[Flag]]:
-    """The tensor parallel size, and the other flags: charts that have a place of their own for it add it."""
-    size = next((plain(flag.words[0]) for flag in flags if flag.name == TENSOR and flag.words), None)
-    if not isinstance(size, int):
-        return None, list(flags)
-    return size, [flag for flag in flags if flag.name != TENSOR]
+def _sizes(flags: Sequence[Flag], *names: str) -> tuple[dict[str, int], list[Flag]]:
+    """Parallel sizes by flag, and the other flags: charts with a place of their own for them add them."""
+    sizes: dict[str, int] = {}
+    for flag in flags:
+        value = plain(flag.words[0]) if flag.name in names and len(flag.words) == 1 else None
+        if isinstance(value, int):
+            sizes[flag.name] = value
+    return sizes, [flag for flag in flags if flag.name not in sizes]
 
 
 def _uri(model: str) -> str | None:
@@ -101,12 +105,18 @@ def _typed(flag: Flag) -> tuple[str, JSON] | None:
     if len(flag.words) != 1:
         return None
     value = plain(flag.words[0])
+    if isinstance(value, int | float) and not 1 / LARGEST < abs(value) < LARGEST:
+        return None
     fits = isinstance(value, int | float) if kind is float else isinstance(value, kind)
     return (key, value) if fits else None
 
 
 def production_stack(profile: Profile) -> JSON:
-    """Values of the vLLM production-stack chart: one entry of `servingEngineSpec.modelSpec`."""
+    """Values of the vLLM production-stack chart: one entry of `servingEngineSpec.modelSpec`.
+
+    The chart turns the prefix cache off wherever `enablePrefixCaching` is missing; vLLM has it on by default
+    (V0, pinned by VLLM_USE_V1=0, has it off).
+    """
     config: dict[str, JSON] = {}
     rest: list[Flag] = []
     for flag in _by_name(profile):
@@ -115,6 +125,8 @@ def production_stack(profile: Profile) -> JSON:
             rest.append(flag)
         else:
             config[found[0]] = found[1]
+    if not any(flag.name.endswith("enable-prefix-caching") for flag in rest):
+        config.setdefault("enablePrefixCaching", profile.env.get("VLLM_USE_V1") != "0")
     if rest:
         config["extraArgs"] = _args(rest)
     entry: dict[str, JSON] = {
@@ -130,13 +142,17 @@ def production_stack(profile: Profile) -> JSON:
 
 def llm_d(profile: Profile) -> JSON:
     """Values of the llm-d modelservice chart, for its decode pods."""
-    size, rest = _tensor(_by_name(profile))
+    sizes, rest = _sizes(_by_name(profile), TENSOR, DATA, LOCAL)
     container: dict[str, JSON] = {"name": "vllm", "modelCommand": "vllmServe", "args": _args(rest)}
     if profile.env:
         container["env"] = environment(profile.env)
     decode: dict[str, JSON] = {"containers": [container]}
-    if size is not None:
-        decode["parallelism"] = {"tensor": size}
+    parallelism: dict[str, JSON] = {"tensor": sizes[TENSOR]} if TENSOR in sizes else {}
+    if DATA in sizes or LOCAL in sizes:  # the chart counts GPUs by dataLocal, whose default is 1
+        data = sizes.get(DATA, sizes.get(LOCAL, 1))
+        parallelism |= {"data": data, "dataLocal": sizes.get(LOCAL, data)}
+    if parallelism:
+        decode["parallelism"] = parallelism
     values: dict[str, JSON] = {"decode": decode}
     if (uri := _uri(profile.key.model)) is not None:
         values["modelArtifacts"] = {"name": profile.key.model, "uri": uri}
@@ -148,14 +164,14 @@ def kserve(profile: Profile) -> JSON:
     uri = _uri(profile.key.model)
     if uri is None:
         raise BadInput(f"KServe needs a model URI (hf://, pvc://, s3://): '{profile.key.model}' is a path")
-    size, rest = _tensor(_by_name(profile))
+    sizes, rest = _sizes(_by_name(profile), TENSOR)
     env = {"VLLM_ADDITIONAL_ARGS": shlex.join(_words(rest)), **profile.env}
     spec: dict[str, JSON] = {
         "model": {"name": profile.key.model, "uri": uri},
         "template": {"containers": [{"name": "main", "env": environment(env)}]},
     }
-    if size is not None:
-        spec["parallelism"] = {"tensor": size}
+    if sizes:
+        spec["parallelism"] = {"tensor": sizes[TENSOR]}
     return {
         "apiVersion": "serving.kserve.io/v1alpha2",
         "kind": "LLMInferenceService",

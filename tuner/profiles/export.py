@@ -105,7 +105,9 @@ def _json(profile: Profile) -> str:
 
 
 def _production_stack(profile: Profile) -> str:
-    told = "merge into the entry of your modelSpec: Helm replaces lists whole"
+    told = (
+        "for the entry of your modelSpec (Helm replaces lists whole): its vllmConfig must hold no other keys"
+    )
     return header(profile, told) + to_yaml(charts.production_stack(profile))
 
 

@@ -1,0 +1,269 @@
+"""Shell text as commands: quotes, comments, variables, arrays, conditions, here-documents; no part is run."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tuner.errors import BadInput
+
+UNKNOWN = "\ue000"
+"""Stands before and after the name of a variable in a word whose value is not known here."""
+DOLLAR = "\ue001"
+"""A dollar sign that a shell does not expand, in a word that is still to be expanded."""
+_ARRAY, _BLANK = "\ue002", "\ue003"
+_VARIABLE = re.compile(
+    r"\$(?:\{(?P<brace>\w+)(?:\[[@*]\])?(?P<instead>:?[-=][^{}]*|[^{}]*)?\}|\((?P<kube>\w+)\)|(?P<plain>\w+|[@*#?]))"
+)
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?=)(.*)", re.DOTALL)
+_OPERATOR = re.compile(r"&&|\|\||;;|\|&|&>>?|\d?>>?&?|\d?<<?<?-?|[;|&\n()]")
+_OPENS = frozenset(("if", "for", "while", "until", "case", "select"))
+_CLOSES = frozenset(("fi", "done", "esac"))
+_LEADS = frozenset(("then", "do", "else", "elif", "{", "}", "!", "time", *_OPENS, *_CLOSES))
+START = re.compile(r"(?<![\w-])vllm[\s'\",]+serve\b|vllm[./]entrypoints[./][\w./]*\b|\bapi_server\b")
+"""A text in which vLLM is started."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One simple command: its words, the variables that are set before it, and of these the exported ones."""
+
+    words: tuple[str, ...]
+    variables: Mapping[str, str] = field(default_factory=dict)
+    exported: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def commands(text: str, where: str, env: Mapping[str, str] | None = None) -> list[Command]:
+    """The commands of a script or a command line, variables filled in as far as they are known.
+
+    What stands in a condition is read as if it held, but for variables that have a value already. BadInput
+    for a quote that is not closed.
+    """
+    return list(_Script(where, dict(env or {})).read(text))
+
+
+def expanded(word: str, env: Mapping[str, str]) -> str:
+    """A word with `$NAME`, `${NAME:-default}` and `$(NAME)` filled; what is not known is marked."""
+
+    def fill(found: re.Match[str]) -> str:
+        name = found["brace"] or found["kube"] or found["plain"]
+        instead = found["instead"] or ""
+        if name in env and not (instead.startswith(":") and env[name] == ""):
+            return env[name]
+        if re.match(r":?[-=]", instead):
+            return expanded(instead.lstrip(":")[1:].strip("\"'"), env)
+        return f"{UNKNOWN}{name}{UNKNOWN}"
+
+    filled = _VARIABLE.sub(fill, word.replace("$$(", f"{DOLLAR}("))  # Kubernetes says $( so
+    return re.sub(r"\$\(([^()]*)\)|`([^`]*)`", lambda m: f"{UNKNOWN}$({m[1] or m[2]}){UNKNOWN}", filled)
+
+
+def unknown(word: str) -> list[str]:
+    """The names of the variables that a word lacks."""
+    return word.split(UNKNOWN)[1::2]
+
+
+def plain(word: str) -> str:
+    """A word as people write it: marks taken out."""
+    return (
+        re.sub(f"{UNKNOWN}([^{UNKNOWN}]*){UNKNOWN}", r"$\1", word).replace(DOLLAR, "$").replace("$$(", "$(")
+    )
+
+
+class _Script:
+    """Reads statement by statement what a shell would do, without doing it."""
+
+    def __init__(self, where: str, env: dict[str, str]) -> None:
+        self.where = where
+        self.variables, self.exported = dict(env), dict(env)
+        self.notes: list[str] = []
+        self.depth = 0
+        self.at_start = dict(env)
+
+    def read(self, text: str) -> Iterator[Command]:
+        statement: list[str] = []
+        for token, is_operator in _tokens(text, self.where):
+            if not is_operator:
+                statement.append(token)
+            elif re.fullmatch(r"\d?[<>].*|&>>?", token):
+                statement.append(_BLANK + token)
+            else:
+                yield from self._statement(statement)
+                statement = []
+        yield from self._statement(statement)
+
+    def _statement(self, words: list[str]) -> Iterator[Command]:
+        words = list(_without_redirections(words))
+        while words and words[0] in _LEADS:
+            self.depth += (words[0] in _OPENS) - (words[0] in _CLOSES)
+            words = words[1:]
+        if words and words[0] in ("export", "declare", "typeset", "readonly", "local"):
+            self._assign([word for word in words[1:] if not word.startswith("-")], words[0] != "local")
+            return
+        front = 0
+        while front < len(words) and _ASSIGNMENT.fullmatch(words[front]):
+            front += 1
+        if front == len(words):
+            self._assign(words, False)
+            return
+        given = {m[1]: self._scalar(m[3]) for m in map(_ASSIGNMENT.fullmatch, words[:front]) if m}
+        filled = [part for word in words[front:] for part in self._fill(word)]
+        if not filled:
+            return
+        notes = list(self.notes)
+        if self.depth > 0:
+            notes.append("the command stands in a condition or a loop; it is read as if that held")
+        variables, exported = {**self.variables, **given}, {**self.exported, **given}
+        yield Command(words=tuple(filled), variables=variables, exported=exported, notes=tuple(notes))
+
+    def _assign(self, words: Sequence[str], exports: bool) -> None:
+        for word in words:
+            found = _ASSIGNMENT.fullmatch(word)
+            if found is None:
+                if exports and word in self.variables:
+                    self.exported[word] = self.variables[word]
+                continue
+            name, adds, value = found[1], found[2] == "+=", self._scalar(found[3])
+            if self.depth > 0 and (adds or name in self.variables):
+                self.notes.append(f"{name} is changed in a condition or a loop; that is not read")
+                continue
+            old = self.variables.get(name, "") if adds else ""
+            glue = _ARRAY if _ARRAY in value or _ARRAY in old else ""
+            self.variables[name] = old + (glue if old else "") + value
+            if exports or name in self.exported:
+                self.exported[name] = self.variables[name].replace(_ARRAY, " ").strip()
+
+    def _scalar(self, value: str) -> str:
+        if value.startswith(_ARRAY):
+            return _ARRAY + _ARRAY.join(part for item in value.split(_ARRAY)[1:] for part in self._fill(item))
+        return expanded(value.replace(_BLANK, ""), self.variables)
+
+    def _fill(self, word: str) -> list[str]:
+        """The words that one becomes: an array's items, and what an unquoted variable holds, are several."""
+        filled = expanded(word, self.variables)
+        if _ARRAY in filled:
+            return [part for part in filled.split(_ARRAY) if part]
+        if word != filled and re.fullmatch(r"\$\{?\w+(?:\[[@*]\])?(?::?-[^{}]*)?\}?", word):
+            return filled.split() if not unknown(filled) else [filled]
+        return [filled.replace(_BLANK, "")]
+
+
+def _without_redirections(words: Sequence[str]) -> Iterator[str]:
+    skip = False
+    for word in words:
+        if word.startswith(_BLANK) and re.fullmatch(r"\d?[<>].*|&>>?", word[1:]):
+            skip = True
+        elif skip:
+            skip = False
+        else:
+            yield word
+
+
+def _tokens(text: str, where: str) -> Iterator[tuple[str, bool]]:
+    """Words, still to be expanded, and operators (True)."""
+    at = 0
+    word: str | None = None
+    documents = 0
+    while at < len(text):
+        if (piece := _piece(text, at, word, where)) is not None:
+            word, at = (word or "") + piece[0], piece[1]
+            continue
+        if word is not None:
+            yield word, False
+            word = None
+        if text.startswith("\\", at) or text[at] in " \t\r":
+            at = re.compile(r"[ \t\r]+|\\\r?\n|\\$").match(text, at).end()  # type: ignore[union-attr]
+            continue
+        if text[at] == "#":
+            at = len(text) if (end := text.find("\n", at)) < 0 else end
+            continue
+        operator = _OPERATOR.match(text, at)
+        assert operator is not None
+        at = operator.end()
+        documents += operator[0] in ("<<", "<<-")
+        yield operator[0], True
+        if operator[0] == "\n" and documents:
+            at, documents = _past_documents(text, at, documents), 0
+    if word is not None:
+        yield word, False
+
+
+def _piece(text: str, at: int, word: str | None, where: str) -> tuple[str, int] | None:
+    """The next part of a word and where it ends; None where a blank, a comment or an operator stands."""
+    char = text[at]
+    if char == "\\":
+        if text[at + 1 : at + 2] in ("", "\n") or text[at + 1 : at + 3] == "\r\n":
+            return None if word is None else (word[:0], at + (3 if text[at + 1 : at + 2] == "\r" else 2))
+        return DOLLAR if text[at + 1] == "$" else text[at + 1], at + 2
+    if char in "'\"":
+        return _quoted(text, at, where)
+    if char in "$`" and (found := _substitution(text, at)):
+        return found, at + len(found)
+    if char == "(" and word is not None and word.endswith("="):
+        return _array(text, at, where)
+    redirects = word is None and re.compile(r"\d[<>]").match(text, at)
+    if char in " \t\r;|&\n()<>" or redirects or (char == "#" and word is None):
+        return None
+    return char, at + 1
+
+
+def _quoted(text: str, at: int, where: str) -> tuple[str, int]:
+    """What a quotation holds, `$` hidden where no shell expands it, with a mark that it is one word."""
+    mark = text[at]
+    found = re.compile(r"'([^']*)'" if mark == "'" else r'"((?:[^"\\]|\\.)*)"', re.DOTALL).match(text, at)
+    if found is None:
+        raise BadInput(f"{where}: cannot be split into words (No closing quotation)")
+    inside = found[1].replace("$", DOLLAR) if mark == "'" else found[1]
+    if mark == '"':
+        inside = inside.replace("\\\n", "").replace("\\$", DOLLAR)
+        inside = re.sub(r'\\([\\"`])', r"\1", inside)
+    array = re.fullmatch(r"\$\{?(?:\w+\[@\]|@)\}?", inside) is not None
+    return (inside if array else _BLANK + inside), found.end()
+
+
+def _substitution(text: str, at: int) -> str | None:
+    """`$(…)`, `${…}` or backquotes from here on, whole."""
+    if text[at] == "`":
+        end = text.find("`", at + 1)
+        return text[at : end + 1] if end > 0 else None
+    pairs = {"$(": ")", "${": "}"}
+    if (close := pairs.get(text[at : at + 2])) is None:
+        return None
+    depth = 0
+    for position in range(at + 1, len(text)):
+        depth += (text[position] == text[at + 1]) - (text[position] == close)
+        if depth == 0:
+            return text[at : position + 1]
+    return None
+
+
+def _array(text: str, at: int, where: str) -> tuple[str, int]:
+    """The items of `( … )`, each after a mark, and where it ends."""
+    depth, end = 0, at
+    quote = ""
+    for end in range(at, len(text)):
+        char = text[end]
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"":
+            quote = char
+        else:
+            depth += (char == "(") - (char == ")")
+        if depth == 0:
+            break
+    items = [token for token, is_operator in _tokens(text[at + 1 : end], where) if not is_operator]
+    return "".join(f"{_ARRAY}{item.replace(_BLANK, '')}" for item in items) or _ARRAY, end + 1
+
+
+def _past_documents(text: str, at: int, count: int) -> int:
+    """Where the here-documents end that begin at a line: their marks are the words after `<<` before it."""
+    line = text[text.rfind("\n", 0, at - 1) + 1 : at]
+    for mark in re.findall(r"<<-?\s*['\"]?(\w+)['\"]?", line)[:count]:
+        found = re.compile(rf"^\s*{re.escape(mark)}\s*$", re.MULTILINE).search(text, at)
+        at = found.end() if found else len(text)
+    return at
+
+
+def array(items: Sequence[str]) -> str:
+    """The value of a variable that holds several words (`$@`)."""
+    return "".join(f"{_ARRAY}{item}" for item in items) or _ARRAY
