@@ -138,6 +138,7 @@ class PublishedProfile:
 class Conclusion:
     """What a run found. `sentence` is the text that every surface prints, as it is.
 
+    `baseline` is today's configuration, with `dropped` where it did not serve (None: never tried).
     `winner`, `nearest` and the arms' `trial` are trial numbers of the study. `attainment` is the share of
     good requests that the SLO asks for; `nearest` the trial that comes nearest where none meets it. `repeats`
     is how often each arm was measured again. `drift` holds one sentence per objective of the baseline that
@@ -164,8 +165,8 @@ class Conclusion:
     @property
     def confirmed(self) -> bool:
         """Whether the winner's gain over the baseline was proved, by a plan that is meant to be acted on."""
-        proved = self.winner is not None and self.baseline is not None and not self.demonstration
-        return proved and self.outcome is not Judgement.BASELINE_FAILED
+        beside = self.baseline is not None and self.baseline.dropped is None
+        return self.winner is not None and beside and not self.demonstration
 
     def arm(self, number: int | None) -> Arm | None:
         """The baseline or the finalist of a trial number; None where it was not measured again."""

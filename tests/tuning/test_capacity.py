@@ -9,8 +9,9 @@ import pytest
 from tuner.records import Fidelity, Outcome, Slice, Slo
 from tuner.replay.plan import Load
 from tuner.replay.timeline import Judge, Partial, Replayed, SliceReplay
+from tuner.search.compare import compare_values
+from tuner.search.noise import Spread, spread_of
 from tuner.tuning import capacity
-from tuner.tuning.confirm import by_repeats
 
 SLO = Slo(ttft_ms=100.0, attainment=0.9)
 LOAD = Load(seed=1, number=3, repeat=2, model="m", vocabulary=100, slo=SLO, speed=2.0)
@@ -85,11 +86,12 @@ def test_no_prompt_is_sent_twice() -> None:
 
 
 def test_a_number_of_whole_replays_is_compared_by_its_repeats() -> None:
-    better = by_repeats("max_speed", [1.0, 1.02, 0.98], [2.0, 2.05, 1.97])
+    rows = [1.0, 1.02, 0.98], [2.0, 2.05, 1.97]
+    better = compare_values("max_speed", *rows, spread=spread_of(rows))
     assert better is not None
-    assert better.verdict == "better"
+    assert better.word == "better"
     assert better.low < np.log(2.0) < better.high
-    single = by_repeats("max_speed", [1.0], [2.0])
+    single = compare_values("max_speed", [1.0], [2.0], spread=Spread())
     assert single is not None
-    assert single.verdict == "no clear winner"
-    assert by_repeats("max_speed", [], [2.0]) is None
+    assert single.word == "open"
+    assert compare_values("max_speed", [], [2.0], spread=Spread()) is None

@@ -1,128 +1,374 @@
-"""Finalists against the baseline: how sure a verdict is, and who falls out."""
+"""Finalists against the baseline: how sure a conclusion is, who falls out, what an interruption leaves."""
 
 import asyncio
-import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.tuning.studies import write
+from tests.tuning.studies import STUDY, write
+from tuner.conclusions import Conclusion, Judgement
 from tuner.errors import Infeasible
 from tuner.history.store import Store
 from tuner.knobs.catalogue import CATALOGUE
 from tuner.records import (
     Candidate,
+    Fidelity,
     Measurement,
-    Outcome,
-    SliceMeasurement,
-    Slo,
-    Study,
+    Purpose,
+    Run,
+    RunState,
     Trial,
     TrialState,
     Violation,
 )
-from tuner.replay import outcomes
 from tuner.tuning.attempt import failing, retries_of
-from tuner.tuning.confirm import by_repeats, comparisons, confirm, finalists, unproved_of
-from tuner.tuning.study import load
+from tuner.tuning.confirm import finalists
+from tuner.tuning.ending import Ending
+from tuner.tuning.publishing import unproved_of
+from tuner.tuning.study import Surveyed, load, prepare, survey
+from tuner.tuning.studyfile import EngineFile, read
 from tuner.tuning.trial import Bench, Measured, Note, Order, Serving
 
-OBJECTIVES = ("ttft_p95_ms", "goodput_rps", "max_speed")
-STUDY = Study(
-    id="s", name="s", model="m", node="n", gpu_class="g", workload="w", engine_version="v", trace_digest="t",
-    space_digest="x", slices=(), objectives=OBJECTIVES, slo=Slo(ttft_ms=250, attainment=0.8), seed=0,
-    identity={}, spec={}, created_at=datetime(2026, 3, 1, tzinfo=UTC),
-)  # fmt: skip
+NOW = datetime(2026, 3, 1, tzinfo=UTC)
+BASE = {"ttft_p95_ms": 200.0, "tpot_p95_ms": 10.0, "e2e_p95_ms": 900.0, "goodput_rps": 5.0}
+SEQS = (4, 16, 64)
+Speed = Callable[[int, str, int], Mapping[str, float]]
+"""(max_num_seqs, purpose, repeat) → by what each number of the baseline is multiplied; `good`: the share."""
 
 
-def replayed(level: float, seed: int) -> list[Outcome]:
-    """Two hundred requests of one token, slower by `level`."""
-    ttft = 0.1 * level * np.exp(0.2 * np.random.default_rng(seed).standard_normal(200))
-    return [
-        Outcome(
-            row=i, scheduled_s=0.3 * i, first_token_s=0.3 * i + t, last_token_s=0.3 * i + t, output_tokens=1,
-            chunk_s=np.array([0.3 * i + t]), chunk_tokens=np.ones(1, np.int32),
+def quiet(seqs: int, purpose: str, repeat: int) -> Mapping[str, float]:
+    """Launches that differ by 1 %; sixteen sequences answer twice as fast."""
+    wobble = 1.0 + 0.01 * ((repeat * 7 + seqs) % 3 - 1)
+    return {"ttft_p95_ms": (0.5 if seqs == 16 else 1.0) * wobble, "e2e_p95_ms": 0.9 if seqs == 16 else 1.0}
+
+
+@cache
+def asked_once() -> Surveyed:
+    """What this host says of the simulated engine."""
+    return survey(EngineFile(kind="simulated"), base=Path())
+
+
+class Night:
+    """A study whose launches are answered by a function, so that its truth is known. Each takes a minute."""
+
+    def __init__(self, folder: Path, speed: Speed = quiet, plan: str = "brief", extra: str = "") -> None:
+        self.speed, self.now, self.launched = speed, NOW, list[tuple[int, int]]()
+        text = STUDY.replace("plan: quick", f"plan: {plan}") + extra
+        self.store = Store(f"sqlite:///{folder / 'tuner.db'}")
+        path = write(folder, text)
+        self.prepared = prepare(
+            read(path), name="study.yaml", base=folder, store=self.store, now=NOW, surveyed=asked_once()
         )
-        for i, t in enumerate(ttft.tolist())
-    ]  # fmt: skip
+        self.store.add_study(self.prepared.study)
+        self.home, self.news = folder, list[str]()
+        self.cut_after: int | None = None
 
+    def run(self, deadline: datetime | None = None) -> Run:
+        return self.store.open_run(
+            self.prepared.study.id, trials_limit=3, deadline=deadline, now=self.now, pid=1, host="here"
+        )
 
-def measured(folder: Path, number: int, levels: list[float], where: str = "confirm") -> list[Measurement]:
-    """One measurement per repeat, its outcomes in files as a confirmation leaves them."""
-    found = []
-    for repeat, level in enumerate(levels, start=1):
-        path = folder / f"{number}-{where}-{repeat}.parquet"
-        outcomes.write(path, replayed(level, 100 * number + repeat))
-        part = SliceMeasurement(name="peak", window_s=60.0, values={}, outcomes_file=str(path))
-        found.append(
-            Measurement(
-                values={"max_speed": 2.0 / level},
-                slices=(part,),
-                purpose="held_out" if where == "held_out" else "confirm",
-                repeat=repeat,
+    def search(self, run: Run, seqs: Sequence[int] = SEQS) -> None:
+        """One trial for each, as a search leaves them."""
+        first = len(self.store.trials(run.study_id))
+        for number, value in enumerate(seqs, start=first):
+            trial = self.store.start_trial(
+                study_id=run.study_id, run_id=run.id, candidate=Candidate({"max_num_seqs": value}),
+                number=number, attempt=0, seed=0, origin="search" if number else "baseline", now=self.now,
+                directory=str(self.bench.directory(number, "0")),
+            )  # fmt: skip
+            ended = replace(trial, state=TrialState.COMPLETE, effective={"max_num_seqs": value})
+            numbers = self.measurement(value, "search", 0)
+            self.store.finish_trial(
+                replace(ended, measurements=(numbers,), ended_at=self.now, gpu_seconds=60.0)
             )
+
+    def measurement(self, seqs: int, purpose: Purpose, repeat: int) -> Measurement:
+        factors = dict(self.speed(seqs, purpose, repeat))
+        values = {name: value * factors.get(name, 1.0) for name, value in BASE.items()}
+        values |= {"slo_attainment": factors.get("good", 1.0), "requests": 100.0}
+        return Measurement(
+            values={**values, "failed": factors.get("failed", 0.0)}, purpose=purpose, repeat=repeat
         )
-    return found
+
+    @property
+    def bench(self) -> Bench:
+        return Bench(
+            prepared=self.prepared, store=self.store, home=self.home, clock=lambda: self.now,
+            tell=lambda event: self.news.append(event.text), work=self.work,
+        )  # fmt: skip
+
+    async def work(self, order: Order, note: Note) -> list[Measured]:
+        if self.cut_after is not None and len(self.launched) >= self.cut_after:
+            raise Closed
+        seqs = order.spec.asked["max_num_seqs"]
+        assert isinstance(seqs, int)
+        note(Serving(effective={"max_num_seqs": seqs}, timeline={"ready_s": 30.0}, kv_tokens=None))
+        self.now += timedelta(minutes=1)
+        self.launched.append((order.number, order.passes[0].repeat))
+        made = [self.measurement(seqs, each.purpose, each.repeat) for each in order.passes]
+        return [Measured(measurement=each, curtailed=None) for each in made]
+
+    def end(self, run: Run) -> Conclusion:
+        """What the loop does once the search is over."""
+        ending, why = Ending(self.bench, run), None
+
+        async def go() -> str | None:
+            await ending.what_is_pending()
+            return await ending.confirm()
+
+        try:
+            why = asyncio.run(go())
+        except Closed:
+            why = "the window closed"
+        said = ending.conclusion(why)
+        assert said is not None
+        self.store.save_run(replace(run, state=RunState.FINISHED, ended_at=self.now), said)
+        return said
+
+    def whole(self, deadline: datetime | None = None) -> Conclusion:
+        run = self.run(deadline)
+        self.search(run)
+        return self.end(run)
 
 
-def test_the_family_is_every_finalist_in_every_objective(tmp_path: Path) -> None:
-    base, near = measured(tmp_path, 0, [1.0, 1.03, 0.98]), measured(tmp_path, 1, [0.9, 0.93, 0.91])
-    far = measured(tmp_path, 2, [0.5, 0.51, 0.52])
-    alone = comparisons(STUDY, 0, {0: base, 1: near})
-    both = comparisons(STUDY, 0, {0: base, 1: near, 2: far})
-    assert [(n, w, c.metric) for n, w, c in both] == [(n, "confirm", o) for n in (1, 2) for o in OBJECTIVES]
-    assert {(n, c.metric): c.verdict for n, _, c in both}[2, "ttft_p95_ms"] == "better"
-    single = comparisons(replace(STUDY, objectives=OBJECTIVES[:1]), 0, {0: base, 1: near})
-    width = [made[0][2].high - made[0][2].low for made in (single, alone)]
-    assert width[0] < width[1]
+class Closed(Exception):
+    """The window closed in the middle of a launch."""
 
 
-def test_one_repeat_knows_no_noise_and_a_held_out_slice_is_compared_apart(tmp_path: Path) -> None:
-    rows = {n: measured(tmp_path, n, [1.0 / (n + 1)]) for n in (0, 1)}
-    held = {n: [*rows[n], *measured(tmp_path, n, [1.0], "held_out")] for n in rows}
-    found = comparisons(STUDY, 0, held)
-    assert [where for _, where, _ in found] == ["confirm"] * 3 + ["held_out"] * 3
-    assert all(math.isinf(c.high) for _, _, c in found if c.metric == "max_speed")
+def test_a_winner_is_confirmed_with_the_values_of_the_runs_own_repeats(tmp_path: Path) -> None:
+    night = Night(tmp_path)
+    said = night.whole()
+    assert (said.outcome, said.winner, said.repeats) == (Judgement.CLEAR_WINNER, 1, 3)
+    arm, base = said.arm(1), said.baseline
+    assert arm is not None
+    assert base is not None
+    better = arm.change("ttft_p95_ms")
+    assert better is not None
+    assert better.before is not None
+    assert better.after is not None
+    assert better.change is not None
+    assert better.before == base.confirmed["ttft_p95_ms"] == pytest.approx(200.0, rel=0.01)
+    assert better.after == arm.confirmed["ttft_p95_ms"] == pytest.approx(100.0, rel=0.01)
+    assert better.change == pytest.approx((better.after - better.before) / better.before)
+    assert better.low is not None
+    assert better.high is not None
+    assert better.low < better.change < better.high < 0
+    assert arm.changed == {"max_num_seqs": (4, 16)}
+    assert arm.searched["ttft_p95_ms"] == pytest.approx(100.0, rel=0.02)
+    assert said.cost.search_s == 180.0
+    assert said.cost.confirm_s == 9 * 60.0
+    assert (said.cost.gpus, said.cost.unit) == (0, "hours")
+    assert said.profiles["challenger"].version == 2
+    profile = night.store.profile(said.profiles["challenger"].id)
+    assert profile.evidence["sentence"] == said.sentence
+    assert profile.evidence["confirmed"] is True
 
 
-def test_what_was_not_repeated_is_held_to_an_assumed_noise(tmp_path: Path) -> None:
-    rows = {0: measured(tmp_path, 0, [1.0]), 1: measured(tmp_path, 1, [0.9])}
-    (bare, *_), (assumed, *_) = comparisons(STUDY, 0, rows), comparisons(STUDY, 0, rows, assumed=0.3)
-    assert assumed[2].low < bare[2].low
-    assert assumed[2].high > bare[2].high
+def test_all_rounds_are_interleaved(tmp_path: Path) -> None:
+    night = Night(tmp_path)
+    night.whole()
+    rounds = [sorted(n for n, repeat in night.launched if repeat == r) for r in (1, 2, 3)]
+    assert rounds == [[0, 1, 2]] * 3
+    assert [n for n, _ in night.launched[:3]] == [n for n, _ in reversed(night.launched[3:6])]
 
 
-def test_whole_replays_pool_the_noise_of_everybody() -> None:
-    base, other, third = [1.0, 1.1, 0.9], [1.2, 1.3, 1.1], [1.0, 1.01, 0.99]
-    few = by_repeats("max_speed", base, other, family=6)
-    many = by_repeats("max_speed", base, other, everybody=(base, other, third, third), family=6)
-    one = by_repeats("max_speed", base, other)
-    assert few is not None
-    assert many is not None
-    assert one is not None
-    assert few.high - few.low > one.high - one.low
-    assert few.high - few.low > many.high - many.low
+def noisy(seqs: int, purpose: str, repeat: int) -> Mapping[str, float]:
+    """Nothing differs but launches, by 10 %."""
+    rng = np.random.default_rng([seqs, repeat, len(purpose)])
+    return {name: float(np.exp(0.1 * rng.standard_normal())) for name in BASE}
 
 
-def test_speeds_that_bisection_cannot_tell_apart_are_no_gain() -> None:
-    near, far = by_repeats("max_speed", [1.0] * 3, [1.04] * 3), by_repeats("max_speed", [1.0] * 3, [1.2] * 3)
-    assert near is not None
-    assert far is not None
-    assert (near.verdict, far.verdict) == ("no clear winner", "better")
+def test_repeats_are_added_while_the_answer_is_open_up_to_the_cap(tmp_path: Path) -> None:
+    night = Night(tmp_path, noisy)
+    said = night.whole()
+    assert said.winner is None
+    assert said.repeats == night.prepared.plan.most == 6
+
+
+def test_repeats_are_added_only_while_the_window_lasts(tmp_path: Path) -> None:
+    night = Night(tmp_path, noisy)
+    said = night.whole(NOW + timedelta(minutes=13))
+    assert said.repeats == 4
+
+
+def test_one_repeat_decides_nothing_on_a_node_whose_noise_is_not_known(tmp_path: Path) -> None:
+    night = Night(tmp_path, plan="{base: brief, repeats: 1, most_repeats: 1}")
+    said = night.whole()
+    assert (said.outcome, said.winner, said.repeats) == (Judgement.NO_CLEAR_WINNER, None, 1)
+    assert "not known yet" in said.sentence
+    assert said.noise[0].share is None
+
+
+def test_one_repeat_decides_where_earlier_nights_tell_the_noise(tmp_path: Path) -> None:
+    first = Night(tmp_path)
+    first.whole()
+    again = Night(tmp_path, plan="{base: brief, repeats: 1, most_repeats: 1}")
+    said = again.whole()
+    assert (said.outcome, said.repeats) == (Judgement.CLEAR_WINNER, 1)
+    assert said.noise[0].earlier == 6
+    elsewhere = Night(tmp_path, plan="{base: brief, repeats: 1, most_repeats: 1}", extra="speed: 2.0\n")
+    assert elsewhere.whole().outcome is Judgement.NO_CLEAR_WINNER, "other traffic has other noise"
+
+
+def test_a_machine_that_slows_to_06_from_the_confirmation_on_is_not_to_be_trusted(tmp_path: Path) -> None:
+    def slowing(seqs: int, purpose: str, repeat: int) -> Mapping[str, float]:
+        factors = quiet(seqs, purpose, repeat)
+        return {
+            n: factors.get(n, 1.0) / (1.0 if purpose == "search" else 0.6) for n in BASE if n.endswith("_ms")
+        }
+
+    said = Night(tmp_path, slowing).whole()
+    assert (said.outcome, said.winner) == (Judgement.NOT_TRUSTED, None)
+    assert any("ttft_p95_ms was 200" in text and "+67%" in text for text in said.drift)
+    assert "challenger" not in said.profiles
+
+
+def test_drift_is_told_with_clocks_and_throttling_where_a_gpu_tells(tmp_path: Path) -> None:
+    class Hot(Night):
+        def measurement(self, seqs: int, purpose: Purpose, repeat: int) -> Measurement:
+            made = super().measurement(seqs, purpose, repeat)
+            hot = purpose != "search"
+            values = {**made.values, "ttft_p95_ms": made.values["ttft_p95_ms"] * (1.7 if hot else 1.0)}
+            beside = {"gpu_clock_min_mhz": 1410.0 if hot else 1980.0, "gpu_throttled": 0.43 if hot else 0.0}
+            return replace(made, values=values, fidelity=Fidelity(values=beside))
+
+    said = Hot(tmp_path).whole()
+    assert said.outcome is Judgement.NOT_TRUSTED
+    assert "lowest clock 1,980 → 1,410 MHz, throttled 0 → 43 % of the time" in said.drift[0]
+
+
+def trading(seqs: int, purpose: str, repeat: int) -> Mapping[str, float]:
+    """Sixteen sequences halve TTFT and cost 30 % of the time per token, 64 gain less and cost nothing."""
+    wobble = 1.0 + 0.01 * ((repeat * 7 + seqs) % 3 - 1)
+    ttft = {4: 1.0, 16: 0.5, 64: 0.7}[seqs]
+    return {"ttft_p95_ms": ttft * wobble, "tpot_p95_ms": 1.3 if seqs == 16 else 1.0, "e2e_p95_ms": ttft}
+
+
+def test_a_winner_that_is_worse_in_one_objective_is_a_trade_off(tmp_path: Path) -> None:
+    said = Night(tmp_path, trading).whole()
+    assert (said.outcome, said.winner) == (Judgement.TRADE_OFF, 1)
+
+
+def test_not_worse_is_honoured_by_the_choice_of_finalists(tmp_path: Path) -> None:
+    night = Night(tmp_path, trading, extra="not_worse: {tpot_p95_ms: 10%}\n")
+    said = night.whole()
+    assert (said.outcome, said.winner) == (Judgement.CLEAR_WINNER, 2)
+    assert said.arm(1) is None
+
+
+def test_not_worse_is_honoured_by_the_winners_choice_after_the_confirmation(tmp_path: Path) -> None:
+    def later(seqs: int, purpose: str, repeat: int) -> Mapping[str, float]:
+        found = dict(trading(seqs, purpose, repeat))
+        return found | ({"tpot_p95_ms": 1.0} if purpose == "search" else {})
+
+    said = Night(tmp_path, later, extra="not_worse: {tpot_p95_ms: 0.1}\n").whole()
+    assert (said.outcome, said.winner) == (Judgement.CLEAR_WINNER, 2)
+    assert "Left out by not_worse: trial 1 (tpot_p95_ms +30 %" in said.sentence
+
+
+def test_where_not_worse_leaves_nobody_todays_configuration_stays(tmp_path: Path) -> None:
+    night = Night(tmp_path, trading, extra="not_worse: {tpot_p95_ms: 10%}\n")
+    run = night.run()
+    night.search(run, (4, 16))
+    said = night.end(run)
+    assert (said.outcome, said.winner, night.launched) == (Judgement.BASELINE_STAYS, None, [])
+    assert "tpot_p95_ms +30% (not_worse: 10%)" in said.sentence
+
+
+def test_where_no_trial_meets_the_slo_the_nearest_is_told_first(tmp_path: Path) -> None:
+    def poor(seqs: int, purpose: str, repeat: int) -> Mapping[str, float]:
+        return {**quiet(seqs, purpose, repeat), "good": {4: 0.5, 16: 0.81, 64: 0.7}[seqs]}
+
+    said = Night(tmp_path, poor).whole()
+    assert (said.outcome, said.nearest) == (Judgement.SLO_MISSED, 1)
+    assert said.sentence.startswith("No trial meets the SLO: trial 1 comes nearest with 81.0% good requests")
+    arm = said.arm(1)
+    assert arm is not None
+    assert arm.misses_slo_by == pytest.approx(0.14)
+    assert arm.slo_met is False
+
+
+def test_a_run_whose_confirmation_did_not_end_is_not_confirmed(tmp_path: Path) -> None:
+    night = Night(tmp_path)
+    night.cut_after = 5
+    said = night.whole()
+    assert (said.outcome, said.winner, said.repeats) == (Judgement.NOT_CONFIRMED, None, 1)
+    assert "the window closed after 1 of 3 repeats" in said.sentence
+    assert all(arm.changes == () for arm in said.finalists)
+    assert said.profiles == {}
+
+
+def test_the_next_run_ends_an_interrupted_confirmation_first(tmp_path: Path) -> None:
+    night = Night(tmp_path)
+    night.cut_after = 5
+    first = night.whole()
+    night.cut_after = None
+    run = night.run()
+    said = night.end(run)
+    assert said.run_id == run.id
+    assert (said.outcome, said.winner, said.repeats) == (Judgement.CLEAR_WINNER, 1, 3)
+    assert len(night.launched) == 9, "what was measured is not measured again"
+    assert night.store.conclusion(first.run_id) == first, "an earlier conclusion never changes"
+
+
+def test_a_confirmation_is_begun_only_where_it_fits_and_the_next_run_does_it(tmp_path: Path) -> None:
+    night = Night(tmp_path)
+    said = night.whole(NOW + timedelta(minutes=2))
+    assert (said.outcome, night.launched) == (Judgement.NOT_CONFIRMED, [])
+    assert "it takes about" in said.sentence
+    assert [arm.trial for arm in said.finalists] == [1, 2]
+    run = night.run(NOW + timedelta(hours=1))
+    assert night.end(run).outcome is Judgement.CLEAR_WINNER
+
+
+def test_a_second_run_changes_no_earlier_conclusion(tmp_path: Path) -> None:
+    night = Night(tmp_path)
+    first = night.whole()
+    kept = night.store.conclusion(first.run_id)
+    night.speed = noisy
+    run = night.run()
+    second = night.end(run)
+    assert second.run_id != first.run_id
+    assert night.store.conclusion(first.run_id) == kept == first
+    assert night.store.conclusions(first.study_id) == (first, second)
+    assert night.store.latest_conclusion(first.study_id) == second
+
+
+def test_everybody_who_fails_again_falls_out(tmp_path: Path) -> None:
+    def failing_again(seqs: int, purpose: str, repeat: int) -> Mapping[str, float]:
+        return {"failed": 5.0 if purpose == "confirm" and seqs != 4 else 0.0}
+
+    said = Night(tmp_path, failing_again).whole()
+    assert (said.outcome, said.winner) == (Judgement.NOTHING_SERVED, None)
+    assert "5 of 100 requests failed" in said.sentence
+
+
+def test_a_baseline_that_fails_again_is_told_and_nothing_is_compared(tmp_path: Path) -> None:
+    def failing_again(seqs: int, purpose: str, repeat: int) -> Mapping[str, float]:
+        return {"failed": 5.0 if purpose == "confirm" and seqs == 4 else 0.0}
+
+    said = Night(tmp_path, failing_again).whole()
+    assert said.outcome is Judgement.BASELINE_FAILED
+    assert said.baseline is not None
+    assert said.baseline.dropped == "5 of 100 requests failed"
+    assert not said.confirmed
 
 
 def test_each_run_relaunches_what_it_screened(tmp_path: Path) -> None:
-    prepared = load(write(tmp_path), store=None, now=STUDY.created_at)
+    prepared = load(write(tmp_path), store=None, now=NOW)
 
     def trial(number: int, run: str, ttft: float, origin: str, screened: bool = False) -> Trial:
         values = {"ttft_p95_ms": ttft, "tpot_p95_ms": 9.0, "e2e_p95_ms": ttft, "goodput_rps": 5.0}
         return Trial(
             id=number + 1, study_id="s", run_id=run, number=number, origin=origin, screened=screened,
             candidate=Candidate({"max_num_seqs": (4, 16, 64)[number % 3], "max_num_batched_tokens": 512}),
-            state=TrialState.COMPLETE, started_at=STUDY.created_at,
+            state=TrialState.COMPLETE, started_at=NOW,
             measurements=(Measurement(values={**values, "slo_attainment": 1.0}),),
         )  # fmt: skip
 
@@ -135,37 +381,15 @@ def test_each_run_relaunches_what_it_screened(tmp_path: Path) -> None:
 
 
 def test_a_finalist_that_runs_otherwise_than_asked_falls_out(tmp_path: Path) -> None:
-    store = Store(f"sqlite:///{tmp_path / 'tuner.db'}")
-    prepared = load(write(tmp_path), store=store, now=STUDY.created_at)
-    study = store.add_study(prepared.study)
-    run = store.open_run(
-        study.id, trials_limit=2, deadline=None, now=STUDY.created_at, pid=1, host="here"
-    )  # fmt: skip
-    values = {"ttft_p95_ms": 9.0, "tpot_p95_ms": 9.0, "e2e_p95_ms": 9.0, "goodput_rps": 5.0}
-    numbers = Measurement(values={**values, "slo_attainment": 1.0, "requests": 20.0, "failed": 0.0})
-    for number, seqs in enumerate((4, 16)):
-        trial = store.start_trial(
-            study_id=study.id, run_id=run.id, candidate=Candidate({"max_num_seqs": seqs}), number=number,
-            attempt=0, seed=0, origin="search" if number else "baseline", now=STUDY.created_at, directory="d",
-        )  # fmt: skip
-        store.finish_trial(replace(trial, state=TrialState.COMPLETE, measurements=(numbers,)))
+    class Deaf(Night):
+        async def work(self, order: Order, note: Note) -> list[Measured]:
+            made = await super().work(order, note)
+            note(Serving(effective={"max_num_seqs": 4}, timeline={}, kv_tokens=None))
+            return made
 
-    async def work(order: Order, note: Note) -> list[Measured]:
-        """An engine that runs four sequences whatever it is asked for."""
-        note(Serving(effective={"max_num_seqs": 4}, timeline={}, kv_tokens=None))
-        again = [replace(numbers, purpose=each.purpose, repeat=each.repeat) for each in order.passes]
-        return [Measured(measurement=each, curtailed=None) for each in again]
-
-    now = STUDY.created_at
-    bench = Bench(
-        prepared=prepared, store=store, home=tmp_path, clock=lambda: now, tell=lambda event: None, work=work
-    )
-    try:
-        said = asyncio.run(confirm(bench, run)).summary
-    finally:
-        store.close()
-    assert said["verdict"] == "no verdict"
-    assert "the engine runs max_num_seqs = 4, not 16" in str(said["sentence"])
+    said = Deaf(tmp_path).whole()
+    assert said.outcome is Judgement.NOTHING_SERVED
+    assert "the engine runs max_num_seqs = 4, not 16" in said.sentence
 
 
 @pytest.mark.parametrize(("failed", "out"), [(0, False), (1, False), (2, True)])

@@ -13,8 +13,9 @@ class Plan:
     """Warm-up, priming, window, tail, repeats and gates. Seconds, unless the name says otherwise.
 
     `slices` and `slice_s` are what `slices: auto` should choose. `finalists` is how many candidates meet the
-    baseline again in a confirmation, `repeats` how often. Priming inserts `priming_turnovers` × the KV
-    capacity in tokens. The lateness gate is p99 ≤ max(`lateness_ms`, `lateness_share` × median TTFT).
+    baseline again in a confirmation, `repeats` how often at first, `most_repeats` how often at most, while
+    the answer is open. Priming inserts `priming_turnovers` × the KV capacity in tokens. The lateness gate is
+    p99 ≤ max(`lateness_ms`, `lateness_share` × median TTFT).
     `demonstration` plans give numbers to look at, not to act on.
     """
 
@@ -22,6 +23,7 @@ class Plan:
     slices: int
     slice_s: float
     repeats: int
+    most_repeats: int
     finalists: int = 2
     warmup_waves: int
     warmup_requests: int
@@ -40,31 +42,36 @@ class Plan:
     sender_cpu: float = 0.8
     demonstration: bool = False
 
+    @property
+    def most(self) -> int:
+        """How often each configuration of a confirmation is launched at most."""
+        return max(self.repeats, self.most_repeats)
+
 
 PLANS: Mapping[str, Plan] = MappingProxyType(
     {
         "quick": Plan(
-            name="quick", slices=1, slice_s=3.0, repeats=1, finalists=1, demonstration=True,
+            name="quick", slices=1, slice_s=3.0, repeats=2, most_repeats=3, finalists=1, demonstration=True,
             warmup_waves=2, warmup_requests=4, warmup_tokens=4, warmup_limit_s=1.0,
             priming_turnovers=0.25, priming_limit_s=0.5,
             load_warmup_s=0.5, tail_limit_s=5.0, scrape_s=0.25,
             lateness_ms=100.0, lateness_share=0.25, sender_cpu=0.95,
         ),
         "brief": Plan(
-            name="brief", slices=1, slice_s=10.0, repeats=3,
+            name="brief", slices=1, slice_s=10.0, repeats=3, most_repeats=6,
             warmup_waves=2, warmup_requests=4, warmup_tokens=4, warmup_limit_s=2.0,
             priming_turnovers=0.25, priming_limit_s=1.0,
             load_warmup_s=0.5, tail_limit_s=10.0, scrape_s=0.5,
             lateness_ms=50.0, lateness_share=0.1, sender_cpu=0.95,
         ),
         "standard": Plan(
-            name="standard", slices=3, slice_s=60.0, repeats=3,
+            name="standard", slices=3, slice_s=60.0, repeats=3, most_repeats=6,
             warmup_waves=5, warmup_requests=64, warmup_tokens=16, warmup_limit_s=120.0,
             priming_turnovers=1.0, priming_limit_s=180.0,
             load_warmup_s=20.0, tail_limit_s=90.0,
         ),
         "thorough": Plan(
-            name="thorough", slices=3, slice_s=300.0, repeats=5,
+            name="thorough", slices=3, slice_s=300.0, repeats=5, most_repeats=8,
             warmup_waves=8, warmup_requests=256, warmup_tokens=32, warmup_limit_s=600.0,
             priming_turnovers=1.5, priming_limit_s=900.0,
             load_warmup_s=60.0, tail_limit_s=300.0,

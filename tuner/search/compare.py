@@ -3,17 +3,17 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tuner.conclusions import Word
 from tuner.errors import BadInput, nearest
 from tuner.measures import MAXIMIZED, NAMES
 from tuner.records import Outcome, Slo
+from tuner.search.noise import Spread
 from tuner.search.requests import CANCELLED, is_good, latency_ms, latency_of
 
-Verdict = Literal["better", "worse", "equivalent", "no clear winner"]
 Passes = Sequence[Mapping[str, Sequence[Outcome]]]
 """One mapping slice name → outcomes per repeat."""
 
@@ -25,12 +25,16 @@ Fold = Callable[[Array, Array], Array]
 DRAWS = 1000
 BLOCK_S = 10.0
 BLOCKS = 20
-EQUIVALENT = 0.02
+LEAST = 0.02
+"""Relative difference below which nothing is called better or worse."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """log(other / base) of a metric with its interval at `level`; `verdict` speaks of the other one."""
+    """log(other / base) of a metric with its interval; `word` speaks of the other one.
+
+    `base` and `other` are geometric means over the repeats, so that their ratio is the one told.
+    """
 
     metric: str
     base: float
@@ -38,15 +42,18 @@ class Comparison:
     log_ratio: float
     low: float
     high: float
-    level: float
     repeats: int
     rows: int
-    verdict: Verdict
+    word: Word
 
     @property
     def change(self) -> float:
-        """Relative change, −0.1 = ten per cent less."""
-        return math.expm1(self.log_ratio)
+        """(other − base) / base."""
+        return math.expm1(self.log_ratio) if self.log_ratio < EXPONENT else math.inf
+
+
+EXPONENT = 700.0
+"""Where the exponential of a number is no longer a float."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,44 +71,82 @@ def compare(
     other: Passes,
     metric: str,
     *,
+    spread: Spread,
     slo: Slo | None = None,
     seed: int = 0,
     level: float = 0.95,
     family: int = 1,
-    noise: float = 0.0,
-    freedom: int | None = None,
 ) -> Comparison:
     """Compare on the same rows: `base[r]` and `other[r]` are repeat r, side by side in time.
 
     The interval is the wider one of two: blocks of time (and repeats) resampled together on both sides, and
-    Student's over the repeats' own log ratios. `family` is how many comparisons one verdict rests on
-    (candidates × metrics; Bonferroni). `noise` is the relative noise of one measurement from elsewhere, for
-    single repeats; with its degrees of `freedom` (see `pooled_noise`) it stands in for the repeats' own.
-    Throughput-like metrics count per row; their window cancels in the ratio. BadInput where nothing pairs.
+    Student's by the noise between launches (`spread`; unbounded where that is not known). `family` is how
+    many comparisons one verdict rests on (finalists × metrics × looks; Bonferroni). Throughput-like metrics
+    count per row; their window cancels in the ratio. BadInput where nothing pairs.
     """
     fold, value = _statistic(metric, slo)
     pairs = _pair(base, other, value)
     if not len(pairs.base):
         raise BadInput(f"{metric}: the two sides have no request in common")
-    alpha = (1.0 - level) / family
-    centre = _log_ratio(fold, pairs, np.ones((1, len(pairs.base))))[0]
+    alpha, repeats = (1.0 - level) / family, int(pairs.repeat.max()) + 1
+    before, after, centre = _centre(fold, pairs, repeats)
+    whole = float(_log_ratio(fold, pairs, np.ones((1, len(pairs.base))))[0])
     low, high = _interval(fold, pairs, seed, alpha)
-    reach = _between_repeats(fold, pairs, alpha, noise, freedom)
     if math.isfinite(centre):
-        low, high = min(low, centre - reach), max(high, centre + reach)
-    ones = np.ones((1, len(pairs.base)))
+        inside = (whole - low, high - whole) if math.isfinite(whole) else (math.inf, math.inf)
+        reach = spread.reach(alpha, repeats)
+        low, high = centre - max(inside[0], reach), centre + max(inside[1], reach)
+    elif not spread.freedom:
+        low, high = -math.inf, math.inf
     return Comparison(
-        metric=metric,
-        base=float(fold(pairs.base, ones)[0]),
-        other=float(fold(pairs.other, ones)[0]),
-        log_ratio=float(centre),
-        low=low,
-        high=high,
-        level=level,
-        repeats=int(pairs.repeat.max()) + 1,
-        rows=len(pairs.base),
-        verdict=verdict(metric, low, high),
-    )
+        metric=metric, base=before, other=after, log_ratio=centre, low=low, high=high, repeats=repeats,
+        rows=len(pairs.base), word=word_of(metric, centre, low, high),
+    )  # fmt: skip
+
+
+def compare_values(
+    metric: str,
+    base: Sequence[float],
+    other: Sequence[float],
+    *,
+    spread: Spread,
+    level: float = 0.95,
+    family: int = 1,
+    least: float = 0.0,
+) -> Comparison | None:
+    """Compare a number of whole replays, one per repeat: Student's interval of the mean log ratio by the
+    noise between launches, no narrower than `least` (a log ratio). None where nothing pairs.
+    """
+    logs = [math.log(b / a) for a, b in zip(base, other, strict=False) if a > 0 and b > 0]
+    if not logs:
+        return None
+    centre = math.fsum(logs) / len(logs)
+    reach = max(spread.reach((1 - level) / family, len(logs)), least)
+    low, high = centre - reach, centre + reach
+    before, after = (math.exp(math.fsum(map(math.log, v)) / len(v)) for v in _paired(base, other))
+    return Comparison(
+        metric=metric, base=before, other=after, log_ratio=centre, low=low, high=high, repeats=len(logs),
+        rows=0, word=word_of(metric, centre, low, high),
+    )  # fmt: skip
+
+
+def _paired(base: Sequence[float], other: Sequence[float]) -> tuple[list[float], list[float]]:
+    kept = [(a, b) for a, b in zip(base, other, strict=False) if a > 0 and b > 0]
+    return [a for a, _ in kept], [b for _, b in kept]
+
+
+def _centre(fold: Fold, pairs: _Pairs, repeats: int) -> tuple[float, float, float]:
+    """(base, other, log ratio): geometric means of the repeats' own values; of all rows pooled where a repeat
+    has none that is positive and finite.
+    """
+    masks = np.array([(pairs.repeat == r).astype(np.float64) for r in range(repeats)])
+    both = [fold(rows, masks[masks.sum(axis=1) > 0]) for rows in (pairs.base, pairs.other)]
+    if all(np.all(np.isfinite(v) & (v > 0)) for v in both):
+        before, after = (float(np.mean(np.log(v))) for v in both)
+        return math.exp(before), math.exp(after), after - before
+    ones = np.ones((1, len(pairs.base)))
+    ratio = float(_log_ratio(fold, pairs, ones)[0])
+    return float(fold(pairs.base, ones)[0]), float(fold(pairs.other, ones)[0]), ratio
 
 
 def _interval(fold: Fold, pairs: _Pairs, seed: int, alpha: float) -> tuple[float, float]:
@@ -113,14 +158,11 @@ def _interval(fold: Fold, pairs: _Pairs, seed: int, alpha: float) -> tuple[float
     return float(low), float(high)
 
 
-def verdict(metric: str, low: float, high: float) -> Verdict:
-    """What an interval of log(other / base) says of the other one."""
-    if math.isnan(low) or math.isnan(high):
-        return "no clear winner"
-    if low > 0 or high < 0:
-        up = low > 0
-        return "better" if up == (metric in MAXIMIZED) else "worse"
-    return "equivalent" if low >= -EQUIVALENT and high <= EQUIVALENT else "no clear winner"
+def word_of(metric: str, centre: float, low: float, high: float) -> Word:
+    """What log(other / base) and its interval say of the other one; less than 2 % decides nothing."""
+    if not (low > 0 or high < 0) or abs(centre) < math.log1p(LEAST):
+        return "open"
+    return "better" if (centre > 0) == (metric in MAXIMIZED) else "worse"
 
 
 def _pair(base: Passes, other: Passes, value: Callable[[Outcome], float]) -> _Pairs:
@@ -168,80 +210,6 @@ def _log_ratio(fold: Fold, pairs: _Pairs, weights: Array) -> Array:
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio: Array = np.log(other) - np.log(base)
     return ratio
-
-
-def _between_repeats(fold: Fold, pairs: _Pairs, alpha: float, noise: float, freedom: int | None) -> float:
-    """Half width from the spread of the repeats' own log ratios; 0 with one repeat and no known noise."""
-    count = int(pairs.repeat.max()) + 1
-    if freedom is not None:
-        return student(1 - alpha / 2, freedom) * noise * math.sqrt(2.0 / count)
-    known = _normal(1 - alpha / 2) * noise * math.sqrt(2.0 / count)
-    if count < 2:
-        return known
-    masks = np.array([(pairs.repeat == r).astype(np.float64) for r in range(count)])
-    ratios = _log_ratio(fold, pairs, masks)
-    if not np.all(np.isfinite(ratios)):
-        return math.inf
-    return max(known, student(1 - alpha / 2, count - 1) * float(np.std(ratios, ddof=1)) / math.sqrt(count))
-
-
-def pooled_noise(entrants: Sequence[Passes], metric: str, *, slo: Slo | None = None) -> tuple[float, int]:
-    """(relative noise of one measurement, degrees of freedom): the spread of each entrant's own repeats,
-    pooled over all entrants of a confirmation. Two repeats of one entrant know little, twelve of four more.
-    """
-    fold, value = _statistic(metric, slo)
-    repeats: list[list[float]] = []
-    for passes in entrants:
-        repeats.append([])
-        for repeat in passes:
-            rows = [o for outcomes in repeat.values() for o in outcomes if o.error != CANCELLED]
-            values = np.array([v for v in map(value, rows) if not math.isnan(v)])
-            if len(values):
-                repeats[-1].append(float(fold(values, np.ones((1, len(values))))[0]))
-    return pooled(repeats)
-
-
-def pooled(repeats: Sequence[Sequence[float]]) -> tuple[float, int]:
-    """`pooled_noise` of numbers of whole replays: one sequence of repeats per entrant."""
-    total, freedom = 0.0, 0
-    for values in repeats:
-        logs = [math.log(v) for v in values if 0 < v < math.inf]
-        if len(logs) > 1:
-            total += float(np.var(logs, ddof=1)) * (len(logs) - 1)
-            freedom += len(logs) - 1
-    return (math.sqrt(total / freedom) if freedom else 0.0), freedom
-
-
-def _normal(p: float) -> float:
-    from statistics import NormalDist
-
-    return NormalDist().inv_cdf(p)
-
-
-def student(p: float, freedom: int) -> float:
-    """Student's quantile by bisection of its distribution function."""
-    low, high = 0.0, 1e6
-    for _ in range(200):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _student_cdf(middle, freedom) < p else (low, middle)
-    return (low + high) / 2
-
-
-def _student_cdf(t: float, freedom: int) -> float:
-    """Exact for whole degrees of freedom, t ≥ 0 (the finite sums over cos θ, θ = atan(t / √ν))."""
-    theta = math.atan2(t, math.sqrt(freedom))
-    cos2 = math.cos(theta) ** 2
-    term, total = 1.0, 0.0
-    if freedom % 2:
-        for k in range(1, (freedom - 1) // 2 + 1):
-            total += term
-            term *= cos2 * (2 * k) / (2 * k + 1)
-        area = theta + (math.sin(theta) * math.cos(theta) * total if freedom > 1 else 0.0)
-        return 0.5 + area / math.pi
-    for k in range(freedom // 2):
-        total += term
-        term *= cos2 * (2 * k + 1) / (2 * k + 2)
-    return 0.5 + 0.5 * math.sin(theta) * total
 
 
 def _statistic(metric: str, slo: Slo | None) -> tuple[Fold, Callable[[Outcome], float]]:

@@ -3,16 +3,11 @@
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-import numpy as np
-
-from tuner.records import Candidate, Measurement, Trial
+from tuner.records import Candidate, Trial
 from tuner.search import trial_view
 
 DRIFT_EVERY = 24
 """Trials between two looks at the baseline."""
-
-DRIFT = 0.05
-"""Relative change of the baseline that is told."""
 
 
 def by_group(
@@ -45,21 +40,3 @@ def drift_due(trials: Sequence[Trial], every: int = DRIFT_EVERY) -> bool:
     finished = [t for t in trial_view.latest(trials) if t.ended_at is not None]
     looks = [i for i, t in enumerate(finished) if t.is_baseline or t.origin == "drift"]
     return bool(looks) and len(finished) - 1 - looks[-1] >= every
-
-
-def drift(measurements: Sequence[Measurement], metric: str) -> float | None:
-    """Slope of the baseline's log metric from its first to its last measurement; None below two of them."""
-    values = [m.values[metric] for m in measurements if m.kind == "full" and metric in m.values]
-    if len(values) < 2 or not all(0 < v < float("inf") for v in values):
-        return None
-    slope = np.polyfit(np.arange(len(values)), np.log(values), 1)[0]
-    return float(slope * (len(values) - 1))
-
-
-def drifted(measurements: Sequence[Measurement], metric: str, limit: float = DRIFT) -> str | None:
-    """One sentence when the machine itself became faster or slower during the study, else None."""
-    found = drift(measurements, metric)
-    if found is None or abs(found) <= limit:
-        return None
-    way = "up" if found > 0 else "down"
-    return f"the baseline's {metric} went {way} by {abs(np.expm1(found)):.0%} during the study"

@@ -1,79 +1,220 @@
 """Finalists and the baseline again, interleaved, each time in a fresh process, and on a held-out slice."""
 
-import math
-import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import product, takewhile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from statistics import fmean, median
 
-from tuner import masking
-from tuner.engine import effective
-from tuner.errors import Aborted, BadInput, Infeasible
-from tuner.knobs.arguments import compile_candidate
-from tuner.knobs.catalogue import CATALOGUE
-from tuner.profiles import registry
-from tuner.records import JSON, Measurement, Outcome, Profile, Run, Study, Trial, TrialState
-from tuner.replay import outcomes
-from tuner.replay.plan import Plan
-from tuner.replay.speed import TOLERANCE
-from tuner.search import pareto, stopping
-from tuner.search.compare import Comparison, Passes, compare, pooled, pooled_noise, student
-from tuner.search.compare import verdict as verdict_of
-from tuner.tuning import capacity
+from tuner.conclusions import Conclusion, Judgement, RunCost
+from tuner.errors import Aborted, Infeasible
+from tuner.records import Launch, Measurement, Run, Trial, TrialState
+from tuner.search import trial_view
 from tuner.tuning.attempt import failing, retries_of, unlike
-from tuner.tuning.calibrated_predictor import RELAUNCHED, policy
+from tuner.tuning.calibrated_predictor import LAUNCH_S, RELAUNCHED, SETTLE_S, policy
+from tuner.tuning.concluding import (
+    PLACES,
+    Asked,
+    Repeats,
+    Spreads,
+    baseline_of,
+    conclude,
+    is_open,
+    nothing_served,
+    unmeasured,
+)
+from tuner.tuning.earlier import noise_before
 from tuner.tuning.events import Event
+from tuner.tuning.idle import cannot_act
+from tuner.tuning.launch_estimates import ready_of
 from tuner.tuning.next_trial import key_of, winner
 from tuner.tuning.study import Prepared
 from tuner.tuning.trial import ABORTED_RETRIES, Bench, Pass, launch
-from tuner.tuning.verdict import Compared, Verdict, judge
+from tuner.tuning.verdict import worse_by
 
-LEVEL = 0.95
-WHERE = ("confirm", "held_out")
+
+def asked_of(prepared: Prepared) -> Asked:
+    """What the study asks of its winner."""
+    return Asked(
+        study=prepared.study, plan=prepared.plan, policy=policy(prepared), not_worse=prepared.file.not_worse
+    )
+
+
+LEAST_ROUNDS = 2
+"""Rounds that a confirmation is worth where the launches that a run may make are too few for the plan's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Confirmation:
-    """What a run concluded: `summary` is kept with the run, `profile` is the challenger, if any."""
-
-    summary: Mapping[str, JSON]
-    profile: Profile | None
-
-
-def launches_of(plan: Plan) -> int:
-    """How many launches a confirmation takes at most."""
-    return plan.repeats * (1 + plan.finalists)
-
-
-async def confirm(bench: Bench, run: Run) -> Confirmation:
-    """Measure the finalists against the baseline, give the verdict and publish the profiles.
-
-    What an interrupted confirmation of the same run measured already is used again.
+class Planned:
+    """A confirmation before it is begun: `rounds` launches of each of the baseline and the finalists, up to
+    `most` while the answer is open; `round_s` is about how long each of these rounds takes.
     """
-    trials = bench.store.trials(bench.prepared.study.id)
-    chosen = finalists(bench.prepared, trials, run.id)
-    if not chosen:
-        _today(bench, run)
-        return Confirmation(summary={"verdict": "no verdict", "sentence": _nothing(trials)}, profile=None)
-    base = next((t for t in trials if t.is_baseline and t.state is TrialState.COMPLETE), None)
-    entrants = [*([base] if base else []), *chosen]
-    dropped: dict[int, str] = {}
-    for repeat in range(1, bench.prepared.plan.repeats + 1):
-        for trial in entrants if repeat % 2 else reversed(entrants):
-            if trial.number not in dropped and not _has(bench, run, trial.id, repeat):
-                await _again(bench, run, trial, repeat, dropped)
-    measured = {t.number: _fresh(bench, run, t.id) for t in entrants if t.number not in dropped}
-    for number in list(measured):
-        if reason := next((said for m in measured[number] if (said := failing(m.values))), None):
-            dropped[number] = reason
-            del measured[number]
-    return _conclude(bench, run, base, [t for t in chosen if t.number not in dropped], measured, dropped)
+
+    arms: int
+    rounds: int
+    most: int
+    round_s: float
+
+    @property
+    def seconds(self) -> float:
+        """About how long it takes where the first rounds decide."""
+        return self.rounds * self.round_s
+
+
+def planned(prepared: Prepared, launches: Sequence[Launch], finalists: int | None = None) -> Planned:
+    """The confirmation of so many finalists (default: the plan's), by how long engines took to be ready."""
+    plan, ready = prepared.plan, ready_of(launches)
+    slices = prepared.study.slices
+    replay = sum(s.duration_s for s in slices) / prepared.file.speed
+    replay += len(slices) * (plan.load_warmup_s + min(SETTLE_S, plan.warmup_limit_s + plan.tail_limit_s))
+    arms = 1 + (plan.finalists if finalists is None else finalists)
+    each = replay + (median(ready) if ready else LAUNCH_S)
+    return Planned(arms=arms, rounds=plan.repeats, most=plan.most, round_s=arms * each)
+
+
+@dataclass(slots=True, kw_only=True)
+class Confirmation:
+    """The confirmation of some finalists. `label` names its launches' folders: what was measured before it
+    was interrupted is used again. `dropped` tells why a finalist (or the baseline) left it.
+    """
+
+    bench: Bench
+    run: Run
+    chosen: Sequence[Trial]
+    label: str
+    dropped: dict[int, str] = field(default_factory=dict)
+    _earlier: Spreads = field(init=False)
+
+    def __post_init__(self) -> None:
+        asked = asked_of(self.bench.prepared)
+        self._earlier = noise_before(self.bench.store, asked, without=self.label)
+
+    @property
+    def base(self) -> Trial | None:
+        """Today's configuration as the search measured it first; None where it did not serve."""
+        return trial_view.baseline_of(self.bench.store.trials(self.run.study_id))
+
+    def so_far(self) -> Repeats:
+        """What was measured, without those of which too many requests failed."""
+        trials = self.bench.store.trials(self.run.study_id)
+        base, dropped = trial_view.baseline_of(trials), dict(self.dropped)
+        measured = {}
+        for trial in (*([base] if base else []), *self.chosen):
+            rows = kept(self.bench, self.label, trial.id)
+            reason = next((said for m in rows if (said := failing(m.values))), None)
+            if reason is not None:
+                dropped.setdefault(trial.number, reason)
+            if rows and trial.number not in dropped:
+                measured[trial.number] = rows
+        return Repeats(
+            base=base or baseline_of(trials), finalists=self.chosen, measured=measured,
+            dropped=dropped, earlier=self._earlier,
+        )  # fmt: skip
+
+    async def measure(self) -> None:
+        """Launch everybody in turns until the answer is settled, the plan's cap is reached, or the window has
+        no room for another round.
+        """
+        asked, plan = asked_of(self.bench.prepared), self.bench.prepared.plan
+        base = self.base
+        entrants = [*([base] if base else []), *self.chosen]
+        for repeat in range(1, plan.most + 1):
+            if repeat > plan.repeats and not (is_open(asked, self.so_far()) and self._fits(len(entrants))):
+                return
+            left = [t for t in entrants if not _has(self.bench, self.label, t.id, repeat)]
+            if repeat > LEAST_ROUNDS and self.bench.budget.left < len(left):
+                return
+            for trial in entrants if repeat % 2 else reversed(entrants):
+                if trial.number not in self.dropped and not _has(self.bench, self.label, trial.id, repeat):
+                    await self._again(trial, repeat, len(entrants))
+
+    def _fits(self, arms: int) -> bool:
+        """Whether another round ends before the window does."""
+        if self.run.deadline is None:
+            return True
+        spans = [
+            (each.ended_at - each.started_at).total_seconds()
+            for each in launches_of_confirmation(self.bench, self.label)
+            if each.ended_at is not None
+        ]
+        needed = arms * fmean(spans) if spans else 0.0
+        return (self.run.deadline - self.bench.clock()).total_seconds() >= needed
+
+    async def _again(self, trial: Trial, repeat: int, arms: int) -> None:
+        bench, study = self.bench, self.bench.prepared.study
+        passes = [Pass(slices=tuple(s for s in study.slices if not s.held_out), purpose="confirm",
+                       repeat=repeat)]  # fmt: skip
+        if held_out := tuple(s for s in study.slices if s.held_out):
+            passes.append(Pass(slices=held_out, purpose="held_out", repeat=repeat))
+        self._tell(trial, repeat, arms)
+        for attempt in range(ABORTED_RETRIES + 1):
+            label = f"confirm-{self.label}-{repeat}-{attempt}"
+            try:
+                launched = await launch(bench, trial, passes, bench.directory(trial.number, label))
+            except Infeasible as error:
+                if attempt < retries_of(error):
+                    continue
+                self._drop(trial, str(error))
+                return
+            except Aborted:
+                if attempt == ABORTED_RETRIES:
+                    raise
+                continue
+            if said := unlike(trial.candidate, launched.launch.effective):
+                self._drop(trial, said)
+                return
+            for measurement in launched.measurements:
+                bench.store.add_measurement(trial.id, measurement)
+            return
+
+    def _drop(self, trial: Trial, why: str) -> None:
+        self.dropped[trial.number] = why
+        self.bench.tell(Event(kind="note", text=f"dropped from the confirmation: {why}", trial=trial))
+
+    def _tell(self, trial: Trial, repeat: int, arms: int) -> None:
+        plan = self.bench.prepared.plan
+        rounds = max(plan.repeats, repeat)
+        done = sum(
+            _has(self.bench, self.label, t.id, r)
+            for t in (*([self.base] if self.base else []), *self.chosen)
+            for r in range(1, rounds + 1)
+        )
+        more = f" (added, up to {plan.most}: the answer is open)" if repeat > plan.repeats else ""
+        text = f"confirmation: launch {done + 1} of {arms * rounds}, repeat {repeat} of {rounds}{more}"
+        self.bench.tell(Event(kind="confirm", text=text, done=done, total=arms * rounds, trial=trial))
+
+    def rounds_done(self) -> int:
+        """How many repeats of everybody are measured."""
+        arms, repeat = [*([self.base] if self.base else []), *self.chosen], 0
+        while arms and all(_has(self.bench, self.label, t.id, repeat + 1) for t in arms):
+            repeat += 1
+        return repeat
+
+    def conclusion(self) -> Conclusion:
+        """What was found, once it was measured to its end."""
+        asked, now = asked_of(self.bench.prepared), self.bench.clock()
+        cost = cost_of(self.bench, self.run, self.label)
+        return conclude(asked, self.run, self.so_far(), cost, now)
+
+
+def without_finalists(bench: Bench, run: Run) -> Conclusion:
+    """The conclusion where nothing is left to be measured again."""
+    prepared, trials = bench.prepared, bench.store.trials(run.study_id)
+    outcome, sentence = Judgement.NOTHING_SERVED, nothing_served(trials)
+    if reasons := left_out(prepared, trials):
+        outcome = Judgement.BASELINE_STAYS
+        sentence = f"Today's configuration stays: no trial is left as a finalist. {' '.join(reasons)}"
+    return unmeasured(
+        asked_of(prepared), run, trials, outcome=outcome, sentence=sentence, cost=cost_of(bench, run),
+        now=bench.clock(),
+    )  # fmt: skip
 
 
 def finalists(prepared: Prepared, trials: Sequence[Trial], run_id: str) -> list[Trial]:
-    """The policy's choice, then its choice without that one: the baseline is not among them. Screened trials
-    are, until they were relaunched or the run has made relaunches enough at its end.
+    """The policy's choice, then its choice without that one: the baseline is not among them, nor what only
+    turned knobs that could not act, nor what `not_worse` forbids. Screened trials are, until they were
+    relaunched or the run has made relaunches enough at its end.
     """
+    base = trial_view.baseline_of(trials)
     left, found = [t for t in trials if not t.is_baseline], list[Trial]()
     key = key_of(prepared, trials)
     count = prepared.plan.finalists
@@ -85,255 +226,87 @@ def finalists(prepared: Prepared, trials: Sequence[Trial], run_id: str) -> list[
         best = winner(prepared, left, key)
         if best is None:
             break
-        found.append(best)
+        if base is None or why_not(prepared, base, best) is None:
+            found.append(best)
         left = [t for t in left if key(t.candidate) != key(best.candidate)]
     return found
 
 
-def _nothing(trials: Sequence[Trial]) -> str:
-    reasons = sorted({t.reason for t in trials if t.reason and not t.is_baseline})
-    return "No candidate completed" + (f": {'; '.join(reasons[:3])}." if reasons else ".")
+def why_not(prepared: Prepared, base: Trial, trial: Trial) -> str | None:
+    """Why a trial cannot win over the baseline, whatever its numbers; None where it can."""
+    if (said := cannot_act(base, trial, prepared.facts)) is not None:
+        return f"Trial {trial.number} is no finalist: {said}."
+    mine, its = (t.measurement.values if t.measurement else {} for t in (base, trial))
+    for name, limit in prepared.file.not_worse.items():
+        if mine.get(name) and name in its and worse_by(name, mine[name], its[name]) > limit:
+            change = (its[name] - mine[name]) / mine[name]
+            return f"Trial {trial.number} is no finalist: {name} {change:+.0%} (not_worse: {limit:.0%})."
+    return None
 
 
-async def _again(bench: Bench, run: Run, trial: Trial, repeat: int, dropped: dict[int, str]) -> None:
-    study = bench.prepared.study
-    searched = tuple(s for s in study.slices if not s.held_out)
-    held_out = tuple(s for s in study.slices if s.held_out)
-    passes = [Pass(slices=searched, purpose="confirm", repeat=repeat)]
-    if held_out:
-        passes.append(Pass(slices=held_out, purpose="held_out", repeat=repeat))
-    bench.tell(Event(kind="confirm", text=f"measured again, repeat {repeat}", trial=trial))
-    for attempt in range(ABORTED_RETRIES + 1):
-        directory = bench.directory(trial.number, f"confirm-{run.id[:8]}-{repeat}-{attempt}")
-        try:
-            launched = await launch(bench, trial, passes, directory)
-        except Infeasible as error:
-            if attempt < retries_of(error):
-                continue
-            dropped[trial.number] = str(error)
-            bench.tell(Event(kind="note", text=f"dropped from the finalists: {error}", trial=trial))
-            return
-        except Aborted:
-            if attempt == ABORTED_RETRIES:
-                raise
-            continue
-        if said := unlike(trial.candidate, launched.launch.effective):
-            dropped[trial.number] = said
-            bench.tell(Event(kind="note", text=f"dropped from the finalists: {said}", trial=trial))
-            return
-        for measurement in launched.measurements:
-            bench.store.add_measurement(trial.id, measurement)
-        return
+def left_out(prepared: Prepared, trials: Sequence[Trial]) -> list[str]:
+    """Why complete trials are no finalists, three at most."""
+    base = trial_view.baseline_of(trials)
+    if base is None:
+        return []
+    done = [t for t in trial_view.latest(trials) if t.state is TrialState.COMPLETE and not t.is_baseline]
+    return [said for t in done if (said := why_not(prepared, base, t)) is not None][:3]
 
 
-def _fresh(bench: Bench, run: Run, trial_id: int) -> list[Measurement]:
-    """The confirmation's measurements of a trial that were made in this run, by repeat; of a repeat that was
-    interrupted and done again, the last.
-    """
-    ours = {each.id for each in bench.store.launches(run.study_id) if each.started_at >= run.started_at}
-    found = [
-        m for m in bench.store.trial(trial_id).measurements if m.purpose in WHERE and m.launch_id in ours
-    ]
-    last = {(m.repeat, m.purpose): m for m in found}
+def label_of(run_id: str) -> str:
+    """How the launches of a run's confirmation are called, however many runs go on with it."""
+    return run_id[:8]
+
+
+def launches_of_confirmation(bench: Bench, label: str) -> list[Launch]:
+    """The launches of a confirmation."""
+    return [each for each in bench.launches() if each.directory and f"-confirm-{label}-" in each.directory]
+
+
+def kept(bench: Bench, label: str, trial_id: int) -> list[Measurement]:
+    """What a confirmation measured of a trial, by repeat; of a repeat that was done again, the last."""
+    ours = {each.id for each in launches_of_confirmation(bench, label)}
+    found = [m for m in bench.store.trial(trial_id).measurements if m.purpose in PLACES]
+    last = {(m.repeat, m.purpose): m for m in found if m.launch_id in ours}
     return [last[key] for key in sorted(last)]
 
 
-def _has(bench: Bench, run: Run, trial_id: int, repeat: int) -> bool:
-    wanted = WHERE if any(s.held_out for s in bench.prepared.study.slices) else WHERE[:1]
-    return {m.purpose for m in _fresh(bench, run, trial_id) if m.repeat == repeat} >= set(wanted)
+def _has(bench: Bench, label: str, trial_id: int, repeat: int) -> bool:
+    wanted = PLACES if any(s.held_out for s in bench.prepared.study.slices) else PLACES[:1]
+    return {m.purpose for m in kept(bench, label, trial_id) if m.repeat == repeat} >= set(wanted)
 
 
-def _conclude(
-    bench: Bench,
-    run: Run,
-    base: Trial | None,
-    entered: Sequence[Trial],
-    measured: Mapping[int, Sequence[Measurement]],
-    dropped: Mapping[int, str],
-) -> Confirmation:
-    if not entered:
-        sentence = "Every finalist failed when it was measured again: " + "; ".join(dropped.values()) + "."
-        return Confirmation(summary={"verdict": "no verdict", "sentence": sentence}, profile=None)
-    study = bench.prepared.study
-    base = base if base and base.number in measured else None
-    again = [_remeasured(t, measured[t.number]) for t in [*([base] if base else []), *entered]]
-    chosen = pareto.choose(again, policy(bench.prepared), study.slo, study.objectives)
-    assumed = 0.0 if bench.prepared.plan.demonstration else stopping.NOISE
-    compared = comparisons(study, base.number, measured, assumed=assumed) if base else []
-    verdict = judge(chosen, base, compared, study.slo, demonstration=bench.prepared.plan.demonstration)
-    profiles = _publish(bench, run, chosen, verdict)
-    challenger = profiles.get("challenger")
-    summary: dict[str, JSON] = {
-        "verdict": verdict.word,
-        "sentence": verdict.sentence,
-        "winner": chosen.number if verdict.wins else None,
-        "baseline": base.number if base else None,
-        "finalists": [t.number for t in entered],
-        "dropped": {str(number): reason for number, reason in dropped.items()},
-        "comparisons": [row(*each) for each in compared],
-        "demonstration": bench.prepared.plan.demonstration,
-        "profiles": {alias: _profile_row(p) for alias, p in profiles.items()},
-    }
-    return Confirmation(summary=summary, profile=challenger)
-
-
-def _remeasured(trial: Trial, measured: Sequence[Measurement]) -> Trial:
-    """The trial with the medians of its confirmation in place of the search's one measurement."""
-    rows = [m.values for m in measured if m.purpose == "confirm"]
-    names = set.intersection(*(set(r) for r in rows))
-    values = {name: statistics.median(r[name] for r in rows) for name in sorted(names)}
-    return replace(trial, screened=False, measurements=(Measurement(values=values),))
-
-
-def comparisons(
-    study: Study, base: int, measured: Mapping[int, Sequence[Measurement]], *, assumed: float = 0.0
-) -> list[Compared]:
-    """Every finalist against the baseline in every objective, on the slices that were searched and, where
-    there is one, on the held-out slice. All of them are the family that the verdict rests on, and the repeats
-    of all entrants tell the noise; `assumed` is that of one measurement where nothing was repeated.
+def pending(bench: Bench) -> tuple[str, list[Trial]] | None:
+    """The confirmation that earlier runs of the study could not end: (its label, its finalists); None where
+    the last conclusion leaves nothing to be done.
     """
-    family = (len(measured) - 1) * len(study.objectives)
-    found: list[Compared] = []
-    for where in WHERE:
-        there = {number: [m for m in rows if m.purpose == where] for number, rows in measured.items()}
-        if not all(there.values()):
-            continue
-        passes = {number: _passes(rows) for number, rows in there.items()}
-        for number, name in product([n for n in there if n != base], study.objectives):
-            made: Comparison | None
-            try:
-                noise = pooled_noise(list(passes.values()), name, slo=study.slo)
-                noise = noise if noise[1] else (assumed, 0)
-                made = _by_request(study, name, (passes[base], passes[number]), family, noise)
-            except BadInput:  # an objective of the engine's own numbers has no rows to pair
-                said = {n: [m.values[name] for m in rows if name in m.values] for n, rows in there.items()}
-                everybody = list(said.values())
-                made = by_repeats(name, said[base], said[number], everybody=everybody, family=family)
-            found += [(number, where, made)] if made is not None else []
-    return found
-
-
-def _by_request(
-    study: Study, name: str, pair: tuple[Passes, Passes], family: int, noise: tuple[float, int]
-) -> Comparison:
-    return compare(
-        *pair, name, slo=study.slo, seed=study.seed, level=LEVEL, family=family, noise=noise[0],
-        freedom=noise[1] or None,
-    )  # fmt: skip
-
-
-def by_repeats(
-    name: str,
-    base: Sequence[float],
-    other: Sequence[float],
-    *,
-    everybody: Sequence[Sequence[float]] = (),
-    family: int = 1,
-) -> Comparison | None:
-    """Compare a number of whole replays: Student's interval of the mean log ratio by the noise of everybody's
-    repeats (default: of these two), unbounded without any; of `max_speed` no less than it is told to. None
-    where nothing pairs.
-    """
-    logs = [math.log(b / a) for a, b in zip(base, other, strict=False) if a > 0 and b > 0]
-    if not logs:
+    label, numbers = None, list[int]()
+    for said in reversed(bench.store.conclusions(bench.prepared.study.id)):
+        ours = [arm.trial for arm in said.finalists]
+        if said.outcome is not Judgement.NOT_CONFIRMED or not ours or (numbers and ours != numbers):
+            break
+        label, numbers = label_of(said.run_id), ours
+        if launches_of_confirmation(bench, f"{label}.2"):
+            label = f"{label}.2"
+    if label is None:
         return None
-    centre, reach = statistics.fmean(logs), math.inf
-    noise, freedom = pooled(everybody or (base, other))
-    if freedom:
-        reach = student(1 - (1 - LEVEL) / family / 2, freedom) * noise * math.sqrt(2 / len(logs))
-    if name == capacity.NAME:
-        reach = max(reach, math.log1p(TOLERANCE))
-    low, high = centre - reach, centre + reach
-    return Comparison(
-        metric=name, base=statistics.fmean(base), other=statistics.fmean(other), log_ratio=centre, low=low,
-        high=high, level=LEVEL, repeats=len(logs), rows=0, verdict=verdict_of(name, low, high),
-    )  # fmt: skip
+    latest = {t.number: t for t in trial_view.latest(bench.store.trials(bench.prepared.study.id))}
+    return label, [latest[n] for n in numbers if n in latest]
 
 
-def _passes(measured: Sequence[Measurement]) -> list[Mapping[str, Sequence[Outcome]]]:
-    return [
-        {part.name: outcomes.read(part.outcomes_file) for part in m.slices if part.outcomes_file}
-        for m in measured
+def cost_of(bench: Bench, run: Run, label: str | None = None) -> RunCost:
+    """What a run's trials and its confirmation held the node for."""
+    facts = bench.prepared.facts
+    real = facts.kind == "vllm" and facts.platform != "cpu"
+    search = sum(t.gpu_seconds for t in bench.store.trials(run.study_id) if t.run_id == run.id)
+    spans = [
+        max(0.0, (each.ended_at - each.started_at).total_seconds())
+        for each in launches_of_confirmation(bench, label or label_of(run.id))
+        if each.ended_at is not None
     ]
-
-
-def row(number: int, where: str, comparison: Comparison) -> dict[str, JSON]:
-    """One comparison as JSON: ratios of the finalist to the baseline, null where infinite."""
-    return {
-        "number": number,
-        "where": where,
-        "metric": comparison.metric,
-        "ratio": _ratio(comparison.log_ratio),
-        "low": _ratio(comparison.low),
-        "high": _ratio(comparison.high),
-        "repeats": comparison.repeats,
-        "rows": comparison.rows,
-        "verdict": comparison.verdict,
-    }
-
-
-def _ratio(log_ratio: float) -> float | None:
-    if not -700 < log_ratio < 700:
-        return None
-    return round(math.exp(log_ratio), 6)
-
-
-def _publish(bench: Bench, run: Run, chosen: Trial, verdict: Verdict) -> dict[str, Profile]:
-    """The baseline's profile always, the challenger's when it won; their aliases move."""
-    found = _today(bench, run)
-    if verdict.wins:
-        found[registry.CHALLENGER] = _profile(bench, run, chosen, registry.CHALLENGER, verdict)
-    return found
-
-
-def _today(bench: Bench, run: Run) -> dict[str, Profile]:
-    """What runs today as a profile, whether or not it served this traffic."""
-    trials = bench.store.trials(run.study_id)
-    decided = (TrialState.COMPLETE, TrialState.INFEASIBLE)
-    base = next((t for t in reversed(trials) if t.is_baseline and t.state in decided), None)
-    if base is None:
-        return {}
-    verdict = Verdict(word="baseline", sentence=base.reason or "what ran before", wins=False)
-    return {registry.BASELINE: _profile(bench, run, base, registry.BASELINE, verdict)}
-
-
-def _profile(bench: Bench, run: Run, trial: Trial, alias: str, verdict: Verdict) -> Profile:
-    prepared = bench.prepared
-    compiled = compile_candidate(trial.candidate, prepared.facts, env=prepared.file.engine.env)
-    return registry.publish(
-        bench.store,
-        study=prepared.study,
-        trial=trial,
-        argv=masking.arguments((*prepared.fixed, *compiled.argv)),
-        env=masking.environment({**prepared.file.engine.env, **compiled.env}),
-        evidence={
-            "run": run.id,
-            "verdict": verdict.word,
-            "sentence": verdict.sentence,
-            "confirmed": verdict.confirmed and alias == registry.CHALLENGER,
-            "slo_met": pareto.meets(trial, prepared.study.slo),
-            "demonstration": prepared.plan.demonstration,
-            "repeats": prepared.plan.repeats,
-            "unproved": unproved_of(trial),
-            "inherited": {} if trial.is_baseline else dict(prepared.space.inherited),
-        },
-        alias=alias,
-        reason=f"run {run.id}: {verdict.word}",
-        now=bench.clock(),
+    count = bench.gpu_count if real else 1
+    return RunCost(
+        search_s=round(search / bench.gpu_count * count, 1),
+        confirm_s=round(sum(spans) * count, 1),
+        gpus=count if real else 0,
     )
-
-
-def unproved_of(trial: Trial) -> dict[str, JSON]:
-    """Knobs of a trial of which nothing shows that the engine took them, and why."""
-    names = effective.unproved(trial.candidate, trial.effective)
-    return {name: CATALOGUE[name].unproved or "this engine does not report it" for name in names}
-
-
-def _profile_row(profile: Profile) -> JSON:
-    return {
-        "id": profile.id,
-        "version": profile.version,
-        "model": profile.key.model,
-        "target": profile.key.target,
-        "workload": profile.key.workload,
-    }

@@ -8,7 +8,6 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
-from statistics import median
 from typing import Any, TypeVar
 
 from tuner.engine import boots
@@ -18,22 +17,20 @@ from tuner.errors import Aborted, StudyFailed
 from tuner.history.store import Store
 from tuner.records import JSON, Candidate, Run, RunState, Trial, TrialState
 from tuner.search import trial_view
-from tuner.search.order import drifted
 from tuner.search.stopping import noise_of, reason_to_stop
 from tuner.tuning import quality
 from tuner.tuning.attempt import How, perform
 from tuner.tuning.blame import check_start
 from tuner.tuning.budget import budget_of, numbers_of
 from tuner.tuning.calibrated_predictor import (
-    LAUNCH_S,
     RELAUNCHED,
     Knowledge,
     Known,
-    replay_s,
     screens,
 )
-from tuner.tuning.confirm import Confirmation, confirm, finalists, launches_of
+from tuner.tuning.confirm import finalists, planned
 from tuner.tuning.early_stopping import judge_of
+from tuner.tuning.ending import Ending, summary_of_conclusion
 from tuner.tuning.events import Event, Tell, silent
 from tuner.tuning.launch_estimates import ready_of
 from tuner.tuning.live import Live
@@ -52,24 +49,19 @@ WATCH_S = 1.0
 CONFIRMING = 0.7
 """Share of a run's window that its confirmation may take; where it would take more the run only searches."""
 
-UNCONFIRMED = Confirmation(
-    summary={
-        "verdict": "not confirmed",
-        "sentence": "The window is too short to measure finalists again; a longer run of this study does it.",
-    },
-    profile=None,
-)
-
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """When to stop. `trials` bounds this run's trials; `early` lets the stop rule end it before."""
+    """When to stop. `trials` bounds this run's trials; `early` lets the stop rule end it before;
+    `confirm_only`: no new trials, only the confirmation.
+    """
 
     trials: int | None = None
     deadline: datetime | None = None
     early: bool = True
+    confirm_only: bool = False
 
 
 class Cut(Exception):
@@ -133,41 +125,43 @@ class _Loop:
         self._bench, self._run, self._limits, self._help = bench, run, limits, help
         self._knowledge = knowledge
         self._live = Live(bench)
+        self._ending = Ending(bench, run)
 
     async def to_the_end(self) -> Run:
         """Search and confirm; the run's row tells how it ended, unless it is to be resumed."""
         self._tell("run", f"run {self._run.id} of study {self._bench.prepared.study.name}")
         try:
+            await self._guarded(self._ending.what_is_pending())
             try:
-                reason = await self._search()
+                reason = "only to confirm" if self._limits.confirm_only else await self._search()
             finally:
                 await self._live.close()
             self._tell("note", f"the search ends: {reason}")
-            confirmation = UNCONFIRMED
-            if self._may_confirm():
-                confirmation = await self._guarded(confirm(self._bench, self._run))
-            return self._end(RunState.FINISHED, reason, confirmation)
+            why = await self._guarded(self._ending.confirm())
+            return self._end(RunState.FINISHED, reason, why)
         except Cut as cut:
-            return self._end(cut.state, str(cut), None)
+            return self._end(cut.state, str(cut), str(cut))
         except asyncio.CancelledError:
             self._bench.store.save_run(replace(self._run, pid=None))
             raise
         except (StudyFailed, Aborted) as error:
             if error.cause == "budget":
-                return self._end(RunState.FINISHED, str(error), None)
-            self._end(RunState.FAILED, str(error), None)
+                return self._end(RunState.FINISHED, str(error), str(error))
+            self._end(RunState.FAILED, str(error), str(error))
             raise
 
-    def _end(self, state: RunState, reason: str, confirmation: Confirmation | None) -> Run:
-        summary: dict[str, JSON] = dict(confirmation.summary) if confirmation else {}
-        summary |= summary_of(self._bench.prepared, self._trials(), self._knowledge, self._live)
+    def _end(self, state: RunState, reason: str, why: str | None) -> Run:
+        """Write how the run ended and what it concluded; `why` it has no confirmation, None where it has."""
+        said = self._ending.conclusion(why)
+        summary = summary_of(self._bench.prepared, self._trials(), self._knowledge, self._live)
+        summary |= summary_of_conclusion(self._bench, said) if said else {}
         summary["first_boots"] = boots.about_first([each.timeline for each in self._bench.launches()])
         run = replace(
             self._run, state=state, reason=reason, summary=summary, ended_at=self._bench.clock(), pid=None
         )
-        if confirmation:
-            self._tell("verdict", str(summary.get("sentence", "")))
-        return self._bench.store.save_run(run)
+        if said is not None:
+            self._tell("verdict", said.sentence)
+        return self._bench.store.save_run(run, said)
 
     async def _search(self) -> str:
         while True:
@@ -272,9 +266,8 @@ class _Loop:
 
     def _confirm_s(self) -> float:
         """The relaunch of a finalist and the confirmation, by how long engines took to be ready."""
-        ready = ready_of(self._bench.launches())
-        each_s = replay_s(self._bench.prepared) + (median(ready) if ready else LAUNCH_S)
-        return each_s * (1 + launches_of(self._bench.prepared.plan))
+        plan = planned(self._bench.prepared, self._bench.launches())
+        return plan.seconds + plan.round_s / plan.arms
 
     def _may_confirm(self) -> bool:
         """Whether a confirmation fits into this run's window and leaves room to search; if not, a longer run
@@ -374,8 +367,6 @@ def summary_of(
 ) -> dict[str, JSON]:
     """What a run says beside its verdict: the calibration, live limits, GPU time, and the machine's drift."""
     known = knowledge.known(trials, next_number(trials))
-    again = [t.measurement for t in trials if t.is_baseline and t.measurement]
-    drifts = [said for name in prepared.study.objectives if (said := drifted(again, name)) is not None]
     screened = [t for t in trials if t.screened]
     return {
         "calibration": known.calibration.to_json() if known and known.calibration else None,
@@ -383,7 +374,6 @@ def summary_of(
         "screened": len(screened),
         "live_limits": list(live.failures) or ("used" if screened else "not used"),
         "gpu_seconds": round(sum(t.gpu_seconds for t in trials), 1),
-        "drift": list(drifts),
         "quality": quality.told(prepared, trials),
     }
 

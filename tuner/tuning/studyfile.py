@@ -23,6 +23,8 @@ MOST_HOURS = 8784
 MOST_S = MOST_HOURS * 3600.0
 MOST_TRIALS = 100_000
 MOST_SPEED = 1000.0
+MOST_WORSE = 10.0
+"""Ten times worse: whoever allows more asks nothing."""
 Scalar = bool | int | float | str | None
 Argument = Scalar | list[Scalar] | dict[str, JsonValue]
 
@@ -112,6 +114,7 @@ class PlanFile(_Strict):
     slices: int | None = Field(default=None, ge=1, le=1000)
     slice_s: float | None = Field(default=None, gt=0, le=MOST_S)
     repeats: int | None = Field(default=None, ge=1, le=1000)
+    most_repeats: int | None = Field(default=None, ge=1, le=1000)
     finalists: int | None = Field(default=None, ge=1, le=1000)
     warmup_waves: int | None = Field(default=None, ge=0, le=1000)
     warmup_requests: int | None = Field(default=None, ge=1, le=100_000)
@@ -147,6 +150,7 @@ class StudyFile(_Strict):
     slo: SloFile = Field(default_factory=SloFile)
     objectives: list[str] = Field(default=["ttft_p95_ms", "tpot_p95_ms", "goodput_rps"], min_length=1)
     winner: Literal["slo", "knee"] | WeightsFile = "slo"
+    not_worse: dict[str, float] = Field(default_factory=dict)
     live_limits: Literal["auto", "off"] = "auto"
     quality: QualityFile = Field(default_factory=QualityFile)
     price_per_gpu_hour: float | None = Field(default=None, ge=0)
@@ -158,6 +162,14 @@ class StudyFile(_Strict):
     def _yaml_reads_off_as_false(cls, value: object) -> object:
         return "off" if value is False else value
 
+    @field_validator("not_worse", mode="before")
+    @classmethod
+    def _shares(cls, limits: object) -> object:
+        """`10%` and 0.1 are the same share of the baseline's value."""
+        if not isinstance(limits, dict):
+            return limits
+        return {name: _share(str(name), value) for name, value in limits.items()}
+
     @field_validator("objectives")
     @classmethod
     def _known_names(cls, names: list[str]) -> list[str]:
@@ -167,6 +179,21 @@ class StudyFile(_Strict):
         if len(set(names)) != len(names):
             raise ValueError("an objective is named twice")
         return names
+
+
+def _share(name: str, value: object) -> float:
+    if name not in NAMES:
+        raise ValueError(f"'{name}' is not a measurement{nearest(name, sorted(NAMES))}")
+    text = str(value).strip()
+    try:
+        share = float(text.removesuffix("%")) / (100.0 if text.endswith("%") else 1.0)
+    except ValueError:
+        share = -1.0
+    if isinstance(value, bool) or not 0 <= share <= MOST_WORSE:
+        raise ValueError(
+            f"{name}: give the share by which it may be worse than today, such as 10% or 0.1, not {value!r}"
+        )
+    return share
 
 
 def _scalar_text(value: object) -> str:

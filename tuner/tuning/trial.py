@@ -292,7 +292,7 @@ async def measured_pass(place: Place, order: Order, each: Pass, server: Server, 
         price_per_gpu_hour=prepared.file.price_per_gpu_hour,
         gpus=max(1, prepared.facts.gpu_count),
         extra={"ready_s": server.ready_s, **_sampled(watch.summary(), replayed)},
-        asked=prepared.study.objectives,
+        asked=(*prepared.study.objectives, *prepared.file.not_worse),
         purpose=each.purpose,
         repeat=each.repeat,
     )

@@ -1,0 +1,382 @@
+"""What a confirmation measured becomes the run's conclusion: pure functions of records."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+
+from tuner.conclusions import Arm, Conclusion, Difference, Judgement, Noise, RunCost, Where
+from tuner.engine.effective import same
+from tuner.errors import BadInput
+from tuner.measures import MAXIMIZED
+from tuner.records import Measurement, Outcome, Run, Study, Trial, TrialState, Value
+from tuner.replay import outcomes
+from tuner.replay.plan import Plan
+from tuner.replay.speed import TOLERANCE
+from tuner.search import noise, pareto, trial_view
+from tuner.search.compare import Comparison, Passes, compare, compare_values
+from tuner.search.noise import Spread
+from tuner.tuning import capacity
+from tuner.tuning.verdict import Verdict, exceeding, judge
+
+LEVEL = 0.95
+ENDLESS = 1e4
+"""An interval that reaches so many times the baseline's value has no end to speak of."""
+PLACES: tuple[Where, ...] = ("confirm", "held_out")
+Spreads = Mapping[tuple[str, Where], Spread]
+"""(metric, where) → noise between launches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a study asks of its winner, and how it is measured. `not_worse` maps metric → share."""
+
+    study: Study
+    plan: Plan
+    policy: pareto.Policy
+    not_worse: Mapping[str, float]
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """What finalists are compared in: the objectives, then what may not be worse."""
+        return tuple(dict.fromkeys((*self.study.objectives, *self.not_worse)))
+
+    @property
+    def looks(self) -> int:
+        """How often a confirmation may ask whether its answer is still open."""
+        return self.plan.most - self.plan.repeats + 1
+
+    def family(self, finalists: int) -> int:
+        """How many comparisons one verdict rests on."""
+        return max(1, finalists) * len(self.metrics) * self.looks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeats:
+    """What a confirmation measured so far. `measured` maps trial number → measurements by repeat, without the
+    `dropped`; `base` is None where no baseline completed; `earlier` is the node's noise before this run.
+    """
+
+    base: Trial | None
+    finalists: Sequence[Trial]
+    measured: Mapping[int, Sequence[Measurement]]
+    dropped: Mapping[int, str]
+    earlier: Spreads
+
+    @property
+    def served(self) -> list[Trial]:
+        """The finalists that served every repeat."""
+        return [t for t in self.finalists if t.number in self.measured]
+
+    @property
+    def compared(self) -> Trial | None:
+        """The baseline, where it served every repeat too."""
+        return self.base if self.base is not None and self.base.number in self.measured else None
+
+
+def conclude(asked: Asked, run: Run, found: Repeats, cost: RunCost, now: datetime) -> Conclusion:
+    """The conclusion of a confirmation that was measured to its end. No profile is published yet."""
+    spreads = spreads_of(asked, found)
+    base, arms = arms_of(asked, found, spreads)
+    repeats = max((m.repeat for rows in found.measured.values() for m in rows), default=0)
+    drift = drifts(asked, found, spreads)
+    verdict = _verdict(asked, found, base, arms, drift)
+    return Conclusion(
+        run_id=run.id, study_id=run.study_id, at=now, outcome=verdict.outcome, sentence=verdict.sentence,
+        winner=verdict.winner, nearest=verdict.nearest, baseline=base, finalists=tuple(arms),
+        attainment=asked.study.slo.attainment, noise=noises(asked, found, spreads), drift=drift, cost=cost,
+        repeats=repeats, demonstration=asked.plan.demonstration,
+    )  # fmt: skip
+
+
+def _verdict(
+    asked: Asked, found: Repeats, base: Arm | None, arms: Sequence[Arm], drift: Sequence[str]
+) -> Verdict:
+    if not found.served:
+        reasons = "; ".join(found.dropped[t.number] for t in found.finalists if t.number in found.dropped)
+        sentence = f"Every finalist failed when it was measured again: {reasons}."
+        return Verdict(outcome=Judgement.NOTHING_SERVED, sentence=sentence)
+    number = choose(asked, found, arms)
+    chosen = next(a for a in (*arms, *([base] if base else [])) if a.trial == number)
+    today = base or Arm(trial=-1, candidate=chosen.candidate, dropped="it was never measured")
+    return judge(
+        today, [a for a in arms if a.dropped is None], chosen, attainment=asked.study.slo.attainment,
+        drift=drift, not_worse=asked.not_worse, demonstration=asked.plan.demonstration,
+    )  # fmt: skip
+
+
+def choose(asked: Asked, found: Repeats, arms: Sequence[Arm]) -> int:
+    """The trial that the study's policy picks by the repeats; what `not_worse` forbids is left out while
+    there is anything else.
+    """
+    forbidden = {a.trial for a in arms if exceeding(a, asked.not_worse)}
+    entered = [*([found.compared] if found.compared else []), *found.served]
+    again = [remeasured(t, found.measured[t.number]) for t in entered]
+    allowed = [t for t in again if t.number not in forbidden] or again
+    return pareto.choose(allowed, asked.policy, asked.study.slo, asked.study.objectives).number
+
+
+def is_open(asked: Asked, found: Repeats) -> bool:
+    """Whether more repeats could still show a gain: nothing is better yet, and an interval holds a gain of
+    10 % or has no end.
+    """
+    spreads = spreads_of(asked, found)
+    if not found.served or found.compared is None or drifts(asked, found, spreads):
+        return False
+    _, arms = arms_of(asked, found, spreads)
+    ours = [c for a in arms for c in a.changes if c.where == "confirm" and c.metric in asked.study.objectives]
+    if any(c.word == "better" for c in ours):
+        return False
+    return any(_may_gain(c) for c in ours)
+
+
+def _may_gain(difference: Difference) -> bool:
+    if difference.metric in MAXIMIZED:
+        return difference.high is None or difference.high >= noise.SOUGHT
+    return (-1.0 if difference.low is None else difference.low) <= 1 / (1 + noise.SOUGHT) - 1
+
+
+def arms_of(asked: Asked, found: Repeats, spreads: Spreads) -> tuple[Arm | None, list[Arm]]:
+    """(the baseline, the finalists) with their numbers and the finalists' differences."""
+    base = found.base
+    arms = [_arm(asked, found, t, changes=differences(asked, found, t, spreads)) for t in found.finalists]
+    return (None if base is None else _arm(asked, found, base, changes=())), arms
+
+
+def _arm(asked: Asked, found: Repeats, trial: Trial, *, changes: tuple[Difference, ...]) -> Arm:
+    rows = [m for m in found.measured.get(trial.number, ()) if m.purpose == "confirm"]
+    good = mean_of("slo_attainment", rows)
+    first = trial.measurement.values if trial.measurement else {}
+    dropped = found.dropped.get(trial.number)
+    if dropped is None and trial.state is not TrialState.COMPLETE:
+        dropped = trial.reason or "it did not serve the traffic"
+    return Arm(
+        trial=trial.number,
+        candidate=trial.candidate,
+        changed={} if found.base is None or trial is found.base else changed(found.base, trial),
+        dropped=dropped,
+        attainment=good,
+        misses_slo_by=None if good is None else max(0.0, asked.study.slo.attainment - good),
+        searched={name: finite(first[name]) for name in asked.metrics if name in first},
+        confirmed={n: v for n in asked.metrics if (v := mean_of(n, rows)) is not None},
+        changes=changes,
+    )
+
+
+def changed(base: Trial, trial: Trial) -> dict[str, tuple[Value, Value]]:
+    """The knobs that differ from today's configuration: name → (before, after), as far as engines tell."""
+    today, then = {**base.effective, **base.candidate}, {**trial.effective, **trial.candidate}
+    names = sorted({*base.candidate, *trial.candidate})
+    pairs = {name: (today.get(name), then.get(name)) for name in names}
+    return {name: pair for name, pair in pairs.items() if not same(*pair)}
+
+
+def differences(asked: Asked, found: Repeats, trial: Trial, spreads: Spreads) -> tuple[Difference, ...]:
+    """One finalist against the baseline in every metric, on the slices that were searched and, where there is
+    one, on the held-out slice.
+    """
+    base = found.compared
+    if base is None or trial.number not in found.measured:
+        return ()
+    made = []
+    for where in PLACES:
+        pair = [[m for m in found.measured[t.number] if m.purpose == where] for t in (base, trial)]
+        if not all(pair):
+            continue
+        for name in asked.metrics:
+            spread = spreads[name, where]
+            comparison = _compared(asked, name, pair[0], pair[1], spread, asked.family(len(found.finalists)))
+            if comparison is not None:
+                made.append(_difference(comparison, where, mean_of(name, pair[0]), mean_of(name, pair[1])))
+    return tuple(made)
+
+
+def _compared(
+    asked: Asked,
+    name: str,
+    base: Sequence[Measurement],
+    other: Sequence[Measurement],
+    spread: Spread,
+    family: int,
+) -> Comparison | None:
+    """By request where rows tell the metric, else by the numbers of whole replays."""
+    study = asked.study
+    try:
+        return compare(
+            _passes(base), _passes(other), name, spread=spread, slo=study.slo, seed=study.seed, level=LEVEL,
+            family=family,
+        )  # fmt: skip
+    except BadInput:  # an objective of the engine's own numbers has no rows to pair
+        told_ = [[m.values[name] for m in rows if name in m.values] for rows in (base, other)]
+        least = math.log1p(TOLERANCE) if name == capacity.NAME else 0.0
+        return compare_values(name, *told_, spread=spread, level=LEVEL, family=family, least=least)
+
+
+def _passes(measured: Sequence[Measurement]) -> Passes:
+    return [_rows(m) for m in measured]
+
+
+def _rows(measured: Measurement) -> Mapping[str, Sequence[Outcome]]:
+    return {s.name: outcomes.read(s.outcomes_file) for s in measured.slices if s.outcomes_file}
+
+
+def _difference(made: Comparison, where: Where, before: float | None, after: float | None) -> Difference:
+    change = finite(made.change)
+    if before and after is not None:
+        change = (after - before) / before
+    low, high = (math.expm1(v) if v < math.log(ENDLESS) else None for v in (made.low, made.high))
+    return Difference(
+        metric=made.metric, where=where, before=before, after=after, change=change,
+        low=-1.0 if low is None else low, high=high, word=made.word, repeats=made.repeats,
+    )  # fmt: skip
+
+
+def finite(value: float) -> float | None:
+    """The number, or None where it is infinite or none."""
+    return float(value) if math.isfinite(value) else None
+
+
+def mean_of(name: str, measured: Sequence[Measurement]) -> float | None:
+    """One number for the repeats of one configuration: the mean of a share, the geometric mean of everything
+    else; None where it was not measured or is not finite.
+    """
+    values = [m.values[name] for m in measured if name in m.values]
+    if not values or not all(map(math.isfinite, values)):
+        return None
+    if name == "slo_attainment" or min(values) <= 0 or min(values) == max(values):
+        return statistics.fmean(values)
+    return math.exp(statistics.fmean(map(math.log, values)))
+
+
+def remeasured(trial: Trial, measured: Sequence[Measurement]) -> Trial:
+    """The trial with what its repeats say in place of the search's one measurement."""
+    rows = [m for m in measured if m.purpose == "confirm"]
+    names = set.intersection(*(set(m.values) for m in rows))
+    values = {name: v for name in sorted(names) if (v := _or_infinite(name, rows)) is not None}
+    return replace(trial, screened=False, measurements=(Measurement(values=values),))
+
+
+def _or_infinite(name: str, rows: Sequence[Measurement]) -> float:
+    found = mean_of(name, rows)
+    return math.inf if found is None else found
+
+
+def spreads_of(asked: Asked, found: Repeats) -> Spreads:
+    """The noise between launches that intervals rest on: of everybody's repeats in this run, and before."""
+    spreads = {}
+    for where in PLACES:
+        groups = [[m for m in rows if m.purpose == where] for rows in found.measured.values()]
+        for name in asked.metrics:
+            own = noise.spread_of([[m.values[name] for m in rows if name in m.values] for rows in groups])
+            spreads[name, where] = noise.together(own, found.earlier.get((name, where), Spread()))
+    return spreads
+
+
+def noises(asked: Asked, found: Repeats, spreads: Spreads) -> tuple[Noise, ...]:
+    """The noise per metric as it is kept, with how many repeats would show 10 %."""
+    rows = {n: [m for m in each if m.purpose == "confirm"] for n, each in found.measured.items()}
+    launches = sum(len(each) for each in rows.values())
+    alpha = (1 - LEVEL) / asked.family(len(found.finalists))
+    said = []
+    for name in asked.metrics:
+        spread, earlier = spreads[name, "confirm"], found.earlier.get((name, "confirm"), Spread())
+        used = min(earlier.freedom, spread.freedom)
+        needed = noise.repeats_needed(spread, alpha=alpha, arms=1 + len(found.finalists), earlier=used)
+        said.append(
+            Noise(
+                metric=name, share=spread.share if spread.freedom else None, launches=launches,
+                earlier=earlier.freedom, repeats_needed=needed,
+            )
+        )  # fmt: skip
+    return tuple(said)
+
+
+def drifts(asked: Asked, found: Repeats, spreads: Spreads) -> tuple[str, ...]:
+    """One sentence for each objective in which the baseline's repeats are not what its search measured."""
+    base = found.compared
+    if base is None or base.measurement is None:
+        return ()
+    rows = [m for m in found.measured[base.number] if m.purpose == "confirm"]
+    said = []
+    for name in asked.study.objectives:
+        before, again = base.measurement.values.get(name), [m.values[name] for m in rows if name in m.values]
+        if before is None:
+            continue
+        spread = spreads[name, "confirm"]
+        change = noise.drifted(before, again, spread, metrics=len(asked.study.objectives))
+        if change is not None:
+            word = "better" if (change > 0) == (name in MAXIMIZED) else "worse"
+            after = before * (1 + change)
+            said.append(
+                f"the baseline's {name} was {before:,.4g} in the search and {after:,.4g} in the confirmation"
+                f" ({change:+.0%}, {word}; noise between launches {spread.share:.1%})".replace("-", "−")
+                + _clocks(base.measurement, rows)
+            )
+    return tuple(said)
+
+
+def _clocks(before: Measurement, after: Sequence[Measurement]) -> str:
+    """The GPUs' clocks and throttling then and now, where they tell."""
+    said = []
+    for name, words, unit, many in (
+        ("gpu_clock_min_mhz", "lowest clock", " MHz", 1.0),
+        ("gpu_throttled", "throttled", " % of the time", 100.0),
+        ("gpu_temperature_max_c", "hottest", " °C", 1.0),
+    ):
+        then = before.fidelity.values.get(name)
+        now = [v for m in after if (v := m.fidelity.values.get(name)) is not None]
+        if then is not None and now:
+            said.append(f"{words} {then * many:,.0f} → {statistics.fmean(now) * many:,.0f}{unit}")
+    return f" [{', '.join(said)}]" if said else ""
+
+
+def unmeasured(
+    asked: Asked, run: Run, trials: Sequence[Trial], *, outcome: Judgement, sentence: str, cost: RunCost,
+    now: datetime, finalists: Sequence[Trial] = (), repeats: int = 0,
+) -> Conclusion:  # fmt: skip
+    """What a run concludes that did not measure its finalists again, or not to the end."""
+    found = Repeats(base=baseline_of(trials), finalists=finalists, measured={}, dropped={}, earlier={})
+    today, arms = arms_of(asked, found, {})
+    return Conclusion(
+        run_id=run.id, study_id=run.study_id, at=now, outcome=outcome, sentence=sentence, baseline=today,
+        finalists=tuple(arms), attainment=asked.study.slo.attainment, cost=cost, repeats=repeats,
+        demonstration=asked.plan.demonstration,
+    )  # fmt: skip
+
+
+def unconfirmed(
+    asked: Asked, run: Run, trials: Sequence[Trial], *, why: str, cost: RunCost, now: datetime,
+    finalists: Sequence[Trial] = (), repeats: int = 0,
+) -> Conclusion | None:  # fmt: skip
+    """What a run concludes that was ended before its finalists were measured again to the end; None where it
+    has no trial. With `finalists` the study's next run measures these first.
+    """
+    ours = [t for t in trials if t.run_id == run.id]
+    if not ours and not finalists:
+        return None
+    served = [t for t in trial_view.latest(ours) if t.state is TrialState.COMPLETE and not t.is_baseline]
+    outcome, sentence = Judgement.NOT_CONFIRMED, f"Not confirmed: {why}."
+    if finalists:
+        names = ", ".join(str(t.number) for t in finalists)
+        done = f" after {repeats} of {asked.plan.repeats} repeats" if repeats else ""
+        sentence = f"Not confirmed: {why}{done}. The next run measures the finalists (trials {names}) first."
+    elif not served:
+        outcome, sentence = Judgement.NOTHING_SERVED, nothing_served(trials, why)
+    return unmeasured(
+        asked, run, trials, outcome=outcome, sentence=sentence, cost=cost, now=now, finalists=finalists,
+        repeats=repeats,
+    )  # fmt: skip
+
+
+def nothing_served(trials: Sequence[Trial], why: str = "") -> str:
+    """Why there is no finalist."""
+    reasons = sorted({t.reason for t in trials if t.reason and not t.is_baseline})
+    because = "; ".join(reasons[:3]) or why
+    return "No candidate completed" + (f": {because}." if because else ".")
+
+
+def baseline_of(trials: Sequence[Trial]) -> Trial | None:
+    """The first baseline that completed; else the last one that was tried to an end."""
+    done = trial_view.baseline_of(trials)
+    return done or next((t for t in reversed(trial_view.latest(trials)) if t.is_baseline), None)

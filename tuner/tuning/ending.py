@@ -1,0 +1,168 @@
+"""How a run ends: which confirmation it measures, when, and what it concludes."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tuner.conclusions import Conclusion
+from tuner.records import JSON, Run, Trial
+from tuner.search import trial_view
+from tuner.tuning.concluding import unconfirmed
+from tuner.tuning.confirm import (
+    LEAST_ROUNDS,
+    Confirmation,
+    asked_of,
+    cost_of,
+    finalists,
+    label_of,
+    launches_of_confirmation,
+    pending,
+    planned,
+    without_finalists,
+)
+from tuner.tuning.events import Event
+from tuner.tuning.publishing import publish
+from tuner.tuning.trial import Bench
+
+
+class Ending:
+    """The confirmations of one run. What an interrupted one measured is used again, by the next run too."""
+
+    def __init__(self, bench: Bench, run: Run) -> None:
+        self._bench, self._run = bench, run
+        self._going: Confirmation | None = None
+        self._done: Confirmation | None = None
+
+    async def what_is_pending(self) -> None:
+        """Before new trials: measure to its end what was begun and interrupted, where it fits."""
+        found = self._begun() or pending(self._bench)
+        if found is None or not found[1]:
+            return
+        label, chosen = found
+        names = ", ".join(str(t.number) for t in chosen)
+        if (why := self.too_short(chosen)) is not None:
+            self._say(f"the confirmation of trials {names} is still to be done: {why}")
+            return
+        self._say(f"first the confirmation of trials {names}, which was interrupted")
+        await self._measure(label, chosen)
+
+    async def confirm(self) -> str | None:
+        """At the end of the search: measure the finalists again, unless that was done. Returns why not, where
+        the window is too short.
+        """
+        chosen = finalists(self._bench.prepared, self._trials(), self._run.id)
+        done = {t.number for t in self._done.chosen} if self._done else set()
+        if self._done is not None and {t.number for t in chosen} <= done:
+            return None
+        if not chosen:
+            return None
+        while len(chosen) > 1 and self._launches_of(len(chosen)) > self._bench.budget.left:
+            chosen = chosen[:-1]
+        if (why := self.too_short(chosen)) is not None:
+            self._going = self._confirmation(self._next_label(), chosen)
+            return why
+        await self._measure(self._next_label(), chosen)
+        return None
+
+    def too_short(self, chosen: Sequence[Trial]) -> str | None:
+        """Why the confirmation of these does not fit into what is left of the run; None where it does."""
+        left, wanted = self._bench.budget.left, self._launches_of(len(chosen))
+        if wanted > left:
+            return f"it takes {wanted} launches at least and the run may make {left:.0f} more"
+        end = self._run.deadline
+        if end is None:
+            return None
+        needed = planned(self._bench.prepared, self._bench.launches(), len(chosen)).seconds
+        seconds = (end - self._bench.clock()).total_seconds()
+        if needed <= seconds:
+            return None
+        return f"it takes about {needed / 60:.0f} min and the window has {max(0.0, seconds) / 60:.0f} left"
+
+    def _launches_of(self, count: int) -> int:
+        """The launches that a confirmation of so many finalists is worth beginning for."""
+        return (1 + count) * min(LEAST_ROUNDS, self._bench.prepared.plan.repeats)
+
+    async def _measure(self, label: str, chosen: Sequence[Trial]) -> None:
+        self._going = self._confirmation(label, chosen)
+        await self._going.measure()
+        self._done, self._going = self._going, None
+
+    def _confirmation(self, label: str, chosen: Sequence[Trial]) -> Confirmation:
+        return Confirmation(bench=self._bench, run=self._run, chosen=chosen, label=label)
+
+    def _begun(self) -> tuple[str, list[Trial]] | None:
+        """The confirmation that this very run had begun when it was interrupted."""
+        label = label_of(self._run.id)
+        folders = [each.directory or "" for each in launches_of_confirmation(self._bench, label)]
+        if not folders:
+            return None
+        numbers = {int(folder.rsplit("/", 1)[-1].split("-", 1)[0]) for folder in folders}
+        trials = self._trials()
+        chosen = [t for t in trial_view.latest(trials) if t.number in numbers and not t.is_baseline]
+        count = self._bench.prepared.plan.finalists
+        more = [t for t in finalists(self._bench.prepared, trials, self._run.id) if t.number not in numbers]
+        return label, [*chosen, *more][: max(count, len(chosen))]
+
+    def _next_label(self) -> str:
+        """A second confirmation of one run has launches of its own."""
+        own = label_of(self._run.id)
+        return f"{own}.2" if self._done is not None and self._done.label == own else own
+
+    def conclusion(self, why: str | None = None) -> Conclusion | None:
+        """What the run concludes, its profiles published. `why` it was ended early, or its confirmation
+        was not begun; None: it came to its end.
+        """
+        if self._done is not None:
+            return self._published(self._done, why)
+        if why is None:
+            return self._with_profiles(without_finalists(self._bench, self._run), label_of(self._run.id))
+        going, trials = self._going, self._trials()
+        return unconfirmed(
+            asked_of(self._bench.prepared), self._run, trials, why=why, now=self._bench.clock(),
+            cost=cost_of(self._bench, self._run, going.label if going else None),
+            finalists=going.chosen if going else (), repeats=going.rounds_done() if going else 0,
+        )  # fmt: skip
+
+    def _published(self, done: Confirmation, why: str | None) -> Conclusion:
+        said = done.conclusion()
+        if why is not None and self._going is not None:
+            names = ", ".join(str(t.number) for t in self._going.chosen)
+            said = replace(said, sentence=f"{said.sentence} Trials {names} were not confirmed: {why}.")
+        return self._with_profiles(said, done.label)
+
+    def _with_profiles(self, said: Conclusion, label: str) -> Conclusion:
+        return replace(said, profiles=publish(self._bench, self._run, said, label=label))
+
+    def _trials(self) -> tuple[Trial, ...]:
+        return self._bench.store.trials(self._run.study_id)
+
+    def _say(self, text: str) -> None:
+        self._bench.tell(Event(kind="note", text=text))
+
+
+def summary_of_conclusion(bench: Bench, said: Conclusion) -> dict[str, JSON]:
+    """What a run's summary repeats of its conclusion, for readers of earlier releases."""
+    study = bench.prepared.study
+    key: dict[str, JSON] = {"model": study.model, "target": study.node, "workload": study.workload}
+    return {
+        "verdict": said.outcome.value,
+        "sentence": said.sentence,
+        "winner": said.winner,
+        "baseline": said.baseline.trial if said.baseline and said.repeats else None,
+        "finalists": [a.trial for a in said.finalists if a.dropped is None],
+        "dropped": {str(a.trial): a.dropped for a in said.finalists if a.dropped is not None},
+        "comparisons": [
+            {
+                "number": arm.trial, "where": c.where, "metric": c.metric,
+                "ratio": None if c.change is None else 1 + c.change, "low": 1 + (c.low or 0.0),
+                "high": None if c.high is None else 1 + c.high, "repeats": c.repeats, "rows": 0,
+                "verdict": "no clear winner" if c.word == "open" else c.word,
+            }
+            for arm in said.finalists
+            for c in arm.changes
+        ],
+        "demonstration": said.demonstration,
+        "drift": list(said.drift),
+        "profiles": {
+            alias: {"id": each.id, "version": each.version, **key} for alias, each in said.profiles.items()
+        },
+    }  # fmt: skip

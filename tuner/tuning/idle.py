@@ -1,0 +1,121 @@
+"""Knobs that cannot act at the load that was measured: a trial that turned only these cannot differ."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tuner.engine.effective import same
+from tuner.errors import BadInput
+from tuner.records import EngineFacts, Outcome, Trial, Value
+from tuner.replay import outcomes
+
+
+def cannot_act(base: Trial, trial: Trial, facts: EngineFacts) -> str | None:
+    """Why everything in which a trial's engine differs from the baseline's cannot act, in one clause; None
+    where something can, or where the replayed requests are no longer there.
+    """
+    today, then = {**base.effective, **base.candidate}, {**trial.effective, **trial.candidate}
+    shared = set(base.effective) & set(trial.effective)
+    names = {n for n in (*shared, *base.candidate, *trial.candidate) if not same(today.get(n), then.get(n))}
+    if not names or not names <= _LIMITS.keys():
+        return None
+    seen = [_seen(base), _seen(trial)]
+    if any(each is None for each in seen) or _shapes_graphs(names, today, then, facts):
+        return None
+    said = [_LIMITS[n](today.get(n), then.get(n), [s for s in seen if s is not None]) for n in sorted(names)]
+    return "; ".join(text for text in said if text) if all(said) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crowd:
+    """What was in an engine at once, at most: requests, and tokens of prompts; the longest prompt."""
+
+    requests: int
+    tokens: int
+    longest: int
+
+
+def crowd_of(rows: Sequence[Sequence[Outcome]]) -> Crowd:
+    """The crowd of the slices of a replay."""
+    return Crowd(
+        requests=max((_peak(part, lambda o: 1) for part in rows), default=0),
+        tokens=max((_peak(part, _prompt) for part in rows), default=0),
+        longest=max((_prompt(o) for part in rows for o in part), default=0),
+    )
+
+
+def _prompt(outcome: Outcome) -> int:
+    return max(outcome.input_tokens, outcome.expected_input)
+
+
+def _seen(trial: Trial) -> Crowd | None:
+    """None where a slice's file is gone."""
+    measured = trial.measurement
+    if measured is None or not measured.slices:
+        return None
+    try:
+        return crowd_of([outcomes.read(s.outcomes_file or "") for s in measured.slices])
+    except BadInput:
+        return None
+
+
+def _peak(part: Sequence[Outcome], size: Callable[[Outcome], int]) -> int:
+    """The largest sum of `size` over the requests that were on their way at one moment."""
+    moves = list[tuple[float, int]]()
+    for each in part:
+        if each.sent_s is not None:
+            ended = max((t for t in (each.end_s, each.last_token_s) if t is not None), default=math.inf)
+            moves += [(each.sent_s, size(each)), (ended, -size(each))]
+    peak = now = 0
+    for _, change in sorted(moves, key=lambda m: (m[0], -m[1])):
+        now += change
+        peak = max(peak, now)
+    return peak
+
+
+def _shapes_graphs(
+    names: set[str], today: Mapping[str, Value], then: Mapping[str, Value], facts: EngineFacts
+) -> bool:
+    """Whether the number of sequences decides which CUDA graphs are captured: vLLM captures up to
+    min(2 × max_num_seqs, 512) tokens where nobody says otherwise.
+    """
+    if facts.platform != "cuda" or facts.kind != "vllm" or "max_num_seqs" not in names:
+        return False
+    told = "max_cudagraph_capture_size"
+    if (told in today and told in then) or today.get("enforce_eager") is True:
+        return False  # the engines say what they captured, and do not differ in it
+    return any(
+        not isinstance(v, int) or v < 256 for v in (today.get("max_num_seqs"), then.get("max_num_seqs"))
+    )
+
+
+def _sequences(before: Value, after: Value, seen: Sequence[Crowd]) -> str | None:
+    most = max(each.requests for each in seen)
+    if not _all_at_least(most, before, after):
+        return None
+    return f"max_num_seqs {after} cannot act, {most} requests at most were on their way at once"
+
+
+def _budget(before: Value, after: Value, seen: Sequence[Crowd]) -> str | None:
+    most = max(each.tokens + each.requests for each in seen)
+    if not _all_at_least(most, before, after):
+        return None
+    return f"max_num_batched_tokens {after} cannot act, {most} tokens at most were on their way at once"
+
+
+def _long_prompts(before: Value, after: Value, seen: Sequence[Crowd]) -> str | None:
+    longest = max(each.longest for each in seen)
+    if not all(v in (0, None) or _all_at_least(longest, v) for v in (before, after)):
+        return None
+    return f"long_prefill_token_threshold {after} cannot act, the longest prompt has {longest} tokens"
+
+
+def _all_at_least(most: int, *values: Value) -> bool:
+    return all(isinstance(v, int) and not isinstance(v, bool) and v >= most for v in values)
+
+
+_LIMITS = {
+    "max_num_seqs": _sequences,
+    "max_num_batched_tokens": _budget,
+    "long_prefill_token_threshold": _long_prompts,
+}
