@@ -218,6 +218,11 @@ def never_sent(job: Job, reason: str) -> Sent:
     return Sent(key=job.key, outcome=outcome, counted=job.counted)
 
 
+def late(deadline_s: float) -> str:
+    """The error of a request that was not answered in time."""
+    return f"no complete answer within the deadline of {deadline_s:g} s"
+
+
 def _nan(value: float | None) -> float:
     return math.nan if value is None else value
 

@@ -13,7 +13,7 @@ from time import perf_counter_ns
 
 from tuner.replay import sse
 from tuner.replay.alarm import Alarm
-from tuner.replay.jobs import CANCELLED, Ended, Job, Sent, never_sent, sent_of
+from tuner.replay.jobs import CANCELLED, Ended, Job, Sent, late, never_sent, sent_of
 from tuner.replay.wire import Exchange, Pool, post
 
 EARLY_S, TOGETHER_S = 0.25, 0.05
@@ -84,7 +84,7 @@ class Sender:
         self.in_flight[job.key] = (job, exchange)
         self.sent += 1
         self.pool.send(exchange)
-        reason, wait = f"no complete answer within the deadline of {job.deadline_s:g} s", job.deadline_s
+        reason, wait = late(job.deadline_s), job.deadline_s
         if job.cancel_s is not None and job.cancel_s < wait:
             reason, wait = CANCELLED, job.cancel_s
         if math.isfinite(wait) and job.key in self.in_flight:

@@ -160,7 +160,7 @@ class _Replay:
             self.trace, part, speed=self.load.speed, warmup_s=plan.load_warmup_s, tail_s=plan.tail_limit_s
         )
         parents, roots = self.ancestry(timetable)
-        window = _Window(part, timetable, parents)
+        window = Window(part, timetable, parents)
         self.planned += window.planned
         stretch = Stretch(timetable=timetable, parents=parents, roots=roots)
         observer = Observer(self.server.host, self.server.port, plan.scrape_s)
@@ -213,7 +213,7 @@ class _Replay:
         self.notes.values["senders"] = float(self.load.senders)
         self.notes.values["senders_pinned"] = float(self.load.cores is not None)
 
-    async def watch(self, window: "_Window", zero: int) -> None:
+    async def watch(self, window: "Window", zero: int) -> None:
         """Until every counted request ended: ask the judge, look after the engine, report progress."""
         limit = window.window_s + self.plan.tail_limit_s
         looked, heard = -math.inf, self.senders.heard
@@ -252,7 +252,7 @@ def connections() -> int:
     return min(CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 
-class _Window:
+class Window:
     """Counted requests of one slice as they come in. `parents`: position of the turn that each waits for."""
 
     def __init__(self, part: Slice, timetable: Schedule, parents: NDArray[np.int64]) -> None:

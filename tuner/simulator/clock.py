@@ -3,12 +3,20 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from tuner.simulator.cost import StepCost
 from tuner.simulator.scheduler import Scheduler
 from tuner.simulator.state import Request, Step
 
 FOREVER = math.inf
+
+
+class Seconds(Protocol):
+    """Seconds of one step, and (base, slope per context token) of pure decode steps of `number` requests."""
+
+    def __call__(self, step: Step) -> float: ...
+
+    def decode_line(self, number: int) -> tuple[float, float]: ...
 
 
 @dataclass(slots=True)
@@ -29,7 +37,7 @@ class Course:
 class Clock:
     """Runs requests to their end, or until `until` (virtual seconds)."""
 
-    def __init__(self, scheduler: Scheduler, cost: StepCost, *, until: float = FOREVER) -> None:
+    def __init__(self, scheduler: Scheduler, cost: Seconds, *, until: float = FOREVER) -> None:
         self.scheduler = scheduler
         self.cost = cost
         self.until = until
