@@ -67,7 +67,7 @@ def test_imports_point_down(path: Path) -> None:
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_and_functions_stay_small(path: Path) -> None:
     text = path.read_text()
-    assert text.count("\n") <= 400, f"{path} is longer than 400 lines"
+    assert text.count("\n") <= 600, f"{path} is longer than 600 lines: does it hold one idea?"
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             body = [

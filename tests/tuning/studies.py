@@ -65,10 +65,12 @@ def command(*words: object) -> list[str]:
     return [sys.executable, "-m", "tuner", *(str(word) for word in words)]
 
 
-def tuner(home: Path, *words: object, cwd: Path | None = None) -> "subprocess.CompletedProcess[str]":
-    """Run the command line to its end."""
+def tuner(
+    home: Path, *words: object, cwd: Path | None = None, more: Mapping[str, str] | None = None
+) -> "subprocess.CompletedProcess[str]":
+    """Run the command line to its end; `more` is added to its environment."""
     return subprocess.run(
-        command(*words), env=environment(home), cwd=cwd, capture_output=True, text=True,
+        command(*words), env=environment(home, more), cwd=cwd, capture_output=True, text=True,
         timeout=WATCHDOG_S, check=False,
     )  # fmt: skip
 

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import re
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -48,14 +47,14 @@ async def perform(bench: Bench, trial: Trial, earlier: Sequence[Trial], how: How
     """
     searched = tuple(s for s in bench.prepared.study.slices if not s.held_out)
     passes = [Pass(slices=searched, judge=how.judge)]
-    started = time.monotonic()
+    started = bench.seconds()
     screened = False
     causes = [t.cause for t in earlier]
     try:
         found, screened = await _measure(bench, trial, passes, how, causes)
     except EngineError as raised:
         error = blamed(bench.prepared, raised, served=bool(ready_of(bench.launches())))
-        gpu_seconds = (time.monotonic() - started) * bench.gpu_count
+        gpu_seconds = (bench.seconds() - started) * bench.gpu_count
         failed = _close(bench, _failed(trial, error, causes, gpu_seconds))
         if isinstance(error, StudyFailed):
             raise error from raised

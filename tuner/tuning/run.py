@@ -40,6 +40,7 @@ from tuner.tuning.register import gpus_of, register
 from tuner.tuning.seeds import fronts_of, last_calibration
 from tuner.tuning.study import Clock, Prepared
 from tuner.tuning.trial import ABORTED_RETRIES, Bench, Work
+from tuner.tuning.virtual import on_virtual_time
 
 __all__ = ["NO_HELP", "Cut", "Help", "Limits", "summary_of", "tune"]
 
@@ -93,6 +94,9 @@ async def tune(
         prepared=prepared, store=store, home=home, clock=clock, tell=tell, work=work,
         gpus=gpus_of(prepared) if work is None else Gpus(nvml=None),
     )  # fmt: skip
+    if prepared.file.engine.clock == "virtual" and work is None:
+        bench = on_virtual_time(bench)
+    clock = bench.clock
     with locked(home, prepared.study.id):
         study = register(bench)
         for trial in reconcile(

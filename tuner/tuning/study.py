@@ -333,6 +333,8 @@ def _identity(
         "env": dict(masking.environment(file.engine.env)),
         "card": file.engine.card if file.engine.kind == "simulated" else None,
     }
+    if file.engine.clock != "real":
+        engine["clock"] = file.engine.clock
     keep = (
         "model",
         "workload",

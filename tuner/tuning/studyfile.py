@@ -46,6 +46,7 @@ class EngineFile(_Strict):
     env: dict[str, str] = Field(default_factory=dict)
     stop_command: tuple[str, ...] = ()
     card: str = "h100-80"
+    clock: Literal["real", "virtual"] = "real"
 
     @field_validator("env", mode="before")
     @classmethod
@@ -60,6 +61,8 @@ class EngineFile(_Strict):
     def _what_goes_together(self) -> "EngineFile":
         if self.kind == "vllm" and not self.python:
             raise ValueError("kind: vllm needs python: the interpreter that has vllm installed")
+        if self.kind == "vllm" and self.clock == "virtual":
+            raise ValueError("clock: virtual is for kind: simulated; a real engine runs in real time")
         if self.kind == "simulated" and (self.python or self.command or self.stop_command):
             raise ValueError(
                 "kind: simulated takes neither python nor command nor stop_command, only card, args and env"

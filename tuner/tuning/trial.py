@@ -73,6 +73,8 @@ class Bench:
     gpus: Gpus = field(default_factory=lambda: Gpus(nvml=None))
     work: "Work | None" = None
     budget: LaunchBudget = field(default_factory=LaunchBudget)
+    seconds: Callable[[], float] = time.monotonic
+    """Reads a clock that only goes forward; a virtual engine brings its own."""
 
     @property
     def gpu_count(self) -> int:
@@ -160,7 +162,7 @@ async def launch(bench: Bench, trial: Trial, passes: Sequence[Pass], directory: 
 
     Raises Infeasible, Aborted or StudyFailed; whatever happens, no process is left and the row is closed.
     """
-    started = time.monotonic()
+    started = bench.seconds()
     make(directory)
     known, kv = bench.learned(), largest_kv(bench.launches())
     spec = launch_spec(bench.prepared, trial.candidate, directory, bench.cores, known=known)
@@ -175,7 +177,7 @@ async def launch(bench: Bench, trial: Trial, passes: Sequence[Pass], directory: 
         raise
     finally:
         row = row_of.close(verdict)
-    gpu_seconds = (time.monotonic() - started) * bench.gpu_count
+    gpu_seconds = (bench.seconds() - started) * bench.gpu_count
     return launched(row, measured, gpu_seconds)
 
 
@@ -261,15 +263,20 @@ def simulated_card(prepared: Prepared) -> dict[str, str]:
     return {"TUNER_SIM_CARD": engine.card} if engine.kind == "simulated" else {}
 
 
-def _load(place: Place, order: Order, each: Pass, server: Server) -> Load:
+def load_of(place: Place, order: Order, each: Pass, kv_tokens: int | None) -> Load:
+    """What one pass sends to an engine whose KV cache has `kv_tokens`."""
     prepared = place.prepared
     return Load(
         seed=prepared.study.seed, number=order.number, repeat=each.repeat, speed=prepared.file.speed,
         model=prepared.study.id[:16], vocabulary=prepared.model.vocab_size, slo=prepared.study.slo,
-        kv_tokens=max(filter(None, (order.kv_tokens, server.kv_tokens)), default=None),
+        kv_tokens=max(filter(None, (order.kv_tokens, kv_tokens)), default=None),
         history="live" if prepared.file.history == "live" else "open",
         senders=len(place.cores.sender or (0,)), cores=place.cores.sender, isolated=place.isolated,
     )  # fmt: skip
+
+
+Send = Callable[[Sequence[Slice], Load, Judge | None], Awaitable[Replayed]]
+"""Replays slices on a ready engine."""
 
 
 async def measured_pass(place: Place, order: Order, each: Pass, server: Server, note: Note) -> Measured:
@@ -277,29 +284,21 @@ async def measured_pass(place: Place, order: Order, each: Pass, server: Server, 
     that the engine had meanwhile.
     """
     prepared = place.prepared
-    load = _load(place, order, each, server)
-    note(f"replaying {', '.join(s.name for s in each.slices)}")
+    load = load_of(place, order, each, server.kv_tokens)
+
+    async def send(slices: Sequence[Slice], load: Load, judge: Judge | None) -> Replayed:
+        progress = partial(_tell_progress, note)
+        return await replay(
+            server, prepared.trace, slices, prepared.plan, load, judge=judge, progress=progress
+        )
+
     with Watch(place.gpus) as watch:
-        replayed = await replay(
-            server, prepared.trace, each.slices, prepared.plan, load,
-            judge=each.judge, progress=partial(_tell_progress, note),
-        )  # fmt: skip
+        replayed = await send_pass(each, load, send, note)
     if (fault := await server.fault("run")) is not None:
         raise fault
-    measurement = measure(
-        replayed,
-        prepared.study.slo,
-        price_per_gpu_hour=prepared.file.price_per_gpu_hour,
-        gpus=max(1, prepared.facts.gpu_count),
-        extra={"ready_s": server.ready_s, **_sampled(watch.summary(), replayed)},
-        asked=(*prepared.study.objectives, *prepared.file.not_worse),
-        purpose=each.purpose,
-        repeat=each.repeat,
-    )
-    measurement = _with_files(measurement, replayed, Path(order.spec.directory))
-    wanted = capacity.NAME in prepared.study.objectives and each.purpose != "held_out"
-    if wanted and replayed.stopped is None and not measurement.fidelity.failed:
-        measurement = await _with_speed(place, each, load, server, note, measurement)
+    extra = {"ready_s": server.ready_s, **_sampled(watch.summary(), replayed)}
+    measurement = measurement_of(place, order, each, replayed, extra)
+    measurement = await with_speed(place, each, load, replayed, measurement, send, note)
     measurement = flagged(measurement, place, watch.summary())
     if measurement.fidelity.failed:
         raise GateFailed(measurement)
@@ -308,17 +307,44 @@ async def measured_pass(place: Place, order: Order, each: Pass, server: Server, 
     return Measured(measurement=measurement, curtailed=replayed.stopped, answers=answers)
 
 
-async def _with_speed(
-    place: Place, each: Pass, load: Load, server: Server, note: Note, measurement: Measurement
+async def send_pass(each: Pass, load: Load, send: Send, note: Note) -> Replayed:
+    """Replay a pass's slices, saying which."""
+    note(f"replaying {', '.join(s.name for s in each.slices)}")
+    return await send(each.slices, load, each.judge)
+
+
+def measurement_of(
+    place: Place, order: Order, each: Pass, replayed: Replayed, extra: Mapping[str, float]
 ) -> Measurement:
-    """The measurement with the highest speed at which this engine keeps the SLO."""
+    """The numbers of a replayed pass, its outcomes written beside the log."""
     prepared = place.prepared
+    measurement = measure(
+        replayed,
+        prepared.study.slo,
+        price_per_gpu_hour=prepared.file.price_per_gpu_hour,
+        gpus=max(1, prepared.facts.gpu_count),
+        extra=extra,
+        asked=(*prepared.study.objectives, *prepared.file.not_worse),
+        purpose=each.purpose,
+        repeat=each.repeat,
+    )
+    return _with_files(measurement, replayed, Path(order.spec.directory))
 
-    async def send(slices: Sequence[Slice], faster: Load, judge: Judge) -> Replayed:
-        note(f"replaying at speed {faster.speed:.3g}")
-        return await replay(server, prepared.trace, slices, prepared.plan, faster, judge=judge)
 
-    found, doubts = await capacity.max_speed(send, each.slices, load, prepared.study.slo)
+async def with_speed(
+    place: Place, each: Pass, load: Load, replayed: Replayed, measurement: Measurement, send: Send, note: Note
+) -> Measurement:
+    """The measurement with the highest speed that keeps the SLO, where that is an objective."""
+    prepared = place.prepared
+    wanted = capacity.NAME in prepared.study.objectives and each.purpose != "held_out"
+    if not wanted or replayed.stopped is not None or measurement.fidelity.failed:
+        return measurement
+
+    async def faster(slices: Sequence[Slice], load: Load, judge: Judge) -> Replayed:
+        note(f"replaying at speed {load.speed:.3g}")
+        return await send(slices, load, judge)
+
+    found, doubts = await capacity.max_speed(faster, each.slices, load, prepared.study.slo)
     for doubt in doubts:
         measurement = _warned(measurement, doubt)
     return replace(measurement, values={**measurement.values, capacity.NAME: found.speed})

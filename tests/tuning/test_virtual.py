@@ -1,0 +1,83 @@
+"""The virtual clock: the same launches, failures and numbers as the simulated engine in real time."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.tuning import studies
+from tuner.errors import BadInput
+from tuner.history.store import Store
+from tuner.records import Trial, TrialState
+from tuner.tuning import studyfile
+
+VIRTUAL = studies.STUDY.replace("kind: simulated", "kind: simulated\n  clock: virtual")
+
+
+def tuned(
+    folder: Path, home: Path, study: str = VIRTUAL, hidden: Sequence[Mapping[str, float]] = ()
+) -> list[Trial]:
+    path = studies.write(folder, study)
+    done = studies.tuner(home, "tune", path, more={"TUNER_SIM_HIDDEN": json.dumps(list(hidden))})
+    assert done.returncode == 0, done.stderr
+    store = Store(f"sqlite:///{home / 'tuner.db'}")
+    (found,) = store.studies()
+    return list(store.trials(found.id))
+
+
+def test_a_night_of_virtual_trials_is_the_same_twice(tmp_path: Path) -> None:
+    first, second = (tuned(tmp_path, tmp_path / name) for name in ("one", "two"))
+    assert [t.state for t in first] == [TrialState.COMPLETE] * 3
+    for one, other in zip(first, second, strict=True):
+        assert one.candidate == other.candidate
+        assert one.measurement
+        assert other.measurement
+        assert one.measurement.values == other.measurement.values
+
+
+def test_virtual_seconds_are_charged_and_no_process_is_started(tmp_path: Path) -> None:
+    trials = tuned(tmp_path, tmp_path / "home")
+    for trial in trials:
+        assert trial.directory is not None
+        assert "Available KV cache memory" in (Path(trial.directory) / "engine.log").read_text()
+        assert trial.ended_at is not None
+        took = (trial.ended_at - trial.started_at).total_seconds()
+        assert trial.gpu_seconds == pytest.approx(took, abs=1e-3)
+        assert took >= 2.0  # one second to start, one of traffic
+
+
+def test_a_virtual_launch_fails_in_the_words_of_a_real_one(tmp_path: Path) -> None:
+    ends = {}
+    for clock in ("real", "virtual"):
+        study = studies.STUDY.replace("kind: simulated", f"kind: simulated\n  clock: {clock}")
+        study = study.replace("baseline: {max_num_seqs: 4}", "baseline: {}")
+        space = studies.SPACE.replace("max_num_seqs: [4, 16, 64]", "gpu_memory_utilization: [0.1]")
+        folder = tmp_path / clock
+        folder.mkdir()
+        studies.write(folder, study, space)
+        done = studies.tuner(folder / "home", "tune", folder / "study.yaml", "--trials", "2", "--all-trials")
+        assert done.returncode == 0, done.stderr
+        store = Store(f"sqlite:///{folder / 'home' / 'tuner.db'}")
+        (found,) = store.studies()
+        ends[clock] = [t for t in store.trials(found.id) if t.state is TrialState.INFEASIBLE]
+    (real,), (virtual,) = ends["real"][:1], ends["virtual"][:1]
+    assert (virtual.cause, virtual.reason, virtual.violation) == (real.cause, real.reason, real.violation)
+
+
+def test_a_hidden_slowdown_shows_in_what_is_measured(tmp_path: Path) -> None:
+    plain, slow = (
+        tuned(tmp_path, tmp_path / name, hidden=hidden)[0].measurement
+        for name, hidden in (("plain", []), ("slow", [{"slower": 1.2}]))
+    )
+    assert plain
+    assert slow
+    assert slow.values["tpot_p50_ms"] == pytest.approx(1.2 * plain.values["tpot_p50_ms"], rel=0.1)
+
+
+def test_a_real_engine_takes_no_virtual_clock(tmp_path: Path) -> None:
+    path = studies.write(
+        tmp_path, VIRTUAL.replace("kind: simulated", "kind: vllm\n  python: /usr/bin/python3")
+    )
+    with pytest.raises(BadInput, match="clock"):
+        studyfile.read(path)
