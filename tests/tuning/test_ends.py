@@ -1,5 +1,6 @@
 """Issue 29 B: how a study, a run and a budget end."""
 
+import json
 import math
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -12,6 +13,7 @@ from tests.tuning import breaking
 from tests.tuning.studies import SPACE, STUDY, answer, tuner, write
 from tuner.errors import Aborted, Infeasible, StudyFailed
 from tuner.history.store import Store
+from tuner.knobs.model import from_config
 from tuner.records import Candidate, Measurement, Outcome, RunState, SliceMeasurement, Trial, TrialState
 from tuner.replay import outcomes
 from tuner.replay.jobs import CANCELLED, CUT
@@ -173,3 +175,44 @@ def test_24_3_a_failure_names_its_kind(tmp_path: Path) -> None:
     }  # fmt: skip
     path.unlink()
     assert errors_of(Measurement(values={}, slices=(part,))) == {}
+
+
+REFUSED = {
+    "more than the model": (("len: 16384", "len: 99999"), "99999 is more than the 32768 tokens"),
+    "in thousands": (("len: 16384", "len: 40K"), "40K is more than the 32768 tokens"),
+    "in the baseline": (("{max_num_seqs: 4}", "{max_model_len: 40000}"), "baseline.max_model_len: 40000 is"),
+    "a weight": (("seed: 3", "winner: {weights: {ttft_p95: 2}}"), "'ttft_p95' is no objective of this study"),
+    "a stop command": (("kind: simulated", "kind: vllm\n  python: /bin/sh\n  stop_command: [no-such]"),
+                       "there is no program 'no-such'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_29b3_what_the_file_tells_is_refused_before_anything_is_written(tmp_path: Path, case: str) -> None:
+    """Exit code 2: nothing was launched, and no database was made."""
+    (old, new), sentence = REFUSED[case]
+    assert old in STUDY
+    home = tmp_path / "home"
+    done = tuner(home, "tune", write(tmp_path, STUDY.replace(old, new)))
+    assert done.returncode == 2, done.stderr
+    assert sentence in done.stderr
+    assert not (home / "tuner.db").exists()
+    assert not (home / "trials").exists()
+
+
+def test_29c_a_longer_request_than_the_model_takes_does_not_ask_for_a_longer_engine(tmp_path: Path) -> None:
+    shape = {"vocab_size": 9, "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+    path = tmp_path / "config.json"
+    for rope, longest in [
+        (None, 1000), ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1000}, 4000),
+        ({"type": "linear", "factor": 2.0}, 2000), ({"rope_type": "llama3", "factor": 8.0}, 1000),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 250}, 1000),
+    ]:  # fmt: skip
+        path.write_text(json.dumps({**shape, "max_position_embeddings": 1000, "rope_scaling": rope}))
+        assert from_config("m", path).longest == longest, rope
+    prepared = load(write(tmp_path), store=None, now=NOW)
+    assert "max_model_len 40000" in (prepared.known(Candidate({"max_model_len": 40000})) or "")
+    lifted = STUDY.replace(
+        "max-model-len: 16384}", "max-model-len: 99999}\n  env: {VLLM_ALLOW_LONG_MAX_MODEL_LEN: 1}"
+    )
+    assert load(write(tmp_path, lifted), store=None, now=NOW).max_model_len == 99999

@@ -70,6 +70,39 @@ BAD = {
         "duration_s: Input should be less than or equal to 31622400",
     ),
     "repeats": (GOOD + "plan: {repeats: 1000000000}\n", "plan.repeats: Input should be less than"),
+    "29b3 a weight of no objective": (
+        GOOD + "winner: {weights: {ttft_p95: 2}}\n",
+        "winner.weights: 'ttft_p95' is no objective of this study (did you mean 'ttft_p95_ms'?)",
+    ),
+    "29b3 a measurement that is no objective": (
+        GOOD + "winner: {weights: {e2e_p95_ms: 2}}\n",
+        "'e2e_p95_ms' is no objective",
+    ),
+    "29b3 a negative weight": (
+        GOOD + "winner: {weights: {ttft_p95_ms: -1}}\n",
+        "must be a number ≥ 0, not -1",
+    ),
+    "29b3 no weight": (GOOD + "winner: {weights: {ttft_p95_ms: 0}}\n", "at least one weight must be above 0"),
+    "29b3 no weights": (GOOD + "winner: {weights: {}}\n", "at least one weight must be above 0"),
+    "29b3 a cost without a price": (
+        GOOD + "objectives: [cost_per_million_tokens]\n",
+        "the objective cost_per_million_tokens needs price_per_gpu_hour",
+    ),
+    "29b3 a speed without limits": (GOOD + "objectives: [max_speed]\n", "max_speed needs a limit under slo"),
+    "29b3 nothing to search on": (
+        GOOD + "slices: [{start_s: 0, duration_s: 9, held_out: true}]\n",
+        "every slice is held out",
+    ),
+    "29b3 one name twice": (
+        GOOD + "slices: [{start_s: 0, duration_s: 9, name: a}, {start_s: 9, duration_s: 9, name: a}]\n",
+        "two of them are named 'a'",
+    ),
+    "29b3 one argument twice": (
+        GOOD + "  args: {max-model-len: 1, max_model_len: 2}\n",
+        "'max-model-len' and 'max_model_len' are one argument",
+    ),
+    "29b3 a hidden engine": (GOOD.replace("A: 1", "VLLM_API_KEY: x"), "VLLM_API_KEY would hide the engine"),
+    "29b3 no variable": (GOOD.replace("A: 1", "'A=B': x"), "'A=B' is no name of an environment variable"),
     "word or list": (GOOD + "slices: peak\n", "line 8: slices: Input should be 'auto'"),
 }
 

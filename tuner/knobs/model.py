@@ -1,6 +1,7 @@
 """The shape of a model, read from its own config.json or from shipped facts; no engine and no network."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,10 @@ _BYTES = {"float32": 4, "float": 4, "float16": 2, "bfloat16": 2, "half": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What sizes memory and time: counts, `head_dim` in elements, `parameters` all weights of the model."""
+    """What sizes memory and time: counts, `head_dim` in elements, `parameters` all weights of the model.
+
+    `stretch`: by how much its rotary embedding lengthens `max_len`.
+    """
 
     name: str
     vocab_size: int
@@ -27,6 +31,12 @@ class ModelFacts:
     head_dim: int
     dtype_bytes: int
     parameters: int
+    stretch: float = 1.0
+
+    @property
+    def longest(self) -> int:
+        """The largest --max-model-len that vLLM takes of it, in tokens."""
+        return int(self.max_len * self.stretch)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -83,8 +93,33 @@ def from_config(name: str, path: Path) -> ModelFacts:
         head_dim=number("head_dim", default=hidden // heads),
         dtype_bytes=_BYTES.get(str(text.get("torch_dtype") or text.get("dtype") or "bfloat16"), 2),
         parameters=0,
+        stretch=_stretch(text),
     )
     return _counted(facts, experts=number("num_local_experts", "num_experts", default=1), raw=text)
+
+
+def _stretch(text: Mapping[str, Any]) -> float:
+    """By how much vLLM lengthens max_position_embeddings: linear, dynamic and YaRN scaling do that, what a
+    model was trained long with does not.
+    """
+    rope = text.get("rope_scaling") or text.get("rope_parameters")
+    if not isinstance(rope, dict):
+        return 1.0
+    kind, factor = str(rope.get("rope_type", rope.get("type", "default"))), rope.get("factor")
+    if kind not in ("linear", "dynamic", "yarn") or not isinstance(factor, int | float):
+        return 1.0
+    trained, told = rope.get("original_max_position_embeddings"), text.get("max_position_embeddings")
+    share = trained / told if kind == "yarn" and trained and told else 1.0
+    return max(1.0, float(factor) * share)
+
+
+def tokens_of(value: object) -> int:
+    """A number of tokens as vLLM reads it (`16k` = 16,000, `16K` = 16,384); 0 where the engine chooses."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", str(value).strip())
+    if match is None or isinstance(value, bool):
+        return 0
+    unit = {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}[match[2]]
+    return int(float(match[1]) * unit)
 
 
 def shapes() -> dict[str, ModelFacts]:

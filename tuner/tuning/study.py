@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -16,7 +17,7 @@ from tuner.knobs import model as models
 from tuner.knobs import space as spaces
 from tuner.knobs.arguments import compile_candidate, fixed
 from tuner.knobs.discover import Gpu, discover, on_device
-from tuner.knobs.model import ModelFacts
+from tuner.knobs.model import ModelFacts, tokens_of
 from tuner.knobs.space import SearchSpace
 from tuner.records import JSON, Candidate, EngineFacts, Node, Slice, Slo, Study, digest_of
 from tuner.replay.schedule import check_size
@@ -34,6 +35,8 @@ VLLM_MODULE = ("-m", "vllm.entrypoints.openai.api_server")
 SIMULATOR_MODULE = ("-m", "tuner.simulator.app")
 OURS = ("model", "host", "port", "served-model-name", "uds", "api-key", "root-path", "ssl-keyfile")
 """Flags that the tuner sets itself or that would hide the engine from it."""
+LENGTHENING = frozenset({"--hf-overrides", "--rope-scaling", "--rope-theta"})
+"""Flags that may make a model take longer requests than its config.json says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +63,8 @@ class Prepared:
 
     def known(self, candidate: Candidate) -> str | None:
         """Why a candidate cannot run, as far as can be known without launching it."""
+        if (asked := candidate.get("max_model_len")) and tokens_of(asked) > self.model.longest:
+            return f"max_model_len {asked} is more than the model's {self.model.longest}"
         if not self.rules:
             return None
         return self.space.known_violation(candidate, self.facts, self.max_model_len, self.model)
@@ -116,9 +121,9 @@ def prepare(
     _check_baseline(baseline, facts, file.engine.env, name)
     restricted = space.restricted(facts, env=file.engine.env, baseline=baseline)
     always = _fixed(file.engine.args, facts, restricted, name)
-    max_model_len = _max_model_len(file.engine.args, model)
+    max_model_len = _max_model_len(file, model, name)
     chosen = _slices(file, trace)
-    _check_slices(trace, chosen, max_model_len, file, name)
+    _check_slices(trace, chosen, max_model_len, model, file, name)
     identity = _identity(file, facts, node, trace, space, chosen)
     if restricted.inherited:
         # Before 0.2 candidates did not have these knobs: their trials are not comparable with ours.
@@ -150,6 +155,8 @@ def prepare(
 
 def engine_command(engine: EngineFile, base: Path) -> tuple[str, ...]:
     """What stands before the engine's own arguments. BadInput when the interpreter does not exist."""
+    if engine.stop_command and shutil.which(engine.stop_command[0]) is None:
+        raise BadInput(f"engine.stop_command: there is no program {engine.stop_command[0]!r}")
     if engine.kind == "simulated":
         return (sys.executable, *SIMULATOR_MODULE)
     python = Path(engine.python).expanduser()
@@ -221,12 +228,28 @@ def _fixed(
             raise BadInput(
                 f"{name}: engine.args.{key}: the space turns this knob; put today's value under baseline:"
             )
+        taken = facts.choices.get(flag.replace("-", "_"))
+        value = args[key]
+        if taken is not None and not isinstance(value, list | dict | bool) and value not in taken:
+            listed = ", ".join(str(choice) for choice in taken)
+            raise BadInput(f"{name}: engine.args.{key}: {value} is none of what the engine takes: {listed}")
     return fixed(args, facts, where=f"{name}: engine.args")
 
 
-def _max_model_len(args: Mapping[str, Argument], model: ModelFacts) -> int:
-    asked = {flag_name(key): value for key, value in args.items()}.get("--max-model-len")
-    return asked if isinstance(asked, int) and asked > 0 else model.max_len
+def _max_model_len(file: StudyFile, model: ModelFacts, name: str) -> int:
+    """The engine's longest request in tokens. BadInput where the file asks for more than the model has."""
+    args = {flag_name(key): value for key, value in file.engine.args.items()}
+    lifted = file.engine.env.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0") not in ("", "0")
+    lifted = lifted or bool(LENGTHENING & set(args))
+    asked = {"engine.args.max-model-len": args.get("--max-model-len"),
+             "baseline.max_model_len": file.baseline.get("max_model_len")}  # fmt: skip
+    for key, value in asked.items():
+        if tokens_of(value) > model.longest and not lifted:
+            raise BadInput(
+                f"{name}: {key}: {value} is more than the {model.longest} tokens that {file.model} takes"
+                " by its config.json; ask for less"
+            )
+    return tokens_of(args.get("--max-model-len")) or model.max_len
 
 
 def _slices(file: StudyFile, trace: Trace) -> tuple[Slice, ...]:
@@ -253,7 +276,7 @@ def plan_of(file: StudyFile) -> Plan:
 
 
 def _check_slices(
-    trace: Trace, chosen: tuple[Slice, ...], max_model_len: int, file: StudyFile, name: str
+    trace: Trace, chosen: tuple[Slice, ...], max_model_len: int, model: ModelFacts, file: StudyFile, name: str
 ) -> None:
     plan = plan_of(file)
     for part in chosen:
@@ -263,9 +286,12 @@ def _check_slices(
             raise BadInput(f"{name}: slice {part.name} from {part.start_s:g} s on holds no request")
         longest = int((trace.input_len[rows] + trace.output_len[rows]).max())
         if longest > max_model_len:
+            more = "raise engine.args.max-model-len or choose other slices"
+            if longest > model.longest:
+                more = f"the model takes no more than {model.longest}: choose other slices"
             raise BadInput(
                 f"{name}: slice {part.name} has a request of {longest} tokens, the engine takes"
-                f" {max_model_len}; raise engine.args.max-model-len or choose other slices"
+                f" {max_model_len}; {more}"
             )
 
 

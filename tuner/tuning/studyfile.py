@@ -25,6 +25,8 @@ MOST_TRIALS = 100_000
 MOST_SPEED = 1000.0
 MOST_WORSE = 10.0
 """Ten times worse: whoever allows more asks nothing."""
+HIDING = ("VLLM_API_KEY", "VLLM_PORT")
+"""Variables that change where the engine listens, or to whom it answers."""
 Scalar = bool | int | float | str | None
 Argument = Scalar | list[Scalar] | dict[str, JsonValue]
 
@@ -56,6 +58,27 @@ class EngineFile(_Strict):
             if isinstance(env, dict)
             else env
         )
+
+    @field_validator("args")
+    @classmethod
+    def _named_once(cls, args: dict[str, Argument]) -> dict[str, Argument]:
+        seen: dict[str, str] = {}
+        for key in args:
+            flag = key.lstrip("-").replace("_", "-")
+            if flag in seen:
+                raise ValueError(f"'{seen[flag]}' and '{key}' are one argument: give it once")
+            seen[flag] = key
+        return args
+
+    @field_validator("env")
+    @classmethod
+    def _names_of_variables(cls, env: dict[str, str]) -> dict[str, str]:
+        for name, value in env.items():
+            if not name or "=" in name or "\0" in name + value:
+                raise ValueError(f"'{name}' is no name of an environment variable, or its value holds a NUL")
+            if name in HIDING:
+                raise ValueError(f"{name} would hide the engine from the tuner; leave it out")
+        return env
 
     @model_validator(mode="after")
     def _what_goes_together(self) -> "EngineFile":
@@ -173,6 +196,21 @@ class StudyFile(_Strict):
             return limits
         return {name: _share(str(name), value) for name, value in limits.items()}
 
+    @model_validator(mode="after")
+    def _what_needs_each_other(self) -> "StudyFile":
+        _check_weights(self.winner, self.objectives)
+        cost = next((name for name in self.objectives if name.startswith("cost_")), None)
+        if cost is not None and self.price_per_gpu_hour is None:
+            raise ValueError(f"the objective {cost} needs price_per_gpu_hour")
+        limits = (self.slo.ttft_ms, self.slo.tpot_ms, self.slo.e2e_ms)
+        if "max_speed" in self.objectives and limits == (None, None, None):
+            raise ValueError(
+                "the objective max_speed needs a limit under slo: it is the speed that still keeps it"
+            )
+        if isinstance(self.slices, list):
+            _check_named(self.slices)
+        return self
+
     @field_validator("objectives")
     @classmethod
     def _known_names(cls, names: list[str]) -> list[str]:
@@ -197,6 +235,30 @@ def _share(name: str, value: object) -> float:
             f"{name}: give the share by which it may be worse than today, such as 10% or 0.1, not {value!r}"
         )
     return share
+
+
+def _check_weights(winner: object, objectives: list[str]) -> None:
+    """ValueError unless every weight is of an objective and some weight counts."""
+    if not isinstance(winner, WeightsFile):
+        return
+    for name, weight in winner.weights.items():
+        if name not in objectives:
+            raise ValueError(
+                f"winner.weights: '{name}' is no objective of this study{nearest(name, objectives)}"
+            )
+        if weight < 0:
+            raise ValueError(f"winner.weights: the weight of {name} must be a number ≥ 0, not {weight:g}")
+    if not any(winner.weights.values()):
+        raise ValueError("winner.weights: at least one weight must be above 0")
+
+
+def _check_named(slices: list[SliceFile]) -> None:
+    """ValueError when nothing is left to search on, or two slices go by one name."""
+    if all(each.held_out for each in slices):
+        raise ValueError("slices: every slice is held out; leave at least one to search on")
+    names = [each.name for each in slices if each.name]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"slices: two of them are named '{twice}'")
 
 
 def _scalar_text(value: object) -> str:
