@@ -92,6 +92,11 @@ def test_a_table_is_measured_cut_and_gone_on_with(plan: Path, tmp_path: Path) ->
     e2e = sorted((r["last_token_s"] - r["scheduled_s"]) * 1000 for r in requests)
     assert own["e2e_p50_ms"] == pytest.approx((e2e[5] + e2e[6]) / 2)
     assert outcomes("made", refused["key"], files) == []
+    again = tmp_path / "again"
+    assert start(plan, again, "--scatter", files / "made").wait(60) == 0
+    assert {path.name for path in measured(again)} == {path.name for path in measured(out)}
+    assert start(plan, again, "--gather", files / "same").wait(60) == 0
+    assert rows("same", files) == rows("made", files)
 
 
 def test_a_plan_with_a_word_that_none_has_is_refused(plan: Path) -> None:

@@ -2,12 +2,14 @@
 
     python -m benchmarks.table.measure PLAN.yaml OUT --python PY [--version 0.25.1] [--until HH:MM:SS]
     python -m benchmarks.table.measure PLAN.yaml OUT --gather FILES
+    python -m benchmarks.table.measure PLAN.yaml OUT --scatter FILES
 
 Each launch of the plan gives one relaunched row, and one screened row for each set of limits that is changed
 in the running engine. A row is written as soon as it is measured (OUT/rows, OUT/outcomes); the same command
 goes on where it was cut. An engine that refuses, crashes or serves nobody is a row too; what another process
 spoilt is measured again. Without --python the simulated engine stands in. `--gather` puts all rows into
-FILES/rows.parquet and FILES/outcomes.parquet, the format of README.md.
+FILES/rows.parquet and FILES/outcomes.parquet, the format of README.md; `--scatter` puts them back into
+OUT, to go on from there.
 """
 
 import argparse
@@ -25,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import yaml
 
@@ -290,6 +293,15 @@ def gather(out: Path, files: Path) -> None:
             _put(pa.concat_tables(parts, promote_options="permissive"), files / f"{name}.parquet")
 
 
+def scatter(files: Path, out: Path) -> None:
+    """The rows and requests of two files, each in a file of its own again."""
+    for name in ("outcomes", "rows"):
+        (out / name).mkdir(parents=True, exist_ok=True)
+        whole = pq.read_table(files / f"{name}.parquet")
+        for key in whole["key"].unique().to_pylist():
+            _put(whole.filter(pc.equal(whole["key"], key)), out / name / f"{key}.parquet")
+
+
 def _until(text: str) -> float:
     """A time of day (UTC) as seconds since the epoch; the next one to come."""
     at = datetime.strptime(text, "%H:%M:%S").time()
@@ -309,9 +321,13 @@ def main() -> int:
     parser.add_argument("--until", type=_until, default=float("inf"), help="start no row after HH:MM:SS, UTC")
     parser.add_argument("--isolated", action="store_true", help="beside other replays on this host")
     parser.add_argument("--gather", type=Path, metavar="FILES")
+    parser.add_argument("--scatter", type=Path, metavar="FILES")
     given = parser.parse_args()
-    if given.gather:
-        gather(given.out, given.gather)
+    if given.gather or given.scatter:
+        if given.scatter:
+            scatter(given.scatter, given.out)
+        if given.gather:
+            gather(given.out, given.gather)
         return 0
     kind = "vllm" if given.python else "simulated"
     facts = facts_of_version(given.version, given.platform, kind=kind)
