@@ -135,3 +135,12 @@ def test_an_import_says_how_times_were_read(tmp_path: Path) -> None:
     done = call(tmp_path, "import", source, "--unit", "s")
     assert "times: read as s (given)" in done.output
     assert json.loads(call(tmp_path, "import", source, "--unit", "ms", "--json").stdout)["unit"] == "ms"
+
+
+def test_a_diff_names_what_moved(tmp_path: Path) -> None:
+    before, after = burst(tmp_path / "a.csv", 300, 1.003), burst(tmp_path / "b.csv", 300, 0.501)
+    said = call(tmp_path, "diff", before, after).stdout
+    assert "- request rate: 1 → 2.003 requests/s (+100.2%)" in said
+    found = json.loads(call(tmp_path, "diff", before, after, "--json").stdout)
+    assert [each["name"] for each in found if each["moved"]] == ["request rate"]
+    assert "- nothing has moved" in call(tmp_path, "diff", before, before).stdout

@@ -510,3 +510,34 @@ def test_no_corruption_ends_in_a_crash_or_a_silent_loss(tmp_path: Path, name: st
     print(
         f"{name}: {CORRUPTIONS:,} corruptions, {refused:,} refused by a sentence, {kept:,} read and conserved"
     )
+
+
+@pytest.mark.parametrize("spaces", ["", " ", "\n\t"])
+def test_a_json_list_is_read_item_by_item(tmp_path: Path, spaces: str) -> None:
+    """On one line or many, with items that go over the pieces that are read."""
+    items = [
+        {"timestamp": f"2026-06-01T10:00:{at:02d}Z", "note": "ä]}," * (40_000 if at == 7 else 1)}
+        | {
+            "request": {"prompt": "x"},
+            "response": {"usage": {"prompt_tokens": at + 1, "completion_tokens": 1}},
+        }
+        for at in range(30)
+    ]
+    text = f"{spaces}[{spaces}{f'{spaces},{spaces}'.join(map(json.dumps, items))}{spaces}]{spaces}"
+    assert read_any(put(tmp_path, text), format="openai").input_len.tolist() == list(range(1, 31))
+    for cut, said in ((text.rstrip()[:-9], "item 30: not JSON"), (text + "x", "something after the list")):
+        with pytest.raises(BadInput, match=said):
+            read_any(put(tmp_path, cut), format="openai")
+    with pytest.raises(BadInput, match="item 2: a int, expected an object"):
+        read_any(put(tmp_path, f"[{MOONCAKE.splitlines()[0]}, 5]"), format="mooncake")
+
+
+def test_what_is_too_large_for_a_trace_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    spaces = gzip.compress(b" " * 2**20)
+    for text, said in (
+        (gzip.compress(AZURE.encode()) + spaces * 90, "line 6: longer than|cannot be unpacked: it grows"),
+        (AZURE.encode() + b'"a\n",' * 2**18, "a row longer than"),
+        (b'{"resourceSpans": [\n' + b"1,\n" * 2**23 * 3, "one JSON document of more than"),
+    ):
+        with pytest.raises(BadInput, match=said):
+            read_any(put(tmp_path, text))

@@ -286,6 +286,13 @@ def reshape(
     sessions: Annotated[
         bool, typer.Option("--infer-sessions", help="Tell conversations from shared prefix blocks first.")
     ] = False,
+    beam: Annotated[
+        str | None,
+        typer.Option(
+            metavar="sample|drop",
+            help="Beam searches as so many sampled answers, or left out; no replay has them.",
+        ),
+    ] = None,
     share: Annotated[
         float,
         typer.Option(callback=finite, help="Keep so much of it: whole conversations and prefix groups."),
@@ -304,6 +311,8 @@ def reshape(
     found = open_trace(trace)[0]
     if also:
         found = reshape.merged([found, *(open_trace(one)[0] for one in also)])
+    if beam is not None:
+        found = reshape.without_beams(found, beam)
     if sessions:
         found = structure.infer_sessions(found)
     if share != 1.0:
@@ -315,6 +324,23 @@ def reshape(
     name = output.name.split(".")[0]
     _keep(found, output, name)
     typer.echo(f"{name}: {len(found)} requests over {found.duration_s:.0f} s, digest {found.digest[:12]}")
+
+
+@app.command("diff")
+def diff(before: Ref, after: Ref, as_json: Json = False) -> None:
+    """Show what has moved between two traces: rate, lengths, mix and reuse, each with its size."""
+    from tuner.traffic import shift
+
+    found = shift.compare(open_trace(before)[0], open_trace(after)[0])
+    if as_json:
+        print_json(found)
+        return
+    rows = ([each.name, each.before, each.after, f"{each.change:+.1%}" if each.change is not None else None,
+             "moved" if each.moved else ""] for each in found)  # fmt: skip
+    print_table(["<", "before", "after", "change", "<"], rows)
+    moved = [each.sentence for each in found if each.moved]
+    for sentence in moved or ["nothing has moved by more than chance and 10 % (shares: 5 points)"]:
+        typer.echo(f"- {sentence}")
 
 
 @app.command("forget")

@@ -69,7 +69,7 @@ class StudyRequest(BaseModel):
     trace: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]*$", max_length=200)
     space: Name | dict[str, JsonValue]
     baseline: dict[str, Scalar] = Field(default_factory=dict, max_length=64)
-    history: Literal["synthetic"] = "synthetic"
+    history: Literal["synthetic", "session", "live"] = "synthetic"
     slices: Literal["auto"] | Annotated[list[SliceFile], Field(min_length=1, max_length=32)] = "auto"
     speed: float = Field(default=1.0, gt=0, le=1000)
     plan: PlanName | PlanFile = "standard"

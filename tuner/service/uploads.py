@@ -1,34 +1,45 @@
-"""Traces sent in pieces. An upload is two files, so it goes on after a restart of either side."""
+"""Traces sent in pieces. An upload is two files, so it goes on after a restart of either side.
+
+What was sent is read by another process (traffic/intake.py): this one holds a piece at a time, on disk.
+"""
 
 import hashlib
 import json
+import os
 import re
 import secrets
 import shutil
+import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import IO
 
 from tuner.errors import BadInput, Conflict, NotFound, Unavailable
-from tuner.traffic import importers
-from tuner.traffic import trace as traces
-from tuner.traffic.trace import Trace
+from tuner.traffic import intake
+from tuner.traffic.intake import Taken
 
 LARGEST = 2 * 1024**3
 LARGEST_PIECE = 8 * 1024**2
 LIFE_S = 24 * 3600.0
 AT_ONCE = 32
+READ_AT_ONCE = 2
+_readers = threading.BoundedSemaphore(READ_AT_ONCE)
 UPLOAD_ID = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upload:
-    """A trace under way: what it is to be called, its size in bytes and the SHA-256 of its file."""
+    """A trace under way: what it is to be called, its size in bytes and the SHA-256 of its file.
+
+    `unit` is that of times which its file gives as numbers without one (s, ms, us, ns).
+    """
 
     id: str
     name: str
     size: int
     sha256: str
+    unit: str | None = None
     offset: int = 0
 
 
@@ -38,17 +49,17 @@ class Uploads:
     def __init__(self, home: Path) -> None:
         self._folder, self._traces = home / "uploads", home / "traces"
 
-    def begin(self, *, name: str, size: int, sha256: str) -> Upload:
+    def begin(self, *, name: str, size: int, sha256: str, unit: str | None = None) -> Upload:
         """A new upload; those that nobody has touched for a day are thrown away first."""
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._clear_old()
             if len(list(self._folder.glob("*.json"))) >= AT_ONCE:
                 raise Conflict(f"{AT_ONCE} uploads are under way; finish or abandon one")
             if shutil.disk_usage(self._folder).free < size * 2:
                 raise Conflict(f"there is no room on the service's disk for {size} bytes")
-            upload = Upload(id=secrets.token_hex(16), name=name, size=size, sha256=sha256)
-            self._part(upload.id).touch()
+            upload = Upload(id=secrets.token_hex(16), name=name, size=size, sha256=sha256, unit=unit)
+            self._part(upload.id).touch(mode=0o600)
             self._card(upload.id).write_text(json.dumps(asdict(upload)), encoding="utf-8")
         except OSError as error:
             raise Unavailable(f"uploads cannot be written: {error.strerror or error}") from error
@@ -75,52 +86,60 @@ class Uploads:
         except FileNotFoundError:
             raise NotFound(f"there is no upload '{upload_id}'; it was finished, or left for a day") from None
 
-    def add(self, upload_id: str, offset: int, piece: bytes) -> Upload:
-        """Appends a piece. Conflict says where the next one must begin, when it begins elsewhere."""
+    def add(self, upload_id: str, offset: int, piece: IO[bytes]) -> Upload:
+        """Appends a piece, read from its beginning. Conflict says where the next one must begin."""
         upload = self.upload(upload_id)
         if offset != upload.offset:
             raise Conflict(f"the next piece begins at {upload.offset}, not {offset}")
-        if upload.offset + len(piece) > upload.size:
+        if upload.offset + piece.seek(0, os.SEEK_END) > upload.size:
             raise BadInput(f"the piece goes beyond the {upload.size} bytes that were announced")
         try:
             with self._part(upload_id).open("r+b") as file:
                 file.seek(offset)
-                file.write(piece)
+                piece.seek(0)
+                shutil.copyfileobj(piece, file)
         except OSError as error:
             raise Unavailable(f"the piece cannot be written: {error.strerror or error}") from error
         return self.upload(upload_id)
 
-    def finish(self, upload_id: str) -> tuple[Upload, Trace, Path]:
-        """Checks size and digest, keeps the trace as Parquet. The upload ends unless bytes are missing."""
+    def finish(self, upload_id: str) -> tuple[Upload, Taken, Path]:
+        """Checks size and digest, keeps the trace as Parquet. The upload ends unless bytes are missing.
+
+        Unavailable while as many others are being read as may be.
+        """
         upload = self.upload(upload_id)
         if upload.offset != upload.size:
             raise Conflict(f"{upload.offset} of {upload.size} bytes are here; send the rest first")
-        part = self._part(upload_id)
-        with part.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if not _readers.acquire(blocking=False):
+            raise Unavailable(f"{READ_AT_ONCE} uploads are being read; try again")
+        made = self._part(upload_id).with_suffix(".parquet")
         try:
-            if digest != upload.sha256:
-                raise BadInput(f"the bytes that arrived have SHA-256 {digest}, not {upload.sha256}")
-            trace = _read(part)
-            path = self._traces / f"{upload.name}-{trace.digest[:12]}.parquet"
-            self._traces.mkdir(parents=True, exist_ok=True)
-            traces.write(trace, path)
+            taken = self._read(upload, made)
+            path = self._traces / f"{upload.name}-{taken.digest[:12]}.parquet"
+            self._traces.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.replace(made, path)
         except OSError as error:
             raise Unavailable(f"the trace cannot be kept: {error.strerror or error}") from error
         finally:
-            self.abandon(upload_id)
-        return upload, trace, path
+            _readers.release()
+            made.unlink(missing_ok=True)
+            self._remove(upload_id)
+        return upload, taken, path
+
+    def _read(self, upload: Upload, made: Path) -> Taken:
+        """The trace of an upload whose bytes are the announced ones, written to `made`."""
+        part = self._part(upload.id)
+        with part.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != upload.sha256:
+            raise BadInput(f"the bytes that arrived have SHA-256 {digest}, not {upload.sha256}")
+        return intake.take(part, made, upload.unit)
 
     def abandon(self, upload_id: str) -> None:
         """Throws an upload away."""
         self.upload(upload_id)
+        self._remove(upload_id)
+
+    def _remove(self, upload_id: str) -> None:
         self._card(upload_id).unlink(missing_ok=True)
         self._part(upload_id).unlink(missing_ok=True)
-
-
-def _read(part: Path) -> Trace:
-    """The trace in an upload: any format that `tuner trace import` tells by its content."""
-    try:
-        return importers.read_any(part)
-    except BadInput as error:
-        raise BadInput(str(error).replace(str(part), "the upload")) from error

@@ -13,6 +13,7 @@ def advise(numbers: "Statistics") -> tuple[str, ...]:
         return ()
     return (
         *_batch(numbers),
+        *_beams(numbers),
         *_lengths(numbers),
         *_bursts(numbers),
         *_reuse(numbers),
@@ -33,6 +34,15 @@ def _batch(numbers: "Statistics") -> Iterator[str]:
         yield (
             f"{numbers.parallel_share:.1%} of requests ask for n > 1 answers: each answer takes a sequence "
             "of its own in max_num_seqs"
+        )
+
+
+def _beams(numbers: "Statistics") -> Iterator[str]:
+    if numbers.beam_share > 0:
+        yield (
+            f"{numbers.beam_share:.1%} of requests are beam searches, which vLLM does not stream: no study"
+            " replays them; `tuner trace reshape --beam sample` makes sampled answers of them, `--beam drop`"
+            " leaves them out"
         )
 
 

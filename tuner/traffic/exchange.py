@@ -11,7 +11,10 @@ from tuner.traffic.tokenizer import Tokenizer, plain_text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A request body: the prompt as token ids or text (in memory only), and how it wants to be served."""
+    """A request body: the prompt as token ids or text (in memory only), and how it wants to be served.
+
+    `beam` is the width of a beam search, which vLLM takes from `n`; 0: none.
+    """
 
     ids: tuple[int, ...] | None = None
     text: str | None = field(default=None, repr=False)
@@ -19,6 +22,7 @@ class Asked:
     tools: Any = field(default=None, repr=False)
     prompts: int = 1
     n: int = 1
+    beam: int = 0
     max_tokens: int = -1
     priority: int = 0
     model: str = ""
@@ -54,8 +58,10 @@ def asked(body: Mapping[str, Any]) -> Asked:
     most = next(
         (body[k] for k in ("max_completion_tokens", "max_tokens", "max_output_tokens") if body.get(k)), -1
     )
+    n = _count(body.get("n"), 1)
     found = Asked(
-        n=_count(body.get("n"), 1),
+        n=n,
+        beam=max(1, n) if body.get("use_beam_search") else 0,
         max_tokens=_count(most, -1),
         priority=_count(body.get("priority"), 0),
         model=str(body.get("model") or ""),

@@ -21,6 +21,16 @@ def scaled(trace: Trace, speed: float) -> Trace:
     return trace.changed(arrival_s=trace.arrival_s / speed).with_meta(speed=speed)
 
 
+def without_beams(trace: Trace, how: str) -> Trace:
+    """The trace with its beam searches as so many sampled answers (`sample`), or without them (`drop`)."""
+    if how not in ("sample", "drop"):
+        raise BadInput(f"beam is '{how}', expected sample or drop")
+    if how == "drop":
+        return trace.take(np.flatnonzero(trace.beam == 0), start_s=0.0).with_meta(beam=how)
+    n = np.where(trace.beam > 0, np.maximum(trace.n, trace.beam), trace.n)
+    return trace.changed(n=n, beam=np.zeros_like(trace.beam)).with_meta(beam=how)
+
+
 def groups(trace: Trace) -> NDArray[np.int64]:
     """A group number per row: its session, else its first block that not half of the rows share, else itself.
 

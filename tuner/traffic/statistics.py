@@ -61,6 +61,7 @@ class Statistics:
     prefers_live_history: bool
     priorities: Mapping[str, int]
     parallel_share: float
+    beam_share: float
     adapters: int
     block_size: int
     reuse: Mapping[str, float] | None
@@ -105,6 +106,7 @@ def describe(trace: Trace, *, service: Service | None = None, speed: float = 1.0
         prefers_live_history=prefers_live_history(trace),
         priorities={str(one): int((trace.priority == one).sum()) for one in np.unique(trace.priority)},
         parallel_share=_share(trace.n > 1),
+        beam_share=_share(trace.beam > 0),
         adapters=len(np.unique(trace.lora[trace.lora >= 0])),
         block_size=trace.block_size,
         reuse=reuse,

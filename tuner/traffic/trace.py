@@ -30,6 +30,7 @@ COLUMNS: Mapping[str, tuple[str, float]] = {
     "think_s": ("<f8", np.nan),
     "priority": ("<i2", 0),
     "n": ("<i2", 1),
+    "beam": ("<i2", 0),
     "lora": ("<i2", -1),
     "status": ("|u1", 0),
     "obs_ttft_s": ("<f8", np.nan),
@@ -38,7 +39,12 @@ COLUMNS: Mapping[str, tuple[str, float]] = {
 }
 """Column → dtype and what stands for «unknown»."""
 
+LATER = frozenset({"beam"})
+"""Columns that earlier files lack; one that is unknown throughout is not in the digest."""
 VERSION = 1
+MOST_ROWS, MOST_VALUES = 20_000_000, 500_000_000
+LARGEST_FOOTER = 16 * 1024**2
+"""What a Parquet file may say of itself before it is read."""
 _METADATA = b"tuner"
 
 
@@ -51,8 +57,9 @@ class Trace:
     """Captured traffic, frozen, sorted by arrival, the first arrival at 0; one entry per request.
 
     `parent` is the row of the turn before (< the row itself), `think_s` the pause since its end, `status` an
-    index into STATUSES. Row r's prompt blocks are blocks[block_offsets[r]:block_offsets[r + 1]], ids of
-    `block_size` tokens each, the last one possibly partial; a row without ids has a prompt of its own.
+    index into STATUSES, `n` the answers asked for, `beam` the width of a beam search (0: none). Prompt
+    blocks of row r are blocks[block_offsets[r]:block_offsets[r + 1]], ids of `block_size` tokens, the last
+    one possibly partial; a row without ids has a prompt of its own.
     """
 
     arrival_s: NDArray[np.float64]
@@ -66,6 +73,7 @@ class Trace:
     think_s: NDArray[np.float64]
     priority: NDArray[np.int16]
     n: NDArray[np.int16]
+    beam: NDArray[np.int16]
     lora: NDArray[np.int16]
     status: NDArray[np.uint8]
     obs_ttft_s: NDArray[np.float64]
@@ -97,9 +105,12 @@ class Trace:
         sha = hashlib.sha256(f"tuner-trace-{VERSION}:{self.block_size}".encode())
         for name in (*COLUMNS, "block_offsets", "blocks"):
             array = np.ascontiguousarray(getattr(self, name))
+            if name in LATER and not array.any():
+                continue
             if array.dtype.kind == "f":
                 array = np.where(np.isnan(array), np.nan, array)
-            sha.update(f"|{name}:{len(array)}:".encode() + array.tobytes())
+            sha.update(f"|{name}:{len(array)}:".encode())
+            sha.update(array.view(np.uint8).data if len(array) else b"")
         return sha.hexdigest()
 
     def take(self, rows: ArrayLike, *, start_s: float | None = None) -> "Trace":
@@ -190,27 +201,55 @@ def read(path: str | Path) -> Trace:
     if not source.is_file():
         raise BadInput(f"{source}: no such trace file{_near_file(source)}")
     try:
-        table = pq.read_table(source, memory_map=False)
-    except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
+        table = _table(source)
+    except (pa.ArrowException, OSError, ValueError, TypeError, LookupError, MemoryError) as error:
         raise BadInput(
             f"{source}: not a trace in Parquet; `tuner trace import` makes one: {error}"
         ) from error
-    packed = (table.schema.metadata or {}).get(_METADATA)
-    if packed is None:
-        raise BadInput(f"{source}: Parquet, but not a trace of this tool; `tuner trace import` makes one")
-    notes = _notes(packed, source)
+    notes = _notes(table.schema.metadata[_METADATA], source)
     if notes["version"] > VERSION:
         raise BadInput(f"{source}: trace version {notes['version']}; this tuner reads up to {VERSION}")
     try:
-        for name in (*COLUMNS, "blocks"):
-            if name not in table.column_names:
-                raise BadInput(f"{source}: column '{name}' is missing{nearest(name, table.column_names)}")
         trace = _from_table(table, notes)
     except (ValueError, TypeError, LookupError, MemoryError, pa.ArrowException) as error:
         raise BadInput(f"{source}: damaged trace: {error}") from error
     if trace.digest != notes["digest"]:
         raise BadInput(f"{source}: damaged trace: its content does not match its digest; import it again")
     return trace
+
+
+def _table(source: Path) -> pa.Table:
+    """The columns of a trace, once the file's own account of them says that they are one of allowed size.
+
+    BadInput when they are not; the errors of pyarrow when the account cannot be read.
+    """
+    with source.open("rb") as file:
+        file.seek(max(0, source.stat().st_size - 8))
+        footer = int.from_bytes(file.read(4), "little")
+    if footer > LARGEST_FOOTER:
+        raise BadInput(f"{source}: the account of its columns has {footer:,} bytes; not a trace")
+    with pq.ParquetFile(source, memory_map=False) as parquet:
+        schema, facts = parquet.schema_arrow, parquet.metadata
+        if _METADATA not in (schema.metadata or {}):
+            raise BadInput(f"{source}: Parquet, but not a trace of this tool; `tuner trace import` makes one")
+        for name in (*COLUMNS, "blocks"):
+            if name not in schema.names:
+                if name in LATER:
+                    continue
+                raise BadInput(f"{source}: column '{name}' is missing{nearest(name, schema.names)}")
+            kind = schema.field(name).type
+            wanted = pa.int64() if name == "blocks" else pa.from_numpy_dtype(np.dtype(COLUMNS[name][0]))
+            is_list = pa.types.is_large_list(kind) or pa.types.is_list(kind)
+            if (kind.value_type if name == "blocks" and is_list else kind) != wanted:
+                raise BadInput(f"{source}: column '{name}' is {kind}, not {wanted}: not a trace of this tool")
+        groups = [facts.row_group(place) for place in range(facts.num_row_groups)]
+        values = sum(group.column(place).num_values for group in groups for place in range(group.num_columns))
+        if facts.num_rows > MOST_ROWS or values > MOST_VALUES:
+            raise BadInput(
+                f"{source}: {facts.num_rows:,} rows with {values:,} values; a trace has at most"
+                f" {MOST_ROWS:,} with {MOST_VALUES:,}"
+            )
+        return parquet.read(columns=[name for name in (*COLUMNS, "blocks") if name in schema.names])
 
 
 def _notes(packed: bytes, source: Path) -> Mapping[str, Any]:
@@ -231,7 +270,12 @@ def bundled() -> Trace:
 
 
 def _from_table(table: pa.Table, notes: Mapping[str, Any]) -> Trace:
-    columns = {name: table.column(name).to_numpy() for name in COLUMNS}
+    columns = {
+        name: table.column(name).to_numpy()
+        if name in table.column_names
+        else np.full(len(table), missing, kind)
+        for name, (kind, missing) in COLUMNS.items()
+    }
     lists = table.column("blocks").combine_chunks()
     if isinstance(lists, pa.ChunkedArray):
         lists = lists.chunk(0) if lists.num_chunks else pa.array([], lists.type)
@@ -240,7 +284,7 @@ def _from_table(table: pa.Table, notes: Mapping[str, Any]) -> Trace:
         **columns,
         block_size=notes["block_size"],
         block_offsets=offsets - offsets[0],
-        blocks=lists.flatten().to_numpy(zero_copy_only=False).astype(np.int64),
+        blocks=lists.flatten().to_numpy(zero_copy_only=False),
         meta=cast(Mapping[str, JSON], notes["meta"]),
     )
 
@@ -255,6 +299,15 @@ def _gather(
     return new, values[source]
 
 
+def _check_blocks(trace: Trace) -> None:
+    rows = len(trace.arrival_s)
+    offsets = trace.block_offsets
+    if offsets.shape != (rows + 1,) or offsets[0] != 0 or offsets[-1] != len(trace.blocks):
+        raise ValueError("block offsets do not fit the blocks")
+    if (np.diff(offsets) < 0).any() or (len(trace.blocks) and trace.block_size < 1):
+        raise ValueError("block offsets must ascend and blocks need a block size")
+
+
 def _check(trace: Trace) -> None:
     rows = len(trace.arrival_s)
     for name, (dtype, _) in COLUMNS.items():
@@ -267,11 +320,9 @@ def _check(trace: Trace) -> None:
         raise ValueError("arrivals must be finite and sorted")
     if (trace.parent >= np.arange(rows)).any():
         raise ValueError("a parent must come before its row")
-    offsets = trace.block_offsets
-    if offsets.shape != (rows + 1,) or offsets[0] != 0 or offsets[-1] != len(trace.blocks):
-        raise ValueError("block offsets do not fit the blocks")
-    if (np.diff(offsets) < 0).any() or (len(trace.blocks) and trace.block_size < 1):
-        raise ValueError("block offsets must ascend and blocks need a block size")
+    if rows and min(trace.parent.min() + 1, trace.input_len.min(), trace.output_len.min()) < 0:
+        raise ValueError("lengths and parents must not be negative")
+    _check_blocks(trace)
     if (trace.status >= len(STATUSES)).any():
         raise ValueError(f"status must be below {len(STATUSES)}")
     for name in (*COLUMNS, "block_offsets", "blocks"):

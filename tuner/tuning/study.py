@@ -284,6 +284,12 @@ def _check_slices(
         rows = slices.rows(trace, part)
         if not len(rows):
             raise BadInput(f"{name}: slice {part.name} from {part.start_s:g} s on holds no request")
+        if beams := int((trace.beam[rows] > 0).sum()):
+            raise BadInput(
+                f"{name}: slice {part.name} has {beams} beam searches, which vLLM does not stream: their"
+                " tokens cannot be timed; `tuner trace reshape TRACE --beam sample -o FILE` makes sampled"
+                " answers of them, `--beam drop` leaves them out"
+            )
         longest = int((trace.input_len[rows] + trace.output_len[rows]).max())
         if longest > max_model_len:
             more = "raise engine.args.max-model-len or choose other slices"

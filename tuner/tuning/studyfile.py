@@ -166,7 +166,7 @@ class StudyFile(_Strict):
     workload: str = Field(default="default", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     node: str = "local"
     trace: str
-    history: Literal["synthetic", "live", "raw"] = "synthetic"
+    history: Literal["synthetic", "session", "live"] = "synthetic"
     space: str
     engine: EngineFile
     baseline: dict[str, Scalar] = Field(default_factory=dict)
@@ -210,6 +210,16 @@ class StudyFile(_Strict):
         if isinstance(self.slices, list):
             _check_named(self.slices)
         return self
+
+    @field_validator("history", mode="before")
+    @classmethod
+    def _no_text_is_kept(cls, value: object) -> object:
+        if value == "raw":
+            raise ValueError(
+                "raw is not to be had: a trace keeps no text, so what depends on it (speculative decoding,"
+                " structured output) is not measured; choose synthetic, session or live"
+            )
+        return value
 
     @field_validator("objectives")
     @classmethod

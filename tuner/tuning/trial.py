@@ -270,7 +270,7 @@ def load_of(place: Place, order: Order, each: Pass, kv_tokens: int | None) -> Lo
         seed=prepared.study.seed, number=order.number, repeat=each.repeat, speed=prepared.file.speed,
         model=prepared.study.id[:16], vocabulary=prepared.model.vocab_size, slo=prepared.study.slo,
         kv_tokens=max(filter(None, (order.kv_tokens, kv_tokens)), default=None),
-        history="live" if prepared.file.history == "live" else "open",
+        history="open" if prepared.file.history == "synthetic" else prepared.file.history,
         senders=len(place.cores.sender or (0,)), cores=place.cores.sender, isolated=place.isolated,
     )  # fmt: skip
 

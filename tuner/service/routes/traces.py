@@ -1,6 +1,7 @@
 """Traces: known ones, and uploads in pieces whose digest is checked."""
 
-from typing import Annotated
+from tempfile import SpooledTemporaryFile
+from typing import Annotated, Literal
 
 from anyio import to_thread
 from fastapi import APIRouter, Header, HTTPException, Path, Request, Response
@@ -12,6 +13,7 @@ from tuner.service.context import Here, Service
 from tuner.service.problems import documented
 from tuner.service.uploads import LARGEST, LARGEST_PIECE, Upload, Uploads
 
+IN_MEMORY = 256 * 1024
 router = APIRouter(prefix="/v1/traces", tags=["traces"])
 UploadId = Annotated[str, Path(pattern=r"^[0-9a-f]{32}$", examples=["0" * 32])]
 
@@ -26,6 +28,9 @@ class UploadRequest(BaseModel):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)
     size: int = Field(ge=1, le=LARGEST, description="Bytes of the file.")
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="Of the file's bytes.")
+    unit: Literal["s", "ms", "us", "ns"] | None = Field(
+        default=None, description="Of times that the file gives as numbers without a unit."
+    )
 
 
 class UploadShape(BaseModel):
@@ -54,7 +59,7 @@ def list_traces(here: Here, actor: Reader) -> list[shapes.TraceShape]:
 
 @router.post("/uploads", status_code=201, summary="Begin an upload", responses=documented(409))
 def begin_upload(here: Here, actor: Runner, asked: UploadRequest) -> UploadShape:
-    return _shown(_uploads(here).begin(name=asked.name, size=asked.size, sha256=asked.sha256))
+    return _shown(_uploads(here).begin(**asked.model_dump()))
 
 
 @router.get("/uploads/{upload_id}", summary="How far an upload is", responses=documented(404))
@@ -81,12 +86,12 @@ async def add_piece(
     upload_offset: Annotated[int, Header(ge=0, le=LARGEST, description="Where the piece begins.")],
 ) -> UploadShape:
     """The body is the piece itself, at most 8 MiB. 409 says where the next one must begin."""
-    piece = bytearray()
-    async for part in request.stream():
-        piece += part
-        if len(piece) > LARGEST_PIECE:
-            raise HTTPException(413, f"a piece has at most {LARGEST_PIECE} bytes")
-    found = await to_thread.run_sync(_uploads(here).add, upload_id, upload_offset, bytes(piece))
+    with SpooledTemporaryFile(max_size=IN_MEMORY) as piece:
+        async for part in request.stream():
+            piece.write(part)
+            if piece.tell() > LARGEST_PIECE:
+                raise HTTPException(413, f"a piece has at most {LARGEST_PIECE} bytes")
+        found = await to_thread.run_sync(_uploads(here).add, upload_id, upload_offset, piece)
     return _shown(found)
 
 
@@ -97,10 +102,9 @@ async def add_piece(
     responses=documented(400, 404, 409),
 )
 def finish_upload(here: Here, actor: Runner, upload_id: UploadId) -> shapes.TraceShape:
-    upload, trace, path = _uploads(here).finish(upload_id)
-    meta = {**trace.meta, "requests": len(trace), "duration_s": trace.duration_s}
-    found = here.store.add_trace(trace.digest, upload.name, str(path.resolve()), meta, here.clock())
-    here.audit(actor, "trace", trace.digest, f"trace {upload.name} uploaded")
+    upload, taken, path = _uploads(here).finish(upload_id)
+    found = here.store.add_trace(taken.digest, upload.name, str(path.resolve()), taken.meta, here.clock())
+    here.audit(actor, "trace", taken.digest, f"trace {upload.name} uploaded")
     return shapes.trace(found)
 
 

@@ -172,6 +172,7 @@ class Writer:
             ("y", None if size is not None or request.text is None else len(request.text.encode()), None),
             ("m", request.max_tokens, -1),
             ("n", request.n, 1),
+            ("w", request.beam, 0),
             ("p", request.priority, 0),
         ):
             if value != usual:

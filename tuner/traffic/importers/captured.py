@@ -20,6 +20,7 @@ BEGIN: Mapping[str, str] = {
     "max_tokens": "m",
     "priority": "p",
     "n": "n",
+    "beam": "w",
 }
 END: Mapping[str, str] = {"obs_ttft_s": "f", "obs_e2e_s": "e"}
 """Column → key of the lines: the begin's whole numbers, the end's microseconds."""

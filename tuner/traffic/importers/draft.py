@@ -16,7 +16,7 @@ from tuner.traffic import quantise
 from tuner.traffic.importers.reading import LIMIT_NS, UNITS_NS
 from tuner.traffic.importers.units import BareClock, Seen
 from tuner.traffic.structure import chain_sessions, fill_think
-from tuner.traffic.trace import STATUSES, Trace, build
+from tuner.traffic.trace import MOST_ROWS, STATUSES, Trace, build
 
 OK, ERROR, CANCELLED, TIMEOUT = range(len(STATUSES))
 
@@ -40,6 +40,7 @@ class Row:
     think_s: float = float("nan")
     priority: int = 0
     n: int = 1
+    beam: int = 0
     lora: Hashable = None
     status: int = OK
     obs_ttft_s: float = float("nan")
@@ -54,12 +55,13 @@ _KINDS = {
     "think_s": "d",
     "priority": "h",
     "n": "h",
+    "beam": "h",
     "status": "B",
     "obs_ttft_s": "d",
     "obs_e2e_s": "d",
     "obs_cached": "i",
 }
-_RANGES = {"max_tokens": 31, "turn": 31, "priority": 15, "n": 15, "obs_cached": 31}
+_RANGES = {"max_tokens": 31, "turn": 31, "priority": 15, "n": 15, "beam": 15, "obs_cached": 31}
 
 
 class Draft:
@@ -98,14 +100,12 @@ class Draft:
             self.drop(why)
             return False
         self.quality["rows_read"] += 1
-        if row.output_len == 0 and row.status == OK:
-            row.status = ERROR
-            self.quality["no_output_flagged"] += 1
-        if row.status != OK:
-            self.quality["not_ok_kept"] += 1
+        self._count(row)
         if self._arrival and row.arrival < self._arrival[-1]:
             self.quality["unsorted"] += 1
         number = len(self._arrival)
+        if number >= MOST_ROWS:
+            raise BadInput(f"{self.path}: more than {MOST_ROWS:,} requests; import parts of it")
         if row.key is not None:
             self._row_of[row.key] = number
         if row.parent is not None:
@@ -121,6 +121,16 @@ class Draft:
             numbers.append(-1 if value is None else known.setdefault(value, len(known)))
         self._add_blocks(row)
         return True
+
+    def _count(self, row: Row) -> None:
+        """Count what is odd of a row that is kept; an answer of no tokens is a failed one."""
+        if row.output_len == 0 and row.status == OK:
+            row.status = ERROR
+            self.quality["no_output_flagged"] += 1
+        if row.status != OK:
+            self.quality["not_ok_kept"] += 1
+        if row.beam:
+            self.quality["beam_search"] += 1
 
     def drop(self, why: str) -> None:
         """Count a row that is left out: `rows_read` is always what is kept plus all that is `dropped_*`."""

@@ -26,6 +26,7 @@ WANTED: Mapping[str, tuple[str, ...]] = {
     "turn": (),
     "priority": (),
     "n": (),
+    "beam": ("beam_width",),
     "lora": ("adapter",),
     "status": (),
     "obs_ttft_s": (),
@@ -105,7 +106,7 @@ def _add(
     draft: Draft, record: Record, names: Mapping[str, str], turns: "Counter[object]", unit: str | None
 ) -> None:
     values: dict[str, Any] = {}
-    for wanted in ("max_tokens", "turn", "priority", "n", "obs_cached"):
+    for wanted in ("max_tokens", "turn", "priority", "n", "beam", "obs_cached"):
         if wanted in names and record.has(names[wanted]):
             values[wanted] = record.whole(names[wanted])
     for wanted in ("obs_ttft_s", "obs_e2e_s"):

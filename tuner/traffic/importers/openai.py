@@ -120,6 +120,7 @@ def _row(
         max_tokens=request.max_tokens,
         priority=request.priority,
         n=max(1, request.n),
+        beam=request.beam,
         status=ERROR if answer_failed else OK,
         obs_cached=-1 if answer.cached_tokens is None else answer.cached_tokens,
         blocks=blocks,

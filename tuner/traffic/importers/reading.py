@@ -1,12 +1,13 @@
 """Reading foreign files line by line: every value that is wrong is named with its file, line and key."""
 
+import codecs
 import csv
 import gzip
 import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
@@ -23,6 +24,14 @@ _STAMP = re.compile(
 )
 UNITS_NS: Mapping[str, int] = {"s": 1_000_000_000, "ms": 1_000_000, "us": 1_000, "ns": 1}
 _DATES_NS = tuple(int(datetime(year, 1, 1, tzinfo=UTC).timestamp()) * 1_000_000_000 for year in (2010, 2040))
+LONGEST_LINE = 32 * 1024**2
+LONGEST_CSV_ROW = 1024**2
+LARGEST_DOCUMENT = 64 * 1024**2
+"""Bytes of a line, of a row of CSV (which may go over lines), of a JSON document that is one object."""
+_PIECE = 64 * 1024
+_SPACES = frozenset(" \t\r\n")
+_UNPACKED, _RATIO = 64 * 1024**2, 200
+"""Beyond so many bytes a gzip file that grows more than so many times is refused."""
 LIMIT_NS = 9_000_000_000_000_000_000
 _WHOLE = re.compile(r"[+-]?\d{1,19}", re.ASCII)
 
@@ -226,17 +235,33 @@ def head(path: Path, size: int = 65536) -> bytes:
 
 
 def lines(path: Path) -> Iterator[tuple[int, str, bool]]:
-    """(number from 1, text without its end, whether the end was there) of each line, UTF-8."""
+    """(number from 1, text without its end, whether the end was there) of each line, UTF-8.
+
+    BadInput beyond LONGEST_LINE bytes, and where a gzip file is little but a promise of much.
+    """
     number = 0
     try:
-        with open_bytes(path) as file:
-            for number, raw in enumerate(file, 1):
-                text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-                yield number, text.rstrip("\r\n"), raw.endswith(b"\n")
+        for raw in _pieces(path, lambda file: file.readline(LONGEST_LINE + 1)):
+            number += 1
+            if len(raw) > LONGEST_LINE:
+                raise BadInput(f"{path}: line {number}: longer than {LONGEST_LINE:,} bytes")
+            text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+            yield number, text.rstrip("\r\n"), raw.endswith(b"\n")
     except UnicodeDecodeError as error:
         raise BadInput(f"{path}: line {number}: not UTF-8 text: {error.reason}") from error
     except (OSError, EOFError, zlib.error) as error:
         raise BadInput(f"{path}: line {number + 1}: cannot be read on: {error}") from error
+
+
+def _pieces(path: Path, read: Callable[[BinaryIO], bytes]) -> Iterator[bytes]:
+    """What `read` takes from the (unpacked) file, one after another. BadInput when too much is unpacked."""
+    most, unpacked = max(_UNPACKED, _RATIO * path.stat().st_size), 0
+    with open_bytes(path) as file:
+        while piece := read(file):
+            unpacked += len(piece)
+            if unpacked > most:
+                raise BadInput(f"{path}: cannot be unpacked: it grows to more than {_RATIO} times its size")
+            yield piece
 
 
 def json_lines(path: Path, quality: "Counter[str]") -> Iterator[Record]:
@@ -263,19 +288,26 @@ def json_lines(path: Path, quality: "Counter[str]") -> Iterator[Record]:
 
 
 def whole_json(path: Path) -> Any:
-    """A file that is one JSON document."""
-    text = "\n".join(line for _, line, _ in lines(path))
-    return _loads(text, path, None)
+    """A file that is one JSON document. BadInput beyond LARGEST_DOCUMENT bytes."""
+    pieces, size = list[str](), 0
+    for _, line, _ in lines(path):
+        pieces.append(line)
+        size += len(line) + 1
+        if size > LARGEST_DOCUMENT:
+            raise BadInput(f"{path}: one JSON document of more than {LARGEST_DOCUMENT:,} bytes; write JSONL")
+    return _loads("\n".join(pieces), path, None)
 
 
 def csv_records(path: Path, quality: "Counter[str]") -> Iterator[Record]:
     """The rows of a CSV file with a header; a last row that was cut in writing is dropped and counted."""
-    cut = False
+    cut, size = False, 0
 
     def texts() -> Iterator[str]:
-        nonlocal cut
-        for _, text, ended in lines(path):
-            cut = not ended
+        nonlocal cut, size
+        for number, text, ended in lines(path):
+            cut, size = not ended, size + len(text) + 1
+            if size > LONGEST_CSV_ROW:
+                raise BadInput(f"{path}: line {number}: a row longer than {LONGEST_CSV_ROW:,} characters")
             yield text + "\n"
 
     reader = csv.reader(texts(), strict=True)
@@ -284,6 +316,7 @@ def csv_records(path: Path, quality: "Counter[str]") -> Iterator[Record]:
         if len(set(header)) != len(header):
             raise BadInput(f"{path}: line 1: a column name occurs twice in the header")
         for cells in reader:
+            size = 0
             if not cells:
                 continue
             if len(cells) != len(header):
@@ -299,13 +332,74 @@ def csv_records(path: Path, quality: "Counter[str]") -> Iterator[Record]:
 
 
 def _json_list(path: Path) -> Iterator[Record]:
-    data = whole_json(path)
-    if not isinstance(data, list):
-        raise BadInput(f"{path}: a {type(data).__name__}, expected a list of objects")
-    for number, item in enumerate(data, 1):
+    """The objects of a file that is one JSON list, one at a time."""
+    text = _Ahead(path)
+    text.skip("[")
+    number = 0
+    while not text.skip("]"):
+        number += 1
+        item = text.value(number)
         if not isinstance(item, dict):
             raise BadInput(f"{path}: item {number}: a {type(item).__name__}, expected an object")
         yield Record(path, number, item)
+        if not text.skip(",") and not text.at("]"):
+            raise BadInput(f"{path}: item {number}: not JSON: expected ',' or ']' after it")
+    if text.left():
+        raise BadInput(f"{path}: not JSON: there is something after the list")
+
+
+class _Ahead:
+    """The text of a file that is read as far as the next value needs."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._pieces = path, _pieces(path, lambda file: file.read(_PIECE))
+        self._decoder, self._unicode = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8-sig")()
+        self._text, self._at = "", 0
+
+    def at(self, mark: str) -> bool:
+        """Whether the next character that is no space is this one."""
+        while True:
+            while self._text[self._at : self._at + 1] in _SPACES:
+                self._at += 1
+            if self._at < len(self._text) or not self._more(1):
+                return self._text.startswith(mark, self._at)
+
+    def skip(self, mark: str) -> bool:
+        """As `at`, and goes beyond it."""
+        found = self.at(mark)
+        self._at += len(mark) * found
+        return found
+
+    def left(self) -> bool:
+        """Whether anything but space is left."""
+        return self.at("") and self._at < len(self._text)
+
+    def value(self, number: int) -> Any:
+        """The value that begins here; each try reads twice as much as the one before."""
+        self.at("")
+        while True:
+            try:
+                found, self._at = self._decoder.raw_decode(self._text, self._at)
+                return found
+            except (ValueError, RecursionError) as error:
+                long = len(self._text) - self._at > LONGEST_LINE or isinstance(error, RecursionError)
+                if long or not self._more(len(self._text) - self._at + 1):
+                    raise BadInput(f"{self._path}: item {number}: not JSON: {error}") from error
+
+    def _more(self, size: int) -> bool:
+        """Reads so many characters or a little more; False at the end of the file."""
+        self._text, self._at = self._text[self._at :], 0
+        pieces = [self._text]
+        try:
+            while size > 0 and (piece := next(self._pieces, None)) is not None:
+                pieces.append(self._unicode.decode(piece))
+                size -= len(piece)
+        except UnicodeDecodeError as error:
+            raise BadInput(f"{self._path}: not UTF-8 text: {error.reason}") from error
+        except (OSError, EOFError, zlib.error) as error:
+            raise BadInput(f"{self._path}: cannot be read on: {error}") from error
+        self._text = "".join(pieces)
+        return len(pieces) > 1
 
 
 def _loads(text: str, path: Path, number: int | None) -> Any:

@@ -13,12 +13,13 @@ from tuner.traffic.trace import Trace
 
 _LINE = re.compile(r"(?:INFO|DEBUG) (\d\d-\d\d) (\d\d:\d\d:\d\d) ")
 _RECEIVED = re.compile(
-    r"Received request (\S+): (?:prompt: .*?, )?params: SamplingParams\((.*)\), .*lora_request: (.*)$"
+    r"Received request (\S+): (?:prompt: .*?, )?params: (?:Sampling|BeamSearch)Params\((.*)\), "
+    r".*lora_request: (.*)$"
 )
 _DETAILS = re.compile(r"Request (\S+) details: .*prompt_token_ids: \[([\d, ]*)\], prompt_embeds", re.DOTALL)
 _TOKENS = re.compile(r"Generated response (\S+?)(?: \(.*?\))? details: output_token_ids: \[([\d, ]*)\]")
 _DONE = re.compile(r"Generated response (\S+?)(?: \(.*?\))?: output: .*finish_reason: (\w+)")
-_NUMBER = re.compile(r"\b(n|max_tokens)=(\d+)")
+_NUMBER = re.compile(r"\b(n|max_tokens|beam_width)=(\d+)")
 _ADAPTER = re.compile(r"lora_name='([^']*)'")
 
 
@@ -32,6 +33,7 @@ class _Seen:
     output: int | None = None
     max_tokens: int = -1
     n: int = 1
+    beam: int = 0
     lora: str | None = None
     end_ns: int | None = None
     blocks: list[int] = field(default_factory=list)
@@ -96,7 +98,8 @@ def _take(text: str, clock: _Clock, seen: dict[str, _Seen], prints: Fingerprints
         one = seen.setdefault(found.group(1), _Seen())
         one.at_ns, one.received = at, True
         numbers = {name: int(value[:9]) for name, value in _NUMBER.findall(found.group(2))}
-        one.n, one.max_tokens = numbers.get("n", 1), numbers.get("max_tokens", -1)
+        one.beam, one.max_tokens = numbers.get("beam_width", 0), numbers.get("max_tokens", -1)
+        one.n = numbers.get("n", max(1, one.beam))
         adapter = _ADAPTER.search(found.group(3))
         one.lora = adapter.group(1) if adapter else None
     elif found := _TOKENS.search(text):
@@ -122,6 +125,7 @@ def _add(draft: Draft, name: str, one: _Seen) -> None:
             output_len=output,
             max_tokens=one.max_tokens,
             n=max(1, one.n),
+            beam=one.beam,
             lora=one.lora,
             key=name,
             obs_e2e_s=float("nan") if one.end_ns is None else max(0, one.end_ns - one.at_ns) / 1e9,
