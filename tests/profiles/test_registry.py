@@ -12,7 +12,7 @@ from tuner.errors import Conflict, NotFound
 from tuner.history.store import Store
 from tuner.profiles import registry
 from tuner.profiles.registry import NO_GATES, Gates
-from tuner.records import Node, Profile, Study
+from tuner.records import JSON, Node, Profile, Study
 
 MODEL = "Qwen/Qwen2.5-7B-Instruct"
 GOOD = {"confirmed": True, "slo_met": True}
@@ -186,3 +186,33 @@ def test_diff_names_knobs_engine_and_traffic(store: Store) -> None:
         ("knob", "max_num_seqs", "64", "65"),
     ]
     assert registry.diff(first, first) == ()
+
+
+UNJUDGED: list[tuple[dict[str, JSON], bool, bool]] = [
+    ({"unjudged": ["kv_cache_dtype"], "quality": "on"}, False, True),
+    ({"unjudged": ["kv_cache_dtype"], "quality": "off"}, True, True),
+    ({"unjudged": []}, True, False),
+    ({}, False, True),  # published by an older release, which did not say
+    ({"values": {"token_agreement": 1.0}}, True, False),
+    ({"origin": "baseline"}, True, False),
+]
+
+
+@pytest.mark.parametrize(("said", "passes", "told"), UNJUDGED)
+def test_M20_what_was_not_judged_is_promoted_only_where_the_study_said_so_and_says_it(
+    store: Store, said: dict[str, JSON], passes: bool, told: bool
+) -> None:
+    study = a_study()
+    run = a_run(store, study)
+    trial = start(store, run, 0)
+    trial = finished(store, trial, a_measurement())
+    trial = replace(trial, candidate=trial.candidate.with_values(kv_cache_dtype="fp8"))
+    profile = registry.publish(
+        store, study=study, trial=trial, argv=(), env={}, evidence={**GOOD, **said}, now=NOW
+    )  # fmt: skip
+    if not passes:
+        with pytest.raises(Conflict, match="its answers were not judged, though it turns kv_cache_dtype"):
+            champion(store, profile)
+    gates = registry.Gates() if passes else NO_GATES
+    moved = registry.promote(store, profile, gates=gates, actor="me", reason="night", now=NOW)
+    assert moved.reason == "night" + told * " (its answers were not judged: kv_cache_dtype)"

@@ -15,7 +15,7 @@ from tests.service.world import World
 from tests.tuning.studies import TRACE
 from tuner.history.store import Store
 from tuner.profiles import registry
-from tuner.records import ProfileKey
+from tuner.records import JSON, ProfileKey
 from tuner.service.paging import pack
 
 MODEL = "Qwen/Qwen2.5-7B-Instruct"
@@ -304,3 +304,23 @@ def test_nodes_are_put_back_to_work_by_an_administrator(filled: World, admin: Te
 def test_nothing_of_this_hosts_paths_is_told(filled: World, admin: TestClient, tmp_path: Path) -> None:
     for path in ("/v1/studies", "/v1/traces", "/v1/runs", "/v1/nodes"):
         assert str(tmp_path) not in admin.get(path).text
+
+
+def test_M20_what_was_not_judged_is_not_promoted_over_http_either(filled: World, admin: TestClient) -> None:
+    store, profile = filled.store, filled.store.profile(2)
+    evidence: dict[str, JSON] = {
+        **profile.evidence,
+        "confirmed": True,
+        "slo_met": True,
+        "unjudged": ["kv_cache_dtype"],
+    }
+    body = {"reason": "won"}
+    for quality, status in (("on", 409), ("off", 200)):
+        made = store.add_profile(
+            key=profile.key, candidate=profile.candidate, engine_version=profile.engine_version,
+            gpu_class=profile.gpu_class, study_id=profile.study_id, trial_id=profile.trial_id,
+            argv=profile.argv, env={}, evidence={**evidence, "quality": quality}, now=filled.clock(),
+        )  # fmt: skip
+        answer = admin.put(CHAMPION, json={**body, "version": made.version}, headers={"If-Match": '"2"'})
+        assert answer.status_code == status
+        assert "answers were not judged" in answer.text

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.tuning.studies import write
-from tuner.errors import Aborted
+from tests.tuning.studies import STUDY, write
+from tuner.errors import Aborted, BadInput
 from tuner.records import Candidate, Measurement, Trial, TrialState
 from tuner.tuning import quality
+from tuner.tuning.confirm import finalists, left_out
 from tuner.tuning.quality import Answer
-from tuner.tuning.study import load
+from tuner.tuning.study import Prepared, load
+from tuner.tuning.studyfile import QualityFile
 
 SPACE = """\
 about: A knob that changes the output.
@@ -66,32 +68,68 @@ def test_a_completion_is_read_token_by_token() -> None:
         quality.parse({"choices": [{"logprobs": None}]})
 
 
-def test_without_weights_it_says_that_it_cannot_judge(tmp_path: Path) -> None:
-    now = datetime.now(UTC)
-    turned = load(write(tmp_path, space=SPACE), store=None, now=now)
-    said = quality.why_not(turned)
-    assert said is not None
-    assert said.startswith("kv_cache_dtype may change the output")
-    (tmp_path / "plain").mkdir()
-    assert quality.why_not(load(write(tmp_path / "plain"), store=None, now=now)) == (
-        "no knob of the space changes the output"
-    )
+OFF = STUDY + "quality: off\n"
 
 
-def test_what_was_not_judged_is_told(tmp_path: Path) -> None:
+def test_M20_a_model_without_weights_turns_no_knob_that_changes_the_output(tmp_path: Path) -> None:
     now = datetime.now(UTC)
-    simulated = load(write(tmp_path, space=SPACE), store=None, now=now)
-    real = replace(simulated, facts=replace(simulated.facts, kind="vllm"))
-    asked = Candidate({"max_num_seqs": 4, "kv_cache_dtype": "fp8"})
-    judged = Trial(
-        id=2, study_id="s", run_id="r", number=1, candidate=asked, origin="tpe", started_at=now,
-        state=TrialState.COMPLETE, measurements=(Measurement(values={quality.AGREEMENT: 1.0}),),
+    held = load(write(tmp_path, space=SPACE), store=None, now=now)
+    assert set(held.space.levels) == {"max_num_seqs"}
+    assert "cannot be judged (quality: off turns it)" in held.space.dropped["kv_cache_dtype"]
+    assert quality.why_not(held) == "no knob of the space changes the output"
+    off = load(write(tmp_path, study=OFF, space=SPACE), store=None, now=now)
+    assert off.space.levels["kv_cache_dtype"] == ("auto", "fp8")
+    assert "quality: off" in (quality.why_not(off) or "")
+    today = STUDY.replace("baseline: {max_num_seqs: 4}", "baseline: {max_num_seqs: 4, kv_cache_dtype: fp8}")
+    kept = load(write(tmp_path, study=today, space=SPACE), store=None, now=now)
+    assert kept.space.levels["kv_cache_dtype"] == ("fp8",)  # what runs today needs no judgement
+    with pytest.raises(BadInput, match="kv_cache_dtype: it changes the output"):
+        load(write(tmp_path, space="knobs: {kv_cache_dtype: [auto, fp8]}"), store=None, now=now)
+
+
+def judgeable(folder: Path, study: str = OFF) -> Prepared:
+    """A study of a model with weights."""
+    found = load(write(folder, study=study, space=SPACE), store=None, now=datetime.now(UTC))
+    asked = found.file.model_copy(update={"quality": QualityFile()}) if study == OFF else found.file
+    return replace(found, file=asked, facts=replace(found.facts, kind="vllm"))
+
+
+def trial(number: int, candidate: Candidate, **values: float) -> Trial:
+    measured = {"ttft_p95_ms": 100.0, "tpot_p95_ms": 9.0, "goodput_rps": 5.0, "slo_attainment": 1.0, **values}
+    return Trial(
+        id=number + 1, study_id="s", run_id="r", number=number, candidate=candidate, origin="tpe",
+        started_at=datetime.now(UTC), state=TrialState.COMPLETE,
+        measurements=(Measurement(values=measured),),
     )  # fmt: skip
-    plain = replace(judged, number=2, measurements=(Measurement(values={"goodput_rps": 1.0}),))
-    same = replace(plain, number=3, candidate=Candidate({"max_num_seqs": 16}))
+
+
+FP8 = Candidate({"max_num_seqs": 4, "kv_cache_dtype": "fp8"})
+JUDGED = {quality.AGREEMENT: 1.0}
+
+
+def test_M20_what_was_not_judged_is_told_and_is_no_finalist(tmp_path: Path) -> None:
+    real = judgeable(tmp_path)
+    judged, unjudged = trial(1, FP8, **JUDGED), trial(2, FP8.with_values(max_num_seqs=16))
+    same = trial(3, Candidate({"max_num_seqs": 16}), ttft_p95_ms=400.0)
     assert quality.told(real, [judged, same]) == "judged by greedy canary prompts"
-    assert quality.told(real, [judged, plain, same]).startswith("not judged in trials 2: the baseline's own")
-    assert quality.told(simulated, [judged, plain]) == quality.why_not(simulated)
+    assert quality.told(real, [judged, unjudged, same]).startswith("not judged, so not published: trials 2")
+    assert quality.held_back(real, unjudged) == (
+        "it turns kv_cache_dtype, and its answers were not judged (quality: off publishes it)"
+    )
+    assert [t.number for t in finalists(real, [unjudged, same], "r")] == [3]
+    assert [t.number for t in finalists(real, [unjudged, judged], "r")] == [1]
+    assert finalists(real, [unjudged], "r") == []
+    assert left_out(real, [unjudged]) == [f"Trial 2 is no finalist: {quality.held_back(real, unjudged)}."]
+    off = replace(real, file=real.file.model_copy(update={"quality": "off"}))
+    assert [t.number for t in finalists(off, [unjudged], "r")] == [2]
+
+
+def test_M20_what_only_a_later_pass_did_not_ask_again_is_judged(tmp_path: Path) -> None:
+    """The confirmation asks no canaries: the search's own measurement counts."""
+    found = trial(1, FP8, **JUDGED)
+    again = replace(found.measurements[0], values={"goodput_rps": 5.0}, purpose="confirm")
+    both = replace(found, measurements=(*found.measurements, again))
+    assert quality.unjudged(judgeable(tmp_path), both) == ()
 
 
 def test_the_canaries_are_the_same_for_every_candidate() -> None:

@@ -209,10 +209,12 @@ def promote(
     alias: Annotated[str, typer.Option(help="The alias to move.")] = "champion",
     reason: Reason = "promoted by hand",
     force: Annotated[
-        bool, typer.Option("--force", help="Without the gates: unconfirmed, SLO not met, old.")
+        bool, typer.Option("--force", help="Without the gates: unconfirmed, SLO not met, not judged, old.")
     ] = False,
 ) -> None:
-    """Move an alias to a version. It must have been confirmed, keep the SLO and not be old, unless forced."""
+    """Move an alias to a version. It must have been confirmed, keep the SLO, have been judged where it turns
+    a knob that changes the output, and not be old, unless forced.
+    """
     from tuner.errors import NotFound
     from tuner.profiles import registry
 
@@ -231,6 +233,8 @@ def promote(
         store, profile, alias, gates=gates, actor=getpass.getuser(), reason=reason, now=now()
     )
     say(f"{alias} of {key.model} on {key.target} for {key.workload} is version {moved.to_version}")
+    if turned := registry.unjudged(profile):
+        say(f"its answers were not judged: it turns {', '.join(turned)}")
     _tell(moved)
 
 

@@ -120,9 +120,11 @@ class SearchSpace:
         *,
         env: Mapping[str, str] | None = None,
         baseline: Mapping[str, Value] = MappingProxyType({}),
+        unjudged: str | None = None,
     ) -> "SearchSpace":
         """The space that this engine can turn over today's configuration (`baseline`). BadInput when the
-        engine's version is out of range or no knob is left.
+        engine's version is out of range or no knob is left. `unjudged` is why no knob that changes the output
+        may leave what the baseline has, None: it may.
         """
         if not matches(facts.version, self.vllm):
             raise BadInput(f"space '{self.name}' is for vLLM {self.vllm}; installed is {facts.version}")
@@ -130,8 +132,11 @@ class SearchSpace:
         levels: dict[str, tuple[Value, ...]] = {}
         for name, values in self.levels.items():
             rest = {knob: v for knob, v in baseline.items() if v is not None and knob not in self.levels}
+            held = unjudged if CATALOGUE[name].changes_output else None
             reasons = {
-                value: _refusal(name, value, facts, env) or _clash(name, value, rest, facts)
+                value: _refusal(name, value, facts, env)
+                or _clash(name, value, rest, facts)
+                or (held if value != baseline.get(name) else None)
                 for value in values
             }
             kept = tuple(value for value in values if reasons[value] is None)
@@ -149,7 +154,8 @@ class SearchSpace:
         never = {name: why for name in levels if (why := left.never_active(name)) is not None}
         if len(never) == len(levels):
             raise BadInput(
-                f"space '{self.name}': vLLM {facts.version} ({facts.platform}) has none of its knobs"
+                f"space '{self.name}': vLLM {facts.version} ({facts.platform}) has none of its knobs:"
+                f" {'; '.join(f'{name}: {why}' for name, why in list(dropped.items())[:3])}"
             )
         kept_levels = {name: values for name, values in levels.items() if name not in never}
         conditions = _conditions_for(self.conditions, kept_levels)

@@ -11,6 +11,7 @@ from tuner.errors import BadInput, Conflict, NotFound, nearest
 from tuner.history.codec import pack_values
 from tuner.history.queries import Change, knob_changes
 from tuner.history.store import Store
+from tuner.knobs.catalogue import CATALOGUE
 from tuner.records import JSON, AliasEvent, Node, Profile, ProfileKey, Study, Trial
 
 CHALLENGER = "challenger"
@@ -23,16 +24,18 @@ class Gates:
     """What a version must show before an alias may move to it; None and False ask nothing.
 
     `engine_version` is the engine that is to run it. The other gates read the evidence: `confirmed`,
-    `slo_met`, and the age since publication.
+    `slo_met`, `judged` (that the answers were held against the baseline's where a knob changes them, or that
+    the study said `quality: off`), and the age since publication.
     """
 
     confirmed: bool = True
     slo_met: bool = True
+    judged: bool = True
     max_age: timedelta | None = timedelta(days=30)
     engine_version: str | None = None
 
 
-NO_GATES = Gates(confirmed=False, slo_met=False, max_age=None)
+NO_GATES = Gates(confirmed=False, slo_met=False, judged=False, max_age=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,11 +131,27 @@ def gate_failures(profile: Profile, gates: Gates, *, now: datetime) -> tuple[str
         failed.append(f"its gain over the baseline was not confirmed{why}")
     if gates.slo_met and profile.evidence.get("slo_met") is not True:
         failed.append("it did not meet the SLO")
+    if gates.judged and profile.evidence.get("quality") != "off" and (turned := unjudged(profile)):
+        failed.append(f"its answers were not judged, though it turns {', '.join(turned)}")
     if gates.engine_version is not None and not same_engine(gates.engine_version, profile.engine_version):
         failed.append(f"it was measured on engine {profile.engine_version}, not {gates.engine_version}")
     if gates.max_age is not None and now - profile.created_at > gates.max_age:
         failed.append(f"it is older than {gates.max_age.days} days")
     return tuple(failed)
+
+
+def unjudged(profile: Profile) -> tuple[str, ...]:
+    """The knobs of a version that change the output, where nobody judged its answers. What an older release
+    published and does not say, counts as not judged.
+    """
+    said = profile.evidence.get("unjudged")
+    if isinstance(said, list):
+        return tuple(str(name) for name in said)
+    values = profile.evidence.get("values")
+    judged = isinstance(values, dict) and "token_agreement" in values
+    if judged or profile.evidence.get("origin") == "baseline":
+        return ()
+    return tuple(n for n in profile.candidate if n in CATALOGUE and CATALOGUE[n].changes_output)
 
 
 def promote(
@@ -149,11 +168,13 @@ def promote(
     """Moves an alias to a version by compare-and-set (`expected`: the generation seen, 0 = never set).
 
     Raises Conflict naming every gate that failed, or when the alias is frozen or was moved in between. An
-    alias that points there already is left alone.
+    alias that points there already is left alone. The reason says what was not judged.
     """
     gates = gates if gates is not None else Gates()
     if failed := gate_failures(profile, gates, now=now):
         raise Conflict(f"version {profile.version} cannot become '{alias}': {'; '.join(failed)}")
+    if turned := unjudged(profile):
+        reason = f"{reason} (its answers were not judged: {', '.join(turned)})"
     seen = store.alias(profile.key, alias)
     if expected is None and seen is not None and seen.to_version == profile.version:
         return seen

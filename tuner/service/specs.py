@@ -79,7 +79,7 @@ class StudyRequest(BaseModel):
     )
     winner: Literal["slo", "knee"] | WeightsFile = "slo"
     live_limits: Literal["auto", "off"] = "auto"
-    quality: QualityFile = Field(default_factory=QualityFile)
+    quality: QualityFile | Literal["off"] = Field(default_factory=QualityFile)
     price_per_gpu_hour: float | None = Field(default=None, ge=0)
     budget: BudgetFile = Field(default_factory=BudgetFile)
     seed: int = Field(default=0, ge=0, lt=2**63)

@@ -161,6 +161,8 @@ def _judged(bench: Bench, trial: Trial, found: Launched) -> Trial:
         gpu_seconds=found.gpu_seconds,
     )
     _tell_drift(bench, ended, found)
+    if trial.is_baseline and found.answers:
+        quality.keep(quality.path_of(bench.home, bench.prepared), found.answers)
     values = measurements[-1].values
     if not found.curtailed:  # else what was cut short counts as failed
         ended = replace(ended, violation=Violation(err=_error_rate(values) - ERROR_RATE))
@@ -172,12 +174,10 @@ def _judged(bench: Bench, trial: Trial, found: Launched) -> Trial:
 
 
 def _with_quality(bench: Bench, trial: Trial, found: Launched) -> Trial:
-    """The baseline's answers are kept; a candidate whose answers differ too much from them is INFEASIBLE."""
+    """A candidate whose answers differ too much from those of the baseline is INFEASIBLE."""
     if not found.answers:
         return trial
     path, baseline = quality.path_of(bench.home, bench.prepared), bench.prepared.baseline
-    if trial.is_baseline:
-        quality.keep(path, found.answers)
     base, turned = quality.kept(path), quality.changes(trial.candidate, baseline)
     if not base and turned:
         text = f"its answers ({', '.join(turned)}) are not judged: the baseline's own are missing"
@@ -188,7 +188,8 @@ def _with_quality(bench: Bench, trial: Trial, found: Launched) -> Trial:
     last = trial.measurements[-1]
     last = replace(last, values={**last.values, **values})
     judged = replace(trial, measurements=(*trial.measurements[:-1], last))
-    least = bench.prepared.file.quality.min_token_agreement
+    asked = bench.prepared.file.quality
+    least = 0.0 if asked == "off" else asked.min_token_agreement
     if (reason := quality.verdict(values, least, turned)) is None:
         return judged
     return replace(judged, state=TrialState.INFEASIBLE, reason=reason, cause="quality")

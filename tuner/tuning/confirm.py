@@ -9,6 +9,7 @@ from tuner.conclusions import Conclusion, Judgement, RunCost
 from tuner.errors import Aborted, Infeasible
 from tuner.records import Launch, Measurement, Run, Trial, TrialState
 from tuner.search import trial_view
+from tuner.tuning import quality
 from tuner.tuning.attempt import failing, retries_of, unlike
 from tuner.tuning.calibrated_predictor import LAUNCH_S, RELAUNCHED, SETTLE_S, policy
 from tuner.tuning.concluding import (
@@ -211,8 +212,8 @@ def without_finalists(bench: Bench, run: Run) -> Conclusion:
 
 def finalists(prepared: Prepared, trials: Sequence[Trial], run_id: str) -> list[Trial]:
     """The policy's choice, then its choice without that one: the baseline is not among them, nor what only
-    turned knobs that could not act, nor what `not_worse` forbids. Screened trials are, until they were
-    relaunched or the run has made relaunches enough at its end.
+    turned knobs that could not act, nor what `not_worse` forbids, nor what changes the answers and was not
+    judged. Screened trials are, until they were relaunched or the run has made relaunches enough at its end.
     """
     base = trial_view.baseline_of(trials)
     left, found = [t for t in trials if not t.is_baseline], list[Trial]()
@@ -226,14 +227,18 @@ def finalists(prepared: Prepared, trials: Sequence[Trial], run_id: str) -> list[
         best = winner(prepared, left, key)
         if best is None:
             break
-        if base is None or why_not(prepared, base, best) is None:
+        if why_not(prepared, base, best) is None:
             found.append(best)
         left = [t for t in left if key(t.candidate) != key(best.candidate)]
     return found
 
 
-def why_not(prepared: Prepared, base: Trial, trial: Trial) -> str | None:
-    """Why a trial cannot win over the baseline, whatever its numbers; None where it can."""
+def why_not(prepared: Prepared, base: Trial | None, trial: Trial) -> str | None:
+    """Why a trial cannot win, whatever its numbers; None where it can. `base` None: it did not serve."""
+    if (turned := quality.held_back(prepared, trial)) is not None:
+        return f"Trial {trial.number} is no finalist: {turned}."
+    if base is None:
+        return None
     if (said := cannot_act(base, trial, prepared.facts)) is not None:
         return f"Trial {trial.number} is no finalist: {said}."
     mine, its = (t.measurement.values if t.measurement else {} for t in (base, trial))
@@ -247,8 +252,6 @@ def why_not(prepared: Prepared, base: Trial, trial: Trial) -> str | None:
 def left_out(prepared: Prepared, trials: Sequence[Trial]) -> list[str]:
     """Why complete trials are no finalists, three at most."""
     base = trial_view.baseline_of(trials)
-    if base is None:
-        return []
     done = [t for t in trial_view.latest(trials) if t.state is TrialState.COMPLETE and not t.is_baseline]
     return [said for t in done if (said := why_not(prepared, base, t)) is not None][:3]
 

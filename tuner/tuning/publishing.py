@@ -10,6 +10,7 @@ from tuner.knobs.catalogue import CATALOGUE
 from tuner.profiles import registry
 from tuner.records import JSON, Profile, Run, Trial, TrialState
 from tuner.search import trial_view
+from tuner.tuning import quality
 from tuner.tuning.concluding import remeasured
 from tuner.tuning.confirm import kept
 from tuner.tuning.trial import Bench
@@ -65,6 +66,8 @@ def _evidence(
         "changes": [dict(asdict(c)) for c in arm.changes] if arm else [],
         "not_worse": dict(bench.prepared.file.not_worse),
         "unproved": unproved_of(trial),
+        "unjudged": list(quality.unjudged(bench.prepared, trial)),
+        "quality": "off" if bench.prepared.file.quality == "off" else "on",
         "inherited": {} if trial.is_baseline else dict(bench.prepared.space.inherited),
     }
 

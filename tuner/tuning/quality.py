@@ -1,7 +1,8 @@
 """Whether a candidate still answers as the baseline does: greedy canary prompts, token by token.
 
-Asked only where the space turns knobs that change the output. With dummy weights, or on the simulated engine,
-there is nothing to judge, and the run says so.
+Asked only where the space turns knobs that change the output. What turns one and was not judged is never
+published, unless the study says `quality: off`. With dummy weights, or on the simulated engine, there is
+nothing to judge: the space then turns no such knob.
 """
 
 import json
@@ -33,14 +34,28 @@ class Answer:
 
 
 def why_not(prepared: Prepared) -> str | None:
-    """Why the study's quality cannot be judged, None when it can and must be."""
-    turned = prepared.space.changes_output
+    """Why the study's quality is not judged, None when it can and must be."""
+    turned = ", ".join(prepared.space.changes_output)
     if not turned:
         return "no knob of the space changes the output"
-    dummy = any(str(v) == "dummy" for k, v in prepared.file.engine.args.items() if "load" in k)
-    if prepared.facts.kind == "simulated" or dummy:
-        return f"{', '.join(turned)} may change the output, but the model has no weights: it cannot be judged"
+    if prepared.file.quality == "off":
+        return f"not judged, as the study says (quality: off): {turned} may change the output"
     return None
+
+
+def unjudged(prepared: Prepared, trial: Trial) -> tuple[str, ...]:
+    """The knobs of a trial that change the output, where its answers were not held against the baseline's."""
+    if any(AGREEMENT in measured.values for measured in trial.measurements):
+        return ()
+    return changes(trial.candidate, prepared.baseline)
+
+
+def held_back(prepared: Prepared, trial: Trial) -> str | None:
+    """Why a trial may not be published: what it turns changes the output, and nobody judged that. Or None."""
+    turned = unjudged(prepared, trial)
+    if not turned or prepared.file.quality == "off":
+        return None
+    return f"it turns {', '.join(turned)}, and its answers were not judged (quality: off publishes it)"
 
 
 def changes(candidate: Candidate, baseline: Candidate) -> tuple[str, ...]:
@@ -124,10 +139,10 @@ def told(prepared: Prepared, trials: Sequence[Trial]) -> str:
     """What a run says of its candidates' quality."""
     if (reason := why_not(prepared)) is not None:
         return reason
-    turned = [t for t in trials if t.state is TrialState.COMPLETE and changes(t.candidate, prepared.baseline)]
-    unjudged = [str(t.number) for t in turned if t.measurement and AGREEMENT not in t.measurement.values]
-    if unjudged:
-        return f"not judged in trials {', '.join(unjudged)}: the baseline's own answers are missing"
+    done = [t for t in trials if t.state is TrialState.COMPLETE]
+    left = [str(t.number) for t in done if held_back(prepared, t)]
+    if left:
+        return f"not judged, so not published: trials {', '.join(left)} (no answers of the baseline)"
     return "judged by greedy canary prompts"
 
 

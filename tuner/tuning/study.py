@@ -29,7 +29,7 @@ from tuner.traffic import trace as traces
 from tuner.traffic.capture import files as captures
 from tuner.traffic.trace import Trace
 from tuner.tuning import studyfile
-from tuner.tuning.studyfile import Argument, EngineFile, StudyFile
+from tuner.tuning.studyfile import Argument, EngineFile, StudyFile, no_judgement
 
 VLLM_MODULE = ("-m", "vllm.entrypoints.openai.api_server")
 SIMULATOR_MODULE = ("-m", "tuner.simulator.app")
@@ -119,7 +119,7 @@ def prepare(
     command, facts, node = host.command, host.facts, host.node
     baseline = Candidate(file.baseline)
     _check_baseline(baseline, facts, file.engine.env, name)
-    restricted = space.restricted(facts, env=file.engine.env, baseline=baseline)
+    restricted = space.restricted(facts, env=file.engine.env, baseline=baseline, unjudged=no_judgement(file))
     always = _fixed(file.engine.args, facts, restricted, name)
     max_model_len = _max_model_len(file, model, name)
     chosen = _slices(file, trace)

@@ -178,12 +178,12 @@ class StudyFile(_Strict):
     winner: Literal["slo", "knee"] | WeightsFile = "slo"
     not_worse: dict[str, float] = Field(default_factory=dict)
     live_limits: Literal["auto", "off"] = "auto"
-    quality: QualityFile = Field(default_factory=QualityFile)
+    quality: QualityFile | Literal["off"] = Field(default_factory=QualityFile)
     price_per_gpu_hour: float | None = Field(default=None, ge=0)
     budget: BudgetFile = Field(default_factory=BudgetFile)
     seed: int = Field(default=0, ge=0, le=2**63 - 1)
 
-    @field_validator("live_limits", mode="before")
+    @field_validator("live_limits", "quality", mode="before")
     @classmethod
     def _yaml_reads_off_as_false(cls, value: object) -> object:
         return "off" if value is False else value
@@ -269,6 +269,15 @@ def _check_named(slices: list[SliceFile]) -> None:
     names = [each.name for each in slices if each.name]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"slices: two of them are named '{twice}'")
+
+
+def no_judgement(file: StudyFile) -> str | None:
+    """Why a knob that changes the output may not be turned, or None."""
+    loads = (v for key, v in file.engine.args.items() if key.lstrip("-").replace("_", "-") == "load-format")
+    weightless = file.engine.kind == "simulated" or "dummy" in map(str, loads)
+    if file.quality == "off" or not weightless:
+        return None
+    return "it changes the output, and answers without weights cannot be judged (quality: off turns it)"
 
 
 def _scalar_text(value: object) -> str:

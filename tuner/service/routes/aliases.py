@@ -123,7 +123,9 @@ def move_alias(
     response: Response,
     if_match: IfMatch = None,
 ) -> shapes.AliasShape:
-    """The version must be confirmed, keep the SLO and be younger than 30 days; 409 names what fails."""
+    """The version must be confirmed, keep the SLO, have been judged where it turns a knob that changes the
+    output, and be younger than 30 days; 409 names what fails. The reason says what was not judged.
+    """
     if if_match is None:
         raise HTTPException(428, 'If-Match is needed: the ETag of the alias as you saw it, or "0"')
     if move.force and not actor.may("admin"):
