@@ -18,7 +18,7 @@ from tuner.errors import BadInput, Unavailable
 from tuner.records import JSON
 
 MEMORY_BYTES = 1536 * 1024**2
-TIME_S = 300.0
+TIME_S = 120.0
 MOST_REQUESTS, MOST_BLOCKS = 1_000_000, 16_000_000
 """A larger trace is refused: the service reads what it keeps when a study asks for it."""
 MOST_NOTES = 64 * 1024

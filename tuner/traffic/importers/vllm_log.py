@@ -12,13 +12,15 @@ from tuner.traffic.importers.reading import guess_year, lines, parse_stamp
 from tuner.traffic.trace import Trace
 
 _LINE = re.compile(r"(?:INFO|DEBUG) (\d\d-\d\d) (\d\d:\d\d:\d\d) ")
-_RECEIVED = re.compile(
-    r"Received request (\S+): (?:prompt: .*?, )?params: (?:Sampling|BeamSearch)Params\((.*)\), "
-    r".*lora_request: (.*)$"
-)
-_DETAILS = re.compile(r"Request (\S+) details: .*prompt_token_ids: \[([\d, ]*)\], prompt_embeds", re.DOTALL)
-_TOKENS = re.compile(r"Generated response (\S+?)(?: \(.*?\))? details: output_token_ids: \[([\d, ]*)\]")
-_DONE = re.compile(r"Generated response (\S+?)(?: \(.*?\))?: output: .*finish_reason: (\w+)")
+_HEAD = 4096
+"""Names stand in the first characters of a line; what follows may be long, and is searched from its end."""
+_RECEIVED = re.compile(r"Received request (\S+): ")
+_DETAILS = re.compile(r"Request (\S+) details: ")
+_PROMPT_IDS = re.compile(r"prompt_token_ids: \[([\d, ]*)\], prompt_embeds")
+_TOKENS = re.compile(r"Generated response (\S+?)(?: \([^()]*\))? details: output_token_ids: \[")
+_IDS = re.compile(r"([\d, ]*)\]")
+_DONE = re.compile(r"Generated response (\S+?)(?: \([^()]*\))?: output: ")
+_REASON = re.compile(r"finish_reason: (\w+)")
 _NUMBER = re.compile(r"\b(n|max_tokens|beam_width)=(\d+)")
 _ADAPTER = re.compile(r"lora_name='([^']*)'")
 
@@ -88,26 +90,44 @@ class _Clock:
 def _take(text: str, clock: _Clock, seen: dict[str, _Seen], prints: Fingerprints) -> None:
     if "Received request" not in text and "Request " not in text and "Generated response" not in text:
         return
-    stamp = _LINE.search(text)
+    head = text[:_HEAD]
+    stamp = _LINE.search(head)
     at = clock.read(stamp.group(1), stamp.group(2)) if stamp else None
-    if found := _DETAILS.search(text):
+    if (found := _DETAILS.search(head)) and (ids := _last(text, _PROMPT_IDS, "prompt_token_ids: [")):
         one = seen.setdefault(found.group(1), _Seen())
-        one.ids = _ids(found.group(2))
+        one.ids = _ids(ids.group(1))
         one.blocks = prints.blocks(one.ids)
-    elif (found := _RECEIVED.search(text)) and at is not None:
+    elif (found := _RECEIVED.search(head)) and at is not None:
+        _received(seen, found.group(1), text, at)
+    elif (found := _TOKENS.search(head)) and (ids := _IDS.match(text, found.end())):
         one = seen.setdefault(found.group(1), _Seen())
-        one.at_ns, one.received = at, True
-        numbers = {name: int(value[:9]) for name, value in _NUMBER.findall(found.group(2))}
-        one.beam, one.max_tokens = numbers.get("beam_width", 0), numbers.get("max_tokens", -1)
-        one.n = numbers.get("n", max(1, one.beam))
-        adapter = _ADAPTER.search(found.group(3))
-        one.lora = adapter.group(1) if adapter else None
-    elif found := _TOKENS.search(text):
-        one = seen.setdefault(found.group(1), _Seen())
-        one.output = (one.output or 0) + len(_ids(found.group(2)))
+        one.output = (one.output or 0) + len(_ids(ids.group(1)))
         one.end_ns = at
-    elif (found := _DONE.search(text)) and found.group(2) != "None":
-        seen.setdefault(found.group(1), _Seen()).end_ns = at
+    elif found := _DONE.search(head):
+        reason = _last(text, _REASON, "finish_reason: ")
+        if reason is not None and reason.group(1) != "None":
+            seen.setdefault(found.group(1), _Seen()).end_ns = at
+
+
+def _received(seen: dict[str, _Seen], name: str, text: str, at_ns: int) -> None:
+    """Parameters stand after the prompt, the adapter after both: the last of each word is meant."""
+    before, word, adapter = text.rpartition("lora_request: ")
+    params = before[max(before.rfind("params: SamplingParams("), before.rfind("params: BeamSearchParams(")) :]
+    if not word or not params.startswith("params: "):
+        return
+    one = seen.setdefault(name, _Seen())
+    one.at_ns, one.received = at_ns, True
+    numbers = {word: int(value[:9]) for word, value in _NUMBER.findall(params)}
+    one.beam, one.max_tokens = numbers.get("beam_width", 0), numbers.get("max_tokens", -1)
+    one.n = numbers.get("n", max(1, one.beam))
+    found = _ADAPTER.search(adapter)
+    one.lora = found.group(1) if found else None
+
+
+def _last(text: str, pattern: re.Pattern[str], beginning: str) -> re.Match[str] | None:
+    """The pattern at the last place where its beginning stands."""
+    place = text.rfind(beginning)
+    return None if place < 0 else pattern.match(text, place)
 
 
 def _add(draft: Draft, name: str, one: _Seen) -> None:
