@@ -195,6 +195,10 @@ def print_plan(prepared: "Prepared", trials: int | None, *, as_json: bool = Fals
         return
     for line in lines.values():
         typer.echo(shlex.join(line))
+    from tuner.tuning.run import idle_of
+
+    if (idle := idle_of(prepared)) is not None:
+        say(idle)
     for name, reason in prepared.space.dropped.items():
         say(f"not turned: {name}: {reason}")
     typer.echo()

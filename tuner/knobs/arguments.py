@@ -1,7 +1,8 @@
 """A candidate as argv and environment of one installed engine, or a refusal that names what to use."""
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tuner.errors import BadInput, UnsupportedKnob, nearest
@@ -87,6 +88,24 @@ def _not_offered(entry: Knob, value: Value, facts: EngineFacts) -> str | None:
         return None
     listed = ", ".join(str(choice) for choice in facts.choices[entry.name])
     return f"{entry.name}: {value} is not offered in vLLM {facts.version}; it takes {listed}"
+
+
+PARALLEL = ("--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size")
+_SHORT = {"-tp": PARALLEL[0], "-pp": PARALLEL[1], "-dp": PARALLEL[2]}
+
+
+def gpus_held(argv: Sequence[str]) -> int:
+    """How many GPUs an engine of these arguments holds: tensor × pipeline × data parallel, the last of each
+    flag as argparse has it.
+    """
+    sizes: dict[str, int] = {}
+    for position, word in enumerate(argv):
+        flag, _, value = word.partition("=")
+        flag = _SHORT.get(flag, flag)
+        value = value or (argv[position + 1] if position + 1 < len(argv) else "")
+        if flag in PARALLEL and value.isdigit():
+            sizes[flag] = int(value)
+    return max(1, math.prod(sizes.values()))
 
 
 def fixed(args: Mapping[str, object], facts: EngineFacts, *, where: str = "engine.args") -> tuple[str, ...]:

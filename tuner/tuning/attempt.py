@@ -54,7 +54,7 @@ async def perform(bench: Bench, trial: Trial, earlier: Sequence[Trial], how: How
         found, screened = await _measure(bench, trial, passes, how, causes)
     except EngineError as raised:
         error = blamed(bench.prepared, raised, served=bool(ready_of(bench.launches())))
-        gpu_seconds = (bench.seconds() - started) * bench.gpu_count
+        gpu_seconds = (bench.seconds() - started) * bench.gpus_held(trial.candidate)
         failed = _close(bench, _failed(trial, error, causes, gpu_seconds))
         if isinstance(error, StudyFailed):
             raise error from raised

@@ -7,6 +7,7 @@ from statistics import fmean, median
 
 from tuner.conclusions import Conclusion, Judgement, RunCost
 from tuner.errors import Aborted, Infeasible
+from tuner.knobs.arguments import gpus_held
 from tuner.records import Launch, Measurement, Run, Trial, TrialState
 from tuner.search import trial_view
 from tuner.tuning import quality
@@ -301,15 +302,15 @@ def cost_of(bench: Bench, run: Run, label: str | None = None) -> RunCost:
     """What a run's trials and its confirmation held the node for."""
     facts = bench.prepared.facts
     real = facts.kind == "vllm" and facts.platform != "cpu"
-    search = sum(t.gpu_seconds for t in bench.store.trials(run.study_id) if t.run_id == run.id)
+    ours = [t for t in bench.store.trials(run.study_id) if t.run_id == run.id]
+    search = sum(t.gpu_seconds / (1 if real else bench.gpus_held(t.candidate)) for t in ours)
     spans = [
-        max(0.0, (each.ended_at - each.started_at).total_seconds())
+        max(0.0, (each.ended_at - each.started_at).total_seconds()) * (gpus_held(each.argv) if real else 1)
         for each in launches_of_confirmation(bench, label or label_of(run.id))
         if each.ended_at is not None
     ]
-    count = bench.gpu_count if real else 1
     return RunCost(
-        search_s=round(search / bench.gpu_count * count, 1),
-        confirm_s=round(sum(spans) * count, 1),
-        gpus=count if real else 0,
+        search_s=round(search, 1),
+        confirm_s=round(sum(spans), 1),
+        gpus=bench.gpus_held(bench.prepared.baseline) if real else 0,
     )

@@ -6,8 +6,20 @@ from dataclasses import dataclass
 
 from tuner.engine.effective import same
 from tuner.errors import BadInput
+from tuner.knobs.arguments import gpus_held
 from tuner.records import EngineFacts, Outcome, Trial, Value
 from tuner.replay import outcomes
+
+
+def idle_cards(facts: EngineFacts, argv: Sequence[str]) -> str | None:
+    """What to say of a baseline that holds fewer GPUs than its host has, None where it holds all."""
+    there, used = facts.gpu_count, gpus_held(argv)
+    if facts.kind != "vllm" or facts.platform == "cpu" or used >= there:
+        return None
+    return (
+        f"the baseline runs on {used} of {there} GPUs: {there - used} stand idle. tensor_parallel_size or"
+        " data_parallel_size use them, as knobs of the space or under baseline"
+    )
 
 
 def cannot_act(base: Trial, trial: Trial, facts: EngineFacts) -> str | None:

@@ -29,6 +29,7 @@ from tuner.tuning.trial import (
     Row,
     Serving,
     add_launch,
+    held,
     launch_spec,
     launched,
     make,
@@ -176,7 +177,9 @@ class Live:
         finally:
             begun, self._charged_s = self._charged_s, time.monotonic()
         ended = replace(row.row, effective={**row.row.effective, **_shown(wanted)})
-        return launched(ended, measured, (self._charged_s - begun) * self._bench.gpu_count)
+        return launched(
+            ended, measured, (self._charged_s - begun) * held(self._bench.prepared, server.spec.argv)
+        )
 
     def _limits(self, candidate: Candidate, defaults: Mapping[str, Value]) -> dict[str, Value] | None:
         """What turns the running engine into the candidate; None where that is not enough."""

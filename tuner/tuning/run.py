@@ -15,6 +15,7 @@ from tuner.engine.failures import NODE_FAULTS
 from tuner.engine.gpu import Gpus
 from tuner.errors import Aborted, StudyFailed
 from tuner.history.store import Store
+from tuner.knobs.arguments import compile_candidate
 from tuner.records import JSON, Candidate, Run, RunState, Trial, TrialState
 from tuner.search import trial_view
 from tuner.search.stopping import noise_of, reason_to_stop
@@ -32,6 +33,7 @@ from tuner.tuning.confirm import finalists, planned
 from tuner.tuning.early_stopping import judge_of
 from tuner.tuning.ending import Ending, summary_of_conclusion
 from tuner.tuning.events import Event, Tell, silent
+from tuner.tuning.idle import idle_cards
 from tuner.tuning.launch_estimates import ready_of
 from tuner.tuning.live import Live
 from tuner.tuning.next_trial import NO_HELP, Help, expected_gain, minimal, next_number, propose
@@ -134,6 +136,8 @@ class _Loop:
     async def to_the_end(self) -> Run:
         """Search and confirm; the run's row tells how it ended, unless it is to be resumed."""
         self._tell("run", f"run {self._run.id} of study {self._bench.prepared.study.name}")
+        if (idle := idle_of(self._bench.prepared)) is not None:
+            self._tell("note", idle)
         try:
             await self._guarded(self._ending.what_is_pending())
             try:
@@ -379,7 +383,14 @@ def summary_of(
         "live_limits": list(live.failures) or ("used" if screened else "not used"),
         "gpu_seconds": round(sum(t.gpu_seconds for t in trials), 1),
         "quality": quality.told(prepared, trials),
+        "idle_gpus": idle_of(prepared),
     }
+
+
+def idle_of(prepared: Prepared) -> str | None:
+    """What to say of GPUs that today's configuration leaves idle, if any."""
+    own = compile_candidate(prepared.baseline, prepared.facts, env=prepared.file.engine.env).argv
+    return idle_cards(prepared.facts, (*prepared.fixed, *own))
 
 
 def _trusted(known: Known | None) -> str:

@@ -14,7 +14,7 @@ from tuner.engine.gpu import Gpus, Watch, throttled
 from tuner.engine.server import Server, serve
 from tuner.errors import Aborted, EngineError, Unavailable
 from tuner.history.store import Store
-from tuner.knobs.arguments import compile_candidate
+from tuner.knobs.arguments import compile_candidate, gpus_held
 from tuner.knobs.catalogue import CONFIG_PATHS, LOG_WORDS
 from tuner.measures import NAMES
 from tuner.records import Candidate, Launch, LaunchSpec, Measurement, Purpose, Slice, Trial, Value
@@ -76,10 +76,11 @@ class Bench:
     seconds: Callable[[], float] = time.monotonic
     """Reads a clock that only goes forward; a virtual engine brings its own."""
 
-    @property
-    def gpu_count(self) -> int:
-        """By how many a second of wall time is multiplied to GPU-seconds; 1 where there is none."""
-        return max(1, self.prepared.facts.gpu_count)
+    def gpus_held(self, candidate: Candidate) -> int:
+        """How many GPUs the candidate's engine holds: seconds of wall time to GPU-seconds."""
+        prepared = self.prepared
+        own = compile_candidate(candidate, prepared.facts, env=prepared.file.engine.env).argv
+        return held(prepared, (*prepared.fixed, *own))
 
     def launches(self) -> Sequence[Launch]:
         """The study's launches so far."""
@@ -177,8 +178,13 @@ async def launch(bench: Bench, trial: Trial, passes: Sequence[Pass], directory: 
         raise
     finally:
         row = row_of.close(verdict)
-    gpu_seconds = (bench.seconds() - started) * bench.gpu_count
+    gpu_seconds = (bench.seconds() - started) * held(bench.prepared, spec.argv)
     return launched(row, measured, gpu_seconds)
+
+
+def held(prepared: Prepared, argv: Sequence[str]) -> int:
+    """How many GPUs an engine of the study with these arguments is charged for; 1 on a CPU."""
+    return 1 if prepared.facts.platform == "cpu" else gpus_held(argv)
 
 
 class Row:
@@ -322,7 +328,7 @@ def measurement_of(
         replayed,
         prepared.study.slo,
         price_per_gpu_hour=prepared.file.price_per_gpu_hour,
-        gpus=max(1, prepared.facts.gpu_count),
+        gpus=held(prepared, order.spec.argv),
         extra=extra,
         asked=(*prepared.study.objectives, *prepared.file.not_worse),
         purpose=each.purpose,
