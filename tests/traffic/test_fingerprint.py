@@ -193,3 +193,8 @@ def test_the_middleware_stands_in_an_engine_by_its_name(
     app.recorder.stop()
     (file,) = tmp_path.glob("engine-*.jsonl")
     assert read_any(file).input_len.tolist() == [20]
+
+
+def test_runs_of_more_blocks_than_a_prompt_has_are_refused() -> None:
+    with pytest.raises(ValueError, match="more than 4,000,000 blocks"):
+        unpacked([[0, 3_999_999], [0, 2]])

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 TOKEN_BLOCK = 16
+MOST_BLOCKS_OF_A_PROMPT = 4_000_000
 BYTES_PER_TOKEN = 4
 """A block of bytes stands for a block of tokens where no tokenizer is at hand."""
 
@@ -89,5 +90,7 @@ def unpacked(packed: Sequence[Sequence[int]]) -> list[int]:
         start, length = pair
         if type(start) is not int or type(length) is not int or start < 0 or not 0 < length < 10_000_000:
             raise ValueError(f"run {pair!r}")
+        if len(found) + length > MOST_BLOCKS_OF_A_PROMPT:
+            raise ValueError(f"more than {MOST_BLOCKS_OF_A_PROMPT:,} blocks")
         found.extend(range(start, start + length))
     return found
