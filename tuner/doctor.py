@@ -85,6 +85,10 @@ def _python() -> Check:
 
 def _home(home: Path) -> Iterator[Check]:
     existing = next(p for p in (home, *home.parents) if p.exists())
+    if not existing.is_dir():
+        mend = "set TUNER_HOME to a folder, or move that file away"
+        yield Check(name="home", verdict="error", found=f"{existing} is a file, not a folder", mend=mend)
+        return
     if not os.access(existing, os.W_OK):
         yield Check(
             name="home", verdict="error", found=f"{home} cannot be written", mend="set TUNER_HOME elsewhere"

@@ -10,6 +10,10 @@ def _home() -> Path:
     return Path.home() / ".local" / "share" / "tuner"
 
 
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+"""What people may call a study, workload, node, slice, space, trace, alias, schedule or token."""
+
+
 class Settings(BaseSettings):
     """`TUNER_HOME` holds trial directories, logs, traces and, without `TUNER_DATABASE_URL`, the database."""
 

@@ -25,3 +25,16 @@ def backup(to: Annotated[Path, typer.Argument(help="A new file, or a folder to p
     from tuner.history.copy import backup as write
 
     say(f"wrote {write(open_store(), to, now=now())}")
+
+
+@app.command("copy")
+def copy_to(
+    url: Annotated[str, typer.Argument(metavar="URL", help="A new, empty database; it is made.")],
+) -> None:
+    """Copy every row of the history, ids included, into another database: SQLite to PostgreSQL or back."""
+    from tuner.history.copy import copy
+    from tuner.history.store import Store
+
+    source = open_store()
+    rows = copy(source, target := Store(url, create=True))
+    say(f"copied {sum(rows.values())} rows of {len(rows)} tables into {target.database.name}")

@@ -39,6 +39,7 @@ def knobs(
 
 def _show_space(name: str, facts: "EngineFacts", *, as_json: bool) -> None:
     from tuner.knobs import space as spaces
+    from tuner.knobs.arguments import title
 
     left = spaces.load(name).restricted(facts)
     if as_json:
@@ -46,10 +47,11 @@ def _show_space(name: str, facts: "EngineFacts", *, as_json: bool) -> None:
         return
     rows = [[name, "  ".join(text(v) for v in levels), ""] for name, levels in left.levels.items()]
     rows += [[name, "", reason] for name, reason in left.dropped.items()]
-    print_table(["<knob", "<levels", "<why not"], rows, title=f"{left.name} on vLLM {facts.version}")
+    print_table(["<knob", "<levels", "<why not"], rows, title=f"{left.name} on {title(facts)}")
 
 
 def _show_all(facts: "EngineFacts", *, as_json: bool) -> None:
+    from tuner.knobs.arguments import title
     from tuner.knobs.check import rows
 
     found = [
@@ -68,8 +70,8 @@ def _show_all(facts: "EngineFacts", *, as_json: bool) -> None:
         )
         return
     cells = ([row[n] for n in ("knob", "flag", "default", "why_not")] for row in found)
-    title = f"vLLM {facts.version} ({facts.kind}, {facts.platform})"
-    print_table(["<knob", "<flag", "<default", "<why not"], cells, title=title)
+    table = f"{title(facts)} ({facts.kind}, {facts.platform})"
+    print_table(["<knob", "<flag", "<default", "<why not"], cells, title=table)
 
 
 @app.command("check")
@@ -90,6 +92,7 @@ def check(
     from tuner.knobs import check as checks
     from tuner.knobs import model as models
     from tuner.knobs import space as spaces
+    from tuner.knobs.arguments import title
 
     facts = facts_of(python or context.obj)
     shape = None if model is None else models.read(model, env={})
@@ -99,9 +102,9 @@ def check(
         print_json({"version": facts.version, "platform": facts.platform, "findings": found})
     elif found:
         rows = ([finding.kind, finding.about, finding.text] for finding in found)
-        print_table(["<kind", "<about", "<finding"], rows, title=f"{space} on vLLM {facts.version}")
+        print_table(["<kind", "<about", "<finding"], rows, title=f"{space} on {title(facts)}")
     else:
-        typer.echo(f"{space} on vLLM {facts.version}: nothing to say against it")
+        typer.echo(f"{space} on {title(facts)}: nothing to say against it")
     if any(finding.kind == "error" for finding in found):
         raise typer.Exit(2)
 

@@ -101,17 +101,16 @@ def diff(
     other: Annotated[int, typer.Argument(help="Another's.")],
     as_json: Json = False,
 ) -> None:
-    """Show in which arguments two versions differ."""
+    """Show in what two versions differ: engine, traffic, GPU, knobs, fixed arguments, environment."""
+    from tuner.profiles import registry
+
     store = open_store()
-    a, b = store.profile(one), store.profile(other)
-    left, right = (
-        {**dict(p.candidate), "engine_version": p.engine_version, "argv": " ".join(p.argv)} for p in (a, b)
-    )
-    rows = [(k, left.get(k), right.get(k)) for k in sorted({*left, *right}) if left.get(k) != right.get(k)]
+    changes = registry.diff(store.profile(one), store.profile(other))
     if as_json:
-        print_json({k: {"from": x, "to": y} for k, x, y in rows})
+        print_json(changes)
         return
-    print_table(["<", f"<{one}", f"<{other}"], rows)
+    rows = [[change.kind, change.name, change.before, change.after] for change in changes]
+    print_table(["<", "<", f"<{one}", f"<{other}"], rows)
 
 
 @app.command("resolve")

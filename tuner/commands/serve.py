@@ -5,8 +5,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tuner.commands.common import now, open_store, say, settings
+from tuner.errors import BadInput, Conflict, Unavailable
 
 if TYPE_CHECKING:
+    import socket
+
     from tuner.history.store import Store
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -33,14 +36,37 @@ def serve(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     store, ours = open_store(create=True), settings()
     where = address(store, host)
+    listener = listen(where, port)
     recover_all(store, home=ours.home, clock=now, say=say)
     configure()
     app = create(store, ours, clock=now, runner=Controllers(store, ours, now), loopback=where in LOOPBACK)
     say(f"http://{where}:{port}/v1 (OpenAPI: /v1/openapi.json)")
-    uvicorn.run(
+    server = uvicorn.Server(uvicorn.Config(
         app, host=where, port=port, access_log=False, log_config=None, loop="uvloop", http="httptools",
         server_header=False, timeout_graceful_shutdown=5,
-    )  # fmt: skip
+    ))  # fmt: skip
+    server.run(sockets=[listener])
+    if not server.started:
+        raise Unavailable("the service did not start: its log above says why")
+
+
+def listen(host: str, port: int) -> "socket.socket":
+    """The socket to serve on. Conflict where the port is taken, BadInput where it cannot be had at all."""
+    import errno
+    import socket
+
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise Conflict(
+                f"port {port} of {host} is taken by another program: end it, or give another --port"
+            ) from error
+        reason = error.strerror or error
+        raise BadInput(
+            f"cannot listen on {host}, port {port}: {reason}; give another --host or --port"
+        ) from error
 
 
 def address(store: "Store", host: str | None) -> str:

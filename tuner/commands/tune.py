@@ -77,6 +77,7 @@ def tune(
     if dry_run:
         print_plan(prepared, limits.trials, as_json=as_json)
         return
+    say_unjudged(prepared)
     store = open_store(create=True)
     run = on_its_node(prepared, store, limits, min_trials=min_trials, quiet=as_json)
     conclude(store, prepared, run, as_json=as_json)
@@ -182,6 +183,7 @@ def print_plan(prepared: "Prepared", trials: int | None, *, as_json: bool = Fals
     trial takes.
     """
     from tuner.tuning.budget import most_launches
+    from tuner.tuning.unjudged import unjudged
 
     past = trials_so_far(prepared)
     lines, times = commands(prepared, past), seconds(prepared, past)
@@ -189,7 +191,7 @@ def print_plan(prepared: "Prepared", trials: int | None, *, as_json: bool = Fals
     if as_json:
         print_json(
             {"commands": lines, "slices": parts, "seconds": times, "space": prepared.space.levels,
-             "dropped": prepared.space.dropped, "trials": trials,
+             "dropped": prepared.space.dropped, "unjudged": unjudged(prepared), "trials": trials,
              "launches": None if trials is None else most_launches(trials)}
         )  # fmt: skip
         return
@@ -201,6 +203,7 @@ def print_plan(prepared: "Prepared", trials: int | None, *, as_json: bool = Fals
         say(idle)
     for name, reason in prepared.space.dropped.items():
         say(f"not turned: {name}: {reason}")
+    say_unjudged(prepared)
     typer.echo()
     print_windows(parts)
     replay, each = times["replay"], times["replay"] + times["launch"]
@@ -208,6 +211,14 @@ def print_plan(prepared: "Prepared", trials: int | None, *, as_json: bool = Fals
     if trials is not None:
         for line in budget_words(trials, each):
             typer.echo(line)
+
+
+def say_unjudged(prepared: "Prepared") -> None:
+    """Say aloud which knobs this traffic cannot judge."""
+    from tuner.tuning.unjudged import unjudged
+
+    for name, reason in unjudged(prepared).items():
+        say(f"cannot be judged with this trace: {name}: {reason}")
 
 
 def budget_words(trials: int, each_s: float) -> list[str]:
@@ -225,6 +236,7 @@ def budget_words(trials: int, each_s: float) -> list[str]:
 
 def commands(prepared: "Prepared", past: "Sequence[Trial]") -> "dict[str, Sequence[str]]":
     """The command line of the baseline and of the next candidate, as they would be launched."""
+    from tuner import masking
     from tuner.engine.server import arguments
     from tuner.tuning.next_trial import propose
     from tuner.tuning.trial import Cores, launch_spec
@@ -237,7 +249,7 @@ def commands(prepared: "Prepared", past: "Sequence[Trial]") -> "dict[str, Sequen
         name: launch_spec(prepared, candidate, Path("."), Cores(engine=None, sender=None))
         for name, candidate in following.items()
     }
-    return {name: arguments(spec, 8000, "tuner-nonce") for name, spec in specs.items()}
+    return {name: masking.arguments(arguments(spec, 8000, "tuner-nonce")) for name, spec in specs.items()}
 
 
 def seconds(prepared: "Prepared", past: "Sequence[Trial]") -> dict[str, float]:

@@ -11,11 +11,11 @@ import yaml
 from tuner import masking, yamltext
 from tuner.errors import BadInput, Unavailable, nearest
 from tuner.records import JSON
+from tuner.settings import NAME
 
 TIMEOUT_S, MOST_S = 300.0, 86_400
 SECTIONS = ("handover", "engine", "models")
-"""Keys of a node's file; `engine` and `models` are the service's to read."""
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+"""Keys of a node's file; `service.engines` checks what `engine` and `models` hold."""
 IDLE = ("0", "inactive", "failed")
 """What `ask` answers when production does not run there, so that it is not started afterwards either."""
 
@@ -44,7 +44,7 @@ class Hook:
 
 def path_of(home: Path, node: str) -> Path:
     """Where a node's hooks are written. BadInput for a name that cannot be a file's."""
-    if not NAME.fullmatch(node):
+    if not re.fullmatch(NAME, node):
         raise BadInput(f"node '{node}': a name has letters, digits, '.', '_' and '-'")
     return home / "nodes" / f"{node}.yaml"
 
@@ -52,26 +52,28 @@ def path_of(home: Path, node: str) -> Path:
 def hooks(home: Path, node: str) -> tuple[Hook, ...]:
     """The hooks of a node in the order of draining; none when no file was written."""
     path = path_of(home, node)
-    return parse(_document(path), str(path))
+    return parse(document(path), str(path))
 
 
-def _document(path: Path) -> dict[str, JSON]:
+def document(path: Path) -> dict[str, JSON]:
+    """What a node's file says, by section; nothing where there is none. BadInput names an unknown key."""
     if not path.is_file():
         return {}
-    found = yamltext.load(yamltext.read(path), str(path)).value
+    return _sections(yamltext.load(yamltext.read(path), str(path)).value, str(path))
+
+
+def _sections(found: object, where: str) -> dict[str, JSON]:
     if not isinstance(found, dict):
-        raise BadInput(f"{path}: a mapping with the keys {', '.join(SECTIONS)} is expected")
+        raise BadInput(f"{where}: a mapping with the keys {', '.join(SECTIONS)} is expected")
+    for key in found:
+        if key not in SECTIONS:
+            raise BadInput(f"{where}: unknown key '{key}'{nearest(str(key), SECTIONS)}")
     return found
 
 
-def parse(document: object, where: str) -> tuple[Hook, ...]:
+def parse(found: object, where: str) -> tuple[Hook, ...]:
     """The hooks of a node's file. BadInput names the entry, the key and the nearest right one."""
-    if not isinstance(document, dict):
-        raise BadInput(f"{where}: a mapping with the keys {', '.join(SECTIONS)} is expected")
-    for key in document:
-        if key not in SECTIONS:
-            raise BadInput(f"{where}: unknown key '{key}'{nearest(str(key), SECTIONS)}")
-    entries = document.get("handover", [])
+    entries = _sections(found, where).get("handover", [])
     if not isinstance(entries, list):
         raise BadInput(f"{where}: handover: a list of hooks is expected")
     return tuple(_hook(item, f"{where}: handover[{n}]") for n, item in enumerate(entries))
@@ -80,13 +82,13 @@ def parse(document: object, where: str) -> tuple[Hook, ...]:
 def write(home: Path, node: str, sections: Mapping[str, JSON]) -> tuple[Hook, ...]:
     """Check and keep sections of a node's file beside what else it says; readable by its owner alone."""
     path = path_of(home, node)
-    document = {**_document(path), **sections}
-    found = parse(document, str(path))
+    whole = {**document(path), **sections}
+    found = parse(whole, str(path))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}.partial")
         partial.touch(mode=0o600)
-        partial.write_text(yaml.safe_dump(document, sort_keys=False))
+        partial.write_text(yaml.safe_dump(whole, sort_keys=False))
         os.replace(partial, path)
     except OSError as error:
         raise Unavailable(f"cannot write {path}: {error.strerror or error}") from error

@@ -1,8 +1,8 @@
 """What was best on which night, what had changed, how sure that is: pure functions over RunBest records."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, date, timedelta, tzinfo
 from itertools import combinations
 from statistics import median
@@ -15,17 +15,30 @@ from tuner.records import Candidate
 NOON = timedelta(hours=12)
 TREND = 92
 """How many nights a trend looks back at most."""
+Kind = Literal["knob", "engine", "traffic", "gpu", "argument", "environment"]
 Judgement = Literal["first", "better", "worse", "same", "not comparable"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One thing that differs: `kind` is knob, engine, traffic or gpu; None as a knob's side: not set."""
+    """One thing that differs; None as a side: not set there."""
 
-    kind: Literal["knob", "engine", "traffic", "gpu"]
+    kind: Kind
     name: str
     before: str | None
     after: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """What an engine ran with, and on what: `arguments` are fixed ones, which no knob says."""
+
+    engine_version: str
+    trace_digest: str
+    gpu_class: str
+    candidate: Candidate
+    arguments: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,31 +82,27 @@ def improvement(metric: str, before: float, after: float) -> float | None:
     return after / before - 1 if direction_of(metric) == "maximize" else before / after - 1
 
 
-def knob_changes(before: Candidate, after: Candidate) -> tuple[Change, ...]:
-    """The knobs that differ, by name."""
+def changes(before: Configuration | RunBest, after: Configuration | RunBest) -> tuple[Change, ...]:
+    """All that differs between two configurations: engine, traffic, GPU, knobs, arguments, environment."""
+    single: tuple[tuple[Kind, str, str, str], ...] = (
+        ("engine", "version", before.engine_version, after.engine_version),
+        ("traffic", "trace", before.trace_digest[:12], after.trace_digest[:12]),
+        ("gpu", "class", before.gpu_class, after.gpu_class),
+    )
+    found = [Change(kind=kind, name=name, before=a, after=b) for kind, name, a, b in single if a != b]
+    found += _named("knob", before.candidate, after.candidate)
+    if isinstance(before, Configuration) and isinstance(after, Configuration):
+        found += _named("argument", before.arguments, after.arguments)
+        found += _named("environment", before.environment, after.environment)
+    return tuple(found)
 
-    def said(candidate: Candidate, name: str) -> str | None:
-        return str(candidate[name]) if name in candidate else None
 
+def _named(kind: Kind, before: Mapping[str, object], after: Mapping[str, object]) -> list[Change]:
     if before is after:
-        return ()
-    names = sorted({*before, *after})
-    pairs = [(name, said(before, name), said(after, name)) for name in names]
-    return tuple(Change(kind="knob", name=name, before=a, after=b) for name, a, b in pairs if a != b)
-
-
-def changes(before: RunBest, after: RunBest) -> tuple[Change, ...]:
-    """Everything that differs between two bests: engine, traffic, GPU, then knobs."""
-    found: list[Change] = []
-    if before.engine_version != after.engine_version:
-        names = before.engine_version, after.engine_version
-        found.append(Change(kind="engine", name="version", before=names[0], after=names[1]))
-    if before.trace_digest != after.trace_digest:
-        digests = before.trace_digest[:12], after.trace_digest[:12]
-        found.append(Change(kind="traffic", name="trace", before=digests[0], after=digests[1]))
-    if before.gpu_class != after.gpu_class:
-        found.append(Change(kind="gpu", name="class", before=before.gpu_class, after=after.gpu_class))
-    return (*found, *knob_changes(before.candidate, after.candidate))
+        return []
+    sides = [{name: str(value) for name, value in each.items()} for each in (before, after)]
+    pairs = [(name, sides[0].get(name), sides[1].get(name)) for name in sorted({*before, *after})]
+    return [Change(kind=kind, name=name, before=a, after=b) for name, a, b in pairs if a != b]
 
 
 def night_of(best: RunBest, zone: tzinfo = UTC) -> date:

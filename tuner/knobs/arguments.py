@@ -49,6 +49,11 @@ def compile_candidate(
     return Compiled(argv=tuple(argv), env=added)
 
 
+def title(facts: EngineFacts) -> str:
+    """What an engine is called in sentences: the simulated one is not vLLM's fault."""
+    return f"vLLM {facts.version}" if facts.kind == "vllm" else "the simulated engine"
+
+
 def refusal(
     name: str, value: Value, facts: EngineFacts, *, env: Mapping[str, str] | None = None
 ) -> str | None:
@@ -67,9 +72,10 @@ def refusal(
 
 def _absence(entry: Knob, facts: EngineFacts) -> str | None:
     """Why the engine does not have the knob, or does not act on it."""
-    here = f"{entry.name}: vLLM {facts.version}"
+    here = f"{entry.name}: {title(facts)}"
     if entry.flag_in(facts) is None and not _by_environment(entry, facts):
-        return f"{here} does not have it{_history(entry)}{_instead(entry, facts)}"
+        history = _history(entry) if facts.kind == "vllm" else ""
+        return f"{here} does not have it{history}{_instead(entry, facts)}"
     if parse(facts.version) < OLDEST:
         return f"{here} is older than {OLDEST}, the oldest that is driven; upgrade it"
     if not matches(facts.version, entry.usable):
@@ -87,7 +93,7 @@ def _not_offered(entry: Knob, value: Value, facts: EngineFacts) -> str | None:
     if value in facts.choices[entry.name]:
         return None
     listed = ", ".join(str(choice) for choice in facts.choices[entry.name])
-    return f"{entry.name}: {value} is not offered in vLLM {facts.version}; it takes {listed}"
+    return f"{entry.name}: {value} is not offered in {title(facts)}; it takes {listed}"
 
 
 PARALLEL = ("--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size")
@@ -118,7 +124,7 @@ def fixed(args: Mapping[str, object], facts: EngineFacts, *, where: str = "engin
         flag = "--" + key.lstrip("-").replace("_", "-")
         if flag not in facts.flags:
             close = nearest(flag, facts.flags)
-            raise BadInput(f"{where}: vLLM {facts.version} has no argument '{key}'{close}")
+            raise BadInput(f"{where}: {title(facts)} has no argument '{key}'{close}")
         argv += _fixed(flag, value, facts, where)
     return tuple(argv)
 
@@ -143,7 +149,7 @@ def _fixed(flag: str, value: object, facts: EngineFacts, where: str) -> list[str
         return [flag]
     if value is False:
         if negation(flag) not in facts.flags:
-            raise BadInput(f"{where}: '{flag[2:]}' cannot be false in vLLM {facts.version}; leave it out")
+            raise BadInput(f"{where}: '{flag[2:]}' cannot be false in {title(facts)}; leave it out")
         return [negation(flag)]
     if isinstance(value, list):
         return [flag, *(str(item) for item in value)]
@@ -160,9 +166,9 @@ def _spelling_refusal(entry: Knob, value: Value, facts: EngineFacts) -> str | No
     """What a version's spelling of a knob cannot say."""
     flag = entry.flag_in(facts)
     if value is False and flag is not None and negation(flag) not in facts.flags:
-        return f"{entry.name}: vLLM {facts.version} has no {negation(flag)}; only true can be asked for"
+        return f"{entry.name}: {title(facts)} has no {negation(flag)}; only true can be asked for"
     if flag == "--cuda-graph-sizes" and entry.kind == "ints" and len(json.loads(str(value))) == 1:
-        return f"{entry.name}: vLLM {facts.version} reads one number as the largest size; give two or more"
+        return f"{entry.name}: {title(facts)} reads one number as the largest size; give two or more"
     return None
 
 
@@ -202,7 +208,7 @@ def _preemption(value: str, facts: EngineFacts, env: Mapping[str, str]) -> list[
 
 def _preemption_refusal(value: str, facts: EngineFacts, env: Mapping[str, str]) -> str | None:
     offloads = facts.platform in OFFLOAD_PLATFORMS and "--kv-offloading-size" in facts.flags
-    name = f"preemption: {value}: vLLM {facts.version}"
+    name = f"preemption: {value}: {title(facts)}"
     if parse(facts.version) < OLDEST:
         return f"{name} is older than {OLDEST}, the oldest that is driven; upgrade it"
     size = value.partition(":")[2]

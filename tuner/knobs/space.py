@@ -154,7 +154,7 @@ class SearchSpace:
         never = {name: why for name in levels if (why := left.never_active(name)) is not None}
         if len(never) == len(levels):
             raise BadInput(
-                f"space '{self.name}': vLLM {facts.version} ({facts.platform}) has none of its knobs:"
+                f"space '{self.name}': {arguments.title(facts)} ({facts.platform}) has none of its knobs:"
                 f" {'; '.join(f'{name}: {why}' for name, why in list(dropped.items())[:3])}"
             )
         kept_levels = {name: values for name, values in levels.items() if name not in never}

@@ -1,6 +1,7 @@
 """The file form of a search space: YAML text → SearchSpace, with an error that names the key and mends it."""
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from tuner.knobs.catalogue import CATALOGUE, Knob, written
 from tuner.knobs.space import SearchSpace
 from tuner.knobs.versions import specifier
 from tuner.records import Value
-from tuner.settings import shipped
+from tuner.settings import NAME, shipped
 
 FILE_KEYS = ("name", "about", "vllm", "accept", "knobs")
 LEVEL_KEYS = ("values", "from", "to", "step", "per_octave", "multiple", "default", "when")
@@ -44,6 +45,10 @@ def parse(text: str, *, where: str, name: str = "space") -> SearchSpace:
     knobs = top.get("knobs")
     if not isinstance(knobs, dict) or not knobs:
         raise BadInput(f"{where}: 'knobs' is empty; list at least one knob with its values")
+    if not re.fullmatch(NAME, str(top.get("name", name))):
+        raise BadInput(
+            f"{where}: name: '{top.get('name', name)}': letters, digits, '.', '_' and '-' make a name"
+        )
     versions = str(top.get("vllm", ">=0.10"))
     specifier(versions, f"{where}: vllm")
     levels: dict[str, tuple[Value, ...]] = {}

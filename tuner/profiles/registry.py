@@ -9,11 +9,14 @@ from packaging.version import InvalidVersion, Version
 
 from tuner.errors import BadInput, Conflict, NotFound, nearest
 from tuner.history.codec import pack_values
-from tuner.history.queries import Change, knob_changes
+from tuner.history.queries import Change, Configuration, changes
 from tuner.history.store import Store
 from tuner.knobs.catalogue import CATALOGUE
+from tuner.profiles.flags import split
 from tuner.records import JSON, AliasEvent, Node, Profile, ProfileKey, Study, Trial
 
+PREEMPTION_FLAGS = {"preemption-mode", "swap-space", "kv-offloading-size", "kv-offloading-backend"}
+"""What the preemption knob writes."""
 CHALLENGER = "challenger"
 CHAMPION = "champion"
 BASELINE = "baseline"
@@ -282,7 +285,9 @@ def _find(
 ) -> tuple[AliasEvent, Literal["node", "class"]]:
     targets: list[tuple[str | None, Literal["node", "class"]]] = [(node, "node"), (gpu_class, "class")]
     asked = [(target, matched) for target, matched in targets if target]
-    refused = NotFound("a pull names a node or a GPU class")
+    if not asked:
+        raise BadInput("a pull names a node or a GPU class: node or gpu_class is needed")
+    refused = NotFound("")
     for target, matched in asked:
         try:
             key = ProfileKey(model=model, target=target, workload=workload)
@@ -317,14 +322,24 @@ def stale_reasons(
 
 
 def diff(before: Profile, after: Profile) -> tuple[Change, ...]:
-    """What differs between two versions: engine, traffic, GPU class, then knobs."""
-    found: list[Change] = []
-    if before.engine_version != after.engine_version:
-        names = before.engine_version, after.engine_version
-        found.append(Change(kind="engine", name="version", before=names[0], after=names[1]))
-    traces = tuple(str(each.evidence.get("trace_digest") or "")[:12] for each in (before, after))
-    if traces[0] != traces[1]:
-        found.append(Change(kind="traffic", name="trace", before=traces[0], after=traces[1]))
-    if before.gpu_class != after.gpu_class:
-        found.append(Change(kind="gpu", name="class", before=before.gpu_class, after=after.gpu_class))
-    return (*found, *knob_changes(before.candidate, after.candidate))
+    """What differs between two versions: engine, traffic, GPU class, knobs, fixed arguments, environment."""
+    return changes(_configuration(before), _configuration(after))
+
+
+def _configuration(profile: Profile) -> Configuration:
+    """A version as one configuration; what a knob says is not said again as an argument."""
+    knobs = {flag.removeprefix("--") for name in profile.candidate for flag in CATALOGUE[name].flags}
+    knobs |= PREEMPTION_FLAGS if "preemption" in profile.candidate else set()
+    arguments = {
+        flag.name: " ".join(flag.words)
+        for flag in split(profile.argv)
+        if flag.name.removeprefix("no-") not in knobs and flag.name not in knobs
+    }
+    return Configuration(
+        engine_version=profile.engine_version,
+        trace_digest=str(profile.evidence.get("trace_digest") or ""),
+        gpu_class=profile.gpu_class,
+        candidate=profile.candidate,
+        arguments=arguments,
+        environment=profile.env,
+    )

@@ -8,15 +8,15 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tuner import yamltext
 from tuner.errors import BadInput, NotFound, nearest
+from tuner.fleet import hooks
 from tuner.tuning.studyfile import EngineFile
 
 
 class NodeFile(BaseModel):
-    """What the service reads of a node's file; its other keys (hooks) are the fleet's."""
+    """What a node's file says of its engine; `handover` is the fleet's."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     engine: EngineFile
     models: tuple[str, ...] = Field(min_length=1)
@@ -37,7 +37,8 @@ def engine_of(home: Path, node: str) -> NodeFile:
             f" writes nodes/{node}.yaml in its TUNER_HOME"
         )
     try:
-        return NodeFile.model_validate(yamltext.load(yamltext.read(path), path.name).value)
+        found = {key: value for key, value in hooks.document(path).items() if key != "handover"}
+        return NodeFile.model_validate(found)
     except (BadInput, ValidationError) as error:
         lines = " ".join(str(error).split())
         raise BadInput(f"the file of node '{node}' is not valid: {lines[:300]}") from error

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -17,10 +17,10 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from tuner.errors import BadInput, Conflict, NotFound, Unavailable, nearest
 from tuner.history.store import Store
 from tuner.knobs import spacefile
-from tuner.knobs.catalogue import CATALOGUE
 from tuner.records import JSON, digest_of
+from tuner.service import values
 from tuner.service.engines import engine_of
-from tuner.settings import Settings
+from tuner.settings import NAME, Settings
 from tuner.tuning import study as studies
 from tuner.tuning import studyfile
 from tuner.tuning.study import Prepared
@@ -35,7 +35,6 @@ from tuner.tuning.studyfile import (
     WeightsFile,
 )
 
-NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 Name = Annotated[str, Field(pattern=NAME, max_length=100)]
 LARGEST_SPACE = 64 * 1024
 
@@ -104,10 +103,9 @@ class Studies:
                 f"model: '{asked.model}' is not allowed on node '{asked.node}'"
                 f"{nearest(asked.model, node.models)}: {known}"
             )
-        for knob in asked.baseline:
-            if knob not in CATALOGUE:
-                raise BadInput(f"baseline: '{knob}' is not a knob{nearest(knob, CATALOGUE)}")
-        space, trace = self._space(asked.space), self._store.trace(asked.trace)
+        for knob, value in asked.baseline.items():
+            values.check(knob, [value], node.models, "baseline")
+        space, trace = self._space(asked.space, node.models), self._store.trace(asked.trace)
         body: dict[str, JSON] = asked.model_dump(mode="json")
         body |= {"trace": trace.digest, "space": space, "engine": _engine(node.engine)}
         text = json.dumps(body, indent=1)
@@ -125,7 +123,7 @@ class Studies:
             self._store.add_node(replace(prepared.node, host=socket.gethostname()))
         return self._store.add_study(prepared.study).id
 
-    def _space(self, space: str | dict[str, JsonValue]) -> str:
+    def _space(self, space: str | dict[str, JsonValue], models: Collection[str]) -> str:
         """A shipped space's name, or the file that a checked content was written to."""
         if isinstance(space, str):
             if space not in spacefile.names():
@@ -136,7 +134,8 @@ class Studies:
         text = json.dumps(space, indent=1, sort_keys=True)
         if len(text) > LARGEST_SPACE:
             raise BadInput(f"space: larger than {LARGEST_SPACE} bytes")
-        spacefile.parse(text, where="space")
+        for knob, levels in spacefile.parse(text, where="space").levels.items():
+            values.check(knob, levels, models, "space")
         name = f"space-{digest_of(text)[:32]}.yaml"
         _write(self.folder / name, text)
         return name

@@ -6,7 +6,7 @@ from tuner.errors import BadInput
 from tuner.fleet.window import check, terms
 from tuner.history.entities import Schedule
 from tuner.service.context import Service
-from tuner.service.specs import NAME
+from tuner.settings import NAME
 
 
 def checked(schedule: Schedule, here: Service) -> Schedule:

@@ -17,6 +17,7 @@ from pydantic import (
 from tuner import yamltext
 from tuner.errors import BadInput, nearest
 from tuner.measures import NAMES
+from tuner.settings import NAME
 
 MOST_HOURS = 8784
 """A year."""
@@ -98,7 +99,7 @@ class SliceFile(_Strict):
 
     start_s: float = Field(ge=0, le=MOST_S)
     duration_s: float = Field(gt=0, le=MOST_S)
-    name: str = ""
+    name: str = Field(default="", max_length=100, pattern=rf"^$|{NAME}")
     held_out: bool = False
 
 
@@ -161,9 +162,9 @@ class PlanFile(_Strict):
 class StudyFile(_Strict):
     """The whole study file; DESIGN and README hold the meaning of each key."""
 
-    name: str = Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(min_length=1, max_length=100, pattern=NAME)
     model: str = Field(min_length=1)
-    workload: str = Field(default="default", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    workload: str = Field(default="default", pattern=NAME)
     node: str = "local"
     trace: str
     history: Literal["synthetic", "session", "live"] = "synthetic"

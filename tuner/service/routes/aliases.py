@@ -13,9 +13,10 @@ from tuner.service import shapes
 from tuner.service.auth import Promoter, Reader
 from tuner.service.context import Here
 from tuner.service.problems import documented
+from tuner.settings import NAME
 
 router = APIRouter(prefix="/v1/aliases", tags=["aliases"])
-Alias = Annotated[str, Path(max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", examples=["champion"])]
+Alias = Annotated[str, Path(max_length=100, pattern=NAME, examples=["champion"])]
 IfMatch = Annotated[
     str | None,
     Header(max_length=100, description='The generation that you saw, as its ETag: "3"; "0": never set.'),

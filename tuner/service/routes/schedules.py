@@ -12,11 +12,10 @@ from tuner.service.auth import Reader, Runner
 from tuner.service.context import Here
 from tuner.service.problems import documented
 from tuner.service.timetable import checked
+from tuner.settings import NAME
 
 router = APIRouter(prefix="/v1/schedules", tags=["schedules"])
-ScheduleName = Annotated[
-    str, Path(max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", examples=["nightly"])
-]
+ScheduleName = Annotated[str, Path(max_length=100, pattern=NAME, examples=["nightly"])]
 
 
 class ScheduleRequest(BaseModel):

@@ -12,6 +12,7 @@ from tuner.service.auth import Reader, Runner
 from tuner.service.context import Here, Service
 from tuner.service.problems import documented
 from tuner.service.uploads import LARGEST, LARGEST_PIECE, Upload, Uploads
+from tuner.settings import NAME
 
 IN_MEMORY = 256 * 1024
 router = APIRouter(prefix="/v1/traces", tags=["traces"])
@@ -25,7 +26,7 @@ class UploadRequest(BaseModel):
         extra="forbid", json_schema_extra={"examples": [{"name": "chat", "size": 65536, "sha256": "ab" * 32}]}
     )
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)
+    name: str = Field(pattern=NAME, max_length=100)
     size: int = Field(ge=1, le=LARGEST, description="Bytes of the file.")
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="Of the file's bytes.")
     unit: Literal["s", "ms", "us", "ns"] | None = Field(

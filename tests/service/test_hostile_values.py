@@ -1,0 +1,132 @@
+"""What HTTP takes of free-form values: words by type; no path, repository, code, flag or foreign model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.service.test_stories import prepare_once
+from tests.service.world import STUDY, World
+from tuner.errors import BadInput
+from tuner.service.values import check
+
+MODEL = "Qwen/Qwen2.5-7B-Instruct"
+TEXTS = ("../../etc/passwd", "/models/x", "evil/repo", "--trust-remote-code", "a b", "os.system", "http://h/x",
+         "x;y",
+         "$(id)", "`id`", "a\nb", "", "x" * 65, "~root", "file:x", "fp8 --middleware x")  # fmt: skip
+OBJECTS: tuple[dict[str, Any], ...] = (
+    {"method": "eagle", "model": "evil/repo", "num_speculative_tokens": 3},
+    {"model": "/etc/passwd"},
+    {"draft_model": "evil/repo"},
+    {"method": "../x"},
+    {"method": "ngram", "num_speculative_tokens": "3"},
+    {"method": "ngram", "num_speculative_tokens": True},
+    {"method": "ngram", "code_revision": "main"},
+    {"method": "custom_class", "model": "os.system"},
+    {"method": "ngram", "kv_connector_module_path": "evil"},
+    {"method": ["ngram"]},
+    {"method": {"a": "b"}},
+    {"quantization": "evil/repo"},
+)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("knob", ["quantization", "attention_backend", "moe_backend"])
+def test_a_text_is_one_word(knob: str, text: str) -> None:
+    with pytest.raises(BadInput, match="one word is expected"):
+        check(knob, [text], [MODEL], "baseline")
+
+
+@pytest.mark.parametrize("given", OBJECTS, ids=str)
+def test_an_object_has_known_keys_of_known_types_and_models_of_the_node(given: dict[str, Any]) -> None:
+    with pytest.raises(BadInput):
+        check("speculative_config", [json.dumps(given)], [MODEL], "baseline")
+
+
+def test_what_means_no_harm_is_taken() -> None:
+    own = {"method": "eagle3", "model": MODEL, "num_speculative_tokens": 3}
+    check(
+        "speculative_config", [json.dumps(own), '{"method": "ngram", "prompt_lookup_max": 4}'], [MODEL], "x"
+    )
+    check("quantization", ["fp8", "compressed-tensors", None], [MODEL], "x")
+    check("max_num_seqs", [4, 8], [MODEL], "x")
+    check("preemption", ["offload:8", "recompute"], [MODEL], "x")
+    check("cudagraph_capture_sizes", ["[1,2,4]"], [MODEL], "x")
+    check("kv_cache_dtype", ["fp8_e4m3"], [MODEL], "x")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"baseline": {"speculative_config": json.dumps(OBJECTS[0])}},
+        {"baseline": {"quantization": "evil/repo"}},
+        {"space": {"knobs": {"speculative_config": [OBJECTS[0], "default"]}}},
+        {"space": {"knobs": {"quantization": ["fp8", "/tmp/x"]}}},
+        {"space": {"name": "../x", "knobs": {"max_num_seqs": [4, 8]}}},
+        {"slices": [{"start_s": 20, "duration_s": 1.0, "name": "../../x"}]},
+        {"slices": [{"start_s": 20, "duration_s": 1.0, "name": "a b"}]},
+        {"name": "../x"},
+        {"workload": "a/b"},
+        {"node": "../local"},
+    ],
+    ids=str,
+)
+def test_a_study_over_http_has_no_such_value(tmp_path: Path, change: dict[str, Any]) -> None:
+    world = World(tmp_path)
+    digest = prepare_once(tmp_path)
+    refused = world.client("run").post("/v1/studies", json={**STUDY, "trace": digest, **change})
+    assert refused.status_code in (400, 422), refused.text
+    assert "trace" not in refused.json()["detail"]
+    assert not world.store.studies()
+    assert not list(tmp_path.glob("studies/*"))
+    world.store.close()
+
+
+def test_a_key_of_a_nodes_file_that_is_misspelt_is_named(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    digest = prepare_once(tmp_path)
+    path = tmp_path / "nodes" / "local.yaml"
+    path.write_text(path.read_text().replace("models:", "modles:"))
+    refused = world.client("run").post("/v1/studies", json={**STUDY, "trace": digest})
+    assert refused.status_code == 400
+    assert "unknown key 'modles' (did you mean 'models'?)" in refused.json()["detail"]
+    path.write_text("engine: {kind: simulated, crad: h100-80}\nmodels: [x]\n")
+    refused = world.client("run").post("/v1/studies", json={**STUDY, "trace": digest})
+    assert "crad" in refused.json()["detail"]
+    world.store.close()
+
+
+def test_a_pull_that_names_no_place_is_a_bad_request(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    answer = world.client("read").get(f"/v1/profiles/resolve?model={MODEL}&workload=chat")
+    assert answer.status_code == 400
+    assert "node or gpu_class is needed" in answer.json()["detail"]
+    assert (
+        world.client("read").get(f"/v1/profiles/resolve?model={MODEL}&workload=chat&node=n").status_code
+        == 404
+    )
+    world.store.close()
+
+
+def test_readyz_tells_no_password(tmp_path: Path) -> None:
+    from tuner.settings import Settings
+
+    world = World(tmp_path)
+    for url in (
+        "postgresql://tuner:hunter2@127.0.0.1:1/t",
+        "postgresql://127.0.0.1:1/t?user=u&password=hunter2",
+    ):
+        world.store.database.name = url
+        settings = Settings(home=tmp_path, database_url=url)
+        from tuner.history.database import Database
+        from tuner.masking import MASK
+
+        database = Database(settings.url, patience_s=0.1)
+        assert "hunter2" not in database.name
+        assert MASK in database.name
+        world.store.database.check = database.check  # type: ignore[method-assign]
+        answer = world.client().get("/readyz")
+        assert answer.status_code == 503
+        assert "hunter2" not in answer.text
+    world.store.close()
