@@ -1,6 +1,10 @@
 """What a process tree leaves behind: zombies, its log, temporary files, shared memory, control group."""
 
+import hashlib
 import os
+import re
+import shutil
+import socket
 import tempfile
 import threading
 import time
@@ -16,6 +20,8 @@ TRACKER_GRACE_S = 5.0
 LOG_LIMIT = 16 << 20
 LOG_KEPT = 200_000
 LINE_LIMIT = 65_536
+SCRATCH_S = 3600.0
+"""A folder of a launch that is younger may belong to one that is just being started."""
 
 
 def tags() -> dict[str, list[psutil.Process]]:
@@ -257,3 +263,37 @@ class KillingOrder:
         if self._alone is not None and now - self._alone > TRACKER_GRACE_S:
             return sorted(trackers)
         return others if now - self._begun >= self._grace_s else []
+
+
+def scratch_prefix(pid: int | None = None) -> str:
+    """How a process (default: this one) names its temporary folders, so that who comes later can tell whether
+    it still lives: a folder may be shared with other hosts.
+    """
+    host = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:6]
+    return f"tuner-{os.getpid() if pid is None else pid}-{host}-"
+
+
+def sweep_scratch() -> list[Path]:
+    """Remove this host's temporary folders of ours whose process is gone (killed, say); returns them."""
+    base, living, removed = Path(tempfile.gettempdir()), set(tags()), list[Path]()
+    for path in sorted(base.glob("tuner-*")):
+        pid, tag = re.match(r"tuner-(\d+)-", path.name), path.name.removeprefix("tuner-")
+        try:
+            found = path.lstat()
+        except OSError:
+            continue
+        if found.st_uid != os.getuid() or not path.is_dir() or path.is_symlink():
+            continue
+        if pid is not None:
+            gone = path.name.startswith(scratch_prefix(int(pid[1]))) and not psutil.pid_exists(int(pid[1]))
+        else:
+            fresh = time.time() - found.st_mtime < SCRATCH_S
+            gone = (
+                re.fullmatch(r"(sender-)?[0-9a-f]{12,32}", tag) is not None
+                and tag not in living
+                and not fresh
+            )
+        if gone:
+            shutil.rmtree(path, ignore_errors=True)
+            removed.append(path)
+    return removed

@@ -31,9 +31,10 @@ from tuner.fleet.worker import Done, Worker, fault_of
 from tuner.history.store import Store
 from tuner.records import JSON, Candidate, Fidelity, Launch, Node, Violation
 from tuner.tuning import studyfile
+from tuner.tuning.cores import Cores
 from tuner.tuning.study import Prepared, load
 from tuner.tuning.studyfile import StudyFile
-from tuner.tuning.trial import Cores, GateFailed, News, Order, Pass, Serving, launch_spec
+from tuner.tuning.trial import GateFailed, News, Order, Pass, Serving, launch_spec
 
 
 def a_member(name: str, gpus: int = 2, **labels: str) -> Member:

@@ -6,36 +6,49 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from tests.tuning.studies import write
+from tuner.engine.boots import about_first
 from tuner.engine.gpu import Gpus
 from tuner.history.store import Store
 from tuner.records import Fidelity, Launch, Measurement, Study
+from tuner.tuning.budget import LaunchBudget
+from tuner.tuning.cores import Cores
 from tuner.tuning.launch_estimates import learned
 from tuner.tuning.study import load
-from tuner.tuning.trial import Bench, Cores, Place, flagged
+from tuner.tuning.trial import Bench, Place, flagged
 
 NOW = datetime(2026, 11, 28, tzinfo=UTC)
 
 
-def test_first_boots_are_kept_once_one_changed_little(tmp_path: Path) -> None:
+def test_29b4_first_boots_are_judged_by_their_own_compile_group(tmp_path: Path) -> None:
+    """On an H100 the baseline's differed by 0.8 %, a candidate's of another step budget by 12 %."""
     store = Store(f"sqlite:///{tmp_path / 'tuner.db'}")
     prepared = load(write(tmp_path), store=store, now=NOW)
     study = store.add_study(prepared.study)
     bench = Bench(prepared=prepared, store=store, home=tmp_path, clock=lambda: NOW, tell=lambda event: None)
+    today, wide = ("--max-num-batched-tokens", "8192"), ("--max-num-batched-tokens", "256")
+    number = 0
 
-    def launch(number: int, timeline: dict[str, float]) -> bool | None:
-        """What the next launch is told after one more with this timeline."""
-        launched = Launch(
-            id=f"l{number}", study_id=study.id, argv=(), started_at=NOW, ended_at=NOW, timeline=timeline
-        )
-        store.finish_launch(store.add_launch(launched))
-        return bench.learned().settle
+    def launched(argv: tuple[str, ...], timeline: dict[str, float]) -> None:
+        nonlocal number
+        number += 1
+        row = Launch(id=f"l{number}", study_id=study.id, argv=argv, started_at=NOW, timeline=timeline)
+        store.finish_launch(store.add_launch(row))
 
     try:
-        assert bench.learned().settle is None, "as the engine room does: on GPUs"
-        assert launch(0, {"ready_s": 95.0}) is None
-        assert launch(1, {"ready_s": 95.0, "first_kv_drift": -0.0011}) is False
-        assert launch(2, {"ready_s": 50.0}) is False
-        assert launch(3, {"ready_s": 50.0, "first_kv_drift": -0.05}) is None
+        assert bench.settles(today) is None, "as the engine room does: on GPUs"
+        launched(today, {"ready_s": 95.0})
+        assert bench.settles(today) is None, "it did not compile, so it told nothing"
+        launched(today, {"ready_s": 95.0, "first_kv_drift": -0.008})
+        assert bench.settles(today) is False, "proved harmless for these arguments"
+        assert bench.settles((*today, "--scheduler-cls", "tuner.live")) is False, "the class compiles nothing"
+        assert bench.settles(wide) is None, "which says nothing of others"
+        launched(wide, {"ready_s": 95.0, "first_kv_drift": -0.12})
+        assert bench.settles(wide) is None, "thrown away again"
+        assert bench.settles(today) is False
+        spent = replace(bench, budget=LaunchBudget(most=3, begun=3))
+        assert spent.settles(wide) is False, "no launch is left for a second boot"
+        said = about_first([each.timeline for each in bench.launches()])
+        assert said == "2 thrown away: the KV cache of the next boot differed by up to 12.0%"
     finally:
         store.close()
 

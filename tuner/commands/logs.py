@@ -33,6 +33,7 @@ def log_to(home: Path) -> Callable[[Event], None]:
             "study": trial.study_id[:16], "run": trial.run_id, "trial": trial.number,
             "attempt": trial.attempt, "state": trial.state.value, "cause": trial.cause,
         }  # fmt: skip
+        about |= {"run": event.run} if event.run else {}
         logger.info(event.text, kind=event.kind, done=event.done, total=event.total, **about)
 
     return write

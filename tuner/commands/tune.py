@@ -50,11 +50,18 @@ def tune(
     isolated: Annotated[
         bool, typer.Option("--isolated", help="Nodes of one host replay side by side; a study of its own.")
     ] = False,
+    run: Annotated[
+        str | None,
+        typer.Option("--run", hidden=True, help="The run that the service began for this process."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Tune an engine on a trace. A run that was interrupted goes on where it was."""
+    from dataclasses import replace
+
     from tuner.errors import BadInput
     from tuner.tuning import studyfile
+    from tuner.tuning.budget import hours_left
     from tuner.tuning.run import Limits
 
     if hours is not None and not 0 < hours <= studyfile.MOST_HOURS:
@@ -63,7 +70,10 @@ def tune(
         raise BadInput("--nodes and --isolated are about nodes of a cluster: give --on as well")
     budget = studyfile.read(study).budget
     limits = Limits(
-        trials=trials or budget.trials, deadline=deadline(hours or budget.hours, until), early=not all_trials
+        trials=trials or budget.trials,
+        deadline=deadline(hours or budget.hours, until),
+        early=not all_trials,
+        run=run,
     )
     if on is not None:
         from tuner.commands.fleet import Asked, tune_on
@@ -79,8 +89,11 @@ def tune(
         return
     say_unjudged(prepared)
     store = open_store(create=True)
-    run = on_its_node(prepared, store, limits, min_trials=min_trials, quiet=as_json)
-    conclude(store, prepared, run, as_json=as_json)
+    if run is None:  # the service gives what is left of its own deadline
+        left = hours_left(store, prepared.study.id, hours or budget.hours, now())
+        limits = replace(limits, deadline=deadline(left, until))
+    done = on_its_node(prepared, store, limits, min_trials=min_trials, quiet=as_json)
+    conclude(store, prepared, done, as_json=as_json)
 
 
 def on_its_node(
@@ -159,12 +172,13 @@ def execute(
 ) -> "Run":
     """Run to the end; SIGINT and SIGTERM stop the engine and leave a run that can be resumed (exit 8)."""
     from tuner.commands.progress import listener
+    from tuner.tuning.budget import steady
     from tuner.tuning.run import tune as loop
 
     home = settings().home
     with listener(home, prepared.study.objectives, quiet=quiet) as shown:
         tell = shown if listen is None else both(shown, listen)
-        work = loop(prepared, store, home=home, limits=limits, clock=now, tell=tell)
+        work = loop(prepared, store, home=home, limits=limits, clock=steady(now), tell=tell)
         return interruptible(work, tell)
 
 
@@ -238,8 +252,9 @@ def commands(prepared: "Prepared", past: "Sequence[Trial]") -> "dict[str, Sequen
     """The command line of the baseline and of the next candidate, as they would be launched."""
     from tuner import masking
     from tuner.engine.server import arguments
+    from tuner.tuning.cores import Cores
     from tuner.tuning.next_trial import propose
-    from tuner.tuning.trial import Cores, launch_spec
+    from tuner.tuning.trial import launch_spec
 
     found = propose(prepared, past)
     following = {"baseline": prepared.baseline}

@@ -11,6 +11,8 @@ ENOUGH = 3
 """Launches whose median tells how long the next one takes."""
 FIRST_DRIFT, FIRST_S = "first_kv_drift", "first_ready_s"
 """Where a launch's timeline keeps what its first boot differed by (a share), and when that one was ready."""
+LIMITS_CLASS = "--scheduler-cls"
+"""The first of the arguments that the tuner adds of its own accord."""
 _COMPILED = re.compile(r"Compiling a graph for|torch\.compile takes")
 _LOADED = re.compile(r"Directly load (?:the|AOT)")
 
@@ -34,19 +36,36 @@ def first_drifts(timelines: Sequence[Mapping[str, float]]) -> tuple[float, ...]:
 
 
 def boots_again(drifts: Sequence[float], *, tolerance: float = 0.01) -> bool:
-    """Whether a boot that compiled anew is thrown away: until one has shown what that changes, and ever after
-    where it changed more than the tolerance."""
+    """Whether a boot that compiled anew is thrown away, by what earlier ones of its group differed by: until
+    one has shown what that changes, and ever after where it changed more than the tolerance."""
     return not drifts or max(abs(drift) for drift in drifts) > tolerance
 
 
 def about_first(timelines: Sequence[Mapping[str, float]]) -> str:
-    """One phrase on what was learned of first boots."""
+    """One phrase on the first boots that were thrown away."""
     drifts = first_drifts(timelines)
     if not drifts:
         return "none was thrown away"
     most = max(abs(drift) for drift in drifts)
-    fate = "thrown away" if boots_again(drifts) else "kept"
-    return f"{fate}: the KV cache of the next boot differed by {most:.1%}"
+    return f"{len(drifts)} thrown away: the KV cache of the next boot differed by up to {most:.1%}"
+
+
+def settles(
+    launches: Sequence[tuple[Sequence[str], Mapping[str, float]]], argv: Sequence[str]
+) -> bool | None:
+    """Whether a boot of these arguments that compiles anew is thrown away; None: as the engine room does.
+
+    `launches` are (argv, timeline) of the study. Only those of the same compile group tell: what compiling
+    takes of the memory differs from one shape to another.
+    """
+    alike = [timeline for words, timeline in launches if compile_group(words) == compile_group(argv)]
+    return None if boots_again(first_drifts(alike)) else False
+
+
+def compile_group(argv: Sequence[str]) -> tuple[str, ...]:
+    """What decides which code is compiled: every argument but the class that changes limits."""
+    at = argv.index(LIMITS_CLASS) if LIMITS_CLASS in argv else len(argv)
+    return tuple(argv[:at])
 
 
 def kv_drift(now: int | None, earlier: Sequence[int | None], *, tolerance: float = 0.01) -> float | None:

@@ -26,9 +26,10 @@ from tuner.errors import (
 from tuner.fleet import leases, nodes
 from tuner.records import Measurement, Violation
 from tuner.settings import Settings
+from tuner.tuning.cores import split_cores
 from tuner.tuning.study import Prepared, Surveyed
 from tuner.tuning.studyfile import EngineFile
-from tuner.tuning.trial import GateFailed, Measured, News, Order, Place, split_cores, work_here
+from tuner.tuning.trial import GateFailed, Measured, News, Order, Place, work_here
 
 POLL_S = 5.0
 """How long a question for news waits for some."""

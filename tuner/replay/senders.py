@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tuner import processes
 from tuner.errors import Aborted, BadInput
+from tuner.leftovers import scratch_prefix
 from tuner.replay import frames
 from tuner.replay.feeder import Source, Stretch
 from tuner.replay.jobs import Sent
@@ -38,7 +39,7 @@ class Senders:
         self.reports: list[Mapping[str, float]] = []
         self._on_sent: Callable[[Sent], None] = lambda sent: None
         self._tag = f"sender-{uuid.uuid4().hex[:12]}"
-        self._directory = Path(tempfile.mkdtemp(prefix="tuner-"))
+        self._directory = Path(tempfile.mkdtemp(prefix=scratch_prefix()))
         self._links: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
         self._feeder: asyncio.StreamWriter | None = None
         self._processes: list[processes.Process] = []

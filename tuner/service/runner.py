@@ -22,7 +22,7 @@ from tuner import processes
 from tuner.errors import Conflict, Unavailable
 from tuner.fleet import leases
 from tuner.history.store import Store
-from tuner.records import JSON, Run, RunState, Study
+from tuner.records import JSON, Run, RunState, Study, TrialState
 from tuner.settings import Settings
 from tuner.tuning.reconcile import locked, reconcile
 
@@ -92,7 +92,7 @@ class Controllers:
                 raise Conflict(f"node '{node}' is busy with run '{run.id}'; cancel it, or wait")
 
     def _spawn(self, run: Run, order: Order) -> Run:
-        words = [sys.executable, "-m", "tuner", "tune", str(order.study_file), "--json"]
+        words = [sys.executable, "-m", "tuner", "tune", str(order.study_file), "--json", "--run", run.id]
         if order.trials is not None:
             words += ["--trials", str(order.trials)]
         if order.deadline is not None:
@@ -184,7 +184,7 @@ class Controllers:
             study = self._store.study(run.study_id)
             if run.host != self._host:
                 leased = any(lease.node == study.node for lease in self._store.leases(now=self._clock()))
-                return run if leased else self._close(run, None)
+                return run if leased else self._abandon(run)
             order = self._order(study.id)
             if self.alive(run) or (order is not None and _at_work(order.study_file)):
                 return run
@@ -195,6 +195,15 @@ class Controllers:
             except Conflict:
                 # A controller has it, or has just ended it.
                 return self._store.run(run.id)
+
+    def _abandon(self, run: Run) -> Run:
+        """End a run of another host whose controller is gone: its node's lease is nobody's any more."""
+        reason, now = "cancelled; its controller was gone", self._clock()
+        for trial in self._store.trials(run.study_id, (TrialState.RUNNING,), run_id=run.id):
+            self._store.finish_trial(
+                replace(trial, state=TrialState.ABORTED, cause="controller", reason=reason, ended_at=now)
+            )
+        return self._close(run, None)
 
     def _clear(self, study: Study, say: Callable[[str], object]) -> None:
         """What a controller that is gone left of a study here; whoever has the node by now has cleared it."""

@@ -291,6 +291,8 @@ class NodeShape(BaseModel):
 def node(of: Node, holder: str | None = None) -> NodeShape:
     names = ("name", "gpu_class", "gpu_memory_gib", "driver", "host", "state")
     plain = {name: getattr(of, name) for name in names}
+    if holder is not None and of.state == "free":
+        plain["state"] = "leased"
     return NodeShape(**plain, gpus=list(of.gpus), labels=dict(of.labels), lease=holder)
 
 

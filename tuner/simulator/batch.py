@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from tuner import processes
+from tuner.leftovers import scratch_prefix
 from tuner.records import Candidate, Prediction
 from tuner.simulator.predict import Predictor
 
@@ -34,7 +35,7 @@ class Batch:
         workers = min(self._workers, len(new) // SHARE)
         if workers > 1:
             shares = [new[i::workers] for i in range(workers)]
-            with tempfile.TemporaryDirectory(prefix="tuner-batch-") as folder:
+            with tempfile.TemporaryDirectory(prefix=scratch_prefix()) as folder:
                 paths = [Path(folder) / f"{i}" for i in range(workers)]
                 with ThreadPoolExecutor(workers) as pool:
                     for share, found in zip(shares, pool.map(self._share, shares, paths), strict=True):

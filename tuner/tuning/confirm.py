@@ -11,7 +11,7 @@ from tuner.knobs.arguments import gpus_held
 from tuner.records import Launch, Measurement, Run, Trial, TrialState
 from tuner.search import trial_view
 from tuner.tuning import quality
-from tuner.tuning.attempt import failing, retries_of, unlike
+from tuner.tuning.attempt import errors_of, failing, retries_of, unlike
 from tuner.tuning.calibrated_predictor import LAUNCH_S, RELAUNCHED, SETTLE_S, policy
 from tuner.tuning.concluding import (
     PLACES,
@@ -102,7 +102,7 @@ class Confirmation:
         measured = {}
         for trial in (*([base] if base else []), *self.chosen):
             rows = kept(self.bench, self.label, trial.id)
-            reason = next((said for m in rows if (said := failing(m.values))), None)
+            reason = next((said for m in rows if (said := failing(m.values, errors_of(m)))), None)
             if reason is not None:
                 dropped.setdefault(trial.number, reason)
             if rows and trial.number not in dropped:

@@ -11,13 +11,16 @@ EventKind = Literal["run", "started", "phase", "finished", "confirm", "verdict",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One line of news. `done` of `total` trials; `trial` is the row that the news is about."""
+    """One line of news of a run. `done` of `total` trials; `trial` is the row that the news is about, which
+    an earlier run may have begun.
+    """
 
     kind: EventKind
     text: str
     done: int = 0
     total: int | None = None
     trial: Trial | None = None
+    run: str | None = None
 
 
 Tell = Callable[[Event], None]

@@ -12,9 +12,8 @@ from tuner.tuning.study import Prepared
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learned:
-    """`settle` and `ready_timeout_s` as `serve` takes them; `env` is laid under the study's."""
+    """`ready_timeout_s` as `serve` takes it; `env` is laid under the study's."""
 
-    settle: bool | None = None
     ready_timeout_s: float = boots.UNKNOWN_S
     env: Mapping[str, str] = field(default_factory=dict)
 
@@ -22,7 +21,6 @@ class Learned:
 def learned(store: Store, prepared: Prepared, *, home: Path | None) -> Learned:
     """For a study's next launch. Compiled code is kept under `home`; None: launched on another host."""
     launches = store.launches(prepared.study.id)
-    settle = None if boots.boots_again(boots.first_drifts([each.timeline for each in launches])) else False
     env: Mapping[str, str] = {}
     facts = prepared.facts
     if home is not None and facts.kind == "vllm":
@@ -32,7 +30,7 @@ def learned(store: Store, prepared: Prepared, *, home: Path | None) -> Learned:
         )  # fmt: skip
         env = compile_cache.environment(root)
     ready = readied(store, prepared.study, launches)
-    return Learned(ready_timeout_s=boots.ready_deadline(ready), env=env, settle=settle)
+    return Learned(ready_timeout_s=boots.ready_deadline(ready), env=env)
 
 
 def readied(store: Store, study: Study, launches: Sequence[Launch]) -> list[float]:

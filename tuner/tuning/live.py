@@ -205,7 +205,7 @@ class Live:
         spec = replace(spec, argv=(*spec.argv, *installed.argv), env={**spec.env, **installed.env})
         self._row = Row(bench, add_launch(bench, spec), trial)
         try:
-            settle = known.settle if own else False
+            settle = bench.settles(spec.argv) if own else False
             entered = serve(spec, gpus=bench.gpus, settle=settle, note=self._row.note)
             server = await self._stack.enter_async_context(entered)
         except (Infeasible, StudyFailed) as error:

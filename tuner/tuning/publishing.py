@@ -1,4 +1,4 @@
-"""The profiles that a run publishes: today's configuration always, the winner when there is one."""
+"""The profiles that a run publishes: today's configuration where it served, the winner when there is one."""
 
 from dataclasses import asdict
 
@@ -20,10 +20,9 @@ def publish(bench: Bench, run: Run, said: Conclusion, *, label: str) -> dict[str
     """Publish what a run concluded; returns the versions by alias. `label`: of the confirmation."""
     trials = bench.store.trials(run.study_id)
     latest = {t.number: t for t in trial_view.latest(trials)}
-    decided = (TrialState.COMPLETE, TrialState.INFEASIBLE)
     base = latest.get(said.baseline.trial) if said.baseline else None
-    if base is None or base.state not in decided:
-        base = next((t for t in reversed(trials) if t.is_baseline and t.state in decided), None)
+    if base is None or base.state is not TrialState.COMPLETE:
+        base = next((t for t in reversed(trials) if t.is_baseline and t.state is TrialState.COMPLETE), None)
     found = {}
     if base is not None:
         found[registry.BASELINE] = _profile(bench, run, said, base, registry.BASELINE, label)

@@ -11,6 +11,7 @@ from pathlib import Path
 from tuner import processes
 from tuner.errors import BadInput, Conflict, Unavailable
 from tuner.history.store import Store
+from tuner.leftovers import sweep_scratch
 from tuner.records import Study, Trial, TrialState
 from tuner.tuning.study import Clock, Prepared
 
@@ -75,6 +76,8 @@ def reconcile(
     is BadInput. Without `here` engines run on another host: rows are closed, nothing is reaped.
     """
     host = socket.gethostname()
+    if here:
+        sweep_scratch()
     aborted, stops = list[Trial](), {} if own is None else {own.study.id: own.file.engine.stop_command}
     ours = {t.study_id for t in store.orphans(node=node)}
     ours |= {each.study_id for each in store.open_launches(node=node)}

@@ -6,9 +6,10 @@ from datetime import datetime
 
 from tuner.engine.gpu import Gpus
 from tuner.errors import NotFound
-from tuner.records import Study
+from tuner.history.store import Store
+from tuner.records import Run, RunState, Study
 from tuner.traffic import trace as traces
-from tuner.tuning.study import Prepared
+from tuner.tuning.study import Clock, Prepared
 from tuner.tuning.trial import Bench
 
 
@@ -45,3 +46,19 @@ def _register_trace(bench: Bench, now: datetime) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             traces.write(trace, path)
         bench.store.add_trace(trace.digest, name, str(path), {**trace.meta, "requests": len(trace)}, now)
+
+
+def cancelled(store: Store, run_id: str | None, clock: Clock) -> Run | None:
+    """The run that this process was started for, ended, where it was cancelled before; None: go on."""
+    run = None if run_id is None else store.run(run_id)
+    if run is None or (run.state is RunState.RUNNING and not run.cancel_requested):
+        return None
+    ended = replace(run, state=RunState.CANCELLED, reason="cancelled before it began", ended_at=clock())
+    return run if run.state is not RunState.RUNNING else store.save_run(ended)
+
+
+def fail(bench: Bench, run: Run, error: Exception) -> None:
+    """End a run that a fault of our own broke: nobody could resume it to another end."""
+    reason = f"unexpected: {type(error).__name__}: {error}"
+    ended = replace(run, state=RunState.FAILED, reason=reason, ended_at=bench.clock(), pid=None)
+    bench.store.save_run(ended)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from tuner.engine import boots
 from tuner.engine.failures import NODE_FAULTS
 from tuner.engine.gpu import Gpus
-from tuner.errors import Aborted, StudyFailed
+from tuner.errors import Aborted, StudyFailed, TunerError
 from tuner.history.store import Store
 from tuner.knobs.arguments import compile_candidate
 from tuner.records import JSON, Candidate, Run, RunState, Trial, TrialState
@@ -38,7 +38,7 @@ from tuner.tuning.launch_estimates import ready_of
 from tuner.tuning.live import Live
 from tuner.tuning.next_trial import NO_HELP, Help, expected_gain, minimal, next_number, propose
 from tuner.tuning.reconcile import locked, reconcile
-from tuner.tuning.register import gpus_of, register
+from tuner.tuning.register import cancelled, fail, gpus_of, register
 from tuner.tuning.seeds import fronts_of, last_calibration
 from tuner.tuning.study import Clock, Prepared
 from tuner.tuning.trial import ABORTED_RETRIES, Bench, Work
@@ -58,13 +58,14 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """When to stop. `trials` bounds this run's trials; `early` lets the stop rule end it before;
-    `confirm_only`: no new trials, only the confirmation.
+    `confirm_only`: no new trials, only the confirmation. `run`: the one that this process was started for.
     """
 
     trials: int | None = None
     deadline: datetime | None = None
     early: bool = True
     confirm_only: bool = False
+    run: str | None = None
 
 
 class Cut(Exception):
@@ -106,6 +107,8 @@ async def tune(
             say=lambda sentence: tell(Event(kind="note", text=sentence)),
         ):  # fmt: skip
             tell(Event(kind="note", text=f"trial {trial.number} was interrupted: aborted", trial=trial))
+        if (over := cancelled(store, limits.run, clock)) is not None:
+            return over
         run = store.open_run(
             prepared.study.id,
             trials_limit=limits.trials,
@@ -118,7 +121,11 @@ async def tune(
             prepared=prepared, fronts=fronts_of(store, prepared, run.started_at),
             start=last_calibration(store, prepared, run.started_at),
         )  # fmt: skip
-        bench = replace(bench, budget=budget_of(run, bench.launches()))
+        bench = replace(
+            bench,
+            budget=budget_of(run, bench.launches()),
+            tell=lambda event: tell(replace(event, run=run.id)),
+        )
         return await _Loop(bench, run, limits, help, knowledge).to_the_end()
 
 
@@ -156,6 +163,11 @@ class _Loop:
             if error.cause == "budget":
                 return self._end(RunState.FINISHED, str(error), str(error))
             self._end(RunState.FAILED, str(error), str(error))
+            raise
+        except TunerError:  # the database, say: the run can be resumed
+            raise
+        except Exception as error:
+            fail(self._bench, self._run, error)
             raise
 
     def _end(self, state: RunState, reason: str, why: str | None) -> Run:

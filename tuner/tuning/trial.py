@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from tuner import masking
-from tuner.engine.boots import FIRST_S
+from tuner.engine.boots import FIRST_S, settles
 from tuner.engine.gpu import Gpus, Watch, throttled
 from tuner.engine.server import Server, serve
 from tuner.errors import Aborted, EngineError, Unavailable
@@ -18,36 +18,19 @@ from tuner.knobs.arguments import compile_candidate, gpus_held
 from tuner.knobs.catalogue import CONFIG_PATHS, LOG_WORDS
 from tuner.measures import NAMES
 from tuner.records import Candidate, Launch, LaunchSpec, Measurement, Purpose, Slice, Trial, Value
-from tuner.replay import contention, outcomes
+from tuner.replay import outcomes
 from tuner.replay.measure import measure
 from tuner.replay.plan import Load
 from tuner.replay.timeline import Judge, Progress, Replayed, replay
 from tuner.tuning import capacity, quality
 from tuner.tuning.budget import LaunchBudget
+from tuner.tuning.cores import Cores, split_cores
 from tuner.tuning.events import Event, Tell
 from tuner.tuning.launch_estimates import Learned, largest_kv, learned
 from tuner.tuning.quality import Answer
 from tuner.tuning.study import Clock, Prepared
 
 ABORTED_RETRIES = 2
-SENDERS = 4
-"""Sender processes at most; one for every eight cores."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cores:
-    """Which cores serve and which send; None = anywhere (a host with one core)."""
-
-    engine: tuple[int, ...] | None
-    sender: tuple[int, ...] | None
-
-
-def split_cores(available: Sequence[int]) -> Cores:
-    """The senders get an eighth of the host, one to four cores; the engine all the others."""
-    if len(available) < 2:
-        return Cores(engine=None, sender=None)
-    engine, sender = contention.split(available, min(SENDERS, max(1, len(available) // 8)))
-    return Cores(engine=engine, sender=sender)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +71,12 @@ class Bench:
 
     def learned(self) -> Learned:
         """What they and this host tell of the next one."""
-        known = learned(self.store, self.prepared, home=self.home if self.work is None else None)
-        return known if self.budget.left >= 2 else replace(known, settle=False)
+        return learned(self.store, self.prepared, home=self.home if self.work is None else None)
+
+    def settles(self, argv: Sequence[str]) -> bool | None:
+        """Whether a first boot of these arguments is thrown away, as `serve` takes it."""
+        seen = [(each.argv, each.timeline) for each in self.launches()]
+        return False if self.budget.left < 1 else settles(seen, masking.arguments(tuple(argv)))
 
     @property
     def place(self) -> Place:
@@ -168,8 +155,9 @@ async def launch(bench: Bench, trial: Trial, passes: Sequence[Pass], directory: 
     known, kv = bench.learned(), largest_kv(bench.launches())
     spec = launch_spec(bench.prepared, trial.candidate, directory, bench.cores, known=known)
     row_of = Row(bench, add_launch(bench, spec), trial)
+    settle = bench.settles(spec.argv)
     verdict: str | None = "stopped"
-    order = Order(spec=spec, passes=tuple(passes), number=trial.number, kv_tokens=kv, settle=known.settle)
+    order = Order(spec=spec, passes=tuple(passes), number=trial.number, kv_tokens=kv, settle=settle)
     try:
         measured = await (bench.work or partial(work_here, bench.place))(order, row_of.note)
         verdict = None
