@@ -1,10 +1,14 @@
 """A study file is read whole or refused in one sentence naming the file, the line, the key and the cure."""
 
+import json
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
+from tests.tuning.studies import STUDY, write
 from tuner.errors import BadInput
+from tuner.tuning import study
 from tuner.tuning.studyfile import StudyFile, parse, read
 
 GOOD = """\
@@ -125,3 +129,19 @@ def test_every_key_is_documented_in_the_readme() -> None:
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     missing = [key for key in StudyFile.model_fields if f"{key}:" not in readme]
     assert missing == []
+
+
+def test_what_history_keeps_of_a_study_holds_no_secret(tmp_path: Path) -> None:
+    """By name and by shape, in environment and fixed arguments; what is none is kept as it is."""
+    secrets = (
+        "engine:\n  kind: simulated\n  env: {MY_KEY: canary-1, PROXY: 'http://u:canary-2@p:1',"
+        " B: 'Bearer canary-3abcdef', TOKENIZERS_PARALLELISM: 'false'}"
+    )
+    path = write(tmp_path, STUDY.replace("engine:\n  kind: simulated", secrets))
+    prepared = study.load(path, store=None, now=datetime.now(UTC))
+    kept = json.dumps([prepared.study.spec, prepared.study.identity])
+    assert "canary" not in kept
+    assert kept.count('"MY_KEY": "***"') == 2
+    assert kept.count('"PROXY": "http://u:***@p:1"') == 2
+    assert kept.count('"TOKENIZERS_PARALLELISM": "false"') == 2
+    assert prepared.file.engine.env["MY_KEY"] == "canary-1"
