@@ -22,7 +22,7 @@ FLOORS = (
     ("guardian",),
     ("processes",),
     ("leftovers", "yamltext"),
-    ("errors", "settings"),
+    ("errors", "settings", "private"),
     ("conclusions",),
     ("records", "measures"),
     ("masking",),

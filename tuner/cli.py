@@ -4,6 +4,7 @@ import sys
 
 import typer
 
+from tuner import private
 from tuner.commands import (
     baseline,
     capture,
@@ -77,6 +78,7 @@ def _root(
 
 def main() -> None:
     """Run a command. What the tuner says on purpose is one sentence on standard error and its exit code."""
+    private.mask_files()
     try:
         app()
     except Exception as error:

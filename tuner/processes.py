@@ -40,6 +40,7 @@ from tuner.leftovers import (
 )
 from tuner.leftovers import tagged as tagged
 from tuner.leftovers import tags as tags
+from tuner.private import users_mask
 
 _KEEP_ENVIRON = {"SPT_NOENV": "1"}  # or setproctitle writes over the tag
 _PR_SET_CHILD_SUBREAPER = 36
@@ -167,6 +168,7 @@ def spawn(
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            umask=users_mask(),
         )
     except OSError as error:
         clear(private)
@@ -198,6 +200,7 @@ def run(
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
+            umask=users_mask(),
         )
     except OSError as error:
         raise BadInput(f"cannot start {command[0]!r}: {error.strerror or error}") from error
@@ -243,9 +246,8 @@ def pin(cores: Iterable[int], pid: int = 0) -> None:
 
 
 def call_off(stop_command: Sequence[str], tag: str, *, timeout_s: float = STOP_S) -> None:
-    """Run a launch's stop command, if it has one. What it ends with tells nothing: a container that is gone
-    refuses. BadInput where it cannot be started.
-    """
+    """Run a launch's stop command, if it has one. How it ends tells nothing: a container may be gone already.
+    BadInput where it cannot be started."""
     if stop_command:
         run([word.replace("{tag}", tag) for word in stop_command], timeout_s=timeout_s)
 

@@ -50,6 +50,20 @@ def words_of(line: str, schedule: str = "nightly") -> list[str]:
     return words
 
 
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
+def test_a_unit_is_shut_off_from_its_host(path: Path) -> None:
+    """`systemd-analyze security` rates it at most 3 of 10; where there is none, the settings are there."""
+    found = {(section, key): value for section, key, value in settings_of(path)}
+    assert found["Service", "UMask"] == "0077"
+    assert found["Service", "StateDirectoryMode"] == "0700"
+    assert found["Service", "NoNewPrivileges"] == "yes"
+    if (analyze := shutil.which("systemd-analyze")) is None:
+        pytest.skip("no systemd-analyze on this host")
+    words = [analyze, "security", "--offline=true", "--threshold=30", "--no-pager", str(path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-200:] + done.stderr
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A home with a schedule that is due now, for a node whose production is a file."""

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from tuner import private
 from tuner.commands.common import Json, print_json, say
 
 app = typer.Typer(help="Baselines: what runs today, as the start of a study.", no_args_is_help=True)
@@ -64,5 +65,6 @@ def _write(path: Path, text: str) -> None:
         raise BadInput(f"--output {path}: it exists already")
     try:
         path.write_text(text, encoding="utf-8")
+        private.publish(path)
     except OSError as error:
         raise Unavailable(f"cannot write {path}: {error.strerror or error}") from error

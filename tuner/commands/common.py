@@ -35,17 +35,24 @@ def now() -> datetime:
 
 
 def settings() -> "Settings":
-    """`TUNER_*` as they are now."""
+    """`TUNER_*` as they are now. A home that other users can read is closed to them."""
+    from tuner import private
     from tuner.settings import Settings
 
-    return Settings()
+    found = Settings()
+    private.tighten(found.home)
+    return found
 
 
 def open_store(*, create: bool = False) -> "Store":
     """The history. NotFound when there is none yet and the command only reads."""
+    from tuner import private
     from tuner.history.store import Store
 
-    return Store(settings().url, create=create)
+    store = Store(settings().url, create=create)
+    if (path := store.database.path) is not None:
+        private.tighten_files(path.with_name(path.name + end) for end in ("", "-wal", "-shm"))
+    return store
 
 
 def plain(value: object) -> object:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tuner import private
 from tuner.commands.common import Json, knobs, now, open_store, print_json, print_table, say
 
 if TYPE_CHECKING:
@@ -167,6 +168,7 @@ def _put(content: str, output: Path | None, exit_code: bool) -> None:
         if not same:
             partial = output.with_name(output.name + ".partial")
             partial.write_text(content, encoding="utf-8")
+            private.publish(partial)
             partial.replace(output)
     except OSError as error:
         raise Unavailable(f"cannot write {output}: {error.strerror}") from error

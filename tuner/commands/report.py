@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tuner import private
 from tuner.commands.common import StudyRef, now, open_store, say
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ def write(store: "Store", study: "Study", output: Path, format: Format = Format.
 
     try:
         output.write_text(text(store, study, format), encoding="utf-8")
+        private.publish(output)
     except OSError as error:
         raise Unavailable(f"cannot write {output}: {error.strerror}") from error
     return output

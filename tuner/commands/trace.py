@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tuner import private
 from tuner.commands.common import (
     Json,
     finite,
@@ -226,6 +227,7 @@ def _picture(trace: "Trace", numbers: "Statistics", name: str, place: Path) -> N
 
     try:
         place.write_text(render(trace, numbers, name), encoding="utf-8")
+        private.publish(place)
     except OSError as error:
         raise Unavailable(f"cannot write {place}: {error.strerror or error}") from error
     say(f"wrote {place}")
