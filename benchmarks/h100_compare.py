@@ -7,14 +7,16 @@ file r of one side is paired with file r of the other. For confirmations that we
 """
 
 import argparse
+import math
 from pathlib import Path
 
 import yaml
 
 from tuner.records import Outcome, Slo
 from tuner.replay import outcomes
-from tuner.search.compare import compare, pooled_noise
-from tuner.tuning.verdict import words
+from tuner.replay.measure import fold
+from tuner.search.compare import compare
+from tuner.search.noise import spread_of
 
 
 def passes(paths: list[Path]) -> list[dict[str, list[Outcome]]]:
@@ -36,10 +38,13 @@ def main() -> None:
     print("| base | other | change |")
     print("|--:|--:|---|")
     for metric in metrics:
-        noise, freedom = pooled_noise([base, other], metric, slo=slo)
-        told = {"noise": noise, "freedom": freedom or None}
-        found = compare(base, other, metric, slo=slo, family=len(metrics), **told)  # type: ignore[arg-type]
-        print(f"| {found.base:.5g} | {found.other:.5g} | {words(found)} |")
+        spread = spread_of(
+            [[fold(each["slice"], 1.0, slo, metrics)[metric] for each in side] for side in (base, other)]
+        )
+        found = compare(base, other, metric, slo=slo, family=len(metrics), spread=spread)
+        low, high = (f"{100 * math.expm1(v):+.0f}" for v in (found.low, found.high))
+        told = f"{metric} {100 * found.change:+.0f} % ({low} … {high}, {found.word})"
+        print(f"| {found.base:.5g} | {found.other:.5g} | {told} |")
 
 
 if __name__ == "__main__":

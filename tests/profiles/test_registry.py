@@ -15,7 +15,21 @@ from tuner.profiles.registry import NO_GATES, Gates
 from tuner.records import JSON, Node, Profile, Study
 
 MODEL = "Qwen/Qwen2.5-7B-Instruct"
-GOOD = {"confirmed": True, "slo_met": True}
+GOOD: dict[str, JSON] = {"confirmed": True, "slo_met": True}
+WORSE: dict[str, JSON] = {
+    "not_worse": {"ttft_p95_ms": 0.1},
+    "changes": [
+        {"metric": "ttft_p95_ms", "where": "confirm", "change": 0.3, "word": "worse"},
+        {"metric": "tpot_p95_ms", "where": "confirm", "change": 0.9, "word": "worse"},
+    ],
+}
+HELD_OUT: dict[str, JSON] = {
+    "not_worse": {"goodput_rps": 0.1},
+    "changes": [
+        {"metric": "goodput_rps", "where": "confirm", "change": -0.05, "word": "open"},
+        {"metric": "goodput_rps", "where": "held_out", "change": -0.2, "word": "worse"},
+    ],
+}
 
 
 @pytest.fixture
@@ -70,11 +84,13 @@ def test_publishing_the_same_again_changes_nothing(store: Store) -> None:
         ({"slo_met": True}, Gates(), "not confirmed$"),
         ({"slo_met": True, "demonstration": True}, Gates(), "not confirmed .*demonstration"),
         ({"confirmed": True}, Gates(), "did not meet the SLO"),
+        ({**GOOD, **WORSE}, Gates(), r"its ttft_p95_ms is \+30%, worse than the 10% of not_worse"),
+        ({**GOOD, **HELD_OUT}, Gates(), r"its goodput_rps is -20% on the held-out slice"),
         (GOOD, Gates(engine_version="0.33.0"), "engine 0.32.0, not 0.33.0"),
         (GOOD, Gates(max_age=timedelta(days=1)), "older than 1 days"),
     ],
 )
-def test_gates(store: Store, evidence: dict[str, bool], gates: Gates, told: str) -> None:
+def test_gates(store: Store, evidence: dict[str, JSON], gates: Gates, told: str) -> None:
     profile = replace(published(store, 0), evidence=evidence)
     later = NOW + timedelta(days=2)
     assert registry.gate_failures(profile, NO_GATES, now=later) == ()

@@ -27,9 +27,10 @@ from tuner.records import (
     Violation,
 )
 from tuner.tuning.attempt import failing, retries_of
-from tuner.tuning.confirm import finalists
+from tuner.tuning.confirm import finalists, pending, repeats_for_ten_percent
 from tuner.tuning.ending import Ending
 from tuner.tuning.publishing import unproved_of
+from tuner.tuning.run import Limits, tune
 from tuner.tuning.study import Surveyed, load, prepare, survey
 from tuner.tuning.studyfile import EngineFile, read
 from tuner.tuning.trial import Bench, Measured, Note, Order, Serving
@@ -420,3 +421,59 @@ def test_M40_a_winner_names_what_nothing_shows_that_its_engine_took() -> None:
         "api_server_count": CATALOGUE["api_server_count"].unproved,
         "watermark": "this engine does not report it",
     }
+
+
+def test_only_to_confirm_makes_no_new_trials(tmp_path: Path) -> None:
+    night = Night(tmp_path)
+    night.cut_after = 5
+    night.whole()
+    night.cut_after = None
+    limits = Limits(confirm_only=True)
+    run = asyncio.run(
+        tune(
+            night.prepared,
+            night.store,
+            home=tmp_path,
+            limits=limits,
+            clock=lambda: night.now,
+            work=night.work,
+        )
+    )
+    said = night.store.conclusion(run.id)
+    assert said is not None
+    assert (run.state, said.outcome) == (RunState.FINISHED, Judgement.CLEAR_WINNER)
+    assert len(night.store.trials(run.study_id)) == 3
+    assert len(night.launched) == 9
+
+
+def test_a_cancelled_run_that_measured_concludes_that_nothing_is_confirmed(tmp_path: Path) -> None:
+    night = Night(tmp_path)
+    run = night.run()
+    night.search(run)
+    said = Ending(night.bench, run).conclusion("cancelled on request")
+    assert said is not None
+    assert (said.outcome, said.winner, said.finalists) == (Judgement.NOT_CONFIRMED, None, ())
+    assert said.sentence == "Not confirmed: cancelled on request."
+
+
+def test_a_run_that_began_nothing_concludes_nothing(tmp_path: Path) -> None:
+    night = Night(tmp_path)
+    assert Ending(night.bench, night.run()).conclusion("cancelled on request") is None
+
+
+def test_the_next_run_measures_nothing_again_where_a_run_was_cancelled_in_its_search(tmp_path: Path) -> None:
+    night = Night(tmp_path)
+    run = night.run()
+    night.search(run)
+    said = Ending(night.bench, run).conclusion("cancelled on request")
+    night.store.save_run(replace(run, state=RunState.CANCELLED, ended_at=night.now), said)
+    assert pending(night.bench) is None
+
+
+def test_repeats_for_ten_per_cent_are_known_once_a_confirmation_was_measured(tmp_path: Path) -> None:
+    night = Night(tmp_path)
+    assert repeats_for_ten_percent(night.prepared, night.store) == {}
+    night.whole()
+    known = repeats_for_ten_percent(night.prepared, night.store)
+    assert known["ttft_p95_ms"] in range(1, 4)
+    assert repeats_for_ten_percent(Night(tmp_path, extra="speed: 2.0\n").prepared, night.store) == {}

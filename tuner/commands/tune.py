@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from tuner.history.store import Store
-    from tuner.records import Run, Trial
+    from tuner.records import JSON, Run, Trial
     from tuner.tuning.events import Event, Tell
     from tuner.tuning.run import Limits
     from tuner.tuning.study import Prepared
@@ -35,6 +35,9 @@ def tune(
     ] = False,
     all_trials: Annotated[
         bool, typer.Option("--all-trials", help="Spend the whole budget; no early end of the search.")
+    ] = False,
+    confirm_only: Annotated[
+        bool, typer.Option("--confirm-only", help="Measure the finalists again; no new trials.")
     ] = False,
     min_trials: Annotated[
         int, typer.Option(min=0, help="Refuse to begin when the time left cannot hold so many trials.")
@@ -59,21 +62,20 @@ def tune(
     """Tune an engine on a trace. A run that was interrupted goes on where it was."""
     from dataclasses import replace
 
-    from tuner.errors import BadInput
     from tuner.tuning import studyfile
     from tuner.tuning.budget import hours_left
     from tuner.tuning.run import Limits
 
-    if hours is not None and not 0 < hours <= studyfile.MOST_HOURS:
-        raise BadInput(f"--hours {hours:g}: give more than 0, at most {studyfile.MOST_HOURS} (a year)")
-    if (nodes or isolated) and on is None:
-        raise BadInput("--nodes and --isolated are about nodes of a cluster: give --on as well")
+    refuse(
+        hours=hours, alone=on is None and bool(nodes or isolated), idle=confirm_only and trials is not None
+    )
     budget = studyfile.read(study).budget
     limits = Limits(
-        trials=trials or budget.trials,
+        trials=None if confirm_only else trials or budget.trials,
         deadline=deadline(hours or budget.hours, until),
         early=not all_trials,
         run=run,
+        confirm_only=confirm_only,
     )
     if on is not None:
         from tuner.commands.fleet import Asked, tune_on
@@ -87,6 +89,8 @@ def tune(
     if dry_run:
         print_plan(prepared, limits.trials, as_json=as_json)
         return
+    if confirm_only:
+        check_finalists(prepared)
     say_unjudged(prepared)
     store = open_store(create=True)
     if run is None:  # the service gives what is left of its own deadline
@@ -94,6 +98,31 @@ def tune(
         limits = replace(limits, deadline=deadline(left, until))
     done = on_its_node(prepared, store, limits, min_trials=min_trials, quiet=as_json)
     conclude(store, prepared, done, as_json=as_json)
+
+
+def refuse(*, hours: float | None, alone: bool, idle: bool) -> None:
+    """BadInput for what does not go together. `alone`: nodes of no cluster; `idle`: trials of no search."""
+    from tuner.errors import BadInput
+    from tuner.tuning import studyfile
+
+    if hours is not None and not 0 < hours <= studyfile.MOST_HOURS:
+        raise BadInput(f"--hours {hours:g}: give more than 0, at most {studyfile.MOST_HOURS} (a year)")
+    if alone:
+        raise BadInput("--nodes and --isolated are about nodes of a cluster: give --on as well")
+    if idle:
+        raise BadInput("--confirm-only makes no new trials: leave --trials out")
+
+
+def check_finalists(prepared: "Prepared") -> None:
+    """Conflict where the study has nothing that could be measured again."""
+    from tuner.errors import Conflict
+    from tuner.tuning.confirm import finalists
+
+    if not finalists(prepared, trials_so_far(prepared), ""):
+        raise Conflict(
+            f"study {prepared.study.name} has no trial that could be a finalist: 'tuner tune' without"
+            " --confirm-only searches for one"
+        )
 
 
 def on_its_node(
@@ -200,13 +229,14 @@ def print_plan(prepared: "Prepared", trials: int | None, *, as_json: bool = Fals
     from tuner.tuning.unjudged import unjudged
 
     past = trials_so_far(prepared)
-    lines, times = commands(prepared, past), seconds(prepared, past)
+    lines, times, foreseen = commands(prepared, past), seconds(prepared, past), confirmation(prepared)
     parts = windows(prepared.trace, prepared.study.slices)
     if as_json:
         print_json(
             {"commands": lines, "slices": parts, "seconds": times, "space": prepared.space.levels,
              "dropped": prepared.space.dropped, "unjudged": unjudged(prepared), "trials": trials,
-             "launches": None if trials is None else most_launches(trials)}
+             "launches": None if trials is None else most_launches(trials),
+             "confirmation": foreseen}
         )  # fmt: skip
         return
     for line in lines.values():
@@ -225,6 +255,43 @@ def print_plan(prepared: "Prepared", trials: int | None, *, as_json: bool = Fals
     if trials is not None:
         for line in budget_words(trials, each):
             typer.echo(line)
+    typer.echo(confirmation_words(foreseen))
+
+
+def confirmation(prepared: "Prepared") -> "dict[str, JSON]":
+    """The confirmation as it is planned, and what earlier ones of this node say of how often to repeat."""
+    from tuner.errors import NotFound
+    from tuner.tuning import confirm
+
+    try:
+        store = open_store()
+    except NotFound:
+        store = None
+    launches = store.launches(prepared.study.id) if store else ()
+    plan = confirm.planned(prepared, launches)
+    return {
+        "finalists": plan.arms - 1,
+        "repeats": plan.rounds,
+        "most_repeats": plan.most,
+        "seconds": round(plan.seconds),
+        "most_seconds": round(plan.most * plan.round_s),
+        "repeats_for_ten_percent": confirm.repeats_for_ten_percent(prepared, store),
+    }
+
+
+def confirmation_words(found: "Mapping[str, JSON]") -> str:
+    """The planned confirmation as sentences."""
+    needed = found["repeats_for_ten_percent"]
+    minutes = [float(str(found[name])) / 60 for name in ("seconds", "most_seconds")]
+    said = (
+        f"The confirmation launches the baseline and the finalists (at most {found['finalists']}),"
+        f" {found['repeats']} times each, about {minutes[0]:.0f} min; up to {found['most_repeats']} times"
+        f" ({minutes[1]:.0f} min) while the answer is open and the window lasts."
+    )
+    if not isinstance(needed, dict) or not needed:
+        return f"{said} How much launches differ on this node is not known yet: one repeat decides nothing."
+    words = ", ".join(f"{name} {'more than 100' if n is None else n}" for name, n in needed.items())
+    return f"{said} Repeats that this node needs to show a difference of 10 %: {words}."
 
 
 def say_unjudged(prepared: "Prepared") -> None:

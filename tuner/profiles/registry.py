@@ -12,6 +12,7 @@ from tuner.history.codec import pack_values
 from tuner.history.queries import Change, Configuration, changes
 from tuner.history.store import Store
 from tuner.knobs.catalogue import CATALOGUE
+from tuner.measures import MAXIMIZED
 from tuner.profiles.flags import split
 from tuner.records import JSON, AliasEvent, Node, Profile, ProfileKey, Study, Trial
 
@@ -27,18 +28,20 @@ class Gates:
     """What a version must show before an alias may move to it; None and False ask nothing.
 
     `engine_version` is the engine that is to run it. The other gates read the evidence: `confirmed`,
-    `slo_met`, `judged` (that the answers were held against the baseline's where a knob changes them, or that
-    the study said `quality: off`), and the age since publication.
+    `slo_met`, `not_worse` (the study's bounds, held against every change that the run found), `judged` (that
+    the answers were held against the baseline's where a knob changes them, or that the study said
+    `quality: off`), and the age since publication.
     """
 
     confirmed: bool = True
     slo_met: bool = True
     judged: bool = True
+    not_worse: bool = True
     max_age: timedelta | None = timedelta(days=30)
     engine_version: str | None = None
 
 
-NO_GATES = Gates(confirmed=False, slo_met=False, judged=False, max_age=None)
+NO_GATES = Gates(confirmed=False, slo_met=False, judged=False, not_worse=False, max_age=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +139,8 @@ def gate_failures(profile: Profile, gates: Gates, *, now: datetime) -> tuple[str
         failed.append("it did not meet the SLO")
     if gates.judged and profile.evidence.get("quality") != "off" and (turned := unjudged(profile)):
         failed.append(f"its answers were not judged, though it turns {', '.join(turned)}")
+    if gates.not_worse:
+        failed += _too_much_worse(profile.evidence)
     if gates.engine_version is not None and not same_engine(gates.engine_version, profile.engine_version):
         failed.append(f"it was measured on engine {profile.engine_version}, not {gates.engine_version}")
     if gates.max_age is not None and now - profile.created_at > gates.max_age:
@@ -155,6 +160,22 @@ def unjudged(profile: Profile) -> tuple[str, ...]:
     if judged or profile.evidence.get("origin") == "baseline":
         return ()
     return tuple(n for n in profile.candidate if n in CATALOGUE and CATALOGUE[n].changes_output)
+
+
+def _too_much_worse(evidence: Mapping[str, JSON]) -> list[str]:
+    """One clause per change that is worse than the study's `not_worse` allows, the held-out slice's too."""
+    limits, changes, found = evidence.get("not_worse"), evidence.get("changes"), list[str]()
+    if not isinstance(changes, list) or not isinstance(limits, dict):
+        return []
+    for row in (each for each in changes if isinstance(each, dict)):
+        metric, change = str(row.get("metric")), row.get("change")
+        limit = limits.get(metric)
+        if not isinstance(limit, int | float) or not isinstance(change, int | float):
+            continue
+        if (-change if metric in MAXIMIZED else change) > limit:
+            where = " on the held-out slice" if row.get("where") == "held_out" else ""
+            found.append(f"its {metric} is {change:+.0%}{where}, worse than the {limit:.0%} of not_worse")
+    return found
 
 
 def promote(

@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import lru_cache
 
 from tuner.conclusions import Arm, Conclusion, Difference, Judgement, Noise, RunCost, Where
 from tuner.engine.effective import same
@@ -218,7 +219,13 @@ def _passes(measured: Sequence[Measurement]) -> Passes:
 
 
 def _rows(measured: Measurement) -> Mapping[str, Sequence[Outcome]]:
-    return {s.name: outcomes.read(s.outcomes_file) for s in measured.slices if s.outcomes_file}
+    return {s.name: _read(s.outcomes_file) for s in measured.slices if s.outcomes_file}
+
+
+@lru_cache(maxsize=64)
+def _read(path: str) -> Sequence[Outcome]:
+    """A file of outcomes; each look at an answer reads all of them, and they do not change."""
+    return outcomes.read(path)
 
 
 def _difference(made: Comparison, where: Where, before: float | None, after: float | None) -> Difference:

@@ -7,13 +7,16 @@ from statistics import fmean, median
 
 from tuner.conclusions import Conclusion, Judgement, RunCost
 from tuner.errors import Aborted, Infeasible
+from tuner.history.store import Store
 from tuner.knobs.arguments import gpus_held
-from tuner.records import Launch, Measurement, Run, Trial, TrialState
+from tuner.records import JSON, Launch, Measurement, Run, Trial, TrialState
 from tuner.search import trial_view
+from tuner.search.noise import repeats_needed
 from tuner.tuning import quality
 from tuner.tuning.attempt import errors_of, failing, retries_of, unlike
 from tuner.tuning.calibrated_predictor import LAUNCH_S, RELAUNCHED, SETTLE_S, policy
 from tuner.tuning.concluding import (
+    LEVEL,
     PLACES,
     Asked,
     Repeats,
@@ -39,6 +42,20 @@ def asked_of(prepared: Prepared) -> Asked:
     return Asked(
         study=prepared.study, plan=prepared.plan, policy=policy(prepared), not_worse=prepared.file.not_worse
     )
+
+
+def repeats_for_ten_percent(prepared: Prepared, store: Store | None) -> dict[str, JSON]:
+    """By metric: how often each configuration is to be launched on this node to show a difference of 10 %, by
+    what earlier confirmations saw (None: more than a hundred times). Empty while there were none.
+    """
+    asked = asked_of(prepared)
+    known = noise_before(store, asked) if store is not None else {}
+    alpha, arms = (1 - LEVEL) / asked.family(prepared.plan.finalists), 1 + prepared.plan.finalists
+    return {
+        name: repeats_needed(spread, alpha=alpha, arms=arms, earlier=spread.freedom)
+        for name in asked.metrics
+        if (spread := known.get((name, "confirm"))) is not None and spread.freedom
+    }
 
 
 LEAST_ROUNDS = 2
