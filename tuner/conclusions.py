@@ -40,6 +40,9 @@ class Judgement(StrEnum):
     """No candidate served the traffic, or every finalist failed when it was measured again."""
 
 
+UNMEASURED = (Judgement.NOT_CONFIRMED, Judgement.NOTHING_SERVED, Judgement.NOT_TRUSTED)
+"""Outcomes of which no number of a confirmation stands."""
+
 Where = Literal["confirm", "held_out"]
 Word = Literal["better", "worse", "open"]
 Values = Mapping[str, float | None]
@@ -127,6 +130,23 @@ class RunCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """What the winner saves against the baseline, in the currency of the study's price.
+
+    `fraction` of the GPU-hours is no longer needed for the same traffic, if that is as much more `metric` per
+    GPU; `monthly` is its price on the run's GPUs, `tuning` the price of the run's own GPU-hours, and
+    `nights_to_repay` after how many days the saving has paid for these.
+    """
+
+    metric: str
+    price_per_gpu_hour: float
+    fraction: float
+    monthly: float
+    tuning: float
+    nights_to_repay: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedProfile:
     """A profile version that the run published under an alias; its key is the study's."""
 
@@ -142,7 +162,8 @@ class Conclusion:
     `winner`, `nearest` and the arms' `trial` are trial numbers of the study. `attainment` is the share of
     good requests that the SLO asks for; `nearest` the trial that comes nearest where none meets it. `repeats`
     is how often each arm was measured again. `drift` holds one sentence per objective of the baseline that
-    changed between the search and the confirmation. `profiles` maps alias to what was published under it.
+    changed between the search and the confirmation. `saving` is told of runs on GPUs with a price. `profiles`
+    maps alias to what was published under it.
     """
 
     run_id: str
@@ -158,6 +179,7 @@ class Conclusion:
     noise: tuple[Noise, ...] = ()
     drift: tuple[str, ...] = ()
     cost: RunCost = field(default_factory=RunCost)
+    saving: Saving | None = None
     repeats: int = 0
     profiles: Mapping[str, PublishedProfile] = field(default_factory=dict)
     demonstration: bool = False
@@ -167,6 +189,11 @@ class Conclusion:
         """Whether the winner's gain over the baseline was proved, by a plan that is meant to be acted on."""
         beside = self.baseline is not None and self.baseline.dropped is None
         return self.winner is not None and beside and not self.demonstration
+
+    @property
+    def measured_again(self) -> bool:
+        """Whether finalists were measured again, to the end, on a machine that stayed as it was."""
+        return self.outcome not in UNMEASURED and any(arm.changes or arm.confirmed for arm in self.finalists)
 
     def arm(self, number: int | None) -> Arm | None:
         """The baseline or the finalist of a trial number; None where it was not measured again."""

@@ -62,7 +62,8 @@ def report_of(there: world.World, folder: Path) -> Path:
     """The study's report as a file."""
     store, made = there.store, there.study
     data = ReportData(
-        study=made, trials=store.trials(made.id), runs=store.runs(made.id), launches=store.launches(made.id),
+        study=made, trials=store.trials(made.id), conclusions=store.conclusions(made.id),
+        launches=store.launches(made.id),
         commands=[f"tuner report {made.id[:12]} -o report.html"], generated_at=world.NOW,
     )  # fmt: skip
     path = folder / "report.html"

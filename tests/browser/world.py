@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import uvicorn
 
+from tuner.conclusions import Arm, Conclusion, Difference, Judgement, PublishedProfile, RunCost, Where
+from tuner.history.cost import saving
 from tuner.history.entities import Schedule
 from tuner.history.store import Store
 from tuner.profiles import registry
@@ -45,6 +47,8 @@ NOW = datetime(2026, 3, 6, 9, 30, tzinfo=UTC)
 MODEL = "Qwen/Qwen2.5-7B-Instruct"
 OBJECTIVES = ("ttft_p95_ms", "tpot_p95_ms", "goodput_rps")
 WINDOW_S = 60.0
+COST = RunCost(search_s=1400.0, confirm_s=560.0, gpus=1)
+PLACES: tuple[Where, ...] = ("confirm", "held_out")
 
 
 def study(name: str = "chat-h100", *, node: str = "gpu-01", engine: str = "0.32.0", day: int = 1) -> Study:
@@ -183,22 +187,21 @@ def a_night(store: Store, made: Study, folder: Path, night: int) -> Profile:
             place = folder / f"n{night}" / str(trial.number)
             store.add_measurement(trial.id, measured(again, place, purpose="confirm", repeat=repeat))
     _launches(store, made, run, number + 2)
-    summary = _summary(winner, trials[0])
-    ended = replace(
-        run, state=RunState.FINISHED, ended_at=started + timedelta(hours=2), summary=summary,
-        reason="10 trials are done",
-    )  # fmt: skip
-    store.save_run(ended)
+    said = _conclusion(run, winner, trials[0], started + timedelta(hours=2))
     evidence: dict[str, JSON] = {
-        "run": run.id, "verdict": summary["verdict"], "sentence": summary["sentence"],
-        "confirmed": night != 2, "slo_met": True, "repeats": 2,
+        "run": run.id, "verdict": said.outcome.value, "sentence": said.sentence, "confirmed": night != 2,
+        "slo_met": True, "repeats": 2,
     }  # fmt: skip
     argv = [f"--max-num-seqs={64 + night * 32}", "--max-num-batched-tokens=8192", "--max-model-len=16384"]
     fresh = winner.candidate.with_values(max_num_seqs=64 + night * 32)
-    return registry.publish(
+    made_profile = registry.publish(
         store, study=made, trial=replace(winner, candidate=fresh), argv=argv, env={}, evidence=evidence,
         now=started + timedelta(hours=2),
     )  # fmt: skip
+    published = PublishedProfile(id=made_profile.id, version=made_profile.version)
+    ended = replace(run, state=RunState.FINISHED, ended_at=said.at, reason="10 trials are done")
+    store.save_run(ended, replace(said, profiles={"challenger": published}))
+    return made_profile
 
 
 def _launches(store: Store, made: Study, run: Run, count: int) -> None:
@@ -213,32 +216,37 @@ def _launches(store: Store, made: Study, run: Run, count: int) -> None:
         store.finish_launch(launch)
 
 
-def _summary(winner: Trial, base: Trial) -> dict[str, JSON]:
-    mine, theirs = (t.measurement.values if t.measurement else {} for t in (winner, base))
-    rows: list[JSON] = []
-    for where in ("confirm", "held_out"):
+def _conclusion(run: Run, winner: Trial, base: Trial, at: datetime) -> Conclusion:
+    """What a night found, by what was measured: values of the confirmation, 3 % above the search's."""
+    mine, theirs = (
+        {name: 1.03 * value for name, value in t.measurement.values.items()} if t.measurement else {}
+        for t in (winner, base)
+    )
+    rows: list[Difference] = []
+    for where in PLACES:
         for name in OBJECTIVES:
-            ratio = mine[name] / theirs[name]
-            better = ratio > 1 if name == "goodput_rps" else ratio < 1
+            change = (mine[name] - theirs[name]) / theirs[name]
+            better = change > 0 if name == "goodput_rps" else change < 0
             rows.append(
-                {
-                    "number": winner.number,
-                    "where": where,
-                    "metric": name,
-                    "ratio": ratio,
-                    "low": ratio * 0.94,
-                    "high": ratio * 1.06,
-                    "repeats": 2,
-                    "rows": 1740,
-                    "verdict": "better" if better else "worse",
-                }
-            )
-    told = ", ".join(words.comparison(r) for r in rows[: len(OBJECTIVES)] if isinstance(r, dict))
-    return {
-        "verdict": "winner with a trade-off", "winner": winner.number, "baseline": base.number,
-        "sentence": f"Trial {winner.number} against the baseline: {told}. It meets the SLO.",
-        "finalists": [winner.number], "comparisons": rows, "demonstration": False,
-    }  # fmt: skip
+                Difference(
+                    metric=name, where=where, before=theirs[name], after=mine[name], change=change,
+                    low=change - 0.06, high=change + 0.06, word="better" if better else "worse", repeats=2,
+                )
+            )  # fmt: skip
+    told = ", ".join(words.difference(r) for r in rows[: len(OBJECTIVES)])
+    shown = ({name: values[name] for name in OBJECTIVES} for values in (theirs, mine))
+    arms = [
+        Arm(trial=t.number, candidate=t.candidate, attainment=0.97, misses_slo_by=0.0, confirmed=confirmed,
+            changed={} if t is base else {"max_num_seqs": (16, 128)},
+            changes=() if t is base else tuple(rows))
+        for t, confirmed in zip((base, winner), shown, strict=True)
+    ]  # fmt: skip
+    return Conclusion(
+        run_id=run.id, study_id=run.study_id, at=at, outcome=Judgement.TRADE_OFF, winner=winner.number,
+        sentence=f"A trade-off: trial {winner.number} against the baseline: {told}. It meets the SLO.",
+        baseline=arms[0], finalists=(arms[1],), attainment=0.95, repeats=2,
+        cost=COST, saving=saving(arms[1], 2.5, COST),
+    )  # fmt: skip
 
 
 class Clock:

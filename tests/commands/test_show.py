@@ -106,5 +106,6 @@ def test_the_log_of_a_failed_trial_begins_with_the_root_cause(tmp_path: Path) ->
 
 def test_what_is_not_there_yet_is_said_in_a_word(tmp_path: Path) -> None:
     Store(f"sqlite:///{tmp_path / 'tuner.db'}").close()
-    for words in (["study", "list"], ["run", "list"], ["profile", "list"], ["history"], ["node", "list"]):
+    for words in (["study", "list"], ["run", "list"], ["profile", "list"], ["node", "list"]):
         assert call(tmp_path, *words).stdout == "nothing yet\n", words
+    assert call(tmp_path, "history").stdout == "no run has measured goodput_rps yet\n"

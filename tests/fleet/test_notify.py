@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from tests.history import records
+from tuner.conclusions import PublishedProfile
 from tuner.errors import BadInput, StudyFailed
 from tuner.fleet import notify
 from tuner.fleet.notify import Notice, send
@@ -194,7 +195,10 @@ def test_a_night_that_got_worse_is_told_once_per_objective(store: Store, tmp_pat
         notify.concluded(tmp_path, store, study, run, clock=lambda: run.started_at, say=print)  # noqa: B023
     (told,) = [json.loads(body) for _, body in hook.got]
     assert told["facts"]["metric"] == "ttft_p95_ms"
-    assert told["sentence"].startswith("ttft_p95_ms of chat is ")
+    assert told["sentence"] == (
+        "ttft_p95_ms of chat changed by +49 % (worse) since the night before,"
+        " with the same engine, traffic and GPU"
+    )
 
 
 def test_another_engine_is_no_regression(store: Store, tmp_path: Path) -> None:
@@ -207,11 +211,14 @@ def test_a_run_that_found_a_challenger_tells_of_the_promotion(
     store: Store, tmp_path: Path, hook: Hook
 ) -> None:
     register(tmp_path, {"webhook": hook.url})
-    run = night(store, 0, 100.0)
-    run = replace(run, summary={"profiles": {"challenger": {"version": 3}}, "sentence": "17 % better"})
+    run = records.a_run(store, records.a_study(), now=AT)
+    said = records.a_conclusion(run, profiles={"challenger": PublishedProfile(id=7, version=3)})
+    run = store.save_run(replace(run, state=RunState.FINISHED, ended_at=AT), said)
     notify.concluded(tmp_path, store, records.a_study(), run, clock=lambda: AT, say=print)
     (told,) = [json.loads(body) for _, body in hook.got]
     assert told["kind"] == "promotion"
     assert told["sentence"] == (
-        "challenger of Qwen/Qwen2.5-7B-Instruct on n1 is version 3 now, moved by run: 17 % better"
+        "challenger of Qwen/Qwen2.5-7B-Instruct on n1 is version 3 now, moved by run:"
+        " trade-off: Trial 2 is a trade-off."
     )
+    assert told["facts"]["conclusion"] == said.to_json()

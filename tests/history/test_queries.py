@@ -1,6 +1,5 @@
 """What was best on which night, and why."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from datetime import date, timedelta
 from pathlib import Path
@@ -10,12 +9,14 @@ from zoneinfo import ZoneInfo
 import pytest
 from sqlalchemy import event
 
-from tests.history.records import NOW, a_measurement, a_run, a_study, finished, start
+from tests.history.records import NOW, a_conclusion, a_launch, a_measurement, a_run, a_study, finished, start
+from tuner.conclusions import Arm, Conclusion, Difference, Judgement, RunCost, Word
 from tuner.errors import BadInput
 from tuner.history import cost, queries
 from tuner.history.entities import RunBest
 from tuner.history.store import Store
-from tuner.records import JSON, Candidate, Measurement, RunState, Study, TrialState
+from tuner.records import Candidate, Run, RunState, Study, Trial, TrialState
+from tuner.report import words
 
 DAY = timedelta(days=1)
 
@@ -54,85 +55,63 @@ def ended(
     night: int,
     *values: float,
     confirm: tuple[float, ...] = (),
-    summary: Mapping[str, JSON] | None = None,
     state: RunState = RunState.FINISHED,
-) -> str:
-    """A run whose trial 0 is the baseline and whose last trial is confirmed by some repeats."""
+    **said: object,
+) -> Run:
+    """A run whose first trial is the baseline and whose last one is measured again by some repeats; then it
+    is the winner of a conclusion, unless that says otherwise.
+    """
     run = a_run(store, study, now=NOW + night * DAY)
     first = len(store.trials(study.id))
     for number, value in enumerate(values):
         origin = "baseline" if number == 0 else "search"
-        trial = start(store, run, first + number, origin=origin)
-        finished(store, trial, a_measurement(value))
-    for repeat, value in enumerate(confirm):
-        confirming: Measurement = a_measurement(value, purpose="confirm", repeat=repeat)
-        store.add_measurement(trial.id, confirming)
-    end = run.started_at + timedelta(hours=3)
-    store.save_run(replace(run, state=state, ended_at=end, summary=summary or {}))
-    return run.id
+        trial = finished(store, start(store, run, first + number, origin=origin), a_measurement(value))
+    again(store, trial, *confirm)
+    end = replace(run, state=state, ended_at=run.started_at + timedelta(hours=3))
+    return store.save_run(end, won(end, first, trial.number, **said) if confirm or said else None)
 
 
-def test_what_a_demonstration_or_a_run_without_an_end_measured_again_is_not_confirmed(tmp_path: Path) -> None:
-    store = Store(f"sqlite:///{tmp_path}/tuner.db")
-    study = a_study()
-    told: list[dict[str, JSON]] = [
-        {"sentence": 'says "demonstration":true', "demonstration": False},
-        {"verdict": "clear winner", "demonstration": True},
-        {"verdict": "clear winner", "demonstration": True},
-    ]
-    for night, (summary, confirm) in enumerate(zip(told, [(9.0, 8.0), (9.0, 8.0), (9.0,)], strict=True)):
-        ended(store, study, night, 200.0, 9.0, confirm=confirm, summary=summary)
-    ended(store, study, 3, 200.0, 9.0, confirm=(9.0, 8.0), state=RunState.CANCELLED)
-    running = a_run(store, study, now=NOW + 4 * DAY)
-    again = a_measurement(7.0, purpose="confirm", repeat=0), a_measurement(6.0, purpose="confirm", repeat=1)
-    finished(store, start(store, running, 99), a_measurement(6.0), *again)
-    found = store.bests(model=study.model, metric="ttft_p95_ms")
-    assert [(best.confirmed, best.demonstration) for best in found] == [
-        (True, False),
-        (False, True),
-        (False, True),
-        (False, False),
-        (False, False),
-    ]
-    assert [night.sure for night in queries.nights(found)] == [
-        "confirmed, 2 repeats, 8 to 9",
-        "not confirmed (a demonstration), 2 repeats, 8 to 9",
-        "one measurement (a demonstration)",
-        "not confirmed, 2 repeats, 8 to 9",
-        "not confirmed, 2 repeats, 6 to 7",
-    ]
-    store.close()
+def again(store: Store, trial: Trial, *values: float, launch_id: str | None = None) -> None:
+    """The repeats of a confirmation."""
+    for repeat, value in enumerate(values):
+        store.add_measurement(
+            trial.id, a_measurement(value, purpose="confirm", repeat=repeat, launch_id=launch_id)
+        )
 
 
-def test_a_winner_that_no_baseline_was_measured_beside_is_not_confirmed(tmp_path: Path) -> None:
-    store = Store(f"sqlite:///{tmp_path}/tuner.db")
-    study = a_study()
-    run = a_run(store, study)
-    again = a_measurement(9.0, purpose="confirm", repeat=0), a_measurement(8.0, purpose="confirm", repeat=1)
-    finished(store, start(store, run, 1), a_measurement(9.0), *again)
-    store.save_run(replace(run, state=RunState.FINISHED, ended_at=run.started_at + timedelta(hours=3)))
-    (found,) = store.bests(model=study.model, metric="ttft_p95_ms")
-    assert (found.value, found.baseline, found.confirmed) == (8.5, None, False)
-    store.close()
+def won(run: Run, base: int, number: int, **changes: object) -> Conclusion:
+    """Trial `number` halved the TTFT of the baseline."""
+    half = Difference(
+        metric="ttft_p95_ms", before=190.0, after=95.0, change=-0.5, low=-0.6, high=-0.4, word="better",
+        repeats=3,
+    )  # fmt: skip
+    today = Arm(trial=base, candidate=Candidate(), confirmed={"ttft_p95_ms": 190.0})
+    best = Arm(trial=number, candidate=Candidate(), confirmed={"ttft_p95_ms": 95.0}, changes=(half,))
+    fields: dict[str, object] = {"outcome": Judgement.CLEAR_WINNER, "winner": number, "finalists": (best,)}
+    return a_conclusion(run, **({"baseline": today} | fields | changes))
 
 
-def test_each_run_gives_its_best_beside_its_baseline(tmp_path: Path) -> None:
+TTFT: dict[str, Any] = {"model": a_study().model, "metric": "ttft_p95_ms"}
+
+
+def test_each_run_shows_what_it_concluded(tmp_path: Path) -> None:
+    """The conclusion's own numbers and words; the span is that of the repeats."""
     store = Store(f"sqlite:///{tmp_path}/tuner.db")
     study = a_study()
     ended(store, study, 0, 200.0, 120.0, 150.0)
-    ended(store, study, 1, 190.0, 100.0, 110.0, confirm=(112.0, 118.0, 115.0))
+    ended(store, study, 1, 190.0, 100.0, 110.0, confirm=(93.0, 118.0, 95.0))
     running = a_run(store, study, now=NOW + 2 * DAY)
     finished(store, start(store, running, 99), a_measurement(90.0))
-    found = store.bests(model=study.model, metric="ttft_p95_ms", node="n1", workload="chat")
-    assert [(best.value, best.baseline, best.confirmed) for best in found] == [
-        (120.0, 200.0, False),
-        (115.0, 190.0, True),
-        (90.0, 190.0, False),
+    found = store.bests(**TTFT, node="n1", workload="chat")
+    assert [(b.value, b.baseline, b.confirmed, b.outcome) for b in found] == [
+        (120.0, None, False, Judgement.NOT_CONFIRMED),
+        (95.0, 190.0, True, Judgement.CLEAR_WINNER),
+        (90.0, None, False, None),
     ]
-    assert (found[1].low, found[1].high, found[1].repeats) == (112.0, 118.0, 3)
-    assert store.bests(model=study.model, metric="ttft_p95_ms", since=NOW + DAY, until=NOW + 2 * DAY) == (
-        found[1],
-    )
+    assert (found[1].low, found[1].high, found[1].repeats) == (93.0, 118.0, 3)
+    assert found[1].change is not None
+    assert (found[1].change.change, found[1].change.word) == (-0.5, "better")
+    assert store.bests(**TTFT, since=NOW + DAY, until=NOW + 2 * DAY) == (found[1],)
     assert store.bests(model="other", metric="ttft_p95_ms") == ()
     assert [best.value for best in store.bests(model=study.model, metric="goodput_rps")] == [3.5] * 3
     with pytest.raises(BadInput, match="did you mean 'ttft_p95_ms'"):
@@ -140,29 +119,75 @@ def test_each_run_gives_its_best_beside_its_baseline(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_later_night_of_a_study_gains_over_the_baseline_that_was_measured_before(tmp_path: Path) -> None:
+def test_a_run_whose_baseline_stays_shows_the_baseline(tmp_path: Path) -> None:
     store = Store(f"sqlite:///{tmp_path}/tuner.db")
-    study = a_study()
-    ended(store, study, 0, 200.0, 120.0)
-    later = a_run(store, study, now=NOW + DAY)
-    finished(store, start(store, later, 10), a_measurement(100.0))
-    assert [b.baseline for b in store.bests(model=study.model, metric="ttft_p95_ms")] == [200.0, 200.0]
-    store.save_run(replace(later, state=RunState.FINISHED, ended_at=NOW + DAY))
-    found = queries.nights(store.bests(model=study.model, metric="ttft_p95_ms"))
-    assert [night.best.value for night in found] == [120.0, 100.0]
-    assert [night.gain for night in found] == pytest.approx([200 / 120 - 1, 1.0])
+    ended(store, a_study(), 0, 190.0, 9.0, confirm=(9.0,), winner=None, outcome=Judgement.NO_CLEAR_WINNER)
+    (found,) = store.bests(**TTFT)
+    assert (found.number, found.value, found.change, found.confirmed) == (0, 190.0, None, False)
+    assert queries.nights([found])[0].sure.startswith("measured again")
     store.close()
 
 
-def test_of_equal_trials_the_winner_of_the_run_is_told(tmp_path: Path) -> None:
+def test_a_night_that_is_not_to_be_trusted_shows_how_the_machine_was(tmp_path: Path) -> None:
+    """Also one that had nothing left to try."""
     store = Store(f"sqlite:///{tmp_path}/tuner.db")
-    run = a_run(store, a_study())
-    for number, origin in enumerate(("baseline", "search", "search")):
-        finished(store, start(store, run, number, origin=origin), a_measurement(100.0))
-    ended = replace(run, state=RunState.FINISHED, ended_at=NOW, summary={"winner": 2})
-    store.save_run(ended)
-    (best,) = store.bests(model=a_study().model, metric="ttft_p95_ms")
-    assert (best.number, best.value, best.baseline) == (2, 100.0, 100.0)
+    study = a_study()
+    ended(store, study, 0, 190.0, 9.0, confirm=(9.0,))
+    later = a_run(store, study, now=NOW + DAY)
+    end = replace(later, state=RunState.FINISHED, ended_at=later.started_at + timedelta(hours=1))
+    slow = Arm(trial=0, candidate=Candidate(), confirmed={"ttft_p95_ms": 400.0})
+    store.save_run(end, won(end, 0, 1, outcome=Judgement.NOT_TRUSTED, winner=None, baseline=slow))
+    first, second = queries.nights(store.bests(**TTFT))
+    assert (first.best.value, second.best.value, second.best.number) == (95.0, 400.0, 0)
+    assert (second.best.change, second.best.confirmed, second.compared) == (None, False, "not comparable")
+    assert second.sure == "not to be trusted, 1 repeat, 400 to 400"
+    store.close()
+
+
+@pytest.mark.parametrize("state", [RunState.FINISHED, RunState.CANCELLED, RunState.FAILED])
+def test_a_run_whose_confirmation_did_not_end_is_not_confirmed(tmp_path: Path, state: RunState) -> None:
+    store = Store(f"sqlite:///{tmp_path}/tuner.db")
+    study = a_study()
+    run = a_run(store, study)
+    finished(store, start(store, run, 0, origin="baseline"), a_measurement(190.0))
+    again(store, finished(store, start(store, run, 1), a_measurement(50.0)), 9.0)
+    store.save_run(replace(run, state=state, ended_at=NOW + DAY, reason="its window closed"))
+    (found,) = store.bests(**TTFT)
+    assert (found.value, found.change, found.confirmed) == (50.0, None, False)
+    assert found.outcome is Judgement.NOT_CONFIRMED
+    assert queries.nights([found])[0].sure == "not confirmed, one measurement"
+    said = store.conclusion(run.id)
+    assert said is not None
+    assert said.sentence == "Not confirmed: its window closed."
+    store.close()
+
+
+def test_a_demonstration_confirms_nothing(tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path}/tuner.db")
+    ended(store, a_study(), 0, 200.0, 9.0, confirm=(9.0, 8.0), demonstration=True)
+    (found,) = store.bests(**TTFT)
+    assert (found.confirmed, found.demonstration) == (False, True)
+    assert queries.nights([found])[0].sure == "measured again (a demonstration), 2 repeats, 8 to 95"
+    store.close()
+
+
+def test_a_later_run_changes_no_earlier_row(tmp_path: Path) -> None:
+    """It measures the earlier winner and the earlier baseline again, and reaches another end."""
+    store = Store(f"sqlite:///{tmp_path}/tuner.db")
+    study = a_study()
+    first = ended(store, study, 0, 190.0, 100.0, confirm=(93.0, 95.0))
+    before = {name: store.bests(model=study.model, metric=name) for name in ("ttft_p95_ms", "goodput_rps")}
+    later = a_run(store, study, now=NOW + DAY)
+    store.add_launch(replace(a_launch(study, "later"), started_at=later.started_at + timedelta(hours=1)))
+    for trial in store.trials(study.id):
+        again(store, trial, 20.0 + trial.number, launch_id="later")
+    end = replace(later, state=RunState.FINISHED, ended_at=later.started_at + timedelta(hours=2))
+    store.save_run(end, won(end, 0, 1, outcome=Judgement.NO_CLEAR_WINNER, winner=None))
+    store.save_run(store.run(first.id))
+    for name, rows in before.items():
+        assert store.bests(model=study.model, metric=name, until=NOW + DAY) == rows, name
+    mine = store.bests(**TTFT, since=NOW + DAY)
+    assert [(b.number, b.value, b.low) for b in mine] == [(0, 190.0, 20.0)]
     store.close()
 
 
@@ -244,12 +269,11 @@ def test_the_best_of_a_night_and_what_changed() -> None:
         a_best(3, 60.0, engine_version="0.33.0", trace_digest="b" * 64),
     ]
     found = queries.nights(bests)
-    assert [night.judgement for night in found] == ["first", "better", "worse", "not comparable"]
+    assert [night.compared for night in found] == ["first", "better", "worse", "not comparable"]
     assert [night.regression for night in found] == [False, False, True, False]
     assert found[1].best.run_id == "again"
     assert found[1].runs == 2
-    assert found[1].step == pytest.approx(0.25)
-    assert found[1].gain == pytest.approx(1.5)
+    assert found[1].step == pytest.approx(-0.2)
     assert [(c.kind, c.name, c.before, c.after) for c in found[1].changes] == [
         ("knob", "max_num_seqs", "64", "128")
     ]
@@ -257,16 +281,22 @@ def test_the_best_of_a_night_and_what_changed() -> None:
 
 
 def test_noise_is_not_a_regression() -> None:
-    noisy = {"repeats": 3, "confirmed": True}
+    noisy = {"repeats": 3, "confirmed": True, "outcome": Judgement.CLEAR_WINNER}
     bests = [a_best(0, 100.0, low=90.0, high=112.0, **noisy), a_best(1, 110.0, low=99.0, high=120.0, **noisy)]
-    assert [night.judgement for night in queries.nights(bests)] == ["first", "same"]
-    assert "confirmed, 3 repeats, 90 to 112" in queries.nights(bests)[0].sure
-    assert [night.judgement for night in queries.nights([a_best(0, 100.0), a_best(1, 104.0)])][1] == "same"
+    assert [night.compared for night in queries.nights(bests)] == ["first", "same"]
+    assert queries.nights(bests)[0].sure == "confirmed, 3 repeats, 90 to 112"
+    assert [night.compared for night in queries.nights([a_best(0, 100.0), a_best(1, 104.0)])][1] == "same"
+
+
+def test_a_night_that_is_not_to_be_trusted_is_compared_with_none() -> None:
+    doubted = a_best(1, 150.0, outcome=Judgement.NOT_TRUSTED)
+    found = queries.nights([a_best(0, 100.0), doubted, a_best(2, 100.0)])
+    assert [night.compared for night in found] == ["first", "not comparable", "not comparable"]
 
 
 def test_nodes_are_not_compared_with_each_other() -> None:
     found = queries.nights([a_best(0, 100.0), a_best(1, 10.0, node="n2"), a_best(2, 99.0)])
-    assert [(night.best.node, night.judgement) for night in found] == [
+    assert [(night.best.node, night.compared) for night in found] == [
         ("n1", "first"),
         ("n2", "first"),
         ("n1", "same"),
@@ -275,20 +305,41 @@ def test_nodes_are_not_compared_with_each_other() -> None:
 
 def test_the_trend_of_the_comparable_nights() -> None:
     growing = [a_best(night, 100.0 * 0.9**night) for night in range(5)]
-    assert queries.trend(queries.nights(growing)) == pytest.approx(1 / 0.9 - 1)
+    assert queries.trend(queries.nights(growing)) == pytest.approx(-0.1)
     other = [a_best(night, 500.0, engine_version="0.31.0") for night in range(-4, 0)]
-    assert queries.trend(queries.nights(other + growing)) == pytest.approx(1 / 0.9 - 1)
+    assert queries.trend(queries.nights(other + growing)) == pytest.approx(-0.1)
     assert queries.trend(queries.nights(growing[:2])) is None
 
 
-def test_cost() -> None:
-    assert cost.cost_per_million_tokens(3.6, 2, 1000.0) == pytest.approx(2.0)
-    assert cost.cost_per_million_tokens(3.6, 2, 0.0) == float("inf")
-    saved = cost.saving(baseline_rate=4.0, rate=5.0, price_per_gpu_hour=2.5, gpus=8, tuning_gpu_hours=6.0)
+def test_what_the_winner_saves_and_when_the_tuning_is_repaid() -> None:
+    rate = Difference(
+        metric="goodput_rps", before=4.0, after=5.0, change=0.25, low=0.2, high=0.3, word="better", repeats=3
+    )
+    winner = Arm(trial=1, candidate=Candidate(), changes=(rate,))
+    spent = RunCost(search_s=5 * 3600.0, confirm_s=3600.0, gpus=8)
+    saved = cost.saving(winner, 2.5, spent)
+    assert saved is not None
     assert saved.fraction == pytest.approx(0.2)
     assert saved.monthly == pytest.approx(0.2 * 2.5 * 8 * 730)
     assert saved.nights_to_repay == pytest.approx(15.0 / (4.0 * 24))
-    worse = cost.saving(baseline_rate=5.0, rate=4.0, price_per_gpu_hour=2.5, gpus=8, tuning_gpu_hours=6.0)
-    assert (worse.fraction, worse.nights_to_repay) == (0.0, None)
-    with pytest.raises(BadInput):
-        cost.cost_per_million_tokens(-1.0, 1, 1.0)
+    assert words.saving(saved).startswith("at 2.5 per GPU-hour the winner saves 2,920 a month (20 % of")
+    faster = replace(rate, metric="max_speed", before=1.0, after=2.0)
+    by_speed = cost.saving(replace(winner, changes=(rate, faster)), 2.5, spent)
+    assert by_speed is not None
+    assert (by_speed.metric, by_speed.fraction) == ("max_speed", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("word", "price", "gpus", "known"),
+    [("open", 2.5, 8, 4.0), ("worse", 2.5, 8, 4.0), ("better", None, 8, 4.0), ("better", 2.5, 0, 4.0),
+     ("better", 2.5, 8, None)],
+)  # fmt: skip
+def test_no_saving_is_told_that_was_not_measured_on_gpus(
+    word: Word, price: float | None, gpus: int, known: float | None
+) -> None:
+    rate = Difference(
+        metric="goodput_rps", before=known, after=5.0, change=0.25, low=0.2, high=0.3, word=word, repeats=3
+    )
+    winner = Arm(trial=1, candidate=Candidate(), changes=(rate,))
+    assert cost.saving(winner, price, RunCost(search_s=1.0, gpus=gpus)) is None
+    assert cost.saving(None, 2.5, RunCost(search_s=1.0, gpus=8)) is None

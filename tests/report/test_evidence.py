@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from tests.browser import world
+from tuner.conclusions import Difference
 from tuner.records import Candidate, Trial, TrialState
 from tuner.replay import outcomes
 from tuner.report import evidence
 from tuner.report.budget import beliefs, failures, spent, worst_lateness
 from tuner.report.charts import MARKED, Point, scatter
-from tuner.report.words import comparison, measured, seconds, unit
+from tuner.report.words import difference, measured, seconds, step, unit
 
 NOW = datetime(2026, 3, 1, tzinfo=UTC)
 
@@ -88,11 +89,9 @@ def test_budget_failures_and_belief_add_up(tmp_path: Path) -> None:
     there = world.fill(tmp_path)
     made, store = there.study, there.store
     trials, launches = store.trials(made.id), store.launches(made.id)
-    found = spent(made, trials, launches)
+    found = spent(trials, launches)
     assert found.trials == {"COMPLETE": 24, "INFEASIBLE": 3, "ABORTED": 3}
-    assert found.gpu_seconds["COMPLETE"] == 24 * 140
-    assert found.gpu_hours == pytest.approx(30 * 140 / 3600)
-    assert found.cost == pytest.approx(2.5 * 30 * 140 / 3600)
+    assert found.trial_seconds["COMPLETE"] == 24 * 140
     assert found.launches == len(launches)
     assert [(c.cause, len(c.trials)) for c in failures(trials)] == [("oom", 3), ("port", 3)]
     assert worst_lateness(beliefs(trials)) == 1.4
@@ -110,5 +109,24 @@ def test_units_are_told() -> None:
     assert measured("ttft_p95_ms", 123.45) == "123.5 ms"
     assert measured("goodput_rps", 2.0) == "2 requests/s"
     assert unit("output_tokens_per_s") == "tokens/s"
-    row = {"metric": "ttft_p95_ms", "ratio": 0.52, "low": 0.48, "high": None, "verdict": "better"}
-    assert comparison(row) == "ttft_p95_ms −48 % (−52 … ?, better)"
+    fields = {"metric": "ttft_p95_ms", "before": 100.0, "after": 52.0, "change": -0.48, "repeats": 3}
+    row = Difference(**fields, low=-0.52, high=None, word="better")  # type: ignore[arg-type]
+    assert difference(row) == "ttft_p95_ms −48 % (−52 … +∞, better)"
+    row = Difference(**fields, low=-0.1, high=0.2, word="open")  # type: ignore[arg-type]
+    assert difference(row) == "ttft_p95_ms −48 % (−10 … +20, no measurable difference)"
+
+
+@pytest.mark.parametrize(
+    ("metric", "change", "said"),
+    [
+        ("ttft_p95_ms", 0.5, "+50 % (worse)"),
+        ("goodput_rps", 0.5, "+50 % (better)"),
+        ("goodput_rps", -0.89, "−89 % (worse)"),
+        ("goodput_rps", 0.0, "+0 %"),
+        ("goodput_rps", None, ""),
+    ],
+)
+def test_a_change_is_signed_and_says_which_way_is_better(
+    metric: str, change: float | None, said: str
+) -> None:
+    assert step(metric, change) == said

@@ -2,13 +2,27 @@
 
 import math
 import re
-from datetime import UTC, datetime
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from tuner.records import JSON, Candidate, Measurement, Run, RunState, Slice, Slo, Study, Trial, TrialState
+from tuner.conclusions import Arm, Conclusion, Difference, Judgement, RunCost
+from tuner.records import (
+    Candidate,
+    Measurement,
+    Profile,
+    ProfileKey,
+    Run,
+    RunState,
+    Slice,
+    Slo,
+    Study,
+    Trial,
+    TrialState,
+)
 from tuner.report.document import ReportData, cell, markdown, render
-from tuner.report.words import number, ratio
+from tuner.report.words import number
 
 NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)
 OBJECTIVES = ("ttft_p95_ms", "tpot_p95_ms", "goodput_rps")
@@ -40,15 +54,35 @@ TRIALS = (
 )
 
 
-def data(summary: dict[str, JSON] | None = None) -> ReportData:
-    run = Run(id="r", study_id="ab" * 32, state=RunState.FINISHED, started_at=NOW, summary=summary or {})
+RUN = Run(id="r", study_id="ab" * 32, state=RunState.FINISHED, started_at=NOW)
+
+
+def said(sentence: str = "It | won.", **changes: object) -> Conclusion:
+    """Trial 1 won over the baseline in TTFT, on the held-out slice too."""
+    won = {"metric": "ttft_p95_ms", "before": 410.0, "after": 102.5, "change": -0.75, "low": -0.8}
+    rows = [
+        Difference(**won, where="confirm", high=-0.7, word="better", repeats=3),  # type: ignore[arg-type]
+        Difference(**won, where="held_out", high=None, word="open", repeats=3),  # type: ignore[arg-type]
+    ]
+    best = Arm(trial=1, candidate=TRIALS[1].candidate, confirmed={"ttft_p95_ms": 102.5}, changes=tuple(rows))
+    today = Arm(trial=0, candidate=TRIALS[0].candidate, confirmed={"ttft_p95_ms": 410.0})
+    fields: dict[str, object] = {
+        "run_id": RUN.id, "study_id": RUN.study_id, "at": NOW, "outcome": Judgement.CLEAR_WINNER,
+        "sentence": sentence, "winner": 1, "baseline": today, "finalists": (best,), "repeats": 3,
+        "cost": RunCost(search_s=3600.0, confirm_s=900.0, gpus=1),
+    }  # fmt: skip
+    return Conclusion(**(fields | changes))  # type: ignore[arg-type]
+
+
+def data(*conclusions: Conclusion, winner: Profile | None = None) -> ReportData:
     return ReportData(
-        study=study(), trials=TRIALS, runs=[run], launches=[], commands=["tuner front chat"], generated_at=NOW
-    )
+        study=study(), trials=TRIALS, conclusions=conclusions, launches=[], commands=["tuner front chat"],
+        generated_at=NOW, winner=winner,
+    )  # fmt: skip
 
 
-def page(summary: dict[str, JSON] | None = None) -> str:
-    return render(data(summary))
+def page(*conclusions: Conclusion, winner: Profile | None = None) -> str:
+    return render(data(*conclusions, winner=winner))
 
 
 def test_it_needs_no_network_and_its_only_script_is_its_own() -> None:
@@ -66,33 +100,72 @@ def test_what_users_wrote_is_escaped() -> None:
     assert "refused &lt;it&gt;" in text
 
 
-def test_every_trial_its_reason_and_the_change_are_there() -> None:
+def test_every_trial_its_reason_and_its_numbers_are_there() -> None:
     text = page()
-    assert "-75 %" in text
     assert "∞" in text
     assert "INFEASIBLE" in text
     assert "tuner front chat" in text
+    assert " %" not in text.partition("What the knobs did")[0].partition("<h1>")[2], "nothing was compared"
 
 
 def test_the_markdown_twin_tells_the_same_and_breaks_no_table() -> None:
-    text = markdown(data({"verdict": "clear winner", "sentence": "It | won.", "winner": 1}))
-    assert "> **clear winner.** It \\| won." in text
+    text = markdown(data(said()))
+    assert "> clear winner: It \\| won." in text
     assert "# &lt;chat&gt; & co" in text
     rows = [line for line in text.splitlines() if line.startswith("|")]
-    assert "| 1 (winner) | 100 | -75 % | 30 | +50 % | 6 | +50 % | max\\_num\\_seqs=8 |" in rows
+    wanted = (
+        "| 1 (winner) | 100 | 102.5 | −75 % (−80 … −70, better) | 30 | – |  | 6 | – |  | max\\_num\\_seqs=8 |"
+    )
+    assert wanted in rows
+    assert "1 GPU-hours of search, 0.25 GPU-hours of confirmation" in text
     assert "refused &lt;it&gt;" in text
     assert cell("a\nb") == "a b"
 
 
 def test_the_verdict_is_told_or_its_absence() -> None:
     assert "No run of this study has reached its verdict yet" in page()
-    row: dict[str, JSON] = {"number": 1, "where": "held_out", "metric": "ttft_p95_ms", "ratio": 0.25,
-           "low": 0.2, "high": None, "verdict": "better"}  # fmt: skip
-    text = page({"verdict": "clear winner", "sentence": "It won.", "winner": 1, "demonstration": True,
-                 "comparisons": [row]})  # fmt: skip
-    assert "It won." in text
+    text = page(said("It won."))
+    assert "clear winner: It won." in text
     assert "the held-out slice" in text
+    assert "−75 % (−80 … +∞, no measurable difference)" in text
     assert "(winner)" in text
+    assert "Trial 1 is the published winner." in text
+
+
+def test_a_run_that_confirmed_nothing_hides_no_earlier_confirmation() -> None:
+    later = said(
+        "Not confirmed: the window is too short.", outcome=Judgement.NOT_CONFIRMED, winner=None, finalists=(),
+        at=NOW + timedelta(days=1),
+    )  # fmt: skip
+    for text in (page(said("It won."), later), markdown(data(said("It won."), later))):
+        first = text.index("Not confirmed: the window is too short.")
+        assert first < text.index("Last confirmed 2026-03-01 12:00 UTC: clear winner: It won.")
+        assert text.count("Not confirmed") == 1
+    alone = page(later)
+    assert "(winner)" not in alone
+    assert "Last confirmed" not in alone
+
+
+def test_a_winner_off_the_front_is_shown_and_explained() -> None:
+    """Trial 4 is worse than trial 1 by its first measurement in everything, and won when measured again."""
+    slower = trial(4, {"ttft_p95_ms": 101.0, "tpot_p95_ms": 30.5, "goodput_rps": 5.9})
+    arm = Arm(trial=4, candidate=slower.candidate, confirmed={"ttft_p95_ms": 90.0})
+    found = replace(data(said(winner=4, finalists=(arm,))), trials=(*TRIALS, slower))
+    for text in (render(found), markdown(found)):
+        assert "Trial 4 is the published winner: by its first measurement it is not on the front" in text
+        assert "(winner)" in text
+
+
+def test_the_winner_is_served_by_its_profile_s_command() -> None:
+    """Not by the launch that measured it, whose scheduler class is the tuner's own."""
+    profile = Profile(
+        id=1, key=ProfileKey(model="m/7b", target="local", workload="chat"), version=1,
+        candidate=Candidate({"max_num_seqs": 8}), engine_version="0.32.0", gpu_class="h100-80x1",
+        study_id="ab" * 32, trial_id=2, argv=("--max-num-seqs", "8"), env={"VLLM_X": "a b"}, evidence={},
+        digest="d", created_at=NOW,
+    )  # fmt: skip
+    assert "env 'VLLM_X=a b' vllm serve m/7b --max-num-seqs 8" in markdown(data(said(), winner=profile))
+    assert "vllm serve" not in markdown(data(said()))
 
 
 @pytest.mark.parametrize(
@@ -100,10 +173,3 @@ def test_the_verdict_is_told_or_its_absence() -> None:
 )
 def test_numbers_for_reading(value: object, shown: str) -> None:
     assert number(value) == shown
-
-
-@pytest.mark.parametrize(
-    ("value", "base", "shown"), [(50.0, 100.0, "-50 %"), (None, 1.0, ""), (1.0, math.inf, ""), (1.0, 0.0, "")]
-)
-def test_the_change_against_the_baseline(value: float | None, base: float, shown: str) -> None:
-    assert ratio(value, base) == shown

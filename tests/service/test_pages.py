@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 from tests.history.records import NOW, a_study
 from tests.service.world import World
 from tuner.history.entities import SCOPES
-from tuner.records import JSON, Candidate
+from tuner.records import Candidate
 from tuner.service.auth import INCLUDES
 from tuner.service.pages.profiles import SHOWN
 from tuner.service.pages.session import COOKIE, csrf_of
@@ -110,26 +110,18 @@ def test_long_lists_are_told_in_parts(filled: World) -> None:
     assert "More nodes" in client.get("/history?metric=ttft_p95_ms").text
 
 
-def test_a_winner_off_the_front_is_explained(filled: World) -> None:
+def test_the_study_and_the_history_show_what_the_run_concluded(filled: World) -> None:
+    """The same words on both; `fill` has a trade-off: better in one objective and worse in the other."""
     client, _ = visitor(filled, "read")
-    store, study = filled.store, filled.store.study("chat")
-    run = store.runs(study.id)[-1]
-    row: dict[str, JSON] = {
-        "number": 2,
-        "where": "confirm",
-        "metric": "ttft_p95_ms",
-        "ratio": 0.5,
-        "low": 0.4,
-        "high": 0.6,
-    }
-    summary: dict[str, JSON] = {
-        "winner": 2,
-        "verdict": "winner",
-        "sentence": "Told.",
-        "comparisons": [{**row, "verdict": "better"}],
-    }
-    store.save_run(replace(run, summary=summary))
     shown = client.get("/studies/chat").text
-    assert "These are first measurements" in shown
-    assert "though by" not in shown
+    assert "trade-off: Trial 2 is a trade-off." in shown
     assert "Finalists against the baseline, measured again" in shown
+    assert "Trial 2 is the published winner." in shown
+    assert "1 GPU-hours of search, 0.25 GPU-hours of confirmation" in shown
+    night = client.get("/history?metric=ttft_p95_ms&since=2026-03-01").text
+    for said in ("−55 % (−60 … −50, better)", "<td"):
+        assert said in shown
+        assert said in night
+    assert "trade-off" in night
+    assert "workload" in night
+    assert client.get("/history?metric=ttft_p95_ms&workload=other").text.count("<tbody>") == 0

@@ -208,7 +208,16 @@ def test_history_says_what_was_best_and_how_sure(admin: TestClient) -> None:
     (night,) = place["nights"]
     assert (place["node"], night["date"], night["number"]) == ("n1", "2026-03-01", 2)
     assert night["sure"].startswith("confirmed")
-    assert night["gain"] == pytest.approx(200 / 95 - 1)
+    made = night["from_baseline"]
+    assert (made["before"], made["after"], made["change"], made["word"]) == (200.0, 90.0, -0.55, "better")
+    assert (night["value"], night["baseline"], night["outcome"]) == (90.0, 200.0, "trade-off")
+    front = admin.get("/v1/studies/chat/front").json()
+    assert (
+        front["confirmation"]
+        == front["conclusion"]
+        == admin.get(f"/v1/runs/{night['run_id']}").json()["conclusion"]
+    )
+    assert front["winner"] == night["number"]
     unknown = admin.get("/v1/history", params={**asked, "metric": "ttft_p59_ms"})
     assert "did you mean" in detail(unknown)
 

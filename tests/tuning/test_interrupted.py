@@ -159,14 +159,13 @@ def test_29c_folders_that_a_killed_controller_left_are_swept(
     assert all(path.is_dir() for path in (mine, other_host, foreign, new))
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_29c_an_event_carries_the_run_that_told_it(tmp_path: Path) -> None:
     """Also where it is about a trial of an earlier run, which a confirmation measures again."""
     with closing(Store(f"sqlite:///{tmp_path / 'tuner.db'}")) as store:
         trial = start(store, a_run(store, store.add_study(a_study())), 0)
-    write_event = log_to(tmp_path)
-    write_event(Event(kind="confirm", text="again", trial=trial, run="this-run"))
-    write_event(Event(kind="note", text="interrupted", trial=trial))
+    with log_to(tmp_path) as write_event:
+        write_event(Event(kind="confirm", text="again", trial=trial, run="this-run"))
+        write_event(Event(kind="note", text="interrupted", trial=trial))
     lines = [json.loads(line) for line in (tmp_path / "logs" / "tuner.jsonl").read_text().splitlines()]
     assert [line["run"] for line in lines] == ["this-run", trial.run_id]
 

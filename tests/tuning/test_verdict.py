@@ -6,7 +6,8 @@ import pytest
 
 from tuner.conclusions import Arm, Difference, Judgement, Where, Word
 from tuner.records import Candidate
-from tuner.tuning.verdict import Verdict, exceeding, judge, words
+from tuner.report import words
+from tuner.tuning.verdict import Verdict, exceeding, judge
 
 
 def difference(metric: str, change: float | None, word: Word, where: Where = "confirm") -> Difference:
@@ -154,4 +155,4 @@ def test_not_worse_is_held_against_what_was_measured(
 
 @pytest.mark.parametrize("change", [None, 0.0, -1.0, 12.5])
 def test_what_cannot_be_told_is_written_and_not_a_crash(change: float | None) -> None:
-    assert "ttft_p95_ms" in words(difference("ttft_p95_ms", change, "open"))
+    assert "ttft_p95_ms" in words.difference(difference("ttft_p95_ms", change, "open"))

@@ -12,6 +12,7 @@ import yaml
 
 from benchmarks.tiny import ENV
 from tests.engine.real import INTERPRETER, model
+from tests.service.surfaces import assert_one_truth
 from tests.tuning.studies import TRACE, command, environment, tuner, wait_for
 from tests.tuning.test_end_to_end import ours, run_of, store_of
 from tuner.engine.server import serve
@@ -137,6 +138,18 @@ def test_few_blocks_force_real_preemptions(tuned: Path) -> None:
     )
     assert short.measurement is not None
     assert short.measurement.values["preemptions"] > 0
+
+
+def test_every_surface_tells_the_same(tuned: Path) -> None:
+    """What the run of the real engine found, on the command line, the pages, over HTTP and in the report."""
+    store = store_of(tuned)
+    study = store.study("cpu")
+    said = store.latest_conclusion(study.id)
+    store.close()
+    assert said is not None
+    assert said.run_id == run_of(tuned).id
+    assert said.cost.unit == "hours", "a CPU has no GPU-hours"
+    assert_one_truth(tuned, study, said)
 
 
 def test_the_profile_is_pulled_and_the_engine_is_launched_with_it(tuned: Path) -> None:

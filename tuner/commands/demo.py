@@ -48,11 +48,11 @@ def demo(
     store = open_store(create=True)
     prepared = load(study_file, store=store, now=common.now())
     run = tune.execute(prepared, store, Limits(trials=trials, early=False))
+    typer.echo("DEMONSTRATION on a simulated engine.\n")
     front.show(store, prepared.study)
     written = report.write(store, prepared.study, place / "report.html")
-    typer.echo(
-        f"\nDEMONSTRATION on a simulated engine. {run.summary.get('verdict')}: {run.summary.get('sentence')}"
-    )
     typer.echo(f"report: {written}")
-    typer.echo(f"pull the winner:\n  TUNER_HOME={place} {pull_words(prepared.study)}")
+    said = store.conclusion(run.id)
+    if said is not None and said.winner is not None:
+        typer.echo(f"pull the winner:\n  TUNER_HOME={place} {pull_words(prepared.study)}")
     say(f"the study file is {study_file}")

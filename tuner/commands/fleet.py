@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from tuner.commands.common import now, open_store, print_json, print_table, say, settings
-from tuner.commands.running import interruptible, pull_words
+from tuner.commands.running import interruptible
 
 if TYPE_CHECKING:
     from tuner.fleet.dispatch import Ended, Job
@@ -138,7 +138,7 @@ def listeners(
 
 def conclude(store: "Store", ended: "Sequence[Ended]", *, as_json: bool) -> None:
     """What came out, node by node."""
-    from tuner.commands import front
+    from tuner.commands.run import show_end
 
     if as_json:
         print_json([_as_data(store, each) for each in ended])
@@ -147,13 +147,7 @@ def conclude(store: "Store", ended: "Sequence[Ended]", *, as_json: bool) -> None
         if each.run is None:
             continue
         typer.echo(f"\nnode {each.node} ({each.study.gpu_class})")
-        front.show(store, each.study)
-        typer.echo(f"{each.run.state.value}: {each.run.reason}")
-        if each.run.summary:
-            typer.echo(f"{each.run.summary.get('verdict')}: {each.run.summary.get('sentence')}")
-        profiles = each.run.summary.get("profiles")
-        if isinstance(profiles, dict) and "challenger" in profiles:
-            typer.echo(f"pull the winner: {pull_words(each.study)}")
+        show_end(store, each.study, each.run)
 
 
 def _as_data(store: "Store", each: "Ended") -> dict[str, object]:

@@ -1,16 +1,17 @@
 """`tuner front`: the Pareto front of a study, beside the baseline."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tuner.commands.common import Json, StudyRef, knobs, open_store, print_json, print_table
+from tuner.commands.common import Json, StudyRef, knobs, open_store, print_json, print_table, text
 
 if TYPE_CHECKING:
     from tuner.history.store import Store
-    from tuner.records import Launch, Run, Study, Trial
+    from tuner.records import Launch, Study, Trial
+    from tuner.report.board import Beside, Board
 
 
 def front(
@@ -38,62 +39,58 @@ def find_study(store: "Store", ref: str) -> "Study":
     return store.study(ref)
 
 
-def rows(store: "Store", study: "Study") -> "tuple[Trial | None, tuple[Trial, ...]]":
-    """The baseline, and the front without it."""
-    from tuner.search import pareto
+def board_of(store: "Store", study: "Study") -> "Board":
+    """A study's trials sorted out, with what its runs concluded."""
+    from tuner.report.board import board
 
-    trials = store.trials(study.id)
-    base = next((t for t in reversed(trials) if t.is_baseline and t.measurement), None)
-    return base, tuple(t for t in pareto.front(trials, study.objectives) if not t.is_baseline)
-
-
-def winner_of(store: "Store", study: "Study") -> int | None:
-    """The number of the trial that won the newest finished run."""
-    run = last_run(store, study)
-    found = run.summary.get("winner") if run else None
-    return found if isinstance(found, int) else None
-
-
-def last_run(store: "Store", study: "Study") -> "Run | None":
-    """The newest run of a study that came to a verdict."""
-    return next((r for r in store.runs(study.id) if r.summary), None)
+    return board(study, store.trials(study.id), store.conclusions(study.id))
 
 
 def show(store: "Store", study: "Study") -> None:
-    """The table for people."""
-    base, members = rows(store, study)
-    winner = winner_of(store, study)
-    names = [*study.objectives, *(n for n in ("slo_attainment", "failed") if n not in study.objectives)]
-    table = []
-    for trial in [*([base] if base else []), *members]:
-        mark = "baseline" if trial is base else "winner" if trial.number == winner else ""
-        values = trial.measurement.values if trial.measurement else {}
-        cells = [_cell(values, base, trial, name) for name in names]
-        table.append([trial.number, mark, *cells, knobs(trial.candidate)])
-    print_table(
-        ["trial", "<", *names, "<configuration"], table, title=f"front of {study.name} ({study.id[:12]})"
-    )
+    """What the newest run found, then the table for people."""
+    from tuner.report.words import headline
+
+    found = board_of(store, study)
+    said = found.conclusion
+    if said is not None:
+        typer.echo(headline(said))
+    if found.confirmation is not None and found.confirmation is not said:
+        last = found.confirmation
+        typer.echo(f"Last confirmed {text(last.at)}: {headline(last)}")
+    names = study.objectives
+    heads = ["trial", "<", *(head for n in names for head in (f"{n} first", "confirmed", "change"))]
+    table = [
+        [row.trial.number, row.kind if row.kind in ("baseline", "winner") else "", *_cells(row, names),
+         knobs(row.trial.candidate)]
+        for row in found.beside()
+    ]  # fmt: skip
+    title = f"front of {study.name} ({study.id[:12]}), by first measurements"
+    print_table([*heads, "<configuration"], table, title=title, empty="nothing was measured yet")
+    if found.published:
+        typer.echo(found.published)
 
 
-def _cell(values: Mapping[str, float], base: "Trial | None", trial: "Trial", name: str) -> object:
-    from tuner.report.words import number, ratio
+def _cells(row: "Beside", names: "Sequence[str]") -> "Iterator[object]":
+    """Per objective: the first measurement, what the confirmation measured, and the difference it found."""
+    from tuner.report.words import change
 
-    if trial is base or base is None or base.measurement is None or name == "failed":
-        return values.get(name)
-    change = ratio(values.get(name), base.measurement.values.get(name))
-    return f"{number(values.get(name))} ({change.replace(' ', '')})" if change else values.get(name)
+    for name in names:
+        made = row.change(name)
+        yield from (row.first(name), row.confirmed(name), "" if made is None else change(made))
 
 
 def as_data(store: "Store", study: "Study", *, timings: bool = False) -> dict[str, object]:
     """The same as JSON."""
-    base, members = rows(store, study)
-    run = last_run(store, study)
+    found = board_of(store, study)
+    said, confirmed = found.conclusion, found.confirmation
     data: dict[str, object] = {
         "study": {"id": study.id, "name": study.name, "objectives": study.objectives},
-        "baseline": base,
-        "front": members,
-        "winner": winner_of(store, study),
-        "verdict": run.summary if run else {},
+        "baseline": found.base,
+        "front": tuple(t for t in found.front if not t.is_baseline),
+        "winner": found.winner,
+        "verdict": {} if said is None else {"verdict": said.outcome, "sentence": said.sentence},
+        "conclusion": None if said is None else said.to_json(),
+        "confirmation": None if confirmed is None else confirmed.to_json(),
     }
     if timings:
         data["timings"] = timing_rows(store, study)

@@ -1,6 +1,7 @@
 """Structured logs: one JSON object a line in TUNER_HOME/logs/tuner.jsonl."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import structlog
@@ -9,7 +10,8 @@ from tuner.errors import Unavailable
 from tuner.tuning.events import Event
 
 
-def log_to(home: Path) -> Callable[[Event], None]:
+@contextmanager
+def log_to(home: Path) -> Iterator[Callable[[Event], None]]:
     """A function that writes an event; phases are left out, they are many."""
     path = home / "logs" / "tuner.jsonl"
     try:
@@ -36,4 +38,5 @@ def log_to(home: Path) -> Callable[[Event], None]:
         about |= {"run": event.run} if event.run else {}
         logger.info(event.text, kind=event.kind, done=event.done, total=event.total, **about)
 
-    return write
+    with file:
+        yield write

@@ -90,10 +90,24 @@ def show(profile: Annotated[int, typer.Argument(help="The profile's id.")], as_j
 def _lines(evidence: "Mapping[str, JSON]", above: str = "") -> "Iterator[tuple[str, JSON]]":
     """A row per value; what lies within another is named `values.goodput_rps`. A measured null is +inf."""
     for name, value in sorted(evidence.items()):
-        if isinstance(value, dict) and value:
+        if name == "changes" and isinstance(value, list):
+            yield from _changes(value)
+        elif isinstance(value, dict) and value:
             yield from _lines(value, f"{above}{name}.")
         else:
             yield f"{above}{name}", math.inf if value is None and above == "values." else value
+
+
+def _changes(rows: "list[JSON]") -> "Iterator[tuple[str, JSON]]":
+    """The differences from the baseline, in the words of every other surface."""
+    from tuner.conclusions import Difference
+    from tuner.report.words import change
+
+    for row in rows:
+        made = Difference(**row) if isinstance(row, dict) else None  # type: ignore[arg-type]
+        if made is not None:
+            where = "" if made.where == "confirm" else " (held-out slice)"
+            yield f"change.{made.metric}{where}", change(made)
 
 
 @app.command("diff")

@@ -25,16 +25,23 @@ from tuner.tuning.events import Event, Tell
 @contextmanager
 def listener(home: Path, objectives: tuple[str, ...], *, quiet: bool = False) -> Iterator[Tell]:
     """A listener for `tune` on standard error. All but phases goes to TUNER_HOME/logs/tuner.jsonl too."""
-    log = log_to(home)
-    if quiet or not sys.stderr.isatty():
+    with log_to(home) as log:
+        if quiet or not sys.stderr.isatty():
 
-        def lines(event: Event) -> None:
-            log(event)
-            if not quiet and (line := describe(event, objectives)) is not None:
-                say(line)
+            def lines(event: Event) -> None:
+                log(event)
+                if not quiet and (line := describe(event, objectives)) is not None:
+                    say(line)
 
-        yield lines
-        return
+            yield lines
+            return
+        with _bar(log, objectives) as tell:
+            yield tell
+
+
+@contextmanager
+def _bar(log: Tell, objectives: tuple[str, ...]) -> Iterator[Tell]:
+    """A listener that draws a progress bar."""
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("trials"),
         TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),

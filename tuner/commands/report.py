@@ -49,13 +49,17 @@ def text(store: "Store", study: "Study", format: Format = Format.HTML) -> str:
     """The report of a study."""
     from tuner.report.document import ReportData, markdown, render
 
+    conclusions = store.conclusions(study.id)
+    confirmation = next((c for c in reversed(conclusions) if c.measured_again), None)
+    made = confirmation.profiles.get("challenger") if confirmation else None
     data = ReportData(
         study=study,
         trials=store.trials(study.id),
-        runs=store.runs(study.id),
+        conclusions=conclusions,
         launches=store.launches(study.id),
         commands=commands(study),
         generated_at=now(),
+        winner=store.profile(made.id) if made else None,
     )
     return markdown(data) if format is Format.MD else render(data)
 

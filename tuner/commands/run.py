@@ -4,11 +4,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tuner.commands.common import Json, now, open_store, print_json, print_table, say, settings
+from tuner.commands.common import Json, now, open_store, print_json, print_table, say, settings, text
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tuner.conclusions import Conclusion
     from tuner.history.store import Store
-    from tuner.records import Run
+    from tuner.records import Run, Study
 
 app = typer.Typer(help="Runs: executions of a study within a budget.", no_args_is_help=True)
 RunRef = Annotated[str, typer.Argument(metavar="RUN", help="A run's id, or the beginning of it.")]
@@ -27,9 +30,23 @@ def list_runs(
     if as_json:
         print_json(runs)
         return
+    from tuner.report.words import state
+
     names = {s.id: s.name for s in store.studies()}
-    rows = [(r.id, names.get(r.study_id, ""), r.state, r.started_at, r.ended_at, r.reason) for r in runs]
-    print_table(["<run", "<study", "<state", "<started", "<ended", "<reason"], rows)
+    said = {c.run_id: c for c in store.conclusions()}
+    rows = [
+        (
+            r.id,
+            names.get(r.study_id, ""),
+            r.state,
+            state(said.get(r.id), r),
+            r.started_at,
+            r.ended_at,
+            r.reason,
+        )
+        for r in runs
+    ]  # fmt: skip
+    print_table(["<run", "<study", "<state", "<outcome", "<started", "<ended", "<reason"], rows)
 
 
 def find_run(store: "Store", ref: str) -> "Run":
@@ -51,16 +68,60 @@ def status(run: RunRef, as_json: Json = False) -> None:
     found = find_run(store, run)
     trials = [t for t in store.trials(found.study_id) if t.run_id == found.id]
     states = {s: sum(1 for t in trials if t.state == s) for s in sorted({t.state for t in trials})}
+    said = store.conclusion(found.id)
     if as_json:
-        print_json({"run": found, "trials": states})
+        told = None if said is None else said.to_json()
+        print_json({"run": found, "trials": states, "conclusion": told})
         return
     done = ", ".join(f"{count} {state.value}" for state, count in states.items()) or "no trial yet"
     typer.echo(
         f"{found.id} {found.state.value}{' (cancel asked for)' if found.cancel_requested else ''}: {done}"
     )
-    typer.echo(found.reason or f"limit {found.trials_limit} trials, deadline {found.deadline or 'none'}")
-    if found.summary:
-        typer.echo(f"{found.summary.get('verdict')}: {found.summary.get('sentence')}")
+    typer.echo(found.reason or _limits(found))
+    for line in conclusion_lines(said):
+        typer.echo(line)
+
+
+def _limits(run: "Run") -> str:
+    trials = "no limit of trials" if run.trials_limit is None else f"limit {run.trials_limit} trials"
+    return f"{trials}, {f'until {text(run.deadline)}' if run.deadline else 'no deadline'}"
+
+
+def conclusion_lines(said: "Conclusion | None") -> "Iterator[str]":
+    """What a run found, line by line: the headline, each finalist's differences, what it took and saves."""
+    from tuner.report import words
+
+    if said is None:
+        return
+    yield words.headline(said)
+    for arm in said.finalists:
+        for where, name in (("confirm", "measured again"), ("held_out", "on the held-out slice")):
+            found = [words.difference(c) for c in arm.changes if c.where == where]
+            if found:
+                yield f"trial {arm.trial} against the baseline, {name}: {', '.join(found)}"
+    yield f"took {words.cost(said.cost)}"
+    if said.saving is not None:
+        yield words.saving(said.saving)
+
+
+def show_end(store: "Store", study: "Study", run: "Run") -> None:
+    """How a run ended: the verdict, the front beside the baseline, and how to pull the winner."""
+    from tuner.commands import front
+    from tuner.commands.running import pull_words
+
+    said = store.conclusion(run.id)
+    typer.echo(f"{run.state.value}: {run.reason or 'it ended'}")
+    front.show(store, study)
+    if screened := run.summary.get("screened"):
+        typer.echo(f"{screened} trials were screened in running engines; a front shows relaunched ones only")
+    for line in list(conclusion_lines(said))[1:]:
+        typer.echo(line)
+    made = said.profiles.get("challenger") if said is not None else None
+    if made is not None:
+        typer.echo(f"pull the winner: {pull_words(study)}")
+        unproved = store.profile(made.id).evidence.get("unproved")
+        for name, why in (unproved if isinstance(unproved, dict) else {}).items():
+            typer.echo(f"cannot be proved: that the engine took {name} ({why})")
 
 
 @app.command("cancel")

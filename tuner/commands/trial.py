@@ -40,11 +40,13 @@ def show(study: StudyRef, number: Number, attempt: Attempt = None, as_json: Json
     )
     if trial.reason:
         typer.echo(why(trial))
-    typer.echo(f"directory: {trial.directory}")
+    typer.echo(f"directory: {trial.directory or 'not on this host'}")
     names = sorted({name for m in trial.measurements for name in m.values})
     heads = [f"{m.purpose} {m.repeat}" for m in trial.measurements]
     print_table(
-        ["<measurement", *heads], ([n, *(m.values.get(n) for m in trial.measurements)] for n in names)
+        ["<measurement", *heads],
+        ([n, *(m.values.get(n) for m in trial.measurements)] for n in names),
+        empty="nothing was measured",
     )
 
 

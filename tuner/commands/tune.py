@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tuner.commands.common import Json, now, open_store, print_json, print_windows, say, settings, windows
-from tuner.commands.running import INTERRUPTED, interruptible, pull_words
+from tuner.commands.running import INTERRUPTED, interruptible
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -352,29 +352,13 @@ def trials_so_far(prepared: "Prepared") -> "Sequence[Trial]":
         return ()
 
 
-def unproved_of(store: "Store", row: object) -> "Mapping[str, object]":
-    """Knobs of a published profile of which nothing shows that its engine took them, and why."""
-    number = row.get("id") if isinstance(row, dict) else None
-    found = store.profile(number).evidence.get("unproved") if isinstance(number, int) else None
-    return found if isinstance(found, dict) else {}
-
-
 def conclude(store: "Store", prepared: "Prepared", run: "Run", *, as_json: bool) -> None:
-    """What came out: the front beside the baseline, the verdict, and how to pull the winner."""
+    """What came out: the verdict, the front beside the baseline, and how to pull the winner."""
     from tuner.commands import front
+    from tuner.commands.run import show_end
 
     study = prepared.study
     if as_json:
         print_json({"run": run, **front.as_data(store, study)})
         return
-    front.show(store, study)
-    if screened := run.summary.get("screened"):
-        typer.echo(f"{screened} trials were screened in running engines; a front shows relaunched ones only")
-    typer.echo(f"\n{run.state.value}: {run.reason}")
-    if run.summary:
-        typer.echo(f"{run.summary.get('verdict')}: {run.summary.get('sentence')}")
-    profiles = run.summary.get("profiles")
-    if isinstance(profiles, dict) and "challenger" in profiles:
-        typer.echo(f"pull the winner: {pull_words(prepared.study)}")
-        for name, why in (unproved_of(store, profiles["challenger"])).items():
-            typer.echo(f"cannot be proved: that the engine took {name} ({why})")
+    show_end(store, study, run)

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Literal
@@ -25,6 +25,7 @@ from tuner.fleet.schedule import Happening
 from tuner.history.queries import nights
 from tuner.history.store import Store
 from tuner.records import JSON, AliasEvent, Run, RunState, Study, canonical_json
+from tuner.report import words
 
 Clock = Callable[[], datetime]
 Say = Callable[[str], object]
@@ -223,14 +224,12 @@ def concluded(home: Path, store: Store, study: Study, run: Run, *, clock: Clock,
         send(home, failure(study, run.reason or "no reason given", clock()), say=say)
     for notice in regressions(store, study, run, clock()):
         send(home, notice, say=say)
-    profiles = run.summary.get("profiles")
-    row = profiles.get("challenger") if isinstance(profiles, dict) else None
-    version = row.get("version") if isinstance(row, dict) else None
-    if isinstance(version, int):
+    said = store.conclusion(run.id)
+    if said is not None and (made := said.profiles.get("challenger")) is not None:
         key: dict[str, JSON] = {"model": study.model, "target": study.node, "workload": study.workload}
-        reason = str(run.summary.get("sentence", run.reason or ""))
-        moved = promotion(key, "challenger", version, actor="run", reason=reason, at=clock())
-        send(home, moved, say=say)
+        reason = words.headline(said)
+        found = promotion(key, "challenger", made.version, actor="run", reason=reason, at=clock())
+        send(home, replace(found, facts={**found.facts, "conclusion": said.to_json()}), say=say)
 
 
 def targets_exist(home: Path) -> bool:
@@ -250,13 +249,14 @@ def regressions(store: Store, study: Study, run: Run, at: datetime) -> Sequence[
             since=at - LOOK_BACK,
         )
         for night in nights(bests)[-1:]:
-            if night.judgement != "worse" or night.best.run_id != run.id or night.step is None:
+            if night.compared != "worse" or night.best.run_id != run.id or night.step is None:
                 continue
             sentence = (
-                f"{metric} of {study.name} is {-100 * night.step:.1f} % worse than the night before,"
-                " with the same engine, traffic and GPU"
+                f"{metric} of {study.name} changed by {words.step(metric, night.step)} since the night"
+                " before, with the same engine, traffic and GPU"
             )
-            facts = {**_facts(study), "run": run.id, "metric": metric, "value": night.best.value}
+            facts = {**_facts(study), "run": run.id, "metric": metric, "value": night.best.value,
+                     "change": night.step}  # fmt: skip
             found.append(
                 Notice(
                     kind="regression", subject=study.name, sentence=sentence, at=at.isoformat(), facts=facts

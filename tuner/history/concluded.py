@@ -6,10 +6,11 @@ from typing import Any
 
 from sqlalchemy import Connection, Select, insert, select
 
-from tuner.conclusions import Conclusion
+from tuner.conclusions import Conclusion, Judgement
 from tuner.errors import Conflict
 from tuner.history.base import Part
-from tuner.history.tables import conclusions, studies
+from tuner.history.tables import conclusions, studies, trials
+from tuner.records import Run, TrialState
 
 
 def conclude(connection: Connection, conclusion: Conclusion) -> None:
@@ -25,6 +26,27 @@ def conclude(connection: Connection, conclusion: Conclusion) -> None:
         "document": conclusion.to_json(),
     }
     connection.execute(insert(conclusions).values(**row))
+
+
+def give_up(connection: Connection, run: Run) -> Conclusion | None:
+    """Writes what a run concludes that ended without a conclusion of its own: nothing was confirmed. Returns
+    the run's conclusion.
+    """
+    query = select(conclusions.c.document).where(conclusions.c.run_id == run.id)
+    if (found := connection.execute(query).scalar()) is not None:
+        return Conclusion.from_json(found)
+    complete = select(trials.c.id).where(
+        trials.c.run_id == run.id, trials.c.state == TrialState.COMPLETE.value, trials.c.origin != "baseline"
+    )
+    done = connection.execute(complete.limit(1)).first() is not None
+    outcome = Judgement.NOT_CONFIRMED if done else Judgement.NOTHING_SERVED
+    begins = "Not confirmed" if done else "No candidate completed"
+    said = Conclusion(
+        run_id=run.id, study_id=run.study_id, at=run.ended_at or run.started_at, outcome=outcome,
+        sentence=f"{begins}: {(run.reason or 'the run ended').rstrip('.')}.",
+    )  # fmt: skip
+    conclude(connection, said)
+    return said
 
 
 class Concluded(Part):

@@ -1,54 +1,30 @@
-"""What serving costs, what tuning cost, and when it is repaid. Prices are per GPU hour, in any currency."""
+"""What a run's winner saves at the study's price, and when the tuning is repaid."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-
-from tuner.errors import BadInput
-from tuner.records import Trial
+from tuner.conclusions import Arm, RunCost, Saving
 
 HOURS_PER_MONTH = 730.0
 """365 days × 24 hours / 12."""
+RATES = ("max_speed", "goodput_rps")
+"""By what traffic per GPU is counted: the highest speed at which the SLO is kept, where it was measured."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saving:
-    """What a profile saves against the baseline, for the same traffic.
-
-    `fraction` of the GPU hours is no longer needed, `monthly` is its price for the given GPUs, and
-    `nights_to_repay` how many nights like the last one the saving of the days between pays for one run;
-    None when nothing is saved.
+def saving(winner: Arm | None, price_per_gpu_hour: object, cost: RunCost) -> Saving | None:
+    """What serving the same traffic with the winner saves on the run's GPUs; None where no GPU or no price is
+    known, or where the winner's rate is not clearly better.
     """
-
-    fraction: float
-    monthly: float
-    tuning_cost: float
-    nights_to_repay: float | None
-
-
-def cost_per_million_tokens(price_per_gpu_hour: float, gpus: int, tokens_per_s: float) -> float:
-    """Price of a million tokens at a rate of tokens per second; +inf for none."""
-    if price_per_gpu_hour < 0 or gpus < 1:
-        raise BadInput(f"a price of {price_per_gpu_hour} for {gpus} GPUs makes no sense")
-    return price_per_gpu_hour * gpus / 3600 / tokens_per_s * 1e6 if tokens_per_s > 0 else float("inf")
-
-
-def gpu_hours(trials: Iterable[Trial]) -> float:
-    """GPU hours that trials took, those that failed included."""
-    return sum(trial.gpu_seconds for trial in trials) / 3600
-
-
-def saving(
-    *, baseline_rate: float, rate: float, price_per_gpu_hour: float, gpus: int, tuning_gpu_hours: float
-) -> Saving:
-    """The saving of serving the same traffic at a higher rate per GPU (goodput, or max_speed)."""
-    if baseline_rate <= 0 or rate <= 0:
-        raise BadInput("a saving needs two rates above zero")
-    fraction = max(0.0, 1 - baseline_rate / rate)
-    hourly = fraction * price_per_gpu_hour * gpus
-    spent = tuning_gpu_hours * price_per_gpu_hour
+    price = price_per_gpu_hour if isinstance(price_per_gpu_hour, int | float) else 0.0
+    made = next((c for name in RATES if winner is not None and (c := winner.change(name))), None)
+    if (
+        not cost.gpus
+        or price <= 0
+        or made is None
+        or made.word != "better"
+        or not (made.before and made.after)
+    ):
+        return None
+    fraction = 1 - made.before / made.after
+    hourly, hours = fraction * price * cost.gpus, (cost.search_s + cost.confirm_s) / 3600
     return Saving(
-        fraction=fraction,
-        monthly=hourly * HOURS_PER_MONTH,
-        tuning_cost=spent,
-        nights_to_repay=spent / (hourly * 24) if hourly > 0 else None,
-    )
+        metric=made.metric, price_per_gpu_hour=price, fraction=fraction, monthly=hourly * HOURS_PER_MONTH,
+        tuning=hours * price, nights_to_repay=hours * price / (hourly * 24),
+    )  # fmt: skip

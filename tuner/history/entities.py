@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from tuner.conclusions import Difference, Judgement
 from tuner.records import JSON, Candidate
 
 SCOPES = ("read", "run", "promote", "admin")
@@ -78,13 +79,13 @@ class AuditEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunBest:
-    """What one run found for one metric, with the study's facts beside it.
+    """What one run shows for one metric, with the study's facts beside it; never changed once it ended.
 
-    `value` is the best trial's; where trials were confirmed only those compete, by the median of their
-    confirmation repeats, else each counts with its search measurement; of equal ones, the run's winner. `low`
-    and `high` span the repeats. `baseline` is the run's, else the newest of the study when the run ended.
-    `demonstration`: the run's plan gives numbers to look at, not to act on; nothing of it is `confirmed`, and
-    nothing that no baseline was measured beside.
+    `value` is that of the configuration that the run ended with (its winner, else the baseline that stays),
+    by the run's own repeats, whose span is `low` to `high`; where nothing was measured again it is the best
+    first measurement. `baseline` is the baseline's value by the same repeats. `outcome` is the conclusion's
+    (None: the run goes on), `change` the difference from the baseline where the metric is an objective.
+    `confirmed`: the gain over the baseline was proved, by a plan that is no `demonstration`.
     """
 
     run_id: str
@@ -109,3 +110,5 @@ class RunBest:
     trials: int
     baseline: float | None
     demonstration: bool = False
+    outcome: Judgement | None = None
+    change: Difference | None = None

@@ -8,11 +8,12 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Row, Text, select, type_coerce
 
+from tuner.conclusions import Difference, Judgement
 from tuner.errors import BadInput, nearest
 from tuner.history import bests
 from tuner.history.base import Part
 from tuner.history.entities import RunBest
-from tuner.history.tables import run_bests, runs, studies, trials
+from tuner.history.tables import conclusions, run_bests, runs, studies, trials
 from tuner.measures import NAMES
 from tuner.records import Candidate, ProfileKey, RunState
 
@@ -29,15 +30,12 @@ _FACTS = (
     runs.c.ended_at,
 )
 _FOUND = tuple(run_bests.c[name] for name in run_bests.c.keys() if name != "run_id")  # noqa: SIM118
-# Canonical JSON; a quote within a string is escaped, so that only the key itself is found.
-_DEMONSTRATION = type_coerce(runs.c.summary, Text).contains('"demonstration":true', autoescape=True)
 _BEST = (
     *_FACTS,
     *_FOUND,
     trials.c.number,
     type_coerce(trials.c.candidate, Text).label("candidate"),
-    _DEMONSTRATION.label("demonstration"),
-    (runs.c.state == RunState.FINISHED.value).label("concluded"),
+    conclusions.c.document,
 )
 _NAMES = tuple(column.name for column in _BEST)
 
@@ -45,10 +43,23 @@ _NAMES = tuple(column.name for column in _BEST)
 def _best_of(row: Row[Any]) -> RunBest:
     values = dict(zip(_NAMES, row, strict=True))
     values["candidate"] = _candidate(values["candidate"])
-    # A run that was cut in the middle of its confirmation came to no verdict.
-    concluded = values.pop("concluded")
-    values["confirmed"] = values["confirmed"] and concluded and not values["demonstration"]
-    return RunBest(**values)
+    document = values.pop("document")
+    if document is None:
+        return RunBest(**{**values, "confirmed": False})
+    return RunBest(**{**values, **_concluded(document, values["number"], values["metric"])})
+
+
+def _concluded(document: dict[str, Any], number: int, metric: str) -> dict[str, object]:
+    """What a conclusion says of one trial and metric; read as plain JSON, since a page shows hundreds."""
+    arms = [arm for arm in document["finalists"] if arm["trial"] == number]
+    found = [each for arm in arms for each in arm["changes"]]
+    change = next((c for c in found if (c["metric"], c["where"]) == (metric, "confirm")), None)
+    return {
+        "outcome": Judgement(document["outcome"]),
+        "change": None if change is None else Difference(**change),
+        "demonstration": document["demonstration"],
+        "confirmed": document.get("confirmed") is True and document["winner"] == number,
+    }
 
 
 @lru_cache(maxsize=4096)
@@ -64,6 +75,7 @@ def _ended(connection: Connection, metric: str, where: Sequence[ColumnElement[bo
         .join(studies, studies.c.id == runs.c.study_id)
         .join(run_bests, run_bests.c.run_id == runs.c.id)
         .join(trials, trials.c.id == run_bests.c.trial_id)
+        .outerjoin(conclusions, conclusions.c.run_id == runs.c.id)
         .where(run_bests.c.metric == metric, *where)
     )
     return [_best_of(row) for row in connection.execute(query).all()]
@@ -75,7 +87,6 @@ def _running(connection: Connection, metric: str, where: Sequence[ColumnElement[
     found: list[RunBest] = []
     for facts in connection.execute(query).mappings().all():
         for best in bests.of_run(connection, facts["run_id"], [metric]):
-            best["confirmed"] = False  # It has no verdict yet.
             wanted = select(trials.c.number, trials.c.candidate).where(trials.c.id == best["trial_id"])
             trial = connection.execute(wanted).mappings().one()
             found.append(RunBest(**{**facts, **best, **trial, "candidate": Candidate(trial["candidate"])}))

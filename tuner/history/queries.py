@@ -8,6 +8,7 @@ from itertools import combinations
 from statistics import median
 from typing import Literal
 
+from tuner.conclusions import Judgement
 from tuner.history.entities import RunBest
 from tuner.measures import direction_of
 from tuner.records import Candidate
@@ -16,7 +17,7 @@ NOON = timedelta(hours=12)
 TREND = 92
 """How many nights a trend looks back at most."""
 Kind = Literal["knob", "engine", "traffic", "gpu", "argument", "environment"]
-Judgement = Literal["first", "better", "worse", "same", "not comparable"]
+Compared = Literal["first", "better", "worse", "same", "not comparable"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,43 +44,43 @@ class Configuration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Night:
-    """The best of one night for one node and workload.
+    """What one night shows for one node and workload.
 
-    `date` is the evening's: a night goes from noon to noon. `gain` is over the baseline and `step`
-    over the night before, as relative improvements (0.1 = 10 % better whichever way the metric
-    points). `judgement` compares with the night before, beyond noise; with another engine, trace or GPU in
-    between it is "not comparable". `regression`: worse, and nothing but the knobs or the machine to blame.
+    `date` is the evening's: a night goes from noon to noon. `step` is the change of the value since the
+    night before, (after − before) / before. `compared` judges it, beyond noise; with another engine, trace or
+    GPU in between, or where a run is not to be trusted, it is "not comparable". `regression`: worse, and
+    nothing but the knobs or the machine to blame.
     """
 
     date: date
     best: RunBest
     runs: int
     changes: tuple[Change, ...]
-    gain: float | None
     step: float | None
-    judgement: Judgement
+    compared: Compared
 
     @property
     def regression(self) -> bool:
-        return self.judgement == "worse"
+        return self.compared == "worse"
 
     @property
     def sure(self) -> str:
         """How sure the value is, in words."""
         best = self.best
-        if best.confirmed:
-            return f"confirmed, {best.repeats} repeats, {best.low:.4g} to {best.high:.4g}"
         kind = " (a demonstration)" if best.demonstration else ""
-        if best.repeats > 1:
-            return f"not confirmed{kind}, {best.repeats} repeats, {best.low:.4g} to {best.high:.4g}"
-        return f"one measurement{kind}"
+        if best.outcome in (None, Judgement.NOT_CONFIRMED, Judgement.NOTHING_SERVED):
+            return f"not confirmed, one measurement{kind}"
+        said = "confirmed" if best.confirmed else "measured again"
+        said = "not to be trusted" if best.outcome is Judgement.NOT_TRUSTED else said
+        repeats = "1 repeat" if best.repeats == 1 else f"{best.repeats} repeats"
+        return f"{said}{kind}, {repeats}, {best.low:.4g} to {best.high:.4g}"
 
 
-def improvement(metric: str, before: float, after: float) -> float | None:
-    """Relative improvement; None where it cannot be said (a zero or an infinity)."""
-    if before <= 0 or after <= 0 or not (math.isfinite(before) and math.isfinite(after)):
+def change_of(before: float, after: float) -> float | None:
+    """(after − before) / before; None where it cannot be said (a zero or an infinity)."""
+    if before <= 0 or not (math.isfinite(before) and math.isfinite(after)):
         return None
-    return after / before - 1 if direction_of(metric) == "maximize" else before / after - 1
+    return (after - before) / before
 
 
 def changes(before: Configuration | RunBest, after: Configuration | RunBest) -> tuple[Change, ...]:
@@ -116,12 +117,18 @@ def _better(one: RunBest, other: RunBest) -> bool:
     return one.value > other.value if direction_of(one.metric) == "maximize" else one.value < other.value
 
 
-def _judge(before: RunBest, after: RunBest, step: float | None, tolerance: float) -> Judgement:
+def _compare(before: RunBest, after: RunBest, step: float | None, tolerance: float) -> Compared:
     overlap = before.low <= after.high and after.low <= before.high
     spread = before.repeats > 1 and after.repeats > 1 and overlap
     if step is None or abs(step) <= tolerance or spread:
         return "same"
-    return "better" if step > 0 else "worse"
+    return "better" if (step > 0) == (direction_of(after.metric) == "maximize") else "worse"
+
+
+def _comparable(before: RunBest, after: RunBest, changed: Sequence[Change]) -> bool:
+    """Whether nothing but knobs differs, and neither run's machine changed under it."""
+    trusted = all(best.outcome is not Judgement.NOT_TRUSTED for best in (before, after))
+    return trusted and all(change.kind == "knob" for change in changed)
 
 
 def nights(bests: Sequence[RunBest], *, zone: tzinfo = UTC, tolerance: float = 0.05) -> tuple[Night, ...]:
@@ -145,42 +152,30 @@ def nights(bests: Sequence[RunBest], *, zone: tzinfo = UTC, tolerance: float = 0
 
 
 def _night(evening: date, of_night: Sequence[RunBest], before: RunBest | None, tolerance: float) -> Night:
-    changed: tuple[Change, ...]
-    judgement: Judgement
+    changed: tuple[Change, ...] = ()
+    compared: Compared = "first"
+    step: float | None = None
     best = of_night[0]
     for other in of_night[1:]:
         best = other if _better(other, best) else best
-    if before is None:
-        step, changed, judgement = None, (), "first"
-    else:
-        step, changed = improvement(best.metric, before.value, best.value), changes(before, best)
-        alike = all(change.kind == "knob" for change in changed)
-        judgement = _judge(before, best, step, tolerance) if alike else "not comparable"
-    return Night(
-        date=evening,
-        best=best,
-        runs=len(of_night),
-        changes=changed,
-        gain=None if best.baseline is None else improvement(best.metric, best.baseline, best.value),
-        step=step,
-        judgement=judgement,
-    )
+    if before is not None:
+        step, changed = change_of(before.value, best.value), changes(before, best)
+        alike = _comparable(before, best, changed)
+        compared = _compare(before, best, step, tolerance) if alike else "not comparable"
+    return Night(date=evening, best=best, runs=len(of_night), changes=changed, step=step, compared=compared)
 
 
 def trend(found: Sequence[Night]) -> float | None:
-    """Median relative improvement per night (Theil–Sen on log values) of one place's last comparable nights.
-
-    None with fewer than three such nights. Positive is better.
+    """Median relative change per night (Theil–Sen on log values) of one place's last comparable nights; None
+    with fewer than three such nights.
     """
     comparable: list[Night] = []
     for night in found:
-        if night.judgement == "not comparable":
+        if night.compared == "not comparable":
             comparable = []
         comparable.append(night)
     points = [(night.date, night.best.value) for night in comparable[-TREND:] if night.best.value > 0]
     if len(points) < 3:
         return None
     slopes = [math.log(b / a) / (end - begin).days for (begin, a), (end, b) in combinations(points, 2)]
-    slope = median(slopes)
-    sign = 1 if direction_of(found[0].best.metric) == "maximize" else -1
-    return math.expm1(sign * slope)
+    return math.expm1(median(slopes))

@@ -12,7 +12,7 @@ from tuner.errors import BadInput, Conflict, NotFound, nearest
 from tuner.history import bests
 from tuner.history.base import Part
 from tuner.history.codec import run_of, run_row, study_of, study_row
-from tuner.history.concluded import conclude
+from tuner.history.concluded import conclude, give_up
 from tuner.history.tables import runs, studies
 from tuner.records import Run, RunState, Study
 
@@ -133,8 +133,9 @@ class Studies(Part):
                     _update(connection, again)
                     return again
                 reason = "cancelled; its controller was gone"
-                _update(connection, replace(old, state=RunState.CANCELLED, ended_at=now, reason=reason))
-                bests.write(connection, old.id)
+                given_up = replace(old, state=RunState.CANCELLED, ended_at=now, reason=reason)
+                _update(connection, given_up)
+                bests.write(connection, old.id, give_up(connection, given_up))
             connection.execute(insert(runs).values(**run_row(fresh)))
             return fresh
 
@@ -142,6 +143,8 @@ class Studies(Part):
 
     def save_run(self, run: Run, conclusion: Conclusion | None = None) -> Run:
         """Writes a run as it now is, with what it concluded; a request to cancel that came in is kept.
+
+        A run that ends without a conclusion gets one which says that nothing was confirmed.
 
         Raises Conflict when the run had ended already and this would change how, or has a conclusion.
         """
@@ -155,7 +158,7 @@ class Studies(Part):
             if conclusion is not None:
                 conclude(connection, conclusion)
             if kept.state != RunState.RUNNING:
-                bests.write(connection, kept.id)
+                bests.write(connection, kept.id, give_up(connection, kept))
             return kept
 
         return self._write(work)

@@ -7,7 +7,6 @@ from sqlalchemy import Connection, Select, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from tuner.errors import BadInput, Conflict, NotFound
-from tuner.history import bests
 from tuner.history.base import Part, plain
 from tuner.history.codec import (
     launch_of,
@@ -127,10 +126,8 @@ class Trials(Part):
         """Adds a measurement to a trial in any state (repeats, extensions, confirmation)."""
 
         def work(connection: Connection) -> Trial:
-            trial = _one(connection, trial_id)
+            _one(connection, trial_id)
             _add(connection, trial_id, [measurement])
-            if find_run(connection, trial.run_id).state != RunState.RUNNING:
-                bests.write(connection, trial.run_id)
             return _one(connection, trial_id)
 
         return self._write(work)

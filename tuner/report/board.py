@@ -4,9 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from tuner.records import Run, Study, Trial, TrialState
+from tuner.conclusions import Arm, Conclusion, Difference
+from tuner.records import Study, Trial, TrialState
 from tuner.report.charts import MARKED, Point
-from tuner.report.words import knobs, measured, ratio
+from tuner.report.words import knobs, measured, published
 from tuner.search import pareto
 
 SHOWN = ("slo_attainment", "request_rps", "failed", "preemptions", "prefix_hit_rate", "ready_s")
@@ -15,23 +16,49 @@ MAX_CHARTS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beside:
-    """One row of the front's table: a trial, and its change against the baseline per objective."""
+    """One row of the front's table: a trial as it was measured first, and `arm` as the confirmation did."""
 
     trial: Trial
     kind: str
-    ratios: Mapping[str, str]
+    arm: Arm | None
+
+    def first(self, name: str) -> float | None:
+        """Its first measurement, of the search."""
+        return values(self.trial).get(name)
+
+    def confirmed(self, name: str) -> float | None:
+        """What the confirmation's repeats gave; None where it was not measured again."""
+        return self.arm.confirmed.get(name) if self.arm else None
+
+    def change(self, name: str) -> Difference | None:
+        """The difference from the baseline that the confirmation found."""
+        return self.arm.change(name) if self.arm else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Board:
-    """A study's trials sorted out. `run` is the newest run that came to a verdict, `winner` its choice."""
+    """A study's trials sorted out.
+
+    `conclusion` is what the newest run concluded; `confirmation` the newest conclusion that has a
+    confirmation: the same, unless the newest run confirmed nothing. `winner` is the confirmation's.
+    """
 
     study: Study
     trials: tuple[Trial, ...]
     base: Trial | None
     front: tuple[Trial, ...]
-    winner: int | None
-    run: Run | None
+    conclusion: Conclusion | None
+    confirmation: Conclusion | None
+
+    @property
+    def winner(self) -> int | None:
+        """The number of the trial that the confirmation chose."""
+        return self.confirmation.winner if self.confirmation else None
+
+    @property
+    def published(self) -> str:
+        """What is said of the winner beside the front; empty where there is none."""
+        return published(self.confirmation, self.chosen_on_front) if self.confirmation else ""
 
     @property
     def columns(self) -> list[str]:
@@ -65,21 +92,13 @@ class Board:
 
     def beside(self) -> list[Beside]:
         """The baseline first, then the winner where it is not on the front, then the front."""
-        base = values(self.base)
         rows = [
             *([self.base] if self.base else []),
             *([self.chosen] if self.chosen and not self.chosen_on_front else []),
             *(t for t in self.front if not t.is_baseline),
         ]
-        names = self.study.objectives
-        return [
-            Beside(
-                trial=t,
-                kind=self.kind(t),
-                ratios={n: "" if t is self.base else ratio(values(t).get(n), base.get(n)) for n in names},
-            )
-            for t in rows
-        ]
+        found = self.confirmation
+        return [Beside(trial=t, kind=self.kind(t), arm=found.arm(t.number) if found else None) for t in rows]
 
     def points(self, x: str, y: str, href: Callable[[Trial], str]) -> list[Point]:
         """Every completed trial that has both measurements, with its knobs and numbers as words.
@@ -122,15 +141,14 @@ def values(trial: Trial | None) -> Mapping[str, float]:
     return trial.measurement.values if trial is not None and trial.measurement else {}
 
 
-def board(study: Study, trials: Sequence[Trial], runs: Sequence[Run]) -> Board:
-    """Sorts out a study. `runs` are its runs, the newest first."""
-    run = next((r for r in runs if r.summary), None)
-    winner = run.summary.get("winner") if run else None
+def board(study: Study, trials: Sequence[Trial], conclusions: Sequence[Conclusion]) -> Board:
+    """Sorts out a study. `conclusions` are its runs', the oldest first."""
+    newest = conclusions[-1] if conclusions else None
     return Board(
         study=study,
         trials=tuple(trials),
         base=next((t for t in reversed(trials) if t.is_baseline and t.measurement), None),
         front=pareto.front(trials, study.objectives),
-        winner=winner if isinstance(winner, int) else None,
-        run=run,
+        conclusion=newest,
+        confirmation=next((c for c in reversed(conclusions) if c.measured_again), newest),
     )

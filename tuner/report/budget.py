@@ -3,43 +3,35 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tuner.history.cost import gpu_hours
-from tuner.records import JSON, Launch, Study, Trial, TrialState
+from tuner.records import Launch, Trial, TrialState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spent:
-    """`gpu_seconds` by state of the trial; launches include the confirmation's. Seconds are of wall clock.
-
-    `cost` is in the currency of the study's price, None where it names none.
+    """`trial_seconds` by state of the trial, times its GPUs; launches include the confirmation's. Seconds are
+    of wall clock. What a run took in all is in its conclusion.
     """
 
     trials: dict[str, int]
-    gpu_seconds: dict[str, float]
+    trial_seconds: dict[str, float]
     launches: int
     failed_launches: int
     ready_s: float
     measuring_s: float
-    gpu_hours: float
-    cost: float | None
 
 
-def spent(study: Study, trials: Sequence[Trial], launches: Sequence[Launch]) -> Spent:
+def spent(trials: Sequence[Trial], launches: Sequence[Launch]) -> Spent:
     """Adds up a study's trials and launches."""
     states = [s.value for s in TrialState if any(t.state is s for t in trials)]
     ready = [each.timeline.get("ready_s", 0.0) for each in launches]
     whole = [(each.ended_at - each.started_at).total_seconds() if each.ended_at else 0.0 for each in launches]
-    price = study.spec.get("price_per_gpu_hour")
-    hours = gpu_hours(trials)
     return Spent(
         trials={s: sum(t.state.value == s for t in trials) for s in states},
-        gpu_seconds={s: sum(t.gpu_seconds for t in trials if t.state.value == s) for s in states},
+        trial_seconds={s: sum(t.gpu_seconds for t in trials if t.state.value == s) for s in states},
         launches=len(launches),
         failed_launches=sum(each.verdict is not None for each in launches),
         ready_s=sum(ready),
         measuring_s=sum(max(0.0, w - r) for w, r in zip(whole, ready, strict=True)),
-        gpu_hours=hours,
-        cost=hours * price if isinstance(price, int | float) else None,
     )
 
 
@@ -97,9 +89,3 @@ def worst_lateness(found: Sequence[Belief]) -> float | None:
     """The largest p99 lateness in milliseconds."""
     late = [v for b in found if (v := b.values.get("lateness_p99_ms")) is not None]
     return max(late, default=None)
-
-
-def comparisons(summary: JSON) -> list[dict[str, JSON]]:
-    """The comparisons of a run's summary."""
-    rows = summary.get("comparisons") if isinstance(summary, dict) else None
-    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []

@@ -12,15 +12,19 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from tuner import masking
+from tuner.conclusions import Conclusion
 from tuner.measures import direction_of
-from tuner.records import JSON, Launch, Run, Study, Trial
+from tuner.records import Launch, Profile, Study, Trial
 from tuner.report import evidence, words
 from tuner.report.board import Board, board
-from tuner.report.budget import beliefs, comparisons, failures, spent, worst_lateness
+from tuner.report.budget import beliefs, failures, spent, worst_lateness
 from tuner.report.charts import bars, levels, scatter
 from tuner.report.effects import Effect, better, doubt, effects
 
 HERE = Path(__file__).parent
+FILTERS = ("number", "measured", "knobs", "heading", "unit", "seconds", "percent", "change", "difference",
+           "headline", "outcome", "state", "cost", "saving", "step")  # fmt: skip
+"""What templates take from `words`."""
 FRONT_CURVES = 2
 SLICES = 3
 ROWS = 400
@@ -29,14 +33,17 @@ ROWS = 400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportData:
-    """What a report tells. `runs` are the study's, the newest first; `commands` reproduce it."""
+    """What a report tells. `conclusions` are the study's, the oldest first; `winner` is the profile of the
+    configuration that won, `commands` reproduce it.
+    """
 
     study: Study
     trials: Sequence[Trial]
-    runs: Sequence[Run]
+    conclusions: Sequence[Conclusion]
     launches: Sequence[Launch]
     commands: Sequence[str]
     generated_at: datetime
+    winner: Profile | None = None
 
 
 def render(data: ReportData) -> str:
@@ -54,7 +61,7 @@ def _environment(*, html: bool) -> Environment:
         loader=FileSystemLoader(HERE), autoescape=html, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    for name in ("number", "measured", "knobs", "heading", "unit", "seconds", "comparison"):
+    for name in FILTERS:
         found.filters[name] = getattr(words, name)
     found.filters["cell"] = cell
     return found
@@ -69,18 +76,16 @@ def cell(text: object) -> str:
 
 
 def _context(data: ReportData, pictures: "_Pictures | None") -> Mapping[str, object]:
-    found = pictures.board if pictures else board(data.study, data.trials, data.runs)
+    found = pictures.board if pictures else board(data.study, data.trials, data.conclusions)
     believed = beliefs(found.trials)
-    summary: Mapping[str, JSON] = found.run.summary if found.run else {}
     return {
         "study": data.study,
         "board": found,
-        "summary": summary,
-        "comparisons": comparisons(dict(summary)),
+        "confirmation": found.confirmation,
         "commands": data.commands,
         "generated_at": data.generated_at.strftime("%Y-%m-%d %H:%M UTC"),
         "directions": {name: direction_of(name) for name in data.study.objectives},
-        "spent": spent(data.study, found.trials, data.launches),
+        "spent": spent(found.trials, data.launches),
         "failures": failures(found.trials),
         "beliefs": believed,
         "worst_late": worst_lateness(believed),
@@ -89,26 +94,27 @@ def _context(data: ReportData, pictures: "_Pictures | None") -> Mapping[str, obj
         "doubt": doubt,
         "listed": found.trials[-ROWS:],
         "study_file": yaml.safe_dump(masking.tree(data.study.spec), sort_keys=False, allow_unicode=True),
-        "serve": _serve(data, found),
+        "serve": serve_command(data.winner),
         "pictures": pictures,
         "style": Markup((HERE / "style.css").read_text(encoding="utf-8")),
         "script": Markup((HERE / "report.js").read_text(encoding="utf-8")),
     }
 
 
-def _serve(data: ReportData, found: Board) -> str:
-    """The command that serves the winner as it was measured; empty without a winner or its launch."""
-    winner = next((t for t in reversed(found.trials) if t.number == found.winner and t.measurement), None)
-    measured = winner.measurement if winner else None
-    launch = next((x for x in data.launches if measured and x.id == measured.launch_id), None)
-    return shlex.join(["vllm", "serve", data.study.model, *launch.argv]) if launch else ""
+def serve_command(winner: Profile | None) -> str:
+    """The command that serves a profile; empty without one."""
+    if winner is None:
+        return ""
+    env = [f"{name}={value}" for name, value in sorted(winner.env.items())]
+    words = ["vllm", "serve", winner.key.model, *winner.argv]
+    return shlex.join([*(["env", *env] if env else []), *words])
 
 
 class _Pictures:
     """The drawings of one report, made when the template asks for them."""
 
     def __init__(self, data: ReportData) -> None:
-        self.board: Board = board(data.study, data.trials, data.runs)
+        self.board: Board = board(data.study, data.trials, data.conclusions)
         self._data = data
 
     @cached_property

@@ -3,7 +3,10 @@
 import math
 from collections.abc import Iterator, Mapping
 
+from tuner.conclusions import Conclusion, Difference, RunCost, Saving
+from tuner.history.entities import RunBest
 from tuner.measures import MAXIMIZED
+from tuner.records import Run, RunState
 
 _UNITS = {
     "_ms": "ms",
@@ -67,11 +70,90 @@ def knobs(candidate: Mapping[str, object]) -> str:
     return " ".join(f"{name}={value}" for name, value in candidate.items()) or "(engine defaults)"
 
 
-def ratio(value: float | None, base: float | None) -> str:
-    """Change against the baseline in per cent, signed; empty where it cannot be told."""
-    if value is None or not base or math.isinf(base) or math.isinf(value):
+def saving(found: Saving) -> str:
+    """What the winner saves, and when the tuning is repaid."""
+    return (
+        f"at {number(found.price_per_gpu_hour)} per GPU-hour the winner saves {number(found.monthly)} a month"
+        f" ({found.fraction * 100:.0f} % of the GPU-hours, if the traffic is served with that much more"
+        f" {found.metric} per GPU); tuning cost {number(found.tuning)}, repaid after"
+        f" {number(found.nights_to_repay)} nights"
+    )
+
+
+def percent(change: float | None) -> str:
+    """A change, (after − before) / before, in signed per cent; `?` where it cannot be said."""
+    return "?" if change is None else f"{_signed(change)} %"
+
+
+def _signed(change: float | None, unbounded: str = "?") -> str:
+    return unbounded if change is None else f"{change * 100:+.0f}".replace("-", "−")
+
+
+WORDS = {"better": "better", "worse": "worse", "open": "no measurable difference"}
+"""What is said of a difference, by the conclusion's word for it."""
+
+
+def change(found: Difference) -> str:
+    """A difference from the baseline with its interval: `−48 % (−52 … −43, better)`."""
+    low, high = _signed(found.low), _signed(found.high, unbounded="+∞")
+    return f"{percent(found.change)} ({low} … {high}, {WORDS[found.word]})"
+
+
+def difference(found: Difference) -> str:
+    """The same with the name of what differs: `ttft_p95_ms −48 % (−52 … −43, better)`."""
+    return f"{found.metric} {change(found)}"
+
+
+def step(metric: str, share: float | None) -> str:
+    """A change between two nights: `+50 % (worse)`; empty for none."""
+    if share is None:
         return ""
-    return f"{(value / base - 1) * 100:+.0f} %"
+    word = "better" if (share > 0) == (metric in MAXIMIZED) else "worse"
+    return percent(share) + (f" ({word})" if share else "")
+
+
+def outcome(found: Conclusion) -> str:
+    """What a run found, in a few words."""
+    return found.outcome.value + (" (a demonstration)" if found.demonstration else "")
+
+
+def state(found: Conclusion | None, run: Run) -> str:
+    """The same of any run: one that ended without a conclusion confirmed nothing."""
+    if found is not None:
+        return outcome(found)
+    return "running" if run.state is RunState.RUNNING else "not confirmed"
+
+
+def outcome_of(best: RunBest) -> str:
+    """The same of a row of the history."""
+    if best.outcome is None:
+        return "running" if best.ended_at is None else "not confirmed"
+    return best.outcome.value + (" (a demonstration)" if best.demonstration else "")
+
+
+def headline(found: Conclusion) -> str:
+    """The first line of whoever tells of a run: the outcome, then the conclusion's own sentence."""
+    begins = found.sentence.lower().removeprefix("a ")
+    return found.sentence if begins.startswith(found.outcome.value) else f"{outcome(found)}: {found.sentence}"
+
+
+def published(found: Conclusion, on_front: bool) -> str:
+    """What is said of a winner beside a front; empty where there is none."""
+    if found.winner is None:
+        return ""
+    said = f"Trial {found.winner} is the published winner"
+    if on_front:
+        return f"{said}."
+    return (
+        f"{said}: by its first measurement it is not on the front, yet within the noise of it; the"
+        " confirmation decided."
+    )
+
+
+def cost(found: RunCost) -> str:
+    """What a run took: GPU-hours only where it ran on GPUs, search and confirmation apart."""
+    spans = ((found.search_s, "search"), (found.confirm_s, "confirmation"))
+    return ", ".join(f"{span / 3600:.3g} {found.unit} of {name}" for span, name in spans)
 
 
 def seconds(value: float | None) -> str:
@@ -92,15 +174,3 @@ def _parts(whole: int) -> Iterator[str]:
         if count or started:
             started = True
             yield f"{count} {name}"
-
-
-def comparison(row: Mapping[str, object]) -> str:
-    """A comparison of a run's summary, as the verdict says it: `ttft_p95_ms −48 % (−52 … −43, better)`."""
-    ratio_, low, high = (_percent(row.get(name)) for name in ("ratio", "low", "high"))
-    return f"{row.get('metric')} {ratio_} % ({low} … {high}, {row.get('verdict')})"
-
-
-def _percent(value: object) -> str:
-    if not isinstance(value, int | float):
-        return "?"
-    return f"{(value - 1) * 100:+.0f}".replace("-", "−")

@@ -70,7 +70,8 @@ def events(store: Store, run_id: str) -> tuple[Sequence[Event], bool]:
     over = run.state is not RunState.RUNNING
     if over:
         last = max([_stamp(run.ended_at or run.started_at), *(event.place[0] for event in found)])
-        found.append(Event((last, 2, 0), shapes.run(run).model_dump(mode="json")))
+        said = store.conclusion(run_id)
+        found.append(Event((last, 2, 0), shapes.run(run, said=said).model_dump(mode="json")))
     return sorted(found, key=lambda event: event.place), over
 
 

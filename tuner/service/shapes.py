@@ -1,5 +1,6 @@
 """Records as the API shows them. A measured +inf is null; this host's paths and environments are left out."""
 
+from dataclasses import asdict
 from datetime import date, datetime
 from operator import attrgetter
 from typing import Annotated, Any
@@ -7,11 +8,13 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, JsonValue
 
 from tuner import masking
+from tuner.conclusions import Conclusion
 from tuner.history.codec import pack_values
 from tuner.history.entities import AuditEntry, Schedule, TraceInfo
 from tuner.history.queries import Night
 from tuner.profiles.export import as_json
 from tuner.records import JSON, AliasEvent, Measurement, Node, Profile, Run, Study, Trial
+from tuner.report import words
 
 Values = dict[str, float | None]
 Scalar = bool | int | float | str | None
@@ -67,12 +70,23 @@ class RunShape(BaseModel):
     reason: str | None
     summary: dict[str, JsonValue]
     trials: dict[str, int] | None = Field(default=None, description="How many trials, by state.")
+    conclusion: dict[str, JsonValue] | None = Field(
+        default=None, description="What it found, written once; null in lists and while it goes on."
+    )
 
 
-def run(of: Run, trials: dict[str, int] | None = None) -> RunShape:
-    names = [name for name in RunShape.model_fields if name not in ("trials", "state", "summary")]
+def run(of: Run, trials: dict[str, int] | None = None, said: Conclusion | None = None) -> RunShape:
+    names = [
+        name for name in RunShape.model_fields if name not in ("trials", "state", "summary", "conclusion")
+    ]
     plain = {name: getattr(of, name) for name in names}
-    return RunShape(**plain, state=of.state.value, summary=dict(of.summary), trials=trials)
+    return RunShape(
+        **plain, state=of.state.value, summary=dict(of.summary), trials=trials, conclusion=conclusion(said)
+    )
+
+
+def conclusion(of: Conclusion | None) -> dict[str, Any] | None:
+    return None if of is None else of.to_json()
 
 
 class MeasurementShape(BaseModel):
@@ -132,11 +146,16 @@ def trial(of: Trial) -> TrialShape:
 
 
 class FrontShape(BaseModel):
-    """The trials that no other beats in every objective, beside the baseline."""
+    """The trials that no other beats in every objective by their first measurements, beside the baseline, and
+    what the newest run and the newest confirmation found.
+    """
 
     objectives: list[str]
     baseline: TrialShape | None
     front: list[TrialShape]
+    winner: int | None
+    conclusion: dict[str, JsonValue] | None
+    confirmation: dict[str, JsonValue] | None
 
 
 class ProfileShape(BaseModel):
@@ -196,8 +215,24 @@ def alias(of: AliasEvent) -> AliasShape:
     )
 
 
+class DifferenceShape(BaseModel):
+    """A change from the baseline, (after − before) / before, by a run's interleaved repeats, with its 95 %
+    interval; `high` null: unbounded.
+    """
+
+    metric: str
+    where: str = Field(examples=["confirm"])
+    before: float | None
+    after: float | None
+    change: float | None = Field(examples=[-0.48])
+    low: float | None
+    high: float | None
+    word: str = Field(examples=["better"], description="better, worse or open (no measurable difference).")
+    repeats: int
+
+
 class NightShape(BaseModel):
-    """The best of one night, what had changed since the night before, and how sure that is."""
+    """What one night found, what had changed since the night before, and how sure that is."""
 
     date: date
     node: str
@@ -211,9 +246,10 @@ class NightShape(BaseModel):
     low: float
     high: float
     baseline: float | None
-    gain: float | None = Field(description="Relative to the baseline; positive is better.")
-    step: float | None = Field(description="Relative to the night before; positive is better.")
-    judgement: str = Field(examples=["better"])
+    outcome: str = Field(examples=["clear winner"], description="What the run concluded.")
+    from_baseline: DifferenceShape | None
+    from_last_night: float | None = Field(description="Change of the value, (after − before) / before.")
+    compared: str = Field(examples=["better"], description="With the night before, beyond noise.")
     regression: bool
     sure: str = Field(examples=["confirmed, 3 repeats, 3.41 to 3.52"])
     candidate: dict[str, Scalar]
@@ -225,7 +261,7 @@ class NightShape(BaseModel):
 
 _OF_BEST = ("node", "workload", "run_id", "study_id", "trial_id", "number", "metric", "value", "low", "high",
             "baseline", "engine_version", "trials")  # fmt: skip
-_OF_NIGHT = ("gain", "step", "judgement", "regression", "sure", "runs")
+_OF_NIGHT = ("compared", "regression", "sure", "runs")
 _of_best, _of_night = attrgetter(*_OF_BEST), attrgetter(*_OF_NIGHT)
 
 
@@ -235,6 +271,9 @@ def night(of: Night) -> dict[str, JSON]:
         "date": of.date.isoformat(),
         **dict(zip(_OF_BEST, _of_best(of.best), strict=True)),
         **dict(zip(_OF_NIGHT, _of_night(of), strict=True)),
+        "outcome": words.outcome_of(of.best),
+        "from_baseline": asdict(of.best.change) if of.best.change else None,
+        "from_last_night": of.step,
         "candidate": dict(of.best.candidate),
         "changes": [
             {"kind": each.kind, "name": each.name, "before": each.before, "after": each.after}
@@ -244,16 +283,16 @@ def night(of: Night) -> dict[str, JSON]:
 
 
 class PlaceShape(BaseModel):
-    """One node and workload over the nights; `trend` is the relative improvement per night."""
+    """One node and workload over the nights; `change_per_night` is the median change of the value."""
 
     node: str
     workload: str
-    trend: float | None
+    change_per_night: float | None
     nights: list[NightShape]
 
 
 class HistoryShape(BaseModel):
-    """The best per night of a model, for one metric; `next` is null once every node was told."""
+    """What each night found of a model, for one metric; `next` is null once every node was told."""
 
     model: str
     metric: str

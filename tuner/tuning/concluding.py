@@ -10,6 +10,7 @@ from functools import lru_cache
 from tuner.conclusions import Arm, Conclusion, Difference, Judgement, Noise, RunCost, Where
 from tuner.engine.effective import same
 from tuner.errors import BadInput
+from tuner.history.cost import saving
 from tuner.measures import MAXIMIZED
 from tuner.records import Measurement, Outcome, Run, Study, Trial, TrialState, Value
 from tuner.replay import outcomes
@@ -83,11 +84,13 @@ def conclude(asked: Asked, run: Run, found: Repeats, cost: RunCost, now: datetim
     repeats = max((m.repeat for rows in found.measured.values() for m in rows), default=0)
     drift = drifts(asked, found, spreads)
     verdict = _verdict(asked, found, base, arms, drift)
+    winner = next((arm for arm in arms if arm.trial == verdict.winner), None)
     return Conclusion(
         run_id=run.id, study_id=run.study_id, at=now, outcome=verdict.outcome, sentence=verdict.sentence,
         winner=verdict.winner, nearest=verdict.nearest, baseline=base, finalists=tuple(arms),
         attainment=asked.study.slo.attainment, noise=noises(asked, found, spreads), drift=drift, cost=cost,
         repeats=repeats, demonstration=asked.plan.demonstration,
+        saving=saving(winner, asked.study.spec.get("price_per_gpu_hour"), cost),
     )  # fmt: skip
 
 

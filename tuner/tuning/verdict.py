@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from tuner.conclusions import Arm, Difference, Judgement
 from tuner.measures import MAXIMIZED
+from tuner.report.words import difference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +65,7 @@ def _against(base: Arm, chosen: Arm, not_worse: Mapping[str, float]) -> Verdict:
     ours = [c for c in chosen.changes if c.where == "confirm"]
     held = [c for c in chosen.changes if c.where == "held_out"]
     better, worse = ([c for c in ours if c.word == word] for word in ("better", "worse"))
-    against = f"Trial {chosen.trial} against the baseline: {', '.join(words(c) for c in ours)}."
+    against = f"Trial {chosen.trial} against the baseline: {', '.join(difference(c) for c in ours)}."
     denied = [c.metric for c in better if any(h.metric == c.metric and h.word == "worse" for h in held)]
     if denied:
         sentence = f"{against} The held-out slice denies it ({', '.join(denied)} is worse there)."
@@ -102,18 +103,6 @@ def worse_by(metric: str, before: float, after: float) -> float:
     return -change if metric in MAXIMIZED else change
 
 
-def words(difference: Difference) -> str:
-    """`ttft_p95_ms −48 % (−52 … −43, better)`."""
-    low = percent(difference.low)
-    high = "+∞" if difference.high is None else percent(difference.high)
-    return f"{difference.metric} {percent(difference.change)} % ({low} … {high}, {difference.word})"
-
-
-def percent(change: float | None) -> str:
-    """A change in per cent, signed; `?` where it is not finite."""
-    return "?" if change is None else f"{change * 100:+.0f}".replace("-", "−")
-
-
 def _slo_missed(arms: Sequence[Arm], attainment: float) -> tuple[int, str] | None:
     """(the nearest, the sentence) where no arm meets the SLO; None where one does or nothing is known."""
     known = [a for a in arms if a.misses_slo_by is not None]
@@ -141,7 +130,7 @@ def _slo_kept(chosen: Arm, attainment: float) -> str:
 def _left(finalists: Sequence[Arm], not_worse: Mapping[str, float] | None) -> str:
     """Who was left out because the study forbids it."""
     found = [(a, e) for a in finalists if (e := exceeding(a, not_worse or {}))]
-    said = [f"trial {a.trial} ({', '.join(words(c) for c in e)})" for a, e in found]
+    said = [f"trial {a.trial} ({', '.join(difference(c) for c in e)})" for a, e in found]
     return f" Left out by not_worse: {'; '.join(said)}." if said else ""
 
 

@@ -19,7 +19,7 @@ def board_of(store: Store, study: Study) -> tuple[Board, int]:
         kept = _boards.setdefault(store, {})
         if study.id in kept and kept[study.id][0] == pulse:
             return kept[study.id][1], pulse
-    found = board(study, store.trials(study.id), store.runs(study.id))
+    found = board(study, store.trials(study.id), store.conclusions(study.id))
     with _lock:
         kept.pop(study.id, None)
         kept[study.id] = (pulse, found)

@@ -23,6 +23,7 @@ class Asked:
 
     model: str = ""
     node: str = ""
+    workload: str = ""
     metric: str = "goodput_rps"
     since: str = ""
     after: str = ""
@@ -35,6 +36,7 @@ class Told:
     asked: Asked
     models: Sequence[str]
     nodes: Sequence[str]
+    workloads: Sequence[str]
     metrics: Sequence[str]
     nights: Sequence[Night]
     drawing: Markup
@@ -51,14 +53,22 @@ def tell(store: Store, asked: Asked) -> Told:
         model = asked.model or store.study(newest.study_id).model
         since = asked.since or (newest.started_at - LOOK_BACK).date().isoformat()
         asked = replace(asked, model=model, since=since)
-    nodes = sorted({place.target for place in places if place.model == asked.model})
+    ours = [place for place in places if place.model == asked.model]
+    wanted = [place for place in ours if asked.workload in ("", place.workload)]
+    nodes = sorted({place.target for place in wanted})
     left = [asked.node] if asked.node else [node for node in nodes if node > asked.after]
     shown = left[:NODES]
-    found = nights(store.bests(model=asked.model, node=shown, since=_since(asked.since), metric=asked.metric))
+    found = nights(
+        store.bests(
+            model=asked.model, node=shown, workload=asked.workload or None, since=_since(asked.since),
+            metric=asked.metric,
+        )
+    )  # fmt: skip
     return Told(
         asked=asked,
         models=sorted({place.model for place in places}),
         nodes=nodes,
+        workloads=sorted({place.workload for place in ours}),
         metrics=sorted(NAMES),
         nights=found[::-1],
         drawing=marked(picture(found, asked.metric)),

@@ -1,28 +1,29 @@
 """What runs where: every node with its champions, how old and stale they are, and what they gain."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from tuner.errors import NotFound
+from tuner.conclusions import Conclusion, Difference
 from tuner.history.store import Store
 from tuner.profiles.registry import CHAMPION, stale_reasons
-from tuner.records import JSON, AliasEvent, Node, Profile, ProfileKey, Run, RunState, Study
-from tuner.report.budget import comparisons
+from tuner.records import AliasEvent, Node, Profile, ProfileKey, Run, RunState, Study
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """One profile key on one node: the champion, if there is one, and what is known of it.
 
-    `waiting` is a challenger newer than the champion, `before` what the champion's last move came from.
+    `said` is what the run found that published the champion, `gains` how the champion differed from the
+    baseline then. `waiting` is a challenger newer than the champion, `before` what its last move came from.
     """
 
     key: ProfileKey
     champion: Profile | None
     event: AliasEvent | None
     stale: tuple[str, ...]
-    gains: Sequence[Mapping[str, JSON]]
+    said: Conclusion | None
+    gains: Sequence[Difference]
     waiting: Profile | None
     before: Profile | None
 
@@ -66,6 +67,7 @@ def _place(store: Store, key: ProfileKey, node: Node | None) -> Place:
             engine_version=newest.engine_version if newest else None,
             trace_digest=newest.trace_digest if newest else None,
         )
+    said = concluded(store, champion) if champion else None
     challenger = version_of(store, store.alias(key, "challenger"))
     newer = challenger if challenger and (not champion or challenger.version > champion.version) else None
     return Place(
@@ -73,7 +75,8 @@ def _place(store: Store, key: ProfileKey, node: Node | None) -> Place:
         champion=champion,
         event=event,
         stale=stale,
-        gains=gains(store, champion) if champion else (),
+        said=said,
+        gains=gains(champion, said) if champion else (),
         waiting=newer,
         before=store.profile_version(key, event.from_version) if event and event.from_version else None,
     )
@@ -86,20 +89,17 @@ def version_of(store: Store, event: AliasEvent | None) -> Profile | None:
     return store.profile_version(event.key, event.to_version)
 
 
-def gains(store: Store, profile: Profile) -> list[Mapping[str, JSON]]:
-    """The comparisons with the baseline by which a profile won."""
-    return [row for row in compared(store, profile) if row.get("where") == "confirm"]
-
-
-def compared(store: Store, profile: Profile) -> list[Mapping[str, JSON]]:
-    """Everything that a profile's trial was compared in with the baseline, as its run concluded it."""
+def concluded(store: Store, profile: Profile) -> Conclusion | None:
+    """What the run found that published a profile."""
     run_id = profile.evidence.get("run")
-    try:
-        summary = store.run(run_id).summary if isinstance(run_id, str) else {}
-    except NotFound:
-        return []
+    return store.conclusion(run_id) if isinstance(run_id, str) else None
+
+
+def gains(profile: Profile, said: Conclusion | None) -> Sequence[Difference]:
+    """The differences from the baseline by which a profile won."""
     number = profile.evidence.get("trial_number")
-    return [row for row in comparisons(dict(summary)) if row.get("number") == number]
+    arm = said.arm(number) if said is not None and isinstance(number, int) else None
+    return [c for c in arm.changes if c.where == "confirm"] if arm is not None else ()
 
 
 def age_s(moment: datetime, now: datetime) -> float:

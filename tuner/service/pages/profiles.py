@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from difflib import unified_diff
 
+from tuner.conclusions import Conclusion, Difference
 from tuner.errors import BadInput
 from tuner.history.queries import Change
 from tuner.history.store import Store
 from tuner.profiles import registry
-from tuner.records import JSON, AliasEvent, Profile, ProfileKey
-from tuner.service.pages.overview import compared, gains, version_of
+from tuner.records import AliasEvent, Profile, ProfileKey
+from tuner.service.pages.overview import concluded, gains, version_of
 from tuner.service.pages.session import Visitor, reason_of
 
 SHOWN = 8
@@ -54,8 +55,8 @@ class Sheet:
     events: Sequence[AliasEvent]
     champion: Profile | None
     changes: Sequence[Change]
-    gains: Sequence[Mapping[str, JSON]]
-    comparisons: Sequence[Mapping[str, JSON]]
+    gains: Sequence[Difference]
+    confirmation: Conclusion | None
     failed: Sequence[str]
     generation: int
     frozen: bool
@@ -67,6 +68,7 @@ def sheet(store: Store, profile: Profile, now: datetime) -> Sheet:
     events = store.alias_events(profile.key)
     event = store.alias(profile.key, registry.CHAMPION)
     champion = version_of(store, event)
+    said = concluded(store, profile)
     trail = registry.trail([e for e in events if e.alias == registry.CHAMPION])
     return Sheet(
         profile=profile,
@@ -74,8 +76,8 @@ def sheet(store: Store, profile: Profile, now: datetime) -> Sheet:
         events=events[::-1],
         champion=champion,
         changes=registry.diff(champion, profile) if champion else (),
-        gains=gains(store, profile),
-        comparisons=compared(store, profile),
+        gains=gains(profile, said),
+        confirmation=said,
         failed=registry.gate_failures(profile, registry.Gates(), now=now),
         generation=event.generation if event else 0,
         frozen=store.alias_frozen(profile.key, registry.CHAMPION),

@@ -39,9 +39,9 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    for name in ("number", "measured", "ratio", "heading", "unit", "seconds", "comparison"):
+    for name in (*document.FILTERS, "outcome_of"):
         found.filters[name] = getattr(words, name)
-    found.filters |= {"at": at, "part": part, "percent": percent, "query": urlencode}
+    found.filters |= {"at": at, "part": part, "query": urlencode}
     found.filters |= {"breakable": breakable, "knobs": knobs}
     return found
 
@@ -70,11 +70,6 @@ def knobs(candidate: Mapping[str, object]) -> Markup:
 def part(text: object) -> str:
     """A piece of a path."""
     return quote(str(text), safe="")
-
-
-def percent(value: float | None) -> str:
-    """A relative change as signed per cent; an en dash for none."""
-    return "–" if value is None else f"{value * 100:+.1f} %".replace("-", "−")
 
 
 ENVIRONMENT = _environment()

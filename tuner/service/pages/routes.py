@@ -82,7 +82,10 @@ def list_studies(looks: Looks, after: Text = "") -> Response:
     found = store.studies(after=after or None, limit=studies.LISTED + 1)
     shown = found[: studies.LISTED]
     runs = {study.id: next(iter(store.runs(study.id, limit=1)), None) for study in shown}
-    return page(looks, "studies.html", studies=shown, runs=runs, after=after, more=len(found) > len(shown))
+    said = {run.id: store.conclusion(run.id) for run in runs.values() if run is not None}
+    return page(
+        looks, "studies.html", studies=shown, runs=runs, said=said, after=after, more=len(found) > len(shown)
+    )
 
 
 @router.get("/studies/{ref}")
@@ -157,12 +160,13 @@ def show_history(
     looks: Looks,
     model: Text = "",
     node: Text = "",
+    workload: Text = "",
     metric: Text = "goodput_rps",
     since: Text = "",
     after: Text = "",
 ) -> Response:
-    """What was best on which night, some nodes to a page; `after` is the last node of the page before."""
-    asked = history.Asked(model=model, node=node, metric=metric, since=since, after=after)
+    """What each night found, some nodes to a page; `after` is the last node of the page before."""
+    asked = history.Asked(model=model, node=node, workload=workload, metric=metric, since=since, after=after)
     return page(looks, "history.html", told=history.tell(looks.service.store, asked))
 
 
@@ -193,7 +197,7 @@ def show_diff(looks: Looks, one: int, other: int) -> Response:
         after=after,
         changes=registry.diff(before, after),
         lines=profiles.argv_diff(before, after),
-        gains=overview.gains(store, after),
+        gains=overview.gains(after, overview.concluded(store, after)),
         moves=profiles.moves_to(store, after),
     )
 

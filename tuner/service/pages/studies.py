@@ -10,10 +10,9 @@ from markupsafe import Markup
 from tuner.errors import BadInput, NotFound, nearest
 from tuner.history.store import Store
 from tuner.measures import NAMES
-from tuner.records import JSON, Run, RunState, Study, Trial, TrialState
+from tuner.records import Run, RunState, Study, Trial, TrialState
 from tuner.report import evidence
 from tuner.report.board import Board, values
-from tuner.report.budget import comparisons
 from tuner.report.charts import bars, scatter
 from tuner.service.pages.boards import board_of
 from tuner.service.pages.render import marked
@@ -35,11 +34,6 @@ class Live:
     newest: Sequence[Trial]
     pictures: Sequence[Markup]
     tag: str
-
-    @property
-    def comparisons(self) -> Sequence[Mapping[str, JSON]]:
-        """Finalists against the baseline, as the verdict took them."""
-        return comparisons(dict(self.board.run.summary)) if self.board.run else []
 
     @property
     def running(self) -> bool:
@@ -154,7 +148,7 @@ def pictures(board: Board, trial: Trial) -> tuple[list[tuple[str, Markup]], list
 
 
 def budget(board: Board) -> Markup:
-    """GPU seconds by how trials ended, as bars."""
+    """Seconds of trials by how they ended, as bars."""
     states = [s for s in TrialState if any(t.state is s for t in board.trials)]
     found = {
         f"{sum(t.state is s for t in board.trials)} {s.value}": sum(

@@ -1,4 +1,4 @@
-"""What was best on which night, and why."""
+"""What each night found, and why."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -21,7 +21,10 @@ LOOK_BACK = timedelta(days=92)
 
 
 @router.get(
-    "", summary="The best per night of a model", response_model=shapes.HistoryShape, responses=documented(400)
+    "",
+    summary="What each night found of a model",
+    response_model=shapes.HistoryShape,
+    responses=documented(400),
 )
 def show_history(
     here: Here,
@@ -29,14 +32,15 @@ def show_history(
     model: Annotated[str, Query(min_length=1, max_length=200, examples=["Qwen/Qwen2.5-7B-Instruct"])],
     node: Annotated[str | None, Query(max_length=100)] = None,
     workload: Annotated[str | None, Query(max_length=100)] = None,
-    metric: Annotated[str, Query(max_length=60, description="What best means.")] = "goodput_rps",
+    metric: Annotated[str, Query(max_length=60, description="Which measurement to show.")] = "goodput_rps",
     since: Annotated[AwareDatetime | None, Query(description="92 days back when left out.")] = None,
     until: AwareDatetime | None = None,
     cursor: Cursor = None,
     limit: Annotated[int, Query(ge=1, le=100, description="How many nodes to a page.")] = 3,
 ) -> JSONResponse:
-    """By node and workload: each night's best, its gain over the baseline, what had changed since the
-    night before (knobs, engine, traffic, GPU), how sure it is, and whether it is a regression.
+    """By node and workload, what the run of each night concluded: the winner's value, or the baseline's where
+    it stays; the change from the baseline; what had changed since the night before (knobs, engine, traffic,
+    GPU), how sure it is, and whether it is a regression.
     """
     begin = since or (until or here.clock()) - LOOK_BACK
     some, following = _nodes(here, model, node, cursor, limit)
@@ -64,4 +68,4 @@ def _nodes(
 
 def _place(node: str, workload: str, found: Sequence[Night]) -> dict[str, JSON]:
     told: list[JSON] = [shapes.night(night) for night in found]
-    return {"node": node, "workload": workload, "trend": trend(found), "nights": told}
+    return {"node": node, "workload": workload, "change_per_night": trend(found), "nights": told}

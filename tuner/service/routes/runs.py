@@ -115,7 +115,7 @@ def show_run(here: Here, actor: Reader, run_id: RunId) -> shapes.RunShape:
     counted: dict[str, int] = {}
     for trial in here.store.trials(found.study_id, run_id=run_id):
         counted[trial.state.value] = counted.get(trial.state.value, 0) + 1
-    return shapes.run(found, counted)
+    return shapes.run(found, counted, here.store.conclusion(run_id))
 
 
 @router.post("/{run_id}/cancel", status_code=202, summary="Ask a run to stop", responses=documented(404, 409))

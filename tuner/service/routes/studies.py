@@ -5,7 +5,7 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query, Response
 
 from tuner.records import TrialState
-from tuner.search import pareto
+from tuner.report.board import board
 from tuner.service import shapes
 from tuner.service.auth import Reader, Runner
 from tuner.service.context import Here
@@ -78,11 +78,16 @@ def study_trials(
 
 @router.get("/{ref}/front", summary="The Pareto front beside the baseline", responses=documented(400, 404))
 def study_front(here: Here, actor: Reader, ref: StudyRef) -> shapes.FrontShape:
+    """First measurements; `confirmation` holds what was measured again beside the baseline, and `winner` is
+    the trial that it chose, whether or not its first measurement is on the front.
+    """
     study = here.store.study(ref)
-    trials = here.store.trials(study.id)
-    base = next((each for each in pareto.measured(trials, study.objectives) if each.is_baseline), None)
+    found = board(study, here.store.trials(study.id), here.store.conclusions(study.id))
     return shapes.FrontShape(
         objectives=list(study.objectives),
-        baseline=shapes.trial(base) if base else None,
-        front=[shapes.trial(each) for each in pareto.front(trials, study.objectives)],
+        baseline=shapes.trial(found.base) if found.base else None,
+        front=[shapes.trial(each) for each in found.front],
+        winner=found.winner,
+        conclusion=shapes.conclusion(found.conclusion),
+        confirmation=shapes.conclusion(found.confirmation),
     )
