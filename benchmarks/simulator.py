@@ -31,6 +31,7 @@ BARE = Plan(
     slices=1,
     slice_s=0.0,
     repeats=1,
+    most_repeats=1,
     warmup_waves=0,
     warmup_requests=0,
     warmup_limit_s=0.0,
