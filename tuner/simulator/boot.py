@@ -197,12 +197,5 @@ def boot(argv: Sequence[str], env: Mapping[str, str]) -> Booted:
     except Refused as refused:
         raise NotStarted(refuse(refused)) from refused
     options = options.with_blocks(memory.blocks, host_blocks(facts, options))
-    cost = StepCost(
-        facts,
-        card,
-        _coefficients(card, env),
-        block_size=options.limits.block_size,
-        capture_most=options.budget.capture_most,
-        kv_scale=options.budget.kv_scale,
-    )
+    cost = options.cost(facts, card, _coefficients(card, env))
     return Booted(options=options, memory=memory, cost=cost, facts=facts)

@@ -25,15 +25,19 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "step_s": (1e-5, 0.5),
     "seq_s": (1e-7, 0.02),
     "request_s": (1e-4, 0.5),
+    "layer_s": (1e-6, 0.01),
+    "sync_s": (1e-8, 0.02),
 }
 """Physical limits of every coefficient."""
 PRIORS: Mapping[str, float] = {
     "compute": 0.25,
     "memory": 0.15,
     "attention": 0.3,
-    "step_s": 0.5,
+    "step_s": 0.35,
     "seq_s": 1.0,
     "request_s": 1.0,
+    "layer_s": 0.03,
+    "sync_s": 0.3,
 }
 """How far a preset may be off: one standard deviation of the logarithm."""
 CPU_UNSURE = 4.0
@@ -41,7 +45,7 @@ CPU_UNSURE = 4.0
 replay differs by 10 to 40 % (docs/results/simulator-cpu.md)."""
 CPU_PRIORS: Mapping[str, float] = {
     name: width if name.endswith("_s") else CPU_UNSURE * width for name, width in PRIORS.items()
-}
+} | {"step_s": 0.5}
 """The times are the engine's own code, which is the same everywhere; the efficiencies may be any."""
 
 _STEPS = (0.1, 0.04)  # of the logarithm, for differences: wide, to see past the jumps of discrete steps

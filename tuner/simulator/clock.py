@@ -12,11 +12,13 @@ FOREVER = math.inf
 
 
 class Seconds(Protocol):
-    """Seconds of one step, and (base, slope per context token) of pure decode steps of `number` requests."""
+    """Seconds of one step, and (base, slope per context token) of pure decode steps of `count` requests that
+    read `context` tokens in the first of them.
+    """
 
     def __call__(self, step: Step) -> float: ...
 
-    def decode_line(self, number: int) -> tuple[float, float]: ...
+    def decode_line(self, count: int, context: int) -> tuple[float, float]: ...
 
 
 @dataclass(slots=True)
@@ -110,8 +112,8 @@ class Clock:
         bound = arrival
         if scheduler.waiting and scheduler.limits.policy == "fcfs":
             bound = FOREVER  # behind a queue that no slot opens for, an arrival changes nothing
-        base, slope = self.cost.decode_line(number)
         first = scheduler.context if pending is not None else scheduler.context + number
+        base, slope = self.cost.decode_line(number, first)
         step_s, growth = base + slope * first, slope * number
         most = self._steps_before(min(bound, self.until) - self.now, step_s, growth)
         count = scheduler.advance(most) if most > 1 else 0

@@ -16,7 +16,6 @@ from tuner.knobs.model import ModelFacts
 from tuner.simulator.state import Step
 
 GIB = float(1 << 30)
-_LAUNCH_S = 70e-6  # a layer's kernels launched one by one, where no CUDA graph holds the batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +32,7 @@ class Card:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     block_size: int = 16
-    reserved_gib: float = 0.45  # context, libraries: outside the engine's own allocations
+    reserved_gib: float = 0.24  # context, libraries: outside the engine's own allocations
 
 
 _CARDS = (
@@ -101,6 +100,12 @@ class Coefficients:
     step_s: float = 0.0025  # per step: scheduling, launches, sampling
     seq_s: float = 8e-6  # per sequence of a step: input preparation, output handling
     request_s: float = 0.004  # per request, outside the engine's steps: HTTP, tokens in, first chunk out
+    layer_s: float = (
+        0.00066  # per layer, for the host to launch its kernels where no CUDA graph holds the step
+    )
+    sync_s: float = (
+        3.8e-5  # per sequence, for the host between two steps where scheduling is not asynchronous
+    )
 
     def scaled(self, factors: Mapping[str, float]) -> "Coefficients":
         """The same with some of them multiplied."""
@@ -145,6 +150,7 @@ class StepCost:
         block_size: int = 16,
         capture_most: int = 512,
         kv_scale: float = 1.0,
+        overlapped: bool = True,
     ) -> None:
         width = facts.heads * facts.head_dim
         self.coefficients = coefficients
@@ -157,7 +163,8 @@ class StepCost:
         self.head_s = 2.0 * embedding / flops
         self.weights_s = (layers + embedding) * facts.dtype_bytes / bandwidth
         self.kv_bytes = facts.kv_bytes_per_token * kv_scale
-        self.launch_s = facts.layers * _LAUNCH_S if card.platform == "cuda" else 0.0
+        self.floor_s = facts.layers * coefficients.layer_s if card.platform == "cuda" else 0.0
+        self.seq_s = coefficients.seq_s + (0.0 if overlapped else coefficients.sync_s)
         self.kv_s = self.kv_bytes / bandwidth
         self.pair_s = 4.0 * facts.layers * width / (card.flops * coefficients.attention)
         self.block_bytes = self.kv_bytes * block_size
@@ -165,24 +172,29 @@ class StepCost:
 
     def _dense(self, tokens: int, sampled: int) -> float:
         """The layers' matrix products: bound by reading the weights for few tokens, by compute for many."""
-        padded, least = tokens, self.launch_s
-        if self.sizes and tokens <= self.sizes[-1]:
-            padded, least = self.sizes[bisect_left(self.sizes, tokens)], 0.0
+        padded = self.sizes[bisect_left(self.sizes, tokens)] if self._captured(tokens) else tokens
         compute = padded * self.token_s + sampled * self.head_s
-        return max(least, float((compute**4 + self.weights_s**4) ** 0.25))
+        return float((compute**4 + self.weights_s**4) ** 0.25)
 
-    def decode_line(self, count: int) -> tuple[float, float]:
-        """(seconds of a step of `count` decodes without its KV reads, seconds per token of KV read)."""
-        c = self.coefficients
-        return c.step_s + count * c.seq_s + self._dense(count, count), self.kv_s
+    def _captured(self, tokens: int) -> bool:
+        return bool(self.sizes) and tokens <= self.sizes[-1]
+
+    def decode_line(self, count: int, context: int) -> tuple[float, float]:
+        """(seconds of a step of `count` decodes without its KV reads, seconds per token of KV read); where
+        the host's launches take longer than a step that reads `context` tokens, their time and 0.
+        """
+        around, dense = self.coefficients.step_s + count * self.seq_s, self._dense(count, count)
+        if not self._captured(count) and dense + context * self.kv_s < self.floor_s:
+            return around + self.floor_s, 0.0
+        return around + dense, self.kv_s
 
     def __call__(self, step: Step) -> float:
-        c = self.coefficients
+        busy = self._dense(step.tokens, step.decodes + len(step.sampling))
+        busy += (step.context + step.prefill_context) * self.kv_s + step.pairs * self.pair_s
+        if not self._captured(step.tokens):
+            busy = max(busy, self.floor_s)
         sequences = step.decodes + step.prefills
-        seconds = c.step_s + sequences * c.seq_s
-        seconds += self._dense(step.tokens, step.decodes + len(step.sampling))
-        seconds += (step.context + step.prefill_context) * self.kv_s + step.pairs * self.pair_s
-        return seconds + step.swapped_blocks * self.swap_s
+        return self.coefficients.step_s + sequences * self.seq_s + busy + step.swapped_blocks * self.swap_s
 
 
 def layer_parameters(facts: ModelFacts) -> int:

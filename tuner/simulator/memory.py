@@ -35,23 +35,23 @@ class Memory:
         return self.blocks * block_size
 
 
-def profile(facts: ModelFacts, card: Card, budget: Budget) -> Memory:
-    """Memory as the engine would find it: weights, the widest step, graphs, the rest for KV.
+def profile(facts: ModelFacts, card: Card, budget: Budget, *, compiles: bool = False) -> Memory:
+    """Memory as the engine would find it: weights, the widest step, the rest for KV; then the graphs.
 
     Activations are the widest layer of one step (gate, up and their product, plus residuals) or the logits of
-    all sequences in 32 bit beside their 16-bit copy, whichever is larger.
+    all sequences in 32 bit beside their 16-bit copy, whichever is larger. A boot that `compiles` also holds a
+    second embedding for a moment: with small steps its KV cache is smaller than that of later boots.
     """
     weights = facts.parameters * facts.dtype_bytes / GIB
     layer = budget.max_num_batched_tokens * (3 * facts.intermediate + 4 * facts.hidden) * facts.dtype_bytes
     logits = budget.max_num_seqs * facts.vocab_size * (4 + facts.dtype_bytes)
-    activation = max(layer, logits) / GIB
-    graphs = 0.0
-    if card.platform == "cuda":
-        graphs = 0.1 + budget.capture_most * facts.layers * facts.hidden * facts.dtype_bytes / GIB
+    embedding = facts.vocab_size * facts.hidden * facts.dtype_bytes if compiles else 0
+    activation = max(layer, logits, embedding) / GIB
+    graphs = _graphs(facts, budget) if card.platform == "cuda" else 0.0
     if budget.kv_bytes is not None:
         kv = budget.kv_bytes / GIB
     else:
-        kv = card.memory_gib * budget.utilization - card.reserved_gib - weights - activation - graphs
+        kv = card.memory_gib * budget.utilization - card.reserved_gib - weights - activation
     per_block = facts.kv_bytes_per_token * budget.kv_scale * budget.block_size
     blocks = max(0, int(kv * GIB // per_block))
     if budget.blocks is not None:
@@ -67,3 +67,9 @@ def profile(facts: ModelFacts, card: Card, budget: Budget) -> Memory:
         blocks=blocks,
         missing_gib=used + warm_up - card.memory_gib if card.platform == "cuda" else 0.0,
     )
+
+
+def _graphs(facts: ModelFacts, budget: Budget) -> float:
+    """GiB of captured graphs: of mixed steps, and of decode steps up to the number of sequences."""
+    mixed = 2.2 * budget.capture_most * facts.layers * facts.hidden * facts.dtype_bytes / GIB
+    return 0.1 + mixed + 0.0008 * min(budget.capture_most, budget.max_num_seqs)

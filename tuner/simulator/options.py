@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from tuner.knobs.model import ModelFacts
 from tuner.records import Value
-from tuner.simulator.cost import Card
+from tuner.simulator.cost import Card, Coefficients, StepCost
 from tuner.simulator.memory import Budget
 from tuner.simulator.state import Limits
 
@@ -156,6 +156,18 @@ class Options:
     stream_interval: int
     offload_gib: float
     given: Mapping[str, Value | list[str]]
+
+    def cost(self, facts: ModelFacts, card: Card, coefficients: Coefficients) -> StepCost:
+        """What this engine's steps take."""
+        return StepCost(
+            facts,
+            card,
+            coefficients,
+            block_size=self.limits.block_size,
+            capture_most=self.budget.capture_most,
+            kv_scale=self.budget.kv_scale,
+            overlapped=self.limits.async_scheduling or card.platform == "cpu",
+        )
 
     def with_blocks(self, blocks: int, swap_blocks: int = 0) -> "Options":
         """The same, with the number of KV blocks that the memory profile gave, and those in host memory."""

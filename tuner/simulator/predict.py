@@ -284,16 +284,9 @@ class Predictor:
         c = self.coefficients
         scaled = c.scaled(
             {"compute": 1 / slower, "memory": 1 / slower, "attention": 1 / slower}
-            | {"step_s": slower, "seq_s": slower}
+            | {name: slower for name in ("step_s", "seq_s", "layer_s", "sync_s")}
         )
-        cost = StepCost(
-            self.scene.facts,
-            self.scene.card,
-            scaled,
-            block_size=options.limits.block_size,
-            capture_most=options.budget.capture_most,
-            kv_scale=options.budget.kv_scale,
-        )
+        cost = options.cost(self.scene.facts, self.scene.card, scaled)
         return fold(simulate(self.scene, self._work, options.limits, cost), self.scene.slo)
 
 

@@ -251,7 +251,7 @@ class Paced:
             seconds *= max(0.2, self._random.gauss(1.0, self._pace.noise))
         return seconds
 
-    def decode_line(self, number: int) -> tuple[float, float]:
+    def decode_line(self, count: int, context: int) -> tuple[float, float]:
         """Without noise: what many steps take on average."""
-        base, slope = self._cost.decode_line(number)
+        base, slope = self._cost.decode_line(count, context)
         return base * self._pace.slower, slope * self._pace.slower
