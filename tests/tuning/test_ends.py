@@ -11,6 +11,7 @@ import pytest
 from tests.engine.test_root_causes import LOGS
 from tests.tuning import breaking
 from tests.tuning.studies import SPACE, STUDY, answer, tuner, write
+from tuner.commands.common import model_name
 from tuner.errors import Aborted, Infeasible, StudyFailed
 from tuner.history.store import Store
 from tuner.knobs.model import from_config
@@ -18,7 +19,7 @@ from tuner.records import Candidate, Measurement, Outcome, RunState, SliceMeasur
 from tuner.replay import outcomes
 from tuner.replay.jobs import CANCELLED, CUT
 from tuner.tuning.attempt import errors_of, failing
-from tuner.tuning.blame import blamed, hopeless
+from tuner.tuning.blame import blamed, hopeless, never_started
 from tuner.tuning.budget import LaunchBudget, most_launches
 from tuner.tuning.study import load
 
@@ -216,3 +217,33 @@ def test_29c_a_longer_request_than_the_model_takes_does_not_ask_for_a_longer_eng
         "max-model-len: 16384}", "max-model-len: 99999}\n  env: {VLLM_ALLOW_LONG_MAX_MODEL_LEN: 1}"
     )
     assert load(write(tmp_path, lifted), store=None, now=NOW).max_model_len == 99999
+
+
+def test_29b2_the_next_run_begins_with_the_baseline_that_never_started(tmp_path: Path) -> None:
+    """What hindered it may have been mended; a study in which anything was measured goes on."""
+    base = replace(ended(0, 4, "crashed"), origin="baseline", run_id="night-1")
+    other = replace(ended(1, 16, "crashed"), run_id="night-1")
+    assert never_started([base, other], "night-2") == base
+    assert never_started([base, other], "night-1") is None
+    again = replace(base, id=9, run_id="night-2", attempt=1)
+    assert never_started([base, other, again], "night-2") is None, "it was tried tonight"
+    served = replace(other, measurements=(Measurement(values={}),))
+    assert never_started([base, served], "night-2") is None
+    assert never_started([replace(base, cause="errors")], "night-2") is None
+
+
+def test_29c_a_model_and_its_full_path_are_one_model(tmp_path: Path) -> None:
+    """One study, one history, one profile key; the command line takes either."""
+    shape = {"vocab_size": 999, "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1,
+             "max_position_embeddings": 32768}  # fmt: skip
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(shape))
+    found = set()
+    for name in ("tiny", "./tiny", str(tmp_path / "tiny"), f"{tmp_path}/../{tmp_path.name}/tiny/"):
+        path = write(tmp_path, STUDY.replace("model: Qwen/Qwen2.5-7B-Instruct", f"model: {name}"))
+        study = load(path, store=None, now=NOW).study
+        found.add((study.id, study.model))
+    assert len(found) == 1
+    assert {model for _, model in found} == {str((tmp_path / "tiny").resolve())}
+    assert model_name(f"{tmp_path}/tiny/") == str((tmp_path / "tiny").resolve())
+    assert model_name("Qwen/Qwen2.5-7B-Instruct") == "Qwen/Qwen2.5-7B-Instruct"

@@ -159,3 +159,9 @@ def knobs(candidate: Mapping[str, object]) -> str:
 def say(sentence: str) -> None:
     """A line for people, on standard error, so that standard output stays clean."""
     typer.echo(sentence, err=True)
+
+
+def model_name(given: str | None) -> str | None:
+    """A model as studies name it: a folder by its full path, everything else as it is written."""
+    folder = Path(given).expanduser() if given else None
+    return str(folder.resolve()) if folder is not None and folder.is_dir() else given

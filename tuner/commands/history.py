@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tuner.commands.common import Json, knobs, open_store, print_json, print_table
+from tuner.commands.common import Json, knobs, model_name, open_store, print_json, print_table
 
 if TYPE_CHECKING:
     from tuner.history.entities import RunBest
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def history(
-    model: Annotated[str | None, typer.Option(help="Only this model.")] = None,
+    model: Annotated[str | None, typer.Option(callback=model_name, help="Only this model.")] = None,
     node: Annotated[str | None, typer.Option(help="Only this node.")] = None,
     workload: Annotated[str | None, typer.Option(help="Only this workload.")] = None,
     since: Annotated[

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tuner import private
-from tuner.commands.common import Json, knobs, now, open_store, print_json, print_table, say
+from tuner.commands.common import Json, knobs, model_name, now, open_store, print_json, print_table, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tuner.records import JSON, AliasEvent, Profile, ProfileKey
 
 app = typer.Typer(help="Profiles: winning configurations, by model, node and workload.", no_args_is_help=True)
-Model = Annotated[str, typer.Option(help="The model that the profile is for.")]
+Model = Annotated[str, typer.Option(callback=model_name, help="The model that the profile is for.")]
 NodeName = Annotated[str | None, typer.Option(help="The node; may be left out when there is only one.")]
 Workload = Annotated[str | None, typer.Option(help="The workload; may be left out when there is only one.")]
 Format = Annotated[
@@ -30,7 +30,8 @@ CHANGED, UNCHANGED, NONE = 0, 3, 4
 
 @app.command("list")
 def list_profiles(
-    model: Annotated[str | None, typer.Option(help="Only this model.")] = None, as_json: Json = False
+    model: Annotated[str | None, typer.Option(callback=model_name, help="Only this model.")] = None,
+    as_json: Json = False,
 ) -> None:
     """List profile versions, the newest first, with the aliases that point at them."""
     store = open_store()

@@ -87,6 +87,16 @@ def hopeless(prepared: Prepared, trials: Sequence[Trial]) -> Trial | None:
     return None
 
 
+def never_started(trials: Sequence[Trial], run_id: str) -> Trial | None:
+    """The baseline to begin a run with again: earlier runs measured no engine of the study at all, and what
+    hindered that may have been mended since.
+    """
+    if any(t.measurements or t.run_id == run_id for t in trials):
+        return None
+    bases = [t for t in trials if t.is_baseline and t.state is TrialState.INFEASIBLE and t.cause in KINDS]
+    return max(bases, key=lambda t: (t.number, t.attempt), default=None)
+
+
 def _root(trial: Trial) -> tuple[str | None, str]:
     """What ended a trial, but for the numbers in it: sizes, ports and processes differ."""
     return trial.cause, re.sub(r"0x[0-9a-f]+|\d[\d.,]*", "#", trial.reason or "")

@@ -21,7 +21,7 @@ from tuner.search import trial_view
 from tuner.search.stopping import noise_of, reason_to_stop
 from tuner.tuning import quality
 from tuner.tuning.attempt import How, perform
-from tuner.tuning.blame import check_start
+from tuner.tuning.blame import check_start, never_started
 from tuner.tuning.budget import budget_of, numbers_of
 from tuner.tuning.calibrated_predictor import (
     RELAUNCHED,
@@ -303,6 +303,8 @@ class _Loop:
         last = max(trials, key=lambda t: (t.number, t.attempt), default=None)
         if last is not None and last.state is TrialState.ABORTED:
             return self._start(last.number, last.attempt + 1, last.candidate, last.seed, last.origin)
+        if (base := never_started(trials, self._run.id)) is not None:
+            return self._start(base.number, base.attempt + 1, base.candidate, base.seed, base.origin)
         number = next_number(trials)
         found = await asyncio.to_thread(propose, prepared, trials, self._help, self._knowledge)
         return self._start(number, 0, found.candidate, found.seed, found.origin) if found else None

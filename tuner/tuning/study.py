@@ -124,14 +124,14 @@ def prepare(
     max_model_len = _max_model_len(file, model, name)
     chosen = _slices(file, trace)
     _check_slices(trace, chosen, max_model_len, model, file, name)
-    identity = _identity(file, facts, node, trace, space, chosen)
+    identity = _identity(file, model_path, facts, node, trace, space, chosen)
     if restricted.inherited:
         # Before 0.2 candidates did not have these knobs: their trials are not comparable with ours.
         identity = {**identity, "inherited": dict(restricted.inherited)}
     study = Study(
         id=digest_of(identity),
         name=file.name,
-        model=file.model,
+        model=str(identity["model"]),
         node=node.name,
         gpu_class=node.gpu_class,
         workload=file.workload,
@@ -348,6 +348,7 @@ def _spec(file: StudyFile) -> Mapping[str, JSON]:
 
 def _identity(
     file: StudyFile,
+    model: str,
     facts: EngineFacts,
     node: Node,
     trace: Trace,
@@ -380,6 +381,7 @@ def _identity(
         "seed",
     )
     identity: dict[str, JSON] = {key: whole[key] for key in keep}
+    identity["model"] = model  # a folder's full path, however it is written
     if not isinstance(file.plan, str):
         identity["plan"] = {"base": file.plan.base, **file.plan.overrides()}
     if any(name.startswith("cost_") for name in file.objectives):
