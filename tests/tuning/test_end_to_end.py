@@ -40,7 +40,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A home whose controller was killed in the middle of trial 1, and then ran to its end."""
     home = tmp_path_factory.mktemp("home")
     study = write(home)
-    words = command("tune", study, "--trials", 4, "--all-trials")
+    words = command("tune", study, "--trials", 6, "--all-trials")
     with (home / "first.log").open("w") as log:
         controller = subprocess.Popen(words, env=environment(home), stderr=log, stdout=log)
         try:
@@ -51,7 +51,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
             controller.wait()
     wait_for(lambda: not ours(home))
     (home / "killed").write_text("")
-    done = tuner(home, "tune", study, "--trials", 4, "--all-trials", "--json")
+    done = tuner(home, "tune", study, "--trials", 6, "--all-trials", "--json")
     assert done.returncode == 0, done.stderr
     return home
 
@@ -102,7 +102,7 @@ def test_history_alone_gives_every_candidate_again(killed: Path) -> None:
 
 def test_every_complete_trial_has_numbers_and_outcomes(killed: Path) -> None:
     measured = [t for t in trials_of(killed) if t.state in (TrialState.COMPLETE, TrialState.PRUNED)]
-    assert len({t.number for t in measured}) == 4, "the finalist that was relaunched is one of them"
+    assert len({t.number for t in measured}) == 6, "the finalist that was relaunched is one of them"
     complete = [t for t in measured if t.state is TrialState.COMPLETE]
     assert complete
     for trial in complete:
