@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from tests.search import world
 from tests.search.world import OBJECTIVES, World
-from tuner.records import Candidate, Slo
+from tuner.records import Candidate, Slo, Value
 from tuner.search import heuristics, order, pareto, trial_view
 
 
@@ -13,6 +13,21 @@ def test_starts_are_known_advice() -> None:
     assert [c["max_num_seqs"] for _, c in advice] == [64, 1024]
     assert all(World().contains(c) for _, c in advice)
     assert heuristics.heuristics(World(levels={"block_size": (8, 16)}), Candidate()) == ()
+
+
+def test_the_first_candidates_of_a_node_with_several_cards_use_them() -> None:
+    """Split over all cards for latency, a replica on each for throughput; fewer where that fails."""
+    levels: dict[str, tuple[Value, ...]] = {
+        "max_num_seqs": (64, 1024), "tensor_parallel_size": (1, 2, 4, 8), "data_parallel_size": (1, 2, 4, 8),
+    }  # fmt: skip
+    found = dict(heuristics.heuristics(World(levels=levels), Candidate()))
+    sizes = {name: (c["tensor_parallel_size"], c["data_parallel_size"]) for name, c in found.items()}
+    assert sizes == {"heuristic: latency": (8, 1), "heuristic: throughput": (1, 8)}
+    heads = lambda c: "does not divide 28 heads" if c.get("tensor_parallel_size") == 8 else None  # noqa: E731
+    (_, split), _ = heuristics.heuristics(World(levels=levels), Candidate(), heads)
+    assert split["tensor_parallel_size"] == 4
+    alone = World(levels={"tensor_parallel_size": (1, 2)})
+    assert [c["tensor_parallel_size"] for _, c in heuristics.heuristics(alone, Candidate())] == [2, 2]
 
 
 def test_promotions_are_screened_members_that_would_widen_the_front() -> None:

@@ -356,3 +356,18 @@ def test_M2_recompute_is_the_engine_s_default_and_is_launched_no_second_time(pre
         assert key(asked.with_values(preemption="offload:8")) != key(prepared.baseline)
     held = measured(0, Candidate({"preemption": "offload:8"}), values(900.0))
     assert minimal(space, [held], asked) == Candidate({"preemption": "recompute"})
+
+
+def test_layout_knobs_that_one_card_leaves_at_one_do_not_end_predictions(prepared: Prepared) -> None:
+    """On a node with one GPU only the levels 1 of a parallel space are left."""
+    engine = prepared.file.engine.model_copy(update={"kind": "vllm"})
+    facts = replace(prepared.facts, platform="cuda", gpu_name="NVIDIA H200")
+    for levels, card in (((1,), "h200"), ((1, 2), None)):
+        space = replace(prepared.space, levels={**prepared.space.levels, "data_parallel_size": levels})
+        made = replace(
+            prepared, space=space, facts=facts, file=prepared.file.model_copy(update={"engine": engine})
+        )
+        found = card_for(made)
+        assert (found if isinstance(found, str) else found.name) == (
+            card or "the simulator does not know parallel engines"
+        )

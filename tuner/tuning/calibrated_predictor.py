@@ -52,7 +52,7 @@ def card_for(prepared: Prepared) -> Card | str:
         return "the simulator does not predict max_speed"
     if engine.kind == "simulated":
         return card_of(engine.card)
-    if any(name.endswith("_parallel_size") for name in (*engine.args, *prepared.space.levels)):
+    if _parallel({name: (value,) for name, value in engine.args.items()} | {**prepared.space.levels}):
         return "the simulator does not know parallel engines"
     if facts.platform == "cpu":
         return CARDS["cpu"]
@@ -60,6 +60,12 @@ def card_for(prepared: Prepared) -> Card | str:
     if facts.gpu_name in titles:
         return titles[facts.gpu_name]
     return f"the simulator does not know the card '{facts.gpu_name or facts.platform}'"
+
+
+def _parallel(values: Mapping[str, Sequence[object]]) -> bool:
+    """Whether any of these may spread an engine over several cards."""
+    layouts = (v for name, v in values.items() if name.replace("-", "_").endswith("_parallel_size"))
+    return any(size not in (None, 1) for sizes in layouts for size in sizes)
 
 
 def scene_of(prepared: Prepared, card: Card) -> Scene:
@@ -162,7 +168,7 @@ class Knowledge:
         near = at_levels(prepared, trials)
         known = self._uncalibrated() if base is None else self.calibrated((base,))
         if known is None:
-            return (*self.fronts, *heuristics.heuristics(prepared.space, near))
+            return (*self.fronts, *heuristics.heuristics(prepared.space, near, prepared.known))
         first = () if base is None else (base,)
         space = around(prepared, near, trials) if screens(prepared, first) else prepared.space
         encoding, objectives = encode(space, trial_view.defaults_of(trials)), prepared.study.objectives
