@@ -6,12 +6,14 @@ import tempfile
 from datetime import timedelta
 from pathlib import Path
 
+import httpx
 from selenium import webdriver
 
 from tests.browser import world
 from tests.browser.chromium import DESKTOP, PHONE, chromium, overlaps, resize
 from tuner.records import Candidate
 from tuner.report.document import ReportData, render
+from tuner.service.pages.session import COOKIE
 
 KEPT = {
     "desktop": ("overview", "study", "trial", "history", "profile", "report"),
@@ -73,8 +75,9 @@ def report_of(there: world.World, folder: Path) -> Path:
 
 def login(driver: webdriver.Chrome, address: str, token: str) -> None:
     """A session by cookie, as the login form makes it."""
+    word = httpx.post(f"{address}/login", data={"token": token}).cookies[COOKIE]
     driver.get(f"{address}/login")
-    driver.add_cookie({"name": "tuner_token", "value": token, "httpOnly": True, "sameSite": "Strict"})
+    driver.add_cookie({"name": COOKIE, "value": word, "httpOnly": True, "sameSite": "Strict"})
 
 
 def shoot(driver: webdriver.Chrome, path: Path, width: int, most: int = 2200) -> None:

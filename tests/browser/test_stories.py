@@ -130,7 +130,7 @@ def test_an_expired_token_leads_to_the_login_and_back(site: Site) -> None:
     site.one("input[name=token]").send_keys(site.world.tokens["read"])
     site.press("main button")
     assert site.path == "/history?metric=ttft_p95_ms"
-    cookie = site.driver.get_cookie("tuner_token")
+    cookie = site.driver.get_cookie("tuner_session")
     assert cookie is not None
     assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Strict")
     assert site.driver.execute_script("return document.cookie") == ""

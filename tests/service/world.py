@@ -120,10 +120,11 @@ class Server:
     port: int
     process: "subprocess.Popen[bytes]"
     log: Path
+    scheme: str = "http"
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{self.scheme}://127.0.0.1:{self.port}"
 
     def client(self, token: str | None = None) -> httpx.Client:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -136,7 +137,7 @@ class Server:
             assert self.process.poll() is None, self.log.read_text()
             assert time.monotonic() < end, self.log.read_text()
             try:
-                if httpx.get(f"{self.url}/readyz", timeout=60.0).status_code == 200:
+                if httpx.get(f"{self.url}/readyz", timeout=60.0, verify=False).status_code == 200:
                     return self
             except httpx.TransportError:
                 time.sleep(0.05)
@@ -154,7 +155,8 @@ def start(home: Path, *words: str, port: int | None = None) -> Server:
         process = subprocess.Popen(
             command("serve", "--port", port, *words), env=environment(home), stdout=log, stderr=log
         )
-    return Server(home=home, port=port, process=process, log=path)
+    scheme = "https" if "--tls-cert" in words else "http"
+    return Server(home=home, port=port, process=process, log=path, scheme=scheme)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """`tuner serve`: the HTTP service, with the schedules."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,6 +21,12 @@ def serve(
         str | None, typer.Option(help="Address to listen on; all while a token is valid, loopback else.")
     ] = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8642,
+    tls_cert: Annotated[
+        Path | None, typer.Option("--tls-cert", help="PEM file with the certificate and its chain: HTTPS.")
+    ] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option("--tls-key", help="PEM file with the certificate's key, without password.")
+    ] = None,
 ) -> None:
     """Serve the API and the pages, and fire schedules. Runs go on when it is stopped."""
     import signal
@@ -34,16 +41,19 @@ def serve(
 
     # The server closes what is open, then raises the signal that stopped it once more: an orderly end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    check_tls(tls_cert, tls_key)
     store, ours = open_store(create=True), settings()
     where = address(store, host)
+    if where not in LOOPBACK and tls_cert is None:
+        say(f"warning: tokens travel in clear to {where}: give --tls-cert and --tls-key, or use a TLS proxy")
     listener = listen(where, port)
     recover_all(store, home=ours.home, clock=now, say=say)
     configure()
     app = create(store, ours, clock=now, runner=Controllers(store, ours, now), loopback=where in LOOPBACK)
-    say(f"http://{where}:{port}/v1 (OpenAPI: /v1/openapi.json)")
+    say(f"{'https' if tls_cert else 'http'}://{where}:{port}/v1 (OpenAPI: /v1/openapi.json)")
     server = uvicorn.Server(uvicorn.Config(
         app, host=where, port=port, access_log=False, log_config=None, loop="uvloop", http="httptools",
-        server_header=False, timeout_graceful_shutdown=5,
+        server_header=False, timeout_graceful_shutdown=5, ssl_certfile=tls_cert, ssl_keyfile=tls_key,
     ))  # fmt: skip
     server.run(sockets=[listener])
     if not server.started:
@@ -67,6 +77,24 @@ def listen(host: str, port: int) -> "socket.socket":
         raise BadInput(
             f"cannot listen on {host}, port {port}: {reason}; give another --host or --port"
         ) from error
+
+
+def check_tls(cert: Path | None, key: Path | None) -> None:
+    """Raises BadInput where the two files are not a certificate and its key."""
+    import ssl
+
+    from tuner.errors import BadInput
+
+    if (cert is None) != (key is None):
+        raise BadInput("--tls-cert and --tls-key: give both or none")
+    if cert is None or key is None:
+        return
+    try:
+        # An empty password: a key that has one would ask on the terminal, and a unit has none.
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(cert, key, password="")
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise BadInput(f"--tls-cert {cert}, --tls-key {key}: no certificate with its key: {why}") from error
 
 
 def address(store: "Store", host: str | None) -> str:

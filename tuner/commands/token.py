@@ -2,7 +2,7 @@
 
 import getpass
 import re
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tuner.history.store import Store
 
 app = typer.Typer(help="Tokens of the HTTP service; only hashes are kept.", no_args_is_help=True)
+DAYS = 90
 UNITS = {"h": timedelta(hours=1), "d": timedelta(days=1), "w": timedelta(weeks=1)}
 Reason = Annotated[str, typer.Option(help="Why; kept in the audit.")]
 
@@ -23,22 +24,38 @@ def create(
     scope: Annotated[
         list[str], typer.Option(help="read, run, promote or admin; repeatable. run and promote include read.")
     ],
-    expires: Annotated[
-        str | None, typer.Option(metavar="AGE", help="Worthless after this long, such as 12h, 90d or 4w.")
+    days: Annotated[
+        int | None, typer.Option(min=1, max=3650, help=f"Worthless after so many days ({DAYS} unless given).")
     ] = None,
+    expires: Annotated[
+        str | None, typer.Option(metavar="AGE", help="The same as an age, such as 12h, 90d or 4w.")
+    ] = None,
+    never: Annotated[bool, typer.Option("--never", help="The token never expires.")] = False,
     reason: Reason = "made by hand",
     as_json: Json = False,
 ) -> None:
     """Make a token and print it; it is shown this once."""
-    until = now() + age(expires) if expires else None
+    until = _until(days, expires, never)
     store = open_store(create=True)
     token, text = store.create_token(name, list(dict.fromkeys(scope)), now=now(), expires_at=until)
     _audit(store, "token.create", token.id, reason, name=name)
     if as_json:
         print_json({"token": token, "text": text})
         return
-    say(f"token {token.id} for '{name}' with scope {', '.join(token.scopes)}; it is shown only now:")
+    life = f"until {until:%Y-%m-%d %H:%M} UTC" if until else "without an end"
+    say(f"token {token.id} for '{name}' with scope {', '.join(token.scopes)}, {life}; it is shown only now:")
     typer.echo(text)
+
+
+def _until(days: int | None, expires: str | None, never: bool) -> datetime | None:
+    """When the token becomes worthless; None for never."""
+    from tuner.errors import BadInput
+
+    if (days is not None) + (expires is not None) + never > 1:
+        raise BadInput("--days, --expires and --never: give one of them")
+    if never:
+        return None
+    return now() + (age(expires) if expires is not None else timedelta(days=days or DAYS))
 
 
 def age(text: str) -> timedelta:

@@ -5,7 +5,7 @@ import gc
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from datetime import datetime
+from datetime import datetime, timedelta
 from importlib import util
 from typing import Any
 
@@ -42,6 +42,7 @@ from tuner.service.routes import (
     trials,
 )
 from tuner.service.runner import Controllers
+from tuner.service.sessions import Attempts, Sessions
 from tuner.settings import Settings
 
 THREADS = 12
@@ -82,6 +83,9 @@ def create(
         runner=runner,
         guard=Guard(store, clock, loopback=loopback),
         pulls=pulls,
+        sessions=Sessions(clock),
+        logins=Attempts(clock, most=5, span=timedelta(minutes=1)),
+        refusals=Attempts(clock, most=1, span=timedelta(hours=1)),
     )
     registry.register(Watcher(store, clock, runner))
     app.state.registry = registry

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Annotated
 
@@ -23,11 +23,12 @@ bearer = HTTPBearer(auto_error=False, description="A token of `tuner token creat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Actor:
-    """Who asks, and what they may. `name` is what the audit keeps."""
+    """Who asks, and what they may. The audit keeps `name`, and the address `client` that asked."""
 
     name: str
     scopes: frozenset[str]
     expires_at: datetime | None = None
+    client: str = ""
 
     def may(self, scope: str) -> bool:
         return scope in self.scopes
@@ -78,6 +79,11 @@ class Guard:
         return LOCAL if self.is_open(host) else None
 
 
+def client_of(request: Request) -> str:
+    """The address that a request comes from: a proxy's client where the proxy is on this host."""
+    return request.client.host if request.client else ""
+
+
 def _hostname(host: str) -> str:
     if host.startswith("["):
         return host[1:].partition("]")[0]
@@ -96,6 +102,8 @@ class Requires:
         guard: Guard = request.app.state.service.guard
         if given is not None:
             actor = guard.identify(given.credentials)
+            if actor is None:
+                request.app.state.service.refused(client_of(request), request.url.path)
         elif "authorization" in request.headers:
             actor = None
         else:
@@ -108,7 +116,7 @@ class Requires:
             )
         if not actor.may(self.scope):
             raise HTTPException(403, f"this needs scope '{self.scope}'; the token has {_said(actor)}")
-        return actor
+        return replace(actor, client=client_of(request))
 
 
 def _said(actor: Actor) -> str:

@@ -62,6 +62,7 @@ class Envelope:
             status = statuses[0] if statuses else 500
             self._count(path, scope["method"], status, taken)
             facts = {"request_id": scope["request_id"], "method": scope["method"], "route": path}
+            facts["client"] = (scope.get("client") or ("",))[0]
             log.info("request", extra={**facts, "status": status, "ms": round(taken * 1000, 2)})
 
     def _count(self, path: str, method: str, status: int, taken: float) -> None:

@@ -1,5 +1,7 @@
 """The pages' addresses. Each is a deep link; what it shows is made in the module beside it."""
 
+import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,12 +13,14 @@ from tuner.profiles import registry
 from tuner.records import ProfileKey
 from tuner.report import document
 from tuner.report.budget import failures
+from tuner.service.auth import client_of
 from tuner.service.context import service_of
 from tuner.service.pages import history, overview, profiles, schedules, studies
 from tuner.service.pages.boards import board_of
 from tuner.service.pages.render import HEADERS, HERE, PageRoute, bare, page, see, text_of
-from tuner.service.pages.session import COOKIE, Form, Looks, SignedForm, local
+from tuner.service.pages.session import COOKIE, OVER, Form, Looks, SignedForm, local
 
+log = logging.getLogger("tuner.service")
 router = APIRouter(route_class=PageRoute)
 STATIC = {
     "style.css": (Path(document.__file__).parent / "style.css", "text/css"),
@@ -43,26 +47,41 @@ def ask_token(
     target: Annotated[str, Query(alias="next", max_length=2000)] = "/", expired: str = ""
 ) -> Response:
     """The form that takes a token."""
-    problem = "Your token has expired, was revoked, or is not known here. Log in again." if expired else ""
+    problem = f"{OVER} Log in again." if expired else ""
     return bare("login.html", target=local(target), problem=problem)
 
 
 @router.post("/login")
 def take_token(request: Request, fields: Form) -> Response:
-    """Puts a valid token into a cookie that scripts cannot read."""
+    """Begins a session for a valid token: its word goes into a cookie that scripts cannot read."""
+    service, client = service_of(request), client_of(request)
     text, target = fields.get("token", "").strip(), local(fields.get("next", "/"))
-    if service_of(request).guard.identify(text) is None:
+    if wait_s := service.logins.wait_s(client):
+        problem = f"Too many tokens that are not valid came from your address. Try again in {wait_s} s."
+        answer = bare("login.html", status=429, target=target, problem=problem)
+        answer.headers["Retry-After"] = str(wait_s)
+        return answer
+    actor = service.guard.identify(text)
+    if actor is None:
+        service.login_failed(client)
         problem = "This token is not valid: it has expired, was revoked, or is not known here."
         return bare("login.html", status=401, target=target, problem=problem)
-    answer = see(target)
-    secure = request.url.scheme == "https"
-    answer.set_cookie(COOKIE, text, httponly=True, samesite="strict", secure=secure, path="/")
+    service.sessions.end(request.cookies.get(COOKIE, ""))
+    service.audit(replace(actor, client=client), "login", "pages", "logged in with the token")
+    log.info("login", extra={"actor": actor.name, "client": client})
+    return _with_cookie(see(target), service.sessions.begin(text), secure=request.url.scheme == "https")
+
+
+def _with_cookie(answer: Response, word: str, *, secure: bool) -> Response:
+    answer.set_cookie(COOKIE, word, httponly=True, samesite="strict", secure=secure, path="/")
     return answer
 
 
 @router.post("/logout")
-def leave(looks: Looks, fields: SignedForm) -> Response:
-    """Forgets the token."""
+def leave(request: Request, looks: Looks, fields: SignedForm) -> Response:
+    """Ends the session, here and in every browser that has its word."""
+    looks.service.sessions.end(request.cookies.get(COOKIE, ""))
+    log.info("logout", extra={"actor": looks.actor.name, "client": looks.actor.client})
     answer = see("/login")
     answer.delete_cookie(COOKIE, path="/")
     return answer

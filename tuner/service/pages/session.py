@@ -1,19 +1,20 @@
-"""Who looks at a page: a token in an HttpOnly cookie, a CSRF word in every form."""
+"""Who looks at a page: a session's word in an HttpOnly cookie, a CSRF word in every form."""
 
 import hmac
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 from urllib.parse import parse_qs, quote, urlsplit
 
 from fastapi import Depends, Request
 
 from tuner.errors import BadInput, TunerError
-from tuner.service.auth import Actor
+from tuner.service.auth import Actor, client_of
 from tuner.service.context import Service, service_of
 
-COOKIE = "tuner_token"
+COOKIE = "tuner_session"
+OVER = "Your session is over: it has ended, or its token has expired or was revoked."
 LARGEST_FORM = 64 * 1024
 _PROCESS = secrets.token_hex(32)
 
@@ -51,21 +52,25 @@ class Visitor:
             raise Refused(f"This needs a token with scope '{scope}'; yours has {has}.")
 
 
-def csrf_of(text: str) -> str:
+def csrf_of(word: str) -> str:
     """The word bound to a session; who cannot read the cookie or our pages cannot know it."""
-    return hmac.new((text or _PROCESS).encode(), b"tuner pages", "sha256").hexdigest()[:40]
+    return hmac.new((word or _PROCESS).encode(), b"tuner pages", "sha256").hexdigest()[:40]
 
 
 def visitor(request: Request) -> Visitor:
-    """The visitor of a page. Away without a valid token, Refused without scope read."""
+    """The visitor of a page. Away without a session whose token is valid, Refused without scope read."""
     service = service_of(request)
-    text = request.cookies.get(COOKIE, "")
+    word = request.cookies.get(COOKIE, "")
     target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-    actor = service.guard.identify(text) if text else service.guard.anonymous(request.headers.get("host", ""))
+    if word:
+        token = service.sessions.token(word)
+        actor = service.guard.identify(token) if token is not None else None
+    else:
+        actor = service.guard.anonymous(request.headers.get("host", ""))
     if actor is None:
-        said = "Your token has expired, was revoked, or is not known here." if text else ""
-        raise Away(said, target if request.method == "GET" else "/")
-    found = Visitor(service=service, actor=actor, csrf=csrf_of(text), target=target, open=not text)
+        raise Away(OVER if word else "", target if request.method == "GET" else "/")
+    actor = replace(actor, client=client_of(request))
+    found = Visitor(service=service, actor=actor, csrf=csrf_of(word), target=target, open=not word)
     found.needs("read")
     return found
 

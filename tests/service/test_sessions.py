@@ -1,0 +1,205 @@
+"""Sessions of the pages, failed logins, tokens that expire, and TLS."""
+
+import json
+import ssl
+import subprocess
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import httpx
+import pytest
+from starlette.testclient import TestClient
+
+from tests.service.world import World, serving
+from tests.tuning.studies import answer, tuner
+from tuner.history.entities import AuditEntry
+from tuner.service import sessions
+from tuner.service.pages.session import COOKIE, csrf_of
+from tuner.service.sessions import Attempts
+
+
+def logged_in(world: World, token: str) -> TestClient:
+    client = world.client()
+    client.follow_redirects = False
+    assert client.post("/login", data={"token": token}).status_code == 303
+    return client
+
+
+def copy_of(world: World, client: TestClient) -> TestClient:
+    """Another browser with the same cookie."""
+    other = world.client()
+    other.follow_redirects = False
+    other.cookies.set(COOKIE, client.cookies[COOKIE])
+    return other
+
+
+def events(world: World, action: str) -> list[AuditEntry]:
+    return [entry for entry in world.store.audit() if entry.action == action]
+
+
+def test_the_cookie_is_no_token_and_opens_nothing_in_the_api(world: World) -> None:
+    token = world.token("admin")
+    word = logged_in(world, token).cookies[COOKIE]
+    assert token not in word
+    assert token.split("_", 2)[2] not in word
+    asked = world.client().get("/v1/runs", headers={"Authorization": f"Bearer {word}"})
+    assert asked.status_code == 401
+    by_token = world.client()
+    by_token.cookies.set(COOKIE, token)
+    assert by_token.get("/", follow_redirects=False).status_code == 303
+
+
+def test_logging_out_ends_the_session_for_a_copied_cookie_too(world: World) -> None:
+    client = logged_in(world, world.token("read"))
+    copied = copy_of(world, client)
+    assert copied.get("/").status_code == 200
+    assert client.post("/logout", data={"csrf": csrf_of(client.cookies[COOKIE])}).status_code == 303
+    assert copied.get("/").status_code == 303
+
+
+def test_logging_in_again_ends_the_session_before(world: World) -> None:
+    token = world.token("read")
+    client = logged_in(world, token)
+    copied = copy_of(world, client)
+    assert client.post("/login", data={"token": token}).status_code == 303
+    assert client.get("/").status_code == 200
+    assert copied.get("/").status_code == 303
+
+
+def test_a_session_ends_by_age_and_when_it_is_not_used(world: World) -> None:
+    client = logged_in(world, world.token("read"))
+    for _ in range(6):
+        world.clock.forward(hours=1.9)
+        assert client.get("/").status_code == 200
+    world.clock.forward(hours=1)
+    assert client.get("/").status_code == 303, "older than 12 hours, though it was used"
+    client = logged_in(world, world.token("read"))
+    world.clock.forward(hours=2)
+    assert client.get("/").status_code == 303, "not used for 2 hours"
+
+
+def test_a_session_ends_with_its_token_and_with_the_service(world: World) -> None:
+    client = logged_in(world, world.token("read", days=0.01))
+    world.clock.forward(days=0.01)
+    assert client.get("/").status_code == 303
+    client = logged_in(world, world.token("read"))
+    again = World(world.home)
+    assert copy_of(again, client).get("/").status_code == 303
+    again.store.close()
+
+
+def test_sessions_are_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "MOST_SESSIONS", 2)
+    token = world.token("read")
+    first, second, third = (logged_in(world, token) for _ in range(3))
+    assert [client.get("/").status_code for client in (first, second, third)] == [303, 200, 200]
+
+
+def test_the_login_is_throttled_and_its_failures_are_in_the_audit(world: World) -> None:
+    token, client = world.token("read"), world.client()
+    client.follow_redirects = False
+    for _ in range(5):
+        assert client.post("/login", data={"token": "tuner_a_guess"}).status_code == 401
+    refused = client.post("/login", data={"token": token})
+    assert refused.status_code == 429
+    assert 0 < int(refused.headers["Retry-After"]) <= 60
+    failed = events(world, "login.failed")
+    assert len(failed) == 5
+    assert (failed[0].actor, failed[0].target) == ("nobody", "/login")
+    assert failed[0].detail == {"client": "testclient"}
+    assert "guess" not in json.dumps([entry.reason for entry in failed])
+    world.clock.forward(minutes=1)
+    assert client.post("/login", data={"token": token}).status_code == 303
+    assert events(world, "login")[0].detail == {"client": "testclient"}
+
+
+def test_one_address_does_not_lock_out_another_and_64_bits_are_one(world: World) -> None:
+    attempts = Attempts(world.clock, most=2, span=timedelta(minutes=1))
+    for last in ("1", "2"):
+        attempts.failed(f"2001:db8:0:1::{last}")
+        attempts.failed("192.0.2.1")
+    assert attempts.wait_s("2001:db8:0:1:ffff::9") == 60
+    assert attempts.wait_s("192.0.2.1") == 60
+    assert attempts.wait_s("192.0.2.2") == attempts.wait_s("2001:db8:0:2::1") == 0
+
+
+def test_a_wrong_token_of_the_api_is_once_an_hour_in_the_audit(world: World) -> None:
+    world.token("read")
+    client = world.client()
+    for _ in range(3):
+        assert client.get("/v1/runs", headers={"Authorization": "Bearer nothing"}).status_code == 401
+    assert [entry.target for entry in events(world, "login.failed")] == ["/v1/runs"]
+    world.clock.forward(hours=1)
+    client.get("/v1/runs", headers={"Authorization": "Bearer nothing"})
+    assert len(events(world, "login.failed")) == 2
+
+
+def test_a_change_names_the_address_that_it_came_from(filled: World) -> None:
+    body = {"state": "fault", "reason": "a new card"}
+    assert filled.client("admin").put("/v1/nodes/n1/state", json=body).status_code == 200
+    assert events(filled, "node")[0].detail["client"] == "testclient"
+
+
+def test_a_token_expires_unless_it_is_said_otherwise(tmp_path: Path) -> None:
+    def life(*words: str) -> float | None:
+        made = answer(tmp_path, "token", "create", "--name", "ci", "--scope", "read", "--json", *words)
+        token = made["token"]
+        assert isinstance(token, dict)
+        until = token["expires_at"]
+        if until is None:
+            return None
+        return round((datetime.fromisoformat(str(until)) - datetime.now(UTC)) / timedelta(days=1), 1)
+
+    assert life() == 90.0
+    assert life("--days", "7") == 7.0
+    assert life("--expires", "2w") == 14.0
+    assert life("--never") is None
+    both = tuner(tmp_path, "token", "create", "--name", "ci", "--scope", "read", "--days", "7", "--never")
+    assert (both.returncode, "give one of them" in both.stderr) == (2, True)
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    words += ["-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    subprocess.run([*words, "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True)
+    return cert, key
+
+
+def test_tls_by_files(tmp_path: Path, certificate: tuple[Path, Path]) -> None:
+    cert, key = certificate
+    token = str(answer(tmp_path, "token", "create", "--name", "ci", "--scope", "read", "--json")["text"])
+    with serving(tmp_path, "--tls-cert", str(cert), "--tls-key", str(key)) as server:
+        trusts = ssl.create_default_context(cafile=str(cert))
+        where = f"https://127.0.0.1:{server.port}"
+        taken = httpx.post(f"{where}/login", data={"token": token}, verify=trusts)
+        assert taken.status_code == 303
+        assert "secure" in taken.headers["set-cookie"].lower()
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"http://127.0.0.1:{server.port}/healthz")
+        log = server.log.read_text()
+    assert f"https://0.0.0.0:{server.port}/v1" in log
+    assert "travel in clear" not in log, "all addresses were listened on, by TLS"
+
+
+def test_a_token_in_clear_beyond_loopback_is_warned_of(tmp_path: Path) -> None:
+    answer(tmp_path, "token", "create", "--name", "ci", "--scope", "read", "--json")
+    with serving(tmp_path) as server:
+        assert "warning: tokens travel in clear to 0.0.0.0" in server.log.read_text()
+    with serving(tmp_path, "--host", "127.0.0.1") as server:
+        assert server.log.read_text().count("travel in clear") == 1
+
+
+def test_files_that_are_no_certificate_are_refused(tmp_path: Path, certificate: tuple[Path, Path]) -> None:
+    cert, key = certificate
+    (tmp_path / "text").write_text("no key")
+    for words, said in (
+        (["--tls-cert", cert], "give both or none"),
+        (["--tls-cert", cert, "--tls-key", tmp_path / "none"], "No such file"),
+        (["--tls-cert", cert, "--tls-key", tmp_path / "text"], "no certificate with its key"),
+        (["--tls-cert", key, "--tls-key", key], "no certificate with its key"),
+    ):
+        done = tuner(tmp_path, "serve", *words)
+        assert (done.returncode, said in done.stderr) == (2, True), done.stderr
