@@ -106,7 +106,7 @@ def test_the_calibrated_simulator_proposes_first_and_the_heuristics_where_there_
     assert history[1].origin.startswith("simulator")
     other = unpredictable(prepared)
     found = [o for o, _ in Knowledge(prepared=other).seeds(history[:1])]
-    assert [o.partition(":")[0] for o in found] == ["heuristic", "heuristic"]
+    assert [o.partition(":")[0] for o in found] == ["heuristic", "heuristic", "traffic"]
 
 
 def test_what_would_widen_the_relaunched_front_most_is_relaunched_now_and_then(prepared: Prepared) -> None:

@@ -11,12 +11,15 @@ from pathlib import Path
 import pytest
 
 from tests.tuning.studies import STUDY, write
+from tuner.errors import BadInput
 from tuner.history.store import Store
 from tuner.records import Candidate, Measurement, RunState, Study, Trial, TrialState, Value, digest_of
 from tuner.simulator.cost import Coefficients, coefficients_of
+from tuner.traffic.advice import sequences_for
+from tuner.traffic.statistics import describe
 from tuner.tuning.calibrated_predictor import Knowledge
 from tuner.tuning.next_trial import minimal, propose
-from tuner.tuning.seeds import fronts_of, last_calibration
+from tuner.tuning.seeds import by_concurrency, fronts_of, last_calibration
 from tuner.tuning.study import Prepared, load
 
 NIGHT = datetime(2026, 3, 1, 22, 0, tzinfo=UTC)
@@ -226,3 +229,50 @@ def test_a_broken_baseline_is_predicted_by_the_last_calibration(tonight: Prepare
 def test_coefficients_that_cannot_be_read_are_none(kept: object) -> None:
     assert coefficients_of(FITTED.to_json()) == FITTED
     assert coefficients_of(kept) is None
+
+
+def test_M12_the_concurrency_of_the_trace_seeds_the_search(tonight: Prepared) -> None:
+    ((origin, candidate),) = by_concurrency(tonight)
+    enough = sequences_for(describe(tonight.trace))
+    assert enough is not None
+    assert origin == f"traffic: {enough} at once are enough"
+    levels = [int(v or 0) for v in tonight.space.levels["max_num_seqs"]]
+    assert candidate["max_num_seqs"] == min(v for v in levels if v >= enough)
+    assert "traffic" in {
+        o.partition(":")[0] for o, _ in Knowledge(prepared=tonight).seeds([baseline(tonight)])
+    }
+
+
+def test_M11_the_ladder_turns_one_knob_over_today_s_configuration(tonight: Prepared) -> None:
+    """From the lowest level, doubled; a space without max_num_seqs is refused."""
+    today = replace(tonight, baseline=Candidate({"block_size": 32}))
+    climbs = replace(today, file=today.file.model_copy(update={"sampler": "ladder"}))
+    first = propose(climbs, ())
+    assert first is not None
+    assert (first.origin, first.candidate) == ("baseline", climbs.baseline)
+    trials = [replace(baseline(tonight), candidate=climbs.baseline)]
+    for number, level in enumerate((4, 16), start=1):
+        found = propose(climbs, trials)
+        assert found is not None
+        assert (found.origin, found.candidate) == (
+            "ladder",
+            Candidate({"block_size": 32, "max_num_seqs": level}),
+        )
+        values = {"e2e_p95_ms": 1000.0 / level}
+        measured = (Measurement(values=values),)
+        trials.append(
+            replace(
+                trials[0],
+                id=number + 1,
+                number=number,
+                candidate=found.candidate,
+                origin=found.origin,
+                measurements=measured,
+            )
+        )
+
+
+def test_M11_a_ladder_needs_the_knob_that_it_climbs(tmp_path: Path) -> None:
+    path = write(tmp_path, STUDY + "sampler: ladder\n", "knobs: {block_size: [16, 32]}")
+    with pytest.raises(BadInput, match="sampler: ladder climbs max_num_seqs"):
+        load(path, store=None, now=NIGHT)

@@ -108,10 +108,14 @@ def show_end(store: "Store", study: "Study", run: "Run") -> None:
     """How a run ended: the verdict, the front beside the baseline, and how to pull the winner."""
     from tuner.commands import front
     from tuner.commands.running import pull_words
+    from tuner.search import ladder
 
     said = store.conclusion(run.id)
     typer.echo(f"{run.state.value}: {run.reason or 'it ended'}")
     front.show(store, study)
+    if rows := ladder.table(store.trials(study.id)):
+        title = f"the ladder: max_num_seqs doubled until p95 is worse by {ladder.WORSE:.0%}, then bisected"
+        print_table(ladder.COLUMNS, rows, title=title)
     if screened := run.summary.get("screened"):
         typer.echo(f"{screened} trials were screened in running engines; a front shows relaunched ones only")
     for line in list(conclusion_lines(said))[1:]:

@@ -78,6 +78,7 @@ class StudyRequest(BaseModel):
     )
     winner: Literal["slo", "knee"] | WeightsFile = "slo"
     live_limits: Literal["auto", "off"] = "auto"
+    sampler: Literal["tuner", "ladder"] = "tuner"
     quality: QualityFile | Literal["off"] = Field(default_factory=QualityFile)
     price_per_gpu_hour: float | None = Field(default=None, ge=0)
     budget: BudgetFile = Field(default_factory=BudgetFile)

@@ -22,13 +22,18 @@ def advise(numbers: "Statistics") -> tuple[str, ...]:
     )
 
 
-def _batch(numbers: "Statistics") -> Iterator[str]:
+def sequences_for(numbers: "Statistics") -> int | None:
+    """The max_num_seqs beyond which more buys nothing, by p99 concurrency; None where that is not known."""
     p99 = numbers.concurrency.get("p99")
-    if p99:
-        enough = 1 << (max(1, round(p99 * 1.5)) - 1).bit_length()
+    return 1 << (max(1, round(p99 * 1.5)) - 1).bit_length() if p99 else None
+
+
+def _batch(numbers: "Statistics") -> Iterator[str]:
+    enough = sequences_for(numbers)
+    if enough is not None:
         yield (
-            f"p99 concurrency {p99:.0f} ({numbers.concurrency_source}): max_num_seqs beyond {enough} buys "
-            "nothing unless the engine is slower than that"
+            f"p99 concurrency {numbers.concurrency['p99']:.0f} ({numbers.concurrency_source}):"
+            f" max_num_seqs beyond {enough} buys nothing unless the engine is slower than that"
         )
     if numbers.parallel_share > 0:
         yield (

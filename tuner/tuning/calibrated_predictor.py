@@ -18,7 +18,7 @@ from tuner.simulator.calibrate import Calibration, Observation, fit
 from tuner.simulator.cost import CARDS, Card, Coefficients, card_of, preset
 from tuner.simulator.predict import Predictor, Scene
 from tuner.tuning.live import changeable
-from tuner.tuning.seeds import Seed
+from tuner.tuning.seeds import Seed, by_concurrency
 from tuner.tuning.study import Prepared
 
 OBSERVED = 3
@@ -168,13 +168,15 @@ class Knowledge:
         near = at_levels(prepared, trials)
         known = self._uncalibrated() if base is None else self.calibrated((base,))
         if known is None:
-            return (*self.fronts, *heuristics.heuristics(prepared.space, near, prepared.known))
+            guides = heuristics.heuristics(prepared.space, near, prepared.known)
+            return (*self.fronts, *guides, *by_concurrency(prepared))
         first = () if base is None else (base,)
         space = around(prepared, near, trials) if screens(prepared, first) else prepared.space
         encoding, objectives = encode(space, trial_view.defaults_of(trials)), prepared.study.objectives
         picks = self.picks(space, known.predict, {})[:PICKS]
         plain = [acquisition.plain(known.predict, encoding, c, objectives) for c in picks]
-        return (*self.fronts, *((PICKED, candidate) for candidate in plain))
+        picked = [(PICKED, candidate) for candidate in plain]
+        return (*self.fronts, *picked, *by_concurrency(prepared))
 
     def picks(self, space: SearchSpace, predict: Batch, defaults: Mapping[str, Value]) -> list[Candidate]:
         """The study's pool of a space as the SLO policy would rank it by the predictions; what fails is left

@@ -9,7 +9,7 @@ from tuner.engine.effective import same
 from tuner.errors import NotFound
 from tuner.knobs.space import SearchSpace
 from tuner.records import Candidate, Trial, TrialState
-from tuner.search import acquisition, pareto, trial_view
+from tuner.search import acquisition, ladder, pareto, trial_view
 from tuner.search.candidate_sources import Suggestion, suggest
 from tuner.search.encoding import encode
 from tuner.search.feasibility import Regions
@@ -54,6 +54,8 @@ def propose(
     prepared: Prepared, trials: Sequence[Trial], help: Help = NO_HELP, knowledge: Knowledge | None = None
 ) -> Suggestion | None:
     """What the search proposes after these trials; a function of them alone (and of the seeds given)."""
+    if prepared.file.sampler == "ladder":
+        return _rung(prepared, trials)
     knowledge = knowledge or Knowledge(prepared=prepared)
     number = next_number(trials)
     served = trial_view.baseline_of(trials) is not None
@@ -84,6 +86,17 @@ def propose(
         if found is not None:
             return replace(found, candidate=minimal(prepared.space, trials, found.candidate))
     return None
+
+
+def _rung(prepared: Prepared, trials: Sequence[Trial]) -> Suggestion | None:
+    """The baseline, then it with the next rung's max_num_seqs; None at the end of the ladder."""
+    seed = trial_view.derive(prepared.study.seed, next_number(trials), "trial")
+    if not any(t.is_baseline for t in trial_view.latest(trials)):
+        return Suggestion(candidate=prepared.baseline, origin="baseline", seed=seed)
+    asked = {v: prepared.baseline.with_values(**{ladder.KNOB: v}) for v in prepared.space.levels[ladder.KNOB]}
+    levels = sorted(v for v, c in asked.items() if isinstance(v, int) and prepared.known(c) is None)
+    level = ladder.next_level(levels, ladder.rungs(trials))
+    return None if level is None else Suggestion(candidate=asked[level], origin=ladder.ORIGIN, seed=seed)
 
 
 def _promoted(prepared: Prepared, trials: Sequence[Trial]) -> Trial | None:

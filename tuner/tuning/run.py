@@ -204,17 +204,18 @@ class _Loop:
 
     def _how(self, trial: Trial, trials: Sequence[Trial]) -> How:
         """The baseline, relaunches and what is not worth screening get an engine of their own, which screens
-        others afterwards; a second try one for itself alone.
+        others afterwards; a second try and a rung of the ladder one for itself alone.
         """
         excused = {"stopped", "controller", "gate", "disk"}
         alone = any(t.cause not in excused for t in trials if t.number == trial.number)
         unproved = bool(trials) and not ready_of(self._bench.launches())
-        live = None if alone or unproved or not self._live.possible else self._live
+        climbs = self._bench.prepared.file.sampler == "ladder"
+        live = None if alone or unproved or climbs or not self._live.possible else self._live
         prepared, judge = self._bench.prepared, None
         before = [t for t in trials if t.number < trial.number]
         searched = not trial.is_baseline and trial.origin != RELAUNCHED
         screened = searched and live is not None and self._has_room(before) and screens(prepared, before)
-        if searched:
+        if searched and not climbs:
             judge = judge_of(prepared, trials, screened=screened)
         return How(live=live, own=not screened, defaults=trial_view.defaults_of(trials), judge=judge)
 
@@ -250,7 +251,7 @@ class _Loop:
         if trials and trials[-1].state is TrialState.ABORTED and not self._is_over():
             return None
         return reason_to_stop(
-            trials if self._limits.early else [],
+            trials if self._limits.early and self._bench.prepared.file.sampler != "ladder" else [],
             self._bench.prepared.study.objectives,
             self._bench.prepared.study.slo,
             done=self._done(trials) + self._due(trials),

@@ -8,10 +8,15 @@ from tuner.history.store import Store
 from tuner.records import Candidate, Study, Trial
 from tuner.search import pareto, trial_view
 from tuner.simulator.cost import Coefficients, coefficients_of
+from tuner.traffic.advice import sequences_for
+from tuner.traffic.statistics import describe
 from tuner.tuning.study import Prepared
 
 OWN_FRONTS, OTHER_FRONTS, OTHER_NODES = 4, 2, 3
 """Front members that are tried first: of the same node's last study, of another node's, of so many nodes."""
+
+_ENOUGH: dict[str, int | None] = {}
+"""By digest of a trace: it is asked at every proposal, and a trace does not change."""
 
 Seed = tuple[str, Candidate]
 """(origin, candidate)"""
@@ -74,6 +79,21 @@ def _as_here(prepared: Prepared, trial: Trial) -> Candidate:
     stated = {n: v for n, v in trial.effective.items() if n in levels and None not in levels[n]}
     named = {n: v for n, v in trial.candidate.items() if n in levels}
     return prepared.space.canonical({**stated, **named})
+
+
+def by_concurrency(prepared: Prepared) -> tuple[Seed, ...]:
+    """Today's configuration with the max_num_seqs that the trace's concurrency asks for, at the next level of
+    the space; nothing where the space does not turn it or the trace is too small to tell.
+    """
+    trace, levels = prepared.trace, prepared.space.levels.get("max_num_seqs", ())
+    if trace.digest not in _ENOUGH:
+        _ENOUGH[trace.digest] = sequences_for(describe(trace))
+    enough = _ENOUGH[trace.digest]
+    fitting = [v for v in levels if isinstance(v, int) and enough is not None and v >= enough]
+    if not fitting:
+        return ()
+    candidate = prepared.space.canonical(prepared.baseline.with_values(max_num_seqs=min(fitting)))
+    return ((f"traffic: {enough} at once are enough", candidate),)
 
 
 def last_calibration(store: Store, prepared: Prepared, before: datetime | None) -> Coefficients | None:

@@ -22,6 +22,7 @@ from tuner.knobs.space import SearchSpace
 from tuner.records import JSON, Candidate, EngineFacts, Node, Slice, Slo, Study, digest_of
 from tuner.replay.schedule import check_size
 from tuner.replay.timeline import PLANS, Plan
+from tuner.search import ladder
 from tuner.settings import Settings, shipped
 from tuner.simulator.cost import card_of
 from tuner.traffic import importers, slices
@@ -124,6 +125,10 @@ def prepare(
     max_model_len = _max_model_len(file, model, name)
     chosen = _slices(file, trace)
     _check_slices(trace, chosen, max_model_len, model, file, name)
+    if file.sampler == "ladder" and ladder.KNOB not in restricted.levels:
+        raise BadInput(
+            f"{name}: sampler: ladder climbs {ladder.KNOB}, which space '{space.name}' does not turn"
+        )
     identity = _identity(file, model_path, facts, node, trace, space, chosen)
     if restricted.inherited:
         # Before 0.2 candidates did not have these knobs: their trials are not comparable with ours.

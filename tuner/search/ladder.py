@@ -1,0 +1,86 @@
+"""The ladder: double max_num_seqs until the tail worsens, then bisect between the best and the next above.
+
+The tuning guides' own recipe: begin small, double, watch the tail latency, stop when it worsens. It turns one
+knob and leaves the rest as it runs today. A function of history, as every other search here.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tuner.records import Trial, TrialState
+from tuner.search import trial_view
+
+KNOB = "max_num_seqs"
+ORIGIN = "ladder"
+WORSE = 0.1
+"""Share by which a rung's tail must be above the best one's to count as worse."""
+TAIL = "e2e_p95_ms"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rung:
+    """One level that was tried, and its tail in milliseconds (+inf: it did not serve the traffic)."""
+
+    level: int
+    tail: float
+    trial: Trial
+
+
+def rungs(trials: Sequence[Trial], tail: str = TAIL) -> tuple[Rung, ...]:
+    """What the ladder has tried, in the order of the levels."""
+    found: dict[int, Rung] = {}
+    for trial in trial_view.latest(trials):
+        level = trial.candidate.get(KNOB)
+        if trial.origin == ORIGIN and isinstance(level, int) and trial.state is not TrialState.RUNNING:
+            found[level] = Rung(level=level, tail=_tail(trial, tail), trial=trial)
+    return tuple(found[level] for level in sorted(found))
+
+
+def _tail(trial: Trial, name: str) -> float:
+    measured = trial.measurement
+    if trial.state is not TrialState.COMPLETE or measured is None:
+        return math.inf
+    return measured.values.get(name, math.inf)
+
+
+def next_level(levels: Sequence[int], tried: Sequence[Rung], *, worse: float = WORSE) -> int | None:
+    """The level to try next, of `levels` in ascending order; None where the ladder is at its end.
+
+    While no rung above the best one is worse the next one is at least twice the highest; then halfway between
+    the best one and the next above it that was tried.
+    """
+    if not tried:
+        return levels[0] if levels else None
+    best = min(tried, key=lambda rung: (rung.tail, rung.level))
+    limit = best.tail * (1 + worse)
+    above_best = [r for r in tried if r.level > best.level]
+    if all(r.tail <= limit for r in above_best):
+        top = tried[-1].level
+        above = [level for level in levels if level > top]
+        return next((level for level in above if level >= 2 * top), above[-1] if above else None)
+    between = [level for level in levels if best.level < level < above_best[0].level]
+    return between[len(between) // 2] if between else None
+
+
+COLUMNS = (
+    "max_num_seqs", "p50 ms", "p95 ms", "p99 ms", "good/s", "tokens/s", "KV %", "preemptions", "<what",
+)  # fmt: skip
+
+
+def table(trials: Sequence[Trial], *, worse: float = WORSE) -> list[tuple[object, ...]]:
+    """The rungs as rows of COLUMNS; the last column says which was best and which were worse."""
+    tried = rungs(trials)
+    if not tried:
+        return []
+    best = min(tried, key=lambda rung: (rung.tail, rung.level))
+    rows: list[tuple[object, ...]] = []
+    for rung in tried:
+        values = rung.trial.measurement.values if rung.trial.measurement else {}
+        numbers = [values.get(f"e2e_{p}_ms") for p in ("p50", "p95", "p99")]
+        numbers += [values.get("goodput_rps"), values.get("output_tokens_per_s")]
+        kv = values.get("kv_usage_max")
+        said = rung.trial.reason or f"worse by more than {worse:.0%}"
+        word = "best" if rung is best else said if rung.tail > best.tail * (1 + worse) else ""
+        rows.append((rung.level, *numbers, None if kv is None else kv * 100, values.get("preemptions"), word))
+    return rows
