@@ -402,3 +402,12 @@ def test_a_level_that_another_knob_of_the_space_can_rescue_stays() -> None:
     made = space("knobs: {max_num_seqs: [64, 1024], max_num_batched_tokens: [2048, 8192]}")
     left = made.restricted(engine(), baseline={"max_num_active_seqs": 1024})
     assert left.levels["max_num_batched_tokens"] == (2048, 8192)
+
+
+def test_M21_the_presets_hold_what_their_guides_found_best() -> None:
+    """Voice: larger batches and another block size; translation: 16 sequences and 0.3 of a card."""
+    voice, translation = SHIPPED["voice"].levels, SHIPPED["translation"].levels
+    assert len(voice["block_size"]) > 1
+    assert max(int(v or 0) for v in voice["max_num_seqs"]) >= 500
+    assert {1, 2, 4, 8, 16, 32} <= set(translation["max_num_seqs"])
+    assert 0.3 in translation["gpu_memory_utilization"]
