@@ -125,10 +125,7 @@ def prepare(
     max_model_len = _max_model_len(file, model, name)
     chosen = _slices(file, trace)
     _check_slices(trace, chosen, max_model_len, model, file, name)
-    if file.sampler == "ladder" and ladder.KNOB not in restricted.levels:
-        raise BadInput(
-            f"{name}: sampler: ladder climbs {ladder.KNOB}, which space '{space.name}' does not turn"
-        )
+    _check_ladder(file, restricted, name)
     identity = _identity(file, model_path, facts, node, trace, space, chosen)
     if restricted.inherited:
         # Before 0.2 candidates did not have these knobs: their trials are not comparable with ours.
@@ -304,6 +301,11 @@ def _check_slices(
                 f"{name}: slice {part.name} has a request of {longest} tokens, the engine takes"
                 f" {max_model_len}; {more}"
             )
+
+
+def _check_ladder(file: StudyFile, space: SearchSpace, name: str) -> None:
+    if file.sampler == "ladder" and ladder.KNOB not in space.levels:
+        raise BadInput(f"{name}: sampler: ladder climbs {ladder.KNOB}; space '{space.name}' does not turn it")
 
 
 def _check_baseline(baseline: Candidate, facts: EngineFacts, env: Mapping[str, str], name: str) -> None:
