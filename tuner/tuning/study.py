@@ -120,12 +120,11 @@ def prepare(
     command, facts, node = host.command, host.facts, host.node
     baseline = Candidate(file.baseline)
     _check_baseline(baseline, facts, file.engine.env, name)
-    restricted = space.restricted(facts, env=file.engine.env, baseline=baseline, unjudged=no_judgement(file))
+    restricted = _turned(space, file, facts, baseline, name)
     always = _fixed(file.engine.args, facts, restricted, name)
     max_model_len = _max_model_len(file, model, name)
     chosen = _slices(file, trace)
     _check_slices(trace, chosen, max_model_len, model, file, name)
-    _check_ladder(file, restricted, name)
     identity = _identity(file, model_path, facts, node, trace, space, chosen)
     if restricted.inherited:
         # Before 0.2 candidates did not have these knobs: their trials are not comparable with ours.
@@ -303,9 +302,14 @@ def _check_slices(
             )
 
 
-def _check_ladder(file: StudyFile, space: SearchSpace, name: str) -> None:
-    if file.sampler == "ladder" and ladder.KNOB not in space.levels:
+def _turned(
+    space: SearchSpace, file: StudyFile, facts: EngineFacts, baseline: Candidate, name: str
+) -> SearchSpace:
+    """What of the space this study can turn."""
+    found = space.restricted(facts, env=file.engine.env, baseline=baseline, unjudged=no_judgement(file))
+    if file.sampler == "ladder" and ladder.KNOB not in found.levels:
         raise BadInput(f"{name}: sampler: ladder climbs {ladder.KNOB}; space '{space.name}' does not turn it")
+    return found
 
 
 def _check_baseline(baseline: Candidate, facts: EngineFacts, env: Mapping[str, str], name: str) -> None:
