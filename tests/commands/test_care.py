@@ -158,6 +158,9 @@ def test_one_of_several_engines_is_picked_by_name(home: Path, tmp_path: Path) ->
     ]
     values.write_text(yaml.safe_dump({"servingEngineSpec": {"modelSpec": specs}}))
     done = call(home, "baseline", "import", values, "--pick", "batch", "--json")
-    assert json.loads(done.stdout)["study"]["baseline"] == {"max_num_seqs": 512}
+    assert json.loads(done.stdout)["study"]["baseline"] == {
+        "enable_prefix_caching": False,  # what the chart writes where the values say nothing
+        "max_num_seqs": 512,
+    }
     wrong = call(home, "baseline", "import", values, "--pick", "bach")
     assert "did you mean 'batch'?" in str(wrong.exception)
