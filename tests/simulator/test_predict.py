@@ -121,6 +121,26 @@ def test_without_async_scheduling_the_host_works_between_steps() -> None:
     assert off.values["e2e_p95_ms"] > on.values["e2e_p95_ms"]
 
 
+def test_two_cards_halve_the_work_and_pay_for_the_sums() -> None:
+    one, two = (StepCost(FACTS, H100.group(ranks), Coefficients()) for ranks in (1, 2))
+    slow = StepCost(FACTS, replace(H100, link=25e9).group(2), Coefficients())
+    decode, prompt = Step(decodes=32, context=32_000), Step(prefill_tokens=8192, prefills=4)
+    assert one(decode) > two(decode) > one(decode) / 2
+    assert one(prompt) > two(prompt) > one(prompt) / 2
+    assert slow(prompt) > one(prompt) - 0.5 * (one(prompt) - two(prompt))
+    budget = Budget(max_num_seqs=1024, max_num_batched_tokens=8192)
+    assert profile(FACTS, H100.group(2), budget).kv_gib > 2.2 * profile(FACTS, H100, budget).kv_gib
+
+
+def test_a_tensor_parallel_candidate_needs_its_cards() -> None:
+    asked = Candidate({"tensor_parallel_size": 2})
+    alone, pair = (Predictor(scene(gpus=gpus), preset(H100), spreads=False) for gpus in (1, 2))
+    assert not alone([asked])[0].feasible
+    (split,), (whole,) = pair([asked]), pair([Candidate()])
+    assert split.feasible
+    assert split.values["tpot_p95_ms"] < whole.values["tpot_p95_ms"]
+
+
 SHAPE_32B = read(str(Path(benchmark.__file__).parent / "h100" / "qwen2.5-32b-shape"), env={})
 BOOTS = [  # model, knobs of the budget, compiled, KV GiB, graphs GiB; vLLM 0.25.1 on one H100
     (SHAPE_32B, {"max_num_seqs": 1024, "max_num_batched_tokens": 8192}, False, 10.05, 1.13),

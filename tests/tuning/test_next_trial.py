@@ -369,5 +369,5 @@ def test_layout_knobs_that_one_card_leaves_at_one_do_not_end_predictions(prepare
         )
         found = card_for(made)
         assert (found if isinstance(found, str) else found.name) == (
-            card or "the simulator does not know parallel engines"
+            card or "the simulator does not know pipeline and data parallel engines"
         )

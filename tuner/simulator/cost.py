@@ -16,6 +16,7 @@ from tuner.knobs.model import ModelFacts
 from tuner.simulator.state import Step
 
 GIB = float(1 << 30)
+_HOP_S = 10e-6  # for cards to meet at a sum, however little they add
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,20 @@ class Card:
     max_num_batched_tokens: int = 2048
     block_size: int = 16
     reserved_gib: float = 0.24  # context, libraries: outside the engine's own allocations
+    link: float = 25e9  # bytes/s from one card to the others of its host, one way; PCIe unless it has more
+    ranks: int = 1  # cards that share every layer
+
+    def group(self, ranks: int) -> "Card":
+        """So many of these cards as one: tensor parallelism splits weights, KV memory and work evenly."""
+        return replace(
+            self,
+            flops=self.flops * ranks,
+            bandwidth=self.bandwidth * ranks,
+            memory_gib=self.memory_gib * ranks,
+            pcie=self.pcie * ranks,
+            reserved_gib=self.reserved_gib * ranks,
+            ranks=ranks,
+        )
 
 
 _CARDS = (
@@ -43,6 +58,7 @@ _CARDS = (
         bandwidth=3.35e12,
         memory_gib=79.18,
         pcie=55e9,
+        link=450e9,
         max_num_seqs=1024,
         max_num_batched_tokens=8192,
     ),
@@ -53,11 +69,26 @@ _CARDS = (
         bandwidth=4.8e12,
         memory_gib=139.8,
         pcie=55e9,
+        link=450e9,
         max_num_seqs=1024,
         max_num_batched_tokens=8192,
     ),
-    Card(name="a100-40", title="NVIDIA A100-SXM4-40GB", flops=312e12, bandwidth=1.555e12, memory_gib=39.39),
-    Card(name="a100-80", title="NVIDIA A100-SXM4-80GB", flops=312e12, bandwidth=2.039e12, memory_gib=79.15),
+    Card(
+        name="a100-40",
+        title="NVIDIA A100-SXM4-40GB",
+        flops=312e12,
+        bandwidth=1.555e12,
+        memory_gib=39.39,
+        link=300e9,
+    ),
+    Card(
+        name="a100-80",
+        title="NVIDIA A100-SXM4-80GB",
+        flops=312e12,
+        bandwidth=2.039e12,
+        memory_gib=79.15,
+        link=300e9,
+    ),
     Card(name="a4500", title="NVIDIA RTX A4500", flops=94.6e12, bandwidth=0.64e12, memory_gib=19.7),
     Card(name="l40s", title="NVIDIA L40S", flops=362e12, bandwidth=0.864e12, memory_gib=44.39),
     Card(
@@ -67,6 +98,7 @@ _CARDS = (
         bandwidth=1.792e12,
         memory_gib=31.36,
         pcie=55e9,
+        link=55e9,
     ),
     Card(
         name="cpu",
@@ -169,12 +201,16 @@ class StepCost:
         self.pair_s = 4.0 * facts.layers * width / (card.flops * coefficients.attention)
         self.block_bytes = self.kv_bytes * block_size
         self.swap_s = self.block_bytes / card.pcie
+        sums = 2 * facts.layers if card.ranks > 1 else 0
+        share = 2 * (card.ranks - 1) / card.ranks * facts.hidden * facts.dtype_bytes / card.link
+        self.sums_s, self.sum_token_s = sums * _HOP_S, sums * share
 
     def _dense(self, tokens: int, sampled: int) -> float:
         """The layers' matrix products: bound by reading the weights for few tokens, by compute for many."""
         padded = self.sizes[bisect_left(self.sizes, tokens)] if self._captured(tokens) else tokens
         compute = padded * self.token_s + sampled * self.head_s
-        return float((compute**4 + self.weights_s**4) ** 0.25)
+        dense = float((compute**4 + self.weights_s**4) ** 0.25)
+        return dense + self.sums_s + padded * self.sum_token_s
 
     def _captured(self, tokens: int) -> bool:
         return bool(self.sizes) and tokens <= self.sizes[-1]

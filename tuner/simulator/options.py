@@ -155,13 +155,14 @@ class Options:
     access_log: bool
     stream_interval: int
     offload_gib: float
+    ranks: int
     given: Mapping[str, Value | list[str]]
 
     def cost(self, facts: ModelFacts, card: Card, coefficients: Coefficients) -> StepCost:
         """What this engine's steps take."""
         return StepCost(
             facts,
-            card,
+            card.group(self.ranks),
             coefficients,
             block_size=self.limits.block_size,
             capture_most=self.budget.capture_most,
@@ -190,8 +191,14 @@ def resolve(argv: Sequence[str], card: Card, facts: ModelFacts, env: Mapping[str
     return settle(parser().parse_args(list(argv)), card, facts, env)
 
 
-def settle(args: argparse.Namespace, card: Card, facts: ModelFacts, env: Mapping[str, str]) -> Options:
-    """The same for arguments already parsed. Refused from a rule."""
+def settle(
+    args: argparse.Namespace, card: Card, facts: ModelFacts, env: Mapping[str, str], gpus: int = 1
+) -> Options:
+    """The same for arguments already parsed, on so many cards. Refused from a rule."""
+    world = args.tensor_parallel_size * args.pipeline_parallel_size
+    if world > gpus:
+        words = f"World size ({world}) is larger than the number of available GPUs ({gpus}) in this node."
+        raise _invalid("ParallelConfig", words, "ArgsKwargs((), {'pipeline_parallel_size'...")
     model = args.model_tag or args.model
     length = args.max_model_len or facts.max_len
     if length > facts.max_len and env.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") != "1":
@@ -218,6 +225,7 @@ def settle(args: argparse.Namespace, card: Card, facts: ModelFacts, env: Mapping
         and args.uvicorn_log_level in ("info", "debug", "trace"),
         stream_interval=max(1, args.stream_interval),
         offload_gib=args.kv_offloading_size or 0.0,
+        ranks=args.tensor_parallel_size,
         given=_non_default(args),
     )
 
@@ -290,10 +298,6 @@ def _limits(args: argparse.Namespace, card: Card, length: int) -> Limits:
 
 def _check(args: argparse.Namespace, seqs: int, batched: int, length: int, chunked: bool) -> None:
     given = "ArgsKwargs((), {'runner_t..., 'stream_interval': 1})"
-    if args.tensor_parallel_size * args.pipeline_parallel_size > 1:
-        world = args.tensor_parallel_size * args.pipeline_parallel_size
-        words = f"World size ({world}) is larger than the number of available GPUs (1) in this node."
-        raise _invalid("ParallelConfig", words, "ArgsKwargs((), {'pipeline_parallel_size'...")
     if seqs < 1:
         raise _invalid("SchedulerConfig", "max_num_seqs must be greater than or equal to 1.", given)
     if batched < seqs:

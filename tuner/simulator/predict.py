@@ -49,6 +49,7 @@ class Scene:
     env: Mapping[str, str] = field(default_factory=dict)
     deadline_s: float | None = None
     cut: bool = True
+    gpus: int = 1
 
     @property
     def patience(self) -> float:
@@ -75,8 +76,8 @@ def options_of(scene: Scene, knobs: Mapping[str, Value]) -> tuple[Options, Memor
     known = dict(_plain())
     known.update({name: value for name, value in given.items() if name in known and value is not None})
     known["model"] = scene.facts.name
-    options = settle(Namespace(**known), scene.card, scene.facts, scene.env)
-    memory = profile(scene.facts, scene.card, options.budget)
+    options = settle(Namespace(**known), scene.card, scene.facts, scene.env, scene.gpus)
+    memory = profile(scene.facts, scene.card.group(options.ranks), options.budget)
     _, _, size = str(given.get("preemption") or "recompute").partition(":")
     host_gib = float(size) if size else options.offload_gib
     return options.with_blocks(memory.blocks, host_blocks(scene.facts, options, host_gib)), memory

@@ -52,8 +52,8 @@ def card_for(prepared: Prepared) -> Card | str:
         return "the simulator does not predict max_speed"
     if engine.kind == "simulated":
         return card_of(engine.card)
-    if _parallel({name: (value,) for name, value in engine.args.items()} | {**prepared.space.levels}):
-        return "the simulator does not know parallel engines"
+    if _spread({name: (value,) for name, value in engine.args.items()} | {**prepared.space.levels}):
+        return "the simulator does not know pipeline and data parallel engines"
     if facts.platform == "cpu":
         return CARDS["cpu"]
     titles = {card.title: card for card in CARDS.values()}
@@ -62,10 +62,11 @@ def card_for(prepared: Prepared) -> Card | str:
     return f"the simulator does not know the card '{facts.gpu_name or facts.platform}'"
 
 
-def _parallel(values: Mapping[str, Sequence[object]]) -> bool:
-    """Whether any of these may spread an engine over several cards."""
-    layouts = (v for name, v in values.items() if name.replace("-", "_").endswith("_parallel_size"))
-    return any(size not in (None, 1) for sizes in layouts for size in sizes)
+def _spread(values: Mapping[str, Sequence[object]]) -> bool:
+    """Whether any of these may put stages or replicas of an engine on several cards."""
+    layouts = ("pipeline_parallel_size", "data_parallel_size")
+    sizes = (each for name, each in values.items() if name.replace("-", "_") in layouts)
+    return any(size not in (None, 1) for each in sizes for size in each)
 
 
 def scene_of(prepared: Prepared, card: Card) -> Scene:
@@ -82,6 +83,7 @@ def scene_of(prepared: Prepared, card: Card) -> Scene:
         slo=prepared.study.slo,
         args=args,
         env=engine.env,
+        gpus=max(1, prepared.facts.gpu_count),
     )
 
 
