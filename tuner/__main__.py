@@ -1,5 +1,26 @@
-"""`python -m tuner` is the `tuner` command."""
+"""The program `tuner`, also `python -m tuner`."""
 
-from tuner.cli import main
+import os
+import signal
+import sys
+from types import FrameType
 
-main()
+RUNS = (["tune"], ["demo"], ["schedule", "run"])
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    os._exit(8)  # errors.INTERRUPTED, which may not be loaded yet
+
+
+def main() -> None:
+    """Run the command line. A signal ends a run with exit code 8, also while its code is being loaded."""
+    if any(sys.argv[1 : 1 + len(words)] == words for words in RUNS):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, _leave)
+    from tuner.cli import main as command_line
+
+    command_line()
+
+
+if __name__ == "__main__":
+    main()

@@ -6,6 +6,9 @@ from difflib import get_close_matches
 from tuner import masking
 from tuner.records import Violation
 
+INTERRUPTED = 8
+"""Exit code of a run that was stopped by a signal and can be resumed."""
+
 
 class TunerError(Exception):
     """The root: anything the tuner says on purpose. `exit_code` is what the command line ends with.

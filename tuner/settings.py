@@ -15,17 +15,32 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 
 class Settings(BaseSettings):
-    """`TUNER_HOME` holds trial directories, logs, traces and, without `TUNER_DATABASE_URL`, the database."""
+    """`TUNER_HOME` holds trial directories, logs, traces and, without `TUNER_DATABASE_URL`, the database.
+    `TUNER_ARTIFACTS`: a folder that several hosts mount, or a URL, where traces are kept for all of them.
+    """
 
     model_config = SettingsConfigDict(env_prefix="TUNER_", extra="ignore")
 
     home: Path = Field(default_factory=_home)
     database_url: str = ""
+    artifacts: str = ""
 
     @property
     def url(self) -> str:
         """SQLAlchemy URL of the history database."""
         return self.database_url or f"sqlite:///{self.home / 'tuner.db'}"
+
+
+def under_home(stored: str, home: Path | None = None) -> Path:
+    """Where a folder or file of a trial lies now: in this home, wherever the home was when the path was
+    written; the path itself where this home has no such file.
+    """
+    parts = Path(stored).parts
+    if "trials" not in parts:
+        return Path(stored)
+    last = len(parts) - 1 - parts[::-1].index("trials")
+    here = (home or Settings().home).joinpath(*parts[last:])
+    return here if here.exists() else Path(stored)
 
 
 def shipped(*parts: str) -> Path:

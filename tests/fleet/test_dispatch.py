@@ -275,3 +275,35 @@ def test_a_cluster_where_nobody_listens_is_told_at_once(scheme: str) -> None:
         address = f"{scheme}127.0.0.1:{bound.getsockname()[1]}"
         with pytest.raises(Unavailable, match="no Ray cluster answers at"):
             connect(address)
+
+
+def test_parts_that_are_cancelled_write_their_ends_before_the_whole_returns() -> None:
+    """One that ends at once must not take the leases from one that still writes; nor must one that fails."""
+    written: list[str] = []
+
+    async def part(name: str, end_s: float) -> dispatch.Ended:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(end_s)
+            written.append(name)
+        raise AssertionError
+
+    async def fails() -> dispatch.Ended:
+        raise OSError("disk")
+
+    async def cancelled() -> None:
+        whole = asyncio.ensure_future(dispatch.to_their_ends([part("quick", 0.0), part("slow", 0.2)]))
+        await asyncio.sleep(0.01)
+        whole.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await whole
+        assert written == ["quick", "slow"]
+
+    async def failed() -> None:
+        with pytest.raises(OSError, match="disk"):
+            await dispatch.to_their_ends([fails(), part("other", 0.1)])
+        assert written[2:] == ["other"]
+
+    asyncio.run(cancelled())
+    asyncio.run(failed())

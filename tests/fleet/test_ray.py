@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from tests.fleet.raycluster import (
     wait_for,
 )
 from tuner import processes
-from tuner.errors import Conflict
+from tuner.errors import INTERRUPTED, Conflict, NotFound
 from tuner.records import Profile, ProfileKey, RunState, Trial, TrialState
 
 pytestmark = pytest.mark.cluster
@@ -230,3 +231,63 @@ def test_a_run_whose_node_is_lost_goes_on_on_a_free_node_of_its_class(
     states = [(t.number, t.state, t.cause) for t in trials_of(cluster, VICTIM, "moved")]
     assert states[0] == (0, TrialState.ABORTED, "node_lost")
     assert cluster.store().run(run.id).state is RunState.CANCELLED
+
+
+def runs_of(cluster: Cluster, name: str) -> dict[str, str]:
+    """The run of each node that has begun one of a study."""
+    try:
+        store = cluster.store()
+    except NotFound:
+        return {}
+    return {s.node: run.id for s in store.studies() if s.name == name for run in store.runs(s.id)}
+
+
+def test_a_node_whose_part_has_ended_takes_over_a_lost_one_while_others_go_on(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """Of three nodes small-1 is done, small-2's raylet is killed, and large is still at work."""
+    if not any(VICTIM in " ".join(process.cmdline()) for process in cluster.processes()):
+        cluster.type(next(line for line in STARTS if VICTIM in line))  # the test before killed it
+    log = tmp_path / "taken.log"
+    with cluster.started(f"tuner tune {another(tmp_path, 'taken')} --on auto", log) as command:
+        wait_for(lambda: set(runs_of(cluster, "taken")) == set(NODES), alive=command)
+        runs = runs_of(cluster, "taken")
+        cluster.type(f"tuner run cancel {runs['small-1']}")
+        wait_for(lambda: cluster.store().run(runs["small-1"]).state is RunState.CANCELLED, alive=command)
+        wait_for(lambda: "small-1" not in leased(cluster), alive=command)
+        assert "large" in leased(cluster)
+        wait_for(lambda: serving(cluster, VICTIM, 0, "taken") is not None, alive=command)
+        cluster.kill_node(VICTIM)
+        wait_for(lambda: "the run goes on on node small-1" in log.read_text(), alive=command)
+        assert leased(cluster) == set(NODES)
+        command.send_signal(signal.SIGTERM)
+        command.send_signal(signal.SIGINT)
+        assert command.wait(600) == INTERRUPTED, log.read_text()
+    assert_ended_by_signal(cluster, "taken", log)
+
+
+def leased(cluster: Cluster) -> set[str]:
+    return {lease.node for lease in cluster.store().leases(now=datetime.now(UTC))}
+
+
+def assert_ended_by_signal(cluster: Cluster, name: str, log: Path) -> None:
+    """No trial and no lease is left, nothing but sentences was printed."""
+    assert "Traceback" not in log.read_text()
+    states = [t.state for node in NODES for t in trials_of(cluster, node, name)]
+    assert TrialState.RUNNING not in states
+    assert leased(cluster) == set()
+
+
+@pytest.mark.parametrize("after_s", [0.1, 1.0, 4.0, 8.0])
+def test_a_signal_ends_a_run_on_many_nodes_with_8_at_any_moment(
+    cluster: Cluster, tmp_path: Path, after_s: float
+) -> None:
+    name = f"stopped-{after_s:g}"
+    log = tmp_path / "stopped.log"
+    with cluster.started(
+        f"tuner tune {another(tmp_path, name)} --on auto --nodes name=large", log
+    ) as command:
+        time.sleep(after_s)
+        command.send_signal(signal.SIGTERM)
+        assert command.wait(600) == INTERRUPTED, log.read_text()
+    assert_ended_by_signal(cluster, name, log)

@@ -1,11 +1,14 @@
 """`tuner db`: the history database."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tuner.commands.common import now, open_store, say, settings
+
+if TYPE_CHECKING:
+    from tuner.history.store import Store
 
 app = typer.Typer(help="The history database.", no_args_is_help=True)
 
@@ -20,11 +23,51 @@ def upgrade() -> None:
 
 
 @app.command("backup")
-def backup(to: Annotated[Path, typer.Argument(help="A new file, or a folder to put one in.")]) -> None:
-    """Write a consistent copy of an SQLite database while it is in use."""
-    from tuner.history.copy import backup as write
+def backup(
+    to: Annotated[Path, typer.Argument(help="A new file, or a folder to put one in.")],
+    full: Annotated[
+        bool,
+        typer.Option("--full", help="An archive with traces, nodes and notifications too."),
+    ] = False,
+) -> None:
+    """Write a consistent copy of an SQLite database while it is in use; with --full of any database."""
+    from tuner.history import copy
 
-    say(f"wrote {write(open_store(), to, now=now())}")
+    store = open_store()
+    if not full:
+        say(f"wrote {copy.backup(store, to, now=now())}")
+        return
+    files = _files(store, settings().home)
+    wrote = copy.pack(store, files, to, now=now())
+    say(f"wrote {wrote}: the history and {len(files)} files; it holds secrets")
+
+
+def _files(store: "Store", home: Path) -> dict[str, Path]:
+    """What belongs to a history beside its database, by its name in the home. What is missing is said."""
+    from tuner.errors import NotFound
+    from tuner.traffic import kept
+
+    folders = [*home.glob("nodes/*.yaml"), *home.glob("studies/*"), home / "notify.yaml"]
+    files = {str(path.relative_to(home)): path for path in folders if path.is_file()}
+    for each in store.traces():
+        try:
+            _, path = kept.find(each.digest, each.path)
+        except NotFound as error:
+            say(f"left out: {error}")
+            continue
+        files[f"traces/trace-{each.digest[:12]}.parquet"] = path
+    return files
+
+
+@app.command("restore")
+def restore(
+    archive: Annotated[Path, typer.Argument(help="What `tuner db backup --full` wrote.")],
+) -> None:
+    """Put a full backup into this TUNER_HOME and its database, which must be empty; of any release before."""
+    from tuner.history.copy import unpack
+
+    count = unpack(archive, settings().home, settings().url)
+    say(f"restored the history and {count} files into {settings().home}")
 
 
 @app.command("copy")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from tuner.commands.common import open_store, say, settings
-from tuner.commands.running import pull_words
+from tuner.commands.running import ends_by_signal, pull_words
 
 STUDY = """\
 # Written by `tuner demo`: the simulated engine on a slice of the Azure conversation trace.
@@ -28,6 +28,7 @@ seed: 7
 """
 
 
+@ends_by_signal()
 def demo(
     trials: Annotated[int, typer.Option(min=2, help="How many trials.")] = 10,
     home: Annotated[Path | None, typer.Option(help="Where to keep it; TUNER_HOME/demo else.")] = None,

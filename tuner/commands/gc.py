@@ -61,10 +61,15 @@ def gc(
 
 
 def _trials(store: "Store", home: Path, before: datetime, apply: bool) -> tuple[int, int]:
-    """Folders under this home only: what the history says of another machine is that machine's."""
+    """Folders under this home only, wherever it lay when they were written: what the history says of another
+    machine is that machine's.
+    """
+    from tuner.settings import under_home
+
     ours = home.resolve()
-    gone = [each for each in store.leftovers(before) if ours in Path(each.directory).resolve().parents]
-    folders = {Path(each.directory) for each in gone}
+    placed = [(each, under_home(each.directory, home)) for each in store.leftovers(before)]
+    gone = [each for each, folder in placed if ours in folder.resolve().parents]
+    folders = {folder for _, folder in placed if ours in folder.resolve().parents}
     size = sum(file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file())
     if apply:
         for folder in folders:

@@ -3,38 +3,75 @@
 import os
 import shlex
 import shutil
+import signal
 import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
+from tuner.errors import INTERRUPTED
+
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine, Iterator
     from typing import Any
 
     from tuner.records import Study
     from tuner.tuning.events import Tell
 
 T = TypeVar("T")
-INTERRUPTED = 8
-"""Exit code of a run that was stopped by a signal and can be resumed."""
+ENDING = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def ends_by_signal() -> "Iterator[None]":
+    """The first SIGINT or SIGTERM within ends the process with exit code 8, whatever it does just then; while
+    work is `interruptible`, once that has stopped. Later ones change nothing: engines are being stopped.
+    """
+    before = {number: signal.signal(number, _end) for number in ENDING}
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    finally:
+        _now.cancel, _now.came = None, False
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@dataclass(slots=True)
+class _Now:
+    """Whether a signal to end came, and what cancels the work that is being done."""
+
+    came: bool = False
+    cancel: "Callable[[], object] | None" = None
+
+
+_now = _Now()
+
+
+def _end(number: int, frame: object) -> None:
+    if _now.came:
+        return
+    _now.came = True
+    if _now.cancel is None:
+        raise KeyboardInterrupt
+    _now.cancel()
 
 
 def interruptible(work: "Coroutine[Any, Any, T]", tell: "Tell") -> T:
-    """Do the work; SIGINT and SIGTERM cancel it, and the process ends with exit code 8."""
+    """Do the work; a signal cancels it, within `ends_by_signal`. KeyboardInterrupt when it has stopped."""
     import asyncio
-    import signal
 
     import uvloop
 
     from tuner.tuning.events import Event
 
     async def main() -> T:
-        task = asyncio.ensure_future(work)
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, task.cancel)
+        task, loop = asyncio.ensure_future(work), asyncio.get_running_loop()
+        _now.cancel = lambda: loop.call_soon_threadsafe(task.cancel)
         return await task
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -42,7 +79,10 @@ def interruptible(work: "Coroutine[Any, Any, T]", tell: "Tell") -> T:
             return runner.run(main())
         except asyncio.CancelledError:
             tell(Event(kind="note", text="stopped; the same command goes on with this run"))
-            raise typer.Exit(INTERRUPTED) from None
+            raise KeyboardInterrupt from None
+        finally:
+            _now.cancel = None
+            work.close()
 
 
 def program() -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tuner.commands.common import Json, now, open_store, print_json, print_table, say, settings
+from tuner.commands.running import ends_by_signal
 
 if TYPE_CHECKING:
     from tuner.fleet.schedule import Firing
@@ -165,6 +166,7 @@ def upcoming(
 
 
 @app.command("run")
+@ends_by_signal()
 def run_now(name: Name, as_json: Json = False) -> None:
     """Run what is due now, until the window's end; for cron, systemd timers and CronJobs.
 

@@ -47,8 +47,7 @@ def open_trace(ref: str) -> "tuple[Trace, Path]":
     trace by name, digest or beginning of the digest.
     """
     from tuner.errors import NotFound, nearest
-    from tuner.traffic import importers
-    from tuner.traffic import trace as traces
+    from tuner.traffic import importers, kept
     from tuner.traffic.capture.files import find
 
     path = find(ref, captures()) or Path(ref).expanduser()
@@ -65,7 +64,7 @@ def open_trace(ref: str) -> "tuple[Trace, Path]":
     except NotFound:
         known = {t.name for t in store.traces()}
         raise NotFound(f"there is no file {path} and no known trace '{ref}'{nearest(ref, known)}") from None
-    return traces.read(Path(stored.path)), Path(stored.path)
+    return kept.find(stored.digest, stored.path)
 
 
 @app.command("import")
@@ -138,6 +137,7 @@ def _fetched(source: str) -> Iterator[Path]:
 
 def _keep(trace: "Trace", path: Path, name: str) -> None:
     from tuner.errors import Unavailable
+    from tuner.traffic import kept
     from tuner.traffic import trace as traces
 
     _check_name(name)
@@ -148,6 +148,7 @@ def _keep(trace: "Trace", path: Path, name: str) -> None:
         traces.write(trace, path)
     except OSError as error:
         raise Unavailable(f"cannot write {path}: {error.strerror or error}") from error
+    kept.keep(trace, settings().home, name)
     meta = {**trace.meta, "requests": len(trace), "duration_s": trace.duration_s}
     store.add_trace(trace.digest, name, str(path.resolve()), meta, now())
     if before != name:
@@ -185,7 +186,7 @@ def list_traces(as_json: Json = False) -> None:
         print_json(traces)
         return
     rows = ([t.name, t.digest[:12], t.meta.get("requests"), t.created_at, t.path] for t in traces)
-    print_table(["<name", "<digest", "requests", "<taken in", "<path"], rows)
+    print_table(["<name", "<digest", "requests", "<taken in", "<taken from"], rows)
 
 
 @app.command("show")

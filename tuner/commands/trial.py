@@ -31,6 +31,8 @@ def find_trial(study: str, number: int, attempt: int | None) -> "Trial":
 @app.command("show")
 def show(study: StudyRef, number: Number, attempt: Attempt = None, as_json: Json = False) -> None:
     """Show one trial: its configuration, its numbers, how it ended."""
+    from tuner.settings import under_home
+
     trial = find_trial(study, number, attempt)
     if as_json:
         print_json(trial)
@@ -40,7 +42,8 @@ def show(study: StudyRef, number: Number, attempt: Attempt = None, as_json: Json
     )
     if trial.reason:
         typer.echo(why(trial))
-    typer.echo(f"directory: {trial.directory or 'not on this host'}")
+    where = under_home(trial.directory) if trial.directory else "not on this host"
+    typer.echo(f"directory: {where}")
     names = sorted({name for m in trial.measurements for name in m.values})
     heads = [f"{m.purpose} {m.repeat}" for m in trial.measurements]
     print_table(
@@ -58,12 +61,11 @@ def log(
     lines: Annotated[int, typer.Option(help="How many lines from the end; 0 = all.")] = 40,
 ) -> None:
     """Print the engine's log of a trial; of one that failed, why and the line that says so come first."""
-    from pathlib import Path
-
     from tuner.errors import NotFound
+    from tuner.settings import under_home
 
     trial = find_trial(study, number, attempt)
-    path = Path(_where(trial) or "") / "engine.log"
+    path = under_home(_where(trial) or "") / "engine.log"
     if not path.is_file():
         raise NotFound(f"the log {path} is not on this host any more")
     whole = path.read_text(errors="replace")

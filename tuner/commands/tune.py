@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tuner.commands.common import Json, now, open_store, print_json, print_windows, say, settings, windows
-from tuner.commands.running import INTERRUPTED, interruptible
+from tuner.commands.running import ends_by_signal, interruptible
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tuner.tuning.study import Prepared
 
 
+@ends_by_signal()
 def tune(
     study: Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="The study file.")],
     trials: Annotated[
@@ -151,11 +152,8 @@ def on_its_node(
         if (reason := schedule.too_short(known, (end - now()).total_seconds(), min_trials)) is not None:
             raise Conflict(f"the run is not begun: {reason}")
     taken = handover.handed_over(store, prepared.node, home=home, clock=now, say=say)
-    try:
-        with notify.failures(home, study, clock=now, say=say), taken as held:
-            run = execute(prepared, held, limits, quiet=quiet, listen=listen)
-    except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED) from None
+    with notify.failures(home, study, clock=now, say=say), taken as held:
+        run = execute(prepared, held, limits, quiet=quiet, listen=listen)
     notify.concluded(home, store, study, run, clock=now, say=say)
     return run
 

@@ -5,12 +5,13 @@ launches happen on the node. What one node's front found seeds the searches that
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from tuner.errors import BadInput, Conflict, TunerError
+from tuner.errors import BadInput, Conflict, TunerError, Unavailable
 from tuner.fleet import dispatch_ray, leases, nodes
 from tuner.fleet.dispatch_ray import Hand, Member, Remote
 from tuner.history.store import Store
@@ -62,10 +63,11 @@ class Ended:
 
 @dataclass(slots=True, kw_only=True)
 class _Seat:
-    """A node with its leased store, its worker and its study."""
+    """A node with its leased store, what releases the lease, its worker and its study."""
 
     member: Member
     store: Store
+    lease: ExitStack
     hand: Hand
     prepared: Prepared
     seeds: list[Seed] = field(default_factory=list)
@@ -116,15 +118,15 @@ async def tune_all(job: Job, fleet: Fleet, picked: Sequence[Member]) -> tuple[En
     """Tune the study on every node at once; how each ended, in their order.
 
     Before the first launch all nodes are leased, asked and prepared: what stands in the way of one is
-    raised (Conflict: somebody else has it) and none starts. Cancelling it stops all engines; the runs can
-    be resumed by the same call.
+    raised (Conflict: somebody else has it) and none starts. A node's lease is released when its own part
+    ends. Cancelling stops all engines and returns when every part has written its end; the runs can be
+    resumed by the same call.
     """
     with ExitStack() as stack:
+        leased = {member.name: stack.enter_context(ExitStack()) for member in picked}
         stores = {
-            m.name: stack.enter_context(
-                leases.held(fleet.store, m.name, clock=fleet.clock, ttl_s=fleet.ttl_s)
-            )
-            for m in picked
+            name: lease.enter_context(leases.held(fleet.store, name, clock=fleet.clock, ttl_s=fleet.ttl_s))
+            for name, lease in leased.items()
         }
         hired = await asyncio.gather(*(_hire(job, member) for member in picked), return_exceptions=True)
         hands = [hand for hand in hired if isinstance(hand, Hand)]
@@ -132,12 +134,27 @@ async def tune_all(job: Job, fleet: Fleet, picked: Sequence[Member]) -> tuple[En
             for problem in hired:
                 if isinstance(problem, BaseException):
                     raise problem
-            seats = [_seat(job, fleet, stores[hand.member.name], hand) for hand in hands]
+            seats = [
+                _seat(job, fleet, stores[hand.member.name], leased[hand.member.name], hand) for hand in hands
+            ]
             whole = _Whole(job, fleet, seats)
-            return tuple(await asyncio.gather(*(whole.one(seat) for seat in seats)))
+            return await to_their_ends([whole.one(seat) for seat in seats])
         finally:
             for hand in hands:
                 hand.end()
+
+
+async def to_their_ends(parts: Sequence[Coroutine[Any, Any, Ended]]) -> tuple[Ended, ...]:
+    """Do all parts at once. When one fails or all are cancelled, returns after the last has ended, so that
+    none writes without its lease."""
+    tasks = [asyncio.ensure_future(part) for part in parts]
+    try:
+        return tuple(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            if not task.cancelling():
+                task.cancel()
+        await asyncio.wait(tasks)
 
 
 async def _hire(job: Job, member: Member) -> Hand:
@@ -152,7 +169,7 @@ def engine_of(file: StudyFile, member: Member) -> StudyFile:
     return file.model_copy(update={"engine": file.engine.model_copy(update={"card": card})})
 
 
-def _seat(job: Job, fleet: Fleet, store: Store, hand: Hand) -> _Seat:
+def _seat(job: Job, fleet: Fleet, store: Store, lease: ExitStack, hand: Hand) -> _Seat:
     nodes.register(store, hand.surveyed.node)
     prepared = prepare(
         engine_of(job.file, hand.member),
@@ -163,7 +180,7 @@ def _seat(job: Job, fleet: Fleet, store: Store, hand: Hand) -> _Seat:
         surveyed=hand.surveyed,
     )
     prepared = replace(prepared, rules=job.rules, study=marked(prepared.study, job.isolated))
-    return _Seat(member=hand.member, store=store, hand=hand, prepared=prepared)
+    return _Seat(member=hand.member, store=store, lease=lease, hand=hand, prepared=prepared)
 
 
 def marked(study: Study, isolated: bool) -> Study:
@@ -207,6 +224,8 @@ class _Whole:
             finally:
                 await remote.end()
                 seat.over = True
+                with suppress(Unavailable):  # a lease that cannot be given back runs out
+                    seat.lease.close()
                 self._share()
 
     async def _tuned(self, seat: _Seat, remote: Remote, tell: Tell) -> Run:
@@ -228,7 +247,9 @@ class _Whole:
                 seat.seeds[:] = fronts_of(seat.store, seat.prepared)
 
     async def _spare(self, seat: _Seat, stack: ExitStack) -> Hand | None:
-        """The node itself when it is back, else a free node of its class; None when there is none now."""
+        """The node itself when it is back, else a free node of its class; None when there is none now. What
+        was borrowed before, and lost, is given back first."""
+        stack.close()
         busy = {each.member.name for each in self._seats if not each.over} | self._lent
         for member in sorted(dispatch_ray.members(), key=lambda m: m.name != seat.member.name):
             is_itself = member.name == seat.member.name
@@ -244,7 +265,10 @@ class _Whole:
         try:
             with ExitStack() as trial:
                 if stack is not None:
-                    trial.enter_context(leases.held(self._fleet.store, member.name, clock=self._fleet.clock))
+                    fleet = self._fleet
+                    trial.enter_context(
+                        leases.held(fleet.store, member.name, clock=fleet.clock, ttl_s=fleet.ttl_s)
+                    )
                     trial.enter_context(self._borrowed(member.name))
                 hand = await _hire(self._job, member)
                 node, facts = hand.surveyed.node, hand.surveyed.facts

@@ -6,8 +6,11 @@
 import asyncio
 import contextlib
 import re
+import signal
 import socket
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -77,11 +80,25 @@ def _join(ray: Any, address: str) -> None:
     """Ray's client server starts a server for each client, and gives up early on a host that is busy."""
     for again in (True, True, False):
         try:
-            ray.init(address=address, namespace="vllm-tuner", log_to_driver=False, logging_level="ERROR")
+            with _our_signals():
+                ray.init(address=address, namespace="vllm-tuner", log_to_driver=False, logging_level="ERROR")
             return
         except ConnectionError as error:
             if not again or "Starting Ray client server failed" not in str(error):
                 raise
+
+
+@contextmanager
+def _our_signals() -> Iterator[None]:
+    """Ray makes SIGTERM end its driver at once, with exit code 15: ours stops the engines first."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    except SystemExit:
+        raise KeyboardInterrupt from None
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def _knock(address: str) -> None:
@@ -142,10 +159,7 @@ class Hand:
 
     def end(self) -> None:
         """End the worker's process, and with it whatever it started."""
-        from ray.exceptions import RayError
-
-        with contextlib.suppress(RayError, ConnectionError, ValueError):
-            _ray().kill(self.actor, no_restart=True)
+        _end(self.actor)
 
 
 async def hire(member: Member, engine: EngineFile, base: Path) -> Hand:
@@ -167,18 +181,32 @@ async def hire(member: Member, engine: EngineFile, base: Path) -> Hand:
         seen: Seen = await asyncio.wait_for(
             _answer(actor.look.remote(member.name, engine, str(base), labels), member.name), GRANT_S
         )
+        return Hand(member=member, actor=actor, surveyed=_surveyed(seen, member.name))
     except TimeoutError:
-        ray.kill(actor)
+        _end(actor)
         raise Conflict(
             f"node {member.name} did not give its {member.gpus} GPUs within {GRANT_S:.0f} s:"
             " another job of the cluster holds them"
         ) from None
+    except BaseException:
+        _end(actor)
+        raise
+
+
+def _surveyed(seen: Seen, node: str) -> Surveyed:
+    """What a node is. Its own error where it has one, BadInput for another version of the tuner."""
     if seen.version != __version__:
-        raise BadInput(f"node {member.name} has vllm-config-tuner {seen.version}, this is {__version__}")
+        raise BadInput(f"node {node} has vllm-config-tuner {seen.version}, this is {__version__}")
     if seen.fault is not None or seen.surveyed is None:
-        ray.kill(actor)
-        raise seen.fault.error() if seen.fault else Unavailable(f"node {member.name} said nothing")
-    return Hand(member=member, actor=actor, surveyed=seen.surveyed)
+        raise seen.fault.error() if seen.fault else Unavailable(f"node {node} said nothing")
+    return seen.surveyed
+
+
+def _end(actor: Any) -> None:
+    from ray.exceptions import RayError
+
+    with contextlib.suppress(RayError, ConnectionError, ValueError):
+        _ray().kill(actor, no_restart=True)
 
 
 async def _answer(reference: Awaitable[Any], node: str) -> Any:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pyarrow.parquet as pq
 
 from tuner.errors import BadInput, Unavailable
 from tuner.records import Outcome
+from tuner.settings import under_home
 
 SCHEMA = pa.schema(
     [
@@ -45,6 +47,11 @@ def write(path: str | Path, outcomes: Sequence[Outcome]) -> None:
         raise Unavailable(f"cannot write {target}: {error.strerror or error}") from error
 
 
+def is_here(path: str | Path | None) -> bool:
+    """Whether the file of a slice's outcomes lies on this host."""
+    return path is not None and os.path.isfile(under_home(str(path)))
+
+
 def series_path(path: str | Path) -> Path:
     """Where the engine's scrapes of a slice lie: beside its outcomes."""
     return Path(path).with_suffix(".engine.json")
@@ -62,7 +69,7 @@ def write_series(path: str | Path, series: Mapping[str, Sequence[float | None]])
 def read_series(path: str | Path) -> dict[str, list[float]]:
     """The scrapes beside a file of outcomes, NaN where the engine told nothing; empty without any."""
     try:
-        told = json.loads(series_path(path).read_text(encoding="utf-8"))
+        told = json.loads(under_home(str(series_path(path))).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     rows = told.items() if isinstance(told, dict) else ()
@@ -74,9 +81,9 @@ def read_series(path: str | Path) -> dict[str, list[float]]:
 
 
 def read(path: str | Path) -> list[Outcome]:
-    """The outcomes of a file. BadInput when it is not one."""
+    """The outcomes of a file, wherever the home lay when its path was written. BadInput: it is not one."""
     try:
-        table = pq.read_table(path, schema=SCHEMA)
+        table = pq.read_table(under_home(str(path)), schema=SCHEMA)
     except (OSError, pa.ArrowInvalid) as error:
         raise BadInput(f"{path}: not a file of outcomes: {error}") from error
     return [

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +36,7 @@ class Sample:
 
 def read_slice(part: SliceMeasurement) -> list[Outcome] | None:
     """The outcomes of a slice, None where their file is not on this host (any more)."""
-    if part.outcomes_file is None or not Path(part.outcomes_file).is_file():
+    if part.outcomes_file is None or not outcomes.is_here(part.outcomes_file):
         return None
     try:
         return outcomes.read(part.outcomes_file)

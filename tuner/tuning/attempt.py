@@ -1,7 +1,6 @@
 """One attempt of one trial, from its row to its end."""
 
 import asyncio
-import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -130,7 +129,7 @@ def errors_of(measurement: Measurement) -> dict[str, int]:
     """What requests of a measurement failed of, and how many; empty where its outcomes are not here."""
     found: Counter[str] = Counter()
     for part in measurement.slices:
-        if part.outcomes_file is None or not os.path.isfile(part.outcomes_file):
+        if part.outcomes_file is None or not outcomes.is_here(part.outcomes_file):
             return {}
         failed = (o.error for o in outcomes.read(part.outcomes_file) if o.error not in (None, CANCELLED))
         found.update(_kind_of(error) for error in failed if error)

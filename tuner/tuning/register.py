@@ -8,7 +8,7 @@ from tuner.engine.gpu import Gpus
 from tuner.errors import NotFound
 from tuner.history.store import Store
 from tuner.records import Run, RunState, Study
-from tuner.traffic import trace as traces
+from tuner.traffic import kept
 from tuner.tuning.study import Clock, Prepared
 from tuner.tuning.trial import Bench
 
@@ -33,19 +33,16 @@ def register(bench: Bench) -> Study:
 
 
 def _register_trace(bench: Bench, now: datetime) -> None:
-    """A trace that is known keeps its name: a study may have asked for `latest:` of it. One that comes from
-    elsewhere than a trace file is written to the home, since captures are removed in time.
+    """A trace that is known keeps its name: a study may have asked for `latest:` of it. Its file is kept in
+    the home, since captures are removed in time.
     """
-    trace, path = bench.prepared.trace, bench.prepared.trace_path.resolve()
+    trace, name = bench.prepared.trace, bench.prepared.trace_path.stem
+    path = kept.keep(trace, bench.home, name)
     try:
         bench.store.trace(trace.digest)
     except NotFound:
-        name = path.stem
-        if path.suffix != ".parquet":
-            path = bench.home / "traces" / f"{name}-{trace.digest[:12]}.parquet"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            traces.write(trace, path)
-        bench.store.add_trace(trace.digest, name, str(path), {**trace.meta, "requests": len(trace)}, now)
+        meta = {**trace.meta, "requests": len(trace)}
+        bench.store.add_trace(trace.digest, name, str(path.resolve()), meta, now)
 
 
 def cancelled(store: Store, run_id: str | None, clock: Clock) -> Run | None:

@@ -25,7 +25,7 @@ from tuner.replay.timeline import PLANS, Plan
 from tuner.search import ladder
 from tuner.settings import Settings, shipped
 from tuner.simulator.cost import card_of
-from tuner.traffic import importers, slices
+from tuner.traffic import importers, kept, slices
 from tuner.traffic import trace as traces
 from tuner.traffic.capture import files as captures
 from tuner.traffic.trace import Trace
@@ -190,7 +190,10 @@ def _trace(ref: str, base: Path, store: Store | None) -> tuple[Trace, Path]:
         raise BadInput(
             f"trace: '{ref}' {missing}{nearest(name, known)}; `tuner trace import` makes one"
         ) from None
-    return traces.read(Path(stored.path)), Path(stored.path)
+    try:
+        return kept.find(stored.digest, stored.path)
+    except NotFound as error:
+        raise BadInput(f"trace: '{ref}': {error}") from None
 
 
 def _space(ref: str, base: Path) -> SearchSpace:

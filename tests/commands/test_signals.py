@@ -1,0 +1,44 @@
+"""Issue 20.4: a signal ends a run with exit code 8 at any moment, and never with a traceback."""
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.tuning.studies import WATCHDOG_S, command, environment, wait_for, write
+from tuner.errors import INTERRUPTED, NotFound
+from tuner.history.store import Store
+from tuner.records import TrialState
+
+
+def is_caught(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal; before, the kernel ends it."""
+    (line,) = [each for each in Path(f"/proc/{pid}/status").read_text().splitlines() if "SigCgt" in each]
+    return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("after_s", [0.05, 1.0, 3.0, 8.0])
+def test_a_signal_ends_a_run_with_8_at_any_moment(
+    tmp_path: Path, number: signal.Signals, after_s: float
+) -> None:
+    words = command("tune", str(write(tmp_path)), "--trials", "200", "--all-trials")
+    with subprocess.Popen(
+        words, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        wait_for(lambda: process.poll() is not None or is_caught(process.pid, signal.SIGTERM))
+        time.sleep(after_s)
+        process.send_signal(number)
+        process.send_signal(number)  # as one who is impatient
+        out, _ = process.communicate(timeout=WATCHDOG_S)
+    assert process.returncode == INTERRUPTED, out
+    assert "Traceback" not in out
+    assert "Aborted!" not in out
+    try:
+        store = Store(f"sqlite:///{tmp_path / 'tuner.db'}", create=False)
+        trials = [t for s in store.studies() for t in store.trials(s.id)]
+    except NotFound:
+        return
+    assert TrialState.RUNNING not in [t.state for t in trials]

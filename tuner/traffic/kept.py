@@ -1,0 +1,124 @@
+"""Known traces by the digest of their content: in the reader's own home, else in the artifact store.
+
+`TUNER_ARTIFACTS` names the store: a folder that several homes mount, or a URL that fsspec opens
+(`pip install 'vllm-config-tuner[artifacts]'`). The path that the history holds is the last place to look, and
+counts only where the content there has the digest.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from pyarrow import fs
+
+from tuner.errors import BadInput, NotFound, Unavailable
+from tuner.settings import Settings
+from tuner.traffic import trace as traces
+from tuner.traffic.trace import Trace
+
+
+def keep(trace: Trace, home: Path, name: str = "trace") -> Path:
+    """Have a trace under a home and in the artifact store; returns where it lies in the home."""
+    own = next((path for path, _ in _own(trace.digest, home)), None)
+    if own is None:
+        own = home / "traces" / f"{name}-{trace.digest[:12]}.parquet"
+        _make(own.parent)
+        traces.write(trace, own)
+    if artifacts := Settings().artifacts:
+        _store(own, trace.digest, artifacts)
+    return own
+
+
+def find(digest: str, hint: str = "") -> tuple[Trace, Path]:
+    """A known trace and its file. NotFound, saying where it was looked for, when no file has this content."""
+    settings = Settings()
+    for path, own in _own(digest, settings.home):
+        return own, path
+    if settings.artifacts and (fetched := _fetched(digest, settings.artifacts)) is not None:
+        return fetched
+    if hint and (found := _read(Path(hint), digest)) is not None:
+        return found, Path(hint)
+    places = [str(settings.home / "traces"), *([settings.artifacts] if settings.artifacts else [])]
+    raise NotFound(
+        f"the file of trace {digest[:12]} is neither in {' nor in '.join(places)}: copy it there, import it"
+        " again, or name a store that several hosts share in TUNER_ARTIFACTS"
+    )
+
+
+def _own(digest: str, home: Path) -> Iterator[tuple[Path, Trace]]:
+    """Files of a home that hold the content; a name is a place to look, no proof."""
+    for path in sorted((home / "traces").glob(f"*{digest[:12]}*.parquet")):
+        if (found := _read(path, digest)) is not None:
+            yield path, found
+
+
+def _read(path: Path, digest: str) -> Trace | None:
+    if path.suffix != ".parquet" or not os.path.isfile(path):
+        return None
+    try:
+        found = traces.read(path)
+    except BadInput:
+        return None
+    return found if found.digest == digest else None
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise Unavailable(f"cannot make {folder}: {error.strerror or error}") from error
+
+
+def _store(file: Path, digest: str, artifacts: str) -> None:
+    """Put a file into the store, unless it is there. Unavailable when the store cannot be written."""
+    files, folder = _filesystem(artifacts)
+    target = f"{folder}/{digest}.parquet"
+    try:
+        if files.get_file_info(target).is_file:
+            return
+        files.create_dir(folder, recursive=True)
+        part = f"{target}.{os.getpid()}.part"
+        with file.open("rb") as here, files.open_output_stream(part) as there:
+            shutil.copyfileobj(here, there)
+        files.move(part, target)
+    except Exception as error:  # each kind of store has errors of its own
+        raise Unavailable(f"TUNER_ARTIFACTS {artifacts}: the trace cannot be kept: {error}") from error
+
+
+def _fetched(digest: str, artifacts: str) -> tuple[Trace, Path] | None:
+    """A trace of the store, copied into this home; None where the store has none of this content."""
+    files, folder = _filesystem(artifacts)
+    source, home = f"{folder}/{digest}.parquet", Settings().home / "traces"
+    _make(home)
+    with tempfile.TemporaryDirectory(dir=home) as scratch:
+        part = Path(scratch) / "trace.parquet"
+        try:
+            if not files.get_file_info(source).is_file:
+                return None
+            with files.open_input_stream(source) as there, part.open("wb") as here:
+                shutil.copyfileobj(there, here)
+        except Exception as error:  # each kind of store has errors of its own
+            raise Unavailable(f"TUNER_ARTIFACTS {artifacts}: the trace cannot be read: {error}") from error
+        if (found := _read(part, digest)) is None:
+            raise BadInput(f"{source} of TUNER_ARTIFACTS is not the trace {digest[:12]}: delete it")
+        path = home / f"trace-{digest[:12]}.parquet"
+        os.replace(part, path)
+        return found, path
+
+
+def _filesystem(artifacts: str) -> tuple[fs.FileSystem, str]:
+    """What opens the store, and the folder of its traces."""
+    if "://" not in artifacts:
+        return fs.LocalFileSystem(), str(Path(artifacts).expanduser().absolute() / "traces")
+    try:
+        import fsspec
+
+        files, folder = fsspec.core.url_to_fs(artifacts)
+    except (ImportError, ValueError) as error:
+        raise BadInput(
+            f"TUNER_ARTIFACTS {artifacts}: no such store can be opened: {error};"
+            " pip install 'vllm-config-tuner[artifacts]' brings fsspec and S3"
+        ) from error
+    return fs.PyFileSystem(fs.FSSpecHandler(files)), f"{str(folder).rstrip('/')}/traces"
