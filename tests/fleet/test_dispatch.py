@@ -3,6 +3,8 @@
 import asyncio
 import pickle
 import socket
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -307,3 +309,17 @@ def test_parts_that_are_cancelled_write_their_ends_before_the_whole_returns() ->
 
     asyncio.run(cancelled())
     asyncio.run(failed())
+
+
+def test_what_ray_dumps_goes_to_the_log_and_what_we_say_does_not(tmp_path: Path) -> None:
+    """A library writes to the descriptor, the tuner to `sys.stderr`."""
+    log = tmp_path / "logs" / "ray.log"
+    code = (
+        "import os, sys, pathlib; from tuner.fleet.dispatch_ray import dumps_in\n"
+        f"with dumps_in(pathlib.Path({str(log)!r})):\n"
+        "    os.write(2, b'state dump\\n'); print('a sentence', file=sys.stderr)\n"
+        "os.write(2, b'after'); print(' all', file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == "a sentence\nafter all\n"
+    assert log.read_text() == "state dump\n"

@@ -188,6 +188,11 @@ def test_the_placement_is_told_before_anything_starts(cluster: Cluster, tmp_path
     rows = json.loads(cluster.type(line))
     assert [(row["node"], row["gpus"]) for row in rows] == [("small-1", 2), ("small-2", 2)]
     assert trials_of(cluster, "small-1", "placed") == ()
+    for row in rows:
+        assert "--port" in row["commands"]["baseline"]
+        assert row["seconds"]["replay"] > 0
+    said = cluster.type(line.removesuffix(" --json"))
+    assert said.count("A trial in an engine of its own takes about") == 2
 
 
 def test_of_two_controllers_that_race_for_a_node_one_is_told(cluster: Cluster, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """`tuner tune STUDY --on CLUSTER`: one study on many nodes, in one view."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,43 +42,63 @@ def tune_on(asked: Asked) -> None:
 
     file, wanted = studyfile.read(asked.study), selector(asked.nodes)
     dispatch_ray.connect(asked.on)
+    dumps = ExitStack()
     try:
+        dumps.enter_context(dispatch_ray.dumps_in(settings().home / "logs" / "ray.log"))
         picked = dispatch.choose(dispatch_ray.members(), wanted, _known(), file)
-        if asked.dry_run:
-            placement(picked, as_json=asked.as_json)
-            return
-        store = open_store(create=True)
-        _warn()
         job = dispatch.Job(
             file=file, name=str(asked.study), base=asked.study.parent.resolve(), limits=asked.limits,
             rules=asked.rules, isolated=asked.isolated,
         )  # fmt: skip
+        if asked.dry_run:
+            placement(job, picked, as_json=asked.as_json)
+            return
+        store = open_store(create=True)
+        _warn()
         ended = _run(job, store, picked, quiet=asked.as_json)
     finally:
         dispatch_ray.disconnect()
+        dumps.close()
     conclude(store, ended, as_json=asked.as_json)
     if (error := dispatch.worst(ended)) is not None:
         raise error
 
 
-def _known() -> "Sequence[Node]":
-    """The registered nodes; none where there is no history yet."""
+def _store_if_any() -> "Store | None":
     from tuner.errors import NotFound
 
     try:
-        return open_store().nodes()
+        return open_store()
     except NotFound:
-        return ()
+        return None
 
 
-def placement(picked: "Sequence[Member]", *, as_json: bool) -> None:
-    """Where the study would run."""
-    rows = [{"node": m.name, "host": m.host, "gpus": m.gpus, "labels": dict(m.labels)} for m in picked]
+def _known() -> "Sequence[Node]":
+    """The registered nodes; none where there is no history yet."""
+    store = _store_if_any()
+    return store.nodes() if store else ()
+
+
+def placement(job: "Job", picked: "Sequence[Member]", *, as_json: bool) -> None:
+    """Where the study would run, what would be launched there and how long that takes. Each node is asked;
+    what stands in the way of a run is the error.
+    """
+    from tuner.commands import tune
+    from tuner.fleet import dispatch
+
+    plans = interruptible(dispatch.asked_of(job, picked, _store_if_any(), now), lambda event: None)
+    trials = job.limits.trials
     if as_json:
-        print_json(rows)
+        print_json(
+            [{"node": m.name, "host": m.host, "gpus": m.gpus, "labels": dict(m.labels),
+              **tune.plan_of(prepared, trials)} for m, prepared in plans]
+        )  # fmt: skip
         return
     cells = ((m.name, m.host, m.gpus, _labels(m.labels)) for m in picked)
     print_table(["<node", "<host", "GPUs", "<labels"], cells)
+    for member, prepared in plans:
+        typer.echo(f"\nnode {member.name} ({prepared.node.gpu_class})")
+        tune.print_plan(prepared, trials)
 
 
 def _labels(labels: object) -> str:

@@ -223,20 +223,12 @@ def print_plan(prepared: "Prepared", trials: int | None, *, as_json: bool = Fals
     """What would be launched (the baseline and the next candidate), which slices are replayed, and how long a
     trial takes.
     """
-    from tuner.tuning.budget import most_launches
-    from tuner.tuning.unjudged import unjudged
-
+    if as_json:
+        print_json(plan_of(prepared, trials))
+        return
     past = trials_so_far(prepared)
     lines, times, foreseen = commands(prepared, past), seconds(prepared, past), confirmation(prepared)
     parts = windows(prepared.trace, prepared.study.slices)
-    if as_json:
-        print_json(
-            {"commands": lines, "slices": parts, "seconds": times, "space": prepared.space.levels,
-             "dropped": prepared.space.dropped, "unjudged": unjudged(prepared), "trials": trials,
-             "launches": None if trials is None else most_launches(trials),
-             "confirmation": foreseen}
-        )  # fmt: skip
-        return
     for line in lines.values():
         typer.echo(shlex.join(line))
     from tuner.tuning.run import idle_of
@@ -254,6 +246,25 @@ def print_plan(prepared: "Prepared", trials: int | None, *, as_json: bool = Fals
         for line in budget_words(trials, each):
             typer.echo(line)
     typer.echo(confirmation_words(foreseen))
+
+
+def plan_of(prepared: "Prepared", trials: int | None) -> dict[str, object]:
+    """What `print_plan` prints, as data."""
+    from tuner.tuning.budget import most_launches
+    from tuner.tuning.unjudged import unjudged
+
+    past = trials_so_far(prepared)
+    return {
+        "commands": commands(prepared, past),
+        "slices": windows(prepared.trace, prepared.study.slices),
+        "seconds": seconds(prepared, past),
+        "space": prepared.space.levels,
+        "dropped": prepared.space.dropped,
+        "unjudged": unjudged(prepared),
+        "trials": trials,
+        "launches": None if trials is None else most_launches(trials),
+        "confirmation": confirmation(prepared),
+    }
 
 
 def confirmation(prepared: "Prepared") -> "dict[str, JSON]":

@@ -169,17 +169,39 @@ def engine_of(file: StudyFile, member: Member) -> StudyFile:
     return file.model_copy(update={"engine": file.engine.model_copy(update={"card": card})})
 
 
-def _seat(job: Job, fleet: Fleet, store: Store, lease: ExitStack, hand: Hand) -> _Seat:
-    nodes.register(store, hand.surveyed.node)
+async def asked_of(
+    job: Job, picked: Sequence[Member], store: Store | None, clock: Clock
+) -> list[tuple[Member, Prepared]]:
+    """The study as each node would run it, by what the node says now; nothing is written or launched. Raises
+    what would keep a run from beginning there.
+    """
+    hired = await asyncio.gather(*(_hire(job, member) for member in picked), return_exceptions=True)
+    hands = [hand for hand in hired if isinstance(hand, Hand)]
+    try:
+        for problem in hired:
+            if isinstance(problem, BaseException):
+                raise problem
+        return [(hand.member, _prepared(job, hand, store, clock)) for hand in hands]
+    finally:
+        for hand in hands:
+            hand.end()
+
+
+def _prepared(job: Job, hand: Hand, store: Store | None, clock: Clock) -> Prepared:
     prepared = prepare(
         engine_of(job.file, hand.member),
         name=job.name,
         base=job.base,
         store=store,
-        now=fleet.clock(),
+        now=clock(),
         surveyed=hand.surveyed,
     )
-    prepared = replace(prepared, rules=job.rules, study=marked(prepared.study, job.isolated))
+    return replace(prepared, rules=job.rules, study=marked(prepared.study, job.isolated))
+
+
+def _seat(job: Job, fleet: Fleet, store: Store, lease: ExitStack, hand: Hand) -> _Seat:
+    nodes.register(store, hand.surveyed.node)
+    prepared = _prepared(job, hand, store, fleet.clock)
     return _Seat(member=hand.member, store=store, lease=lease, hand=hand, prepared=prepared)
 
 

@@ -5,9 +5,12 @@
 
 import asyncio
 import contextlib
+import logging
+import os
 import re
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -110,6 +113,33 @@ def _knock(address: str) -> None:
         raise Unavailable(
             f"no Ray cluster answers at {address} ({error}); `ray start --head` starts one"
         ) from error
+
+
+@contextmanager
+def dumps_in(log: Path) -> Iterator[None]:
+    """What Ray's libraries write to standard error (the state of tasks and nodes when one is lost) goes to a
+    log; what the tuner says does not.
+    """
+    try:
+        log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        sink = log.open("a")
+    except OSError as error:
+        raise Unavailable(f"cannot write {log}: {error.strerror or error}") from error
+    sys.stderr.flush()
+    before, handlers = sys.stderr, logging.getLogger("ray").handlers
+    streams = [each for each in handlers if isinstance(each, logging.StreamHandler)]
+    with sink, os.fdopen(os.dup(2), "w", buffering=1) as shown:
+        os.dup2(sink.fileno(), 2)
+        sys.stderr = shown
+        for handler in streams:
+            handler.setStream(sink)
+        try:
+            yield
+        finally:
+            for handler in streams:
+                handler.setStream(before)
+            sys.stderr = before
+            os.dup2(shown.fileno(), 2)
 
 
 def disconnect() -> None:
