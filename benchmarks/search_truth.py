@@ -319,6 +319,7 @@ class World:
         cost = TrueCost(
             self.prepared.model, self.card, self.truth_of.coefficients,
             block_size=options.limits.block_size, capture_most=options.budget.capture_most,
+            overlapped=options.limits.async_scheduling,
         )  # fmt: skip
         cost.truth = self.truth_of
         cost.kv_s *= self.truth_of.kv
