@@ -1,21 +1,22 @@
 """What `benchmarks/search.py` compares: the product's search, with savings switched off, and its rivals."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import optuna
 import search_truth
 from search_bench import CHANGE_S, Bench
-from search_truth import OBJECTIVES, Failure
+from search_truth import Failure
 
 import tuner
-from tuner.records import Candidate, Trial, TrialState
-from tuner.search import early_stopping, trial_view
+from tuner.records import Candidate, Prediction, Trial, TrialState
+from tuner.search import acquisition, early_stopping, trial_view
+from tuner.search.acquisition import Predict
 from tuner.search.encoding import encode
-from tuner.simulator.calibrate import Calibration
+from tuner.simulator.batch import Batch
+from tuner.simulator.cost import preset
 from tuner.simulator.options import Options
 from tuner.simulator.predict import Predictor
 from tuner.tuning.calibrated_predictor import RELAUNCHED, Knowledge, Known, predictor_of, screens
@@ -25,6 +26,9 @@ from tuner.tuning.next_trial import propose
 from tuner.tuning.study import Prepared
 
 TWO = ("max_num_seqs", "max_num_batched_tokens")
+
+
+Wrong = Callable[[Prepared, Predict], Predict]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,52 +61,46 @@ class Unlimited(Predictor):
         return kept
 
 
-FITTED: dict[str, tuple[Calibration, Predictor]] = {}
-"""Calibrations of this process by what they were fitted to: the same for every switch."""
+FITTED: dict[str, Known] = {}
+"""Calibrated simulators of this process by what they were fitted to: the same for every switch."""
 
 
 class Kept(Knowledge):
-    """The product's knowledge; what it works out is kept for the next study of the scenario."""
+    """The product's knowledge; what it works out is kept for the next study of the scenario. `wrong` makes of
+    a simulator's word what a sabotaged one says.
+    """
 
-    def __init__(self, prepared: Prepared, savings: Savings) -> None:
+    def __init__(self, prepared: Prepared, savings: Savings, wrong: Wrong | None = None) -> None:
         super().__init__(prepared=prepared)
-        self._savings = savings
+        self._savings, self._wrong = savings, wrong
 
-    def calibrated(self, chosen: Sequence[Trial]) -> Known | None:
-        if not self._savings.simulator:
-            return None
+    def known(self, trials: Sequence[Trial]) -> Known | None:
+        found = super().known(trials) if self._savings.simulator else None
+        if found is None or self._wrong is None:
+            return found
+        return replace(found, predict=self._wrong(self.prepared, found.predict))
+
+    def _calibrated(self, base: Trial | None) -> Known | None:
         if not self._savings.calibration:
-            return self._uncalibrated()
-        return super().calibrated(chosen)
-
-    def known(self, trials: Sequence[Trial], number: int) -> Known | None:
-        return super().known(trials, number) if self._savings.simulator else None
-
-    def _calibrate(self, chosen: Sequence[Trial]) -> Known | None:
-        name = f"{self.prepared.study.name} {[(t.candidate.digest, t.measurement) for t in chosen]}"
-        key = hashlib.sha256(name.encode()).hexdigest()
+            base = None
+        key = f"{self.prepared.study.id} {base and base.measurement}"
         if key not in FITTED:
-            found = super()._calibrate(chosen)
-            if found is None or found.calibration is None:
-                return found
-            FITTED[key] = (found.calibration, self._quick(found.calibration))
-        calibration, predict = FITTED[key]
-        return Known(predict=predict, calibration=calibration)  # type: ignore[arg-type]
-
-    def _quick(self, calibration: Calibration) -> Predictor:
-        from tuner.simulator.cost import CARDS
-        from tuner.tuning.calibrated_predictor import scene_of
-
-        scene = scene_of(self.prepared, CARDS[self.prepared.file.engine.card])
-        return predictor_of(scene, calibration, Unlimited)
+            found = super()._calibrated(base)
+            if found is None:
+                return None
+            scene, fitted = found.predict.scene, found.calibration
+            kind = predictor_of(scene, fitted, Unlimited) if fitted else Unlimited(scene, preset(scene.card))
+            FITTED[key] = replace(found, predict=Batch(kind, workers=0))
+        return FITTED[key]
 
 
-def ours(bench: Bench, savings: Savings) -> None:
-    """`tuner tune` without its confirmation: propose, screen or launch, judge."""
-    prepared = bench.world.prepared
+def ours(bench: Bench, savings: Savings, wrong: Wrong | None = None, sampler: str = "tuner") -> None:
+    """`tuner tune` without its confirmation; its seed is the benchmark's."""
+    prepared = seeded(bench)
+    prepared = replace(prepared, file=prepared.file.model_copy(update={"sampler": sampler}))
     if not savings.live:
         prepared = replace(prepared, file=prepared.file.model_copy(update={"live_limits": "off"}))
-    knowledge = Kept(prepared, savings)
+    knowledge = Kept(prepared, savings, wrong)
     barred: set[Candidate] = set()
     failed: set[Candidate] = set()
     asking = prepared if savings.constraints else replace(prepared, rules=False)
@@ -125,6 +123,12 @@ def ours(bench: Bench, savings: Savings) -> None:
         bench.relaunch(found.candidate, case, found.origin)
         if screened:  # it was launched without the class that changes limits
             bench.engine = None
+
+
+def seeded(bench: Bench) -> Prepared:
+    """The scenario's study with the benchmark's seed."""
+    prepared = bench.world.prepared
+    return replace(prepared, study=replace(prepared.study, seed=bench.seed))
 
 
 def _screen(
@@ -151,14 +155,60 @@ def _screen(
     return True
 
 
-# ---- rivals: full relaunch, full replay
+# ---- simulators that are wrong
+
+
+def shuffled(prepared: Prepared, predict: Predict) -> Predict:
+    """Every candidate is told what another measures."""
+    encoding = encode(prepared.space, {})
+    sizes = [len(values) for values in encoding.levels]
+    others = [encoding.candidate(p) for p in acquisition.pool(encoding.names, sizes, prepared.study.seed)]
+    others = [c for c in others if prepared.known(c) is None]
+    return lambda found: predict([others[int(c.digest[:8], 16) % len(others)] for c in found])
+
+
+def inverted(prepared: Prepared, predict: Predict) -> Predict:
+    """The better the worse, around the baseline: half is told as double."""
+    base = predict([prepared.baseline])[0].values
+
+    def turned(values: Mapping[str, float]) -> dict[str, float]:
+        return {n: base.get(n, v) ** 2 / v if v > 0 else v for n, v in values.items()}
+
+    return lambda found: [
+        replace(p, values=turned(p.values), fast=turned(p.slow), slow=turned(p.fast)) for p in predict(found)
+    ]
+
+
+def hopeless(prepared: Prepared, predict: Predict) -> Predict:
+    """Everything fails."""
+    return lambda found: [Prediction(values={}, feasible=False) for _ in found]
+
+
+def constant(prepared: Prepared, predict: Predict) -> Predict:
+    """Everything is as the baseline."""
+    base = predict([prepared.baseline])[0]
+    return lambda found: [base for _ in found]
+
+
+# ---- rivals: on the same engine room as ours (known rules, live limits, early stop), or without it
+
+
+def plain_order(bench: Bench, candidates: Iterable[Candidate]) -> None:
+    """Candidates one after the other, each in an engine of its own, under the early stop."""
+    prepared = seeded(bench)
+    bench.relaunch(Candidate())
+    for candidate in candidates:
+        if bench.over:
+            return
+        if prepared.known(candidate) is None:
+            bench.relaunch(candidate, case_of(prepared, bench.trials, screened=False, columns=bench.requests))
 
 
 def random_search(bench: Bench) -> None:
     rng = np.random.default_rng((bench.seed, 1))
     levels = bench.world.levels
-    drawn = ({n: v[int(rng.integers(len(v)))] for n, v in levels.items()} for _ in range(1000))
-    _in_order(bench, [Candidate(point) for point in drawn])
+    drawn = ({n: v[int(rng.integers(len(v)))] for n, v in levels.items()} for _ in range(2000))
+    plain_order(bench, (Candidate(point) for point in drawn))
 
 
 def grid(bench: Bench) -> None:
@@ -166,66 +216,29 @@ def grid(bench: Bench) -> None:
     rng = np.random.default_rng((bench.seed, 2))
     levels = bench.world.levels
     pairs = [Candidate({TWO[0]: s, TWO[1]: t}) for s in levels[TWO[0]] for t in levels[TWO[1]]]
-    _in_order(bench, [pairs[int(i)] for i in rng.permutation(len(pairs))])
+    plain_order(bench, (pairs[int(i)] for i in rng.permutation(len(pairs))))
 
 
-def _in_order(bench: Bench, candidates: Sequence[Candidate]) -> None:
-    bench.relaunch(Candidate())
-    for candidate in candidates:
-        if bench.over:
-            return
-        bench.relaunch(candidate)
+def optuna_rival(bench: Bench, name: str, *, live: bool) -> None:
+    """An Optuna sampler on log costs and index levels, seeded by the benchmark, in our engine room: known
+    rules, early stop, and live limits where `live`.
+    """
+    ours(bench, Savings(simulator=False, live=live), sampler=name)
 
 
-def optuna_rival(bench: Bench, make: Callable[[int], optuna.samplers.BaseSampler], *, fail: bool) -> None:
-    """Optuna's sampler over level indices; failures as violated constraints, or as FAIL like the peers."""
-    study = optuna.create_study(directions=["minimize", "minimize", "maximize"], sampler=make(bench.seed))
-    levels = bench.world.levels
-    spaces: dict[str, optuna.distributions.BaseDistribution] = {
-        n: optuna.distributions.IntDistribution(0, len(v) - 1) for n, v in levels.items()
-    }
-    bench.relaunch(Candidate())
-    encoding = encode(bench.world.prepared.space, bench.world.defaults)
-    point = encoding.point(Candidate()) or ()
-    study.enqueue_trial(dict(zip(encoding.names, point, strict=True)))
-    _tell(study, study.ask(spaces), bench.trials[-1], fail)
-    while not bench.over:
-        trial = study.ask(spaces)
-        bench.relaunch(Candidate({n: values[trial.params[n]] for n, values in levels.items()}))
-        _tell(study, trial, bench.trials[-1], fail)
-
-
-def _tell(study: optuna.Study, asked: optuna.Trial, measured: Trial, fail: bool) -> None:
-    values = trial_view.objective_values(measured, OBJECTIVES)
-    if fail and measured.state is TrialState.INFEASIBLE:
-        study.tell(asked, state=optuna.trial.TrialState.FAIL)
-        return
-    if not fail:
-        for key, margin in trial_view.margins(measured).items():
-            asked.set_constraint(key, margin)
-    worst = [1e6, 1e4, 0.0]
-    clipped = [min(v, w) if i < 2 else v for i, (v, w) in enumerate(zip(values or worst, worst, strict=True))]
-    study.tell(asked, clipped)
-
-
-def _tpe(seed: int) -> optuna.samplers.BaseSampler:
-    return optuna.samplers.TPESampler(seed=seed)
-
-
-def _multivariate(seed: int) -> optuna.samplers.BaseSampler:
-    return optuna.samplers.TPESampler(seed=seed, multivariate=True)
-
-
-METHODS: Mapping[str, Callable[[Bench], None]] = {
-    "ours": lambda b: ours(b, Savings()),
-    "TPE, constraints": lambda b: optuna_rival(b, _tpe, fail=False),
-    "TPE, multivariate": lambda b: optuna_rival(b, _multivariate, fail=False),
-    "TPE, crash = FAIL": lambda b: optuna_rival(b, _tpe, fail=True),
-    "NSGA-II": lambda b: optuna_rival(
-        b, lambda s: optuna.samplers.NSGAIISampler(seed=s, population_size=12), fail=False
-    ),
+RIVALS: Mapping[str, Callable[[Bench], None]] = {
+    "TPE": lambda b: optuna_rival(b, "tpe", live=False),
+    "TPE, live limits": lambda b: optuna_rival(b, "tpe", live=True),
+    "GPSampler": lambda b: optuna_rival(b, "gp", live=False),
+    "NSGA-II": lambda b: optuna_rival(b, "nsga2", live=False),
     "random": random_search,
     "two-knob grid": grid,
+}
+SABOTAGE: Mapping[str, Callable[[Bench], None]] = {
+    "shuffled": lambda b: ours(b, Savings(), shuffled),
+    "inverted": lambda b: ours(b, Savings(), inverted),
+    "infeasible": lambda b: ours(b, Savings(), hopeless),
+    "constant": lambda b: ours(b, Savings(), constant),
 }
 ABLATION: Mapping[str, Callable[[Bench], None]] = {
     "without simulator": lambda b: ours(b, Savings(simulator=False)),
@@ -234,14 +247,18 @@ ABLATION: Mapping[str, Callable[[Bench], None]] = {
     "without early stop": lambda b: ours(b, Savings(early=False)),
     "without told failures": lambda b: ours(b, Savings(constraints=False)),
 }
+METHODS: Mapping[str, Callable[[Bench], None]] = {
+    "ours": lambda b: ours(b, Savings()), **RIVALS, **ABLATION, **SABOTAGE,
+}  # fmt: skip
 
 
 def digest(method: str) -> str:
     """Of the code that a method's rows come from: they are kept as long as nothing of it changes."""
     here, rooms = Path(search_truth.__file__).parent, Path(tuner.__file__).parent
-    files = [here / "search_truth.py", here / "search_bench.py"]
-    if method == "ours" or method in ABLATION:
-        named = ("proposing", "knowledge", "judging", "live")
-        own = [*(rooms / "tuning" / f"{name}.py" for name in named), here / "search_methods.py"]
-        files += [*own, *sorted((rooms / "search").glob("*.py")), *sorted((rooms / "simulator").glob("*.py"))]
+    files = [here / name for name in ("search_truth.py", "search_bench.py", "search_methods.py")]
+    own = [
+        rooms / "tuning" / f"{n}.py" for n in ("next_trial", "calibrated_predictor", "early_stopping", "live")
+    ]
+    files += [*own, *sorted((rooms / "search").glob("*.py"))]
+    files += [] if method in RIVALS else sorted((rooms / "simulator").glob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12]

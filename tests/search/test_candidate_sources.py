@@ -1,5 +1,6 @@
 """The next candidate: order of origins, purity, dedupe, failures as constraints, the end of the space."""
 
+import importlib.util
 import itertools
 import subprocess
 import sys
@@ -8,12 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tests.search import world
 from tests.search.world import OBJECTIVES, World
+from tuner.errors import BadInput
 from tuner.records import Candidate, Measurement, Prediction, Slo, Trial, TrialState
-from tuner.search import acquisition, pareto, trial_view
-from tuner.search.candidate_sources import TPE_EVERY, TPE_FROM, Suggestion, suggest
+from tuner.search import pareto, sampler, trial_view
+from tuner.search.candidate_sources import History, Suggestion, suggest
 from tuner.search.encoding import encode
 
 SCALE = trial_view.scale(OBJECTIVES, [world.truth({}).values[n] for n in OBJECTIVES], Slo())
@@ -21,7 +24,8 @@ SCALE = trial_view.scale(OBJECTIVES, [world.truth({}).values[n] for n in OBJECTI
 
 def ask(trials: Sequence[Trial], number: int, space: World | None = None, **more: Any) -> Suggestion | None:
     settings: dict[str, Any] = {"seed": 7, "baseline": Candidate(), "known": world.seqs_above_tokens, **more}
-    return suggest(space or World(), trials, number=number, objectives=OBJECTIVES, slo=Slo(), **settings)
+    history = History(space=space or World(), trials=trials, objectives=OBJECTIVES, slo=Slo())
+    return suggest(history, number=number, **settings)
 
 
 def study(length: int, **more: Any) -> list[Trial]:
@@ -75,7 +79,7 @@ def test_the_search_covers_the_front_and_learns_where_it_fails() -> None:
     best = covered([world.trial(i, c) for i, c in enumerate(everything)])
     studies = [study(40, seed=seed) for seed in range(3)]
     late = [t for trials in studies for t in trials[20:] if t.state is TrialState.INFEASIBLE]
-    assert len(late) <= 6
+    assert len(late) <= 9  # of 60
     assert sum(covered(trials) for trials in studies) >= 3 * 0.6 * best
 
 
@@ -123,18 +127,15 @@ def test_a_pruned_trial_tells_its_estimate() -> None:
         measurements=(Measurement(values={n: 1.0 for n in OBJECTIVES}, kind="estimate"),),
     )
     first_part = Measurement(values={n: 1.0 for n in OBJECTIVES}, kind="partial")
+    scale = trial_view.scale_of(trials, OBJECTIVES, Slo())
+    assert scale is not None
     for measurements in ((), (first_part,)):  # no word of where it would have ended: as bad as the worst
-        encoding, scale = (
-            encode(World(), world.DEFAULTS),
-            trial_view.scale(OBJECTIVES, [1.0] * len(OBJECTIVES), Slo()),
-        )
+        encoding = encode(World(), world.DEFAULTS)
         bare = [*trials[:11], replace(pruned, measurements=measurements)]
-        costs = [
-            row.values for row in trial_view.encode_trials(encoding, bare, scale) if row.values is not None
-        ]
-        assert all(
-            last >= max(column) for last, column in zip(costs[-1], zip(*costs, strict=True), strict=True)
-        )
+        rows = trial_view.encode_trials(encoding, bare, OBJECTIVES)
+        assert rows[-1].values is None
+        costs = np.array([each.values for each in sampler.frozen(encoding, rows, scale)])
+        assert np.all(costs[-1] >= costs.max(axis=0))
     assert ask([*trials[:11], pruned], 12) is not None
 
 
@@ -187,46 +188,29 @@ def _mislead(candidates: Sequence[Candidate]) -> Sequence[Prediction]:
     ]
 
 
-def test_a_predictor_takes_turns_with_tpe() -> None:
-    origins = [t.origin for t in study(2 * TPE_EVERY + TPE_FROM, predictor=_predict)]
-    assert set(origins[TPE_FROM::TPE_EVERY]) <= {"tpe", "back-off"}
-    assert origins.count("simulator") >= TPE_FROM - 3
-    assert set(origins[1:TPE_FROM]) <= {"simulator", "back-off"}
+def test_a_simulator_that_is_right_proposes_all_and_one_that_misranks_loses_its_say() -> None:
+    origins = [t.origin for t in study(14, predictor=_predict)]
+    assert set(origins[1:]) <= {"simulator", "back-off"}
+    misled = [t.origin for t in study(14, predictor=_mislead)]
+    assert misled[1] == "simulator"
+    assert set(misled[6:]) <= {"gp", "back-off"}
 
 
-def test_without_a_predictor_the_leading_knobs_come_first_and_what_was_measured_guides() -> None:
-    trials = study(8)
-    early = [t for t in trials[1:] if t.origin == "gp"]
-    assert len(early) >= 5
-    for trial in early:
-        own = {n: v for n, v in trial.candidate.items() if world.DEFAULTS[n] != v}
-        assert set(own) <= {"max_num_seqs", "max_num_batched_tokens"}
-    # A mean of draws over the plane does better than its points at random.
-    plane = [
-        Candidate({"max_num_seqs": seqs, "max_num_batched_tokens": tokens})
-        for seqs in world.LEVELS["max_num_seqs"]
-        for tokens in world.LEVELS["max_num_batched_tokens"]
-    ]
-    works = [c for c in plane if world.truth(c).feasible and world.seqs_above_tokens(c) is None]
-
-    def volume(candidates: Sequence[Candidate]) -> float:
-        rows = [[world.truth(c).values[n] for n in OBJECTIVES] for c in candidates]
-        return pareto.hypervolume(rows, SCALE)
-
-    rng = np.random.default_rng(0)
-    draws = [volume([works[int(i)] for i in rng.permutation(len(works))[: len(early)]]) for _ in range(50)]
-    ours = [t.candidate for t in early if t.state is TrialState.COMPLETE]
-    assert volume(ours) > float(np.median(draws))
+@pytest.mark.parametrize("name", ["tpe", "nsga2", "random"])
+def test_any_sampler_of_optuna_searches_under_the_same_rules(name: str) -> None:
+    """What is known to fail is not launched, nothing twice, and the same history draws the same again."""
+    trials = study(12, sampler=name)
+    assert {t.origin for t in trials[1:]} <= {name, "back-off"}
+    assert len({Candidate({**world.DEFAULTS, **t.candidate}) for t in trials}) == 12
+    assert all(world.seqs_above_tokens(t.candidate) is None for t in trials)
+    assert ask(trials, 12, sampler=name) == ask(trials, 12, sampler=name)
 
 
-def test_a_predictor_that_misranks_is_switched_off_for_good() -> None:
-    trials = study(15, predictor=_mislead)
-    origins = [t.origin for t in trials]
-    first = origins.index("gp-instead")
-    assert "simulator" not in origins[first:]
-    found = ask(trials, 16, predictor=_predict)
-    assert found is not None
-    assert found.origin == "gp-instead"
+def test_the_gp_sampler_says_what_it_needs() -> None:
+    if importlib.util.find_spec("torch") is not None:
+        pytest.skip("torch is installed")
+    with pytest.raises(BadInput, match="needs torch"):
+        sampler.make("gp", 0)
 
 
 def test_a_changed_space_keeps_its_history() -> None:
@@ -243,14 +227,4 @@ def test_what_the_predictor_cannot_tell_apart_is_measured_once() -> None:
     acting = [tuple(v for k, v in t.candidate.items() if k in world.LEVELS) for t in trials]
     assert len(set(acting)) == len(acting)
     blind = study(14, space=space)
-    assert all(t.origin in ("baseline", "gp", "tpe", "back-off", "random") for t in blind)
-
-
-def test_a_ranking_is_judged_by_what_differs() -> None:
-    level = [replace(t, measurements=(Measurement(values=dict.fromkeys(OBJECTIVES, 1.0 + 0.001 * t.number)),))
-             for t in (world.trial(n, Candidate()) for n in range(8))]  # fmt: skip
-    assert acquisition.trust(_predict, level, OBJECTIVES) is None
-    apart = [t for t in study(14) if t.state is TrialState.COMPLETE]
-    assert acquisition.trust(_predict, apart, OBJECTIVES) == 1.0
-    assert (acquisition.trust(_mislead, apart, OBJECTIVES) or 0) < -0.9
-    assert acquisition.trust(_predict, apart[:3], OBJECTIVES) is None
+    assert all(t.origin in ("baseline", "gp", "back-off", "random") for t in blind)

@@ -50,19 +50,6 @@ def test_promotions_are_screened_members_that_would_widen_the_front() -> None:
     assert pareto.promotable([], scale) == ()
 
 
-def test_groups_run_together_when_it_pays() -> None:
-    mixed = [
-        Candidate({"max_num_batched_tokens": t, "max_num_seqs": s}) for s in (1, 2, 3) for t in (512, 1024)
-    ]
-
-    def group(candidate: Candidate) -> str:
-        return str(candidate["max_num_batched_tokens"])
-
-    together = order.by_group(mixed, group, compile_s=18.0)
-    assert [group(c) for c in together] == ["512"] * 3 + ["1024"] * 3
-    assert order.by_group(mixed, group, compile_s=18.0, late_s=60.0) == mixed
-
-
 def test_the_baseline_is_looked_at_again_now_and_then() -> None:
     trials = [world.trial(0, Candidate(), origin="baseline")]
     trials += [world.trial(n, Candidate({"max_num_seqs": 64})) for n in range(1, 9)]

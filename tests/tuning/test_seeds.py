@@ -203,8 +203,8 @@ def test_M37_a_second_night_begins_with_the_calibration_of_the_first(store: Stor
     found = last_calibration(store, tonight, NIGHT + timedelta(days=1))
     assert found == FITTED
     assert last_calibration(store, tonight, NIGHT) is None
-    known = Knowledge(prepared=tonight, start=found).calibrated((baseline(tonight),))
-    fresh = Knowledge(prepared=tonight).calibrated((baseline(tonight),))
+    known = Knowledge(prepared=tonight, start=found).known((baseline(tonight),))
+    fresh = Knowledge(prepared=tonight).known((baseline(tonight),))
     assert known is not None
     assert known.calibration is not None
     assert fresh is not None
@@ -215,8 +215,8 @@ def test_M37_a_second_night_begins_with_the_calibration_of_the_first(store: Stor
 def test_a_broken_baseline_is_predicted_by_the_last_calibration(tonight: Prepared) -> None:
     broken = replace(baseline(tonight), state=TrialState.INFEASIBLE, measurements=())
     asked = [Candidate({"max_num_seqs": 64})]
-    with_it = Knowledge(prepared=tonight, start=FITTED).known((broken,), 1)
-    without = Knowledge(prepared=tonight).known((broken,), 1)
+    with_it = Knowledge(prepared=tonight, start=FITTED).known((broken,))
+    without = Knowledge(prepared=tonight).known((broken,))
     assert with_it is not None
     assert without is not None
     assert with_it.predict(asked)[0].values != without.predict(asked)[0].values

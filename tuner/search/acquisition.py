@@ -1,332 +1,257 @@
-"""A predictor's proposals: the best expected gain over the measured front, while its ranking holds."""
+"""Which of many candidates to measure next: the one that is expected to widen the front most.
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+What is expected of a candidate is a mixture (`residuals`) of what a simulator predicts and of what was
+measured near it. All in costs (`Scale`): lower is better.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tuner.records import Candidate, Prediction, Slo, Trial, TrialState
+from tuner.records import Candidate, Prediction, TrialState
 from tuner.search import pareto, trial_view
-from tuner.search.encoding import Encoding
+from tuner.search.encoding import Encoding, Point
+from tuner.search.residuals import Mixture, mixture
+from tuner.search.trial_view import EncodedTrial, Scale
 
-INSTEAD = "gp-instead"
-"""Origin of proposals in turns that a predictor lost; one such trial in history keeps it off."""
-
-LIMIT = 0.3
-"""Rank correlation (`trust`) of predicted with measured below which the predictor is not heard again."""
-
-ENOUGH = 4
-"""Measured trials before the ranking is judged."""
+LEADING = ("max_num_seqs", "max_num_batched_tokens")
+"""The knobs that matter most, by every guide: without a simulator all their combinations come first."""
 
 POOL = 256
-"""Candidates that a predictor is asked about: all of a small space, a random part of a large one."""
+"""Candidates that are looked at: all of a small space, a random part of a large one."""
 
-LEVEL = 0.08
-"""Log difference under which two measurements are level: 3 % noise on both sides, twice over."""
+LEADERS = 8
+"""Members of the front whose neighbours are looked at too, the newest first."""
 
 HEARD = 64
-"""Trials, the newest, that proposals learn from beside the predictor's own calibration."""
+"""Trials, the newest, that the mixture is made of; beyond that it says little more, and takes long."""
 
-DRAWS = 12
-SAMPLES = 2048
-
-SLOWER, OFF, REACH = (0.4, 0.6), (0.1, 0.05), 0.4
-"""What may be wrong with a prediction: how much slower an engine's steps are, in units of the predictor's
-error, and the log error of an objective that this leaves; each as the part that all candidates share and the
-part of each, and how far the latter reaches, as a share of a knob's range."""
-
-UNTOLD = (0.3, 0.5)
-"""`OFF` where nobody predicts: of the logarithms of the objectives themselves."""
-
-FAR = 1.5
-"""Errors beyond this (a factor of 4.5) count as this: how much worse than far too bad says nothing."""
+DRAWS = 16
+SAMPLES = 1024
 
 NOISES = {"full": 0.06, "estimate": 0.2}
-"""Log error of a measurement beside its slowness: of a whole replay, and of one that was stopped."""
+"""Log error of a measurement: of a whole replay, and of one that was stopped."""
 
 PRIOR = {True: (4.0, 0.5), False: (0.1, 0.9)}
 """Trials (that worked, that failed) which the simulator's word is taken for beforehand, by what it says: it
 leaves a predicted failure a tenth of its gain, and one that works outweighs it."""
 
-ENDED = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.INFEASIBLE)
-
 WORTHLESS = 0.005
-"""Predicted gain, as a share of each objective, for which a knob is not turned."""
-
-PACES = np.linspace(-1.0, 1.0, 21)
-"""From fast to slow, in the same units."""
+"""Predicted gain, in every objective, for which a knob is not turned."""
 
 Matrix = NDArray[np.float64]
-Predictor = Callable[[Sequence[Candidate]], Sequence[Prediction]]
+Predict = Callable[[Sequence[Candidate]], Sequence[Prediction]]
 
 
-def pool(encoding: Encoding, seed: int) -> list[Candidate]:
-    """The study's pool, the same at every ask, so that a predictor may keep what it said."""
-    if encoding.size <= POOL:
-        sizes = [len(values) for values in encoding.levels]
-        points = [tuple(int(i) for i in point) for point in np.ndindex(*sizes)]
-    else:
-        rng = np.random.default_rng(trial_view.derive(seed, 0, "pool"))
-        points = [encoding.random(rng) for _ in range(POOL)]
-    return list({c.digest: c for c in map(encoding.candidate, points)}.values())
-
-
-def leaders(trials: Sequence[Trial], objectives: Sequence[str]) -> tuple[Trial, ...]:
-    """The front of everything measured in full, screened trials included; at most eight, newest first."""
-    found = pareto.measured(trials, objectives)
-    if not found:
-        return ()
-    keep = pareto.non_dominated(_costs_of(found, objectives))
-    return tuple(t for t, kept in zip(found, keep, strict=True) if kept)[::-1][:8]
-
-
-def _costs_of(trials: Sequence[Trial], objectives: Sequence[str]) -> Matrix:
-    scale = trial_view.scale(objectives, [1.0] * len(objectives), Slo())
-    return np.array([scale.costs(trial_view.objective_values(t, objectives) or ()) for t in trials])
-
-
-def _known(trials: Sequence[Trial], objectives: Sequence[str]) -> list[Trial]:
-    """The trials with every objective, measured in full or estimated when they were stopped."""
-    ended = (t for t in trial_view.latest(trials) if t.state in (TrialState.COMPLETE, TrialState.PRUNED))
-    return [t for t in ended if _kind(t) in NOISES and trial_view.objective_values(t, objectives) is not None]
-
-
-def trust(predictor: Predictor, trials: Sequence[Trial], objectives: Sequence[str]) -> float | None:
-    """How well the predictor ranks what was measured, 1 = always right, 0 = by chance; None with too little.
-
-    Kendall's rank correlation over the pairs of trials that differ by more than the noise, all objectives
-    together: a pair that is level says nothing about anybody's ranking. Stopped trials count by estimate.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Problem:
+    """What is known when a candidate is asked for. `sizes` counts the levels of each knob, `names` are the
+    knobs'; `first` is where the baseline lies, if it has a place. `predict` is a simulator; None: there is
+    none.
     """
-    found = _known(trials, objectives)
-    if len(found) < ENOUGH:
-        return None
-    predictions = list(predictor([t.candidate for t in found]))
-    right, told_apart = 0.0, 0
-    for index, name in enumerate(objectives):
-        real = np.array([(trial_view.objective_values(t, objectives) or ())[index] for t in found])
-        expected = np.array([p.values.get(name, np.inf) for p in predictions])
-        with np.errstate(divide="ignore", invalid="ignore"):
-            apart = np.log(real)[:, None] - np.log(real)[None, :]
-            order = np.sign(expected[:, None] - expected[None, :])
-        pairs = np.triu(np.abs(apart) > LEVEL, 1)
-        right += float(np.nansum((np.sign(apart) * order)[pairs]))
-        told_apart += int(pairs.sum())
-    return right / told_apart if told_apart >= ENOUGH else None
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    first: Point | None
+    trials: Sequence[EncodedTrial]
+    scale: Scale
+    predict: Callable[[Sequence[Point]], Sequence[Prediction]] | None = None
+
+    @cached_property
+    def known(self) -> list[EncodedTrial]:
+        """The newest trials with objectives, measured or estimated, those that failed included."""
+        return [t for t in self.trials if t.values is not None and t.kind in NOISES][-HEARD:]
+
+    @cached_property
+    def measured(self) -> Matrix:
+        """Costs of what worked and was measured in full."""
+        rows = [t.values for t in self._whole]
+        return self.scale.costs(np.array(rows, np.float64).reshape(-1, self.width))
+
+    @property
+    def width(self) -> int:
+        """The number of objectives."""
+        return len(self.scale.objectives)
+
+    @property
+    def _whole(self) -> list[EncodedTrial]:
+        done = (t for t in self.trials if t.state is TrialState.COMPLETE and t.kind == "full")
+        return [t for t in done if t.values is not None]
+
+    @cached_property
+    def leaders(self) -> list[Point]:
+        """Where the front of everything measured lies, screened trials included."""
+        keep = pareto.non_dominated(self.measured)
+        return [t.point for t, kept in zip(self._whole, keep, strict=True) if kept][::-1][:LEADERS]
+
+    def places(self, points: Sequence[Point]) -> Matrix:
+        """Points × knobs, every knob from 0 (its first level) to 1."""
+        widths = np.maximum(np.array(self.sizes) - 1, 1)
+        found: Matrix = np.array(points, np.float64).reshape(len(points), len(widths)) / widths
+        return found
+
+    def expected(self, points: Sequence[Point]) -> tuple[Matrix, NDArray[np.bool_]]:
+        """(`Scale.ratios`: mean × point × objective, whether each should work). What a simulator gets
+        wrong of the baseline is taken off all that it says.
+        """
+        if self.predict is None:
+            return np.empty((0, len(points), self.width)), np.ones(len(points), bool)
+        found = self.predict(points)
+        means = np.array([_means(p, self.scale) for p in found]).reshape(len(points), -1, self.width)
+        shifted = np.where(means < trial_view.FAR, means - self._shift, means)
+        return shifted.transpose(1, 0, 2), np.array([p.feasible for p in found], bool)
+
+    @cached_property
+    def _shift(self) -> Matrix:
+        """What a simulator says of the baseline, mean × objective; 0 where it has that fail."""
+        if self.predict is None or self.first is None:
+            return np.zeros(1)
+        means = _means(self.predict([self.first])[0], self.scale)
+        return np.where(np.abs(means) < trial_view.FAR, means, 0.0)
 
 
-def trusted(predictor: Predictor, trials: Sequence[Trial], objectives: Sequence[str]) -> bool:
-    """Whether the predictor's ranking holds: it never failed in this study, and does not now."""
-    if any(t.origin == INSTEAD for t in trials):
-        return False
-    found = trust(predictor, trials, objectives)
-    return found is None or found >= LIMIT
+def problem_of(
+    encoding: Encoding, trials: Sequence[EncodedTrial], scale: Scale, predict: Predict | None
+) -> Problem:
+    """A problem of candidates in points; the baseline lies where the encoding's defaults do."""
+    return Problem(
+        names=encoding.names,
+        sizes=tuple(len(values) for values in encoding.levels),
+        first=encoding.point(Candidate()),
+        trials=trials,
+        scale=scale,
+        predict=None if predict is None else lambda points: predict([encoding.candidate(p) for p in points]),
+    )
 
 
-def twin_key(prediction: Prediction, objectives: Sequence[str]) -> tuple[str, ...] | None:
-    """Equal for candidates between which the predictor sees no difference; None where it sees a failure."""
-    if not prediction.feasible:
-        return None
-    return tuple(f"{prediction.values.get(name, np.inf):.4g}" for name in objectives)
-
-
-def flat(values: Mapping[str, float]) -> Predictor:
-    """Who knows nothing, and expects of every candidate what was measured of one. With `UNTOLD` as `off`,
-    expected gains are those of a Gaussian process through what was measured.
+def _means(prediction: Prediction, scale: Scale) -> Matrix:
+    """What a simulator expects, as two means (see `Scale.ratios`): as predicted, and the average over an
+    engine that is slower or faster by its error. A configuration just below the load at which its queue grows
+    without end looks well in the first alone.
     """
-    return lambda candidates: [Prediction(values=values) for _ in candidates]
+    whole = prediction.values
+    rows = (prediction.fast or whole, whole, prediction.slow or whole)
+    fast, middle, slow = scale.ratios([[row.get(n, np.nan) for n in scale.objectives] for row in rows])
+    return np.array([middle, (fast + 2 * middle + slow) / 4])
 
 
-def ranked(
-    predictor: Predictor,
-    pool: Sequence[Candidate],
-    trials: Sequence[Trial],
-    *,
-    encoding: Encoding,
-    scale: trial_view.Scale,
-    rng: np.random.Generator,
-    off: tuple[float, float] = OFF,
-) -> Iterator[Candidate]:
-    """The pool by expected gain of hypervolume, without the hopeless."""
-    gains = expected_gains(predictor, pool, trials, encoding=encoding, scale=scale, rng=rng, off=off)
-    for index in np.argsort(-gains, kind="stable"):
-        if gains[int(index)] <= 0:
-            return
-        yield pool[int(index)]
+def candidates(problem: Problem, seed: int) -> list[Point]:
+    """The points that are looked at: the study's pool (the same at every ask, so that a simulator may keep
+    what it said), the plane of the leading knobs, and the neighbours of the front.
+    """
+    near = [p for leader in problem.leaders for p in neighbours(leader, problem.sizes)]
+    return list(dict.fromkeys([*plane(problem), *pool(problem.names, problem.sizes, seed), *near]))
 
 
-def expected_gains(
-    predictor: Predictor,
-    pool: Sequence[Candidate],
-    trials: Sequence[Trial],
-    *,
-    encoding: Encoding,
-    scale: trial_view.Scale,
-    rng: np.random.Generator,
-    off: tuple[float, float] = OFF,
+def pool(names: Sequence[str], sizes: Sequence[int], seed: int) -> list[Point]:
+    """All of a small space, POOL random points of a large one, the same whatever the order of its knobs."""
+    if math.prod(sizes) <= POOL:
+        return [tuple(int(i) for i in point) for point in np.ndindex(*sizes)]
+    drawn = [
+        np.random.default_rng(trial_view.derive(seed, 0, f"pool {name}")).integers(size, size=POOL)
+        for name, size in zip(names, sizes, strict=True)
+    ]
+    return [tuple(int(i) for i in point) for point in zip(*drawn, strict=True)]
+
+
+def plane(problem: Problem) -> list[Point]:
+    """Every combination of the leading knobs, the others as the baseline has them."""
+    if problem.first is None or not set(LEADING) & set(problem.names):
+        return []
+    axes = [
+        range(size) if name in LEADING else (level,)
+        for name, size, level in zip(problem.names, problem.sizes, problem.first, strict=True)
+    ]
+    return list(itertools.product(*axes))
+
+
+def neighbours(point: Point, sizes: Sequence[int]) -> list[Point]:
+    """Every point one level away in one knob."""
+    moves = ((knob, point[knob] + step) for knob in range(len(sizes)) for step in (-1, 1))
+    return [(*point[:k], i, *point[k + 1 :]) for k, i in moves if 0 <= i < sizes[k]]
+
+
+def mixtures(problem: Problem, points: Sequence[Point]) -> list[Mixture]:
+    """What is expected of points, one mixture an objective."""
+    seen = problem.known
+    there, here = problem.places([t.point for t in seen]), problem.places(points)
+    past, future = problem.expected([t.point for t in seen])[0], problem.expected(points)[0]
+    real = problem.scale.ratios(np.array([t.values for t in seen], np.float64).reshape(-1, problem.width))
+    variances = np.array([NOISES[t.kind] ** 2 for t in seen])
+    leading = np.array([name in LEADING for name in problem.names])
+    if not leading.any():
+        leading = ~leading
+    return [
+        mixture(
+            there, here, real[:, k], variances, list(zip(past[..., k], future[..., k], strict=True)), leading
+        )
+        for k in range(problem.width)
+    ]  # fmt: skip
+
+
+def gains(
+    problem: Problem, points: Sequence[Point], expected: Sequence[Mixture], rng: np.random.Generator
 ) -> Matrix:
-    """Expected hypervolume gain of each candidate over what is measured, on the scale of the costs."""
-    if not pool:
+    """Expected hypervolume gain of each point over what is measured, times how likely it works."""
+    if not points:
         return np.zeros(0)
-    names = scale.objectives
-    seen = _known(trials, names)[-HEARD:]
-    predictions = list(predictor([*(t.candidate for t in seen), *pool]))
-    past, future = predictions[: len(seen)], predictions[len(seen) :]
-    places = _places(encoding, [t.candidate for t in seen]), _places(encoding, pool)
-    logs = _draws(list(zip(past, seen, strict=True)), future, places, names, rng, off)
-    real = [trial_view.objective_values(t, names) for t in pareto.measured(trials, names)]
-    costs = scale.costs(np.exp(logs)), scale.costs(np.array(real).reshape(-1, len(names)))
-    gains = _gain(*costs, np.array(scale.corner), rng)
-    chances = chances_to_work(predictor, trials)
-    likely: Matrix = gains * np.array([chances[p.feasible] for p in future])
-    return likely
+    drawn = np.stack([each.draw(DRAWS, rng) for each in expected], axis=2)
+    costs = problem.scale.costs_at(drawn)
+    works = chances_to_work(problem)
+    chances = np.array([works[bool(feasible)] for feasible in problem.expected(points)[1]])
+    found: Matrix = chances * _gain(costs, problem.measured, np.array(problem.scale.corner), rng)
+    return found
 
 
-def chances_to_work(predictor: Predictor, trials: Sequence[Trial]) -> dict[bool, float]:
+def chances_to_work(problem: Problem) -> dict[bool, float]:
     """How likely a candidate works that is predicted to (True) or to fail (False), by the trials so far and
     `PRIOR`: one that was predicted to fail and worked makes the next such prediction count for half.
     """
-    ended = [t for t in trial_view.latest(trials) if t.state in ENDED]
-    expected = predictor([t.candidate for t in ended])
+    ended = [t for t in problem.trials if t.state is not TrialState.RUNNING]
     counts = {kind: list(prior) for kind, prior in PRIOR.items()}
-    for trial, prediction in zip(ended, expected, strict=True):
-        counts[prediction.feasible][trial.state is TrialState.INFEASIBLE] += 1
+    for trial, feasible in zip(ended, problem.expected([t.point for t in ended])[1], strict=True):
+        counts[bool(feasible)][trial.failed] += 1
     return {kind: works / (works + fails) for kind, (works, fails) in counts.items()}
 
 
-def _draws(
-    past: Sequence[tuple[Prediction, Trial]],
-    future: Sequence[Prediction],
-    places: tuple[Matrix, Matrix],
-    names: Sequence[str],
-    rng: np.random.Generator,
-    off: tuple[float, float],
-) -> Matrix:
-    """Logarithms of what candidates may measure, draw × candidate × objective.
+def say(expected: Sequence[Mixture]) -> float:
+    """How much of what is expected rests on the simulator, from 0 to 1, mean over the objectives."""
+    return sum(each.say for each in expected) / len(expected)
 
-    Unknown of a candidate is how much slower than predicted its steps are, and what is wrong beside; what was
-    measured near it tells.
+
+def twin_key(costs: Matrix) -> tuple[str, ...] | None:
+    """Equal for points between which a simulator sees no difference (four digits); None where one is to fail.
+    `costs` is mean × objective.
     """
-    variances = np.array([NOISES[_kind(t)] ** 2 for _, t in past])
-    paces = np.array([_slowness(p, t, names) for p, t in past]).reshape(-1, 2)
-    middle, width = _field(*places, paces[:, 0], paces[:, 1] + variances, SLOWER)
-    drawn = np.clip(middle + width * rng.standard_normal((DRAWS, len(future))), -1.0, 1.0)
-    logs = _at_pace(np.array([_course(p, names) for p in future]), drawn)
-    expected = [_at_pace(_course(p, names), np.array(z)) for (p, _), z in zip(past, paces[:, 0], strict=True)]
-    with np.errstate(invalid="ignore"):
-        left = [_logs(trial, names) - each for (_, trial), each in zip(past, expected, strict=True)]
-    errors = np.clip(np.array(left).reshape(-1, len(names)), -FAR, FAR)
-    for column in range(len(names)):
-        shift, width = _field(*places, errors[:, column], variances, off)
-        logs[..., column] += shift + width * rng.standard_normal((DRAWS, len(future)))
-    return logs
+    return None if costs[0].max() >= trial_view.FAR else tuple(f"{each:.4f}" for each in costs[0])
 
 
-def likely(prediction: Prediction) -> dict[str, float]:
-    """The mean over an engine as predicted, one that is slower and one that is faster."""
-    slow, fast = prediction.slow, prediction.fast
-    return {n: (slow.get(n, v) + 2 * v + fast.get(n, v)) / 4 for n, v in prediction.values.items()}
-
-
-def plain(
-    predictor: Predictor, encoding: Encoding, candidate: Candidate, objectives: Sequence[str]
-) -> Candidate:
-    """The candidate with every knob back where the baseline has it that the predictor expects no gain of, in
-    the objectives and in goodput.
-    """
-    names = tuple(dict.fromkeys((*objectives, "goodput_rps")))
-    point, base = encoding.point(candidate), encoding.point(Candidate())
-    if point is None or base is None:
-        return candidate
-
-    def expected(each: Candidate) -> list[float]:
-        found = predictor([each])[0]
-        return [likely(found).get(n, np.nan) if found.feasible else np.nan for n in names]
-
-    values = expected(candidate)
-    scale = trial_view.scale(names, values, Slo())
-    allowed = scale.costs(values) + WORTHLESS
-    for knob, level in enumerate(base):
+def without_idle_knobs(problem: Problem, point: Point) -> Point:
+    """The point with every knob back where the baseline has it that the simulator expects no gain of."""
+    if problem.first is None:
+        return point
+    start = problem.expected([point])[0][1, 0]
+    for knob, level in enumerate(problem.first):
         moved = (*point[:knob], level, *point[knob + 1 :])
-        if moved != point and np.all(scale.costs(expected(encoding.candidate(moved))) <= allowed):
+        costs, works = problem.expected([moved])
+        if moved != point and works[0] and np.all(costs[1, 0] <= start + WORTHLESS):
             point = moved
-    return encoding.candidate(point)
+    return point
 
 
-def _course(prediction: Prediction, objectives: Sequence[str]) -> Matrix:
-    """Logarithms of the objectives of a fast, the predicted and a slow engine: 3 × objective."""
-    rows = (prediction.fast or prediction.values, prediction.values, prediction.slow or prediction.values)
-    values = np.array([[max(row.get(name, np.inf), 1e-6) for name in objectives] for row in rows])
-    logs: Matrix = np.log(values)
-    return logs
-
-
-def _at_pace(courses: Matrix, paces: Matrix) -> Matrix:
-    """Logarithms of the objectives at a pace: courses … × 3 × objective, paces draw × … ."""
-    share = np.abs(paces)[..., None]
-    other = np.where(paces[..., None] < 0, courses[..., 0, :], courses[..., 2, :])
-    with np.errstate(invalid="ignore"):
-        found: Matrix = courses[..., 1, :] * (1 - share) + other * share
-    exact: Matrix = np.where(share == 0, courses[..., 1, :], found)
-    return exact
-
-
-def _kind(trial: Trial) -> str:
-    return trial.measurement.kind if trial.measurement else ""
-
-
-def _logs(trial: Trial, objectives: Sequence[str]) -> Matrix:
-    """Logarithms of what was measured (or estimated) of a trial, in order of the objectives."""
-    logs: Matrix = np.log(np.maximum(trial_view.objective_values(trial, objectives) or (), 1e-6))
-    return logs
-
-
-def _slowness(prediction: Prediction, trial: Trial, objectives: Sequence[str]) -> tuple[float, float]:
-    """(mean, variance) of how much slower than predicted a trial ran, by all its objectives together."""
-    course = _course(prediction, objectives)[None]
-    with np.errstate(invalid="ignore"):
-        apart = _at_pace(course, PACES[:, None])[:, 0, :] - _logs(trial, objectives)
-    known = np.isfinite(apart).all(axis=0)
-    off = (apart[:, known] ** 2).sum(axis=1) / (2 * NOISES[_kind(trial)] ** 2)
-    weight = np.exp(off.min() - off)
-    mean = float(np.average(PACES, weights=weight))
-    return mean, float(np.average((PACES - mean) ** 2, weights=weight))
-
-
-def _places(encoding: Encoding, candidates: Sequence[Candidate]) -> Matrix:
-    """Where candidates lie, every knob from 0 (its first level) to 1."""
-    points = [encoding.point(c) or (0,) * len(encoding.names) for c in candidates]
-    widths = np.maximum([len(values) - 1 for values in encoding.levels], 1)
-    return np.array(points, np.float64).reshape(len(candidates), len(widths)) / widths
-
-
-def _field(
-    there: Matrix, here: Matrix, values: Matrix, variances: Matrix, parts: tuple[float, float]
-) -> tuple[Matrix, Matrix]:
-    """(mean, standard deviation) of a quantity `here`, by a Gaussian process through the values `there`: one
-    part is common to all, one fades with the distance of the knobs.
-    """
-    common, own = parts
-
-    def alike(a: Matrix, b: Matrix) -> Matrix:
-        apart = ((a[:, None, :] - b[None, :, :]) ** 2).sum(axis=2)
-        found: Matrix = common**2 + own**2 * np.exp(-apart / (2 * REACH**2))
-        return found
-
-    known = np.isfinite(values)
-    there, values, variances = there[known], values[known], variances[known]
-    across = np.linalg.solve(alike(there, there) + np.diag(variances), alike(there, here))
-    left = common**2 + own**2 - (alike(there, here) * across).sum(axis=0)
-    return across.T @ values, np.sqrt(np.maximum(left, 0.0))
-
-
-def _gain(costs: Matrix, real: Matrix, reference: Matrix, rng: np.random.Generator) -> Matrix:
+def _gain(costs: Matrix, real: Matrix, corner: Matrix, rng: np.random.Generator) -> Matrix:
     """Mean over draws of the volume that only the candidate dominates; `costs` is draw × candidate × cost."""
     flat = costs.reshape(-1, costs.shape[2])
     finite = np.vstack([rows[np.all(np.isfinite(rows), axis=1)] for rows in (flat, real)])
     if not len(finite):
         return np.zeros(costs.shape[1])
-    low = np.minimum(finite.min(axis=0), reference)
-    points = low + rng.random((SAMPLES, len(reference))) * (reference - low)
+    low = np.minimum(finite.min(axis=0), corner)
+    points = low + rng.random((SAMPLES, len(corner))) * (corner - low)
     for row in real:
         points = points[~np.all(row <= points, axis=1)]
     if not len(points):
@@ -334,9 +259,53 @@ def _gain(costs: Matrix, real: Matrix, reference: Matrix, rng: np.random.Generat
     found = np.zeros(len(flat))
     may = np.all(flat <= points.max(axis=0), axis=1)
     hits = np.ones((int(may.sum()), len(points)), dtype=bool)
-    for column in range(len(reference)):
+    for column in range(len(corner)):
         hits &= flat[may, None, column] <= points[None, :, column]
     found[may] = hits.sum(axis=1)
     shares = found.reshape(costs.shape[:2]).mean(axis=0)
-    gains: Matrix = shares / SAMPLES * float(np.prod(reference - low))
-    return gains
+    gained: Matrix = shares / SAMPLES * float(np.prod(corner - low))
+    return gained
+
+
+def choose(
+    problem: Problem, seed: int, allowed: Callable[[Point], bool], rng: np.random.Generator
+) -> tuple[Point, str] | None:
+    """(the point to measure next, who proposes it: `simulator` or `gp`); None where none is expected to gain.
+
+    Where most of what is expected rests on the simulator, what it cannot tell from a trial is left out and a
+    knob that it expects no gain of is not turned.
+    """
+    points = [p for p in candidates(problem, seed) if allowed(p)]
+    if not points or not problem.known:
+        return None
+    expected = mixtures(problem, points)
+    found = gains(problem, points, expected, rng)
+    if found.max() <= 0:
+        return None
+    new = found if say(expected) < 0.5 else found * _apart(problem, points)
+    if problem.predict is None or say(expected) < 0.5 or new.max() <= 0:
+        return points[int(found.argmax())], "gp"
+    best = points[int(new.argmax())]
+    simpler = without_idle_knobs(problem, best)
+    return (simpler if allowed(simpler) else best), "simulator"
+
+
+def _apart(problem: Problem, points: Sequence[Point]) -> NDArray[np.bool_]:
+    """Which points the simulator can tell from everything measured."""
+    ended = [t.point for t in problem.trials if t.values is not None]
+    twins = {twin_key(means) for means in problem.expected(ended)[0].swapaxes(0, 1)} - {None}
+    keys = [twin_key(means) for means in problem.expected(points)[0].swapaxes(0, 1)]
+    return np.array([key not in twins for key in keys])
+
+
+def best_gain(
+    problem: Problem, seed: int, allowed: Callable[[Point], bool], rng: np.random.Generator
+) -> float | None:
+    """The most hypervolume that a point is expected to add; None where the simulator has less than half a
+    say.
+    """
+    points = [p for p in candidates(problem, seed) if allowed(p)]
+    if problem.predict is None or not points or not problem.known:
+        return None
+    expected = mixtures(problem, points)
+    return float(gains(problem, points, expected, rng).max()) if say(expected) >= 0.5 else None

@@ -45,6 +45,15 @@ def measured(trials: Sequence[Trial], objectives: Sequence[str]) -> tuple[Trial,
     )
 
 
+def leaders(trials: Sequence[Trial], objectives: Sequence[str], most: int) -> tuple[Trial, ...]:
+    """The front of everything measured in full, screened trials included; the newest first."""
+    found = measured(trials, objectives)
+    if not found:
+        return ()
+    keep = non_dominated(np.array([_signed(t, objectives) for t in found]))
+    return tuple(t for t, kept in zip(found, keep, strict=True) if kept)[::-1][:most]
+
+
 def front(trials: Sequence[Trial], objectives: Sequence[str]) -> tuple[Trial, ...]:
     """The trials of a study that no other beats in every objective: COMPLETE and relaunched ones only."""
     found = [t for t in measured(trials, objectives) if not t.screened]

@@ -3,12 +3,12 @@
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from tuner.measures import MAXIMIZED
+from tuner.measures import MAXIMIZED, NAMES
 from tuner.records import Slo, Trial, TrialState, Value, Violation
 from tuner.search.encoding import Encoding, Point
 
@@ -63,45 +63,85 @@ def defaults_of(trials: Sequence[Trial]) -> Mapping[str, Value]:
 class Scale:
     """Objectives as costs: log latencies, linear goodput in units of the baseline's; lower is better.
 
-    `corner` is the point that hypervolume is measured from, as costs (see `corner_of`).
+    `corner` is the point that hypervolume is measured from, as costs (see `corner_of`). Everything but
+    latencies is in units of the baseline's; `maximized` names what is better when larger.
     """
 
     objectives: tuple[str, ...]
+    baseline: tuple[float, ...]
     units: tuple[float, ...]
     corner: tuple[float, ...] = ()
+    maximized: frozenset[str] = MAXIMIZED
 
     def costs(self, values: ArrayLike) -> NDArray[np.float64]:
         """Costs of measurement values, in order of the objectives on the last axis, any shape before it."""
         raw = np.asarray(values, dtype=np.float64)
         found = np.empty_like(raw)
         for column, (name, unit) in enumerate(zip(self.objectives, self.units, strict=True)):
-            found[..., column] = _cost(name, raw[..., column], unit)
+            if name.endswith("_ms"):
+                found[..., column] = np.log(np.maximum(raw[..., column], 1e-6))
+            else:
+                found[..., column] = raw[..., column] / (-unit if name in self.maximized else unit)
         return found
 
+    def ratios(self, values: ArrayLike) -> NDArray[np.float64]:
+        """How far values are from the baseline's, lower is better, 0 = level, FAR at most: a difference of
+        logarithms of a measurement (0.1 is about 10 %), for any other value one in units of the baseline's.
+        """
+        raw = np.asarray(values, dtype=np.float64)
+        found = np.empty_like(raw)
+        for column, (name, base) in enumerate(zip(self.objectives, self.baseline, strict=True)):
+            sign = -1.0 if name in self.maximized else 1.0
+            if _is_log(name):
+                found[..., column] = sign * np.log(np.maximum(raw[..., column], 1e-9) / max(base, 1e-9))
+            else:
+                found[..., column] = sign * (raw[..., column] - base) / self.units[column]
+        return np.clip(np.nan_to_num(found, nan=FAR), -FAR, FAR)
+
+    def costs_at(self, ratios: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The costs of what `ratios` gives."""
+        values = np.empty_like(ratios)
+        for column, (name, base) in enumerate(zip(self.objectives, self.baseline, strict=True)):
+            apart = ratios[..., column] * (-1.0 if name in self.maximized else 1.0)
+            values[..., column] = base * np.exp(apart) if _is_log(name) else base + apart * self.units[column]
+        return self.costs(values)
+
+
+def _is_log(name: str) -> bool:
+    return name in NAMES
+
+
+FAR = 3.0
+"""How much better or worse than the baseline (a factor of 20) still makes a difference."""
 
 ROOM = 2.0
 """How many times worse than the baseline an objective may be and still count. Less room is worth nothing to a
 configuration that halves one latency for twice another, as the winner on a real H100 did (docs/search.md)."""
 
 
-def corner_of(objectives: Sequence[str], baseline: Sequence[float], slo: Slo) -> tuple[float, ...]:
+def corner_of(
+    objectives: Sequence[str], baseline: Sequence[float], slo: Slo, maximized: frozenset[str] = MAXIMIZED
+) -> tuple[float, ...]:
     """The worst values that still count, in order of the objectives: of a latency the looser of the SLO's
     limit and ROOM times the baseline's, of what is maximised its share. `baseline` has the values.
     """
     limits = {"ttft": slo.ttft_ms, "tpot": slo.tpot_ms, "e2e": slo.e2e_ms}
     return tuple(
-        value / ROOM if name in MAXIMIZED else max(value * ROOM, limits.get(name.partition("_")[0]) or 0.0)
+        value - abs(value) * (1 - 1 / ROOM)
+        if name in maximized
+        else max(value + abs(value) * (ROOM - 1), limits.get(name.partition("_")[0]) or -math.inf)
         for name, value in zip(objectives, baseline, strict=True)
     )
 
 
-def scale(objectives: Sequence[str], baseline: Sequence[float], slo: Slo) -> Scale:
+def scale(
+    objectives: Sequence[str], baseline: Sequence[float], slo: Slo, maximized: frozenset[str] = MAXIMIZED
+) -> Scale:
     """The scale that the baseline's objective values (in order of the objectives) and the SLO set."""
-    pairs = zip(objectives, baseline, strict=True)
-    units = tuple(abs(v) if n in MAXIMIZED and 0 < abs(v) < math.inf else 1.0 for n, v in pairs)
-    raw = Scale(objectives=tuple(objectives), units=units)
-    corner = raw.costs(corner_of(objectives, baseline, slo))
-    return Scale(objectives=raw.objectives, units=units, corner=tuple(float(c) for c in corner))
+    units = tuple(abs(v) if 0 < abs(v) < math.inf else 1.0 for v in baseline)
+    raw = Scale(objectives=tuple(objectives), baseline=tuple(baseline), units=units, maximized=maximized)
+    corner = raw.costs(corner_of(objectives, baseline, slo, maximized))
+    return replace(raw, corner=tuple(float(c) for c in corner))
 
 
 def scale_of(trials: Sequence[Trial], objectives: Sequence[str], slo: Slo) -> Scale | None:
@@ -113,12 +153,6 @@ def scale_of(trials: Sequence[Trial], objectives: Sequence[str], slo: Slo) -> Sc
     rows = (objective_values(t, objectives) for t in sorted(known, key=lambda t: not t.is_baseline))
     found = next((r for r in rows if r is not None and all(map(math.isfinite, r))), None)
     return None if found is None else scale(objectives, found, slo)
-
-
-def _cost(name: str, value: NDArray[np.float64], unit: float) -> NDArray[np.float64]:
-    if name in MAXIMIZED:
-        return -value / unit
-    return np.log(np.maximum(value, 1e-6)) if name.endswith("_ms") else value
 
 
 def objective_values(trial: Trial, objectives: Sequence[str]) -> tuple[float, ...] | None:
@@ -151,41 +185,35 @@ def derive(seed: int, number: int, purpose: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedTrial:
-    """One trial in the sampler's words; `values` is None for one that is still running."""
+    """One trial as a sampler sees it. `values` are its objectives, measured in full or estimated (`kind`);
+    None where it has none. `constraints` has a value > 0 exactly where it failed.
+    """
 
     point: Point
-    values: tuple[float, ...] | None
-    constraints: dict[str, float]
+    state: TrialState
+    values: tuple[float, ...] | None = None
+    kind: str = "full"
+    constraints: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> bool:
+        return any(value > 0 for value in self.constraints.values())
 
 
-def encode_trials(encoding: Encoding, trials: Sequence[Trial], scale: Scale) -> list[EncodedTrial]:
-    """History as the sampler is told it.
-
-    COMPLETE and PRUNED with their costs (measured, or estimated); INFEASIBLE, and what has no number, at a
-    filler beyond the worst that was seen; RUNNING without values; ABORTED never.
-    """
-    rows = []
-    for trial in latest(trials):
-        point = encoding.point(trial.candidate)
-        if point is not None:
-            rows.append((trial, point, _costs(trial, scale)))
-    known = [tuple(c) for _, _, c in rows if c is not None and all(np.isfinite(c))]
-    seen = np.array(known or [scale.corner])
-    spread = np.ptp(seen, axis=0)
-    filler = seen.max(axis=0) + 0.1 * np.where(spread > 0, spread, 1.0)
+def encode_trials(
+    encoding: Encoding, trials: Sequence[Trial], objectives: Sequence[str]
+) -> list[EncodedTrial]:
+    """History as samplers see it, in order of number: no aborted attempts, no candidates without a place."""
     found = []
-    for trial, point, costs in rows:
-        values = None
-        if trial.state is not TrialState.RUNNING:
-            values = tuple(filler if costs is None else np.where(np.isfinite(costs), costs, filler))
-        found.append(EncodedTrial(point=point, values=values, constraints=margins(trial)))
+    for trial in latest(trials):
+        point, measured = encoding.point(trial.candidate), trial.measurement
+        if point is None:
+            continue
+        values, kind = None, measured.kind if measured else "full"
+        if kind != "partial":  # that has the first requests only
+            values = objective_values(trial, objectives)
+        constraints = {} if trial.state is TrialState.RUNNING else margins(trial)
+        found.append(
+            EncodedTrial(point=point, state=trial.state, values=values, kind=kind, constraints=constraints)
+        )
     return found
-
-
-def _costs(trial: Trial, scale: Scale) -> np.ndarray | None:
-    if trial.state not in (TrialState.COMPLETE, TrialState.PRUNED):
-        return None
-    if trial.measurement is None or trial.measurement.kind == "partial":  # of the first requests only
-        return None
-    values = objective_values(trial, scale.objectives)
-    return None if values is None else scale.costs(values)

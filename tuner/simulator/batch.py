@@ -12,7 +12,7 @@ from pathlib import Path
 from tuner import processes
 from tuner.leftovers import scratch_prefix
 from tuner.records import Candidate, Prediction
-from tuner.simulator.predict import Predictor
+from tuner.simulator.predict import Predictor, Scene
 
 SHARE = 8
 """Fewer candidates than this are not worth a process."""
@@ -29,6 +29,11 @@ class Batch:
         self._predictor = predictor
         free = len(os.sched_getaffinity(0)) - 2
         self._workers = min(MOST, free) if workers is None else workers
+
+    @property
+    def scene(self) -> Scene:
+        """What is fixed for all candidates."""
+        return self._predictor.scene
 
     def __call__(self, candidates: Sequence[Candidate]) -> tuple[Prediction, ...]:
         new = self._predictor.unknown(candidates)

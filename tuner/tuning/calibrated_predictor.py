@@ -1,9 +1,9 @@
-"""What is known before a candidate is measured: a predictor calibrated on the study's own trials, the fronts
-of other studies, and how to measure it for less. Each a function of history, so that suggestions replay.
+"""What is known before a candidate is measured: a simulator calibrated on the study's baseline, the fronts of
+other studies, and how to measure it for less. Each a function of history, so that suggestions replay.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -21,16 +21,12 @@ from tuner.tuning.live import changeable
 from tuner.tuning.seeds import Seed, by_concurrency
 from tuner.tuning.study import Prepared
 
-OBSERVED = 3
-"""Trials that a calibration is fitted to at most: the baseline and the newest of the front."""
-PICKS, PICKED = 1, "simulator: SLO"
-"""Predicted choices of the SLO policy that are tried first, and their origin."""
+PICKED = "simulator: SLO"
+"""Origin of the predicted choice of the SLO policy, which is tried first."""
 UNSURE = 0.12
-"""Relative error of step times, at least, that proposals reckon with: few trials say little of others."""
-FIRST_ROUNDS, ROUNDS = 2, 1
-"""Rounds of a fit to the baseline, and of each later one, which starts from that."""
-STEPS = (1, 8, 16, 32, 64)
-"""Numbers of trials at which the predictor is calibrated anew, and from the last on at its multiples."""
+"""Relative error of step times, at least, that proposals reckon with: one trial says little of others."""
+ROUNDS = 2
+"""Rounds of a fit to the baseline; more change little (docs/simulator.md)."""
 LAUNCH_S = 57.0
 """Seconds of a launch where history tells none."""
 SETTLE_S = 15.0
@@ -41,8 +37,6 @@ SECURED = 0.05
 """Share of the front's volume that a trial must add to be worth an engine of its own."""
 RELAUNCHED = "relaunched"
 """Origin of a trial that measures a screened candidate again, in an engine of its own."""
-
-ENDED = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.INFEASIBLE)
 
 
 def card_for(prepared: Prepared) -> Card | str:
@@ -102,118 +96,97 @@ class Known:
 
 @dataclass(slots=True, kw_only=True)
 class Knowledge:
-    """What a run knows of its study. `fronts` are seeds from other studies, `start` is what an earlier run
-    fitted, where calibration begins; `why_not` tells why nothing is predicted, once that was tried.
+    """What a run knows of its study: a simulator, calibrated on the baseline alone, so that what it says
+    stays the same all through (what it gets wrong is learned beside it: `search.residuals`). `fronts` are
+    seeds from other studies, `start` is what an earlier run fitted; `why_not` tells why nothing is predicted,
+    once that was tried.
     """
 
     prepared: Prepared
     fronts: Sequence[Seed] = ()
     start: Coefficients | None = None
     why_not: str | None = None
-    _known: dict[tuple[int, ...], Known | None] = field(default_factory=dict)
+    _known: dict[int, Known | None] = field(default_factory=dict)
 
-    def known(self, trials: Sequence[Trial], number: int) -> Known | None:
-        """The predictor for the proposal of a number; None while nothing can be predicted."""
-        chosen = observed(trials, cutoff(number), self.prepared.study.objectives)
-        return self.calibrated(chosen) if chosen or not failed(trials) else self._uncalibrated()
+    def known(self, trials: Sequence[Trial]) -> Known | None:
+        """The predictor; None while nothing can be predicted."""
+        base = trial_view.baseline_of(trials)
+        if base is None and not failed(trials):
+            return None
+        key = -1 if base is None else base.id
+        if key not in self._known:
+            self._known[key] = self._calibrated(base)
+        return self._known[key]
 
-    def _uncalibrated(self) -> Known | None:
-        """The card's datasheet alone, kept."""
-        if () not in self._known:
-            card = card_for(self.prepared)
-            self.why_not = card if isinstance(card, str) else None
-            self._known[()] = None
-            if not isinstance(card, str):
-                predict = Predictor(scene_of(self.prepared, card), self.start or preset(card))
-                self._known[()] = Known(predict=Batch(predict), calibration=None)
-        return self._known[()]
-
-    def calibrated(self, chosen: Sequence[Trial]) -> Known | None:
-        """A predictor fitted to these trials, kept."""
-        key = tuple(t.id for t in chosen)
-        if key and key not in self._known:
-            self._known[key] = self._calibrate(chosen)
-        return self._known.get(key)
-
-    def _calibrate(self, chosen: Sequence[Trial]) -> Known | None:
+    def _calibrated(self, base: Trial | None) -> Known | None:
+        """Fitted to the baseline; by the card's datasheet alone where that did not serve."""
         card = card_for(self.prepared)
+        self.why_not = card if isinstance(card, str) else None
         if isinstance(card, str):
-            self.why_not = card
             return None
         scene = scene_of(self.prepared, card)
-        seen = [
-            Observation(candidate=t.candidate, values=t.measurement.values) for t in chosen if t.measurement
-        ]
+        if base is None or base.measurement is None:
+            return Known(predict=Batch(Predictor(scene, self.start or preset(card))), calibration=None)
         try:
-            first = self.calibrated(chosen[:1]) if len(chosen) > 1 else None
-            calibration = (
-                fit(scene, seen, start=self.start, rounds=FIRST_ROUNDS)
-                if first is None or first.calibration is None
-                else fit(scene, seen, start=first.calibration.coefficients, rounds=ROUNDS)
-            )
+            calibration = self.fit(scene, base)
         except BadInput as error:
             self.why_not = str(error)
             return None
-        self.why_not = None
         return Known(predict=Batch(predictor_of(scene, calibration)), calibration=calibration)
+
+    def fit(self, scene: Scene, base: Trial) -> Calibration:
+        """The calibration on the baseline. BadInput where it has no latency."""
+        values = base.measurement.values if base.measurement else {}
+        seen = [Observation(candidate=base.candidate, values=values)]
+        return fit(scene, seen, start=self.start, rounds=ROUNDS)
 
     def seeds(self, trials: Sequence[Trial]) -> tuple[Seed, ...]:
         """What is tried first: other studies' fronts, then what the SLO policy is predicted to pick; the
         heuristics where nothing is predicted.
-
-        What is predicted here rests on the baseline alone, so that the list stays the same all through.
         """
-        prepared = self.prepared
         base = trial_view.baseline_of(trials)
         if base is None and not failed(trials):
             return ()
-        near = at_levels(prepared, trials)
-        known = self._uncalibrated() if base is None else self.calibrated((base,))
+        near, known = at_levels(self.prepared, trials), self.known(trials)
         if known is None:
-            guides = heuristics.heuristics(prepared.space, near, prepared.known)
-            return (*self.fronts, *guides, *by_concurrency(prepared))
+            guides = heuristics.heuristics(self.prepared.space, near, self.prepared.known)
+            return (*self.fronts, *guides, *by_concurrency(self.prepared))
         first = () if base is None else (base,)
-        space = around(prepared, near, trials) if screens(prepared, first) else prepared.space
-        encoding, objectives = encode(space, trial_view.defaults_of(trials)), prepared.study.objectives
-        picks = self.picks(space, known.predict, {})[:PICKS]
-        plain = [acquisition.plain(known.predict, encoding, c, objectives) for c in picks]
-        picked = [(PICKED, candidate) for candidate in plain]
-        return (*self.fronts, *picked, *by_concurrency(prepared))
+        narrow = screens(self.prepared, first)
+        space = around(self.prepared, near, trials) if narrow else self.prepared.space
+        picked = self._pick(space, known.predict, trials)
+        own = [] if picked is None else [(PICKED, picked)]
+        return (*self.fronts, *own, *by_concurrency(self.prepared))
 
-    def picks(self, space: SearchSpace, predict: Batch, defaults: Mapping[str, Value]) -> list[Candidate]:
-        """The study's pool of a space as the SLO policy would rank it by the predictions; what fails is left
-        out. The front's volume does not reach there: a pick may be worse than the baseline in an objective.
+    def _pick(self, space: SearchSpace, predict: Batch, trials: Sequence[Trial]) -> Candidate | None:
+        """What the SLO policy would pick of the study's pool by the predictions, without knobs that bring
+        nothing; what fails is left out. The front's volume does not reach there: a pick may be worse than the
+        baseline in an objective.
         """
-        pool = acquisition.pool(encode(space, defaults), self.prepared.study.seed)
+        encoding = encode(space, trial_view.defaults_of(trials))
+        sizes = [len(values) for values in encoding.levels]
+        points = acquisition.pool(encoding.names, sizes, self.prepared.study.seed)
+        pool = list({c.digest: c for c in map(encoding.candidate, points)}.values())
         pool = [c for c in pool if space.contains(c) and self.prepared.known(c) is None]
-        likely = ((i, acquisition.likely(p)) for i, p in enumerate(predict(pool)) if p.feasible)
-        ranked = [(_rank(values, self.prepared.study.slo), i) for i, values in likely]
-        return [pool[i] for _, i in sorted(ranked)]
-
-    def predictor(
-        self, trials: Sequence[Trial], number: int
-    ) -> Callable[[Sequence[Candidate]], Sequence[Prediction]] | None:
-        """What `suggest` takes."""
-        found = self.known(trials, number)
-        return None if found is None else found.predict
-
-
-def cutoff(number: int) -> int:
-    """The predictor for a number knows the trials before this one: it is calibrated anew now and then."""
-    if number >= STEPS[-1]:
-        return number - number % STEPS[-1]
-    return max((step for step in STEPS if step <= number), default=0)
+        expected = [(i, likely(p)) for i, p in enumerate(predict(pool)) if p.feasible]
+        ranked = sorted((_rank(values, self.prepared.study.slo), i) for i, values in expected)
+        if not ranked:
+            return None
+        best = ranked[0][1]
+        names = tuple(dict.fromkeys((*self.prepared.study.objectives, "goodput_rps")))
+        values = predict([pool[best]])[0].values
+        scale = trial_view.scale(names, [values.get(n, math.nan) for n in names], self.prepared.study.slo)
+        point = encoding.point(pool[best])
+        problem = acquisition.problem_of(encoding, (), scale, predict)
+        return pool[best] if point is None else encoding.candidate(
+            acquisition.without_idle_knobs(problem, point)
+        )  # fmt: skip
 
 
-def observed(trials: Sequence[Trial], before: int, objectives: Sequence[str]) -> tuple[Trial, ...]:
-    """The trials that a calibration rests on: the baseline, and the newest of the front before a number."""
-    base = trial_view.baseline_of(trials)
-    if base is not None and base.number >= before:
-        return ()
-    past = [t for t in trials if t.number < before and t.state is not TrialState.RUNNING]
-    first = () if base is None else (base,)
-    leaders = [t for t in acquisition.leaders(past, objectives) if t not in first]
-    return (*first, *sorted(leaders[: OBSERVED - len(first)], key=lambda t: t.number))
+def likely(prediction: Prediction) -> dict[str, float]:
+    """The mean over an engine as predicted, one that is slower and one that is faster."""
+    slow, fast = prediction.slow, prediction.fast
+    return {n: (slow.get(n, v) + 2 * v + fast.get(n, v)) / 4 for n, v in prediction.values.items()}
 
 
 def failed(trials: Sequence[Trial]) -> bool:
@@ -228,39 +201,16 @@ def policy(prepared: Prepared) -> pareto.Policy:
 
 
 def screens(prepared: Prepared, trials: Sequence[Trial]) -> bool:
-    """Whether the next candidate is to be screened in a running engine: it can be, and that is cheaper.
-
-    What is screened and good (it widens the front or is the policy's pick) is measured a second time, in an
-    engine of its own. By the share of proposals that were good so far, one in two before there is any, that
-    costs more or less than the launch saved.
+    """Whether the next candidate is to be screened in a running engine: it can be, and a launch takes longer
+    than the second replay, in an engine of its own, that follows where it is good.
     """
     if not changeable(prepared):
         return False
     replay = replay_s(prepared)
-    launch = launch_s(trials, replay)
-    saved = launch / (launch + replay)
-    past = [t for t in trial_view.latest(trials) if t.state in ENDED and not t.is_baseline]
-    past = [t for t in past if t.origin != RELAUNCHED]
-    fine, good, ended, alone = _good(prepared, trials), 1, 2, 0
-    for trial in past:
-        alone += good / ended < saved and not trial.screened and trial.measurement is not None
-        good, ended = good + (trial.number in fine), ended + 1
-    cannot = alone >= ENOUGH and not any(t.screened for t in past)
-    return good / ended < saved and not cannot
-
-
-def _good(prepared: Prepared, trials: Sequence[Trial]) -> set[int]:
-    """Numbers of the trials that widened the front by `SECURED` when they came, and of the policy's pick."""
-    objectives = prepared.study.objectives
-    found = [replace(t, screened=False) for t in pareto.measured(trials, objectives)]
-    if not found:
-        return set()
-    good = {pareto.choose(found, policy(prepared), prepared.study.slo, objectives).number}
-    scale = trial_view.scale_of(trials, objectives, prepared.study.slo)
-    if scale is not None:
-        added = pareto.widening(trials, scale)
-        good |= {number for number, share in added.items() if share >= SECURED}
-    return good
+    own = [t for t in trial_view.latest(trials) if not t.is_baseline and t.origin != RELAUNCHED]
+    alone = sum(not t.screened and t.measurement is not None for t in own)
+    cannot = alone >= ENOUGH and not any(t.screened for t in own)
+    return launch_s(trials, replay) > replay and not cannot
 
 
 def replay_s(prepared: Prepared) -> float:

@@ -9,7 +9,7 @@ import numpy as np
 from tuner.errors import BadInput
 from tuner.records import Slice, Trial
 from tuner.replay import outcomes
-from tuner.search import acquisition, early_stopping, trial_view
+from tuner.search import early_stopping, pareto, trial_view
 from tuner.search.early_stopping import Case, Columns, Judge, Rival
 from tuner.traffic import slices
 from tuner.traffic.trace import Trace
@@ -47,7 +47,7 @@ def case_of(
         study.objectives, [values.get(n, math.inf) for n in study.objectives], study.slo
     )
     searched = tuple(s for s in study.slices if not s.held_out)
-    leaders = acquisition.leaders(trials, study.objectives)[:RIVALS]
+    leaders = pareto.leaders(trials, study.objectives, RIVALS)
     epsilon = SCREENED_EPSILON if screened else early_stopping.EPSILON
     case = Case(
         objectives=study.objectives,

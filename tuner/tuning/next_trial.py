@@ -10,32 +10,23 @@ from tuner.errors import NotFound
 from tuner.knobs.space import SearchSpace
 from tuner.records import Candidate, Trial, TrialState
 from tuner.search import acquisition, ladder, pareto, trial_view
-from tuner.search.candidate_sources import Suggestion, suggest
-from tuner.search.encoding import encode
-from tuner.search.feasibility import Regions
-from tuner.search.order import by_group, drift_due
+from tuner.search.candidate_sources import History, Suggestion, suggest
+from tuner.search.order import drift_due
 from tuner.tuning.calibrated_predictor import (
-    LAUNCH_S,
-    PICKED,
     RELAUNCHED,
     SECURED,
     Knowledge,
-    Known,
     around,
     at_levels,
     policy,
     screens,
 )
-from tuner.tuning.live import group
 from tuner.tuning.seeds import Seed
 from tuner.tuning.study import Prepared
 
 WIDE_EVERY, WIDE_FROM = 5, 9
 """From a number on, every so-many-th proposal may turn any knob; the others keep to what one running engine
 can screen."""
-PICK_EVERY, LOOKED = 6, 8
-"""Every so-many-th proposal is the first of so many predicted picks of the SLO policy that is new, to the
-predictor too."""
 PROMOTE_AFTER = 3
 """Screened trials between two relaunches."""
 
@@ -57,31 +48,26 @@ def propose(
     if prepared.file.sampler == "ladder":
         return _rung(prepared, trials)
     knowledge = knowledge or Knowledge(prepared=prepared)
-    number = next_number(trials)
-    served = trial_view.baseline_of(trials) is not None
-    if served and not prepared.plan.demonstration and drift_due(trials):
+    number, history = next_number(trials), history_of(prepared, trials)
+    if history.baseline is not None and not prepared.plan.demonstration and drift_due(trials):
         seed = trial_view.derive(prepared.study.seed, number, "trial")
         return Suggestion(candidate=prepared.baseline, origin="baseline", seed=seed)
-    promoted = _promoted(prepared, trials)
+    promoted = _promoted(history)
     if promoted is not None:
         candidate = minimal(prepared.space, trials, promoted.candidate)
         return Suggestion(candidate=candidate, origin=RELAUNCHED, seed=promoted.seed)
-    seeds = untried(prepared, trials, (*knowledge.fronts, *help.seeds, *knowledge.seeds(trials)))
-    looked = (prepared.space,) if seeds else spaces(prepared, trials, number)
-    if not seeds and number % PICK_EVERY == 0:
-        seeds = _picked(prepared, trials, knowledge, looked[0])
-    for space in looked:
+    known = knowledge.known(trials)
+    seeds = untried(prepared, history, (*knowledge.fronts, *help.seeds, *knowledge.seeds(trials)))
+    for space in (prepared.space,) if seeds else spaces(prepared, trials, number):
         found = suggest(
-            space,
-            trials,
+            replace(history, space=space),
             seed=prepared.study.seed,
             number=number,
-            objectives=prepared.study.objectives,
-            slo=prepared.study.slo,
             baseline=prepared.baseline,
             known=prepared.known,
             seeds=seeds,
-            predictor=knowledge.predictor(trials, number),
+            predictor=known.predict if known else None,
+            sampler=prepared.file.sampler,
         )
         if found is not None:
             return replace(found, candidate=minimal(prepared.space, trials, found.candidate))
@@ -99,12 +85,17 @@ def _rung(prepared: Prepared, trials: Sequence[Trial]) -> Suggestion | None:
     return None if level is None else Suggestion(candidate=asked[level], origin=ladder.ORIGIN, seed=seed)
 
 
-def _promoted(prepared: Prepared, trials: Sequence[Trial]) -> Trial | None:
+def history_of(prepared: Prepared, trials: Sequence[Trial]) -> History:
+    """A study's trials with what the search works out of them."""
+    study = prepared.study
+    return History(space=prepared.space, trials=trials, objectives=study.objectives, slo=study.slo)
+
+
+def _promoted(history: History) -> Trial | None:
     """The screened trial to measure in an engine of its own now: the front holds relaunched ones only."""
-    scale = trial_view.scale_of(trials, prepared.study.objectives, prepared.study.slo)
-    if scale is None or len(since_own(trial_view.latest(trials))) <= PROMOTE_AFTER:
+    if history.scale is None or len(since_own(history.latest)) <= PROMOTE_AFTER:
         return None
-    found = pareto.promotable(trials, scale, key_of(prepared, trials))
+    found = pareto.promotable(history.trials, history.scale, history.key)
     return next((trial for trial, gain in found if gain >= SECURED), None)
 
 
@@ -113,69 +104,27 @@ def since_own(trials: Sequence[Trial]) -> Sequence[Trial]:
     return trials[max((i for i, t in enumerate(trials) if not t.screened), default=0) :]
 
 
-def _picked(
-    prepared: Prepared, trials: Sequence[Trial], knowledge: Knowledge, space: SearchSpace
-) -> list[Seed]:
-    """What the SLO policy would pick by the predictions, where it decides and they are trusted."""
-    known = _trusted(prepared, trials, knowledge)
-    if prepared.file.winner != "slo" or known is None:
-        return []
-    objectives = prepared.study.objectives
-    measured = known.predict([t.candidate for t in pareto.measured(trials, objectives)])
-    twins = {acquisition.twin_key(p, objectives) for p in measured}
-    picks = knowledge.picks(space, known.predict, trial_view.defaults_of(trials))
-    predicted = zip(picks, known.predict(picks), strict=True)
-    new = [(PICKED, c) for c, p in predicted if acquisition.twin_key(p, objectives) not in twins]
-    return untried(prepared, trials, new[:LOOKED])[:1]
-
-
-def _trusted(prepared: Prepared, trials: Sequence[Trial], knowledge: Knowledge) -> Known | None:
-    """The predictor while its ranking holds."""
-    known = knowledge.known(trials, next_number(trials))
-    objectives = prepared.study.objectives
-    return known if known is not None and acquisition.trusted(known.predict, trials, objectives) else None
-
-
 def expected_gain(prepared: Prepared, trials: Sequence[Trial], knowledge: Knowledge) -> float | None:
-    """The most hypervolume that a new candidate around the best so far is expected to add, as a share of what
-    is covered; None where nobody who is trusted expects anything.
+    """The most hypervolume that a new candidate is expected to add, as a share of what is covered; None where
+    that does not rest on the simulator.
     """
-    known, number = _trusted(prepared, trials, knowledge), next_number(trials)
-    scale = trial_view.scale_of(trials, prepared.study.objectives, prepared.study.slo)
-    if known is None or scale is None:
+    known, history = knowledge.known(trials), history_of(prepared, trials)
+    problem = history.problem(known.predict if known else None)
+    if problem is None:
         return None
-    key = key_of(prepared, trials)
-    seen = {key(t.candidate) for t in trials}
-    near = encode(around(prepared, best(prepared, trials), trials), trial_view.defaults_of(trials))
-    new = [c for c in acquisition.pool(near, prepared.study.seed) if key(c) not in seen]
-    new = [c for c in new if prepared.known(c) is None]
-    rng = np.random.default_rng(trial_view.derive(prepared.study.seed, number, "gain"))
-    gains = acquisition.expected_gains(known.predict, new, trials, encoding=near, scale=scale, rng=rng)
-    covered = pareto.covered(trials, scale)
-    return float(gains.max()) / covered if len(gains) and covered > 0 else None
-
-
-def untried(prepared: Prepared, trials: Sequence[Trial], seeds: Sequence[Seed]) -> list[Seed]:
-    """The seeds that are new and may work, as points of the space, those that one running engine can screen
-    together.
-    """
-    encoding = encode(prepared.space, trial_view.defaults_of(trials))
-    regions = Regions(encoding, trials)
-    seen = {encoding.completed(t.candidate).digest for t in trial_view.latest(trials)}
-    left: dict[Candidate, Seed] = {}
-    for origin, candidate in seeds:
-        asked = at_levels(prepared, trials, candidate)
-        point = encoding.point(asked)
-        new = prepared.space.contains(asked) and encoding.completed(asked).digest not in seen
-        if new and point is not None and regions.reason(point) is None and prepared.known(asked) is None:
-            left.setdefault(asked, (origin, asked))
-    ordered = by_group(
-        list(left),
-        lambda c: group(prepared, c, trial_view.defaults_of(trials)),
-        compile_s=LAUNCH_S,
-        late_s=1.0,
+    at, covered = history.encoding.candidate, pareto.covered(trials, problem.scale)
+    rng = np.random.default_rng(trial_view.derive(prepared.study.seed, next_number(trials), "gain"))
+    gain = acquisition.best_gain(
+        problem, prepared.study.seed, lambda point: history.is_new(at(point), prepared.known), rng
     )
-    return [left[candidate] for candidate in ordered]
+    return gain / covered if gain is not None and covered > 0 else None
+
+
+def untried(prepared: Prepared, history: History, seeds: Sequence[Seed]) -> list[Seed]:
+    """The seeds that are new and may work, as points of the space."""
+    placed = ((origin, at_levels(prepared, history.trials, candidate)) for origin, candidate in seeds)
+    left = {c: (origin, c) for origin, c in reversed(list(placed)) if history.is_new(c, prepared.known)}
+    return list(left.values())[::-1]
 
 
 def spaces(prepared: Prepared, trials: Sequence[Trial], number: int) -> tuple[SearchSpace, ...]:
@@ -210,8 +159,7 @@ def winner(prepared: Prepared, trials: Sequence[Trial], key: Callable[[Candidate
 
 def key_of(prepared: Prepared, trials: Sequence[Trial]) -> Callable[[Candidate], str]:
     """Equal for candidates that the engine would run alike, as far as its defaults are known."""
-    encoding = encode(prepared.space, trial_view.defaults_of(trials))
-    return lambda candidate: encoding.completed(candidate).digest
+    return history_of(prepared, trials).key
 
 
 def minimal(space: SearchSpace, trials: Sequence[Trial], candidate: Candidate) -> Candidate:

@@ -13,7 +13,7 @@ from tuner.search.encoding import encode
 from tuner.simulator.calibrate import Calibration
 from tuner.simulator.cost import preset
 from tuner.simulator.predict import UNCALIBRATED, Predictor
-from tuner.tuning.calibrated_predictor import Knowledge, card_for, observed, scene_of
+from tuner.tuning.calibrated_predictor import Knowledge, card_for, scene_of
 from tuner.tuning.study import Prepared
 
 
@@ -47,14 +47,14 @@ def forecast(prepared: Prepared, trials: Sequence[Trial], *, count: int) -> Fore
     if isinstance(card, str):
         raise BadInput(f"study {prepared.study.name} cannot be predicted: {card}")
     objectives = prepared.study.objectives
-    known = Knowledge(prepared=prepared).calibrated(
-        observed(trials, max((t.number for t in trials), default=-1) + 1, objectives)
-    )
+    known = Knowledge(prepared=prepared).known(trials)
     calibration = known.calibration if known else None
     scene = scene_of(prepared, card)
     coefficients = calibration.coefficients if calibration else preset(card)
     quick = Predictor(scene, coefficients, spreads=False)
-    pool = acquisition.pool(encode(prepared.space, trial_view.defaults_of(trials)), prepared.study.seed)
+    encoding = encode(prepared.space, trial_view.defaults_of(trials))
+    points = acquisition.pool(encoding.names, [len(v) for v in encoding.levels], prepared.study.seed)
+    pool = list({c.digest: c for c in map(encoding.candidate, points)}.values())
     pool = [c for c in pool if prepared.space.contains(c) and prepared.known(c) is None]
     pool = pool[:: max(1, len(pool) // count)][:count]
     expected = [Expected(candidate=c, prediction=p) for c, p in zip(pool, quick(pool), strict=True)]

@@ -389,7 +389,7 @@ def summary_of(
     prepared: Prepared, trials: Sequence[Trial], knowledge: Knowledge, live: Live
 ) -> dict[str, JSON]:
     """What a run says beside its verdict: the calibration, live limits, GPU time, and the machine's drift."""
-    known = knowledge.known(trials, next_number(trials))
+    known = knowledge.known(trials)
     screened = [t for t in trials if t.screened]
     return {
         "calibration": known.calibration.to_json() if known and known.calibration else None,

@@ -179,7 +179,7 @@ class StudyFile(_Strict):
     winner: Literal["slo", "knee"] | WeightsFile = "slo"
     not_worse: dict[str, float] = Field(default_factory=dict)
     live_limits: Literal["auto", "off"] = "auto"
-    sampler: Literal["tuner", "ladder"] = "tuner"
+    sampler: Literal["tuner", "tpe", "gp", "nsga2", "random", "ladder"] = "tuner"
     quality: QualityFile | Literal["off"] = Field(default_factory=QualityFile)
     price_per_gpu_hour: float | None = Field(default=None, ge=0)
     budget: BudgetFile = Field(default_factory=BudgetFile)

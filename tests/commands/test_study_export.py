@@ -1,0 +1,130 @@
+"""A study leaves for Optuna's dashboard, spreadsheets and notebooks, with every trial."""
+
+import csv
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pyarrow.parquet as pq
+import pytest
+
+from tests.commands.test_care import call
+from tests.history.records import NOW, a_measurement, a_run, a_study, finished, start
+from tuner.errors import BadInput
+from tuner.history.store import Store
+from tuner.records import Candidate, TrialState, Violation
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A history with a measured trial, one that ran out of memory and one that was aborted."""
+    store = Store(f"sqlite:///{tmp_path / 'tuner.db'}")
+    study = a_study()
+    run = a_run(store, study)
+    finished(store, start(store, run, 0), a_measurement(3.5))
+    failed = store.start_trial(
+        study_id=study.id, run_id=run.id, candidate=Candidate({"max_num_seqs": 1024}), number=1, attempt=0,
+        seed=1, origin="tpe", now=NOW, directory=None,
+    )  # fmt: skip
+    ended = {"ended_at": NOW + timedelta(seconds=9), "reason": "no memory is left", "cause": "out_of_memory"}
+    store.finish_trial(
+        replace(failed, state=TrialState.INFEASIBLE, violation=Violation(oom=0.4), **ended)  # type: ignore[arg-type]
+    )
+    lost = store.start_trial(
+        study_id=study.id, run_id=run.id, candidate=Candidate({"max_num_seqs": 8}), number=2, attempt=0,
+        seed=2, origin="random", now=NOW, directory=None,
+    )  # fmt: skip
+    store.finish_trial(replace(lost, state=TrialState.ABORTED, **ended))  # type: ignore[arg-type]
+    store.close()
+    return tmp_path
+
+
+def test_every_trial_is_a_row_of_csv_and_parquet(home: Path) -> None:
+    done = call(
+        home, "study", "export", a_study().name, "--csv", home / "x.csv", "--parquet", home / "x.parquet"
+    )
+    assert done.exit_code == 0, done.output
+    rows = list(csv.DictReader((home / "x.csv").read_text().splitlines()))
+    assert [r["state"] for r in rows] == ["COMPLETE", "INFEASIBLE", "ABORTED"]
+    assert rows[1]["knob.max_num_seqs"] == "1024"
+    assert rows[1]["reason"] == "no memory is left"
+    table = pq.read_table(home / "x.parquet")
+    assert table.num_rows == 3
+    assert table.column("number").to_pylist() == [0, 1, 2]
+    assert table.column("goodput_rps").to_pylist() == [
+        pytest.approx(float(rows[0]["goodput_rps"])),
+        None,
+        None,
+    ]
+
+
+def test_an_export_says_what_it_can_write_and_never_touches_our_own_database(home: Path) -> None:
+    nothing = call(home, "study", "export", a_study().name)
+    assert nothing.exit_code != 0
+    assert "--optuna" in str(nothing.exception)
+    own = call(home, "study", "export", a_study().name, "--optuna", f"sqlite:///{home / 'tuner.db'}")
+    assert own.exit_code != 0
+    assert "own database" in str(own.exception)
+    bad = call(home, "study", "export", a_study().name, "--optuna", "nonsense://x")
+    assert bad.exit_code != 0
+    assert isinstance(bad.exception, BadInput)
+
+
+@pytest.fixture
+def dashboard(home: Path) -> Iterator[str]:
+    """The real optuna-dashboard on an exported study: its address."""
+    url = f"sqlite:///{home / 'optuna.db'}"
+    for _ in range(2):  # a second export takes the first one's place
+        done = call(home, "study", "export", a_study().name, "--optuna", url)
+        assert done.exit_code == 0, done.output
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", "from optuna_dashboard._cli import main; main()"]
+    process = subprocess.Popen(
+        [*command, url, "--host", "127.0.0.1", "--port", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def asked(url: str) -> Any:
+    """What the dashboard's API answers, once it is up."""
+    end = time.monotonic() + 120
+    while True:
+        try:
+            with urllib.request.urlopen(url, timeout=30) as answer:
+                return json.load(answer)
+        except (urllib.error.URLError, ConnectionError):
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.5)
+
+
+def test_an_exported_study_opens_in_optuna_dashboard(home: Path, dashboard: str) -> None:
+    pytest.importorskip("optuna_dashboard")
+    (summary,) = asked(f"{dashboard}/api/studies")["study_summaries"]
+    assert summary["study_name"].startswith(a_study().name)
+    study = asked(f"{dashboard}/api/studies/{summary['study_id']}?after=0")
+    states = [t["state"] for t in study["trials"]]
+    assert states == ["Complete", "Fail", "Fail"]
+    loaded = optuna.load_study(study_name=None, storage=f"sqlite:///{home / 'optuna.db'}")
+    assert loaded.trials[1].params["max_num_seqs"] == 1024
+    assert loaded.trials[1].constraints["oom"] == pytest.approx(0.4)
+    assert loaded.trials[1].user_attrs["reason"] == "no memory is left"
+    assert loaded.metric_names == list(a_study().objectives)
