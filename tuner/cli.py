@@ -1,10 +1,11 @@
 """The command line: names and wires the commands; each lives in `commands/`, its imports inside."""
 
+import os
 import sys
 
 import typer
 
-from tuner import private
+from tuner import SERVICE_VERSION, __version__, private
 from tuner.commands import (
     baseline,
     capture,
@@ -61,8 +62,6 @@ app.add_typer(database.app, name="db")
 
 def _version(asked: bool) -> None:
     if asked:
-        from tuner import __version__
-
         typer.echo(__version__)
         raise typer.Exit
 
@@ -76,10 +75,22 @@ def _root(
     """Find the vLLM configuration that serves your own traffic best."""
 
 
+def _refuse_other_service() -> None:
+    """A controller of one version never works for a service of another: they may not keep the same rows."""
+    if os.environ.get(SERVICE_VERSION, __version__) != __version__:
+        from tuner.errors import Conflict
+
+        raise Conflict(
+            f"the service that started this is vllm-config-tuner {os.environ[SERVICE_VERSION]}, this is"
+            f" {__version__}: restart the service"
+        )
+
+
 def main() -> None:
     """Run a command. What the tuner says on purpose is one sentence on standard error and its exit code."""
     private.mask_files()
     try:
+        _refuse_other_service()
         app()
     except Exception as error:
         from tuner.errors import TunerError, Unavailable

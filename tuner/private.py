@@ -41,7 +41,7 @@ def tighten(home: Path) -> None:
         shared = mode & stat.S_ISVTX or home.resolve() in (Path("/"), Path.home().resolve())
         if not shared:
             tighten_files([home])
-        tighten_files([*home.glob("tuner.db*"), home / "notify.yaml"])
+        tighten_files([*home.glob("tuner*.db*"), home / "notify.yaml"])
         for name in FOLDERS:
             tighten_files(_below(home / name))
 

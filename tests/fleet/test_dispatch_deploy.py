@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,8 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.tuning.studies import WATCHDOG_S, command, environment, tuner, write
 from tuner import __version__
@@ -24,6 +27,8 @@ from tuner import __version__
 DEPLOY = Path(__file__).parents[2] / "deploy"
 FILES = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 RELEASES = ("1.29", "1.31", "1.34")
+PIN = re.compile(r"^([A-Za-z0-9._-]+)(?:\[.*?\])?==(\S+)", re.MULTILINE)
+EXTRAS = ("postgres", "cluster", "capture")
 TINI = ["/opt/tuner/bin/tini", "--", "/opt/tuner/bin/tuner"]
 Object = Mapping[str, Any]
 
@@ -237,11 +242,55 @@ def test_the_image_runs_the_tuner_under_tini_as_nobody_and_holds_no_vllm() -> No
     assert yaml.safe_load(last["ENTRYPOINT"]) == TINI
     assert last["USER"].split(":")[0] not in ("0", "root")
     assert [name for name, _ in found].index("USER") < [name for name, _ in found].index("ENTRYPOINT")
-    extras = re.findall(r"'\.\[(.*)\]'", (DEPLOY / "Dockerfile").read_text())
-    assert extras
-    assert all("vllm" not in each.split(",") for each in extras)
+    assert not re.search(r"^(vllm|torch)==", (DEPLOY / "requirements.txt").read_text(), re.MULTILINE)
     run_as = {pod["securityContext"]["runAsUser"] for pod in pods().values()}
     assert run_as == {int(last["USER"].split(":")[0])}
+
+
+def test_the_image_is_built_upon_a_digest() -> None:
+    """Both stages, as a build argument without a default; another name is refused by the first command."""
+    bases = [rest.split()[0] for name, rest in instructions() if name == "FROM"]
+    assert bases == ["${BASE_IMAGE}", "${BASE_IMAGE}"]
+    assert ("ARG", "BASE_IMAGE") in instructions()
+    check = next(rest for name, rest in instructions() if name == "RUN")
+    for image, code in (("python:3.12-slim", 1), ("python@sha256:" + "0" * 64, 0), ("", 1)):
+        done = subprocess.run(
+            ["sh", "-c", check], env={"BASE_IMAGE": image}, check=False, capture_output=True
+        )
+        assert done.returncode == code, image
+
+
+@pytest.mark.parametrize("name", ["requirements.txt", "requirements-build.txt"])
+def test_the_image_installs_by_hash(name: str) -> None:
+    """Every requirement is pinned and hashed, no registry is named, and the installers insist on it."""
+    text = (DEPLOY / name).read_text()
+    assert "://" not in text
+    parts = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE)).strip().splitlines()
+    assert len(parts) > 5
+    for part in parts:
+        assert re.match(r"[A-Za-z0-9._-]+(\[[a-z,]+\])?==[^ ]+ .*--hash=sha256:[0-9a-f]{64}", part), part
+    installs = [rest for _, rest in instructions() if f"-r {name}" in rest]
+    assert installs
+    assert all("--require-hashes" in rest for rest in installs)
+    others = [rest for _, rest in instructions() if "pip install" in rest and "-r " not in rest]
+    assert all("--no-deps /wheel/" in rest for rest in others)
+
+
+def test_the_hashed_requirements_are_all_that_the_tuner_needs() -> None:
+    """The same versions as the tests ran with, and every dependency of the image's extras."""
+    project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]
+    needed = [
+        *project["dependencies"],
+        *(each for extra in EXTRAS for each in project["optional-dependencies"][extra]),
+    ]
+    pinned, tested = (
+        {canonicalize_name(name): version for name, version in PIN.findall(path.read_text())}
+        for path in (DEPLOY / "requirements.txt", DEPLOY.parent / "constraints.txt")
+    )
+    for requirement in map(Requirement, needed):
+        assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), requirement
+    for name, version in tested.items():
+        assert pinned.get(name, version) == version, name
 
 
 def test_all_that_the_image_copies_is_there_and_all_that_it_needs_is_copied() -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,16 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from sqlalchemy import Table, insert, text
 
 from tests.history.fill import fill, snapshot
 from tests.history.records import NOW, a_measurement, a_run, a_study, finished, start
-from tests.history.released import taken_over
+from tests.history.released import dump, load, tables, taken_over
+from tests.tuning.studies import tuner
 from tuner.errors import BadInput, Conflict, NotFound, Unavailable
-from tuner.history.copy import backup, copy
+from tuner.history.backup import backup
+from tuner.history.copy import copy
+from tuner.history.database import Database
 from tuner.history.store import Store
 from tuner.history.tables import REVISIONS, metadata
 from tuner.records import JSON, RunState
@@ -220,14 +225,52 @@ def test_a_copy_is_the_same_history(tmp_path: Path) -> None:
     target.close()
 
 
+def test_an_upgrade_backs_the_database_up_before_it_migrates(tmp_path: Path) -> None:
+    """A history of the release before (with rows), upgraded by the command, and its copy as it was."""
+    path = tmp_path / "tuner.db"
+    old = Database(url(path))
+    load(old, "0001")
+    before = dump(old)
+    old.close()
+    done = tuner(tmp_path, "db", "upgrade")
+    assert done.returncode == 0, done.stderr
+    (made,) = tmp_path.glob("tuner-0001-*.db")
+    kept = Database(url(made))
+    assert (kept.revision(), dump(kept)) == ("0001", before)
+    kept.close()
+    now = Database(url(path))
+    assert now.revision() == REVISIONS[-1]
+    assert {name: rows for name, rows in dump(now).items() if name in before} == before
+    now.close()
+    assert tuner(tmp_path, "db", "upgrade").returncode == 0
+    assert len(list(tmp_path.glob("tuner-*.db"))) == 1, "nothing to migrate, nothing to back up"
+
+
+def test_no_upgrade_under_a_run_of_the_release_before(tmp_path: Path) -> None:
+    path = tmp_path / "tuner.db"
+    old = Database(url(path))
+    load(old, "0001")
+    soon = (datetime.now(UTC) + timedelta(hours=1)).replace(tzinfo=None)
+    row = {"node": "gpu-9", "holder": "host:1", "fence": 1, "acquired_at": soon, "expires_at": soon}
+    old.write(lambda c: c.execute(insert(Table("leases", tables(c))).values(**row, released=False)).rowcount)
+    old.close()
+    done = tuner(tmp_path, "db", "upgrade")
+    assert (done.returncode, "node 'gpu-9' is leased to 'host:1'" in done.stderr) == (5, True), done.stderr
+    still = Database(url(path))
+    assert still.revision() == "0001"
+    still.write(lambda c: c.execute(text("UPDATE leases SET released = 1")).rowcount)
+    still.close()
+    assert tuner(tmp_path, "db", "upgrade").returncode == 0
+
+
 def test_a_backup_is_a_database_of_its_own(tmp_path: Path) -> None:
     store = Store(url(tmp_path / "a.db"))
     fill(store)
     (tmp_path / "backups").mkdir()
-    written = backup(store, tmp_path / "backups", now=NOW)
+    written = backup(store.database, tmp_path / "backups", now=NOW)
     assert written.name == "tuner-20260301T220000Z.db"
     with pytest.raises(BadInput, match="exists"):
-        backup(store, written, now=NOW)
+        backup(store.database, written, now=NOW)
     again = Store(url(written))
     assert snapshot(again) == snapshot(store)
     store.save_run(replace(store.runs()[0], state=RunState.FINISHED, ended_at=NOW))
@@ -239,7 +282,7 @@ def test_a_backup_is_a_database_of_its_own(tmp_path: Path) -> None:
 def test_a_backup_that_fails_leaves_nothing(tmp_path: Path) -> None:
     store = Store(url(tmp_path / "a.db"))
     with pytest.raises(Unavailable, match="could not be written"):
-        backup(store, tmp_path / "no" / "b.db", now=NOW)
+        backup(store.database, tmp_path / "no" / "b.db", now=NOW)
     store.close()
 
 

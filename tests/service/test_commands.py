@@ -1,8 +1,15 @@
-"""`tuner token` as it is typed."""
+"""`tuner token` as it is typed, and versions that do not work together."""
 
+from dataclasses import replace
 from pathlib import Path
 
-from tests.tuning.studies import answer, tuner
+import psutil
+
+from tests.service.world import World
+from tests.tuning.studies import WATCHDOG_S, answer, tuner
+from tuner import SERVICE_VERSION, __version__
+from tuner.records import RunState
+from tuner.service.runner import Order
 
 
 def test_a_token_is_made_shown_once_and_revoked(tmp_path: Path) -> None:
@@ -27,3 +34,26 @@ def test_a_wrong_scope_or_age_is_one_sentence(tmp_path: Path) -> None:
     aged = tuner(tmp_path, "token", "create", "--name", "ci", "--scope", "read", "--expires", "soon")
     assert aged.returncode == 2
     assert "90d" in aged.stderr
+
+
+def test_a_controller_refuses_a_service_of_another_version(tmp_path: Path) -> None:
+    other = tuner(tmp_path, "tune", "study.yaml", more={SERVICE_VERSION: "9.9.9"})
+    assert other.returncode == 5
+    assert f"vllm-config-tuner 9.9.9, this is {__version__}: restart the service" in other.stderr
+    same = tuner(tmp_path, "token", "list", more={SERVICE_VERSION: __version__})
+    assert "restart the service" not in same.stderr
+
+
+def test_a_service_tells_its_controllers_which_version_it_is(filled: World) -> None:
+    study = filled.store.studies()[-1]
+    for run in filled.store.runs(state=RunState.RUNNING):
+        filled.store.save_run(replace(run, state=RunState.FINISHED, ended_at=filled.clock()))
+    order = Order(
+        study_id=study.id, study_file=filled.home / "no.yaml", trials=1, deadline=None, actor="a",
+        at=filled.clock(), key=None,
+    )  # fmt: skip
+    run, _ = filled.runner.start(order)
+    assert run.pid is not None
+    controller = psutil.Process(run.pid)
+    assert controller.environ()[SERVICE_VERSION] == __version__
+    controller.wait(WATCHDOG_S)

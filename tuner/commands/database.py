@@ -32,10 +32,11 @@ def backup(
 ) -> None:
     """Write a consistent copy of an SQLite database while it is in use; with --full of any database."""
     from tuner.history import copy
+    from tuner.history.backup import backup as write
 
     store = open_store()
     if not full:
-        say(f"wrote {copy.backup(store, to, now=now())}")
+        say(f"wrote {write(store.database, to, now=now())}")
         return
     files = _files(store, settings().home)
     wrote = copy.pack(store, files, to, now=now())

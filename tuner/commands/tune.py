@@ -143,8 +143,11 @@ def on_its_node(
 
     from tuner.errors import Conflict
     from tuner.fleet import handover, notify, schedule
+    from tuner.tuning.traffic_notes import traffic_notes
 
     home, study = settings().home, prepared.study
+    for sentence in traffic_notes(prepared, store):
+        say(sentence)
     if limits.deadline is not None:
         end = limits.deadline - timedelta(seconds=handover.budget_s(home, study.node))
         limits = replace(limits, deadline=end)

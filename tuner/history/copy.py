@@ -1,8 +1,7 @@
-"""Copies a whole history into another, empty database; backs one up, alone or with the files of its home."""
+"""Copies a whole history into another, empty database; packs one up with the files of its home."""
 
 import os
 import shutil
-import sqlite3
 import tarfile
 import tempfile
 from collections.abc import Callable, Mapping
@@ -12,6 +11,7 @@ from pathlib import Path
 from sqlalchemy import Connection, Integer, Table, func, insert, select, text
 
 from tuner.errors import BadInput, Conflict, NotFound, Unavailable
+from tuner.history.backup import backup
 from tuner.history.store import Store
 from tuner.history.tables import metadata
 
@@ -72,38 +72,6 @@ def _advance(connection: Connection, table: Table) -> None:
     connection.execute(advance)
 
 
-def backup(store: Store, target: Path, *, now: datetime) -> Path:
-    """Writes a consistent copy of an SQLite history to a file, or to `tuner-<time>.db` in a folder.
-
-    Readers and writers go on meanwhile. The file appears whole or not at all. BadInput for PostgreSQL,
-    which brings its own tool, and for a file that is there already.
-    """
-    path = store.database.path
-    if path is None:
-        raise BadInput("only an SQLite file is backed up here: for PostgreSQL use pg_dump")
-    if target.is_dir():
-        target = target / f"tuner-{now:%Y%m%dT%H%M%SZ}.db"
-    if target.exists():
-        raise BadInput(f"{target} exists: a backup does not write over anything")
-    part = target.with_name(f".{target.name}.part")
-    try:
-        part.unlink(missing_ok=True)
-        here, there = sqlite3.connect(path), sqlite3.connect(part)
-        try:
-            here.backup(there)
-            there.execute("PRAGMA journal_mode = DELETE")
-        finally:
-            there.close()
-            here.close()
-        with part.open("rb") as written:
-            os.fsync(written.fileno())
-        part.replace(target)
-    except (OSError, sqlite3.Error) as error:
-        part.unlink(missing_ok=True)
-        raise Unavailable(f"the backup {target} could not be written: {error}") from error
-    return target
-
-
 def pack(store: Store, files: Mapping[str, Path], target: Path, *, now: datetime) -> Path:
     """Writes an archive of a history, PostgreSQL or SQLite, as `tuner.db`, and of files by their names in it;
     for its owner alone. To a new file, or to `tuner-<time>.tar.gz` in a folder; it appears whole or not at
@@ -135,7 +103,7 @@ def pack(store: Store, files: Mapping[str, Path], target: Path, *, now: datetime
 def _as_file(store: Store, path: Path, now: datetime) -> None:
     """A history as an SQLite file."""
     if store.database.path is not None:
-        backup(store, path, now=now)
+        backup(store.database, path, now=now)
         return
     there = Store(f"sqlite:///{path}", create=True)
     copy(store, there)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from tuner import processes
+from tuner import SERVICE_VERSION, __version__, processes
 from tuner.errors import Conflict, Unavailable
 from tuner.fleet import leases
 from tuner.history.store import Store
@@ -99,6 +99,7 @@ class Controllers:
             hours = (order.deadline - self._clock()).total_seconds() / 3600
             words += ["--hours", f"{max(hours, SHORTEST_H):.6f}"]
         env = {"TUNER_HOME": str(self._settings.home), "TUNER_DATABASE_URL": self._settings.url}
+        env |= {SERVICE_VERSION: __version__}
         try:
             process = processes.detach(words, env=env, log=self.log_of(run.id))
         except OSError as error:

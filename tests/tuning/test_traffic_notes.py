@@ -1,0 +1,58 @@
+"""`latest:NAME` never changes from an import to a capture without a word; what has moved is named."""
+
+import json
+from pathlib import Path
+
+from tests.history.records import NOW
+from tests.tuning.studies import STUDY, TRACE, tuner, write
+from tuner.history.store import Store
+from tuner.records import ProfileKey
+
+
+def a_capture(place: Path, length: int) -> None:
+    """40 requests a second for a minute, closed."""
+    lines: list[dict[str, object]] = [
+        {"capture": 1, "block_size": 0, "started_at": "2026-06-01T10:00:00+00:00"}
+    ]
+    for n in range(2400):
+        lines.append({"r": n, "t": n * 25_000, "i": length, "m": 64, "c": 0, "s": 0})
+        lines.append({"r": n, "f": 1500, "e": 250_000, "o": 9, "k": 0})
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_name_that_turns_from_an_import_to_a_capture_and_back_is_said(tmp_path: Path) -> None:
+    study = write(tmp_path, STUDY.replace(str(TRACE), "latest:chat"))
+    assert tuner(tmp_path, "trace", "import", TRACE, "--name", "chat").returncode == 0
+    first = tuner(tmp_path, "tune", study, "--trials", 1)
+    assert first.returncode == 0, first.stderr
+    assert "latest:chat is" not in first.stderr
+    assert "champion's trace" not in first.stderr
+    store = Store(f"sqlite:///{tmp_path / 'tuner.db'}")
+    (made,) = store.studies()
+    key = ProfileKey(model=made.model, target=made.node, workload=made.workload)
+    trial = store.trials(made.id)[0]
+    store.add_profile(
+        key=key, candidate=trial.candidate, engine_version="0.32.0", gpu_class=made.gpu_class,
+        study_id=made.id, trial_id=None, argv=(), env={}, evidence={}, now=NOW,
+    )  # fmt: skip
+    store.move_alias(key, "champion", 1, expected=0, actor="me", reason="first", now=NOW)
+    store.close()
+    capture = tmp_path / "captures" / "chat-20260601T100000Z.jsonl"
+    a_capture(capture, 333)
+    second = tuner(tmp_path, "tune", study, "--trials", 1)
+    assert second.returncode == 0, second.stderr
+    assert (
+        f"trace latest:chat is the capture {capture.name}; an imported trace has the name too"
+        in second.stderr
+    )
+    assert "write `trace: chat` for it" in second.stderr
+    assert f"is the capture {capture.name}; the run before this one took the import chat" in second.stderr
+    assert "since the champion's trace has moved: prompt length p50:" in second.stderr
+    assert "→ 333 tokens" in second.stderr
+    capture.unlink()
+    third = tuner(tmp_path, "tune", study, "--trials", 1)
+    assert third.returncode == 0, third.stderr
+    assert "latest:chat is the import" in third.stderr
+    assert f"the run before this one took the capture {capture.stem}" in third.stderr
+    assert "champion's trace" not in third.stderr

@@ -1,0 +1,86 @@
+"""What is said of a study's trace before a run: where `latest:` found it, and what has moved since before."""
+
+import re
+from collections.abc import Iterator
+
+from tuner.errors import NotFound, TunerError
+from tuner.history.entities import TraceInfo
+from tuner.history.store import Store
+from tuner.records import ProfileKey, Study
+from tuner.traffic import kept, shift
+from tuner.tuning.study import Prepared
+
+CAPTURE = re.compile(r"-\d{8}T\d{6}Z(\.\d+)?$")
+"""How the name of a capture ends, under which its trace is registered."""
+RUNS = 100
+"""How many runs back the one before is looked for."""
+
+
+def traffic_notes(prepared: Prepared, store: Store) -> Iterator[str]:
+    """Sentences; none where the trace is the one that was tuned on before and `latest:` names one thing."""
+    yield from _sources(prepared, store)
+    champion = _champions(prepared, store)
+    if champion is None or champion.trace_digest == prepared.trace.digest:
+        return
+    try:
+        before, _ = kept.find(champion.trace_digest, store.trace(champion.trace_digest).path)
+    except TunerError:  # the file may be on another host, or thrown away
+        yield "the champion was found on another trace, whose file is not here to compare with"
+        return
+    moved = [each.sentence for each in shift.compare(before, prepared.trace) if each.moved]
+    if not moved:
+        yield "the champion was found on another trace, which differs in nothing that matters"
+    for sentence in moved:
+        yield f"since the champion's trace has moved: {sentence}"
+
+
+def _champions(prepared: Prepared, store: Store) -> Study | None:
+    """The study that the champion of this model, node and workload comes from."""
+    mine = prepared.study
+    for target in (mine.node, mine.gpu_class):
+        key = ProfileKey(model=mine.model, target=target, workload=mine.workload)
+        event = store.alias(key, "champion")
+        if event is None or event.to_version is None:
+            continue
+        for profile in store.profiles(key):
+            if profile.version == event.to_version and profile.study_id is not None:
+                return store.study(profile.study_id)
+    return None
+
+
+def _sources(prepared: Prepared, store: Store) -> Iterator[str]:
+    """Where `latest:NAME` was found, if both kinds have the name or the other one was taken before."""
+    ref = prepared.file.trace
+    if not ref.startswith("latest:"):
+        return
+    name, captured = ref.removeprefix("latest:"), prepared.trace_path.suffix != ".parquet"
+    found = f"trace {ref} is the {_kind(captured)} {prepared.trace_path.name}"
+    if captured and (imported := _known(store, name)) is not None:
+        yield (
+            f"{found}; an imported trace has the name too: write `trace: {name}` for it"
+            f" ({imported.digest[:12]}, {imported.created_at:%Y-%m-%d})"
+        )
+    before = _before(prepared.study, ref, store)
+    if before is not None and (CAPTURE.search(before.name) is not None) != captured:
+        yield f"{found}; the run before this one took the {_kind(not captured)} {before.name}"
+
+
+def _before(mine: Study, ref: str, store: Store) -> TraceInfo | None:
+    """The trace of the last run for the same model, node and workload whose study names it alike."""
+    for run in store.runs(limit=RUNS):
+        study = store.study(run.study_id)
+        same = (study.model, study.node, study.workload) == (mine.model, mine.node, mine.workload)
+        if run.ended_at is not None and same and study.spec.get("trace") == ref:
+            return _known(store, study.trace_digest)
+    return None
+
+
+def _kind(captured: bool) -> str:
+    return "capture" if captured else "import"
+
+
+def _known(store: Store, ref: str) -> TraceInfo | None:
+    try:
+        return store.trace(ref)
+    except NotFound:
+        return None
