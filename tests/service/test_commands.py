@@ -54,6 +54,5 @@ def test_a_service_tells_its_controllers_which_version_it_is(filled: World) -> N
     )  # fmt: skip
     run, _ = filled.runner.start(order)
     assert run.pid is not None
-    controller = psutil.Process(run.pid)
-    assert controller.environ()[SERVICE_VERSION] == __version__
-    controller.wait(WATCHDOG_S)
+    assert psutil.Process(run.pid).environ()[SERVICE_VERSION] == __version__
+    filled.runner._ours[run.id].wait(WATCHDOG_S)

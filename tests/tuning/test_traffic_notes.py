@@ -12,11 +12,11 @@ from tuner.records import ProfileKey
 def a_capture(place: Path, length: int) -> None:
     """40 requests a second for a minute, closed."""
     lines: list[dict[str, object]] = [
-        {"capture": 1, "block_size": 0, "started_at": "2026-06-01T10:00:00+00:00"}
+        {"capture": 1, "block_size": 16, "started_at": "2026-06-01T10:00:00+00:00"}
     ]
     for n in range(2400):
-        lines.append({"r": n, "t": n * 25_000, "i": length, "m": 64, "c": 0, "s": 0})
-        lines.append({"r": n, "f": 1500, "e": 250_000, "o": 9, "k": 0})
+        lines.append({"r": n, "t": n * 25_000_000, "i": length, "m": 64, "c": 0, "s": 0})
+        lines.append({"r": n, "f": 1_500_000, "e": 250_000_000, "o": 9, "k": 0})
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
