@@ -68,7 +68,7 @@ test-cluster: $(STAMP)
 # The container's requirements with a hash for every file, from the index that the tools are set to.
 requirements: $(STAMP)
 	$(BIN)/python -m pip install -q --disable-pip-version-check uv
-	for made in 'pyproject.toml --extra postgres --extra cluster --extra capture -c constraints.txt -o deploy/requirements.txt' \
+	for made in 'pyproject.toml --extra postgres --extra cluster --extra capture --extra kubernetes -c constraints.txt -o deploy/requirements.txt' \
 	            'deploy/requirements-build.in -o deploy/requirements-build.txt'; do \
 	  $(BIN)/uv pip compile -q $$made --universal --python-version 3.12 --generate-hashes --no-header \
 	    --no-annotate --no-emit-index-url || exit 1; done

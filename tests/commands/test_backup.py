@@ -1,4 +1,4 @@
-"""Issue 20.5: traces and files of trials are found by what they are, not by where they once lay."""
+"""Traces and files of trials are found by what they are, not by where they once lay."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Issue 20.4: a signal ends a run with exit code 8 at any moment, and never with a traceback."""
+"""A signal ends a run with exit code 8 at any moment, and never with a traceback."""
 
 import signal
 import subprocess

@@ -1,5 +1,6 @@
 """The image and the manifests: their form against Kubernetes' own schemas, their commands by running them."""
 
+import json
 import os
 import re
 import shutil
@@ -23,12 +24,13 @@ from packaging.utils import canonicalize_name
 
 from tests.tuning.studies import WATCHDOG_S, command, environment, tuner, write
 from tuner import __version__
+from tuner.errors import BadInput, StudyFailed
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 FILES = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 RELEASES = ("1.29", "1.31", "1.34")
 PIN = re.compile(r"^([A-Za-z0-9._-]+)(?:\[.*?\])?==(\S+)", re.MULTILINE)
-EXTRAS = ("postgres", "cluster", "capture")
+EXTRAS = ("postgres", "cluster", "capture", "kubernetes")
 TINI = ["/opt/tuner/bin/tini", "--", "/opt/tuner/bin/tuner"]
 Object = Mapping[str, Any]
 
@@ -87,8 +89,11 @@ def test_the_service_finds_the_pods_and_the_pods_their_account_and_volume() -> N
     labels = named("Deployment")["spec"]["template"]["metadata"]["labels"]
     assert named("Service")["spec"]["selector"].items() <= labels.items()
     assert named("Deployment")["spec"]["selector"]["matchLabels"].items() <= labels.items()
-    assert {pod["serviceAccountName"] for pod in pods().values()} == {
-        named("ServiceAccount")["metadata"]["name"]
+    account = named("ServiceAccount")["metadata"]["name"]
+    assert {kind: pod.get("serviceAccountName") for kind, pod in pods().items()} == {
+        "Job": account,
+        "CronJob": account,
+        "Deployment": None,
     }
     claims = [v["persistentVolumeClaim"]["claimName"] for v in pods()["Deployment"]["volumes"][:1]]
     assert claims == [named("PersistentVolumeClaim")["metadata"]["name"]]
@@ -313,3 +318,88 @@ def test_the_default_command_of_the_image_is_one_of_ours(tmp_path: Path) -> None
     done = tuner(tmp_path, *words_, "--help")
     assert done.returncode == 0, done.stderr
     assert shutil.which("cp")
+
+
+ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
+
+
+@pytest.mark.parametrize("kind", ["Job", "CronJob", "Deployment"])
+def test_the_account_is_mounted_where_production_is_handed_over_and_nowhere_else(kind: str) -> None:
+    pod = pods()[kind]
+    assert pod["automountServiceAccountToken"] is False
+    has_it = {
+        container["name"]
+        for container in [*pod["initContainers"], *pod["containers"]]
+        if ACCOUNT in [mount["mountPath"] for mount in container["volumeMounts"]]
+    }
+    assert has_it == (set() if kind == "Deployment" else {"tune"})
+    sources = [v["projected"]["sources"] for v in pod["volumes"] if "projected" in v]
+    files = {item["path"] for part in sources for each in part for item in _paths(each)}
+    assert files == (set() if kind == "Deployment" else {"token", "ca.crt", "namespace"})
+
+
+def _paths(source: Object) -> Sequence[Object]:
+    (found,) = source.values()
+    return [found] if "path" in found else found["items"]
+
+
+def test_the_role_allows_what_a_hand_over_asks_and_no_more() -> None:
+    allowed = {
+        (resource, verb)
+        for rule in named("Role")["rules"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    kinds = ("deployments", "statefulsets")
+    assert allowed == {(k, "get") for k in kinds} | {(f"{k}/scale", "patch") for k in kinds}
+
+
+@pytest.mark.parametrize("kind", ["Job", "CronJob"])
+def test_a_job_that_can_only_fail_again_is_not_retried(kind: str) -> None:
+    spec = named(kind)["spec"]
+    spec = spec["jobTemplate"]["spec"] if kind == "CronJob" else spec
+    fails, ignores = spec["podFailurePolicy"]["rules"]
+    codes = fails["onExitCodes"]
+    (container,) = pods()[kind]["containers"]
+    assert (fails["action"], codes["operator"], codes["containerName"]) == (
+        "FailJob",
+        "In",
+        container["name"],
+    )
+    assert codes["values"] == [BadInput.exit_code, StudyFailed.exit_code]
+    assert ignores["action"] == "Ignore"
+    assert pods()[kind]["restartPolicy"] == "Never"  # podFailurePolicy asks for it
+
+
+def test_networks_are_closed_but_for_the_port_of_the_service() -> None:
+    for kind, name in (("Deployment", "tuner-service"), ("Job", "tuner-tune")):
+        policy = named("NetworkPolicy", name)["spec"]
+        labels = named(kind)["spec"]["template"]["metadata"]["labels"]
+        assert policy["podSelector"]["matchLabels"].items() <= labels.items()
+        assert policy["policyTypes"] == ["Ingress", "Egress"]
+        ports = [port["port"] for rule in policy["ingress"] for port in rule["ports"]]
+        assert ports == (["http"] if kind == "Deployment" else [])
+        assert all("ports" in rule for rule in policy["egress"])
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="polkit's rules are JavaScript")
+def test_the_polkit_rule_allows_two_verbs_on_the_listed_units_to_the_tuner_alone() -> None:
+    """The rule in a JavaScript engine; polkit itself is not asked here."""
+    rule = (DEPLOY / "systemd" / "50-tuner.rules").read_text()
+    manage = "org.freedesktop.systemd1.manage-units"
+    cases = [
+        (manage, "tuner", "vllm.service", "stop", "yes"),
+        (manage, "tuner", "vllm.service", "start", "yes"),
+        (manage, "tuner", "vllm.service", "mask", None),
+        (manage, "tuner", "sshd.service", "stop", None),
+        (manage, "other", "vllm.service", "stop", None),
+        ("org.freedesktop.systemd1.reload-daemon", "tuner", "vllm.service", "stop", None),
+    ]
+    code = (
+        "let rule; const polkit = {Result: {YES: 'yes'}, addRule: f => { rule = f; }};"
+        f"{rule}\nconst ask = ([id, user, unit, verb]) =>"
+        " rule({id, lookup: k => ({unit, verb})[k]}, {user});"
+        f"console.log(JSON.stringify({json.dumps(cases)}.map(c => ask(c) ?? null)));"
+    )
+    done = subprocess.run(["node", "-e", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [case[-1] for case in cases]

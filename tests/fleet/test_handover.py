@@ -368,27 +368,12 @@ def test_a_unit_is_stopped_and_started_and_one_that_is_down_stays_down(
     assert [line.split()[0] for line in log.read_text().splitlines()] == ["show"]
 
 
-def test_a_deployment_gets_back_as_many_replicas_as_it_had(
-    store: Store, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    log = fake(tmp_path / "bin", "kubectl", {" get ": "3"})
-    hooks.write(home, "gpu-1", {"handover": [{"kubectl": "prod/deployment/vllm"}]})
-    with handed_over(store, NODE, home=home, clock=clock):
-        pass
-    asked = log.read_text().splitlines()
-    assert asked[0] == "--namespace prod get deployment/vllm --output jsonpath={.spec.replicas}"
-    assert asked[1] == "--namespace prod scale deployment/vllm --replicas=0"
-    assert asked[2] == "--namespace prod scale deployment/vllm --replicas=3"
-    assert asked[3].startswith("--namespace prod rollout status deployment/vllm")
-
-
 def test_an_answer_that_is_not_understood_drains_nothing(
     store: Store, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    log = fake(tmp_path / "bin", "kubectl", {" get ": "Error from server; rm -rf"})
-    hooks.write(home, "gpu-1", {"handover": [{"kubectl": "prod/deployment/vllm"}]})
+    log = fake(tmp_path / "bin", "systemctl", {"show": "Error from server; rm -rf"})
+    hooks.write(home, "gpu-1", {"handover": [{"systemd": "vllm.service"}]})
     with (
         pytest.raises(Unavailable, match="is not known"),
         handed_over(store, NODE, home=home, clock=clock),

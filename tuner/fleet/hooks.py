@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,15 +145,14 @@ def _from_unit(value: object, where: str, timeout_s: float, ready: tuple[str, ..
 
 def _from_kubectl(value: object, where: str, timeout_s: float, ready: tuple[str, ...]) -> Hook:
     name = _word(value, where, "kubectl", r"[a-z0-9.-]+/(deployment|statefulset)s?/[a-z0-9.-]+")
-    namespace, _, resource = name.partition("/")
-    kubectl = ("kubectl", "--namespace", namespace)
+    scaling = (sys.executable, "-m", "tuner.fleet.scaling")
     return Hook(
         kind="kubectl",
-        name=f"kubectl {name}",
-        ask=(*kubectl, "get", resource, "--output", "jsonpath={.spec.replicas}"),
-        drain=(*kubectl, "scale", resource, "--replicas=0"),
-        restore=(*kubectl, "scale", resource, "--replicas={answer}"),
-        ready=ready or (*kubectl, "rollout", "status", resource, "--timeout=10s"),
+        name=f"Kubernetes {name}",
+        ask=(*scaling, "ask", name),
+        drain=(*scaling, "scale", name, "0"),
+        restore=(*scaling, "scale", name, "{answer}"),
+        ready=ready or (*scaling, "ready", name),
         timeout_s=timeout_s,
     )
 
