@@ -204,6 +204,8 @@ class Onlooker:
         self._best = self._volume([[r.values[n] for n in OBJECTIVES] for r in results])
         meeting = [r.values["goodput_rps"] for r in results if self._meets(r)]
         self._pick = max(meeting, default=0.0)
+        mine = [[base.values[n] for n in OBJECTIVES]] if passes(base.values) else []
+        self.default_share = self._volume(mine) / self._best if self._best > 0 else None
         self._rows: dict[str, list[list[float]]] = {"any": [], "hv": []}
         self.reached: dict[str, float | None] = dict.fromkeys(GOALS)
         self.reached["pick"] = None if meeting else 0.0

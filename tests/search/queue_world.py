@@ -243,7 +243,11 @@ class Study:
             (-p.values["goodput_rps"], p.values["ttft_p95_ms"], i)
             for i, p in enumerate(self.predict(pool)) if p.feasible
         ]  # fmt: skip
-        return [("simulator: SLO", pool[min(ranked)[2]])] if ranked else []
+        if (
+            not ranked or min(ranked)[:2] == max(ranked)[:2]
+        ):  # as the product: what brings nothing is not turned
+            return []
+        return [("simulator: SLO", pool[min(ranked)[2]])]
 
     def _measure(self, candidate: Candidate, origin: str) -> None:
         number, real = len(self.trials), self.truth.values(candidate)
