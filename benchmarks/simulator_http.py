@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner.engine.server import serve
+from tuner.knobs.catalogue import CONFIG_PATHS
 from tuner.knobs.model import read
 from tuner.records import Candidate, LaunchSpec, Slice, Slo, Value
 from tuner.replay.measure import measure
@@ -82,6 +83,7 @@ async def over_http(
     argv = [f"--{k.replace('_', '-')}={v}" for k, v in {**scene.args, **candidate}.items()]
     with tempfile.TemporaryDirectory() as directory:
         spec = LaunchSpec(
+            config_paths=CONFIG_PATHS,
             launch_id=uuid.uuid4().hex,
             command=(sys.executable, "-m", "tuner.simulator.app"),
             model=MODEL,

@@ -25,6 +25,7 @@ import psutil
 import uvloop
 
 from tuner.engine.server import Server, serve
+from tuner.knobs.catalogue import CONFIG_PATHS
 from tuner.records import LaunchSpec, Slice
 from tuner.replay.timeline import PLANS, Load, replay
 from tuner.traffic.importers import read_any
@@ -183,6 +184,7 @@ async def again(directory: Path, realtime: bool) -> None:
         PLANS["standard"], warmup_waves=0, priming_turnovers=0.0, load_warmup_s=0.0, tail_limit_s=30.0
     )
     spec = LaunchSpec(
+        config_paths=CONFIG_PATHS,
         launch_id=f"benchmark-{os.getpid()}",
         command=(sys.executable, "-m", "tuner.simulator.app"),
         model="Qwen/Qwen2.5-7B-Instruct",

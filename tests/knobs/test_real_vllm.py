@@ -14,7 +14,7 @@ from tests.knobs.conftest import engine
 from tuner.engine.server import serve
 from tuner.knobs import release
 from tuner.knobs.arguments import compile_candidate
-from tuner.knobs.catalogue import CATALOGUE
+from tuner.knobs.catalogue import CATALOGUE, CONFIG_PATHS
 from tuner.knobs.discover import discover
 from tuner.knobs.model import shapes
 from tuner.knobs.versions import table
@@ -270,6 +270,7 @@ def test_the_engine_runs_with_what_was_asked(
 ) -> None:
     asked = asked_at(knobs, position)
     launch = LaunchSpec(
+        config_paths=CONFIG_PATHS,
         launch_id=uuid.uuid4().hex,
         command=(python(), "-m", "vllm.entrypoints.openai.api_server"),
         model=tiny(tmp_path),

@@ -334,7 +334,7 @@ def test_case_r15_ids_that_contradict_the_length_are_counted(tmp_path: Path) -> 
     ]
     path = tmp_path / "odd.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = read_any(path, format="mooncake")
+    found = read_any(path, format="mooncake", unit="ms")
     quality = found.meta["quality"]
     assert isinstance(quality, dict)
     assert quality["blocks_beyond_length_cut"] == 1

@@ -139,7 +139,8 @@ def test_29b2_a_knob_of_the_space_that_acts_on_the_cause_keeps_the_run_going(tmp
     fails = StudyFailed("the card does not take it", cause="dtype", evidence="set the `dtype` flag")
     assert isinstance(blamed(prepared, fails, served=False), StudyFailed)
     assert isinstance(blamed(prepared, fails, served=True), Infeasible), "another candidate served"
-    with_dtype = write(tmp_path, space=SPACE.replace("knobs:", "knobs:\n  dtype: [bfloat16, float16]"))
+    space = SPACE.replace("knobs:", "knobs:\n  dtype: [bfloat16, float16]")
+    with_dtype = write(tmp_path, f"{STUDY}quality: off\n", space)
     turns = load(with_dtype, store=None, now=NOW)
     assert isinstance(blamed(turns, fails, served=False), Infeasible)
     driver = StudyFailed("too old", cause="driver", evidence="RuntimeError: too old")
