@@ -45,7 +45,6 @@ engine:
   env: {VLLM_CPU_KVCACHE_SPACE: 1, HF_HUB_OFFLINE: 1}
 baseline: {max_num_seqs: 1}
 slices: [{start_s: 5, duration_s: 4}]
-speed: 4
 plan: {base: quick, tail_limit_s: 300, lateness_ms: 10000}
 slo: {ttft_ms: 600000, tpot_ms: 60000}
 live_limits: off
@@ -158,7 +157,7 @@ def test_the_profile_is_pulled_and_the_engine_is_launched_with_it(tuned: Path) -
     alias = "baseline" if summary["winner"] is None else "challenger"
     number = summary["baseline" if summary["winner"] is None else "winner"]
     pulled = tuned / "vllm.yaml"
-    words = ("--model", "model", "--alias", alias, "--format", "vllm-yaml", "-o", pulled)
+    words = ("--model", tuned / "model", "--alias", alias, "--format", "vllm-yaml", "-o", pulled)
     done = tuner(tuned, "profile", "resolve", *words)
     assert done.returncode == 0, done.stderr
     asked = yaml.safe_load(pulled.read_text())
