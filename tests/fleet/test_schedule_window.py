@@ -4,7 +4,7 @@ from datetime import UTC, datetime, timedelta
 from itertools import islice, pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tuner.errors import BadInput
@@ -122,6 +122,10 @@ def test_a_spec_is_read_back_as_it_was() -> None:
     [
         # Clocks go from 02:00 to 03:00 on 2026-03-29: 02:30 does not exist and is an hour later.
         (BERLIN, "30 2 * * *", "2026-03-28 12:00", ["2026-03-29 01:30", "2026-03-30 00:30"]),
+        # The midnight after a day of 23 hours, and after one of 25.
+        (BERLIN, "0 0 * * *", "2025-03-29 12:00", ["2025-03-29 23:00", "2025-03-30 22:00"]),
+        (BERLIN, "30 0 * * *", "2025-03-29 12:00", ["2025-03-29 23:30", "2025-03-30 22:30"]),
+        (BERLIN, "0 0 * * *", "2025-10-25 12:00", ["2025-10-25 22:00", "2025-10-26 23:00"]),
         # Clocks go from 03:00 to 02:00 on 2026-10-25: 02:30 comes twice and counts once.
         (BERLIN, "30 2 * * *", "2026-10-24 12:00", ["2026-10-25 00:30", "2026-10-26 01:30"]),
         (NEW_YORK, "30 1 * * *", "2026-10-31 12:00", ["2026-11-01 05:30", "2026-11-02 06:30"]),
@@ -165,6 +169,7 @@ moments = st.datetimes(datetime(2025, 1, 1), datetime(2028, 1, 1)).map(lambda d:
 
 
 @settings(max_examples=60, deadline=None)
+@example(BERLIN, datetime(2025, 3, 12, tzinfo=UTC), 0, 0, 0, 0)
 @given(zones, moments, st.integers(0, 23), st.integers(0, 59), st.integers(0, 23), st.integers(0, 59))
 def test_a_daily_schedule_is_due_once_a_day_and_its_window_ends_within_a_day(
     zone: str, start: datetime, hour: int, minute: int, to_hour: int, to_minute: int

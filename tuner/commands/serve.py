@@ -40,7 +40,8 @@ def serve(
     from tuner.service.runner import Controllers
 
     # The server closes what is open, then raises the signal that stopped it once more: an orderly end.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit(0))
     check_tls(tls_cert, tls_key)
     store, ours = open_store(create=True), settings()
     where = address(store, host)

@@ -21,6 +21,9 @@ GRACE_S = 300.0
 MOST = 1_000_000_000
 KEYS = ("study", "until", "hours", "missed", "grace_s", "blackout", "min_trials", "trials", "reserve_s")
 _TICK = timedelta(microseconds=1)
+# A time of day that does not exist is due after the clocks went forward: by an hour at most, a day where a
+# country changed its side of the date line.
+_GAP = timedelta(days=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,18 +199,20 @@ def dues(schedule: Schedule, after: datetime, until: datetime) -> Iterator[datet
     Where a clock is set back, a time of day that comes twice is due the first time only; where it is set
     forward, one that does not exist is due as much later.
     """
-    cron = trigger(schedule.cron, schedule.timezone)
     hourly = schedule.cron.split()[1].startswith("*")
     local = zone(schedule.timezone)
-    at = after
-    while True:
-        found: datetime | None = cron.get_next_fire_time(None, (at + _TICK).astimezone(local))
-        if found is None:
-            return
-        at = found.astimezone(UTC)
+    # Times of day are counted on a clock that is never set: APScheduler adds 24 hours to reach the next day,
+    # and so skips the midnight after a day of 23 hours. Every hour is counted on the zone's own clock.
+    clock = local if hourly else UTC
+    cron = trigger(schedule.cron, str(clock))
+    found: datetime | None = (after.astimezone(local) - _GAP).replace(tzinfo=clock)
+    newest = after
+    while found := cron.get_next_fire_time(None, (found.astimezone(UTC) + _TICK).astimezone(clock)):
+        at = found.replace(tzinfo=local).astimezone(UTC)
         if at > until:
             return
-        if hourly or not found.fold:
+        if at > newest:
+            newest = at
             yield at
 
 
