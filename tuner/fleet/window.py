@@ -205,12 +205,14 @@ def dues(schedule: Schedule, after: datetime, until: datetime) -> Iterator[datet
     # and so skips the midnight after a day of 23 hours. Every hour is counted on the zone's own clock.
     clock = local if hourly else UTC
     cron = trigger(schedule.cron, str(clock))
-    found: datetime | None = (after.astimezone(local) - _GAP).replace(tzinfo=clock)
+    begin = (after.astimezone(local) - _GAP).replace(tzinfo=clock)
     newest = after
-    while found := cron.get_next_fire_time(None, (found.astimezone(UTC) + _TICK).astimezone(clock)):
-        at = found.replace(tzinfo=local).astimezone(UTC)
-        if at > until:
+    while True:
+        found: datetime | None = cron.get_next_fire_time(None, begin)
+        at = found.replace(tzinfo=local).astimezone(UTC) if found else None
+        if found is None or at is None or at > until:
             return
+        begin = (found.astimezone(UTC) + _TICK).astimezone(clock)
         if at > newest:
             newest = at
             yield at
