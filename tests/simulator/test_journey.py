@@ -2,9 +2,9 @@
 
 import pytest
 
+from benchmarks.journey import WAYS, Batching, serve_continuously, serve_in_batches
 from tuner.knobs.model import read
 from tuner.simulator.cost import CARDS, StepCost, preset
-from tuner.simulator.journey import WAYS, Batching, serve_continuously, serve_in_batches
 from tuner.simulator.state import Limits, Request
 
 CARD = CARDS["a4500"]
