@@ -117,3 +117,19 @@ def test_speed_sends_the_same_rows_in_less_time() -> None:
     replayed, _ = within(play(Script(), traffic, part, load=load))
     assert replayed.slices[0].window_s == 0.5
     assert [o.row for o in replayed.slices[0].outcomes] == list(range(20))
+
+
+def test_M9_five_hundred_sessions_are_served_at_once_and_none_is_lost() -> None:
+    """All are sent before the first has its last token: the sender holds every one of them open."""
+    sessions = 500
+    arrivals = np.arange(sessions) * 0.002
+    traffic = trace(arrivals, inputs=6, outputs=20, session=np.arange(sessions))
+    part = Slice(name="all", start_s=0.0, duration_s=1.0)
+    plan = dataclasses.replace(PLAN, warmup_waves=1, priming_turnovers=0.0, tail_limit_s=50.0)
+    load = dataclasses.replace(LOAD, history="session")
+    replayed, _ = within(play(Script(gap_s=0.3), traffic, part, plan=plan, load=load), 100.0)
+    outcomes = replayed.slices[0].outcomes
+    assert len(outcomes) == sessions
+    assert all(o.ok and o.output_tokens == 20 for o in outcomes)
+    assert max(o.sent_s or 0.0 for o in outcomes) < min(o.last_token_s or 0.0 for o in outcomes)
+    assert measure(replayed, LOAD.slo).values["failed"] == 0

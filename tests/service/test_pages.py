@@ -1,5 +1,6 @@
 """The pages without a browser: who may see and do what, and how long lists are told in parts."""
 
+import json
 import re
 from dataclasses import replace
 from datetime import timedelta
@@ -7,10 +8,13 @@ from datetime import timedelta
 import pytest
 from starlette.testclient import TestClient
 
-from tests.history.records import NOW, a_study
+from tests.commands.test_care import call
+from tests.history.records import NOW, a_conclusion, a_run, a_study
 from tests.service.world import World
+from tuner.conclusions import Saving
 from tuner.history.entities import SCOPES
-from tuner.records import Candidate
+from tuner.records import Candidate, RunState
+from tuner.report import words
 from tuner.service.auth import INCLUDES
 from tuner.service.pages.profiles import SHOWN
 from tuner.service.pages.session import COOKIE, csrf_of
@@ -124,3 +128,37 @@ def test_the_study_and_the_history_show_what_the_run_concluded(filled: World) ->
     assert "trade-off" in night
     assert "workload" in night
     assert client.get("/history?metric=ttft_p95_ms&workload=other").text.count("<tbody>") == 0
+
+
+def test_M23_what_the_winner_saves_is_in_the_conclusion_on_the_page_and_on_the_command_line(
+    filled: World,
+) -> None:
+    saved = Saving(
+        metric="goodput_rps", price_per_gpu_hour=2.5, fraction=0.2, monthly=2920.0, tuning=15.0,
+        nights_to_repay=0.16,
+    )  # fmt: skip
+    run = a_run(filled.store, filled.store.study("chat"), now=NOW + timedelta(days=2))
+    ended = replace(run, state=RunState.FINISHED, ended_at=NOW + timedelta(days=2, hours=2))
+    filled.store.save_run(ended, a_conclusion(ended, saving=saved))
+    kept = filled.store.conclusion(run.id)
+    assert kept is not None
+    assert kept.saving == saved
+    said = words.saving(saved)
+    assert "saves 2,920 a month" in said
+    assert "repaid after 0.16 nights" in said
+    client, _ = visitor(filled, "read")
+    assert said in client.get("/studies/chat/live").text
+    told = call(filled.home, "run", "status", run.id)
+    assert said in " ".join(told.stdout.split())
+
+
+def test_M27_the_history_can_be_asked_by_workload_and_shows_it(filled: World) -> None:
+    told = call(filled.home, "history", "--metric", "ttft_p95_ms", "--workload", "chat", "--json")
+    assert [row["workload"] for row in json.loads(told.stdout)] == ["chat"]
+    assert "workload" in call(filled.home, "history", "--metric", "ttft_p95_ms").stdout
+    other = call(filled.home, "history", "--metric", "ttft_p95_ms", "--workload", "chatt")
+    assert "did you mean 'chat'?" in str(other.exception)
+    client, _ = visitor(filled, "read")
+    answer = client.get("/history?metric=ttft_p95_ms&workload=chat").text
+    assert "<th" in answer
+    assert "workload" in answer
