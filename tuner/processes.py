@@ -110,7 +110,7 @@ class Process:
         _started.discard(self.pid)
 
 
-class Table(Protocol):
+class ProcessTable(Protocol):
     """What `stop` needs of the operating system's process table."""
 
     def members(self, process: Process) -> list[int]:
@@ -282,7 +282,7 @@ async def stop(
     *,
     timeout_s: float = 30.0,
     kill_timeout_s: float = 60.0,
-    table: Table = HOST,
+    table: ProcessTable = HOST,
 ) -> Stopped:
     """End a process tree: its stop command (one that cannot be started is passed over), SIGTERM to the
     leader, again at half time, then SIGKILL to all that is left of it.
@@ -306,7 +306,7 @@ async def stop(
     return Stopped(how=how, code=process.code, seconds=time.monotonic() - begun, survivors=tuple(left))
 
 
-async def _leader_ends(process: Process, timeout_s: float, table: Table) -> bool:
+async def _leader_ends(process: Process, timeout_s: float, table: ProcessTable) -> bool:
     """SIGTERM, again at half time (start-up code swallows the first). True when the leader ended by then."""
     begun = time.monotonic()
     for share in (0.5, 1.0):
@@ -317,7 +317,7 @@ async def _leader_ends(process: Process, timeout_s: float, table: Table) -> bool
     return process.code is not None
 
 
-async def _kill_all(process: Process, timeout_s: float, table: Table, shared: set[Path]) -> list[int]:
+async def _kill_all(process: Process, timeout_s: float, table: ProcessTable, shared: set[Path]) -> list[int]:
     """SIGKILL every member until none lives; those that outlive the timeout are returned. What they had in
     shared memory until then is added to `shared`."""
     order = KillingOrder(grace_s=0.0 if process.code is None else min(1.0, timeout_s / 2))

@@ -29,7 +29,7 @@ from tuner.errors import (
 from tuner.fleet import dispatch
 from tuner.fleet.dispatch_ray import Member, connect
 from tuner.fleet.nodes import selector
-from tuner.fleet.worker import Done, Worker, fault_of
+from tuner.fleet.worker import Done, NodeWorker, fault_of
 from tuner.history.store import Store
 from tuner.records import JSON, Candidate, Fidelity, Launch, Node, Violation
 from tuner.tuning import studyfile
@@ -126,7 +126,7 @@ def test_a_study_whose_replays_do_not_take_turns_is_another_study() -> None:
     assert marked.identity == {**study.identity, "isolated": True}
 
 
-async def heard(worker: Worker) -> list[News | Done]:
+async def heard(worker: NodeWorker) -> list[News | Done]:
     """All news of an order, to its end."""
     news: list[News | Done] = []
     while not news or not isinstance(news[-1], Done):
@@ -134,10 +134,10 @@ async def heard(worker: Worker) -> list[News | Done]:
     return news
 
 
-async def at_work(folder: Path, *, isolated: bool = False) -> tuple[Worker, Prepared]:
+async def at_work(folder: Path, *, isolated: bool = False) -> tuple[NodeWorker, Prepared]:
     """A worker that was handed the tiny study, as a cluster's node would be."""
     prepared = load(write(folder), store=None, now=datetime.now(UTC))
-    worker = Worker()
+    worker = NodeWorker()
     seen = await worker.look("n1", prepared.file.engine, str(folder), {"zone": "east"})
     assert seen.surveyed is not None
     assert (seen.surveyed.node.name, seen.surveyed.node.labels) == ("n1", {"zone": "east"})
@@ -248,9 +248,9 @@ def store(tmp_path: Path) -> Store:
 
 def test_the_error_of_a_node_is_the_end_of_the_command() -> None:
     study = a_study()
-    fine = dispatch.Ended(node="a", study=study)
-    gone = dispatch.Ended(node="b", study=study, gone="node b is lost")
-    broken = dispatch.Ended(node="c", study=study, error=StudyFailed("no model", cause="model"))
+    fine = dispatch.NodeResult(node="a", study=study)
+    gone = dispatch.NodeResult(node="b", study=study, gone="node b is lost")
+    broken = dispatch.NodeResult(node="c", study=study, error=StudyFailed("no model", cause="model"))
     assert dispatch.worst([fine]) is None
     assert str(dispatch.worst([fine, gone])) == "node b is lost"
     assert dispatch.worst([fine, gone, broken]) is broken.error
@@ -283,7 +283,7 @@ def test_parts_that_are_cancelled_write_their_ends_before_the_whole_returns() ->
     """One that ends at once must not take the leases from one that still writes; nor must one that fails."""
     written: list[str] = []
 
-    async def part(name: str, end_s: float) -> dispatch.Ended:
+    async def part(name: str, end_s: float) -> dispatch.NodeResult:
         try:
             await asyncio.sleep(60)
         finally:
@@ -291,7 +291,7 @@ def test_parts_that_are_cancelled_write_their_ends_before_the_whole_returns() ->
             written.append(name)
         raise AssertionError
 
-    async def fails() -> dispatch.Ended:
+    async def fails() -> dispatch.NodeResult:
         raise OSError("disk")
 
     async def cancelled() -> None:

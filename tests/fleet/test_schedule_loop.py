@@ -11,7 +11,7 @@ import pytest
 from tests.history import records
 from tuner.errors import BadInput, Unavailable
 from tuner.fleet import schedule as schedules
-from tuner.fleet.schedule import CLOSING, Firing, Happening, Keeper, claim, learned, loop
+from tuner.fleet.schedule import CLOSING, Firing, Happening, Keeper, claim, loop, trial_times
 from tuner.history.entities import Schedule
 from tuner.history.store import Store
 from tuner.records import JSON, Launch, Run, RunState
@@ -247,10 +247,10 @@ def test_what_a_trial_takes_is_the_median_of_launches_that_ended_well(store: Sto
     bad = Launch(id="bad", study_id=study.id, argv=(), started_at=MADE)
     store.add_launch(bad)
     store.finish_launch(replace(bad, ended_at=MADE + timedelta(hours=9), verdict="frozen: no answer"))
-    found = learned(store, "gpu-1")
+    found = trial_times(store, "gpu-1")
     assert found is not None
     assert (found.launches, found.trial_s, found.relaunch_s) == (5, 100.0, 25.0)
-    assert learned(store, "gpu-2") is None
+    assert trial_times(store, "gpu-2") is None
 
 
 def begun(store: Store, started: datetime = DUE) -> Run:

@@ -2,11 +2,11 @@
 
 from packaging.version import Version
 
-from tuner.knobs.discover import Gpu, Platform, facts_of_version
+from tuner.knobs.discover import GpuKind, Platform, facts_of_version
 from tuner.knobs.versions import table
 from tuner.records import EngineFacts
 
-H100 = Gpu(name="NVIDIA H100 80GB HBM3", memory_gib=79.6, count=8)
+H100 = GpuKind(name="NVIDIA H100 80GB HBM3", memory_gib=79.6, count=8)
 DRIVEN = [name for name in table().versions if Version(name) >= Version("0.10")]
 OLDER = [name for name in table().versions if Version(name) < Version("0.10")]
 

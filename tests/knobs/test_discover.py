@@ -8,7 +8,7 @@ import pytest
 
 from tuner.errors import BadInput
 from tuner.knobs.constraints import known_violation
-from tuner.knobs.discover import Gpu, discover, facts_of_version, interpreter_of, on_device
+from tuner.knobs.discover import GpuKind, discover, facts_of_version, interpreter_of, on_device
 
 PYTHON = (sys.executable,)
 ARG_UTILS = """
@@ -144,18 +144,18 @@ def test_a_prefix_stays_before_the_interpreter() -> None:
 
 
 DEFAULTS = [
-    ("0.32.0", Gpu(name="NVIDIA B200", memory_gib=178), 1024, 16384, 0.92),
-    ("0.27.1", Gpu(name="NVIDIA B200", memory_gib=178), 1024, 8192, 0.92),
-    ("0.32.0", Gpu(name="NVIDIA H100 80GB HBM3", memory_gib=79.2), 1024, 8192, 0.92),
-    ("0.13.0", Gpu(name="NVIDIA H100 80GB HBM3", memory_gib=79.2), 1024, 8192, 0.9),
-    ("0.32.0", Gpu(name="NVIDIA A100-SXM4-80GB", memory_gib=79.2), 256, 2048, 0.92),
-    ("0.32.0", Gpu(name="NVIDIA L40S", memory_gib=44.4), 256, 2048, 0.92),
+    ("0.32.0", GpuKind(name="NVIDIA B200", memory_gib=178), 1024, 16384, 0.92),
+    ("0.27.1", GpuKind(name="NVIDIA B200", memory_gib=178), 1024, 8192, 0.92),
+    ("0.32.0", GpuKind(name="NVIDIA H100 80GB HBM3", memory_gib=79.2), 1024, 8192, 0.92),
+    ("0.13.0", GpuKind(name="NVIDIA H100 80GB HBM3", memory_gib=79.2), 1024, 8192, 0.9),
+    ("0.32.0", GpuKind(name="NVIDIA A100-SXM4-80GB", memory_gib=79.2), 256, 2048, 0.92),
+    ("0.32.0", GpuKind(name="NVIDIA L40S", memory_gib=44.4), 256, 2048, 0.92),
 ]
 
 
 @pytest.mark.parametrize(("version", "gpu", "seqs", "tokens", "share"), DEFAULTS)
 def test_defaults_follow_the_card_and_the_release(
-    version: str, gpu: Gpu, seqs: int, tokens: int, share: float
+    version: str, gpu: GpuKind, seqs: int, tokens: int, share: float
 ) -> None:
     defaults = on_device(facts_of_version(version), "cuda", gpu).defaults
     assert defaults["max_num_seqs"] == seqs

@@ -26,9 +26,9 @@ def test_the_share_of_requests_at_most_so_slow() -> None:
     assert found.tolist() == [0.0, 0.25, 0.5, 0.75]
 
 
-def sample(latency: list[float], at: list[float]) -> evidence.Sample:
+def sample(latency: list[float], at: list[float]) -> evidence.PassLatencies:
     numbers = np.array(latency)
-    return evidence.Sample(scheduled_s=np.array(at), latency=dict.fromkeys(evidence.LATENCY, numbers))
+    return evidence.PassLatencies(scheduled_s=np.array(at), latency=dict.fromkeys(evidence.LATENCY, numbers))
 
 
 def test_bands_span_repeats_or_blocks_or_are_left_out() -> None:

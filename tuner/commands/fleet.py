@@ -12,7 +12,7 @@ from tuner.commands.common import now, open_store, print_json, print_table, say,
 from tuner.commands.running import interruptible
 
 if TYPE_CHECKING:
-    from tuner.fleet.dispatch import Ended, Job
+    from tuner.fleet.dispatch import ClusterJob, NodeResult
     from tuner.fleet.dispatch_ray import Member
     from tuner.history.store import Store
     from tuner.records import Node
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class ClusterOptions:
     """What the command line asked for."""
 
     study: Path
@@ -34,7 +34,7 @@ class Asked:
     as_json: bool
 
 
-def tune_on(asked: Asked) -> None:
+def tune_on(asked: ClusterOptions) -> None:
     """Tune on every node that is meant; ends with the first node's error, after all have ended."""
     from tuner.fleet import dispatch, dispatch_ray
     from tuner.fleet.nodes import selector
@@ -46,7 +46,7 @@ def tune_on(asked: Asked) -> None:
     try:
         dumps.enter_context(dispatch_ray.dumps_in(settings().home / "logs" / "ray.log"))
         picked = dispatch.choose(dispatch_ray.members(), wanted, _known(), file)
-        job = dispatch.Job(
+        job = dispatch.ClusterJob(
             file=file, name=str(asked.study), base=asked.study.parent.resolve(), limits=asked.limits,
             rules=asked.rules, isolated=asked.isolated,
         )  # fmt: skip
@@ -79,7 +79,7 @@ def _known() -> "Sequence[Node]":
     return store.nodes() if store else ()
 
 
-def placement(job: "Job", picked: "Sequence[Member]", *, as_json: bool) -> None:
+def placement(job: "ClusterJob", picked: "Sequence[Member]", *, as_json: bool) -> None:
     """Where the study would run, what would be launched there and how long that takes. Each node is asked;
     what stands in the way of a run is the error.
     """
@@ -115,7 +115,9 @@ def _warn() -> None:
         )
 
 
-def _run(job: "Job", store: "Store", picked: "Sequence[Member]", *, quiet: bool) -> "tuple[Ended, ...]":
+def _run(
+    job: "ClusterJob", store: "Store", picked: "Sequence[Member]", *, quiet: bool
+) -> "tuple[NodeResult, ...]":
     from tuner.fleet import dispatch
 
     home = settings().home
@@ -156,7 +158,7 @@ def listeners(
         yield tell_of
 
 
-def conclude(store: "Store", ended: "Sequence[Ended]", *, as_json: bool) -> None:
+def conclude(store: "Store", ended: "Sequence[NodeResult]", *, as_json: bool) -> None:
     """What came out, node by node."""
     from tuner.commands.run import show_end
 
@@ -170,7 +172,7 @@ def conclude(store: "Store", ended: "Sequence[Ended]", *, as_json: bool) -> None
         show_end(store, each.study, each.run)
 
 
-def _as_data(store: "Store", each: "Ended") -> dict[str, object]:
+def _as_data(store: "Store", each: "NodeResult") -> dict[str, object]:
     from tuner.commands import front
 
     found: dict[str, object] = {"node": each.node, "gpu_class": each.study.gpu_class, "run": each.run}

@@ -79,10 +79,10 @@ def tune(
         confirm_only=confirm_only,
     )
     if on is not None:
-        from tuner.commands.fleet import Asked, tune_on
+        from tuner.commands.fleet import ClusterOptions, tune_on
 
         tune_on(
-            Asked(study=study, on=on, nodes=nodes or (), limits=limits, dry_run=dry_run,
+            ClusterOptions(study=study, on=on, nodes=nodes or (), limits=limits, dry_run=dry_run,
                   rules=not check_rules, isolated=isolated, as_json=as_json)
         )  # fmt: skip
         return
@@ -151,7 +151,7 @@ def on_its_node(
     if limits.deadline is not None:
         end = limits.deadline - timedelta(seconds=handover.budget_s(home, study.node))
         limits = replace(limits, deadline=end)
-        known = schedule.learned(store, study.node, study.id)
+        known = schedule.trial_times(store, study.node, study.id)
         if (reason := schedule.too_short(known, (end - now()).total_seconds(), min_trials)) is not None:
             raise Conflict(f"the run is not begun: {reason}")
     taken = handover.handed_over(store, prepared.node, home=home, clock=now, say=say)

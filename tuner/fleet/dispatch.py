@@ -25,7 +25,7 @@ from tuner.tuning.studyfile import StudyFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class ClusterJob:
     """A study for many nodes: the file, its name in errors, where its paths begin, what a run may spend.
 
     `isolated`: nodes that share a host replay at the same time; such a study is another study.
@@ -51,7 +51,7 @@ class Fleet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class NodeResult:
     """How a node's part ended: its run, or why there is none."""
 
     node: str
@@ -114,7 +114,7 @@ def needed_gpus(file: StudyFile) -> int:
     return whole
 
 
-async def tune_all(job: Job, fleet: Fleet, picked: Sequence[Member]) -> tuple[Ended, ...]:
+async def tune_all(job: ClusterJob, fleet: Fleet, picked: Sequence[Member]) -> tuple[NodeResult, ...]:
     """Tune the study on every node at once; how each ended, in their order.
 
     Before the first launch all nodes are leased, asked and prepared: what stands in the way of one is
@@ -144,7 +144,7 @@ async def tune_all(job: Job, fleet: Fleet, picked: Sequence[Member]) -> tuple[En
                 hand.end()
 
 
-async def to_their_ends(parts: Sequence[Coroutine[Any, Any, Ended]]) -> tuple[Ended, ...]:
+async def to_their_ends(parts: Sequence[Coroutine[Any, Any, NodeResult]]) -> tuple[NodeResult, ...]:
     """Do all parts at once. When one fails or all are cancelled, returns after the last has ended, so that
     none writes without its lease."""
     tasks = [asyncio.ensure_future(part) for part in parts]
@@ -157,7 +157,7 @@ async def to_their_ends(parts: Sequence[Coroutine[Any, Any, Ended]]) -> tuple[En
         await asyncio.wait(tasks)
 
 
-async def _hire(job: Job, member: Member) -> Hand:
+async def _hire(job: ClusterJob, member: Member) -> Hand:
     return await dispatch_ray.hire(member, engine_of(job.file, member).engine, job.base)
 
 
@@ -170,7 +170,7 @@ def engine_of(file: StudyFile, member: Member) -> StudyFile:
 
 
 async def asked_of(
-    job: Job, picked: Sequence[Member], store: Store | None, clock: Clock
+    job: ClusterJob, picked: Sequence[Member], store: Store | None, clock: Clock
 ) -> list[tuple[Member, Prepared]]:
     """The study as each node would run it, by what the node says now; nothing is written or launched. Raises
     what would keep a run from beginning there.
@@ -187,7 +187,7 @@ async def asked_of(
             hand.end()
 
 
-def _prepared(job: Job, hand: Hand, store: Store | None, clock: Clock) -> Prepared:
+def _prepared(job: ClusterJob, hand: Hand, store: Store | None, clock: Clock) -> Prepared:
     prepared = prepare(
         engine_of(job.file, hand.member),
         name=job.name,
@@ -199,7 +199,7 @@ def _prepared(job: Job, hand: Hand, store: Store | None, clock: Clock) -> Prepar
     return replace(prepared, rules=job.rules, study=marked(prepared.study, job.isolated))
 
 
-def _seat(job: Job, fleet: Fleet, store: Store, lease: ExitStack, hand: Hand) -> _Seat:
+def _seat(job: ClusterJob, fleet: Fleet, store: Store, lease: ExitStack, hand: Hand) -> _Seat:
     nodes.register(store, hand.surveyed.node)
     prepared = _prepared(job, hand, store, fleet.clock)
     return _Seat(member=hand.member, store=store, lease=lease, hand=hand, prepared=prepared)
@@ -216,11 +216,11 @@ def marked(study: Study, isolated: bool) -> Study:
 class _Whole:
     """All nodes of one job."""
 
-    def __init__(self, job: Job, fleet: Fleet, seats: Sequence[_Seat]) -> None:
+    def __init__(self, job: ClusterJob, fleet: Fleet, seats: Sequence[_Seat]) -> None:
         self._job, self._fleet, self._seats = job, fleet, seats
         self._lent: set[str] = set()
 
-    async def one(self, seat: _Seat) -> Ended:
+    async def one(self, seat: _Seat) -> NodeResult:
         """One node to its end; what goes wrong there stays there."""
         name, study = seat.member.name, seat.prepared.study
         tell = self._fleet.tell(name)
@@ -234,15 +234,15 @@ class _Whole:
             try:
                 await remote.set_up(left_open(seat.store, study.node))
                 run = await self._tuned(seat, remote, tell)
-                return Ended(node=name, study=study, run=run)
+                return NodeResult(node=name, study=study, run=run)
             except TunerError as error:
                 tell(Event(kind="note", text=f"ended: {error}"))
-                return Ended(node=name, study=study, error=error)
+                return NodeResult(node=name, study=study, error=error)
             except asyncio.CancelledError:
                 if remote.gone is None:
                     raise
                 tell(Event(kind="note", text=remote.gone))
-                return Ended(node=name, study=study, gone=remote.gone)
+                return NodeResult(node=name, study=study, gone=remote.gone)
             finally:
                 await remote.end()
                 seat.over = True
@@ -322,7 +322,7 @@ def left_open(store: Store, node: str) -> Mapping[str, Sequence[str]]:
     return {each.id: stops[each.study_id] for each in store.open_launches(node=node)}
 
 
-def worst(ended: Sequence[Ended]) -> TunerError | None:
+def worst(ended: Sequence[NodeResult]) -> TunerError | None:
     """The error to end with: a node's own, or Conflict for a run that was left to be resumed."""
     for each in ended:
         if each.error is not None:

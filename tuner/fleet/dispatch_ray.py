@@ -20,7 +20,7 @@ from typing import Any
 
 from tuner import __version__
 from tuner.errors import Aborted, BadInput, Conflict, Unavailable
-from tuner.fleet.worker import Done, Seen, Worker
+from tuner.fleet.worker import Done, NodeAnswer, NodeWorker
 from tuner.records import Measurement
 from tuner.tuning.study import Prepared, Surveyed
 from tuner.tuning.studyfile import EngineFile
@@ -202,13 +202,13 @@ async def hire(member: Member, engine: EngineFile, base: Path) -> Hand:
     ray = _ray()
     pinned = NodeAffinitySchedulingStrategy(node_id=member.ray_id, soft=False)
     actor = (
-        ray.remote(Worker)
+        ray.remote(NodeWorker)
         .options(num_gpus=member.gpus, num_cpus=0, max_restarts=0, scheduling_strategy=pinned)
         .remote()
     )
     labels = {key: value for key, value in member.facts.items() if value and key not in ("name", "host")}
     try:
-        seen: Seen = await asyncio.wait_for(
+        seen: NodeAnswer = await asyncio.wait_for(
             _answer(actor.look.remote(member.name, engine, str(base), labels), member.name), GRANT_S
         )
         return Hand(member=member, actor=actor, surveyed=_surveyed(seen, member.name))
@@ -223,7 +223,7 @@ async def hire(member: Member, engine: EngineFile, base: Path) -> Hand:
         raise
 
 
-def _surveyed(seen: Seen, node: str) -> Surveyed:
+def _surveyed(seen: NodeAnswer, node: str) -> Surveyed:
     """What a node is. Its own error where it has one, BadInput for another version of the tuner."""
     if seen.version != __version__:
         raise BadInput(f"node {node} has vllm-config-tuner {seen.version}, this is {__version__}")

@@ -82,7 +82,7 @@ async def loop(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Learned:
+class TrialTimes:
     """Medians over the launches that ended well: `trial_s` from start to end, replay included, `relaunch_s`
     of it until the engine was ready (None when no log told)."""
 
@@ -95,7 +95,7 @@ RECENT = 40
 """How many of the newest launches are asked."""
 
 
-def learned(store: Store, node: str, study_id: str | None = None) -> Learned | None:
+def trial_times(store: Store, node: str, study_id: str | None = None) -> TrialTimes | None:
     """What a trial takes on a node: by this study's launches, else by those of the node's newest studies.
 
     None while nothing ended well there.
@@ -109,13 +109,15 @@ def learned(store: Store, node: str, study_id: str | None = None) -> Learned | N
     return None
 
 
-def _medians(launches: Sequence[Launch]) -> Learned:
+def _medians(launches: Sequence[Launch]) -> TrialTimes:
     spans = [(each.ended_at - each.started_at).total_seconds() for each in launches if each.ended_at]
     ready = [each.timeline["ready_s"] for each in launches if "ready_s" in each.timeline]
-    return Learned(launches=len(launches), trial_s=median(spans), relaunch_s=median(ready) if ready else None)
+    return TrialTimes(
+        launches=len(launches), trial_s=median(spans), relaunch_s=median(ready) if ready else None
+    )
 
 
-def too_short(found: Learned | None, left_s: float, min_trials: int) -> str | None:
+def too_short(found: TrialTimes | None, left_s: float, min_trials: int) -> str | None:
     """Why a window cannot hold the minimum number of trials; None when it can, or nothing is known."""
     if found is None or min_trials * found.trial_s <= left_s:
         return None
@@ -161,7 +163,7 @@ def _refusal(store: Store, firing: Firing, now: datetime, busy: str | None) -> t
     busy = busy or _busy(store, schedule.node, now)
     if busy is not None:
         return "overlap", busy
-    known = learned(store, schedule.node, _last_study(store, schedule))
+    known = trial_times(store, schedule.node, _last_study(store, schedule))
     left_s = (firing.deadline - now).total_seconds()
     short = too_short(known, left_s, firing.terms.min_trials)
     return None if short is None else ("too short", short)

@@ -92,7 +92,7 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class NodeAnswer:
     """What a node says of itself, or why it cannot be used."""
 
     version: str
@@ -100,7 +100,7 @@ class Seen:
     fault: Fault | None = None
 
 
-class Worker:
+class NodeWorker:
     """One node at work. Its process holds the GPUs' locks and its guardian the engine: both end with it."""
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class Worker:
         self._place: Place | None = None
         self._locks: object = None
 
-    async def look(self, name: str, engine: EngineFile, base: str, labels: Mapping[str, str]) -> Seen:
+    async def look(self, name: str, engine: EngineFile, base: str, labels: Mapping[str, str]) -> NodeAnswer:
         """What this node is, in its own engine's words; takes the locks of the GPUs it was given."""
         try:
             seen = await asyncio.to_thread(nodes.fingerprint, name, engine, base=Path(base), labels=labels)
@@ -119,8 +119,8 @@ class Worker:
                 locks.__enter__()
                 self._locks = locks  # held until this process ends
         except TunerError as error:
-            return Seen(version=__version__, fault=fault_of(error))
-        return Seen(version=__version__, surveyed=seen)
+            return NodeAnswer(version=__version__, fault=fault_of(error))
+        return NodeAnswer(version=__version__, surveyed=seen)
 
     async def set_up(
         self, prepared: Prepared, dead: Mapping[str, Sequence[str]], isolated: bool = False

@@ -19,7 +19,7 @@ _SAMPLES = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class KnobRow:
     """One knob on one engine. `flag` is its spelling there; `why_not` is None where it can be turned."""
 
     name: str
@@ -39,10 +39,10 @@ class Finding:
     text: str
 
 
-def rows(facts: EngineFacts, *, env: Mapping[str, str] | None = None) -> tuple[Row, ...]:
+def rows(facts: EngineFacts, *, env: Mapping[str, str] | None = None) -> tuple[KnobRow, ...]:
     """Every knob of the catalogue on this engine, in the catalogue's order."""
     return tuple(
-        Row(
+        KnobRow(
             name=name,
             flag=entry.flag_in(facts),
             default=facts.defaults.get(name),

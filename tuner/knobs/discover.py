@@ -27,7 +27,7 @@ _DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
+class GpuKind:
     """One kind of device: name, GiB of memory of one, and how many."""
 
     name: str
@@ -92,14 +92,14 @@ def facts_of_version(
     platform: Platform = "cuda",
     *,
     kind: Literal["vllm", "simulated"] = "vllm",
-    gpu: Gpu | None = None,
+    gpu: GpuKind | None = None,
 ) -> EngineFacts:
     """Facts of a release from shipped data alone, for a device that need not be here."""
     plain = EngineFacts(kind=kind, version=version, platform=platform, flags=table().flags_of(version))
     return on_device(plain, platform, gpu)
 
 
-def on_device(facts: EngineFacts, platform: Platform, gpu: Gpu | None) -> EngineFacts:
+def on_device(facts: EngineFacts, platform: Platform, gpu: GpuKind | None) -> EngineFacts:
     """The same engine on another device, its defaults by the rules for that device."""
     moved = replace(
         facts,

@@ -27,7 +27,7 @@ KINDS = ("front", "three", "four")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class PassLatencies:
     """The outcomes of one pass: latency and scheduled time per request, seconds since its slice began."""
 
     scheduled_s: Float
@@ -44,7 +44,7 @@ def read_slice(part: SliceMeasurement) -> list[Outcome] | None:
         return None
 
 
-def _sample(measurement: Measurement) -> Sample | None:
+def _sample(measurement: Measurement) -> PassLatencies | None:
     kept: list[Outcome] = []
     offset, at = 0.0, list[float]()
     for part in measurement.slices:
@@ -58,10 +58,10 @@ def _sample(measurement: Measurement) -> Sample | None:
     if not kept:
         return None
     latency = {kind: np.array([each(o) for o in kept]) for kind, each in LATENCY.items()}
-    return Sample(scheduled_s=np.array(at), latency=latency)
+    return PassLatencies(scheduled_s=np.array(at), latency=latency)
 
 
-def samples(trial: Trial) -> list[Sample]:
+def samples(trial: Trial) -> list[PassLatencies]:
     """The confirmation's passes where a trial was measured again, else the search's last one."""
     again = [m for m in trial.measurements if m.purpose == "confirm"]
     searched = [m for m in trial.measurements if m.purpose == "search"][-1:]
@@ -82,7 +82,7 @@ def cumulative(values: Float, at: Float, weights: Float | None = None) -> Float:
     return np.asarray(found, np.float64)
 
 
-def band(passes: Sequence[Sample], kind: str, at: Float) -> tuple[Float, Float] | None:
+def band(passes: Sequence[PassLatencies], kind: str, at: Float) -> tuple[Float, Float] | None:
     """Where the curve may lie: the span of the repeats, else 95 % of a bootstrap over blocks of 10 s.
 
     None for one pass shorter than five blocks.
@@ -109,7 +109,7 @@ def latencies(board: Board, trials: Iterable[Trial]) -> list[tuple[str, str]]:
     return [(_caption(kind, [p for _, p in found]), _latency(board, found, kind)) for kind in LATENCY]
 
 
-def _caption(kind: str, found: Sequence[Sequence[Sample]]) -> str:
+def _caption(kind: str, found: Sequence[Sequence[PassLatencies]]) -> str:
     repeats = max(len(passes) for passes in found)
     told = f"Bands span {repeats} repeats." if repeats > 1 else "Bands: 95 %, bootstrap over blocks of 10 s."
     if repeats == 1 and all(band(passes, kind, np.array([1.0])) is None for passes in found):
@@ -117,7 +117,7 @@ def _caption(kind: str, found: Sequence[Sequence[Sample]]) -> str:
     return f"{NAMES[kind].capitalize()}: share of requests at least so fast. {told}"
 
 
-def _latency(board: Board, found: Sequence[tuple[Trial, list[Sample]]], kind: str) -> str:
+def _latency(board: Board, found: Sequence[tuple[Trial, list[PassLatencies]]], kind: str) -> str:
     every = np.concatenate([p.latency[kind] for _, passes in found for p in passes])
     finite = every[np.isfinite(every) & (every > 0)]
     if not len(finite):

@@ -16,7 +16,7 @@ from tuner.history.store import Store
 from tuner.knobs import model as models
 from tuner.knobs import space as spaces
 from tuner.knobs.arguments import compile_candidate, fixed
-from tuner.knobs.discover import Gpu, discover, on_device
+from tuner.knobs.discover import GpuKind, discover, on_device
 from tuner.knobs.model import ModelFacts, tokens_of
 from tuner.knobs.space import SearchSpace
 from tuner.records import JSON, Candidate, EngineFacts, Node, Slice, Slo, Study, digest_of
@@ -86,7 +86,7 @@ def survey(engine: EngineFile, *, base: Path, name: str = "local") -> Surveyed:
     facts = discover(command, env={ORDER: "PCI_BUS_ID", **engine.env})
     if engine.kind == "simulated":
         card = card_of(engine.card)
-        gpu = None if card.platform == "cpu" else Gpu(name=card.title, memory_gib=card.memory_gib)
+        gpu = None if card.platform == "cpu" else GpuKind(name=card.title, memory_gib=card.memory_gib)
         facts = on_device(facts, "cpu" if gpu is None else "cuda", gpu)
         node = Node(name=name, gpu_class=f"sim-{engine.card}")
     else:
