@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.knobs.page import document, terms
 from tests.knobs.conftest import DRIVEN, engine
 from tuner.errors import BadInput
 from tuner.knobs import catalogue
 from tuner.knobs.catalogue import CATALOGUE, knob
 from tuner.knobs.check import check, rows
-from tuner.knobs.document import document, terms
 from tuner.knobs.spacefile import names, parse
 from tuner.knobs.versions import table
 
@@ -28,7 +28,7 @@ ISSUE_TERMS = {
 
 
 def test_the_page_is_made_from_the_catalogue() -> None:
-    assert PAGE.read_text() == document(), "run: python -m tuner.knobs.document > docs/knobs.md"
+    assert PAGE.read_text() == document(), "run: python -m benchmarks.knobs.page > docs/knobs.md"
 
 
 @pytest.mark.parametrize("name", CATALOGUE)

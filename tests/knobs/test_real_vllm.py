@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.knobs import release
 from tests.knobs.conftest import engine
 from tuner.engine.server import serve
-from tuner.knobs import release
 from tuner.knobs.arguments import compile_candidate
 from tuner.knobs.catalogue import CATALOGUE, CONFIG_PATHS
 from tuner.knobs.discover import discover

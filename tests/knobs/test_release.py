@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.knobs import release
 from tuner.errors import BadInput
-from tuner.knobs import release
 from tuner.knobs.catalogue import CATALOGUE
 from tuner.knobs.discover import facts_of_version
 from tuner.knobs.versions import FlagTable, read_table, table

@@ -21,7 +21,7 @@ from tuner.engine.kinds import KINDS
 from tuner.engine.liveness import Liveness, oom_kills, watch
 from tuner.engine.ports import fresh_port, strangers
 from tuner.errors import BadInput, EngineError, StudyFailed
-from tuner.processes import HOST, TAG, Process, Stopped, Table, spawn, stop
+from tuner.processes import HOST, TAG, Process, ProcessTable, Stopped, spawn, stop
 from tuner.records import JSON, LaunchSpec, Value
 
 HOST_NAME = "127.0.0.1"
@@ -192,7 +192,7 @@ async def serve(
     note: Callable[[str], None] = lambda phase: None,
     grace_s: float = 60.0,
     kill_timeout_s: float = 60.0,
-    table: Table = HOST,
+    table: ProcessTable = HOST,
 ) -> AsyncIterator[Server]:
     """Launch, wait until ready, hand over, stop; also when the caller is cancelled.
 
@@ -228,7 +228,7 @@ class _Terms:
     note: Callable[[str], None]
     grace_s: float
     kill_timeout_s: float
-    table: Table
+    table: ProcessTable
 
 
 @asynccontextmanager

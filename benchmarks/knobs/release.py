@@ -1,5 +1,5 @@
 """Add a vLLM release to the shipped flags by reading its wheel or source, which is neither installed nor run:
-`python -m tuner.knobs.release vllm-0.33.0-….whl`.
+`python -m benchmarks.knobs.release vllm-0.33.0-….whl`.
 """
 
 import ast

@@ -1,15 +1,16 @@
-"""docs/knobs.md from the catalogue: `python -m tuner.knobs.document` prints it."""
+"""docs/knobs.md from the catalogue: `python -m benchmarks.knobs.page` prints it."""
 
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import yaml
 
 from tuner.knobs import spacefile
 from tuner.knobs.catalogue import CATALOGUE, Knob, Rule
 from tuner.knobs.versions import table
-from tuner.settings import shipped
 
+HERE = Path(__file__).parent
 KNOB_HEAD = ("knob", "unit or values", "releases", "default", "what it trades")
 PREEMPTION = (
     ("0.6 to 0.7", "V0", "--preemption-mode recompute or swap, --swap-space", "known and refused: too old"),
@@ -39,7 +40,7 @@ PREEMPTION = (
 def document() -> str:
     """The whole page."""
     parts = [
-        shipped("knobs", "document.md").read_text().rstrip(),
+        (HERE / "page.md").read_text().rstrip(),
         "## The shipped spaces",
         _table(("space", "for", "vLLM", "knobs"), _spaces()),
         "## Every knob",
@@ -60,7 +61,7 @@ def document() -> str:
 
 def terms() -> list[dict[str, object]]:
     """The dictionary of terms as shipped."""
-    found: list[dict[str, object]] = yaml.safe_load(shipped("knobs", "terms.yaml").read_text())
+    found: list[dict[str, object]] = yaml.safe_load((HERE / "terms.yaml").read_text())
     return found
 
 
@@ -161,7 +162,8 @@ def _release() -> str:
     return (
         "A new release is data. Its wheel is read, neither installed nor run, and its flags are added to\n"
         "`tuner/data/vllm_flags.json`:\n\n"
-        "```\npip download --no-deps vllm==0.33.0\npython -m tuner.knobs.release vllm-0.33.0-*.whl\n```\n\n"
+        "```\npip download --no-deps vllm==0.33.0\n"
+        "python -m benchmarks.knobs.release vllm-0.33.0-*.whl\n```\n\n"
         "A new knob, a new list of values or a new default is an entry in `tuner/knobs/catalogue.yaml`."
     )
 
