@@ -24,7 +24,8 @@ FLOORS = (
     ("leftovers", "yamltext"),
     ("errors", "settings", "private"),
     ("conclusions",),
-    ("records", "measures"),
+    ("measures",),
+    ("records",),
     ("masking",),
     ("__init__",),
 )

@@ -1,29 +1,169 @@
-"""The names that measurements go by, everywhere, and which way each is better."""
+"""Every number that a measurement can hold: one entry each, with all that the tuner knows of it.
 
+An entry is what a study needs to name the number as an objective (docs/extending.md shows how to add one).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
-Direction = Literal["minimize", "maximize"]
+from tuner.records import Outcome, Slo
 
-MAXIMIZED = frozenset(
-    {"goodput_rps", "slo_attainment", "request_rps", "output_tokens_per_s", "input_tokens_per_s"}
-    | {"requests", "prefix_hit_rate", "max_speed", "token_agreement"}
-)
-"""Measurement names where more is better; every other name is minimised."""
+Direction = Literal["minimize", "maximize"]
+Need = Literal["price_per_gpu_hour", "slo"]
+"""A key of the study file without which a number has no value: the price, or a limit per request."""
 
 LATENCIES = ("ttft", "tpot", "itl", "e2e")
 STATISTICS = ("mean", "p50", "p90", "p95", "p99")
-NAMES = frozenset(
-    {f"{kind}_{stat}_ms" for kind in LATENCIES for stat in STATISTICS}
-    | {"goodput_rps", "slo_attainment", "request_rps", "output_tokens_per_s", "input_tokens_per_s"}
-    | {"requests", "failed", "unfinished", "preemptions", "kv_usage_mean", "kv_usage_max", "prefix_hit_rate"}
-    | {"queue_depth_mean", "queue_depth_max", "batch_tokens_mean", "gpu_memory_gib"}
-    | {"gpu_utilization", "energy_j_per_token", "cost_per_million_tokens", "ready_s"}
-    | {"gpu_seconds", "max_speed", "token_agreement", "logprob_distance"}
-)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measure:
+    """One number of a measurement.
+
+    `name` is its name in study files, tables and JSON, `words` says what it is, `unit` stands behind values.
+    `latency` is (kind, percentile as a share; None = the mean) where it is a statistic of whole requests.
+    `limit` is the field of the SLO that limits it: values within that limit always count in the search.
+    `needs` is the key of the study file that it cannot do without; `predicted` = False: the simulator cannot
+    predict it, so a study with this objective is searched without the simulator.
+
+    `compute` makes it from the requests of a window (those that their own client cancelled left out), the
+    window's seconds and the SLO; None as its result: no value. Without `compute` the replay or the engine
+    room makes it. `per_request` is the value of one request, for a number that is a mean over requests (or
+    such a mean times a constant): two configurations are then compared request by request.
+    """
+
+    name: str
+    words: str = ""
+    unit: str = ""
+    direction: Direction = "minimize"
+    latency: tuple[str, float | None] | None = None
+    limit: str | None = None
+    needs: Need | None = None
+    predicted: bool = True
+    compute: Callable[[Sequence[Outcome], float, Slo], float | None] | None = None
+    per_request: Callable[[Outcome, Slo], float] | None = None
+
+
+MEASURES: dict[str, Measure] = {}
+"""All entries by name. Read it when needed, do not copy it: entries may be added later."""
+
+NAMES = MEASURES.keys()
+"""The names of all entries."""
+
+
+def register(entry: Measure) -> Measure:
+    """Add an entry. ValueError when its name is taken."""
+    if entry.name in MEASURES:
+        raise ValueError(f"there is already a measurement '{entry.name}'")
+    MEASURES[entry.name] = entry
+    return entry
+
+
+UNITS = {
+    "_ms": "ms",
+    "_rps": "requests/s",
+    "_tokens_per_s": "tokens/s",
+    "_gib": "GiB",
+    "_j_per_token": "J/token",
+    "_seconds": "s",
+}
+"""Unit by the ending of a name that has no entry of its own."""
+
+
+def measure_of(name: str) -> Measure:
+    """The entry of a name. Of a name without one, what the name itself says: the unit of its ending, and the
+    SLO's limit of a latency (`ttft_…_ms`); it is minimised.
+    """
+    if name in MEASURES:
+        return MEASURES[name]
+    kind, _, _ = name.partition("_")
+    unit = next((unit for ending, unit in UNITS.items() if name.endswith(ending)), "")
+    return Measure(name=name, unit=unit, limit=_limit_of(kind))
 
 
 def direction_of(name: str) -> Direction:
     """Whether a measurement is to be minimised or maximised. KeyError for an unknown name."""
-    if name not in NAMES:
-        raise KeyError(name)
-    return "maximize" if name in MAXIMIZED else "minimize"
+    return MEASURES[name].direction
+
+
+def is_maximized(name: str) -> bool:
+    """Whether more is better; False for a name without an entry."""
+    return measure_of(name).direction == "maximize"
+
+
+def _limit_of(kind: str) -> str | None:
+    return f"{kind}_ms" if kind in ("ttft", "tpot", "e2e") else None
+
+
+def _latency(kind: str, statistic: str) -> Measure:
+    share = None if statistic == "mean" else float(statistic[1:]) / 100
+    title = {
+        "ttft": "time to the first token",
+        "tpot": "time per output token of a request",
+        "itl": "gap between two tokens",
+        "e2e": "time from the scheduled send to the last token",
+    }[kind]
+    return Measure(
+        name=f"{kind}_{statistic}_ms", words=f"{statistic} of the {title}", unit="ms", limit=_limit_of(kind),
+        latency=None if kind == "itl" else (kind, share),  # gaps are weighted by their tokens
+    )  # fmt: skip
+
+
+for _kind in LATENCIES:
+    for _statistic in STATISTICS:
+        register(_latency(_kind, _statistic))
+
+for _entry in (
+    Measure(
+        name="goodput_rps", words="requests per second that kept every limit of the SLO", unit="requests/s",
+        direction="maximize",
+    ),
+    Measure(
+        name="slo_attainment", words="share of requests that kept every limit of the SLO", unit="of 1",
+        direction="maximize",
+    ),
+    Measure(
+        name="request_rps", words="answered requests per second", unit="requests/s", direction="maximize",
+        per_request=lambda outcome, slo: float(outcome.ok),
+    ),
+    Measure(
+        name="output_tokens_per_s", words="output tokens per second", unit="tokens/s", direction="maximize",
+        per_request=lambda outcome, slo: float(outcome.output_tokens),
+    ),
+    Measure(
+        name="input_tokens_per_s", words="prompt tokens per second", unit="tokens/s", direction="maximize"
+    ),
+    Measure(name="requests", words="requests that count", unit="requests", direction="maximize"),
+    Measure(name="failed", words="requests without a complete answer", unit="requests"),
+    Measure(name="unfinished", words="requests that still ran at the end", unit="requests"),
+    Measure(name="preemptions", words="requests that lost their KV cache and began again", unit="times"),
+    Measure(name="kv_usage_mean", words="mean share of the KV cache in use", unit="of 1"),
+    Measure(name="kv_usage_max", words="highest share of the KV cache in use", unit="of 1"),
+    Measure(
+        name="prefix_hit_rate", words="share of prompt tokens found in the prefix cache", unit="of 1",
+        direction="maximize",
+    ),
+    Measure(name="queue_depth_mean", words="mean number of waiting requests", unit="requests"),
+    Measure(name="queue_depth_max", words="highest number of waiting requests", unit="requests"),
+    Measure(name="batch_tokens_mean", words="mean number of tokens in a step", unit="tokens"),
+    Measure(name="gpu_memory_gib", words="GPU memory in use", unit="GiB"),
+    Measure(name="gpu_utilization", words="share of time in which the GPU was busy", unit="of 1"),
+    Measure(name="energy_j_per_token", words="energy for an output token", unit="J/token"),
+    Measure(
+        name="cost_per_million_tokens", words="price of a million output tokens",
+        unit="price/million tokens", needs="price_per_gpu_hour",
+    ),
+    Measure(name="ready_s", words="time from the launch until the engine answers", unit="s"),
+    Measure(name="gpu_seconds", words="GPU time of the trial", unit="s"),
+    Measure(
+        name="max_speed", words="highest speed of the trace at which every slice keeps the SLO",
+        unit="× the trace", direction="maximize", needs="slo", predicted=False,
+    ),
+    Measure(
+        name="token_agreement", words="share of tokens that agree with the baseline's answers",
+        direction="maximize",
+    ),
+    Measure(name="logprob_distance", words="mean distance to the baseline's log probabilities"),
+):  # fmt: skip
+    register(_entry)

@@ -12,7 +12,7 @@ from tuner.history.codec import pack_values
 from tuner.history.queries import Change, Configuration, changes
 from tuner.history.store import Store
 from tuner.knobs.catalogue import CATALOGUE
-from tuner.measures import MAXIMIZED
+from tuner.measures import is_maximized
 from tuner.profiles.flags import split
 from tuner.records import JSON, AliasEvent, Node, Profile, ProfileKey, Study, Trial
 
@@ -172,7 +172,7 @@ def _too_much_worse(evidence: Mapping[str, JSON]) -> list[str]:
         limit = limits.get(metric)
         if not isinstance(limit, int | float) or not isinstance(change, int | float):
             continue
-        if (-change if metric in MAXIMIZED else change) > limit:
+        if (-change if is_maximized(metric) else change) > limit:
             where = " on the held-out slice" if row.get("where") == "held_out" else ""
             found.append(f"its {metric} is {change:+.0%}{where}, worse than the {limit:.0%} of not_worse")
     return found

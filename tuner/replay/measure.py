@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tuner.measures import STATISTICS
+from tuner.measures import MEASURES, STATISTICS
 from tuner.records import Measurement, MeasurementKind, Outcome, Purpose, SliceMeasurement, Slo
 from tuner.replay.jobs import CANCELLED, CUT
 from tuner.replay.timeline import Replayed
@@ -85,6 +85,9 @@ def fold(
         values["input_tokens_per_s"] = sum(o.input_tokens for o in answered) / window_s
     if kept:
         values["slo_attainment"] = good / len(kept)
+    for entry in MEASURES.values():
+        if entry.compute is not None and (value := entry.compute(kept, window_s, slo)) is not None:
+            values[entry.name] = value
     return values
 
 

@@ -5,48 +5,18 @@ from collections.abc import Iterator, Mapping
 
 from tuner.conclusions import Conclusion, Difference, RunCost, Saving
 from tuner.history.entities import RunBest
-from tuner.measures import MAXIMIZED
+from tuner.measures import is_maximized, measure_of
 from tuner.records import Run, RunState
-
-_UNITS = {
-    "_ms": "ms",
-    "_rps": "requests/s",
-    "_tokens_per_s": "tokens/s",
-    "_gib": "GiB",
-    "_j_per_token": "J/token",
-    "_seconds": "s",
-}
-_NAMED = {
-    "ready_s": "s",
-    "kv_usage_mean": "of 1",
-    "kv_usage_max": "of 1",
-    "slo_attainment": "of 1",
-    "prefix_hit_rate": "of 1",
-    "gpu_utilization": "of 1",
-    "cost_per_million_tokens": "price/million tokens",
-    "requests": "requests",
-    "failed": "requests",
-    "unfinished": "requests",
-    "preemptions": "times",
-    "queue_depth_mean": "requests",
-    "queue_depth_max": "requests",
-    "batch_tokens_mean": "tokens",
-    "max_speed": "× the trace",
-}
 
 
 def unit(name: str) -> str:
     """The unit of a measurement name."""
-    if name == "%":
-        return "%"
-    if name in _NAMED:
-        return _NAMED[name]
-    return next((said for ending, said in _UNITS.items() if name.endswith(ending)), "")
+    return "%" if name == "%" else measure_of(name).unit
 
 
 def heading(name: str) -> str:
     """A measurement's name with its unit and the way that is better: `ttft_p95_ms (ms, ↓ better)`."""
-    arrow = "↑" if name in MAXIMIZED else "↓"
+    arrow = "↑" if is_maximized(name) else "↓"
     said = unit(name)
     return f"{name} ({said}, {arrow} better)" if said else f"{name} ({arrow} better)"
 
@@ -108,7 +78,7 @@ def step(metric: str, share: float | None) -> str:
     """A change between two nights: `+50 % (worse)`; empty for none."""
     if share is None:
         return ""
-    word = "better" if (share > 0) == (metric in MAXIMIZED) else "worse"
+    word = "better" if (share > 0) == (is_maximized(metric)) else "worse"
     return percent(share) + (f" ({word})" if share else "")
 
 

@@ -136,7 +136,10 @@ def _means(prediction: Prediction, scale: Scale) -> Matrix:
     """
     whole = prediction.values
     rows = (prediction.fast or whole, whole, prediction.slow or whole)
-    fast, middle, slow = scale.ratios([[row.get(n, np.nan) for n in scale.objectives] for row in rows])
+    # What a simulator says nothing of stays as the baseline has it; one that is to fail has no values at all.
+    unsaid = scale.baseline if whole else [np.nan] * len(scale.objectives)
+    pairs = list(zip(scale.objectives, unsaid, strict=True))
+    fast, middle, slow = scale.ratios([[row.get(name, value) for name, value in pairs] for row in rows])
     return np.array([middle, (fast + 2 * middle + slow) / 4])
 
 

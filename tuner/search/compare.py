@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 
 from tuner.conclusions import Word
 from tuner.errors import BadInput, nearest
-from tuner.measures import MAXIMIZED, NAMES
+from tuner.measures import NAMES, is_maximized, measure_of
 from tuner.records import Outcome, Slo
 from tuner.search.noise import Spread
-from tuner.search.requests import CANCELLED, is_good, latency_ms, latency_of
+from tuner.search.requests import CANCELLED, is_good, latency_ms
 
 Passes = Sequence[Mapping[str, Sequence[Outcome]]]
 """One mapping slice name → outcomes per repeat."""
@@ -162,7 +162,7 @@ def word_of(metric: str, centre: float, low: float, high: float) -> Word:
     """What log(other / base) and its interval say of the other one; less than 2 % decides nothing."""
     if not (low > 0 or high < 0) or abs(centre) < math.log1p(LEAST):
         return "open"
-    return "better" if (centre > 0) == (metric in MAXIMIZED) else "worse"
+    return "better" if (centre > 0) == is_maximized(metric) else "worse"
 
 
 def _pair(base: Passes, other: Passes, value: Callable[[Outcome], float]) -> _Pairs:
@@ -214,17 +214,14 @@ def _log_ratio(fold: Fold, pairs: _Pairs, weights: Array) -> Array:
 
 def _statistic(metric: str, slo: Slo | None) -> tuple[Fold, Callable[[Outcome], float]]:
     """How a metric is folded from rows, and the value of one row. BadInput for one that rows do not give."""
-    latency = latency_of(metric)
-    if latency is not None:
-        fold = _mean_of_answered if latency.share is None else _percentile(latency.share)
-        return fold, lambda outcome: latency_ms(outcome, latency.kind)
+    limits, entry = slo or Slo(), measure_of(metric)
+    if entry.latency is not None:
+        kind, share = entry.latency
+        return _mean_of_answered if share is None else _percentile(share), lambda o: latency_ms(o, kind)
     if metric in ("goodput_rps", "slo_attainment"):
-        limits = slo or Slo()
-        return _mean, lambda outcome: float(is_good(outcome, limits))
-    if metric == "output_tokens_per_s":
-        return _mean, lambda outcome: float(outcome.output_tokens)
-    if metric == "request_rps":
-        return _mean, lambda outcome: float(outcome.ok)
+        return _mean, lambda o: float(is_good(o, limits))
+    if (value := entry.per_request) is not None:
+        return _mean, lambda o: value(o, limits)
     raise BadInput(f"{metric} cannot be compared request by request{nearest(metric, NAMES)}")
 
 

@@ -13,9 +13,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tuner.measures import MAXIMIZED
+from tuner.measures import is_maximized, measure_of
 from tuner.records import Outcome, Slice, Slo
-from tuner.search.requests import CANCELLED, fold_latency, is_good, latency_ms, latency_of
+from tuner.search.requests import CANCELLED, fold_latency, is_good, latency_ms
 
 Array = NDArray[np.float64]
 
@@ -85,9 +85,8 @@ class Columns:
 
     def fold(self, name: str) -> float:
         """A measurement of these rows; rates are per row, since only ratios of the same rows are taken."""
-        latency = latency_of(name)
-        if latency is not None:
-            return fold_latency(self.latency[latency.kind], latency.share)
+        if (latency := measure_of(name).latency) is not None:
+            return fold_latency(self.latency[latency[0]], latency[1])
         rate = name in ("goodput_rps", "slo_attainment") and len(self.good)
         return float(self.good.mean()) if rate else math.nan
 
@@ -125,7 +124,7 @@ class Case:
     @property
     def kinds(self) -> tuple[str, ...]:
         """The latencies that the objectives speak of."""
-        return tuple(dict.fromkeys(found.kind for n in self.objectives if (found := latency_of(n))))
+        return tuple(dict.fromkeys(found[0] for n in self.objectives if (found := measure_of(n).latency)))
 
     def rows(self, outcomes: Iterable[Outcome] = ()) -> Rows:
         return Rows(self.slo, self.kinds, outcomes)
@@ -144,13 +143,11 @@ def bounds(case: Case, ended: Columns, ages_s: Sequence[float] = (), cancelled: 
         "goodput_rps": possible / case.window_s,
     }
     for name in case.objectives:
-        latency = latency_of(name)
-        if latency is not None and latency.share is not None:
-            ages = [age * 1e3 for age in ages_s] if latency.kind == "e2e" else []
+        kind, share = measure_of(name).latency or ("", None)
+        if share is not None:
+            ages = [age * 1e3 for age in ages_s] if kind == "e2e" else []
             rest = np.zeros(max(open_ - len(ages), 0))
-            found[name] = fold_latency(
-                np.concatenate([ended.latency[latency.kind], ages, rest]), latency.share
-            )
+            found[name] = fold_latency(np.concatenate([ended.latency[kind], ages, rest]), share)
     return found
 
 
@@ -174,7 +171,7 @@ def _worse(name: str, best: float, rival: float | None, margin: float) -> bool:
     """Whether even the best possible value is worse than the rival's by more than the margin."""
     if rival is None or math.isnan(best):
         return False
-    return best < rival * (1 - margin) if name in MAXIMIZED else best > rival * (1 + margin)
+    return best < rival * (1 - margin) if is_maximized(name) else best > rival * (1 + margin)
 
 
 def _may_be_picked(case: Case, best: Mapping[str, float]) -> bool:
@@ -194,7 +191,7 @@ def rung(case: Case, ended: Columns, margin: float) -> str | None:
     for rival in case.rivals:
         ratios = log_ratios(case, ended, rival.columns) if rival.columns else None
         if ratios is not None and all(
-            (-r if n in MAXIMIZED else r) > math.log1p(margin) for n, r in ratios.items()
+            (-r if is_maximized(n) else r) > math.log1p(margin) for n, r in ratios.items()
         ):
             return (
                 f"on {len(ended.row)} of {case.planned} requests trial {rival.number} is better in every"
@@ -243,7 +240,7 @@ def estimate(case: Case, ended: Columns, cancelled: int = 0) -> dict[str, float]
         ratios = log_ratios(case, ended, rival.columns) if rival.columns else None
         if ratios is not None and not found:
             found = {n: rival.values[n] * math.exp(r) for n, r in ratios.items() if n in rival.values}
-    return {n: (min if n in MAXIMIZED else max)(v, best.get(n, v)) for n, v in found.items()}
+    return {n: (min if is_maximized(n) else max)(v, best.get(n, v)) for n, v in found.items()}
 
 
 class Judge:

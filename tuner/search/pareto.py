@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tuner.errors import BadInput, NotFound, nearest
-from tuner.measures import MAXIMIZED
+from tuner.measures import is_maximized, measure_of
 from tuner.records import Candidate, Slo, Trial, TrialState
 from tuner.search import trial_view
 
@@ -108,7 +108,7 @@ def widening(trials: Sequence[Trial], scale: trial_view.Scale) -> dict[int, floa
 
 def _signed(trial: Trial, objectives: Sequence[str]) -> list[float]:
     values = trial_view.objective_values(trial, objectives) or ()
-    return [-v if n in MAXIMIZED else v for n, v in zip(objectives, values, strict=True)]
+    return [-v if is_maximized(n) else v for n, v in zip(objectives, values, strict=True)]
 
 
 def hypervolume(points: Sequence[Sequence[float]], scale: trial_view.Scale) -> float:
@@ -192,7 +192,7 @@ def _by_slo(members: list[Trial], slo: Slo, objectives: Sequence[str]) -> Trial:
 
 
 def _tail(objectives: Sequence[str]) -> str | None:
-    return next((n for n in objectives if n.endswith("_ms")), None)
+    return next((n for n in objectives if measure_of(n).unit == "ms"), None)
 
 
 def _values(trial: Trial) -> Mapping[str, float]:

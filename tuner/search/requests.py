@@ -1,34 +1,16 @@
 """The numbers of one replayed request, and how a measurement name is folded from them (docs/replay.md)."""
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tuner.measures import LATENCIES
 from tuner.records import Outcome, Slo
 
 CANCELLED = "cancelled by the client, as recorded"
 """Error of a request that its own client cut; it counts in nothing."""
 
 Array = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class Latency:
-    """A latency measurement name taken apart: its kind, and its percentile's share (None = the mean)."""
-
-    kind: str
-    share: float | None
-
-
-def latency_of(name: str) -> Latency | None:
-    """`ttft_p95_ms` → (ttft, 0.95); None for a name that is no latency of whole requests."""
-    kind, _, rest = name.partition("_")
-    if kind not in LATENCIES or kind == "itl" or not rest.endswith("_ms"):
-        return None
-    return Latency(kind, None if rest == "mean_ms" else float(rest[1:-3]) / 100)
 
 
 def latency_ms(outcome: Outcome, kind: str) -> float:

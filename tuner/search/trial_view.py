@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from tuner.measures import MAXIMIZED, NAMES
+from tuner.measures import NAMES, is_maximized, measure_of
 from tuner.records import Slo, Trial, TrialState, Value, Violation
 from tuner.search.encoding import Encoding, Point
 
@@ -71,14 +71,14 @@ class Scale:
     baseline: tuple[float, ...]
     units: tuple[float, ...]
     corner: tuple[float, ...] = ()
-    maximized: frozenset[str] = MAXIMIZED
+    maximized: frozenset[str] = frozenset()
 
     def costs(self, values: ArrayLike) -> NDArray[np.float64]:
         """Costs of measurement values, in order of the objectives on the last axis, any shape before it."""
         raw = np.asarray(values, dtype=np.float64)
         found = np.empty_like(raw)
         for column, (name, unit) in enumerate(zip(self.objectives, self.units, strict=True)):
-            if name.endswith("_ms"):
+            if measure_of(name).unit == "ms":
                 found[..., column] = np.log(np.maximum(raw[..., column], 1e-6))
             else:
                 found[..., column] = raw[..., column] / (-unit if name in self.maximized else unit)
@@ -119,25 +119,34 @@ ROOM = 2.0
 configuration that halves one latency for twice another, as the winner on a real H100 did (docs/search.md)."""
 
 
+def maximized_of(objectives: Sequence[str]) -> frozenset[str]:
+    """Which of these measurements are better when larger."""
+    return frozenset(filter(is_maximized, objectives))
+
+
 def corner_of(
-    objectives: Sequence[str], baseline: Sequence[float], slo: Slo, maximized: frozenset[str] = MAXIMIZED
+    objectives: Sequence[str], baseline: Sequence[float], slo: Slo, maximized: frozenset[str] | None = None
 ) -> tuple[float, ...]:
     """The worst values that still count, in order of the objectives: of a latency the looser of the SLO's
     limit and ROOM times the baseline's, of what is maximised its share. `baseline` has the values.
     """
-    limits = {"ttft": slo.ttft_ms, "tpot": slo.tpot_ms, "e2e": slo.e2e_ms}
+    if maximized is None:
+        maximized = maximized_of(objectives)
+    limits = (getattr(slo, measure_of(name).limit or "", None) or -math.inf for name in objectives)
     return tuple(
         value - abs(value) * (1 - 1 / ROOM)
         if name in maximized
-        else max(value + abs(value) * (ROOM - 1), limits.get(name.partition("_")[0]) or -math.inf)
-        for name, value in zip(objectives, baseline, strict=True)
+        else max(value + abs(value) * (ROOM - 1), limit)
+        for name, value, limit in zip(objectives, baseline, limits, strict=True)
     )
 
 
 def scale(
-    objectives: Sequence[str], baseline: Sequence[float], slo: Slo, maximized: frozenset[str] = MAXIMIZED
+    objectives: Sequence[str], baseline: Sequence[float], slo: Slo, maximized: frozenset[str] | None = None
 ) -> Scale:
     """The scale that the baseline's objective values (in order of the objectives) and the SLO set."""
+    if maximized is None:
+        maximized = maximized_of(objectives)
     units = tuple(abs(v) if 0 < abs(v) < math.inf else 1.0 for v in baseline)
     raw = Scale(objectives=tuple(objectives), baseline=tuple(baseline), units=units, maximized=maximized)
     corner = raw.costs(corner_of(objectives, baseline, slo, maximized))

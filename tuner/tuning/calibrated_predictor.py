@@ -10,6 +10,7 @@ from statistics import median
 from tuner.engine import limits
 from tuner.errors import BadInput
 from tuner.knobs.space import SearchSpace
+from tuner.measures import measure_of
 from tuner.records import Candidate, Prediction, Slo, Trial, TrialState, Value
 from tuner.search import acquisition, heuristics, pareto, trial_view
 from tuner.search.encoding import encode
@@ -42,8 +43,9 @@ RELAUNCHED = "relaunched"
 def card_for(prepared: Prepared) -> Card | str:
     """The simulator's card for the study's device, or why there is none."""
     engine, facts = prepared.file.engine, prepared.facts
-    if "max_speed" in prepared.study.objectives:
-        return "the simulator does not predict max_speed"
+    for name in prepared.study.objectives:
+        if not measure_of(name).predicted:
+            return f"the simulator does not predict {name}"
     if engine.kind == "simulated":
         return card_of(engine.card)
     if _spread({name: (value,) for name, value in engine.args.items()} | {**prepared.space.levels}):

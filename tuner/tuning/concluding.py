@@ -11,7 +11,7 @@ from tuner.conclusions import Arm, Conclusion, Difference, Judgement, Noise, Run
 from tuner.engine.effective import same
 from tuner.errors import BadInput
 from tuner.history.cost import saving
-from tuner.measures import MAXIMIZED
+from tuner.measures import is_maximized
 from tuner.records import Measurement, Outcome, Run, Study, Trial, TrialState, Value
 from tuner.replay import outcomes
 from tuner.replay.plan import Plan
@@ -136,7 +136,7 @@ def is_open(asked: Asked, found: Repeats) -> bool:
 
 
 def _may_gain(difference: Difference) -> bool:
-    if difference.metric in MAXIMIZED:
+    if is_maximized(difference.metric):
         return difference.high is None or difference.high >= noise.SOUGHT
     return (-1.0 if difference.low is None else difference.low) <= 1 / (1 + noise.SOUGHT) - 1
 
@@ -316,7 +316,7 @@ def drifts(asked: Asked, found: Repeats, spreads: Spreads) -> tuple[str, ...]:
         spread = spreads[name, "confirm"]
         change = noise.drifted(before, again, spread, metrics=len(asked.study.objectives))
         if change is not None:
-            word = "better" if (change > 0) == (name in MAXIMIZED) else "worse"
+            word = "better" if (change > 0) == (is_maximized(name)) else "worse"
             after = before * (1 + change)
             said.append(
                 f"the baseline's {name} was {before:,.4g} in the search and {after:,.4g} in the confirmation"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tuner.errors import BadInput
-from tuner.measures import MAXIMIZED
+from tuner.measures import is_maximized
 from tuner.records import Candidate, Prediction, Trial
 from tuner.search import acquisition, pareto, trial_view
 from tuner.search.encoding import encode
@@ -94,4 +94,4 @@ def _front(works: Sequence[Expected], objectives: Sequence[str]) -> list[Expecte
 
 
 def _cost(value: float, name: str) -> float:
-    return -value if name in MAXIMIZED else value
+    return -value if is_maximized(name) else value

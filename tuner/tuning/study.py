@@ -19,6 +19,7 @@ from tuner.knobs.arguments import compile_candidate, fixed
 from tuner.knobs.discover import GpuKind, discover, on_device
 from tuner.knobs.model import ModelFacts, tokens_of
 from tuner.knobs.space import SearchSpace
+from tuner.measures import measure_of
 from tuner.records import JSON, Candidate, EngineFacts, Node, Slice, Slo, Study, digest_of
 from tuner.replay.schedule import check_size
 from tuner.replay.timeline import PLANS, Plan
@@ -398,7 +399,7 @@ def _identity(
     identity["model"] = model  # a folder's full path, however it is written
     if not isinstance(file.plan, str):
         identity["plan"] = {"base": file.plan.base, **file.plan.overrides()}
-    if any(name.startswith("cost_") for name in file.objectives):
+    if any(measure_of(name).needs == "price_per_gpu_hour" for name in file.objectives):
         identity["price_per_gpu_hour"] = file.price_per_gpu_hour
     identity |= {
         "node": node.name,

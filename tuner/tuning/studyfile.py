@@ -16,7 +16,7 @@ from pydantic import (
 
 from tuner import yamltext
 from tuner.errors import BadInput, nearest
-from tuner.measures import NAMES
+from tuner.measures import NAMES, measure_of
 from tuner.settings import NAME
 
 MOST_HOURS = 8784
@@ -201,14 +201,13 @@ class StudyFile(_Strict):
     @model_validator(mode="after")
     def _what_needs_each_other(self) -> "StudyFile":
         _check_weights(self.winner, self.objectives)
-        cost = next((name for name in self.objectives if name.startswith("cost_")), None)
-        if cost is not None and self.price_per_gpu_hour is None:
-            raise ValueError(f"the objective {cost} needs price_per_gpu_hour")
         limits = (self.slo.ttft_ms, self.slo.tpot_ms, self.slo.e2e_ms)
-        if "max_speed" in self.objectives and limits == (None, None, None):
-            raise ValueError(
-                "the objective max_speed needs a limit under slo: it is the speed that still keeps it"
-            )
+        missing = {"price_per_gpu_hour"} if self.price_per_gpu_hour is None else set()
+        missing |= {"slo"} if limits == (None, None, None) else set()
+        for name in self.objectives:
+            if (need := measure_of(name).needs) in missing:
+                said = "a limit under slo" if need == "slo" else need
+                raise ValueError(f"the objective {name} needs {said}: it has no value without that")
         if isinstance(self.slices, list):
             _check_named(self.slices)
         return self

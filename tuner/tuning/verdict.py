@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tuner.conclusions import Arm, Difference, Judgement
-from tuner.measures import MAXIMIZED
+from tuner.measures import is_maximized
 from tuner.report.words import difference
 
 
@@ -94,13 +94,13 @@ def exceeding(arm: Arm, not_worse: Mapping[str, float]) -> list[Difference]:
 
 def _worse(difference: Difference) -> float:
     change = difference.change or 0.0
-    return -change if difference.metric in MAXIMIZED else change
+    return -change if is_maximized(difference.metric) else change
 
 
 def worse_by(metric: str, before: float, after: float) -> float:
     """By which share of the baseline's value a metric is worse; negative where it is better."""
     change = (after - before) / before
-    return -change if metric in MAXIMIZED else change
+    return -change if is_maximized(metric) else change
 
 
 def _slo_missed(arms: Sequence[Arm], attainment: float) -> tuple[int, str] | None:

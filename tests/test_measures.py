@@ -1,0 +1,110 @@
+"""What one entry in tuner/measures.py gives: an objective. The entry is the example of docs/extending.md."""
+
+import asyncio
+import re
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from tests.tuning import studies
+from tuner import measures
+from tuner.history.store import Store
+from tuner.measures import Measure, measure_of
+from tuner.records import Outcome, Slo, TrialState
+from tuner.report import words
+from tuner.search import pareto, trial_view
+from tuner.search.compare import compare
+from tuner.search.noise import spread_of
+from tuner.tuning import studyfile
+from tuner.tuning.run import Limits, tune
+from tuner.tuning.study import load
+
+DOCS = Path(__file__).parent.parent / "docs" / "extending.md"
+NAME = "long_wait_share"
+VIRTUAL = studies.STUDY.replace("kind: simulated", "kind: simulated\n  clock: virtual")
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
+@pytest.fixture
+def entry() -> Iterator[Measure]:
+    """The example of the documentation, registered as it stands there."""
+    section = DOCS.read_text().partition("## An objective")[2]
+    block = re.search(r"```python\n(.*?)```", section, re.DOTALL)
+    assert block is not None
+    exec(block[1], {})
+    yield measures.MEASURES[NAME]
+    del measures.MEASURES[NAME]
+
+
+def test_22_4_an_objective_of_one_entry_is_tuned_for_from_study_file_to_words(
+    entry: Measure, tmp_path: Path
+) -> None:
+    path = studies.write(tmp_path, VIRTUAL + f"objectives: [{NAME}, goodput_rps]\n")
+    store = Store(f"sqlite:///{tmp_path / 'tuner.db'}")
+    store.upgrade()
+    prepared = load(path, store=store, now=_now())
+    run = asyncio.run(tune(prepared, store, home=tmp_path, limits=Limits(trials=4), clock=_now))
+    trials = store.trials(run.study_id)
+    assert [t.state for t in trials if t.is_baseline] == [TrialState.COMPLETE]
+    assert len(trials) == 4
+    for trial in trials:
+        assert trial.measurement is not None
+        assert 0.0 <= trial.measurement.values[NAME] <= 1.0
+        assert NAME in trial.measurement.slices[0].values
+    assert pareto.front(trials, prepared.study.objectives)
+    (conclusion,) = store.conclusions(run.study_id)
+    assert all(NAME in arm.confirmed for arm in conclusion.finalists if arm.dropped is None)
+    assert words.heading(NAME) == f"{NAME} (of 1, ↓ better)"
+    assert words.measured(NAME, 0.25) == "0.25 of 1"
+
+
+def test_an_objective_of_one_entry_is_compared_request_by_request(entry: Measure) -> None:
+    def outcomes(wait_s: float) -> list[Outcome]:
+        return [
+            Outcome(row=i, scheduled_s=i / 4, first_token_s=i / 4 + wait_s * (i % 4), last_token_s=i / 4 + 9)
+            for i in range(400)
+        ]
+
+    base, other = ([{"s": outcomes(wait)}] * 3 for wait in (0.6, 0.3))
+    found = compare(base, other, NAME, spread=spread_of([[0.5, 0.5, 0.5]]))
+    assert found.base == pytest.approx(0.5)
+    assert (found.other, found.rows) == (0.0, 1200)
+    assert found.word == "better"
+    with pytest.raises(ValueError, match=NAME):
+        measures.register(entry)
+
+
+def test_a_name_is_no_objective_before_it_has_an_entry(tmp_path: Path) -> None:
+    path = studies.write(tmp_path, VIRTUAL + f"objectives: [{NAME}]\n")
+    with pytest.raises(Exception, match=f"'{NAME}' is not a measurement"):
+        studyfile.read(path)
+
+
+def test_the_limit_of_an_entry_is_the_corner_and_one_that_is_maximised_has_none() -> None:
+    measures.register(Measure(name="interactive.ttft_p95_ms", unit="ms", limit="ttft_ms"))
+    measures.register(Measure(name="interactive.goodput_rps", direction="maximize"))
+    try:
+        names = ("interactive.ttft_p95_ms", "interactive.goodput_rps")
+        scale = trial_view.scale(names, (100.0, 4.0), Slo(ttft_ms=500))
+        corner = trial_view.corner_of(names, (100.0, 4.0), Slo(ttft_ms=500))
+        assert corner == (500.0, 2.0)
+        assert scale.maximized == {"interactive.goodput_rps"}
+        assert scale.costs([100.0, 4.0]).tolist() == pytest.approx([4.605, -1.0], abs=1e-3)
+    finally:
+        for name in names:
+            del measures.MEASURES[name]
+
+
+def test_every_entry_has_words_and_a_unit_that_its_users_print() -> None:
+    for name in measures.NAMES:
+        entry = measure_of(name)
+        assert entry.name == name
+        assert entry.words, name
+        if name.endswith("_ms"):
+            assert entry.unit == "ms"
+    assert measure_of("lateness_p50_ms").unit == "ms"
