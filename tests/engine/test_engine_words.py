@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.helpers import spec
+from tests.public import public
 from tuner.engine import effective, failures, log, metrics
 from tuner.engine.boots import compiled_anew, ready_deadline
 from tuner.engine.liveness import Liveness, watch
@@ -16,11 +17,8 @@ from tuner.records import JSON, Candidate, Value
 from tuner.replay.observe import recomputed
 
 CASES = Path(__file__).parents[1] / "data" / "cases"
-DATA = Path(__file__).parents[2].parent / "shared" / "data" / "vllm"
-real_data = pytest.mark.skipif(not DATA.is_dir(), reason="no recorded data beside this checkout")
 
 
-@real_data
 @pytest.mark.parametrize(
     ("name", "code", "kind"),
     [
@@ -31,7 +29,7 @@ real_data = pytest.mark.skipif(not DATA.is_dir(), reason="no recorded data besid
     ],
 )  # fmt: skip
 def test_recorded_logs_get_their_verdict(name: str, code: int, kind: str) -> None:
-    text = log.read(DATA / "logs" / f"{name}.log")
+    text = log.read(public(f"vllm-logs/{name}.log"))
     found = failures.classify(text, code, "startup", asked=["block_size"])
     assert found.kind == kind
     assert found.evidence in text or kind == "config_invalid"
@@ -46,28 +44,25 @@ def test_ranks_without_a_numa_node_each_are_refused_in_the_engines_words() -> No
     assert "NUMA" in found.reason
 
 
-@real_data
 def test_recorded_logs_tell_the_time_line_and_the_kv_cache() -> None:
-    text = log.read(DATA / "logs" / "a.log")
+    text = log.read(public("vllm-logs/a.log"))
     found = log.timeline(text)
     assert found["init_s"] == 30.34
     assert found["imports_s"] < found["serving_s"]
     assert log.kv_tokens(text) == 524_288
 
 
-@real_data
 def test_a_recorded_exposition_is_read() -> None:
-    found = metrics.parse((DATA / "metrics_0.32.txt").read_text())
+    found = metrics.parse(public("metrics_0.32.txt").read_text())
     assert found["generation_tokens"] == 24
     assert found["iterations"] == 24
     assert found["ttft_seconds_count"] == 3
     assert metrics.kv_tokens(found) == 524_288
 
 
-@real_data
 def test_a_recorded_configuration_is_read() -> None:
     found = effective.from_server_info(
-        json.loads((DATA / "server_info_0.32.json").read_text()), catalogue.CONFIG_PATHS
+        json.loads(public("server_info_0.32.json").read_text()), catalogue.CONFIG_PATHS
     )
     assert found["max_num_seqs"] == 16
     assert found["block_size"] == 128

@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from pathlib import Path
 
 import jsonschema
 import kubernetes_validate
@@ -10,13 +9,13 @@ import pytest
 import yaml
 
 from tests.profiles.test_export import ARGV, a_profile
+from tests.public import public
 from tuner.errors import BadInput
 from tuner.profiles import charts
 from tuner.profiles.export import render
 from tuner.profiles.flags import split
 from tuner.records import JSON
 
-SCHEMAS = Path(__file__).parents[2].parent / "shared" / "data" / "schemas"
 PROFILES = {
     "usual": ARGV,
     "empty": (),
@@ -26,10 +25,7 @@ PROFILES = {
 
 
 def schema(name: str) -> dict[str, JSON]:
-    path = SCHEMAS / name
-    if not path.exists():
-        pytest.skip(f"the chart's schema {name} is not beside this checkout")
-    found: dict[str, JSON] = json.loads(path.read_text())
+    found: dict[str, JSON] = json.loads(public(name).read_text())
     return found
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.public import public
 from tests.replay.engine import (
     HEAD,
     KnownEngine,
@@ -40,7 +41,6 @@ from tuner.replay.worker import AHEAD_BYTES
 from tuner.traffic.importers import read_any
 from tuner.traffic.trace import Trace
 
-DATA = Path(__file__).parents[2].parent / "shared" / "data" / "traces"
 ALL = Slice(name="all", start_s=0.0, duration_s=1.0)
 
 
@@ -303,10 +303,7 @@ def test_case_r12_prompts_have_exactly_the_recorded_length() -> None:
     assert lengths(bare, [0, 1]) == [100, 33]
     prompts = [json.loads(Bodies(bare, LOAD).job(0, row, 0.0).body)["prompt"] for row in (0, 1)]
     assert prompts[0][:33] != prompts[1], "rows without ids are unique"
-    source = DATA / "mooncake_conversation_trace.jsonl"
-    if not source.exists():
-        pytest.skip(f"{source.name} is not here")
-    assert lengths(read_any(source), [0]) == [6758]
+    assert lengths(read_any(public("mooncake_conversation_trace.jsonl")), [0]) == [6758]
 
 
 def test_case_r13_a_prompt_counted_otherwise_voids_the_trial() -> None:
@@ -345,14 +342,11 @@ def test_case_r15_ids_that_contradict_the_length_are_counted(tmp_path: Path) -> 
 
 
 def test_case_r16_arrivals_are_read_exactly_and_coarse_clocks_are_found() -> None:
-    azure = DATA / "AzureLLMInferenceTrace_conv.csv"
-    mooncake = DATA / "mooncake_conversation_trace.jsonl"
-    if not azure.exists() or not mooncake.exists():
-        pytest.skip("the public traces are not here")
+    azure = public("AzureLLMInferenceTrace_conv.csv")
     stamps = [line.split(",")[0] for line in azure.read_text().splitlines()[1:]]
     seconds = [int(s[11:13]) * 3600 + int(s[14:16]) * 60 + float(s[17:]) for s in stamps]
     assert np.abs(read_any(azure).arrival_s - (np.array(seconds) - seconds[0])).max() < 1e-6
-    assert read_any(mooncake).meta["resolution_s"] == 3.0
+    assert read_any(public("mooncake_conversation_trace.jsonl")).meta["resolution_s"] == 3.0
 
 
 def test_case_r17_requests_of_the_future_hold_nobody_up() -> None:

@@ -20,7 +20,7 @@ from tuner.simulator.predict import Predictor, Scene
 from tuner.simulator.state import Step
 from tuner.traffic.trace import Trace, build
 
-DATA = Path(__file__).parents[2].parent / "shared" / "data"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 FACTS = read("Qwen/Qwen2.5-7B-Instruct", env={})
 H100 = CARDS["h100-80"]
 
@@ -327,9 +327,7 @@ def test_nothing_measured_calibrates_nothing() -> None:
 
 def test_a_measured_h100_is_predicted_from_its_default() -> None:
     """docs/simulator.md's table: one measured row, fourteen predicted."""
-    rows, slice_file = DATA / "h100" / "live_limits.jsonl", DATA / "h100" / "slice.csv"
-    if not rows.exists():
-        pytest.skip("the measurements of one H100 are not beside the checkout")
+    rows, slice_file = BENCHMARKS / "h100" / "live_limits.jsonl", BENCHMARKS / "table" / "conversation.csv"
     with slice_file.open() as file:
         assert next(csv.reader(file)) == ["arrival_s", "prompt_tokens", "output_tokens"]
     found = benchmark.run(benchmark.arguments([str(rows), "--traffic", str(slice_file)]))

@@ -1,4 +1,4 @@
-"""Where real traces lie, and small traces with a known structure."""
+"""Published traces, and small traces with a known structure."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -6,22 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.public import public
 from tuner.traffic.trace import Trace, build
-
-DATA = Path(__file__).parents[2].parent / "shared" / "data" / "traces"
 
 
 @pytest.fixture
 def real() -> Callable[[str], Path]:
-    """The path of a real trace; the test is skipped where it is not at hand."""
-
-    def find(name: str) -> Path:
-        path = DATA / name
-        if not path.is_file():
-            pytest.skip(f"the trace {name} is not on this machine")
-        return path
-
-    return find
+    """The path of a published trace, by its name."""
+    return public
 
 
 def make(

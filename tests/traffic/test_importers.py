@@ -210,7 +210,7 @@ def test_a_vllm_log_is_honest_about_what_it_lacks(tmp_path: Path) -> None:
 
 def test_a_real_vllm_log_line_is_read(real: Real) -> None:
     with pytest.raises(BadInput, match="1 requests, none with its prompt length"):
-        read_any(real("fixtures/vllm_0.32_request_log_line.txt"))
+        read_any(real("vllm_0.32_request_log_line.txt"))
 
 
 def test_an_agent_session_keeps_its_prefixes(real: Real) -> None:
@@ -229,7 +229,7 @@ def test_an_agent_session_keeps_its_prefixes(real: Real) -> None:
 
 @pytest.mark.parametrize("name", ["burstgpt_1_head.csv", "burstgpt_3_head.csv", "qwen_bailian_head.jsonl"])
 def test_published_heads_are_read(real: Real, name: str) -> None:
-    trace = read_any(real(f"fixtures/{name}"), unit="s")
+    trace = read_any(real(name), unit="s")
     assert len(trace) >= 2
     assert conserved(trace)
 
