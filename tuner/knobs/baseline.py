@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +11,7 @@ from tuner import masking, yamltext
 from tuner.errors import BadInput, nearest
 from tuner.knobs import shell
 from tuner.knobs.catalogue import CATALOGUE, Knob, written
-from tuner.knobs.configfile import argv_of_mapping, load_yaml
+from tuner.knobs.configfile import argv_of_mapping, documents
 from tuner.knobs.space import SearchSpace
 from tuner.knobs.versions import FlagTable, negation, table
 from tuner.records import Candidate, EngineFacts, Value
@@ -109,7 +108,9 @@ def from_arguments(
     """
     notes: list[str] = []
     environment = dict(env)
-    arguments = [shell.expanded(word, environment) for word in (*words, *_additional(environment))]
+    # KServe's images and the tuner's own systemd units add the words of this variable.
+    added = shell.split(environment.pop("VLLM_ADDITIONAL_ARGS", ""), source, by_shell=False)
+    arguments = [shell.expanded(word, environment) for word in (*words, *added)]
     positional = [arguments.pop(0)] if arguments and not arguments[0].startswith("-") else []
     known = facts.flags if facts else _all_flags(table())
     given = _given(_long(arguments), known, notes, source)
@@ -139,11 +140,6 @@ def _is_turned(name: str, space: SearchSpace | None) -> bool:
 
 def _decoded(entry: Knob, value: Value) -> Any:
     return json.loads(str(value)) if entry.kind in ("ints", "json") else value
-
-
-def _additional(env: dict[str, str]) -> list[str]:
-    """The words of VLLM_ADDITIONAL_ARGS, which KServe's images and our own units add."""
-    return shlex.split(env.pop("VLLM_ADDITIONAL_ARGS", ""))
 
 
 def _without_secrets(env: Mapping[str, str], notes: list[str]) -> dict[str, str]:
@@ -256,8 +252,10 @@ def _config(
     if not path.is_file():
         notes.append(f"--config {path} is not readable here; what it sets is missing")
         return {}
-    mapping = load_yaml(yamltext.read(path), str(path))
-    return _given(argv_of_mapping(mapping), known, notes, source)
+    found = documents(yamltext.read(path), str(path))
+    if not found:
+        raise BadInput(f"{path}: expected keys and values")
+    return _given(argv_of_mapping(found[0]), known, notes, source)
 
 
 def _sorted_out(

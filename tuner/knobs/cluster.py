@@ -1,16 +1,21 @@
-"""Engines in compose files and Kubernetes manifests: every kind that has containers, KServe, and scripts in
-any other YAML file.
+"""Engines in YAML files: compose files, Kubernetes manifests of any kind with containers, KServe, Helm values
+of production-stack and llm-d, and scripts inside any other YAML file.
+
+What is known of a chart comes from its templates: production-stack's
+helm/templates/deployment-vllm-multi.yaml and ray-cluster.yaml, llm-d-modelservice's templates/_helpers.tpl. A
+note says what a chart adds or ignores.
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tuner.errors import BadInput
-from tuner.knobs import shell, starts
-from tuner.knobs.configfile import argv_of_mapping
-from tuner.knobs.containers import is_vllm
-from tuner.knobs.source import Source, at, environment, walk
+from tuner.knobs import engine_starts, shell
+from tuner.knobs.configfile import argv_of_mapping, at, environment, walk
+from tuner.knobs.engine_starts import FoundEngine, is_vllm
+from tuner.records import canonical_json
 
 _SERVER = (
     "model-name",
@@ -25,8 +30,13 @@ _SERVER = (
 """Arguments of KServe's Hugging Face server that are not vLLM's."""
 
 
-def engines_of(document: Mapping[str, Any], where: str) -> Iterator[Source]:
-    """The engines of one document, by the first form that it has."""
+def engines_of(document: Mapping[str, Any], where: str) -> Iterator[FoundEngine]:
+    """The engines of one document. The first form that fits is taken: Helm values, compose, list, containers,
+    scripts.
+    """
+    if found := list(_values(document, where)):
+        yield from found
+        return
     if isinstance(document.get("services"), Mapping):
         yield from _compose(document["services"], where)
         return
@@ -38,40 +48,32 @@ def engines_of(document: Mapping[str, Any], where: str) -> Iterator[Source]:
     yield from found or _scripts(document, where)
 
 
-def _compose(services: Mapping[str, Any], where: str) -> Iterator[Source]:
+def _compose(services: Mapping[str, Any], where: str) -> Iterator[FoundEngine]:
     for name, service in services.items():
         if not isinstance(service, Mapping):
             continue
         env, notes = environment(service.get("environment"))
         files = service.get("env_file") or []
-        paths = [
-            str(at(item, "path") or item) for item in ([files] if isinstance(files, str | Mapping) else files)
-        ]
-        from_files, more = starts.read_files(paths)
+        files = [files] if isinstance(files, str | Mapping) else files
+        from_files, more = engine_starts.read_env_files([str(at(item, "path") or item) for item in files])
         env = {key: shell.expanded(value, {}).replace("$$", "$") for key, value in env.items()}
         raw = [word for key in ("entrypoint", "command") for word in _split(service.get(key), where)]
         filled = [shell.expanded(word.replace("$$", shell.DOLLAR), {}) for word in raw]
         words = words_of([word.replace(shell.DOLLAR, "$") for word in filled], where)
-        image = "" if service.get("entrypoint") else str(service.get("image", ""))
-        image = image or ("" if service.get("entrypoint") or not service.get("build") else str(name))
-        for start in starts.in_words(words, where, {**from_files, **env}, image):
-            said = (*notes, *more, *start.notes)
-            yield Source(where=where, name=str(name), words=start.words, env=start.env, notes=said)
+        image = str(service.get("image") or (name if service.get("build") else ""))
+        image = "" if service.get("entrypoint") else image
+        for found in engine_starts.in_words(words, where, {**from_files, **env}, image):
+            yield replace(found, name=str(name), notes=(*notes, *more, *found.notes))
 
 
 def _split(raw: object, where: str) -> list[str]:
-    """Words of a compose command: a list as it is, a text as a shell splits it (`$` is compose's own)."""
+    """Words of a compose command: a list as it is, a text as a shell splits it."""
     if isinstance(raw, list):
         return [str(word) for word in raw]
-    hidden = str(raw or "").replace("$", shell.DOLLAR)
-    return [
-        word.replace(shell.DOLLAR, "$")
-        for command in shell.commands(hidden.replace("\n", " "), where)
-        for word in command.words
-    ]
+    return shell.split(str(raw or "").replace("\n", " "), where)
 
 
-def _containers(document: Mapping[str, Any], where: str) -> Iterator[Source]:
+def _containers(document: Mapping[str, Any], where: str) -> Iterator[FoundEngine]:
     """Every engine in a list of containers, wherever it stands, and KServe's predictor without one."""
     name = str(at(document, "metadata", "name") or document.get("kind") or "engine")
     predictor = at(document, "spec", "predictor", "model")
@@ -82,28 +84,24 @@ def _containers(document: Mapping[str, Any], where: str) -> Iterator[Source]:
             continue
         extra, model, notes = _of_service(document, path)
         found = [
-            (container, start)
+            (container, engine)
             for container in value
             if isinstance(container, Mapping)
-            for start in container_starts(container, where, always=bool(model))
+            for engine in container_starts(container, where, always=bool(model))
         ]
-        for container, start in found:
+        for container, engine in found:
             role = next((part for part in path if part in ("prefill", "worker")), "")
             role = role or next(
                 (part.removesuffix("Template") for part in path if part.endswith("erTemplate")), ""
             )
             label = name + (f"/{role}" if role else "")
             label += f"/{container.get('name', '')}" if len(value) > 1 and len(found) > 1 else ""
-            said = (*notes, *_environments(container), *start.notes)
-            yield Source(
-                where=where, name=label, words=(*start.words, *extra), env=start.env, model=model, notes=said
-            )
+            said = (*notes, *_environments(container), *engine.notes)
+            yield replace(engine, name=label, words=(*engine.words, *extra), model=model, notes=said)
 
 
-def container_starts(
-    container: Mapping[str, Any], where: str, *, always: bool = False
-) -> Sequence[starts.Start]:
-    """The engines that one container starts; `always`: its image is vLLM's, whatever it is called."""
+def container_starts(container: Mapping[str, Any], where: str, *, always: bool = False) -> list[FoundEngine]:
+    """The engines that one container starts. `always`: its image is vLLM's, whatever its name is."""
     env, notes = environment(container.get("env"))
     command = [str(word) for word in _list(container.get("command"))]
     args = [str(word) for word in _list(container.get("args"))]
@@ -113,23 +111,16 @@ def container_starts(
         image = ""
     elif always or (container.get("name") in ("vllm", "kserve-container") and not image):
         image = "vllm"
-    elif image and not is_vllm(image) and not starts.looks_like_arguments(words):
+    elif image and not is_vllm(image) and not engine_starts.looks_like_arguments(words):
         image = ""
-    found = starts.in_words(words, where, env, image)
-    if not found and command and is_vllm(str(container.get("image") or "")) and _named_only(command, args):
+    found = engine_starts.in_words(words, where, env, image)
+    is_script = any(word.endswith(".sh") for word in (*command, *args))  # of the image: unknown here
+    if not found and command and is_script and is_vllm(str(container.get("image") or "")):
         raise BadInput(
             f"{where}: container {container.get('name')} starts '{' '.join(command)}', which is not in the"
             " file; give the command line that it ends in"
         )
-    return [
-        starts.Start(name=each.name, words=each.words, env=each.env, notes=(*notes, *each.notes))
-        for each in found
-    ]
-
-
-def _named_only(command: Sequence[str], args: Sequence[str]) -> bool:
-    """Whether a command is a script of the image, of which nothing is known."""
-    return any(word.endswith(".sh") for word in (*command, *args))
+    return [replace(each, notes=(*notes, *each.notes)) for each in found]
 
 
 def _list(raw: object) -> list[Any]:
@@ -146,8 +137,10 @@ def _environments(container: Mapping[str, Any]) -> list[str]:
     return [f"envFrom {', '.join(names)} is not read; give what it sets"] if names else []
 
 
-def _predictor(raw: Mapping[str, Any], where: str, name: str) -> Iterator[Source]:
-    """KServe's `predictor.model`: the runtime that it names has the rest of the command line."""
+def _predictor(raw: Mapping[str, Any], where: str, name: str) -> Iterator[FoundEngine]:
+    """The engine of KServe's `predictor.model`. The runtime that it names adds arguments that are not in the
+    file.
+    """
     form = str(at(raw, "modelFormat", "name") or "")
     if form.lower() not in ("vllm", "huggingface") and not container_starts(raw, where):
         return
@@ -156,7 +149,7 @@ def _predictor(raw: Mapping[str, Any], where: str, name: str) -> Iterator[Source
     if raw.get("runtime"):
         notes = (*notes, f"what the runtime {raw['runtime']} sets by itself is not in this file")
     model = model or local_model(raw.get("storageUri"))
-    yield Source(
+    yield FoundEngine(
         where=where, name=name, words=tuple(words), env=env, model=model, notes=(*notes, *_environments(raw))
     )
 
@@ -184,7 +177,7 @@ def _server(words: Sequence[str]) -> tuple[list[str], str | None]:
 def _of_service(
     document: Mapping[str, Any], path: Sequence[str]
 ) -> tuple[list[str], str | None, tuple[str, ...]]:
-    """What a KServe LLMInferenceService says outside its containers: parallelism, model, offloading."""
+    """What a KServe LLMInferenceService sets outside its containers: parallelism, model, offloading."""
     if document.get("kind") not in ("LLMInferenceService", "LLMInferenceServiceConfig"):
         return [], None, ()
     spec = document.get("spec") or {}
@@ -201,13 +194,13 @@ def _of_service(
 
 
 def local_model(uri: object) -> str | None:
-    """A model's name or path; None for where only the cluster finds it."""
+    """A model's name or path; None for an address that only the cluster can read."""
     named = re.sub(r"^hf://", "", str(uri or ""))
     return None if not named or re.match(r"[a-z0-9+]+:", named) else named
 
 
 def words_of(args: Sequence[str], where: str) -> list[str]:
-    """Arguments as words: an item such as `--max-num-seqs 8` is two of them, a command line is many."""
+    """Arguments as words: an item such as `--max-num-seqs 8` is two words, a command line is many."""
     words: list[str] = []
     for place, arg in enumerate(args):
         after_c = place > 0 and re.fullmatch(r"-[a-z]*c", args[place - 1]) is not None
@@ -218,22 +211,184 @@ def words_of(args: Sequence[str], where: str) -> list[str]:
         elif flag and flag[2].rstrip().endswith(("}", "]")):
             words += [flag[1], flag[2].strip()]
         else:
-            words += [
-                word for each in shell.commands(arg.replace("$", shell.DOLLAR), where) for word in each.words
-            ]
-    return [word.replace(shell.DOLLAR, "$") for word in words]
+            words += shell.split(arg, where)
+    return words
 
 
-def _scripts(document: Mapping[str, Any], where: str) -> Iterator[Source]:
+def _scripts(document: Mapping[str, Any], where: str) -> Iterator[FoundEngine]:
     """Scripts in any text of a document (`run:`, ConfigMaps), and `engine_kwargs` of Ray Serve."""
     for path, value in walk(document):
         if path[-1:] == ("engine_kwargs",) and isinstance(value, Mapping):
-            yield Source(where=where, name="engine_kwargs", words=tuple(argv_of_mapping(value)))
+            yield FoundEngine(where=where, name="engine_kwargs", words=tuple(argv_of_mapping(value)))
         if not isinstance(value, str) or not shell.START.search(value):
             continue
         beside = at(document, *path[:-1]) if path else None
         env, _ = environment(at(beside, "envs") or at(beside, "env"))
         for command in shell.commands(value, where, env):
-            for start in starts.in_words(command.words, where, {**env, **command.exported}):
-                notes = (*command.notes, *start.notes)
-                yield Source(where=where, name=".".join(path), words=start.words, env=start.env, notes=notes)
+            for found in engine_starts.in_words(command.words, where, {**env, **command.exported}):
+                yield replace(found, name=".".join(path), notes=(*command.notes, *found.notes))
+
+
+STACK = {
+    "enableChunkedPrefill": "enable-chunked-prefill",
+    "enablePrefixCaching": "enable-prefix-caching",
+    "maxModelLen": "max-model-len",
+    "dtype": "dtype",
+    "tensorParallelSize": "tensor-parallel-size",
+    "maxNumSeqs": "max-num-seqs",
+    "gpuMemoryUtilization": "gpu-memory-utilization",
+    "maxLoras": "max-loras",
+    "runner": "runner",
+    "convert": "convert",
+}
+"""Keys of production-stack's `vllmConfig` that its Deployment writes as flags; it ignores all others."""
+_RAY = {**STACK, "pipelineParallelSize": "pipeline-parallel-size"}
+_OWN = ("v0", "v1", "extraArgs", "prometheusMultiprocDir")
+
+
+def _values(document: Mapping[str, Any], where: str) -> Iterator[FoundEngine]:
+    """The engines of a Helm values file; none where the document is something else."""
+    specs = at(document, "servingEngineSpec", "modelSpec")
+    if isinstance(specs, list):
+        shared, notes = environment(at(document, "servingEngineSpec", "env"))
+        for spec in specs:
+            if isinstance(spec, Mapping) and spec.get("enabled") is not False:
+                yield _production_stack(spec, where, shared, notes)
+        return
+    for role in ("decode", "prefill"):
+        part = document.get(role)
+        if isinstance(part, Mapping) and isinstance(part.get("containers"), list):
+            yield from _llm_d(document, role, where)
+
+
+def _production_stack(
+    spec: Mapping[str, Any], where: str, shared: Mapping[str, str], said: Sequence[str]
+) -> FoundEngine:
+    config = dict(spec.get("vllmConfig") or {})
+    ray = at(spec, "raySpec", "enabled") is True
+    env, more = environment(spec.get("env"))
+    words, notes = _config(config, ray)
+    if not ray and str(config.get("v0")) == "1":
+        env = {"VLLM_USE_V1": "0", **env}
+    if ray and "v1" in config:
+        env = {"VLLM_USE_V1": str(config["v1"]), **env}
+    extra = words_of([str(word) for word in config.get("extraArgs") or []], where)
+    return FoundEngine(
+        where=where,
+        name=str(spec.get("name", "model")),
+        words=(*_switches(spec, ray), *words, *extra, *_after(spec)),
+        env={**shared, **env},
+        model=spec.get("modelURL"),
+        notes=(*notes, *said, *more, *_unread(spec)),
+    )
+
+
+def _config(config: Mapping[str, Any], ray: bool) -> tuple[list[str], list[str]]:
+    """`vllmConfig` as the chart writes it. A Deployment turns the prefix cache off unless the values turn it
+    on.
+    """
+    words: list[str] = []
+    notes: list[str] = []
+    for key, flag in (_RAY if ray else STACK).items():
+        if key in config and not (ray and key in ("runner", "convert")):
+            value = config[key]
+            switch = key.startswith("enable")
+            if not (switch and ray and key == "enablePrefixCaching" and not value):
+                words += argv_of_mapping({flag: bool(value) if switch else value})
+    if config and not ray and "enablePrefixCaching" not in config:
+        words.append("--no-enable-prefix-caching")
+        notes.append("vllmConfig has no enablePrefixCaching: the chart starts vLLM with the prefix cache off")
+    for key in config:
+        if key in ("v1", "enableLMCache") and not ray:
+            notes.append(f"vllmConfig.{key} is an option of the chart itself and is left out")
+        elif key not in _OWN and key not in (_RAY if ray else STACK):
+            notes.append(f"vllmConfig.{key} is no key that the chart reads; it is left out")
+    return words, notes
+
+
+def _switches(spec: Mapping[str, Any], ray: bool) -> list[str]:
+    words = ["--distributed-executor-backend", "ray"] if ray else []
+    words += ["--enable-lora"] if spec.get("enableLoRA") else []
+    words += ["--enable-auto-tool-choice"] if spec.get("enableTool") else []
+    return words + (["--tool-call-parser", str(spec["toolCallParser"])] if spec.get("toolCallParser") else [])
+
+
+def _after(spec: Mapping[str, Any]) -> list[str]:
+    words = ["--revision", str(spec["modelRevision"])] if spec.get("modelRevision") else []
+    cache = spec.get("lmcacheConfig") or {}
+    if cache.get("enabled"):
+        v0 = str(at(spec, "vllmConfig", "v0")) == "1"
+        kind = "LMCacheConnector" if v0 and "enablePD" not in cache else "LMCacheConnectorV1"
+        transfer = {"kv_connector": kind, "kv_role": cache.get("kvRole") or "kv_both"}
+        words += ["--kv-transfer-config", canonical_json(transfer)]
+    return words
+
+
+def _unread(spec: Mapping[str, Any]) -> list[str]:
+    notes = []
+    if at(spec, "lmcacheConfig", "enabled"):
+        notes.append("lmcacheConfig: the chart also sets LMCACHE_… variables, which are left out")
+    if spec.get("chatTemplate"):
+        notes.append("chatTemplate lies in the chart's own volume and is left out")
+    if name := at(spec, "envFromSecret", "name"):
+        notes.append(f"envFromSecret {name} is not read")
+    return notes
+
+
+def _llm_d(document: Mapping[str, Any], role: str, where: str) -> Iterator[FoundEngine]:
+    part = document[role]
+    if part.get("create") is False:
+        return
+    name = str(at(document, "modelArtifacts", "name") or "")
+    uri = str(at(document, "modelArtifacts", "uri") or "").replace("{{ .Values.modelArtifacts.name }}", name)
+    model = local_model(uri) or name or None
+    containers = [item for item in part["containers"] if isinstance(item, Mapping)]
+    for found in (_llm_d_container(document, part, container, where) for container in containers):
+        if found is not None:
+            yield replace(found, name=role, model=model)
+            return
+
+
+def _llm_d_container(
+    document: Mapping[str, Any], part: Mapping[str, Any], container: Mapping[str, Any], where: str
+) -> FoundEngine | None:
+    """The engine that the chart renders. A `custom` command (the default) is taken as it is, with the sizes
+    in variables. The two other commands get the sizes and the tracing before the container's own words.
+    """
+    sizes = _sizes(part.get("parallelism") or {})
+    if container.get("modelCommand") not in ("vllmServe", "imageDefault"):
+        variables = {
+            "TP_SIZE": sizes.get("tensor_parallel_size"),
+            "DP_SIZE": sizes.get("data_parallel_size"),
+            "DP_SIZE_LOCAL": sizes.get("data_parallel_size_local"),
+        }
+        listed = [{"name": name, "value": str(size or 1)} for name, size in variables.items()]
+        env = [*listed, *(container.get("env") or [])]
+        for found in container_starts({**container, "env": env}, where)[:1]:
+            kept = {name: value for name, value in found.env.items() if name not in variables}
+            return replace(found, env=kept)
+        return None
+    tracing = document.get("tracing") or {}
+    words = argv_of_mapping(sizes)
+    if tracing.get("enabled"):
+        words += ["--otlp-traces-endpoint", str(tracing.get("otlpEndpoint", "http://otel-collector:4317"))]
+        words += ["--collect-detailed-traces", str(at(tracing, "vllm", "collectDetailedTraces") or "all")]
+    words += words_of([str(word) for word in container.get("args") or []], where)
+    given, notes = environment(container.get("env"))
+    return FoundEngine(where=where, words=tuple(words), env=given, notes=notes)
+
+
+def _sizes(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes as the chart computes them: data is dataLocal x workers unless given; a size of 1 is left
+    out.
+    """
+    given = {key: int(raw.get(key) or 0) for key in ("tensor", "data", "dataLocal", "workers")}
+    workers = given["workers"] or 1
+    data = given["data"] or (given["dataLocal"] or 1) * workers
+    local = given["dataLocal"] or data // workers
+    sizes = {
+        "tensor_parallel_size": given["tensor"],
+        "data_parallel_size": data,
+        "data_parallel_size_local": local,
+    }
+    return {key: value for key, value in sizes.items() if value > 1}

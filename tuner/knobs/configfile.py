@@ -1,7 +1,7 @@
-"""YAML mappings as words of a command line, as vLLM's `--config` and the charts around it write them."""
+"""YAML of engines: values inside documents, and mappings as a command line (vLLM's `--config`, charts)."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tuner import yamltext
@@ -9,15 +9,20 @@ from tuner.errors import BadInput
 from tuner.records import canonical_json
 
 
-def load_yaml(text: str, where: str) -> dict[str, Any]:
-    """One YAML mapping. BadInput otherwise."""
-    for document in documents(text, where):
-        return document
-    raise BadInput(f"{where}: expected keys and values")
+def documents(text: str, where: str) -> list[dict[str, Any]]:
+    """The YAML mappings of a text; none where it is a command line."""
+    try:
+        return [each.value for each in yamltext.documents(text, where) if isinstance(each.value, dict)]
+    except BadInput:
+        if where.endswith((".yaml", ".yml", ".json")):
+            raise
+        return []
 
 
 def argv_of_mapping(mapping: Mapping[str, Any]) -> list[str]:
-    """Keys and values (dashes, underscores or camelCase) as words of a command line; null is left out."""
+    """Keys and values as words of a command line. Keys may have dashes, underscores or camelCase. A key
+    without a value is left out.
+    """
     words: list[str] = []
     for key, value in mapping.items():
         flag = "--" + re.sub(r"(?<=[a-z0-9])([A-Z])", r"-\1", str(key)).lower().replace("_", "-")
@@ -32,11 +37,38 @@ def argv_of_mapping(mapping: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def documents(text: str, where: str) -> list[dict[str, Any]]:
-    """The YAML mappings of a text; none when it is a command line."""
-    try:
-        return [each.value for each in yamltext.documents(text, where) if isinstance(each.value, dict)]
-    except BadInput:
-        if where.endswith((".yaml", ".yml", ".json")):
-            raise
-        return []
+def at(document: object, *path: str) -> Any:
+    """The value under a path of keys; None where a key is missing."""
+    for key in path:
+        if not isinstance(document, Mapping):
+            return None
+        document = document.get(key)
+    return document
+
+
+def walk(document: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every value of a document with its path; a value comes before those inside it."""
+    yield path, document
+    inner = document.items() if isinstance(document, Mapping) else ()
+    for key, value in enumerate(document) if isinstance(document, list) else inner:
+        yield from walk(value, (*path, str(key)))
+
+
+def environment(raw: object) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The environment of a Kubernetes container or compose service (a list or a mapping), and a note for
+    each variable whose value is not in the file.
+    """
+    env: dict[str, str] = {}
+    notes: list[str] = []
+    if isinstance(raw, Mapping):
+        raw = [{"name": name, "value": value} for name, value in raw.items()]
+    for item in raw if isinstance(raw, list) else []:
+        if isinstance(item, str):
+            name, equals, value = item.partition("=")
+            item = {"name": name, "value": value} if equals else {"name": name}
+        if isinstance(item, Mapping) and item.get("value") is not None:
+            value = item["value"]
+            env[str(item.get("name"))] = str(value).lower() if isinstance(value, bool) else str(value)
+        elif isinstance(item, Mapping) and item.get("name"):
+            notes.append(f"{item.get('name')} comes from elsewhere in the cluster and is left out")
+    return env, tuple(notes)

@@ -1,10 +1,9 @@
-"""Where running configurations are written down: shell lines and scripts, systemd units, compose files, Helm
-values of production-stack and llm-d, KServe and any other Kubernetes manifest, vLLM's own `--config` file.
+"""Reads a running configuration from wherever people keep it: shell lines and scripts, systemd units, compose
+files, Kubernetes manifests, Helm values, vLLM's own `--config` file.
 """
 
 import os.path
 import re
-import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,19 +12,19 @@ from typing import Any
 
 from tuner import yamltext
 from tuner.errors import BadInput, nearest
-from tuner.knobs import helm, starts
+from tuner.knobs import engine_starts, shell
 from tuner.knobs.baseline import Imported, from_arguments
 from tuner.knobs.cluster import engines_of
 from tuner.knobs.configfile import argv_of_mapping, documents
-from tuner.knobs.source import Source
+from tuner.knobs.engine_starts import FoundEngine
 from tuner.knobs.versions import table
 from tuner.records import EngineFacts
 
 
 def read(what: str, *, pick: str | None = None, facts: EngineFacts | None = None) -> Imported:
-    """The baseline from a file's path, or from a command line or `ps` line given as text.
+    """The configuration in a file, or in a command line or `ps` line that is given as text.
 
-    A file with several engines needs `pick`, the name of one. BadInput names the file and what is wrong.
+    `pick` names one engine of a file with several. BadInput names the file and what is wrong.
     """
     found = sources(what)
     chosen = [source for source in found if pick in (None, source.name)]
@@ -39,19 +38,19 @@ def read(what: str, *, pick: str | None = None, facts: EngineFacts | None = None
     return replace(made, model=made.model or source.model, notes=notes)
 
 
-def sources(what: str) -> tuple[Source, ...]:
+def sources(what: str) -> tuple[FoundEngine, ...]:
     """Every engine in a file, or the one of a command line."""
     path = Path(what).expanduser()
-    if os.path.isfile(path):  # False, not an error, for text that is no possible name
+    if os.path.isfile(path):  # a text that cannot be a file's name gives False
         text, where = yamltext.read(path), str(path)
-    elif re.fullmatch(r"(?!--)\S+", what):  # a command line of one word starts no model
+    elif re.fullmatch(r"(?!--)\S+", what):  # one word is not a command line
         raise BadInput(f"there is no file {what}")
     else:
         text, where = what, "command line"
     if not text.strip():
         raise BadInput(f"{where}: it is empty")
     if re.search(r"^\[(?:Service|Container)\]", text, re.MULTILINE):
-        return _named(_unit(text, where), where, "unit")
+        return _named(_unit(text, where), "unit")
     mappings = documents(text, where) if where != "command line" or "\n" in text else []
     if mappings:
         found = tuple(source for document in mappings for source in _document(document, where))
@@ -60,20 +59,17 @@ def sources(what: str) -> tuple[Source, ...]:
                 f"{where}: no vLLM found in it; known are Helm values, KServe, Deployment and systemd"
             )
         return _unlike(found)
-    return _named(starts.checked(starts.in_text(text, where), where), where, "command")
+    return _named(engine_starts.checked(engine_starts.in_text(text, where), where), "command")
 
 
-def _named(found: Sequence[starts.Start], where: str, name: str) -> tuple[Source, ...]:
-    made = [
-        Source(where=where, name=each.name or name, words=each.words, env=each.env, notes=each.notes)
-        for each in found
-    ]
+def _named(found: Sequence[FoundEngine], name: str) -> tuple[FoundEngine, ...]:
+    made = [each if each.name else replace(each, name=name) for each in found]
     if len(made) > 1:
-        made = [replace(source, name=_label(source, name)) for source in made]
+        made = [replace(each, name=_label(each, name)) for each in made]
     return _unlike(made)
 
 
-def _label(source: Source, otherwise: str) -> str:
+def _label(source: FoundEngine, otherwise: str) -> str:
     """The container's name, else the model that is served."""
     if source.name != otherwise:
         return source.name
@@ -84,19 +80,18 @@ def _label(source: Source, otherwise: str) -> str:
     return words[0] if words and not words[0].startswith("-") else otherwise
 
 
-def _unlike(found: Sequence[Source]) -> tuple[Source, ...]:
-    """The same engines, those of one name numbered."""
-    often = Counter(source.name for source in found)
+def _unlike(found: Sequence[FoundEngine]) -> tuple[FoundEngine, ...]:
+    """The same engines; those that share a name are numbered."""
+    often = Counter(each.name for each in found)
     seen: Counter[str] = Counter()
     made = []
-    for source in found:
-        seen[source.name] += 1
-        again = often[source.name] > 1
-        made.append(replace(source, name=f"{source.name}-{seen[source.name]}") if again else source)
+    for each in found:
+        seen[each.name] += 1
+        made.append(replace(each, name=f"{each.name}-{seen[each.name]}") if often[each.name] > 1 else each)
     return tuple(made)
 
 
-def _unit(text: str, where: str) -> Sequence[starts.Start]:
+def _unit(text: str, where: str) -> Sequence[FoundEngine]:
     """The engine of a systemd unit or a Podman quadlet."""
     env: dict[str, str] = {}
     files: list[str] = []
@@ -105,41 +100,39 @@ def _unit(text: str, where: str) -> Sequence[starts.Start]:
     for line in text.replace("\\\n", " ").splitlines():
         key, _, value = (part.strip() for part in line.partition("="))
         if key == "Environment":
-            env |= dict(pair.split("=", maxsplit=1) for pair in shlex.split(value) if "=" in pair)
+            env |= dict(pair.split("=", maxsplit=1) for pair in _split(value, where) if "=" in pair)
         elif key == "EnvironmentFile":
             files.append(value)
         elif key in ("ExecStart", "Exec", "Image", "Entrypoint"):
             found[key] = value or ""
-    from_files, notes = starts.read_files(files)
+    from_files, notes = engine_starts.read_env_files(files)
     env = {**env, **from_files}
     command = found.get("ExecStart", "").lstrip("-@:+!") or found.get("Exec", "")
     if not command and "Image" not in found:
         raise BadInput(f"{where}: the unit has no ExecStart")
-    try:
-        words = shlex.split(command.replace("%%", "%"))
-    except ValueError as error:
-        raise BadInput(f"{where}: cannot be split into words ({error})") from None
     image = found.get("Image", "") if "Entrypoint" not in found else ""
-    words = [*shlex.split(found.get("Entrypoint", "")), *words]
-    engines = starts.checked(starts.in_words(_spread(words, env), where, env, image), where)
+    line = [*_split(found.get("Entrypoint", ""), where), *_split(command.replace("%%", "%"), where)]
+    words = [part for word in line for part in _filled(word, env, where)]
+    engines = engine_starts.checked(engine_starts.in_words(words, where, env, image), where)
     return [replace(each, notes=(*notes, *each.notes)) for each in engines]
 
 
-def _spread(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
-    """systemd makes several words of `$NAME` alone, and one of `${NAME}`."""
-    made: list[str] = []
-    for word in words:
-        name = word[1:] if re.fullmatch(r"\$\w+", word) else ""
-        made += shlex.split(env[name]) if name in env else [word]
-    return made
+def _split(line: str, where: str) -> list[str]:
+    return shell.split(line, where, by_shell=False)
 
 
-def _document(document: Mapping[str, Any], where: str) -> Iterator[Source]:
+def _filled(word: str, env: Mapping[str, str], where: str) -> list[str]:
+    """systemd makes several words of `$NAME`, and one word of `${NAME}`, which is filled in later."""
+    name = word[1:] if re.fullmatch(r"\$\w+", word) else ""
+    return _split(env[name], where) if name in env else [word]
+
+
+def _document(document: Mapping[str, Any], where: str) -> Iterator[FoundEngine]:
     """The engines of one YAML document, by the first form that it has."""
-    if found := list(helm.engines(document, where)) or list(engines_of(document, where)):
+    if found := list(engines_of(document, where)):
         yield from found
         return
     keys = {"--" + str(key).replace("_", "-").removeprefix("no-") for key in document}
     if keys and keys <= set(table().flags) | {"--model-tag"} and len(keys & set(table().flags)) > 1:
         words = argv_of_mapping(document)
-        yield Source(where=where, name="config", words=tuple(words))
+        yield FoundEngine(where=where, name="config", words=tuple(words))

@@ -1,31 +1,38 @@
-"""Shell text as commands: quotes, comments, variables, arrays, conditions, here-documents; no part is run."""
+"""Splits shell text into commands and words: quotes, comments, variables, arrays, conditions, here-documents.
+
+Nothing is executed.
+"""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tuner.errors import BadInput
 
 UNKNOWN = "\ue000"
-"""Stands before and after the name of a variable in a word whose value is not known here."""
+"""Marks, before and after its name, a variable whose value is not known here."""
 DOLLAR = "\ue001"
-"""A dollar sign that a shell does not expand, in a word that is still to be expanded."""
+"""Stands for a dollar sign that the shell does not expand."""
 _ARRAY, _BLANK = "\ue002", "\ue003"
 _VARIABLE = re.compile(
     r"\$(?:\{(?P<brace>\w+)(?:\[[@*]\])?(?P<instead>:?[-=][^{}]*|[^{}]*)?\}|\((?P<kube>\w+)\)|(?P<plain>\w+|[@*#?]))"
 )
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?=)(.*)", re.DOTALL)
 _OPERATOR = re.compile(r"&&|\|\||;;|\|&|&>>?|\d?>>?&?|\d?<<?<?-?|[;|&\n()]")
+_REDIRECTION = re.compile(r"\d?[<>].*|&>>?")
 _OPENS = frozenset(("if", "for", "while", "until", "case", "select"))
 _CLOSES = frozenset(("fi", "done", "esac"))
 _LEADS = frozenset(("then", "do", "else", "elif", "{", "}", "!", "time", *_OPENS, *_CLOSES))
 START = re.compile(r"(?<![\w-])vllm[\s'\",]+serve\b|vllm[./]entrypoints[./][\w./]*\b|\bapi_server\b")
-"""A text in which vLLM is started."""
+"""Finds a start of vLLM in a text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """One simple command: its words, the variables that are set before it, and of these the exported ones."""
+    """One simple command: its words, the variables that are set before it, and those of them that are
+    exported.
+    """
 
     words: tuple[str, ...]
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -34,16 +41,32 @@ class Command:
 
 
 def commands(text: str, where: str, env: Mapping[str, str] | None = None) -> list[Command]:
-    """The commands of a script or a command line, variables filled in as far as they are known.
+    """The commands of a script or a command line. Variables are filled in where their value is known.
 
-    What stands in a condition is read as if it held, but for variables that have a value already. BadInput
-    for a quote that is not closed.
+    A command in a condition is read as if the condition held; a variable that already has a value keeps it
+    there. BadInput for a quote that is not closed.
     """
     return list(_Script(where, dict(env or {})).read(text))
 
 
+def split(text: str, where: str, *, by_shell: bool = True) -> list[str]:
+    """The words of a command line. Quotes are taken off, variables are not filled in. BadInput for a quote
+    that is not closed.
+
+    A shell's operators and redirections are left out; with `by_shell=False` (systemd, variables that hold
+    arguments) they are ordinary words.
+    """
+    if by_shell:
+        words = _words(_tokens(text.replace("$", DOLLAR), where))
+        return [word.replace(_BLANK, "").replace(DOLLAR, "$") for word in words]
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise BadInput(f"{where}: cannot be split into words ({error})") from None
+
+
 def expanded(word: str, env: Mapping[str, str]) -> str:
-    """A word with `$NAME`, `${NAME:-default}` and `$(NAME)` filled; what is not known is marked."""
+    """A word with `$NAME`, `${NAME:-default}` and `$(NAME)` filled in; a name without a value is marked."""
 
     def fill(found: re.Match[str]) -> str:
         name = found["brace"] or found["kube"] or found["plain"]
@@ -59,41 +82,38 @@ def expanded(word: str, env: Mapping[str, str]) -> str:
 
 
 def unknown(word: str) -> list[str]:
-    """The names of the variables that a word lacks."""
+    """The variables of a word that have no value here."""
     return word.split(UNKNOWN)[1::2]
 
 
 def plain(word: str) -> str:
-    """A word as people write it: marks taken out."""
+    """A word without marks, as people write it."""
     return (
         re.sub(f"{UNKNOWN}([^{UNKNOWN}]*){UNKNOWN}", r"$\1", word).replace(DOLLAR, "$").replace("$$(", "$(")
     )
 
 
 class _Script:
-    """Reads statement by statement what a shell would do, without doing it."""
+    """Follows a script statement by statement, as a shell would, and executes nothing."""
 
     def __init__(self, where: str, env: dict[str, str]) -> None:
         self.where = where
         self.variables, self.exported = dict(env), dict(env)
         self.notes: list[str] = []
         self.depth = 0
-        self.at_start = dict(env)
 
     def read(self, text: str) -> Iterator[Command]:
-        statement: list[str] = []
+        statement: list[tuple[str, bool]] = []
         for token, is_operator in _tokens(text, self.where):
-            if not is_operator:
-                statement.append(token)
-            elif re.fullmatch(r"\d?[<>].*|&>>?", token):
-                statement.append(_BLANK + token)
-            else:
+            if is_operator and not _REDIRECTION.fullmatch(token):
                 yield from self._statement(statement)
                 statement = []
+            else:
+                statement.append((token, is_operator))
         yield from self._statement(statement)
 
-    def _statement(self, words: list[str]) -> Iterator[Command]:
-        words = list(_without_redirections(words))
+    def _statement(self, tokens: Sequence[tuple[str, bool]]) -> Iterator[Command]:
+        words = list(_words(tokens))
         while words and words[0] in _LEADS:
             self.depth += (words[0] in _OPENS) - (words[0] in _CLOSES)
             words = words[1:]
@@ -139,7 +159,7 @@ class _Script:
         return expanded(value.replace(_BLANK, ""), self.variables)
 
     def _fill(self, word: str) -> list[str]:
-        """The words that one becomes: an array's items, and what an unquoted variable holds, are several."""
+        """The words that one word becomes: an array and an unquoted variable may give several."""
         filled = expanded(word, self.variables)
         if _ARRAY in filled:
             return [part for part in filled.split(_ARRAY) if part]
@@ -148,19 +168,17 @@ class _Script:
         return [filled.replace(_BLANK, "")]
 
 
-def _without_redirections(words: Sequence[str]) -> Iterator[str]:
-    skip = False
-    for word in words:
-        if word.startswith(_BLANK) and re.fullmatch(r"\d?[<>].*|&>>?", word[1:]):
-            skip = True
-        elif skip:
-            skip = False
-        else:
-            yield word
+def _words(tokens: Iterable[tuple[str, bool]]) -> Iterator[str]:
+    """The words of some tokens, without operators and without the files of redirections."""
+    is_file = False
+    for token, is_operator in tokens:
+        if not is_operator and not is_file:
+            yield token
+        is_file = is_operator and _REDIRECTION.fullmatch(token) is not None
 
 
 def _tokens(text: str, where: str) -> Iterator[tuple[str, bool]]:
-    """Words, still to be expanded, and operators (True)."""
+    """Words before expansion (False) and operators (True)."""
     at = 0
     word: str | None = None
     documents = 0
@@ -208,7 +226,9 @@ def _piece(text: str, at: int, word: str | None, where: str) -> tuple[str, int] 
 
 
 def _quoted(text: str, at: int, where: str) -> tuple[str, int]:
-    """What a quotation holds, `$` hidden where no shell expands it, with a mark that it is one word."""
+    """The text between quotes, marked as one word. A `$` that the shell does not expand is replaced by
+    DOLLAR.
+    """
     mark = text[at]
     found = re.compile(r"'([^']*)'" if mark == "'" else r'"((?:[^"\\]|\\.)*)"', re.DOTALL).match(text, at)
     if found is None:
@@ -256,7 +276,7 @@ def _array(text: str, at: int, where: str) -> tuple[str, int]:
 
 
 def _past_documents(text: str, at: int, count: int) -> int:
-    """Where the here-documents end that begin at a line: their marks are the words after `<<` before it."""
+    """The end of the here-documents whose marks (the words after `<<`) stand in the line before `at`."""
     line = text[text.rfind("\n", 0, at - 1) + 1 : at]
     for mark in re.findall(r"<<-?\s*['\"]?(\w+)['\"]?", line)[:count]:
         found = re.compile(rf"^\s*{re.escape(mark)}\s*$", re.MULTILINE).search(text, at)

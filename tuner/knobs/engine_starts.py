@@ -1,0 +1,268 @@
+"""Finds where a command starts vLLM: behind shells, container runtimes and wrappers, in a script, or
+directly.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from tuner.errors import BadInput
+from tuner.knobs import shell
+from tuner.knobs.versions import table
+
+_SHELLS = frozenset(("sh", "bash", "dash", "zsh", "ksh", "ash"))
+_PROGRAMS = frozenset(
+    ("python", "python3", "sleep", "ray", "tail", "cat", "nvidia-smi", "env", "tini", *_SHELLS)
+)
+_MODULE = re.compile(
+    r"vllm[./]entrypoints[./][\w./]*(?:api_server|grpc_server)(?:\.py)?$|openai/api_server\.py$"
+)
+_PROGRAM = re.compile(r"(?:^|/)vllm$|vllm\.entrypoints\.cli\.main$")
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_PS = re.compile(r"^\S+\s+\d+\s+[\d.]+\s+[\d.]+\s+\d+\s+\d+\s|^\s*\d+\s+\S+\s+[\d:-]+\s+/")
+_RUNTIMES = ("docker", "podman", "nerdctl")
+_SWITCHES = frozenset(
+    re.split(
+        r"\s+",
+        "d detach i interactive t tty P publish-all q quiet rm init privileged read-only no-healthcheck"
+        " replace oom-kill-disable sig-proxy disable-content-trust rmi env-host http-proxy no-hosts"
+        " no-hostname tls-verify passwd help",
+    )
+)
+"""Options of `docker run` that take no value; every other option takes one."""
+_OPTIONS_READ = ("e", "env", "entrypoint", "name", "env-file", "rm", "d", "detach", "it", "i", "t")
+_IMAGE = re.compile(
+    r"vllm|(?:^|/)llm-d(?:-(?:cuda|cpu|xpu|rocm|hpu|aws|gke|dev|gb200)\b[\w-]*)?(?=[:@]|$)", re.IGNORECASE
+)
+_OTHER_IMAGES = re.compile(
+    r"router|sidecar|proxy|gateway|scheduler|exporter|bench|inference-sim|\bui\b|webui", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundEngine:
+    """One engine found in a file or a command line, before its arguments are read.
+
+    `words` are vLLM's own arguments, a positional model first. `model` is what the file says beside the
+    arguments. `env` holds the variables that are set for the engine.
+    """
+
+    where: str
+    name: str = ""
+    words: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    model: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Container:
+    """What a container runs. `words` come after its image; a given entrypoint is the first of them."""
+
+    image: str
+    words: tuple[str, ...]
+    name: str = ""
+    env: Mapping[str, str] = field(default_factory=dict)
+    env_files: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def in_text(text: str, where: str) -> list[FoundEngine]:
+    """The engines that a script, a command line or a line of `ps` starts. Bare arguments are one engine."""
+    if "\n" not in text.strip() and _PS.search(text) and shell.START.search(text):
+        return in_words(_rejoined(text.split()), where)
+    commands = shell.commands(text, where)
+    found = [each for command in commands for each in _in_command(command, where)]
+    if not found and len(commands) == 1 and commands[0].words[0].startswith("--"):
+        return [FoundEngine(where=where, words=commands[0].words)]
+    return found
+
+
+def in_words(
+    words: Sequence[str], where: str, env: Mapping[str, str] | None = None, image: str = ""
+) -> list[FoundEngine]:
+    """The engines that one command line starts. `image` is that of the container in which it runs."""
+    variables = dict(env or {})
+    command = shell.Command(words=tuple(words), variables=variables, exported=variables)
+    if found := list(_in_command(command, where)):
+        return found
+    return _by_entrypoint(_Container(image=image, words=tuple(words), env=variables), where) if image else []
+
+
+def looks_like_arguments(words: Sequence[str]) -> bool:
+    """Whether words are arguments of vLLM: `--model`, and at least one more flag that vLLM has."""
+    flags = {word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")}
+    return "--model" in flags and bool((flags - {"--model", "--host", "--port"}) & set(table().flags))
+
+
+def is_vllm(image: str) -> bool:
+    """Whether the name of an image says that its entrypoint is vLLM's server."""
+    return bool(_IMAGE.search(image)) and not _OTHER_IMAGES.search(image.rsplit("/", 1)[-1])
+
+
+def _in_command(command: shell.Command, where: str) -> Iterator[FoundEngine]:
+    words = command.words
+    if (container := _container_of(words)) is not None:
+        yield from _in_container(container, command, where)
+        return
+    if (script := _script(words)) is not None:
+        text, arguments = script
+        inner = {**command.exported, "@": shell.array(arguments)}
+        for each in shell.commands(text, where, inner):
+            for found in _in_command(each, where):
+                yield replace(found, notes=(*command.notes, *found.notes))
+        return
+    if (at := _arguments_at(words)) is not None:
+        given = {
+            m[1]: m[2] for word in words[:at] if (m := _ASSIGNMENT.fullmatch(word)) and "vllm" not in m[1]
+        }
+        env = {name: value for name, value in command.exported.items() if name != "@"}
+        yield FoundEngine(where=where, words=words[at:], env={**env, **given}, notes=command.notes)
+        return
+    for word in words:
+        if re.search(r"\s", word) and shell.START.search(word):
+            for each in shell.commands(word, where, command.exported):
+                yield from _in_command(each, where)
+
+
+def _in_container(container: _Container, command: shell.Command, where: str) -> Iterator[FoundEngine]:
+    files, notes = read_env_files(container.env_files)
+    notes = (*command.notes, *container.notes, *notes)
+    for found in in_words(container.words, where, {**files, **container.env}, container.image):
+        yield replace(found, name=container.name, notes=(*notes, *found.notes))
+
+
+def _by_entrypoint(container: _Container, where: str) -> list[FoundEngine]:
+    """vLLM's arguments where the image's own entrypoint starts vLLM."""
+    words = container.words[container.words[:1] == ("serve",) :]
+    program = words[0].rsplit("/", 1)[-1] if words else ""
+    other = words and not words[0].startswith("-") and (words[0].startswith("/") or program in _PROGRAMS)
+    if other or not (is_vllm(container.image) or looks_like_arguments(words)):
+        return []
+    return [FoundEngine(where=where, words=words, env=container.env)]
+
+
+def _script(words: Sequence[str]) -> tuple[str, tuple[str, ...]] | None:
+    """The text after a shell's `-c`, and the arguments after it (`$1`, `$2` …)."""
+    for at, word in enumerate(words):
+        if word.rsplit("/", 1)[-1] not in _SHELLS:
+            continue
+        for position in range(at + 1, len(words) - 1):
+            if re.fullmatch(r"-[a-z]*c", words[position]):
+                return words[position + 1], tuple(words[position + 3 :])
+            if not words[position].startswith(("-", "+")) and words[position - 1] not in ("-o", "+o"):
+                break
+    return None
+
+
+def _arguments_at(words: Sequence[str]) -> int | None:
+    for at, word in enumerate(words):
+        if _MODULE.search(word):
+            return at + 1
+        if _PROGRAM.search(word) and tuple(words[at + 1 : at + 2]) == ("serve",):
+            return at + 2
+    return None
+
+
+def read_env_files(paths: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The variables of environment files, and a note for each file that cannot be read here."""
+    env: dict[str, str] = {}
+    notes: list[str] = []
+    for path in paths:
+        try:
+            text = Path(path.removeprefix("-")).expanduser().read_text(encoding="utf-8")
+        except (OSError, ValueError):
+            notes.append(f"EnvironmentFile {path} is not read; give what it sets")
+            continue
+        for line in text.splitlines():
+            if found := re.fullmatch(r"\s*(?:export\s+)?([A-Za-z_]\w*)=(.*)", line):
+                env[found[1]] = found[2].strip().strip("\"'")
+    return env, tuple(notes)
+
+
+def _rejoined(words: Sequence[str]) -> list[str]:
+    """The words of a `ps` line. `ps` shows no quotes, so a JSON object that has blanks is joined again."""
+    found: list[str] = []
+    for word in words:
+        last = found[-1] if found else ""
+        if last.count("{") > last.count("}") or last.count("[") > last.count("]"):
+            found[-1] += f" {word}"
+        else:
+            found.append(word)
+    return found
+
+
+def checked(found: Sequence[FoundEngine], where: str) -> Sequence[FoundEngine]:
+    """The engines found. BadInput where there is none."""
+    if not found:
+        raise BadInput(f"{where}: no vLLM is started there ('vllm serve …' or its api_server module)")
+    return found
+
+
+def _container_of(words: Sequence[str]) -> _Container | None:
+    """What `docker run …` (podman, nerdctl) starts, also behind a wrapper. None for another command."""
+    for at, word in enumerate(words):
+        if word.rsplit("/", 1)[-1] in _RUNTIMES:
+            verb = next((i for i in range(at + 1, len(words)) if words[i] in ("run", "create")), None)
+            if verb is None or shell.START.search(" ".join(words[at:verb])):
+                return None
+            return _run(words[verb + 1 :])
+    return None
+
+
+def _run(words: Sequence[str]) -> _Container | None:
+    options, rest = _options(words)
+    if not rest:
+        return None
+    env: dict[str, str] = {}
+    notes: list[str] = []
+    for value in options.get("e", []) + options.get("env", []):
+        name, equals, given = value.partition("=")
+        if equals:
+            env[name] = given
+        else:
+            notes.append(f"{name} comes from the environment of the one who starts the container")
+    entry = options.get("entrypoint", [""])[-1]
+    if left := [("-" if len(name) == 1 else "--") + name for name in options if name not in _OPTIONS_READ]:
+        notes.append(f"not read of the container's own options: {' '.join(left)}")
+    return _Container(
+        image=rest[0],
+        words=(*([entry] if entry else []), *rest[1:]),
+        name=options.get("name", [""])[-1],
+        env=env,
+        env_files=tuple(options.get("env-file", [])),
+        notes=tuple(notes),
+    )
+
+
+def _options(words: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """The options with their values, and the words from the image on."""
+    found: dict[str, list[str]] = {}
+    at = 0
+    while at < len(words):
+        word = words[at]
+        if word.startswith(shell.UNKNOWN) and word.endswith(shell.UNKNOWN) and at + 1 < len(words):
+            at += 1  # options in a variable whose value is not known here
+            continue
+        if not word.startswith("-") or word == "-":
+            return found, list(words[at:])
+        at += 1
+        if word == "--":
+            return found, list(words[at:])
+        name, equals, value = word.lstrip("-").partition("=")
+        if not word.startswith("--") and not equals:
+            name, value = _short(name, found)
+        if not equals and not value and name not in _SWITCHES and at < len(words):
+            value = words[at]
+            at += 1
+        found.setdefault(name, []).append(value)
+    return found, []
+
+
+def _short(letters: str, found: dict[str, list[str]]) -> tuple[str, str]:
+    """The last option of `-itp`, and its value where that follows directly (`-p8000:8000`)."""
+    while len(letters) > 1 and letters[0] in _SWITCHES:
+        found.setdefault(letters[0], []).append("")
+        letters = letters[1:]
+    return letters[0], letters[1:]
