@@ -1,30 +1,34 @@
-"""YAML that people write: plain values and each key's line, or one BadInput on what is wrong with it."""
+"""Reads the YAML that people write: plain values with the line of each key, or one BadInput that names the
+fault.
+"""
 
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from tuner.errors import BadInput
+from tuner.errors import BadInput, nearest
 
 MOST = 100_000
-"""Values that a text may hold, what its aliases repeat counted each time."""
+"""Values that a text may hold; what an alias repeats counts each time. A file of people is far smaller."""
 Key = tuple[object, ...]
+M = TypeVar("M", bound=BaseModel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
-    """What a text says; `lines` maps the path of every key and item to its line."""
+    """The value of a text. `lines` maps the path of every key and item to its line."""
 
     value: Any
     lines: Mapping[Key, int]
 
 
 def read(path: Path, what: str = "the file") -> str:
-    """The text of a file. BadInput where it cannot be read, or is no text."""
+    """The text of a file. BadInput where the file cannot be read or holds no UTF-8 text."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -34,7 +38,7 @@ def read(path: Path, what: str = "the file") -> str:
 
 
 def load(text: str, where: str) -> Text:
-    """The one document of a text; `where` is what errors call it."""
+    """The only document of a text. `where` names the text in errors."""
     found = list(documents(text, where))
     if len(found) > 1:
         raise BadInput(f"{where}: holds {len(found)} YAML documents, one is expected")
@@ -59,8 +63,36 @@ def documents(text: str, where: str) -> Iterator[Text]:
         raise BadInput(f"{where}: is nested too deeply") from error
 
 
+class Section(BaseModel):
+    """A mapping that people write. An unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+
+def validated(kind: type[M], raw: object, where: str) -> M:
+    """A mapping as the model that describes it. BadInput is one sentence that names the place and the key;
+    for an unknown key it names the nearest known one.
+    """
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        found = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
+    known = [field.alias or name for name, field in kind.model_fields.items()]
+    listed = ", ".join(known)
+    place = ": ".join([where, *map(str, found["loc"])])
+    message = found["msg"].removeprefix("Value error, ")
+    if found["type"] == "extra_forbidden":
+        place, key = where, str(found["loc"][-1])
+        message = f"unknown key '{key}'{nearest(key, known) or '; known are ' + listed}"
+    elif found["type"] == "model_type":
+        message = f"expected keys and values ({listed}), found {raw!r}"
+    elif found["type"] == "literal_error":
+        message = f"{found['ctx']['expected'].replace(chr(39), '')}, not {found['input']!r}"
+    raise BadInput(f"{place}: {message}")
+
+
 class _Loader(yaml.SafeLoader):
-    """Plain values alone, and what is no value of its kind is an error with a line."""
+    """Makes plain values only. A value that does not fit its YAML type is an error with its line."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
@@ -79,8 +111,8 @@ class _Loader(yaml.SafeLoader):
 
 
 def _lines(node: yaml.Node, where: str) -> Iterator[tuple[Key, int]]:
-    """The line of every key and item. BadInput for a key that stands twice, is no plain word, or that holds
-    itself, and for aliases that multiply beyond MOST.
+    """The line of every key and item. BadInput for a key that stands twice, that is no plain word or that
+    contains itself, and for aliases that make more than MOST values.
     """
     left: list[tuple[yaml.Node, Key, tuple[yaml.Node, ...]]] = [(node, (), ())]
     count = 0

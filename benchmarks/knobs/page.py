@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from tuner.knobs import spacefile
+from tuner.knobs import space as spaces
 from tuner.knobs.catalogue import CATALOGUE, Knob, Rule
 from tuner.knobs.versions import table
 
@@ -71,8 +71,8 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _spaces() -> Iterable[Sequence[str]]:
-    for name in spacefile.names():
-        space = spacefile.load(name)
+    for name in spaces.names():
+        space = spaces.load(name)
         yield (f"`{name}`", space.about, space.vllm, ", ".join(space.levels))
 
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from tests.tuning.studies import SPACE, STUDY, TRACE, WATCHDOG_S, command, environment, tuner, write
 from tuner.cli import app
 from tuner.errors import BadInput, NotFound
-from tuner.knobs import spacefile
+from tuner.knobs import space as spaces
 from tuner.traffic import importers
 from tuner.tuning import studyfile
 
@@ -84,7 +84,7 @@ def test_a_space_is_read_or_refused_in_one_sentence(hostile: str, pace: str) -> 
     for at in places(document):
         text = yaml.safe_dump(put(document, at), sort_keys=False).replace(MARK, hostile)
         try:
-            spacefile.parse(text, where="space.yaml")
+            spaces.parse(text, where="space.yaml")
         except (BadInput, NotFound) as error:
             is_a_sentence(error, hostile)
 

@@ -11,7 +11,8 @@ from packaging.version import Version
 
 from tests.knobs.conftest import DRIVEN, OLDER, engine
 from tuner.errors import BadInput, UnsupportedKnob
-from tuner.knobs import arguments, spacefile
+from tuner.knobs import arguments
+from tuner.knobs import space as spaces
 from tuner.knobs.arguments import compile_candidate, fixed
 from tuner.knobs.catalogue import CATALOGUE
 from tuner.knobs.discover import facts_of_version
@@ -127,7 +128,7 @@ def test_a_v0_pin_does_not_swap_where_v0_is_gone() -> None:
         compile_candidate({"preemption": "swap:4"}, engine("0.11.0"), env={"VLLM_USE_V1": "0"})
 
 
-@pytest.mark.parametrize("name", spacefile.names())
+@pytest.mark.parametrize("name", spaces.names())
 def test_every_level_of_a_shipped_space_exists_in_every_release(name: str) -> None:
     space = load(name)
     for version in DRIVEN:

@@ -10,7 +10,7 @@ from tuner.errors import BadInput
 from tuner.knobs import catalogue
 from tuner.knobs.catalogue import CATALOGUE, knob
 from tuner.knobs.check import check, rows
-from tuner.knobs.spacefile import names, parse
+from tuner.knobs.space import names, parse
 from tuner.knobs.versions import table
 
 PAGE = Path(__file__).parents[2] / "docs" / "knobs.md"

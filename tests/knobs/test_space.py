@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.knobs.conftest import DRIVEN, engine
 from tuner.errors import BadInput, NotFound
-from tuner.knobs import spacefile
+from tuner.knobs import space as spaces
 from tuner.knobs.catalogue import CATALOGUE
 from tuner.knobs.constraints import known_violation
 from tuner.knobs.model import shapes
@@ -19,7 +19,7 @@ from tuner.settings import shipped
 
 
 def space(text: str) -> SearchSpace:
-    return spacefile.parse(text, where="mine.yaml")
+    return spaces.parse(text, where="mine.yaml")
 
 
 def test_levels_from_every_notation() -> None:
@@ -177,7 +177,7 @@ def test_contains(candidate: dict[str, Value], inside: bool) -> None:
     assert space(CONDITIONAL).contains(candidate) is inside
 
 
-SHIPPED = {name: load(name) for name in spacefile.names()}
+SHIPPED = {name: load(name) for name in spaces.names()}
 
 
 def test_the_shipped_spaces_are_these() -> None:
@@ -187,7 +187,7 @@ def test_the_shipped_spaces_are_these() -> None:
     }
 
 
-@pytest.mark.parametrize("name", spacefile.names())
+@pytest.mark.parametrize("name", spaces.names())
 def test_a_shipped_space_says_for_whom_and_keeps_answers_as_they_are(name: str) -> None:
     made = SHIPPED[name]
     text = shipped("search_spaces", f"{name}.yaml").read_text()
@@ -200,7 +200,7 @@ def test_a_shipped_space_says_for_whom_and_keeps_answers_as_they_are(name: str) 
     assert not any(CATALOGUE[knob].never for knob in made.levels)
 
 
-@given(st.data(), st.sampled_from(spacefile.names()))
+@given(st.data(), st.sampled_from(spaces.names()))
 def test_canonical_points_are_inside_and_stay_as_they_are(data: st.DataObject, name: str) -> None:
     made = SHIPPED[name]
     drawn = {knob: data.draw(st.sampled_from(levels)) for knob, levels in made.levels.items()}
@@ -298,7 +298,7 @@ def test_a_block_size_on_cpu_is_learned_not_known() -> None:
     assert "no multiple of 32" in (known_violation(named, engine(platform="cpu")) or "")
 
 
-@pytest.mark.parametrize("name", [name for name in spacefile.names() if name != "cpu"])
+@pytest.mark.parametrize("name", [name for name in spaces.names() if name != "cpu"])
 def test_every_space_for_gpus_that_turns_the_step_budget_turns_the_captured_graphs(name: str) -> None:
     made = SHIPPED[name]
     assert "max_num_batched_tokens" in made.levels

@@ -111,8 +111,8 @@ def _unit(text: str, where: str) -> Sequence[FoundEngine]:
     if not command and "Image" not in found:
         raise BadInput(f"{where}: the unit has no ExecStart")
     image = found.get("Image", "") if "Entrypoint" not in found else ""
-    line = [*_split(found.get("Entrypoint", ""), where), *_split(command.replace("%%", "%"), where)]
-    words = [part for word in line for part in _filled(word, env, where)]
+    started = [*_split(found.get("Entrypoint", ""), where), *_split(command.replace("%%", "%"), where)]
+    words = [part for word in started for part in _filled(word, env, where)]
     engines = engine_starts.checked(engine_starts.in_words(words, where, env, image), where)
     return [replace(each, notes=(*notes, *each.notes)) for each in engines]
 

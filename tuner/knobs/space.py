@@ -1,30 +1,43 @@
-"""A search space: YAML → ordinal levels per knob, conditions, and what of it an installed engine can turn."""
+"""Search spaces: read from YAML as ordered levels per knob with conditions, and limited to what an engine
+has.
+"""
 
+import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
-from tuner.errors import BadInput
+from pydantic import Field
+
+from tuner import yamltext
+from tuner.errors import BadInput, NotFound, nearest
 from tuner.knobs import arguments, constraints
-from tuner.knobs.catalogue import CATALOGUE
+from tuner.knobs.catalogue import CATALOGUE, Knob, written
 from tuner.knobs.model import ModelFacts
-from tuner.knobs.versions import matches
+from tuner.knobs.versions import matches, specifier
 from tuner.records import Candidate, EngineFacts, Value, canonical_json, digest_of
+from tuner.settings import NAME, shipped
 
 Condition = Mapping[str, tuple[Value, ...]]
-"""Parent knob → values with which the child is turned; None = left to the engine's default."""
+"""Parent knob → values with which the child is turned. None: the parent has the engine's default."""
+DEFAULT = "default"
+"""The word of a space file for "the engine's own default"."""
+_MOST_LEVELS = 4096
+"""More levels of one knob than a search could ever tell apart: a mistake in `step`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpace:
-    """What a study may turn. Each knob's levels are ordered; a level None (always the first) means that the
-    knob is left to the engine's default, and a candidate then does not hold it.
+    """The knobs that a study may turn. The levels of a knob are ordered. The level None (always the first)
+    leaves the knob to the engine's default; a candidate then does not have the knob.
 
-    `dropped` tells what `restricted` took out: knob, or `knob=value`, → reason. `inherited` are the knobs of
-    today's configuration that the space does not turn: every candidate has them as they are.
+    `dropped` says what `restricted` took out: knob, or `knob=value`, → reason. `inherited` are the knobs of
+    today's configuration that the space does not turn: every candidate has their values.
     """
 
     name: str
@@ -37,7 +50,7 @@ class SearchSpace:
 
     @cached_property
     def digest(self) -> str:
-        """Identity of what can be tried: levels, conditions and versions; not the name, not the baseline."""
+        """Identity of the space: levels, conditions and versions, without name and baseline."""
         return digest_of(
             {
                 "vllm": self.vllm,
@@ -51,7 +64,7 @@ class SearchSpace:
 
     @property
     def size(self) -> int:
-        """Combinations of levels, inactive ones counted too: an upper bound."""
+        """The number of combinations of levels. An upper bound: inactive knobs count too."""
         total = 1
         for values in self.levels.values():
             total *= len(values)
@@ -59,12 +72,12 @@ class SearchSpace:
 
     @property
     def changes_output(self) -> tuple[str, ...]:
-        """The knobs in it whose turning changes what the model answers."""
+        """The knobs of the space that may change what the model answers."""
         return tuple(name for name in self.levels if CATALOGUE[name].changes_output)
 
     @property
     def needs_raw(self) -> tuple[str, ...]:
-        """The knobs in it that only the users' own words can judge."""
+        """The knobs of the space that need the real prompts (`history: raw`) to be judged."""
         return tuple(name for name in self.levels if CATALOGUE[name].needs_raw)
 
     def active(self, name: str, values: Mapping[str, Value]) -> bool:
@@ -78,8 +91,8 @@ class SearchSpace:
         return True
 
     def canonical(self, candidate: Mapping[str, Value]) -> Candidate:
-        """The candidate without inactive knobs and without those left to the default or alike, and with
-        what it inherits from today's configuration.
+        """The candidate in its one form: without inactive knobs, without knobs at the engine's default, and
+        with the knobs that it inherits from today's configuration.
         """
         kept = {
             name: value
@@ -91,8 +104,8 @@ class SearchSpace:
         return Candidate(constraints.with_acting_graphs(whole, graphs) if graphs else whole)
 
     def contains(self, candidate: Mapping[str, Value]) -> bool:
-        """Whether it is a canonical point: every active knob at one of its levels, what is inherited, and
-        nothing else.
+        """Whether the candidate is canonical and has every active knob at one of its levels, the inherited
+        knobs, and nothing else.
         """
         if self.canonical(candidate) != Candidate(candidate):
             return False
@@ -122,9 +135,10 @@ class SearchSpace:
         baseline: Mapping[str, Value] = MappingProxyType({}),
         unjudged: str | None = None,
     ) -> "SearchSpace":
-        """The space that this engine can turn over today's configuration (`baseline`). BadInput when the
-        engine's version is out of range or no knob is left. `unjudged` is why no knob that changes the output
-        may leave what the baseline has, None: it may.
+        """The part of the space that this engine can turn, on top of today's configuration (`baseline`).
+
+        `unjudged`, if given, is why knobs that change the output keep their baseline value. BadInput when the
+        engine's version is out of range or no knob is left.
         """
         if not matches(facts.version, self.vllm):
             raise BadInput(f"space '{self.name}' is for vLLM {self.vllm}; installed is {facts.version}")
@@ -171,7 +185,7 @@ class SearchSpace:
         return f"{name}: nothing in the space makes its condition {condition} true"
 
     def ancestors(self, name: str, below: tuple[str, ...] = ()) -> Iterator[str]:
-        """The knobs that its conditions rest on. BadInput when they go round in a circle."""
+        """The knobs that the conditions of a knob depend on. BadInput when they form a circle."""
         if name in below:
             raise BadInput(f"space '{self.name}': conditions go in a circle: {' → '.join((*below, name))}")
         for parent in self.conditions.get(name, {}):
@@ -180,7 +194,7 @@ class SearchSpace:
 
 
 def _refusal(name: str, value: Value, facts: EngineFacts, env: Mapping[str, str] | None) -> str | None:
-    """Why a level can never be turned here: the engine refuses it, or the host has too few GPUs for it."""
+    """Why a level cannot be used here (the engine refuses it, or the host has too few GPUs), or None."""
     if name.endswith("_parallel_size") and value is not None:
         alone = constraints.known_violation({name: value}, facts)
         return arguments.refusal(name, value, facts, env=env) or alone
@@ -188,7 +202,7 @@ def _refusal(name: str, value: Value, facts: EngineFacts, env: Mapping[str, str]
 
 
 def _clash(name: str, value: Value, rest: Mapping[str, Value], facts: EngineFacts) -> str | None:
-    """Why a level cannot go together with a knob that the space leaves as it is today, or None."""
+    """Why a level conflicts with a knob of today's configuration that the space does not turn, or None."""
     if value is None or constraints.known_violation({name: value}, facts):
         return None
     for knob, today in rest.items():
@@ -200,7 +214,7 @@ def _clash(name: str, value: Value, rest: Mapping[str, Value], facts: EngineFact
 
 
 def level_of(levels: tuple[Value, ...], value: Value) -> int | None:
-    """The index of a value among levels; True is not 1. None when it is not there."""
+    """The index of a value among levels, None when it is not there. True and 1 are different values."""
     for index, level in enumerate(levels):
         if level == value and isinstance(level, bool) == isinstance(value, bool):
             return index
@@ -213,8 +227,173 @@ def _conditions_for(
     return {name: condition for name, condition in conditions.items() if name in levels}
 
 
-def load(name_or_path: str | Path) -> SearchSpace:
-    """A shipped space by name, or a YAML file. BadInput names file and key; NotFound lists the shipped."""
-    from tuner.knobs import spacefile
+class SpaceFile(yamltext.Section):
+    """A space file as written."""
 
-    return spacefile.load(str(name_or_path))
+    name: Any = None
+    about: Any = ""
+    vllm: Any = ">=0.10"
+    accept: Any = None
+    knobs: Any = None
+
+
+class KnobFile(yamltext.Section):
+    """One knob of a space file: its levels are listed in `values`, or computed from `from` to `to`."""
+
+    values: Any = None
+    start: Any = Field(None, alias="from")
+    stop: Any = Field(None, alias="to")
+    step: Any = None
+    per_octave: Any = None
+    multiple: Any = 1
+    default: Any = False
+    when: Any = None
+
+
+def names() -> tuple[str, ...]:
+    """The shipped spaces."""
+    return tuple(sorted(path.stem for path in shipped("search_spaces").glob("*.yaml")))
+
+
+def load(name_or_path: str | Path) -> SearchSpace:
+    """A shipped space by name, or a YAML file. BadInput names file and key; NotFound lists the shipped
+    spaces.
+    """
+    path = Path(name_or_path)
+    if path.suffix not in (".yaml", ".yml") and "/" not in str(name_or_path):
+        path = shipped("search_spaces") / f"{name_or_path}.yaml"
+    elif not path.is_file() and path.parent.name == "search_spaces" and path.stem in names():
+        path = shipped("search_spaces") / path.name
+    if not path.is_file():
+        known = ", ".join(names())
+        raise NotFound(f"no search space '{name_or_path}'{nearest(path.stem, names())}; shipped are {known}")
+    return parse(yamltext.read(path, "the search space"), where=str(name_or_path), name=path.stem)
+
+
+def parse(text: str, *, where: str, name: str = "space") -> SearchSpace:
+    """A space from YAML text. `where` names the text in errors, `name` the space unless the text does."""
+    file = yamltext.validated(SpaceFile, yamltext.load(text, where).value, where)
+    if not isinstance(file.knobs, dict) or not file.knobs:
+        raise BadInput(f"{where}: 'knobs' is empty; list at least one knob with its values")
+    name = name if file.name is None else str(file.name)
+    if not re.fullmatch(NAME, name):
+        raise BadInput(f"{where}: name: '{name}': letters, digits, '.', '_' and '-' make a name")
+    specifier(str(file.vllm), f"{where}: vllm")
+    levels: dict[str, tuple[Value, ...]] = {}
+    conditions: dict[str, dict[str, tuple[Value, ...]]] = {}
+    for key, entry in file.knobs.items():
+        found = _knob(str(key), file.accept or [], where)
+        body = entry if isinstance(entry, dict) else {"values": entry}
+        levels[found.name] = _levels(found, body, f"{where}: {key}")
+        if body.get("when") is not None:
+            conditions[found.name] = _condition(body["when"], f"{where}: {key}: when")
+    space = SearchSpace(
+        name=name, levels=levels, conditions=conditions, vllm=str(file.vllm), about=str(file.about).strip()
+    )
+    _check_conditions(space, where)
+    return space
+
+
+def _knob(name: str, accept: object, where: str) -> Knob:
+    found = CATALOGUE.get(name.replace("-", "_"))
+    if found is None:
+        raise BadInput(f"{where}: no knob is named '{name}'{nearest(name, CATALOGUE)}")
+    if found.never and not (isinstance(accept, list) and found.name in accept):
+        how = f"if you mean it, write 'accept: [{found.name}]'"
+        raise BadInput(f"{where}: {found.name} is not turned by default: {found.never} ({how})")
+    return found
+
+
+def _levels(found: Knob, body: Mapping[str, Any], where: str) -> tuple[Value, ...]:
+    file = yamltext.validated(KnobFile, body, where)
+    ranged = "from" in body or "to" in body
+    if ranged == ("values" in body):
+        raise BadInput(f"{where}: give either 'values' or 'from' and 'to'")
+    raw = _range(found, file, where) if ranged else file.values
+    items = raw if isinstance(raw, list) else [raw]
+    values = [_value(found, item, where) for item in items if item not in (DEFAULT, None)]
+    if not values:
+        raise BadInput(f"{where}: the range is empty; give at least one value")
+    if len({(type(value), value) for value in values}) != len(values):
+        raise BadInput(f"{where}: a value stands twice")
+    default = bool(file.default) or any(item in (DEFAULT, None) for item in items)
+    return (None, *values) if default else tuple(values)
+
+
+def _value(found: Knob, raw: object, where: str) -> Value:
+    value = written(raw)
+    if found.kind == "float" and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if (wrong := found.complaint(value)) is not None:
+        raise BadInput(f"{where}: {wrong.removeprefix(found.name + ': ')}")
+    return value
+
+
+def _range(found: Knob, file: KnobFile, where: str) -> list[Value]:
+    """A grid from `from` to `to`, both included: linear with `step`, geometric with `per_octave`."""
+    low, high, multiple = file.start, file.stop, file.multiple
+    for key, bound in (("from", low), ("to", high)):
+        if not _is_number(bound):
+            raise BadInput(f"{where}: '{key}' is no number")
+    if low > high:
+        raise BadInput(f"{where}: the range is empty: from {low} is above to {high}")
+    if (file.step is None) == (file.per_octave is None):
+        raise BadInput(f"{where}: give either 'step' (linear) or 'per_octave' (geometric)")
+    pace = file.per_octave if file.step is None else file.step
+    if not _is_number(pace) or pace <= 0:
+        raise BadInput(f"{where}: the pace {pace!r} is no number above 0")
+    if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
+        raise BadInput(f"{where}: 'multiple' is no whole number above 0")
+    if file.step is None and low <= 0:
+        raise BadInput(f"{where}: a geometric range starts above 0")
+    steps = (math.log2(high / low) * pace) if file.step is None else (high - low) / pace
+    count = math.floor(steps + 1e-9) + 1
+    if count > _MOST_LEVELS:
+        raise BadInput(f"{where}: more than {_MOST_LEVELS} levels; take a bigger step")
+    grid = (low * 2 ** (i / pace) if file.step is None else low + i * pace for i in range(count))
+    return list(dict.fromkeys(_rounded(found, value, multiple) for value in grid))
+
+
+def _rounded(found: Knob, value: float, multiple: int) -> Value:
+    if found.kind == "float":
+        return round(float(value), 10)
+    return max(multiple, round(value / multiple) * multiple)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _condition(raw: object, where: str) -> dict[str, tuple[Value, ...]]:
+    if not isinstance(raw, dict) or not raw:
+        raise BadInput(f"{where}: expected a knob and the value or values with which this one is turned")
+    condition: dict[str, tuple[Value, ...]] = {}
+    for key, wanted in raw.items():
+        items = wanted if isinstance(wanted, list) else [wanted]
+        name = str(key).replace("-", "_")
+        condition[name] = tuple(None if item in (DEFAULT, None) else written(item) for item in items)
+    return condition
+
+
+def _check_conditions(space: SearchSpace, where: str) -> None:
+    for name, condition in space.conditions.items():
+        for parent, wanted in condition.items():
+            if parent not in space.levels:
+                raise BadInput(
+                    f"{where}: {name}: when names '{parent}'{nearest(parent, space.levels)}, not a knob here"
+                )
+            stray = [value for value in wanted if value not in space.levels[parent]]
+            if stray and stray != [None]:
+                raise BadInput(f"{where}: {name}: when: {parent} never is {stray[0]}")
+        list(space.ancestors(name))
+    for name in space.conditions:
+        if (why := space.never_active(name)) is not None:
+            raise BadInput(f"{where}: contradictory conditions: {why}")
+    pair = ("gpu_memory_utilization", "kv_cache_memory_bytes")
+    if all(name in space.levels for name in pair):
+        both = [set(space.ancestors(name)) for name in pair]
+        free = None in space.levels[pair[0]] or None in space.levels[pair[1]]
+        if not free and pair[1] not in both[0] and pair[0] not in both[1]:
+            raise BadInput(
+                f"{where}: {pair[1]} overrides {pair[0]}: make one conditional on the other's default"
+            )

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from tuner.errors import BadInput, Conflict, NotFound, Unavailable, nearest
 from tuner.history.store import Store
-from tuner.knobs import spacefile
+from tuner.knobs import space as spaces
 from tuner.records import JSON, digest_of
 from tuner.service import values
 from tuner.service.engines import engine_of
@@ -127,15 +127,15 @@ class Studies:
     def _space(self, space: str | dict[str, JsonValue], models: Collection[str]) -> str:
         """A shipped space's name, or the file that a checked content was written to."""
         if isinstance(space, str):
-            if space not in spacefile.names():
-                raise BadInput(f"space: there is no space '{space}'{nearest(space, spacefile.names())}")
+            if space not in spaces.names():
+                raise BadInput(f"space: there is no space '{space}'{nearest(space, spaces.names())}")
             return space
         if "accept" in space:
             raise BadInput("space: 'accept' (knobs outside the catalogue) is not taken over HTTP")
         text = json.dumps(space, indent=1, sort_keys=True)
         if len(text) > LARGEST_SPACE:
             raise BadInput(f"space: larger than {LARGEST_SPACE} bytes")
-        for knob, levels in spacefile.parse(text, where="space").levels.items():
+        for knob, levels in spaces.parse(text, where="space").levels.items():
             values.check(knob, levels, models, "space")
         name = f"space-{digest_of(text)[:32]}.yaml"
         _write(self.folder / name, text)
