@@ -327,7 +327,7 @@ class World:
         runs = predict.simulate(self.scene, self.work, limits, cost)
         part, run = self.work.parts[0], runs[0]
         due = np.array([at for at, inside in zip(part.at_s, part.measured, strict=True) if inside])
-        values = predict.fold(runs, self.scene.slo)
+        values = predict.fold(runs, self.scene.trace)
         return Result(
             values=values, due=due, ttft=run.ttft, tpot=run.tpot, e2e=run.e2e, outputs=run.outputs,
             blocks=blocks, used=values.get("kv_usage_max", 1.0) * blocks,

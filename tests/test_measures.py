@@ -86,18 +86,14 @@ def test_a_name_is_no_objective_before_it_has_an_entry(tmp_path: Path) -> None:
 
 
 def test_the_limit_of_an_entry_is_the_corner_and_one_that_is_maximised_has_none() -> None:
-    measures.register(Measure(name="interactive.ttft_p95_ms", unit="ms", limit="ttft_ms"))
-    measures.register(Measure(name="interactive.goodput_rps", direction="maximize"))
-    try:
-        names = ("interactive.ttft_p95_ms", "interactive.goodput_rps")
-        scale = trial_view.scale(names, (100.0, 4.0), Slo(ttft_ms=500))
-        corner = trial_view.corner_of(names, (100.0, 4.0), Slo(ttft_ms=500))
-        assert corner == (500.0, 2.0)
-        assert scale.maximized == {"interactive.goodput_rps"}
-        assert scale.costs([100.0, 4.0]).tolist() == pytest.approx([4.605, -1.0], abs=1e-3)
-    finally:
-        for name in names:
-            del measures.MEASURES[name]
+    names = ("interactive.ttft_p95_ms", "interactive.goodput_rps")
+    scale = trial_view.scale(names, (100.0, 4.0), Slo(ttft_ms=500))
+    corner = trial_view.corner_of(names, (100.0, 4.0), Slo(ttft_ms=500))
+    assert corner == (500.0, 2.0)
+    assert scale.maximized == {"interactive.goodput_rps"}
+    assert scale.costs([100.0, 4.0]).tolist() == pytest.approx([4.605, -1.0], abs=1e-3)
+    own = Slo(ttft_ms=500, classes={"interactive": Slo(ttft_ms=300)})
+    assert trial_view.corner_of(names, (100.0, 4.0), own) == (300.0, 2.0)
 
 
 def test_every_entry_has_words_and_a_unit_that_its_users_print() -> None:

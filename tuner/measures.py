@@ -3,8 +3,9 @@
 An entry is what a study needs to name the number as an objective (docs/extending.md shows how to add one).
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tuner.records import Outcome, Slo
@@ -45,11 +46,37 @@ class Measure:
     per_request: Callable[[Outcome, Slo], float] | None = None
 
 
-MEASURES: dict[str, Measure] = {}
+LATENCIES_OF_REQUESTS = ("ttft", "tpot", "e2e")
+OF_A_CLASS = frozenset(
+    {f"{kind}_{stat}_ms" for kind in LATENCIES_OF_REQUESTS for stat in STATISTICS}
+    | {"goodput_rps", "slo_attainment", "request_rps", "output_tokens_per_s", "requests", "failed"}
+)
+"""What is measured of each class of requests too, under names such as `interactive.ttft_p95_ms`."""
+CLASS = re.compile(r"interactive|bulk|adapter\d+|tenant\d+")
+"""Names of classes of requests (`Trace.classes`)."""
+
+
+class _Entries(dict[str, Measure]):
+    """Entries by name. That of a number of one class of requests is made from the number's own."""
+
+    def __contains__(self, name: object) -> bool:
+        one, _, metric = str(name).rpartition(".")
+        return super().__contains__(name) or bool(CLASS.fullmatch(one) and metric in OF_A_CLASS)
+
+    def __missing__(self, name: str) -> Measure:
+        if name not in self:
+            raise KeyError(name)
+        one, _, metric = name.rpartition(".")
+        whole = self[metric]
+        words = f"{whole.words}, of the {one} requests"
+        return replace(whole, name=name, words=words, latency=None, compute=None, per_request=None)
+
+
+MEASURES = _Entries()
 """All entries by name. Read it when needed, do not copy it: entries may be added later."""
 
-NAMES = MEASURES.keys()
-"""The names of all entries."""
+NAMES: Collection[str] = MEASURES
+"""The names of all entries; those of classes of requests are in it, too many to be listed."""
 
 
 def register(entry: Measure) -> Measure:
@@ -82,6 +109,11 @@ def measure_of(name: str) -> Measure:
     return Measure(name=name, unit=unit, limit=_limit_of(kind))
 
 
+def class_of(name: str) -> str:
+    """The class of requests that a measurement name speaks of, "" for all requests."""
+    return name.rpartition(".")[0]
+
+
 def direction_of(name: str) -> Direction:
     """Whether a measurement is to be minimised or maximised. KeyError for an unknown name."""
     return MEASURES[name].direction
@@ -93,7 +125,7 @@ def is_maximized(name: str) -> bool:
 
 
 def _limit_of(kind: str) -> str | None:
-    return f"{kind}_ms" if kind in ("ttft", "tpot", "e2e") else None
+    return f"{kind}_ms" if kind in LATENCIES_OF_REQUESTS else None
 
 
 def _latency(kind: str, statistic: str) -> Measure:

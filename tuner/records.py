@@ -6,12 +6,12 @@ milliseconds. A change makes a new record (`dataclasses.replace`).
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,12 +92,26 @@ class RunState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
-    """Limits per request, in milliseconds (None = no limit); met when `attainment` of requests are good."""
+    """Limits per request, in milliseconds (None = no limit); met when `attainment` of requests are good.
+
+    The requests of a class of `classes` are held to its limits instead (`attainment` is everybody's).
+    """
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     e2e_ms: float | None = None
     attainment: float = 0.95
+    classes: Mapping[str, "Slo"] = field(default_factory=dict, hash=False)
+
+    @classmethod
+    def read(cls, found: Mapping[str, Any]) -> "Slo":
+        """The SLO of what `asdict` made of one, or of a study file's."""
+        classes = {name: cls(**limits) for name, limits in found.get("classes", {}).items()}
+        return cls(**{**found, "classes": classes})
+
+    def of(self, classes: Iterable[str]) -> "Slo":
+        """The limits for a request of these classes: those of the first that has its own."""
+        return next((self.classes[name] for name in classes if name in self.classes), self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +129,8 @@ class Outcome:
     """What happened to one replayed request. Times are seconds since the replay's zero (its window start).
 
     `chunk_s` and `chunk_tokens` hold one entry per chunk that carried tokens: arrival stamp and the number
-    of completion tokens in it (from continuous usage). `error` is None for a complete answer.
+    of completion tokens in it (from continuous usage). `error` is None for a complete answer. `classes` are
+    the trace's (`Trace.classes`).
     """
 
     row: int
@@ -132,6 +147,7 @@ class Outcome:
     chunk_s: NDArray[np.float64] = field(default_factory=lambda: np.empty(0, np.float64))
     chunk_tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     error: str | None = None
+    classes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:

@@ -118,5 +118,7 @@ def write(connection: Connection, run_id: str, conclusion: Conclusion | None = N
     known = select(run_bests.c.run_id).where(run_bests.c.run_id == run_id).limit(1)
     if connection.execute(known).first() is not None:
         return
-    if rows := of_run(connection, run_id, sorted(NAMES), conclusion):
+    arms = (conclusion.baseline, *conclusion.finalists) if conclusion is not None else ()
+    of_classes = {name for arm in arms if arm is not None for name in (*arm.searched, *arm.confirmed)}
+    if rows := of_run(connection, run_id, sorted({*NAMES, *of_classes}), conclusion):
         connection.execute(insert(run_bests), rows)

@@ -89,7 +89,7 @@ def study_of(row: RowMapping) -> Study:
             **row,
             "slices": tuple(Slice(**each) for each in row["slices"]),
             "objectives": _strings(row["objectives"]),
-            "slo": Slo(**row["slo"]),
+            "slo": Slo.read(row["slo"]),
         }
     )
 

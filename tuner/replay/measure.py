@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tuner.measures import MEASURES, STATISTICS
+from tuner.measures import MEASURES, OF_A_CLASS, STATISTICS
 from tuner.records import Measurement, MeasurementKind, Outcome, Purpose, SliceMeasurement, Slo
 from tuner.replay.jobs import CANCELLED, CUT
 from tuner.replay.timeline import Replayed
@@ -60,7 +60,21 @@ def measure(
 def fold(
     outcomes: Sequence[Outcome], window_s: float, slo: Slo, asked: Collection[str] = ()
 ) -> dict[str, float]:
-    """The client-side numbers of the outcomes of windows that last `window_s` together."""
+    """The client-side numbers of the outcomes of windows that last `window_s` together, and of each class of
+    requests among them (`measures.OF_A_CLASS`, as `interactive.ttft_p95_ms`).
+    """
+    values = _folded(outcomes, window_s, slo, asked)
+    for name in sorted({each for outcome in outcomes for each in outcome.classes}):
+        ours = [outcome for outcome in outcomes if name in outcome.classes]
+        wanted = [metric.removeprefix(f"{name}.") for metric in asked]
+        found = _folded(ours, window_s, slo, wanted)
+        values |= {f"{name}.{metric}": value for metric, value in found.items() if metric in OF_A_CLASS}
+    return values
+
+
+def _folded(
+    outcomes: Sequence[Outcome], window_s: float, slo: Slo, asked: Collection[str]
+) -> dict[str, float]:
     kept = [o for o in outcomes if o.error != CANCELLED]
     answered = [o for o in kept if o.ok]
     samples = {
@@ -136,6 +150,7 @@ def is_good(outcome: Outcome, slo: Slo) -> bool:
     """Whether a request met every limit. A limit on TPOT is met by an answer of one chunk."""
     if not outcome.ok:
         return False
+    slo = slo.of(outcome.classes)
     checks = ((slo.ttft_ms, ttft_ms), (slo.tpot_ms, tpot_ms), (slo.e2e_ms, e2e_ms))
     return all(limit is None or not of(outcome) > limit for limit, of in checks)
 

@@ -30,6 +30,7 @@ SCHEMA = pa.schema(
         ("chunk_s", pa.list_(pa.float64())),
         ("chunk_tokens", pa.list_(pa.int32())),
         ("error", pa.string()),
+        ("classes", pa.list_(pa.string())),
     ]
 )
 
@@ -92,6 +93,7 @@ def read(path: str | Path) -> list[Outcome]:
                 **row,
                 "chunk_s": np.array(row["chunk_s"], np.float64),
                 "chunk_tokens": np.array(row["chunk_tokens"], np.int32),
+                "classes": tuple(row["classes"] or ()),
             }
         )
         for row in table.to_pylist()

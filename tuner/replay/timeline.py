@@ -160,7 +160,7 @@ class _Replay:
             self.trace, part, speed=self.load.speed, warmup_s=plan.load_warmup_s, tail_s=plan.tail_limit_s
         )
         parents, roots = self.ancestry(timetable)
-        window = Window(part, timetable, parents)
+        window = Window(part, timetable, parents, self.trace)
         self.planned += window.planned
         stretch = Stretch(timetable=timetable, parents=parents, roots=roots)
         observer = Observer(self.server.host, self.server.port, plan.scrape_s)
@@ -255,8 +255,8 @@ def connections() -> int:
 class Window:
     """Counted requests of one slice as they come in. `parents`: position of the turn that each waits for."""
 
-    def __init__(self, part: Slice, timetable: Schedule, parents: NDArray[np.int64]) -> None:
-        self.slice = part
+    def __init__(self, part: Slice, timetable: Schedule, parents: NDArray[np.int64], trace: Trace) -> None:
+        self.slice, self.trace = part, trace
         self.window_s = timetable.window_s
         self.at_s = timetable.at_s[timetable.measured]
         self.keys = np.flatnonzero(timetable.measured)
@@ -270,7 +270,8 @@ class Window:
     def take(self, sent: Sent) -> None:
         self.sent.append(sent)
         if sent.counted:
-            self.outcomes.append(sent.outcome)
+            classes = self.trace.classes_of(sent.outcome.row)
+            self.outcomes.append(replace(sent.outcome, classes=classes) if classes else sent.outcome)
             self._ended.add(sent.key)
 
     @property

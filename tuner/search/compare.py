@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from tuner.conclusions import Word
 from tuner.errors import BadInput, nearest
-from tuner.measures import NAMES, is_maximized, measure_of
+from tuner.measures import NAMES, class_of, is_maximized, measure_of
 from tuner.records import Outcome, Slo
 from tuner.search.noise import Spread
 from tuner.search.requests import CANCELLED, is_good, latency_ms
@@ -84,8 +84,8 @@ def compare(
     many comparisons one verdict rests on (finalists × metrics × looks; Bonferroni). Throughput-like metrics
     count per row; their window cancels in the ratio. BadInput where nothing pairs.
     """
-    fold, value = _statistic(metric, slo)
-    pairs = _pair(base, other, value)
+    fold, value = _statistic(metric.rpartition(".")[2], slo)
+    pairs = _pair(base, other, value, class_of(metric))
     if not len(pairs.base):
         raise BadInput(f"{metric}: the two sides have no request in common")
     alpha, repeats = (1.0 - level) / family, int(pairs.repeat.max()) + 1
@@ -165,14 +165,18 @@ def word_of(metric: str, centre: float, low: float, high: float) -> Word:
     return "better" if (centre > 0) == is_maximized(metric) else "worse"
 
 
-def _pair(base: Passes, other: Passes, value: Callable[[Outcome], float]) -> _Pairs:
-    """Rows present on both sides, per repeat and slice; blocks are cut from each slice's own time."""
+def _pair(base: Passes, other: Passes, value: Callable[[Outcome], float], among: str) -> _Pairs:
+    """Rows present on both sides, per repeat and slice, of one class of requests ("": all); blocks are cut
+    from each slice's own time.
+    """
     columns: list[tuple[float, float, int, int]] = []
     blocks: dict[tuple[str, int], int] = {}
     for repeat, (mine, theirs) in enumerate(zip(base, other, strict=False)):
         for name in sorted(set(mine) & set(theirs)):
-            left = {o.row: o for o in mine[name] if o.error != CANCELLED}
-            right = {o.row: o for o in theirs[name] if o.error != CANCELLED}
+            left, right = (
+                {o.row: o for o in side if o.error != CANCELLED and (not among or among in o.classes)}
+                for side in (mine[name], theirs[name])
+            )
             common = sorted(set(left) & set(right))
             width = _block_s([left[row].scheduled_s for row in common])
             for row in common:

@@ -30,7 +30,8 @@ def latency_ms(outcome: Outcome, kind: str) -> float:
 
 
 def is_good(outcome: Outcome, slo: Slo) -> bool:
-    """Whether a request finished within every limit that the SLO sets."""
+    """Whether a request finished within every limit that the SLO sets for it."""
+    slo = slo.of(outcome.classes)
     limits = (("ttft", slo.ttft_ms), ("tpot", slo.tpot_ms), ("e2e", slo.e2e_ms))
     if not outcome.ok:
         return False

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from tuner.measures import NAMES, is_maximized, measure_of
+from tuner.measures import NAMES, class_of, is_maximized, measure_of
 from tuner.records import Slo, Trial, TrialState, Value, Violation
 from tuner.search.encoding import Encoding, Point
 
@@ -132,13 +132,19 @@ def corner_of(
     """
     if maximized is None:
         maximized = maximized_of(objectives)
-    limits = (getattr(slo, measure_of(name).limit or "", None) or -math.inf for name in objectives)
+    limits = (_limit(slo.of((class_of(name),)), name) or -math.inf for name in objectives)
     return tuple(
         value - abs(value) * (1 - 1 / ROOM)
         if name in maximized
         else max(value + abs(value) * (ROOM - 1), limit)
         for name, value, limit in zip(objectives, baseline, limits, strict=True)
     )
+
+
+def _limit(slo: Slo, name: str) -> float | None:
+    """The limit that the SLO sets for what a number measures."""
+    found: float | None = getattr(slo, measure_of(name).limit or "", None)
+    return found
 
 
 def scale(

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tuner.knobs.model import ModelFacts
-from tuner.measures import STATISTICS
+from tuner.measures import OF_A_CLASS, STATISTICS
 from tuner.records import Candidate, Prediction, Slice, Slo, Value, Violation
 from tuner.replay.plan import PLANS, Plan
 from tuner.simulator.clock import Clock, Course
@@ -35,7 +35,8 @@ Floats = NDArray[np.float64]
 class Scene:
     """What is fixed for all candidates of a study. `args` are the engine's fixed arguments, dashes or not.
 
-    A replay cuts what still runs at the end of its tail, and so does a scene, unless `cut` is False.
+    A replay cuts what still runs at the end of its tail, and so does a scene, unless `cut` is False. Of the
+    classes of requests in `classes` there are numbers beside those of all requests.
     """
 
     trace: Trace
@@ -50,6 +51,7 @@ class Scene:
     deadline_s: float | None = None
     cut: bool = True
     gpus: int = 1
+    classes: tuple[str, ...] = ()
 
     @property
     def patience(self) -> float:
@@ -88,11 +90,13 @@ class Run:
     """One slice as simulated: milliseconds per measured request (+inf = failed), and the engine's side."""
 
     window_s: float
+    rows: NDArray[np.int64]
     ttft: Floats
     tpot: Floats
     e2e: Floats
     outputs: Floats
     inputs: Floats
+    good: NDArray[np.bool_]
     gaps: Floats
     weights: Floats
     engine: dict[str, float]
@@ -112,7 +116,21 @@ def _slice(scene: Scene, work: Workload, part: Part, limits: Limits, cost: StepC
     last = part.start_s + part.window_s + scene.patience
     course = Clock(scheduler, cost, until=last).run(fits)
     measured = [request for request, inside in zip(requests, part.measured, strict=True) if inside]
-    return _fold(measured, part, course, scheduler, scene.deadline - delay)
+    run = _fold(measured, part, course, scheduler, scene.deadline - delay)
+    run.good = _good(scene, run)
+    return run
+
+
+def _good(scene: Scene, run: Run) -> NDArray[np.bool_]:
+    """Which requests ended within every limit that the SLO sets for them."""
+    good = np.isfinite(run.e2e)
+    for kind in ("ttft", "tpot", "e2e"):
+        limits = np.full(len(good), getattr(scene.slo, f"{kind}_ms") or math.inf)
+        for name in reversed([name for name in scene.trace.classes if name in scene.slo.classes]):
+            inside = scene.trace.classes[name][run.rows]
+            limits[inside] = getattr(scene.slo.classes[name], f"{kind}_ms") or math.inf
+        good &= ~(getattr(run, kind) > limits)
+    return good
 
 
 def _fold(
@@ -137,9 +155,11 @@ def _fold(
     inside = decoding > 0
     return Run(
         window_s=part.window_s,
+        rows=part.rows[part.measured],
         ttft=ttft,
         tpot=tpot,
         e2e=e2e,
+        good=~failed,
         outputs=np.where(failed, 0.0, made),
         inputs=np.array([r.prompt for r in measured], np.float64) * ~failed,
         gaps=gaps[inside, 1] * 1e3,
@@ -169,19 +189,34 @@ def _engine(course: Course, scheduler: Scheduler, part: Part) -> dict[str, float
     return found
 
 
-def fold(runs: Sequence[Run], slo: Slo) -> dict[str, float]:
+def fold(runs: Sequence[Run], trace: Trace, classes: Sequence[str] = ()) -> dict[str, float]:
     """Measurement names of all slices together: outcomes pooled, rates over the sum of the windows."""
-    ttft, tpot, e2e = (np.concatenate([getattr(r, name) for r in runs]) for name in ("ttft", "tpot", "e2e"))
+    values = _folded(runs)
+    for name in classes:
+        found = _folded([_among(run, trace.classes[name][run.rows]) for run in runs])
+        values |= {f"{name}.{metric}": value for metric, value in found.items() if metric in OF_A_CLASS}
+    return values | _pooled_engine(runs)
+
+
+def _among(run: Run, mask: NDArray[np.bool_]) -> Run:
+    """Some of a slice's requests; gaps between tokens are not told apart."""
+    kept = {
+        name: getattr(run, name)[mask]
+        for name in ("rows", "ttft", "tpot", "e2e", "outputs", "inputs", "good")
+    }
+    return replace(run, **kept, gaps=run.gaps[:0], weights=run.weights[:0])
+
+
+def _folded(runs: Sequence[Run]) -> dict[str, float]:
+    ttft, tpot, e2e, good = (
+        np.concatenate([getattr(r, name) for r in runs]) for name in ("ttft", "tpot", "e2e", "good")
+    )
     gaps, weights = (np.concatenate([getattr(r, name) for r in runs]) for name in ("gaps", "weights"))
     window, count = sum(run.window_s for run in runs), len(ttft)
     values: dict[str, float] = {"requests": float(count), "failed": float(np.isinf(e2e).sum())}
     for kind, sample in (("ttft", ttft), ("tpot", tpot[~np.isnan(tpot)]), ("e2e", e2e)):
         values.update(_statistics(kind, sample, None))
     values.update(_statistics("itl", gaps, weights))
-    good = np.isfinite(e2e)
-    for limit, sample in ((slo.ttft_ms, ttft), (slo.tpot_ms, tpot), (slo.e2e_ms, e2e)):
-        if limit is not None:
-            good &= ~(sample > limit)
     if window > 0:
         values["goodput_rps"] = float(good.sum()) / window
         values["request_rps"] = float(np.isfinite(e2e).sum()) / window
@@ -189,7 +224,6 @@ def fold(runs: Sequence[Run], slo: Slo) -> dict[str, float]:
         values["input_tokens_per_s"] = float(sum(run.inputs.sum() for run in runs)) / window
     if count:
         values["slo_attainment"] = float(good.mean())
-    values.update(_pooled_engine(runs))
     return values
 
 
@@ -288,7 +322,8 @@ class Predictor:
             | {name: slower for name in ("step_s", "seq_s", "layer_s", "sync_s")}
         )
         cost = options.cost(self.scene.facts, self.scene.card, scaled)
-        return fold(simulate(self.scene, self._work, options.limits, cost), self.scene.slo)
+        runs = simulate(self.scene, self._work, options.limits, cost)
+        return fold(runs, self.scene.trace, self.scene.classes)
 
 
 def _spread(

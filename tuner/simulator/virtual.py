@@ -120,7 +120,7 @@ class _Slice:
     def run(self, judge: Judge | None, evidence: _Evidence, prefix: Prefix) -> tuple[SliceReplay, float]:
         """The slice as it went, and the virtual seconds from the first request to the end."""
         sent = self._simulate()
-        window = Window(self.slice, self.timetable, np.full(len(sent), -1, np.int64))
+        window = Window(self.slice, self.timetable, np.full(len(sent), -1, np.int64), self.work.trace)
         evidence.planned += window.planned
         ended = self._watch(window, sorted(sent, key=_end), judge, evidence)
         evidence.sent += window.sent

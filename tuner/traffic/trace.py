@@ -43,6 +43,8 @@ LATER = frozenset({"beam"})
 """Columns that earlier files lack; one that is unknown throughout is not in the digest."""
 VERSION = 1
 MOST_ROWS, MOST_VALUES = 20_000_000, 500_000_000
+MOST_CLASSES = 8
+"""Adapters, and tenants, that are measured by themselves."""
 LARGEST_FOOTER = 16 * 1024**2
 """What a Parquet file may say of itself before it is read."""
 _METADATA = b"tuner"
@@ -112,6 +114,27 @@ class Trace:
             sha.update(f"|{name}:{len(array)}:".encode())
             sha.update(array.view(np.uint8).data if len(array) else b"")
         return sha.hexdigest()
+
+    @cached_property
+    def classes(self) -> Mapping[str, NDArray[np.bool_]]:
+        """Class of requests → which rows are of it: `interactive` (the most urgent priority; smaller is more
+        urgent) and `bulk` (all others), `adapter<N>` and `tenant<N>` by `lora` and `client`, of
+        each the MOST_CLASSES with most requests. Only where they tell requests apart.
+        """
+        found: dict[str, NDArray[np.bool_]] = {}
+        if len(self) and self.priority.min() < self.priority.max():
+            found["interactive"] = self.priority == self.priority.min()
+            found["bulk"] = ~found["interactive"]
+        for name, column, least in (("adapter", self.lora, 1), ("tenant", self.client, 2)):
+            numbers, counts = np.unique(column[column >= 0], return_counts=True)
+            if len(numbers) >= least:
+                most = numbers[np.argsort(-counts, kind="stable")][:MOST_CLASSES]
+                found |= {f"{name}{number}": column == number for number in sorted(most.tolist())}
+        return found
+
+    def classes_of(self, row: int) -> tuple[str, ...]:
+        """The classes that a row is of."""
+        return tuple(name for name, rows in self.classes.items() if rows[row])
 
     def take(self, rows: ArrayLike, *, start_s: float | None = None) -> "Trace":
         """The trace of some rows (ascending); arrivals count from `start_s`, or from the first row taken.

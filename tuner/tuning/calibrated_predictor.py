@@ -10,7 +10,7 @@ from statistics import median
 from tuner.engine import limits
 from tuner.errors import BadInput
 from tuner.knobs.space import SearchSpace
-from tuner.measures import measure_of
+from tuner.measures import class_of, measure_of
 from tuner.records import Candidate, Prediction, Slo, Trial, TrialState, Value
 from tuner.search import acquisition, heuristics, pareto, trial_view
 from tuner.search.encoding import encode
@@ -80,6 +80,7 @@ def scene_of(prepared: Prepared, card: Card) -> Scene:
         args=args,
         env=engine.env,
         gpus=max(1, prepared.facts.gpu_count),
+        classes=tuple({one for name in prepared.study.objectives if (one := class_of(name))}),
     )
 
 

@@ -19,7 +19,7 @@ from tuner.knobs.arguments import compile_candidate, fixed
 from tuner.knobs.discover import GpuKind, discover, on_device
 from tuner.knobs.model import ModelFacts, tokens_of
 from tuner.knobs.space import SearchSpace
-from tuner.measures import measure_of
+from tuner.measures import class_of, measure_of
 from tuner.records import JSON, Candidate, EngineFacts, Node, Slice, Slo, Study, digest_of
 from tuner.replay.schedule import check_size
 from tuner.replay.timeline import PLANS, Plan
@@ -124,6 +124,7 @@ def prepare(
     restricted = _turned(space, file, facts, baseline, name)
     always = _fixed(file.engine.args, facts, restricted, name)
     max_model_len = _max_model_len(file, model, name)
+    _check_classes(file, trace, name)
     chosen = _slices(file, trace)
     _check_slices(trace, chosen, max_model_len, model, file, name)
     identity = _identity(file, model_path, facts, node, trace, space, chosen)
@@ -142,7 +143,7 @@ def prepare(
         space_digest=space.digest,
         slices=chosen,
         objectives=tuple(file.objectives),
-        slo=Slo(**file.slo.model_dump()),
+        slo=Slo.read(file.slo.model_dump()),
         seed=file.seed,
         identity=identity,
         spec=_spec(file),
@@ -306,6 +307,19 @@ def _check_slices(
             )
 
 
+def _check_classes(file: StudyFile, trace: Trace, name: str) -> None:
+    """BadInput where the file asks for a class of requests that the trace does not have."""
+    asked = {class_of(each): "objectives" for each in file.objectives}
+    asked |= {class_of(each): "not_worse" for each in file.not_worse}
+    asked |= dict.fromkeys(file.slo.classes, "slo.classes")
+    for one, key in asked.items():
+        if one and one not in trace.classes:
+            known = ", ".join(trace.classes) or "none: all its requests have one priority, adapter and client"
+            raise BadInput(
+                f"{name}: {key}: the trace has no class '{one}'{nearest(one, trace.classes)}; it has {known}"
+            )
+
+
 def _turned(
     space: SearchSpace, file: StudyFile, facts: EngineFacts, baseline: Candidate, name: str
 ) -> SearchSpace:
@@ -397,6 +411,7 @@ def _identity(
     )
     identity: dict[str, JSON] = {key: whole[key] for key in keep}
     identity["model"] = model  # a folder's full path, however it is written
+    identity["slo"] = {key: value for key, value in whole["slo"].items() if key != "classes" or value}
     if not isinstance(file.plan, str):
         identity["plan"] = {"base": file.plan.base, **file.plan.overrides()}
     if any(measure_of(name).needs == "price_per_gpu_hour" for name in file.objectives):

@@ -16,7 +16,7 @@ from pydantic import (
 
 from tuner import yamltext
 from tuner.errors import BadInput, nearest
-from tuner.measures import NAMES, measure_of
+from tuner.measures import CLASS, NAMES, measure_of
 from tuner.settings import NAME
 
 MOST_HOURS = 8784
@@ -103,13 +103,23 @@ class SliceFile(_Strict):
     held_out: bool = False
 
 
-class SloFile(_Strict):
-    """Limits per request; the SLO is met when `attainment` of the requests keep all of them."""
+class LimitsFile(_Strict):
+    """Limits for each request of a class."""
 
     ttft_ms: float | None = Field(default=None, gt=0)
     tpot_ms: float | None = Field(default=None, gt=0)
     e2e_ms: float | None = Field(default=None, gt=0)
+
+
+class SloFile(LimitsFile):
+    """Limits per request; the SLO is met when `attainment` of the requests keep all of them. The requests of
+    a class named under `classes` are held to its limits instead.
+    """
+
     attainment: float = Field(default=0.95, gt=0, le=1)
+    classes: dict[Annotated[str, Field(pattern=f"^({CLASS.pattern})$")], LimitsFile] = Field(
+        default_factory=dict
+    )
 
 
 class QualityFile(_Strict):
