@@ -124,7 +124,6 @@ def prepare(
     restricted = _turned(space, file, facts, baseline, name)
     always = _fixed(file.engine.args, facts, restricted, name)
     max_model_len = _max_model_len(file, model, name)
-    _check_classes(file, trace, name)
     chosen = _slices(file, trace)
     _check_slices(trace, chosen, max_model_len, model, file, name)
     identity = _identity(file, model_path, facts, node, trace, space, chosen)
@@ -284,6 +283,7 @@ def plan_of(file: StudyFile) -> Plan:
 def _check_slices(
     trace: Trace, chosen: tuple[Slice, ...], max_model_len: int, model: ModelFacts, file: StudyFile, name: str
 ) -> None:
+    _check_classes(file, trace, name)
     plan = plan_of(file)
     for part in chosen:
         check_size(trace, part, speed=file.speed, around_s=plan.load_warmup_s + plan.tail_limit_s)
