@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from tests import warm
 from tuner.settings import shipped
 
 TRACE = shipped("data", "traces", "azure-conversation-slice.parquet")
@@ -69,10 +70,7 @@ def tuner(
     home: Path, *words: object, cwd: Path | None = None, more: Mapping[str, str] | None = None
 ) -> "subprocess.CompletedProcess[str]":
     """Run the command line to its end; `more` is added to its environment."""
-    return subprocess.run(
-        command(*words), env=environment(home, more), cwd=cwd, capture_output=True, text=True,
-        timeout=WATCHDOG_S, check=False,
-    )  # fmt: skip
+    return warm.run([str(word) for word in words], env=environment(home, more), cwd=cwd, timeout_s=WATCHDOG_S)
 
 
 def answer(home: Path, *words: object) -> dict[str, object]:
