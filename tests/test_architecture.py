@@ -1,0 +1,54 @@
+"""docs/architecture.md leads a newcomer to code that is there."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.test_layers import FLOORS
+
+PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
+TEXT = PAGE.read_text()
+LINKS = sorted(set(re.findall(r"\[([\w.]+)\]\(([^)#]+)\)", TEXT)))
+
+
+def defined(path: Path) -> set[str]:
+    """Functions, classes and methods of a file."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)}
+
+
+@pytest.mark.parametrize(("name", "target"), LINKS, ids=[f"{name} in {target}" for name, target in LINKS])
+def test_a_link_leads_to_a_file_that_has_the_name(name: str, target: str) -> None:
+    path = (PAGE.parent / target).resolve()
+    assert path.is_file(), target
+    assert name == path.name or name in defined(path), f"{target} has no {name}"
+
+
+def test_it_links_to_the_way_of_a_candidate_and_of_a_request() -> None:
+    for title in ("The way of one candidate", "The way of one request"):
+        part = TEXT.partition(f"## {title}\n")[2].partition("\n## ")[0]
+        assert part.count("](../tuner/") >= 10, title
+
+
+def test_functions_without_a_link_are_there_too() -> None:
+    (attempt,) = {target for name, target in LINKS if name == "attempt.py"}
+    part = TEXT.partition("8. **The state.**")[2].partition("\n9. ")[0]
+    named = {name for name in re.findall(r"`(\w+)`", part) if name[0].islower() or name[0] == "_"}
+    assert named
+    assert named <= defined((PAGE.parent / attempt).resolve())
+    root = PAGE.parents[1]
+    files = re.findall(r"`((?:tuner|tests)/[\w/]+\.py|migrations/)`", TEXT)
+    assert len(files) > 3
+    assert [name for name in files if not (root / name).exists()] == []
+
+
+def test_the_list_of_parts_is_the_one_that_is_checked() -> None:
+    blocks = re.findall(r"```\n(.*?)```", TEXT, re.DOTALL)
+    lines = blocks[-1].splitlines()
+    shown = [set(re.findall(r"(?<!\w)(\w+)(?=\.py|/)|^(__main__)|→ (cli) ", line)) for line in lines]
+    listed = [{name for found in line for name in found if name} for line in shown]
+    wanted = [set(rooms) for rooms in FLOORS if rooms not in (("__main__",), ("cli",), ("__init__",))]
+    listed[0] -= {"__main__", "cli"}
+    assert listed == wanted
