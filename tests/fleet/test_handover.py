@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from tests.fleet.production import Production
 from tests.history.records import a_run, a_study
-from tests.tuning.studies import STUDY, WATCHDOG_S, command, environment, tuner, write
+from tests.tuning.studies import STUDY, VIRTUAL, WATCHDOG_S, command, environment, tuner, write
 from tuner.cli import app
 from tuner.errors import BadInput, Conflict, Unavailable
 from tuner.fleet import hooks
@@ -288,7 +288,7 @@ def test_after_a_loss_of_power_the_next_start_restores_before_it_drains(
     store.set_handover("gpu-1", journal)
     (production.place / "state").write_text("down")
     (production.place / "log").write_text("")
-    study = write(tmp_path, STUDY.replace("trace:", "node: gpu-1\ntrace:"))
+    study = write(tmp_path, VIRTUAL.replace("trace:", "node: gpu-1\ntrace:"))
     done = tuner(home, "tune", study, "--trials", "1")
     assert done.returncode == 0, done.stderr
     assert production.log == ["restore", "drain", "restore"]

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from tests.fleet.production import Production
-from tests.tuning.studies import STUDY, tuner, write
+from tests.tuning.studies import STUDY, VIRTUAL, tuner, write
 from tuner.cli import app
 from tuner.errors import BadInput, NotFound
 from tuner.fleet.handover import handed_over
@@ -88,7 +88,7 @@ def test_a_night_fires_and_ends_inside_its_window_with_production_back(store: St
 
 def test_a_window_that_cannot_hold_the_trials_is_refused_by_what_was_learned(tmp_path: Path) -> None:
     """The same by hand: after one run, a trial's time on this node is known."""
-    study = write(tmp_path)
+    study = write(tmp_path, VIRTUAL)
     home = tmp_path / "home"
     assert tuner(home, "tune", study, "--trials", "1").returncode == 0
     refused = tuner(home, "tune", study, "--hours", "0.002", "--min-trials", "50")

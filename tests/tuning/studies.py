@@ -35,6 +35,8 @@ slo: {{ttft_ms: 500, tpot_ms: 50}}
 budget: {{trials: 3}}
 seed: 3
 """
+VIRTUAL = STUDY.replace("  kind: simulated\n", "  kind: simulated\n  clock: virtual\n")
+"""The same without engines as processes: for what a test shows of the run, not of launches."""
 WATCHDOG_S = 1800.0
 """No test asserts a time; this only ends what hangs."""
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.engine.test_root_causes import LOGS
 from tests.tuning import breaking
-from tests.tuning.studies import SPACE, STUDY, answer, tuner, write
+from tests.tuning.studies import SPACE, STUDY, VIRTUAL, answer, tuner, write
 from tuner.commands.common import model_name
 from tuner.errors import Aborted, Infeasible, StudyFailed
 from tuner.history.store import Store
@@ -98,7 +98,7 @@ def test_29b2_two_candidates_that_fail_alike_at_start_up_end_the_run(tmp_path: P
 @pytest.mark.parametrize("trials", [3, 5])
 def test_19_6_the_budget_of_trials_is_a_budget(tmp_path: Path, trials: int) -> None:
     """Trial numbers, the baseline's and every relaunch included; launches at most three times as many."""
-    study = write(tmp_path)
+    study = write(tmp_path, VIRTUAL)
     done = tuner(tmp_path, "tune", study, "--trials", trials, "--all-trials")
     assert done.returncode == 0, done.stderr
     store = store_of(tmp_path)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tuning.studies import STUDY, tuner, write
+from tests.tuning.studies import STUDY, VIRTUAL, tuner, write
 from tests.tuning.test_next_trial import measured, values
 from tuner.history.store import Store
 from tuner.records import Candidate, Trial, TrialState, Value, Violation
@@ -98,7 +98,7 @@ def test_trials_without_the_inherited_knobs_are_not_resumed(prepared: Prepared) 
 
 
 def test_M1_what_is_launched_and_published_is_whole(tmp_path: Path) -> None:
-    path = study(tmp_path)
+    path = write(tmp_path, VIRTUAL.replace("{max_num_seqs: 4}", TODAY))
     done = tuner(tmp_path, "tune", path, "--trials", 4, "--all-trials")
     assert done.returncode == 0, done.stderr
     store = Store(f"sqlite:///{tmp_path / 'tuner.db'}", create=False)

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from tests.tuning.studies import STUDY, TRACE, answer, tuner, write
+from tests.tuning.studies import TRACE, VIRTUAL, answer, tuner, write
 
 
 def test_a_study_of_the_latest_trace_of_a_name_is_tuned_twice(tmp_path: Path) -> None:
     """One trial is the baseline alone: nothing was served by a candidate, and no challenger."""
-    study = write(tmp_path, STUDY.replace(str(TRACE), "latest:conversation"))
+    study = write(tmp_path, VIRTUAL.replace(str(TRACE), "latest:conversation"))
     assert tuner(tmp_path, "trace", "import", TRACE, "--name", "conversation").returncode == 0
     told = [answer(tmp_path, "tune", study, "--trials", trials, "--json") for trials in (1, 1)]
     runs = [found["run"] for found in told]

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from tests.history.records import NOW
-from tests.tuning.studies import STUDY, TRACE, tuner, write
+from tests.tuning.studies import TRACE, VIRTUAL, tuner, write
 from tuner.history.store import Store
 from tuner.records import ProfileKey
 
@@ -22,7 +22,7 @@ def a_capture(place: Path, length: int) -> None:
 
 
 def test_a_name_that_turns_from_an_import_to_a_capture_and_back_is_said(tmp_path: Path) -> None:
-    study = write(tmp_path, STUDY.replace(str(TRACE), "latest:chat"))
+    study = write(tmp_path, VIRTUAL.replace(str(TRACE), "latest:chat"))
     assert tuner(tmp_path, "trace", "import", TRACE, "--name", "chat").returncode == 0
     first = tuner(tmp_path, "tune", study, "--trials", 1)
     assert first.returncode == 0, first.stderr
