@@ -12,9 +12,9 @@ from pathlib import Path
 
 import yaml
 
+from tuner.metrics import fold
 from tuner.records import Outcome, Slo
 from tuner.replay import outcomes
-from tuner.replay.measure import fold
 from tuner.search.compare import compare
 from tuner.search.noise import spread_of
 

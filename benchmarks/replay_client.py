@@ -12,8 +12,8 @@ import numpy as np
 import uvloop
 
 from tuner.errors import EngineError
+from tuner.metrics import e2e_ms, tpot_ms, ttft_ms
 from tuner.records import Slice, Value
-from tuner.replay.measure import e2e_ms, tpot_ms, ttft_ms
 from tuner.replay.timeline import PLANS, Load, replay
 from tuner.traffic import trace as traffic
 

@@ -329,7 +329,8 @@ class World:
         due = np.array([at for at, inside in zip(part.at_s, part.measured, strict=True) if inside])
         values = predict.fold(runs, self.scene.trace)
         return Result(
-            values=values, due=due, ttft=run.ttft, tpot=run.tpot, e2e=run.e2e, outputs=run.outputs,
+            values=values, due=due, ttft=run.requests.ttft, tpot=run.requests.tpot, e2e=run.requests.e2e,
+            outputs=run.requests.output_tokens,
             blocks=blocks, used=values.get("kv_usage_max", 1.0) * blocks,
         )  # fmt: skip
 

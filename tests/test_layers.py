@@ -25,7 +25,7 @@ FLOORS = (
     ("processes",),
     ("leftovers", "yamltext"),
     ("errors", "settings", "private"),
-    ("conclusions",),
+    ("conclusions", "metrics"),
     ("measures",),
     ("records",),
     ("masking",),

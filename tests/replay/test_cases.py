@@ -28,12 +28,13 @@ from tests.replay.engine import (
 from tests.replay.test_timeline import LOAD, PLAN, play, within
 from tests.replay.traces import trace
 from tuner.errors import Aborted
+from tuner.metrics import fold
 from tuner.records import Outcome, Slice, Slo
 from tuner.replay import fidelity, frames
 from tuner.replay.bodies import Bodies
 from tuner.replay.feeder import Feeder
 from tuner.replay.jobs import Job, Sent
-from tuner.replay.measure import fold, measure
+from tuner.replay.measure import measure
 from tuner.replay.sender import Sender
 from tuner.replay.timeline import PLANS, replay
 from tuner.replay.wire import Pool

@@ -11,11 +11,25 @@ from hypothesis import strategies as st
 from tests.replay.test_cases import job, outcome
 from tests.replay.traces import trace
 from tuner.errors import BadInput
+from tuner.measures import measure_of
+from tuner.metrics import (
+    CANCELLED,
+    LATENCY_MS,
+    columns_of,
+    counted,
+    fold,
+    is_good,
+    itl_ms,
+    percentile,
+    percentiles,
+    resampled,
+    statistic,
+    tpot_ms,
+)
 from tuner.records import Fidelity, Outcome, Slice, Slo
 from tuner.replay import outcomes as files
-from tuner.replay.intervals import interval
 from tuner.replay.jobs import Job, Sent
-from tuner.replay.measure import fold, itl_ms, measure, percentile, tpot_ms
+from tuner.replay.measure import measure
 from tuner.replay.prefix import Prefix
 from tuner.replay.schedule import schedule
 from tuner.replay.speed import LOST, MET, bisect, sure
@@ -62,9 +76,14 @@ def test_p99_is_absent_under_a_thousand_requests_unless_asked() -> None:
 
 
 def test_bundles_of_tokens_change_neither_tpot_nor_itl() -> None:
-    single = outcome(chunk_s=np.arange(25) * 0.02, chunk_tokens=np.ones(25, np.int32))
+    single = outcome(
+        chunk_s=np.arange(25) * 0.02, chunk_tokens=np.ones(25, np.int32), first_token_s=0.0, last_token_s=0.48
+    )
     bundled = outcome(
-        chunk_s=np.array([0.0, 0.16, 0.32, 0.48]), chunk_tokens=np.array([1, 8, 8, 8], np.int32)
+        chunk_s=np.array([0.0, 0.16, 0.32, 0.48]),
+        chunk_tokens=np.array([1, 8, 8, 8], np.int32),
+        first_token_s=0.0,
+        last_token_s=0.48,
     )
     assert tpot_ms(single) == pytest.approx(tpot_ms(bundled)) == pytest.approx(20)
     for one in (single, bundled):
@@ -174,22 +193,66 @@ def test_intervals_of_blocks_cover_the_truth_where_single_requests_would_not() -
     covered = {10.0: 0, 0.2: 0}
     for seed in range(12):
         outcomes = bursty(seed)
+        ttft = columns_of(outcomes, Slo()).ttft
         for length in covered:
-            found = interval(outcomes, 600.0, "ttft_mean_ms", Slo(), resamples=100, block_s=length)
-            covered[length] += found.low <= truth <= found.high
+            blocks = np.array([int(o.scheduled_s / length) for o in outcomes])
+            weights = resampled(blocks, 100, np.random.default_rng(0))
+            means = weights @ ttft / weights.sum(axis=1)
+            low, high = np.quantile(means, (0.025, 0.975))
+            covered[length] += low <= truth <= high
     assert covered[10.0] >= 9
     assert covered[0.2] < covered[10.0]
 
 
-def test_an_interval_knows_whether_it_has_blocks_enough() -> None:
-    outcomes = bursty(1)
-    slo = Slo(ttft_ms=100)
-    assert interval(outcomes, 600.0, "slo_attainment", slo).enough
-    assert not interval(outcomes, 100.0, "goodput_rps", slo).enough
-    first = interval(outcomes, 600.0, "itl_p95_ms", slo, resamples=50)
-    assert first == interval(outcomes, 600.0, "itl_p95_ms", slo, resamples=50)
-    slow = [dataclasses.replace(o, last_token_s=o.scheduled_s + 20) for o in outcomes]
-    assert interval(slow, 600.0, "ttft_p50_ms", slo, resamples=5).block_s == pytest.approx(40)
+def mixed(row: int) -> Outcome:
+    """An answered, a failed or a cancelled request with random times."""
+    rng = np.random.default_rng(row)
+    stamps = 0.1 * row + np.cumsum(rng.random(1 + row % 7) * 0.2)
+    tokens = rng.integers(1, 4, len(stamps)).astype(np.int32)
+    return Outcome(
+        row=row,
+        scheduled_s=0.1 * row,
+        first_token_s=float(stamps[0]),
+        last_token_s=float(stamps[-1]),
+        output_tokens=int(tokens.sum()),
+        chunk_s=stamps,
+        chunk_tokens=tokens,
+        error={5: "reset", 6: CANCELLED}.get(row % 31),
+    )
+
+
+def test_columns_mean_the_same_as_single_requests() -> None:
+    everything, slo = [mixed(row) for row in range(200)], Slo(ttft_ms=300, tpot_ms=60, e2e_ms=1000)
+    kept = counted(everything)
+    assert len(kept) < len(everything)
+    good = columns_of(kept, slo).good
+    assert 0 < good.sum() < len(good)
+    assert good.tolist() == [is_good(one, slo) for one in kept]
+    folded = fold(everything, 20.0, slo)
+    for name in ("ttft_p50_ms", "tpot_p90_ms", "e2e_mean_ms", "e2e_p95_ms"):
+        kind, share = measure_of(name).latency or ("", None)
+        values = np.array([LATENCY_MS[kind](one) for one in kept])
+        assert statistic(values, share) == pytest.approx(folded[name])
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.one_of(st.floats(0, 1e6), st.just(math.inf)), min_size=1, max_size=20),
+    st.floats(0, 1),
+    st.integers(0, 100),
+)
+def test_percentiles_of_many_weightings_equal_one_at_a_time(
+    values: list[float], share: float, seed: int
+) -> None:
+    sample = np.array(values)
+    weights = np.random.default_rng(seed).integers(0, 4, (5, len(values))).astype(float)
+    weights = weights[weights.sum(axis=1) > 0]
+    for found, row in zip(percentiles(sample, share, weights), weights, strict=True):
+        repeated = np.sort(np.repeat(sample, row.astype(int)))
+        place = share * (len(repeated) - 1)
+        low, high = repeated[math.floor(place)], repeated[math.ceil(place)]
+        expected = low if low == high else low + (high - low) * (place - math.floor(place))
+        assert found == pytest.approx(expected, rel=1e-9, abs=1e-6)
 
 
 async def check_speed(truth: float) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.browser import world
 from tuner.conclusions import Difference
+from tuner.metrics import LATENCY_MS
 from tuner.records import Candidate, Trial, TrialState
 from tuner.replay import outcomes
 from tuner.report import evidence
@@ -28,7 +29,7 @@ def test_the_share_of_requests_at_most_so_slow() -> None:
 
 def sample(latency: list[float], at: list[float]) -> evidence.PassLatencies:
     numbers = np.array(latency)
-    return evidence.PassLatencies(scheduled_s=np.array(at), latency=dict.fromkeys(evidence.LATENCY, numbers))
+    return evidence.PassLatencies(scheduled_s=np.array(at), latency=dict.fromkeys(LATENCY_MS, numbers))
 
 
 def test_bands_span_repeats_or_blocks_or_are_left_out() -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tuner.errors import BadInput
+from tuner.metrics import percentiles
 from tuner.records import Outcome, Slo
 from tuner.search import compare as module
 from tuner.search.compare import Comparison, Passes, compare
@@ -157,10 +158,11 @@ def test_failures_are_infinite_and_decide_nothing_by_themselves() -> None:
 def test_percentile_is_numpys_on_unit_weights() -> None:
     values = np.random.default_rng(0).random(57)
     for share in (0.5, 0.9, 0.95, 0.99):
-        fold = module._percentile(share)
-        assert fold(values, np.ones((1, 57)))[0] == pytest.approx(np.percentile(values, share * 100))
+        assert percentiles(values, share, np.ones((1, 57)))[0] == pytest.approx(
+            np.percentile(values, share * 100)
+        )
     doubled = np.percentile(np.repeat(values, 2), 95)
-    assert module._percentile(0.95)(values, np.full((1, 57), 2.0))[0] == pytest.approx(doubled)
+    assert percentiles(values, 0.95, np.full((1, 57), 2.0))[0] == pytest.approx(doubled)
 
 
 def test_what_it_refuses() -> None:

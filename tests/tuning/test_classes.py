@@ -13,9 +13,9 @@ from tests.tuning import studies
 from tuner.conclusions import Judgement
 from tuner.errors import BadInput
 from tuner.history.store import Store
+from tuner.metrics import fold
 from tuner.records import Candidate, Outcome, Slo, TrialState
 from tuner.replay import outcomes
-from tuner.replay.measure import fold
 from tuner.search.compare import compare
 from tuner.search.noise import spread_of
 from tuner.simulator.cost import preset

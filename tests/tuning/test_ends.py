@@ -15,9 +15,9 @@ from tuner.commands.common import model_name
 from tuner.errors import Aborted, Infeasible, StudyFailed
 from tuner.history.store import Store
 from tuner.knobs.model import from_config
+from tuner.metrics import CANCELLED, CUT
 from tuner.records import Candidate, Measurement, Outcome, RunState, SliceMeasurement, Trial, TrialState
 from tuner.replay import outcomes
-from tuner.replay.jobs import CANCELLED, CUT
 from tuner.tuning.attempt import errors_of, failing
 from tuner.tuning.blame import blamed, hopeless, never_started
 from tuner.tuning.budget import LaunchBudget, most_launches

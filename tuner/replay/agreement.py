@@ -11,10 +11,10 @@ from time import perf_counter_ns
 import numpy as np
 from numpy.typing import NDArray
 
+from tuner.metrics import tpot_ms
 from tuner.replay.bodies import Bodies
 from tuner.replay.fidelity import ttft_gaps_ms
 from tuner.replay.jobs import Job, Sent
-from tuner.replay.measure import tpot_ms
 from tuner.replay.observe import Observer
 from tuner.replay.plan import Load
 from tuner.replay.prepare import Engine

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from tuner.metrics import CANCELLED
 from tuner.records import Fidelity, Outcome
-from tuner.replay.jobs import CANCELLED, Sent
+from tuner.replay.jobs import Sent
 from tuner.replay.plan import Plan
 from tuner.traffic.statistics import dispersion
 

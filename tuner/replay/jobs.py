@@ -12,8 +12,6 @@ from tuner.records import Outcome
 from tuner.replay.sse import Answer
 from tuner.replay.wire import Exchange
 
-CANCELLED = "cancelled by the client, as recorded"
-CUT = "cut at the end of the tail"
 PATH = "/v1/completions"
 _JOB = struct.Struct("<qqdqdddiiiiiI??")
 _SENT = struct.Struct("<qqddddddiiiiiI??")

@@ -11,9 +11,10 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from time import perf_counter_ns
 
+from tuner.metrics import CANCELLED
 from tuner.replay import sse
 from tuner.replay.alarm import Alarm
-from tuner.replay.jobs import CANCELLED, Ended, Job, Sent, late, never_sent, sent_of
+from tuner.replay.jobs import Ended, Job, Sent, late, never_sent, sent_of
 from tuner.replay.wire import Exchange, Pool, post
 
 EARLY_S, TOGETHER_S = 0.25, 0.05

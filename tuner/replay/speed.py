@@ -3,9 +3,8 @@
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from tuner.metrics import counted, is_good
 from tuner.records import Slo
-from tuner.replay.jobs import CANCELLED
-from tuner.replay.measure import is_good
 from tuner.replay.timeline import Judge, Partial
 
 TOLERANCE = 0.05
@@ -71,7 +70,7 @@ def sure(slo: Slo) -> Judge:
     """
 
     def judge(partial: Partial) -> str | None:
-        kept = [o for o in partial.outcomes if o.error != CANCELLED]
+        kept = counted(partial.outcomes)
         good = sum(is_good(o, slo) for o in kept)
         cancelled = len(partial.outcomes) - len(kept)
         bad = len(kept) - good

@@ -13,12 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tuner.errors import Aborted
+from tuner.metrics import CUT
 from tuner.records import Fidelity, Outcome, Slice
 from tuner.replay import fidelity, lock
 from tuner.replay.bodies import Bodies
 from tuner.replay.contention import Contention, giving_way
 from tuner.replay.feeder import Source, Stretch
-from tuner.replay.jobs import CUT, Sent
+from tuner.replay.jobs import Sent
 from tuner.replay.observe import Observer, growing, recomputed
 from tuner.replay.plan import PLANS, Causality, Load, Plan
 from tuner.replay.prefix import Prefix

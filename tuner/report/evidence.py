@@ -7,15 +7,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tuner.errors import BadInput
+from tuner.metrics import CANCELLED, LATENCY_MS, counted, resampled, ttft_ms
 from tuner.records import Measurement, Outcome, SliceMeasurement, Trial
 from tuner.replay import outcomes
-from tuner.replay.jobs import CANCELLED
-from tuner.replay.measure import e2e_ms, tpot_ms, ttft_ms
 from tuner.report.axes import Axis
 from tuner.report.board import Board
 from tuner.report.charts import Curve, Panel, curves, panels
 
-LATENCY = {"ttft": ttft_ms, "tpot": tpot_ms, "e2e": e2e_ms}
 NAMES = {"ttft": "time to first token", "tpot": "time per output token", "e2e": "end to end"}
 BLOCK_S = 10.0
 MIN_BLOCKS = 5
@@ -51,13 +49,13 @@ def _sample(measurement: Measurement) -> PassLatencies | None:
         found = read_slice(part)
         if found is None:
             return None
-        counted = [o for o in found if o.error != CANCELLED]
-        kept += counted
-        at += [o.scheduled_s + offset for o in counted]
+        slice_kept = counted(found)
+        kept += slice_kept
+        at += [o.scheduled_s + offset for o in slice_kept]
         offset += part.window_s
     if not kept:
         return None
-    latency = {kind: np.array([each(o) for o in kept]) for kind, each in LATENCY.items()}
+    latency = {kind: np.array([each(o) for o in kept]) for kind, each in LATENCY_MS.items()}
     return PassLatencies(scheduled_s=np.array(at), latency=latency)
 
 
@@ -91,12 +89,10 @@ def band(passes: Sequence[PassLatencies], kind: str, at: Float) -> tuple[Float, 
         drawn = np.array([cumulative(p.latency[kind], at) for p in passes])
         return drawn.min(axis=0), drawn.max(axis=0)
     block = (passes[0].scheduled_s // BLOCK_S).astype(np.int64)
-    blocks = int(block.max()) + 1 if len(block) else 0
-    if blocks < MIN_BLOCKS:
+    if not len(block) or int(block.max()) + 1 < MIN_BLOCKS:
         return None
-    rng = np.random.default_rng(0)
-    counts = rng.multinomial(blocks, np.full(blocks, 1 / blocks), size=RESAMPLES).astype(np.float64)
-    drawn = np.array([cumulative(passes[0].latency[kind], at, row[block]) for row in counts])
+    weights = resampled(block, RESAMPLES, np.random.default_rng(0))
+    drawn = np.array([cumulative(passes[0].latency[kind], at, row) for row in weights])
     low, high = np.quantile(drawn, (0.025, 0.975), axis=0)
     return low, high
 
@@ -106,7 +102,7 @@ def latencies(board: Board, trials: Iterable[Trial]) -> list[tuple[str, str]]:
     found = [(trial, passes) for trial in trials if (passes := samples(trial))]
     if not found:
         return []
-    return [(_caption(kind, [p for _, p in found]), _latency(board, found, kind)) for kind in LATENCY]
+    return [(_caption(kind, [p for _, p in found]), _latency(board, found, kind)) for kind in LATENCY_MS]
 
 
 def _caption(kind: str, found: Sequence[Sequence[PassLatencies]]) -> str:

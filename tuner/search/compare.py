@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from tuner.conclusions import Word
 from tuner.errors import BadInput, nearest
 from tuner.measures import NAMES, class_of, is_maximized, measure_of
+from tuner.metrics import LATENCY_MS, counted, is_good, percentiles, resampled
 from tuner.records import Outcome, Slo
 from tuner.search.noise import Spread
-from tuner.search.requests import CANCELLED, is_good, latency_ms
 
 Passes = Sequence[Mapping[str, Sequence[Outcome]]]
 """One mapping slice name → outcomes per repeat."""
@@ -174,7 +174,7 @@ def _pair(base: Passes, other: Passes, value: Callable[[Outcome], float], among:
     for repeat, (mine, theirs) in enumerate(zip(base, other, strict=False)):
         for name in sorted(set(mine) & set(theirs)):
             left, right = (
-                {o.row: o for o in side if o.error != CANCELLED and (not among or among in o.classes)}
+                {o.row: o for o in counted(side) if not among or among in o.classes}
                 for side in (mine[name], theirs[name])
             )
             common = sorted(set(left) & set(right))
@@ -201,10 +201,7 @@ def _block_s(times: Sequence[float]) -> float:
 
 def _weights(pairs: _Pairs, rng: np.random.Generator) -> Array:
     """How often each row is in each resample: blocks with replacement, times repeats with replacement."""
-    blocks, repeats = int(pairs.block.max()) + 1, int(pairs.repeat.max()) + 1
-    by_block = rng.multinomial(blocks, np.full(blocks, 1 / blocks), size=DRAWS)
-    by_repeat = rng.multinomial(repeats, np.full(repeats, 1 / repeats), size=DRAWS)
-    weights: Array = (by_block[:, pairs.block] * by_repeat[:, pairs.repeat]).astype(np.float64)
+    weights = resampled(pairs.block, DRAWS, rng) * resampled(pairs.repeat, DRAWS, rng)
     kept: Array = weights[weights.sum(axis=1) > 0]
     return kept
 
@@ -221,7 +218,8 @@ def _statistic(metric: str, slo: Slo | None) -> tuple[Fold, Callable[[Outcome], 
     limits, entry = slo or Slo(), measure_of(metric)
     if entry.latency is not None:
         kind, share = entry.latency
-        return _mean_of_answered if share is None else _percentile(share), lambda o: latency_ms(o, kind)
+        fold = _mean_of_answered if share is None else lambda values, w: percentiles(values, share, w)
+        return fold, LATENCY_MS[kind]
     if metric in ("goodput_rps", "slo_attainment"):
         return _mean, lambda o: float(is_good(o, limits))
     if (value := entry.per_request) is not None:
@@ -240,25 +238,3 @@ def _mean_of_answered(values: Array, weights: Array) -> Array:
     with np.errstate(divide="ignore", invalid="ignore"):
         found: Array = weights[:, answered] @ values[answered] / weights[:, answered].sum(axis=1)
     return found
-
-
-def _percentile(share: float) -> Fold:
-    """Linear interpolation over the rows, each as often as its weight says."""
-
-    def fold(values: Array, weights: Array) -> Array:
-        order = np.argsort(values, kind="stable")
-        ranked, ends = values[order], np.cumsum(weights[:, order], axis=1)
-        place = share * (ends[:, -1] - 1)
-        low = np.array(
-            [np.searchsorted(e, math.floor(p), side="right") for e, p in zip(ends, place, strict=True)]
-        )
-        high = np.array(
-            [np.searchsorted(e, math.floor(p) + 1, side="right") for e, p in zip(ends, place, strict=True)]
-        )
-        low, high = np.minimum(low, len(ranked) - 1), np.minimum(high, len(ranked) - 1)
-        part = place - np.floor(place)
-        with np.errstate(invalid="ignore"):
-            step = np.where(part > 0, part * (ranked[high] - ranked[low]), 0.0)
-        return np.where(np.isnan(step), np.inf, ranked[low] + step)
-
-    return fold

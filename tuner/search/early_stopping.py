@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tuner.measures import is_maximized, measure_of
+from tuner.metrics import LATENCY_MS, counted, is_good, statistic
 from tuner.records import Outcome, Slice, Slo
-from tuner.search.requests import CANCELLED, fold_latency, is_good, latency_ms
 
 Array = NDArray[np.float64]
 
@@ -52,10 +52,9 @@ class Rows:
         self.add(outcomes)
 
     def add(self, outcomes: Iterable[Outcome]) -> None:
-        for outcome in outcomes:
-            if outcome.error != CANCELLED:
-                values = (latency_ms(outcome, kind) for kind in self._kinds)
-                self._table.append((float(outcome.row), float(is_good(outcome, self._slo)), *values))
+        for outcome in counted(outcomes):
+            values = (LATENCY_MS[kind](outcome) for kind in self._kinds)
+            self._table.append((float(outcome.row), float(is_good(outcome, self._slo)), *values))
 
     def __len__(self) -> int:
         return len(self._table)
@@ -86,7 +85,7 @@ class Columns:
     def fold(self, name: str) -> float:
         """A measurement of these rows; rates are per row, since only ratios of the same rows are taken."""
         if (latency := measure_of(name).latency) is not None:
-            return fold_latency(self.latency[latency[0]], latency[1])
+            return statistic(self.latency[latency[0]], latency[1])
         rate = name in ("goodput_rps", "slo_attainment") and len(self.good)
         return float(self.good.mean()) if rate else math.nan
 
@@ -147,7 +146,7 @@ def bounds(case: Case, ended: Columns, ages_s: Sequence[float] = (), cancelled: 
         if share is not None:
             ages = [age * 1e3 for age in ages_s] if kind == "e2e" else []
             rest = np.zeros(max(open_ - len(ages), 0))
-            found[name] = fold_latency(np.concatenate([ended.latency[kind], ages, rest]), share)
+            found[name] = statistic(np.concatenate([ended.latency[kind], ages, rest]), share)
     return found
 
 

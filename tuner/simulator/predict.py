@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tuner.knobs.model import ModelFacts
-from tuner.measures import OF_A_CLASS, STATISTICS
+from tuner.measures import OF_A_CLASS
+from tuner.metrics import RequestColumns, pool_engine
 from tuner.records import Candidate, Prediction, Slice, Slo, Value, Violation
 from tuner.replay.plan import PLANS, Plan
 from tuner.simulator.clock import Clock, Course
@@ -87,18 +88,11 @@ def options_of(scene: Scene, knobs: Mapping[str, Value]) -> tuple[Options, Memor
 
 @dataclass(slots=True)
 class Run:
-    """One slice as simulated: milliseconds per measured request (+inf = failed), and the engine's side."""
+    """One slice as simulated: its measured requests (`rows` of the trace), and the engine's numbers."""
 
     window_s: float
     rows: NDArray[np.int64]
-    ttft: Floats
-    tpot: Floats
-    e2e: Floats
-    outputs: Floats
-    inputs: Floats
-    good: NDArray[np.bool_]
-    gaps: Floats
-    weights: Floats
+    requests: RequestColumns
     engine: dict[str, float]
 
 
@@ -116,25 +110,23 @@ def _slice(scene: Scene, work: Workload, part: Part, limits: Limits, cost: StepC
     last = part.start_s + part.window_s + scene.patience
     course = Clock(scheduler, cost, until=last).run(fits)
     measured = [request for request, inside in zip(requests, part.measured, strict=True) if inside]
-    run = _fold(measured, part, course, scheduler, scene.deadline - delay)
-    run.good = _good(scene, run)
-    return run
+    return _fold(measured, part, course, scheduler, scene, delay)
 
 
-def _good(scene: Scene, run: Run) -> NDArray[np.bool_]:
+def _good(scene: Scene, rows: NDArray[np.int64], latencies: Mapping[str, Floats]) -> NDArray[np.bool_]:
     """Which requests ended within every limit that the SLO sets for them."""
-    good = np.isfinite(run.e2e)
-    for kind in ("ttft", "tpot", "e2e"):
+    good = np.isfinite(latencies["e2e"])
+    for kind, values in latencies.items():
         limits = np.full(len(good), getattr(scene.slo, f"{kind}_ms") or math.inf)
         for name in reversed([name for name in scene.trace.classes if name in scene.slo.classes]):
-            inside = scene.trace.classes[name][run.rows]
+            inside = scene.trace.classes[name][rows]
             limits[inside] = getattr(scene.slo.classes[name], f"{kind}_ms") or math.inf
-        good &= ~(getattr(run, kind) > limits)
+        good &= ~(values > limits)
     return good
 
 
 def _fold(
-    measured: Sequence[Request], part: Part, course: Course, scheduler: Scheduler, deadline: float
+    measured: Sequence[Request], part: Part, course: Course, scheduler: Scheduler, scene: Scene, delay: float
 ) -> Run:
     """Times count from when each request was due; the front end's delay is in the arrivals. A gap counts for
     every measured request that was decoding then.
@@ -144,7 +136,7 @@ def _fold(
     first = np.array([r.first for r in measured])
     last = np.array([r.last for r in measured])
     made = np.array([r.output for r in measured], np.float64)
-    failed = (last < 0) | (last - arrival > deadline)
+    failed = (last < 0) | (last - arrival > scene.deadline - delay)
     ttft = np.where(failed, math.inf, (first - due) * 1e3)
     e2e = np.where(failed, math.inf, (last - due) * 1e3)
     later = np.maximum(made - 1, 1)
@@ -153,19 +145,18 @@ def _fold(
     begun, ended = np.sort(first[~failed]), np.sort(last[~failed])
     decoding = np.searchsorted(begun, gaps[:, 0]) - np.searchsorted(ended, gaps[:, 0])
     inside = decoding > 0
-    return Run(
-        window_s=part.window_s,
-        rows=part.rows[part.measured],
-        ttft=ttft,
-        tpot=tpot,
-        e2e=e2e,
-        good=~failed,
-        outputs=np.where(failed, 0.0, made),
-        inputs=np.array([r.prompt for r in measured], np.float64) * ~failed,
-        gaps=gaps[inside, 1] * 1e3,
-        weights=gaps[inside, 2] * decoding[inside],
-        engine=_engine(course, scheduler, part),
+    rows = part.rows[part.measured]
+    latencies = {"ttft": ttft, "tpot": tpot, "e2e": e2e}
+    requests = RequestColumns(
+        answered=~failed,
+        good=_good(scene, rows, latencies),
+        **latencies,
+        input_tokens=np.array([r.prompt for r in measured], np.float64),
+        output_tokens=made,
+        itl=gaps[inside, 1] * 1e3,
+        itl_tokens=gaps[inside, 2] * decoding[inside],
     )
+    return Run(window_s=part.window_s, rows=rows, requests=requests, engine=_engine(course, scheduler, part))
 
 
 def _engine(course: Course, scheduler: Scheduler, part: Part) -> dict[str, float]:
@@ -173,7 +164,7 @@ def _engine(course: Course, scheduler: Scheduler, part: Part) -> dict[str, float
     levels = np.array(course.levels).reshape(-1, 5)
     found = {"preemptions": float(scheduler.preemptions)}
     if scheduler.queries:
-        found["prefix_hit_rate"] = scheduler.hits / scheduler.queries
+        found |= {"prefix_hits": float(scheduler.hits), "prefix_queries": float(scheduler.queries)}
     edges = part.start_s, part.start_s + part.window_s
     inside = levels[(levels[:, 0] >= edges[0]) & (levels[:, 0] <= edges[1])]
     if len(inside):
@@ -191,77 +182,13 @@ def _engine(course: Course, scheduler: Scheduler, part: Part) -> dict[str, float
 
 def fold(runs: Sequence[Run], trace: Trace, classes: Sequence[str] = ()) -> dict[str, float]:
     """Measurement names of all slices together: outcomes pooled, rates over the sum of the windows."""
-    values = _folded(runs)
+    window_s = sum(run.window_s for run in runs)
+    values = RequestColumns.pooled([run.requests for run in runs]).values(window_s, p99_needs=0)
     for name in classes:
-        found = _folded([_among(run, trace.classes[name][run.rows]) for run in runs])
+        ours = RequestColumns.pooled([run.requests.among(trace.classes[name][run.rows]) for run in runs])
+        found = ours.values(window_s, p99_needs=0)
         values |= {f"{name}.{metric}": value for metric, value in found.items() if metric in OF_A_CLASS}
-    return values | _pooled_engine(runs)
-
-
-def _among(run: Run, mask: NDArray[np.bool_]) -> Run:
-    """Some of a slice's requests; gaps between tokens are not told apart."""
-    kept = {
-        name: getattr(run, name)[mask]
-        for name in ("rows", "ttft", "tpot", "e2e", "outputs", "inputs", "good")
-    }
-    return replace(run, **kept, gaps=run.gaps[:0], weights=run.weights[:0])
-
-
-def _folded(runs: Sequence[Run]) -> dict[str, float]:
-    ttft, tpot, e2e, good = (
-        np.concatenate([getattr(r, name) for r in runs]) for name in ("ttft", "tpot", "e2e", "good")
-    )
-    gaps, weights = (np.concatenate([getattr(r, name) for r in runs]) for name in ("gaps", "weights"))
-    window, count = sum(run.window_s for run in runs), len(ttft)
-    values: dict[str, float] = {"requests": float(count), "failed": float(np.isinf(e2e).sum())}
-    for kind, sample in (("ttft", ttft), ("tpot", tpot[~np.isnan(tpot)]), ("e2e", e2e)):
-        values.update(_statistics(kind, sample, None))
-    values.update(_statistics("itl", gaps, weights))
-    if window > 0:
-        values["goodput_rps"] = float(good.sum()) / window
-        values["request_rps"] = float(np.isfinite(e2e).sum()) / window
-        values["output_tokens_per_s"] = float(sum(run.outputs.sum() for run in runs)) / window
-        values["input_tokens_per_s"] = float(sum(run.inputs.sum() for run in runs)) / window
-    if count:
-        values["slo_attainment"] = float(good.mean())
-    return values
-
-
-def _percentile(sample: Floats, share: float, weights: Floats | None) -> float:
-    """Linear between order statistics, a weight counting as repeats; +inf once it touches a failure."""
-    order = np.argsort(sample, kind="stable")
-    upper = np.cumsum(weights[order] if weights is not None else np.ones(len(sample)))
-    place = share * (upper[-1] - 1)
-    at = np.searchsorted(upper, (math.floor(place), math.ceil(place)), side="right")
-    low, high = sample[order][np.minimum(at, len(sample) - 1)]
-    return float(low if low == high else low + (high - low) * (place - math.floor(place)))
-
-
-def _pooled_engine(runs: Sequence[Run]) -> dict[str, float]:
-    values: dict[str, float] = {}
-    for name in {name for run in runs for name in run.engine}:
-        found = [(run.engine[name], run.window_s) for run in runs if name in run.engine]
-        if name == "preemptions":
-            values[name] = sum(value for value, _ in found)
-        elif name.endswith("_max"):
-            values[name] = max(value for value, _ in found)
-        else:
-            values[name] = sum(value * window for value, window in found) / sum(window for _, window in found)
-    return values
-
-
-def _statistics(kind: str, sample: Floats, weights: Floats | None) -> dict[str, float]:
-    values: dict[str, float] = {}
-    finite = np.isfinite(sample)
-    for statistic in STATISTICS:
-        name = f"{kind}_{statistic}_ms"
-        if statistic == "mean":
-            if finite.any():
-                kept = weights[finite] if weights is not None else None
-                values[name] = float(np.average(sample[finite], weights=kept))
-        elif len(sample):
-            values[name] = _percentile(sample, int(statistic[1:]) / 100, weights)
-    return values
+    return values | pool_engine([(run.engine, run.window_s) for run in runs])
 
 
 class Predictor:

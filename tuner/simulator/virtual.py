@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from tuner.metrics import CUT
 from tuner.records import Outcome, Slice
 from tuner.replay import fidelity
-from tuner.replay.jobs import CUT, Sent, late
+from tuner.replay.jobs import Sent, late
 from tuner.replay.plan import Load, Plan
 from tuner.replay.prefix import Prefix
 from tuner.replay.schedule import schedule

@@ -9,9 +9,9 @@ from types import MappingProxyType
 
 from tuner.engine import boots, effective, failures
 from tuner.errors import EngineError, Infeasible, StudyFailed
+from tuner.metrics import CANCELLED, CUT
 from tuner.records import Candidate, Measurement, Trial, TrialState, Value, Violation
 from tuner.replay import outcomes
-from tuner.replay.jobs import CANCELLED, CUT
 from tuner.search.early_stopping import Judge
 from tuner.tuning import quality
 from tuner.tuning.blame import blamed
