@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from tuner.engine import compile_cache, limits
+from tuner.engine import boots, limits
 from tuner.engine.gpu import Gpus
 from tuner.engine.server import Server, serve
 from tuner.errors import EngineError
@@ -61,10 +61,10 @@ class Host:
         """One launch with these arguments; `cache` names its compile cache."""
         self.count += 1
         launch_id = f"gpu-{os.getpid()}-{self.count}"
-        root = compile_cache.root(
+        root = boots.cache_root(
             self.home / cache, version="any", platform="cuda", gpu_name=None, command=(self.python,)
         )
-        env = {**compile_cache.environment(root), "HF_HUB_OFFLINE": "1"}
+        env = {**boots.cache_environment(root), "HF_HUB_OFFLINE": "1"}
         if live:
             installed = limits.install(self.home, launch_id, os.environ.get("PYTHONPATH"))
             env, argv = {**env, **installed.env}, (*argv, *installed.argv)

@@ -39,6 +39,8 @@ class Known:
     async def fault(self, phase: str) -> EngineError | None:
         return None
 
+    kind = "vllm"
+
     def heard(self) -> None:
         return
 

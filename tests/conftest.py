@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from tests.engine.helpers import leftovers
 from tests.history.postgres import Server, serving
 from tests.vllm import Shared
-from tuner.engine.ports import is_free
+from tuner.engine.http import is_free
 
 settings.register_profile(
     "loaded",

@@ -14,7 +14,7 @@ import pytest
 
 from tests.history.records import NOW, a_study
 from tuner.doctor import EXIT_CODES, Check, disk, examine, exit_code, flags, gpus, shared_memory
-from tuner.engine.gpu import Gpu, Gpus, Sample, User
+from tuner.engine.gpu import Gpu, Gpus, GpuSample, User
 from tuner.history.store import Store
 from tuner.processes import run, spawn, stop
 from tuner.records import Launch
@@ -32,8 +32,8 @@ class Driver:
     def gpus(self) -> Sequence[Gpu]:
         return [Gpu(uuid="GPU-1", name="NVIDIA H100", memory_bytes=80 * GIB)]
 
-    def sample(self, uuid: str) -> Sample:
-        return Sample(uuid=uuid, at_s=0.0, used_bytes=int(self._used_gib * GIB))
+    def sample(self, uuid: str) -> GpuSample:
+        return GpuSample(uuid=uuid, at_s=0.0, used_bytes=int(self._used_gib * GIB))
 
     def users(self, uuid: str) -> Sequence[User]:
         return [User(uuid=uuid, pid=pid, memory_bytes=30 * GIB) for pid in self._pids]

@@ -23,7 +23,7 @@ FLOORS = (
     ("traffic", "engine", "knobs", "history"),
     ("guardian",),
     ("processes",),
-    ("leftovers", "yamltext"),
+    ("leftovers", "yamltext", "adapters"),
     ("errors", "settings", "private"),
     ("conclusions", "metrics"),
     ("measures",),

@@ -14,7 +14,7 @@ import psutil
 
 from tuner import masking, processes
 from tuner.engine.gpu import Gpus, User
-from tuner.engine.ports import fresh_port
+from tuner.engine.http import fresh_port
 from tuner.errors import TunerError
 from tuner.history.store import Store
 from tuner.leftovers import shared_files

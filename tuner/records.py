@@ -260,10 +260,10 @@ class Prediction:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
     """What the target interpreter said of its engine: version, platform, exact long flags, defaults, and the
-    closed lists of values (knob → choices) that its parser names.
+    closed lists of values (knob → choices) that its parser names. `kind` names its adapter (tuner.adapters).
     """
 
-    kind: Literal["vllm", "simulated"]
+    kind: str
     version: str
     platform: Literal["cuda", "cpu", "rocm", "xpu", "tpu"]
     flags: frozenset[str]
@@ -281,7 +281,7 @@ class LaunchSpec:
     `command` is what stands before vLLM's own arguments; `argv` the arguments without model, host, port and
     served names, which the engine room adds. `asked` are the candidate's knobs, to hold against the
     effective configuration; `config_paths` tells where each knob stands in `/server_info`, `log_words` the
-    pattern by which the log tells it. `cores` pins the engine (None = anywhere).
+    pattern by which the log tells it. `cores` pins the engine (None = anywhere); `kind` names its adapter.
     """
 
     launch_id: str
@@ -299,6 +299,7 @@ class LaunchSpec:
     stop_command: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()
     cores: tuple[int, ...] | None = None
+    kind: str = "vllm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

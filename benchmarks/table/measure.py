@@ -32,7 +32,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from benchmarks.simulator import BARE, trace_of
-from tuner.engine import compile_cache, limits, log
+from tuner.engine import boots, limits, log
 from tuner.engine.gpu import Gpus
 from tuner.engine.server import Server, serve
 from tuner.errors import Aborted, BadInput, EngineError
@@ -157,11 +157,11 @@ class Bench:
         compiled = compile_candidate(knobs, self.facts)
         real = (self.python or "", "-m", "vllm.entrypoints.openai.api_server")
         command = real if self.python else (sys.executable, "-m", "tuner.simulator.app")
-        root = compile_cache.root(
+        root = boots.cache_root(
             self.out, version=self.facts.version, platform=self.facts.platform, gpu_name=None, command=command
         )
         installed = limits.install(self.out, launch_id, os.environ.get("PYTHONPATH"))
-        env = {**compile_cache.environment(root), "HF_HUB_OFFLINE": "1", **self.plan.env, **compiled.env}
+        env = {**boots.cache_environment(root), "HF_HUB_OFFLINE": "1", **self.plan.env, **compiled.env}
         return LaunchSpec(
             config_paths=CONFIG_PATHS,
             launch_id=launch_id,

@@ -11,7 +11,7 @@ import pytest
 
 from tests.engine.helpers import leftovers
 from tuner.engine import metrics
-from tuner.engine.ports import is_free
+from tuner.engine.http import is_free
 from tuner.engine.server import Server, serve
 from tuner.errors import Aborted, EngineError, Infeasible, StudyFailed
 from tuner.processes import tagged

@@ -17,7 +17,7 @@ import pytest
 from tests.engine.helpers import FAULT_ENGINE, alive, ending, leftovers, spec
 from tuner.engine import server as server_module
 from tuner.engine.failures import NODE_FAULTS, classify
-from tuner.engine.ports import fresh_port, is_free, strangers
+from tuner.engine.http import fresh_port, is_free, strangers
 from tuner.engine.server import Server, arguments, serve
 from tuner.errors import Aborted, EngineError, Infeasible
 from tuner.processes import HOST, HostTable, Process, reap, run, spawn, stop, tagged

@@ -13,10 +13,10 @@ import yaml
 import tuner
 from tests.engine.expositions import EXPOSITIONS
 from tests.engine.helpers import ending, leftovers, spec
-from tuner.engine import compile_cache, metrics
+from tuner.engine import boots, metrics
 from tuner.engine.boots import about_first, boots_again, first_drifts, kv_drift
-from tuner.engine.failures import NODE_FAULTS, classify, verdict
-from tuner.engine.gpu import Gpu, Gpus, Sample, User
+from tuner.engine.failures import NODE_FAULTS, classify, failed
+from tuner.engine.gpu import Gpu, Gpus, GpuSample, User
 from tuner.engine.server import CacheReset, Server, serve
 from tuner.errors import Aborted, BadInput, Infeasible, StudyFailed, UnsupportedKnob
 from tuner.knobs.arguments import compile_candidate, fixed
@@ -109,10 +109,10 @@ class Card:
     def gpus(self) -> Sequence[Gpu]:
         return [Gpu(uuid="GPU-1", name="card", memory_bytes=80 * GIB, index=0)]
 
-    def sample(self, uuid: str) -> Sample:
+    def sample(self, uuid: str) -> GpuSample:
         used = self._used[min(self.looks, len(self._used) - 1)]
         self.looks += 1
-        return Sample(uuid=uuid, at_s=float(self.looks), used_bytes=int(used * GIB))
+        return GpuSample(uuid=uuid, at_s=float(self.looks), used_bytes=int(used * GIB))
 
     def users(self, uuid: str) -> Sequence[User]:
         return [User(uuid=uuid, pid=pid, memory_bytes=None) for pid in self._pids]
@@ -229,12 +229,12 @@ def test_case_15_a_cache_reset_is_believed_only_on_the_engines_word(
 
 
 def test_case_16_a_poisoned_compile_cache_is_wiped_and_no_other(tmp_path: Path) -> None:
-    ours = compile_cache.root(tmp_path, version="0.32.0", platform="cuda", gpu_name="H100", command=("a",))
-    other = compile_cache.root(tmp_path, version="0.32.0", platform="cuda", gpu_name="A100", command=("a",))
+    ours = boots.cache_root(tmp_path, version="0.32.0", platform="cuda", gpu_name="H100", command=("a",))
+    other = boots.cache_root(tmp_path, version="0.32.0", platform="cuda", gpu_name="A100", command=("a",))
     assert ours != other
     for path in (ours, other):
         (path / "torch_compile_cache").mkdir()
-    launch = spec(tmp_path / "trial", "print=compile_cache", env=compile_cache.environment(ours))
+    launch = spec(tmp_path / "trial", "print=compile_cache", env=boots.cache_environment(ours))
     error = asyncio.run(ending(launch))
     assert isinstance(error, Aborted)
     assert error.cause == "compile_cache"
@@ -243,18 +243,18 @@ def test_case_16_a_poisoned_compile_cache_is_wiped_and_no_other(tmp_path: Path) 
 
 
 def test_case_16_two_launches_never_share_a_compile_cache(tmp_path: Path) -> None:
-    home = compile_cache.root(tmp_path, version="0.32.0", platform="cpu", gpu_name=None, command=())
-    env = compile_cache.environment(home)
-    with compile_cache.claimed(env) as first, compile_cache.claimed(env) as second:
+    home = boots.cache_root(tmp_path, version="0.32.0", platform="cpu", gpu_name=None, command=())
+    env = boots.cache_environment(home)
+    with boots.claimed_cache(env) as first, boots.claimed_cache(env) as second:
         assert first["VLLM_CACHE_ROOT"] == str(home)
         assert second["VLLM_CACHE_ROOT"] != first["VLLM_CACHE_ROOT"]
-    with compile_cache.claimed(env) as again:
+    with boots.claimed_cache(env) as again:
         assert again["VLLM_CACHE_ROOT"] == str(home)
 
 
 def test_case_16_a_cache_of_the_users_own_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "torch_compile_cache").mkdir()
-    assert not compile_cache.wipe({"VLLM_CACHE_ROOT": str(tmp_path)})
+    assert not boots.wipe_cache({"VLLM_CACHE_ROOT": str(tmp_path)})
     assert (tmp_path / "torch_compile_cache").exists()
 
 
@@ -324,7 +324,7 @@ def test_each_known_error_gets_its_verdict_first_cause_first(tmp_path: Path, kin
     follow_up = "engine_dead" if kind != "engine_dead" else "engine_dead+engine_dead"
     error = asyncio.run(ending(spec(tmp_path, f"print={kind}+{follow_up}", asked={"max_num_seqs": 8})))
     assert error.cause == expected
-    assert type(error) is type(verdict(expected).error())
+    assert type(error) is type(failed(expected).error())
     assert error.evidence
 
 

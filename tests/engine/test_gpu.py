@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tuner.engine.gpu import Gpu, Gpus, Sample, User, Watch, select, summarize, throttled, visible_devices
+from tuner.engine.gpu import Gpu, Gpus, GpuSample, User, Watch, select, summarize, throttled, visible_devices
 from tuner.errors import Aborted
 
 GIB = 1 << 30
@@ -28,9 +28,9 @@ class Driver:
     def gpus(self) -> Sequence[Gpu]:
         return self.cards
 
-    def sample(self, uuid: str) -> Sample:
+    def sample(self, uuid: str) -> GpuSample:
         self.looks += 1
-        return Sample(uuid=uuid, at_s=float(self.looks), used_bytes=self.used)
+        return GpuSample(uuid=uuid, at_s=float(self.looks), used_bytes=self.used)
 
     def users(self, uuid: str) -> Sequence[User]:
         return []
@@ -139,7 +139,7 @@ def test_a_watch_samples_every_device_at_least_once() -> None:
 
 def test_samples_are_folded_into_measurement_names() -> None:
     samples = [
-        Sample(
+        GpuSample(
             uuid="a", at_s=float(second), used_bytes=second * GIB, utilization=0.5, power_w=300.0,
             temperature_c=60.0 + second, sm_clock_mhz=1980.0 - second, throttle=0x40 if second == 9 else 0x1,
         )

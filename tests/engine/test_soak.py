@@ -18,7 +18,7 @@ import psutil
 from tests.engine.helpers import leftovers
 from tests.engine.test_cases_processes import until
 from tests.engine.test_conformance import Simulated
-from tuner.engine.ports import is_free
+from tuner.engine.http import is_free
 from tuner.engine.server import serve
 from tuner.errors import EngineError
 from tuner.leftovers import shared_files

@@ -15,7 +15,7 @@ import yaml
 
 from tests.fleet.production import Production
 from tests.tuning.studies import WATCHDOG_S, command, environment, tuner, write
-from tuner.engine.ports import fresh_port
+from tuner.engine.http import fresh_port
 from tuner.history.entities import Schedule
 from tuner.history.store import Store
 

@@ -100,6 +100,8 @@ class KnownEngine:
     async def fault(self, phase: str) -> EngineError | None:
         return None
 
+    kind = "vllm"
+
     def heard(self) -> None:
         self.heard_calls += 1
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.tuning.studies import write
-from tuner.engine import limits
+from tuner.adapters import adapter_of
 from tuner.errors import BadInput
 from tuner.knobs.space import Condition
 from tuner.records import Candidate, Measurement, Trial, TrialState
@@ -161,8 +161,8 @@ def test_the_search_stays_around_the_best_so_far_and_turns_everything_now_and_th
     near, everything = spaces(prepared, history, 8)
     held = best(prepared, history)["block_size"]
     assert near.levels["block_size"] == (held,)
-    assert {n: near.levels[n] for n in near.levels if n in limits.KNOBS} == {
-        n: everything.levels[n] for n in everything.levels if n in limits.KNOBS
+    assert {n: near.levels[n] for n in near.levels if n in adapter_of("vllm").live_knobs} == {
+        n: everything.levels[n] for n in everything.levels if n in adapter_of("vllm").live_knobs
     }
     assert spaces(prepared, history, 9) == (prepared.space,)
 

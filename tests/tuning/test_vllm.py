@@ -15,11 +15,12 @@ from tests.engine.real import INTERPRETER, model
 from tests.service.surfaces import assert_one_truth
 from tests.tuning.studies import TRACE, command, environment, tuner, wait_for
 from tests.tuning.test_end_to_end import ours, run_of, store_of
+from tuner.adapters import adapter_of
 from tuner.engine.server import serve
 from tuner.knobs.catalogue import CONFIG_PATHS
 from tuner.records import LaunchSpec, RunState, Trial, TrialState
 from tuner.tuning.next_trial import propose
-from tuner.tuning.study import VLLM_MODULE, load
+from tuner.tuning.study import load
 
 pytestmark = pytest.mark.vllm
 
@@ -164,7 +165,7 @@ def test_the_profile_is_pulled_and_the_engine_is_launched_with_it(tuned: Path) -
     winner = next(t for t in trials_of(tuned) if t.number == number and not t.cause)
     spec = LaunchSpec(
         launch_id=f"pulled-{os.getpid()}",
-        command=(INTERPRETER, *VLLM_MODULE),
+        command=(INTERPRETER, *adapter_of("vllm").command),
         model=str(tuned / "model"),
         argv=("--config", str(pulled)),
         served_name="pulled",

@@ -111,9 +111,10 @@ def check(
 
 def facts_of(python: str | None) -> "EngineFacts":
     """What an interpreter says of its vllm; the simulated engine without one."""
+    from tuner.adapters import adapter_of
     from tuner.errors import BadInput
     from tuner.knobs.discover import discover
-    from tuner.tuning.study import VLLM_MODULE, engine_command
+    from tuner.tuning.study import engine_command
     from tuner.tuning.studyfile import EngineFile
 
     if python is None:
@@ -121,4 +122,4 @@ def facts_of(python: str | None) -> "EngineFacts":
     found = shutil.which(python)
     if found is None:
         raise BadInput(f"--python {python}: there is no such interpreter")
-    return discover((found, *VLLM_MODULE))
+    return discover((found, *adapter_of("vllm").command))

@@ -83,7 +83,7 @@ def why(trial: "Trial") -> str:
 def _first(trial: "Trial", log: str) -> list[str]:
     """What a failed trial's log is read for: the reason, and the line of the root cause if it names one."""
     from tuner.engine import failures
-    from tuner.engine.kinds import KINDS
+    from tuner.engine.failures import KINDS
 
     if not trial.reason:
         return []

@@ -1,8 +1,18 @@
-"""What earlier boots of a node tell about the next: how long to wait, how large a KV cache to expect."""
+"""What earlier boots leave for the next one: how long it takes, its KV cache, and the code they compiled.
 
+There is one compile cache per engine build and GPU type, kept between launches and wiped when it is damaged.
+"""
+
+import fcntl
+import hashlib
 import re
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from statistics import median
+
+from tuner.adapters import adapter_of
 
 CEILING_S = 3600.0
 FLOOR_S = 60.0
@@ -13,6 +23,7 @@ FIRST_DRIFT, FIRST_S = "first_kv_drift", "first_ready_s"
 """Where a launch's timeline keeps what its first boot differed by (a share), and when that one was ready."""
 LIMITS_CLASS = "--scheduler-cls"
 """The first of the arguments that the tuner adds of its own accord."""
+CACHE_MARK = ".tuner-compile-cache"
 _COMPILED = re.compile(r"Compiling a graph for|torch\.compile takes")
 _LOADED = re.compile(r"Directly load (?:the|AOT)")
 
@@ -77,3 +88,59 @@ def kv_drift(now: int | None, earlier: Sequence[int | None], *, tolerance: float
     usual = median(known)
     drift = (now - usual) / usual
     return drift if abs(drift) > tolerance else None
+
+
+def cache_root(
+    home: Path, *, version: str, platform: str, gpu_name: str | None, command: tuple[str, ...]
+) -> Path:
+    """The folder in which launches of this engine build on this card keep what they compiled."""
+    build = hashlib.sha256("\0".join((version, platform, gpu_name or "", *command)).encode()).hexdigest()[:12]
+    path = home / "compile-cache" / f"{version}-{build}"
+    path.mkdir(parents=True, exist_ok=True)
+    (path / CACHE_MARK).touch()
+    return path
+
+
+def cache_environment(path: Path, engine: str = "vllm") -> dict[str, str]:
+    """The variables that make an engine of that kind keep its compiled code there."""
+    return {name: str(path / folder) for name, folder in adapter_of(engine).compile_cache.items()}
+
+
+def _ours(env: Mapping[str, str], engine: str) -> Path | None:
+    """The root of a launch's compile cache, None where we did not make it."""
+    root = next((name for name, folder in adapter_of(engine).compile_cache.items() if not folder), "")
+    where = Path(env.get(root) or "")
+    return where if (where / CACHE_MARK).exists() else None
+
+
+@contextmanager
+def claimed_cache(env: Mapping[str, str], engine: str = "vllm") -> Iterator[dict[str, str]]:
+    """Hold the compile cache of a launch alone, as two writers damage it; a launch that finds it taken gets
+    the next root beside it. Yields what to lay over `env`; nothing where the root is not one of ours."""
+    where = _ours(env, engine)
+    if where is None:
+        yield {}
+        return
+    number = 1
+    while True:
+        path = Path(where if number == 1 else f"{where}-{number}")
+        path.mkdir(exist_ok=True)
+        with (path / CACHE_MARK).open("a") as mark:
+            try:
+                fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                number += 1
+                continue
+            yield cache_environment(path, engine)
+            return
+
+
+def wipe_cache(env: Mapping[str, str], engine: str = "vllm") -> bool:
+    """Empty the compile cache of a launch, if it is one of ours. Whether it is."""
+    where = _ours(env, engine)
+    if where is None:
+        return False
+    for entry in where.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry, ignore_errors=True)
+    return True

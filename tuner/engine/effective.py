@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from tuner.adapters import adapter_of
 from tuner.engine.metrics import EngineMetrics, number
 from tuner.records import JSON, Candidate, LaunchSpec, Value
 
@@ -18,18 +19,18 @@ def read(spec: LaunchSpec, metrics: EngineMetrics, info: JSON, log: str) -> dict
     chose.
     """
     paths = spec.config_paths
-    said = {**from_metrics(metrics, paths), **from_server_info(info, paths)}
+    said = {**from_metrics(metrics, paths), **from_server_info(info, paths, adapter_of(spec.kind).config_key)}
     chosen = from_log(log, spec.log_words)
     return {**said, **{name: value for name, value in chosen.items() if said.get(name) is None}}
 
 
-def from_server_info(info: JSON, paths: Mapping[str, str]) -> dict[str, Value]:
+def from_server_info(info: JSON, paths: Mapping[str, str], key: str = "vllm_config") -> dict[str, Value]:
     """Flat knob → value from `/server_info?config_format=json`, by where each knob stands in it (`paths`:
     knob → dotted path); empty when it holds no configuration. A knob whose path is not there is left out.
 
     Versions without JSON give one string, which says nothing reliable.
     """
-    config = info.get("vllm_config") if isinstance(info, dict) else None
+    config = info.get(key) if isinstance(info, dict) else None
     if not isinstance(config, dict):
         return {}
     found: dict[str, Value] = {}

@@ -2,15 +2,275 @@
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Literal
 
-from tuner.engine.kinds import KINDS, STUDY_KINDS, Outcome
+from tuner.adapters import adapter_of
 from tuner.engine.rootcause import RootCause, root_cause, split
 from tuner.errors import Aborted, EngineError, Infeasible, StudyFailed
 from tuner.records import Violation
 
 Phase = Literal["startup", "run"]
+Outcome = Literal["infeasible", "aborted", "study"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureKind:
+    """One way in which a launch ends. `rank` orders what a log tells: 0 a root cause, 1 a general error, 3 a
+    wrapper of another error, 4 what may also be said while all is well.
+
+    `knobs` can mend it: in a study that turns none of them, every candidate ends so. `by_candidate`: once
+    another candidate has served, this one is at fault. `warned`: the engine writes it as a warning or as
+    information. How an engine words it is in its adapter (`tuner.adapters`).
+    """
+
+    outcome: Outcome
+    retries: int
+    sentence: str
+    rank: int = 0
+    knobs: tuple[str, ...] = ()
+    by_candidate: bool = False
+    warned: bool = False
+
+
+_MEMORY = (
+    "gpu_memory_utilization", "kv_cache_memory_bytes", "max_num_seqs", "max_num_batched_tokens",
+    "max_model_len", "kv_cache_dtype", "tensor_parallel_size", "pipeline_parallel_size", "cpu_offload_gb",
+    "quantization", "dtype", "enforce_eager", "cudagraph_capture_sizes", "max_cudagraph_capture_size",
+    "num_gpu_blocks_override", "speculative_config",
+)  # fmt: skip
+
+
+STUDY_KINDS: dict[str, FailureKind] = {
+    "model_missing": FailureKind(
+        outcome="study",
+        retries=0,
+        sentence="the model cannot be found",
+    ),
+    "model_gated": FailureKind(
+        outcome="study",
+        retries=0,
+        sentence="the model may not be read: accept its licence, or give HF_TOKEN in engine.env",
+    ),
+    "remote_code": FailureKind(
+        outcome="study",
+        retries=0,
+        sentence="the model brings code of its own, which is not trusted (engine.args: trust-remote-code)",
+    ),
+    "model_unknown": FailureKind(
+        outcome="study",
+        retries=0,
+        sentence="this engine does not know the model's architecture",
+    ),
+    "weights": FailureKind(
+        outcome="study",
+        retries=0,
+        sentence="the model's weights cannot be loaded",
+        knobs=("load_format", "quantization"),
+        by_candidate=True,
+    ),
+    "tokenizer": FailureKind(
+        outcome="study",
+        retries=0,
+        sentence="the model's tokenizer cannot be loaded",
+        knobs=("tokenizer_mode",),
+    ),
+    "driver": FailureKind(
+        outcome="study",
+        retries=0,
+        sentence="the GPU's driver does not serve this engine",
+    ),
+    "image": FailureKind(
+        outcome="study",
+        retries=0,
+        sentence="this build of the engine does not run on this machine",
+        by_candidate=True,
+    ),
+    "interpreter": FailureKind(
+        outcome="study",
+        retries=0,
+        sentence="the interpreter has no vLLM that can be imported",
+    ),
+    "package": FailureKind(
+        outcome="study",
+        retries=0,
+        sentence="the engine lacks a Python package",
+        knobs=("attention_backend", "kv_offloading_backend", "kv_transfer_config", "moe_backend",
+               "linear_backend", "quantization", "speculative_config", "load_format"),
+        by_candidate=True,
+    ),
+    "dtype": FailureKind(
+        outcome="study",
+        retries=0,
+        sentence="the card or the model does not take this number format",
+        knobs=("dtype",),
+        by_candidate=True,
+    ),
+    "quantization": FailureKind(
+        outcome="study",
+        retries=0,
+        sentence="the quantization does not fit the card or the model",
+        knobs=("quantization", "tensor_parallel_size", "dtype"),
+        by_candidate=True,
+    ),
+    "capability": FailureKind(
+        outcome="study",
+        retries=0,
+        sentence="the card is too old for what is asked",
+        knobs=("dtype", "quantization", "kv_cache_dtype", "attention_backend"),
+        by_candidate=True,
+    ),
+    "parallel": FailureKind(
+        outcome="study",
+        retries=0,
+        sentence="the model or the node does not divide as asked",
+        knobs=("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
+               "decode_context_parallel_size"),
+        by_candidate=True,
+    ),
+}  # fmt: skip
+"""Faults of model, weights, driver and build: they are looked for first, and only in the root cause."""
+
+KINDS: dict[str, FailureKind] = {
+    **STUDY_KINDS,
+    "bad_flag": FailureKind(
+        outcome="study",
+        retries=0,
+        sentence="the engine refused an argument",
+    ),
+    "port_in_use": FailureKind(
+        outcome="aborted",
+        retries=2,
+        sentence="the port was taken by another process",
+    ),
+    "gpu_busy": FailureKind(
+        outcome="aborted",
+        retries=2,
+        sentence="another process held GPU memory",
+    ),
+    "profiling_race": FailureKind(
+        outcome="aborted",
+        retries=2,
+        sentence="GPU memory changed hands while the engine measured it",
+    ),
+    "no_kv_memory": FailureKind(
+        outcome="infeasible",
+        retries=0,
+        sentence="no memory left for the KV cache",
+        knobs=_MEMORY,
+    ),
+    "max_len_gt_kv": FailureKind(
+        outcome="infeasible",
+        retries=0,
+        sentence="the KV cache is too small for one request of the maximum length",
+        knobs=_MEMORY,
+    ),
+    "max_len_gt_model": FailureKind(
+        outcome="study",
+        retries=0,
+        sentence="max-model-len is larger than the model allows",
+        knobs=("max_model_len",),
+    ),
+    "mamba_blocks": FailureKind(
+        outcome="infeasible",
+        retries=0,
+        sentence="max_num_seqs is larger than the number of Mamba cache blocks",
+        knobs=_MEMORY,
+    ),
+    "oom_warmup": FailureKind(
+        outcome="infeasible",
+        retries=0,
+        sentence="out of GPU memory while warming up; a lower max_num_seqs may fit",
+        knobs=_MEMORY,
+    ),
+    "oom": FailureKind(
+        outcome="infeasible",
+        retries=0,
+        sentence="out of memory",
+        knobs=_MEMORY,
+    ),
+    "shm_full": FailureKind(
+        outcome="aborted",
+        retries=2,
+        sentence="shared memory (/dev/shm) is full",
+    ),
+    "disk_full": FailureKind(outcome="aborted", retries=2, sentence="the disk is full"),
+    "block_size": FailureKind(
+        outcome="infeasible",
+        retries=0,
+        sentence="the attention backend refuses the block size",
+        knobs=("block_size", "attention_backend", "kv_cache_dtype"),
+    ),
+    "attention_backend": FailureKind(
+        outcome="infeasible",
+        retries=0,
+        sentence="no attention backend takes this configuration",
+        knobs=("attention_backend", "block_size", "kv_cache_dtype", "dtype"),
+    ),
+    "nccl": FailureKind(
+        outcome="aborted",
+        retries=2,
+        sentence="communication between GPUs failed",
+    ),
+    "compile_cache": FailureKind(
+        outcome="aborted",
+        retries=1,
+        sentence="the compile cache is damaged; it was wiped",
+    ),
+    "v0_fallback": FailureKind(
+        outcome="infeasible",
+        retries=0,
+        sentence="the engine fell back to V0, which is another engine",
+        warned=True,
+        knobs=("preemption", "preemption_mode"),
+    ),
+    "init_timeout": FailureKind(
+        outcome="infeasible",
+        retries=1,
+        sentence="the engine was not ready within its deadline",
+        rank=1,
+    ),
+    "config_invalid": FailureKind(
+        outcome="infeasible",
+        retries=0,
+        sentence="the engine refused the configuration",
+        rank=1,
+    ),
+    "hang": FailureKind(
+        outcome="infeasible",
+        retries=1,
+        sentence="the engine's processes stopped answering each other",
+        rank=4,
+        warned=True,
+    ),
+    "engine_dead": FailureKind(
+        outcome="infeasible",
+        retries=1,
+        sentence="the engine died",
+        rank=3,
+    ),
+    "crashed": FailureKind(
+        outcome="infeasible", retries=1, sentence="the engine ended without a known cause"
+    ),
+    "refused": FailureKind(outcome="infeasible", retries=1, sentence="the engine answers with errors"),
+    "host_oom": FailureKind(
+        outcome="infeasible", retries=1, sentence="the kernel killed the engine: host memory is out"
+    ),
+    "killed": FailureKind(outcome="aborted", retries=2, sentence="the engine was killed from outside"),
+    "frozen": FailureKind(
+        outcome="infeasible", retries=1, sentence="the engine answers /health but computes nothing any more"
+    ),
+    "thrash": FailureKind(
+        outcome="infeasible", retries=1, sentence="requests preempt each other and tokens stand still"
+    ),
+    "stale_server": FailureKind(outcome="aborted", retries=2, sentence="another server answers on our port"),
+    "gpu_dirty": FailureKind(outcome="aborted", retries=2, sentence="GPU memory did not come back"),
+    "foreign_use": FailureKind(outcome="aborted", retries=2, sentence="the GPU is in use by somebody else"),
+    "hard_fault": FailureKind(outcome="aborted", retries=0, sentence="engine processes survive SIGKILL"),
+    "kv_drift": FailureKind(outcome="aborted", retries=1, sentence="a first boot got less KV cache"),
+}
+
 FLAGS_OF = {
     "preemption": ("preemption-mode", "swap-space", "kv-offloading-size", "kv-offloading-backend"),
     "enable-prefix-caching": ("no-enable-prefix-caching",),
@@ -29,7 +289,7 @@ NODE_FAULTS = frozenset({"hard_fault", "gpu_dirty", "nccl"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class LaunchFailure:
     """How a launch ended. `reason` is one sentence, `evidence` the log line that says it."""
 
     kind: str
@@ -54,10 +314,10 @@ def retries(cause: str | None, phase: Phase = "startup") -> int:
     return KINDS[cause].retries if cause in KINDS else 0
 
 
-def verdict(kind: str, *, detail: str = "", evidence: str = "", phase: Phase = "startup") -> Verdict:
-    """The verdict of a known kind; `detail` is added to its sentence."""
+def failed(kind: str, *, detail: str = "", evidence: str = "", phase: Phase = "startup") -> LaunchFailure:
+    """A failure of a known kind; `detail` is added to its sentence."""
     about = KINDS[kind]
-    return Verdict(
+    return LaunchFailure(
         kind=kind,
         outcome=about.outcome,
         retries=retries(kind, phase),
@@ -75,7 +335,8 @@ def classify(
     asked: Iterable[str] = (),
     oom_killed: bool = False,
     held_gib: float = 0.0,
-) -> Verdict:
+    engine: str = "vllm",
+) -> LaunchFailure:
     """Why an engine ended, from its log, its exit code (None: it still runs) and the knobs it was asked for.
 
     A refused argument stands first (exit code 2), then a root cause that lies with model, weights, driver or
@@ -86,20 +347,22 @@ def classify(
     """
     refused = _refusal(text) if exit_code == 2 and phase == "startup" else ""
     if refused:
-        return _blame(verdict("bad_flag", detail=_detail("bad_flag", refused), evidence=refused), list(asked))
-    told = root_cause(text) or _shell_words(text)
-    kind = None if told is None else study_kind(told.words)
+        return _blame(failed("bad_flag", detail=_detail("bad_flag", refused), evidence=refused), list(asked))
+    words = _words(engine)
+    cause = root_cause(text) or _last_words(text, words)
+    kind = None if cause is None else words.study_kind(cause.words)
     if exit_code in NEVER_RAN and phase == "startup":
-        kind, told = kind or "image", told or RootCause(line=_exit_words(exit_code), words="")
-    if told is not None and kind is not None:
-        return verdict(kind, detail=told.line, evidence=told.line, phase=phase)
-    found = first_cause(text)
+        kind, cause = kind or "image", cause or RootCause(line=_exit_words(exit_code), words="")
+    if cause is not None and kind is not None:
+        return failed(kind, detail=cause.line, evidence=cause.line, phase=phase)
+    found = words.first_cause(text)
     if found is not None and KINDS[found[0]].rank < 3:
         kind, line = found
         if kind == "gpu_busy" and _asks_too_much(line, held_gib):
             kind = "oom"
-        return _blame(verdict(kind, detail=_detail(kind, line), evidence=line, phase=phase), list(asked))
-    return _unknown(text, exit_code, phase, found, told, oom_killed=oom_killed)
+        return _blame(failed(kind, detail=_detail(kind, line), evidence=line, phase=phase), list(asked))
+    own = None if cause is None or words.general(cause.line) else cause.line
+    return _unknown(text, exit_code, phase, found, own, oom_killed=oom_killed)
 
 
 def _unknown(
@@ -107,56 +370,73 @@ def _unknown(
     exit_code: int | None,
     phase: Phase,
     found: tuple[str, str] | None,
-    told: RootCause | None,
+    own: str | None,
     *,
     oom_killed: bool,
-) -> Verdict:
-    """The verdict where the log names no known cause: the kernel's, or the root cause as it stands."""
+) -> LaunchFailure:
+    """The failure where the log names no known cause: the kernel's, or the root cause's `own` line."""
     if oom_killed and (exit_code == -9 or found is not None):
-        return verdict("host_oom", evidence=last_line(text), phase=phase)
+        return failed("host_oom", evidence=last_line(text), phase=phase)
     if exit_code == -9:
-        return verdict("killed", evidence=last_line(text), phase=phase)
-    own = None if told is None or _general(told.line) else told.line
+        return failed("killed", evidence=last_line(text), phase=phase)
     if found is not None and (found[0] != "hang" or exit_code is None):  # also said of slow compiles
         detail = own or _worker_words(text) or _exit_words(exit_code)
-        return verdict(found[0], detail=detail, evidence=own or found[1], phase=phase)
-    return verdict(
+        return failed(found[0], detail=detail, evidence=own or found[1], phase=phase)
+    return failed(
         "crashed", detail=own or _exit_words(exit_code), evidence=own or last_line(text), phase=phase
     )
 
 
-def _general(line: str) -> bool:
-    """Whether a line only says that the engine ended, which its kind says already."""
-    return any(KINDS[kind].rank >= 3 and pattern.search(line) for kind, pattern in _COMPILED)
+class _Words:
+    """The patterns of one kind of engine: which log lines tell which kind of failure."""
+
+    def __init__(self, engine: str) -> None:
+        patterns = {kind: re.compile(text) for kind, text in adapter_of(engine).failures.items()}
+        self._study = [(kind, pattern) for kind, pattern in patterns.items() if kind in STUDY_KINDS]
+        self._known = [(kind, pattern) for kind, pattern in patterns.items() if kind not in STUDY_KINDS]
+        self.any = re.compile("|".join(pattern.pattern for _, pattern in self._known) or r"(?!)")
+
+    def general(self, line: str) -> bool:
+        """Whether a line only says that the engine ended, which its kind says already."""
+        return any(KINDS[kind].rank >= 3 and pattern.search(line) for kind, pattern in self._known)
+
+    def study_kind(self, words: str) -> str | None:
+        """Which fault of model, weights, driver or build an exception's words tell; None: none of them."""
+        return next((kind for kind, pattern in self._study if pattern.search(words)), None)
+
+    def first_cause(self, text: str) -> tuple[str, str] | None:
+        """(kind, line) of the earliest line of the best rank, None when nothing known is said."""
+        best: tuple[int, str, str] | None = None
+        lines = text.splitlines()
+        for number, line in enumerate(lines):
+            if not self.any.search(line) or re.search(r"\braise \w.*\($", line):
+                continue
+            quiet = split(line)[0].quiet
+            said = (k for k, p in self._known if p.search(line) and (KINDS[k].warned or not quiet))
+            kind = next(said, None)
+            if kind is not None and (best is None or KINDS[kind].rank < best[0]):
+                if line.endswith("Config"):  # a validation error says what is wrong on its next lines
+                    line = " ".join([line, *(more.strip() for more in lines[number + 1 : number + 3])])
+                best = (KINDS[kind].rank, kind, line.strip()[:500])
+                if best[0] == 0:
+                    break
+        return None if best is None else (best[1], best[2])
 
 
-def study_kind(words: str) -> str | None:
-    """Which fault of model, weights, driver or build an exception's words tell; None: none of them."""
-    return next((kind for kind, pattern in _STUDY if pattern.search(words)), None)
+_words = cache(_Words)
 
 
-def first_cause(text: str) -> tuple[str, str] | None:
-    """(kind, line) of the earliest line of the best rank, None when nothing known is said."""
-    best: tuple[int, str, str] | None = None
-    lines = text.splitlines()
-    for number, line in enumerate(lines):
-        if not _ANY.search(line) or re.search(r"\braise \w.*\($", line):
-            continue
-        quiet = split(line)[0].quiet
-        kind = next((k for k, p in _COMPILED if p.search(line) and (KINDS[k].warned or not quiet)), None)
-        if kind is not None and (best is None or KINDS[kind].rank < best[0]):
-            if line.endswith("Config"):  # a validation error says what is wrong on its next lines
-                line = " ".join([line, *(more.strip() for more in lines[number + 1 : number + 3])])
-            best = (KINDS[kind].rank, kind, line.strip()[:500])
-            if best[0] == 0:
-                break
-    return None if best is None else (best[1], best[2])
+def first_cause(text: str, engine: str = "vllm") -> tuple[str, str] | None:
+    """(kind, line) of the log line that tells the cause best, None when nothing known is said."""
+    return _words(engine).first_cause(text)
 
 
-def _shell_words(text: str) -> RootCause | None:
+def _last_words(text: str, words: _Words) -> RootCause | None:
     """The last line where no exception is told: what an interpreter, a shell or a container runtime says."""
     last = last_line(text)
-    return None if not last or split(last)[0].quiet or _ANY.search(last) else RootCause(line=last, words=last)
+    if not last or split(last)[0].quiet or words.any.search(last):
+        return None
+    return RootCause(line=last, words=last)
 
 
 def _refusal(text: str) -> str:
@@ -169,10 +449,11 @@ def _refusal(text: str) -> str:
     return re.sub(r"\s*\[type=\w+, .*$", "", " ".join([lines[at[-1]].strip(), *more]))[:500]
 
 
-def line_of(kind: str, text: str) -> str | None:
-    """The first line that says a kind, None when none does."""
-    pattern = re.compile(KINDS[kind].pattern)
-    return next((line.strip()[:500] for line in text.splitlines() if pattern.search(line)), None)
+def line_of(kind: str, text: str, engine: str = "vllm") -> str | None:
+    """The first line that tells a kind, None when none does."""
+    pattern = adapter_of(engine).failures.get(kind)
+    lines = text.splitlines() if pattern else []
+    return next((line.strip()[:500] for line in lines if re.search(pattern or "", line)), None)
 
 
 def last_line(text: str) -> str:
@@ -186,7 +467,7 @@ def refused_flags(line: str) -> tuple[str, ...]:
     return tuple(flag.removeprefix("--") for flag in re.findall(r"--[a-z][a-z0-9-]*", line))
 
 
-def _blame(given: Verdict, asked: list[str]) -> Verdict:
+def _blame(given: LaunchFailure, asked: list[str]) -> LaunchFailure:
     """A refusal of something that the candidate does not set is the study's own mistake."""
     knobs = {name.replace("_", "-") for name in asked}
     flags = {flag for knob in knobs for flag in (knob, *FLAGS_OF.get(knob, ()))}
@@ -197,14 +478,8 @@ def _blame(given: Verdict, asked: list[str]) -> Verdict:
         outcome = "study"
     else:
         return given
-    return Verdict(
-        kind=given.kind,
-        outcome=outcome,
-        retries=given.retries,
-        reason=given.reason,
-        evidence=given.evidence,
-        violation=Violation(err=1.0) if outcome == "infeasible" else Violation(),
-    )
+    violation = Violation(err=1.0) if outcome == "infeasible" else Violation()
+    return replace(given, outcome=outcome, violation=violation)
 
 
 def _detail(kind: str, line: str) -> str:
@@ -285,10 +560,3 @@ _FREE = re.compile(
     r"memory on (?:device|node) \S+ \(([\d.]+)/([\d.]+) GiB\) on startup is less than desired .PU memory "
     r"utilization \(([\d.]+), ([\d.]+) GiB\)"
 )
-_STUDY = [(kind, re.compile(about.pattern)) for kind, about in STUDY_KINDS.items()]
-_COMPILED = [
-    (kind, re.compile(about.pattern))
-    for kind, about in KINDS.items()
-    if about.pattern and kind not in STUDY_KINDS
-]
-_ANY = re.compile("|".join(pattern.pattern for _, pattern in _COMPILED))

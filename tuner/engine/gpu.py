@@ -10,10 +10,13 @@ from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
 from types import MappingProxyType
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from tuner.engine.failures import verdict
+import pynvml
 
+from tuner.engine.failures import failed
+
+T = TypeVar("T")
 SLACK_BYTES = 256 << 20
 SAMPLES = 3
 VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
@@ -34,7 +37,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class GpuSample:
     """One look at one GPU; None where the device does not say."""
 
     uuid: str
@@ -60,7 +63,7 @@ class Nvml(Protocol):
     """What is needed of the driver."""
 
     def gpus(self) -> Sequence[Gpu]: ...
-    def sample(self, uuid: str) -> Sample: ...
+    def sample(self, uuid: str) -> GpuSample: ...
     def users(self, uuid: str) -> Sequence[User]: ...
     def driver(self) -> str | None: ...
 
@@ -85,7 +88,7 @@ class Gpus:
         """The GPUs visible under `env` (CUDA_VISIBLE_DEVICES of this process when it sets none), of those
         `only` the ones of these UUIDs where any are named, with their used memory now as the baseline."""
         if nvml is None:
-            nvml, absent = _driver()
+            nvml, absent = open_driver()
             if nvml is None:
                 return cls(nvml=None, absent=absent)
         visible = (env or {}).get(VISIBLE, os.environ.get(VISIBLE))
@@ -106,7 +109,7 @@ class Gpus:
         """The driver's version; None without GPUs."""
         return None if self.nvml is None else self.nvml.driver()
 
-    def sample(self) -> tuple[Sample, ...]:
+    def sample(self) -> tuple[GpuSample, ...]:
         """One look at each GPU; empty without GPUs."""
         return () if self.nvml is None else tuple(self.nvml.sample(uuid) for uuid in self.uuids)
 
@@ -129,7 +132,7 @@ class Gpus:
         for gpu in self.gpus:
             used = self.baseline.get(gpu.uuid, 0)
             if used > limit_bytes and not gpu.shared_memory:
-                raise verdict("foreign_use", detail=f"{gpu.uuid}: {used / 2**30:.1f} GiB held").error()
+                raise failed("foreign_use", detail=f"{gpu.uuid}: {used / 2**30:.1f} GiB held").error()
 
     async def wait_free(
         self,
@@ -156,9 +159,7 @@ class Gpus:
                 break
             if over and clock() - begun > timeout_s:
                 rest = (over[0].used_bytes - limits.get(over[0].uuid, 0)) / 2**30
-                raise verdict(
-                    "gpu_dirty", detail=f"{over[0].uuid}: {rest:.1f} GiB above the baseline"
-                ).error()
+                raise failed("gpu_dirty", detail=f"{over[0].uuid}: {rest:.1f} GiB above the baseline").error()
             await asyncio.sleep(interval_s)
         return clock() - begun
 
@@ -218,7 +219,7 @@ class Watch:
     """Samples GPUs in a thread while a window is measured."""
 
     def __init__(self, gpus: Gpus, *, interval_s: float = 1.0) -> None:
-        self.samples: list[Sample] = []
+        self.samples: list[GpuSample] = []
         self._gpus = gpus
         self._interval_s = interval_s
         self._end = threading.Event()
@@ -246,7 +247,7 @@ class Watch:
         return summarize(self.samples)
 
 
-def summarize(samples: Sequence[Sample]) -> dict[str, float]:
+def summarize(samples: Sequence[GpuSample]) -> dict[str, float]:
     """Measurement names from samples; empty without samples.
 
     `gpu_memory_gib` (sum of each device's highest), `gpu_utilization` (mean, 0..1), `gpu_energy_j`,
@@ -284,7 +285,7 @@ def throttled(summary: Mapping[str, float], limit: float = 0.05) -> bool:
     return summary.get("gpu_throttled", 0.0) > limit
 
 
-def _energy(samples: Sequence[Sample]) -> float:
+def _energy(samples: Sequence[GpuSample]) -> float:
     """Joules of one device: power times time, trapezoids."""
     pairs = itertools.pairwise(samples)
     return sum(
@@ -294,7 +295,86 @@ def _energy(samples: Sequence[Sample]) -> float:
     )
 
 
-def _driver() -> tuple[Nvml | None, str | None]:
-    from tuner.engine.nvml import open_driver  # it needs the records above
+def open_driver() -> tuple["Driver | None", str | None]:
+    """The driver of this host, or None and one sentence that says why there is none."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return None, f"no NVIDIA driver on this host ({error})"
+    try:
+        return Driver(), None
+    except pynvml.NVMLError as error:
+        return None, f"the NVIDIA driver does not tell of its GPUs ({error})"
 
-    return open_driver()
+
+class Driver:
+    """NVML after nvmlInit(). Handles are looked up once, by UUID."""
+
+    def __init__(self) -> None:
+        self._handles: dict[str, object] = {}
+        self._gpus = tuple(
+            gpu for index in range(pynvml.nvmlDeviceGetCount()) for gpu in self._devices(index)
+        )
+
+    def gpus(self) -> Sequence[Gpu]:
+        return self._gpus
+
+    def driver(self) -> str | None:
+        return _text(_maybe(pynvml.nvmlSystemGetDriverVersion))
+
+    def sample(self, uuid: str) -> GpuSample:
+        handle = self._handles[uuid]
+        rates = _maybe(pynvml.nvmlDeviceGetUtilizationRates, handle)
+        power = _maybe(pynvml.nvmlDeviceGetPowerUsage, handle)
+        memory = _maybe(pynvml.nvmlDeviceGetMemoryInfo, handle)
+        return GpuSample(
+            uuid=uuid,
+            at_s=time.monotonic(),
+            used_bytes=0 if memory is None else int(memory.used),
+            utilization=None if rates is None else rates.gpu / 100.0,
+            power_w=None if power is None else power / 1000.0,
+            temperature_c=_maybe(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
+            sm_clock_mhz=_maybe(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM),
+            throttle=int(_maybe(pynvml.nvmlDeviceGetCurrentClocksEventReasons, handle) or 0),
+        )
+
+    def users(self, uuid: str) -> Sequence[User]:
+        found = _maybe(pynvml.nvmlDeviceGetComputeRunningProcesses, self._handles[uuid]) or []
+        return [User(uuid=uuid, pid=p.pid, memory_bytes=p.usedGpuMemory) for p in found]
+
+    def _devices(self, index: int) -> list[Gpu]:
+        """The device itself, or its MIG instances where it is split."""
+        device = pynvml.nvmlDeviceGetHandleByIndex(index)
+        mode = _maybe(pynvml.nvmlDeviceGetMigMode, device)
+        if not mode or mode[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
+            return [self._describe(device, index)]
+        count = _maybe(pynvml.nvmlDeviceGetMaxMigDeviceCount, device) or 0
+        instances = (_maybe(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, device, i) for i in range(count))
+        return [self._describe(each, index, mig=True) for each in instances if each is not None]
+
+    def _describe(self, handle: object, index: int, *, mig: bool = False) -> Gpu:
+        uuid = _text(pynvml.nvmlDeviceGetUUID(handle)) or ""
+        self._handles[uuid] = handle
+        memory = _maybe(pynvml.nvmlDeviceGetMemoryInfo, handle)
+        return Gpu(
+            uuid=uuid,
+            name=_text(_maybe(pynvml.nvmlDeviceGetName, handle)) or "unknown GPU",
+            memory_bytes=0 if memory is None else int(memory.total),
+            shared_memory=memory is None,
+            index=index,
+            mig=mig,
+        )
+
+
+def _maybe(question: Callable[..., T], *arguments: object) -> T | None:
+    """The answer, None where this device or driver does not know the question."""
+    try:
+        return question(*arguments)
+    except pynvml.NVMLError:
+        return None
+
+
+def _text(value: object) -> str | None:
+    if value is None:
+        return None
+    return value.decode() if isinstance(value, bytes) else str(value)

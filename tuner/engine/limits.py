@@ -1,25 +1,22 @@
-"""Changes a running engine's scheduler limits between replays, through `live_limits.py` on its path."""
+"""Changes a running engine's scheduler limits between replays, through the adapter's file on its path."""
 
 import asyncio
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from tuner.engine import live_limits
+from tuner.adapters import adapter_of, live_limits
 from tuner.leftovers import private_directory
 from tuner.records import JSON, LaunchSpec, Value
-
-KNOBS: tuple[str, ...] = live_limits.NAMES
-"""What can change without a relaunch; every other knob needs one."""
 
 ANSWER_S = 5.0
 
 
-class Launched(Protocol):
+class Running(Protocol):
     """A running engine, as far as it matters here (`engine.server.Server`)."""
 
     @property
@@ -45,29 +42,36 @@ class State:
     error: str | None = None
 
 
-def install(directory: Path, launch_id: str, pythonpath: str | None = None) -> Installed:
-    """Put the file into `directory/live_limits` and name it to the engine of that launch.
+def install(
+    directory: Path, launch_id: str, pythonpath: str | None = None, engine: str = "vllm"
+) -> Installed:
+    """Put the adapter's file into `directory/live_limits`, and tell the engine of that launch to use it.
 
     The socket lies in the launch's own temporary directory, which goes with the engine. `pythonpath` is what
     the engine's environment holds already.
     """
+    how = adapter_of(engine).live_limits
+    if how is None:
+        raise ValueError(f"the limits of {engine} cannot change while it runs")
     home = directory / "live_limits"
     home.mkdir(parents=True, exist_ok=True)
-    shutil.copy(live_limits.__file__, home / "live_limits.py")
+    shutil.copy(how.file, home / how.file.name)
     paths = [str(home), *([pythonpath] if pythonpath else [])]
     address = private_directory(launch_id) / "limits"
     env = {live_limits.VARIABLE: str(address), "PYTHONPATH": os.pathsep.join(paths)}
-    return Installed(argv=("--scheduler-cls", "live_limits.LiveLimits"), env=env)
+    return Installed(argv=how.argv, env=env)
 
 
-def changeable(launched: Mapping[str, Value], wanted: Mapping[str, Value]) -> dict[str, Value] | None:
+def changeable(
+    launched: Mapping[str, Value], wanted: Mapping[str, Value], knobs: Sequence[str] = live_limits.NAMES
+) -> dict[str, Value] | None:
     """The limits that turn one configuration into another, None where that needs a relaunch.
 
     Both are whole configurations (effective values of every knob in question). Nothing may rise above what
-    was launched; a knob that is no limit must be equal.
+    was launched; a knob that is not among `knobs` must be equal.
     """
     differ = {k for k in {*launched, *wanted} if launched.get(k) != wanted.get(k)}
-    if not differ <= set(KNOBS):
+    if not differ <= set(knobs):
         return None
     for name in ("max_num_seqs", "max_num_batched_tokens"):
         most, asked = launched.get(name), wanted.get(name)
@@ -75,10 +79,10 @@ def changeable(launched: Mapping[str, Value], wanted: Mapping[str, Value]) -> di
             not isinstance(most, int) or not isinstance(asked, int) or isinstance(asked, bool) or asked > most
         ):
             return None
-    return {name: wanted[name] for name in KNOBS if wanted.get(name) is not None}
+    return {name: wanted[name] for name in knobs if wanted.get(name) is not None}
 
 
-async def change(server: Launched, limits: Mapping[str, Value], *, patience_s: float = 10.0) -> bool:
+async def change(server: Running, limits: Mapping[str, Value], *, patience_s: float = 10.0) -> bool:
     """Set the limits (those left out return to their launched values) and read them back.
 
     Waits up to `patience_s` for an engine that still works on requests. False, whatever the reason: relaunch.
@@ -92,7 +96,7 @@ async def change(server: Launched, limits: Mapping[str, Value], *, patience_s: f
         await asyncio.sleep(0.1)
 
 
-async def ask(server: Launched, question: JSON) -> State:
+async def ask(server: Running, question: JSON) -> State:
     """One question over the socket; {} asks for the limits as they are. Never raises for a silent engine."""
     path = server.spec.env.get(live_limits.VARIABLE)
     if not path:

@@ -7,16 +7,28 @@ import re
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
-from tuner.engine.failures import Verdict, verdict
+from tuner.adapters import adapter_of
+from tuner.engine.failures import LaunchFailure, failed
 from tuner.engine.metrics import EngineMetrics, parse
 
-_NEEDED = re.compile(
-    r"^vllm:(?:num_requests_(?:running|waiting)|(?:generation|prompt)_tokens_total|num_preemptions_total"
-    r"|iteration_tokens_total_count)\b.*$",
-    re.MULTILINE,
+_NEEDED = (
+    "running",
+    "waiting",
+    "generation_tokens",
+    "prompt_tokens",
+    "preemptions",
+    "iterations",
 )
+
+
+@cache
+def _needed(engine: str) -> re.Pattern[str]:
+    """The lines of /metrics that matter here: the whole page is parsed less often than this one looks."""
+    names = [name for ours in _NEEDED for name in adapter_of(engine).metrics.get(ours, ())]
+    return re.compile(rf"^(?:{'|'.join(map(re.escape, names))})\b.*$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +46,12 @@ class Liveness:
     exports neither steps nor tokens is not judged, and one whose tokens are not told does not thrash.
     """
 
-    def __init__(self, *, grace_s: float = 30.0) -> None:
-        self.grace_s = grace_s
+    def __init__(self, *, grace_s: float = 30.0, engine: str = "vllm") -> None:
+        self.grace_s, self.engine = grace_s, engine
         self._step: _Mark | None = None
         self._token: _Mark | None = None
 
-    def observe(self, metrics: EngineMetrics, now_s: float) -> Verdict | None:
+    def observe(self, metrics: EngineMetrics, now_s: float) -> LaunchFailure | None:
         """The verdict on an engine that stands still, None while it moves, idles, or says nothing."""
         mark = _Mark(
             at_s=now_s,
@@ -57,15 +69,15 @@ class Liveness:
             self._token = mark
         return self._judge(self._step, self._token, mark)
 
-    def _judge(self, step: _Mark, token: _Mark, now: _Mark) -> Verdict | None:
+    def _judge(self, step: _Mark, token: _Mark, now: _Mark) -> LaunchFailure | None:
         rising = now.preemptions > token.preemptions
         if rising and now.at_s - token.at_s > self.grace_s:
             more = now.preemptions - token.preemptions
-            return verdict(
+            return failed(
                 "thrash", detail=f"{more:.0f} preemptions in {now.at_s - token.at_s:.0f} s", phase="run"
             )
         if now.at_s - step.at_s > self.grace_s:
-            return verdict("frozen", detail=f"no step in {now.at_s - step.at_s:.0f} s", phase="run")
+            return failed("frozen", detail=f"no step in {now.at_s - step.at_s:.0f} s", phase="run")
         return None
 
 
@@ -76,7 +88,7 @@ async def watch(
     interval_s: float,
     clock: Callable[[], float] = time.monotonic,
     heard: Callable[[], float] = lambda: -math.inf,
-) -> Verdict:
+) -> LaunchFailure:
     """Look at a running engine until it stands still; returns that verdict. `scrape` gives the exposition
     text and raises OSError when there is none: no answer for the whole grace is standing still, too, unless
     tokens came meanwhile (`heard`: when the last ones did, by the same clock)."""
@@ -84,17 +96,17 @@ async def watch(
     while True:
         await asyncio.sleep(interval_s)
         try:
-            needed = _NEEDED.findall(await scrape())
+            needed = _needed(liveness.engine).findall(await scrape())
         except OSError:
             silent = clock() - max(answered, heard())
             if silent > liveness.grace_s:
-                return verdict(
+                return failed(
                     "frozen", detail=f"no token and no answer to /metrics for {silent:.0f} s", phase="run"
                 )
             continue
         answered = clock()
         try:
-            scraped = parse("\n".join((*needed, "")))
+            scraped = parse("\n".join((*needed, "")), liveness.engine)
         except ValueError:  # it answers, in words that cannot be read
             continue
         if (found := liveness.observe(scraped, answered)) is not None:

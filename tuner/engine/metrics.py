@@ -1,4 +1,4 @@
-"""One set of names over the /metrics of every vLLM version; what an engine does not say is None, never 0."""
+"""One set of names for /metrics of all engines and versions; what an engine does not say is None, never 0."""
 
 import math
 import re
@@ -9,6 +9,7 @@ from types import MappingProxyType
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from tuner.adapters import adapter_of
 from tuner.records import Value
 
 Fold = Callable[[Iterable[float]], float]
@@ -18,74 +19,36 @@ EDGE = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """One canonical number: sample names by priority, and how several series of it become one.
-
-    Counters and queues add up over engine ranks, usage takes the largest. Several API servers export the same
-    gauge once per pid: the largest counts. `counter`: only differences mean much.
+    """How several series of one number become one. Counters and queues add up over engine ranks, usage takes
+    the largest. Several API servers export the same gauge once per pid: the largest counts. Of a `counter`
+    only differences mean much.
     """
 
-    names: tuple[str, ...]
     fold: Fold = sum
     counter: bool = False
 
 
-def _counter(*names: str) -> Series:
-    return Series(names=tuple(f"vllm:{name}" for name in names), counter=True)
-
-
-def _gauge(*names: str, fold: Fold = sum) -> Series:
-    return Series(names=tuple(f"vllm:{name}" for name in names), fold=fold)
-
-
-def _histogram(key: str, *names: str) -> dict[str, Series]:
-    return {
-        f"{key}_seconds_sum": _counter(*(f"{name}_seconds_sum" for name in names)),
-        f"{key}_seconds_count": _counter(*(f"{name}_seconds_count" for name in names)),
-    }
-
-
-ALIASES: Mapping[str, Series] = MappingProxyType(
-    {
-        "running": _gauge("num_requests_running"),
-        "waiting": _gauge("num_requests_waiting"),
-        "swapped": _gauge("num_requests_swapped"),
-        "kv_usage": _gauge("kv_cache_usage_perc", "gpu_cache_usage_perc", fold=max),
-        "preemptions": _counter("num_preemptions_total"),
-        "prompt_tokens": _counter("prompt_tokens_total"),
-        "generation_tokens": _counter("generation_tokens_total"),
-        "iterations": _counter("iteration_tokens_total_count"),
-        "iteration_tokens": _counter("iteration_tokens_total_sum"),
-        "prefix_queries": _counter(
-            "prefix_cache_queries_total", "gpu_prefix_cache_queries_total", "gpu_prefix_cache_queries"
-        ),
-        "prefix_hits": _counter(
-            "prefix_cache_hits_total", "gpu_prefix_cache_hits_total", "gpu_prefix_cache_hits"
-        ),
-        "prefix_hit_rate_gauge": _gauge("gpu_prefix_cache_hit_rate", fold=max),
-        "external_prefix_queries": _counter("external_prefix_cache_queries_total"),
-        "external_prefix_hits": _counter("external_prefix_cache_hits_total"),
-        "prompt_tokens_cached": _counter("prompt_tokens_cached_total"),
-        "finished": _counter("request_success_total"),
-        "rejected": _counter("admission_rejections_total"),
-        "spec_drafted": _counter("spec_decode_num_draft_tokens_total"),
-        "spec_accepted": _counter("spec_decode_num_accepted_tokens_total"),
-        **_histogram("ttft", "time_to_first_token"),
-        **_histogram("itl", "inter_token_latency", "time_per_output_token"),
-        **_histogram("tpot", "request_time_per_output_token"),
-        **_histogram("e2e", "e2e_request_latency"),
-        **_histogram("queue", "request_queue_time"),
-        **_histogram("prefill", "request_prefill_time"),
-        **_histogram("decode", "request_decode_time"),
-    }
-)
-"""Canonical name → the names it has borne (0.6 … 0.33), newest first; docs/engine.md has the table."""
+_SUM, _MOST, _COUNTER = Series(), Series(fold=max), Series(counter=True)
+_TIMES = ("ttft", "itl", "tpot", "e2e", "queue", "prefill", "decode")
+SERIES: Mapping[str, Series] = MappingProxyType(
+    dict.fromkeys(("running", "waiting", "swapped"), _SUM)
+    | dict.fromkeys(("kv_usage", "prefix_hit_rate_gauge"), _MOST)
+    | dict.fromkeys(
+        ("preemptions", "prompt_tokens", "generation_tokens", "iterations", "iteration_tokens",
+         "prefix_queries", "prefix_hits", "external_prefix_queries", "external_prefix_hits",
+         "prompt_tokens_cached", "finished", "rejected", "spec_drafted", "spec_accepted",
+         *(f"{time}_seconds_{end}" for time in _TIMES for end in ("sum", "count"))),
+        _COUNTER,
+    )
+)  # fmt: skip
+"""Our names. An engine's own names for them are in its adapter; docs/engine.md has vLLM's as a table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMetrics:
     """One scrape. `values` has every canonical name; `used` says which name each came from.
 
-    `config` holds the labels of cache_config_info: strings as the engine wrote them.
+    `config` holds the labels of the adapter's `config_metric`: strings as the engine wrote them.
     """
 
     values: Mapping[str, float | None]
@@ -101,25 +64,27 @@ class EngineMetrics:
         return bool((self.values["running"] or 0) + (self.values["waiting"] or 0))
 
 
-def parse(text: str) -> EngineMetrics:
-    """Read an exposition text of any version. ValueError when no line of it is a sample.
+def parse(text: str, kind: str = "vllm") -> EngineMetrics:
+    """Read an exposition text of any version of an engine of that kind. ValueError when no line of it is a
+    sample.
 
     A line that cannot be read makes its number None: the sum of the other series would be another number. So
     does one that is not finite. A last line without its line feed was cut off. Of two lines for one series
     the last counts.
     """
-    found = _Samples()
+    found, adapter = _Samples(), adapter_of(kind)
     for sample in _samples(text):
         if isinstance(sample, str):
             found.broken.add(sample)
-        elif sample.name == "vllm:cache_config_info":
+        elif sample.name == adapter.config_metric:
             found.config.update(sample.labels)
         else:
             found.add(sample)
     values: dict[str, float | None] = {}
     used: dict[str, str] = {}
-    for canonical, series in ALIASES.items():
-        name = next((name for name in series.names if name in found.values or name in found.broken), None)
+    for canonical, series in SERIES.items():
+        names = adapter.metrics.get(canonical, ())
+        name = next((name for name in names if name in found.values or name in found.broken), None)
         values[canonical] = None if name is None else found.fold(name, series)
         if name is not None:
             used[canonical] = name
@@ -192,7 +157,7 @@ def between(before: EngineMetrics, after: EngineMetrics) -> dict[str, float | No
     the engine does not tell these apart; `prefix_recomputed` is the share that was not traffic's.
     """
     delta: dict[str, float | None] = {}
-    for name, series in ALIASES.items():
+    for name, series in SERIES.items():
         new, old = after.values[name], before.values[name]
         if series.counter and old is None and name in before.used:
             delta[name] = None

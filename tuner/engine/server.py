@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from tuner.engine import boots, compile_cache, effective, failures, log, metrics
-from tuner.engine.failures import Phase, Verdict
+from tuner.adapters import adapter_of
+from tuner.engine import boots, effective, failures, log, metrics
+from tuner.engine.failures import KINDS, LaunchFailure, Phase
 from tuner.engine.gpu import Gpus, visible_devices
-from tuner.engine.http import Reply, ask, stream_has_token
-from tuner.engine.kinds import KINDS
+from tuner.engine.http import Reply, ask, fresh_port, strangers, stream_has_token
 from tuner.engine.liveness import Liveness, oom_kills, watch
-from tuner.engine.ports import fresh_port, strangers
 from tuner.errors import BadInput, EngineError, StudyFailed
 from tuner.processes import HOST, TAG, Process, ProcessTable, Stopped, spawn, stop
 from tuner.records import JSON, LaunchSpec, Value
@@ -28,19 +27,6 @@ HOST_NAME = "127.0.0.1"
 REFUSAL_S = 10.0
 HEALTH_S = 2.0
 SLOW, GONE = 0, -1  # no answer to /health within HEALTH_S, and no connection at all
-HYGIENE: Mapping[str, str | None] = {
-    "VLLM_SERVER_DEV_MODE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "VLLM_ENABLE_STARTUP_PLAN": "0",
-    "PROMETHEUS_MULTIPROC_DIR": None,
-    "VLLM_API_KEY": None,
-    "VLLM_PORT": None,
-    "NO_COLOR": "1",
-    "VLLM_LOGGING_COLOR": "0",
-    "PYTHONUNBUFFERED": "1",
-}
-"""Laid over the caller's environment, under the study's; None takes a name out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +43,8 @@ class Server:
 
     def __init__(self, spec: LaunchSpec, process: Process, port: int, nonce: str) -> None:
         self.spec = spec
+        self.kind = spec.kind
+        self.adapter = adapter_of(spec.kind)
         self.process = process
         self.host = HOST_NAME
         self.port = port
@@ -72,7 +60,7 @@ class Server:
         self.held_gib = 0.0
         self.heard_at = -math.inf
         self._oom_kills = oom_kills()
-        self._latched: Verdict | None = None
+        self._latched: LaunchFailure | None = None
 
     @property
     def cause(self) -> str | None:
@@ -90,7 +78,7 @@ class Server:
 
     async def metrics(self) -> metrics.EngineMetrics:
         """One scrape of /metrics. OSError when no answer came."""
-        return metrics.parse(await self.exposition())
+        return metrics.parse(await self.exposition(), self.kind)
 
     async def exposition(self, timeout_s: float = 10.0) -> str:
         """The raw text of /metrics."""
@@ -109,7 +97,7 @@ class Server:
     async def reset_cache(self, *, tries: int = 5, pause_s: float = 0.2) -> CacheReset:
         """Empty the prefix cache; asked again while the engine refuses because requests still run."""
         external = any("kv-transfer" in part or "kv-offload" in part for part in self.spec.argv)
-        path = "/reset_prefix_cache" + ("?reset_external=true" if external else "")
+        path = self.adapter.reset_path + ("?reset_external=true" if external else "")
         for _ in range(tries):
             reply = await self.ask("POST", path, timeout_s=60.0)
             said = reply.json()
@@ -129,7 +117,7 @@ class Server:
             self._latched = self._latched or found  # the watch may have come to a verdict meanwhile
         return None if self._latched is None else self._latched.error()
 
-    async def _look(self, phase: Phase) -> Verdict | None:
+    async def _look(self, phase: Phase) -> LaunchFailure | None:
         """Silence is no verdict: a server with too many requests answers nobody for seconds. While it lives,
         how long it may stand still is for the watch to say."""
         said = await self._health()
@@ -149,11 +137,11 @@ class Server:
         except OSError:
             return GONE
 
-    def say(self, kind: str, detail: str) -> Verdict:
+    def say(self, kind: str, detail: str) -> LaunchFailure:
         """A verdict that we came to ourselves, with the log's last line as evidence."""
-        return failures.verdict(kind, detail=detail, evidence=failures.last_line(log.read(self.log)))
+        return failures.failed(kind, detail=detail, evidence=failures.last_line(log.read(self.log)))
 
-    async def verdict(self, phase: Phase, *, patience_s: float = 1.0) -> Verdict:
+    async def verdict(self, phase: Phase, *, patience_s: float = 1.0) -> LaunchFailure:
         """Why the engine ended, from its log and its exit code as first seen.
 
         Waits a little for the last words to be written."""
@@ -161,7 +149,7 @@ class Server:
         while self.process.writing and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         if self.process.log_lost is not None:
-            return failures.verdict("disk_full", detail=f"{self.log}: {self.process.log_lost.strerror}")
+            return failures.failed("disk_full", detail=f"{self.log}: {self.process.log_lost.strerror}")
         return failures.classify(
             log.read(self.log),
             self.process.code,
@@ -169,9 +157,10 @@ class Server:
             asked=self.spec.asked,
             oom_killed=oom_kills() > self._oom_kills,
             held_gib=self.held_gib,
+            engine=self.kind,
         )
 
-    def latch(self, verdict: Verdict) -> EngineError:
+    def latch(self, verdict: LaunchFailure) -> EngineError:
         """Record what ended this launch, unless something did before."""
         self._latched = self._latched or verdict
         return self._latched.error()
@@ -237,7 +226,7 @@ async def _boot(spec: LaunchSpec, terms: _Terms) -> AsyncIterator[Server]:
         terms.gpus.refuse_foreign()
         terms.note("waiting for GPU memory")
         await terms.gpus.wait_free()
-    with compile_cache.claimed(spec.env) as cache:
+    with boots.claimed_cache(spec.env, spec.kind) as cache:
         devices = visible_devices(spec.gpus, terms.gpus, spec.env)
         server = _launch(replace(spec, env={**devices, **spec.env, **cache}))
         if terms.gpus is not None:
@@ -255,7 +244,7 @@ async def _boot(spec: LaunchSpec, terms: _Terms) -> AsyncIterator[Server]:
 
 async def _kill_when_still(server: Server, grace_s: float) -> None:
     """End an engine that computes nothing any more, so that who waits for it hears the verdict at once."""
-    liveness = Liveness(grace_s=grace_s)
+    liveness = Liveness(grace_s=grace_s, engine=server.kind)
     found = await watch(
         partial(server.exposition, min(10.0, grace_s)),
         liveness,
@@ -270,7 +259,8 @@ async def _kill_when_still(server: Server, grace_s: float) -> None:
 def arguments(spec: LaunchSpec, port: int, nonce: str) -> list[str]:
     """The whole command line of a launch. In its command prefix `{tag}` becomes the launch's id and a word
     `{env}` becomes `--env NAME` for every variable of the launch (a container passes none on by itself)."""
-    names = sorted({*(name for name, value in HYGIENE.items() if value), *spec.env, TAG})
+    environment = adapter_of(spec.kind).environment
+    names = sorted({*(name for name, value in environment.items() if value), *spec.env, TAG})
     passed = [word for name in names for word in ("--env", name)]
     prefix = [
         word
@@ -290,7 +280,7 @@ def _launch(spec: LaunchSpec) -> Server:
     try:
         process = spawn(
             arguments(spec, port, nonce),
-            env={**HYGIENE, **spec.env},
+            env={**adapter_of(spec.kind).environment, **spec.env},
             directory=directory,
             log=directory / "engine.log",
             tag=spec.launch_id,
@@ -339,34 +329,34 @@ async def _step(server: Server, deadline: float) -> str:
     names = [entry.get("id") for entry in data if isinstance(entry, dict)] if isinstance(data, list) else []
     foreign = strangers(server.port, HOST.members(server.process))
     if server.names[1] not in names or (foreign and not server.spec.stop_command):
-        raise server.latch(failures.verdict("stale_server", detail=f"port {server.port}, pids {foreign}"))
+        raise server.latch(failures.failed("stale_server", detail=f"port {server.port}, pids {foreign}"))
     left = max(1.0, deadline - time.monotonic())
     body: JSON = {"model": server.names[1], "prompt": [11, 12, 13, 14], "max_tokens": 1, "stream": True}
     reply = await server.ask("POST", "/v1/completions", body=body, timeout_s=left)
     return "ready" if stream_has_token(reply) else f"answering {reply.status} to a completion"
 
 
-async def _timed_out(server: Server, step: str) -> Verdict:
+async def _timed_out(server: Server, step: str) -> LaunchFailure:
     """The verdict on an engine that is not ready at its deadline: its log's cause, else the wait."""
     text = log.read(server.log)
-    found = failures.first_cause(text)
+    found = failures.first_cause(text, server.kind)
     if found is not None and KINDS[found[0]].rank == 0:
         return await server.verdict("startup", patience_s=0.0)
     detail = f"{server.spec.ready_timeout_s:.0f} s, still {step}"
-    return failures.verdict("init_timeout", detail=detail, evidence=failures.last_line(text))
+    return failures.failed("init_timeout", detail=detail, evidence=failures.last_line(text))
 
 
 async def _introduce(server: Server) -> None:
     """Read what the engine says of itself; refuse another engine than the one asked for."""
     text = log.read(server.log)
-    if (line := failures.line_of("v0_fallback", text)) is not None:
-        raise server.latch(failures.verdict("v0_fallback", evidence=line))
+    if (line := failures.line_of("v0_fallback", text, server.kind)) is not None:
+        raise server.latch(failures.failed("v0_fallback", evidence=line))
     try:
         scraped = await server.metrics()
-        info = (await server.ask("GET", "/server_info?config_format=json", timeout_s=30.0)).json()
+        info = (await server.ask("GET", server.adapter.config_path, timeout_s=30.0)).json()
     except (OSError, ValueError) as error:
         fault = await server.fault("startup")
-        raise fault or server.latch(failures.verdict("refused", detail=str(error))) from error
+        raise fault or server.latch(failures.failed("refused", detail=str(error))) from error
     server.effective = effective.read(server.spec, scraped, info, text)
     server.kv_tokens = metrics.kv_tokens(scraped) or log.kv_tokens(text)
     server.compiled_anew = boots.compiled_anew(text)
@@ -391,9 +381,9 @@ async def _stop_surely(server: Server, terms: _Terms) -> None:
             cancelled = error
     server.stopped = task.result()
     if server.cause == "compile_cache":
-        compile_cache.wipe(server.spec.env)
+        boots.wipe_cache(server.spec.env, server.kind)
     if server.stopped.survivors:
         pids = ", ".join(str(pid) for pid in server.stopped.survivors)
-        raise server.latch(failures.verdict("hard_fault", detail=f"pids {pids}"))
+        raise server.latch(failures.failed("hard_fault", detail=f"pids {pids}"))
     if cancelled is not None:
         raise cancelled

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tuner.adapters import adapter_of
 from tuner.errors import BadInput, Conflict, TunerError, Unavailable
 from tuner.fleet import dispatch_ray, leases, nodes
 from tuner.fleet.dispatch_ray import Hand, Member, Remote
@@ -89,7 +90,7 @@ def choose(
     picked = tuple(member for member in found if member.name in names)
     needed = needed_gpus(file)
     for member in picked:
-        if needed > member.gpus and not (needed == 1 and file.engine.kind == "simulated"):
+        if needed > member.gpus and not (needed == 1 and adapter_of(file.engine.kind).simulated):
             raise BadInput(
                 f"node {member.name} has {member.gpus} GPUs in the cluster, the study needs {needed}"
             )
@@ -164,7 +165,7 @@ async def _hire(job: ClusterJob, member: Member) -> Hand:
 def engine_of(file: StudyFile, member: Member) -> StudyFile:
     """The study as this node runs it: a simulated engine is the card that the node's label `gpu` names."""
     card = member.labels.get("gpu")
-    if file.engine.kind != "simulated" or not card:
+    if not adapter_of(file.engine.kind).simulated or not card:
         return file
     return file.model_copy(update={"engine": file.engine.model_copy(update={"card": card})})
 

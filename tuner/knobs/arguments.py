@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tuner.adapters import adapter_of
 from tuner.errors import BadInput, UnsupportedKnob, nearest
 from tuner.knobs.catalogue import CATALOGUE, PREEMPTION, Knob, knob
 from tuner.knobs.versions import OLDEST, matches, negation, parse, table
@@ -50,8 +51,8 @@ def compile_candidate(
 
 
 def title(facts: EngineFacts) -> str:
-    """What an engine is called in sentences: the simulated one is not vLLM's fault."""
-    return f"vLLM {facts.version}" if facts.kind == "vllm" else "the simulated engine"
+    """What an engine is called in sentences."""
+    return adapter_of(facts.kind).title.format(version=facts.version)
 
 
 def refusal(
@@ -74,7 +75,7 @@ def _absence(entry: Knob, facts: EngineFacts) -> str | None:
     """Why the engine does not have the knob, or does not act on it."""
     here = f"{entry.name}: {title(facts)}"
     if entry.flag_in(facts) is None and not _by_environment(entry, facts):
-        history = _history(entry) if facts.kind == "vllm" else ""
+        history = _history(entry) if adapter_of(facts.kind).releases else ""
         return f"{here} does not have it{history}{_instead(entry, facts)}"
     if parse(facts.version) < OLDEST:
         return f"{here} is older than {OLDEST}, the oldest that is driven; upgrade it"

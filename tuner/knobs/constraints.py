@@ -2,20 +2,10 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from tuner.adapters import adapter_of
 from tuner.knobs.catalogue import CATALOGUE
 from tuner.knobs.model import ModelFacts
 from tuner.records import EngineFacts, Value
-
-BLOCK_SIZES: Mapping[str, tuple[int, ...]] = {
-    "FLASHINFER": (16, 32, 64),
-    "FLASHMLA": (64,),
-    "CUTLASS_MLA": (128,),
-    "FLASHINFER_MLA": (32, 64),
-    "ROCM_AITER_FA": (16, 32),
-    "TURBOQUANT": (16, 32, 64, 128),
-    "HPC_ATTN": (64,),
-}
-"""Block sizes that a backend's kernels take, where the list is closed (vllm/v1/attention/backends, 0.32)."""
 
 
 def known_violation(
@@ -36,8 +26,7 @@ def known_violation(
 
 
 GRAPHS = "max_cudagraph_capture_size"
-_DEFAULT_GRAPHS = 512
-"""The engine's own limit on captured graphs, where 2 x max_num_seqs is not less."""
+_DEFAULT_GRAPHS = adapter_of("vllm").graph_tokens or 0
 
 
 def with_acting_graphs(candidate: Mapping[str, Value], levels: Sequence[Value]) -> dict[str, Value]:
@@ -105,10 +94,11 @@ def _memory(asked: Mapping[str, Value]) -> Iterator[str]:
 def _blocks(asked: Mapping[str, Value], facts: EngineFacts) -> Iterator[str]:
     """Rules by the named backend; on CPU the model decides the backend: little is known before a launch."""
     size, backend = asked.get("block_size"), str(asked.get("attention_backend"))
-    if not isinstance(size, int) or facts.kind == "simulated":
+    adapter = adapter_of(facts.kind)
+    multiple = adapter.block_multiples.get(backend, adapter.block_multiples.get(""))
+    if not isinstance(size, int) or multiple is None:
         return
-    allowed = BLOCK_SIZES.get(backend, ())
-    multiple = 32 if backend == "CPU_ATTN" else 16
+    allowed = adapter.block_sizes.get(backend, ())
     if allowed and size not in allowed:
         listed = ", ".join(str(item) for item in allowed)
         yield f"block_size {size} is not among those of {backend}: {listed}"

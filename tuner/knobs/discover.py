@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from tuner import processes
+from tuner.adapters import EngineAdapter, adapter_in
 from tuner.errors import BadInput, Unavailable
 from tuner.knobs.catalogue import CATALOGUE
 from tuner.knobs.probe import MARK
@@ -19,9 +20,6 @@ from tuner.knobs.versions import table
 from tuner.records import EngineFacts, digest_of
 from tuner.settings import Settings, shipped
 
-SIMULATED_MODULE = "tuner.simulator.app"
-SIMULATED_VERSION = "0.32.0"
-"""The vLLM that the simulated engine speaks like."""
 Platform = Literal["cuda", "cpu", "rocm", "xpu", "tpu"]
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "VLLM_TARGET_DEVICE")
 
@@ -44,8 +42,9 @@ def discover(
     it does not answer in time.
     """
     interpreter = interpreter_of(command)
-    if SIMULATED_MODULE in command:
-        return _simulated(command, env or {}, timeout_s)
+    adapter = adapter_in(command)
+    if adapter.speaks_as is not None:
+        return _facts_of_help(adapter, command, env or {}, timeout_s)
     who = _ask(interpreter, ("identity",), env, timeout_s)
     key = digest_of({"command": list(interpreter), "who": who, "env": _seen(env or {}), "probe": _script()})
     kept = Settings().home / "cache" / "engines" / f"{key[:32]}.json"
@@ -56,7 +55,7 @@ def discover(
             "gpu_count"
         ):  # a host whose GPU is gone is asked again
             _remember(kept, answer)
-    return facts_of_answer(answer)
+    return facts_of_answer(answer, adapter.kind)
 
 
 def interpreter_of(command: Sequence[str]) -> tuple[str, ...]:
@@ -67,10 +66,10 @@ def interpreter_of(command: Sequence[str]) -> tuple[str, ...]:
     return tuple(command)
 
 
-def facts_of_answer(answer: Mapping[str, Any]) -> EngineFacts:
+def facts_of_answer(answer: Mapping[str, Any], kind: str = "vllm") -> EngineFacts:
     """Facts from what the probe printed."""
     facts = EngineFacts(
-        kind="vllm",
+        kind=kind,
         version=str(answer["version"] or "dev"),
         platform=cast(Platform, answer.get("platform") or "cuda"),
         flags=frozenset(answer["flags"]),
@@ -91,7 +90,7 @@ def facts_of_version(
     version: str,
     platform: Platform = "cuda",
     *,
-    kind: Literal["vllm", "simulated"] = "vllm",
+    kind: str = "vllm",
     gpu: GpuKind | None = None,
 ) -> EngineFacts:
     """Facts of a release from shipped data alone, for a device that need not be here."""
@@ -121,13 +120,17 @@ def with_defaults(facts: EngineFacts) -> EngineFacts:
     return replace(facts, defaults={name: value for name, value in found.items() if value is not None})
 
 
-def _simulated(command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> EngineFacts:
-    """Facts of the simulated engine: the flags its own help lists, the rest as the vLLM it speaks like."""
+def _facts_of_help(
+    adapter: EngineAdapter, command: Sequence[str], env: Mapping[str, str], timeout_s: float
+) -> EngineFacts:
+    """The flags that the engine's own help lists, the rest as of the vLLM release that it speaks like."""
     done = processes.run((*command, "--help"), timeout_s=timeout_s, env=env)
     if done.code != 0:
-        raise BadInput(f"the simulated engine does not answer --help: {_last(done.err)}")
+        raise BadInput(
+            f"{adapter.title.format(version=adapter.speaks_as)} does not answer --help: {_last(done.err)}"
+        )
     flags = frozenset(re.findall(r"--[a-z][a-z0-9-]+", done.out)) - {"--help"}
-    facts = facts_of_version(SIMULATED_VERSION, "cuda", kind="simulated")
+    facts = facts_of_version(str(adapter.speaks_as), "cuda", kind=adapter.kind)
     return with_defaults(replace(facts, flags=flags))
 
 

@@ -15,9 +15,9 @@ PATIENCE_S = 5.0
 class Observer:
     """Scrapes /metrics at the window's start, every `every_s`, and at its end; parsing waits for the end."""
 
-    def __init__(self, host: str, port: int, every_s: float) -> None:
+    def __init__(self, host: str, port: int, every_s: float, engine: str = "vllm") -> None:
         self._pool = Pool(host, port)
-        self._every_s = every_s
+        self._every_s, self._engine = every_s, engine
         self._texts: list[tuple[float, bytes]] = []
         self.series: dict[str, list[float | None]] = {}
         self._key = 0
@@ -54,19 +54,21 @@ class Observer:
     async def conclude(self) -> dict[str, float | None]:
         """The numbers of the window, under canonical names and those of measurements; None = not told."""
         await self._pool.close()
-        scrapes = [(at, found) for at, raw in self._texts if (found := _parsed(raw)) is not None]
+        scrapes = [
+            (at, found) for at, raw in self._texts if (found := _parsed(raw, self._engine)) is not None
+        ]
         self.series = series(scrapes)
         return fold(scrapes)
 
 
-def _parsed(raw: bytes) -> metrics.EngineMetrics | None:
+def _parsed(raw: bytes, engine: str) -> metrics.EngineMetrics | None:
     head, _, body = raw.partition(b"\r\n\r\n")
     if b" 200 " not in head[:16]:
         return None
     if b"chunked" in head.lower():
         body = _unchunked(body)
     try:
-        return metrics.parse(body.decode("utf-8", "replace"))
+        return metrics.parse(body.decode("utf-8", "replace"), engine)
     except ValueError:
         return None
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from tuner.engine.live_limits import VARIABLE
+from tuner.adapters.live_limits import VARIABLE
 from tuner.knobs.model import ModelFacts
 from tuner.simulator import live
 from tuner.simulator.boot import Booted, NotStarted, announce, boot, cache_config, log, server_info

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tuner.engine.live_limits import NAMES
+from tuner.adapters.live_limits import NAMES
 from tuner.simulator.scheduler import Scheduler
 from tuner.simulator.state import Limits
 

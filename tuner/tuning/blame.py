@@ -3,8 +3,7 @@
 import re
 from collections.abc import Collection, Sequence
 
-from tuner.engine.failures import refused_flags
-from tuner.engine.kinds import KINDS
+from tuner.engine.failures import KINDS, refused_flags
 from tuner.errors import EngineError, Infeasible, StudyFailed
 from tuner.records import Launch, Run, Trial, TrialState, Violation
 from tuner.tuning.study import Prepared, flag_name

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from tuner.engine import limits
+from tuner.adapters import adapter_of
 from tuner.errors import BadInput
 from tuner.knobs.space import SearchSpace
 from tuner.measures import class_of, measure_of
@@ -46,7 +46,7 @@ def card_for(prepared: Prepared) -> Card | str:
     for name in prepared.study.objectives:
         if not measure_of(name).predicted:
             return f"the simulator does not predict {name}"
-    if engine.kind == "simulated":
+    if adapter_of(engine.kind).simulated:
         return card_of(engine.card)
     if _spread({name: (value,) for name, value in engine.args.items()} | {**prepared.space.levels}):
         return "the simulator does not know pipeline and data parallel engines"
@@ -262,7 +262,7 @@ def around(prepared: Prepared, candidate: Mapping[str, Value], trials: Sequence[
     """
     space = prepared.space
     short = any(t.measurement and t.measurement.values.get("preemptions", 0.0) > 0 for t in trials)
-    free = {name for name in limits.KNOBS if short or name != "watermark"}
+    free = {name for name in adapter_of(prepared.facts.kind).live_knobs if short or name != "watermark"}
     levels = {
         name: values if name in free else tuple(v for v in values if _is(v, candidate.get(name)))
         for name, values in space.levels.items()

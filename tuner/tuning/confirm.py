@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from statistics import fmean, median
 
+from tuner.adapters import adapter_of
 from tuner.conclusions import Conclusion, Judgement, RunCost
 from tuner.errors import Aborted, Infeasible
 from tuner.history.store import Store
@@ -318,7 +319,7 @@ def pending(bench: Bench) -> tuple[str, list[Trial]] | None:
 def cost_of(bench: Bench, run: Run, label: str | None = None) -> RunCost:
     """What a run's trials and its confirmation held the node for."""
     facts = bench.prepared.facts
-    real = facts.kind == "vllm" and facts.platform != "cpu"
+    real = adapter_of(facts.kind).uses_gpus(facts.platform)
     ours = [t for t in bench.store.trials(run.study_id) if t.run_id == run.id]
     search = sum(t.gpu_seconds / (1 if real else bench.gpus_held(t.candidate)) for t in ours)
     spans = [

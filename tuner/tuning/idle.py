@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from tuner.adapters import adapter_of
 from tuner.engine.effective import same
 from tuner.errors import BadInput
 from tuner.knobs.arguments import gpus_held
@@ -14,7 +15,7 @@ from tuner.replay import outcomes
 def idle_cards(facts: EngineFacts, argv: Sequence[str]) -> str | None:
     """What to say of a baseline that holds fewer GPUs than its host has, None where it holds all."""
     there, used = facts.gpu_count, gpus_held(argv)
-    if facts.kind != "vllm" or facts.platform == "cpu" or used >= there:
+    if not adapter_of(facts.kind).uses_gpus(facts.platform) or used >= there:
         return None
     return (
         f"the baseline runs on {used} of {there} GPUs: {there - used} stand idle. tensor_parallel_size or"
@@ -91,13 +92,15 @@ def _shapes_graphs(
     """Whether the number of sequences decides which CUDA graphs are captured: vLLM captures up to
     min(2 × max_num_seqs, 512) tokens where nobody says otherwise.
     """
-    if facts.platform != "cuda" or facts.kind != "vllm" or "max_num_seqs" not in names:
+    graphs = adapter_of(facts.kind).graph_tokens
+    if facts.platform != "cuda" or graphs is None or "max_num_seqs" not in names:
         return False
     told = "max_cudagraph_capture_size"
     if (told in today and told in then) or today.get("enforce_eager") is True:
         return False  # the engines say what they captured, and do not differ in it
     return any(
-        not isinstance(v, int) or v < 256 for v in (today.get("max_num_seqs"), then.get("max_num_seqs"))
+        not isinstance(v, int) or 2 * v < graphs
+        for v in (today.get("max_num_seqs"), then.get("max_num_seqs"))
     )
 
 

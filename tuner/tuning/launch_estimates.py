@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tuner.engine import boots, compile_cache
+from tuner.adapters import adapter_of
+from tuner.engine import boots
 from tuner.history.store import Store
 from tuner.records import Launch, Study
 from tuner.tuning.study import Prepared
@@ -23,12 +24,12 @@ def learned(store: Store, prepared: Prepared, *, home: Path | None) -> Learned:
     launches = store.launches(prepared.study.id)
     env: Mapping[str, str] = {}
     facts = prepared.facts
-    if home is not None and facts.kind == "vllm":
-        root = compile_cache.root(
+    if home is not None and adapter_of(facts.kind).compile_cache:
+        root = boots.cache_root(
             home, version=facts.version, platform=facts.platform, gpu_name=facts.gpu_name,
             command=prepared.command,
         )  # fmt: skip
-        env = compile_cache.environment(root)
+        env = boots.cache_environment(root, facts.kind)
     ready = readied(store, prepared.study, launches)
     return Learned(ready_timeout_s=boots.ready_deadline(ready), env=env)
 

@@ -13,8 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from tuner import masking
+from tuner.adapters import adapter_of
 from tuner.engine import limits
-from tuner.engine.kinds import KINDS
+from tuner.engine.failures import KINDS
 from tuner.engine.server import Server, serve
 from tuner.errors import Aborted, EngineError, Infeasible, StudyFailed
 from tuner.records import Candidate, Launch, Trial, Value
@@ -56,12 +57,18 @@ class CannotScreen(Exception):
 def group(prepared: Prepared, candidate: Mapping[str, Value], defaults: Mapping[str, Value]) -> str:
     """Equal for candidates that one running engine can serve: all but the limits, defaults filled in."""
     whole = encode(prepared.space, defaults).completed(candidate)
-    return Candidate({name: value for name, value in whole.items() if name not in limits.KNOBS}).digest
+    return Candidate(
+        {
+            name: value
+            for name, value in whole.items()
+            if name not in adapter_of(prepared.facts.kind).live_knobs
+        }
+    ).digest
 
 
 def changeable(prepared: Prepared) -> bool:
     """Whether the study asks for live limits, turns any, and its engine takes a scheduler class."""
-    turned = any(name in prepared.space.levels for name in limits.KNOBS)
+    turned = any(name in prepared.space.levels for name in adapter_of(prepared.facts.kind).live_knobs)
     asked = prepared.file.live_limits == "auto"
     return asked and turned and SCHEDULER in prepared.facts.flags
 
@@ -75,7 +82,11 @@ def widest(prepared: Prepared, candidate: Candidate) -> tuple[Candidate, ...]:
         for name in SIZES
         if (levels := prepared.space.levels.get(name)) and any(isinstance(v, int) for v in levels)
     }
-    kept = {name: value for name, value in candidate.items() if name not in limits.KNOBS}
+    kept = {
+        name: value
+        for name, value in candidate.items()
+        if name not in adapter_of(prepared.facts.kind).live_knobs
+    }
     asked = {name: candidate[name] for name in SIZES if name in candidate}
     found: list[Candidate] = []
     for sizes in (tops, {**tops, **{n: v for n, v in asked.items() if n != "max_num_seqs"}}):
@@ -90,7 +101,8 @@ def fits(
 ) -> dict[str, Value] | None:
     """The limits that turn a running engine into the candidate; None where that is not enough."""
     encoding = encode(prepared.space, defaults)
-    return limits.changeable(encoding.completed(launched), encoding.completed(candidate))
+    knobs = adapter_of(prepared.facts.kind).live_knobs
+    return limits.changeable(encoding.completed(launched), encoding.completed(candidate), knobs)
 
 
 class Live:
@@ -201,7 +213,7 @@ class Live:
             raise CannotScreen("no wider engine is known to work")
         make(directory)
         paths = spec.env.get("PYTHONPATH", os.environ.get("PYTHONPATH"))
-        installed = limits.install(directory.resolve(), spec.launch_id, paths)
+        installed = limits.install(directory.resolve(), spec.launch_id, paths, spec.kind)
         spec = replace(spec, argv=(*spec.argv, *installed.argv), env={**spec.env, **installed.env})
         self._row = Row(bench, add_launch(bench, spec), trial)
         try:

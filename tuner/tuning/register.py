@@ -4,6 +4,7 @@ import socket
 from dataclasses import replace
 from datetime import datetime
 
+from tuner.adapters import adapter_of
 from tuner.engine.gpu import Gpus
 from tuner.errors import NotFound
 from tuner.history.store import Store
@@ -15,7 +16,7 @@ from tuner.tuning.trial import Bench
 
 def gpus_of(prepared: Prepared) -> Gpus:
     """The GPUs that this host's engines run on; none where the engine is simulated or runs on the CPU."""
-    if prepared.facts.kind != "vllm" or prepared.facts.platform == "cpu":
+    if not adapter_of(prepared.facts.kind).uses_gpus(prepared.facts.platform):
         return Gpus(nvml=None)
     return Gpus.open(prepared.file.engine.env, only=prepared.node.gpus)
 

@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 from tuner import masking
+from tuner.adapters import adapter_of
 from tuner.engine.gpu import ORDER, Gpus
 from tuner.errors import BadInput, NotFound, nearest
 from tuner.history.store import Store
@@ -33,8 +34,6 @@ from tuner.traffic.trace import Trace
 from tuner.tuning import studyfile
 from tuner.tuning.studyfile import Argument, EngineFile, StudyFile, no_judgement
 
-VLLM_MODULE = ("-m", "vllm.entrypoints.openai.api_server")
-SIMULATOR_MODULE = ("-m", "tuner.simulator.app")
 OURS = ("model", "host", "port", "served-model-name", "uds", "api-key", "root-path", "ssl-keyfile")
 """Flags that the tuner sets itself or that would hide the engine from it."""
 LENGTHENING = frozenset({"--hf-overrides", "--rope-scaling", "--rope-theta"})
@@ -85,7 +84,7 @@ def survey(engine: EngineFile, *, base: Path, name: str = "local") -> Surveyed:
     """Ask this host's interpreter; launches no engine. `base` is where relative paths begin."""
     command = engine_command(engine, base)
     facts = discover(command, env={ORDER: "PCI_BUS_ID", **engine.env})
-    if engine.kind == "simulated":
+    if adapter_of(engine.kind).simulated:
         card = card_of(engine.card)
         gpu = None if card.platform == "cpu" else GpuKind(name=card.title, memory_gib=card.memory_gib)
         facts = on_device(facts, "cpu" if gpu is None else "cuda", gpu)
@@ -159,8 +158,9 @@ def engine_command(engine: EngineFile, base: Path) -> tuple[str, ...]:
     """What stands before the engine's own arguments. BadInput when the interpreter does not exist."""
     if engine.stop_command and shutil.which(engine.stop_command[0]) is None:
         raise BadInput(f"engine.stop_command: there is no program {engine.stop_command[0]!r}")
-    if engine.kind == "simulated":
-        return (sys.executable, *SIMULATOR_MODULE)
+    adapter = adapter_of(engine.kind)
+    if adapter.simulated:
+        return (sys.executable, *adapter.command)
     python = Path(engine.python).expanduser()
     if not engine.command:
         python = python if python.is_absolute() else base / python
@@ -168,7 +168,7 @@ def engine_command(engine: EngineFile, base: Path) -> tuple[str, ...]:
             raise BadInput(
                 f"engine.python: there is no interpreter at {python}; name the python that has vllm"
             )
-    return (*engine.command, str(python) if not engine.command else engine.python, *VLLM_MODULE)
+    return (*engine.command, str(python) if not engine.command else engine.python, *adapter.command)
 
 
 def _trace(ref: str, base: Path, store: Store | None) -> tuple[Trace, Path]:
@@ -345,7 +345,8 @@ def named(file: StudyFile, host: Surveyed, store: Store | None) -> Surveyed:
     if store is None:
         raise NotFound(f"there is no node '{file.node}'; `tuner node add` registers one")
     node = store.node(file.node)
-    if (missing := [uuid for uuid in node.gpus if uuid not in host.node.gpus]) and host.facts.kind == "vllm":
+    missing = [uuid for uuid in node.gpus if uuid not in host.node.gpus]
+    if missing and not adapter_of(host.facts.kind).simulated:
         raise BadInput(
             f"node: {node.name} has GPU {missing[0]}, which is not to be seen here: type this on its host"
             f" {node.host}, or register this one under a name of its own ('tuner node add')"
@@ -393,7 +394,7 @@ def _identity(
         "command": list(masking.arguments(file.engine.command)),
         "args": masking.tree({flag_name(k): v for k, v in whole["engine"]["args"].items()}),
         "env": dict(masking.environment(file.engine.env)),
-        "card": file.engine.card if file.engine.kind == "simulated" else None,
+        "card": file.engine.card if adapter_of(file.engine.kind).simulated else None,
     }
     if file.engine.clock != "real":
         engine["clock"] = file.engine.clock

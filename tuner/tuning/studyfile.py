@@ -15,6 +15,7 @@ from pydantic import (
 )
 
 from tuner import yamltext
+from tuner.adapters import adapter_of, adapters
 from tuner.errors import BadInput, nearest
 from tuner.measures import CLASS, NAMES, measure_of
 from tuner.settings import NAME
@@ -42,7 +43,7 @@ class EngineFile(_Strict):
     `command` stands before the interpreter, `stop_command` runs first at each stop (docs/engine.md).
     """
 
-    kind: Literal["vllm", "simulated"] = "vllm"
+    kind: str = "vllm"
     python: str = ""
     command: tuple[str, ...] = ()
     args: dict[str, Argument] = Field(default_factory=dict)
@@ -50,6 +51,13 @@ class EngineFile(_Strict):
     stop_command: tuple[str, ...] = ()
     card: str = "h100-80"
     clock: Literal["real", "virtual"] = "real"
+
+    @field_validator("kind")
+    @classmethod
+    def _known(cls, kind: str) -> str:
+        if kind not in adapters():
+            raise ValueError(f"Input should be {' or '.join(map(repr, adapters()))}, not '{kind}'")
+        return kind
 
     @field_validator("env", mode="before")
     @classmethod
@@ -83,13 +91,17 @@ class EngineFile(_Strict):
 
     @model_validator(mode="after")
     def _what_goes_together(self) -> "EngineFile":
-        if self.kind == "vllm" and not self.python:
-            raise ValueError("kind: vllm needs python: the interpreter that has vllm installed")
-        if self.kind == "vllm" and self.clock == "virtual":
-            raise ValueError("clock: virtual is for kind: simulated; a real engine runs in real time")
-        if self.kind == "simulated" and (self.python or self.command or self.stop_command):
+        simulated = adapter_of(self.kind).simulated
+        if not simulated and not self.python:
             raise ValueError(
-                "kind: simulated takes neither python nor command nor stop_command, only card, args and env"
+                f"kind: {self.kind} needs python: the interpreter that has {self.kind} installed"
+            )
+        if not simulated and self.clock == "virtual":
+            raise ValueError("clock: virtual is for kind: simulated; a real engine runs in real time")
+        if simulated and (self.python or self.command or self.stop_command):
+            raise ValueError(
+                f"kind: {self.kind} takes neither python nor command nor stop_command, only card, args"
+                " and env"
             )
         return self
 
@@ -285,7 +297,7 @@ def _check_named(slices: list[SliceFile]) -> None:
 def no_judgement(file: StudyFile) -> str | None:
     """Why a knob that changes the output may not be turned, or None."""
     loads = (v for key, v in file.engine.args.items() if key.lstrip("-").replace("_", "-") == "load-format")
-    weightless = file.engine.kind == "simulated" or "dummy" in map(str, loads)
+    weightless = adapter_of(file.engine.kind).simulated or "dummy" in map(str, loads)
     if file.quality == "off" or not weightless:
         return None
     return "it changes the output, and answers without weights cannot be judged (quality: off turns it)"

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from tuner import masking
+from tuner.adapters import adapter_of
 from tuner.engine.boots import FIRST_S, settles
 from tuner.engine.gpu import Gpus, Watch, throttled
 from tuner.engine.server import Server, serve
@@ -248,13 +249,14 @@ def launch_spec(
         stop_command=engine.stop_command,
         gpus=prepared.node.gpus,
         cores=cores.engine,
+        kind=prepared.facts.kind,
     )
 
 
 def simulated_card(prepared: Prepared) -> dict[str, str]:
     """What tells the simulated engine which card it is; nothing for a real one."""
     engine = prepared.file.engine
-    return {"TUNER_SIM_CARD": engine.card} if engine.kind == "simulated" else {}
+    return {"TUNER_SIM_CARD": engine.card} if adapter_of(engine.kind).simulated else {}
 
 
 def load_of(place: Place, order: Order, each: Pass, kv_tokens: int | None) -> Load:

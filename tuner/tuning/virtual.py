@@ -88,7 +88,9 @@ class VirtualEngine:
         startup_s = float(order.spec.env.get("TUNER_SIM_STARTUP_S") or STARTUP_S)
         self._time.advance(startup_s)
         if isinstance(booted, NotStarted):
-            raise failures.classify(text, booted.code, "startup", asked=order.spec.asked).error()
+            raise failures.classify(
+                text, booted.code, "startup", asked=order.spec.asked, engine=order.spec.kind
+            ).error()
         kv_tokens = booted.options.limits.num_blocks * booted.options.limits.block_size
         timeline = {**engine_log.timeline(text), "ready_s": startup_s}
         said = effective.read(order.spec, _scraped(booted), server_info(booted.options), text)

@@ -1,12 +1,12 @@
 """Scheduler limits that change inside one running vLLM (`--scheduler-cls live_limits.LiveLimits`).
 
-A single file without imports of ours: `tuner.engine.limits` copies it onto the target's path. It serves one
+A single file without imports of ours: `tuner.engine.limits` copies it onto the target's path. It answers one
 JSON line per connection on the Unix socket that TUNER_LIVE_LIMITS names:
 
     {"limits": {"max_num_seqs": 64}}  →  {"ok": true, "limits": {everything as read back}, ...}
 
 Limits left out go back to their launched values. Only an idle engine is changed, nothing is raised above what
-the engine was launched with, and what is set is read back. The engine room's tests hold these rules.
+the engine was launched with, and what is set is read back (tests/engine/test_live_limits.py).
 """
 
 import json
@@ -31,7 +31,7 @@ NAMES = (
 )
 
 
-class Refused(Exception):
+class LimitRefused(Exception):
     """The change is not made; the sentence says why."""
 
 
@@ -40,10 +40,10 @@ class LiveLimits:
 
     def __new__(cls, *args, **kwargs):
         config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
-        scheduler = live(base_class(config.scheduler_config))(*args, **kwargs)
+        scheduler = locked(base_class(config.scheduler_config))(*args, **kwargs)
         path = os.environ.get(VARIABLE)
         if path and config.parallel_config.data_parallel_size == 1:
-            serve(Limits(scheduler), path)
+            serve(SchedulerLimits(scheduler), path)
         return scheduler
 
 
@@ -58,10 +58,10 @@ def base_class(scheduler_config):
     return Scheduler
 
 
-def live(base):
+def locked(base):
     """`base`, with each scheduling step under a lock that a change takes too."""
 
-    class Live(base):
+    class Locked(base):
         def __init__(self, *args, **kwargs):
             self.live_lock = threading.Lock()
             super().__init__(*args, **kwargs)
@@ -70,8 +70,8 @@ def live(base):
             with self.live_lock:
                 return super().schedule(*args, **kwargs)
 
-    Live.__name__ = Live.__qualname__ = f"Live{base.__name__}"
-    return Live
+    Locked.__name__ = Locked.__qualname__ = f"Live{base.__name__}"
+    return Locked
 
 
 def version():
@@ -86,7 +86,7 @@ def version():
     )
 
 
-class Limits:
+class SchedulerLimits:
     """The limits of one scheduler: as launched, as they are, and how to change them."""
 
     def __init__(self, scheduler):
@@ -121,27 +121,27 @@ class Limits:
         return found
 
     def change(self, wanted):
-        """Set every limit: as wanted, else as launched. Refused (nothing changed) where it must not be."""
+        """Set every limit: as wanted, else as launched. LimitRefused where it must not be: nothing changed."""
         if self.why_not:
-            raise Refused(self.why_not)
+            raise LimitRefused(self.why_not)
         with self.scheduler.live_lock:
             unfinished = self.scheduler.get_num_unfinished_requests()
             if unfinished:
-                raise Refused(f"busy: {unfinished} unfinished requests")
+                raise LimitRefused(f"busy: {unfinished} unfinished requests")
             target = self._target(wanted)
             self._set(target)
             found = self.read()
         if any(found[name] != value for name, value in target.items()):
-            raise Refused(f"asked for {target}, read back {found}")
+            raise LimitRefused(f"asked for {target}, read back {found}")
         return found
 
     def _target(self, wanted):
         """What the scheduler is to hold, checked against what it was launched with."""
         unknown = sorted(set(wanted) - set(NAMES))
         if unknown:
-            raise Refused(f"unknown limit {', '.join(unknown)}")
+            raise LimitRefused(f"unknown limit {', '.join(unknown)}")
         if wanted.get("watermark") is not None and "watermark_blocks" not in self.launched:
-            raise Refused("this vLLM has no watermark")
+            raise LimitRefused("this vLLM has no watermark")
         launched = self.launched
         seqs = wanted.get("max_num_seqs", launched["max_num_seqs"])
         target = {
@@ -158,7 +158,7 @@ class Limits:
             share = wanted.get("watermark")
             blocks = launched["watermark_blocks"] if share is None else int(share * self._blocks())
             if not 0 <= blocks < self._blocks():
-                raise Refused(f"watermark {share} is no share of the cache")
+                raise LimitRefused(f"watermark {share} is no share of the cache")
             target["watermark_blocks"] = blocks
         return target
 
@@ -169,17 +169,21 @@ class Limits:
                 or not isinstance(value, int)
                 or value < (name != "long_prefill_token_threshold")
             ):
-                raise Refused(f"{name} {value!r} is no positive whole number")
+                raise LimitRefused(f"{name} {value!r} is no positive whole number")
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             if target[name] > self.launched[name]:
-                raise Refused(f"{name} {target[name]} is above the launched {self.launched[name]}")
+                raise LimitRefused(f"{name} {target[name]} is above the launched {self.launched[name]}")
         config = self.scheduler.scheduler_config
         tokens = target["max_num_batched_tokens"]
         if tokens < target["max_num_seqs"]:
-            raise Refused(f"max_num_batched_tokens {tokens} is below max_num_seqs {target['max_num_seqs']}")
+            raise LimitRefused(
+                f"max_num_batched_tokens {tokens} is below max_num_seqs {target['max_num_seqs']}"
+            )
         chunked = getattr(config, "enable_chunked_prefill", True)
         if not chunked and tokens < self.scheduler.max_model_len:
-            raise Refused(f"max_num_batched_tokens {tokens} is below max_model_len, without chunked prefill")
+            raise LimitRefused(
+                f"max_num_batched_tokens {tokens} is below max_model_len, without chunked prefill"
+            )
 
     def _blocks(self):
         return self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
@@ -202,7 +206,7 @@ class Limits:
             asked = json.loads(line)
             reply["limits"] = self.change(asked["limits"]) if "limits" in asked else self.read()
             reply["ok"] = True
-        except Refused as refusal:
+        except LimitRefused as refusal:
             reply["error"] = str(refusal)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             reply["error"] = f"{type(error).__name__}: {error}"
