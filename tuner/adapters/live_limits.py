@@ -121,7 +121,7 @@ class SchedulerLimits:
         return found
 
     def change(self, wanted):
-        """Set every limit: as wanted, else as launched. LimitRefused where it must not be: nothing changed."""
+        """Set every limit: as wanted, else as launched. LimitRefused: nothing was changed."""
         if self.why_not:
             raise LimitRefused(self.why_not)
         with self.scheduler.live_lock:
