@@ -19,7 +19,7 @@ from typing import Any
 from sqlalchemy import Connection, event, func, insert, select, text
 
 from tuner.history import tables
-from tuner.history.queries import nights
+from tuner.history.best_per_night import nights
 from tuner.history.store import Store
 from tuner.profiles import registry
 from tuner.records import Candidate, Measurement, Slo, Study, TrialState, digest_of

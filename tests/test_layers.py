@@ -32,7 +32,12 @@ FLOORS = (
     ("__init__",),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-ONLY_IN = {"optuna": ("search",), "sqlalchemy": ("history",), "subprocess": ("processes",), "ray": ("fleet",)}
+ONLY_IN = {
+    "optuna": ("search",),
+    "sqlalchemy": ("history", "traffic"),
+    "subprocess": ("processes",),
+    "ray": ("fleet",),
+}
 MODULES = sorted(path for path in ROOT.rglob("*.py") if "migrations" not in path.parts)
 
 

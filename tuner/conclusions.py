@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import PlainSerializer, PlainValidator, TypeAdapter
+from pydantic import TypeAdapter
 
-from tuner.records import JSON, Candidate, Value
+from tuner.records import JSON, Knobs, Value
 
 
 class Judgement(StrEnum):
@@ -46,7 +46,6 @@ UNMEASURED = (Judgement.NOT_CONFIRMED, Judgement.NOTHING_SERVED, Judgement.NOT_T
 Where = Literal["confirm", "held_out"]
 Word = Literal["better", "worse", "open"]
 Values = Mapping[str, float | None]
-KeptCandidate = Annotated[Candidate, PlainValidator(Candidate), PlainSerializer(dict)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +79,7 @@ class Arm:
     """
 
     trial: int
-    candidate: KeptCandidate
+    candidate: Knobs
     changed: Mapping[str, tuple[Value, Value]] = field(default_factory=dict)
     dropped: str | None = None
     attainment: float | None = None
@@ -212,3 +211,30 @@ class Conclusion:
 
 
 _CODEC = TypeAdapter(Conclusion)
+
+HOURS_PER_MONTH = 730.0
+"""365 days × 24 hours / 12."""
+RATES = ("max_speed", "goodput_rps")
+"""By what traffic per GPU is counted: the highest speed at which the SLO is kept, where it was measured."""
+
+
+def saving(winner: Arm | None, price_per_gpu_hour: object, cost: RunCost) -> Saving | None:
+    """What serving the same traffic with the winner saves on the run's GPUs; None where no GPU or no price is
+    known, or where the winner's rate is not clearly better.
+    """
+    price = price_per_gpu_hour if isinstance(price_per_gpu_hour, int | float) else 0.0
+    made = next((c for name in RATES if winner is not None and (c := winner.change(name))), None)
+    if (
+        not cost.gpus
+        or price <= 0
+        or made is None
+        or made.word != "better"
+        or not (made.before and made.after)
+    ):
+        return None
+    fraction = 1 - made.before / made.after
+    hourly, hours = fraction * price * cost.gpus, (cost.search_s + cost.confirm_s) / 3600
+    return Saving(
+        metric=made.metric, price_per_gpu_hour=price, fraction=fraction, monthly=hourly * HOURS_PER_MONTH,
+        tuning=hours * price, nights_to_repay=hours * price / (hourly * 24),
+    )  # fmt: skip

@@ -2,19 +2,26 @@
 
 Times of day are aware UTC datetimes, durations are seconds unless the name says otherwise, latencies are
 milliseconds. A change makes a new record (`dataclasses.replace`).
+
+One pydantic TypeAdapter for each record reads and writes it, for the database and the API. An annotation says
+how where pydantic cannot know it (a measured +inf is null); this module itself does not import pydantic.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from pydantic_core import CoreSchema
 
 Value = bool | int | float | str | None
 """A knob's value. Lists and objects are written as canonical JSON strings."""
@@ -69,6 +76,54 @@ class Candidate(Mapping[str, Value]):
     def with_values(self, **values: Value) -> "Candidate":
         """The same candidate with some knobs set."""
         return Candidate({**self._values, **values})
+
+
+def _number(value: float, name: str = "a value") -> float:
+    if math.isnan(value) or value == -math.inf:
+        raise ValueError(
+            f"'{name}' is {value}: a measured value is a number or +inf; leave out what is missing"
+        )
+    return float(value)
+
+
+def pack_values(values: Mapping[str, float]) -> dict[str, JSON]:
+    """Measurement values for JSON: +inf becomes null. ValueError for NaN and −inf."""
+    packed = {name: _number(value, name) for name, value in values.items()}
+    return {name: None if math.isinf(value) else value for name, value in packed.items()}
+
+
+def unpack_values(values: Mapping[str, float | None]) -> dict[str, float]:
+    """What `pack_values` was given: null is +inf."""
+    return {name: math.inf if value is None else float(value) for name, value in values.items()}
+
+
+def _pack_optional(value: float | None) -> float | str | None:
+    return "inf" if value == math.inf else None if value is None else _number(value)
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How a TypeAdapter reads and writes a field of which pydantic does not know it."""
+
+    read: Callable[[Any], Any]
+    write: Callable[[Any], Any]
+
+    def __get_pydantic_core_schema__(self, source: object, handler: object) -> "CoreSchema":
+        from pydantic_core import core_schema
+
+        write = core_schema.plain_serializer_function_ser_schema(self.write)
+        return core_schema.no_info_plain_validator_function(self.read, serialization=write)
+
+
+Knobs = Annotated[Candidate, _Form(Candidate, dict)]
+JsonObject = Annotated[Mapping[str, JSON], _Form(dict, dict)]
+"""A JSON object whose values are taken as they are."""
+MeasuredValues = Annotated[Mapping[str, float], _Form(unpack_values, pack_values)]
+"""A name with +inf (null in JSON) was measured; a name that is absent was not."""
+OptionalNumber = Annotated[
+    float | None, _Form(lambda value: value if value is None else float(value), _pack_optional)
+]
+"""None is a value of its own here, so +inf is the string "inf" in JSON."""
 
 
 class TrialState(StrEnum):
@@ -158,7 +213,7 @@ class Outcome:
 class Fidelity:
     """Whether a replay is to be believed. `failed` names the gates that failed, empty = believed."""
 
-    values: Mapping[str, float | None] = field(default_factory=dict)
+    values: Mapping[str, OptionalNumber] = field(default_factory=dict)
     failed: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -169,7 +224,7 @@ class SliceMeasurement:
 
     name: str
     window_s: float
-    values: Mapping[str, float]
+    values: MeasuredValues
     outcomes_file: str | None = None
 
 
@@ -184,7 +239,7 @@ class Measurement:
     `values` uses the names in tuner.measures; +inf is a number here and null in JSON and SQL.
     """
 
-    values: Mapping[str, float]
+    values: MeasuredValues
     slices: tuple[SliceMeasurement, ...] = ()
     kind: MeasurementKind = "full"
     purpose: Purpose = "search"
@@ -197,9 +252,9 @@ class Measurement:
 class Violation:
     """Graded constraint values of one trial, > 0 violated, ≤ 0 kept, None not reached."""
 
-    kv: float | None = None
-    oom: float | None = None
-    err: float | None = None
+    kv: OptionalNumber = None
+    oom: OptionalNumber = None
+    err: OptionalNumber = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +270,7 @@ class Trial:
     run_id: str
     number: int
     attempt: int = 0
-    candidate: Candidate
+    candidate: Knobs
     state: TrialState = TrialState.RUNNING
     origin: str = "search"
     seed: int = 0
@@ -350,8 +405,8 @@ class Study:
     objectives: tuple[str, ...]
     slo: Slo
     seed: int
-    identity: Mapping[str, JSON]
-    spec: Mapping[str, JSON]
+    identity: JsonObject
+    spec: JsonObject
     created_at: datetime
 
 
@@ -368,7 +423,7 @@ class Run:
     ended_at: datetime | None = None
     cancel_requested: bool = False
     reason: str | None = None
-    summary: Mapping[str, JSON] = field(default_factory=dict)
+    summary: JsonObject = field(default_factory=dict)
     pid: int | None = None
     host: str = ""
 
@@ -389,14 +444,14 @@ class Profile:
     id: int
     key: ProfileKey
     version: int
-    candidate: Candidate
+    candidate: Knobs
     engine_version: str
     gpu_class: str
     study_id: str
     trial_id: int | None
     argv: tuple[str, ...]
     env: Mapping[str, str]
-    evidence: Mapping[str, JSON]
+    evidence: JsonObject
     digest: str
     created_at: datetime
 

@@ -8,7 +8,7 @@ from sqlalchemy import Connection, insert
 
 from tests.browser import world
 from tests.browser.site import Site
-from tuner.history.codec import measurement_row, trial_row
+from tuner.history.rows import row_of
 from tuner.history.tables import measurements, trials
 from tuner.records import Candidate, Run, Trial, TrialState
 
@@ -64,8 +64,8 @@ def _add(site: Site, run: Run) -> None:
             origin="baseline" if number == 0 else "tpe", state=TrialState.COMPLETE, gpu_seconds=140.0,
             started_at=run.started_at, ended_at=run.started_at,
         )  # fmt: skip
-        made.append(trial_row(trial) | {"id": trial.id})
-        measured.append(measurement_row(trial.id, world.measured(noisy)))
+        made.append(row_of(trial, "measurements"))
+        measured.append({**row_of(world.measured(noisy)), "trial_id": trial.id})
 
     def work(connection: Connection) -> None:
         connection.execute(insert(trials), made)

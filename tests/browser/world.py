@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 import uvicorn
 
-from tuner.conclusions import Arm, Conclusion, Difference, Judgement, PublishedProfile, RunCost, Where
-from tuner.history.cost import saving
+from tuner.conclusions import Arm, Conclusion, Difference, Judgement, PublishedProfile, RunCost, Where, saving
 from tuner.history.entities import Schedule
 from tuner.history.store import Store
 from tuner.profiles import registry

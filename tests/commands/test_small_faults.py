@@ -10,7 +10,7 @@ import yaml
 
 from tests.service.world import free_port
 from tests.tuning.studies import STUDY, tuner, write
-from tuner.history.queries import Configuration, changes
+from tuner.history.best_per_night import Configuration, changes
 from tuner.records import Candidate
 from tuner.tuning.studyfile import parse
 

@@ -14,7 +14,7 @@ from sqlalchemy import Boolean, Connection, DateTime, MetaData, insert, select, 
 from tests.history.fill import fill, snapshot
 from tests.history.records import a_measurement, finished, start
 from tuner.history.database import Database
-from tuner.history.migrate import upgrade
+from tuner.history.maintenance import upgrade
 from tuner.history.store import Store
 from tuner.history.tables import REVISIONS, VERSION_TABLE
 from tuner.records import JSON

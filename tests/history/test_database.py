@@ -22,9 +22,8 @@ from tests.history.records import NOW, a_measurement, a_run, a_study, finished, 
 from tests.history.released import dump, load, tables, taken_over
 from tests.tuning.studies import tuner
 from tuner.errors import BadInput, Conflict, NotFound, Unavailable
-from tuner.history.backup import backup
-from tuner.history.copy import copy
 from tuner.history.database import Database
+from tuner.history.maintenance import backup, copy
 from tuner.history.store import Store
 from tuner.history.tables import REVISIONS, metadata
 from tuner.records import JSON, RunState
@@ -215,12 +214,12 @@ def test_a_copy_is_the_same_history(tmp_path: Path) -> None:
     source, target = Store(url(tmp_path / "a.db")), Store(url(tmp_path / "b.db"))
     fill(source)
     told: list[tuple[str, int]] = []
-    rows = copy(source, target, progress=lambda table, done: told.append((table, done)))
+    rows = copy(source.database, target.database, progress=lambda table, done: told.append((table, done)))
     assert rows["trials"] == len(source.trials(a_study().id))
     assert ("trials", rows["trials"]) in told
     assert snapshot(target) == snapshot(source)
     with pytest.raises(Conflict, match="not empty"):
-        copy(source, target)
+        copy(source.database, target.database)
     source.close()
     target.close()
 

@@ -30,8 +30,8 @@ from tests.history.released import tables
 from tests.tuning.studies import WATCHDOG_S, environment
 from tuner.errors import Conflict
 from tuner.fleet.handover import handed_over
-from tuner.history.codec import measurement_row, trial_row
 from tuner.history.database import Database
+from tuner.history.rows import row_of
 from tuner.history.store import Store
 from tuner.history.tables import REVISIONS, measurements, trials
 from tuner.records import Node
@@ -127,9 +127,9 @@ def filled(url: str, home: Path, production: Production) -> None:
     store = Store(url)
     fill(store)
     one = store.trials(store.studies()[0].id)[0]
-    first = {**trial_row(one), "attempt": 9}
+    first = {**row_of(one, "id", "measurements"), "attempt": 9}
     made = [{**first, "id": 1000 + n, "number": n} for n in range(ROWS)]
-    measured = [measurement_row(1000 + n, a_measurement(float(n))) for n in range(ROWS)]
+    measured = [{**row_of(a_measurement(float(n))), "trial_id": 1000 + n} for n in range(ROWS)]
     store.database.write(lambda connection: connection.execute(insert(trials), made).rowcount)
     store.database.write(lambda connection: connection.execute(insert(measurements), measured).rowcount)
     store.add_node(NODE)

@@ -16,7 +16,7 @@ from tests.history.postgres import Server, serving
 from tests.history.records import NOW, a_measurement, a_run, a_study, finished, start
 from tests.history.released import taken_over
 from tuner.errors import Conflict, Unavailable
-from tuner.history.copy import copy
+from tuner.history.maintenance import copy
 from tuner.history.store import Store
 from tuner.history.tables import REVISIONS
 from tuner.records import Run, Trial, TrialState
@@ -170,13 +170,13 @@ def wait_for(what: Callable[[], bool]) -> None:
 
 def test_the_pulse_changes_with_what_anybody_writes_and_else_stays(url: str) -> None:
     store, other = Store(url), Store(url)
-    wait_for(lambda: store.pulse() >= 0)
+    wait_for(lambda: store.change_token() >= 0)
     # What the server itself writes from time to time (statistics) may count too; questions do not.
-    seen = {store.pulse() for _ in range(500) if store.studies() == ()}
+    seen = {store.change_token() for _ in range(500) if store.studies() == ()}
     assert len(seen) < 50
-    before = store.pulse()
+    before = store.change_token()
     other.add_audit(actor="a", action="b", target="c", reason="", now=NOW)
-    wait_for(lambda: store.pulse() not in (before, *seen) and store.pulse() >= 0)
+    wait_for(lambda: store.change_token() not in (before, *seen) and store.change_token() >= 0)
     other.close()
     store.close()
 
@@ -184,11 +184,11 @@ def test_the_pulse_changes_with_what_anybody_writes_and_else_stays(url: str) -> 
 def test_a_server_that_cannot_be_asked_counts_as_changed(tmp_path: Path) -> None:
     with serving() as server:
         store = Store(server.url(), patience_s=0.2)
-        wait_for(lambda: store.pulse() >= 0)
+        wait_for(lambda: store.change_token() >= 0)
         server.stop()
-        wait_for(lambda: store.pulse() < 0)
+        wait_for(lambda: store.change_token() < 0)
         server.start()
-        wait_for(lambda: store.pulse() >= 0)
+        wait_for(lambda: store.change_token() >= 0)
         store.close()
 
 
@@ -202,10 +202,10 @@ def test_many_open_an_empty_database_at_once(url: str) -> None:
 def test_a_copy_from_sqlite_is_the_same_history_and_goes_on(tmp_path: Path, url: str) -> None:
     source, target = Store(f"sqlite:///{tmp_path}/a.db"), Store(url)
     fill(source)
-    copy(source, target)
+    copy(source.database, target.database)
     assert snapshot(target) == snapshot(source)
     with pytest.raises(Conflict, match="not empty"):
-        copy(source, target)
+        copy(source.database, target.database)
     run = next(each for each in target.runs() if each.ended_at is None)
     new: Trial = start(target, run, 50)
     assert new.id == max(trial.id for trial in source.trials(run.study_id)) + 1

@@ -10,9 +10,9 @@ import pytest
 from sqlalchemy import event
 
 from tests.history.records import NOW, a_conclusion, a_launch, a_measurement, a_run, a_study, finished, start
-from tuner.conclusions import Arm, Conclusion, Difference, Judgement, RunCost, Word
+from tuner.conclusions import Arm, Conclusion, Difference, Judgement, RunCost, Word, saving
 from tuner.errors import BadInput
-from tuner.history import cost, queries
+from tuner.history import best_per_night as queries
 from tuner.history.entities import RunBest
 from tuner.history.store import Store
 from tuner.records import Candidate, Run, RunState, Study, Trial, TrialState
@@ -317,14 +317,14 @@ def test_what_the_winner_saves_and_when_the_tuning_is_repaid() -> None:
     )
     winner = Arm(trial=1, candidate=Candidate(), changes=(rate,))
     spent = RunCost(search_s=5 * 3600.0, confirm_s=3600.0, gpus=8)
-    saved = cost.saving(winner, 2.5, spent)
+    saved = saving(winner, 2.5, spent)
     assert saved is not None
     assert saved.fraction == pytest.approx(0.2)
     assert saved.monthly == pytest.approx(0.2 * 2.5 * 8 * 730)
     assert saved.nights_to_repay == pytest.approx(15.0 / (4.0 * 24))
     assert words.saving(saved).startswith("at 2.5 per GPU-hour the winner saves 2,920 a month (20 % of")
     faster = replace(rate, metric="max_speed", before=1.0, after=2.0)
-    by_speed = cost.saving(replace(winner, changes=(rate, faster)), 2.5, spent)
+    by_speed = saving(replace(winner, changes=(rate, faster)), 2.5, spent)
     assert by_speed is not None
     assert (by_speed.metric, by_speed.fraction) == ("max_speed", 0.5)
 
@@ -341,5 +341,5 @@ def test_no_saving_is_told_that_was_not_measured_on_gpus(
         metric="goodput_rps", before=known, after=5.0, change=0.25, low=0.2, high=0.3, word=word, repeats=3
     )
     winner = Arm(trial=1, candidate=Candidate(), changes=(rate,))
-    assert cost.saving(winner, price, RunCost(search_s=1.0, gpus=gpus)) is None
-    assert cost.saving(None, 2.5, RunCost(search_s=1.0, gpus=8)) is None
+    assert saving(winner, price, RunCost(search_s=1.0, gpus=gpus)) is None
+    assert saving(None, 2.5, RunCost(search_s=1.0, gpus=8)) is None

@@ -31,15 +31,14 @@ def backup(
     ] = False,
 ) -> None:
     """Write a consistent copy of an SQLite database while it is in use; with --full of any database."""
-    from tuner.history import copy
-    from tuner.history.backup import backup as write
+    from tuner.history import maintenance
 
     store = open_store()
     if not full:
-        say(f"wrote {write(store.database, to, now=now())}")
+        say(f"wrote {maintenance.backup(store.database, to, now=now())}")
         return
     files = _files(store, settings().home)
-    wrote = copy.pack(store, files, to, now=now())
+    wrote = maintenance.pack(store.database, files, to, now=now())
     say(f"wrote {wrote}: the history and {len(files)} files; it holds secrets")
 
 
@@ -65,7 +64,7 @@ def restore(
     archive: Annotated[Path, typer.Argument(help="What `tuner db backup --full` wrote.")],
 ) -> None:
     """Put a full backup into this TUNER_HOME and its database, which must be empty; of any release before."""
-    from tuner.history.copy import unpack
+    from tuner.history.maintenance import unpack
 
     count = unpack(archive, settings().home, settings().url)
     say(f"restored the history and {count} files into {settings().home}")
@@ -76,9 +75,10 @@ def copy_to(
     url: Annotated[str, typer.Argument(metavar="URL", help="A new, empty database; it is made.")],
 ) -> None:
     """Copy every row of the history, ids included, into another database: SQLite to PostgreSQL or back."""
-    from tuner.history.copy import copy
+    from tuner.history.maintenance import copy
     from tuner.history.store import Store
 
     source = open_store()
-    rows = copy(source, target := Store(url, create=True))
-    say(f"copied {sum(rows.values())} rows of {len(rows)} tables into {target.database.name}")
+    target = Store(url, create=True).database
+    rows = copy(source.database, target)
+    say(f"copied {sum(rows.values())} rows of {len(rows)} tables into {target.name}")

@@ -127,11 +127,11 @@ def _fetched(source: str) -> Iterator[Path]:
     if "://" not in source:
         yield Path(source).expanduser()
         return
-    from tuner.history import spend
+    from tuner.traffic.importers import litellm_db
 
     with TemporaryDirectory() as directory:
         file = Path(directory) / "litellm.jsonl"
-        say(f"read {spend.export(source, file)} rows")
+        say(f"read {litellm_db.export(source, file)} rows")
         yield file
 
 

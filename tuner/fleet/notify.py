@@ -22,7 +22,7 @@ from tuner import masking, processes, yamltext
 from tuner.errors import BadInput, TunerError, nearest
 from tuner.fleet.hooks import command
 from tuner.fleet.schedule import Happening
-from tuner.history.queries import nights
+from tuner.history.best_per_night import nights
 from tuner.history.store import Store
 from tuner.records import JSON, AliasEvent, Run, RunState, Study, canonical_json
 from tuner.report import words

@@ -1,20 +1,22 @@
-"""What every part of the Store stands on: the database, and the lease that guards its writes."""
+"""What every part of the Store builds on: transactions that prove the lease, queries that give records."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Result, select
+from sqlalchemy import Column, ColumnElement, Connection, Select, Table, insert, select, update
 
-from tuner.errors import Conflict, NotFound
+from tuner.errors import BadInput, Conflict, NotFound, nearest
 from tuner.history.database import Database
 from tuner.history.entities import Lease
+from tuner.history.rows import first_of, records_of
 from tuner.history.tables import leases
+from tuner.records import ProfileKey
 
 T = TypeVar("T")
 
 
-class Part:
+class StorePart:
     """A part of the Store; `_lease` and `_clock` are set in a fenced one."""
 
     _database: Database
@@ -23,6 +25,21 @@ class Part:
 
     def _read(self, work: Callable[[Connection], T]) -> T:
         return self._database.read(work)
+
+    def _records(self, kind: type[T], query: Select[Any]) -> tuple[T, ...]:
+        return self._read(lambda connection: records_of(kind, connection, query))
+
+    def _named(self, kind: type[T], column: Column[str], name: str) -> T:
+        """The one record of a name. NotFound gives the nearest name."""
+
+        def work(connection: Connection) -> T:
+            found = first_of(kind, connection, select(column.table).where(column == name))
+            if found is None:
+                names = connection.execute(select(column)).scalars()
+                raise NotFound(f"there is no {kind.__name__.lower()} '{name}'{nearest(name, names)}")
+            return found
+
+        return self._read(work)
 
     def prove(self) -> None:
         """Raises Conflict when this store is fenced by a lease that was lost or ran out."""
@@ -40,11 +57,25 @@ class Part:
 
         return self._database.write(guarded)
 
+    def _change(self, statement: Any) -> int:
+        """Runs one statement in a transaction of its own; returns how many rows it changed."""
+        return self._write(lambda connection: connection.execute(statement).rowcount)
 
-def plain(result: Result[Any]) -> list[dict[str, Any]]:
-    """Rows by name, as plain dictionaries: several times quicker to read than SQLAlchemy's mappings."""
-    names = tuple(result.keys())
-    return [dict(zip(names, row, strict=True)) for row in result.all()]
+    def _keys(self, parts: Sequence[Column[str]], model: str | None) -> tuple[ProfileKey, ...]:
+        """Every (model, target, workload) in three columns of one table, in order; of all models, or one."""
+        query = select(*parts).distinct().order_by(*parts).where(*equal((parts[0], model)))
+        rows = self._read(lambda connection: connection.execute(query).all())
+        return tuple(ProfileKey(model=row[0], target=row[1], workload=row[2]) for row in rows)
+
+    def _put(self, table: Table, key: str, row: dict[str, Any]) -> None:
+        """Writes a row, new or in the place of the one with its key."""
+
+        def work(connection: Connection) -> None:
+            change = update(table).where(table.c[key] == row[key]).values(**row)
+            if connection.execute(change).rowcount == 0:
+                connection.execute(insert(table).values(**row))
+
+        self._write(work)
 
 
 def hold(connection: Connection, lease: Lease, now: datetime) -> None:
@@ -63,3 +94,28 @@ def hold(connection: Connection, lease: Lease, now: datetime) -> None:
         )
     if found["expires_at"] <= now:
         raise Conflict(f"the lease on node '{lease.node}' (fence {lease.fence}) ran out; nothing was written")
+
+
+def equal(*pairs: tuple[Column[Any], object]) -> list[ColumnElement[bool]]:
+    """A condition for each pair of column and value; a value of None asks nothing."""
+    return [column == value for column, value in pairs if value is not None]
+
+
+def find(kind: type[T], connection: Connection, key: Column[str], ref: str, noun: str) -> T:
+    """A record by its key, its name (the newest of that name) or the beginning of its key.
+
+    NotFound names the nearest name; BadInput: more than one key begins so.
+    """
+    table = key.table
+    newest = select(table).order_by(table.c.created_at.desc(), key)
+    for condition in (key == ref, table.c.name == ref):
+        if (found := first_of(kind, connection, newest.where(condition))) is not None:
+            return found
+    begins = select(table).where(key.startswith(ref, autoescape=True)).limit(2)
+    several = records_of(kind, connection, begins) if ref else ()
+    if len(several) > 1:
+        raise BadInput(f"'{ref}' begins the {key.name} of more than one {noun}: give more of it")
+    if not several:
+        names = connection.execute(select(table.c.name).distinct()).scalars()
+        raise NotFound(f"there is no {noun} '{ref}'{nearest(ref, names)}")
+    return several[0]

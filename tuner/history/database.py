@@ -21,7 +21,7 @@ from sqlalchemy.pool import ConnectionPoolEntry, StaticPool
 
 from tuner import masking
 from tuner.errors import BadInput, Conflict, NotFound, TunerError, Unavailable
-from tuner.history.pulse import FilePulse, MemoryPulse, ServerPulse
+from tuner.history.change_token import ClockToken, PostgresToken, SqliteToken
 from tuner.history.tables import REVISIONS, VERSION_TABLE
 
 T = TypeVar("T")
@@ -95,11 +95,11 @@ class Database:
         self._patience_s = patience_s
         self._pause = pause
         self.engine = self._engine()
-        self._pulse: FilePulse | ServerPulse | MemoryPulse = MemoryPulse()
+        self._token: SqliteToken | PostgresToken | ClockToken = ClockToken()
         if self.path is not None:
-            self._pulse = FilePulse(self.engine)
+            self._token = SqliteToken(self.engine)
         elif not self.sqlite:
-            self._pulse = ServerPulse(self.engine)
+            self._token = PostgresToken(self.engine)
 
     @property
     def path(self) -> Path | None:
@@ -123,14 +123,14 @@ class Database:
         return engine
 
     def close(self) -> None:
-        self._pulse.close()
+        self._token.close()
         self.engine.dispose()
 
-    def pulse(self) -> int:
+    def change_token(self) -> int:
         """A number that changes once another connection has committed (on a server within 0.2 s); costs
         microseconds.
         """
-        return self._pulse()
+        return self._token()
 
     def make_folder(self) -> None:
         """Makes the folder of an SQLite file."""

@@ -1,11 +1,10 @@
 """Records of the service's own rows, beside those in `tuner.records`."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
 from tuner.conclusions import Difference, Judgement
-from tuner.records import JSON, Candidate
+from tuner.records import Candidate, JsonObject
 
 SCOPES = ("read", "run", "promote", "admin")
 
@@ -17,7 +16,7 @@ class TraceInfo:
     digest: str
     name: str
     path: str
-    meta: Mapping[str, JSON]
+    meta: JsonObject
     created_at: datetime
 
 
@@ -40,7 +39,7 @@ class Schedule:
     node: str
     cron: str
     timezone: str
-    spec: Mapping[str, JSON]
+    spec: JsonObject
     created_at: datetime
     enabled: bool = True
     last_due: datetime | None = None
@@ -74,7 +73,7 @@ class AuditEntry:
     action: str
     target: str
     reason: str
-    detail: Mapping[str, JSON] = field(default_factory=dict)
+    detail: JsonObject = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

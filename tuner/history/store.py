@@ -4,23 +4,18 @@ from collections.abc import Callable
 from datetime import datetime
 
 from tuner.errors import NotFound
-from tuner.history.care import Care
-from tuner.history.catalog import Catalog
-from tuner.history.concluded import Concluded
+from tuner.history.access import AccessStore
 from tuner.history.database import Database
 from tuner.history.entities import Lease
-from tuner.history.migrate import upgrade
-from tuner.history.monitor import Monitor
-from tuner.history.nights import Nights
-from tuner.history.registry import Registry
-from tuner.history.service import Audit, Leases, Schedules, Tokens
-from tuner.history.studies import Studies
-from tuner.history.trials import Trials
+from tuner.history.maintenance import upgrade
+from tuner.history.nodes import NodeStore
+from tuner.history.profiles import ProfileStore
+from tuner.history.run_best import BestStore
+from tuner.history.studies import StudyStore
+from tuner.history.trials import TrialStore
 
 
-class Store(
-    Studies, Trials, Concluded, Nights, Catalog, Registry, Leases, Schedules, Tokens, Audit, Monitor, Care
-):
+class Store(StudyStore, TrialStore, BestStore, ProfileStore, NodeStore, AccessStore):
     """Opens a database by URL (`sqlite:///path`, `postgresql://user@host/name`); safe to use from threads.
 
     An empty database is made with `create`, else NotFound. One of an older release raises Conflict (run
@@ -48,6 +43,10 @@ class Store(
     def upgrade(self) -> tuple[str | None, str]:
         """Brings the database to this release's revision. Returns the revision before and after."""
         return upgrade(self._database)
+
+    def change_token(self) -> int:
+        """A number that changes once another connection has written; the same number: nothing has changed."""
+        return self._database.change_token()
 
     def close(self) -> None:
         self._database.close()

@@ -1,51 +1,84 @@
-"""Studies and runs."""
+"""Studies, their runs, and what the runs concluded."""
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Column, ColumnElement, Connection, Select, insert, select, update
+from sqlalchemy import (
+    Column,
+    ColumnElement,
+    Connection,
+    Select,
+    Text,
+    and_,
+    func,
+    insert,
+    or_,
+    select,
+    type_coerce,
+    update,
+)
 
-from tuner.conclusions import Conclusion
-from tuner.errors import BadInput, Conflict, NotFound, nearest
-from tuner.history import bests
-from tuner.history.base import Part
-from tuner.history.codec import run_of, run_row, study_of, study_row
-from tuner.history.concluded import conclude, give_up
-from tuner.history.tables import runs, studies
-from tuner.records import Run, RunState, Study
+from tuner.conclusions import Conclusion, Judgement
+from tuner.errors import Conflict, NotFound
+from tuner.history import run_best
+from tuner.history.base import StorePart, equal, find
+from tuner.history.rows import first_of, row_of
+from tuner.history.tables import conclusions, runs, studies, trials
+from tuner.records import Run, RunState, Study, TrialState
 
 
-def _find_study(connection: Connection, ref: str) -> Study:
-    by_id = connection.execute(select(studies).where(studies.c.id == ref)).mappings().one_or_none()
-    if by_id is not None:
-        return study_of(by_id)
-    newest = studies.c.created_at.desc(), studies.c.id
-    named = connection.execute(select(studies).where(studies.c.name == ref).order_by(*newest)).mappings()
-    if (first := named.first()) is not None:
-        return study_of(first)
-    begins = select(studies).where(studies.c.id.startswith(ref, autoescape=True)).limit(2)
-    found = connection.execute(begins).mappings().all() if ref else []
-    if len(found) > 1:
-        raise BadInput(f"'{ref}' begins the id of more than one study: give more of it")
-    if not found:
-        names = connection.execute(select(studies.c.name).distinct()).scalars()
-        raise NotFound(f"there is no study '{ref}'{nearest(ref, names)}")
-    return study_of(found[0])
+def _study(connection: Connection, ref: str) -> Study:
+    return find(Study, connection, studies.c.id, ref, "study")
 
 
 def find_run(connection: Connection, run_id: str) -> Run:
-    row = connection.execute(select(runs).where(runs.c.id == run_id)).mappings().one_or_none()
-    if row is None:
+    found = first_of(Run, connection, select(runs).where(runs.c.id == run_id))
+    if found is None:
         raise NotFound(f"there is no run '{run_id}'")
-    return run_of(row)
+    return found
 
 
 def _update(connection: Connection, run: Run) -> None:
-    changed = connection.execute(update(runs).where(runs.c.id == run.id).values(**run_row(run)))
+    changed = connection.execute(update(runs).where(runs.c.id == run.id).values(**row_of(run)))
     if changed.rowcount == 0:
         raise NotFound(f"there is no run '{run.id}'")
+
+
+def _conclude(connection: Connection, conclusion: Conclusion) -> None:
+    """Writes a conclusion. Conflict where the run has one already."""
+    query = select(conclusions.c.run_id).where(conclusions.c.run_id == conclusion.run_id)
+    if connection.execute(query).scalar() is not None:
+        raise Conflict(f"run '{conclusion.run_id}' has its conclusion; it is never changed")
+    row = {
+        "run_id": conclusion.run_id,
+        "study_id": conclusion.study_id,
+        "at": conclusion.at,
+        "outcome": conclusion.outcome.value,
+        "document": conclusion.to_json(),
+    }
+    connection.execute(insert(conclusions).values(**row))
+
+
+def _give_up(connection: Connection, run: Run) -> Conclusion | None:
+    """The conclusion of a run that has ended. Where the run gave none, writes that nothing was confirmed."""
+    query = select(conclusions.c.document).where(conclusions.c.run_id == run.id)
+    if (found := connection.execute(query).scalar()) is not None:
+        return Conclusion.from_json(found)
+    complete = select(trials.c.id).where(
+        trials.c.run_id == run.id, trials.c.state == TrialState.COMPLETE.value, trials.c.origin != "baseline"
+    )
+    done = connection.execute(complete.limit(1)).first() is not None
+    outcome = Judgement.NOT_CONFIRMED if done else Judgement.NOTHING_SERVED
+    begins = "Not confirmed" if done else "No candidate completed"
+    said = Conclusion(
+        run_id=run.id, study_id=run.study_id, at=run.ended_at or run.started_at, outcome=outcome,
+        sentence=f"{begins}: {(run.reason or 'the run ended').rstrip('.')}.",
+    )  # fmt: skip
+    _conclude(connection, said)
+    return said
 
 
 def _behind(time: Column[Any], key: Column[Any], after: str) -> ColumnElement[bool]:
@@ -54,24 +87,23 @@ def _behind(time: Column[Any], key: Column[Any], after: str) -> ColumnElement[bo
     return (time < last) | ((time == last) & (key > after))
 
 
-class Studies(Part):
-    """Studies are immutable; a run is RUNNING until it is saved in another state."""
+class StudyStore(StorePart):
+    """Studies and conclusions never change. A run is RUNNING until it is saved in another state."""
 
     def add_study(self, study: Study) -> Study:
         """Keeps a study; one with the same id that is there already is given back unchanged."""
 
         def work(connection: Connection) -> Study:
-            row = connection.execute(select(studies).where(studies.c.id == study.id)).mappings().one_or_none()
-            if row is not None:
-                return study_of(row)
-            connection.execute(insert(studies).values(**study_row(study)))
-            return study
+            found = first_of(Study, connection, select(studies).where(studies.c.id == study.id))
+            if found is None:
+                connection.execute(insert(studies).values(**row_of(study)))
+            return found or study
 
         return self._write(work)
 
     def study(self, ref: str) -> Study:
         """A study by its id, its name (the newest of that name) or the beginning of its id."""
-        return self._read(lambda connection: _find_study(connection, ref))
+        return self._read(lambda connection: _study(connection, ref))
 
     def studies(
         self,
@@ -83,18 +115,10 @@ class Studies(Part):
         limit: int | None = None,
     ) -> tuple[Study, ...]:
         """All studies, the newest first; `after` is the id of the last one of the page before."""
-        query = select(studies).order_by(studies.c.created_at.desc(), studies.c.id)
-        if model is not None:
-            query = query.where(studies.c.model == model)
-        if node is not None:
-            query = query.where(studies.c.node == node)
-        if workload is not None:
-            query = query.where(studies.c.workload == workload)
+        query = select(studies).where(*_facts(model, node, workload))
         if after is not None:
             query = query.where(_behind(studies.c.created_at, studies.c.id, after))
-        if limit is not None:
-            query = query.limit(limit)
-        return self._read(lambda c: tuple(study_of(row) for row in c.execute(query).mappings()))
+        return self._records(Study, query.order_by(studies.c.created_at.desc(), studies.c.id).limit(limit))
 
     def open_run(
         self,
@@ -123,11 +147,10 @@ class Studies(Part):
         )
 
         def work(connection: Connection) -> Run:
-            _find_study(connection, study_id)
+            _study(connection, study_id)
             where = (runs.c.study_id == study_id, runs.c.state == RunState.RUNNING.value)
-            row = connection.execute(select(runs).where(*where)).mappings().one_or_none()
-            if row is not None:
-                old = run_of(row)
+            old = first_of(Run, connection, select(runs).where(*where))
+            if old is not None:
                 if not old.cancel_requested:
                     again = replace(old, trials_limit=trials_limit, deadline=deadline, pid=pid, host=host)
                     _update(connection, again)
@@ -135,8 +158,8 @@ class Studies(Part):
                 reason = "cancelled; its controller was gone"
                 given_up = replace(old, state=RunState.CANCELLED, ended_at=now, reason=reason)
                 _update(connection, given_up)
-                bests.write(connection, old.id, give_up(connection, given_up))
-            connection.execute(insert(runs).values(**run_row(fresh)))
+                run_best.write(connection, old.id, _give_up(connection, given_up))
+            connection.execute(insert(runs).values(**row_of(fresh)))
             return fresh
 
         return self._write(work)
@@ -156,9 +179,9 @@ class Studies(Part):
             kept = replace(run, cancel_requested=run.cancel_requested or old.cancel_requested)
             _update(connection, kept)
             if conclusion is not None:
-                conclude(connection, conclusion)
+                _conclude(connection, conclusion)
             if kept.state != RunState.RUNNING:
-                bests.write(connection, kept.id, give_up(connection, kept))
+                run_best.write(connection, kept.id, _give_up(connection, kept))
             return kept
 
         return self._write(work)
@@ -175,16 +198,10 @@ class Studies(Part):
         limit: int | None = None,
     ) -> tuple[Run, ...]:
         """Runs of a study, or all; the newest first; `after` is the id of the last one of the page before."""
-        query: Select[tuple[object, ...]] = select(runs).order_by(runs.c.started_at.desc(), runs.c.id)
-        if study_id is not None:
-            query = query.where(runs.c.study_id == study_id)
-        if state is not None:
-            query = query.where(runs.c.state == state.value)
+        query = select(runs).where(*equal((runs.c.study_id, study_id), (runs.c.state, state)))
         if after is not None:
             query = query.where(_behind(runs.c.started_at, runs.c.id, after))
-        if limit is not None:
-            query = query.limit(limit)
-        return self._read(lambda c: tuple(run_of(row) for row in c.execute(query).mappings()))
+        return self._records(Run, query.order_by(runs.c.started_at.desc(), runs.c.id).limit(limit))
 
     def cancel_run(self, run_id: str) -> Run:
         """Asks a running run to stop. Raises Conflict when it has ended."""
@@ -198,3 +215,83 @@ class Studies(Part):
             return asked
 
         return self._write(work)
+
+    def add_conclusion(self, conclusion: Conclusion) -> Conclusion:
+        """Keeps what a run concluded. Conflict where it has a conclusion already: none is ever changed."""
+        self._write(lambda connection: _conclude(connection, conclusion))
+        return conclusion
+
+    def conclusion(self, run_id: str) -> Conclusion | None:
+        """What a run concluded; None while it has not."""
+        return self._conclusion(select(conclusions.c.document).where(conclusions.c.run_id == run_id))
+
+    def conclusions(
+        self,
+        study_id: str | None = None,
+        *,
+        model: str | None = None,
+        node: str | None = None,
+        workload: str | None = None,
+        since: datetime | None = None,
+        until: datetime | None = None,
+    ) -> tuple[Conclusion, ...]:
+        """The conclusions of a study, or of all that match, the oldest first; `since` ≤ `at` < `until`."""
+        query = select(conclusions.c.document).where(*equal((conclusions.c.study_id, study_id)))
+        if facts := _facts(model, node, workload):
+            query = query.join(studies, studies.c.id == conclusions.c.study_id).where(*facts)
+        if since is not None:
+            query = query.where(conclusions.c.at >= since)
+        if until is not None:
+            query = query.where(conclusions.c.at < until)
+        query = query.order_by(conclusions.c.at, conclusions.c.run_id)
+        rows = self._read(lambda connection: connection.execute(query).scalars().all())
+        return tuple(Conclusion.from_json(row) for row in rows)
+
+    def latest_conclusion(self, study_id: str) -> Conclusion | None:
+        """What the study's newest run that has ended concluded; None where none has."""
+        query = select(conclusions.c.document).where(conclusions.c.study_id == study_id)
+        return self._conclusion(query.order_by(conclusions.c.at.desc(), conclusions.c.run_id.desc()).limit(1))
+
+    def _conclusion(self, query: Select[Any]) -> Conclusion | None:
+        found = self._read(lambda connection: connection.execute(query).scalar())
+        return None if found is None else Conclusion.from_json(found)
+
+    def run_counts(self) -> Mapping[str, int]:
+        """Runs by state."""
+        query = select(runs.c.state, func.count()).group_by(runs.c.state)
+        return self._read(lambda c: {state: count for state, count in c.execute(query).all()})
+
+    def last_success(self) -> Mapping[str, datetime]:
+        """Node → when a run last ended there with a conclusion that a pipeline can use: a winner, or today's
+        configuration that stays, measured while it served.
+        """
+        ended = select(studies.c.node, func.max(runs.c.ended_at)).join(runs, runs.c.study_id == studies.c.id)
+        ended = ended.join(conclusions, conclusions.c.run_id == runs.c.id).where(_USABLE)
+        return self._read(lambda c: _by_node(c, ended.group_by(studies.c.node)))
+
+    def last_end(self) -> Mapping[str, datetime]:
+        """Node → when a run last ended there, however it did; one that was cancelled is no night."""
+        ended = select(studies.c.node, func.max(runs.c.ended_at)).join(runs, runs.c.study_id == studies.c.id)
+        ended = ended.where(runs.c.state.in_([RunState.FINISHED.value, RunState.FAILED.value]))
+        return self._read(lambda c: _by_node(c, ended.group_by(studies.c.node)))
+
+
+def _by_node(connection: Connection, query: Select[Any]) -> dict[str, datetime]:
+    return {node: at for node, at in connection.execute(query).all() if at is not None}
+
+
+_DOCUMENT = type_coerce(conclusions.c.document, Text)
+# Canonical JSON; a quote within a string is escaped, so that only the key itself is found.
+_WINNER = ~_DOCUMENT.contains('"winner":null', autoescape=True)
+_SERVED = ~_DOCUMENT.contains('"baseline":null', autoescape=True)
+_USABLE = or_(
+    conclusions.c.outcome.in_([Judgement.CLEAR_WINNER.value, Judgement.TRADE_OFF.value]),
+    and_(conclusions.c.outcome.in_([Judgement.BASELINE_FAILED.value, Judgement.SLO_MISSED.value]), _WINNER),
+    and_(
+        conclusions.c.outcome.in_([Judgement.BASELINE_STAYS.value, Judgement.NO_CLEAR_WINNER.value]), _SERVED
+    ),
+)
+
+
+def _facts(model: str | None, node: str | None, workload: str | None) -> list[ColumnElement[bool]]:
+    return equal((studies.c.model, model), (studies.c.node, node), (studies.c.workload, workload))

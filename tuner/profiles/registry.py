@@ -8,13 +8,12 @@ from typing import Literal
 from packaging.version import InvalidVersion, Version
 
 from tuner.errors import BadInput, Conflict, NotFound, nearest
-from tuner.history.codec import pack_values
-from tuner.history.queries import Change, Configuration, changes
+from tuner.history.best_per_night import Change, Configuration, changes
 from tuner.history.store import Store
 from tuner.knobs.catalogue import CATALOGUE
 from tuner.measures import is_maximized
 from tuner.profiles.flags import split
-from tuner.records import JSON, AliasEvent, Node, Profile, ProfileKey, Study, Trial
+from tuner.records import JSON, AliasEvent, Node, Profile, ProfileKey, Study, Trial, pack_values
 
 PREEMPTION_FLAGS = {"preemption-mode", "swap-space", "kv-offloading-size", "kv-offloading-backend"}
 """What the preemption knob writes."""

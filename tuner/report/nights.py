@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from tuner.history.queries import Night
+from tuner.history.best_per_night import Night
 from tuner.report.axes import Axis, Frame, fitted, grid, svg
 from tuner.report.charts import NONE, legend
 from tuner.report.words import heading, measured

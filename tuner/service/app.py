@@ -75,7 +75,7 @@ def create(
         lifespan=_lifespan,
         generate_unique_id_function=_operation,
     )
-    pulls, registry = Pulls(store.pulse, clock), CollectorRegistry()
+    pulls, registry = Pulls(store.change_token, clock), CollectorRegistry()
     app.state.service = Service(
         store=store,
         settings=settings,

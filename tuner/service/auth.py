@@ -52,7 +52,7 @@ class Guard:
 
     def identify(self, text: str) -> Actor | None:
         """Whom a token text belongs to while it is valid; the comparison is constant in time."""
-        now, pulse = self._clock(), self._store.pulse()
+        now, pulse = self._clock(), self._store.change_token()
         key = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
         kept = self._known.get(key)
         if kept is None or kept[1] != pulse or now - kept[2] >= RECHECK:
@@ -69,7 +69,7 @@ class Guard:
         """
         if not self._loopback or _hostname(host) not in LOOPBACK:
             return False
-        pulse = self._store.pulse()
+        pulse = self._store.change_token()
         if self._open is None or self._open[0] != pulse:
             self._open = (pulse, not self._store.tokens())
         return self._open[1]

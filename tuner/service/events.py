@@ -93,7 +93,7 @@ async def stream(store: Store, run_id: str, after: Place | None, *, poll_s: floa
     pulse: int | None = None
     quiet = 0.0
     while True:
-        now = store.pulse()
+        now = store.change_token()
         if now != pulse:
             pulse = now
             found, over = await to_thread.run_sync(events, store, run_id)

@@ -9,11 +9,10 @@ from pydantic import BaseModel, Field, JsonValue
 
 from tuner import masking
 from tuner.conclusions import Conclusion
-from tuner.history.codec import pack_values
+from tuner.history.best_per_night import Night
 from tuner.history.entities import AuditEntry, Schedule, TraceInfo
-from tuner.history.queries import Night
 from tuner.profiles.export import as_json
-from tuner.records import JSON, AliasEvent, Measurement, Node, Profile, Run, Study, Trial
+from tuner.records import JSON, AliasEvent, Measurement, Node, Profile, Run, Study, Trial, pack_values
 from tuner.report import words
 
 Values = dict[str, float | None]

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache
 
-from tuner.conclusions import Arm, Conclusion, Difference, Judgement, Noise, RunCost, Where
+from tuner.conclusions import Arm, Conclusion, Difference, Judgement, Noise, RunCost, Where, saving
 from tuner.engine.effective import same
 from tuner.errors import BadInput
-from tuner.history.cost import saving
 from tuner.measures import is_maximized
 from tuner.records import Measurement, Outcome, Run, Study, Trial, TrialState, Value
 from tuner.replay import outcomes

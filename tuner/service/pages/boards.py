@@ -14,7 +14,7 @@ _lock = Lock()
 
 def board_of(store: Store, study: Study) -> tuple[Board, int]:
     """The board of a study and the pulse of the history that it was read at."""
-    pulse = store.pulse()
+    pulse = store.change_token()
     with _lock:
         kept = _boards.setdefault(store, {})
         if study.id in kept and kept[study.id][0] == pulse:

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from markupsafe import Markup
 
 from tuner.errors import BadInput, nearest
-from tuner.history.queries import Night, nights, trend
+from tuner.history.best_per_night import Night, nights, trend
 from tuner.history.store import Store
 from tuner.measures import NAMES
 from tuner.report.nights import picture

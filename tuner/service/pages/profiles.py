@@ -7,7 +7,7 @@ from difflib import unified_diff
 
 from tuner.conclusions import Conclusion, Difference
 from tuner.errors import BadInput
-from tuner.history.queries import Change
+from tuner.history.best_per_night import Change
 from tuner.history.store import Store
 from tuner.profiles import registry
 from tuner.records import AliasEvent, Profile, ProfileKey

@@ -87,7 +87,7 @@ def live(store: Store, study: Study, axes: tuple[str, str] | None) -> Live:
 def tag_of(store: Store, study: Study) -> tuple[str, bool]:
     """The live part's validator, and whether a run goes on; costs no drawing."""
     run = next(iter(store.runs(study.id)), None)
-    return _tag(store.pulse(), run), run is not None and run.state is RunState.RUNNING
+    return _tag(store.change_token(), run), run is not None and run.state is RunState.RUNNING
 
 
 def _tag(pulse: int, run: Run | None) -> str:

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query
 from fastapi.responses import JSONResponse
 from pydantic import AwareDatetime
 
-from tuner.history.queries import Night, nights, trend
+from tuner.history.best_per_night import Night, nights, trend
 from tuner.records import JSON
 from tuner.service import shapes
 from tuner.service.auth import Reader

@@ -1,4 +1,4 @@
-"""Whether anything was written: a number that is another one after every commit, had for microseconds."""
+"""The change token of a database: a number that changes with every commit; reading it takes microseconds."""
 
 import hashlib
 import threading
@@ -9,16 +9,16 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import PoolProxiedConnection
 
 STEP_S = 0.2
-"""How soon at the latest a change is seen on a server; where it cannot be asked, each step counts as one."""
+"""A change is seen on a server within this time; where nothing can be asked, each step counts as a change."""
 
 
 def _clock() -> int:
-    """Another number every step: as if something had been written."""
+    """A new number every step, as if something had been written."""
     return -1 - int(time.monotonic() / STEP_S)
 
 
-class MemoryPulse:
-    """Of a database that cannot be watched."""
+class ClockToken:
+    """For a database that cannot be asked: one in memory."""
 
     def __call__(self) -> int:
         return _clock()
@@ -27,8 +27,8 @@ class MemoryPulse:
         """Nothing to end."""
 
 
-class FilePulse:
-    """Of an SQLite file: its own count of commits by other connections, on one that never writes."""
+class SqliteToken:
+    """For an SQLite file: its count of commits by others, asked on a connection that never writes."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -53,8 +53,8 @@ class FilePulse:
                 self._watch = None
 
 
-class ServerPulse:
-    """Of PostgreSQL: its snapshot of transactions that write, asked for by a thread, so that nobody waits."""
+class PostgresToken:
+    """For PostgreSQL: a hash of its snapshot of running transactions; a thread asks, so no caller waits."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -72,14 +72,14 @@ class ServerPulse:
     def _start(self) -> None:
         with self._lock:
             if self._thread is None and not self._ended.is_set():
-                self._thread = threading.Thread(target=self._watch, name="pulse", daemon=True)
+                self._thread = threading.Thread(target=self._watch, name="change-token", daemon=True)
                 self._thread.start()
 
     def _watch(self) -> None:
         while not self._ended.is_set():
             try:
                 with self._engine.connect() as connection:
-                    # Without a transaction around them, questions see what was committed before each.
+                    # Without a transaction around them, queries see what was committed before each.
                     self._look(connection.execution_options(isolation_level="AUTOCOMMIT"))
             except SQLAlchemyError:
                 self._ended.wait(STEP_S)
