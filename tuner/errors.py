@@ -1,6 +1,9 @@
-"""Errors, named by what the one who catches them does. Each carries one sentence that says what to mend."""
+"""The errors of the tuner, one class per reaction of the caller. Each has one sentence that says what to
+mend.
+"""
 
-from collections.abc import Iterable
+import copyreg
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 
 from tuner import masking
@@ -11,9 +14,8 @@ INTERRUPTED = 8
 
 
 class TunerError(Exception):
-    """The root: anything the tuner says on purpose. `exit_code` is what the command line ends with.
-
-    Secrets are taken out of the sentence.
+    """The base class. `exit_code` is the exit code of the command line. Secrets in the sentence are
+    masked.
     """
 
     exit_code = 1
@@ -21,37 +23,43 @@ class TunerError(Exception):
     def __init__(self, reason: str = "") -> None:
         super().__init__(" ".join(masking.text(reason).splitlines()))
 
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...], dict[str, object]]:
+        """Pickled with all attributes, whatever a subclass's constructor asks for: errors cross machines."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
+
 
 class BadInput(TunerError):
-    """The request is wrong: mend the file, key or flag that the sentence names."""
+    """The request is wrong: correct the file, key or flag that the sentence names."""
 
     exit_code = 2
 
 
 class NotFound(TunerError):
-    """What was asked for does not exist."""
+    """The thing that was asked for does not exist."""
 
     exit_code = 4
 
 
 class Conflict(TunerError):
-    """The state forbids it: somebody else holds it, or it changed in between."""
+    """The state does not allow it: somebody else holds it, or it changed in the meantime."""
 
     exit_code = 5
 
 
 class Unavailable(TunerError):
-    """Something outside failed (database locked, disk full): nothing was decided, try again."""
+    """Something outside the tuner failed (database locked, disk full): nothing was changed, try again."""
 
     exit_code = 6
 
 
 class UnsupportedKnob(BadInput):
-    """A knob that the installed engine does not have, with the nearest thing that it does have."""
+    """The installed engine does not have a knob. The sentence names the nearest knob that it has."""
 
 
 class EngineError(TunerError):
-    """An engine launch or replay that ended badly. `cause` is the verdict's kind, `evidence` a log line."""
+    """A launch or a replay failed. `cause` is the kind of failure, `evidence` the line of the log that shows
+    it.
+    """
 
     def __init__(self, reason: str, *, cause: str, evidence: str = "") -> None:
         super().__init__(reason)
@@ -60,7 +68,7 @@ class EngineError(TunerError):
 
 
 class Infeasible(EngineError):
-    """The candidate is at fault: record it, tell the search, go on."""
+    """The candidate is at fault: record the trial, let the search learn from it, continue."""
 
     def __init__(
         self, reason: str, *, cause: str, evidence: str = "", violation: Violation | None = None
@@ -70,16 +78,16 @@ class Infeasible(EngineError):
 
 
 class Aborted(EngineError):
-    """The world is at fault: retry the same attempt within limits, never tell the search."""
+    """The candidate is not at fault: repeat the trial within limits; the search ignores it."""
 
 
 class StudyFailed(EngineError):
-    """No candidate can work (model missing, a fixed argument refused): stop the run with the reason."""
+    """No candidate can work (model missing, a fixed argument refused): stop the run and give the reason."""
 
     exit_code = 7
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """« (did you mean 'x'?)» when something known is close to the name, else an empty string."""
+    """ " (did you mean 'x'?)" when a known name is close, otherwise an empty string."""
     found = get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" (did you mean '{found[0]}'?)" if found else ""

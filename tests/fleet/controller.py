@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from tuner.errors import TunerError
-from tuner.fleet import leases
+from tuner.fleet import nodes
 from tuner.history.store import Store
 from tuner.tuning.run import Limits, tune
 from tuner.tuning.study import load
@@ -21,7 +21,7 @@ def main(study: Path, home: Path, url: str, ttl_s: float) -> int:
     store = Store(url)
     prepared = load(study, store=store, now=now())
     try:
-        with leases.held(store, prepared.node.name, clock=now, ttl_s=ttl_s) as held:
+        with nodes.held(store, prepared.node.name, clock=now, ttl_s=ttl_s) as held:
             print("leased", flush=True)
             work = tune(prepared, held, home=home, limits=Limits(trials=50, early=False), clock=now)
             asyncio.run(work)

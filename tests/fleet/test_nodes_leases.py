@@ -19,7 +19,7 @@ from tests.history.records import a_run, a_study
 from tests.tuning.studies import WATCHDOG_S, environment, wait_for, write
 from tuner import processes
 from tuner.errors import Conflict
-from tuner.fleet import leases
+from tuner.fleet import nodes
 from tuner.history.base import hold
 from tuner.history.store import Store
 from tuner.records import TrialState
@@ -49,7 +49,7 @@ def store(url: str) -> Iterator[Store]:
 
 def test_the_second_controller_is_told_who_has_the_node(store: Store) -> None:
     with (
-        leases.held(store, "n", clock=now),
+        nodes.held(store, "n", clock=now),
         pytest.raises(Conflict, match=f"leased to '.* pid {os.getpid()}"),
     ):
         store.acquire_lease("n", "another", now=now(), ttl_s=10)
@@ -59,21 +59,21 @@ def test_the_second_controller_is_told_who_has_the_node(store: Store) -> None:
 def test_the_lease_of_a_process_that_died_is_taken_over_at_once(store: Store) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    dead = leases.holder().replace(f"pid {os.getpid()}", f"pid {gone.pid}")
+    dead = nodes.holder().replace(f"pid {os.getpid()}", f"pid {gone.pid}")
     store.acquire_lease("n", dead, now=now(), ttl_s=3600)
-    with leases.held(store, "n", clock=now):
+    with nodes.held(store, "n", clock=now):
         (mine,) = store.leases(now=now())
-        assert (mine.holder, mine.fence) == (leases.holder(), 2)
+        assert (mine.holder, mine.fence) == (nodes.holder(), 2)
 
 
 def test_the_lease_of_another_host_is_left_alone(store: Store) -> None:
     store.acquire_lease("n", "elsewhere pid 1 since 0", now=now(), ttl_s=3600)
-    with pytest.raises(Conflict, match="elsewhere"), leases.held(store, "n", clock=now):
+    with pytest.raises(Conflict, match="elsewhere"), nodes.held(store, "n", clock=now):
         pass
 
 
 def test_a_lease_lives_as_long_as_its_holder(store: Store) -> None:
-    with leases.held(store, "n", clock=now, ttl_s=0.4) as held:
+    with nodes.held(store, "n", clock=now, ttl_s=0.4) as held:
         (first,) = store.leases(now=now())
         wait_for(lambda: now() > first.acquired_at + timedelta(seconds=1.2))
         held.prove()
@@ -81,7 +81,7 @@ def test_a_lease_lives_as_long_as_its_holder(store: Store) -> None:
 
 def test_who_lost_the_lease_cannot_write_any_of_it(store: Store) -> None:
     at = [now()]
-    with leases.held(store, "n", clock=lambda: at[0], ttl_s=3600) as held:
+    with nodes.held(store, "n", clock=lambda: at[0], ttl_s=3600) as held:
         held.add_study(a_study())
         at[0] += timedelta(seconds=3601)
         for write_something in (
@@ -127,7 +127,7 @@ def test_a_paused_controller_that_wakes_up_cannot_write(store: Store, url: str, 
         with controller(tmp_path, study, url) as again:
             assert line(again) == "leased"
             assert f"is being tuned by process {paused.pid} on this host" in line(again)
-        with leases.held(store, "local", clock=now):
+        with nodes.held(store, "local", clock=now):
             before = written(store, tmp_path)
             paused.send_signal(signal.SIGCONT)
             assert paused.wait(WATCHDOG_S) == Conflict.exit_code
@@ -212,7 +212,7 @@ def test_of_two_controllers_that_race_for_a_node_one_wins_and_the_other_is_told(
         assert both[told].wait(WATCHDOG_S) == Conflict.exit_code
 
 
-HOLD = "import sys, time; from tuner.fleet.leases import locked_gpus\nwith locked_gpus(sys.argv[1:]): print('held', flush=True); time.sleep(600)"  # noqa: E501
+HOLD = "import sys, time; from tuner.fleet.nodes import locked_gpus\nwith locked_gpus(sys.argv[1:]): print('held', flush=True); time.sleep(600)"  # noqa: E501
 
 
 def test_a_gpu_is_used_by_one_tuner_and_the_kernel_frees_it(
@@ -226,14 +226,14 @@ def test_a_gpu_is_used_by_one_tuner_and_the_kernel_frees_it(
         assert line(holder) == "held"
         with (
             pytest.raises(Conflict, match=f"GPU GPU-1 is in use by another tuner .* pid {holder.pid} "),
-            leases.locked_gpus(["GPU-1"]),
+            nodes.locked_gpus(["GPU-1"]),
         ):
             pass
-        with leases.locked_gpus(["GPU-3"]):
+        with nodes.locked_gpus(["GPU-3"]):
             pass
         holder.kill()
         holder.wait()
-        with leases.locked_gpus(["GPU-1", "GPU-2"]):
+        with nodes.locked_gpus(["GPU-1", "GPU-2"]):
             pass
 
 
@@ -243,7 +243,7 @@ from dataclasses import replace
 from tuner.commands.common import open_store
 from tuner.commands.tune import on_its_node, prepared_study
 from tuner.errors import Conflict
-from tuner.fleet.leases import locked_gpus
+from tuner.fleet.nodes import locked_gpus
 from tuner.tuning.run import Limits
 from pathlib import Path
 
@@ -280,4 +280,4 @@ def test_a_run_on_a_node_with_gpus_does_not_lock_itself_out(tmp_path: Path) -> N
         assert all(said.startswith(f"GPU {gpus[1]} is in use by another tuner") for said in told)
     finally:
         for gpu in gpus:
-            leases.lock_path(gpu).unlink(missing_ok=True)
+            nodes.lock_path(gpu).unlink(missing_ok=True)

@@ -192,14 +192,14 @@ def restore_production(
 def _outlive(store: "Store", node: str, holder: str) -> None:
     """Wait until a controller gave production back; when it died before, do so in its place."""
     from tuner.errors import TunerError
-    from tuner.fleet import handover, leases
+    from tuner.fleet import handover, nodes
 
     failures = 0
     while failures < TRIES:
         try:
             if handover.drained_by(store, node) != holder:
                 return
-            if leases.is_dead(holder):
+            if nodes.is_dead(holder):
                 handover.recover(store, node, home=settings().home, clock=now, say=say)
         except TunerError as error:
             failures += 1

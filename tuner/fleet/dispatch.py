@@ -13,7 +13,7 @@ from typing import Any
 
 from tuner.adapters import adapter_of
 from tuner.errors import BadInput, Conflict, TunerError, Unavailable
-from tuner.fleet import dispatch_ray, leases, nodes
+from tuner.fleet import dispatch_ray, nodes
 from tuner.fleet.dispatch_ray import Hand, Member, Remote
 from tuner.history.store import Store
 from tuner.records import Node, Run, Study, digest_of
@@ -48,7 +48,7 @@ class Fleet:
     home: Path
     clock: Clock
     tell: Callable[[str], Tell]
-    ttl_s: float = leases.LEASE_S
+    ttl_s: float = nodes.LEASE_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +126,7 @@ async def tune_all(job: ClusterJob, fleet: Fleet, picked: Sequence[Member]) -> t
     with ExitStack() as stack:
         leased = {member.name: stack.enter_context(ExitStack()) for member in picked}
         stores = {
-            name: lease.enter_context(leases.held(fleet.store, name, clock=fleet.clock, ttl_s=fleet.ttl_s))
+            name: lease.enter_context(nodes.held(fleet.store, name, clock=fleet.clock, ttl_s=fleet.ttl_s))
             for name, lease in leased.items()
         }
         hired = await asyncio.gather(*(_hire(job, member) for member in picked), return_exceptions=True)
@@ -290,7 +290,7 @@ class _Whole:
                 if stack is not None:
                     fleet = self._fleet
                     trial.enter_context(
-                        leases.held(fleet.store, member.name, clock=fleet.clock, ttl_s=fleet.ttl_s)
+                        nodes.held(fleet.store, member.name, clock=fleet.clock, ttl_s=fleet.ttl_s)
                     )
                     trial.enter_context(self._borrowed(member.name))
                 hand = await _hire(self._job, member)

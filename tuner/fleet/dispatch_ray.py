@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -18,13 +19,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tuner import __version__
-from tuner.errors import Aborted, BadInput, Conflict, Unavailable
-from tuner.fleet.worker import Done, NodeAnswer, NodeWorker
+from tuner import __version__, processes
+from tuner.engine.gpu import Gpus
+from tuner.errors import Aborted, BadInput, Conflict, TunerError, Unavailable
+from tuner.fleet import nodes
 from tuner.records import Measurement
+from tuner.settings import Settings
+from tuner.tuning.cores import split_cores
 from tuner.tuning.study import Prepared, Surveyed
 from tuner.tuning.studyfile import EngineFile
-from tuner.tuning.trial import Measured, Note, Order
+from tuner.tuning.trial import Measured, News, Note, Order, Place, work_here
 
 GRANT_S = 120.0
 """How long a node may take to start a worker on its GPUs; another job of the cluster may hold them."""
@@ -32,6 +36,10 @@ RETURN_S = 300.0
 """How long a lost node, or a free one of its class, is waited for."""
 ASK_S = 1.0
 KNOCK_S = 10.0
+POLL_S = 5.0
+"""Seconds that a worker waits for news before it answers that there is none."""
+FILES = ("*.parquet", "*.log")
+"""The files of a launch that come back from the node."""
 ADDRESS = re.compile(r"^(auto|ray://[^\s/]+:\d+|[^\s/:]+:\d+)$")
 
 
@@ -51,6 +59,24 @@ class Member:
         card = self.labels.get("ray.io/accelerator-type", "").lower()
         plain = {key: value for key, value in self.labels.items() if not key.startswith("ray.io/")}
         return {"gpu": card, **plain, "name": self.name, "host": self.host}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """How an order ended: what was measured, or the fault; and the files of its directory by name."""
+
+    measured: tuple[Measured, ...] = ()
+    error: TunerError | None = None
+    files: Mapping[str, bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeAnswer:
+    """What a node says of itself, or why it cannot be used."""
+
+    version: str
+    surveyed: Surveyed | None = None
+    error: TunerError | None = None
 
 
 def _ray() -> Any:
@@ -227,8 +253,8 @@ def _surveyed(seen: NodeAnswer, node: str) -> Surveyed:
     """What a node is. Its own error where it has one, BadInput for another version of the tuner."""
     if seen.version != __version__:
         raise BadInput(f"node {node} has vllm-config-tuner {seen.version}, this is {__version__}")
-    if seen.fault is not None or seen.surveyed is None:
-        raise seen.fault.error() if seen.fault else Unavailable(f"node {node} said nothing")
+    if seen.surveyed is None:
+        raise seen.error or Unavailable(f"node {node} said nothing")
     return seen.surveyed
 
 
@@ -303,8 +329,8 @@ class Remote:
             await self._stop()
             raise
         _write(done.files, Path(order.spec.directory))
-        if done.fault is not None:
-            raise done.fault.error()
+        if done.error is not None:
+            raise done.error
         return tuple(_here(each, Path(order.spec.directory)) for each in done.measured)
 
     async def end(self) -> None:
@@ -374,3 +400,108 @@ def _here(measured: Measured, directory: Path) -> Measured:
         for part in found.slices
     )
     return replace(measured, measurement=replace(found, slices=slices))
+
+
+class NodeWorker:
+    """One node at work. Its process holds the GPUs' locks and its guardian the engine: both end with it."""
+
+    def __init__(self) -> None:
+        self._news: list[News | Done] = []
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._place: Place | None = None
+        self._locks: object = None
+
+    async def look(self, name: str, engine: EngineFile, base: str, labels: Mapping[str, str]) -> NodeAnswer:
+        """What this node is, in its own engine's words; takes the locks of the GPUs it was given."""
+        try:
+            seen = await asyncio.to_thread(nodes.fingerprint, name, engine, base=Path(base), labels=labels)
+            if self._locks is None:
+                locks = nodes.locked_gpus(seen.node.gpus)
+                locks.__enter__()
+                self._locks = locks  # held until this process ends
+        except TunerError as error:
+            return NodeAnswer(version=__version__, error=error)
+        return NodeAnswer(version=__version__, surveyed=seen)
+
+    async def set_up(
+        self, prepared: Prepared, dead: Mapping[str, Sequence[str]], isolated: bool = False
+    ) -> tuple[str, ...]:
+        """Take a study; ends what is left here of launches that are dead, each with its stop command. Returns
+        what kept that from being done.
+        """
+        engine = prepared.file.engine
+        node = prepared.node
+        gpus = Gpus.open(engine.env, only=node.gpus) if node.gpus else Gpus(nvml=None)
+        cores = split_cores(sorted(os.sched_getaffinity(0)))
+        self._place = Place(prepared=prepared, cores=cores, gpus=gpus, isolated=isolated)
+        problems = []
+        for tag, stop in dead.items():
+            try:
+                await asyncio.to_thread(processes.reap, tag, stop_command=stop)
+            except BadInput as error:
+                problems.append(str(error))
+                await asyncio.to_thread(processes.reap, tag)
+            shutil.rmtree(scratch_of(tag), ignore_errors=True)
+        return tuple(problems)
+
+    async def begin(self, order: Order) -> None:
+        """Start on an order; `news` tells how it goes."""
+        await self.stop()
+        self._news, self._changed = [], asyncio.Event()
+        self._task = asyncio.ensure_future(self._do(order))
+
+    async def news(self, after: int) -> Sequence[News | Done]:
+        """What happened since the first `after` news; waits a while for some. The last one is Done."""
+        if self._task is not None and self._task.done() and len(self._news) <= after:
+            self._task.result()
+        if len(self._news) <= after:
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), POLL_S)
+            except TimeoutError:
+                return ()
+        return tuple(self._news[after:])
+
+    async def stop(self) -> None:
+        """End what is being done; returns when no engine is left."""
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def _note(self, news: News | Done) -> None:
+        self._news.append(news)
+        self._changed.set()
+
+    async def _do(self, order: Order) -> None:
+        if self._place is None:
+            raise RuntimeError("set_up comes before begin")
+        scratch = scratch_of(order.spec.launch_id)
+        place = self._place
+        spec = replace(
+            order.spec, directory=str(scratch), cores=place.cores.engine,
+            gpus=place.prepared.node.gpus, command=place.prepared.command,
+        )  # fmt: skip
+        measured: tuple[Measured, ...] = ()
+        failure: TunerError | None = None
+        try:
+            _make(scratch)
+            measured = tuple(await work_here(place, replace(order, spec=spec), self._note))
+        except TunerError as error:
+            failure = error
+        finally:
+            files = {path.name: path.read_bytes() for pattern in FILES for path in scratch.glob(pattern)}
+            shutil.rmtree(scratch, ignore_errors=True)
+        self._note(Done(measured=measured, error=failure, files=files))
+
+
+def scratch_of(launch_id: str) -> Path:
+    """Where a launch keeps its files until they are handed back."""
+    return Settings().home / "work" / launch_id
+
+
+def _make(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Aborted(f"cannot make {directory}: {error.strerror}", cause="disk") from error

@@ -4,19 +4,21 @@ Hooks come from TUNER_HOME/nodes/NAME.yaml alone, written by hand or by `tuner n
 request over HTTP carries gets here.
 """
 
+import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
+from types import FrameType
 
 from tuner import processes
 from tuner.errors import Conflict, NotFound, TunerError, Unavailable
 from tuner.fleet.hooks import Hook, hooks, path_of
-from tuner.fleet.leases import LEASE_S, held, holder, is_dead, release_dead
-from tuner.fleet.signals import Deferred
+from tuner.fleet.nodes import LEASE_S, held, holder, is_dead, release_dead
 from tuner.history.store import Store
 from tuner.records import JSON, Node
 from tuner.tuning.reconcile import Say, reconcile, silent
@@ -24,8 +26,49 @@ from tuner.tuning.reconcile import Say, reconcile, silent
 Clock = Callable[[], datetime]
 TRIES = 3
 READY_POLL_S = 1.0
+ENDING = (signal.SIGINT, signal.SIGTERM)
+Handler = Callable[[int, FrameType | None], object] | int | None
 RECENT = 5
 """Studies of a node whose engines may still be there."""
+
+
+class Deferred:
+    """Holds SIGINT and SIGTERM back in a `with` block, and raises KeyboardInterrupt at its end if one came.
+    Inside, `with deferred.open():` lets signals act as before. Does nothing outside the main thread.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[signal.Signals, Handler] = {}
+        self._came = False
+
+    def __enter__(self) -> "Deferred":
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in ENDING}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._install()
+        if self._came:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Signals act as before the block; a signal that was held back raises KeyboardInterrupt now."""
+        if self._came:
+            raise KeyboardInterrupt
+        self._install()
+        try:
+            yield
+        finally:
+            for number in self._before:
+                signal.signal(number, self._note)
+
+    def _install(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._came = True
 
 
 @contextmanager

@@ -20,7 +20,7 @@ import psutil
 
 from tuner import SERVICE_VERSION, __version__, processes
 from tuner.errors import Conflict, Unavailable
-from tuner.fleet import leases
+from tuner.fleet import nodes
 from tuner.history.store import Store
 from tuner.records import JSON, Run, RunState, Study, TrialState
 from tuner.settings import Settings
@@ -210,7 +210,7 @@ class Controllers:
         """What a controller that is gone left of a study here; whoever has the node by now has cleared it."""
         here = any(node.name == study.node and node.host == self._host for node in self._store.nodes())
         if here:
-            with suppress(Conflict), leases.held(self._store, study.node, clock=self._clock) as held:
+            with suppress(Conflict), nodes.held(self._store, study.node, clock=self._clock) as held:
                 reconcile(held, self._settings.home, node=study.node, clock=self._clock, say=say)
 
     def _recover(self, run: Run, order: Order) -> Run:
