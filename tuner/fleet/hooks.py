@@ -1,13 +1,15 @@
-"""How production gives a node up and takes it back: TUNER_HOME/nodes/NAME.yaml, checked when read."""
+"""The file TUNER_HOME/nodes/NAME.yaml: the hooks that take production off a node and bring it back."""
 
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import yaml
+from pydantic import BeforeValidator, ValidationInfo, field_validator, model_validator
 
 from tuner import masking, yamltext
 from tuner.errors import BadInput, Unavailable, nearest
@@ -17,14 +19,21 @@ from tuner.settings import NAME
 TIMEOUT_S, MOST_S = 300.0, 86_400
 SECTIONS = ("handover", "engine", "models")
 """Keys of a node's file; `service.engines` checks what `engine` and `models` hold."""
+KINDS = ("command", "systemd", "kubectl")
+FORMS = {
+    "systemd": ("a unit's name such as vllm.service", r"[A-Za-z0-9:_.@\\-]+"),
+    "kubectl": ("NAMESPACE/deployment/NAME", r"[a-z0-9.-]+/(deployment|statefulset)s?/[a-z0-9.-]+"),
+}
+"""What each kind of hook expects, in words and as a pattern."""
 IDLE = ("0", "inactive", "failed")
-"""What `ask` answers when production does not run there, so that it is not started afterwards either."""
+"""The answers of `ask` where production does not run; then it is not started afterwards either."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hook:
-    """One thing that serves on a node. `ask` prints its state, which `restore` may use as `{answer}`; `ready`
-    ends with 0 once it serves again. `timeout_s` bounds each of drain and restore (ready included).
+    """One service of production on a node, as commands. `drain` takes it off, `restore` brings it back,
+    `ready` ends with 0 once it serves again. `ask` prints its state, which `restore` may use as `{answer}`.
+    `timeout_s` limits each of drain and restore (ready included).
     """
 
     kind: str
@@ -44,20 +53,20 @@ class Hook:
 
 
 def path_of(home: Path, node: str) -> Path:
-    """Where a node's hooks are written. BadInput for a name that cannot be a file's."""
+    """The path of a node's file. BadInput for a name that cannot be a file name."""
     if not re.fullmatch(NAME, node):
         raise BadInput(f"node '{node}': a name has letters, digits, '.', '_' and '-'")
     return home / "nodes" / f"{node}.yaml"
 
 
 def hooks(home: Path, node: str) -> tuple[Hook, ...]:
-    """The hooks of a node in the order of draining; none when no file was written."""
+    """The hooks of a node in the order of draining; none where there is no file."""
     path = path_of(home, node)
     return parse(document(path), str(path))
 
 
 def document(path: Path) -> dict[str, JSON]:
-    """What a node's file says, by section; nothing where there is none. BadInput names an unknown key."""
+    """The sections of a node's file; none where there is no file. BadInput names an unknown key."""
     if not path.is_file():
         return {}
     return _sections(yamltext.load(yamltext.read(path), str(path)).value, str(path))
@@ -81,7 +90,9 @@ def parse(found: object, where: str) -> tuple[Hook, ...]:
 
 
 def write(home: Path, node: str, sections: Mapping[str, JSON]) -> tuple[Hook, ...]:
-    """Check and keep sections of a node's file beside what else it says; readable by its owner alone."""
+    """Check sections and write them into a node's file; its other sections stay. Only the owner can
+    read it.
+    """
     path = path_of(home, node)
     whole = {**document(path), **sections}
     found = parse(whole, str(path))
@@ -97,54 +108,83 @@ def write(home: Path, node: str, sections: Mapping[str, JSON]) -> tuple[Hook, ..
 
 
 def _hook(item: object, where: str) -> Hook:
-    if not isinstance(item, dict) or len(kinds := [key for key in item if key in KINDS]) != 1:
-        raise BadInput(f"{where}: give exactly one of {', '.join(KINDS)}")
-    kind = kinds[0]
-    for key in item:
-        if key not in (kind, "timeout_s", "ready"):
-            raise BadInput(f"{where}: unknown key '{key}'{nearest(str(key), (*KINDS, 'timeout_s', 'ready'))}")
-    timeout_s = item.get("timeout_s", TIMEOUT_S)
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s <= MOST_S:
-        raise BadInput(f"{where}: timeout_s: seconds above 0, at most {MOST_S}, not {timeout_s!r}")
-    ready = command(item["ready"], f"{where}: ready") if "ready" in item else ()
-    return KINDS[kind](item[kind], where, float(timeout_s), ready)
+    file = yamltext.validated(HookFile, item, where)
+    if file.command is not None:
+        drain = file.command["drain"]
+        name = f"command {Path(drain[0]).name}"
+        shape = Hook(kind="command", name=name, drain=drain, restore=file.command["restore"])
+    elif file.systemd is not None:
+        shape = _unit(file.systemd)
+    else:
+        shape = _scaled(str(file.kubectl))
+    return replace(shape, ready=file.ready or shape.ready, timeout_s=file.timeout_s)
 
 
-def command(value: object, where: str) -> tuple[str, ...]:
-    """A command as a list of words; no shell reads it, and no secret may stand in it."""
+def command(value: object) -> tuple[str, ...]:
+    """A command as a list of words; no shell reads it. ValueError where it is none or holds a secret."""
     if not isinstance(value, list) or not value or not all(isinstance(word, str) and word for word in value):
-        raise BadInput(f"{where}: a list of words such as [systemctl, stop, vllm] is expected")
+        raise ValueError("a list of words such as [systemctl, stop, vllm] is expected")
     for word, shown in zip(value, masking.arguments(value), strict=True):
         if word != shown:
             name = shown.partition("=")[0]
-            raise BadInput(f"{where}: '{name}' looks like a secret; let the command read it from a file")
+            raise ValueError(f"'{name}' looks like a secret; let the command read it from a file")
     return tuple(value)
 
 
-def _from_command(value: object, where: str, timeout_s: float, ready: tuple[str, ...]) -> Hook:
-    if not isinstance(value, dict) or set(value) != {"drain", "restore"}:
-        raise BadInput(f"{where}: command: give drain and restore, each a list of words")
-    drain = command(value["drain"], f"{where}: drain")
-    restore = command(value["restore"], f"{where}: restore")
-    name = f"command {Path(drain[0]).name}"
-    return Hook(kind="command", name=name, drain=drain, restore=restore, ready=ready, timeout_s=timeout_s)
+Words = Annotated[tuple[str, ...], BeforeValidator(command)]
 
 
-def _from_unit(value: object, where: str, timeout_s: float, ready: tuple[str, ...]) -> Hook:
-    unit = _word(value, where, "systemd", r"[A-Za-z0-9:_.@\\-]+")
+class HookFile(yamltext.Section):
+    """One hook as written in a node's file."""
+
+    command: dict[str, Words] | None = None
+    systemd: str | None = None
+    kubectl: str | None = None
+    ready: Words = ()
+    timeout_s: float = TIMEOUT_S
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_kind(cls, value: object) -> object:
+        if not isinstance(value, dict) or sum(kind in value for kind in KINDS) != 1:
+            raise ValueError(f"give exactly one of {', '.join(KINDS)}")
+        return value
+
+    @field_validator("command", mode="before")
+    @classmethod
+    def _both(cls, value: object) -> object:
+        if not isinstance(value, dict) or set(value) != {"drain", "restore"}:
+            raise ValueError("give drain and restore, each a list of words")
+        return value
+
+    @field_validator("systemd", "kubectl", mode="before")
+    @classmethod
+    def _word(cls, value: object, info: ValidationInfo) -> object:
+        form, pattern = FORMS[str(info.field_name)]
+        if not isinstance(value, str) or not re.fullmatch(pattern, value) or value.startswith("-"):
+            raise ValueError(f"{form} is expected, not {value!r}")
+        return value
+
+    @field_validator("timeout_s", mode="before")
+    @classmethod
+    def _seconds(cls, value: object) -> object:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MOST_S:
+            raise ValueError(f"seconds above 0, at most {MOST_S}, not {value!r}")
+        return value
+
+
+def _unit(unit: str) -> Hook:
     return Hook(
         kind="systemd",
         name=f"systemd unit {unit}",
         ask=("systemctl", "show", "--property=ActiveState", "--value", unit),
         drain=("systemctl", "stop", unit),
         restore=("systemctl", "start", unit),
-        ready=ready or ("systemctl", "is-active", "--quiet", unit),
-        timeout_s=timeout_s,
+        ready=("systemctl", "is-active", "--quiet", unit),
     )
 
 
-def _from_kubectl(value: object, where: str, timeout_s: float, ready: tuple[str, ...]) -> Hook:
-    name = _word(value, where, "kubectl", r"[a-z0-9.-]+/(deployment|statefulset)s?/[a-z0-9.-]+")
+def _scaled(name: str) -> Hook:
     scaling = (sys.executable, "-m", "tuner.fleet.scaling")
     return Hook(
         kind="kubectl",
@@ -152,20 +192,5 @@ def _from_kubectl(value: object, where: str, timeout_s: float, ready: tuple[str,
         ask=(*scaling, "ask", name),
         drain=(*scaling, "scale", name, "0"),
         restore=(*scaling, "scale", name, "{answer}"),
-        ready=ready or (*scaling, "ready", name),
-        timeout_s=timeout_s,
+        ready=(*scaling, "ready", name),
     )
-
-
-def _word(value: object, where: str, key: str, pattern: str) -> str:
-    if not isinstance(value, str) or not re.fullmatch(pattern, value) or value.startswith("-"):
-        form = "NAMESPACE/deployment/NAME" if key == "kubectl" else "a unit's name such as vllm.service"
-        raise BadInput(f"{where}: {key}: {form} is expected, not {value!r}")
-    return value
-
-
-KINDS: Mapping[str, Callable[[object, str, float, tuple[str, ...]], Hook]] = {
-    "command": _from_command,
-    "systemd": _from_unit,
-    "kubectl": _from_kubectl,
-}

@@ -1,7 +1,7 @@
-"""Words to the outside: webhooks and commands of TUNER_HOME/notify.yaml, on failure, regression, promotion.
+"""Notifications by the webhooks and commands of TUNER_HOME/notify.yaml: failure, regression, promotion.
 
-The file, not the database, holds them: a webhook's address is often a secret. What cannot be delivered is
-said and forgotten; it never changes how a run ends.
+The addresses are in a file and not in the database, because a webhook's address is often a secret. A notice
+that cannot be delivered is reported and dropped; it never changes how a run ends.
 """
 
 import hashlib
@@ -11,12 +11,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
+
+from pydantic import field_validator, model_validator
 
 from tuner import masking, processes, yamltext
 from tuner.errors import BadInput, TunerError, nearest
@@ -33,14 +35,13 @@ Kind = Literal["failure", "regression", "promotion"]
 KINDS: tuple[Kind, ...] = ("failure", "regression", "promotion")
 TRIES = 3
 TIMEOUT_S = 10.0
-KEYS = ("on", "webhook", "command", "secret_env")
 LOOK_BACK = timedelta(days=60)
-"""How far back a regression is looked for."""
+"""How far back a regression is searched for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
-    """What happened to what, in one sentence; `facts` are names and numbers, never configuration values."""
+    """One event as a sentence. `facts` are names and numbers, never values of a configuration."""
 
     kind: Kind
     subject: str
@@ -49,14 +50,13 @@ class Notice:
     facts: Mapping[str, JSON] = field(default_factory=dict)
 
     def body(self) -> str:
-        """The JSON that a webhook is sent and a command reads from its standard input."""
+        """The JSON body for a webhook, and the standard input of a command."""
         return canonical_json(
             masking.tree({"program": "vllm-tuner", **asdict(self), "facts": dict(self.facts)})
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class Target(yamltext.Section):
     """Where notices of some kinds go: a webhook (http or https) or a command (a list of words, no shell).
 
     `secret_env` names the environment variable whose value signs the body (X-Tuner-Signature: sha256=HMAC).
@@ -67,49 +67,56 @@ class Target:
     command: tuple[str, ...] = ()
     secret_env: str = ""
 
+    @field_validator("on", mode="before")
+    @classmethod
+    def _known(cls, value: object) -> object:
+        if not isinstance(value, list):
+            raise ValueError(f"a list of {', '.join(KINDS)} is expected")
+        for kind in value:
+            if kind not in KINDS:
+                raise ValueError(f"'{kind}' is none of {', '.join(KINDS)}{nearest(str(kind), KINDS)}")
+        return value
+
+    @field_validator("webhook")
+    @classmethod
+    def _address(cls, value: str) -> str:
+        parts = urlsplit(value)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("an address such as https://host/path is expected")
+        return value
+
+    @field_validator("command", mode="before")
+    @classmethod
+    def _words(cls, value: object) -> tuple[str, ...]:
+        return command(value)
+
+    @model_validator(mode="after")
+    def _one_way(self) -> "Target":
+        if bool(self.webhook) == bool(self.command):
+            raise ValueError("give exactly one of webhook and command")
+        return self
+
     @property
     def name(self) -> str:
-        """For people: never the address itself."""
+        """The target in messages, without the address, which may hold a secret."""
         if self.command:
             return f"command {Path(self.command[0]).name}"
         return f"webhook at {urlsplit(self.webhook).hostname}"
 
 
 def targets(home: Path) -> tuple[Target, ...]:
-    """What the file asks for; nothing where there is none. BadInput names entry and key."""
+    """The targets of notify.yaml; none where there is no file. BadInput names the entry and the key."""
     path = home / "notify.yaml"
     if not path.is_file():
         return ()
     found = yamltext.load(yamltext.read(path), str(path)).value
     if not isinstance(found, list):
         raise BadInput(f"{path}: a list of targets, each with on, and webhook or command, is expected")
-    return tuple(_target(item, f"{path}: [{n}]") for n, item in enumerate(found))
-
-
-def _target(item: object, where: str) -> Target:
-    if not isinstance(item, dict) or ("webhook" in item) == ("command" in item):
-        raise BadInput(f"{where}: give exactly one of webhook and command")
-    for key in item:
-        if key not in KEYS:
-            raise BadInput(f"{where}: unknown key '{key}'{nearest(str(key), KEYS)}")
-    asked = item.get("on", list(KINDS))
-    if not isinstance(asked, list):
-        raise BadInput(f"{where}: on: a list of {', '.join(KINDS)} is expected")
-    for kind in asked:
-        if kind not in KINDS:
-            raise BadInput(f"{where}: on: '{kind}' is none of {', '.join(KINDS)}{nearest(str(kind), KINDS)}")
-    on = tuple(kind for kind in KINDS if kind in asked)
-    secret = str(item.get("secret_env", ""))
-    if "command" in item:
-        return Target(on=on, command=command(item["command"], f"{where}: command"), secret_env=secret)
-    parts = urlsplit(str(item["webhook"]))
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise BadInput(f"{where}: webhook: an address such as https://host/path is expected")
-    return Target(on=on, webhook=str(item["webhook"]), secret_env=secret)
+    return tuple(yamltext.validated(Target, item, f"{path}: [{n}]") for n, item in enumerate(found))
 
 
 def send(home: Path, notice: Notice, *, say: Say, pause: Callable[[float], object] = time.sleep) -> int:
-    """Deliver a notice to every target that asks for its kind; returns how many took it. Never raises."""
+    """Deliver a notice to every target of its kind. Returns how many accepted it. Never raises."""
     try:
         wanted = [target for target in targets(home) if notice.kind in target.on]
     except BadInput as error:
@@ -130,11 +137,9 @@ def send(home: Path, notice: Notice, *, say: Say, pause: Callable[[float], objec
 
 
 def _deliver(target: Target, notice: Notice) -> str | None:
-    """What went wrong; None when it arrived."""
-    return _execute(target, notice) if target.command else _post(target, notice)
-
-
-def _execute(target: Target, notice: Notice) -> str | None:
+    """Why a notice was not delivered; None when it was."""
+    if not target.command:
+        return _post(target, notice)
     try:
         done = processes.run(target.command, timeout_s=TIMEOUT_S * 3, stdin=notice.body())
     except TunerError as error:
@@ -151,12 +156,9 @@ def _post(target: Target, notice: Notice) -> str | None:
         headers["X-Tuner-Signature"] = f"sha256={signature}"
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     try:
-        connection = made(str(parts.hostname), parts.port, timeout=TIMEOUT_S)
-        try:
+        with closing(made(str(parts.hostname), parts.port, timeout=TIMEOUT_S)) as connection:
             connection.request("POST", path, body=body, headers=headers)
             status = connection.getresponse().status
-        finally:
-            connection.close()
     except (OSError, http.client.HTTPException, ValueError) as error:
         return type(error).__name__
     return None if 200 <= status < 300 else f"it answered {status}"
@@ -164,7 +166,7 @@ def _post(target: Target, notice: Notice) -> str | None:
 
 @contextmanager
 def failures(home: Path, study: Study, *, clock: Clock, say: Say) -> Iterator[None]:
-    """An error that ends a run, or keeps it from beginning, is told before it is passed on."""
+    """Send a notice for an error that ends a run or keeps it from starting; the error is raised again."""
     try:
         yield
     except TunerError as error:
@@ -173,14 +175,14 @@ def failures(home: Path, study: Study, *, clock: Clock, say: Say) -> Iterator[No
 
 
 def failure(study: Study, sentence: str, at: datetime) -> Notice:
-    """A run of a study failed."""
+    """The notice that a run of a study failed."""
     return Notice(
         kind="failure", subject=study.name, sentence=sentence, at=at.isoformat(), facts=_facts(study)
     )
 
 
 def happening(found: Happening) -> Notice | None:
-    """A due time that did not become a run, or whose run failed; None for what went as it should."""
+    """The notice for a scheduled run that failed or did not start; None where nothing went wrong."""
     if found.kind in ("start", "resume", "ended", "blackout"):
         return None
     sentence = f"schedule {found.schedule}: {found.kind}: {found.sentence}"
@@ -193,7 +195,7 @@ def happening(found: Happening) -> Notice | None:
 def promotion(
     key: Mapping[str, JSON], alias: str, version: int | None, *, actor: str, reason: str, at: datetime
 ) -> Notice:
-    """An alias was moved to another version."""
+    """The notice that an alias was moved to another version."""
     subject = f"{key.get('model')} on {key.get('target')}"
     sentence = f"{alias} of {subject} is version {version} now, moved by {actor}: {reason}"
     facts = {**key, "alias": alias, "version": version, "actor": actor}
@@ -201,7 +203,7 @@ def promotion(
 
 
 def moved(event: AliasEvent) -> Notice:
-    """Somebody moved an alias."""
+    """The notice for a stored move of an alias."""
     key: dict[str, JSON] = {
         "model": event.key.model,
         "target": event.key.target,
@@ -211,13 +213,13 @@ def moved(event: AliasEvent) -> Notice:
 
 
 def in_background(home: Path, notice: Notice | None, say: Say) -> None:
-    """The same for callers that must not wait: sent from a thread of its own."""
+    """Send a notice from its own thread, for callers that must not wait."""
     if notice is not None and targets_exist(home):
         threading.Thread(target=send, args=(home, notice), kwargs={"say": say}, daemon=True).start()
 
 
 def concluded(home: Path, store: Store, study: Study, run: Run, *, clock: Clock, say: Say) -> None:
-    """What a run's end gives reason to tell: that it failed, or that a night got worse."""
+    """Send the notices of a run that ended: failure, regression, a new challenger."""
     if not targets_exist(home):
         return
     if run.state is RunState.FAILED:
@@ -233,12 +235,12 @@ def concluded(home: Path, store: Store, study: Study, run: Run, *, clock: Clock,
 
 
 def targets_exist(home: Path) -> bool:
-    """Whether anybody wants to be told anything."""
+    """Whether there is a notify.yaml."""
     return (home / "notify.yaml").is_file()
 
 
 def regressions(store: Store, study: Study, run: Run, at: datetime) -> Sequence[Notice]:
-    """Objectives whose night of this run is worse than the one before, with everything else the same."""
+    """A notice per objective that is worse than the night before, with engine, traffic and GPU unchanged."""
     found = []
     for metric in study.objectives:
         bests = store.bests(

@@ -1,68 +1,123 @@
-"""When a schedule is due and until when it may run: arithmetic on times alone (rules: docs/schedules.md)."""
+"""Computes when a schedule is due and how long its run may last (rules: docs/schedules.md)."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, time, timedelta
-from typing import Literal
+from typing import Annotated, Literal
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError, available_timezones
 
 from apscheduler.triggers.cron import CronTrigger
+from pydantic import BeforeValidator, field_validator, model_validator
 
+from tuner import yamltext
 from tuner.errors import BadInput, nearest
 from tuner.history.entities import Schedule
 from tuner.records import JSON
 
-Missed = Literal["run", "skip"]
 DAYS = ("sun", "mon", "tue", "wed", "thu", "fri", "sat")
 LONGEST_H = 24.0
 GRACE_S = 300.0
-"""How late a firing may be before the missed-run policy counts."""
+"""Seconds that a start may be late before it counts as missed."""
 MOST = 1_000_000_000
-KEYS = ("study", "until", "hours", "missed", "grace_s", "blackout", "min_trials", "trials", "reserve_s")
+"""Seconds and trials beyond this (32 years) are a mistake."""
 _TICK = timedelta(microseconds=1)
 # A time of day that does not exist is due after the clocks went forward: by an hour at most, a day where a
 # country changed its side of the date line.
 _GAP = timedelta(days=1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """What a schedule's `spec` says. Exactly one of `until` (local time of day) and `hours` is set.
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST:
+        raise ValueError(f"a number from 0 to {MOST}, not {value!r}")
+    return float(value)
 
-    `study` is a study file's path where the schedule came from the command line. `min_trials` must fit into
-    the window; `trials` bounds a run, the study's own budget does else. `reserve_s` is kept free at the end
-    to stop the engine in. `blackout` are inclusive ranges of local dates.
+
+def _above_zero(value: object) -> float | None:
+    if value is not None and _number(value) == 0:
+        raise ValueError(f"more than 0, not {value!r}")
+    return None if value is None else _number(value)
+
+
+def _time_of_day(value: object) -> time | None:
+    if value is None:
+        return None
+    if not isinstance(value, str) or not re.fullmatch(r"([01]?\d|2[0-3]):[0-5]\d", value):
+        raise ValueError(f"a time of day such as 05:30, not {value!r}")
+    hour, minute = value.split(":")
+    return time(int(hour), int(minute))
+
+
+def _ranges(value: object) -> tuple[tuple[date, date], ...]:
+    if not isinstance(value, list):
+        raise ValueError("a list of dates such as 2026-12-24 or 2026-12-24/2026-12-26")
+    found = []
+    for item in value:
+        first, _, last = str(item).partition("/")
+        try:
+            span = date.fromisoformat(first), date.fromisoformat(last or first)
+        except ValueError:
+            raise ValueError(f"'{item}' is no date such as 2026-12-24 or 2026-12-24/2026-12-26") from None
+        if span[1] < span[0]:
+            raise ValueError(f"'{item}' ends before it begins")
+        found.append(span)
+    return tuple(found)
+
+
+Number = Annotated[float, BeforeValidator(_number)]
+
+
+class Terms(yamltext.Section):
+    """The `spec` of a schedule. Exactly one of `until` (local time of day) and `hours` is set.
+
+    `study` is the path of a study file where the schedule was made on the command line. `min_trials` must fit
+    into the window. `trials` limits a run; without it the study's own budget does. `reserve_s` seconds at the
+    end of the window are kept to stop the engine. `blackout` are ranges of local dates, both ends included.
     """
 
     study: str
-    until: time | None = None
-    hours: float | None = None
-    missed: Missed = "run"
-    grace_s: float = GRACE_S
-    blackout: tuple[tuple[date, date], ...] = ()
-    min_trials: int = 3
-    trials: int | None = None
-    reserve_s: float = 60.0
+    until: Annotated[time | None, BeforeValidator(_time_of_day)] = None
+    hours: Annotated[float | None, BeforeValidator(_above_zero)] = None
+    missed: Literal["run", "skip"] = "run"
+    grace_s: Number = GRACE_S
+    blackout: Annotated[tuple[tuple[date, date], ...], BeforeValidator(_ranges)] = ()
+    min_trials: Annotated[int, BeforeValidator(lambda value: int(_number(value)))] = 3
+    trials: Annotated[int | None, BeforeValidator(lambda value: value and int(_number(value)))] = None
+    reserve_s: Number = 60.0
+
+    @field_validator("study", mode="before")
+    @classmethod
+    def _named(cls, value: object) -> object:
+        if not isinstance(value, str) or not value:
+            raise ValueError("name the study")
+        return value
+
+    @field_validator("hours")
+    @classmethod
+    def _short(cls, value: float | None) -> float | None:
+        if value is not None and value > LONGEST_H:
+            raise ValueError(f"a window is at most {LONGEST_H:g} hours long, not {value:g}")
+        return value
+
+    @model_validator(mode="after")
+    def _one_end(self) -> "Terms":
+        if (self.until is None) == (self.hours is None):
+            raise ValueError("give the window's end, either until (HH:MM) or hours")
+        return self
 
     def spec(self) -> dict[str, JSON]:
         """The JSON that `terms` reads back."""
+        kept: dict[str, JSON] = self.model_dump(mode="json", exclude={"until", "blackout"})
         return {
-            "study": self.study,
+            **kept,
             "until": None if self.until is None else f"{self.until:%H:%M}",
-            "hours": self.hours,
-            "missed": self.missed,
-            "grace_s": self.grace_s,
             "blackout": [str(a) if a == b else f"{a}/{b}" for a, b in self.blackout],
-            "min_trials": self.min_trials,
-            "trials": self.trials,
-            "reserve_s": self.reserve_s,
         }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """[due, end) in UTC; production serves again by `end`."""
+    """A window [due, end) in UTC. Production serves again by `end`."""
 
     due: datetime
     end: datetime
@@ -73,67 +128,8 @@ class Window:
 
 
 def terms(spec: Mapping[str, JSON]) -> Terms:
-    """A schedule's spec, checked. BadInput names the key and what it may be."""
-    for key in spec:
-        if key not in KEYS:
-            raise BadInput(f"schedule: unknown key '{key}'{nearest(key, KEYS)}")
-    study, until, hours = spec.get("study"), spec.get("until"), spec.get("hours")
-    if not isinstance(study, str) or not study:
-        raise BadInput("schedule: study: name the study")
-    if (until is None) == (hours is None):
-        raise BadInput("schedule: give the window's end, either until (HH:MM) or hours")
-    missed = spec.get("missed", "run")
-    if missed not in ("run", "skip"):
-        raise BadInput(f"schedule: missed: run or skip, not {missed!r}")
-    longest = None if hours is None else _number(spec, "hours", above=0.0)
-    if longest is not None and longest > LONGEST_H:
-        raise BadInput(f"schedule: hours: a window is at most {LONGEST_H:g} hours long, not {longest:g}")
-    trials = None if spec.get("trials") is None else int(_number(spec, "trials", above=0.0))
-    return Terms(
-        study=study,
-        until=None if until is None else _time_of_day(until),
-        hours=longest,
-        missed="skip" if missed == "skip" else "run",
-        grace_s=_number(spec, "grace_s", GRACE_S),
-        blackout=_blackout(spec.get("blackout", [])),
-        min_trials=int(_number(spec, "min_trials", 3)),
-        trials=trials,
-        reserve_s=_number(spec, "reserve_s", 60.0),
-    )
-
-
-def _number(spec: Mapping[str, JSON], key: str, default: float = 0.0, *, above: float | None = None) -> float:
-    value = spec.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST:
-        raise BadInput(f"schedule: {key}: a number from 0 to {MOST}, not {value!r}")
-    if above is not None and value <= above:
-        raise BadInput(f"schedule: {key}: more than {above:g}, not {value!r}")
-    return float(value)
-
-
-def _time_of_day(value: JSON) -> time:
-    if not isinstance(value, str) or not re.fullmatch(r"([01]?\d|2[0-3]):[0-5]\d", value):
-        raise BadInput(f"schedule: until: a time of day such as 05:30, not {value!r}")
-    hour, minute = value.split(":")
-    return time(int(hour), int(minute))
-
-
-def _blackout(value: JSON) -> tuple[tuple[date, date], ...]:
-    if not isinstance(value, list):
-        raise BadInput("schedule: blackout: a list of dates such as 2026-12-24 or 2026-12-24/2026-12-26")
-    found = []
-    for item in value:
-        first, _, last = str(item).partition("/")
-        try:
-            span = date.fromisoformat(first), date.fromisoformat(last or first)
-        except ValueError:
-            raise BadInput(
-                f"schedule: blackout: '{item}' is no date such as 2026-12-24 or 2026-12-24/2026-12-26"
-            ) from None
-        if span[1] < span[0]:
-            raise BadInput(f"schedule: blackout: '{item}' ends before it begins")
-        found.append(span)
-    return tuple(found)
+    """The checked spec of a schedule. BadInput names the key and what it may be."""
+    return yamltext.validated(Terms, {"study": None, **spec}, "schedule")
 
 
 def zone(name: str) -> ZoneInfo:
@@ -146,7 +142,9 @@ def zone(name: str) -> ZoneInfo:
 
 
 def trigger(cron: str, timezone: str) -> CronTrigger:
-    """The arithmetic of a crontab line of five fields: minute hour day month weekday (0 or 7 = Sunday)."""
+    """A crontab line of five fields as APScheduler's trigger: minute hour day month weekday (0 or 7 =
+    Sunday).
+    """
     fields = cron.split()
     if len(fields) != 5:
         raise BadInput(f"cron '{cron}': five fields: minute hour day month weekday, such as '0 1 * * 1-5'")
@@ -167,7 +165,9 @@ def trigger(cron: str, timezone: str) -> CronTrigger:
 
 
 def _weekdays(field: str, cron: str) -> str:
-    """Crontab's weekdays by name: APScheduler counts from Monday, crontab from Sunday."""
+    """The weekdays of a crontab field by name, since APScheduler counts from Monday and crontab
+    from Sunday.
+    """
     if field == "*":
         return field
     chosen: set[int] = set()
@@ -219,7 +219,7 @@ def dues(schedule: Schedule, after: datetime, until: datetime) -> Iterator[datet
 
 
 def check(schedule: Schedule) -> None:
-    """BadInput when a schedule could never be followed; to be called before it is kept."""
+    """BadInput when a schedule can never run. Call it before the schedule is stored."""
     terms(schedule.spec)
     trigger(schedule.cron, schedule.timezone)
     if next_due(schedule, schedule.created_at) is None:
@@ -232,7 +232,7 @@ def next_due(schedule: Schedule, after: datetime) -> datetime | None:
 
 
 def last_due(schedule: Schedule, now: datetime) -> datetime | None:
-    """The newest due time up to now that nobody claimed and that came after the schedule was made."""
+    """The newest due time up to now that came after the schedule was made and was not claimed yet."""
     begin = max(filter(None, (schedule.created_at, schedule.last_due)))
     for days in (1, 8, 32, 5 * 366):
         start = max(begin, now - timedelta(days=days))
@@ -243,9 +243,9 @@ def last_due(schedule: Schedule, now: datetime) -> datetime | None:
 
 
 def window(schedule: Schedule, due: datetime) -> Window:
-    """The window that opens at a due time.
+    """The window that begins at a due time.
 
-    A local end that does not exist, or comes twice, on the day of a change is taken at its earliest.
+    Where clocks change and the local end does not exist or comes twice, the earliest end counts.
     """
     found = terms(schedule.spec)
     if found.until is None:
