@@ -27,6 +27,14 @@ P99_NEEDS = 1000
 """A p99 of fewer requests rests on less than ten of them; it is left out unless it is asked for by name."""
 
 
+WEIGHTED = (
+    *("kv_usage_mean", "queue_depth_mean", "batch_tokens_mean", "batch_tokens_p50", "batch_tokens_p95"),
+    *("batch_requests_p50", "batch_requests_p95", "step_ms_p50", "step_ms_p95", "kv_fragmentation"),
+    *("blocks_allocated_per_s", "blocks_evicted_per_s", "offload_gib_per_s"),
+)
+"""The engine's numbers that become one for all slices by the length of their windows."""
+
+
 def counted(outcomes: Iterable[Outcome]) -> list[Outcome]:
     """The outcomes that count: all but those that their own client cancelled."""
     return [outcome for outcome in outcomes if outcome.error != CANCELLED]
@@ -241,7 +249,7 @@ def pool_engine(parts: Sequence[tuple[Mapping[str, float | None], float]]) -> di
 
     if preemptions := known("preemptions"):
         values["preemptions"] = sum(value for value, _ in preemptions)
-    for name in ("kv_usage_mean", "queue_depth_mean", "batch_tokens_mean"):
+    for name in WEIGHTED:
         if (found := known(name)) and (total := sum(window for _, window in found)) > 0:
             values[name] = sum(value * window for value, window in found) / total
     for name in ("kv_usage_max", "queue_depth_max"):

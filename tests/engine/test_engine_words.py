@@ -14,6 +14,7 @@ from tuner.engine.liveness import Liveness, watch
 from tuner.engine.server import serve
 from tuner.knobs import catalogue
 from tuner.records import JSON, Candidate, Value
+from tuner.replay import observe
 from tuner.replay.observe import recomputed
 
 CASES = Path(__file__).parents[1] / "data" / "cases"
@@ -362,3 +363,21 @@ def test_recomputed_tokens_are_no_prefix_hits(
     assert found["prefix_recomputed"] == again
     assert (found["prefix_hits"] is None) == (rate is None)
     assert (recomputed(found) is None) == (not again)
+
+
+def test_M15_the_distribution_of_step_tokens_and_the_offload_transfer_are_read() -> None:
+    def page(low: int, high: int, moved: int) -> metrics.EngineMetrics:
+        bucket = "vllm:iteration_tokens_total_bucket"
+        return metrics.parse(
+            f'{bucket}{{engine="0",le="8.0"}} {low}\n{bucket}{{engine="0",le="16.0"}} {high}\n'
+            f'{bucket}{{engine="0",le="+Inf"}} {high}\nvllm:iteration_tokens_total_sum{{engine="0"}} 1\n'
+            f"vllm:kv_offload_load_bytes_total {moved}\nvllm:kv_offload_store_bytes_total {moved}\n"
+        )
+
+    before, after = page(10, 10, 0), page(10, 110, 2**30)
+    found = metrics.between(before, after)
+    assert found["batch_tokens_p50"] == pytest.approx(12.0)
+    assert found["batch_tokens_p95"] == pytest.approx(15.6)
+    assert metrics.between(metrics.parse(""), metrics.parse("a 1\n"))["batch_tokens_p50"] is None
+    assert observe.fold([(0.0, before), (4.0, after)])["offload_gib_per_s"] == pytest.approx(0.5)
+    assert "offload_gib_per_s" not in observe.fold([(0.0, metrics.parse("a 1\n"))] * 2)

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import pytest
 
 from tests.engine.helpers import spec
-from tests.vllm import Shared
-from tuner.engine import limits
+from tests.vllm import ENGINE_BLOCK, Shared
+from tuner.engine import limits, metrics
 from tuner.engine.server import Server
 from tuner.records import JSON, Value
 
@@ -44,6 +44,8 @@ class Scheduler:
         return len(self.running) + len(self.waiting)
 
     def schedule(self, throttle=False):
+        if hasattr(self, "cache_config"):
+            return self.step()
         limit = getattr(self, "max_num_active_reqs", self.max_num_running_reqs)
         while self.waiting and len(self.running) < limit:
             self.running.append(self.waiting.pop())
@@ -283,6 +285,89 @@ async def counted(server: Server) -> int:
     """Steps so far, of vLLM's histogram of tokens per step."""
     lines = (await server.ask("GET", "/metrics")).text.splitlines()
     return sum(int(float(x.split()[-1])) for x in lines if x.startswith("vllm:iteration_tokens_total_count"))
+
+
+def test_M15_steps_batches_and_blocks_are_counted_and_folded() -> None:
+    before = {
+        "allocated": 2, "evicted": 0, "held": 10, "filled": 100, "block_size": 16, "batch": {"1": 4},
+        "seconds": {"0.01": 1},
+    }  # fmt: skip
+    after = {
+        "allocated": 42, "evicted": 10, "held": 110, "filled": 1300, "block_size": 16,
+        "batch": {"1": 4, "8": 9, "3": 1}, "seconds": {"0.01": 2, "0.02": 8, "0.5": 1},
+    }  # fmt: skip
+    found = limits.stepped(before, after, 20.0)
+    assert (found["blocks_allocated_per_s"], found["blocks_evicted_per_s"]) == (2.0, 0.5)
+    assert found["kv_fragmentation"] == pytest.approx(1 - 1200 / 1600)
+    assert found["batch_requests_p50"] == 8.0
+    assert found["step_ms_p50"] == pytest.approx(20.0)
+    assert found["step_ms_p95"] > 100
+    assert limits.stepped({}, after, 20.0) == {}, "an engine that does not count says nothing"
+
+
+def test_M15_the_scheduler_counts_what_its_steps_hold(engine: Engine) -> None:
+    module = engine.module()
+    scheduler = module.LiveLimits(vllm_config=Config())
+    assert run(limits.ask(engine, {})).steps == {}, "this version has other attributes: nothing is counted"
+    scheduler.cache_config = type("C", (), {"block_size": 16})
+    pool = scheduler.kv_cache_manager.block_pool = Blocks()
+    scheduler.live_steps = module.Steps(scheduler)
+    scheduler.step = lambda: (pool.get_new_blocks(3), pool._maybe_evict_cached_block(1), Output())[-1]
+    scheduler.running = [type("R", (), {"num_computed_tokens": 40})]
+    for _ in range(3):
+        scheduler.schedule()
+    told = run(limits.ask(engine, {})).steps
+    assert (told["steps"], told["tokens"], told["allocated"], told["evicted"]) == (3, 21, 9, 3)
+    assert (told["batch"], told["filled"]) == ({"2": 3}, 120)
+    assert told["held"] == (3 + 6 + 9)
+    assert sum(told["seconds"].values()) == 2, "the first step has none before it"
+
+
+class Blocks:
+    """A pool of KV blocks, as vLLM's."""
+
+    num_gpu_blocks, taken = 101, 0
+
+    def get_new_blocks(self, count: int) -> list[int]:
+        self.taken += count
+        return [0] * count
+
+    def get_num_free_blocks(self) -> int:
+        return 100 - self.taken
+
+    def _maybe_evict_cached_block(self, block: int) -> bool:
+        return bool(block)
+
+
+class Output:
+    """What a scheduler makes of a step: two requests, seven tokens."""
+
+    num_scheduled_tokens, total_num_scheduled_tokens = {"a": 6, "b": 1}, 7
+
+
+@pytest.mark.vllm
+def test_M15_the_real_engine_counts_its_steps_and_blocks(real_server: Shared) -> None:
+    server = real_server.server
+
+    async def story() -> None:
+        before = await server.steps()
+        assert before, "this version can be counted"
+        scraped = await server.metrics()
+        await steps(server, 8)
+        after = await server.steps()
+        made = {
+            name: after[name] - before[name] for name in ("steps", "tokens", "allocated", "held", "filled")
+        }
+        assert made["tokens"] >= 8 * (300 + 59)
+        assert made["allocated"] >= 8 * -(-359 // ENGINE_BLOCK)
+        found = limits.stepped(before, after, 10.0)
+        assert 1 <= found["batch_requests_p50"] <= found["batch_requests_p95"] <= 8
+        assert 0 < found["step_ms_p50"] <= found["step_ms_p95"]
+        assert 0 < found["kv_fragmentation"] < 1
+        told = metrics.between(scraped, await server.metrics())
+        assert 0 < (told["batch_tokens_p50"] or 0) <= (told["batch_tokens_p95"] or 0)
+
+    real_server.loop.run_until_complete(story())
 
 
 @pytest.mark.vllm

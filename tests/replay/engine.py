@@ -102,6 +102,9 @@ class KnownEngine:
 
     kind = "vllm"
 
+    async def steps(self) -> dict[str, object]:
+        return {}
+
     def heard(self) -> None:
         self.heard_calls += 1
 

@@ -5,6 +5,7 @@ JSON line per connection on the Unix socket that TUNER_LIVE_LIMITS names:
 
     {"limits": {"max_num_seqs": 64}}  →  {"ok": true, "limits": {everything as read back}, ...}
 
+Every reply has `steps`: what the scheduler counted since it began (see `Steps`). {} asks without a change.
 Limits left out go back to their launched values. Only an idle engine is changed, nothing is raised above what
 the engine was launched with, and what is set is read back (tests/engine/test_live_limits.py).
 """
@@ -13,6 +14,7 @@ import json
 import os
 import socket
 import threading
+import time
 
 VARIABLE = "TUNER_LIVE_LIMITS"
 VERSIONS = ((0, 10), (0, 33))
@@ -65,13 +67,81 @@ def locked(base):
         def __init__(self, *args, **kwargs):
             self.live_lock = threading.Lock()
             super().__init__(*args, **kwargs)
+            self.live_steps = Steps(self)
 
         def schedule(self, *args, **kwargs):
             with self.live_lock:
-                return super().schedule(*args, **kwargs)
+                self.live_steps.begin(self)
+                output = super().schedule(*args, **kwargs)
+                self.live_steps.note(self, output)
+                return output
 
     Locked.__name__ = Locked.__qualname__ = f"Live{base.__name__}"
     return Locked
+
+
+class Steps:
+    """What a scheduler did, in counters that only grow.
+
+    `steps`, the `tokens` computed in them, `batch` (requests in a step → steps), `seconds` (duration to two
+    digits → steps; from one step's begin to the next one's while requests go on), blocks `allocated` and
+    `evicted` (cached ones that others got), and, summed over steps, `held` blocks and the tokens in them
+    (`filled`). Nothing is counted where a version has other attributes; the engine goes on.
+    """
+
+    def __init__(self, scheduler):
+        self.counts = {"steps": 0, "tokens": 0, "allocated": 0, "evicted": 0, "held": 0, "filled": 0}
+        self.batch, self.seconds = {}, {}
+        self.begun = None
+        try:
+            self.pool = scheduler.kv_cache_manager.block_pool
+            self.counts["block_size"] = scheduler.cache_config.block_size
+            self._count("get_new_blocks", "allocated", len)
+            self._count("_maybe_evict_cached_block", "evicted", int)
+            self.why_not = None
+        except AttributeError as error:
+            self.why_not = str(error)
+
+    def _count(self, name, into, amount):
+        """Count what a method of the pool gives back."""
+        method = getattr(self.pool, name)
+
+        def call(*args, **kwargs):
+            found = method(*args, **kwargs)
+            self.counts[into] += amount(found)
+            return found
+
+        setattr(self.pool, name, call)
+
+    def begin(self, scheduler):
+        """A step begins: the last one took until now, if its requests go on."""
+        now, begun = time.perf_counter(), self.begun
+        self.begun = now
+        if self.why_not is None and begun is not None and scheduler.running:
+            key = f"{now - begun:.2g}"
+            self.seconds[key] = self.seconds.get(key, 0) + 1
+
+    def note(self, scheduler, output):
+        """A step was made up."""
+        if self.why_not is not None:
+            return
+        try:
+            requests, tokens = len(output.num_scheduled_tokens), output.total_num_scheduled_tokens
+            held = self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks()
+            filled = sum(request.num_computed_tokens for request in scheduler.running)
+        except (AttributeError, TypeError) as error:
+            self.why_not = str(error)
+            return
+        if tokens:
+            for name, value in (("steps", 1), ("tokens", tokens), ("held", held), ("filled", filled)):
+                self.counts[name] += value
+            self.batch[requests] = self.batch.get(requests, 0) + 1
+
+    def told(self):
+        """All counters, {} where this version cannot be counted."""
+        return (
+            {} if self.why_not else {**self.counts, "batch": dict(self.batch), "seconds": dict(self.seconds)}
+        )
 
 
 def version():
@@ -202,6 +272,7 @@ class SchedulerLimits:
     def answer(self, line):
         """The reply to one line, never an exception: this runs inside the engine."""
         reply = {"ok": False, "version": list(self.version), "base": self.base, "launched": self.launched}
+        reply["steps"] = self.scheduler.live_steps.told()
         try:
             asked = json.loads(line)
             reply["limits"] = self.change(asked["limits"]) if "limits" in asked else self.read()

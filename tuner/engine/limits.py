@@ -5,9 +5,11 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
 
 from tuner.adapters import adapter_of, live_limits
 from tuner.leftovers import private_directory
@@ -33,13 +35,17 @@ class Installed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """What the engine said: its limits now and as launched, the scheduler's base class, or why not."""
+    """What the engine said: its limits now and as launched, the scheduler's base class, or why not.
+
+    `steps` are its counters (`live_limits.Steps`), empty where it does not count.
+    """
 
     ok: bool
     limits: Mapping[str, Value]
     launched: Mapping[str, Value]
     base: str | None = None
     error: str | None = None
+    steps: Mapping[str, Any] = field(default_factory=dict)
 
 
 def install(
@@ -119,7 +125,28 @@ async def ask(server: Running, question: JSON) -> State:
         launched=_mapping(said.get("launched")),
         base=said.get("base"),
         error=said.get("error"),
+        steps=_mapping(said.get("steps")),
     )
+
+
+def stepped(before: Mapping[str, Any], after: Mapping[str, Any], seconds: float) -> dict[str, float]:
+    """What a scheduler did between two of its `steps`, `seconds` apart: percentiles of requests in a step and
+    of a step's milliseconds, blocks allocated and evicted a second, and the share of the held blocks that no
+    token filled (0 where requests share blocks). Empty where it does not count.
+    """
+    if not before or not after or seconds <= 0:
+        return {}
+    made = {name: after[name] - before[name] for name in ("allocated", "evicted", "held", "filled")}
+    found = {f"blocks_{name}_per_s": made[name] / seconds for name in ("allocated", "evicted")}
+    if made["held"]:
+        found["kv_fragmentation"] = max(0.0, 1 - made["filled"] / (made["held"] * after["block_size"]))
+    for name, ours, unit in (("batch", "batch_requests", 1.0), ("seconds", "step_ms", 1e3)):
+        counts = {float(k): n - before[name].get(k, 0) for k, n in after[name].items()}
+        values = np.repeat(sorted(counts), [counts[key] for key in sorted(counts)])
+        if len(values):
+            for share in (50, 95):
+                found[f"{ours}_p{share}"] = float(np.percentile(values, share)) * unit
+    return found
 
 
 def _silent(error: str) -> State:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
@@ -37,6 +38,7 @@ SERIES: Mapping[str, Series] = MappingProxyType(
         ("preemptions", "prompt_tokens", "generation_tokens", "iterations", "iteration_tokens",
          "prefix_queries", "prefix_hits", "external_prefix_queries", "external_prefix_hits",
          "prompt_tokens_cached", "finished", "rejected", "spec_drafted", "spec_accepted",
+         "offload_load_bytes", "offload_store_bytes", "offload_bytes",
          *(f"{time}_seconds_{end}" for time in _TIMES for end in ("sum", "count"))),
         _COUNTER,
     )
@@ -48,12 +50,14 @@ SERIES: Mapping[str, Series] = MappingProxyType(
 class EngineMetrics:
     """One scrape. `values` has every canonical name; `used` says which name each came from.
 
-    `config` holds the labels of the adapter's `config_metric`: strings as the engine wrote them.
+    `config` holds the labels of the adapter's `config_metric`, as the engine wrote them. `step_tokens`
+    is the histogram of tokens per step: upper bound → steps of no more tokens.
     """
 
     values: Mapping[str, float | None]
     used: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, str] = field(default_factory=dict)
+    step_tokens: Mapping[float, float] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> float | None:
         return self.values[name]
@@ -88,7 +92,8 @@ def parse(text: str, kind: str = "vllm") -> EngineMetrics:
         values[canonical] = None if name is None else found.fold(name, series)
         if name is not None:
             used[canonical] = name
-    return EngineMetrics(values=values, used=used, config=found.config)
+    bucket = used.get("iteration_tokens", "").removesuffix("_sum") + "_bucket"
+    return EngineMetrics(values=values, used=used, config=found.config, step_tokens=found.buckets(bucket))
 
 
 _Labels = tuple[tuple[str, str], ...]
@@ -110,6 +115,14 @@ class _Samples:
         labels = tuple(sorted((key, value) for key, value in sample.labels.items() if key != "pid"))
         per_pid = self.values.setdefault(sample.name, {}).setdefault(labels, {})
         per_pid[sample.labels.get("pid", "")] = float(sample.value)
+
+    def buckets(self, name: str) -> dict[float, float]:
+        """A histogram's cumulative counts by upper bound, of all engines; empty where it is not whole."""
+        found: dict[float, float] = {}
+        for labels, per_pid in ({} if name in self.broken else self.values.get(name, {})).items():
+            bound = float(dict(labels)["le"])
+            found[bound] = found.get(bound, 0.0) + sum(per_pid.values())
+        return found
 
     def fold(self, name: str, series: Series) -> float | None:
         if name in self.broken:
@@ -175,8 +188,22 @@ def between(before: EngineMetrics, after: EngineMetrics) -> dict[str, float | No
     rate = _ratio(delta["prefix_hits"], delta["prefix_queries"])
     delta["prefix_hit_rate"] = rate if rate is not None else delta["prefix_hit_rate_gauge"]
     delta["batch_tokens_mean"] = _ratio(delta["iteration_tokens"], delta["iterations"])
+    delta |= _step_percentiles(before.step_tokens, after.step_tokens)
     delta["spec_acceptance"] = _ratio(delta["spec_accepted"], delta["spec_drafted"])
     return delta
+
+
+def _step_percentiles(before: Mapping[float, float], after: Mapping[float, float]) -> dict[str, float | None]:
+    """Tokens in a step, by linear interpolation in the histogram's buckets; None where no step was counted.
+    What lies above the highest bound counts as that bound.
+    """
+    bounds = sorted(after)
+    counts = [after[bound] - before.get(bound, 0.0) for bound in bounds]
+    names = {"batch_tokens_p50": 0.5, "batch_tokens_p95": 0.95}
+    if len(bounds) < 2 or counts[-1] <= 0 or min(counts) < 0:
+        return dict.fromkeys(names)
+    edges, steps = [0.0, *bounds[:-1], bounds[-2]], [0.0, *counts]
+    return {name: float(np.interp(share * counts[-1], steps, edges)) for name, share in names.items()}
 
 
 def _recomputed(delta: Mapping[str, float | None]) -> float | None:

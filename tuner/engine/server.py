@@ -12,9 +12,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tuner.adapters import adapter_of
-from tuner.engine import boots, effective, failures, log, metrics
+from tuner.engine import boots, effective, failures, limits, log, metrics
 from tuner.engine.failures import KINDS, LaunchFailure, Phase
 from tuner.engine.gpu import Gpus, visible_devices
 from tuner.engine.http import Reply, ask, fresh_port, strangers, stream_has_token
@@ -83,6 +84,10 @@ class Server:
     async def exposition(self, timeout_s: float = 10.0) -> str:
         """The raw text of /metrics."""
         return (await self.ask("GET", "/metrics", timeout_s=timeout_s)).text
+
+    async def steps(self) -> Mapping[str, Any]:
+        """What its scheduler counted so far (`live_limits.Steps`); empty where it does not."""
+        return (await limits.ask(self, {})).steps
 
     def heard(self) -> None:
         """Tokens arrived from this engine just now: it computes, however silent its other endpoints are."""

@@ -55,7 +55,7 @@ async def agree(server: Engine, trace: Trace, load: Load) -> Agreement:
     """Send a whole trace to an otherwise idle engine and ask both sides. Raises nothing of its own."""
     bodies, pool, sent = Bodies(trace, load), Pool(server.host, server.port), list[Sent]()
     sender = Sender(pool, sent.append)
-    observer = Observer(server.host, server.port, 1.0)
+    observer = Observer(server, 1.0)
     zero = perf_counter_ns()
     await observer.scrape(zero)
 

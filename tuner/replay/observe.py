@@ -3,10 +3,12 @@
 import asyncio
 from collections.abc import Mapping
 from time import perf_counter_ns
+from typing import Any
 
 import numpy as np
 
-from tuner.engine import metrics
+from tuner.engine import limits, metrics
+from tuner.replay.prepare import Engine
 from tuner.replay.wire import Exchange, Pool, get
 
 PATIENCE_S = 5.0
@@ -15,9 +17,9 @@ PATIENCE_S = 5.0
 class Observer:
     """Scrapes /metrics at the window's start, every `every_s`, and at its end; parsing waits for the end."""
 
-    def __init__(self, host: str, port: int, every_s: float, engine: str = "vllm") -> None:
-        self._pool = Pool(host, port)
-        self._every_s, self._engine = every_s, engine
+    def __init__(self, server: Engine, every_s: float) -> None:
+        self._pool, self._server, self._every_s = Pool(server.host, server.port), server, every_s
+        self._steps: list[tuple[float, Mapping[str, Any]]] = []
         self._texts: list[tuple[float, bytes]] = []
         self.series: dict[str, list[float | None]] = {}
         self._key = 0
@@ -25,14 +27,22 @@ class Observer:
     async def run(self, zero_ns: int, window_s: float) -> None:
         """Scrape until the window's end."""
         due = 0.0
+        await self._ask(zero_ns)
         while True:
             now = (perf_counter_ns() - zero_ns) / 1e9
             await asyncio.sleep(max(0.0, due - now))
             await self.scrape(zero_ns)
             now = (perf_counter_ns() - zero_ns) / 1e9
             if now >= window_s:
+                await self._ask(zero_ns)
                 return
             due = min(window_s, max(due + self._every_s, now))
+
+    async def _ask(self, zero_ns: int) -> None:
+        """Keep what the scheduler counted so far, at the window's start and end."""
+        await asyncio.sleep(max(0.0, -(perf_counter_ns() - zero_ns) / 1e9))
+        steps = await self._server.steps()
+        self._steps.append(((perf_counter_ns() - zero_ns) / 1e9, steps))
 
     async def scrape(self, zero_ns: int) -> None:
         """Keep one exposition text; a scrape that fails is left out."""
@@ -55,10 +65,11 @@ class Observer:
         """The numbers of the window, under canonical names and those of measurements; None = not told."""
         await self._pool.close()
         scrapes = [
-            (at, found) for at, raw in self._texts if (found := _parsed(raw, self._engine)) is not None
+            (at, found) for at, raw in self._texts if (found := _parsed(raw, self._server.kind)) is not None
         ]
         self.series = series(scrapes)
-        return fold(scrapes)
+        (begun, before), (ended, after) = self._steps if len(self._steps) == 2 else [(0.0, {})] * 2
+        return {**fold(scrapes), **limits.stepped(before, after, ended - begun)}
 
 
 def _parsed(raw: bytes, engine: str) -> metrics.EngineMetrics | None:
@@ -103,6 +114,11 @@ def fold(scrapes: list[tuple[float, metrics.EngineMetrics]]) -> dict[str, float 
         return {}
     values: dict[str, float | None] = dict(metrics.between(scrapes[0][1], scrapes[-1][1]))
     values["scrapes"] = float(len(scrapes))
+    moved = [values[f"offload_{way}"] for way in ("load_bytes", "store_bytes")]
+    known = [one for one in (*moved, values["offload_bytes"] if None in moved else None) if one is not None]
+    span = scrapes[-1][0] - scrapes[0][0]
+    if span > 0 and known:
+        values["offload_gib_per_s"] = sum(known) / span / 2**30
     for name, ours in (("waiting", "queue_depth"), ("kv_usage", "kv_usage"), ("running", "running")):
         found = [(at, value) for at, one in scrapes if (value := one.values.get(name)) is not None]
         if not found:

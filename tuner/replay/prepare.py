@@ -5,7 +5,7 @@ import math
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from time import perf_counter_ns
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +51,7 @@ class Engine(Protocol):
     async def reset_cache(self) -> Reset: ...
     async def fault(self, phase: str) -> EngineError | None: ...
     def heard(self) -> None: ...
+    async def steps(self) -> Mapping[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -164,7 +164,7 @@ class _Replay:
         window = Window(part, timetable, parents, self.trace)
         self.planned += window.planned
         stretch = Stretch(timetable=timetable, parents=parents, roots=roots)
-        observer = Observer(self.server.host, self.server.port, plan.scrape_s, self.server.kind)
+        observer = Observer(self.server, plan.scrape_s)
         watcher: asyncio.Task[None] | None = None
         try:
             await self.senders.begin(window.take, min(connections(), len(timetable)), stretch)
