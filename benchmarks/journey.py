@@ -15,7 +15,7 @@ from tuner.knobs.model import read
 from tuner.simulator.clock import Clock
 from tuner.simulator.cost import StepCost, card_of, preset
 from tuner.simulator.scheduler import Scheduler
-from tuner.simulator.state import Limits, Request, Step
+from tuner.simulator.state import EngineRequest, SchedulerLimits, Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class Batching:
     static: bool = True
 
 
-def serve_in_batches(requests: Sequence[Request], cost: StepCost, how: Batching) -> float:
+def serve_in_batches(requests: Sequence[EngineRequest], cost: StepCost, how: Batching) -> float:
     """Run requests sorted by arrival; fills in `first` and `last`. The time at which all are done."""
     now, at = 0.0, 0
     while at < len(requests):
@@ -44,7 +44,7 @@ def serve_in_batches(requests: Sequence[Request], cost: StepCost, how: Batching)
     return now
 
 
-def _run_batch(batch: Sequence[Request], now: float, cost: StepCost, *, static: bool) -> float:
+def _run_batch(batch: Sequence[EngineRequest], now: float, cost: StepCost, *, static: bool) -> float:
     longest = max(request.prompt for request in batch)
     prompts = [longest if static else request.prompt for request in batch]
     step = Step(
@@ -70,12 +70,14 @@ def _run_batch(batch: Sequence[Request], now: float, cost: StepCost, *, static: 
     return now
 
 
-def serve_continuously(requests: Sequence[Request], cost: StepCost, slots: int, limits: Limits) -> float:
+def serve_continuously(
+    requests: Sequence[EngineRequest], cost: StepCost, slots: int, limits: SchedulerLimits
+) -> float:
     """The same by the V1 core with so many slots. The time at which all are done."""
     return Clock(Scheduler(replace(limits, max_num_seqs=slots)), cost).run(requests).end_s
 
 
-WAYS: dict[str, Callable[[Sequence[Request], StepCost, Limits], float]] = {
+WAYS: dict[str, Callable[[Sequence[EngineRequest], StepCost, SchedulerLimits], float]] = {
     "one by one": lambda r, c, _: serve_in_batches(r, c, Batching()),
     "static batch 16, 50 ms": lambda r, c, _: serve_in_batches(r, c, Batching(size=16, timeout_s=0.05)),
     "dynamic batch 16, 50 ms": lambda r, c, _: serve_in_batches(
@@ -87,10 +89,12 @@ WAYS: dict[str, Callable[[Sequence[Request], StepCost, Limits], float]] = {
 """The stations of a published journey of a translation service."""
 
 
-def requests(lengths: "np.ndarray[tuple[int], np.dtype[np.int64]]", rate: float | None) -> list[Request]:
+def requests(
+    lengths: "np.ndarray[tuple[int], np.dtype[np.int64]]", rate: float | None
+) -> list[EngineRequest]:
     rng = np.random.default_rng(1)
     at = np.zeros(len(lengths)) if rate is None else np.cumsum(rng.exponential(1 / rate, len(lengths)))
-    return [Request(i, float(at[i]), (int(n), int(n))) for i, n in enumerate(lengths)]
+    return [EngineRequest(i, float(at[i]), (int(n), int(n))) for i, n in enumerate(lengths)]
 
 
 def main() -> None:
@@ -100,7 +104,7 @@ def main() -> None:
     given = parser.parse_args()
     card = card_of(given.card)
     cost = StepCost(read(given.model, env={}), card, preset(card))
-    limits = Limits(num_blocks=5000, max_model_len=2048)
+    limits = SchedulerLimits(num_blocks=5000, max_model_len=2048)
     rng = np.random.default_rng(0)
     for name, lengths in (
         ("uniform, 100 tokens", np.full(400, 100)),

@@ -29,7 +29,7 @@ from tuner.simulator import virtual
 from tuner.simulator.boot import boot
 from tuner.simulator.cost import card_of, preset
 from tuner.simulator.predict import Predictor, Scene
-from tuner.simulator.virtual import Pace
+from tuner.simulator.virtual import VirtualPace
 from tuner.traffic.importers import read_any
 
 MODEL = "Qwen/Qwen2.5-7B-Instruct"
@@ -71,7 +71,7 @@ def on_virtual_clock(scene: Scene, candidate: Candidate) -> dict[str, float]:
         seed=0, number=0, speed=scene.speed, model="study", vocabulary=scene.facts.vocab_size,
         deadline_s=scene.deadline,
     )  # fmt: skip
-    replayed, _ = virtual.replay(booted, scene.trace, scene.slices, scene.plan, load, Pace())
+    replayed, _ = virtual.replay(booted, scene.trace, scene.slices, scene.plan, load, VirtualPace())
     return dict(measure(replayed, scene.slo).values)
 
 

@@ -20,7 +20,7 @@ from tuner.records import LaunchSpec
 from tuner.simulator.clock import Clock
 from tuner.simulator.cost import CARDS, Coefficients, StepCost
 from tuner.simulator.scheduler import Scheduler
-from tuner.simulator.state import Limits, Request
+from tuner.simulator.state import EngineRequest, SchedulerLimits
 
 MODEL = "Qwen/Qwen2.5-7B-Instruct"
 APP = (sys.executable, "-m", "tuner.simulator.app")
@@ -232,8 +232,10 @@ def test_real_time_and_virtual_time_agree(tmp_path: Path) -> None:
 
     measured = asyncio.run(scenario())
     facts = read(MODEL, env={})
-    limits = Limits(max_num_seqs=6, max_num_batched_tokens=8192, max_model_len=4096, num_blocks=60_000)
-    requests = [Request(n, 0.0, (600, tokens)) for n in range(12)]
+    limits = SchedulerLimits(
+        max_num_seqs=6, max_num_batched_tokens=8192, max_model_len=4096, num_blocks=60_000
+    )
+    requests = [EngineRequest(n, 0.0, (600, tokens)) for n in range(12)]
     Clock(Scheduler(limits), StepCost(facts, CARDS["h100-80"], Coefficients())).run(requests)
     front = 12 * Coefficients().request_s
     assert measured[0] == pytest.approx(sum(r.last for r in requests) + front, rel=0.15)

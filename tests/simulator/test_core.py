@@ -9,22 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tuner.knobs.model import read
-from tuner.simulator.blocks import Node
 from tuner.simulator.clock import Clock
 from tuner.simulator.cost import CARDS, Coefficients, StepCost
 from tuner.simulator.scheduler import Scheduler
-from tuner.simulator.state import Limits, Request, Step
+from tuner.simulator.state import BlockRun, EngineRequest, SchedulerLimits, Step
 
 FACTS = read("Qwen/Qwen2.5-7B-Instruct", env={})
 COST = StepCost(FACTS, CARDS["h100-80"], Coefficients())
-SMALL = Limits(
+SMALL = SchedulerLimits(
     max_num_seqs=4, max_num_batched_tokens=64, num_blocks=40, block_size=8, max_model_len=256, watermark=0.0
 )
 
 
 def held(scheduler: Scheduler) -> int:
     """Blocks in use, counted from the requests that hold them."""
-    nodes: set[Node] = set()
+    nodes: set[BlockRun] = set()
     private = 0
     for request in scheduler.running:
         computed, _ = scheduler.tokens_of(request)
@@ -34,7 +33,7 @@ def held(scheduler: Scheduler) -> int:
     return private + sum(node.cached for node in nodes)
 
 
-def drive(scheduler: Scheduler, requests: Sequence[Request], most: int = 5000) -> list[Step]:
+def drive(scheduler: Scheduler, requests: Sequence[EngineRequest], most: int = 5000) -> list[Step]:
     """Step by step, one request arriving per step, until nothing is left."""
     steps, left = [], list(requests)
     for _ in range(most):
@@ -91,7 +90,7 @@ def test_every_token_is_made_once_and_every_block_comes_back(
     )
     scheduler = Scheduler(limits, tell=True)
     requests = [
-        Request(i, float(i), ls, tuple((100 + k, 2) for k in range(min(shared, ls[0] // 16))), i % 3)
+        EngineRequest(i, float(i), ls, tuple((100 + k, 2) for k in range(min(shared, ls[0] // 16))), i % 3)
         for i, ls in enumerate(lengths)
     ]
     steps = drive(scheduler, requests)
@@ -107,7 +106,7 @@ def test_one_that_leaves_by_itself_does_not_end_the_work() -> None:
     """The least important request runs first, finds no block and has nobody to push out but itself."""
     limits = replace(SMALL, num_blocks=34, policy="priority", max_num_seqs=7, long_prefill_token_threshold=16)
     for first in range(1, 121, 7):
-        requests = [Request(i, float(i), (first + i, 60), (), 2 - i % 3) for i in range(7)]
+        requests = [EngineRequest(i, float(i), (first + i, 60), (), 2 - i % 3) for i in range(7)]
         drive(Scheduler(limits), requests)
         assert all(request.done for request in requests)
 
@@ -128,7 +127,7 @@ def test_stretches_of_decode_steps_change_nothing(
 
     def times(single: bool) -> np.ndarray:
         at = np.cumsum(gaps)
-        requests = [Request(i, float(at[i]), ls) for i, ls in enumerate(lengths)]
+        requests = [EngineRequest(i, float(at[i]), ls) for i, ls in enumerate(lengths)]
         watch = (lambda now, step: None) if single else None
         course = Clock(Scheduler(limits), COST).run(requests, watch)
         return np.array([(r.first, r.last) for r in requests] + [(course.steps, course.tokens)])
@@ -136,11 +135,11 @@ def test_stretches_of_decode_steps_change_nothing(
     np.testing.assert_allclose(times(True), times(False), rtol=1e-9)
 
 
-def trace_of(limits: Limits, lengths: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+def trace_of(limits: SchedulerLimits, lengths: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
     """(prefill tokens, decodes, running) of each step with all requests present from the start."""
     scheduler = Scheduler(limits)
     for number, pair in enumerate(lengths):
-        scheduler.add(Request(number, 0.0, pair))
+        scheduler.add(EngineRequest(number, 0.0, pair))
     found = []
     while (step := scheduler.schedule()) is not None:
         found.append((step.prefill_tokens, step.decodes, len(scheduler.running)))
@@ -173,7 +172,7 @@ def test_active_seqs_admit_fewer_than_max_seqs() -> None:
 def test_the_last_admitted_is_preempted_and_starts_over() -> None:
     limits = replace(SMALL, num_blocks=10, enable_prefix_caching=False)
     scheduler = Scheduler(limits, tell=True)
-    old, young = Request(0, 0.0, (30, 40)), Request(1, 1.0, (30, 40))
+    old, young = EngineRequest(0, 0.0, (30, 40)), EngineRequest(1, 1.0, (30, 40))
     drive(scheduler, [old, young])
     assert (old.preempted, young.preempted) == (0, 1)
     assert scheduler.preemptions == 1
@@ -183,7 +182,7 @@ def test_the_last_admitted_is_preempted_and_starts_over() -> None:
 def test_priority_preempts_the_least_urgent() -> None:
     limits = replace(SMALL, num_blocks=10, enable_prefix_caching=False, policy="priority")
     scheduler = Scheduler(limits, tell=True)
-    low, high = Request(0, 0.0, (30, 40), (), 5), Request(1, 1.0, (30, 40), (), 0)
+    low, high = EngineRequest(0, 0.0, (30, 40), (), 5), EngineRequest(1, 1.0, (30, 40), (), 0)
     drive(scheduler, [low, high])
     assert (low.preempted, high.preempted) == (1, 0)
 
@@ -191,7 +190,9 @@ def test_priority_preempts_the_least_urgent() -> None:
 def test_a_preempted_request_finds_its_own_blocks_again() -> None:
     limits = replace(SMALL, num_blocks=10)
     scheduler = Scheduler(limits, tell=True)
-    drive(scheduler, [*[Request(0, 0.0, (30, 40)), (young := Request(1, 1.0, (30, 40)))][:1], young])
+    drive(
+        scheduler, [*[EngineRequest(0, 0.0, (30, 40)), (young := EngineRequest(1, 1.0, (30, 40)))][:1], young]
+    )
     assert young.preempted == 1
     assert young.table.tail is not None
 
@@ -199,9 +200,9 @@ def test_a_preempted_request_finds_its_own_blocks_again() -> None:
 def test_swap_moves_blocks_instead_of_computing_again() -> None:
     base = replace(SMALL, num_blocks=10, enable_prefix_caching=False)
 
-    def total(limits: Limits) -> tuple[int, int]:
+    def total(limits: SchedulerLimits) -> tuple[int, int]:
         scheduler = Scheduler(limits, tell=True)
-        steps = drive(scheduler, [Request(0, 0.0, (30, 40)), Request(1, 1.0, (30, 40))])
+        steps = drive(scheduler, [EngineRequest(0, 0.0, (30, 40)), EngineRequest(1, 1.0, (30, 40))])
         return sum(s.prefill_tokens for s in steps), sum(s.swapped_blocks for s in steps)
 
     again, none = total(base)
@@ -217,7 +218,7 @@ def test_shared_prefixes_are_computed_once_and_forgotten_least_recently_used_fir
     scheduler = Scheduler(limits, tell=True)
 
     def ask(key: int) -> int:
-        request = Request(key, 0.0, (65, 1), ((key, 8),))
+        request = EngineRequest(key, 0.0, (65, 1), ((key, 8),))
         drive(scheduler, [request])
         return request.cached
 
@@ -235,7 +236,7 @@ def test_the_watermark_keeps_room_beside_others_only() -> None:
 
 def test_reset_is_refused_while_blocks_are_held() -> None:
     scheduler = Scheduler(SMALL)
-    scheduler.add(Request(0, 0.0, (30, 2)))
+    scheduler.add(EngineRequest(0, 0.0, (30, 2)))
     step = scheduler.schedule()
     assert step is not None
     assert not scheduler.pool.forget()
@@ -248,7 +249,7 @@ def test_reset_is_refused_while_blocks_are_held() -> None:
 @pytest.mark.parametrize("when", [0, 1, 3])
 def test_an_abort_frees_everything(when: int) -> None:
     scheduler = Scheduler(SMALL)
-    request = Request(0, 0.0, (100, 9))
+    request = EngineRequest(0, 0.0, (100, 9))
     scheduler.add(request)
     for _ in range(when):
         step = scheduler.schedule()
@@ -263,7 +264,7 @@ def test_async_scheduling_admits_one_step_later() -> None:
     """A step chosen ahead cannot hold what arrived since."""
 
     def first(ahead: bool) -> float:
-        requests = [Request(0, 0.0, (60, 200)), Request(1, 0.05, (60, 2))]
+        requests = [EngineRequest(0, 0.0, (60, 200)), EngineRequest(1, 0.05, (60, 2))]
         Clock(Scheduler(replace(SMALL, async_scheduling=ahead, num_blocks=80)), COST).run(requests)
         return requests[1].first
 

@@ -5,15 +5,15 @@ import pytest
 from benchmarks.journey import WAYS, Batching, serve_continuously, serve_in_batches
 from tuner.knobs.model import read
 from tuner.simulator.cost import CARDS, StepCost, preset
-from tuner.simulator.state import Limits, Request
+from tuner.simulator.state import EngineRequest, SchedulerLimits
 
 CARD = CARDS["a4500"]
 COST = StepCost(read("Qwen/Qwen2.5-7B-Instruct", env={}), CARD, preset(CARD))
-LIMITS = Limits(num_blocks=5000, max_model_len=2048)
+LIMITS = SchedulerLimits(num_blocks=5000, max_model_len=2048)
 
 
-def many(*rows: tuple[float, int, int]) -> list[Request]:
-    return [Request(i, at, (prompt, output)) for i, (at, prompt, output) in enumerate(rows)]
+def many(*rows: tuple[float, int, int]) -> list[EngineRequest]:
+    return [EngineRequest(i, at, (prompt, output)) for i, (at, prompt, output) in enumerate(rows)]
 
 
 def test_one_by_one_is_a_sum() -> None:

@@ -14,8 +14,16 @@ from tuner.knobs.model import ModelFacts, read
 from tuner.records import Candidate, Slice, Slo
 from tuner.replay.plan import PLANS
 from tuner.simulator.calibrate import BOUNDS, Observation, fit
-from tuner.simulator.cost import CARDS, Coefficients, StepCost, capture_sizes, card_of, preset
-from tuner.simulator.memory import Budget, profile
+from tuner.simulator.cost import (
+    CARDS,
+    Budget,
+    Coefficients,
+    StepCost,
+    capture_sizes,
+    card_of,
+    preset,
+    profile,
+)
 from tuner.simulator.predict import Predictor, Scene
 from tuner.simulator.state import Step
 from tuner.traffic.trace import Trace, build

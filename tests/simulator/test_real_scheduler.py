@@ -12,7 +12,7 @@ import pytest
 
 from tests.engine.real import INTERPRETER, model
 from tuner.simulator.scheduler import Scheduler
-from tuner.simulator.state import Limits, Request, Step
+from tuner.simulator.state import EngineRequest, SchedulerLimits, Step
 
 SCRIPT = Path(__file__).with_name("real_scheduler.py")
 SCENARIOS = 60
@@ -44,16 +44,16 @@ def scenario(seed: int) -> dict[str, Any]:
     return {"limits": limits, "requests": requests}
 
 
-def request_of(number: int, row: list[int], limits: Limits) -> Request:
+def request_of(number: int, row: list[int], limits: SchedulerLimits) -> EngineRequest:
     _, prompt, output, priority, group = row
     shared = min(64, prompt) // limits.block_size if group >= 0 else 0
     segments = tuple((hash((group, index)), 1) for index in range(shared))
-    return Request(number, float(number), (prompt, output), segments, priority)
+    return EngineRequest(number, float(number), (prompt, output), segments, priority)
 
 
 def simulated(found: dict[str, Any]) -> list[Any]:
     """[requests, tokens] of each step, and preemptions: arrivals before steps, one step ahead where async."""
-    limits = Limits(**found["limits"])
+    limits = SchedulerLimits(**found["limits"])
     scheduler = Scheduler(limits)
     left = deque((row[0], request_of(n, row, limits)) for n, row in enumerate(found["requests"]))
     steps: list[list[int]] = []

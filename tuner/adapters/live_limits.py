@@ -45,7 +45,7 @@ class LiveLimits:
         scheduler = locked(base_class(config.scheduler_config))(*args, **kwargs)
         path = os.environ.get(VARIABLE)
         if path and config.parallel_config.data_parallel_size == 1:
-            serve(SchedulerLimits(scheduler), path)
+            serve(LimitChanger(scheduler), path)
         return scheduler
 
 
@@ -156,7 +156,7 @@ def version():
     )
 
 
-class SchedulerLimits:
+class LimitChanger:
     """The limits of one scheduler: as launched, as they are, and how to change them."""
 
     def __init__(self, scheduler):

@@ -14,24 +14,25 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
-from tuner.adapters.live_limits import VARIABLE
+from tuner.adapters.live_limits import NAMES, VARIABLE, LimitRefused
 from tuner.knobs.model import ModelFacts
-from tuner.simulator import live
 from tuner.simulator.boot import Booted, NotStarted, announce, boot, cache_config, log, server_info
-from tuner.simulator.completions import Completion, Rejected, read_order
-from tuner.simulator.engine import Engine, Pace
-from tuner.simulator.http import REASONS, Connection
-from tuner.simulator.memory import Memory
+from tuner.simulator.cost import Memory
+from tuner.simulator.engine import Engine, RealPace
+from tuner.simulator.http import REASONS, ClientConnection, Completion, Rejected, read_order
 from tuner.simulator.options import VERSION, Options
 from tuner.simulator.scheduler import Scheduler
+from tuner.simulator.state import SchedulerLimits
 
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 
 
-class Server:
+class ApiServer:
     """The routes of the API server over one engine."""
 
     def __init__(
@@ -41,7 +42,7 @@ class Server:
         self._numbers = itertools.count()
         self._started = int(datetime.now().timestamp())
 
-    def handle(self, connection: Connection, method: str, url: str, body: bytes) -> None:
+    def handle(self, connection: ClientConnection, method: str, url: str, body: bytes) -> None:
         path = url.partition("?")[0]
         if method == "POST" and path in COMPLETIONS:
             self._complete(connection, body, method, path)
@@ -76,12 +77,12 @@ class Server:
             found = server_info(self.options) | {"simulated": {"flushes": self.engine.punctuality.report()}}
         return 200, json.dumps(found).encode(), "application/json"
 
-    def _access(self, connection: Connection, method: str, path: str, status: int) -> None:
+    def _access(self, connection: ClientConnection, method: str, path: str, status: int) -> None:
         if self.options.access_log:
             words = REASONS.get(status, "")
             print(f'INFO:     {connection.peer} - "{method} {path} HTTP/1.1" {status} {words}', flush=True)
 
-    def _complete(self, connection: Connection, body: bytes, method: str, path: str) -> None:
+    def _complete(self, connection: ClientConnection, body: bytes, method: str, path: str) -> None:
         limits = self.options.limits
         try:
             chat, sizes = path == COMPLETIONS[1], (limits.max_model_len, self.facts.vocab_size)
@@ -124,18 +125,71 @@ class Server:
         return False
 
 
+async def serve_limits(scheduler: Scheduler, path: str) -> asyncio.Server:
+    """Answer one JSON line per connection: {"limits": {…}} changes an idle engine, {} asks."""
+    launched = scheduler.limits
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        reply = _reply(scheduler, launched, await reader.readline())
+        writer.write(json.dumps(reply).encode() + b"\n")
+        await writer.drain()
+        writer.close()
+
+    Path(path).unlink(missing_ok=True)
+    return await asyncio.start_unix_server(answer, path)
+
+
+def _reply(scheduler: Scheduler, launched: SchedulerLimits, line: bytes) -> dict[str, Any]:
+    reply: dict[str, Any] = {"ok": False, "base": "Scheduler", "launched": _shown(launched)}
+    try:
+        asked = json.loads(line)
+        if "limits" in asked:
+            change(scheduler, launched, asked["limits"])
+        reply |= {"ok": True, "limits": _shown(scheduler.limits)}
+    except LimitRefused as refused:
+        reply["error"] = str(refused)
+    except (ValueError, TypeError) as error:
+        reply["error"] = f"{type(error).__name__}: {error}"
+    return reply
+
+
+def change(scheduler: Scheduler, launched: SchedulerLimits, wanted: Mapping[str, Any]) -> None:
+    """Set limits as wanted, else as launched. LimitRefused while requests run, or above what was launched."""
+    unfinished = len(scheduler.running) + len(scheduler.waiting)
+    if unfinished:
+        raise LimitRefused(f"busy: {unfinished} unfinished requests")
+    unknown = sorted(set(wanted) - set(NAMES))
+    if unknown:
+        raise LimitRefused(f"unknown limit {', '.join(unknown)}")
+    for name in ("max_num_seqs", "max_num_batched_tokens"):
+        if wanted.get(name, 0) > getattr(launched, name):
+            raise LimitRefused(f"{name} {wanted[name]} is above the launched {getattr(launched, name)}")
+    limits = replace(launched, **{name: value for name, value in wanted.items() if value is not None})
+    if limits.max_num_batched_tokens < limits.max_num_seqs:
+        raise LimitRefused(
+            f"max_num_batched_tokens {limits.max_num_batched_tokens} is below max_num_seqs"
+            f" {limits.max_num_seqs}"
+        )
+    scheduler.limits = limits
+    scheduler.watermark = int(limits.watermark * limits.num_blocks)
+
+
+def _shown(limits: SchedulerLimits) -> dict[str, Any]:
+    return {name: getattr(limits, name) for name in NAMES}
+
+
 async def serve(booted: Booted, env: Mapping[str, str]) -> int:
     """Listen until SIGTERM or SIGINT; 0 on a clean stop, 1 when the port is taken."""
     options, memory = booted.options, booted.memory
     loop = asyncio.get_running_loop()
-    pace = Pace(
+    pace = RealPace(
         speed=float(env.get("TUNER_SIM_SPEED", "1")),
         noise=float(env.get("TUNER_SIM_NOISE", "0")),
         seed=int(env.get("TUNER_SIM_SEED", "0")),
         blind=env.get("TUNER_SIM_BLIND", "") in ("1", "true"),
     )
     engine = Engine(Scheduler(options.limits, tell=True), booted.cost, pace, loop)
-    server = Server(options, memory, engine, booted.facts, env.get("VLLM_SERVER_DEV_MODE") == "1")
+    server = ApiServer(options, memory, engine, booted.facts, env.get("VLLM_SERVER_DEV_MODE") == "1")
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
@@ -153,9 +207,9 @@ async def serve(booted: Booted, env: Mapping[str, str]) -> int:
     except TimeoutError:
         pass
     log("EngineCore", "init engine (profile, create kv cache, warmup model) took 0.00 s")
-    listener = await loop.create_server(lambda: Connection(server.handle), sock=bound, backlog=4096)
+    listener = await loop.create_server(lambda: ClientConnection(server.handle), sock=bound, backlog=4096)
     limits = env.get(VARIABLE) if "scheduler_cls" in options.given else None
-    changing = await live.serve(engine.scheduler, limits) if limits else None
+    changing = await serve_limits(engine.scheduler, limits) if limits else None
     log("APIServer", f"Starting vLLM server on http://{options.host}:{options.port}")
     print("INFO:     Application startup complete.", flush=True)
     await stop.wait()

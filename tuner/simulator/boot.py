@@ -10,9 +10,8 @@ from typing import Any
 
 from tuner.errors import TunerError
 from tuner.knobs.model import ModelFacts, read
-from tuner.simulator.cost import GIB, Card, Coefficients, StepCost, card_of, preset
-from tuner.simulator.memory import Memory, profile
-from tuner.simulator.options import VERSION, Options, Refused, host_blocks, parser, resolve
+from tuner.simulator.cost import GIB, Card, Coefficients, Memory, StepCost, card_of, preset, profile
+from tuner.simulator.options import VERSION, Options, StartRefused, host_blocks, parser, resolve
 
 _SOURCES = {"APIServer": "api_server.py:1", "EngineCore": "core.py:1", "Worker": "gpu_worker.py:1"}
 
@@ -25,11 +24,11 @@ def log(who: str, words: str, level: str = "INFO") -> None:
 
 
 def check_memory(options: Options, memory: Memory, facts: ModelFacts, card: Card) -> None:
-    """What vLLM finds at start-up: Refused for too little KV memory, a bad block size, out of memory."""
+    """What vLLM finds at start-up: StartRefused for too little KV memory, a bad block size, out of memory."""
     size, length = options.limits.block_size, options.limits.max_model_len
     step, backend = (32, "CPU_ATTN") if card.platform == "cpu" else (16, "FLASH_ATTN")
     if memory.kv_gib <= 0:
-        raise Refused(
+        raise StartRefused(
             "ValueError",
             "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when "
             "initializing the engine. See https://docs.vllm.ai/en/latest/configuration/conserving_memory/ "
@@ -39,7 +38,7 @@ def check_memory(options: Options, memory: Memory, facts: ModelFacts, card: Card
     if memory.tokens(size) < length:
         per_token = facts.kv_bytes_per_token * options.budget.kv_scale / GIB
         need, have = length * per_token, memory.tokens(size) * per_token
-        raise Refused(
+        raise StartRefused(
             "ValueError",
             f"To serve at least one request with the model's max seq len ({length}), ({need:.2f} GiB KV "
             f"cache is needed, which is larger than the available KV cache memory ({have:.2f} GiB). Based on "
@@ -50,13 +49,13 @@ def check_memory(options: Options, memory: Memory, facts: ModelFacts, card: Card
             where="EngineCore",
         )
     if size % step:
-        raise Refused(
+        raise StartRefused(
             "ValueError",
             f"No common block size for {size} ({backend}: [MultipleOf({step})]).",
             where="Worker",
         )
     if memory.missing_gib > 0:
-        raise Refused(
+        raise StartRefused(
             "RuntimeError",
             f"CUDA out of memory occurred when warming up sampler with {options.limits.max_num_seqs} dummy "
             "requests. Please try lowering `max_num_seqs` or `gpu_memory_utilization` when initializing the "
@@ -65,7 +64,7 @@ def check_memory(options: Options, memory: Memory, facts: ModelFacts, card: Card
         )
 
 
-def refuse(refused: Refused) -> int:
+def refuse(refused: StartRefused) -> int:
     """Print the failure as the process that finds it would, wrapped as vLLM wraps it; the exit code."""
     if refused.where == "APIServer":
         print(f"Traceback (most recent call last):\n{refused.kind}: {refused}", file=sys.stderr, flush=True)
@@ -194,7 +193,7 @@ def boot(argv: Sequence[str], env: Mapping[str, str]) -> Booted:
         options = resolve(argv, card, facts, env)
         memory = profile(facts, card, options.budget)
         check_memory(options, memory, facts, card)
-    except Refused as refused:
+    except StartRefused as refused:
         raise NotStarted(refuse(refused)) from refused
     options = options.with_blocks(memory.blocks, host_blocks(facts, options))
     cost = options.cost(facts, card, _coefficients(card, env))

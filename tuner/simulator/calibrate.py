@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tuner.errors import BadInput
 from tuner.records import JSON, Candidate
 from tuner.simulator.cost import Coefficients, preset
-from tuner.simulator.options import Refused
+from tuner.simulator.options import StartRefused
 from tuner.simulator.predict import Predictor, Scene, options_of
 
 BOUNDS: Mapping[str, tuple[float, float]] = {
@@ -96,7 +96,7 @@ class _Problem:
         for seen in observations:
             try:
                 options, _ = options_of(scene, seen.candidate)
-            except Refused as refused:
+            except StartRefused as refused:
                 raise BadInput(f"a measured candidate would be refused: {refused}") from None
             used = {n: v for n, v in seen.values.items() if _usable(n, v)}
             self._cases.append((options, used))

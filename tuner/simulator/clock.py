@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tuner.simulator.scheduler import Scheduler
-from tuner.simulator.state import Request, Step
+from tuner.simulator.state import EngineRequest, Step
 
 FOREVER = math.inf
 
@@ -46,7 +46,9 @@ class Clock:
         self.course = Course()
         self.now = 0.0
 
-    def run(self, requests: Sequence[Request], watch: Callable[[float, Step], None] | None = None) -> Course:
+    def run(
+        self, requests: Sequence[EngineRequest], watch: Callable[[float, Step], None] | None = None
+    ) -> Course:
         """`requests` are sorted by arrival; fills in `first` and `last`. `watch` sees single steps."""
         scheduler, course = self.scheduler, self.course
         ahead = scheduler.limits.async_scheduling

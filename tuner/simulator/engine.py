@@ -11,7 +11,7 @@ from tuner.replay.alarm import Alarm
 from tuner.simulator.cost import StepCost
 from tuner.simulator.exposition import Counters
 from tuner.simulator.scheduler import Scheduler
-from tuner.simulator.state import Request, Step
+from tuner.simulator.state import EngineRequest, Step
 
 Sink = Callable[[int, bool], None]
 """Takes the number of completion tokens so far and whether these were the last."""
@@ -21,7 +21,7 @@ _SLIP_S = 1.0  # a clock further behind than this gives up catching up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class RealPace:
     """How virtual seconds become real ones: `speed` 2 is twice as fast; `blind` steps ignore the knobs."""
 
     speed: float = 1.0
@@ -64,7 +64,7 @@ class Engine:
     """One scheduler driven by the event loop's clock. Submit, abort, look; nothing here blocks."""
 
     def __init__(
-        self, scheduler: Scheduler, cost: StepCost, pace: Pace, loop: asyncio.AbstractEventLoop
+        self, scheduler: Scheduler, cost: StepCost, pace: RealPace, loop: asyncio.AbstractEventLoop
     ) -> None:
         self.scheduler = scheduler
         self.cost = cost
@@ -73,7 +73,7 @@ class Engine:
         self.counters = Counters()
         self.punctuality = Punctuality()
         self._random = random.Random(pace.seed)
-        self._streams: dict[Request, _Stream] = {}
+        self._streams: dict[EngineRequest, _Stream] = {}
         self._now: Step | None = None
         self._next: Step | None = None
         self._at = 0.0
@@ -81,7 +81,7 @@ class Engine:
         self._tasks: set[asyncio.Task[None]] = set()
         self._woken = False
 
-    def submit(self, request: Request, sink: Sink) -> None:
+    def submit(self, request: EngineRequest, sink: Sink) -> None:
         """Take a request; it reaches the scheduler the front end's time after its arrival."""
         self._streams[request] = _Stream(sink)
         delay = 0.0 if self.pace.blind else self.cost.coefficients.request_s / self.pace.speed
@@ -92,7 +92,7 @@ class Engine:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _enter(self, request: Request, at: float) -> None:
+    async def _enter(self, request: EngineRequest, at: float) -> None:
         await self._until(at)
         if request not in self._streams:
             return
@@ -109,7 +109,7 @@ class Engine:
             await self._alarm.until(int(at * 1e9))
             self._alarm.wakes_ms.clear()
 
-    def abort(self, request: Request) -> None:
+    def abort(self, request: EngineRequest) -> None:
         if self._streams.pop(request, None) is not None:
             self.scheduler.abort(request)  # one that has not entered yet never will
             self.counters.finished["abort"] += 1
@@ -192,7 +192,7 @@ class Engine:
         values["prefix_cache_queries"] = scheduler.queries
         values["prefix_cache_hits"] = scheduler.hits
 
-    def _send(self, request: Request, stream: _Stream, last: bool) -> None:
+    def _send(self, request: EngineRequest, stream: _Stream, last: bool) -> None:
         stream.sent += 1
         stream.last_s = self._at
         if last:
@@ -201,7 +201,7 @@ class Engine:
             self._count_last(request)
         stream.sink(stream.sent, last)
 
-    def _count_first(self, request: Request, at: float) -> None:
+    def _count_first(self, request: EngineRequest, at: float) -> None:
         counters = self.counters
         counters.values["prompt_tokens_cached"] += max(request.cached, 0)
         counters.observe("time_to_first_token_seconds", at - request.arrival)
@@ -209,7 +209,7 @@ class Engine:
         counters.observe("request_queue_time_seconds", request.scheduled - request.arrival)
         counters.observe("request_prefill_time_seconds", at - request.scheduled)
 
-    def _count_last(self, request: Request) -> None:
+    def _count_last(self, request: EngineRequest) -> None:
         counters, decode = self.counters, request.last - request.first
         counters.finished["length"] += 1
         counters.observe("e2e_request_latency_seconds", request.last - request.arrival)

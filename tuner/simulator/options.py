@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 
 from tuner.knobs.model import ModelFacts
 from tuner.records import Value
-from tuner.simulator.cost import Card, Coefficients, StepCost
-from tuner.simulator.memory import Budget
-from tuner.simulator.state import Limits
+from tuner.simulator.cost import Budget, Card, Coefficients, StepCost
+from tuner.simulator.state import SchedulerLimits
 
 PROG = "api_server.py"
 VERSION = "0.32.0"
@@ -125,7 +124,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-class Refused(Exception):
+class StartRefused(Exception):
     """The engine does not start: vLLM's exception class and words. `where` is the process that says it."""
 
     def __init__(self, kind: str, text: str, *, where: str = "APIServer") -> None:
@@ -134,9 +133,9 @@ class Refused(Exception):
         self.where = where
 
 
-def _invalid(config: str, words: str, given: str) -> Refused:
+def _invalid(config: str, words: str, given: str) -> StartRefused:
     text = f"1 validation error for {config}\n  Value error, {words} [type=value_error, input_value={given}"
-    return Refused("pydantic_core._pydantic_core.ValidationError", f"{text}, input_type=ArgsKwargs]")
+    return StartRefused("pydantic_core._pydantic_core.ValidationError", f"{text}, input_type=ArgsKwargs]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +146,7 @@ class Options:
     names: tuple[str, ...]
     host: str
     port: int
-    limits: Limits
+    limits: SchedulerLimits
     budget: Budget
     user_block_size: bool
     prompt_details: bool
@@ -187,14 +186,14 @@ def _non_default(args: argparse.Namespace) -> dict[str, Value | list[str]]:
 
 
 def resolve(argv: Sequence[str], card: Card, facts: ModelFacts, env: Mapping[str, str]) -> Options:
-    """Fill in the platform's defaults and check the rules: SystemExit(2) from argparse, or Refused."""
+    """Fill in the platform's defaults and check the rules: SystemExit(2) from argparse, or StartRefused."""
     return settle(parser().parse_args(list(argv)), card, facts, env)
 
 
 def settle(
     args: argparse.Namespace, card: Card, facts: ModelFacts, env: Mapping[str, str], gpus: int = 1
 ) -> Options:
-    """The same for arguments already parsed, on so many cards. Refused from a rule."""
+    """The same for arguments already parsed, on so many cards. StartRefused from a rule."""
     world = args.tensor_parallel_size * args.pipeline_parallel_size
     if world > gpus:
         words = f"World size ({world}) is larger than the number of available GPUs ({gpus}) in this node."
@@ -231,7 +230,7 @@ def settle(
 
 
 def _budget(
-    args: argparse.Namespace, limits: Limits, on: tuple[Card, ModelFacts], space: str | None
+    args: argparse.Namespace, limits: SchedulerLimits, on: tuple[Card, ModelFacts], space: str | None
 ) -> Budget:
     card, facts = on
     capture = args.max_cudagraph_capture_size
@@ -260,10 +259,10 @@ def _kv_scale(kind: str, dtype_bytes: int) -> float:
     return sizes.get(kind, 1) / dtype_bytes
 
 
-def _limits(args: argparse.Namespace, card: Card, length: int) -> Limits:
+def _limits(args: argparse.Namespace, card: Card, length: int) -> SchedulerLimits:
     if not 0 < args.gpu_memory_utilization <= 1:
         edge = "greater than 0" if args.gpu_memory_utilization <= 0 else "less than or equal to 1"
-        raise Refused(
+        raise StartRefused(
             "pydantic_core._pydantic_core.ValidationError",
             "1 validation error for CacheConfig\ngpu_memory_utilization\n  Input should be "
             f"{edge} [type={'greater_than' if edge.startswith('greater') else 'less_than_equal'}, "
@@ -279,7 +278,7 @@ def _limits(args: argparse.Namespace, card: Card, length: int) -> Limits:
     if seqs is None:
         seqs = min(card.max_num_seqs * factor, batched)
     _check(args, seqs, batched, length, chunked)
-    return Limits(
+    return SchedulerLimits(
         max_num_seqs=seqs,
         max_num_batched_tokens=min(batched, args.max_num_scheduled_tokens or batched),
         block_size=args.block_size or card.block_size,

@@ -16,12 +16,11 @@ from tuner.metrics import RequestColumns, pool_engine
 from tuner.records import Candidate, Prediction, Slice, Slo, Value, Violation
 from tuner.replay.plan import PLANS, Plan
 from tuner.simulator.clock import Clock, Course
-from tuner.simulator.cost import Card, Coefficients, StepCost
-from tuner.simulator.memory import Memory, profile
-from tuner.simulator.options import Options, Refused, host_blocks, parser, settle
+from tuner.simulator.cost import Card, Coefficients, Memory, StepCost, profile
+from tuner.simulator.options import Options, StartRefused, host_blocks, parser, settle
 from tuner.simulator.scheduler import Scheduler
-from tuner.simulator.state import Limits, Request
-from tuner.simulator.workload import Part, Workload
+from tuner.simulator.state import EngineRequest, SchedulerLimits
+from tuner.simulator.workload import PreparedSlice, Workload
 from tuner.traffic.trace import Trace
 
 UNCALIBRATED = 0.20
@@ -73,7 +72,7 @@ def _plain() -> Mapping[str, object]:
 def options_of(scene: Scene, knobs: Mapping[str, Value]) -> tuple[Options, Memory]:
     """The effective options of a candidate on top of the fixed arguments, and its memory.
 
-    Knobs that the simulator does not model are ignored. Refused where the engine would not start.
+    Knobs that the simulator does not model are ignored. StartRefused where the engine would not start.
     """
     given = {name.lstrip("-").replace("-", "_"): value for name, value in {**scene.args, **knobs}.items()}
     known = dict(_plain())
@@ -87,7 +86,7 @@ def options_of(scene: Scene, knobs: Mapping[str, Value]) -> tuple[Options, Memor
 
 
 @dataclass(slots=True)
-class Run:
+class SimulatedSlice:
     """One slice as simulated: its measured requests (`rows` of the trace), and the engine's numbers."""
 
     window_s: float
@@ -96,12 +95,14 @@ class Run:
     engine: dict[str, float]
 
 
-def simulate(scene: Scene, work: Workload, limits: Limits, cost: StepCost) -> list[Run]:
+def simulate(scene: Scene, work: Workload, limits: SchedulerLimits, cost: StepCost) -> list[SimulatedSlice]:
     """All slices of a scene under one engine, each from a primed, idle engine."""
     return [_slice(scene, work, part, limits, cost) for part in work.parts]
 
 
-def _slice(scene: Scene, work: Workload, part: Part, limits: Limits, cost: StepCost) -> Run:
+def _slice(
+    scene: Scene, work: Workload, part: PreparedSlice, limits: SchedulerLimits, cost: StepCost
+) -> SimulatedSlice:
     scheduler = Scheduler(limits)
     work.prime(part, scheduler)
     delay = cost.coefficients.request_s
@@ -126,8 +127,13 @@ def _good(scene: Scene, rows: NDArray[np.int64], latencies: Mapping[str, Floats]
 
 
 def _fold(
-    measured: Sequence[Request], part: Part, course: Course, scheduler: Scheduler, scene: Scene, delay: float
-) -> Run:
+    measured: Sequence[EngineRequest],
+    part: PreparedSlice,
+    course: Course,
+    scheduler: Scheduler,
+    scene: Scene,
+    delay: float,
+) -> SimulatedSlice:
     """Times count from when each request was due; the front end's delay is in the arrivals. A gap counts for
     every measured request that was decoding then.
     """
@@ -156,10 +162,12 @@ def _fold(
         itl=gaps[inside, 1] * 1e3,
         itl_tokens=gaps[inside, 2] * decoding[inside],
     )
-    return Run(window_s=part.window_s, rows=rows, requests=requests, engine=_engine(course, scheduler, part))
+    return SimulatedSlice(
+        window_s=part.window_s, rows=rows, requests=requests, engine=_engine(course, scheduler, part)
+    )
 
 
-def _engine(course: Course, scheduler: Scheduler, part: Part) -> dict[str, float]:
+def _engine(course: Course, scheduler: Scheduler, part: PreparedSlice) -> dict[str, float]:
     """What a scrape at the window's start and one at its end would tell."""
     levels = np.array(course.levels).reshape(-1, 5)
     found = {"preemptions": float(scheduler.preemptions)}
@@ -180,7 +188,7 @@ def _engine(course: Course, scheduler: Scheduler, part: Part) -> dict[str, float
     return found
 
 
-def fold(runs: Sequence[Run], trace: Trace, classes: Sequence[str] = ()) -> dict[str, float]:
+def fold(runs: Sequence[SimulatedSlice], trace: Trace, classes: Sequence[str] = ()) -> dict[str, float]:
     """Measurement names of all slices together: outcomes pooled, rates over the sum of the windows."""
     window_s = sum(run.window_s for run in runs)
     values = RequestColumns.pooled([run.requests for run in runs]).values(window_s, p99_needs=0)
@@ -227,7 +235,7 @@ class Predictor:
     def _predict(self, candidate: Candidate) -> Prediction:
         try:
             options, memory = options_of(self.scene, candidate)
-        except Refused:
+        except StartRefused:
             return Prediction(values={}, feasible=False, violation=Violation(kv=0.0, oom=0.0, err=1.0))
         violation, feasible = violation_of(options, memory, self.scene.card)
         if not feasible:

@@ -15,8 +15,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Sequence
 
-from tuner.simulator.blocks import Node, Pool
-from tuner.simulator.state import Limits, Request, Step
+from tuner.simulator.state import BlockPool, BlockRun, EngineRequest, SchedulerLimits, Step
 
 
 class Scheduler:
@@ -25,31 +24,31 @@ class Scheduler:
     One of the blocks is never handed out: vLLM keeps it as its null block.
     """
 
-    def __init__(self, limits: Limits, *, tell: bool = False) -> None:
+    def __init__(self, limits: SchedulerLimits, *, tell: bool = False) -> None:
         self.limits = limits
-        self.pool = Pool(limits.num_blocks - 1, limits.block_size, limits.enable_prefix_caching)
+        self.pool = BlockPool(limits.num_blocks - 1, limits.block_size, limits.enable_prefix_caching)
         self.watermark = int(limits.watermark * limits.num_blocks)
-        self.waiting: deque[Request] = deque()
-        self.running: dict[Request, None] = {}
-        self.prefilling: dict[Request, None] = {}
-        self.decoding: dict[Request, None] = {}
-        self.draining: set[Request] = set()
+        self.waiting: deque[EngineRequest] = deque()
+        self.running: dict[EngineRequest, None] = {}
+        self.prefilling: dict[EngineRequest, None] = {}
+        self.decoding: dict[EngineRequest, None] = {}
+        self.draining: set[EngineRequest] = set()
         self.tick = 0
         self.context = 0
         self.preemptions = self.queries = self.hits = 0
         self.swap_free = limits.swap_blocks
         self._tell = tell
         self._phase = [0] * limits.block_size
-        self._ends: list[tuple[int, int, Request]] = []
+        self._ends: list[tuple[int, int, EngineRequest]] = []
 
     # ---- requests come and go
 
-    def add(self, request: Request) -> None:
+    def add(self, request: EngineRequest) -> None:
         room = self.limits.max_model_len - request.prompt
         request.output = max(1, min(request.output, room)) if room > 0 else 1
         self._enqueue(request, front=False)
 
-    def _enqueue(self, request: Request, *, front: bool) -> None:
+    def _enqueue(self, request: EngineRequest, *, front: bool) -> None:
         if self.limits.policy == "priority":
             ordered = list(self.waiting)
             insort(ordered, request, key=lambda r: r.rank)
@@ -59,7 +58,7 @@ class Scheduler:
         else:
             self.waiting.append(request)
 
-    def abort(self, request: Request) -> None:
+    def abort(self, request: EngineRequest) -> None:
         """Drop a request in any state and free what it holds."""
         if request.done:
             return
@@ -82,21 +81,21 @@ class Scheduler:
             del self.running[request]
             request.done = True
 
-    def tokens_of(self, request: Request) -> tuple[int, int]:
+    def tokens_of(self, request: EngineRequest) -> tuple[int, int]:
         """(computed, made) of a request as of the steps scheduled so far."""
         ahead = self.tick - request.base if request.base >= 0 else 0
         return request.computed + ahead, request.made + ahead
 
     # ---- decode bookkeeping
 
-    def _start_decoding(self, request: Request) -> None:
+    def _start_decoding(self, request: EngineRequest) -> None:
         request.base = self.tick
         self.decoding[request] = None
         self._phase[(self.tick - request.computed) % self.limits.block_size] += 1
         self.context += request.computed
         heapq.heappush(self._ends, (self.tick + request.output - request.made, request.number, request))
 
-    def _leave(self, request: Request) -> None:
+    def _leave(self, request: EngineRequest) -> None:
         """Take a request out of whichever set it is in and make its counts exact."""
         self.prefilling.pop(request, None)
         self.draining.discard(request)
@@ -228,8 +227,8 @@ class Scheduler:
     def _schedule_in_order(self, step: Step, budget: int, threshold: int) -> int:
         """Where blocks are scarce: in the order of admission, each preempting others until it fits."""
         size = self.limits.block_size
-        given: dict[Request, int] = {}  # tokens of this step
-        extra: set[Request] = set()  # decodes that took a block
+        given: dict[EngineRequest, int] = {}  # tokens of this step
+        extra: set[EngineRequest] = set()  # decodes that took a block
         for request in tuple(self.running):
             if budget <= 0:
                 break
@@ -255,7 +254,7 @@ class Scheduler:
         self._settle(step, given)
         return budget
 
-    def _settle(self, step: Step, given: dict[Request, int]) -> None:
+    def _settle(self, step: Step, given: dict[EngineRequest, int]) -> None:
         """Compute what each got; who decodes but got nothing stays as it is for this step."""
         idle = [request for request in self.decoding if request not in given]
         for request in idle:
@@ -295,14 +294,14 @@ class Scheduler:
             self._compute(request, chunk, step)
             budget -= chunk
 
-    def _admissible(self, request: Request, hit: int, found: Sequence[Node], chunk: int) -> bool:
+    def _admissible(self, request: EngineRequest, hit: int, found: Sequence[BlockRun], chunk: int) -> bool:
         """Room for the whole prompt (or only its first part), plus the watermark beside other requests."""
         size = self.limits.block_size
         tokens = request.tokens if self.limits.scheduler_reserve_full_isl else hit * size + chunk
         need = -(-tokens // size) - hit + self.pool.cost_of(found)
         return need + (self.watermark if self.running else 0) <= self.pool.free
 
-    def _admit(self, request: Request, hit: int, found: Sequence[Node], step: Step) -> None:
+    def _admit(self, request: EngineRequest, hit: int, found: Sequence[BlockRun], step: Step) -> None:
         self.pool.hold(request.table, hit, found)
         request.computed = hit * self.limits.block_size
         if request.cached < 0:
@@ -314,7 +313,7 @@ class Scheduler:
         self.prefilling[request] = None
         step.admitted.append(request)
 
-    def _grow(self, request: Request, chunk: int) -> bool:
+    def _grow(self, request: EngineRequest, chunk: int) -> bool:
         need = -(-(request.computed + chunk) // self.limits.block_size) - request.table.blocks
         if need > self.pool.free:
             return False
@@ -323,7 +322,7 @@ class Scheduler:
             request.table.blocks += need
         return True
 
-    def _compute(self, request: Request, chunk: int, step: Step) -> None:
+    def _compute(self, request: EngineRequest, chunk: int, step: Step) -> None:
         step.prefill_tokens += chunk
         step.prefills += 1
         step.pairs += chunk * request.computed + chunk * (chunk + 1) // 2
@@ -335,7 +334,7 @@ class Scheduler:
             del self.prefilling[request]
             step.sampling.append(request)
 
-    def _sampled(self, request: Request, step: Step) -> None:
+    def _sampled(self, request: EngineRequest, step: Step) -> None:
         """The step computed the whole prompt: its last position gives a token."""
         if request not in self.running:
             return
@@ -348,13 +347,13 @@ class Scheduler:
 
     # ---- preemption
 
-    def _victim(self) -> Request:
+    def _victim(self) -> EngineRequest:
         """The last admitted, or the least urgent; one whose last token is still on its way counts too."""
         if self.limits.policy == "priority":
             return max(self.running, key=lambda r: r.rank)
         return next(reversed(self.running))
 
-    def _preempt(self, request: Request, step: Step) -> None:
+    def _preempt(self, request: EngineRequest, step: Step) -> None:
         last = request in self.draining
         self._leave(request)
         step.preempted = True
@@ -375,7 +374,7 @@ class Scheduler:
             request.tokens = request.prompt + request.made
         self._enqueue(request, front=True)
 
-    def _swap_in(self, request: Request, step: Step) -> bool:
+    def _swap_in(self, request: EngineRequest, step: Step) -> bool:
         """Bring a swapped request back into GPU memory; it goes on where it stopped."""
         if request.swapped + self.watermark > self.pool.free:
             return False

@@ -1,13 +1,183 @@
-"""What goes through the core: the limits it obeys, requests, and steps."""
+"""What goes through the core: its limits, requests, steps, and the paged KV memory with its prefix cache.
+
+Content is kept as runs of blocks (`BlockRun`) instead of single blocks: a run is always cached as a prefix of
+itself, because a request gives its blocks back last block first, and the least recently freed go first.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tuner.simulator.blocks import Table
+
+class BlockRun:
+    """A run of up to `size` blocks of one content; `cached` of them exist, `refs` requests hold it."""
+
+    __slots__ = ("cached", "key", "refs", "size")
+
+    def __init__(self, key: int | None, size: int) -> None:
+        self.key = key
+        self.size = size
+        self.cached = 0
+        self.refs = 0
+
+
+class BlockTable:
+    """The block table of one request: `segments` are (content key, blocks) of its prompt's shared part."""
+
+    __slots__ = ("blocks", "nodes", "segments", "shared", "tail")
+
+    def __init__(self, segments: Sequence[tuple[int, int]] = ()) -> None:
+        self.segments = segments
+        self.nodes: list[BlockRun] = []
+        self.blocks = 0
+        self.shared = 0
+        self.tail: BlockRun | None = None
+
+
+class BlockPool:
+    """`total` blocks of `block_size` tokens. With `caching` off nothing is remembered."""
+
+    def __init__(self, total: int, block_size: int, caching: bool) -> None:
+        self.total = total
+        self.block_size = block_size
+        self.caching = caching
+        self.plain = total
+        self.idle = 0
+        self._lru: dict[BlockRun, None] = {}
+        self._nodes: dict[int, BlockRun] = {}
+
+    @property
+    def free(self) -> int:
+        """Blocks that no request holds, remembered ones included."""
+        return self.plain + self.idle
+
+    @property
+    def usage(self) -> float:
+        return 1.0 - self.free / self.total if self.total else 0.0
+
+    def lookup(self, table: BlockTable, limit: int) -> tuple[int, list[BlockRun]]:
+        """How many leading blocks are remembered, at most `limit`, and the runs they lie in."""
+        found: list[BlockRun] = []
+        got = 0
+        if not self.caching:
+            return 0, found
+        for key, size in table.segments:
+            node = self._nodes.get(key)
+            use = min(node.cached, size, limit - got) if node else 0
+            if node is None or use <= 0:
+                return got, found
+            found.append(node)
+            got += use
+            if use < size:
+                return got, found
+        if table.tail is not None and table.tail.cached:
+            use = min(table.tail.cached, limit - got)
+            if use > 0:
+                found.append(table.tail)
+                got += use
+        return got, found
+
+    def cost_of(self, found: Sequence[BlockRun]) -> int:
+        """Free blocks that taking hold of these runs would use up."""
+        return sum(node.cached for node in found if node.refs == 0)
+
+    def hold(self, table: BlockTable, hit: int, found: Sequence[BlockRun]) -> None:
+        """Start the table with `hit` remembered blocks."""
+        for node in found:
+            if node.refs == 0:
+                del self._lru[node]
+                self.idle -= node.cached
+            node.refs += 1
+        table.nodes = list(found)
+        table.blocks = hit
+        table.shared = hit
+
+    def take(self, count: int) -> None:
+        """Hand out blocks, forgetting the least recently used content when the plain ones run out."""
+        if count <= self.plain:
+            self.plain -= count
+            return
+        count -= self.plain
+        self.plain = 0
+        while count:
+            node = next(iter(self._lru))
+            some = min(count, node.cached)
+            node.cached -= some
+            self.idle -= some
+            count -= some
+            if not node.cached:
+                del self._lru[node]
+                if node.key is not None:
+                    self._nodes.pop(node.key, None)
+
+    def remember(self, table: BlockTable, full: int) -> None:
+        """Publish the shared part of a prompt, of which `full` whole blocks are computed (or being so)."""
+        start = 0
+        for index, (key, size) in enumerate(table.segments):
+            done = min(full - start, size)
+            if done <= 0:
+                return
+            node = self._nodes.get(key)
+            if node is None:
+                if index != len(table.nodes):
+                    return
+                node = self._nodes[key] = BlockRun(key, size)
+            mine = index < len(table.nodes) and table.nodes[index] is node
+            if not mine and index == len(table.nodes) and (node.refs > 0 or not node.cached):
+                node.refs += 1
+                table.nodes.append(node)
+                mine = True
+            if mine and done > node.cached:
+                table.shared += done - node.cached
+                node.cached = done
+            start += size
+
+    def release(self, table: BlockTable, computed: int) -> None:
+        """Give all blocks back; whole blocks of computed tokens stay remembered until evicted."""
+        self.plain += table.blocks - table.shared
+        if self.caching:
+            self._keep_tail(table, computed)
+        for node in reversed(table.nodes):
+            node.refs -= 1
+            if node.refs == 0:
+                if node.cached:
+                    self._lru[node] = None
+                    self.idle += node.cached
+                elif node.key is not None:
+                    self._nodes.pop(node.key, None)
+        table.nodes = []
+        table.blocks = table.shared = 0
+
+    def _keep_tail(self, table: BlockTable, computed: int) -> None:
+        """Turn the request's own whole blocks behind its shared part into a remembered run."""
+        prefix = sum(size for _, size in table.segments)
+        own = computed // self.block_size - prefix
+        held = table.tail is not None and table.tail in table.nodes
+        tail = table.tail if held and table.tail is not None else BlockRun(None, 0)
+        fresh = min(own - tail.cached, table.blocks - table.shared)
+        if fresh <= 0:
+            return
+        tail.cached += fresh
+        tail.size = tail.cached
+        self.plain -= fresh
+        if not held:
+            tail.refs = 1
+            table.nodes.append(tail)
+            table.tail = tail
+
+    def forget(self) -> bool:
+        """Empty the prefix cache; False while any request holds blocks, as the engine answers."""
+        if self.free != self.total:
+            return False
+        self.plain, self.idle = self.total, 0
+        for node in self._lru:
+            node.cached = 0
+        self._lru.clear()
+        self._nodes.clear()
+        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class SchedulerLimits:
     """What the scheduler obeys; the names are vLLM's.
 
     `swap_blocks` > 0: preempted requests keep so many blocks in host memory (V0's swap, today's offload).
@@ -34,7 +204,7 @@ class Limits:
         return self.max_num_active_seqs or self.max_num_seqs
 
 
-class Request:
+class EngineRequest:
     """One request inside the engine. Token counts are lazy while it decodes: see `Scheduler.tokens_of`."""
 
     __slots__ = (
@@ -54,7 +224,7 @@ class Request:
         self.arrival = arrival
         self.prompt, self.output = lengths
         self.priority = priority
-        self.table = Table(segments)
+        self.table = BlockTable(segments)
         self.computed = 0
         self.made = 0
         self.tokens = self.prompt
@@ -82,10 +252,10 @@ class Step:
     pairs: int = 0  # query × key pairs of prompt chunks
     swapped_blocks: int = 0
     preempted: bool = False
-    sampling: list[Request] = field(default_factory=list)  # whose prompt is complete with this step
-    finishing: list[Request] = field(default_factory=list)
-    admitted: list[Request] = field(default_factory=list)
-    members: tuple[Request, ...] = ()  # decoding requests, only when the scheduler is told to tell
+    sampling: list[EngineRequest] = field(default_factory=list)  # whose prompt is complete with this step
+    finishing: list[EngineRequest] = field(default_factory=list)
+    admitted: list[EngineRequest] = field(default_factory=list)
+    members: tuple[EngineRequest, ...] = ()  # decoding requests, only when the scheduler is told to tell
 
     @property
     def tokens(self) -> int:

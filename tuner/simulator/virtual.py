@@ -24,8 +24,8 @@ from tuner.simulator.boot import Booted
 from tuner.simulator.clock import Clock
 from tuner.simulator.cost import StepCost
 from tuner.simulator.scheduler import Scheduler
-from tuner.simulator.state import Request, Step
-from tuner.simulator.workload import Part, Workload
+from tuner.simulator.state import EngineRequest, Step
+from tuner.simulator.workload import PreparedSlice, Workload
 from tuner.traffic.trace import Trace
 
 LOOK_S = 1.0
@@ -33,7 +33,7 @@ LOOK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class VirtualPace:
     """`slower` multiplies the time of every step, `noise` is the relative standard deviation per step."""
 
     slower: float = 1.0
@@ -47,7 +47,7 @@ def replay(
     slices: Sequence[Slice],
     plan: Plan,
     load: Load,
-    pace: Pace,
+    pace: VirtualPace,
     *,
     judge: Judge | None = None,
 ) -> tuple[Replayed, float]:
@@ -88,7 +88,7 @@ class _Telemetry:
         self.rows: list[tuple[float, ...]] = []
         self.tokens = self.yielding = 0
 
-    def note(self, now: float, step: Step, scheduler: Scheduler, begun: Sequence[Request]) -> None:
+    def note(self, now: float, step: Step, scheduler: Scheduler, begun: Sequence[EngineRequest]) -> None:
         made = len(step.sampling) + len(step.members)
         self.tokens += sum(r.prompt for r in begun) + made
         self.yielding += bool(made)
@@ -107,7 +107,14 @@ class _Slice:
     """One slice against one fresh, primed engine."""
 
     def __init__(
-        self, booted: Booted, work: Workload, part: Part, cut: Slice, plan: Plan, load: Load, pace: Pace
+        self,
+        booted: Booted,
+        work: Workload,
+        part: PreparedSlice,
+        cut: Slice,
+        plan: Plan,
+        load: Load,
+        pace: VirtualPace,
     ) -> None:
         self.booted, self.work, self.part, self.slice = booted, work, part, cut
         self.plan, self.load, self.pace = plan, load, pace
@@ -153,7 +160,7 @@ class _Slice:
             self.chunks[request.number].append(now)
         self.telemetry.note(now, step, self.scheduler, begun)
 
-    def _sent(self, request: Request, last: float) -> Sent:
+    def _sent(self, request: EngineRequest, last: float) -> Sent:
         """One request as a sender would have recorded it; times count from the window's start."""
         part, number, zero = self.part, request.number, self.part.start_s
         due, limit = part.at_s[number], self.booted.options.limits.max_model_len
@@ -243,7 +250,7 @@ def _cut(sent: Sent, now: float) -> Sent:
 class Paced:
     """A step cost under a pace. Every step is asked for by itself, so that noise is per step."""
 
-    def __init__(self, cost: StepCost, pace: Pace) -> None:
+    def __init__(self, cost: StepCost, pace: VirtualPace) -> None:
         self._cost, self._pace, self._random = cost, pace, random.Random(pace.seed)
 
     def __call__(self, step: Step) -> float:

@@ -10,12 +10,12 @@ from tuner.records import Slice
 from tuner.replay.plan import Plan
 from tuner.replay.schedule import priming_rows, schedule
 from tuner.simulator.scheduler import Scheduler
-from tuner.simulator.state import Limits, Request
+from tuner.simulator.state import EngineRequest, SchedulerLimits
 from tuner.traffic.trace import Trace
 
 
 @dataclass(slots=True)
-class Part:
+class PreparedSlice:
     """One slice: rows in order of arrival (seconds, ≥ 0), which of them are measured, the window's length."""
 
     name: str
@@ -38,7 +38,7 @@ class Workload:
         self.trace = trace
         self.parts = [self._part(part, plan, speed) for part in slices]
 
-    def _part(self, part: Slice, plan: Plan, speed: float) -> Part:
+    def _part(self, part: Slice, plan: Plan, speed: float) -> PreparedSlice:
         trace = self.trace
         due = schedule(trace, part, speed=speed, warmup_s=plan.load_warmup_s, tail_s=plan.tail_limit_s)
         shift = max(0.0, -float(due.at_s[0])) if len(due) else 0.0
@@ -48,7 +48,7 @@ class Workload:
         if len(trace.blocks) and plan.priming_turnovers > 0:
             before = plan.load_warmup_s * speed
             primed = priming_rows(trace, part, before_s=before, tokens=plan.priming_turnovers * 2e6)
-        return Part(
+        return PreparedSlice(
             name=part.name,
             window_s=due.window_s,
             start_s=shift,
@@ -61,24 +61,26 @@ class Workload:
             primed=primed,
         )
 
-    def requests(self, part: Part, limits: Limits, delay_s: float = 0.0) -> list[Request]:
+    def requests(
+        self, part: PreparedSlice, limits: SchedulerLimits, delay_s: float = 0.0
+    ) -> list[EngineRequest]:
         """Fresh requests of a slice; they reach the engine `delay_s` after they are due."""
         prefixes = self._segments(part, limits) if limits.enable_prefix_caching else None
         return [
-            Request(number, at + delay_s, lengths, prefixes[number] if prefixes else (), priority)
+            EngineRequest(number, at + delay_s, lengths, prefixes[number] if prefixes else (), priority)
             for number, (at, lengths, priority) in enumerate(
                 zip(part.at_s, part.lengths, part.priority, strict=True)
             )
         ]
 
-    def prime(self, part: Part, scheduler: Scheduler) -> None:
+    def prime(self, part: PreparedSlice, scheduler: Scheduler) -> None:
         """Fill the prefix cache with the prompts before the slice, taking no time."""
         limits, pool = scheduler.limits, scheduler.pool
         if not limits.enable_prefix_caching:
             return
         for row in part.primed:
             length = int(self.trace.input_len[row])
-            request = Request(-1, 0.0, (length, 1), self._row_segments(int(row), limits.block_size, 0))
+            request = EngineRequest(-1, 0.0, (length, 1), self._row_segments(int(row), limits.block_size, 0))
             blocks = -(-length // limits.block_size)
             hit, found = pool.lookup(request.table, (length - 1) // limits.block_size)
             if blocks - hit + pool.cost_of(found) > pool.free:
@@ -89,7 +91,9 @@ class Workload:
             pool.remember(request.table, length // limits.block_size)
             pool.release(request.table, length)
 
-    def _segments(self, part: Part, limits: Limits) -> list[tuple[tuple[int, int], ...]] | None:
+    def _segments(
+        self, part: PreparedSlice, limits: SchedulerLimits
+    ) -> list[tuple[tuple[int, int], ...]] | None:
         if not len(self.trace.blocks):
             return None
         size = limits.block_size

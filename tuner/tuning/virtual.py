@@ -26,7 +26,7 @@ from tuner.replay.timeline import Judge, Replayed
 from tuner.simulator import virtual
 from tuner.simulator.boot import Booted, NotStarted, announce, boot, cache_config, server_info
 from tuner.simulator.exposition import Counters
-from tuner.simulator.virtual import Pace
+from tuner.simulator.virtual import VirtualPace
 from tuner.tuning.trial import (
     Bench,
     GateFailed,
@@ -138,7 +138,7 @@ class VirtualEngine:
                 [env.get("TUNER_SIM_SEED", "0"), load.number, load.repeat, load.speed, self._time.seconds()]
             )
             noise = float(env.get("TUNER_SIM_NOISE", "0"))
-            pace = Pace(
+            pace = VirtualPace(
                 slower=slower / float(env.get("TUNER_SIM_SPEED", "1")), noise=noise, seed=int(seed[:8], 16)
             )
             replayed, seconds = virtual.replay(
