@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.knobs.conftest import DRIVEN, engine
 from tuner.errors import BadInput, NotFound
 from tuner.knobs import space as spaces
+from tuner.knobs.arguments import compile_candidate
 from tuner.knobs.catalogue import CATALOGUE
 from tuner.knobs.constraints import known_violation
 from tuner.knobs.model import shapes
@@ -183,7 +184,7 @@ SHIPPED = {name: load(name) for name in spaces.names()}
 def test_the_shipped_spaces_are_these() -> None:
     assert set(SHIPPED) == {
         *("interactive", "bursty-mixed", "long-generation", "voice", "translation", "rag-long-context"),
-        *("cpu", "full", "demo"),
+        *("cpu", "full", "demo", "kernels"),
     }
 
 
@@ -195,7 +196,7 @@ def test_a_shipped_space_says_for_whom_and_keeps_answers_as_they_are(name: str) 
     assert "# Why these" in text
     assert made.about
     assert made.name == name
-    assert made.changes_output == ()
+    assert made.changes_output == (("attention_backend",) if name == "kernels" else ())
     assert made.needs_raw == ()
     assert not any(CATALOGUE[knob].never for knob in made.levels)
 
@@ -411,3 +412,34 @@ def test_M21_the_presets_hold_what_their_guides_found_best() -> None:
     assert max(int(v or 0) for v in voice["max_num_seqs"]) >= 500
     assert {1, 2, 4, 8, 16, 32} <= set(translation["max_num_seqs"])
     assert 0.3 in translation["gpu_memory_utilization"]
+
+
+@pytest.mark.parametrize(
+    ("row", "knob", "value", "where"),
+    [
+        ("M16", "num_gpu_blocks_override", 4096, ("full", "kernels")),
+        ("M16", "gpu_memory_utilization", 0.3, ("full", "kernels", "translation")),
+        ("M18", "attention_backend", "FLASHINFER", ("kernels",)),
+        ("M18", "enforce_eager", True, ("full", "kernels")),
+        ("M18", "max_cudagraph_capture_size", 2048, ("full", "kernels", "voice")),
+        ("M18", "async_scheduling", False, ("full", "kernels", "interactive")),
+        ("M22", "pipeline_parallel_size", 2, ("full",)),
+        ("M22", "data_parallel_size", 2, ("full",)),
+    ],
+)
+def test_M16_M18_kernels_graphs_pages_and_layouts_are_turned_by_shipped_spaces_and_read_back(
+    row: str, knob: str, value: Value, where: tuple[str, ...]
+) -> None:
+    for name in where:
+        left = SHIPPED[name].restricted(engine())
+        assert value in left.levels[knob], (row, name)
+        compiled = compile_candidate({knob: value}, engine())
+        assert any(word.startswith("--") for word in compiled.argv), (row, name)
+    entry = CATALOGUE[knob]
+    assert entry.effective or entry.log, f"{knob} must be read back from the engine"
+
+
+def test_M18_a_space_without_graphs_sizes_none() -> None:
+    made = SHIPPED["kernels"]
+    eager = made.canonical({"enforce_eager": True, "max_cudagraph_capture_size": 2048})
+    assert "max_cudagraph_capture_size" not in eager
