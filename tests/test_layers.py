@@ -21,10 +21,9 @@ FLOORS = (
     ("simulator", "profiles", "report"),
     ("replay", "search"),
     ("traffic", "engine", "knobs", "history"),
-    ("guardian",),
     ("processes",),
     ("leftovers", "yamltext", "adapters"),
-    ("errors", "settings", "private"),
+    ("errors", "settings"),
     ("conclusions", "metrics"),
     ("measures",),
     ("records",),
@@ -75,8 +74,6 @@ def test_imports_point_down(path: Path) -> None:
 KNOWN_CIRCLES = (
     {"tuner.engine.gpu", "tuner.engine.nvml"},
     {"tuner.traffic.advice", "tuner.traffic.statistics"},
-    {"tuner.knobs.space", "tuner.knobs.spacefile"},
-    {"tuner.commands.fleet", "tuner.commands.tune"},
 )
 """Only to be made fewer."""
 

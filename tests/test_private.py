@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.tuning.studies import TRACE, command, environment, tuner
-from tuner import private
+from tuner import masking
 from tuner.history.store import Store
 
 ROOT = Path(__file__).parents[1]
@@ -20,7 +20,7 @@ def mode(path: Path) -> int:
 
 def opened(home: Path) -> list[Path]:
     """What others than the user may read or write."""
-    return [path for path in (home, *home.rglob("*")) if mode(path) & private.OTHERS]
+    return [path for path in (home, *home.rglob("*")) if mode(path) & masking.OTHERS]
 
 
 def with_open_umask(home: Path, *words: object) -> None:
@@ -72,11 +72,11 @@ def test_neither_the_users_own_home_nor_a_shared_folder_is_closed(
     shared = tmp_path / "tmp"
     shared.mkdir()
     shared.chmod(0o1777)
-    private.tighten(shared)
+    masking.tighten(shared)
     assert mode(shared) == 0o1777
     monkeypatch.setenv("HOME", str(tmp_path))
     tmp_path.chmod(0o755)
-    private.tighten(tmp_path)
+    masking.tighten(tmp_path)
     assert mode(tmp_path) == 0o755
 
 
@@ -89,7 +89,7 @@ def test_what_a_person_asks_for_keeps_the_persons_umask(tmp_path: Path) -> None:
 
 def test_programs_that_the_tuner_starts_keep_the_persons_umask(tmp_path: Path) -> None:
     code = (
-        "from tuner import private, processes; private.mask_files();"
+        "from tuner import masking, processes; masking.mask_files();"
         "print(processes.run(['sh', '-c', 'umask'], timeout_s=60).out)"
     )
     done = subprocess.run(

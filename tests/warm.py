@@ -24,8 +24,8 @@ from pathlib import Path
 
 import tuner
 
-LEFT_OUT = ("tuner.__main__", "tuner.engine.live_limits", "tuner.guardian")
-"""The program itself, what needs vLLM, and a program of its own."""
+LEFT_OUT = ("tuner.__main__", "tuner.engine.live_limits")
+"""The program itself, and what needs vLLM."""
 
 
 def run(

@@ -2,33 +2,26 @@
 
 import os
 import sys
+from collections.abc import Callable
 
 import typer
 
-from tuner import SERVICE_VERSION, __version__, private
+from tuner import SERVICE_VERSION, __version__, masking
 from tuner.commands import (
-    baseline,
-    capture,
-    database,
-    demo,
-    doctor,
     front,
-    gc,
-    history,
     knobs,
     node,
-    predict,
+    plan,
     profile,
     report,
     run,
     schedule,
     serve,
     study,
-    token,
     trace,
-    trial,
     tune,
-)
+    upkeep,
+)  # fmt: skip
 
 app = typer.Typer(
     name="tuner",
@@ -37,27 +30,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command("demo")(demo.demo)
-app.command("tune")(tune.tune)
-app.command("predict")(predict.predict)
-app.command("front")(front.front)
-app.command("capture")(capture.capture)
-app.command("report")(report.report)
-app.command("history")(history.history)
-app.command("doctor")(doctor.doctor)
-app.command("gc")(gc.gc)
-app.command("serve")(serve.serve)
-app.add_typer(trace.app, name="trace")
-app.add_typer(study.app, name="study")
-app.add_typer(run.app, name="run")
-app.add_typer(trial.app, name="trial")
-app.add_typer(profile.app, name="profile")
-app.add_typer(knobs.app, name="knobs")
-app.add_typer(baseline.app, name="baseline")
-app.add_typer(schedule.app, name="schedule")
-app.add_typer(node.app, name="node")
-app.add_typer(token.app, name="token")
-app.add_typer(database.app, name="db")
+COMMANDS: dict[str, Callable[..., None]] = {
+    "demo": tune.demo, "tune": tune.tune, "predict": plan.predict, "front": front.front,
+    "capture": trace.capture, "report": report.report, "history": front.history, "doctor": upkeep.doctor,
+    "gc": upkeep.gc, "serve": serve.serve,
+}  # fmt: skip
+GROUPS = {
+    "trace": trace.app, "study": study.app, "run": run.app, "trial": study.trial_app, "profile": profile.app,
+    "knobs": knobs.app, "baseline": knobs.baseline_app, "schedule": schedule.app, "node": node.app,
+    "token": serve.token_app, "db": upkeep.database_app,
+}  # fmt: skip
+for name, command in COMMANDS.items():
+    app.command(name)(command)
+for name, group in GROUPS.items():
+    app.add_typer(group, name=name)
 
 
 def _version(asked: bool) -> None:
@@ -88,7 +74,7 @@ def _refuse_other_service() -> None:
 
 def main() -> None:
     """Run a command. What the tuner says on purpose is one sentence on standard error and its exit code."""
-    private.mask_files()
+    masking.mask_files()
     try:
         _refuse_other_service()
         app()

@@ -1,15 +1,25 @@
-"""Which words are secrets, and how they are shown: the one rule for environments, logs, files and answers.
+"""Keeps secrets: masks secret words in environments, logs, files and answers, and closes files to other
+users.
 
 A secret is known by its name (`HF_TOKEN`, `--api-key`, `db.password`) or by its shape (a URL with a password,
 a bearer token, the tokens of Hugging Face, AWS, GitHub and others).
 """
 
+import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 MASK = "***"
-"""What stands in place of a secret."""
+"""The text that replaces a secret."""
+OTHERS = 0o077
+"""The permissions of group and others, and the mask of new files."""
+FOLDERS = ("logs", "traces", "captures", "uploads", "trials", "nodes", "studies", "controllers", "work")
+"""The folders of a home that hold traffic, secrets of engines, or what was found."""
+_users_mask: int | None = None
 _ALWAYS = re.compile(
     r"(?:^|-)(?:[a-z]*(?:password|passwd|passphrase|secret|credential)s?|pass|authorization|cookie|jwt"
     r"|(?:api|access|secret|private|signing|license|auth|bearer|hf|hub|session)-?(?:key|token)s?)(?:-|$)"
@@ -134,3 +144,54 @@ def redactor(env: Mapping[str, str]) -> Callable[[bytes], bytes]:
         return text(line.decode(errors="surrogateescape")).encode(errors="surrogateescape")
 
     return redact
+
+
+def mask_files() -> None:
+    """Make new files of this process readable by its own user only: files 0600, folders 0700."""
+    global _users_mask
+    before = os.umask(OTHERS)
+    if _users_mask is None:
+        _users_mask = before
+
+
+def users_mask() -> int:
+    """The file mask that the user set, for programs that the tuner starts. -1: leave the mask as it is."""
+    return -1 if _users_mask is None else _users_mask
+
+
+def publish(path: Path) -> None:
+    """Give a file that a person asked for the permissions of the user's own mask."""
+    if _users_mask is not None:
+        path.chmod(0o666 & ~_users_mask)
+
+
+def tighten(home: Path) -> None:
+    """Remove the permissions of group and others from an existing home, its files and its folders, since an
+    earlier release left them open. Files of another user (a mounted volume) are not changed.
+    """
+    with suppress(OSError):
+        mode = home.stat().st_mode
+        shared = mode & stat.S_ISVTX or home.resolve() in (Path("/"), Path.home().resolve())
+        if not shared:
+            tighten_files([home])
+        tighten_files([*home.glob("tuner*.db*"), home / "notify.yaml"])
+        for name in FOLDERS:
+            tighten_files(_below(home / name))
+
+
+def tighten_files(paths: Iterable[Path]) -> None:
+    """Remove the permissions of group and others from files that exist and belong to this user."""
+    for path in paths:
+        with suppress(OSError):
+            found = path.lstat()
+            if found.st_mode & OTHERS and found.st_uid == os.geteuid() and not stat.S_ISLNK(found.st_mode):
+                path.chmod(stat.S_IMODE(found.st_mode) & ~OTHERS)
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """A folder and everything in it. A closed folder is not searched again, except `logs` and `traces`."""
+    with suppress(OSError):
+        was_open = folder.lstat().st_mode & OTHERS
+        yield folder
+        for root, folders, files in os.walk(folder) if was_open or folder.name in ("logs", "traces") else ():
+            yield from (Path(root, name) for name in (*folders, *files))

@@ -40,7 +40,7 @@ from tuner.leftovers import (
 )
 from tuner.leftovers import tagged as tagged
 from tuner.leftovers import tags as tags
-from tuner.private import users_mask
+from tuner.masking import users_mask
 
 _KEEP_ENVIRON = {"SPT_NOENV": "1"}  # or setproctitle writes over the tag
 _PR_SET_CHILD_SUBREAPER = 36
@@ -389,7 +389,7 @@ class _Guardian:
     def _start(self) -> None:
         self._owner = os.getpid()
         self._popen = subprocess.Popen(
-            [sys.executable, "-m", "tuner.guardian"],
+            [sys.executable, "-m", "tuner.processes"],
             stdin=subprocess.PIPE,
             env=_environment({"PYTHONPATH": str(Path(__file__).parents[1])}),
             start_new_session=True,
@@ -398,3 +398,26 @@ class _Guardian:
 
 
 _guardian = _Guardian()
+
+
+def guard(lines: Iterable[str]) -> None:
+    """The guardian: end the launches that are open when the lines end, because the controller has died then.
+
+    Each line maps tags of launches to their stop commands, or to null when a launch has ended.
+    """
+    known: dict[str, list[str] | None] = {}
+    for line in lines:
+        known |= json.loads(line)
+    for tag, stop_command in known.items():
+        if stop_command is not None:
+            with suppress(BadInput):
+                call_off(stop_command, tag)
+            reap(tag)
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(
+            number, signal.SIG_IGN
+        )  # the guardian ends with its controller and not by a signal to the group
+    guard(sys.stdin)

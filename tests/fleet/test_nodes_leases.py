@@ -241,7 +241,8 @@ RUN_ON_GPUS = """
 import sys
 from dataclasses import replace
 from tuner.commands.common import open_store
-from tuner.commands.tune import on_its_node, prepared_study
+from tuner.commands.plan import prepared_study
+from tuner.commands.tune import on_its_node
 from tuner.errors import Conflict
 from tuner.fleet.nodes import locked_gpus
 from tuner.tuning.run import Limits

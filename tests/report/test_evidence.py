@@ -14,7 +14,7 @@ from tuner.metrics import LATENCY_MS
 from tuner.records import Candidate, Trial, TrialState
 from tuner.replay import outcomes
 from tuner.report import evidence
-from tuner.report.budget import beliefs, failures, spent, worst_lateness
+from tuner.report.board import beliefs, failures, spent, worst_lateness
 from tuner.report.charts import MARKED, Point, scatter
 from tuner.report.words import difference, measured, seconds, step, unit
 

@@ -11,7 +11,7 @@ import yaml
 
 from tests.service.surfaces import assert_one_truth, frozen, plain, read
 from tests.tuning.studies import SPACE, STUDY, write
-from tuner.commands import tune
+from tuner.commands import plan, tune
 from tuner.conclusions import Conclusion, Judgement
 from tuner.history.store import Store
 from tuner.records import Study
@@ -51,7 +51,7 @@ def drive(home: Path, slower: float | None = None) -> Conclusion:
             os.environ[HIDDEN] = json.dumps([{**NOISE, "slower": slower}])
 
     try:
-        prepared = tune.prepared_study(home / "study.yaml")
+        prepared = plan.prepared_study(home / "study.yaml")
         run = tune.on_its_node(prepared, store, Limits(trials=4, early=False), quiet=True, listen=listen)
         said = store.conclusion(run.id)
         assert said is not None

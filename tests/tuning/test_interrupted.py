@@ -18,7 +18,7 @@ from tests.history.records import a_conclusion, a_run, a_study, start
 from tests.service.world import World
 from tests.tuning.studies import STUDY, write
 from tests.tuning.test_reconcile import left
-from tuner.commands.logs import log_to
+from tuner.commands.progress import log_to
 from tuner.conclusions import Judgement
 from tuner.history.store import Store
 from tuner.leftovers import scratch_prefix, sweep_scratch

@@ -36,22 +36,22 @@ def now() -> datetime:
 
 def settings() -> "Settings":
     """`TUNER_*` as they are now. A home that other users can read is closed to them."""
-    from tuner import private
+    from tuner import masking
     from tuner.settings import Settings
 
     found = Settings()
-    private.tighten(found.home)
+    masking.tighten(found.home)
     return found
 
 
 def open_store(*, create: bool = False) -> "Store":
     """The history. NotFound when there is none yet and the command only reads."""
-    from tuner import private
+    from tuner import masking
     from tuner.history.store import Store
 
     store = Store(settings().url, create=create)
     if (path := store.database.path) is not None:
-        private.tighten_files(path.with_name(path.name + end) for end in ("", "-wal", "-shm"))
+        masking.tighten_files(path.with_name(path.name + end) for end in ("", "-wal", "-shm"))
     return store
 
 

@@ -10,6 +10,7 @@ import typer
 
 from tuner.commands.common import now, open_store, print_json, print_table, say, settings
 from tuner.commands.running import interruptible
+from tuner.errors import NotFound
 
 if TYPE_CHECKING:
     from tuner.fleet.dispatch import ClusterJob, NodeResult
@@ -65,7 +66,6 @@ def tune_on(asked: ClusterOptions) -> None:
 
 
 def _store_if_any() -> "Store | None":
-    from tuner.errors import NotFound
 
     try:
         return open_store()
@@ -83,7 +83,7 @@ def placement(job: "ClusterJob", picked: "Sequence[Member]", *, as_json: bool) -
     """Where the study would run, what would be launched there and how long that takes. Each node is asked;
     what stands in the way of a run is the error.
     """
-    from tuner.commands import tune
+    from tuner.commands import plan
     from tuner.fleet import dispatch
 
     plans = interruptible(dispatch.asked_of(job, picked, _store_if_any(), now), lambda event: None)
@@ -91,14 +91,14 @@ def placement(job: "ClusterJob", picked: "Sequence[Member]", *, as_json: bool) -
     if as_json:
         print_json(
             [{"node": m.name, "host": m.host, "gpus": m.gpus, "labels": dict(m.labels),
-              **tune.plan_of(prepared, trials)} for m, prepared in plans]
+              **plan.plan_of(prepared, trials)} for m, prepared in plans]
         )  # fmt: skip
         return
     cells = ((m.name, m.host, m.gpus, _labels(m.labels)) for m in picked)
     print_table(["<node", "<host", "GPUs", "<labels"], cells)
     for member, prepared in plans:
         typer.echo(f"\nnode {member.name} ({prepared.node.gpu_class})")
-        tune.print_plan(prepared, trials)
+        plan.print_plan(prepared, trials)
 
 
 def _labels(labels: object) -> str:

@@ -1,12 +1,15 @@
-"""`tuner knobs`: what an installed engine lets you turn."""
+"""`tuner knobs` and `tuner baseline`: what an installed engine offers, and what runs today."""
 
 import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tuner.commands.common import Json, print_json, print_table, text
+from tuner import masking
+from tuner.commands.common import Json, print_json, print_table, say, text
+from tuner.errors import BadInput, Unavailable
 
 if TYPE_CHECKING:
     from tuner.records import EngineFacts
@@ -112,7 +115,6 @@ def check(
 def facts_of(python: str | None) -> "EngineFacts":
     """What an interpreter says of its vllm; the simulated engine without one."""
     from tuner.adapters import adapter_of
-    from tuner.errors import BadInput
     from tuner.knobs.discover import discover
     from tuner.tuning.study import engine_command
     from tuner.tuning.studyfile import EngineFile
@@ -123,3 +125,62 @@ def facts_of(python: str | None) -> "EngineFacts":
     if found is None:
         raise BadInput(f"--python {python}: there is no such interpreter")
     return discover((found, *adapter_of("vllm").command))
+
+
+baseline_app = typer.Typer(help="Baselines: what runs today, as the start of a study.", no_args_is_help=True)
+
+
+@baseline_app.command("import")
+def import_baseline(
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE|COMMAND",
+            help="A script, unit, compose file, manifest or Helm values, or a command line in quotes.",
+        ),
+    ],
+    pick: Annotated[str | None, typer.Option(metavar="NAME", help="Which engine of several.")] = None,
+    space: Annotated[
+        str | None, typer.Option(help="The space to be searched: its knobs become the baseline.")
+    ] = None,
+    python: Annotated[
+        str | None, typer.Option(metavar="PY", help="The interpreter that has vllm: flags are checked by it.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write here instead of standard output.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Print `model`, `engine` and `baseline` of a study file for an engine that runs today.
+
+    What was left out, or read with a doubt, is told on standard error. Values of secrets are left out.
+    """
+    import yaml
+
+    from tuner.knobs import manifests
+    from tuner.knobs import space as spaces
+
+    facts = None if python is None else facts_of(python)
+    found = manifests.read(what, pick=pick, facts=facts)
+    keys = found.study(None if space is None else spaces.load(space))
+    if as_json:
+        print_json({"source": found.source, "name": found.name, "study": keys, "notes": found.notes})
+        return
+    text = yaml.safe_dump(keys, sort_keys=False, allow_unicode=True)
+    if output is None:
+        sys.stdout.write(text)
+    else:
+        _write(output, text)
+    for note in found.notes:
+        say(f"note: {note}")
+
+
+def _write(path: Path, text: str) -> None:
+
+    if path.exists():
+        raise BadInput(f"--output {path}: it exists already")
+    try:
+        path.write_text(text, encoding="utf-8")
+        masking.publish(path)
+    except OSError as error:
+        raise Unavailable(f"cannot write {path}: {error.strerror or error}") from error

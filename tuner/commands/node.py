@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tuner.commands.common import Json, now, open_store, print_json, print_table, say, settings
+from tuner.errors import BadInput, NotFound, TunerError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -108,7 +109,6 @@ def _engine(python: str | None, card: str | None) -> "EngineFile | None":
 
 
 def _known(store: "Store", name: str) -> "Node":
-    from tuner.errors import BadInput, NotFound
 
     try:
         return store.node(name)
@@ -119,7 +119,6 @@ def _known(store: "Store", name: str) -> "Node":
 def _entries(
     units: "Sequence[str]", scaled: "Sequence[str]", drain: str | None, restore: str | None
 ) -> "list[dict[str, JSON]]":
-    from tuner.errors import BadInput
 
     if (drain is None) != (restore is None):
         raise BadInput("give --drain and --restore together")
@@ -132,7 +131,6 @@ def _entries(
 
 
 def _words(line: str, option: str) -> "list[JSON]":
-    from tuner.errors import BadInput
 
     try:
         return list(shlex.split(line))
@@ -141,7 +139,6 @@ def _words(line: str, option: str) -> "list[JSON]":
 
 
 def _labels(pairs: "Sequence[str]") -> dict[str, str]:
-    from tuner.errors import BadInput
 
     found = {}
     for pair in pairs:
@@ -160,7 +157,6 @@ def restore_production(
     after: Annotated[str | None, typer.Option(metavar="HOLDER", hidden=True)] = None,
 ) -> None:
     """Give production back what a run that died had taken. A node that a living run has is left alone."""
-    from tuner.errors import BadInput, NotFound
     from tuner.fleet import handover
 
     if (node is None) == (not all_nodes):
@@ -191,7 +187,6 @@ def restore_production(
 
 def _outlive(store: "Store", node: str, holder: str) -> None:
     """Wait until a controller gave production back; when it died before, do so in its place."""
-    from tuner.errors import TunerError
     from tuner.fleet import handover, nodes
 
     failures = 0

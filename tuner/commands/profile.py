@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tuner import private
+from tuner import masking
 from tuner.commands.common import Json, knobs, model_name, now, open_store, print_json, print_table, say
+from tuner.errors import BadInput, NotFound, Unavailable, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -173,7 +174,6 @@ def export_profile(
 
 
 def _put(content: str, output: Path | None, exit_code: bool) -> None:
-    from tuner.errors import Unavailable
 
     if output is None:
         typer.echo(content, nl=not content.endswith("\n"))
@@ -183,7 +183,7 @@ def _put(content: str, output: Path | None, exit_code: bool) -> None:
         if not same:
             partial = output.with_name(output.name + ".partial")
             partial.write_text(content, encoding="utf-8")
-            private.publish(partial)
+            masking.publish(partial)
             partial.replace(output)
     except OSError as error:
         raise Unavailable(f"cannot write {output}: {error.strerror}") from error
@@ -196,7 +196,6 @@ def find_key(
     store: "Store", model: str, node: str | None, workload: str | None, *, needs_node: bool = True
 ) -> "ProfileKey":
     """The one profile key that fits; NotFound names the nearest model, BadInput asks for what is missing."""
-    from tuner.errors import BadInput, NotFound, nearest
     from tuner.profiles import registry
     from tuner.records import ProfileKey
 
@@ -231,7 +230,6 @@ def promote(
     """Move an alias to a version. It must have been confirmed, keep the SLO, have been judged where it turns
     a knob that changes the output, and not be old, unless forced.
     """
-    from tuner.errors import NotFound
     from tuner.profiles import registry
 
     store = open_store()

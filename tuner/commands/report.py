@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tuner import private
+from tuner import masking
 from tuner.commands.common import StudyRef, now, open_store, say
+from tuner.errors import Unavailable
 
 if TYPE_CHECKING:
     from tuner.history.store import Store
@@ -66,11 +67,10 @@ def text(store: "Store", study: "Study", format: Format = Format.HTML) -> str:
 
 def write(store: "Store", study: "Study", output: Path, format: Format = Format.HTML) -> Path:
     """Write the report of a study. Unavailable when the file cannot be written."""
-    from tuner.errors import Unavailable
 
     try:
         output.write_text(text(store, study, format), encoding="utf-8")
-        private.publish(output)
+        masking.publish(output)
     except OSError as error:
         raise Unavailable(f"cannot write {output}: {error.strerror}") from error
     return output

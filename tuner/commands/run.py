@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tuner.commands.common import Json, now, open_store, print_json, print_table, say, settings, text
+from tuner.errors import BadInput, NotFound, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,7 +52,6 @@ def list_runs(
 
 def find_run(store: "Store", ref: str) -> "Run":
     """A run by its id or the beginning of it."""
-    from tuner.errors import BadInput, NotFound, nearest
 
     found = [r for r in store.runs() if r.id.startswith(ref)]
     if len(found) > 1:

@@ -9,6 +9,7 @@ import typer
 
 from tuner.commands.common import Json, now, open_store, print_json, print_table, say, settings
 from tuner.commands.running import ends_by_signal
+from tuner.errors import BadInput, NotFound, TunerError
 
 if TYPE_CHECKING:
     from tuner.fleet.schedule import Firing
@@ -47,7 +48,6 @@ def add(
     disabled: Annotated[bool, typer.Option("--disabled", help="Keep it, but do not fire.")] = False,
 ) -> None:
     """Add a schedule, or change the one of that name. `tuner serve` or a timer (deploy/) fires it."""
-    from tuner.errors import NotFound
     from tuner.fleet import window
     from tuner.history.entities import Schedule
 
@@ -172,7 +172,6 @@ def run_now(name: Name, as_json: Json = False) -> None:
 
     A run that died in the same window is resumed. Exit 0: done, or nothing is due; 9: refused.
     """
-    from tuner.errors import TunerError
     from tuner.fleet import handover, notify, schedule
     from tuner.fleet.schedule import Firing
 
@@ -204,7 +203,6 @@ def run_now(name: Name, as_json: Json = False) -> None:
 def _run(store: "Store", firing: "Firing") -> "Run":
     """The study until the window's end, less what giving production back may take."""
     from tuner.commands import tune
-    from tuner.errors import BadInput
     from tuner.tuning import study
     from tuner.tuning.run import Limits
 

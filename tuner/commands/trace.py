@@ -1,14 +1,15 @@
-"""`tuner trace`: captured traffic, taken in, looked at, cut."""
+"""`tuner trace` and `tuner capture`: record traffic, import it, look at it, change it."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tuner import private
+from tuner import masking
 from tuner.commands.common import (
     Json,
     finite,
@@ -22,6 +23,7 @@ from tuner.commands.common import (
     text,
     windows,
 )
+from tuner.errors import BadInput, NotFound, Unavailable, nearest
 
 if TYPE_CHECKING:
     from tuner.traffic.statistics import Statistics
@@ -46,7 +48,6 @@ def open_trace(ref: str) -> "tuple[Trace, Path]":
     """A trace from a file of any known format, the newest capture of a name (`latest:NAME`), or a known
     trace by name, digest or beginning of the digest.
     """
-    from tuner.errors import NotFound, nearest
     from tuner.traffic import importers, kept
     from tuner.traffic.capture.files import find
 
@@ -136,7 +137,6 @@ def _fetched(source: str) -> Iterator[Path]:
 
 
 def _keep(trace: "Trace", path: Path, name: str) -> None:
-    from tuner.errors import Unavailable
     from tuner.traffic import kept
     from tuner.traffic import trace as traces
 
@@ -157,7 +157,6 @@ def _keep(trace: "Trace", path: Path, name: str) -> None:
 
 def _check_name(name: str) -> None:
     """BadInput for what is no name of a trace, which becomes part of a file's."""
-    from tuner.errors import BadInput
 
     if not name.isprintable() or set(name) & set("/\\:") or name[:1] in ("", ".", "-") or len(name) > 60:
         raise BadInput(
@@ -167,7 +166,6 @@ def _check_name(name: str) -> None:
 
 
 def _columns(pairs: list[str]) -> dict[str, str] | None:
-    from tuner.errors import BadInput
 
     found = {}
     for pair in pairs:
@@ -223,12 +221,11 @@ def show(
 
 
 def _picture(trace: "Trace", numbers: "Statistics", name: str, place: Path) -> None:
-    from tuner.errors import Unavailable
     from tuner.report.trace_picture import render
 
     try:
         place.write_text(render(trace, numbers, name), encoding="utf-8")
-        private.publish(place)
+        masking.publish(place)
     except OSError as error:
         raise Unavailable(f"cannot write {place}: {error.strerror or error}") from error
     say(f"wrote {place}")
@@ -247,7 +244,6 @@ def cut(
     as_json: Json = False,
 ) -> None:
     """Show the slices that `auto` would choose, or one by hand; with -o write one as a trace of its own."""
-    from tuner.errors import BadInput
     from tuner.traffic import slices
 
     found, path = open_trace(trace)
@@ -355,3 +351,97 @@ def forget(
     stored = store.trace(trace)
     store.forget_trace(stored.digest)
     typer.echo(f"{stored.name} ({stored.digest[:12]}) is forgotten; the file stays: {stored.path}")
+
+
+SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMG])I?)?B?", re.IGNORECASE)
+
+
+Upstream = Annotated[str, typer.Option(help="Where requests go: http://HOST:PORT of the engine.")]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        help="The file to write; with --name, or if it is one, a directory. Default: TUNER_HOME/captures."
+    ),
+]
+CaptureName = Annotated[
+    str | None,
+    typer.Option(help="Write NAME-<time>.jsonl; a study's `trace: latest:NAME` takes the newest."),
+]
+Every = Annotated[
+    Literal["hour", "day"] | None, typer.Option(help="Begin a new file each hour or day (UTC).")
+]
+MaxSize = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="Begin a new file beyond this: 500MB, 2GB.")
+]
+Keep = Annotated[
+    int | None, typer.Option(min=1, help="Number of closed files to keep; the oldest are removed.")
+]
+Tokenizer = Annotated[
+    Path | None,
+    typer.Option(help="The model's tokenizer.json or its directory, for exact lengths and blocks."),
+]
+Raw = Annotated[
+    bool, typer.Option("--raw", help="Also store whole requests and answers, personal data included.")
+]
+Host = Annotated[str, typer.Option(help="The address to listen on.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on; 0 takes a free one.")]
+
+
+def capture(
+    upstream: Upstream,
+    out: Out = None,
+    name: CaptureName = None,
+    every: Every = None,
+    max_size: MaxSize = None,
+    keep: Keep = None,
+    tokenizer: Tokenizer = None,
+    raw: Raw = False,
+    host: Host = "127.0.0.1",
+    port: Port = 8900,
+) -> None:
+    """Pass requests on to an engine and record them: times, lengths and shared prefixes, no text.
+
+    Stops at Ctrl-C or SIGTERM, once answers under way have ended (10 s at most).
+    """
+    from tuner.traffic.capture.files import Rotation
+    from tuner.traffic.capture.serving import run
+
+    place, chosen = _place(out, name)
+    rotation = Rotation(every=every, max_bytes=None if max_size is None else _bytes(max_size), keep=keep)
+    if chosen is None and rotation != Rotation():
+        raise BadInput("--every, --max-size and --keep need --name: they make many files of a capture")
+
+    def ready(listening: int) -> None:
+        say(f"http://{host}:{listening} passes to {upstream}; recording to {place}; Ctrl-C stops")
+
+    counts = run(
+        upstream,
+        place,
+        name=chosen,
+        rotation=rotation,
+        host=host,
+        port=port,
+        tokenizer=tokenizer,
+        raw=raw,
+        ready=ready,
+    )
+    say(
+        f"recorded {counts.taken} requests; {counts.dropped} dropped, "
+        f"{counts.not_understood} not understood, {counts.unwritten} not written"
+    )
+
+
+def _place(out: Path | None, name: str | None) -> tuple[Path, str | None]:
+    """(file or directory, name); without a name a directory gets captures named `capture`."""
+    if out is None:
+        return settings().home / "captures", name or "capture"
+    return out, name or ("capture" if out.is_dir() else None)
+
+
+def _bytes(text: str) -> int:
+
+    found = SIZE.fullmatch(text.strip())
+    if found is None or not float(found[1]):
+        raise BadInput(f"--max-size {text}: write a size such as 500MB or 2GB")
+    power = {"": 0, "K": 1, "M": 2, "G": 3}[(found[2] or "").upper()]
+    return int(float(found[1]) * 1000**power)

@@ -1,66 +1,87 @@
-"""`tuner tune`: the main job."""
+"""`tuner tune` and `tuner demo`: tune an engine on its node, or a simulated one to see how it works."""
 
-import shlex
+import os
+import shutil
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tuner.commands.common import Json, now, open_store, print_json, print_windows, say, settings, windows
-from tuner.commands.running import ends_by_signal, interruptible
+from tuner.commands.common import Json, now, open_store, print_json, say, settings
+from tuner.commands.plan import prepared_study, print_plan, say_unjudged, trials_so_far
+from tuner.commands.running import ends_by_signal, interruptible, pull_words
+from tuner.errors import BadInput, Conflict
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from tuner.history.store import Store
-    from tuner.records import JSON, Run, Trial
+    from tuner.records import Run
     from tuner.tuning.events import Event, Tell
     from tuner.tuning.run import Limits
     from tuner.tuning.study import Prepared
 
 
+StudyFile = Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="The study file.")]
+Trials = Annotated[
+    int | None, typer.Option(min=1, help="Trials of this run. Default: the budget of the study file.")
+]
+Hours = Annotated[
+    float | None, typer.Option(help="Hours of this run. Default: the budget of the study file.")
+]
+Until = Annotated[str | None, typer.Option(metavar="HH:MM", help="Be done by this local time.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print command lines, slices and times; launch nothing.")
+]
+CheckRules = Annotated[
+    bool,
+    typer.Option("--check-rules", help="Also launch candidates that are known to fail, to check the rules."),
+]
+AllTrials = Annotated[
+    bool, typer.Option("--all-trials", help="Use the whole budget; the search does not end early.")
+]
+ConfirmOnly = Annotated[
+    bool, typer.Option("--confirm-only", help="Only measure the finalists again; no new trials.")
+]
+MinTrials = Annotated[
+    int, typer.Option(min=0, help="Do not start when fewer trials than this fit into the time left.")
+]
+Cluster = Annotated[
+    str | None,
+    typer.Option("--on", metavar="CLUSTER", help="A Ray cluster: auto, HOST:PORT or ray://HOST:PORT."),
+]
+Nodes = Annotated[
+    list[str] | None,
+    typer.Option(metavar="KEY=VALUE", help="Only these nodes of it: gpu=, name=, class=, host=, a label."),
+]
+Isolated = Annotated[
+    bool,
+    typer.Option(
+        "--isolated", help="Nodes that share a host replay at the same time; this is another study."
+    ),
+]
+RunId = Annotated[
+    str | None, typer.Option("--run", hidden=True, help="The run that the service began for this process.")
+]
+
+
 @ends_by_signal()
 def tune(
-    study: Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="The study file.")],
-    trials: Annotated[
-        int | None, typer.Option(min=1, help="Trials of this run; the file's budget else.")
-    ] = None,
-    hours: Annotated[float | None, typer.Option(help="Hours of this run; the file's budget else.")] = None,
-    until: Annotated[str | None, typer.Option(metavar="HH:MM", help="Be done by this local time.")] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print command lines, slices and times; launch nothing.")
-    ] = False,
-    check_rules: Annotated[
-        bool, typer.Option("--check-rules", help="Launch also what is known to fail, to check the rules.")
-    ] = False,
-    all_trials: Annotated[
-        bool, typer.Option("--all-trials", help="Spend the whole budget; no early end of the search.")
-    ] = False,
-    confirm_only: Annotated[
-        bool, typer.Option("--confirm-only", help="Measure the finalists again; no new trials.")
-    ] = False,
-    min_trials: Annotated[
-        int, typer.Option(min=0, help="Refuse to begin when the time left cannot hold so many trials.")
-    ] = 0,
-    on: Annotated[
-        str | None,
-        typer.Option("--on", metavar="CLUSTER", help="A Ray cluster: auto, HOST:PORT or ray://HOST:PORT."),
-    ] = None,
-    nodes: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Which of its nodes: gpu=, name=, class=, host=, a label."),
-    ] = None,
-    isolated: Annotated[
-        bool, typer.Option("--isolated", help="Nodes of one host replay side by side; a study of its own.")
-    ] = False,
-    run: Annotated[
-        str | None,
-        typer.Option("--run", hidden=True, help="The run that the service began for this process."),
-    ] = None,
+    study: StudyFile,
+    trials: Trials = None,
+    hours: Hours = None,
+    until: Until = None,
+    dry_run: DryRun = False,
+    check_rules: CheckRules = False,
+    all_trials: AllTrials = False,
+    confirm_only: ConfirmOnly = False,
+    min_trials: MinTrials = 0,
+    on: Cluster = None,
+    nodes: Nodes = None,
+    isolated: Isolated = False,
+    run: RunId = None,
     as_json: Json = False,
 ) -> None:
-    """Tune an engine on a trace. A run that was interrupted goes on where it was."""
+    """Tune an engine on a trace. An interrupted run continues where it stopped."""
     from dataclasses import replace
 
     from tuner.tuning import studyfile
@@ -103,7 +124,6 @@ def tune(
 
 def refuse(*, hours: float | None, alone: bool, idle: bool) -> None:
     """BadInput for what does not go together. `alone`: nodes of no cluster; `idle`: trials of no search."""
-    from tuner.errors import BadInput
     from tuner.tuning import studyfile
 
     if hours is not None and not 0 < hours <= studyfile.MOST_HOURS:
@@ -116,7 +136,6 @@ def refuse(*, hours: float | None, alone: bool, idle: bool) -> None:
 
 def check_finalists(prepared: "Prepared") -> None:
     """Conflict where the study has nothing that could be measured again."""
-    from tuner.errors import Conflict
     from tuner.tuning.confirm import finalists
 
     if not finalists(prepared, trials_so_far(prepared), ""):
@@ -141,7 +160,6 @@ def on_its_node(
     """
     from dataclasses import replace
 
-    from tuner.errors import Conflict
     from tuner.fleet import handover, notify, schedule
     from tuner.tuning.traffic_notes import traffic_notes
 
@@ -161,24 +179,8 @@ def on_its_node(
     return run
 
 
-def prepared_study(path: Path, *, check_rules: bool = False) -> "Prepared":
-    """A study file, checked, with what the history says of it."""
-    from dataclasses import replace
-
-    from tuner.errors import NotFound
-    from tuner.tuning import study
-
-    try:
-        store = open_store()
-    except NotFound:
-        store = None
-    prepared = study.load(path, store=store, now=now())
-    return replace(prepared, rules=not check_rules)
-
-
 def deadline(hours: float | None, until: str | None) -> datetime | None:
     """The earlier of now + hours and the next time that the local clock shows `until`."""
-    from tuner.errors import BadInput
 
     ends = [now() + timedelta(hours=hours)] if hours else []
     if until:
@@ -222,148 +224,6 @@ def both(one: "Tell", other: "Tell") -> "Tell":
     return tell
 
 
-def print_plan(prepared: "Prepared", trials: int | None, *, as_json: bool = False) -> None:
-    """What would be launched (the baseline and the next candidate), which slices are replayed, and how long a
-    trial takes.
-    """
-    if as_json:
-        print_json(plan_of(prepared, trials))
-        return
-    past = trials_so_far(prepared)
-    lines, times, foreseen = commands(prepared, past), seconds(prepared, past), confirmation(prepared)
-    parts = windows(prepared.trace, prepared.study.slices)
-    for line in lines.values():
-        typer.echo(shlex.join(line))
-    from tuner.tuning.run import idle_of
-
-    if (idle := idle_of(prepared)) is not None:
-        say(idle)
-    for name, reason in prepared.space.dropped.items():
-        say(f"not turned: {name}: {reason}")
-    say_unjudged(prepared)
-    typer.echo()
-    print_windows(parts)
-    replay, each = times["replay"], times["replay"] + times["launch"]
-    typer.echo(f"\nA trial in an engine of its own takes about {each:.0f} s, {replay:.0f} s of it to replay.")
-    if trials is not None:
-        for line in budget_words(trials, each):
-            typer.echo(line)
-    typer.echo(confirmation_words(foreseen))
-
-
-def plan_of(prepared: "Prepared", trials: int | None) -> dict[str, object]:
-    """What `print_plan` prints, as data."""
-    from tuner.tuning.budget import most_launches
-    from tuner.tuning.unjudged import unjudged
-
-    past = trials_so_far(prepared)
-    return {
-        "commands": commands(prepared, past),
-        "slices": windows(prepared.trace, prepared.study.slices),
-        "seconds": seconds(prepared, past),
-        "space": prepared.space.levels,
-        "dropped": prepared.space.dropped,
-        "unjudged": unjudged(prepared),
-        "trials": trials,
-        "launches": None if trials is None else most_launches(trials),
-        "confirmation": confirmation(prepared),
-    }
-
-
-def confirmation(prepared: "Prepared") -> "dict[str, JSON]":
-    """The confirmation as it is planned, and what earlier ones of this node say of how often to repeat."""
-    from tuner.errors import NotFound
-    from tuner.tuning import confirm
-
-    try:
-        store = open_store()
-    except NotFound:
-        store = None
-    launches = store.launches(prepared.study.id) if store else ()
-    plan = confirm.planned(prepared, launches)
-    return {
-        "finalists": plan.arms - 1,
-        "repeats": plan.rounds,
-        "most_repeats": plan.most,
-        "seconds": round(plan.seconds),
-        "most_seconds": round(plan.most * plan.round_s),
-        "repeats_for_ten_percent": confirm.repeats_for_ten_percent(prepared, store),
-    }
-
-
-def confirmation_words(found: "Mapping[str, JSON]") -> str:
-    """The planned confirmation as sentences."""
-    needed = found["repeats_for_ten_percent"]
-    minutes = [float(str(found[name])) / 60 for name in ("seconds", "most_seconds")]
-    said = (
-        f"The confirmation launches the baseline and the finalists (at most {found['finalists']}),"
-        f" {found['repeats']} times each, about {minutes[0]:.0f} min; up to {found['most_repeats']} times"
-        f" ({minutes[1]:.0f} min) while the answer is open and the window lasts."
-    )
-    if not isinstance(needed, dict) or not needed:
-        return f"{said} How much launches differ on this node is not known yet: one repeat decides nothing."
-    words = ", ".join(f"{name} {'more than 100' if n is None else n}" for name, n in needed.items())
-    return f"{said} Repeats that this node needs to show a difference of 10 %: {words}."
-
-
-def say_unjudged(prepared: "Prepared") -> None:
-    """Say aloud which knobs this traffic cannot judge."""
-    from tuner.tuning.unjudged import unjudged
-
-    for name, reason in unjudged(prepared).items():
-        say(f"cannot be judged with this trace: {name}: {reason}")
-
-
-def budget_words(trials: int, each_s: float) -> list[str]:
-    """What a run of so many trials may spend: numbers, launches, hours."""
-    from tuner.tuning.budget import BESIDE, most_launches
-
-    most = most_launches(trials)
-    return [
-        f"{trials} trial numbers at most, the baseline and every finalist that is relaunched among them:"
-        f" about {trials * each_s / 3600:.1f} h, screened ones less.",
-        f"{most:.0f} launches at most: one a trial, and {BESIDE * trials} for second tries, discarded first"
-        f" boots and the confirmation: {most * each_s / 3600:.1f} h, or what `hours` or --until leave.",
-    ]
-
-
-def commands(prepared: "Prepared", past: "Sequence[Trial]") -> "dict[str, Sequence[str]]":
-    """The command line of the baseline and of the next candidate, as they would be launched."""
-    from tuner import masking
-    from tuner.engine.server import arguments
-    from tuner.tuning.cores import Cores
-    from tuner.tuning.next_trial import propose
-    from tuner.tuning.trial import launch_spec
-
-    found = propose(prepared, past)
-    following = {"baseline": prepared.baseline}
-    if found is not None and found.origin != "baseline":
-        following["next"] = found.candidate
-    specs = {
-        name: launch_spec(prepared, candidate, Path("."), Cores(engine=None, sender=None))
-        for name, candidate in following.items()
-    }
-    return {name: masking.arguments(arguments(spec, 8000, "tuner-nonce")) for name, spec in specs.items()}
-
-
-def seconds(prepared: "Prepared", past: "Sequence[Trial]") -> dict[str, float]:
-    """How long a trial takes, about: its replay, and its launch by what launches took so far."""
-    from tuner.tuning.calibrated_predictor import launch_s, replay_s
-
-    replay = replay_s(prepared)
-    return {"replay": replay, "launch": launch_s(past, replay)}
-
-
-def trials_so_far(prepared: "Prepared") -> "Sequence[Trial]":
-    """The study's trials so far; none where there is no history."""
-    from tuner.errors import NotFound
-
-    try:
-        return open_store().trials(prepared.study.id)
-    except NotFound:
-        return ()
-
-
 def conclude(store: "Store", prepared: "Prepared", run: "Run", *, as_json: bool) -> None:
     """What came out: the verdict, the front beside the baseline, and how to pull the winner."""
     from tuner.commands import front
@@ -374,3 +234,52 @@ def conclude(store: "Store", prepared: "Prepared", run: "Run", *, as_json: bool)
         print_json({"run": run, **front.as_data(store, study)})
         return
     show_end(store, study, run)
+
+
+DEMO_STUDY = """\
+# Written by `tuner demo`: the simulated engine on a slice of the Azure conversation trace.
+name: demo
+model: Qwen/Qwen2.5-7B-Instruct
+workload: chat
+trace: azure-conversation-slice.parquet
+space: demo
+engine: {kind: simulated, card: h100-80, args: {max-model-len: 16384}}
+baseline: {max_num_seqs: 16}
+slices: [{start_s: 78, duration_s: 6, name: burst}]
+speed: 2.0
+plan: quick
+slo: {ttft_ms: 500, tpot_ms: 50, attainment: 0.95}
+budget: {trials: 10}
+seed: 7
+"""
+
+
+@ends_by_signal()
+def demo(
+    trials: Annotated[int, typer.Option(min=2, help="How many trials.")] = 10,
+    home: Annotated[Path | None, typer.Option(help="Where to keep it; TUNER_HOME/demo else.")] = None,
+) -> None:
+    """Tune a simulated engine on a bundled slice of a real trace; about a minute."""
+    from tuner.commands import front, report
+    from tuner.settings import shipped
+    from tuner.tuning.run import Limits
+    from tuner.tuning.study import load
+
+    place = (home or settings().home / "demo").resolve()
+    place.mkdir(parents=True, exist_ok=True)
+    os.environ["TUNER_HOME"] = str(place)
+    os.environ.pop("TUNER_DATABASE_URL", None)
+    shutil.copy(shipped("data", "traces", "azure-conversation-slice.parquet"), place)
+    study_file = place / "demo.yaml"
+    study_file.write_text(DEMO_STUDY)
+    store = open_store(create=True)
+    prepared = load(study_file, store=store, now=now())
+    run = execute(prepared, store, Limits(trials=trials, early=False))
+    typer.echo("DEMONSTRATION on a simulated engine.\n")
+    front.show(store, prepared.study)
+    written = report.write(store, prepared.study, place / "report.html")
+    typer.echo(f"report: {written}")
+    said = store.conclusion(run.id)
+    if said is not None and said.winner is not None:
+        typer.echo(f"pull the winner:\n  TUNER_HOME={place} {pull_words(prepared.study)}")
+    say(f"the study file is {study_file}")

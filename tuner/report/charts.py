@@ -1,12 +1,122 @@
-"""Charts as SVG text: scatter of a front, cumulative curves, bars, one-knob slices, lines over time."""
+"""Charts as SVG text, made on the server: axes, scatter of a front, curves, bars, levels of a knob, time
+lines.
+
+The page brings the colours.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from tuner.report.axes import BOTTOM, TOP, Axis, Frame, fitted, from_zero, grid, svg
+from tuner.history.best_per_night import Night
 from tuner.report.words import heading, measured
+
+WIDTH, HEIGHT = 620, 380
+LEFT, RIGHT, TOP, BOTTOM = 74, 16, 14, 52
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """A measurement on an axis; `log` where all values are positive and spread over more than a factor 4."""
+
+    name: str
+    low: float
+    high: float
+    log: bool = False
+
+    def at(self, value: float) -> float:
+        """Position of a value in 0..1."""
+        low, high, value = (math.log10(v) if self.log else v for v in (self.low, self.high, value))
+        return (value - low) / (high - low)
+
+
+def fitted(name: str, values: Sequence[float]) -> Axis:
+    """The axis that shows all of some finite values with a little room."""
+    low, high = min(values), max(values)
+    if low > 0 and high / low > 4:
+        return Axis(name=name, low=low / 1.15, high=high * 1.15, log=True)
+    pad = (high - low) * 0.08 or abs(high) * 0.1 or 1.0
+    return Axis(name=name, low=low - pad, high=high + pad)
+
+
+def from_zero(name: str, values: Sequence[float]) -> Axis:
+    """A linear axis from zero to a little above the highest value."""
+    return Axis(name=name, low=0.0, high=(max(values, default=0.0) or 1.0) * 1.08)
+
+
+def ticks(axis: Axis, about: int = 5) -> list[float]:
+    """Round values inside an axis, about `about` of them."""
+    if axis.log:
+        decades = range(math.floor(math.log10(axis.low)), math.ceil(math.log10(axis.high)) + 1)
+        steps = (1, 2, 5) if math.log10(axis.high / axis.low) < 1.7 else (1,)
+        found = [m * 10.0**d for d in decades for m in steps]
+    else:
+        rough = (axis.high - axis.low) / about
+        unit = 10.0 ** math.floor(math.log10(rough))
+        step = next(m * unit for m in (1, 2, 5, 10) if m * unit >= rough)
+        first = math.ceil(axis.low / step)
+        found = [(first + i) * step for i in range(about + 2)]
+    return [t for t in found if axis.low <= t <= axis.high]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """The rectangle of a plot inside a drawing, and where values lie in it."""
+
+    x: Axis
+    y: Axis
+    top: float = TOP
+    bottom: float = HEIGHT - BOTTOM
+    left: float = LEFT
+    right: float = WIDTH - RIGHT
+
+    def px(self, value: float) -> float:
+        return self.left + self.x.at(value) * (self.right - self.left)
+
+    def py(self, value: float) -> float:
+        return self.bottom - self.y.at(value) * (self.bottom - self.top)
+
+
+def tick_text(value: float) -> str:
+    """A tick's label: plain digits, never an exponent below a million."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def grid(frame: Frame, *, x_labels: bool = True, about: int = 5) -> list[str]:
+    """Grid lines, ticks and axis names."""
+    parts = []
+    for tick in ticks(frame.x):
+        at = frame.px(tick)
+        parts.append(
+            f'<line class="grid" x1="{at:.1f}" y1="{frame.top}" x2="{at:.1f}" y2="{frame.bottom:.1f}"/>'
+        )
+        if x_labels:
+            y, said = frame.bottom + 16, tick_text(tick)
+            parts.append(f'<text x="{at:.1f}" y="{y:.1f}" text-anchor="middle">{said}</text>')
+    for tick in ticks(frame.y, about):
+        at = frame.py(tick)
+        parts.append(f'<line class="grid" x1="{frame.left}" y1="{at:.1f}" x2="{frame.right}" y2="{at:.1f}"/>')
+        parts.append(
+            f'<text x="{frame.left - 6}" y="{at + 4:.1f}" text-anchor="end">{tick_text(tick)}</text>'
+        )
+    if x_labels:
+        middle = (frame.left + frame.right) / 2
+        parts.append(
+            f'<text class="axis" x="{middle}" y="{frame.bottom + 40:.1f}">{escape(frame.x.name)}</text>'
+        )
+    if frame.y.name:
+        centre, name = (frame.top + frame.bottom) / 2, escape(frame.y.name)
+        parts.append(f'<text class="axis" transform="translate(14 {centre:.1f}) rotate(-90)">{name}</text>')
+    return parts
+
+
+def svg(parts: Sequence[str], label: str, *, height: float = HEIGHT, interactive: bool = False) -> str:
+    """A whole drawing. One with links in it is a group for screen readers, else an image."""
+    role = "group" if interactive else "img"
+    opening = f'<svg viewBox="0 0 {WIDTH} {height:g}" role="{role}" aria-label="{escape(label)}">'
+    return "".join([opening, *parts, "</svg>"])
+
 
 MARKED = 300
 """Up to so many trials off the front are drawn as marks of their own, with words and links; more as dots."""
@@ -250,3 +360,49 @@ def _bars(panel: Panel, frame: Frame) -> list[str]:
         if b
     )
     return [f'<path class="fill {panel.kind}" d="{steps}"/>']
+
+
+COLOURS = ("winner", "front", "three", "four")
+
+
+def over_nights(nights: Sequence[Night], metric: str) -> str:
+    """Values with the span of their repeats, and the baseline as a short bar."""
+    shown = [n for n in nights if math.isfinite(n.best.value)]
+    if not shown:
+        return NONE.format("No night has measured this yet.")
+    days = sorted({n.date for n in shown})
+    places = sorted({(n.best.node, n.best.workload) for n in shown})
+    values = [v for n in shown for v in (n.best.value, n.best.low, n.best.high) if math.isfinite(v)]
+    values += [n.best.baseline for n in shown if n.best.baseline and math.isfinite(n.best.baseline)]
+    first, last = days[0].toordinal(), days[-1].toordinal()
+    frame = Frame(x=Axis(name="", low=first - 0.5, high=last + 0.5), y=fitted(heading(metric), values))
+    parts = [p for p in grid(frame, x_labels=False) if f'y1="{frame.top}"' not in p]
+    step = max(1, -(-len(days) // 5))
+    for day in days[::step]:
+        at = frame.px(day.toordinal())
+        parts.append(f'<text x="{at:.1f}" y="{frame.bottom + 18}" text-anchor="middle">{day:%m-%d}</text>')
+    for place, kind in zip(places, COLOURS * len(places), strict=False):
+        parts += _night_line(
+            [n for n in shown if (n.best.node, n.best.workload) == place], kind, metric, frame
+        )
+    names = [(kind, " for ".join(place)) for place, kind in zip(places, COLOURS * len(places), strict=False)]
+    label = f"best {metric} of every night"
+    return svg(parts, label) + legend([*names, ("baseline", "the baseline")])
+
+
+def _night_line(found: Sequence[Night], kind: str, metric: str, frame: Frame) -> list[str]:
+    line = " ".join(f"{frame.px(n.date.toordinal()):.1f},{frame.py(n.best.value):.1f}" for n in found)
+    parts = [f'<polyline class="line {kind}" points="{line}"/>']
+    for night in found:
+        at, best = frame.px(night.date.toordinal()), night.best
+        if best.baseline and math.isfinite(best.baseline):
+            base = frame.py(best.baseline)
+            ends = f'x1="{at - 9:.1f}" y1="{base:.1f}" x2="{at + 9:.1f}" y2="{base:.1f}"'
+            parts.append(f'<line class="median" {ends}/>')
+        if math.isfinite(best.low) and math.isfinite(best.high):
+            span = f'y1="{frame.py(best.low):.1f}" y2="{frame.py(best.high):.1f}"'
+            parts.append(f'<line class="line {kind}" x1="{at:.1f}" x2="{at:.1f}" {span}/>')
+        title = f"{night.date}: {measured(metric, best.value)}, {night.sure}"
+        place = f'cx="{at:.1f}" cy="{frame.py(best.value):.1f}"'
+        parts.append(f'<circle class="{kind} night" {place} r="5"><title>{title}</title></circle>')
+    return parts

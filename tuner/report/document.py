@@ -16,8 +16,7 @@ from tuner.conclusions import Conclusion
 from tuner.measures import direction_of
 from tuner.records import Launch, Profile, Study, Trial
 from tuner.report import evidence, words
-from tuner.report.board import Board, board
-from tuner.report.budget import beliefs, failures, spent, worst_lateness
+from tuner.report.board import Board, beliefs, board, failures, spent, worst_lateness
 from tuner.report.charts import bars, levels, scatter
 from tuner.report.effects import Effect, better, doubt, effects
 

@@ -10,9 +10,8 @@ from tuner.errors import BadInput
 from tuner.metrics import CANCELLED, LATENCY_MS, counted, resampled, ttft_ms
 from tuner.records import Measurement, Outcome, SliceMeasurement, Trial
 from tuner.replay import outcomes
-from tuner.report.axes import Axis
 from tuner.report.board import Board
-from tuner.report.charts import Curve, Panel, curves, panels
+from tuner.report.charts import Axis, Curve, Panel, curves, panels
 
 NAMES = {"ttft": "time to first token", "tpot": "time per output token", "e2e": "end to end"}
 BLOCK_S = 10.0

@@ -8,8 +8,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from numpy.typing import NDArray
 
-from tuner.report.axes import fitted, from_zero
-from tuner.report.charts import Curve, Panel, bars, curves, panels
+from tuner.report.charts import Curve, Panel, bars, curves, fitted, from_zero, panels
 from tuner.report.words import number
 from tuner.traffic.reuse import reuse_by_capacity
 from tuner.traffic.statistics import CAPACITIES, Statistics, series

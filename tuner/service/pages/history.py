@@ -10,7 +10,7 @@ from tuner.errors import BadInput, nearest
 from tuner.history.best_per_night import Night, nights, trend
 from tuner.history.store import Store
 from tuner.measures import NAMES
-from tuner.report.nights import picture
+from tuner.report.charts import over_nights
 from tuner.service.pages.render import marked
 
 NODES = 4
@@ -71,7 +71,7 @@ def tell(store: Store, asked: Asked) -> Told:
         workloads=sorted({place.workload for place in ours}),
         metrics=sorted(NAMES),
         nights=found[::-1],
-        drawing=marked(picture(found, asked.metric)),
+        drawing=marked(over_nights(found, asked.metric)),
         trends=_trends(found),
         following=shown[-1] if len(left) > len(shown) else "",
     )

@@ -12,7 +12,7 @@ from tuner.errors import NotFound
 from tuner.profiles import registry
 from tuner.records import ProfileKey
 from tuner.report import document
-from tuner.report.budget import failures
+from tuner.report.board import failures
 from tuner.service.auth import client_of
 from tuner.service.context import service_of
 from tuner.service.pages import history, overview, profiles, schedules, studies

@@ -1,4 +1,4 @@
-"""`tuner gc`: make room; numbers stay, files go by age."""
+"""`tuner doctor`, `tuner gc` and `tuner db`: check the host, delete old files, look after the database."""
 
 import shutil
 from collections.abc import Iterator
@@ -8,10 +8,32 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tuner.commands.common import Json, now, open_store, plain, print_json, say, settings
+from tuner.commands.common import Json, now, open_store, plain, print_json, print_table, say, settings
+from tuner.errors import BadInput, NotFound
 
 if TYPE_CHECKING:
     from tuner.history.store import Store
+
+
+def doctor(
+    study: Annotated[
+        Path | None, typer.Argument(metavar="[STUDY.yaml]", help="A study to check too.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Check this host, and a study, its model and engine. Exit 0, or the code of the first error found."""
+    from tuner.doctor import examine, exit_code
+
+    checks = list(examine(settings(), study, clock=now))
+    if as_json:
+        print_json(checks)
+    else:
+        print_table(
+            ["<check", "<", "<found", "<mend"], ([c.name, c.verdict, c.found, c.mend] for c in checks)
+        )
+    if code := exit_code(checks):
+        raise typer.Exit(code)
+
 
 ANSWERS = timedelta(days=2)
 """Answers kept for repeated requests are worth nothing after that."""
@@ -39,7 +61,6 @@ def gc(
 
     Numbers, profiles, what profiles and each run's best rest on, traces and open captures stay.
     """
-    from tuner.errors import BadInput
 
     if captures is not None and not captures.is_dir():
         raise BadInput(f"--captures {captures}: there is no such folder")
@@ -111,3 +132,76 @@ def _files(paths: Iterator[Path], before: datetime, apply: bool) -> tuple[int, i
 def _turn(log: Path, at: datetime) -> None:
     if log.is_file() and log.stat().st_size > TURN_BYTES:
         log.rename(log.with_name(f"tuner-{at:%Y%m%dT%H%M%SZ}.jsonl"))
+
+
+database_app = typer.Typer(help="The history database.", no_args_is_help=True)
+
+
+@database_app.command("upgrade")
+def upgrade() -> None:
+    """Bring the database to this release's form; makes it where there is none."""
+    from tuner.history.store import Store
+
+    before, after = Store(settings().url, check=False).upgrade()
+    say(f"database at revision {after}" + (f", before {before}" if before not in (None, after) else ""))
+
+
+@database_app.command("backup")
+def backup(
+    to: Annotated[Path, typer.Argument(help="A new file, or a folder to put one in.")],
+    full: Annotated[
+        bool,
+        typer.Option("--full", help="An archive with traces, nodes and notifications too."),
+    ] = False,
+) -> None:
+    """Write a consistent copy of an SQLite database while it is in use; with --full of any database."""
+    from tuner.history import maintenance
+
+    store = open_store()
+    if not full:
+        say(f"wrote {maintenance.backup(store.database, to, now=now())}")
+        return
+    files = _kept_files(store, settings().home)
+    wrote = maintenance.pack(store.database, files, to, now=now())
+    say(f"wrote {wrote}: the history and {len(files)} files; it holds secrets")
+
+
+def _kept_files(store: "Store", home: Path) -> dict[str, Path]:
+    """What belongs to a history beside its database, by its name in the home. What is missing is said."""
+    from tuner.traffic import kept
+
+    folders = [*home.glob("nodes/*.yaml"), *home.glob("studies/*"), home / "notify.yaml"]
+    files = {str(path.relative_to(home)): path for path in folders if path.is_file()}
+    for each in store.traces():
+        try:
+            _, path = kept.find(each.digest, each.path)
+        except NotFound as error:
+            say(f"left out: {error}")
+            continue
+        files[f"traces/trace-{each.digest[:12]}.parquet"] = path
+    return files
+
+
+@database_app.command("restore")
+def restore(
+    archive: Annotated[Path, typer.Argument(help="What `tuner db backup --full` wrote.")],
+) -> None:
+    """Put a full backup into this TUNER_HOME and its database, which must be empty; of any release before."""
+    from tuner.history.maintenance import unpack
+
+    count = unpack(archive, settings().home, settings().url)
+    say(f"restored the history and {count} files into {settings().home}")
+
+
+@database_app.command("copy")
+def copy_to(
+    url: Annotated[str, typer.Argument(metavar="URL", help="A new, empty database; it is made.")],
+) -> None:
+    """Copy every row of the history, ids included, into another database: SQLite to PostgreSQL or back."""
+    from tuner.history.maintenance import copy
+    from tuner.history.store import Store
+
+    source = open_store()
+    target = Store(url, create=True).database
+    rows = copy(source.database, target)
+    say(f"copied {sum(rows.values())} rows of {len(rows)} tables into {target.name}")

@@ -1,0 +1,232 @@
+"""What a study would do, before anything is launched: the plan of `tuner tune --dry-run`, and `tuner
+predict`.
+"""
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tuner.commands.common import (
+    Json,
+    knobs,
+    now,
+    open_store,
+    print_json,
+    print_table,
+    print_windows,
+    say,
+    windows,
+)
+from tuner.errors import NotFound
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from tuner.records import JSON, Prediction, Trial
+    from tuner.tuning.predicting import Forecast
+    from tuner.tuning.study import Prepared
+
+
+def prepared_study(path: Path, *, check_rules: bool = False) -> "Prepared":
+    """A study file, checked, with what the history says of it."""
+    from dataclasses import replace
+
+    from tuner.tuning import study
+
+    try:
+        store = open_store()
+    except NotFound:
+        store = None
+    prepared = study.load(path, store=store, now=now())
+    return replace(prepared, rules=not check_rules)
+
+
+def print_plan(prepared: "Prepared", trials: int | None, *, as_json: bool = False) -> None:
+    """What would be launched (the baseline and the next candidate), which slices are replayed, and how long a
+    trial takes.
+    """
+    if as_json:
+        print_json(plan_of(prepared, trials))
+        return
+    past = trials_so_far(prepared)
+    lines, times, foreseen = commands(prepared, past), seconds(prepared, past), confirmation(prepared)
+    parts = windows(prepared.trace, prepared.study.slices)
+    for line in lines.values():
+        typer.echo(shlex.join(line))
+    from tuner.tuning.run import idle_of
+
+    if (idle := idle_of(prepared)) is not None:
+        say(idle)
+    for name, reason in prepared.space.dropped.items():
+        say(f"not turned: {name}: {reason}")
+    say_unjudged(prepared)
+    typer.echo()
+    print_windows(parts)
+    replay, each = times["replay"], times["replay"] + times["launch"]
+    typer.echo(f"\nA trial in an engine of its own takes about {each:.0f} s, {replay:.0f} s of it to replay.")
+    if trials is not None:
+        for line in budget_words(trials, each):
+            typer.echo(line)
+    typer.echo(confirmation_words(foreseen))
+
+
+def plan_of(prepared: "Prepared", trials: int | None) -> dict[str, object]:
+    """What `print_plan` prints, as data."""
+    from tuner.tuning.budget import most_launches
+    from tuner.tuning.unjudged import unjudged
+
+    past = trials_so_far(prepared)
+    return {
+        "commands": commands(prepared, past),
+        "slices": windows(prepared.trace, prepared.study.slices),
+        "seconds": seconds(prepared, past),
+        "space": prepared.space.levels,
+        "dropped": prepared.space.dropped,
+        "unjudged": unjudged(prepared),
+        "trials": trials,
+        "launches": None if trials is None else most_launches(trials),
+        "confirmation": confirmation(prepared),
+    }
+
+
+def confirmation(prepared: "Prepared") -> "dict[str, JSON]":
+    """The confirmation as it is planned, and what earlier ones of this node say of how often to repeat."""
+    from tuner.tuning import confirm
+
+    try:
+        store = open_store()
+    except NotFound:
+        store = None
+    launches = store.launches(prepared.study.id) if store else ()
+    plan = confirm.planned(prepared, launches)
+    return {
+        "finalists": plan.arms - 1,
+        "repeats": plan.rounds,
+        "most_repeats": plan.most,
+        "seconds": round(plan.seconds),
+        "most_seconds": round(plan.most * plan.round_s),
+        "repeats_for_ten_percent": confirm.repeats_for_ten_percent(prepared, store),
+    }
+
+
+def confirmation_words(found: "Mapping[str, JSON]") -> str:
+    """The planned confirmation as sentences."""
+    needed = found["repeats_for_ten_percent"]
+    minutes = [float(str(found[name])) / 60 for name in ("seconds", "most_seconds")]
+    said = (
+        f"The confirmation launches the baseline and the finalists (at most {found['finalists']}),"
+        f" {found['repeats']} times each, about {minutes[0]:.0f} min; up to {found['most_repeats']} times"
+        f" ({minutes[1]:.0f} min) while the answer is open and the window lasts."
+    )
+    if not isinstance(needed, dict) or not needed:
+        return f"{said} How much launches differ on this node is not known yet: one repeat decides nothing."
+    words = ", ".join(f"{name} {'more than 100' if n is None else n}" for name, n in needed.items())
+    return f"{said} Repeats that this node needs to show a difference of 10 %: {words}."
+
+
+def say_unjudged(prepared: "Prepared") -> None:
+    """Say aloud which knobs this traffic cannot judge."""
+    from tuner.tuning.unjudged import unjudged
+
+    for name, reason in unjudged(prepared).items():
+        say(f"cannot be judged with this trace: {name}: {reason}")
+
+
+def budget_words(trials: int, each_s: float) -> list[str]:
+    """What a run of so many trials may spend: numbers, launches, hours."""
+    from tuner.tuning.budget import BESIDE, most_launches
+
+    most = most_launches(trials)
+    return [
+        f"{trials} trial numbers at most, the baseline and every finalist that is relaunched among them:"
+        f" about {trials * each_s / 3600:.1f} h, screened ones less.",
+        f"{most:.0f} launches at most: one a trial, and {BESIDE * trials} for second tries, discarded first"
+        f" boots and the confirmation: {most * each_s / 3600:.1f} h, or what `hours` or --until leave.",
+    ]
+
+
+def commands(prepared: "Prepared", past: "Sequence[Trial]") -> "dict[str, Sequence[str]]":
+    """The command line of the baseline and of the next candidate, as they would be launched."""
+    from tuner import masking
+    from tuner.engine.server import arguments
+    from tuner.tuning.cores import Cores
+    from tuner.tuning.next_trial import propose
+    from tuner.tuning.trial import launch_spec
+
+    found = propose(prepared, past)
+    following = {"baseline": prepared.baseline}
+    if found is not None and found.origin != "baseline":
+        following["next"] = found.candidate
+    specs = {
+        name: launch_spec(prepared, candidate, Path("."), Cores(engine=None, sender=None))
+        for name, candidate in following.items()
+    }
+    return {name: masking.arguments(arguments(spec, 8000, "tuner-nonce")) for name, spec in specs.items()}
+
+
+def seconds(prepared: "Prepared", past: "Sequence[Trial]") -> dict[str, float]:
+    """How long a trial takes, about: its replay, and its launch by what launches took so far."""
+    from tuner.tuning.calibrated_predictor import launch_s, replay_s
+
+    replay = replay_s(prepared)
+    return {"replay": replay, "launch": launch_s(past, replay)}
+
+
+def trials_so_far(prepared: "Prepared") -> "Sequence[Trial]":
+    """The study's trials so far; none where there is no history."""
+
+    try:
+        return open_store().trials(prepared.study.id)
+    except NotFound:
+        return ()
+
+
+def predict(
+    study: Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="The study file.")],
+    candidates: Annotated[int, typer.Option(min=1, help="How many candidates to draw from the space.")] = 64,
+    as_json: Json = False,
+) -> None:
+    """Predict what a study's candidates would measure, calibrated on its trials so far."""
+    from tuner.tuning.predicting import forecast
+
+    prepared = prepared_study(study)
+    found = forecast(prepared, trials_so_far(prepared), count=candidates)
+    if as_json:
+        print_json(found)
+        return
+    _show(found)
+
+
+def _show(found: "Forecast") -> None:
+    names = found.objectives
+    calibrated = found.calibration
+    say(
+        f"calibrated on {calibrated.trials} trials, step times known to {calibrated.error:.0%}"
+        if calibrated
+        else "not calibrated: nothing of this study was measured yet, so these are the card's datasheet"
+    )
+    rows = [
+        [mark, *(_with_spread(each.prediction, name) for name in names), knobs(each.candidate)]
+        for mark, each in [("baseline", found.baseline), *(("front", each) for each in found.front)]
+    ]
+    title = f"predicted front of {found.study}: {found.feasible} of {found.asked} candidates would run"
+    print_table(["<", *(f"<{name}" for name in names), "<configuration"], rows, title=title)
+    if found.measured:
+        table = [_beside(trial, prediction, names) for trial, prediction in found.measured]
+        print_table(["trial", *(f"<{name}" for name in names)], table, title="predicted → measured")
+
+
+def _with_spread(prediction: "Prediction", name: str) -> str:
+    value = prediction.values.get(name)
+    if value is None or not prediction.feasible:
+        return "fails" if not prediction.feasible else "—"
+    spread = prediction.spread.get(name)
+    return f"{value:.4g}" + (f" ± {spread:.0%}" if spread is not None else "")
+
+
+def _beside(trial: "Trial", prediction: "Prediction", names: tuple[str, ...]) -> list[object]:
+    real = trial.measurement.values if trial.measurement else {}
+    cells = [f"{prediction.values.get(n, float('nan')):.4g} → {real.get(n, float('nan')):.4g}" for n in names]
+    return [trial.number, *cells]
