@@ -2,7 +2,17 @@
 
 import pytest
 
-from benchmarks.journey import WAYS, Batching, serve_continuously, serve_in_batches
+from benchmarks.journey import (
+    WAYS,
+    Batching,
+    chat_lengths,
+    serve_continuously,
+    serve_in_batches,
+    serve_in_processes,
+    shared_by_beams,
+    shared_by_samples,
+    waste,
+)
 from tuner.knobs.model import read
 from tuner.simulator.cost import CARDS, StepCost, preset
 from tuner.simulator.state import EngineRequest, SchedulerLimits
@@ -50,3 +60,54 @@ def test_every_way_answers_everybody() -> None:
         sent = many(*[(0.3 * i, 20 + i, 5 + i % 7) for i in range(40)])
         way(sent, COST, LIMITS)
         assert all(0 < r.first <= r.last for r in sent)
+
+
+def test_M13_processes_share_the_device_and_overlap_only_on_the_host() -> None:
+    rows = [(0.0, 100, 20)] * 8
+    alone = serve_in_batches(many(*rows), COST, Batching())
+    assert serve_in_processes(many(*rows), COST, 1) == pytest.approx(alone)
+    four = serve_in_processes(many(*rows), COST, 4)
+    host = COST.coefficients.step_s * 8 * 20
+    assert alone - host - 1e-9 <= four < alone
+
+
+def test_M13_the_journey_climbs_from_one_by_one_to_continuous_batching() -> None:
+    """On variable lengths; static batches wait for their longest, and that shows against uniform ones."""
+    mixed = [(0.0, 10 + 37 * i % 191, 10 + 37 * i % 191) for i in range(160)]
+    uniform = [(0.0, 100, 100)] * 160
+    rates = {
+        name: {way: len(rows) / run(many(*rows), COST, LIMITS) for way, run in WAYS.items()}
+        for name, rows in (("mixed", mixed), ("uniform", uniform))
+    }
+    climb = ("one by one", "four processes", "static batch 16, 50 ms", "dynamic batch 16, 50 ms")
+    found = [rates["mixed"][way] for way in (*climb, "continuous, 64 slots")]
+    assert found == sorted(found)
+    static = "static batch 16, 50 ms"
+    assert rates["uniform"][static] > 1.5 * rates["mixed"][static], "uniform test data is misleading"
+
+
+def test_M13_pages_waste_under_four_per_cent_where_contiguous_caches_waste_most() -> None:
+    contiguous, paged = waste(chat_lengths(), reserved=16384)
+    assert paged < 0.04
+    assert contiguous > 0.6
+    assert waste([(15, 1)], reserved=32) == (0.5, 0.0)
+
+
+def test_M13_answers_to_one_prompt_share_its_pages() -> None:
+    assert shared_by_samples(512, 128, 4, COST) == pytest.approx(3 * 32 / (4 * 40), abs=0.03)
+    assert shared_by_beams(512, 128, 4) > 3 * 32 / (4 * 40), "beams share parts of their answers too"
+    assert shared_by_samples(512, 128, 1, COST) == 0
+
+
+def test_M13_a_smaller_batch_beats_a_larger_one_where_the_cache_is_small() -> None:
+    rows = [(0.0, 10 + 37 * i % 191, 10 + 37 * i % 191) for i in range(200)]
+
+    def served(blocks: int, slots: int) -> tuple[float, float]:
+        sent = many(*rows)
+        end = serve_continuously(sent, COST, slots, SchedulerLimits(num_blocks=blocks, max_model_len=512))
+        return len(rows) / end, max((r.last - r.first) / max(1, r.output - 1) for r in sent)
+
+    (large, large_token), (small, small_token) = served(400, 64), served(400, 32)
+    assert small > large
+    assert small_token < large_token
+    assert served(5000, 64)[0] > served(5000, 32)[0], "with memory for all, more slots serve more"
