@@ -34,7 +34,7 @@ from tuner.records import (
 )
 from tuner.replay import outcomes
 from tuner.replay.plan import PLANS
-from tuner.tuning.concluding import Asked, Repeats, conclude, is_open
+from tuner.tuning.concluding import Repeats, WinnerCriteria, conclude, is_open
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 OBJECTIVES = ("ttft_p95_ms", "tpot_p95_ms", "goodput_rps")
@@ -45,7 +45,7 @@ STUDY = Study(
     spec={}, created_at=NOW,
 )  # fmt: skip
 ROWS, WINDOW_S, FINALISTS, TOKENS = 100, 60.0, 2, 21
-ASKED = Asked(study=STUDY, plan=PLANS["standard"], policy="slo", not_worse={})
+ASKED = WinnerCriteria(study=STUDY, plan=PLANS["standard"], policy="slo", not_worse={})
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,9 @@ from tuner.simulator.batch import Batch
 from tuner.simulator.cost import preset
 from tuner.simulator.options import Options
 from tuner.simulator.predict import Predictor
-from tuner.tuning.calibrated_predictor import RELAUNCHED, Knowledge, Known, predictor_of, screens
-from tuner.tuning.early_stopping import case_of
+from tuner.tuning.calibrated_predictor import CalibratedPredictor, StudyPredictor, predictor_of
 from tuner.tuning.live import fits, widest
-from tuner.tuning.next_trial import propose
+from tuner.tuning.next_trial import RELAUNCHED, case_of, propose, screens
 from tuner.tuning.study import Prepared
 
 TWO = ("max_num_seqs", "max_num_batched_tokens")
@@ -61,12 +60,12 @@ class Unlimited(Predictor):
         return kept
 
 
-FITTED: dict[str, Known] = {}
+FITTED: dict[str, CalibratedPredictor] = {}
 """Calibrated simulators of this process by what they were fitted to: the same for every switch."""
 
 
-class Kept(Knowledge):
-    """The product's knowledge; what it works out is kept for the next study of the scenario. `wrong` makes of
+class Kept(StudyPredictor):
+    """The product's predictor; what it works out is kept for the next study of the scenario. `wrong` makes of
     a simulator's word what a sabotaged one says.
     """
 
@@ -74,13 +73,13 @@ class Kept(Knowledge):
         super().__init__(prepared=prepared)
         self._savings, self._wrong = savings, wrong
 
-    def known(self, trials: Sequence[Trial]) -> Known | None:
-        found = super().known(trials) if self._savings.simulator else None
+    def calibrated(self, trials: Sequence[Trial]) -> CalibratedPredictor | None:
+        found = super().calibrated(trials) if self._savings.simulator else None
         if found is None or self._wrong is None:
             return found
         return replace(found, predict=self._wrong(self.prepared, found.predict))
 
-    def _calibrated(self, base: Trial | None) -> Known | None:
+    def _calibrated(self, base: Trial | None) -> CalibratedPredictor | None:
         if not self._savings.calibration:
             base = None
         key = f"{self.prepared.study.id} {base and base.measurement}"
@@ -100,7 +99,7 @@ def ours(bench: Bench, savings: Savings, wrong: Wrong | None = None, sampler: st
     prepared = replace(prepared, file=prepared.file.model_copy(update={"sampler": sampler}))
     if not savings.live:
         prepared = replace(prepared, file=prepared.file.model_copy(update={"live_limits": "off"}))
-    knowledge = Kept(prepared, savings, wrong)
+    predictor = Kept(prepared, savings, wrong)
     barred: set[Candidate] = set()
     failed: set[Candidate] = set()
     asking = prepared if savings.constraints else replace(prepared, rules=False)
@@ -108,7 +107,7 @@ def ours(bench: Bench, savings: Savings, wrong: Wrong | None = None, sampler: st
         trials = bench.trials
         if not savings.constraints:
             trials = [t for t in trials if t.state is not TrialState.INFEASIBLE]
-        found = propose(asking, trials, knowledge=knowledge)
+        found = propose(asking, trials, predictor=predictor)
         if found is None:
             return
         if not savings.constraints and found.candidate in failed:
@@ -163,7 +162,7 @@ def shuffled(prepared: Prepared, predict: Predict) -> Predict:
     encoding = encode(prepared.space, {})
     sizes = [len(values) for values in encoding.levels]
     others = [encoding.candidate(p) for p in acquisition.pool(encoding.names, sizes, prepared.study.seed)]
-    others = [c for c in others if prepared.known(c) is None]
+    others = [c for c in others if prepared.known_failure(c) is None]
     return lambda found: predict([others[int(c.digest[:8], 16) % len(others)] for c in found])
 
 
@@ -200,7 +199,7 @@ def plain_order(bench: Bench, candidates: Iterable[Candidate]) -> None:
     for candidate in candidates:
         if bench.over:
             return
-        if prepared.known(candidate) is None:
+        if prepared.known_failure(candidate) is None:
             bench.relaunch(candidate, case_of(prepared, bench.trials, screened=False, columns=bench.requests))
 
 

@@ -194,7 +194,7 @@ class World:
         """
         grid = [levels[: FEW.get(name, len(levels))] for name, levels in self.levels.items()]
         points = [Candidate(dict(zip(self.levels, point, strict=True))) for point in itertools.product(*grid)]
-        for candidate in [self.defaults, *(c for c in points if self.prepared.known(c) is None)]:
+        for candidate in [self.defaults, *(c for c in points if self.prepared.known_failure(c) is None)]:
             self.truth(candidate)
         looked: set[str] = set()
         while new := [c for c in self._front() if c.digest not in looked]:
@@ -207,7 +207,7 @@ class World:
         """Candidates that differ in one knob."""
         for name, levels in self.levels.items():
             moved = (Candidate({**candidate, name: level}) for level in levels if level != candidate[name])
-            yield from (c for c in moved if self.prepared.known(c) is None)
+            yield from (c for c in moved if self.prepared.known_failure(c) is None)
 
     def _front(self) -> list[Candidate]:
         """Of everything worked out so far, what nothing else beats in every objective."""

@@ -18,7 +18,7 @@ from tuner.search import pareto, trial_view
 from tuner.search.compare import compare
 from tuner.search.noise import spread_of
 from tuner.tuning import studyfile
-from tuner.tuning.run import Limits, tune
+from tuner.tuning.run import RunLimits, tune
 from tuner.tuning.study import load
 
 DOCS = Path(__file__).parent.parent / "docs" / "extending.md"
@@ -48,7 +48,7 @@ def test_22_4_an_objective_of_one_entry_is_tuned_for_from_study_file_to_words(
     store = Store(f"sqlite:///{tmp_path / 'tuner.db'}")
     store.upgrade()
     prepared = load(path, store=store, now=_now())
-    run = asyncio.run(tune(prepared, store, home=tmp_path, limits=Limits(trials=4), clock=_now))
+    run = asyncio.run(tune(prepared, store, home=tmp_path, limits=RunLimits(trials=4), clock=_now))
     trials = store.trials(run.study_id)
     assert [t.state for t in trials if t.is_baseline] == [TrialState.COMPLETE]
     assert len(trials) == 4

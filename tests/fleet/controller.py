@@ -8,7 +8,7 @@ from pathlib import Path
 from tuner.errors import TunerError
 from tuner.fleet import nodes
 from tuner.history.store import Store
-from tuner.tuning.run import Limits, tune
+from tuner.tuning.run import RunLimits, tune
 from tuner.tuning.study import load
 
 
@@ -23,7 +23,7 @@ def main(study: Path, home: Path, url: str, ttl_s: float) -> int:
     try:
         with nodes.held(store, prepared.node.name, clock=now, ttl_s=ttl_s) as held:
             print("leased", flush=True)
-            work = tune(prepared, held, home=home, limits=Limits(trials=50, early=False), clock=now)
+            work = tune(prepared, held, home=home, limits=RunLimits(trials=50, early=False), clock=now)
             asyncio.run(work)
     except TunerError as error:
         print(f"told: {error}", flush=True)

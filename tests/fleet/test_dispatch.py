@@ -32,10 +32,10 @@ from tuner.fleet.nodes import selector
 from tuner.history.store import Store
 from tuner.records import JSON, Candidate, Fidelity, Launch, Node, Violation
 from tuner.tuning import studyfile
-from tuner.tuning.cores import Cores
+from tuner.tuning.context import Cores, LaunchJob, News, Pass, Serving
 from tuner.tuning.study import Prepared, load
 from tuner.tuning.studyfile import StudyFile
-from tuner.tuning.trial import GateFailed, News, Order, Pass, Serving, launch_spec
+from tuner.tuning.trial import GateFailed, launch_spec
 
 
 def a_member(name: str, gpus: int = 2, **labels: str) -> Member:
@@ -143,11 +143,11 @@ async def at_work(folder: Path, *, isolated: bool = False) -> tuple[NodeWorker, 
     return worker, prepared
 
 
-def an_order(prepared: Prepared, folder: Path, **knobs: int) -> Order:
+def an_order(prepared: Prepared, folder: Path, **knobs: int) -> LaunchJob:
     spec = launch_spec(
         prepared, Candidate(knobs), folder / "of the controller", Cores(engine=None, sender=None)
     )
-    return Order(spec=spec, passes=(Pass(slices=prepared.study.slices),), number=0)
+    return LaunchJob(spec=spec, passes=(Pass(slices=prepared.study.slices),), number=0)
 
 
 def test_a_worker_does_an_order_and_hands_back_records_and_files(

@@ -245,7 +245,7 @@ from tuner.commands.plan import prepared_study
 from tuner.commands.tune import on_its_node
 from tuner.errors import Conflict
 from tuner.fleet.nodes import locked_gpus
-from tuner.tuning.run import Limits
+from tuner.tuning.run import RunLimits
 from pathlib import Path
 
 gpus = tuple(sys.argv[2:])
@@ -260,7 +260,7 @@ def look(event):
 store = open_store(create=True)
 prepared = prepared_study(Path(sys.argv[1]))
 prepared = replace(prepared, node=replace(prepared.node, gpus=gpus))
-run = on_its_node(prepared, store, Limits(trials=1, early=False), quiet=True, listen=look)
+run = on_its_node(prepared, store, RunLimits(trials=1, early=False), quiet=True, listen=look)
 look(None)
 print(run.state)
 """

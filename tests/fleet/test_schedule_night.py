@@ -18,7 +18,7 @@ from tuner.fleet.schedule import Firing, Happening, loop
 from tuner.history.entities import Schedule
 from tuner.history.store import Store
 from tuner.records import Run, RunState, TrialState
-from tuner.tuning.run import Limits, tune
+from tuner.tuning.run import RunLimits, tune
 from tuner.tuning.study import load
 
 DUE = datetime(2027, 3, 28, 0, 30, tzinfo=UTC)
@@ -57,7 +57,7 @@ def test_a_night_fires_and_ends_inside_its_window_with_production_back(store: St
 
     async def start(firing: Firing) -> Run | None:
         prepared = load(study, store=store, now=clock())
-        limits = Limits(trials=5000, deadline=firing.deadline, early=False)
+        limits = RunLimits(trials=5000, deadline=firing.deadline, early=False)
         with handed_over(store, prepared.node, home=tmp_path, clock=clock) as held:
             run = await tune(prepared, held, home=tmp_path, limits=limits, clock=clock)
         back.append(clock())

@@ -16,7 +16,7 @@ import numpy as np
 
 from tuner.records import Candidate, Measurement, Prediction, Slo, Trial, TrialState, Value, Violation
 from tuner.search import pareto, trial_view
-from tuner.search.candidate_sources import History, suggest
+from tuner.search.candidate_sources import StudyView, suggest
 
 OBJECTIVES = ("ttft_p95_ms", "tpot_p95_ms", "goodput_rps")
 LEVELS: Mapping[str, tuple[Value, ...]] = {
@@ -216,7 +216,7 @@ class Study:
         rows: list[list[float]] = []
         while self.spent < self.budget:
             found = suggest(
-                History(space=Space(), trials=self.trials, objectives=OBJECTIVES, slo=SLO),
+                StudyView(space=Space(), trials=self.trials, objectives=OBJECTIVES, slo=SLO),
                 seed=self.seed,
                 number=len(self.trials),
                 baseline=Candidate(),

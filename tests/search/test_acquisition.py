@@ -9,8 +9,8 @@ from tests.search import world
 from tests.search.world import OBJECTIVES, World
 from tuner.records import Candidate, Measurement, Prediction, Slo, Trial, TrialState
 from tuner.search import acquisition
-from tuner.search.acquisition import Predict, Problem
-from tuner.search.candidate_sources import History
+from tuner.search.acquisition import Predict, SearchState
+from tuner.search.candidate_sources import StudyView
 from tuner.search.encoding import encode
 
 SPACE = World(levels={"max_num_seqs": (64, 128, 256), "max_num_batched_tokens": (512, 1024, 8192)})
@@ -42,8 +42,8 @@ def _trial(number: int, candidate: Candidate, values: Mapping[str, float], kind:
     return replace(made, measurements=(Measurement(values=dict(values), kind=kind),))  # type: ignore[arg-type]
 
 
-def _problem(trials: Sequence[Trial], predict: Predict = _predict, space: World = SPACE) -> Problem:
-    history = History(space=space, trials=trials, objectives=OBJECTIVES, slo=Slo())
+def _problem(trials: Sequence[Trial], predict: Predict = _predict, space: World = SPACE) -> SearchState:
+    history = StudyView(space=space, trials=trials, objectives=OBJECTIVES, slo=Slo())
     found = history.problem(predict)
     assert found is not None
     return found

@@ -16,7 +16,7 @@ from tests.search.world import OBJECTIVES, World
 from tuner.errors import BadInput
 from tuner.records import Candidate, Measurement, Prediction, Slo, Trial, TrialState
 from tuner.search import pareto, sampler, trial_view
-from tuner.search.candidate_sources import History, Suggestion, suggest
+from tuner.search.candidate_sources import StudyView, Suggestion, suggest
 from tuner.search.encoding import encode
 
 SCALE = trial_view.scale(OBJECTIVES, [world.truth({}).values[n] for n in OBJECTIVES], Slo())
@@ -24,7 +24,7 @@ SCALE = trial_view.scale(OBJECTIVES, [world.truth({}).values[n] for n in OBJECTI
 
 def ask(trials: Sequence[Trial], number: int, space: World | None = None, **more: Any) -> Suggestion | None:
     settings: dict[str, Any] = {"seed": 7, "baseline": Candidate(), "known": world.seqs_above_tokens, **more}
-    history = History(space=space or World(), trials=trials, objectives=OBJECTIVES, slo=Slo())
+    history = StudyView(space=space or World(), trials=trials, objectives=OBJECTIVES, slo=Slo())
     return suggest(history, number=number, **settings)
 
 

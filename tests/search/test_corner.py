@@ -37,8 +37,8 @@ def test_study_as_confirmed_winner_on_the_h100_is_worth_volume(
     trials = [recorded(number) for number in range(3)]
     scale = trial_view.scale_of(trials, objectives, SLO_A)
     assert scale is not None
-    assert pareto.widening(trials, scale)[1] == pytest.approx(share, abs=0.01)
-    default, winner = (pareto.covered([trials[number]], scale) for number in (0, 1))
+    default, winner, both = (pareto.covered(trials[a:b], scale) for a, b in ((0, 1), (1, 2), (0, 2)))
+    assert (both - default) / both == pytest.approx(share, abs=0.01)
     assert winner > (0.6 if objectives is STUDY_A else 8.0) * default > 0
 
 

@@ -64,27 +64,6 @@ def test_volume_is_the_count_of_dominated_cells(rows: list[tuple[int, int, int]]
     assert pareto.volume(costs, np.full(3, 6.0)) == pytest.approx(brute)
 
 
-def test_what_each_trial_widened_when_it_came_adds_up_to_the_whole() -> None:
-    names, scale = PAIR, trial_view.scale(PAIR, (400, 4), Slo())
-    trials = [
-        measured(0, 400, 4),
-        measured(1, 200, 4),
-        measured(2, 250, 3.9),
-        measured(3, 300, 6),
-        measured(4, 100, 8),
-    ]
-    added = pareto.widening(trials, scale)
-    assert added[2] == 0.0
-    assert all(0 < added[n] < 1 for n in (1, 3, 4))
-    assert added[0] == 1.0
-    covered, rows = 0.0, []
-    for trial in trials:
-        rows.append([trial.measurement.values[n] for n in names] if trial.measurement else [])
-        now = pareto.hypervolume(rows, scale)
-        assert added[trial.number] == pytest.approx((now - covered) / now)
-        covered = now
-
-
 def test_slo_policy_takes_goodput_then_the_tail_then_the_simpler() -> None:
     slow = measured(0, 90, 30, slo_attainment=0.5, e2e_p95_ms=1.0)
     most = measured(1, 100, 20.0, e2e_p95_ms=900.0)

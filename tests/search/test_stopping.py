@@ -8,8 +8,8 @@ import pytest
 from tests.search import world
 from tests.search.world import OBJECTIVES
 from tuner.records import Candidate, Measurement, Slo, Trial, TrialState
-from tuner.search import stopping
-from tuner.search.stopping import reason_to_stop
+from tuner.search import early_stopping as stopping
+from tuner.search.early_stopping import reason_to_stop
 
 
 def flat(length: int) -> list[Trial]:

@@ -5,14 +5,15 @@ from dataclasses import replace
 from tests.search import world
 from tests.search.world import OBJECTIVES, World
 from tuner.records import Candidate, Slo, Value
-from tuner.search import heuristics, order, pareto, trial_view
+from tuner.search import pareto, trial_view
+from tuner.search.candidate_sources import drift_due, heuristics
 
 
 def test_starts_are_known_advice() -> None:
-    advice = heuristics.heuristics(World(), Candidate())
+    advice = heuristics(World(), Candidate())
     assert [c["max_num_seqs"] for _, c in advice] == [64, 1024]
     assert all(World().contains(c) for _, c in advice)
-    assert heuristics.heuristics(World(levels={"block_size": (8, 16)}), Candidate()) == ()
+    assert heuristics(World(levels={"block_size": (8, 16)}), Candidate()) == ()
 
 
 def test_the_first_candidates_of_a_node_with_several_cards_use_them() -> None:
@@ -20,14 +21,14 @@ def test_the_first_candidates_of_a_node_with_several_cards_use_them() -> None:
     levels: dict[str, tuple[Value, ...]] = {
         "max_num_seqs": (64, 1024), "tensor_parallel_size": (1, 2, 4, 8), "data_parallel_size": (1, 2, 4, 8),
     }  # fmt: skip
-    found = dict(heuristics.heuristics(World(levels=levels), Candidate()))
+    found = dict(heuristics(World(levels=levels), Candidate()))
     sizes = {name: (c["tensor_parallel_size"], c["data_parallel_size"]) for name, c in found.items()}
     assert sizes == {"heuristic: latency": (8, 1), "heuristic: throughput": (1, 8)}
     heads = lambda c: "does not divide 28 heads" if c.get("tensor_parallel_size") == 8 else None  # noqa: E731
-    (_, split), _ = heuristics.heuristics(World(levels=levels), Candidate(), heads)
+    (_, split), _ = heuristics(World(levels=levels), Candidate(), heads)
     assert split["tensor_parallel_size"] == 4
     alone = World(levels={"tensor_parallel_size": (1, 2)})
-    assert [c["tensor_parallel_size"] for _, c in heuristics.heuristics(alone, Candidate())] == [2, 2]
+    assert [c["tensor_parallel_size"] for _, c in heuristics(alone, Candidate())] == [2, 2]
 
 
 def test_promotions_are_screened_members_that_would_widen_the_front() -> None:
@@ -53,6 +54,6 @@ def test_promotions_are_screened_members_that_would_widen_the_front() -> None:
 def test_the_baseline_is_looked_at_again_now_and_then() -> None:
     trials = [world.trial(0, Candidate(), origin="baseline")]
     trials += [world.trial(n, Candidate({"max_num_seqs": 64})) for n in range(1, 9)]
-    assert not order.drift_due(trials[:8], every=8)
-    assert order.drift_due(trials, every=8)
-    assert not order.drift_due([*trials, world.trial(9, Candidate(), origin="baseline")], every=8)
+    assert not drift_due(trials[:8], every=8)
+    assert drift_due(trials, every=8)
+    assert not drift_due([*trials, world.trial(9, Candidate(), origin="baseline")], every=8)

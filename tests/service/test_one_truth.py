@@ -16,8 +16,8 @@ from tuner.conclusions import Conclusion, Judgement
 from tuner.history.store import Store
 from tuner.records import Study
 from tuner.report import words
-from tuner.tuning.events import Event
-from tuner.tuning.run import Limits
+from tuner.tuning.context import RunEvent
+from tuner.tuning.run import RunLimits
 from tuner.tuning.virtual import HIDDEN
 
 PLAN = "plan: {base: brief, repeats: 3, finalists: 2, tail_limit_s: 60}\nprice_per_gpu_hour: 2.5"
@@ -46,13 +46,13 @@ def drive(home: Path, slower: float | None = None) -> Conclusion:
     """One run of the study in this process; from its confirmation on the machine is so many times slower."""
     store = Store(f"sqlite:///{home / 'tuner.db'}")
 
-    def listen(event: Event) -> None:
+    def listen(event: RunEvent) -> None:
         if event.kind == "confirm" and slower is not None:
             os.environ[HIDDEN] = json.dumps([{**NOISE, "slower": slower}])
 
     try:
         prepared = plan.prepared_study(home / "study.yaml")
-        run = tune.on_its_node(prepared, store, Limits(trials=4, early=False), quiet=True, listen=listen)
+        run = tune.on_its_node(prepared, store, RunLimits(trials=4, early=False), quiet=True, listen=listen)
         said = store.conclusion(run.id)
         assert said is not None
         return said

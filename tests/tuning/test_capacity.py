@@ -11,7 +11,7 @@ from tuner.replay.plan import Load
 from tuner.replay.timeline import Judge, Partial, Replayed, SliceReplay
 from tuner.search.compare import compare_values
 from tuner.search.noise import Spread, spread_of
-from tuner.tuning import capacity
+from tuner.tuning import trial
 
 SLO = Slo(ttft_ms=100.0, attainment=0.9)
 LOAD = Load(seed=1, number=3, repeat=2, model="m", vocabulary=100, slo=SLO, speed=2.0)
@@ -53,7 +53,7 @@ class Served:
 @pytest.mark.parametrize("judged", [True, False])
 def test_the_slowest_slice_decides(judged: bool) -> None:
     served = Served({"a": 7.0, "b": 5.0}, judged=judged)
-    found, doubts = asyncio.run(capacity.max_speed(served, (part("a"), part("b")), LOAD, SLO))
+    found, doubts = asyncio.run(trial.max_speed(served, (part("a"), part("b")), LOAD, SLO))
     assert doubts == ()
     assert found.above is not None
     assert found.speed <= 5.0 < found.above
@@ -63,7 +63,7 @@ def test_the_slowest_slice_decides(judged: bool) -> None:
 @pytest.mark.parametrize("judged", [True, False])
 def test_what_the_sender_could_not_send_in_time_is_not_met(judged: bool) -> None:
     served = Served({"a": 30.0}, judged=judged, sent=[5.0])
-    found, doubts = asyncio.run(capacity.max_speed(served, (part("a"),), LOAD, SLO))
+    found, doubts = asyncio.run(trial.max_speed(served, (part("a"),), LOAD, SLO))
     assert found.speed <= 5.0
     assert doubts
     assert all("lateness" in doubt and doubt.startswith("max_speed: speed ") for doubt in doubts)
@@ -71,7 +71,7 @@ def test_what_the_sender_could_not_send_in_time_is_not_met(judged: bool) -> None
 
 def test_a_sender_that_was_late_once_is_asked_again() -> None:
     served = Served({"a": 7.0}, judged=True, sent=[1.0, 100.0])
-    found, doubts = asyncio.run(capacity.max_speed(served, (part("a"),), LOAD, SLO))
+    found, doubts = asyncio.run(trial.max_speed(served, (part("a"),), LOAD, SLO))
     assert [load.speed for load in served.loads[:3]] == [2.0, 2.0, 4.0]
     assert 6.5 < found.speed <= 7.0
     assert doubts == ()
@@ -79,7 +79,7 @@ def test_a_sender_that_was_late_once_is_asked_again() -> None:
 
 def test_no_prompt_is_sent_twice() -> None:
     served = Served({"a": 7.0}, judged=True, sent=[1.0, 100.0])
-    asyncio.run(capacity.max_speed(served, (part("a"),), LOAD, SLO))
+    asyncio.run(trial.max_speed(served, (part("a"),), LOAD, SLO))
     salts = [(load.number, load.repeat) for load in served.loads]
     assert len(set(salts)) == len(salts)
     assert (LOAD.number, LOAD.repeat) not in salts

@@ -22,7 +22,7 @@ from tuner.simulator.cost import preset
 from tuner.simulator.predict import Predictor
 from tuner.traffic import trace as traces
 from tuner.tuning.calibrated_predictor import card_for, scene_of
-from tuner.tuning.run import Limits, tune
+from tuner.tuning.run import RunLimits, tune
 from tuner.tuning.study import Prepared, load
 
 SPACE = """\
@@ -169,7 +169,7 @@ def test_M19_priority_scheduling_wins_a_night_of_mixed_classes(tmp_path: Path) -
     store.upgrade()
     prepared = prepared_in(tmp_path, store)
     run = asyncio.run(
-        tune(prepared, store, home=tmp_path, limits=Limits(trials=4), clock=lambda: datetime.now(UTC))
+        tune(prepared, store, home=tmp_path, limits=RunLimits(trials=4), clock=lambda: datetime.now(UTC))
     )
     said = store.conclusion(run.id)
     assert said is not None

@@ -27,13 +27,13 @@ from tuner.records import (
     Violation,
 )
 from tuner.tuning.attempt import failing, retries_of
-from tuner.tuning.confirm import finalists, pending, repeats_for_ten_percent
-from tuner.tuning.ending import Ending
-from tuner.tuning.publishing import unproved_of
-from tuner.tuning.run import Limits, tune
+from tuner.tuning.confirm import pending, repeats_for_ten_percent
+from tuner.tuning.context import LaunchJob, Measured, Note, RunContext, Serving
+from tuner.tuning.ending import Ending, unproved_of
+from tuner.tuning.finalists import finalists
+from tuner.tuning.run import RunLimits, tune
 from tuner.tuning.study import Surveyed, load, prepare, survey
 from tuner.tuning.studyfile import EngineFile, read
-from tuner.tuning.trial import Bench, Measured, Note, Order, Serving
 
 NOW = datetime(2026, 3, 1, tzinfo=UTC)
 BASE = {"ttft_p95_ms": 200.0, "tpot_p95_ms": 10.0, "e2e_p95_ms": 900.0, "goodput_rps": 5.0}
@@ -98,13 +98,13 @@ class Night:
         )
 
     @property
-    def bench(self) -> Bench:
-        return Bench(
+    def bench(self) -> RunContext:
+        return RunContext(
             prepared=self.prepared, store=self.store, home=self.home, clock=lambda: self.now,
             tell=lambda event: self.news.append(event.text), work=self.work,
         )  # fmt: skip
 
-    async def work(self, order: Order, note: Note) -> list[Measured]:
+    async def work(self, order: LaunchJob, note: Note) -> list[Measured]:
         if self.cut_after is not None and len(self.launched) >= self.cut_after:
             raise Closed
         seqs = order.spec.asked["max_num_seqs"]
@@ -383,7 +383,7 @@ def test_each_run_relaunches_what_it_screened(tmp_path: Path) -> None:
 
 def test_a_finalist_that_runs_otherwise_than_asked_falls_out(tmp_path: Path) -> None:
     class Deaf(Night):
-        async def work(self, order: Order, note: Note) -> list[Measured]:
+        async def work(self, order: LaunchJob, note: Note) -> list[Measured]:
             made = await super().work(order, note)
             note(Serving(effective={"max_num_seqs": 4}, timeline={}, kv_tokens=None))
             return made
@@ -428,7 +428,7 @@ def test_only_to_confirm_makes_no_new_trials(tmp_path: Path) -> None:
     night.cut_after = 5
     night.whole()
     night.cut_after = None
-    limits = Limits(confirm_only=True)
+    limits = RunLimits(confirm_only=True)
     run = asyncio.run(
         tune(
             night.prepared,

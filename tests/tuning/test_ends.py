@@ -18,9 +18,8 @@ from tuner.knobs.model import from_config
 from tuner.metrics import CANCELLED, CUT
 from tuner.records import Candidate, Measurement, Outcome, RunState, SliceMeasurement, Trial, TrialState
 from tuner.replay import outcomes
-from tuner.tuning.attempt import errors_of, failing
-from tuner.tuning.blame import blamed, hopeless, never_started
-from tuner.tuning.budget import LaunchBudget, most_launches
+from tuner.tuning.attempt import blamed, errors_of, failing, hopeless, never_started
+from tuner.tuning.context import LaunchBudget, most_launches
 from tuner.tuning.study import load
 
 NOW = datetime(2026, 11, 28, tzinfo=UTC)
@@ -213,7 +212,7 @@ def test_29c_a_longer_request_than_the_model_takes_does_not_ask_for_a_longer_eng
         path.write_text(json.dumps({**shape, "max_position_embeddings": 1000, "rope_scaling": rope}))
         assert from_config("m", path).longest == longest, rope
     prepared = load(write(tmp_path), store=None, now=NOW)
-    assert "max_model_len 40000" in (prepared.known(Candidate({"max_model_len": 40000})) or "")
+    assert "max_model_len 40000" in (prepared.known_failure(Candidate({"max_model_len": 40000})) or "")
     lifted = STUDY.replace(
         "max-model-len: 16384}", "max-model-len: 99999}\n  env: {VLLM_ALLOW_LONG_MAX_MODEL_LEN: 1}"
     )

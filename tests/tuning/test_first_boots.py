@@ -10,11 +10,9 @@ from tuner.engine.boots import about_first
 from tuner.engine.gpu import Gpus
 from tuner.history.store import Store
 from tuner.records import Fidelity, Launch, Measurement, Study
-from tuner.tuning.budget import LaunchBudget
-from tuner.tuning.cores import Cores
-from tuner.tuning.launch_estimates import learned
+from tuner.tuning.context import Cores, HostContext, LaunchBudget, RunContext, launch_estimates
 from tuner.tuning.study import load
-from tuner.tuning.trial import Bench, Place, flagged
+from tuner.tuning.trial import flagged
 
 NOW = datetime(2026, 11, 28, tzinfo=UTC)
 
@@ -24,7 +22,9 @@ def test_29b4_first_boots_are_judged_by_their_own_compile_group(tmp_path: Path) 
     store = Store(f"sqlite:///{tmp_path / 'tuner.db'}")
     prepared = load(write(tmp_path), store=store, now=NOW)
     study = store.add_study(prepared.study)
-    bench = Bench(prepared=prepared, store=store, home=tmp_path, clock=lambda: NOW, tell=lambda event: None)
+    bench = RunContext(
+        prepared=prepared, store=store, home=tmp_path, clock=lambda: NOW, tell=lambda event: None
+    )
     today, wide = ("--max-num-batched-tokens", "8192"), ("--max-num-batched-tokens", "256")
     number = 0
 
@@ -68,16 +68,16 @@ def test_a_new_study_knows_how_long_engines_of_its_model_take_on_its_node(tmp_pa
         launched(replace(mine, id="model", model="another"), 500.0, 500.0, 500.0)
         launched(replace(mine, id="engine", engine_version="0.1"), 500.0, 500.0, 500.0)
         launched(replace(mine, id="node", node="elsewhere"), 500.0, 500.0, 500.0)
-        assert learned(store, prepared, home=None).ready_timeout_s == 900.0
+        assert launch_estimates(store, prepared, home=None).ready_timeout_s == 900.0
         launched(replace(mine, id="before"), 100.0, 110.0, 120.0)
-        assert learned(store, prepared, home=None).ready_timeout_s == 330.0
+        assert launch_estimates(store, prepared, home=None).ready_timeout_s == 330.0
         launched(mine, 40.0, 40.0, 40.0)
-        assert learned(store, prepared, home=None).ready_timeout_s == 120.0
+        assert launch_estimates(store, prepared, home=None).ready_timeout_s == 120.0
 
 
 def test_how_the_gpus_fared_is_kept_with_the_measurement(tmp_path: Path) -> None:
     prepared = load(write(tmp_path), store=None, now=NOW)
-    place = Place(prepared=prepared, cores=Cores(engine=None, sender=None), gpus=Gpus(nvml=None))
+    place = HostContext(prepared=prepared, cores=Cores(engine=None, sender=None), gpus=Gpus(nvml=None))
     sampled = {"gpu_memory_gib": 70.0, "gpu_clock_min_mhz": 1200.0, "gpu_throttled": 0.5}
     found = flagged(
         Measurement(values={}, fidelity=Fidelity(values={"lateness": 1.0})), place, sampled

@@ -8,9 +8,9 @@ import pytest
 
 from tests.tuning.studies import write
 from tuner.knobs.arguments import gpus_held
+from tuner.tuning.context import held
 from tuner.tuning.run import idle_of
 from tuner.tuning.study import load
-from tuner.tuning.trial import held
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from tests.tuning.studies import STUDY, tuner, write
 from tuner.errors import BadInput
 from tuner.tuning import study as studies
 from tuner.tuning import studyfile, trial
-from tuner.tuning.trial import Order, Pass, Place
+from tuner.tuning.context import HostContext, LaunchJob, Pass
 
 
 @pytest.mark.parametrize("value", ["raw", "sessions", "open", "none"])
@@ -32,8 +32,8 @@ def test_raw_is_refused_before_anything_is_written(tmp_path: Path) -> None:
 def test_a_history_reaches_the_replay(tmp_path: Path, value: str, sent: str) -> None:
     prepared = studies.load(write(tmp_path, f"{STUDY}history: {value}\n"), store=None, now=datetime.now(UTC))
     place = cast(
-        Place, SimpleNamespace(prepared=prepared, cores=SimpleNamespace(sender=None), isolated=False)
+        HostContext, SimpleNamespace(prepared=prepared, cores=SimpleNamespace(sender=None), isolated=False)
     )
-    order = cast(Order, SimpleNamespace(number=1, kv_tokens=None))
+    order = cast(LaunchJob, SimpleNamespace(number=1, kv_tokens=None))
     each = cast(Pass, SimpleNamespace(repeat=0))
     assert trial.load_of(place, order, each, None).history == sent

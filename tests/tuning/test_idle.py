@@ -17,7 +17,7 @@ from tuner.records import (
     Value,
 )
 from tuner.replay import outcomes
-from tuner.tuning.idle import cannot_act, crowd_of
+from tuner.tuning.finalists import cannot_act, crowd_of
 
 CPU = EngineFacts(kind="vllm", version="0.32.0", platform="cpu", flags=frozenset())
 CARD = replace(CPU, platform="cuda")

@@ -15,12 +15,11 @@ from tests.tuning.studies import STUDY, VIRTUAL, tuner, write
 from tests.tuning.test_next_trial import measured, values
 from tuner.history.store import Store
 from tuner.records import Candidate, Trial, TrialState, Value, Violation
-from tuner.search import heuristics
+from tuner.search.candidate_sources import heuristics
 from tuner.search.encoding import encode
 from tuner.search.feasibility import back_off
-from tuner.tuning.calibrated_predictor import Knowledge, at_levels
 from tuner.tuning.live import fits, widest
-from tuner.tuning.next_trial import propose
+from tuner.tuning.next_trial import at_levels, propose
 from tuner.tuning.study import Prepared, load
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -59,7 +58,7 @@ def test_M1_every_proposal_inherits_whoever_makes_it(prepared: Prepared) -> None
         trials.append(measured(number, found.candidate, values(tail), origin=found.origin))
     assert len(trials) == 9  # all of the space but what runs today
     assert len(origins) > 1
-    assert all(inherits(c) for _, c in heuristics.heuristics(prepared.space, prepared.baseline))
+    assert all(inherits(c) for _, c in heuristics(prepared.space, prepared.baseline))
 
 
 def test_M1_back_off_and_running_engines_inherit(prepared: Prepared) -> None:
@@ -81,7 +80,7 @@ def test_M1_back_off_and_running_engines_inherit(prepared: Prepared) -> None:
 def test_M1_a_seed_of_elsewhere_takes_on_what_runs_here(prepared: Prepared) -> None:
     trials = [measured(0, prepared.baseline, values(900.0))]
     seed = Candidate({"max_num_seqs": 60, "max_num_batched_tokens": 2048, "block_size": 16})
-    found = propose(prepared, trials, knowledge=Knowledge(prepared=prepared, fronts=[("node a", seed)]))
+    found = propose(prepared, trials, seeds=[("node a", seed)])
     assert found is not None
     assert found.origin == "node a"
     assert found.candidate == Candidate({"max_num_seqs": 64, "max_num_batched_tokens": 2048, **INHERITED})

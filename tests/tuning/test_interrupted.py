@@ -30,12 +30,10 @@ from tuner.records import (
     SliceMeasurement,
     TrialState,
 )
-from tuner.tuning.budget import hours_left, steady
-from tuner.tuning.events import Event
-from tuner.tuning.publishing import publish
-from tuner.tuning.run import Limits, tune
+from tuner.tuning.context import LaunchJob, Measured, Note, RunContext, RunEvent, Serving, hours_left, steady
+from tuner.tuning.ending import publish
+from tuner.tuning.run import RunLimits, tune
 from tuner.tuning.study import load
-from tuner.tuning.trial import Bench, Measured, Note, Order, Serving
 
 NOW = datetime(2026, 11, 28, 22, tzinfo=UTC)
 
@@ -51,7 +49,7 @@ class Jumping:
         return NOW + timedelta(seconds=self.looks) - timedelta(hours=2 if self.looks > self.at else 0)
 
 
-async def measures(order: Order, note: Note) -> Sequence[Measured]:
+async def measures(order: LaunchJob, note: Note) -> Sequence[Measured]:
     """What an engine that served everything would have measured: more sequences are faster."""
     seqs = int(str(order.spec.asked.get("max_num_seqs", 4)))
     note(Serving(effective=dict(order.spec.asked), timeline={"ready_s": 1.0}, kv_tokens=1000))
@@ -71,13 +69,13 @@ async def measures(order: Order, note: Note) -> Sequence[Measured]:
     ]  # fmt: skip
 
 
-def tuned(tmp_path: Path, clock: object, **limits: object) -> tuple[Store, list[Event]]:
-    store, told = Store(f"sqlite:///{tmp_path / 'tuner.db'}"), list[Event]()
+def tuned(tmp_path: Path, clock: object, **limits: object) -> tuple[Store, list[RunEvent]]:
+    store, told = Store(f"sqlite:///{tmp_path / 'tuner.db'}"), list[RunEvent]()
     prepared = load(write(tmp_path, STUDY + "live_limits: off\n"), store=store, now=NOW)
     asyncio.run(
         tune(
             prepared, store, home=tmp_path, clock=clock, work=measures, tell=told.append,  # type: ignore[arg-type]
-            limits=Limits(trials=3, early=False, **limits),  # type: ignore[arg-type]
+            limits=RunLimits(trials=3, early=False, **limits),  # type: ignore[arg-type]
         )
     )  # fmt: skip
     return store, told
@@ -164,8 +162,8 @@ def test_29c_an_event_carries_the_run_that_told_it(tmp_path: Path) -> None:
     with closing(Store(f"sqlite:///{tmp_path / 'tuner.db'}")) as store:
         trial = start(store, a_run(store, store.add_study(a_study())), 0)
     with log_to(tmp_path) as write_event:
-        write_event(Event(kind="confirm", text="again", trial=trial, run="this-run"))
-        write_event(Event(kind="note", text="interrupted", trial=trial))
+        write_event(RunEvent(kind="confirm", text="again", trial=trial, run="this-run"))
+        write_event(RunEvent(kind="note", text="interrupted", trial=trial))
     lines = [json.loads(line) for line in (tmp_path / "logs" / "tuner.jsonl").read_text().splitlines()]
     assert [line["run"] for line in lines] == ["this-run", trial.run_id]
 
@@ -221,7 +219,7 @@ def test_19_7_a_baseline_that_did_not_serve_is_published_under_no_alias(
 ) -> None:
     with closing(Store(f"sqlite:///{tmp_path / 'tuner.db'}")) as store:
         prepared = load(write(tmp_path), store=store, now=NOW)
-        bench = Bench(
+        bench = RunContext(
             prepared=prepared, store=store, home=tmp_path, clock=lambda: NOW, tell=lambda event: None
         )
         run = a_run(store, store.add_study(prepared.study), now=NOW)

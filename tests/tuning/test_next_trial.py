@@ -12,24 +12,22 @@ from tuner.errors import BadInput
 from tuner.knobs.space import Condition
 from tuner.records import Candidate, Measurement, Trial, TrialState
 from tuner.search import trial_view
-from tuner.tuning.calibrated_predictor import (
-    RELAUNCHED,
-    Knowledge,
-    card_for,
-    screens,
-)
-from tuner.tuning.early_stopping import judge_of, peak
+from tuner.tuning.calibrated_predictor import StudyPredictor, card_for, forecast
 from tuner.tuning.live import group, widest
 from tuner.tuning.next_trial import (
+    RELAUNCHED,
     best,
     expected_gain,
-    key_of,
+    first_candidates,
+    judge_of,
     minimal,
+    peak,
     propose,
+    screens,
     spaces,
+    view_of,
     winner,
 )
-from tuner.tuning.predicting import forecast
 from tuner.tuning.study import Prepared, load
 
 SPACE = """\
@@ -67,12 +65,12 @@ def values(ttft: float, tpot: float = 10.0, goodput: float = 5.0, slo: float = 1
 @pytest.fixture(scope="module")
 def history(prepared: Prepared) -> list[Trial]:
     """Eight trials, each what was proposed after those before it, each measured as it was predicted."""
-    knowledge = Knowledge(prepared=prepared)
+    predictor = StudyPredictor(prepared=prepared)
     trials = [measured(0, prepared.baseline, values(900.0, slo=0.4))]
     for number in range(1, 8):
-        found = propose(prepared, trials, knowledge=knowledge)
+        found = propose(prepared, trials, predictor=predictor)
         assert found is not None
-        known = knowledge.known(trials)
+        known = predictor.calibrated(trials)
         assert known is not None
         (prediction,) = known.predict([found.candidate])
         trials.append(
@@ -103,7 +101,7 @@ def test_the_calibrated_simulator_proposes_first_and_the_heuristics_where_there_
 ) -> None:
     assert history[1].origin.startswith("simulator")
     other = unpredictable(prepared)
-    found = [o for o, _ in Knowledge(prepared=other).seeds(history[:1])]
+    found = [o for o, _ in first_candidates(StudyPredictor(prepared=other), history[:1])]
     assert [o.partition(":")[0] for o in found] == ["heuristic", "heuristic", "traffic"]
 
 
@@ -126,13 +124,13 @@ def test_what_would_widen_the_relaunched_front_most_is_relaunched_now_and_then(p
 def test_what_may_still_be_gained_is_told_by_a_trusted_predictor(
     prepared: Prepared, history: list[Trial]
 ) -> None:
-    knowledge = Knowledge(prepared=prepared)
-    found = expected_gain(prepared, history, knowledge)
+    predictor = StudyPredictor(prepared=prepared)
+    found = expected_gain(prepared, history, predictor)
     assert found is not None
     assert 0 <= found < 5
     other = unpredictable(prepared)
-    assert expected_gain(other, history, Knowledge(prepared=other)) is None
-    assert expected_gain(prepared, (), knowledge) is None
+    assert expected_gain(other, history, StudyPredictor(prepared=other)) is None
+    assert expected_gain(prepared, (), predictor) is None
 
 
 def test_one_running_engine_can_screen_all_early_proposals(prepared: Prepared, history: list[Trial]) -> None:
@@ -204,7 +202,7 @@ def test_a_screened_trial_may_win_until_it_was_relaunched_even_in_fewer_words(pr
         measured(1, Candidate({"max_num_seqs": 16}), values(400.0, goodput=6.0)),
         measured(2, good, values(200.0, goodput=9.0), screened=True),
     ]
-    key = key_of(prepared, [base, *trials])
+    key = view_of(prepared, [base, *trials]).key
     assert winner(prepared, trials, key) == trials[1]
     short = minimal(prepared.space, [base], good)
     assert short == Candidate({"max_num_seqs": 64})
@@ -270,10 +268,10 @@ def unpredictable(prepared: Prepared) -> Prepared:
 def test_an_unknown_card_is_said(prepared: Prepared) -> None:
     other = unpredictable(prepared)
     assert card_for(other) == "the simulator does not know the card 'NVIDIA Z9'"
-    knowledge = Knowledge(prepared=other)
+    predictor = StudyPredictor(prepared=other)
     base = measured(0, other.baseline, values(900.0))
-    assert knowledge.known((base,)) is None
-    assert knowledge.why_not == card_for(other)
+    assert predictor.calibrated((base,)) is None
+    assert predictor.why_not == card_for(other)
     with pytest.raises(BadInput, match="NVIDIA Z9"):
         forecast(other, (base,), count=2)
 
@@ -324,7 +322,7 @@ def test_M2_recompute_is_the_engine_s_default_and_is_launched_no_second_time(pre
     broken = replace(served, state=TrialState.INFEASIBLE, cause="errors")
     for base in (served, broken):
         assert minimal(space, [base], asked) == Candidate({"max_num_seqs": 4})
-        key = key_of(wider, [base])
+        key = view_of(wider, [base]).key
         assert key(asked) == key(prepared.baseline)
         assert key(asked.with_values(preemption="offload:8")) != key(prepared.baseline)
     held = measured(0, Candidate({"preemption": "offload:8"}), values(900.0))

@@ -10,8 +10,8 @@ from tests.tuning.studies import STUDY, write
 from tuner.errors import Aborted, BadInput
 from tuner.records import Candidate, Measurement, Trial, TrialState
 from tuner.tuning import quality
-from tuner.tuning.confirm import finalists, left_out
-from tuner.tuning.quality import Answer
+from tuner.tuning.finalists import finalists, left_out
+from tuner.tuning.quality import CanaryAnswer
 from tuner.tuning.study import Prepared, load
 from tuner.tuning.studyfile import QualityFile
 
@@ -24,8 +24,8 @@ knobs:
 """
 
 
-def answer(*tokens: int, logprob: float = -1.0) -> Answer:
-    return Answer(tokens=tuple(f"token_id:{t}" for t in tokens), logprobs=(logprob,) * len(tokens))
+def answer(*tokens: int, logprob: float = -1.0) -> CanaryAnswer:
+    return CanaryAnswer(tokens=tuple(f"token_id:{t}" for t in tokens), logprobs=(logprob,) * len(tokens))
 
 
 def test_the_share_ends_at_the_first_token_that_differs() -> None:
@@ -63,7 +63,7 @@ def test_answers_are_kept_and_read_again(tmp_path: Path) -> None:
 
 def test_a_completion_is_read_token_by_token() -> None:
     said = {"choices": [{"logprobs": {"tokens": ["token_id:7"], "token_logprobs": [-0.25]}}]}
-    assert quality.parse(said) == Answer(tokens=("token_id:7",), logprobs=(-0.25,))  # type: ignore[arg-type]
+    assert quality.parse(said) == CanaryAnswer(tokens=("token_id:7",), logprobs=(-0.25,))  # type: ignore[arg-type]
     with pytest.raises(Aborted, match="log probabilities"):
         quality.parse({"choices": [{"logprobs": None}]})
 

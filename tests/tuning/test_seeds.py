@@ -17,8 +17,8 @@ from tuner.records import Candidate, Measurement, RunState, Study, Trial, TrialS
 from tuner.simulator.cost import Coefficients, coefficients_of
 from tuner.traffic.advice import sequences_for
 from tuner.traffic.statistics import describe
-from tuner.tuning.calibrated_predictor import Knowledge
-from tuner.tuning.next_trial import minimal, propose
+from tuner.tuning.calibrated_predictor import StudyPredictor
+from tuner.tuning.next_trial import first_candidates, minimal, propose
 from tuner.tuning.seeds import by_concurrency, fronts_of, last_calibration
 from tuner.tuning.study import Prepared, load
 
@@ -121,10 +121,10 @@ def baseline(tonight: Prepared) -> Trial:
 def first_proposals(tonight: Prepared, store: Store, count: int) -> list[tuple[str, Candidate]]:
     """What is measured after the baseline."""
     begun = tonight.study.created_at
-    knowledge = Knowledge(prepared=tonight, fronts=fronts_of(store, tonight, begun))
+    seeds = fronts_of(store, tonight, begun)
     trials, found = [baseline(tonight)], []
     for number in range(1, count + 1):
-        proposed = propose(tonight, trials, knowledge=knowledge)
+        proposed = propose(tonight, trials, seeds)
         assert proposed is not None
         found.append((proposed.origin, proposed.candidate))
         ended = replace(
@@ -203,8 +203,8 @@ def test_M37_a_second_night_begins_with_the_calibration_of_the_first(store: Stor
     found = last_calibration(store, tonight, NIGHT + timedelta(days=1))
     assert found == FITTED
     assert last_calibration(store, tonight, NIGHT) is None
-    known = Knowledge(prepared=tonight, start=found).known((baseline(tonight),))
-    fresh = Knowledge(prepared=tonight).known((baseline(tonight),))
+    known = StudyPredictor(prepared=tonight, start=found).calibrated((baseline(tonight),))
+    fresh = StudyPredictor(prepared=tonight).calibrated((baseline(tonight),))
     assert known is not None
     assert known.calibration is not None
     assert fresh is not None
@@ -215,8 +215,8 @@ def test_M37_a_second_night_begins_with_the_calibration_of_the_first(store: Stor
 def test_a_broken_baseline_is_predicted_by_the_last_calibration(tonight: Prepared) -> None:
     broken = replace(baseline(tonight), state=TrialState.INFEASIBLE, measurements=())
     asked = [Candidate({"max_num_seqs": 64})]
-    with_it = Knowledge(prepared=tonight, start=FITTED).known((broken,))
-    without = Knowledge(prepared=tonight).known((broken,))
+    with_it = StudyPredictor(prepared=tonight, start=FITTED).calibrated((broken,))
+    without = StudyPredictor(prepared=tonight).calibrated((broken,))
     assert with_it is not None
     assert without is not None
     assert with_it.predict(asked)[0].values != without.predict(asked)[0].values
@@ -239,7 +239,8 @@ def test_M12_the_concurrency_of_the_trace_seeds_the_search(tonight: Prepared) ->
     levels = [int(v or 0) for v in tonight.space.levels["max_num_seqs"]]
     assert candidate["max_num_seqs"] == min(v for v in levels if v >= enough)
     assert "traffic" in {
-        o.partition(":")[0] for o, _ in Knowledge(prepared=tonight).seeds([baseline(tonight)])
+        o.partition(":")[0]
+        for o, _ in first_candidates(StudyPredictor(prepared=tonight), [baseline(tonight)])
     }
 
 

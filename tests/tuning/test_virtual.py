@@ -47,6 +47,15 @@ def test_virtual_seconds_are_charged_and_no_process_is_started(tmp_path: Path) -
         assert took >= 2.0  # one second to start, one of traffic
 
 
+def test_the_time_to_ready_is_what_the_engine_was_told_to_take(tmp_path: Path) -> None:
+    study = VIRTUAL.replace("kind: simulated", "kind: simulated\n  env: {TUNER_SIM_STARTUP_S: '7.5'}")
+    first = tuned(tmp_path, tmp_path / "home", study)[0]
+    assert first.measurement is not None
+    assert first.measurement.values["ready_s"] == 7.5
+    store = Store(f"sqlite:///{tmp_path / 'home' / 'tuner.db'}")
+    assert {each.timeline["ready_s"] for each in store.launches(first.study_id)} == {7.5}
+
+
 def test_a_virtual_launch_fails_in_the_words_of_a_real_one(tmp_path: Path) -> None:
     ends = {}
     for clock in ("real", "virtual"):

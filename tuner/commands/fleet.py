@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from tuner.fleet.dispatch_ray import Member
     from tuner.history.store import Store
     from tuner.records import Node
-    from tuner.tuning.events import Event, Tell
-    from tuner.tuning.run import Limits
+    from tuner.tuning.context import RunEvent, Tell
+    from tuner.tuning.run import RunLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class ClusterOptions:
     study: Path
     on: str
     nodes: Sequence[str]
-    limits: "Limits"
+    limits: "RunLimits"
     dry_run: bool
     rules: bool
     isolated: bool
@@ -141,7 +141,7 @@ def listeners(
     with listener(home, objectives, quiet=quiet) as one:
 
         def tell_of(name: str) -> "Tell":
-            def tell(event: "Event") -> None:
+            def tell(event: "RunEvent") -> None:
                 done[name] = event.done or done.get(name, 0)
                 total[name] = event.total or total.get(name, 0)
                 everything = sum(total.values()) or None

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from tuner.records import JSON, Prediction, Trial
-    from tuner.tuning.predicting import Forecast
+    from tuner.tuning.calibrated_predictor import Forecast
     from tuner.tuning.study import Prepared
 
 
@@ -74,8 +74,8 @@ def print_plan(prepared: "Prepared", trials: int | None, *, as_json: bool = Fals
 
 def plan_of(prepared: "Prepared", trials: int | None) -> dict[str, object]:
     """What `print_plan` prints, as data."""
-    from tuner.tuning.budget import most_launches
-    from tuner.tuning.unjudged import unjudged
+    from tuner.tuning.context import most_launches
+    from tuner.tuning.traffic_notes import unjudged
 
     past = trials_so_far(prepared)
     return {
@@ -128,7 +128,7 @@ def confirmation_words(found: "Mapping[str, JSON]") -> str:
 
 def say_unjudged(prepared: "Prepared") -> None:
     """Say aloud which knobs this traffic cannot judge."""
-    from tuner.tuning.unjudged import unjudged
+    from tuner.tuning.traffic_notes import unjudged
 
     for name, reason in unjudged(prepared).items():
         say(f"cannot be judged with this trace: {name}: {reason}")
@@ -136,7 +136,7 @@ def say_unjudged(prepared: "Prepared") -> None:
 
 def budget_words(trials: int, each_s: float) -> list[str]:
     """What a run of so many trials may spend: numbers, launches, hours."""
-    from tuner.tuning.budget import BESIDE, most_launches
+    from tuner.tuning.context import BESIDE, most_launches
 
     most = most_launches(trials)
     return [
@@ -151,7 +151,7 @@ def commands(prepared: "Prepared", past: "Sequence[Trial]") -> "dict[str, Sequen
     """The command line of the baseline and of the next candidate, as they would be launched."""
     from tuner import masking
     from tuner.engine.server import arguments
-    from tuner.tuning.cores import Cores
+    from tuner.tuning.context import Cores
     from tuner.tuning.next_trial import propose
     from tuner.tuning.trial import launch_spec
 
@@ -168,7 +168,7 @@ def commands(prepared: "Prepared", past: "Sequence[Trial]") -> "dict[str, Sequen
 
 def seconds(prepared: "Prepared", past: "Sequence[Trial]") -> dict[str, float]:
     """How long a trial takes, about: its replay, and its launch by what launches took so far."""
-    from tuner.tuning.calibrated_predictor import launch_s, replay_s
+    from tuner.tuning.next_trial import launch_s, replay_s
 
     replay = replay_s(prepared)
     return {"replay": replay, "launch": launch_s(past, replay)}
@@ -189,7 +189,7 @@ def predict(
     as_json: Json = False,
 ) -> None:
     """Predict what a study's candidates would measure, calibrated on its trials so far."""
-    from tuner.tuning.predicting import forecast
+    from tuner.tuning.calibrated_predictor import forecast
 
     prepared = prepared_study(study)
     found = forecast(prepared, trials_so_far(prepared), count=candidates)

@@ -22,7 +22,7 @@ from rich.progress import (
 from tuner.commands.common import knobs, say, text
 from tuner.errors import Unavailable
 from tuner.records import Trial
-from tuner.tuning.events import Event, Tell
+from tuner.tuning.context import RunEvent, Tell
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def listener(home: Path, objectives: tuple[str, ...], *, quiet: bool = False) ->
     with log_to(home) as log:
         if quiet or not sys.stderr.isatty():
 
-            def lines(event: Event) -> None:
+            def lines(event: RunEvent) -> None:
                 log(event)
                 if not quiet and (line := describe(event, objectives)) is not None:
                     say(line)
@@ -53,7 +53,7 @@ def _bar(log: Tell, objectives: tuple[str, ...]) -> Iterator[Tell]:
     with bar:
         task = bar.add_task("tuning", total=None, phase="")
 
-        def tell(event: Event) -> None:
+        def tell(event: RunEvent) -> None:
             log(event)
             phase = f"{_who(event.trial)} {event.text}".strip()
             if event.kind == "phase":
@@ -72,7 +72,7 @@ def _who(trial: Trial | None) -> str:
     return f"trial {trial.number}" + (f" attempt {trial.attempt}" if trial.attempt else "")
 
 
-def describe(event: Event, objectives: tuple[str, ...]) -> str | None:
+def describe(event: RunEvent, objectives: tuple[str, ...]) -> str | None:
     """One line for people; None for what is too small to print."""
     if event.kind == "phase":
         return None
@@ -91,7 +91,7 @@ def _outcome(trial: Trial, objectives: tuple[str, ...]) -> str:
 
 
 @contextmanager
-def log_to(home: Path) -> Iterator[Callable[[Event], None]]:
+def log_to(home: Path) -> Iterator[Callable[[RunEvent], None]]:
     """A function that writes an event; phases are left out, they are many."""
     path = home / "logs" / "tuner.jsonl"
     try:
@@ -107,7 +107,7 @@ def log_to(home: Path) -> Iterator[Callable[[Event], None]]:
         ],
     )
 
-    def write(event: Event) -> None:
+    def write(event: RunEvent) -> None:
         if event.kind == "phase":
             return
         trial = event.trial

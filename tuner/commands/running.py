@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from tuner.records import Study
-    from tuner.tuning.events import Tell
+    from tuner.tuning.context import Tell
 
 T = TypeVar("T")
 ENDING = (signal.SIGINT, signal.SIGTERM)
@@ -67,7 +67,7 @@ def interruptible(work: "Coroutine[Any, Any, T]", tell: "Tell") -> T:
 
     import uvloop
 
-    from tuner.tuning.events import Event
+    from tuner.tuning.context import RunEvent
 
     async def main() -> T:
         task, loop = asyncio.ensure_future(work), asyncio.get_running_loop()
@@ -78,7 +78,7 @@ def interruptible(work: "Coroutine[Any, Any, T]", tell: "Tell") -> T:
         try:
             return runner.run(main())
         except asyncio.CancelledError:
-            tell(Event(kind="note", text="stopped; the same command goes on with this run"))
+            tell(RunEvent(kind="note", text="stopped; the same command goes on with this run"))
             raise KeyboardInterrupt from None
         finally:
             _now.cancel = None

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tuner.history.entities import Schedule
     from tuner.history.store import Store
     from tuner.records import JSON, Run
-    from tuner.tuning.events import Event, Tell
+    from tuner.tuning.context import RunEvent, Tell
 
 app = typer.Typer(help="Schedules: nightly runs inside a window.", no_args_is_help=True)
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A schedule's name.")]
@@ -204,7 +204,7 @@ def _run(store: "Store", firing: "Firing") -> "Run":
     """The study until the window's end, less what giving production back may take."""
     from tuner.commands import tune
     from tuner.tuning import study
-    from tuner.tuning.run import Limits
+    from tuner.tuning.run import RunLimits
 
     prepared = study.load(Path(firing.terms.study), store=store, now=now())
     if prepared.study.node != firing.schedule.node:
@@ -214,7 +214,7 @@ def _run(store: "Store", firing: "Firing") -> "Run":
         )
     budget = prepared.file.budget
     ends = [firing.deadline, *([now() + timedelta(hours=budget.hours)] if budget.hours else [])]
-    limits = Limits(trials=firing.terms.trials or budget.trials, deadline=min(ends))
+    limits = RunLimits(trials=firing.terms.trials or budget.trials, deadline=min(ends))
     listen = _remember(store, firing.schedule.name, prepared.study.id)
     return tune.on_its_node(
         prepared, store, limits, min_trials=firing.terms.min_trials, quiet=True, listen=listen
@@ -224,7 +224,7 @@ def _run(store: "Store", firing: "Firing") -> "Run":
 def _remember(store: "Store", schedule: str, study_id: str) -> "Tell":
     """Write which run a firing became as soon as there is one."""
 
-    def tell(event: "Event") -> None:
+    def tell(event: "RunEvent") -> None:
         from tuner.records import RunState
 
         if event.kind == "run":

@@ -83,11 +83,11 @@ def export_study(
     except OSError as error:
         raise BadInput(f"cannot write {csv or parquet}: {error}") from error
     if optuna:
-        from tuner.search import optuna_study
+        from tuner.search import sampler
 
         if optuna == settings().url:
             raise BadInput("--optuna: this is the tuner's own database; give Optuna one of its own")
-        name = optuna_study.export(found, trials, optuna)
+        name = sampler.export(found, trials, optuna)
         typer.echo(f"study {name} is in {optuna}; look at it with: optuna-dashboard {optuna}", err=True)
 
 

@@ -16,8 +16,8 @@ from tuner.errors import BadInput, Conflict
 if TYPE_CHECKING:
     from tuner.history.store import Store
     from tuner.records import Run
-    from tuner.tuning.events import Event, Tell
-    from tuner.tuning.run import Limits
+    from tuner.tuning.context import RunEvent, Tell
+    from tuner.tuning.run import RunLimits
     from tuner.tuning.study import Prepared
 
 
@@ -85,14 +85,14 @@ def tune(
     from dataclasses import replace
 
     from tuner.tuning import studyfile
-    from tuner.tuning.budget import hours_left
-    from tuner.tuning.run import Limits
+    from tuner.tuning.context import hours_left
+    from tuner.tuning.run import RunLimits
 
     refuse(
         hours=hours, alone=on is None and bool(nodes or isolated), idle=confirm_only and trials is not None
     )
     budget = studyfile.read(study).budget
-    limits = Limits(
+    limits = RunLimits(
         trials=None if confirm_only else trials or budget.trials,
         deadline=deadline(hours or budget.hours, until),
         early=not all_trials,
@@ -136,7 +136,7 @@ def refuse(*, hours: float | None, alone: bool, idle: bool) -> None:
 
 def check_finalists(prepared: "Prepared") -> None:
     """Conflict where the study has nothing that could be measured again."""
-    from tuner.tuning.confirm import finalists
+    from tuner.tuning.finalists import finalists
 
     if not finalists(prepared, trials_so_far(prepared), ""):
         raise Conflict(
@@ -148,7 +148,7 @@ def check_finalists(prepared: "Prepared") -> None:
 def on_its_node(
     prepared: "Prepared",
     store: "Store",
-    limits: "Limits",
+    limits: "RunLimits",
     *,
     min_trials: int = 0,
     quiet: bool = False,
@@ -197,14 +197,14 @@ def deadline(hours: float | None, until: str | None) -> datetime | None:
 def execute(
     prepared: "Prepared",
     store: "Store",
-    limits: "Limits",
+    limits: "RunLimits",
     *,
     quiet: bool = False,
     listen: "Tell | None" = None,
 ) -> "Run":
     """Run to the end; SIGINT and SIGTERM stop the engine and leave a run that can be resumed (exit 8)."""
     from tuner.commands.progress import listener
-    from tuner.tuning.budget import steady
+    from tuner.tuning.context import steady
     from tuner.tuning.run import tune as loop
 
     home = settings().home
@@ -217,7 +217,7 @@ def execute(
 def both(one: "Tell", other: "Tell") -> "Tell":
     """Two listeners as one."""
 
-    def tell(event: "Event") -> None:
+    def tell(event: "RunEvent") -> None:
         one(event)
         other(event)
 
@@ -262,7 +262,7 @@ def demo(
     """Tune a simulated engine on a bundled slice of a real trace; about a minute."""
     from tuner.commands import front, report
     from tuner.settings import shipped
-    from tuner.tuning.run import Limits
+    from tuner.tuning.run import RunLimits
     from tuner.tuning.study import load
 
     place = (home or settings().home / "demo").resolve()
@@ -274,7 +274,7 @@ def demo(
     study_file.write_text(DEMO_STUDY)
     store = open_store(create=True)
     prepared = load(study_file, store=store, now=now())
-    run = execute(prepared, store, Limits(trials=trials, early=False))
+    run = execute(prepared, store, RunLimits(trials=trials, early=False))
     typer.echo("DEMONSTRATION on a simulated engine.\n")
     front.show(store, prepared.study)
     written = report.write(store, prepared.study, place / "report.html")

@@ -17,9 +17,9 @@ from tuner.fleet import dispatch_ray, nodes
 from tuner.fleet.dispatch_ray import Hand, Member, Remote
 from tuner.history.store import Store
 from tuner.records import Node, Run, Study, digest_of
-from tuner.tuning.events import Event, Tell
+from tuner.tuning.context import RunEvent, Tell
 from tuner.tuning.reconcile import stop_command_of
-from tuner.tuning.run import Help, Limits, tune
+from tuner.tuning.run import RunLimits, tune
 from tuner.tuning.seeds import Seed, fronts_of
 from tuner.tuning.study import Clock, Prepared, prepare
 from tuner.tuning.studyfile import StudyFile
@@ -35,7 +35,7 @@ class ClusterJob:
     file: StudyFile
     name: str
     base: Path
-    limits: Limits
+    limits: RunLimits
     rules: bool = True
     isolated: bool = False
 
@@ -228,7 +228,7 @@ class _Whole:
         with ExitStack() as stack:
             remote = Remote(
                 seat.hand, seat.prepared,
-                lambda: self._spare(seat, stack), lambda text: tell(Event(kind="note", text=str(text))),
+                lambda: self._spare(seat, stack), lambda text: tell(RunEvent(kind="note", text=str(text))),
                 isolated=self._job.isolated,
             )  # fmt: skip
             seat.seeds[:] = fronts_of(seat.store, seat.prepared)
@@ -237,12 +237,12 @@ class _Whole:
                 run = await self._tuned(seat, remote, tell)
                 return NodeResult(node=name, study=study, run=run)
             except TunerError as error:
-                tell(Event(kind="note", text=f"ended: {error}"))
+                tell(RunEvent(kind="note", text=f"ended: {error}"))
                 return NodeResult(node=name, study=study, error=error)
             except asyncio.CancelledError:
                 if remote.gone is None:
                     raise
-                tell(Event(kind="note", text=remote.gone))
+                tell(RunEvent(kind="note", text=remote.gone))
                 return NodeResult(node=name, study=study, gone=remote.gone)
             finally:
                 await remote.end()
@@ -259,7 +259,7 @@ class _Whole:
             limits=self._job.limits,
             clock=self._fleet.clock,
             tell=tell,
-            help=Help(seeds=seat.seeds),
+            seeds=seat.seeds,
             work=remote,
         )
 

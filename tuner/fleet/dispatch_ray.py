@@ -25,10 +25,10 @@ from tuner.errors import Aborted, BadInput, Conflict, TunerError, Unavailable
 from tuner.fleet import nodes
 from tuner.records import Measurement
 from tuner.settings import Settings
-from tuner.tuning.cores import split_cores
+from tuner.tuning.context import HostContext, LaunchJob, Measured, News, Note, split_cores
 from tuner.tuning.study import Prepared, Surveyed
 from tuner.tuning.studyfile import EngineFile
-from tuner.tuning.trial import Measured, News, Note, Order, Place, work_here
+from tuner.tuning.trial import work_here
 
 GRANT_S = 120.0
 """How long a node may take to start a worker on its GPUs; another job of the cluster may hold them."""
@@ -278,7 +278,7 @@ async def _answer(reference: Awaitable[Any], node: str) -> Any:
 
 
 class Remote:
-    """Does a study's orders on a node of the cluster; a `Work`.
+    """Does a study's orders on a node of the cluster; an `Executor`.
 
     When the node is lost the order is Aborted, and the next one waits for the node to come back, or for
     `spare` to hire a free one of the same class. When neither comes, `gone` says so and the run is left to
@@ -314,7 +314,7 @@ class Remote:
             self._note(sentence)
         self._dead, self._is_set_up = {}, True
 
-    async def __call__(self, order: Order, note: Note) -> Sequence[Measured]:
+    async def __call__(self, order: LaunchJob, note: Note) -> Sequence[Measured]:
         try:
             if not self._is_set_up:
                 await self.set_up({})
@@ -409,7 +409,7 @@ class NodeWorker:
         self._news: list[News | Done] = []
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._place: Place | None = None
+        self._place: HostContext | None = None
         self._locks: object = None
 
     async def look(self, name: str, engine: EngineFile, base: str, labels: Mapping[str, str]) -> NodeAnswer:
@@ -434,7 +434,7 @@ class NodeWorker:
         node = prepared.node
         gpus = Gpus.open(engine.env, only=node.gpus) if node.gpus else Gpus(nvml=None)
         cores = split_cores(sorted(os.sched_getaffinity(0)))
-        self._place = Place(prepared=prepared, cores=cores, gpus=gpus, isolated=isolated)
+        self._place = HostContext(prepared=prepared, cores=cores, gpus=gpus, isolated=isolated)
         problems = []
         for tag, stop in dead.items():
             try:
@@ -445,7 +445,7 @@ class NodeWorker:
             shutil.rmtree(scratch_of(tag), ignore_errors=True)
         return tuple(problems)
 
-    async def begin(self, order: Order) -> None:
+    async def begin(self, order: LaunchJob) -> None:
         """Start on an order; `news` tells how it goes."""
         await self.stop()
         self._news, self._changed = [], asyncio.Event()
@@ -473,7 +473,7 @@ class NodeWorker:
         self._news.append(news)
         self._changed.set()
 
-    async def _do(self, order: Order) -> None:
+    async def _do(self, order: LaunchJob) -> None:
         if self._place is None:
             raise RuntimeError("set_up comes before begin")
         scratch = scratch_of(order.spec.launch_id)

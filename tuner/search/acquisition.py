@@ -16,40 +16,120 @@ from numpy.typing import NDArray
 from tuner.records import Candidate, Prediction, TrialState
 from tuner.search import pareto, trial_view
 from tuner.search.encoding import Encoding, Point
-from tuner.search.residuals import Mixture, mixture
 from tuner.search.trial_view import EncodedTrial, Scale
 
+Matrix = NDArray[np.float64]
+
+# How far the truth lies from a mean (one standard deviation, of a log latency): from the noise to anything.
+SCALES = (0.06, 0.15, 0.4, 1.0)
+
+# How far an error reaches, as a share of a knob's range.
+LENGTHS = (0.3, 1.0)
+
+# How much knobs other than the leading ones count in a distance: as much, or little.
+LESSER = (1.0, 0.3)
+
+# Shares of an error's variance: what all candidates have alike, and what is the sum of each knob's own.
+COMMON, SINGLE = 0.2, 0.5
+
+# How likely the flat mean is before anything but the baseline was measured, where there is another.
+FLAT = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Mixture:
+    """One objective at `n` places under `h` hypotheses: `weights` h, `mean` and `deviation` h × n.
+
+    `say` is the weight of those that rest on a prediction, from 0 to 1.
+    """
+
+    weights: Matrix
+    mean: Matrix
+    deviation: Matrix
+    say: float
+
+    def draw(self, count: int, rng: np.random.Generator) -> Matrix:
+        """Values of every place, count × n: hypotheses as often as they are likely."""
+        at = (np.arange(count) + rng.random()) / count
+        chosen = np.minimum(np.searchsorted(np.cumsum(self.weights), at), len(self.weights) - 1)
+        shape = (count, self.mean.shape[1])
+        drawn: Matrix = self.mean[chosen] + self.deviation[chosen] * rng.standard_normal(shape)
+        return drawn
+
+
+def mixture(
+    there: Matrix,
+    here: Matrix,
+    values: Matrix,
+    variances: Matrix,
+    means: list[tuple[Matrix, Matrix]],
+    leading: NDArray[np.bool_],
+) -> Mixture:
+    """An objective `here` (p × knobs), by its `values` (n) `there` (n × knobs), measured with `variances`.
+
+    `means` are predictions as (there, here); flat is the baseline's value, which is 0. `leading` marks the
+    knobs that matter most.
+    """
+    whole = [*means, (np.zeros(len(values)), np.zeros(len(here)))]
+    prior = [(1 - FLAT) / len(means)] * len(means) + [FLAT] if means else [1.0]
+    logs, centres, widths = [], [], []
+    for length, lesser in itertools.product(LENGTHS, LESSER):
+        stretch = np.where(leading, 1.0, lesser) / length
+        near, across = _alike(there * stretch, there * stretch), _alike(there * stretch, here * stretch)
+        for scale in SCALES:
+            factor = np.linalg.cholesky(scale**2 * near + np.diag(variances))
+            solved = np.linalg.solve(factor, scale**2 * across)
+            width = np.sqrt(np.maximum(scale**2 - (solved**2).sum(axis=0), 0.0))
+            for chance, (past, future) in zip(prior, whole, strict=True):
+                errors = np.linalg.solve(factor, values - past)
+                logs.append(np.log(chance) - 0.5 * errors @ errors - np.log(np.diag(factor)).sum())
+                centres.append(future + errors @ solved)
+                widths.append(width)
+    weights = np.exp(np.array(logs) - max(logs))
+    weights /= weights.sum()
+    say = 1.0 - float(weights[len(means) :: len(whole)].sum()) if means else 0.0
+    return Mixture(weights=weights, mean=np.array(centres), deviation=np.array(widths), say=say)
+
+
+def _alike(a: Matrix, b: Matrix) -> Matrix:
+    """How alike errors at places are, 1 = the same: what all share, each knob's own, the rest."""
+    apart = (a[:, None, :] - b[None, :, :]) ** 2
+    single = np.exp(-apart / 2).mean(axis=2)
+    found: Matrix = COMMON + SINGLE * single + (1 - COMMON - SINGLE) * np.exp(-apart.sum(axis=2) / 2)
+    return found
+
+
+# The knobs that matter most, by every guide: without a simulator all their combinations come first.
 LEADING = ("max_num_seqs", "max_num_batched_tokens")
-"""The knobs that matter most, by every guide: without a simulator all their combinations come first."""
 
+# Candidates that are looked at: all of a small space, a random part of a large one.
 POOL = 256
-"""Candidates that are looked at: all of a small space, a random part of a large one."""
 
+# Members of the front whose neighbours are looked at too, the newest first.
 LEADERS = 8
-"""Members of the front whose neighbours are looked at too, the newest first."""
 
+# Trials, the newest, that the mixture is made of; beyond that it says little more, and takes long.
 HEARD = 64
-"""Trials, the newest, that the mixture is made of; beyond that it says little more, and takes long."""
 
 DRAWS = 16
+
 SAMPLES = 1024
 
+# Log error of a measurement: of a whole replay, and of one that was stopped.
 NOISES = {"full": 0.06, "estimate": 0.2}
-"""Log error of a measurement: of a whole replay, and of one that was stopped."""
 
+# Trials (that worked, that failed) which the simulator's word is taken for beforehand, by what it says: it
+# leaves a predicted failure a tenth of its gain, and one that works outweighs it.
 PRIOR = {True: (4.0, 0.5), False: (0.1, 0.9)}
-"""Trials (that worked, that failed) which the simulator's word is taken for beforehand, by what it says: it
-leaves a predicted failure a tenth of its gain, and one that works outweighs it."""
 
+# Predicted gain, in every objective, for which a knob is not turned.
 WORTHLESS = 0.005
-"""Predicted gain, in every objective, for which a knob is not turned."""
 
-Matrix = NDArray[np.float64]
 Predict = Callable[[Sequence[Candidate]], Sequence[Prediction]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Problem:
+class SearchState:
     """What is known when a candidate is asked for. `sizes` counts the levels of each knob, `names` are the
     knobs'; `first` is where the baseline lies, if it has a place. `predict` is a simulator; None: there is
     none.
@@ -117,9 +197,9 @@ class Problem:
 
 def problem_of(
     encoding: Encoding, trials: Sequence[EncodedTrial], scale: Scale, predict: Predict | None
-) -> Problem:
+) -> SearchState:
     """A problem of candidates in points; the baseline lies where the encoding's defaults do."""
-    return Problem(
+    return SearchState(
         names=encoding.names,
         sizes=tuple(len(values) for values in encoding.levels),
         first=encoding.point(Candidate()),
@@ -143,7 +223,7 @@ def _means(prediction: Prediction, scale: Scale) -> Matrix:
     return np.array([middle, (fast + 2 * middle + slow) / 4])
 
 
-def candidates(problem: Problem, seed: int) -> list[Point]:
+def candidates(problem: SearchState, seed: int) -> list[Point]:
     """The points that are looked at: the study's pool (the same at every ask, so that a simulator may keep
     what it said), the plane of the leading knobs, and the neighbours of the front.
     """
@@ -162,7 +242,7 @@ def pool(names: Sequence[str], sizes: Sequence[int], seed: int) -> list[Point]:
     return [tuple(int(i) for i in point) for point in zip(*drawn, strict=True)]
 
 
-def plane(problem: Problem) -> list[Point]:
+def plane(problem: SearchState) -> list[Point]:
     """Every combination of the leading knobs, the others as the baseline has them."""
     if problem.first is None or not set(LEADING) & set(problem.names):
         return []
@@ -179,7 +259,7 @@ def neighbours(point: Point, sizes: Sequence[int]) -> list[Point]:
     return [(*point[:k], i, *point[k + 1 :]) for k, i in moves if 0 <= i < sizes[k]]
 
 
-def mixtures(problem: Problem, points: Sequence[Point]) -> list[Mixture]:
+def mixtures(problem: SearchState, points: Sequence[Point]) -> list[Mixture]:
     """What is expected of points, one mixture an objective."""
     seen = problem.known
     there, here = problem.places([t.point for t in seen]), problem.places(points)
@@ -198,7 +278,7 @@ def mixtures(problem: Problem, points: Sequence[Point]) -> list[Mixture]:
 
 
 def gains(
-    problem: Problem, points: Sequence[Point], expected: Sequence[Mixture], rng: np.random.Generator
+    problem: SearchState, points: Sequence[Point], expected: Sequence[Mixture], rng: np.random.Generator
 ) -> Matrix:
     """Expected hypervolume gain of each point over what is measured, times how likely it works."""
     if not points:
@@ -211,7 +291,7 @@ def gains(
     return found
 
 
-def chances_to_work(problem: Problem) -> dict[bool, float]:
+def chances_to_work(problem: SearchState) -> dict[bool, float]:
     """How likely a candidate works that is predicted to (True) or to fail (False), by the trials so far and
     `PRIOR`: one that was predicted to fail and worked makes the next such prediction count for half.
     """
@@ -234,7 +314,7 @@ def twin_key(costs: Matrix) -> tuple[str, ...] | None:
     return None if costs[0].max() >= trial_view.FAR else tuple(f"{each:.4f}" for each in costs[0])
 
 
-def without_idle_knobs(problem: Problem, point: Point) -> Point:
+def without_idle_knobs(problem: SearchState, point: Point) -> Point:
     """The point with every knob back where the baseline has it that the simulator expects no gain of."""
     if problem.first is None:
         return point
@@ -271,7 +351,7 @@ def _gain(costs: Matrix, real: Matrix, corner: Matrix, rng: np.random.Generator)
 
 
 def choose(
-    problem: Problem, seed: int, allowed: Callable[[Point], bool], rng: np.random.Generator
+    problem: SearchState, seed: int, allowed: Callable[[Point], bool], rng: np.random.Generator
 ) -> tuple[Point, str] | None:
     """(the point to measure next, who proposes it: `simulator` or `gp`); None where none is expected to gain.
 
@@ -293,7 +373,7 @@ def choose(
     return (simpler if allowed(simpler) else best), "simulator"
 
 
-def _apart(problem: Problem, points: Sequence[Point]) -> NDArray[np.bool_]:
+def _apart(problem: SearchState, points: Sequence[Point]) -> NDArray[np.bool_]:
     """Which points the simulator can tell from everything measured."""
     ended = [t.point for t in problem.trials if t.values is not None]
     twins = {twin_key(means) for means in problem.expected(ended)[0].swapaxes(0, 1)} - {None}
@@ -302,7 +382,7 @@ def _apart(problem: Problem, points: Sequence[Point]) -> NDArray[np.bool_]:
 
 
 def best_gain(
-    problem: Problem, seed: int, allowed: Callable[[Point], bool], rng: np.random.Generator
+    problem: SearchState, seed: int, allowed: Callable[[Point], bool], rng: np.random.Generator
 ) -> float | None:
     """The most hypervolume that a point is expected to add; None where the simulator has less than half a
     say.

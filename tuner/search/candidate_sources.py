@@ -3,26 +3,26 @@
 A function of (space, trials, seed, number): the same answer in any process, nothing kept between calls.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from tuner.records import Candidate, Slo, Trial
+from tuner.records import Candidate, Slo, Trial, Value
 from tuner.search import acquisition, feasibility, trial_view
 from tuner.search.acquisition import Predict
 from tuner.search.encoding import Encoding, Point, Space, encode
 from tuner.search.trial_view import EncodedTrial, Scale
 
-Known = Callable[[Candidate], str | None]
-"""Why a candidate is known to fail before it is launched, or None."""
+# Why a candidate is known to fail before it is launched, or None.
+KnownFailure = Callable[[Candidate], str | None]
 
+# Draws of an Optuna sampler per ask; each costs the time of a fit.
 DRAWS = 3
-"""Draws of an Optuna sampler per ask; each costs the time of a fit."""
 
+# Spaces up to this size are searched to the last point before nothing is said to be left.
 ENUMERATE = 20_000
-"""Spaces up to this size are searched to the last point before nothing is said to be left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Suggestion:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class History:
+class StudyView:
     """A study's trials in its space, with what is worked out of them once."""
 
     space: Space
@@ -83,14 +83,14 @@ class History:
         """Equal for candidates that the engine would run alike, as far as its defaults are known."""
         return self.encoding.completed(candidate).digest
 
-    def is_new(self, candidate: Candidate, known: Known) -> bool:
+    def is_new(self, candidate: Candidate, known: KnownFailure) -> bool:
         """Unseen as asked and as it would run, inside the space, and not known to fail."""
         if self.key(candidate) in self.seen or not self.space.contains(candidate):
             return False
         point = self.encoding.point(candidate)
         return point is not None and self.regions.reason(point) is None and known(candidate) is None
 
-    def problem(self, predict: Predict | None) -> acquisition.Problem | None:
+    def problem(self, predict: Predict | None) -> acquisition.SearchState | None:
         """What `acquisition` is asked; None while nothing was measured."""
         if self.scale is None:
             return None
@@ -98,12 +98,12 @@ class History:
 
 
 def suggest(
-    history: History,
+    history: StudyView,
     *,
     seed: int,
     number: int,
     baseline: Candidate,
-    known: Known,
+    known: KnownFailure,
     seeds: Sequence[tuple[str, Candidate]] = (),
     predictor: Predict | None = None,
     sampler: str = "tuner",
@@ -127,7 +127,7 @@ def suggest(
 
 
 def _sampled(
-    history: History, seed: int, number: int, known: Known, predictor: Predict | None, sampler: str
+    history: StudyView, seed: int, number: int, known: KnownFailure, predictor: Predict | None, sampler: str
 ) -> Iterator[tuple[str, Candidate]]:
     """What the study's sampler draws; of Optuna's own also near misses of what was seen."""
     from tuner.search import sampler as samplers
@@ -154,7 +154,7 @@ def _sampled(
         yield from ((sampler, encoding.candidate(near[int(i)])) for i in rng.permutation(len(near)))
 
 
-def _leftover(history: History, seed: int, number: int) -> Iterator[tuple[str, Candidate]]:
+def _leftover(history: StudyView, seed: int, number: int) -> Iterator[tuple[str, Candidate]]:
     """Anything at all: every point of a small space, many random ones of a large space."""
     encoding = history.encoding
     rng = np.random.default_rng(trial_view.derive(seed, number, "leftover"))
@@ -167,3 +167,65 @@ def _leftover(history: History, seed: int, number: int) -> Iterator[tuple[str, C
     else:
         points = (encoding.random(rng) for _ in range(ENUMERATE // 10))
     yield from (("random", encoding.candidate(point)) for point in points)
+
+
+# Knob → where the guides put it, for latency and for throughput; the nearest level is taken.
+LEAN: Mapping[str, Mapping[str, float]] = {
+    "latency": {"max_num_seqs": 64, "max_num_batched_tokens": 1024, "max_num_active_seqs": 64},
+    "throughput": {"max_num_seqs": 1024, "max_num_batched_tokens": 8192, "gpu_memory_utilization": 0.95},
+}
+
+# Which layout is to use all cards, the first that is turned: steps split over them, or a replica on each.
+# The levels of a space that was restricted to a node end at its number of GPUs.
+CARDS: Mapping[str, tuple[str, ...]] = {
+    "latency": ("tensor_parallel_size", "data_parallel_size"),
+    "throughput": ("data_parallel_size", "tensor_parallel_size"),
+}
+
+
+def heuristics(
+    space: Space, baseline: Candidate, known: Callable[[Candidate], str | None] = lambda candidate: None
+) -> tuple[tuple[str, Candidate], ...]:
+    """The latency-lean and the throughput-lean variant of the baseline, with their origin; where the space
+    turns the layout, on as many cards as are not `known` to fail.
+    """
+    encoding = encode(space, {})
+    found = []
+    for name, targets in LEAN.items():
+        moved: dict[str, Value] = {}
+        for knob, target in targets.items():
+            levels = [v for v in space.levels.get(knob, ()) if _number(v)]
+            if levels:
+                moved[knob] = min(levels, key=lambda v: abs(np.log(float(v or 0) / target)))
+        kept = {k: v for k, v in baseline.items() if k in encoding.names}
+        layouts = _layouts(space, CARDS[name])
+        if moved or any(layouts):
+            tried = [space.canonical(Candidate({**kept, **moved, **layout})) for layout in layouts]
+            works = (candidate for candidate in tried if known(candidate) is None)
+            found.append((f"heuristic: {name}", next(works, tried[-1])))
+    return tuple(found)
+
+
+def _layouts(space: Space, knobs: Sequence[str]) -> list[dict[str, Value]]:
+    """Sizes of the first of these knobs that is turned, the largest first, all others at their smallest."""
+    turned = [knob for knob in knobs if any(_number(v) for v in space.levels.get(knob, ()))]
+    if not turned:
+        return [{}]
+    first, *others = turned
+    small = {knob: next(v for v in space.levels[knob] if _number(v)) for knob in others}
+    return [{first: size, **small} for size in reversed(space.levels[first]) if _number(size)]
+
+
+def _number(value: Value) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+# Trials between two looks at the baseline.
+DRIFT_EVERY = 24
+
+
+def drift_due(trials: Sequence[Trial], every: int = DRIFT_EVERY) -> bool:
+    """Whether the baseline is to be measured again: `every` finished trials since it last was."""
+    finished = [t for t in trial_view.latest(trials) if t.ended_at is not None]
+    looks = [i for i, t in enumerate(finished) if t.is_baseline or t.origin == "drift"]
+    return bool(looks) and len(finished) - 1 - looks[-1] >= every

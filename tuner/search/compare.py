@@ -14,19 +14,19 @@ from tuner.metrics import LATENCY_MS, counted, is_good, percentiles, resampled
 from tuner.records import Outcome, Slo
 from tuner.search.noise import Spread
 
+# One mapping slice name → outcomes per repeat.
 Passes = Sequence[Mapping[str, Sequence[Outcome]]]
-"""One mapping slice name → outcomes per repeat."""
 
 Array = NDArray[np.float64]
 
+# (value per row, weight per draw and row) → the statistic per draw.
 Fold = Callable[[Array, Array], Array]
-"""(value per row, weight per draw and row) → the statistic per draw."""
 
 DRAWS = 1000
 BLOCK_S = 10.0
 BLOCKS = 20
+# Relative difference below which nothing is called better or worse.
 LEAST = 0.02
-"""Relative difference below which nothing is called better or worse."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +52,8 @@ class Comparison:
         return math.expm1(self.log_ratio) if self.log_ratio < EXPONENT else math.inf
 
 
+# Where the exponential of a number is no longer a float.
 EXPONENT = 700.0
-"""Where the exponential of a number is no longer a float."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,13 +21,13 @@ class Space(Protocol):
     def canonical(self, candidate: Candidate) -> Candidate: ...
 
 
+# One index per knob, in the space's own order of knobs.
 Point = tuple[int, ...]
-"""One index per knob, in the space's own order of knobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoding:
-    """Candidate ↔ point. History is kept by value, so it survives a change of the level lists."""
+    """Candidate ↔ point. Trials are kept by value, so they survive a change of the level lists."""
 
     space: Space
     names: tuple[str, ...]

@@ -7,9 +7,10 @@ from tuner.records import Candidate, Trial, TrialState, Value
 from tuner.search import trial_view
 from tuner.search.encoding import Encoding, Point
 
+# Knob → +1 where a larger level makes the failure worse, −1 where it makes it better.
 Direction = Mapping[str, int]
-"""Knob → +1 where a larger level makes the failure worse, −1 where it makes it better."""
 
+# What asks for more device memory.
 OOM: Direction = {
     "gpu_memory_utilization": 1,
     "kv_cache_memory_bytes": 1,
@@ -18,8 +19,8 @@ OOM: Direction = {
     "max_cudagraph_capture_size": 1,
     "num_gpu_blocks_override": 1,
 }
-"""What asks for more device memory."""
 
+# What leaves less room for the KV cache.
 KV: Direction = {
     "gpu_memory_utilization": -1,
     "kv_cache_memory_bytes": -1,
@@ -28,13 +29,12 @@ KV: Direction = {
     "max_cudagraph_capture_size": 1,
     "num_gpu_blocks_override": -1,
 }
-"""What leaves less room for the KV cache."""
 
+# Which levels to move, in this order, after a failure of a kind.
 BACK_OFF: Mapping[str, tuple[tuple[str, int], ...]] = {
     "oom": (("gpu_memory_utilization", -1), ("max_num_batched_tokens", -1), ("max_num_seqs", -1)),
     "kv": (("gpu_memory_utilization", 1), ("max_num_batched_tokens", -1), ("max_num_seqs", -1)),
 }
-"""Which levels to move, in this order, after a failure of a kind."""
 
 
 def failures(trials: Sequence[Trial]) -> tuple[Trial, ...]:

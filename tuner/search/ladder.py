@@ -13,8 +13,8 @@ from tuner.search import trial_view
 
 KNOB = "max_num_seqs"
 ORIGIN = "ladder"
+# Share by which a rung's tail must be above the best one's to count as worse.
 WORSE = 0.1
-"""Share by which a rung's tail must be above the best one's to count as worse."""
 TAIL = "e2e_p95_ms"
 
 

@@ -8,19 +8,19 @@ from statistics import NormalDist
 
 import numpy as np
 
+# A night whose own noise is so many times what earlier ones had is judged by its own alone.
 NOISIER = 1.5
-"""A night whose own noise is so many times what earlier ones had is judged by its own alone."""
+# Relative change of the baseline below which nothing is called drift.
 DRIFT_LEAST = 0.15
-"""Relative change of the baseline below which nothing is called drift."""
+# So many times the noise a change must be, at least, to be called drift.
 DRIFT_TIMES = 3.0
-"""So many times the noise a change must be, at least, to be called drift."""
+# How often a night without drift may be marked, in all its objectives together.
 DRIFT_CHANCE = 0.01
-"""How often a night without drift may be marked, in all its objectives together."""
+# The relative difference that repeats are counted for.
 SOUGHT = 0.10
-"""The relative difference that repeats are counted for."""
 POWER = 0.8
+# Repeats beyond which it is only said that there would be more.
 MOST = 100
-"""Repeats beyond which it is only said that there would be more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,11 +11,11 @@ from tuner.measures import is_maximized, measure_of
 from tuner.records import Candidate, Slo, Trial, TrialState
 from tuner.search import trial_view
 
+# `slo`, `knee`, or {"weights": {objective: weight}}.
 Policy = str | Mapping[str, object]
-"""`slo`, `knee`, or {"weights": {objective: weight}}."""
 
+# Relative difference under which two configurations are one and the simpler is taken.
 TIE = 0.02
-"""Relative difference under which two configurations are one and the simpler is taken."""
 
 Matrix = NDArray[np.float64]
 
@@ -45,21 +45,19 @@ def measured(trials: Sequence[Trial], objectives: Sequence[str]) -> tuple[Trial,
     )
 
 
-def leaders(trials: Sequence[Trial], objectives: Sequence[str], most: int) -> tuple[Trial, ...]:
-    """The front of everything measured in full, screened trials included; the newest first."""
-    found = measured(trials, objectives)
-    if not found:
-        return ()
-    keep = non_dominated(np.array([_signed(t, objectives) for t in found]))
-    return tuple(t for t, kept in zip(found, keep, strict=True) if kept)[::-1][:most]
+def values_of(trials: Sequence[Trial], objectives: Sequence[str]) -> Matrix:
+    """Objective values of trials that were measured in full: trials × objectives."""
+    found = [trial_view.objective_values(trial, objectives) or () for trial in trials]
+    return np.array(found, np.float64).reshape(-1, len(objectives))
 
 
-def front(trials: Sequence[Trial], objectives: Sequence[str]) -> tuple[Trial, ...]:
-    """The trials of a study that no other beats in every objective: COMPLETE and relaunched ones only."""
-    found = [t for t in measured(trials, objectives) if not t.screened]
-    if not found:
-        return ()
-    keep = non_dominated(np.array([_signed(t, objectives) for t in found]))
+def front(trials: Sequence[Trial], objectives: Sequence[str], *, screened: bool = False) -> tuple[Trial, ...]:
+    """The COMPLETE trials that no other beats in every objective, in order of number; those that were only
+    screened take part where `screened` is set.
+    """
+    found = [t for t in measured(trials, objectives) if screened or not t.screened]
+    signs = [-1.0 if is_maximized(name) else 1.0 for name in objectives]
+    keep = non_dominated(values_of(found, objectives) * signs)
     return tuple(t for t, kept in zip(found, keep, strict=True) if kept)
 
 
@@ -77,8 +75,7 @@ def promotable(
     objectives, corner = scale.objectives, np.array(scale.corner)
     settled = {key(t.candidate) for t in trial_view.latest(trials) if not t.screened}
     everything = measured(trials, objectives)
-    values = np.array([trial_view.objective_values(t, objectives) for t in everything], np.float64)
-    rows = scale.costs(values.reshape(-1, len(objectives)))
+    rows = scale.costs(values_of(everything, objectives))
     base = rows[[i for i, t in enumerate(everything) if not t.screened]]
     have, whole, found = volume(base, corner), volume(rows, corner), []
     for trial, row in zip(everything, rows, strict=False):
@@ -87,28 +84,6 @@ def promotable(
             if gain > 0:
                 found.append((-gain, trial.number, trial))
     return tuple((trial, -gain / whole) for gain, _, trial in sorted(found, key=lambda f: f[:2]))
-
-
-def widening(trials: Sequence[Trial], scale: trial_view.Scale) -> dict[int, float]:
-    """By number of the trials measured in full: the volume that each added when it came, as a share of what
-    was covered from then on.
-    """
-    objectives, corner = scale.objectives, np.array(scale.corner)
-    rows, covered = np.empty((0, len(objectives))), 0.0
-    found: dict[int, float] = {}
-    for trial in measured(trials, objectives):
-        row = scale.costs([trial_view.objective_values(trial, objectives) or ()])
-        found[trial.number] = 0.0
-        if not np.all(rows <= row, axis=1).any():
-            rows = np.vstack([rows[~np.all(row <= rows, axis=1)], row])
-            before, covered = covered, volume(rows, corner)
-            found[trial.number] = (covered - before) / covered if covered > 0 else 0.0
-    return found
-
-
-def _signed(trial: Trial, objectives: Sequence[str]) -> list[float]:
-    values = trial_view.objective_values(trial, objectives) or ()
-    return [-v if is_maximized(n) else v for n, v in zip(objectives, values, strict=True)]
 
 
 def hypervolume(points: Sequence[Sequence[float]], scale: trial_view.Scale) -> float:
@@ -121,8 +96,8 @@ def hypervolume(points: Sequence[Sequence[float]], scale: trial_view.Scale) -> f
 
 def covered(trials: Sequence[Trial], scale: trial_view.Scale) -> float:
     """The hypervolume of everything measured in full, screened trials included."""
-    found = measured(trials, scale.objectives)
-    return hypervolume([trial_view.objective_values(t, scale.objectives) or () for t in found], scale)
+    found = values_of(measured(trials, scale.objectives), scale.objectives)
+    return volume(scale.costs(found), np.array(scale.corner))
 
 
 def volume(costs: Matrix, reference: Matrix) -> float:
@@ -150,17 +125,20 @@ def _slices(rows: Matrix, reference: Matrix) -> float:
     return total
 
 
-def choose(trials: Sequence[Trial], policy: Policy, slo: Slo, objectives: Sequence[str]) -> Trial:
-    """The trial that a policy picks of the COMPLETE, relaunched ones; ties go to the simpler.
+def choose(
+    trials: Sequence[Trial], policy: Policy, slo: Slo, objectives: Sequence[str], *, screened: bool = False
+) -> Trial:
+    """The trial that a policy picks of the COMPLETE ones; ties go to the simpler. With `screened` those
+    that were only screened take part.
 
     NotFound when there is none. BadInput for an unknown policy.
     """
-    members = [t for t in measured(trials, objectives) if not t.screened]
+    members = [t for t in measured(trials, objectives) if screened or not t.screened]
     if not members:
         raise NotFound("no trial of this study completed, so there is nothing to choose from")
     if policy == "slo":
         return _by_slo(members, slo, objectives)
-    front_members = list(front(members, objectives))
+    front_members = front(members, objectives, screened=screened)
     if policy == "knee":
         scores = _knee(front_members, objectives)
     elif isinstance(policy, Mapping) and set(policy) == {"weights"}:
@@ -203,13 +181,11 @@ def _value(trial: Trial, name: str, missing: float) -> float:
     return _values(trial).get(name, missing)
 
 
-def _normalised(members: list[Trial], objectives: Sequence[str]) -> Matrix:
+def _normalised(members: Sequence[Trial], objectives: Sequence[str]) -> Matrix:
     """Costs of the members stretched to 0 (best) … 1 (worst) per objective; +inf is 1."""
-    first = [
-        v if math.isfinite(v) else 1.0 for v in trial_view.objective_values(members[0], objectives) or ()
-    ]
-    scale = trial_view.scale(objectives, first, Slo())
-    costs = scale.costs([trial_view.objective_values(t, objectives) or () for t in members])
+    values = values_of(members, objectives)
+    first = np.where(np.isfinite(values[0]), values[0], 1.0)
+    costs = trial_view.scale(objectives, first.tolist(), Slo()).costs(values)
     finite = np.where(np.isfinite(costs), costs, np.nan)
     low, high = (
         np.array([f([v for v in col if not math.isnan(v)], default=0.0) for col in finite.T])
@@ -218,12 +194,12 @@ def _normalised(members: list[Trial], objectives: Sequence[str]) -> Matrix:
     return np.where(np.isfinite(costs), (costs - low) / np.where(high > low, high - low, 1.0), 1.0)
 
 
-def _knee(members: list[Trial], objectives: Sequence[str]) -> list[float]:
+def _knee(members: Sequence[Trial], objectives: Sequence[str]) -> list[float]:
     """Distance to the chord (the plane through the extremes), the deepest bulge lowest."""
     return [float(row.sum()) / math.sqrt(len(objectives)) for row in _normalised(members, objectives)]
 
 
-def _weighted(members: list[Trial], weights: object, objectives: Sequence[str]) -> list[float]:
+def _weighted(members: Sequence[Trial], weights: object, objectives: Sequence[str]) -> list[float]:
     if not isinstance(weights, Mapping) or not weights:
         raise BadInput("winner: weights must map objectives to numbers")
     for name, weight in weights.items():

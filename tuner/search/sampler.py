@@ -8,6 +8,7 @@ The one module that samples with optuna; import it late, that takes a second.
 
 import copy
 import importlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -20,17 +21,21 @@ from optuna.search_space import intersection_search_space
 from optuna.trial import FrozenTrial
 
 from tuner.errors import BadInput
-from tuner.records import Candidate, Slo, TrialState, Value
+from tuner.measures import direction_of
+from tuner.records import Candidate, Slo, Study, Trial, TrialState, Value
 from tuner.search import acquisition, trial_view
 from tuner.search.acquisition import Predict
 from tuner.search.encoding import Encoding, Point, encode
 from tuner.search.trial_view import EncodedTrial, Scale
 
 SAMPLERS = ("tuner", "tpe", "gp", "nsga2", "random")
+
+# Told trials before TPE models anything; until then it draws at random.
 STARTUP = 6
-"""Told trials before TPE models anything; until then it draws at random."""
+
+# Levels that a range of an Optuna study is looked at in.
 GRID = 33
-"""Levels that a range of an Optuna study is looked at in."""
+
 EPOCH = datetime(2000, 1, 1)
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -245,7 +250,7 @@ class _Told(FrozenTrial):
 def frozen(
     encoding: Encoding, history: Sequence[EncodedTrial], scale: Scale, *, raw: bool = False
 ) -> list[FrozenTrial]:
-    """History as Optuna's samplers are told it: COMPLETE and PRUNED with their costs, to be minimised; what
+    """Trials as Optuna's samplers get them: COMPLETE and PRUNED with their costs, to be minimised; what
     failed or has none at a filler beyond the worst that was seen, its constraints violated. `raw`: for
     `TunerSampler`, values as measured, also of what failed.
     """
@@ -279,3 +284,93 @@ def frozen(
             trial.set_constraint(key, value)
         found.append(trial)
     return found
+
+
+# Every other state is FAIL there.
+STATES = {
+    TrialState.COMPLETE: optuna.trial.TrialState.COMPLETE,
+    TrialState.PRUNED: optuna.trial.TrialState.PRUNED,
+    TrialState.RUNNING: optuna.trial.TrialState.RUNNING,
+}
+
+
+def export(study: Study, trials: Sequence[Trial], url: str) -> str:
+    """Write a study with all attempts of all trials, anew where an earlier export of it is; returns the name
+    that it has there. BadInput where the storage cannot be opened.
+
+    A trial's parameters are what its engine ran with, as far as known; user attributes hold everything
+    measured. What was measured and is INFEASIBLE is COMPLETE there with a violated constraint.
+    """
+    name = f"{study.name}-{study.id[:12]}"
+    try:
+        storage = optuna.storages.RDBStorage(url)
+    except Exception as error:  # SQLAlchemy and drivers raise their own kinds
+        raise BadInput(f"--optuna {url}: {str(error).splitlines()[0]}") from error
+    if name in (each.study_name for each in optuna.get_all_study_summaries(storage)):
+        optuna.delete_study(study_name=name, storage=storage)
+    made = optuna.create_study(
+        study_name=name, storage=storage, directions=[direction_of(n) for n in study.objectives]
+    )
+    made.set_metric_names(list(study.objectives))
+    for key in ("model", "node", "gpu_class", "workload", "engine_version", "trace_digest"):
+        made.set_user_attr(key, getattr(study, key))
+    defaults = trial_view.defaults_of(trials)
+    named = {n for t in trials for n in t.candidate}
+    ran = {
+        t.id: Candidate({n: v for n, v in {**defaults, **t.candidate}.items() if n in named}) for t in trials
+    }
+    space = _space(list(ran.values()))
+    for trial in sorted(trials, key=lambda t: (t.number, t.attempt)):
+        made.add_trial(_frozen(trial, study, ran[trial.id], space))
+    return name
+
+
+def _space(candidates: Sequence[Candidate]) -> dict[str, BaseDistribution]:
+    """Numbers as ranges of what was tried, everything else as choices."""
+    found: dict[str, BaseDistribution] = {}
+    for name in sorted({n for c in candidates for n in c}):
+        values = list(dict.fromkeys(c[name] for c in candidates if name in c))
+        numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
+        if len(numbers) < len(values):
+            found[name] = CategoricalDistribution(sorted(values, key=repr))
+        elif all(isinstance(v, int) for v in numbers):
+            found[name] = IntDistribution(int(min(numbers)), int(max(numbers)))
+        else:
+            found[name] = FloatDistribution(float(min(numbers)), float(max(numbers)))
+    return found
+
+
+def _frozen(trial: Trial, study: Study, ran: Candidate, space: dict[str, BaseDistribution]) -> FrozenTrial:
+    measured = trial.measurement
+    values = trial_view.objective_values(trial, study.objectives)
+    whole = measured is not None and measured.kind == "full" and values is not None
+    state = STATES.get(trial.state, optuna.trial.TrialState.FAIL)
+    if whole and trial.state is TrialState.INFEASIBLE:
+        state = optuna.trial.TrialState.COMPLETE
+    if state is optuna.trial.TrialState.COMPLETE and not whole:
+        state = optuna.trial.TrialState.FAIL
+    numbers = measured.values if measured else {}
+    attrs: dict[str, Any] = {
+        "number": trial.number, "attempt": trial.attempt, "state": trial.state.value, "origin": trial.origin,
+        "screened": trial.screened, "gpu_seconds": trial.gpu_seconds, "reason": trial.reason,
+        "cause": trial.cause,
+        "kind": measured.kind if measured else None,
+        "measured": {n: v if math.isfinite(v) else None for n, v in numbers.items()},
+    }  # fmt: skip
+    done = state is optuna.trial.TrialState.COMPLETE
+    ended = None if state is optuna.trial.TrialState.RUNNING else trial.ended_at or trial.started_at
+    found = FrozenTrial(
+        number=-1, trial_id=-1, state=state, value=None, values=list(values) if done and values else None,
+        datetime_start=trial.started_at.replace(tzinfo=None),
+        datetime_complete=ended.replace(tzinfo=None) if ended else None,
+        params={n: _typed(v, space[n]) for n, v in ran.items()}, distributions={n: space[n] for n in ran},
+        user_attrs=attrs, system_attrs={}, intermediate_values={},
+    )  # fmt: skip
+    if trial.state not in (TrialState.RUNNING, TrialState.ABORTED):
+        for key, margin in trial_view.margins(trial).items():
+            found.set_constraint(key, margin)
+    return found
+
+
+def _typed(value: Value, distribution: BaseDistribution) -> Value:
+    return float(value) if isinstance(distribution, FloatDistribution) and value is not None else value

@@ -12,11 +12,11 @@ from tuner.measures import NAMES, class_of, is_maximized, measure_of
 from tuner.records import Slo, Trial, TrialState, Value, Violation
 from tuner.search.encoding import Encoding, Point
 
+# Constraint value of a check that a trial never came to: a comfortable pass.
 UNREACHED = -0.3
-"""Constraint value of a check that a trial never came to: a comfortable pass."""
 
+# Constraint keys, the same on every told trial.
 KEYS = ("kv", "oom", "err")
-"""Constraint keys, the same on every told trial."""
 
 
 def latest(trials: Sequence[Trial]) -> tuple[Trial, ...]:
@@ -33,8 +33,8 @@ def baseline_of(trials: Sequence[Trial]) -> Trial | None:
     return next(done, None)
 
 
+# Knobs that the engine sets by other knobs when nothing is asked: what the baseline has is its own.
 DERIVED = ("max_cudagraph_capture_size", "cudagraph_capture_sizes")
-"""Knobs that the engine sets by other knobs when nothing is asked: what the baseline has is its own."""
 
 
 def _introduced(trials: Sequence[Trial]) -> Trial | None:
@@ -111,12 +111,13 @@ def _is_log(name: str) -> bool:
     return name in NAMES
 
 
+# How much better or worse than the baseline (a factor of 20) still makes a difference.
 FAR = 3.0
-"""How much better or worse than the baseline (a factor of 20) still makes a difference."""
 
+# How many times worse than the baseline an objective may be and still count. Less room is worth nothing to
+# a configuration that halves one latency for twice another, as the winner on a real H100 did
+# (docs/search.md).
 ROOM = 2.0
-"""How many times worse than the baseline an objective may be and still count. Less room is worth nothing to a
-configuration that halves one latency for twice another, as the winner on a real H100 did (docs/search.md)."""
 
 
 def maximized_of(objectives: Sequence[str]) -> frozenset[str]:
@@ -218,7 +219,7 @@ class EncodedTrial:
 def encode_trials(
     encoding: Encoding, trials: Sequence[Trial], objectives: Sequence[str]
 ) -> list[EncodedTrial]:
-    """History as samplers see it, in order of number: no aborted attempts, no candidates without a place."""
+    """Trials as samplers see them, in order of number: no aborted attempts, no candidates without a place."""
     found = []
     for trial in latest(trials):
         point, measured = encoding.point(trial.candidate), trial.measurement

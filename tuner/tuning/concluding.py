@@ -1,8 +1,9 @@
 """What a confirmation measured becomes the run's conclusion: pure functions of records."""
 
 import math
+import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache
@@ -10,27 +11,31 @@ from functools import lru_cache
 from tuner.conclusions import Arm, Conclusion, Difference, Judgement, Noise, RunCost, Where, saving
 from tuner.engine.effective import same
 from tuner.errors import BadInput
+from tuner.history.store import Store
 from tuner.measures import is_maximized
-from tuner.records import Measurement, Outcome, Run, Study, Trial, TrialState, Value
+from tuner.records import JSON, Measurement, Outcome, Run, Study, Trial, TrialState, Value
 from tuner.replay import outcomes
 from tuner.replay.plan import Plan
 from tuner.replay.speed import TOLERANCE
 from tuner.search import noise, pareto, trial_view
 from tuner.search.compare import Comparison, Passes, compare, compare_values
-from tuner.search.noise import Spread
-from tuner.tuning import capacity
+from tuner.search.noise import Spread, spread_of
+from tuner.tuning.trial import MAX_SPEED
 from tuner.tuning.verdict import Verdict, exceeding, judge
 
 LEVEL = 0.95
+
+# An interval that reaches so many times the baseline's value has no end to speak of.
 ENDLESS = 1e4
-"""An interval that reaches so many times the baseline's value has no end to speak of."""
+
 PLACES: tuple[Where, ...] = ("confirm", "held_out")
+
+# (metric, where) → noise between launches.
 Spreads = Mapping[tuple[str, Where], Spread]
-"""(metric, where) → noise between launches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class WinnerCriteria:
     """What a study asks of its winner, and how it is measured. `not_worse` maps metric → share."""
 
     study: Study
@@ -76,7 +81,7 @@ class Repeats:
         return self.base if self.base is not None and self.base.number in self.measured else None
 
 
-def conclude(asked: Asked, run: Run, found: Repeats, cost: RunCost, now: datetime) -> Conclusion:
+def conclude(asked: WinnerCriteria, run: Run, found: Repeats, cost: RunCost, now: datetime) -> Conclusion:
     """The conclusion of a confirmation that was measured to its end. No profile is published yet."""
     spreads = spreads_of(asked, found)
     base, arms = arms_of(asked, found, spreads)
@@ -94,7 +99,7 @@ def conclude(asked: Asked, run: Run, found: Repeats, cost: RunCost, now: datetim
 
 
 def _verdict(
-    asked: Asked, found: Repeats, base: Arm | None, arms: Sequence[Arm], drift: Sequence[str]
+    asked: WinnerCriteria, found: Repeats, base: Arm | None, arms: Sequence[Arm], drift: Sequence[str]
 ) -> Verdict:
     if not found.served:
         reasons = "; ".join(found.dropped[t.number] for t in found.finalists if t.number in found.dropped)
@@ -109,7 +114,7 @@ def _verdict(
     )  # fmt: skip
 
 
-def choose(asked: Asked, found: Repeats, arms: Sequence[Arm]) -> int:
+def choose(asked: WinnerCriteria, found: Repeats, arms: Sequence[Arm]) -> int:
     """The trial that the study's policy picks by the repeats; what `not_worse` forbids is left out while
     there is anything else.
     """
@@ -120,7 +125,7 @@ def choose(asked: Asked, found: Repeats, arms: Sequence[Arm]) -> int:
     return pareto.choose(allowed, asked.policy, asked.study.slo, asked.study.objectives).number
 
 
-def is_open(asked: Asked, found: Repeats) -> bool:
+def is_open(asked: WinnerCriteria, found: Repeats) -> bool:
     """Whether more repeats could still show a gain: nothing is better yet, and an interval holds a gain of
     10 % or has no end.
     """
@@ -140,14 +145,14 @@ def _may_gain(difference: Difference) -> bool:
     return (-1.0 if difference.low is None else difference.low) <= 1 / (1 + noise.SOUGHT) - 1
 
 
-def arms_of(asked: Asked, found: Repeats, spreads: Spreads) -> tuple[Arm | None, list[Arm]]:
+def arms_of(asked: WinnerCriteria, found: Repeats, spreads: Spreads) -> tuple[Arm | None, list[Arm]]:
     """(the baseline, the finalists) with their numbers and the finalists' differences."""
     base = found.base
     arms = [_arm(asked, found, t, changes=differences(asked, found, t, spreads)) for t in found.finalists]
     return (None if base is None else _arm(asked, found, base, changes=())), arms
 
 
-def _arm(asked: Asked, found: Repeats, trial: Trial, *, changes: tuple[Difference, ...]) -> Arm:
+def _arm(asked: WinnerCriteria, found: Repeats, trial: Trial, *, changes: tuple[Difference, ...]) -> Arm:
     rows = [m for m in found.measured.get(trial.number, ()) if m.purpose == "confirm"]
     good = mean_of("slo_attainment", rows)
     first = trial.measurement.values if trial.measurement else {}
@@ -175,7 +180,9 @@ def changed(base: Trial, trial: Trial) -> dict[str, tuple[Value, Value]]:
     return {name: pair for name, pair in pairs.items() if not same(*pair)}
 
 
-def differences(asked: Asked, found: Repeats, trial: Trial, spreads: Spreads) -> tuple[Difference, ...]:
+def differences(
+    asked: WinnerCriteria, found: Repeats, trial: Trial, spreads: Spreads
+) -> tuple[Difference, ...]:
     """One finalist against the baseline in every metric, on the slices that were searched and, where there is
     one, on the held-out slice.
     """
@@ -196,7 +203,7 @@ def differences(asked: Asked, found: Repeats, trial: Trial, spreads: Spreads) ->
 
 
 def _compared(
-    asked: Asked,
+    asked: WinnerCriteria,
     name: str,
     base: Sequence[Measurement],
     other: Sequence[Measurement],
@@ -212,7 +219,7 @@ def _compared(
         )  # fmt: skip
     except BadInput:  # an objective of the engine's own numbers has no rows to pair
         told_ = [[m.values[name] for m in rows if name in m.values] for rows in (base, other)]
-        least = math.log1p(TOLERANCE) if name == capacity.NAME else 0.0
+        least = math.log1p(TOLERANCE) if name == MAX_SPEED else 0.0
         return compare_values(name, *told_, spread=spread, level=LEVEL, family=family, least=least)
 
 
@@ -271,7 +278,7 @@ def _or_infinite(name: str, rows: Sequence[Measurement]) -> float:
     return math.inf if found is None else found
 
 
-def spreads_of(asked: Asked, found: Repeats) -> Spreads:
+def spreads_of(asked: WinnerCriteria, found: Repeats) -> Spreads:
     """The noise between launches that intervals rest on: of everybody's repeats in this run, and before."""
     spreads = {}
     for where in PLACES:
@@ -282,7 +289,7 @@ def spreads_of(asked: Asked, found: Repeats) -> Spreads:
     return spreads
 
 
-def noises(asked: Asked, found: Repeats, spreads: Spreads) -> tuple[Noise, ...]:
+def noises(asked: WinnerCriteria, found: Repeats, spreads: Spreads) -> tuple[Noise, ...]:
     """The noise per metric as it is kept, with how many repeats would show 10 %."""
     rows = {n: [m for m in each if m.purpose == "confirm"] for n, each in found.measured.items()}
     launches = sum(len(each) for each in rows.values())
@@ -301,7 +308,7 @@ def noises(asked: Asked, found: Repeats, spreads: Spreads) -> tuple[Noise, ...]:
     return tuple(said)
 
 
-def drifts(asked: Asked, found: Repeats, spreads: Spreads) -> tuple[str, ...]:
+def drifts(asked: WinnerCriteria, found: Repeats, spreads: Spreads) -> tuple[str, ...]:
     """One sentence for each objective in which the baseline's repeats are not what its search measured."""
     base = found.compared
     if base is None or base.measurement is None:
@@ -341,8 +348,8 @@ def _clocks(before: Measurement, after: Sequence[Measurement]) -> str:
 
 
 def unmeasured(
-    asked: Asked, run: Run, trials: Sequence[Trial], *, outcome: Judgement, sentence: str, cost: RunCost,
-    now: datetime, finalists: Sequence[Trial] = (), repeats: int = 0,
+    asked: WinnerCriteria, run: Run, trials: Sequence[Trial], *, outcome: Judgement, sentence: str,
+    cost: RunCost, now: datetime, finalists: Sequence[Trial] = (), repeats: int = 0,
 ) -> Conclusion:  # fmt: skip
     """What a run concludes that did not measure its finalists again, or not to the end."""
     found = Repeats(base=baseline_of(trials), finalists=finalists, measured={}, dropped={}, earlier={})
@@ -355,7 +362,7 @@ def unmeasured(
 
 
 def unconfirmed(
-    asked: Asked, run: Run, trials: Sequence[Trial], *, why: str, cost: RunCost, now: datetime,
+    asked: WinnerCriteria, run: Run, trials: Sequence[Trial], *, why: str, cost: RunCost, now: datetime,
     finalists: Sequence[Trial] = (), repeats: int = 0,
 ) -> Conclusion | None:  # fmt: skip
     """What a run concludes that was ended before its finalists were measured again to the end; None where it
@@ -389,3 +396,51 @@ def baseline_of(trials: Sequence[Trial]) -> Trial | None:
     """The first baseline that completed; else the last one that was tried to an end."""
     done = trial_view.baseline_of(trials)
     return done or next((t for t in reversed(trial_view.latest(trials)) if t.is_baseline), None)
+
+
+_BEGAN = re.compile(r"-confirm-([0-9a-f]{8}(?:\.\d+)?)-")
+
+
+def noise_before(store: Store, asked: WinnerCriteria, *, without: str = "") -> Spreads:
+    """The noise between launches by the repeats of one configuration within one confirmation, pooled over all
+    of this node with the same model, engine version and traffic. `without`: the label of a confirmation that
+    is left out.
+    """
+    groups: dict[tuple[str, Where], list[list[float]]] = {}
+    for study in store.studies(node=asked.study.node, model=asked.study.model):
+        if _traffic(study) != _traffic(asked.study):
+            continue
+        folders = {each.id: each.directory or "" for each in store.launches(study.id)}
+        for trial in store.trials(study.id):
+            for where, rows in _confirmations(trial, folders, without):
+                for name in asked.metrics:
+                    values = [m.values[name] for m in rows if name in m.values]
+                    groups.setdefault((name, where), []).append(values)
+    return {key: spread_of(values) for key, values in groups.items()}
+
+
+def _traffic(study: Study) -> tuple[JSON, ...]:
+    """What two studies must share for the noise of one to be that of the other."""
+    windows: list[JSON] = [[s.start_s, s.duration_s, s.held_out] for s in study.slices]
+    return study.engine_version, study.trace_digest, windows, study.spec.get("speed")
+
+
+def _confirmations(
+    trial: Trial, folders: Mapping[str, str], without: str
+) -> Iterator[tuple[Where, list[Measurement]]]:
+    """The repeats of a trial, those of one confirmation together."""
+    for where in PLACES:
+        rows: list[Measurement] = []
+        last = ""
+        for each in (m for m in trial.measurements if m.purpose == where):
+            found = _BEGAN.search(folders.get(each.launch_id or "", ""))
+            began = found.group(1) if found else ""
+            if without and began == without:
+                continue
+            if rows and (began != last or each.repeat <= rows[-1].repeat):
+                yield where, rows
+                rows = []
+            rows.append(each)
+            last = began
+        if rows:
+            yield where, rows

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from statistics import fmean, median
 
 from tuner.adapters import adapter_of
@@ -10,37 +9,33 @@ from tuner.conclusions import Conclusion, Judgement, RunCost
 from tuner.errors import Aborted, Infeasible
 from tuner.history.store import Store
 from tuner.knobs.arguments import gpus_held
-from tuner.records import JSON, Launch, Measurement, Run, Trial, TrialState
+from tuner.records import JSON, Launch, Measurement, Run, Trial
 from tuner.search import trial_view
 from tuner.search.noise import repeats_needed
-from tuner.tuning import quality
 from tuner.tuning.attempt import errors_of, failing, retries_of, unlike
-from tuner.tuning.calibrated_predictor import LAUNCH_S, RELAUNCHED, SETTLE_S, policy
 from tuner.tuning.concluding import (
     LEVEL,
     PLACES,
-    Asked,
     Repeats,
     Spreads,
+    WinnerCriteria,
     baseline_of,
     conclude,
     is_open,
+    noise_before,
     nothing_served,
     unmeasured,
 )
-from tuner.tuning.earlier import noise_before
-from tuner.tuning.events import Event
-from tuner.tuning.idle import cannot_act
-from tuner.tuning.launch_estimates import ready_of
-from tuner.tuning.next_trial import key_of, winner
+from tuner.tuning.context import ABORTED_RETRIES, Pass, RunContext, RunEvent, ready_of
+from tuner.tuning.finalists import left_out
+from tuner.tuning.next_trial import LAUNCH_S, SETTLE_S, policy
 from tuner.tuning.study import Prepared
-from tuner.tuning.trial import ABORTED_RETRIES, Bench, Pass, launch
-from tuner.tuning.verdict import worse_by
+from tuner.tuning.trial import launch
 
 
-def asked_of(prepared: Prepared) -> Asked:
+def asked_of(prepared: Prepared) -> WinnerCriteria:
     """What the study asks of its winner."""
-    return Asked(
+    return WinnerCriteria(
         study=prepared.study, plan=prepared.plan, policy=policy(prepared), not_worse=prepared.file.not_worse
     )
 
@@ -59,8 +54,8 @@ def repeats_for_ten_percent(prepared: Prepared, store: Store | None) -> dict[str
     }
 
 
+# Rounds that a confirmation is worth where the launches that a run may make are too few for the plan's.
 LEAST_ROUNDS = 2
-"""Rounds that a confirmation is worth where the launches that a run may make are too few for the plan's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +92,7 @@ class Confirmation:
     was interrupted is used again. `dropped` tells why a finalist (or the baseline) left it.
     """
 
-    bench: Bench
+    context: RunContext
     run: Run
     chosen: Sequence[Trial]
     label: str
@@ -105,21 +100,21 @@ class Confirmation:
     _earlier: Spreads = field(init=False)
 
     def __post_init__(self) -> None:
-        asked = asked_of(self.bench.prepared)
-        self._earlier = noise_before(self.bench.store, asked, without=self.label)
+        asked = asked_of(self.context.prepared)
+        self._earlier = noise_before(self.context.store, asked, without=self.label)
 
     @property
     def base(self) -> Trial | None:
         """Today's configuration as the search measured it first; None where it did not serve."""
-        return trial_view.baseline_of(self.bench.store.trials(self.run.study_id))
+        return trial_view.baseline_of(self.context.store.trials(self.run.study_id))
 
     def so_far(self) -> Repeats:
         """What was measured, without those of which too many requests failed."""
-        trials = self.bench.store.trials(self.run.study_id)
+        trials = self.context.store.trials(self.run.study_id)
         base, dropped = trial_view.baseline_of(trials), dict(self.dropped)
         measured = {}
         for trial in (*([base] if base else []), *self.chosen):
-            rows = kept(self.bench, self.label, trial.id)
+            rows = kept(self.context, self.label, trial.id)
             reason = next((said for m in rows if (said := failing(m.values, errors_of(m)))), None)
             if reason is not None:
                 dropped.setdefault(trial.number, reason)
@@ -134,17 +129,17 @@ class Confirmation:
         """Launch everybody in turns until the answer is settled, the plan's cap is reached, or the window has
         no room for another round.
         """
-        asked, plan = asked_of(self.bench.prepared), self.bench.prepared.plan
+        asked, plan = asked_of(self.context.prepared), self.context.prepared.plan
         base = self.base
         entrants = [*([base] if base else []), *self.chosen]
         for repeat in range(1, plan.most + 1):
             if repeat > plan.repeats and not (is_open(asked, self.so_far()) and self._fits(len(entrants))):
                 return
-            left = [t for t in entrants if not _has(self.bench, self.label, t.id, repeat)]
-            if repeat > LEAST_ROUNDS and self.bench.budget.left < len(left):
+            left = [t for t in entrants if not _has(self.context, self.label, t.id, repeat)]
+            if repeat > LEAST_ROUNDS and self.context.budget.left < len(left):
                 return
             for trial in entrants if repeat % 2 else reversed(entrants):
-                if trial.number not in self.dropped and not _has(self.bench, self.label, trial.id, repeat):
+                if trial.number not in self.dropped and not _has(self.context, self.label, trial.id, repeat):
                     await self._again(trial, repeat, len(entrants))
 
     def _fits(self, arms: int) -> bool:
@@ -153,14 +148,14 @@ class Confirmation:
             return True
         spans = [
             (each.ended_at - each.started_at).total_seconds()
-            for each in launches_of_confirmation(self.bench, self.label)
+            for each in launches_of_confirmation(self.context, self.label)
             if each.ended_at is not None
         ]
         needed = arms * fmean(spans) if spans else 0.0
-        return (self.run.deadline - self.bench.clock()).total_seconds() >= needed
+        return (self.run.deadline - self.context.clock()).total_seconds() >= needed
 
     async def _again(self, trial: Trial, repeat: int, arms: int) -> None:
-        bench, study = self.bench, self.bench.prepared.study
+        context, study = self.context, self.context.prepared.study
         passes = [Pass(slices=tuple(s for s in study.slices if not s.held_out), purpose="confirm",
                        repeat=repeat)]  # fmt: skip
         if held_out := tuple(s for s in study.slices if s.held_out):
@@ -169,7 +164,7 @@ class Confirmation:
         for attempt in range(ABORTED_RETRIES + 1):
             label = f"confirm-{self.label}-{repeat}-{attempt}"
             try:
-                launched = await launch(bench, trial, passes, bench.directory(trial.number, label))
+                launched = await launch(context, trial, passes, context.directory(trial.number, label))
             except Infeasible as error:
                 if attempt < retries_of(error):
                     continue
@@ -183,96 +178,50 @@ class Confirmation:
                 self._drop(trial, said)
                 return
             for measurement in launched.measurements:
-                bench.store.add_measurement(trial.id, measurement)
+                context.store.add_measurement(trial.id, measurement)
             return
 
     def _drop(self, trial: Trial, why: str) -> None:
         self.dropped[trial.number] = why
-        self.bench.tell(Event(kind="note", text=f"dropped from the confirmation: {why}", trial=trial))
+        self.context.tell(RunEvent(kind="note", text=f"dropped from the confirmation: {why}", trial=trial))
 
     def _tell(self, trial: Trial, repeat: int, arms: int) -> None:
-        plan = self.bench.prepared.plan
+        plan = self.context.prepared.plan
         rounds = max(plan.repeats, repeat)
         done = sum(
-            _has(self.bench, self.label, t.id, r)
+            _has(self.context, self.label, t.id, r)
             for t in (*([self.base] if self.base else []), *self.chosen)
             for r in range(1, rounds + 1)
         )
         more = f" (added, up to {plan.most}: the answer is open)" if repeat > plan.repeats else ""
         text = f"confirmation: launch {done + 1} of {arms * rounds}, repeat {repeat} of {rounds}{more}"
-        self.bench.tell(Event(kind="confirm", text=text, done=done, total=arms * rounds, trial=trial))
+        self.context.tell(RunEvent(kind="confirm", text=text, done=done, total=arms * rounds, trial=trial))
 
     def rounds_done(self) -> int:
         """How many repeats of everybody are measured."""
         arms, repeat = [*([self.base] if self.base else []), *self.chosen], 0
-        while arms and all(_has(self.bench, self.label, t.id, repeat + 1) for t in arms):
+        while arms and all(_has(self.context, self.label, t.id, repeat + 1) for t in arms):
             repeat += 1
         return repeat
 
     def conclusion(self) -> Conclusion:
         """What was found, once it was measured to its end."""
-        asked, now = asked_of(self.bench.prepared), self.bench.clock()
-        cost = cost_of(self.bench, self.run, self.label)
+        asked, now = asked_of(self.context.prepared), self.context.clock()
+        cost = cost_of(self.context, self.run, self.label)
         return conclude(asked, self.run, self.so_far(), cost, now)
 
 
-def without_finalists(bench: Bench, run: Run) -> Conclusion:
+def without_finalists(context: RunContext, run: Run) -> Conclusion:
     """The conclusion where nothing is left to be measured again."""
-    prepared, trials = bench.prepared, bench.store.trials(run.study_id)
+    prepared, trials = context.prepared, context.store.trials(run.study_id)
     outcome, sentence = Judgement.NOTHING_SERVED, nothing_served(trials)
     if reasons := left_out(prepared, trials):
         outcome = Judgement.BASELINE_STAYS
         sentence = f"Today's configuration stays: no trial is left as a finalist. {' '.join(reasons)}"
     return unmeasured(
-        asked_of(prepared), run, trials, outcome=outcome, sentence=sentence, cost=cost_of(bench, run),
-        now=bench.clock(),
+        asked_of(prepared), run, trials, outcome=outcome, sentence=sentence, cost=cost_of(context, run),
+        now=context.clock(),
     )  # fmt: skip
-
-
-def finalists(prepared: Prepared, trials: Sequence[Trial], run_id: str) -> list[Trial]:
-    """The policy's choice, then its choice without that one: the baseline is not among them, nor what only
-    turned knobs that could not act, nor what `not_worse` forbids, nor what changes the answers and was not
-    judged. Screened trials are, until they were relaunched or the run has made relaunches enough at its end.
-    """
-    base = trial_view.baseline_of(trials)
-    left, found = [t for t in trials if not t.is_baseline], list[Trial]()
-    key = key_of(prepared, trials)
-    count = prepared.plan.finalists
-    ours = [t for t in trials if t.run_id == run_id and t.state is not TrialState.ABORTED]
-    made = list(takewhile(lambda t: t.origin == RELAUNCHED, reversed(ours)))
-    if len(made) > count:
-        left = [t for t in left if not t.screened]
-    while len(found) < count:
-        best = winner(prepared, left, key)
-        if best is None:
-            break
-        if why_not(prepared, base, best) is None:
-            found.append(best)
-        left = [t for t in left if key(t.candidate) != key(best.candidate)]
-    return found
-
-
-def why_not(prepared: Prepared, base: Trial | None, trial: Trial) -> str | None:
-    """Why a trial cannot win, whatever its numbers; None where it can. `base` None: it did not serve."""
-    if (turned := quality.held_back(prepared, trial)) is not None:
-        return f"Trial {trial.number} is no finalist: {turned}."
-    if base is None:
-        return None
-    if (said := cannot_act(base, trial, prepared.facts)) is not None:
-        return f"Trial {trial.number} is no finalist: {said}."
-    mine, its = (t.measurement.values if t.measurement else {} for t in (base, trial))
-    for name, limit in prepared.file.not_worse.items():
-        if mine.get(name) and name in its and worse_by(name, mine[name], its[name]) > limit:
-            change = (its[name] - mine[name]) / mine[name]
-            return f"Trial {trial.number} is no finalist: {name} {change:+.0%} (not_worse: {limit:.0%})."
-    return None
-
-
-def left_out(prepared: Prepared, trials: Sequence[Trial]) -> list[str]:
-    """Why complete trials are no finalists, three at most."""
-    base = trial_view.baseline_of(trials)
-    done = [t for t in trial_view.latest(trials) if t.state is TrialState.COMPLETE and not t.is_baseline]
-    return [said for t in done if (said := why_not(prepared, base, t)) is not None][:3]
 
 
 def label_of(run_id: str) -> str:
@@ -280,55 +229,55 @@ def label_of(run_id: str) -> str:
     return run_id[:8]
 
 
-def launches_of_confirmation(bench: Bench, label: str) -> list[Launch]:
+def launches_of_confirmation(context: RunContext, label: str) -> list[Launch]:
     """The launches of a confirmation."""
-    return [each for each in bench.launches() if each.directory and f"-confirm-{label}-" in each.directory]
+    return [each for each in context.launches() if each.directory and f"-confirm-{label}-" in each.directory]
 
 
-def kept(bench: Bench, label: str, trial_id: int) -> list[Measurement]:
+def kept(context: RunContext, label: str, trial_id: int) -> list[Measurement]:
     """What a confirmation measured of a trial, by repeat; of a repeat that was done again, the last."""
-    ours = {each.id for each in launches_of_confirmation(bench, label)}
-    found = [m for m in bench.store.trial(trial_id).measurements if m.purpose in PLACES]
+    ours = {each.id for each in launches_of_confirmation(context, label)}
+    found = [m for m in context.store.trial(trial_id).measurements if m.purpose in PLACES]
     last = {(m.repeat, m.purpose): m for m in found if m.launch_id in ours}
     return [last[key] for key in sorted(last)]
 
 
-def _has(bench: Bench, label: str, trial_id: int, repeat: int) -> bool:
-    wanted = PLACES if any(s.held_out for s in bench.prepared.study.slices) else PLACES[:1]
-    return {m.purpose for m in kept(bench, label, trial_id) if m.repeat == repeat} >= set(wanted)
+def _has(context: RunContext, label: str, trial_id: int, repeat: int) -> bool:
+    wanted = PLACES if any(s.held_out for s in context.prepared.study.slices) else PLACES[:1]
+    return {m.purpose for m in kept(context, label, trial_id) if m.repeat == repeat} >= set(wanted)
 
 
-def pending(bench: Bench) -> tuple[str, list[Trial]] | None:
+def pending(context: RunContext) -> tuple[str, list[Trial]] | None:
     """The confirmation that earlier runs of the study could not end: (its label, its finalists); None where
     the last conclusion leaves nothing to be done.
     """
     label, numbers = None, list[int]()
-    for said in reversed(bench.store.conclusions(bench.prepared.study.id)):
+    for said in reversed(context.store.conclusions(context.prepared.study.id)):
         ours = [arm.trial for arm in said.finalists]
         if said.outcome is not Judgement.NOT_CONFIRMED or not ours or (numbers and ours != numbers):
             break
         label, numbers = label_of(said.run_id), ours
-        if launches_of_confirmation(bench, f"{label}.2"):
+        if launches_of_confirmation(context, f"{label}.2"):
             label = f"{label}.2"
     if label is None:
         return None
-    latest = {t.number: t for t in trial_view.latest(bench.store.trials(bench.prepared.study.id))}
+    latest = {t.number: t for t in trial_view.latest(context.store.trials(context.prepared.study.id))}
     return label, [latest[n] for n in numbers if n in latest]
 
 
-def cost_of(bench: Bench, run: Run, label: str | None = None) -> RunCost:
+def cost_of(context: RunContext, run: Run, label: str | None = None) -> RunCost:
     """What a run's trials and its confirmation held the node for."""
-    facts = bench.prepared.facts
+    facts = context.prepared.facts
     real = adapter_of(facts.kind).uses_gpus(facts.platform)
-    ours = [t for t in bench.store.trials(run.study_id) if t.run_id == run.id]
-    search = sum(t.gpu_seconds / (1 if real else bench.gpus_held(t.candidate)) for t in ours)
+    ours = [t for t in context.store.trials(run.study_id) if t.run_id == run.id]
+    search = sum(t.gpu_seconds / (1 if real else context.gpus_held(t.candidate)) for t in ours)
     spans = [
         max(0.0, (each.ended_at - each.started_at).total_seconds()) * (gpus_held(each.argv) if real else 1)
-        for each in launches_of_confirmation(bench, label or label_of(run.id))
+        for each in launches_of_confirmation(context, label or label_of(run.id))
         if each.ended_at is not None
     ]
     return RunCost(
         search_s=round(search, 1),
         confirm_s=round(sum(spans), 1),
-        gpus=bench.gpus_held(bench.prepared.baseline) if real else 0,
+        gpus=context.gpus_held(context.prepared.baseline) if real else 0,
     )

@@ -1,40 +1,45 @@
 """How a run ends: which confirmation it measures, when, and what it concludes."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
-from tuner.conclusions import Conclusion
-from tuner.records import JSON, Run, Trial
+from tuner import masking
+from tuner.conclusions import Arm, Conclusion, PublishedProfile
+from tuner.engine import effective
+from tuner.knobs.arguments import compile_candidate
+from tuner.knobs.catalogue import CATALOGUE
+from tuner.profiles import registry
+from tuner.records import JSON, Profile, Run, Trial, TrialState
 from tuner.search import trial_view
-from tuner.tuning.concluding import unconfirmed
+from tuner.tuning import quality
+from tuner.tuning.concluding import remeasured, unconfirmed
 from tuner.tuning.confirm import (
     LEAST_ROUNDS,
     Confirmation,
     asked_of,
     cost_of,
-    finalists,
+    kept,
     label_of,
     launches_of_confirmation,
     pending,
     planned,
     without_finalists,
 )
-from tuner.tuning.events import Event
-from tuner.tuning.publishing import publish
-from tuner.tuning.trial import Bench
+from tuner.tuning.context import RunContext, RunEvent
+from tuner.tuning.finalists import finalists
 
 
 class Ending:
     """The confirmations of one run. What an interrupted one measured is used again, by the next run too."""
 
-    def __init__(self, bench: Bench, run: Run) -> None:
-        self._bench, self._run = bench, run
+    def __init__(self, context: RunContext, run: Run) -> None:
+        self._context, self._run = context, run
         self._going: Confirmation | None = None
         self._done: Confirmation | None = None
 
     async def what_is_pending(self) -> None:
         """Before new trials: measure to its end what was begun and interrupted, where it fits."""
-        found = self._begun() or pending(self._bench)
+        found = self._begun() or pending(self._context)
         if found is None or not found[1]:
             return
         label, chosen = found
@@ -49,13 +54,13 @@ class Ending:
         """At the end of the search: measure the finalists again, unless that was done. Returns why not, where
         the window is too short.
         """
-        chosen = finalists(self._bench.prepared, self._trials(), self._run.id)
+        chosen = finalists(self._context.prepared, self._trials(), self._run.id)
         done = {t.number for t in self._done.chosen} if self._done else set()
         if self._done is not None and {t.number for t in chosen} <= done:
             return None
         if not chosen:
             return None
-        while len(chosen) > 1 and self._launches_of(len(chosen)) > self._bench.budget.left:
+        while len(chosen) > 1 and self._launches_of(len(chosen)) > self._context.budget.left:
             chosen = chosen[:-1]
         if (why := self.too_short(chosen)) is not None:
             self._going = self._confirmation(self._next_label(), chosen)
@@ -65,21 +70,21 @@ class Ending:
 
     def too_short(self, chosen: Sequence[Trial]) -> str | None:
         """Why the confirmation of these does not fit into what is left of the run; None where it does."""
-        left, wanted = self._bench.budget.left, self._launches_of(len(chosen))
+        left, wanted = self._context.budget.left, self._launches_of(len(chosen))
         if wanted > left:
             return f"it takes {wanted} launches at least and the run may make {left:.0f} more"
         end = self._run.deadline
         if end is None:
             return None
-        needed = planned(self._bench.prepared, self._bench.launches(), len(chosen)).seconds
-        seconds = (end - self._bench.clock()).total_seconds()
+        needed = planned(self._context.prepared, self._context.launches(), len(chosen)).seconds
+        seconds = (end - self._context.clock()).total_seconds()
         if needed <= seconds:
             return None
         return f"it takes about {needed / 60:.0f} min and the window has {max(0.0, seconds) / 60:.0f} left"
 
     def _launches_of(self, count: int) -> int:
         """The launches that a confirmation of so many finalists is worth beginning for."""
-        return (1 + count) * min(LEAST_ROUNDS, self._bench.prepared.plan.repeats)
+        return (1 + count) * min(LEAST_ROUNDS, self._context.prepared.plan.repeats)
 
     async def _measure(self, label: str, chosen: Sequence[Trial]) -> None:
         self._going = self._confirmation(label, chosen)
@@ -87,19 +92,19 @@ class Ending:
         self._done, self._going = self._going, None
 
     def _confirmation(self, label: str, chosen: Sequence[Trial]) -> Confirmation:
-        return Confirmation(bench=self._bench, run=self._run, chosen=chosen, label=label)
+        return Confirmation(context=self._context, run=self._run, chosen=chosen, label=label)
 
     def _begun(self) -> tuple[str, list[Trial]] | None:
         """The confirmation that this very run had begun when it was interrupted."""
         label = label_of(self._run.id)
-        folders = [each.directory or "" for each in launches_of_confirmation(self._bench, label)]
+        folders = [each.directory or "" for each in launches_of_confirmation(self._context, label)]
         if not folders:
             return None
         numbers = {int(folder.rsplit("/", 1)[-1].split("-", 1)[0]) for folder in folders}
         trials = self._trials()
         chosen = [t for t in trial_view.latest(trials) if t.number in numbers and not t.is_baseline]
-        count = self._bench.prepared.plan.finalists
-        more = [t for t in finalists(self._bench.prepared, trials, self._run.id) if t.number not in numbers]
+        count = self._context.prepared.plan.finalists
+        more = [t for t in finalists(self._context.prepared, trials, self._run.id) if t.number not in numbers]
         return label, [*chosen, *more][: max(count, len(chosen))]
 
     def _next_label(self) -> str:
@@ -114,11 +119,11 @@ class Ending:
         if self._done is not None:
             return self._published(self._done, why)
         if why is None:
-            return self._with_profiles(without_finalists(self._bench, self._run), label_of(self._run.id))
+            return self._with_profiles(without_finalists(self._context, self._run), label_of(self._run.id))
         going, trials = self._going, self._trials()
         return unconfirmed(
-            asked_of(self._bench.prepared), self._run, trials, why=why, now=self._bench.clock(),
-            cost=cost_of(self._bench, self._run, going.label if going else None),
+            asked_of(self._context.prepared), self._run, trials, why=why, now=self._context.clock(),
+            cost=cost_of(self._context, self._run, going.label if going else None),
             finalists=going.chosen if going else (), repeats=going.rounds_done() if going else 0,
         )  # fmt: skip
 
@@ -130,18 +135,18 @@ class Ending:
         return self._with_profiles(said, done.label)
 
     def _with_profiles(self, said: Conclusion, label: str) -> Conclusion:
-        return replace(said, profiles=publish(self._bench, self._run, said, label=label))
+        return replace(said, profiles=publish(self._context, self._run, said, label=label))
 
     def _trials(self) -> tuple[Trial, ...]:
-        return self._bench.store.trials(self._run.study_id)
+        return self._context.store.trials(self._run.study_id)
 
     def _say(self, text: str) -> None:
-        self._bench.tell(Event(kind="note", text=text))
+        self._context.tell(RunEvent(kind="note", text=text))
 
 
-def summary_of_conclusion(bench: Bench, said: Conclusion) -> dict[str, JSON]:
+def summary_of_conclusion(context: RunContext, said: Conclusion) -> dict[str, JSON]:
     """What a run's summary repeats of its conclusion, for readers of earlier releases."""
-    study = bench.prepared.study
+    study = context.prepared.study
     key: dict[str, JSON] = {"model": study.model, "target": study.node, "workload": study.workload}
     return {
         "verdict": said.outcome.value,
@@ -166,3 +171,66 @@ def summary_of_conclusion(bench: Bench, said: Conclusion) -> dict[str, JSON]:
             alias: {"id": each.id, "version": each.version, **key} for alias, each in said.profiles.items()
         },
     }  # fmt: skip
+
+
+def publish(context: RunContext, run: Run, said: Conclusion, *, label: str) -> dict[str, PublishedProfile]:
+    """Publish what a run concluded; returns the versions by alias. `label`: of the confirmation."""
+    trials = context.store.trials(run.study_id)
+    latest = {t.number: t for t in trial_view.latest(trials)}
+    base = latest.get(said.baseline.trial) if said.baseline else None
+    if base is None or base.state is not TrialState.COMPLETE:
+        base = next((t for t in reversed(trials) if t.is_baseline and t.state is TrialState.COMPLETE), None)
+    found = {}
+    if base is not None:
+        found[registry.BASELINE] = _profile(context, run, said, base, registry.BASELINE, label)
+    if said.winner is not None:
+        found[registry.CHALLENGER] = _profile(
+            context, run, said, latest[said.winner], registry.CHALLENGER, label
+        )
+    return {alias: PublishedProfile(id=p.id, version=p.version) for alias, p in found.items()}
+
+
+def _profile(
+    context: RunContext, run: Run, said: Conclusion, trial: Trial, alias: str, label: str
+) -> Profile:
+    prepared = context.prepared
+    compiled = compile_candidate(trial.candidate, prepared.facts, env=prepared.file.engine.env)
+    arm, rows = said.arm(trial.number), kept(context, label, trial.id)
+    return registry.publish(
+        context.store,
+        study=prepared.study,
+        trial=remeasured(trial, rows) if any(m.purpose == "confirm" for m in rows) else trial,
+        argv=masking.arguments((*prepared.fixed, *compiled.argv)),
+        env=masking.environment({**prepared.file.engine.env, **compiled.env}),
+        evidence=_evidence(context, run, said, trial, arm, alias),
+        alias=alias,
+        reason=f"run {run.id}: {said.outcome.value}",
+        now=context.clock(),
+    )
+
+
+def _evidence(
+    context: RunContext, run: Run, said: Conclusion, trial: Trial, arm: Arm | None, alias: str
+) -> dict[str, JSON]:
+    won = alias == registry.CHALLENGER
+    return {
+        "run": run.id,
+        "verdict": said.outcome.value if won else "baseline",
+        "sentence": said.sentence if won else trial.reason or "what ran before",
+        "confirmed": said.confirmed and won,
+        "slo_met": bool(arm and arm.slo_met),
+        "demonstration": said.demonstration,
+        "repeats": said.repeats,
+        "changes": [dict(asdict(c)) for c in arm.changes] if arm else [],
+        "not_worse": dict(context.prepared.file.not_worse),
+        "unproved": unproved_of(trial),
+        "unjudged": list(quality.unjudged(context.prepared, trial)),
+        "quality": "off" if context.prepared.file.quality == "off" else "on",
+        "inherited": {} if trial.is_baseline else dict(context.prepared.space.inherited),
+    }
+
+
+def unproved_of(trial: Trial) -> dict[str, JSON]:
+    """Knobs of a trial of which nothing shows that the engine took them, and why."""
+    names = effective.unproved(trial.candidate, trial.effective)
+    return {name: CATALOGUE[name].unproved or "this engine does not report it" for name in names}

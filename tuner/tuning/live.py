@@ -20,30 +20,18 @@ from tuner.engine.server import Server, serve
 from tuner.errors import Aborted, EngineError, Infeasible, StudyFailed
 from tuner.records import Candidate, Launch, Trial, Value
 from tuner.search.encoding import encode
-from tuner.tuning.launch_estimates import largest_kv
+from tuner.tuning.context import LaunchJob, LaunchResult, Pass, RunContext, Serving, held, largest_kv
 from tuner.tuning.study import Prepared
-from tuner.tuning.trial import (
-    Bench,
-    Launched,
-    Order,
-    Pass,
-    Row,
-    Serving,
-    add_launch,
-    held,
-    launch_spec,
-    launched,
-    make,
-    measured_pass,
-)
+from tuner.tuning.trial import LaunchRecorder, add_launch, launch_spec, launched, make, measured_pass
 
 SCHEDULER = "--scheduler-cls"
+
+# Limits that may only be lowered in a running engine.
 SIZES = ("max_num_seqs", "max_num_batched_tokens")
-"""Limits that may only be lowered in a running engine."""
 
 
+# After so many running engines in a row that did not do, every candidate is launched by itself.
 FAILURES = 3
-"""After so many running engines in a row that did not do, every candidate is launched by itself."""
 
 
 class CannotScreen(Exception):
@@ -91,7 +79,7 @@ def widest(prepared: Prepared, candidate: Candidate) -> tuple[Candidate, ...]:
     found: list[Candidate] = []
     for sizes in (tops, {**tops, **{n: v for n, v in asked.items() if n != "max_num_seqs"}}):
         wide = Candidate({**kept, **sizes, **prepared.space.inherited})
-        if prepared.known(wide) is None and wide not in found:
+        if prepared.known_failure(wide) is None and wide not in found:
             found.append(wide)
     return tuple(found)
 
@@ -105,14 +93,14 @@ def fits(
     return limits.changeable(encoding.completed(launched), encoding.completed(candidate), knobs)
 
 
-class Live:
+class ScreeningEngine:
     """The running engine of a run, if any. One trial at a time."""
 
-    def __init__(self, bench: Bench) -> None:
-        self._bench = bench
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
         self._stack = AsyncExitStack()
         self._server: Server | None = None
-        self._row: Row | None = None
+        self._row: LaunchRecorder | None = None
         self._launched: Candidate = Candidate()
         self._charged_s = 0.0
         self._in_a_row = 0
@@ -122,8 +110,8 @@ class Live:
     @property
     def possible(self) -> bool:
         """Whether this study's engines can be changed while they run, as far as is known by now."""
-        here = self._bench.work is None and self._in_a_row < FAILURES
-        return here and changeable(self._bench.prepared)
+        here = self._context.work is None and self._in_a_row < FAILURES
+        return here and changeable(self._context.prepared)
 
     async def measure(
         self,
@@ -133,7 +121,7 @@ class Live:
         defaults: Mapping[str, Value],
         *,
         own: bool = False,
-    ) -> Launched:
+    ) -> LaunchResult:
         """Measure a candidate inside the running engine, launching a wide one where none fits; `own`: in one
         that is launched for it, which stays to screen others.
 
@@ -167,47 +155,47 @@ class Live:
     async def _replay(
         self,
         server: Server,
-        row: Row,
+        row: LaunchRecorder,
         trial: Trial,
         passes: Sequence[Pass],
         directory: Path,
         wanted: Mapping[str, Value],
-    ) -> Launched:
+    ) -> LaunchResult:
         row.trial = trial
         if not await limits.change(server, wanted):
             said = await limits.ask(server, {})
             reason = f"the running engine did not take the limits: {said.error or 'no reason given'}"
             await self._give_up(reason)
             raise CannotScreen(reason)
-        order = Order(
+        job = LaunchJob(
             spec=replace(server.spec, directory=str(directory)), passes=tuple(passes), number=trial.number,
-            kv_tokens=largest_kv(self._bench.launches()),
+            kv_tokens=largest_kv(self._context.launches()),
         )  # fmt: skip
         try:
-            measured = [await measured_pass(self._bench.place, order, p, server, row.note) for p in passes]
+            measured = [await measured_pass(self._context.host, job, p, server, row.note) for p in passes]
             self._in_a_row = 0
         finally:
             begun, self._charged_s = self._charged_s, time.monotonic()
         ended = replace(row.row, effective={**row.row.effective, **_shown(wanted)})
         return launched(
-            ended, measured, (self._charged_s - begun) * held(self._bench.prepared, server.spec.argv)
+            ended, measured, (self._charged_s - begun) * held(self._context.prepared, server.spec.argv)
         )
 
     def _limits(self, candidate: Candidate, defaults: Mapping[str, Value]) -> dict[str, Value] | None:
         """What turns the running engine into the candidate; None where that is not enough."""
         if self._server is None or not self._server.alive:
             return None
-        return fits(self._bench.prepared, self._launched, candidate, defaults)
+        return fits(self._context.prepared, self._launched, candidate, defaults)
 
     async def _launch(self, trial: Trial, own: bool) -> None:
         """Launch the trial's own engine, or the widest that it can be screened in. CannotScreen when none
         comes up.
         """
-        prepared, bench = self._bench.prepared, self._bench
-        directory = bench.directory(trial.number, f"live-{trial.attempt}")
-        known, launches = bench.learned(), bench.launches()
+        prepared, context = self._context.prepared, self._context
+        directory = context.directory(trial.number, f"live-{trial.attempt}")
+        known, launches = context.estimates(), context.launches()
         wider = (trial.candidate,) if own else widest(prepared, trial.candidate)
-        specs = [(c, launch_spec(prepared, c, directory, bench.cores, known=known)) for c in wider]
+        specs = [(c, launch_spec(prepared, c, directory, context.cores, known=known)) for c in wider]
         wide, spec = next((each for each in specs if not _failed(launches, each[1].argv)), (None, None))
         if wide is None or spec is None:
             raise CannotScreen("no wider engine is known to work")
@@ -215,10 +203,10 @@ class Live:
         paths = spec.env.get("PYTHONPATH", os.environ.get("PYTHONPATH"))
         installed = limits.install(directory.resolve(), spec.launch_id, paths, spec.kind)
         spec = replace(spec, argv=(*spec.argv, *installed.argv), env={**spec.env, **installed.env})
-        self._row = Row(bench, add_launch(bench, spec), trial)
+        self._row = LaunchRecorder(context, add_launch(context, spec), trial)
         try:
-            settle = bench.settles(spec.argv) if own else False
-            entered = serve(spec, gpus=bench.gpus, settle=settle, note=self._row.note)
+            settle = context.settles(spec.argv) if own else False
+            entered = serve(spec, gpus=context.gpus, settle=settle, note=self._row.note)
             server = await self._stack.enter_async_context(entered)
         except (Infeasible, StudyFailed) as error:
             if _certain(error, own=own) or (own and self._served and isinstance(error, Infeasible)):
@@ -239,7 +227,7 @@ class Live:
             Serving(effective=server.effective, timeline=server.timeline, kv_tokens=server.kv_tokens)
         )
         self._server, self._launched, self._served = server, wide, True
-        bench.store.finish_launch(self._row.row)
+        context.store.finish_launch(self._row.row)
 
     async def _give_up(self, reason: str) -> None:
         self._in_a_row += 1

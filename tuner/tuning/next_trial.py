@@ -1,170 +1,259 @@
-"""The next candidate of a study, and how it is measured: functions of its history."""
+"""The next candidate of a study, and what its replay is compared with: functions of the study's history."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from statistics import median
 
 import numpy as np
 
+from tuner.adapters import adapter_of
 from tuner.engine.effective import same
-from tuner.errors import NotFound
+from tuner.errors import BadInput, NotFound
 from tuner.knobs.space import SearchSpace
-from tuner.records import Candidate, Trial, TrialState
-from tuner.search import acquisition, ladder, pareto, trial_view
-from tuner.search.candidate_sources import History, Suggestion, suggest
-from tuner.search.order import drift_due
-from tuner.tuning.calibrated_predictor import (
-    RELAUNCHED,
-    SECURED,
-    Knowledge,
-    around,
-    at_levels,
-    policy,
-    screens,
-)
-from tuner.tuning.seeds import Seed
+from tuner.records import Candidate, Prediction, Slice, Slo, Trial, TrialState, Value
+from tuner.replay import outcomes
+from tuner.search import acquisition, early_stopping, ladder, pareto, trial_view
+from tuner.search.acquisition import Predict
+from tuner.search.candidate_sources import StudyView, Suggestion, drift_due, heuristics, suggest
+from tuner.search.early_stopping import Case, Columns, Judge, Rival
+from tuner.search.encoding import encode
+from tuner.traffic import slices
+from tuner.traffic.trace import Trace
+from tuner.tuning.calibrated_predictor import StudyPredictor, failed, pool_of
+from tuner.tuning.live import changeable
+from tuner.tuning.seeds import Seed, by_concurrency
 from tuner.tuning.study import Prepared
 
+# Origin of the candidate that the SLO policy would pick by the simulator's predictions.
+PICKED = "simulator: SLO"
+
+# Origin of a trial that measures a screened candidate again, in an engine of its own.
+RELAUNCHED = "relaunched"
+
+# From trial WIDE_FROM on, every WIDE_EVERYth proposal may turn any knob, also those that need a launch. The
+# others stay with what the running engine can screen, which took a third of the time (docs/results/
+# live-limits.md). The first eight go to the limits, since these are what most configurations differ by.
 WIDE_EVERY, WIDE_FROM = 5, 9
-"""From a number on, every so-many-th proposal may turn any knob; the others keep to what one running engine
-can screen."""
+
+# Screened trials between two relaunches. More would leave the front, which shows relaunched trials only,
+# behind the search; fewer would give back what screening saves.
 PROMOTE_AFTER = 3
-"""Screened trials between two relaunches."""
 
+# Share of the front's hypervolume that a screened trial must add to be worth a launch: more than the noise of
+# one measurement (`early_stopping.NOISE`) adds by chance.
+SECURED = 0.05
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Help:
-    """What others know: seeds (origin, candidate) that are tried first."""
+# Trials with an engine of their own after which a study that screened none, though it should have, is taken
+# to be one that cannot screen: as many failures as `live.FAILURES` allows.
+ENOUGH = 3
 
-    seeds: Sequence[Seed] = ()
+# Seconds of a launch while no trial says: a guess, replaced by the median of the study's own launches.
+LAUNCH_S = 57.0
 
+# About how many seconds of a replay are not its window: warm-up requests before it, open requests after it.
+# Used to estimate times only, so its error moves no decision by more than one replay.
+SETTLE_S = 15.0
 
-NO_HELP = Help()
+# Trials that a running replay is compared with, the newest of the front first. Each keeps all its requests in
+# memory and costs a comparison at every look, in the process that also sends.
+RIVALS = 6
+
+# How much better than a screened trial another one must be to stop it: three times the usual margin, since
+# screened and relaunched measurements of one candidate differ by more than two relaunched ones.
+SCREENED_EPSILON = 0.10
+
+# Seconds (of replay time) of the busiest stretch of the traffic, which a rung waits for: a candidate with too
+# little room shows it in a burst, so a replay without the worst one says too little.
+PEAK_S = 5.0
 
 
 def propose(
-    prepared: Prepared, trials: Sequence[Trial], help: Help = NO_HELP, knowledge: Knowledge | None = None
+    prepared: Prepared,
+    trials: Sequence[Trial],
+    seeds: Sequence[Seed] = (),
+    predictor: StudyPredictor | None = None,
 ) -> Suggestion | None:
-    """What the search proposes after these trials; a function of them alone (and of the seeds given)."""
+    """The next candidate after these trials, or None when nothing new is left that may work. It depends on
+    the trials and the given seeds alone.
+    """
     if prepared.file.sampler == "ladder":
         return _rung(prepared, trials)
-    knowledge = knowledge or Knowledge(prepared=prepared)
-    number, history = next_number(trials), history_of(prepared, trials)
-    if history.baseline is not None and not prepared.plan.demonstration and drift_due(trials):
+    predictor = predictor or StudyPredictor(prepared=prepared)
+    number, view = next_number(trials), view_of(prepared, trials)
+    if view.baseline is not None and not prepared.plan.demonstration and drift_due(trials):
         seed = trial_view.derive(prepared.study.seed, number, "trial")
         return Suggestion(candidate=prepared.baseline, origin="baseline", seed=seed)
-    promoted = _promoted(history)
-    if promoted is not None:
+    if (promoted := _promoted(view)) is not None:
         candidate = minimal(prepared.space, trials, promoted.candidate)
         return Suggestion(candidate=candidate, origin=RELAUNCHED, seed=promoted.seed)
-    known = knowledge.known(trials)
-    seeds = untried(prepared, history, (*knowledge.fronts, *help.seeds, *knowledge.seeds(trials)))
-    for space in (prepared.space,) if seeds else spaces(prepared, trials, number):
+    known = predictor.calibrated(trials)
+    left = untried(prepared, view, (*seeds, *first_candidates(predictor, trials)))
+    for space in (prepared.space,) if left else spaces(prepared, trials, number):
         found = suggest(
-            replace(history, space=space),
-            seed=prepared.study.seed,
-            number=number,
-            baseline=prepared.baseline,
-            known=prepared.known,
-            seeds=seeds,
-            predictor=known.predict if known else None,
+            replace(view, space=space), seed=prepared.study.seed, number=number, baseline=prepared.baseline,
+            known=prepared.known_failure, seeds=left, predictor=known.predict if known else None,
             sampler=prepared.file.sampler,
-        )
+        )  # fmt: skip
         if found is not None:
             return replace(found, candidate=minimal(prepared.space, trials, found.candidate))
     return None
 
 
+def view_of(prepared: Prepared, trials: Sequence[Trial]) -> StudyView:
+    """The study's trials as the search sees them."""
+    study = prepared.study
+    return StudyView(space=prepared.space, trials=trials, objectives=study.objectives, slo=study.slo)
+
+
+def next_number(trials: Sequence[Trial]) -> int:
+    """The number after the last one."""
+    return max((t.number for t in trials), default=-1) + 1
+
+
+def first_candidates(predictor: StudyPredictor, trials: Sequence[Trial]) -> tuple[Seed, ...]:
+    """The candidates that are tried first: what the SLO policy would pick by the predictions, or what the
+    tuning guides advise where there are no predictions; then what the traffic's concurrency asks for.
+    """
+    prepared, base = predictor.prepared, trial_view.baseline_of(trials)
+    if base is None and not failed(trials):
+        return ()
+    near, known = at_levels(prepared, trials), predictor.calibrated(trials)
+    if known is None:
+        guides = heuristics(prepared.space, near, prepared.known_failure)
+        return (*guides, *by_concurrency(prepared))
+    narrow = screens(prepared, () if base is None else (base,))
+    space = around(prepared, near, trials) if narrow else prepared.space
+    picked = _predicted_pick(prepared, space, known.predict, trials)
+    return (*([] if picked is None else [(PICKED, picked)]), *by_concurrency(prepared))
+
+
+def _predicted_pick(
+    prepared: Prepared, space: SearchSpace, predict: Predict, trials: Sequence[Trial]
+) -> Candidate | None:
+    """What the SLO policy would pick of the study's pool by the predictions, without knobs that bring
+    nothing. None where every candidate is predicted to fail. The expected hypervolume gain does not find it:
+    it may be worse than the baseline in an objective by more than the reference point allows.
+    """
+    pool, slo = pool_of(prepared, space, trials), prepared.study.slo
+    ranked = [(_rank(likely(p), slo), i) for i, p in enumerate(predict(pool)) if p.feasible]
+    if not ranked:
+        return None
+    best = pool[min(ranked)[1]]
+    names = tuple(dict.fromkeys((*prepared.study.objectives, "goodput_rps")))
+    values = predict([best])[0].values
+    scale = trial_view.scale(names, [values.get(n, math.nan) for n in names], slo)
+    encoding = encode(space, trial_view.defaults_of(trials))
+    point = encoding.point(best)
+    state = acquisition.problem_of(encoding, (), scale, predict)
+    return best if point is None else encoding.candidate(acquisition.without_idle_knobs(state, point))
+
+
+def likely(prediction: Prediction) -> dict[str, float]:
+    """The mean of three predictions: as predicted (twice), for a slower and for a faster engine."""
+    slow, fast = prediction.slow, prediction.fast
+    return {n: (slow.get(n, v) + 2 * v + fast.get(n, v)) / 4 for n, v in prediction.values.items()}
+
+
+def _rank(values: Mapping[str, float], slo: Slo) -> tuple[float, float, float]:
+    """The order of `pareto.choose`: attainment up to the SLO's, goodput in steps of 2 %, then p95 end-to-end
+    time. The lowest is best.
+    """
+    attained = round(min(values.get("slo_attainment", 0.0), slo.attainment), 2)
+    goodput = values.get("goodput_rps", 0.0)
+    step = round(math.log(goodput) / math.log1p(pareto.TIE)) if goodput > 0 else -math.inf
+    return (-attained, -step, values.get("e2e_p95_ms", math.inf))
+
+
 def _rung(prepared: Prepared, trials: Sequence[Trial]) -> Suggestion | None:
-    """The baseline, then it with the next rung's max_num_seqs; None at the end of the ladder."""
+    """The baseline, then the baseline with the ladder's next max_num_seqs; None at the end of the ladder."""
     seed = trial_view.derive(prepared.study.seed, next_number(trials), "trial")
     if not any(t.is_baseline for t in trial_view.latest(trials)):
         return Suggestion(candidate=prepared.baseline, origin="baseline", seed=seed)
     asked = {v: prepared.baseline.with_values(**{ladder.KNOB: v}) for v in prepared.space.levels[ladder.KNOB]}
-    levels = sorted(v for v, c in asked.items() if isinstance(v, int) and prepared.known(c) is None)
+    levels = sorted(v for v, c in asked.items() if isinstance(v, int) and prepared.known_failure(c) is None)
     level = ladder.next_level(levels, ladder.rungs(trials))
     return None if level is None else Suggestion(candidate=asked[level], origin=ladder.ORIGIN, seed=seed)
 
 
-def history_of(prepared: Prepared, trials: Sequence[Trial]) -> History:
-    """A study's trials with what the search works out of them."""
-    study = prepared.study
-    return History(space=prepared.space, trials=trials, objectives=study.objectives, slo=study.slo)
-
-
-def _promoted(history: History) -> Trial | None:
-    """The screened trial to measure in an engine of its own now: the front holds relaunched ones only."""
-    if history.scale is None or len(since_own(history.latest)) <= PROMOTE_AFTER:
+def _promoted(view: StudyView) -> Trial | None:
+    """The screened trial that is measured in an engine of its own now; None while that is too early, or adds
+    too little to the front.
+    """
+    own = max((i for i, t in enumerate(view.latest) if not t.screened), default=0)
+    if view.scale is None or len(view.latest) - own <= PROMOTE_AFTER:
         return None
-    found = pareto.promotable(history.trials, history.scale, history.key)
+    found = pareto.promotable(view.trials, view.scale, view.key)
     return next((trial for trial, gain in found if gain >= SECURED), None)
 
 
-def since_own(trials: Sequence[Trial]) -> Sequence[Trial]:
-    """The trials from the last on that had an engine of its own; all where none had."""
-    return trials[max((i for i, t in enumerate(trials) if not t.screened), default=0) :]
-
-
-def expected_gain(prepared: Prepared, trials: Sequence[Trial], knowledge: Knowledge) -> float | None:
-    """The most hypervolume that a new candidate is expected to add, as a share of what is covered; None where
-    that does not rest on the simulator.
+def expected_gain(prepared: Prepared, trials: Sequence[Trial], predictor: StudyPredictor) -> float | None:
+    """The most hypervolume that a new candidate is expected to add, as a share of what the front covers. None
+    where the simulator has less than half a say in it.
     """
-    known, history = knowledge.known(trials), history_of(prepared, trials)
-    problem = history.problem(known.predict if known else None)
-    if problem is None:
+    known, view = predictor.calibrated(trials), view_of(prepared, trials)
+    state = view.problem(known.predict if known else None)
+    covered = 0.0 if state is None else pareto.covered(trials, state.scale)
+    if state is None or covered <= 0:
         return None
-    at, covered = history.encoding.candidate, pareto.covered(trials, problem.scale)
-    rng = np.random.default_rng(trial_view.derive(prepared.study.seed, next_number(trials), "gain"))
-    gain = acquisition.best_gain(
-        problem, prepared.study.seed, lambda point: history.is_new(at(point), prepared.known), rng
-    )
-    return gain / covered if gain is not None and covered > 0 else None
+    seed, at = prepared.study.seed, view.encoding.candidate
+    rng = np.random.default_rng(trial_view.derive(seed, next_number(trials), "gain"))
+    new = lambda point: view.is_new(at(point), prepared.known_failure)  # noqa: E731
+    gain = acquisition.best_gain(state, seed, new, rng)
+    return None if gain is None else gain / covered
 
 
-def untried(prepared: Prepared, history: History, seeds: Sequence[Seed]) -> list[Seed]:
-    """The seeds that are new and may work, as points of the space."""
-    placed = ((origin, at_levels(prepared, history.trials, candidate)) for origin, candidate in seeds)
-    left = {c: (origin, c) for origin, c in reversed(list(placed)) if history.is_new(c, prepared.known)}
-    return list(left.values())[::-1]
+def untried(prepared: Prepared, view: StudyView, seeds: Sequence[Seed]) -> list[Seed]:
+    """The seeds that are new and may work, as points of the space; of equal ones the first."""
+    left: dict[Candidate, Seed] = {}
+    for origin, seed in seeds:
+        candidate = at_levels(prepared, view.trials, seed)
+        if view.is_new(candidate, prepared.known_failure):
+            left.setdefault(candidate, (origin, candidate))
+    return list(left.values())
 
 
 def spaces(prepared: Prepared, trials: Sequence[Trial], number: int) -> tuple[SearchSpace, ...]:
-    """Where to look, in this order: what one running engine can screen around the best so far, and all."""
-    turned = number >= WIDE_FROM and number % WIDE_EVERY == WIDE_EVERY - 1
-    if turned or not screens(prepared, trials):
+    """Where trial `number` is looked for, in this order: what one running engine can screen around the best
+    candidate so far, and the whole space.
+    """
+    wide = number >= WIDE_FROM and number % WIDE_EVERY == WIDE_EVERY - 1
+    if wide or not screens(prepared, trials):
         return (prepared.space,)
     return (around(prepared, best(prepared, trials), trials), prepared.space)
 
 
 def best(prepared: Prepared, trials: Sequence[Trial]) -> Candidate:
-    """The winner so far by the study's policy, screened trials included; the baseline before there is one."""
-    key = key_of(prepared, trials)
+    """The best candidate so far by the study's policy, screened trials included; the baseline before there is
+    one.
+    """
+    key = view_of(prepared, trials).key
     found = winner(prepared, [t for t in trials if not t.is_baseline], key)
     return at_levels(prepared, trials, found.candidate if found else None)
 
 
 def winner(prepared: Prepared, trials: Sequence[Trial], key: Callable[[Candidate], str]) -> Trial | None:
-    """What the study's policy picks of trials, screened ones included unless they were relaunched since.
-    `key` is `key_of` the whole history.
+    """What the study's policy picks of these trials. Screened ones take part unless they were relaunched
+    since. `key` is `StudyView.key` of the whole history.
     """
     settled = {key(t.candidate) for t in trials if not t.screened and t.state is not TrialState.ABORTED}
     kept = [t for t in trials if not t.screened or key(t.candidate) not in settled]
-    plain = [replace(t, screened=False) for t in kept]
     study = prepared.study
     try:
-        found = pareto.choose(plain, policy(prepared), study.slo, study.objectives)
+        return pareto.choose(kept, policy(prepared), study.slo, study.objectives, screened=True)
     except NotFound:
         return None
-    return next(t for t in kept if t.id == found.id)
 
 
-def key_of(prepared: Prepared, trials: Sequence[Trial]) -> Callable[[Candidate], str]:
-    """Equal for candidates that the engine would run alike, as far as its defaults are known."""
-    return history_of(prepared, trials).key
+def policy(prepared: Prepared) -> pareto.Policy:
+    """The study's rule for the winner as `pareto.choose` takes it."""
+    chosen = prepared.file.winner
+    return chosen if isinstance(chosen, str) else {"weights": dict(chosen.weights)}
 
 
 def minimal(space: SearchSpace, trials: Sequence[Trial], candidate: Candidate) -> Candidate:
-    """The candidate without what the engine does of its own accord, by the baseline's own words; what the
-    baseline was asked for stays, and what another knob is turned on by.
+    """The candidate without values that the engine uses by itself, as the baseline's engine reported them.
+    Knobs that the baseline sets stay, and so do knobs that a condition of the space needs.
     """
     own = trial_view.own_of(trials)
     kept = {n: v for n, v in candidate.items() if n not in own or not same(v, own[n])}
@@ -177,6 +266,128 @@ def minimal(space: SearchSpace, trials: Sequence[Trial], candidate: Candidate) -
     return Candidate(kept)
 
 
-def next_number(trials: Sequence[Trial]) -> int:
-    """The number after the last one."""
-    return max((t.number for t in trials), default=-1) + 1
+def screens(prepared: Prepared, trials: Sequence[Trial]) -> bool:
+    """Whether the next candidate is to be screened in a running engine: the engine can do it, and a launch
+    takes longer than the second replay that a good candidate costs then.
+    """
+    if not changeable(prepared):
+        return False
+    replay = replay_s(prepared)
+    own = [t for t in trial_view.latest(trials) if not t.is_baseline and t.origin != RELAUNCHED]
+    alone = sum(not t.screened and t.measurement is not None for t in own)
+    cannot = alone >= ENOUGH and not any(t.screened for t in own)
+    return launch_s(trials, replay) > replay and not cannot
+
+
+def replay_s(prepared: Prepared) -> float:
+    """About how many seconds one replay of the searched slices takes."""
+    searched = [s for s in prepared.study.slices if not s.held_out]
+    windows = sum(s.duration_s for s in searched) / prepared.file.speed
+    return windows + len(searched) * (prepared.plan.load_warmup_s + SETTLE_S)
+
+
+def launch_s(trials: Sequence[Trial], replay: float) -> float:
+    """About how many seconds a launch takes, by the trials that had an engine of their own."""
+    done = (t for t in trials if t.state is TrialState.COMPLETE and not t.screened and not t.is_baseline)
+    spans = [t.gpu_seconds - replay for t in done]
+    return max(1.0, median(spans)) if spans else LAUNCH_S
+
+
+def at_levels(prepared: Prepared, trials: Sequence[Trial], candidate: Candidate | None = None) -> Candidate:
+    """A candidate (default: the baseline) as a point of the space. A knob that it does not set stays unset
+    where the space allows that; every other knob has the level nearest to the value that the engine uses.
+    """
+    space, asked = prepared.space, prepared.baseline if candidate is None else candidate
+    ran = trial_view.defaults_of(trials)
+    encoding = encode(space, {name: v for name, v in ran.items() if None not in space.levels.get(name, ())})
+    point = encoding.point(space.canonical(asked))
+    return asked if point is None else encoding.candidate(point)
+
+
+def around(prepared: Prepared, candidate: Mapping[str, Value], trials: Sequence[Trial]) -> SearchSpace:
+    """The part of the space that one running engine can screen: every knob that needs a launch keeps the
+    candidate's value. The watermark keeps it too until a request was preempted.
+    """
+    space = prepared.space
+    short = any(t.measurement and t.measurement.values.get("preemptions", 0.0) > 0 for t in trials)
+    free = {name for name in adapter_of(prepared.facts.kind).live_knobs if short or name != "watermark"}
+    levels = {
+        name: values if name in free else tuple(v for v in values if _is(v, candidate.get(name)))
+        for name, values in space.levels.items()
+    }
+    return replace(space, levels={name: kept or space.levels[name] for name, kept in levels.items()})
+
+
+def _is(level: Value, value: Value) -> bool:
+    return level == value and isinstance(level, bool) == isinstance(value, bool)
+
+
+def judge_of(prepared: Prepared, trials: Sequence[Trial], *, screened: bool) -> Judge | None:
+    """What stops the next replay early; None while no baseline is measured."""
+    case = case_of(prepared, trials, screened=screened, columns=_columns)
+    return None if case is None else Judge(case)
+
+
+def case_of(
+    prepared: Prepared,
+    trials: Sequence[Trial],
+    *,
+    screened: bool,
+    columns: Callable[[Case, Trial], Columns | None],
+) -> Case | None:
+    """What the next replay is compared with; `columns` finds the requests of an earlier trial. None while no
+    baseline is measured.
+    """
+    study, file = prepared.study, prepared.file
+    base = trial_view.baseline_of(trials)
+    if base is None or base.measurement is None:
+        return None
+    values = [base.measurement.values.get(n, math.inf) for n in study.objectives]
+    corner = trial_view.corner_of(study.objectives, values, study.slo)
+    searched = tuple(s for s in study.slices if not s.held_out)
+    leaders = pareto.front(trials, study.objectives, screened=True)[::-1][:RIVALS]
+    epsilon = SCREENED_EPSILON if screened else early_stopping.EPSILON
+    case = Case(
+        objectives=study.objectives,
+        slo=study.slo,
+        planned=sum(len(slices.rows(prepared.trace, s)) for s in searched),
+        window_s=sum(s.duration_s for s in searched) / file.speed,
+        corner=dict(zip(study.objectives, corner, strict=True)),
+        peak=peak(prepared.trace, searched, file.speed),
+        rungs=tuple((share, max(margin, epsilon)) for share, margin in early_stopping.RUNGS),
+        epsilon=epsilon,
+        by_slo=file.winner == "slo",
+    )
+    rivals = [
+        Rival(number=t.number, values=t.measurement.values, columns=columns(case, t))
+        for t in leaders
+        if t.measurement
+    ]
+    return replace(case, rivals=tuple(rivals))
+
+
+def _columns(case: Case, trial: Trial) -> Columns | None:
+    """The requests of a trial; None where their files were cleared away or cannot be read."""
+    rows = case.rows()
+    for part in trial.measurement.slices if trial.measurement else ():
+        if part.outcomes_file is None:
+            return None
+        try:
+            rows.add(outcomes.read(part.outcomes_file))
+        except BadInput:
+            return None
+    return rows.columns() if len(rows) else None
+
+
+def peak(trace: Trace, searched: Sequence[Slice], speed: float) -> frozenset[int]:
+    """The rows that arrive in the busiest PEAK_S seconds (of replay time) of the slices."""
+    best: np.ndarray = np.empty(0, np.int64)
+    for part in searched:
+        rows = slices.rows(trace, part)
+        at = trace.arrival_s[rows] / speed
+        ends = np.searchsorted(at, at + PEAK_S, side="left")
+        if len(rows):
+            first = int(np.argmax(ends - np.arange(len(at))))
+            found = rows[first : int(ends[first])]
+            best = found if len(found) > len(best) else best
+    return frozenset(int(row) for row in best)

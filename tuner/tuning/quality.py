@@ -19,14 +19,15 @@ from tuner.knobs.catalogue import CATALOGUE
 from tuner.records import JSON, Candidate, Trial, TrialState
 from tuner.tuning.study import Prepared
 
+# Prompts, tokens of each, and tokens of each answer.
 CANARIES, PROMPT, ANSWER = 16, 64, 48
-"""Prompts, tokens of each, and tokens of each answer."""
+
+# Names under which the comparison stands in a measurement.
 AGREEMENT, DISTANCE = "token_agreement", "logprob_distance"
-"""Names under which the comparison stands in a measurement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class CanaryAnswer:
     """One greedy answer: its tokens as the engine writes them, and their log probabilities."""
 
     tokens: tuple[str, ...]
@@ -70,7 +71,7 @@ def canaries(vocabulary: int, seed: int) -> list[list[int]]:
     return [[int(t) for t in rng.integers(10, vocabulary, PROMPT)] for _ in range(CANARIES)]
 
 
-async def answers(server: Server, prepared: Prepared) -> tuple[Answer, ...]:
+async def answers(server: Server, prepared: Prepared) -> tuple[CanaryAnswer, ...]:
     """Ask an idle engine. Aborted (cause quality) when it does not answer with log probabilities."""
     found = []
     for prompt in canaries(prepared.model.vocab_size, prepared.study.seed):
@@ -86,11 +87,11 @@ async def answers(server: Server, prepared: Prepared) -> tuple[Answer, ...]:
     return tuple(found)
 
 
-def parse(said: JSON) -> Answer:
+def parse(said: JSON) -> CanaryAnswer:
     """An answer from the JSON of a completion. Aborted (cause quality) for anything else."""
     try:
         logprobs = said["choices"][0]["logprobs"]  # type: ignore[index, call-overload]
-        return Answer(
+        return CanaryAnswer(
             tokens=tuple(str(token) for token in logprobs["tokens"]),  # type: ignore[index, call-overload, union-attr]
             logprobs=tuple(float(value) for value in logprobs["token_logprobs"]),  # type: ignore
         )
@@ -100,7 +101,7 @@ def parse(said: JSON) -> Answer:
         ) from error
 
 
-def compared(base: Sequence[Answer], other: Sequence[Answer]) -> dict[str, float]:
+def compared(base: Sequence[CanaryAnswer], other: Sequence[CanaryAnswer]) -> dict[str, float]:
     """Mean share of tokens that agree before the first that differs, and the mean distance of the log
     probabilities over them (0 where none agrees: the first says enough).
     """
@@ -121,18 +122,18 @@ def path_of(home: Path, prepared: Prepared) -> Path:
     return home / "trials" / prepared.study.id[:16] / "quality.json"
 
 
-def keep(path: Path, found: Sequence[Answer]) -> None:
+def keep(path: Path, found: Sequence[CanaryAnswer]) -> None:
     """Write answers."""
     path.write_text(json.dumps([[list(a.tokens), list(a.logprobs)] for a in found]), encoding="utf-8")
 
 
-def kept(path: Path) -> tuple[Answer, ...]:
+def kept(path: Path) -> tuple[CanaryAnswer, ...]:
     """The answers that were kept; empty where there are none."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return ()
-    return tuple(Answer(tokens=tuple(tokens), logprobs=tuple(logprobs)) for tokens, logprobs in raw)
+    return tuple(CanaryAnswer(tokens=tuple(tokens), logprobs=tuple(logprobs)) for tokens, logprobs in raw)
 
 
 def told(prepared: Prepared, trials: Sequence[Trial]) -> str:

@@ -6,13 +6,18 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 from tuner import processes
-from tuner.errors import BadInput, Conflict, Unavailable
+from tuner.adapters import adapter_of
+from tuner.engine.gpu import Gpus
+from tuner.errors import BadInput, Conflict, NotFound, Unavailable
 from tuner.history.store import Store
 from tuner.leftovers import sweep_scratch
-from tuner.records import Study, Trial, TrialState
+from tuner.records import Run, RunState, Study, Trial, TrialState
+from tuner.traffic import kept
+from tuner.tuning.context import RunContext
 from tuner.tuning.study import Clock, Prepared
 
 Say = Callable[[str], object]
@@ -120,3 +125,51 @@ def _clear(
         )
         for trial in store.trials(study_id, (TrialState.RUNNING,))
     ]
+
+
+def gpus_of(prepared: Prepared) -> Gpus:
+    """The GPUs that this host's engines run on; none where the engine is simulated or runs on the CPU."""
+    if not adapter_of(prepared.facts.kind).uses_gpus(prepared.facts.platform):
+        return Gpus(nvml=None)
+    return Gpus.open(prepared.file.engine.env, only=prepared.node.gpus)
+
+
+def register(context: RunContext) -> Study:
+    """Keep the study, its trace and its node, unless the history has them."""
+    prepared, now = context.prepared, context.clock()
+    study = context.store.add_study(prepared.study)
+    _register_trace(context, now)
+    try:
+        context.store.node(prepared.node.name)
+    except NotFound:
+        context.store.add_node(replace(prepared.node, host=socket.gethostname()))
+    return study
+
+
+def _register_trace(context: RunContext, now: datetime) -> None:
+    """A trace that is known keeps its name: a study may have asked for `latest:` of it. Its file is kept in
+    the home, since captures are removed in time.
+    """
+    trace, name = context.prepared.trace, context.prepared.trace_path.stem
+    path = kept.keep(trace, context.home, name)
+    try:
+        context.store.trace(trace.digest)
+    except NotFound:
+        meta = {**trace.meta, "requests": len(trace)}
+        context.store.add_trace(trace.digest, name, str(path.resolve()), meta, now)
+
+
+def cancelled(store: Store, run_id: str | None, clock: Clock) -> Run | None:
+    """The run that this process was started for, ended, where it was cancelled before; None: go on."""
+    run = None if run_id is None else store.run(run_id)
+    if run is None or (run.state is RunState.RUNNING and not run.cancel_requested):
+        return None
+    ended = replace(run, state=RunState.CANCELLED, reason="cancelled before it began", ended_at=clock())
+    return run if run.state is not RunState.RUNNING else store.save_run(ended)
+
+
+def fail(context: RunContext, run: Run, error: Exception) -> None:
+    """End a run that a fault of our own broke: nobody could resume it to another end."""
+    reason = f"unexpected: {type(error).__name__}: {error}"
+    ended = replace(run, state=RunState.FAILED, reason=reason, ended_at=context.clock(), pid=None)
+    context.store.save_run(ended)

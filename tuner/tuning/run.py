@@ -18,45 +18,50 @@ from tuner.history.store import Store
 from tuner.knobs.arguments import compile_candidate
 from tuner.records import JSON, Candidate, Run, RunState, Trial, TrialState
 from tuner.search import trial_view
-from tuner.search.stopping import noise_of, reason_to_stop
+from tuner.search.early_stopping import noise_of, reason_to_stop
 from tuner.tuning import quality
-from tuner.tuning.attempt import How, perform
-from tuner.tuning.blame import check_start, never_started
-from tuner.tuning.budget import budget_of, numbers_of
-from tuner.tuning.calibrated_predictor import (
+from tuner.tuning.attempt import MeasureOptions, check_start, never_started, perform
+from tuner.tuning.calibrated_predictor import CalibratedPredictor, StudyPredictor
+from tuner.tuning.confirm import planned
+from tuner.tuning.context import (
+    ABORTED_RETRIES,
+    Executor,
+    RunContext,
+    RunEvent,
+    Tell,
+    budget_of,
+    numbers_of,
+    ready_of,
+    silent,
+)
+from tuner.tuning.ending import Ending, summary_of_conclusion
+from tuner.tuning.finalists import finalists, idle_cards
+from tuner.tuning.live import ScreeningEngine
+from tuner.tuning.next_trial import (
     RELAUNCHED,
-    Knowledge,
-    Known,
+    expected_gain,
+    judge_of,
+    minimal,
+    next_number,
+    propose,
     screens,
 )
-from tuner.tuning.confirm import finalists, planned
-from tuner.tuning.early_stopping import judge_of
-from tuner.tuning.ending import Ending, summary_of_conclusion
-from tuner.tuning.events import Event, Tell, silent
-from tuner.tuning.idle import idle_cards
-from tuner.tuning.launch_estimates import ready_of
-from tuner.tuning.live import Live
-from tuner.tuning.next_trial import NO_HELP, Help, expected_gain, minimal, next_number, propose
-from tuner.tuning.reconcile import locked, reconcile
-from tuner.tuning.register import cancelled, fail, gpus_of, register
-from tuner.tuning.seeds import fronts_of, last_calibration
+from tuner.tuning.reconcile import cancelled, fail, gpus_of, locked, reconcile, register
+from tuner.tuning.seeds import Seed, fronts_of, last_calibration
 from tuner.tuning.study import Clock, Prepared
-from tuner.tuning.trial import ABORTED_RETRIES, Bench, Work
 from tuner.tuning.virtual import on_virtual_time
 
-__all__ = ["NO_HELP", "Cut", "Help", "Limits", "summary_of", "tune"]
-
+# How often a request to cancel, or the end of the window, is looked for during a trial.
 WATCH_S = 1.0
-"""How often a request to cancel, or the end of the window, is looked for during a trial."""
 
+# Share of a run's window that its confirmation may take; where it would take more the run only searches.
 CONFIRMING = 0.7
-"""Share of a run's window that its confirmation may take; where it would take more the run only searches."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class RunLimits:
     """When to stop. `trials` bounds this run's trials; `early` lets the stop rule end it before;
     `confirm_only`: no new trials, only the confirmation. `run`: the one that this process was started for.
     """
@@ -81,11 +86,11 @@ async def tune(
     store: Store,
     *,
     home: Path,
-    limits: Limits,
+    limits: RunLimits,
     clock: Clock,
     tell: Tell = silent,
-    help: Help = NO_HELP,
-    work: Work | None = None,
+    seeds: Sequence[Seed] = (),
+    work: Executor | None = None,
 ) -> Run:
     """Tune a study until a limit; returns the finished run. A run that was interrupted before is resumed.
 
@@ -93,20 +98,20 @@ async def tune(
     StudyFailed when no candidate can work. Cancelling the task stops the engine, closes the row as ABORTED
     and leaves the run to be resumed.
     """
-    bench = Bench(
+    context = RunContext(
         prepared=prepared, store=store, home=home, clock=clock, tell=tell, work=work,
         gpus=gpus_of(prepared) if work is None else Gpus(nvml=None),
     )  # fmt: skip
     if prepared.file.engine.clock == "virtual" and work is None:
-        bench = on_virtual_time(bench)
-    clock = bench.clock
+        context = on_virtual_time(context)
+    clock = context.clock
     with locked(home, prepared.study.id):
-        study = register(bench)
+        study = register(context)
         for trial in reconcile(
             store, home, node=study.node, clock=clock, own=prepared, here=work is None,
-            say=lambda sentence: tell(Event(kind="note", text=sentence)),
+            say=lambda sentence: tell(RunEvent(kind="note", text=sentence)),
         ):  # fmt: skip
-            tell(Event(kind="note", text=f"trial {trial.number} was interrupted: aborted", trial=trial))
+            tell(RunEvent(kind="note", text=f"trial {trial.number} was interrupted: aborted", trial=trial))
         if (over := cancelled(store, limits.run, clock)) is not None:
             return over
         run = store.open_run(
@@ -117,16 +122,15 @@ async def tune(
             pid=os.getpid(),
             host=socket.gethostname(),
         )
-        knowledge = Knowledge(
-            prepared=prepared, fronts=fronts_of(store, prepared, run.started_at),
-            start=last_calibration(store, prepared, run.started_at),
-        )  # fmt: skip
-        bench = replace(
-            bench,
-            budget=budget_of(run, bench.launches()),
+        seeds = (*fronts_of(store, prepared, run.started_at), *seeds)
+        start = last_calibration(store, prepared, run.started_at)
+        predictor = StudyPredictor(prepared=prepared, start=start)
+        context = replace(
+            context,
+            budget=budget_of(run, context.launches()),
             tell=lambda event: tell(replace(event, run=run.id)),
         )
-        return await _Loop(bench, run, limits, help, knowledge).to_the_end()
+        return await _Loop(context, run, limits, seeds, predictor).to_the_end()
 
 
 class _Loop:
@@ -134,16 +138,23 @@ class _Loop:
     history: each step reads it anew.
     """
 
-    def __init__(self, bench: Bench, run: Run, limits: Limits, help: Help, knowledge: Knowledge) -> None:
-        self._bench, self._run, self._limits, self._help = bench, run, limits, help
-        self._knowledge = knowledge
-        self._live = Live(bench)
-        self._ending = Ending(bench, run)
+    def __init__(
+        self,
+        context: RunContext,
+        run: Run,
+        limits: RunLimits,
+        seeds: Sequence[Seed],
+        predictor: StudyPredictor,
+    ) -> None:
+        self._context, self._run, self._limits, self._seeds = context, run, limits, seeds
+        self._predictor = predictor
+        self._live = ScreeningEngine(context)
+        self._ending = Ending(context, run)
 
     async def to_the_end(self) -> Run:
         """Search and confirm; the run's row tells how it ended, unless it is to be resumed."""
-        self._tell("run", f"run {self._run.id} of study {self._bench.prepared.study.name}")
-        if (idle := idle_of(self._bench.prepared)) is not None:
+        self._tell("run", f"run {self._run.id} of study {self._context.prepared.study.name}")
+        if (idle := idle_of(self._context.prepared)) is not None:
             self._tell("note", idle)
         try:
             await self._guarded(self._ending.what_is_pending())
@@ -157,7 +168,7 @@ class _Loop:
         except Cut as cut:
             return self._end(cut.state, str(cut), str(cut))
         except asyncio.CancelledError:
-            self._bench.store.save_run(replace(self._run, pid=None))
+            self._context.store.save_run(replace(self._run, pid=None))
             raise
         except (StudyFailed, Aborted) as error:
             if error.cause == "budget":
@@ -167,21 +178,21 @@ class _Loop:
         except TunerError:  # the database, say: the run can be resumed
             raise
         except Exception as error:
-            fail(self._bench, self._run, error)
+            fail(self._context, self._run, error)
             raise
 
     def _end(self, state: RunState, reason: str, why: str | None) -> Run:
         """Write how the run ended and what it concluded; `why` it has no confirmation, None where it has."""
         said = self._ending.conclusion(why)
-        summary = summary_of(self._bench.prepared, self._trials(), self._knowledge, self._live)
-        summary |= summary_of_conclusion(self._bench, said) if said else {}
-        summary["first_boots"] = boots.about_first([each.timeline for each in self._bench.launches()])
+        summary = summary_of(self._context.prepared, self._trials(), self._predictor, self._live)
+        summary |= summary_of_conclusion(self._context, said) if said else {}
+        summary["first_boots"] = boots.about_first([each.timeline for each in self._context.launches()])
         run = replace(
-            self._run, state=state, reason=reason, summary=summary, ended_at=self._bench.clock(), pid=None
+            self._run, state=state, reason=reason, summary=summary, ended_at=self._context.clock(), pid=None
         )
         if said is not None:
             self._tell("verdict", said.sentence)
-        return self._bench.store.save_run(run, said)
+        return self._context.store.save_run(run, said)
 
     async def _search(self) -> str:
         while True:
@@ -197,27 +208,29 @@ class _Loop:
             how = self._how(trial, trials)
             if how.live is None:
                 await self._live.close()
-            done = await self._guarded(perform(self._bench, trial, earlier, how))
+            done = await self._guarded(perform(self._context, trial, earlier, how))
             self._tell("finished", done.reason or "", done)
             self._check_world([*earlier, done])
-            check_start(self._bench.prepared, self._run, self._trials(), self._bench.launches())
+            check_start(self._context.prepared, self._run, self._trials(), self._context.launches())
 
-    def _how(self, trial: Trial, trials: Sequence[Trial]) -> How:
+    def _how(self, trial: Trial, trials: Sequence[Trial]) -> MeasureOptions:
         """The baseline, relaunches and what is not worth screening get an engine of their own, which screens
         others afterwards; a second try and a rung of the ladder one for itself alone.
         """
         excused = {"stopped", "controller", "gate", "disk"}
         alone = any(t.cause not in excused for t in trials if t.number == trial.number)
-        unproved = bool(trials) and not ready_of(self._bench.launches())
-        climbs = self._bench.prepared.file.sampler == "ladder"
+        unproved = bool(trials) and not ready_of(self._context.launches())
+        climbs = self._context.prepared.file.sampler == "ladder"
         live = None if alone or unproved or climbs or not self._live.possible else self._live
-        prepared, judge = self._bench.prepared, None
+        prepared, judge = self._context.prepared, None
         before = [t for t in trials if t.number < trial.number]
         searched = not trial.is_baseline and trial.origin != RELAUNCHED
         screened = searched and live is not None and self._has_room(before) and screens(prepared, before)
         if searched and not climbs:
             judge = judge_of(prepared, trials, screened=screened)
-        return How(live=live, own=not screened, defaults=trial_view.defaults_of(trials), judge=judge)
+        return MeasureOptions(
+            live=live, own=not screened, defaults=trial_view.defaults_of(trials), judge=judge
+        )
 
     def _has_room(self, before: Sequence[Trial]) -> bool:
         """Whether the budget has a number left to measure a candidate again once it was screened."""
@@ -230,41 +243,41 @@ class _Loop:
         if last is not None and last.state is TrialState.ABORTED and last.origin == RELAUNCHED:
             return self._start(last.number, last.attempt + 1, last.candidate, last.seed, last.origin)
         end = self._limits.deadline
-        if end is not None and self._bench.clock() + timedelta(seconds=self._confirm_s()) >= end:
+        if end is not None and self._context.clock() + timedelta(seconds=self._confirm_s()) >= end:
             return None
         limit = self._limits.trials
-        if (limit is not None and self._done(trials) >= limit) or self._bench.budget.left < 1:
+        if (limit is not None and self._done(trials) >= limit) or self._context.budget.left < 1:
             return None
-        found = finalists(self._bench.prepared, trials, self._run.id)
+        found = finalists(self._context.prepared, trials, self._run.id)
         chosen = next((t for t in found if t.screened), None)
         if chosen is None:
             return None
-        candidate = minimal(self._bench.prepared.space, trials, chosen.candidate)
+        candidate = minimal(self._context.prepared.space, trials, chosen.candidate)
         return self._start(next_number(trials), 0, candidate, chosen.seed, RELAUNCHED)
 
     def _trials(self) -> tuple[Trial, ...]:
-        return self._bench.store.trials(self._bench.prepared.study.id)
+        return self._context.store.trials(self._context.prepared.study.id)
 
     def _reason(self, trials: Sequence[Trial]) -> str | None:
-        if self._bench.budget.left < 1:
-            return f"the budget of {self._bench.budget.most:.0f} launches is spent"
+        if self._context.budget.left < 1:
+            return f"the budget of {self._context.budget.most:.0f} launches is spent"
         if trials and trials[-1].state is TrialState.ABORTED and not self._is_over():
             return None
         return reason_to_stop(
-            trials if self._limits.early and self._bench.prepared.file.sampler != "ladder" else [],
-            self._bench.prepared.study.objectives,
-            self._bench.prepared.study.slo,
+            trials if self._limits.early and self._context.prepared.file.sampler != "ladder" else [],
+            self._context.prepared.study.objectives,
+            self._context.prepared.study.slo,
             done=self._done(trials) + self._due(trials),
             limit=self._limits.trials,
-            now=self._bench.clock(),
+            now=self._context.clock(),
             deadline=self._limits.deadline,
             needed_s=self._needed_s(trials),
-            expected_gain=lambda: expected_gain(self._bench.prepared, trials, self._knowledge),
-            noise=_noise(trials, self._bench.prepared.study.objectives),
+            expected_gain=lambda: expected_gain(self._context.prepared, trials, self._predictor),
+            noise=_noise(trials, self._context.prepared.study.objectives),
         )
 
     def _is_over(self) -> bool:
-        return self._limits.deadline is not None and self._bench.clock() >= self._limits.deadline
+        return self._limits.deadline is not None and self._context.clock() >= self._limits.deadline
 
     def _done(self, trials: Sequence[Trial]) -> int:
         """Trial numbers of this run so far."""
@@ -275,7 +288,7 @@ class _Loop:
         return (
             0
             if self._limits.trials is None
-            else sum(t.screened for t in finalists(self._bench.prepared, trials, self._run.id))
+            else sum(t.screened for t in finalists(self._context.prepared, trials, self._run.id))
         )
 
     def _needed_s(self, trials: Sequence[Trial]) -> float:
@@ -287,7 +300,7 @@ class _Loop:
 
     def _confirm_s(self) -> float:
         """The relaunch of a finalist and the confirmation, by how long engines took to be ready."""
-        plan = planned(self._bench.prepared, self._bench.launches())
+        plan = planned(self._context.prepared, self._context.launches())
         return plan.seconds + plan.round_s / plan.arms
 
     def _may_confirm(self) -> bool:
@@ -300,27 +313,27 @@ class _Loop:
 
     async def _next(self, trials: Sequence[Trial]) -> Trial | None:
         """The row of the next attempt: an aborted number again, or a new suggestion."""
-        prepared = self._bench.prepared
+        prepared = self._context.prepared
         last = max(trials, key=lambda t: (t.number, t.attempt), default=None)
         if last is not None and last.state is TrialState.ABORTED:
             return self._start(last.number, last.attempt + 1, last.candidate, last.seed, last.origin)
         if (base := never_started(trials, self._run.id)) is not None:
             return self._start(base.number, base.attempt + 1, base.candidate, base.seed, base.origin)
         number = next_number(trials)
-        found = await asyncio.to_thread(propose, prepared, trials, self._help, self._knowledge)
+        found = await asyncio.to_thread(propose, prepared, trials, self._seeds, self._predictor)
         return self._start(number, 0, found.candidate, found.seed, found.origin) if found else None
 
     def _start(self, number: int, attempt: int, candidate: Candidate, seed: int, origin: str) -> Trial:
-        return self._bench.store.start_trial(
-            study_id=self._bench.prepared.study.id,
+        return self._context.store.start_trial(
+            study_id=self._context.prepared.study.id,
             run_id=self._run.id,
             candidate=candidate,
             number=number,
             attempt=attempt,
             seed=seed,
             origin=origin,
-            now=self._bench.clock(),
-            directory=str(self._bench.directory(number, str(attempt))),
+            now=self._context.clock(),
+            directory=str(self._context.directory(number, str(attempt))),
         )
 
     def _check_world(self, attempts: Sequence[Trial]) -> None:
@@ -335,7 +348,7 @@ class _Loop:
         last = attempts[-1]
         if len(ours) <= ABORTED_RETRIES and last.cause != "hard_fault":
             return
-        store, node = self._bench.store, self._bench.prepared.node
+        store, node = self._context.store, self._context.prepared.node
         if last.cause in NODE_FAULTS:
             store.set_node_state(node.name, "fault")
         raise Aborted(
@@ -359,8 +372,8 @@ class _Loop:
                 await asyncio.gather(task, return_exceptions=True)
 
     def _cut(self) -> Cut | None:
-        self._bench.store.prove()
-        if self._bench.store.run(self._run.id).cancel_requested:
+        self._context.store.prove()
+        if self._context.store.run(self._run.id).cancel_requested:
             return Cut("cancelled on request", RunState.CANCELLED)
         return (
             Cut("its window closed in the middle of a trial", RunState.FINISHED) if self._is_over() else None
@@ -368,7 +381,7 @@ class _Loop:
 
     def _tell(self, kind: Any, text: str, trial: Trial | None = None) -> None:
         done = self._done(self._trials())
-        self._bench.tell(Event(kind=kind, text=text, done=done, total=self._limits.trials, trial=trial))
+        self._context.tell(RunEvent(kind=kind, text=text, done=done, total=self._limits.trials, trial=trial))
 
 
 def _span(trial: Trial) -> float:
@@ -386,14 +399,14 @@ def _noise(trials: Sequence[Trial], objectives: Sequence[str]) -> float | None:
 
 
 def summary_of(
-    prepared: Prepared, trials: Sequence[Trial], knowledge: Knowledge, live: Live
+    prepared: Prepared, trials: Sequence[Trial], predictor: StudyPredictor, live: ScreeningEngine
 ) -> dict[str, JSON]:
     """What a run says beside its verdict: the calibration, live limits, GPU time, and the machine's drift."""
-    known = knowledge.known(trials)
+    known = predictor.calibrated(trials)
     screened = [t for t in trials if t.screened]
     return {
         "calibration": known.calibration.to_json() if known and known.calibration else None,
-        "predictor": knowledge.why_not or _trusted(known),
+        "predictor": predictor.why_not or _trusted(known),
         "screened": len(screened),
         "live_limits": list(live.failures) or ("used" if screened else "not used"),
         "gpu_seconds": round(sum(t.gpu_seconds for t in trials), 1),
@@ -408,7 +421,7 @@ def idle_of(prepared: Prepared) -> str | None:
     return idle_cards(prepared.facts, (*prepared.fixed, *own))
 
 
-def _trusted(known: Known | None) -> str:
+def _trusted(known: CalibratedPredictor | None) -> str:
     if known is None:
         return "not used"
     return "calibrated" if known.calibration else "uncalibrated: nothing was measured"

@@ -12,14 +12,14 @@ from tuner.traffic.advice import sequences_for
 from tuner.traffic.statistics import describe
 from tuner.tuning.study import Prepared
 
+# Front members that are tried first: of the same node's last study, of another node's, of so many nodes.
 OWN_FRONTS, OTHER_FRONTS, OTHER_NODES = 4, 2, 3
-"""Front members that are tried first: of the same node's last study, of another node's, of so many nodes."""
 
+# By digest of a trace: it is asked at every proposal, and a trace does not change.
 _ENOUGH: dict[str, int | None] = {}
-"""By digest of a trace: it is asked at every proposal, and a trace does not change."""
 
+# (origin, candidate)
 Seed = tuple[str, Candidate]
-"""(origin, candidate)"""
 
 
 def fronts_of(store: Store, prepared: Prepared, before: datetime | None = None) -> tuple[Seed, ...]:

@@ -34,10 +34,11 @@ from tuner.traffic.trace import Trace
 from tuner.tuning import studyfile
 from tuner.tuning.studyfile import Argument, EngineFile, StudyFile, no_judgement
 
+# Flags that the tuner sets itself or that would hide the engine from it.
 OURS = ("model", "host", "port", "served-model-name", "uds", "api-key", "root-path", "ssl-keyfile")
-"""Flags that the tuner sets itself or that would hide the engine from it."""
+
+# Flags that may make a model take longer requests than its config.json says.
 LENGTHENING = frozenset({"--hf-overrides", "--rope-scaling", "--rope-theta"})
-"""Flags that may make a model take longer requests than its config.json says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,7 @@ class Prepared:
     max_model_len: int
     rules: bool = True
 
-    def known(self, candidate: Candidate) -> str | None:
+    def known_failure(self, candidate: Candidate) -> str | None:
         """Why a candidate cannot run, as far as can be known without launching it."""
         if (asked := candidate.get("max_model_len")) and tokens_of(asked) > self.model.longest:
             return f"max_model_len {asked} is more than the model's {self.model.longest}"

@@ -20,16 +20,23 @@ from tuner.errors import BadInput, nearest
 from tuner.measures import CLASS, NAMES, measure_of
 from tuner.settings import NAME
 
+# A year.
 MOST_HOURS = 8784
-"""A year."""
+
 MOST_S = MOST_HOURS * 3600.0
+
 MOST_TRIALS = 100_000
+
 MOST_SPEED = 1000.0
+
+# Ten times worse: whoever allows more asks nothing.
 MOST_WORSE = 10.0
-"""Ten times worse: whoever allows more asks nothing."""
+
+# Variables that change where the engine listens, or to whom it answers.
 HIDING = ("VLLM_API_KEY", "VLLM_PORT")
-"""Variables that change where the engine listens, or to whom it answers."""
+
 Scalar = bool | int | float | str | None
+
 Argument = Scalar | list[Scalar] | dict[str, JsonValue]
 
 

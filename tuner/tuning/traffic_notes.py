@@ -3,17 +3,21 @@
 import re
 from collections.abc import Iterator
 
+import numpy as np
+
 from tuner.errors import NotFound, TunerError
 from tuner.history.entities import TraceInfo
 from tuner.history.store import Store
+from tuner.knobs.catalogue import CATALOGUE
 from tuner.records import ProfileKey, Study
 from tuner.traffic import kept, shift
 from tuner.tuning.study import Prepared
 
+# How the name of a capture ends, under which its trace is registered.
 CAPTURE = re.compile(r"-\d{8}T\d{6}Z(\.\d+)?$")
-"""How the name of a capture ends, under which its trace is registered."""
+
+# How many runs back the one before is looked for.
 RUNS = 100
-"""How many runs back the one before is looked for."""
 
 
 def traffic_notes(prepared: Prepared, store: Store) -> Iterator[str]:
@@ -84,3 +88,20 @@ def _known(store: Store, ref: str) -> TraceInfo | None:
         return store.trace(ref)
     except NotFound:
         return None
+
+
+PREFIX = ("enable_prefix_caching", "prefix_caching_hash_algo")
+
+
+def unjudged(prepared: Prepared) -> dict[str, str]:
+    """Knob → why its effect does not show in this study. Of knobs that are turned only."""
+    trace = prepared.trace
+    found: dict[str, str] = {}
+    for name, levels in prepared.space.levels.items():
+        if CATALOGUE[name].needs_raw:
+            found[name] = "its effect depends on what the texts say, and this study sends made-up tokens"
+        elif name == "scheduling_policy" and "priority" in levels and len(np.unique(trace.priority)) < 2:
+            found[name] = "every request of the trace has the same priority"
+        elif name in PREFIX and not len(trace.blocks) and not (trace.parent >= 0).any():
+            found[name] = "the trace knows no shared prefixes: no prompt repeats another's beginning"
+    return found

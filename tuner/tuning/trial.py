@@ -1,186 +1,76 @@
 """One launch and what is measured in it."""
 
-import os
-import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from tuner import masking
 from tuner.adapters import adapter_of
-from tuner.engine.boots import FIRST_S, settles
-from tuner.engine.gpu import Gpus, Watch, throttled
+from tuner.engine.boots import FIRST_S
+from tuner.engine.gpu import Watch, throttled
 from tuner.engine.server import Server, serve
 from tuner.errors import Aborted, EngineError, Unavailable
-from tuner.history.store import Store
-from tuner.knobs.arguments import compile_candidate, gpus_held
+from tuner.knobs.arguments import compile_candidate
 from tuner.knobs.catalogue import CONFIG_PATHS, LOG_WORDS
 from tuner.measures import NAMES
-from tuner.records import Candidate, Launch, LaunchSpec, Measurement, Purpose, Slice, Trial, Value
+from tuner.records import Candidate, Launch, LaunchSpec, Measurement, Slice, Slo, Trial
 from tuner.replay import outcomes
 from tuner.replay.measure import measure
 from tuner.replay.plan import Load
+from tuner.replay.speed import MET, MaxSpeed, bisect, sure
 from tuner.replay.timeline import Judge, Progress, Replayed, replay
-from tuner.tuning import capacity, quality
-from tuner.tuning.budget import LaunchBudget
-from tuner.tuning.cores import Cores, split_cores
-from tuner.tuning.events import Event, Tell
-from tuner.tuning.launch_estimates import Learned, largest_kv, learned
-from tuner.tuning.quality import Answer
-from tuner.tuning.study import Clock, Prepared
-
-ABORTED_RETRIES = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """What a host needs to do an order. `isolated`: it does not wait for other replays of its host."""
-
-    prepared: Prepared
-    cores: Cores
-    gpus: Gpus
-    isolated: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bench:
-    """What all launches of a run share. `home` is TUNER_HOME; `work` does an order elsewhere, None: here."""
-
-    prepared: Prepared
-    store: Store
-    home: Path
-    clock: Clock
-    tell: Tell
-    cores: Cores = field(default_factory=lambda: split_cores(sorted(os.sched_getaffinity(0))))
-    gpus: Gpus = field(default_factory=lambda: Gpus(nvml=None))
-    work: "Work | None" = None
-    budget: LaunchBudget = field(default_factory=LaunchBudget)
-    seconds: Callable[[], float] = time.monotonic
-    """Reads a clock that only goes forward; a virtual engine brings its own."""
-
-    def gpus_held(self, candidate: Candidate) -> int:
-        """How many GPUs the candidate's engine holds: seconds of wall time to GPU-seconds."""
-        prepared = self.prepared
-        own = compile_candidate(candidate, prepared.facts, env=prepared.file.engine.env).argv
-        return held(prepared, (*prepared.fixed, *own))
-
-    def launches(self) -> Sequence[Launch]:
-        """The study's launches so far."""
-        return self.store.launches(self.prepared.study.id)
-
-    def learned(self) -> Learned:
-        """What they and this host tell of the next one."""
-        return learned(self.store, self.prepared, home=self.home if self.work is None else None)
-
-    def settles(self, argv: Sequence[str]) -> bool | None:
-        """Whether a first boot of these arguments is thrown away, as `serve` takes it."""
-        seen = [(each.argv, each.timeline) for each in self.launches()]
-        return False if self.budget.left < 1 else settles(seen, masking.arguments(tuple(argv)))
-
-    @property
-    def place(self) -> Place:
-        return Place(prepared=self.prepared, cores=self.cores, gpus=self.gpus)
-
-    def directory(self, number: int, label: str) -> Path:
-        """Where one launch keeps its log and outcomes: TUNER_HOME/trials/<study>/<number>-<label>."""
-        return self.home / "trials" / self.prepared.study.id[:16] / f"{number:04d}-{label}"
+from tuner.tuning import quality
+from tuner.tuning.context import (
+    Cores,
+    HostContext,
+    LaunchEstimates,
+    LaunchJob,
+    LaunchResult,
+    Measured,
+    News,
+    Note,
+    Pass,
+    RunContext,
+    RunEvent,
+    Serving,
+    held,
+    largest_kv,
+)
+from tuner.tuning.study import Prepared
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
-    """One replay within a launch."""
-
-    slices: tuple[Slice, ...]
-    purpose: Purpose = "search"
-    repeat: int = 0
-    judge: Judge | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launched:
-    """What a launch gave. `curtailed` is the judge's reason when a replay was cut short."""
-
-    launch: Launch
-    measurements: tuple[Measurement, ...]
-    gpu_seconds: float
-    curtailed: str | None = None
-    answers: tuple[Answer, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """One launch and its replays, as handed to the host that does them; nothing in it touches the history.
-
-    `kv_tokens` is the largest KV cache that a launch of the study had so far; `settle` as `serve` takes it.
-    """
-
-    spec: LaunchSpec
-    passes: tuple[Pass, ...]
-    number: int
-    kv_tokens: int | None = None
-    settle: bool | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Serving:
-    """What an engine said of itself once it was ready."""
-
-    effective: Mapping[str, Value]
-    timeline: Mapping[str, float]
-    kv_tokens: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """One pass: its numbers, the judge's reason when it was cut short, and answers to canary prompts."""
-
-    measurement: Measurement
-    curtailed: str | None
-    answers: tuple[Answer, ...] = ()
-
-
-News = str | Serving
-Note = Callable[[News], None]
-Work = Callable[[Order, Note], Awaitable[Sequence[Measured]]]
-
-
-async def launch(bench: Bench, trial: Trial, passes: Sequence[Pass], directory: Path) -> Launched:
+async def launch(context: RunContext, trial: Trial, passes: Sequence[Pass], directory: Path) -> LaunchResult:
     """Start an engine on the trial's candidate, replay the passes and stop it. The launch row comes first.
 
     Raises Infeasible, Aborted or StudyFailed; whatever happens, no process is left and the row is closed.
     """
-    started = bench.seconds()
+    started = context.seconds()
     make(directory)
-    known, kv = bench.learned(), largest_kv(bench.launches())
-    spec = launch_spec(bench.prepared, trial.candidate, directory, bench.cores, known=known)
-    row_of = Row(bench, add_launch(bench, spec), trial)
-    settle = bench.settles(spec.argv)
+    known, kv = context.estimates(), largest_kv(context.launches())
+    spec = launch_spec(context.prepared, trial.candidate, directory, context.cores, known=known)
+    row_of = LaunchRecorder(context, add_launch(context, spec), trial)
+    settle = context.settles(spec.argv)
     verdict: str | None = "stopped"
-    order = Order(spec=spec, passes=tuple(passes), number=trial.number, kv_tokens=kv, settle=settle)
+    job = LaunchJob(spec=spec, passes=tuple(passes), number=trial.number, kv_tokens=kv, settle=settle)
     try:
-        measured = await (bench.work or partial(work_here, bench.place))(order, row_of.note)
+        measured = await (context.work or partial(work_here, context.host))(job, row_of.note)
         verdict = None
     except EngineError as error:
         verdict = f"{error.cause}: {error}"
         raise
     finally:
         row = row_of.close(verdict)
-    gpu_seconds = (bench.seconds() - started) * held(bench.prepared, spec.argv)
+    gpu_seconds = (context.seconds() - started) * held(context.prepared, spec.argv)
     return launched(row, measured, gpu_seconds)
 
 
-def held(prepared: Prepared, argv: Sequence[str]) -> int:
-    """How many GPUs an engine of the study with these arguments is charged for; 1 on a CPU."""
-    return 1 if prepared.facts.platform == "cpu" else gpus_held(argv)
-
-
-class Row:
+class LaunchRecorder:
     """The row of a launch while the engine runs: what is heard of it goes in here, and on to who listens."""
 
-    def __init__(self, bench: Bench, row: Launch, trial: Trial) -> None:
-        self._bench, self.row, self.trial = bench, row, trial
+    def __init__(self, context: RunContext, row: Launch, trial: Trial) -> None:
+        self._context, self.row, self.trial = context, row, trial
 
     def note(self, news: News) -> None:
         """Take what an engine says of itself; tell everything else."""
@@ -189,30 +79,30 @@ class Row:
                 self.row, effective=news.effective, timeline=news.timeline, kv_tokens=news.kv_tokens
             )
         else:
-            self._bench.tell(Event(kind="phase", text=news, trial=self.trial))
+            self._context.tell(RunEvent(kind="phase", text=news, trial=self.trial))
 
     def close(self, verdict: str | None) -> Launch:
         """Write how it ended. A first boot that was thrown away counts as a launch of its own."""
-        self._bench.budget.begun += FIRST_S in self.row.timeline
-        ended = replace(self.row, ended_at=self._bench.clock(), verdict=verdict)
-        self.row = self._bench.store.finish_launch(ended)
+        self._context.budget.begun += FIRST_S in self.row.timeline
+        ended = replace(self.row, ended_at=self._context.clock(), verdict=verdict)
+        self.row = self._context.store.finish_launch(ended)
         return self.row
 
 
-def add_launch(bench: Bench, spec: LaunchSpec) -> Launch:
+def add_launch(context: RunContext, spec: LaunchSpec) -> Launch:
     """The row of a launch, before its engine exists. Aborted when the run may start no more."""
-    bench.budget.take()
-    return bench.store.add_launch(
+    context.budget.take()
+    return context.store.add_launch(
         Launch(
-            id=spec.launch_id, study_id=bench.prepared.study.id, argv=masking.arguments(spec.argv),
-            started_at=bench.clock(), directory=spec.directory,
+            id=spec.launch_id, study_id=context.prepared.study.id, argv=masking.arguments(spec.argv),
+            started_at=context.clock(), directory=spec.directory,
         )
     )  # fmt: skip
 
 
-def launched(row: Launch, measured: Sequence[Measured], gpu_seconds: float) -> Launched:
+def launched(row: Launch, measured: Sequence[Measured], gpu_seconds: float) -> LaunchResult:
     """What a launch gave, its measurements bound to its row."""
-    return Launched(
+    return LaunchResult(
         launch=row,
         measurements=tuple(replace(m.measurement, launch_id=row.id) for m in measured),
         gpu_seconds=gpu_seconds,
@@ -221,18 +111,23 @@ def launched(row: Launch, measured: Sequence[Measured], gpu_seconds: float) -> L
     )
 
 
-async def work_here(place: Place, order: Order, note: Note) -> Sequence[Measured]:
+async def work_here(host: HostContext, job: LaunchJob, note: Note) -> Sequence[Measured]:
     """Do an order on this host: launch, replay, measure, stop. Outcomes are written beside the log."""
-    async with serve(order.spec, gpus=place.gpus, note=note, settle=order.settle) as server:
+    async with serve(job.spec, gpus=host.gpus, note=note, settle=job.settle) as server:
         note(Serving(effective=server.effective, timeline=server.timeline, kv_tokens=server.kv_tokens))
-        return [await measured_pass(place, order, each, server, note) for each in order.passes]
+        return [await measured_pass(host, job, each, server, note) for each in job.passes]
 
 
 def launch_spec(
-    prepared: Prepared, candidate: Candidate, directory: Path, cores: Cores, *, known: Learned | None = None
+    prepared: Prepared,
+    candidate: Candidate,
+    directory: Path,
+    cores: Cores,
+    *,
+    known: LaunchEstimates | None = None,
 ) -> LaunchSpec:
     """How a candidate is launched: fixed arguments first, then its own, so that its own win."""
-    engine, known = prepared.file.engine, known or Learned()
+    engine, known = prepared.file.engine, known or LaunchEstimates()
     compiled = compile_candidate(candidate, prepared.facts, env=engine.env)
     return LaunchSpec(
         launch_id=uuid.uuid4().hex,
@@ -259,28 +154,30 @@ def simulated_card(prepared: Prepared) -> dict[str, str]:
     return {"TUNER_SIM_CARD": engine.card} if adapter_of(engine.kind).simulated else {}
 
 
-def load_of(place: Place, order: Order, each: Pass, kv_tokens: int | None) -> Load:
+def load_of(host: HostContext, job: LaunchJob, each: Pass, kv_tokens: int | None) -> Load:
     """What one pass sends to an engine whose KV cache has `kv_tokens`."""
-    prepared = place.prepared
+    prepared = host.prepared
     return Load(
-        seed=prepared.study.seed, number=order.number, repeat=each.repeat, speed=prepared.file.speed,
+        seed=prepared.study.seed, number=job.number, repeat=each.repeat, speed=prepared.file.speed,
         model=prepared.study.id[:16], vocabulary=prepared.model.vocab_size, slo=prepared.study.slo,
-        kv_tokens=max(filter(None, (order.kv_tokens, kv_tokens)), default=None),
+        kv_tokens=max(filter(None, (job.kv_tokens, kv_tokens)), default=None),
         history="open" if prepared.file.history == "synthetic" else prepared.file.history,
-        senders=len(place.cores.sender or (0,)), cores=place.cores.sender, isolated=place.isolated,
+        senders=len(host.cores.sender or (0,)), cores=host.cores.sender, isolated=host.isolated,
     )  # fmt: skip
 
 
+# Replays slices on a ready engine.
 Send = Callable[[Sequence[Slice], Load, Judge | None], Awaitable[Replayed]]
-"""Replays slices on a ready engine."""
 
 
-async def measured_pass(place: Place, order: Order, each: Pass, server: Server, note: Note) -> Measured:
+async def measured_pass(
+    host: HostContext, job: LaunchJob, each: Pass, server: Server, note: Note
+) -> Measured:
     """Replay one pass on a ready engine. Its outcomes go to the order's directory. GateFailed, or the fault
     that the engine had meanwhile.
     """
-    prepared = place.prepared
-    load = load_of(place, order, each, server.kv_tokens)
+    prepared = host.prepared
+    load = load_of(host, job, each, server.kv_tokens)
 
     async def send(slices: Sequence[Slice], load: Load, judge: Judge | None) -> Replayed:
         progress = partial(_tell_progress, note)
@@ -288,14 +185,14 @@ async def measured_pass(place: Place, order: Order, each: Pass, server: Server, 
             server, prepared.trace, slices, prepared.plan, load, judge=judge, progress=progress
         )
 
-    with Watch(place.gpus) as watch:
+    with Watch(host.gpus) as watch:
         replayed = await send_pass(each, load, send, note)
     if (fault := await server.fault("run")) is not None:
         raise fault
     extra = {"ready_s": server.ready_s, **_sampled(watch.summary(), replayed)}
-    measurement = measurement_of(place, order, each, replayed, extra)
-    measurement = await with_speed(place, each, load, replayed, measurement, send, note)
-    measurement = flagged(measurement, place, watch.summary())
+    measurement = measurement_of(host, job, each, replayed, extra)
+    measurement = await with_speed(host, each, load, replayed, measurement, send, note)
+    measurement = flagged(measurement, host, watch.summary())
     if measurement.fidelity.failed:
         raise GateFailed(measurement)
     asked = each.purpose == "search" and quality.why_not(prepared) is None
@@ -310,29 +207,35 @@ async def send_pass(each: Pass, load: Load, send: Send, note: Note) -> Replayed:
 
 
 def measurement_of(
-    place: Place, order: Order, each: Pass, replayed: Replayed, extra: Mapping[str, float]
+    host: HostContext, job: LaunchJob, each: Pass, replayed: Replayed, extra: Mapping[str, float]
 ) -> Measurement:
     """The numbers of a replayed pass, its outcomes written beside the log."""
-    prepared = place.prepared
+    prepared = host.prepared
     measurement = measure(
         replayed,
         prepared.study.slo,
         price_per_gpu_hour=prepared.file.price_per_gpu_hour,
-        gpus=held(prepared, order.spec.argv),
+        gpus=held(prepared, job.spec.argv),
         extra=extra,
         asked=(*prepared.study.objectives, *prepared.file.not_worse),
         purpose=each.purpose,
         repeat=each.repeat,
     )
-    return _with_files(measurement, replayed, Path(order.spec.directory))
+    return _with_files(measurement, replayed, Path(job.spec.directory))
 
 
 async def with_speed(
-    place: Place, each: Pass, load: Load, replayed: Replayed, measurement: Measurement, send: Send, note: Note
+    host: HostContext,
+    each: Pass,
+    load: Load,
+    replayed: Replayed,
+    measurement: Measurement,
+    send: Send,
+    note: Note,
 ) -> Measurement:
     """The measurement with the highest speed that keeps the SLO, where that is an objective."""
-    prepared = place.prepared
-    wanted = capacity.NAME in prepared.study.objectives and each.purpose != "held_out"
+    prepared = host.prepared
+    wanted = MAX_SPEED in prepared.study.objectives and each.purpose != "held_out"
     if not wanted or replayed.stopped is not None or measurement.fidelity.failed:
         return measurement
 
@@ -340,10 +243,10 @@ async def with_speed(
         note(f"replaying at speed {load.speed:.3g}")
         return await send(slices, load, judge)
 
-    found, doubts = await capacity.max_speed(faster, each.slices, load, prepared.study.slo)
+    found, doubts = await max_speed(faster, each.slices, load, prepared.study.slo)
     for doubt in doubts:
         measurement = _warned(measurement, doubt)
-    return replace(measurement, values={**measurement.values, capacity.NAME: found.speed})
+    return replace(measurement, values={**measurement.values, MAX_SPEED: found.speed})
 
 
 def _with_files(measurement: Measurement, replayed: Replayed, directory: Path) -> Measurement:
@@ -386,14 +289,14 @@ def _sampled(sampled: Mapping[str, float], replayed: Replayed) -> dict[str, floa
     return found
 
 
-def flagged(measurement: Measurement, place: Place, sampled: Mapping[str, float]) -> Measurement:
+def flagged(measurement: Measurement, host: HostContext, sampled: Mapping[str, float]) -> Measurement:
     """The measurement with how the GPUs fared beside it: clocks, heat, power, and what throttled them."""
     beside = {name: value for name, value in sampled.items() if name not in NAMES}
     fidelity = replace(measurement.fidelity, values={**measurement.fidelity.values, **beside})
     measurement = replace(measurement, fidelity=fidelity)
     if throttled(sampled):
         measurement = _warned(measurement, "the GPU held its clocks down in more than 5 % of the time")
-    if place.isolated:
+    if host.isolated:
         measurement = _warned(measurement, "isolated: other replays of this host may have run beside it")
     return measurement
 
@@ -406,3 +309,53 @@ def _warned(measurement: Measurement, warning: str) -> Measurement:
 def _tell_progress(note: Note, progress: Progress) -> None:
     share = f" {progress.done_s:.0f}/{progress.total_s:.0f} s" if progress.total_s else ""
     note(f"{progress.phase} {progress.slice}{share}".replace("  ", " "))
+
+
+MAX_SPEED = "max_speed"
+
+# Bounds relative to the study's speed, and how many speeds are tried at most.
+FLOOR, CEILING, MOST = 1 / 16, 16.0, 10
+
+# Each speed has prompts of its own: repeat r tries at repeat r × SALTS + 1, …
+SALTS = 100
+
+Try = Callable[[Sequence[Slice], Load, Judge], Awaitable[Replayed]]
+
+
+async def max_speed(
+    send: Try, slices: Sequence[Slice], load: Load, slo: Slo
+) -> tuple[MaxSpeed, tuple[str, ...]]:
+    """Bisect from the load's own speed. A speed is kept when every slice by itself meets the SLO; a replay
+    stops as soon as that is decided.
+
+    What failed a gate of fidelity is replayed once more; failed again, that speed is not kept, and a warning
+    (second) says so: the ruler ended there, the engine may go on.
+    """
+    tried, doubts = 0, list[str]()
+
+    async def meets(speed: float) -> bool:
+        nonlocal tried
+        for part in slices:
+            for _ in range(2):
+                tried += 1
+                faster = replace(load, speed=speed, repeat=load.repeat * SALTS + tried)
+                replayed = await send((part,), faster, sure(slo))
+                if not (failed := replayed.fidelity.failed):
+                    break
+            else:
+                doubts.append(f"{MAX_SPEED}: speed {speed:.3g} is not counted: {'; '.join(failed)}")
+                return False
+            if not _met(replayed, slo):
+                return False
+        return True
+
+    found = await bisect(
+        meets, start=load.speed, floor=FLOOR * load.speed, ceiling=CEILING * load.speed, most=MOST
+    )
+    return found, tuple(doubts)
+
+
+def _met(replayed: Replayed, slo: Slo) -> bool:
+    if replayed.stopped is not None:
+        return replayed.stopped == MET
+    return measure(replayed, slo).values.get("slo_attainment", 0.0) >= slo.attainment

@@ -27,24 +27,18 @@ from tuner.simulator import virtual
 from tuner.simulator.boot import Booted, NotStarted, announce, boot, cache_config, server_info
 from tuner.simulator.exposition import Counters
 from tuner.simulator.virtual import VirtualPace
-from tuner.tuning.trial import (
-    Bench,
-    GateFailed,
-    Measured,
-    Note,
-    Order,
-    Pass,
-    Place,
-    Serving,
-    load_of,
-    measurement_of,
-    send_pass,
-    with_speed,
-)
+from tuner.tuning.context import HostContext, LaunchJob, Measured, Note, Pass, RunContext, Serving
+from tuner.tuning.trial import GateFailed, load_of, measurement_of, send_pass, with_speed
 
+# How long an engine takes to be ready unless TUNER_SIM_STARTUP_S says otherwise.
 STARTUP_S = 1.0
-"""How long an engine takes to be ready unless TUNER_SIM_STARTUP_S says otherwise."""
+
 HIDDEN = "TUNER_SIM_HIDDEN"
+
+
+def startup_of(job: LaunchJob) -> float:
+    """Seconds that the job's engine takes to be ready."""
+    return float(job.spec.env.get("TUNER_SIM_STARTUP_S") or STARTUP_S)
 
 
 class VirtualTime:
@@ -66,41 +60,43 @@ class VirtualTime:
         self._passed += max(0.0, seconds)
 
 
-def on_virtual_time(bench: Bench) -> Bench:
+def on_virtual_time(context: RunContext) -> RunContext:
     """The same run with virtual engines. Its clock begins now, or where the study's last run ended if that is
     later, so that no run begins before the one that it follows.
     """
-    ended = [run.ended_at for run in bench.store.runs(bench.prepared.study.id) if run.ended_at is not None]
-    time = VirtualTime(max([bench.clock(), *ended]))
-    return replace(bench, clock=time.now, seconds=time.seconds, work=VirtualEngine(bench.place, time))
+    ended = [
+        run.ended_at for run in context.store.runs(context.prepared.study.id) if run.ended_at is not None
+    ]
+    time = VirtualTime(max([context.clock(), *ended]))
+    return replace(context, clock=time.now, seconds=time.seconds, work=VirtualEngine(context.host, time))
 
 
 class VirtualEngine:
-    """Does orders on the simulated engine's core; a `Work` that lets virtual time pass."""
+    """Does orders on the simulated engine's core; an `Executor` that lets virtual time pass."""
 
-    def __init__(self, place: Place, time: VirtualTime) -> None:
-        self._place, self._time = place, time
+    def __init__(self, host: HostContext, time: VirtualTime) -> None:
+        self._host, self._time = host, time
 
-    async def __call__(self, order: Order, note: Note) -> Sequence[Measured]:
+    async def __call__(self, job: LaunchJob, note: Note) -> Sequence[Measured]:
         """Launch, replay, measure. Raises as a launch on the real clock does."""
         note("starting")
-        booted, text = self._boot(order)
-        startup_s = float(order.spec.env.get("TUNER_SIM_STARTUP_S") or STARTUP_S)
+        booted, text = self._boot(job)
+        startup_s = startup_of(job)
         self._time.advance(startup_s)
         if isinstance(booted, NotStarted):
             raise failures.classify(
-                text, booted.code, "startup", asked=order.spec.asked, engine=order.spec.kind
+                text, booted.code, "startup", asked=job.spec.asked, engine=job.spec.kind
             ).error()
         kv_tokens = booted.options.limits.num_blocks * booted.options.limits.block_size
         timeline = {**engine_log.timeline(text), "ready_s": startup_s}
-        said = effective.read(order.spec, _scraped(booted), server_info(booted.options), text)
+        said = effective.read(job.spec, _scraped(booted), server_info(booted.options), text)
         note(Serving(effective=said, timeline=timeline, kv_tokens=kv_tokens))
-        slower = self._slower(order)
-        return [await self._pass(order, each, booted, kv_tokens, slower, note) for each in order.passes]
+        slower = self._slower(job)
+        return [await self._pass(job, each, booted, kv_tokens, slower, note) for each in job.passes]
 
-    def _boot(self, order: Order) -> tuple[Booted | NotStarted, str]:
+    def _boot(self, job: LaunchJob) -> tuple[Booted | NotStarted, str]:
         """What the engine resolved to, or its end, and its log (written where a real one would be)."""
-        spec, said = order.spec, io.StringIO()
+        spec, said = job.spec, io.StringIO()
         argv = arguments(spec, 8000, "tuner-virtual")[len(spec.command) :]
         found: Booted | NotStarted
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
@@ -115,10 +111,10 @@ class VirtualEngine:
         (Path(spec.directory) / "engine.log").write_text(text)
         return found, text
 
-    def _slower(self, order: Order) -> float:
+    def _slower(self, job: LaunchJob) -> float:
         """The factor on every step of this launch: hidden stretches and the noise between launches."""
         now, factor = self._time.now().timestamp(), 1.0
-        seed = digest_of([order.spec.asked.digest, order.number, self._time.seconds()])
+        seed = digest_of([job.spec.asked.digest, job.number, self._time.seconds()])
         draw = random.Random(seed)
         for stretch in json.loads(os.environ.get(HIDDEN, "[]")):
             if stretch.get("from_s", -math.inf) <= now < (stretch.get("until_s") or math.inf):
@@ -128,10 +124,10 @@ class VirtualEngine:
         return factor
 
     async def _pass(
-        self, order: Order, each: Pass, booted: Booted, kv_tokens: int, slower: float, note: Note
+        self, job: LaunchJob, each: Pass, booted: Booted, kv_tokens: int, slower: float, note: Note
     ) -> Measured:
-        place, env = self._place, order.spec.env
-        load = load_of(place, order, each, kv_tokens)
+        host, env = self._host, job.spec.env
+        load = load_of(host, job, each, kv_tokens)
 
         async def send(slices: Sequence[Slice], load: Load, judge: Judge | None) -> Replayed:
             seed = digest_of(
@@ -142,14 +138,14 @@ class VirtualEngine:
                 slower=slower / float(env.get("TUNER_SIM_SPEED", "1")), noise=noise, seed=int(seed[:8], 16)
             )
             replayed, seconds = virtual.replay(
-                booted, place.prepared.trace, slices, place.prepared.plan, load, pace, judge=judge
+                booted, host.prepared.trace, slices, host.prepared.plan, load, pace, judge=judge
             )
             self._time.advance(seconds)
             return replayed
 
         replayed = await send_pass(each, load, send, note)
-        measurement = measurement_of(place, order, each, replayed, {"ready_s": STARTUP_S})
-        measurement = await with_speed(place, each, load, replayed, measurement, send, note)
+        measurement = measurement_of(host, job, each, replayed, {"ready_s": startup_of(job)})
+        measurement = await with_speed(host, each, load, replayed, measurement, send, note)
         if measurement.fidelity.failed:
             raise GateFailed(measurement)
         return Measured(measurement=measurement, curtailed=replayed.stopped)

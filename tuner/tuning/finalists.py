@@ -1,15 +1,21 @@
-"""Knobs that cannot act at the load that was measured: a trial that turned only these cannot differ."""
+"""Which trials the confirmation measures again, and why others are left out."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from tuner.adapters import adapter_of
 from tuner.engine.effective import same
 from tuner.errors import BadInput
 from tuner.knobs.arguments import gpus_held
-from tuner.records import EngineFacts, Outcome, Trial, Value
+from tuner.records import EngineFacts, Outcome, Trial, TrialState, Value
 from tuner.replay import outcomes
+from tuner.search import trial_view
+from tuner.tuning import quality
+from tuner.tuning.next_trial import RELAUNCHED, view_of, winner
+from tuner.tuning.study import Prepared
+from tuner.tuning.verdict import worse_by
 
 
 def idle_cards(facts: EngineFacts, argv: Sequence[str]) -> str | None:
@@ -134,3 +140,49 @@ _LIMITS = {
     "max_num_batched_tokens": _budget,
     "long_prefill_token_threshold": _long_prompts,
 }
+
+
+def finalists(prepared: Prepared, trials: Sequence[Trial], run_id: str) -> list[Trial]:
+    """The policy's choice, then its choice without that one: the baseline is not among them, nor what only
+    turned knobs that could not act, nor what `not_worse` forbids, nor what changes the answers and was not
+    judged. Screened trials are, until they were relaunched or the run has made relaunches enough at its end.
+    """
+    base = trial_view.baseline_of(trials)
+    left, found = [t for t in trials if not t.is_baseline], list[Trial]()
+    key = view_of(prepared, trials).key
+    count = prepared.plan.finalists
+    ours = [t for t in trials if t.run_id == run_id and t.state is not TrialState.ABORTED]
+    made = list(takewhile(lambda t: t.origin == RELAUNCHED, reversed(ours)))
+    if len(made) > count:
+        left = [t for t in left if not t.screened]
+    while len(found) < count:
+        best = winner(prepared, left, key)
+        if best is None:
+            break
+        if why_not(prepared, base, best) is None:
+            found.append(best)
+        left = [t for t in left if key(t.candidate) != key(best.candidate)]
+    return found
+
+
+def why_not(prepared: Prepared, base: Trial | None, trial: Trial) -> str | None:
+    """Why a trial cannot win, whatever its numbers; None where it can. `base` None: it did not serve."""
+    if (turned := quality.held_back(prepared, trial)) is not None:
+        return f"Trial {trial.number} is no finalist: {turned}."
+    if base is None:
+        return None
+    if (said := cannot_act(base, trial, prepared.facts)) is not None:
+        return f"Trial {trial.number} is no finalist: {said}."
+    mine, its = (t.measurement.values if t.measurement else {} for t in (base, trial))
+    for name, limit in prepared.file.not_worse.items():
+        if mine.get(name) and name in its and worse_by(name, mine[name], its[name]) > limit:
+            change = (its[name] - mine[name]) / mine[name]
+            return f"Trial {trial.number} is no finalist: {name} {change:+.0%} (not_worse: {limit:.0%})."
+    return None
+
+
+def left_out(prepared: Prepared, trials: Sequence[Trial]) -> list[str]:
+    """Why complete trials are no finalists, three at most."""
+    base = trial_view.baseline_of(trials)
+    done = [t for t in trial_view.latest(trials) if t.state is TrialState.COMPLETE and not t.is_baseline]
+    return [said for t in done if (said := why_not(prepared, base, t)) is not None][:3]

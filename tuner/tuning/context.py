@@ -1,0 +1,304 @@
+"""What a run, its launches and the hosts that do them share: records, budget, cores, estimates."""
+
+import math
+import os
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Literal
+
+from tuner import masking
+from tuner.adapters import adapter_of
+from tuner.engine import boots
+from tuner.engine.boots import FIRST_S, settles
+from tuner.engine.gpu import Gpus
+from tuner.errors import Aborted
+from tuner.history.store import Store
+from tuner.knobs.arguments import compile_candidate, gpus_held
+from tuner.records import (
+    Candidate,
+    Launch,
+    LaunchSpec,
+    Measurement,
+    Purpose,
+    Run,
+    RunState,
+    Slice,
+    Study,
+    Trial,
+    Value,
+)
+from tuner.replay import contention
+from tuner.replay.timeline import Judge
+from tuner.tuning.quality import CanaryAnswer
+from tuner.tuning.study import Clock, Prepared
+
+# Sender processes at most; one for every eight cores.
+SENDERS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cores:
+    """Which cores serve and which send; None = anywhere (a host with one core)."""
+
+    engine: tuple[int, ...] | None
+    sender: tuple[int, ...] | None
+
+
+def split_cores(available: Sequence[int]) -> Cores:
+    """The senders get an eighth of the host, one to four cores; the engine all the others."""
+    if len(available) < 2:
+        return Cores(engine=None, sender=None)
+    engine, sender = contention.split(available, min(SENDERS, max(1, len(available) // 8)))
+    return Cores(engine=engine, sender=sender)
+
+
+EventKind = Literal["run", "started", "phase", "finished", "confirm", "verdict", "note"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEvent:
+    """One line of news of a run. `done` of `total` trials; `trial` is the row that the news is about, which
+    an earlier run may have begun.
+    """
+
+    kind: EventKind
+    text: str
+    done: int = 0
+    total: int | None = None
+    trial: Trial | None = None
+    run: str | None = None
+
+
+Tell = Callable[[RunEvent], None]
+
+
+def silent(event: RunEvent) -> None:
+    """A listener that does not listen."""
+
+
+# Launches per trial number that may be retries, discarded boots and the confirmation.
+BESIDE = 2
+
+
+def most_launches(trials: int | None) -> float:
+    """How many engines a run of so many trials may start; infinite without a limit."""
+    return math.inf if trials is None else trials * (1 + BESIDE)
+
+
+def numbers_of(trials: Sequence[Trial], run_id: str) -> set[int]:
+    """The trial numbers that a run began, whatever became of them."""
+    return {t.number for t in trials if t.run_id == run_id}
+
+
+@dataclass(slots=True, kw_only=True)
+class LaunchBudget:
+    """Counts the engines that a run starts; the one over the limit is Aborted before it exists."""
+
+    most: float = math.inf
+    begun: int = 0
+
+    @property
+    def left(self) -> float:
+        """How many more may be started."""
+        return self.most - self.begun
+
+    def take(self) -> None:
+        """Count one more. Aborted (cause `budget`) when none is left."""
+        if self.left < 1:
+            sentence = f"the budget of {self.most:.0f} launches is spent: one per trial and two beside it"
+            raise Aborted(sentence, cause="budget")
+        self.begun += 1
+
+
+def budget_of(run: Run, launches: Sequence[Launch]) -> LaunchBudget:
+    """The budget of a run that begins or goes on, with what it started before."""
+    ours = [each for each in launches if each.started_at >= run.started_at]
+    begun = sum(1 + (FIRST_S in each.timeline) for each in ours)
+    return LaunchBudget(most=most_launches(run.trials_limit), begun=begun)
+
+
+def hours_left(store: Store, study_id: str, hours: float | None, now: datetime) -> float | None:
+    """What is left of a run's hours: those that its engines ran before it was interrupted are spent."""
+    open_runs = [run for run in store.runs(study_id) if run.state is RunState.RUNNING]
+    if hours is None or not open_runs:
+        return hours
+    begun = open_runs[0].started_at
+    ours = [each for each in store.launches(study_id) if each.started_at >= begun]
+    spent = sum(max(0.0, ((each.ended_at or now) - each.started_at).total_seconds()) for each in ours)
+    return max(hours - spent / 3600, 1 / 3600)
+
+
+def steady(clock: Clock) -> Clock:
+    """A clock that goes on from now on at an even pace, whatever is done to the host's meanwhile."""
+    begun, mark = clock(), time.monotonic()
+    return lambda: begun + timedelta(seconds=time.monotonic() - mark)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchEstimates:
+    """`ready_timeout_s` as `serve` takes it; `env` is laid under the study's."""
+
+    ready_timeout_s: float = boots.UNKNOWN_S
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+def launch_estimates(store: Store, prepared: Prepared, *, home: Path | None) -> LaunchEstimates:
+    """For a study's next launch. Compiled code is kept under `home`; None: launched on another host."""
+    launches = store.launches(prepared.study.id)
+    env: Mapping[str, str] = {}
+    facts = prepared.facts
+    if home is not None and adapter_of(facts.kind).compile_cache:
+        root = boots.cache_root(
+            home, version=facts.version, platform=facts.platform, gpu_name=facts.gpu_name,
+            command=prepared.command,
+        )  # fmt: skip
+        env = boots.cache_environment(root, facts.kind)
+    ready = readied(store, prepared.study, launches)
+    return LaunchEstimates(ready_timeout_s=boots.ready_deadline(ready), env=env)
+
+
+def readied(store: Store, study: Study, launches: Sequence[Launch]) -> list[float]:
+    """After how many seconds engines were ready: the study's own; while these are too few to tell, with those
+    of the node's other studies of the same model and engine.
+    """
+    found = ready_of(launches)
+    if len(found) >= boots.ENOUGH:
+        return found
+    others = [s for s in store.studies(node=study.node, model=study.model) if s.id != study.id]
+    alike = [s for s in others if s.engine_version == study.engine_version]
+    return found + [t for each in alike for t in ready_of(store.launches(each.id))]
+
+
+def ready_of(launches: Sequence[Launch]) -> list[float]:
+    """The times to ready of those that got there."""
+    return [t for each in launches if (t := each.timeline.get("ready_s")) is not None]
+
+
+def largest_kv(launches: Sequence[Launch]) -> int | None:
+    """The largest KV cache in tokens that any of them had; None while none is known."""
+    return max((each.kv_tokens for each in launches if each.kv_tokens), default=None)
+
+
+ABORTED_RETRIES = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostContext:
+    """What a host needs to do an order. `isolated`: it does not wait for other replays of its host."""
+
+    prepared: Prepared
+    cores: Cores
+    gpus: Gpus
+    isolated: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunContext:
+    """What all launches of a run share. `home` is TUNER_HOME; `work` does an order elsewhere, None: here."""
+
+    prepared: Prepared
+    store: Store
+    home: Path
+    clock: Clock
+    tell: Tell
+    cores: Cores = field(default_factory=lambda: split_cores(sorted(os.sched_getaffinity(0))))
+    gpus: Gpus = field(default_factory=lambda: Gpus(nvml=None))
+    work: "Executor | None" = None
+    budget: LaunchBudget = field(default_factory=LaunchBudget)
+    seconds: Callable[[], float] = time.monotonic
+    """Reads a clock that only goes forward; a virtual engine brings its own."""
+
+    def gpus_held(self, candidate: Candidate) -> int:
+        """How many GPUs the candidate's engine holds: seconds of wall time to GPU-seconds."""
+        prepared = self.prepared
+        own = compile_candidate(candidate, prepared.facts, env=prepared.file.engine.env).argv
+        return held(prepared, (*prepared.fixed, *own))
+
+    def launches(self) -> Sequence[Launch]:
+        """The study's launches so far."""
+        return self.store.launches(self.prepared.study.id)
+
+    def estimates(self) -> LaunchEstimates:
+        """What they and this host tell of the next one."""
+        return launch_estimates(self.store, self.prepared, home=self.home if self.work is None else None)
+
+    def settles(self, argv: Sequence[str]) -> bool | None:
+        """Whether a first boot of these arguments is thrown away, as `serve` takes it."""
+        seen = [(each.argv, each.timeline) for each in self.launches()]
+        return False if self.budget.left < 1 else settles(seen, masking.arguments(tuple(argv)))
+
+    @property
+    def host(self) -> HostContext:
+        return HostContext(prepared=self.prepared, cores=self.cores, gpus=self.gpus)
+
+    def directory(self, number: int, label: str) -> Path:
+        """Where one launch keeps its log and outcomes: TUNER_HOME/trials/<study>/<number>-<label>."""
+        return self.home / "trials" / self.prepared.study.id[:16] / f"{number:04d}-{label}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """One replay within a launch."""
+
+    slices: tuple[Slice, ...]
+    purpose: Purpose = "search"
+    repeat: int = 0
+    judge: Judge | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchResult:
+    """What a launch gave. `curtailed` is the judge's reason when a replay was cut short."""
+
+    launch: Launch
+    measurements: tuple[Measurement, ...]
+    gpu_seconds: float
+    curtailed: str | None = None
+    answers: tuple[CanaryAnswer, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchJob:
+    """One launch and its replays, as handed to the host that does them; nothing in it touches the history.
+
+    `kv_tokens` is the largest KV cache that a launch of the study had so far; `settle` as `serve` takes it.
+    """
+
+    spec: LaunchSpec
+    passes: tuple[Pass, ...]
+    number: int
+    kv_tokens: int | None = None
+    settle: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """What an engine said of itself once it was ready."""
+
+    effective: Mapping[str, Value]
+    timeline: Mapping[str, float]
+    kv_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One pass: its numbers, the judge's reason when it was cut short, and answers to canary prompts."""
+
+    measurement: Measurement
+    curtailed: str | None
+    answers: tuple[CanaryAnswer, ...] = ()
+
+
+News = str | Serving
+
+Note = Callable[[News], None]
+
+Executor = Callable[[LaunchJob, Note], Awaitable[Sequence[Measured]]]
+
+
+def held(prepared: Prepared, argv: Sequence[str]) -> int:
+    """How many GPUs an engine of the study with these arguments is charged for; 1 on a CPU."""
+    return 1 if prepared.facts.platform == "cpu" else gpus_held(argv)
