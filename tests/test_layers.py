@@ -16,7 +16,7 @@ FLOORS = (
     ("cli",),
     ("commands",),
     ("service", "doctor"),
-    ("fleet",),
+    ("fleet", "lint"),
     ("tuning",),
     ("simulator", "profiles", "report"),
     ("replay", "search"),

@@ -10,6 +10,7 @@ from tuner import SERVICE_VERSION, __version__, masking
 from tuner.commands import (
     front,
     knobs,
+    lint,
     node,
     plan,
     profile,
@@ -31,7 +32,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 COMMANDS: dict[str, Callable[..., None]] = {
-    "demo": tune.demo, "tune": tune.tune, "predict": plan.predict, "front": front.front,
+    "lint": lint.lint, "demo": tune.demo, "tune": tune.tune, "predict": plan.predict, "front": front.front,
     "capture": trace.capture, "report": report.report, "history": front.history, "doctor": upkeep.doctor,
     "gc": upkeep.gc, "serve": serve.serve,
 }  # fmt: skip

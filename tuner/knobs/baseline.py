@@ -25,6 +25,20 @@ SHORT = {
     "-sc": "--speculative-config",
     "-cc": "--compilation-config",
     "-asc": "--api-server-count",
+    "-ac": "--attention-config",
+    "-dcp": "--decode-context-parallel-size",
+    "-pcp": "--prefill-context-parallel-size",
+    "-dpn": "--data-parallel-rank",
+    "-dpr": "--data-parallel-start-rank",
+    "-dpl": "--data-parallel-size-local",
+    "-dpa": "--data-parallel-address",
+    "-dpp": "--data-parallel-rpc-port",
+    "-dpb": "--data-parallel-backend",
+    "-dph": "--data-parallel-hybrid-lb",
+    "-dpe": "--data-parallel-external-lb",
+    "-dpm": "--data-parallel-multi-port-external-lb",
+    "-n": "--nnodes",
+    "-r": "--node-rank",
     "-O": "--optimization-level",
 }
 ALIASES = {
@@ -113,7 +127,7 @@ def from_arguments(
     arguments = [shell.expanded(word, environment) for word in (*words, *added)]
     positional = [arguments.pop(0)] if arguments and not arguments[0].startswith("-") else []
     known = facts.flags if facts else _all_flags(table())
-    given = _given(_long(arguments), known, notes, source)
+    given = _given(long_form(arguments), known, notes, source)
     given = {**_config(given, known, notes, source), **given}
     named = [word for word in positional or given.get("--model", []) if not shell.unknown(word)]
     if positional and not named:
@@ -155,7 +169,7 @@ def _without_secrets(env: Mapping[str, str], notes: list[str]) -> dict[str, str]
     return kept
 
 
-def _long(words: Iterable[str]) -> list[str]:
+def long_form(words: Iterable[str]) -> list[str]:
     """Short flags as long ones; `-O2` as two words."""
     found: list[str] = []
     for word in words:
@@ -173,7 +187,7 @@ def _all_flags(data: FlagTable) -> frozenset[str]:
     return frozenset(data.flags) | {negation(flag) for flag in data.paired}
 
 
-def _pairs(argv: Sequence[str], notes: list[str]) -> list[tuple[str, list[str]]]:
+def pairs(argv: Sequence[str], notes: list[str]) -> list[tuple[str, list[str]]]:
     """Long flags of an argv with their values, `--flag=value` split; what is not known here is left out and
     said. BadInput for a value without a flag."""
     found: list[tuple[str, list[str]]] = []
@@ -210,7 +224,7 @@ def _given(
     """Flag → values, names made exact; dotted flags (`--x.y 1`) gathered into one object."""
     given: dict[str, list[str]] = {}
     objects: dict[str, dict[str, Any]] = {}
-    for flag, values in _pairs(words, notes):
+    for flag, values in pairs(words, notes):
         values = [shell.plain(value) for value in values]
         head, dot, rest = flag.partition(".")
         exact = _exact(head, known, notes, source)

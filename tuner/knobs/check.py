@@ -31,7 +31,7 @@ class KnobRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class SpaceFinding:
     """Something to know of a space on an engine. An `error` stops a study; `dropped` is taken out of it."""
 
     kind: Literal["error", "dropped", "note"]
@@ -79,15 +79,15 @@ def check(
     max_model_len: int | None = None,
     model: ModelFacts | None = None,
     env: Mapping[str, str] | None = None,
-) -> tuple[Finding, ...]:
+) -> tuple[SpaceFinding, ...]:
     """What is to be known before this engine turns this space: errors, what is dropped, and notes."""
     try:
         left = space.restricted(facts, env=env)
     except BadInput as error:
-        return (Finding(kind="error", about=space.name, text=str(error)),)
-    dropped = [Finding(kind="dropped", about=what, text=why) for what, why in left.dropped.items()]
+        return (SpaceFinding(kind="error", about=space.name, text=str(error)),)
+    dropped = [SpaceFinding(kind="dropped", about=what, text=why) for what, why in left.dropped.items()]
     notes = [*_marks(left), *_shapes(left), *_doomed(left, facts, max_model_len, model)]
-    return (*dropped, *(Finding(kind="note", about=about, text=text) for about, text in notes))
+    return (*dropped, *(SpaceFinding(kind="note", about=about, text=text) for about, text in notes))
 
 
 def _marks(space: SearchSpace) -> list[tuple[str, str]]:

@@ -15,14 +15,23 @@ def known_violation(
     model: ModelFacts | None = None,
 ) -> str | None:
     """The first known reason why a candidate cannot start or serve, as one sentence, or None."""
+    return next(iter(violations(candidate, facts, max_model_len, model)), None)
+
+
+def violations(
+    candidate: Mapping[str, Value],
+    facts: EngineFacts,
+    max_model_len: int | None = None,
+    model: ModelFacts | None = None,
+) -> tuple[str, ...]:
+    """All known reasons, a sentence each."""
     asked = {name: value for name, value in candidate.items() if value is not None}
-    rules = (
+    return (
         *_budget(asked, facts, max_model_len),
         *_memory(asked),
         *_blocks(asked, facts),
         *_parallel(asked, facts, model),
     )
-    return rules[0] if rules else None
 
 
 GRAPHS = "max_cudagraph_capture_size"

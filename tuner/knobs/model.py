@@ -17,7 +17,8 @@ _BYTES = {"float32": 4, "float": 4, "float16": 2, "bfloat16": 2, "half": 2}
 class ModelFacts:
     """What sizes memory and time: counts, `head_dim` in elements, `parameters` all weights of the model.
 
-    `stretch`: by how much its rotary embedding lengthens `max_len`.
+    `stretch`: by how much its rotary embedding lengthens `max_len`. `unlike`: why the counts alone do not
+    give its memory and step times; empty for a dense decoder in 16 or 32 bit.
     """
 
     name: str
@@ -32,6 +33,7 @@ class ModelFacts:
     dtype_bytes: int
     parameters: int
     stretch: float = 1.0
+    unlike: str = ""
 
     @property
     def longest(self) -> int:
@@ -94,6 +96,7 @@ def from_config(name: str, path: Path) -> ModelFacts:
         dtype_bytes=_BYTES.get(str(text.get("torch_dtype") or text.get("dtype") or "bfloat16"), 2),
         parameters=0,
         stretch=_stretch(text),
+        unlike=_unlike(raw, text),
     )
     return _counted(facts, experts=number("num_local_experts", "num_experts", default=1), raw=text)
 
@@ -111,6 +114,32 @@ def _stretch(text: Mapping[str, Any]) -> float:
     trained, told = rope.get("original_max_position_embeddings"), text.get("max_position_embeddings")
     share = trained / told if kind == "yarn" and trained and told else 1.0
     return max(1.0, float(factor) * share)
+
+
+_UNLIKE = {
+    "quantization_config": "its checkpoint is quantised",
+    "vision_config": "it also has an encoder for images",
+    "audio_config": "it also has an encoder for sound",
+    "kv_lora_rank": "its attention keeps compressed keys and values (MLA)",
+    "num_local_experts": "it is a mixture of experts",
+    "num_experts": "it is a mixture of experts",
+    "n_routed_experts": "it is a mixture of experts",
+    "layer_types": "its layers are of several kinds",
+    "sliding_window": "its attention sees a window",
+}
+
+
+def _unlike(raw: Mapping[str, Any], text: Mapping[str, Any]) -> str:
+    """The first reason why a model is no dense decoder of one kind of layer; empty where it is one."""
+    for key, why in _UNLIKE.items():
+        value = raw.get(key) or text.get(key)
+        if key == "layer_types":
+            value = isinstance(value, list) and len(set(value)) > 1
+        if key == "sliding_window":
+            value = value and text.get("use_sliding_window", True)
+        if value and not (isinstance(value, int) and value == 1 and "experts" in key):
+            return why
+    return ""
 
 
 def tokens_of(value: object) -> int:

@@ -93,6 +93,7 @@ class SimulatedSlice:
     rows: NDArray[np.int64]
     requests: RequestColumns
     engine: dict[str, float]
+    course: Course
 
 
 def simulate(scene: Scene, work: Workload, limits: SchedulerLimits, cost: StepCost) -> list[SimulatedSlice]:
@@ -163,7 +164,11 @@ def _fold(
         itl_tokens=gaps[inside, 2] * decoding[inside],
     )
     return SimulatedSlice(
-        window_s=part.window_s, rows=rows, requests=requests, engine=_engine(course, scheduler, part)
+        window_s=part.window_s,
+        rows=rows,
+        requests=requests,
+        engine=_engine(course, scheduler, part),
+        course=course,
     )
 
 

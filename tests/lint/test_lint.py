@@ -1,0 +1,471 @@
+"""What `tuner lint` reads, computes and prints."""
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from benchmarks.lint import pages
+from benchmarks.table import load as tables
+from tests.lint.test_planted import GOOD, MODEL, Planted, linted
+from tuner.cli import app
+from tuner.errors import BadInput, Unavailable
+from tuner.knobs.discover import facts_of_version
+from tuner.knobs.model import shapes
+from tuner.lint import load, run, subject
+from tuner.lint.findings import RULES, SEVERITIES, in_order, reaches
+from tuner.lint.flags import IDLE
+from tuner.lint.traffic import busiest, steady
+from tuner.simulator.cost import CARDS, Coefficients
+from tuner.traffic import trace as traces
+from tuner.traffic.trace import build
+
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "tests" / "data" / "lint"
+COMMANDS = [line.split("\t", 1) for line in (DATA / "commands.tsv").read_text().splitlines()[1:]]
+SHAPE_32B = ROOT / "benchmarks" / "h100" / "qwen2.5-32b-shape" / "config.json"
+
+
+def lint(line: str, **against: Any) -> run.LintedEngine:
+    (engine,) = subject.engines(line)
+    return run.lint(engine, run.LintOptions(**against), os.environ)
+
+
+def ids(found: run.LintedEngine) -> set[str]:
+    return {each.id for each in found.findings}
+
+
+def typed(*words: str) -> Any:
+    return CliRunner().invoke(app, ["lint", *words])
+
+
+# -- the corpus -------------------------------------------------------------------------------------------
+
+
+def test_a_hundred_public_command_lines_are_linted_without_a_crash() -> None:
+    assert len(COMMANDS) >= 100
+    assert len({repository for repository, _ in COMMANDS}) >= 5
+    for _, words in COMMANDS:
+        for version in ("0.32.0", "0.12.0"):
+            (found,) = [lint(f"vllm serve {words}", version=version, card="h100-80", gpus=8)]
+            assert found.version == version
+            assert all(each.sentence and each.evidence for each in found.findings)
+
+
+def test_a_public_command_line_is_simulated_where_its_shape_is_known() -> None:
+    made = steady(8, 1500, 250, 200)
+    for _, words in COMMANDS:
+        found = lint(f"vllm serve {words}", version="0.32.0", card="h100-80", gpus=8, trace=made.trace)
+        assert found.predicted or found.missing["traffic"]
+
+
+# -- memory -----------------------------------------------------------------------------------------------
+
+
+def boots() -> Iterator[tuple[str, str, dict[str, Any], int]]:
+    """(card, model, knobs, KV tokens) of recorded boots of vLLM 0.25.1 that compiled nothing."""
+    titles = {card.title: name for name, card in CARDS.items()}
+    for line in (DATA / "boots.jsonl").read_text().splitlines():
+        boot = json.loads(line)
+        if not boot["compiled"]:
+            yield titles[boot["card"]], boot["model"], boot["args"], boot["kv_tokens"]
+    for row in tables.rows("h200-7b", ROOT / "benchmarks" / "table"):
+        if row["how"] == "relaunched" and row["compiled"] is False and row["kv_tokens"]:
+            args = {"max_model_len": 16384, **row["launched"]}
+            yield titles[row["card"]], "qwen2.5-7b-shape", args, row["kv_tokens"]
+
+
+def test_kv_tokens_are_within_three_percent_of_recorded_boots_that_compiled_nothing() -> None:
+    errors = []
+    for card, model, args, measured in boots():
+        words = [
+            f"--{'' if value is not False else 'no-'}{name.replace('_', '-')}"
+            + ("" if isinstance(value, bool) else f" {value}")
+            for name, value in args.items()
+        ]
+        config = SHAPE_32B if "32b" in model else None
+        found = lint(f"vllm serve {MODEL} {' '.join(words)}", version="0.25.1", card=card, config=config)
+        assert found.kv_tokens is not None
+        errors.append(found.kv_tokens / measured - 1)
+    print(f"{len(errors)} boots, worst {max(map(abs, errors)):.2%}")
+    assert len(errors) >= 4
+    assert max(map(abs, errors)) <= 0.03
+
+
+def test_older_releases_have_their_own_defaults_of_memory() -> None:
+    new, old = (lint(GOOD, version=version, card="h100-80").kv_tokens for version in ("0.32.0", "0.10.2"))
+    assert new is not None
+    assert old is not None
+    assert new > old
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (f"{GOOD} --quantization fp8", "quantised"),
+        ("vllm serve Qwen/Qwen3-8B-AWQ", "not known here"),
+        ("vllm serve org/unheard-of", "--hf-config"),
+        (
+            f'{GOOD} --speculative-config \'{{"method": "ngram", "num_speculative_tokens": 3}}\'',
+            "speculative",
+        ),
+        (f"{GOOD} -pp 2", "pipeline"),
+        (f"{GOOD} --enable-lora", "enable-lora"),
+        (f"{GOOD} --cpu-offload-gb 4", "host memory"),
+        ("vllm serve --max-num-seqs 8", "no model"),
+    ],
+)
+def test_what_cannot_be_computed_is_said_and_not_claimed(line: str, why: str) -> None:
+    made = steady(8, 1500, 250, 200)
+    found = lint(line, version="0.32.0", card="h100-80", gpus=2, trace=made.trace)
+    assert why in found.missing["fit"]
+    assert {RULES[each.id].kind for each in found.findings} <= {"flags", "defaults", "parallelism"}
+    assert found.kv_tokens is None
+    assert not found.predicted
+
+
+@pytest.mark.parametrize(
+    ("extra", "why"),
+    [
+        ({"num_local_experts": 8}, "mixture of experts"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
+        ({"kv_lora_rank": 512}, "MLA"),
+        ({"vision_config": {}, "text_config": {}}, None),
+        ({"sliding_window": 4096, "use_sliding_window": False}, None),
+        ({"layer_types": ["full_attention"] * 2}, None),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "several kinds"),
+    ],
+)
+def test_a_config_that_is_no_dense_decoder_gives_no_numbers(
+    tmp_path: Path, extra: dict[str, Any], why: str | None
+) -> None:
+    raw = json.loads(SHAPE_32B.read_text())
+    path = tmp_path / "config.json"
+    extra.pop("text_config", None)
+    path.write_text(json.dumps({**raw, **extra}))
+    found = lint("vllm serve some/model --max-model-len 4096", card="h200", config=path)
+    assert (found.kv_tokens is None) == (why is not None)
+    assert why is None or why in found.missing["fit"]
+
+
+def test_the_shipped_shapes_have_as_many_parameters_as_their_layers() -> None:
+    for shape in shapes().values():
+        attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
+        layers = shape.layers * (attention + 3 * shape.hidden * shape.intermediate)
+        tables_ = (shape.parameters - layers) / (shape.vocab_size * shape.hidden)
+        assert 0.99 < tables_ < 2.05, shape.name
+
+
+# -- traffic ----------------------------------------------------------------------------------------------
+
+
+def test_the_busiest_two_thousand_requests_of_a_long_trace_are_simulated() -> None:
+    arrival = np.concatenate([np.arange(5000) * 1.0, 5000 + np.arange(2000) * 0.1, 5300 + np.arange(5000)])
+    columns = {"arrival_s": arrival, "input_len": np.full(12000, 100), "output_len": np.full(12000, 10)}
+    cut = busiest(build(columns))
+    assert len(cut.trace) == 2000
+    assert cut.trace.duration_s == pytest.approx(199.9, abs=1.0)
+    assert "the busiest 2,000 of 12,000 requests" in cut.about
+
+
+def test_all_limits_lifted_in_turn_and_only_the_reached_ones_are_run() -> None:
+    found = linted(Planted("", f"{GOOD} --max-num-seqs 8", {"rate": (8, 1500, 250)}))
+    (each,) = [each for each in found.findings if each.id.startswith("limit-")]
+    assert each.id == "limit-sequences"
+    assert re.search(r"sequences -\d+%, step-tokens \+0%, kv-memory \+0%, host", each.evidence)
+    assert re.fullmatch(r"--max-num-seqs \d+", each.fix)
+
+
+def test_the_fix_of_a_limit_is_better_when_it_is_taken() -> None:
+    rate = {"rate": (8, 1500, 250)}
+    before = linted(Planted("", f"{GOOD} --max-num-seqs 8", rate))
+    (fix,) = [each.fix for each in before.findings if each.id == "limit-sequences"]
+    after = linted(Planted("", f"{GOOD} {fix}", rate))
+    assert after.predicted["e2e_p95_ms"] < 0.5 * before.predicted["e2e_p95_ms"]
+    assert "limit-sequences" not in ids(after)
+
+
+def test_copies_that_serve_more_than_one_split_engine_are_named() -> None:
+    made = steady(20, 1500, 250, 400)
+    line = "vllm serve Qwen/Qwen2.5-1.5B-Instruct -tp 4"
+    found = lint(line, version="0.32.0", card="l40s", gpus=4, trace=made.trace)
+    (each,) = [each for each in found.findings if each.id == "replicas-serve-more"]
+    assert each.fix == "--tensor-parallel-size 1 --data-parallel-size 4"
+    slow = lint("vllm serve Qwen/Qwen2.5-7B-Instruct -tp 2", card="h100-80", gpus=2, trace=made.trace)
+    assert "replicas-serve-more" not in ids(slow)
+
+
+def test_replicas_share_the_traffic() -> None:
+    made = steady(16, 1500, 250, 400)
+    one, two = (
+        lint(f"{GOOD} --max-num-seqs 8 -dp {n}", card="h100-80", gpus=2, trace=made.trace) for n in (1, 2)
+    )
+    assert two.predicted["e2e_p95_ms"] < 0.7 * one.predicted["e2e_p95_ms"]
+
+
+def test_predictions_say_what_they_are() -> None:
+    found = linted(Planted("", GOOD, {"rate": (8, 1500, 250)}))
+    assert found.basis.startswith("uncalibrated")
+    assert "31 % at worst" in found.basis
+    assert "31 %" in (ROOT / "docs" / "simulator.md").read_text()
+
+
+class _Store:
+    """A history with one calibrated run on an H100, as the history's own records are read."""
+
+    def __init__(self, gpu_class: str) -> None:
+        self.gpu_class = gpu_class
+
+    def studies(self, model: str) -> list[Any]:
+        return [type("S", (), {"id": "s", "name": "chat", "gpu_class": self.gpu_class})()]
+
+    def runs(self, study: str) -> list[Any]:
+        slow = Coefficients().scaled({"compute": 0.25, "memory": 0.25})
+        kept = {"coefficients": slow.to_json(), "error": 0.04}
+        return [type("R", (), {"summary": {"calibration": kept}})()]
+
+
+def test_a_calibrated_run_of_the_card_and_model_is_used() -> None:
+    made = steady(4, 1500, 250, 200)
+    plain = lint(GOOD, card="h100-80", trace=made.trace)
+    for kind, uses in (("h100-80gb-hbm3-79x1", True), ("h200-140x1", False), ("sim-h100-80", False)):
+        found = lint(GOOD, card="h100-80", trace=made.trace, store=_Store(kind))
+        assert found.basis.startswith("calibrated on study chat") == uses
+        assert (found.predicted["tpot_p95_ms"] > 1.5 * plain.predicted["tpot_p95_ms"]) == uses
+
+
+def test_the_range_of_a_gain_is_of_slower_and_faster_engines() -> None:
+    made = steady(8, 1500, 250, 200)
+    basis = load.scaled(Coefficients(), 2.0)
+    assert basis.compute == Coefficients().compute / 2
+    assert basis.layer_s == Coefficients().layer_s * 2
+    found = lint(f"{GOOD} --max-num-seqs 8", card="h100-80", trace=made.trace)
+    (each,) = [each for each in found.findings if each.id == "study-gain"]
+    least, most = map(int, re.findall(r"(\d+)%", each.sentence)[:2])
+    assert 5 <= least < most < 100
+
+
+# -- releases ---------------------------------------------------------------------------------------------
+
+
+def test_the_release_is_the_given_one_else_the_images_else_the_newest() -> None:
+    image = f"docker run vllm/vllm-openai:v0.20.0 --model {MODEL}"
+    assert lint(image).version == "0.20.0"
+    assert lint(image, version="0.32.0").version == "0.32.0"
+    assert lint(GOOD).version == "0.33.0"
+
+
+def test_defaults_that_moved_are_between_the_release_that_runs_and_the_one_asked_for() -> None:
+    image = f"docker run vllm/vllm-openai:v0.8.5 --model {MODEL}"
+    moved = [
+        each for each in lint(image, card="h200", version="0.32.0").findings if each.id == "default-moved"
+    ]
+    (each,) = [each for each in moved if "max_num_batched_tokens" in each.sentence]
+    assert each.sentence == "max_num_batched_tokens is 2048 in vLLM 0.8.5 and 8192 in 0.32.0"
+    assert each.fix == "--max-num-batched-tokens 2048"
+    written = f"{image} --max-num-batched-tokens 4096"
+    held = lint(written, card="h200", version="0.32.0").findings
+    assert not [each for each in held if each.id == "default-moved" and "batched" in each.sentence]
+
+
+def test_the_v0_engine_swaps() -> None:
+    line = f"VLLM_USE_V1=0 vllm serve {MODEL} --num-scheduler-steps 8 --swap-space 4"
+    assert not {"flag-no-effect"} & ids(lint(line, version="0.10.2"))
+
+
+def test_every_idle_flag_is_a_flag_of_some_release() -> None:
+    from tuner.knobs.versions import table
+
+    assert {rule.flag for rule in IDLE} <= set(table().flags)
+    for rule in IDLE:
+        assert set(rule.unless) | {flag.replace("--no-", "--") for flag in rule.when} <= set(table().flags)
+
+
+# -- what is read -----------------------------------------------------------------------------------------
+
+UNIT = f"[Service]\nExecStart=/opt/bin/vllm serve {MODEL} --max-num-seqs 8 --swap-space 4\n"
+COMPOSE = (
+    f"services:\n  chat:\n    image: vllm/vllm-openai:v0.20.0\n    command: --model {MODEL} --swap-space 4\n"
+)
+DEPLOYMENT = f"""
+apiVersion: apps/v1
+kind: Deployment
+metadata: {{name: chat}}
+spec:
+  template:
+    spec:
+      containers:
+        - name: vllm
+          image: vllm/vllm-openai:v0.20.0
+          args: [--model, {MODEL}, --swap-space, "4"]
+"""
+KSERVE = f"""
+apiVersion: serving.kserve.io/v1beta1
+kind: InferenceService
+metadata: {{name: chat}}
+spec:
+  predictor:
+    model:
+      modelFormat: {{name: huggingface}}
+      args: [--model_id={MODEL}, --swap-space=4]
+"""
+STACK = f"""
+servingEngineSpec:
+  modelSpec:
+    - name: a
+      modelURL: {MODEL}
+      vllmConfig: {{extraArgs: ["--swap-space", "4"]}}
+    - name: b
+      modelURL: {MODEL}
+      vllmConfig: {{maxNumSeqs: 8}}
+"""
+FILES = {
+    "x.service": UNIT,
+    "compose.yaml": COMPOSE,
+    "d.yaml": DEPLOYMENT,
+    "k.yaml": KSERVE,
+    "values.yaml": STACK,
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_form_of_a_file_is_linted(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text(FILES[name])
+    done = typed(str(path), "--engine-version", "0.20.2", "--json")
+    assert done.exit_code == 1
+    engines = json.loads(done.stdout)["engines"]
+    assert len(engines) == (2 if name == "values.yaml" else 1)
+    assert "flag-removed" in {each["id"] for each in engines[0]["findings"]}
+    assert all(each["where"] == str(path) for each in engines)
+
+
+def test_one_of_several_engines_is_picked(tmp_path: Path) -> None:
+    path = tmp_path / "values.yaml"
+    path.write_text(STACK)
+    (one,) = json.loads(typed(str(path), "--pick", "b", "--json").stdout)["engines"]
+    assert one["name"] == "b"
+    with pytest.raises(BadInput, match="there are a, b"):
+        subject.engines(str(path), "c")
+
+
+def test_secrets_are_not_printed() -> None:
+    for form in ("--json", "--sarif", "--fail-on=never"):
+        done = typed("HF_TOKEN=hf_abcdefgh vllm serve m --api-key sk-secret --max-num-seqs x", form)
+        assert "sk-secret" not in done.stdout
+        assert "hf_abcdefgh" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["vllm serve m", "--slo", "tftt=5"], "did you mean 'ttft'"),
+        (["vllm serve m", "--slo", "ttft=-5"], "above 0"),
+        (["vllm serve m", "--slo", "attainment=2"], "at most 1"),
+        (["vllm serve m", "--rate", "3"], "go together"),
+        (["vllm serve m", "--rate", "3", "--trace", "x"], "not both"),
+        (["vllm serve m", "--card", "h10"], "did you mean"),
+        (["vllm serve m", "--fail-on", "eror"], "did you mean 'error'"),
+        (["vllm serve m", "--engine-version", "new"], "write a release"),
+        (["vllm serve m", "--hf-config", "/nowhere"], "no such file"),
+        (["echo hello"], "vllm"),
+        (["/no/such/file.yaml"], "no file"),
+    ],
+)
+def test_bad_input_is_one_sentence_that_says_what_to_mend(words: list[str], said: str) -> None:
+    done = typed(*words)
+    assert isinstance(done.exception, BadInput)
+    assert said in str(done.exception)
+
+
+# -- what is printed --------------------------------------------------------------------------------------
+
+
+def test_every_finding_has_a_page_and_the_pages_are_those_of_the_table() -> None:
+    folder = ROOT / "docs" / "lint"
+    assert {path.name: path.read_text() for path in folder.glob("*.md")} == pages.pages()
+
+
+def test_the_worst_comes_first_and_decides_the_exit_code() -> None:
+    found = lint(
+        f"{GOOD} --swap-space 4 --enforce-eager --cudagraph-capture-sizes 1 --enable-chunked-prefill"
+    )
+    severities = [SEVERITIES.index(each.severity) for each in in_order(found.findings)]
+    assert severities == sorted(severities)
+    assert set(severities) == {0, 1, 2}
+    notes = [each for each in found.findings if each.severity == "note"]
+    for level, expected in (("error", False), ("warning", False), ("note", True), ("never", False)):
+        assert reaches(notes, level) is expected
+    assert typed(f"{GOOD} --swap-space 4").exit_code == 1
+    assert typed(f"{GOOD} --swap-space 4", "--fail-on", "never").exit_code == 0
+    assert typed(GOOD).exit_code == 0
+
+
+def test_sarif_names_rules_levels_and_lines(tmp_path: Path) -> None:
+    path = tmp_path / "compose.yaml"
+    path.write_text(COMPOSE)
+    made = json.loads(typed(str(path), "--sarif", "--fail-on", "never").stdout)
+    assert made["version"] == "2.1.0"
+    (one,) = made["runs"]
+    rules = one["tool"]["driver"]["rules"]
+    assert [rule["id"] for rule in rules] == list(RULES)
+    assert {rule["defaultConfiguration"]["level"] for rule in rules} <= {"error", "warning", "note", "none"}
+    assert all(rule["shortDescription"]["text"] and rule["fullDescription"]["text"] for rule in rules)
+    for result in one["results"]:
+        assert rules[result["ruleIndex"]]["id"] == result["ruleId"]
+        assert set(result) <= {"ruleId", "ruleIndex", "level", "message", "locations"}
+        assert result["message"]["text"]
+        (place,) = result["locations"]
+        assert place["physicalLocation"]["artifactLocation"]["uri"] == str(path)
+    (swap,) = [each for each in one["results"] if "--swap-space" in each["message"]["text"]]
+    assert swap["locations"][0]["physicalLocation"]["region"]["startLine"] == 4
+
+
+def test_the_readme_begins_with_it_and_shows_what_it_prints() -> None:
+    text = (ROOT / "README.md").read_text()
+    found = re.search(r"<!-- run: lint -->\n```sh\ntuner (.*)\n```\n\n```text\n(.*?)```", text, re.DOTALL)
+    assert found is not None
+    assert found.start() < text.index("make demo")
+    assert found.start() < 1500
+    done = CliRunner().invoke(app, shlex.split(found[1]))
+    assert done.stdout == found[2]
+    assert done.exit_code == 1
+
+
+def test_the_examples_for_pipelines_are_yaml_that_types_what_exists() -> None:
+    for name in ("lint-action.yaml", "lint-pre-commit.yaml"):
+        text = (ROOT / "docs" / "examples" / name).read_text()
+        assert yaml.safe_load(text)
+        for line in re.findall(r"tuner (lint[^>\n]*)", text):
+            words = [word for word in shlex.split(line) if word.startswith("--")]
+            for word in words:
+                assert word in typed("--help").stdout or word in ("--sarif", "--card", "--fail-on")
+
+
+# -- a running server -------------------------------------------------------------------------------------
+
+
+def test_a_url_that_does_not_answer_is_unavailable() -> None:
+    with pytest.raises(Unavailable, match="no answer"):
+        subject.engines("http://127.0.0.1:9")
+
+
+def test_the_newest_release_is_one_of_the_table() -> None:
+    assert facts_of_version("0.33.0").flags == subject.facts_for(None, None, "cuda").flags
+
+
+def test_a_trace_file_is_linted_by_the_command() -> None:
+    file = ROOT / "tuner" / "data" / "traces" / "azure-conversation-slice.parquet"
+    assert len(traces.read(file)) == 851
+    done = typed(GOOD, "--card", "h100-80", "--trace", str(file), "--slo", "ttft=500,tpot=50", "--json")
+    (one,) = json.loads(done.stdout)["engines"]
+    assert one["traffic"].startswith("all 851 requests")
+    assert one["predicted"]["slo_attainment"] > 0.9

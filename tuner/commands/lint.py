@@ -1,0 +1,163 @@
+"""`tuner lint`: what a command line costs, without a GPU."""
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tuner.commands.common import Json, print_json
+
+if TYPE_CHECKING:
+    from tuner.history.store import Store
+    from tuner.lint.run import LintedEngine
+    from tuner.records import Slo
+    from tuner.traffic.trace import Trace
+
+
+def lint(
+    what: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="COMMAND|FILE|URL...",
+            help="A command line in quotes, a unit, compose file, manifest or Helm values, or a URL.",
+        ),
+    ],
+    card: Annotated[
+        str | None, typer.Option(help="The card it runs on, such as h100-80: fit and speed.")
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="How many cards there are.")] = None,
+    trace: Annotated[
+        str | None, typer.Option(metavar="TRACE", help="Its traffic: a file, a known trace, latest:CAPTURE.")
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="In place of a trace: requests a second (with --input, --output)."),
+    ] = None,
+    input_: Annotated[int | None, typer.Option("--input", min=1, help="Tokens of each prompt.")] = None,
+    output: Annotated[int | None, typer.Option("--output", min=1, help="Tokens of each answer.")] = None,
+    slo: Annotated[
+        str | None,
+        typer.Option(metavar="ttft=500,tpot=50", help="Limits in ms: ttft, tpot, e2e; attainment=0.95."),
+    ] = None,
+    engine_version: Annotated[
+        str | None,
+        typer.Option(metavar="V", help="The vLLM it is judged by; the image's, else the newest known."),
+    ] = None,
+    hf_config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The model's config.json, where it is not known here.")
+    ] = None,
+    pick: Annotated[str | None, typer.Option(metavar="NAME", help="Which engine of several.")] = None,
+    fail_on: Annotated[
+        str, typer.Option(help="Exit 1 from this severity on: error, warning, note, never.")
+    ] = "error",
+    as_json: Json = False,
+    as_sarif: Annotated[bool, typer.Option("--sarif", help="Print SARIF 2.1.0 for code scanning.")] = False,
+) -> None:
+    """Check a vLLM configuration: flags, memory, and how it would serve your traffic. Nothing is launched.
+
+    Exit 1 when a finding is as severe as --fail-on says. docs/lint/ has a page for each finding.
+    """
+    from tuner.lint import findings, run, sarif, subject
+
+    traffic = _traffic(trace, rate, input_, output)
+    against = run.LintOptions(
+        version=None if engine_version is None else engine_version.lstrip("v"),
+        card=card,
+        gpus=gpus,
+        trace=None if traffic is None else traffic[0],
+        about="" if traffic is None else traffic[1],
+        slo=slo_of(slo),
+        config=hf_config,
+        store=_history() if traffic is not None else None,
+    )
+    found = [each for one in what for each in subject.engines(one, pick)]
+    linted = [run.lint(each, against, os.environ) for each in found]
+    failed = findings.reaches([f for each in linted for f in each.findings], fail_on)
+    if as_sarif:
+        print_json(sarif.document(linted))
+    elif as_json:
+        print_json({"engines": linted})
+    else:
+        for each in linted:
+            _show(each)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _traffic(
+    trace: str | None, rate: float | None, inputs: int | None, outputs: int | None
+) -> "tuple[Trace, str] | None":
+    """The requests to simulate and what they are. BadInput for half a rate, or a rate beside a trace."""
+    from tuner.errors import BadInput
+
+    parts = [rate, inputs, outputs]
+    if trace is None and all(part is None for part in parts):
+        return None
+    if trace is not None and any(part is not None for part in parts):
+        raise BadInput("give --trace, or --rate with --input and --output, not both")
+    from tuner.commands.trace import open_trace
+    from tuner.lint.traffic import busiest, steady
+
+    if trace is not None:
+        made = busiest(open_trace(trace)[0])
+    elif rate is None or inputs is None or outputs is None:
+        raise BadInput("--rate, --input and --output go together")
+    else:
+        made = steady(rate, inputs, outputs)
+    return made.trace, made.about
+
+
+def slo_of(text: str | None) -> "Slo":
+    """`ttft=500,tpot=50` as limits in ms. BadInput names the part that is wrong."""
+    from tuner.errors import BadInput, nearest
+    from tuner.records import Slo
+
+    names = {"ttft": "ttft_ms", "tpot": "tpot_ms", "e2e": "e2e_ms", "attainment": "attainment"}
+    limits: dict[str, float] = {}
+    for part in (text or "").split(",") if text else ():
+        name, _, value = part.strip().partition("=")
+        name = name.removesuffix("_ms")
+        if name not in names:
+            raise BadInput(f"--slo: '{name}' is no limit{nearest(name, names)}; known: {', '.join(names)}")
+        if not re.fullmatch(r"\d+(\.\d+)?", value) or float(value) <= 0:
+            raise BadInput(f"--slo: {name}={value}: write a number above 0")
+        limits[names[name]] = float(value)
+    if not 0 < limits.get("attainment", 0.95) <= 1:
+        raise BadInput("--slo: attainment is a share above 0 and at most 1")
+    return Slo.read(limits)
+
+
+def _history() -> "Store | None":
+    """The history, for its calibrations; None where there is none."""
+    from tuner.commands.common import open_store
+    from tuner.errors import TunerError
+
+    try:
+        return open_store()
+    except TunerError:
+        return None
+
+
+def _show(one: "LintedEngine") -> None:
+    counts = [f"{sum(f.severity == s for f in one.findings)} {s}s" for s in ("error", "warning", "note")]
+    name = one.model or one.name
+    typer.echo(f"{name} on vLLM {one.version} ({one.where}): {', '.join(_count(c) for c in counts)}")
+    for each in one.findings:
+        typer.echo(f"  {each.severity:<8}{each.id}: {each.sentence}")
+        if each.fix:
+            typer.echo(f"          fix: {each.fix}")
+        typer.echo(f"          why: {each.evidence} ({each.page})")
+    if one.predicted:
+        numbers = ", ".join(
+            f"{n.upper()} {one.predicted.get(f'{n}_p95_ms', 0):,.0f} ms" for n in ("ttft", "tpot", "e2e")
+        )
+        typer.echo(f"  predicted p95 for {one.traffic}: {numbers}; {one.basis}")
+    for why in dict.fromkeys(one.missing.values()):
+        kinds = ", ".join(kind for kind, reason in one.missing.items() if reason == why)
+        typer.echo(f"  not computed: {kinds} ({why})")
+
+
+def _count(said: str) -> str:
+    return said[:-1] if said.startswith("1 ") else said

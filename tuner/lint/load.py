@@ -1,0 +1,379 @@
+"""What the traffic meets: which limit makes it wait, steps without graphs, preemptions, a prefix cache that
+is off, and how much a study would probably gain. All of it is simulated, each limit lifted in turn.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tuner.knobs.arguments import number
+from tuner.knobs.catalogue import CATALOGUE
+from tuner.knobs.space import SearchSpace
+from tuner.knobs.versions import negation
+from tuner.lint.findings import Finding, found
+from tuner.lint.memory import EngineFit, size
+from tuner.lint.subject import LintSubject
+from tuner.lint.traffic import busiest, dealt, with_traffic
+from tuner.records import Slo, Value
+from tuner.simulator.cost import Coefficients
+from tuner.simulator.options import Options, StartRefused
+from tuner.simulator.predict import SimulatedSlice, fold, options_of, simulate, violation_of
+from tuner.simulator.state import SchedulerLimits
+from tuner.simulator.workload import Workload
+from tuner.traffic.reuse import reuse_by_capacity
+from tuner.traffic.trace import Trace
+
+BINDS = 0.05
+"""Share by which p95 E2E must fall for a limit to be called binding."""
+UNCOVERED = 0.10
+"""Share of steps without a graph that is worth a word."""
+REPEATS = 0.05
+"""Share of input tokens found again from which the prefix cache is missed."""
+GAINS = 0.05
+"""Share by which the best prediction must beat today's p95 E2E."""
+FEW = 250
+"""Requests on which the space is searched; what is found is simulated on all of them."""
+TURNED = (
+    "max_num_batched_tokens",
+    "max_cudagraph_capture_size",
+    "max_num_seqs",
+    "enable_prefix_caching",
+    "async_scheduling",
+)
+"""Knobs of the space that are turned one after another, the one that moves most first."""
+WORST = "e2e_p95_ms"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimeBasis:
+    """How step times are known: coefficients, their relative error, and where they are from."""
+
+    coefficients: Coefficients
+    error: float
+    about: str
+
+
+class TrafficSimulation:
+    """One engine under one traffic, run as often as is asked."""
+
+    def __init__(self, fit: EngineFit, trace: Trace, slo: Slo, basis: StepTimeBasis) -> None:
+        self.fit = fit
+        self.basis = basis
+        self.scene = with_traffic(fit.scene, trace, slo)
+        self.work = Workload(self.scene.trace, self.scene.slices, self.scene.plan)
+        self.run = self.runs(fit.options)[0]
+        self.values = fold([self.run], trace)
+
+    def runs(
+        self,
+        options: Options,
+        limits: SchedulerLimits | None = None,
+        coefficients: Coefficients | None = None,
+    ) -> list[SimulatedSlice]:
+        """The traffic under some options; other limits or coefficients where given."""
+        cost = options.cost(self.scene.facts, self.scene.card, coefficients or self.basis.coefficients)
+        return simulate(self.scene, self.work, limits or options.limits, cost)
+
+    def tail(self, limits: SchedulerLimits | None = None, coefficients: Coefficients | None = None) -> float:
+        """p95 E2E in ms with other limits or coefficients."""
+        runs = self.runs(self.fit.options, limits, coefficients)
+        return fold(runs, self.scene.trace).get(WORST, float("nan"))
+
+
+def scaled(coefficients: Coefficients, slower: float) -> Coefficients:
+    """Coefficients of an engine whose steps all take `slower` times as long."""
+    rates = {name: 1 / slower for name in ("compute", "memory", "attention")}
+    times = {name: slower for name in ("step_s", "seq_s", "layer_s", "sync_s")}
+    return coefficients.scaled(rates | times)
+
+
+def check(subject: LintSubject, simulation: TrafficSimulation) -> Iterator[Finding]:
+    """Everything that one simulated run, and one with each limit lifted, says."""
+    yield from _binding(simulation)
+    yield from _graphs(simulation)
+    yield from _preempted(subject, simulation)
+    yield from _prefixes(subject, simulation)
+
+
+def _binding(simulation: TrafficSimulation) -> Iterator[Finding]:
+    """The limit whose lifting shortens p95 E2E most, if it does so by enough."""
+    limits, before = simulation.fit.options.limits, simulation.values.get(WORST, float("nan"))
+    free = simulation.basis.coefficients.scaled(dict.fromkeys(("layer_s", "sync_s"), 1e-6))
+    lifted = {name: before for name in ("limit-sequences", "limit-step-tokens", "limit-kv-memory")}
+    for name, other in _touched(simulation).items():
+        lifted[name] = simulation.tail(other)
+    lifted["limit-host"] = simulation.tail(coefficients=free)
+    change = {name: (after - before) / before for name, after in lifted.items()}
+    name = min(change, key=lambda each: change[each] if np.isfinite(change[each]) else 0.0)
+    if not change[name] <= -BINDS:
+        return
+    said = ", ".join(f"{each.removeprefix('limit-')} {value:+.0%}" for each, value in change.items())
+    evidence = f"p95 E2E {before:,.0f} ms as configured; with each limit lifted: {said}"
+    yield found(name, _binds(name, change[name], limits), evidence, _more(name, simulation))
+
+
+def _touched(simulation: TrafficSimulation) -> dict[str, SchedulerLimits]:
+    """The limits that the simulated run reached, each lifted; what was never reached cannot bind."""
+    limits, values = simulation.fit.options.limits, simulation.values
+    wide = max(limits.max_num_batched_tokens, 65536)
+    found: dict[str, SchedulerLimits] = {}
+    if _at_once(simulation, simulation.run) >= (limits.max_num_active_seqs or limits.max_num_seqs):
+        found["limit-sequences"] = replace(limits, max_num_seqs=4096, max_num_active_seqs=None)
+    if _steps(simulation.run)[0].max() >= limits.max_num_batched_tokens:
+        found["limit-step-tokens"] = replace(limits, max_num_batched_tokens=wide)
+    if values.get("preemptions", 0.0) > 0 or values.get("kv_usage_max", 1.0) > 0.9:
+        found["limit-kv-memory"] = replace(limits, num_blocks=8 * limits.num_blocks)
+    return found
+
+
+def _binds(name: str, change: float, limits: SchedulerLimits) -> str:
+    what = {
+        "limit-sequences": f"max_num_seqs {limits.max_num_active_seqs or limits.max_num_seqs}",
+        "limit-step-tokens": f"max_num_batched_tokens {limits.max_num_batched_tokens}",
+        "limit-kv-memory": f"the KV cache of {limits.num_blocks * limits.block_size:,} tokens",
+        "limit-host": "the host, which prepares and launches steps,",
+    }[name]
+    return f"{what} makes the trace wait: without it p95 E2E is {-change:.0%} better"
+
+
+def _more(name: str, simulation: TrafficSimulation) -> str:
+    """A flag that lifts a limit."""
+    options = simulation.fit.options
+    limits, budget = options.limits, options.budget
+    if name == "limit-sequences":
+        free = simulation.runs(options, replace(limits, max_num_seqs=4096, max_num_active_seqs=None))[0]
+        return f"--max-num-seqs {1 << max(1, _at_once(simulation, free) - 1).bit_length()}"
+    if name == "limit-step-tokens":
+        return f"--max-num-batched-tokens {min(4 * limits.max_num_batched_tokens, 65536)}"
+    if name == "limit-kv-memory":
+        room = budget.utilization < 0.95 and budget.kv_bytes is None and budget.blocks is None
+        return "--gpu-memory-utilization 0.95" if room else "--kv-cache-dtype fp8 (changes answers)"
+    if budget.capture_most and not limits.async_scheduling:
+        return "--async-scheduling"
+    return "take --enforce-eager out" if budget.capture_most == 0 else _wider(simulation)
+
+
+def _at_once(simulation: TrafficSimulation, run: SimulatedSlice) -> int:
+    """The most requests in flight at one moment of a run."""
+    part = simulation.work.parts[0]
+    due = np.array(part.at_s)[part.measured]
+    ends = due + np.where(np.isfinite(run.requests.e2e), run.requests.e2e, 6e5) / 1e3
+    edges = np.concatenate([due, ends])
+    steps = np.concatenate([np.ones(len(due)), -np.ones(len(ends))])
+    return int(np.cumsum(steps[np.argsort(edges, kind="stable")]).max())
+
+
+def _steps(run: SimulatedSlice) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens of a step, how many such steps) of a run; a prompt's chunks that give no token are one each."""
+    levels = np.array(run.course.levels).reshape(-1, 5)
+    yielding, tokens = (np.diff(levels[:, column], prepend=0) for column in (3, 4))
+    counts = np.maximum(yielding, 1)
+    return tokens / counts, counts
+
+
+def _wider(simulation: TrafficSimulation) -> str:
+    """The capture size that covers all but one in twenty of the steps."""
+    tokens, counts = _steps(simulation.run)
+    order = np.argsort(tokens)
+    share = np.cumsum(counts[order]) / counts.sum()
+    wanted = tokens[order][np.searchsorted(share, 0.95)]
+    most = simulation.fit.options.limits.max_num_batched_tokens
+    wanted = min(most, 1 << int(np.ceil(np.log2(max(wanted, 1)))))
+    if wanted <= simulation.fit.options.budget.capture_most:
+        return ""
+    return f"--max-cudagraph-capture-size {wanted}"
+
+
+def _graphs(simulation: TrafficSimulation) -> Iterator[Finding]:
+    options = simulation.fit.options
+    if simulation.scene.card.platform != "cuda":
+        return
+    tokens, counts = _steps(simulation.run)
+    most = options.budget.capture_most
+    share = float(counts[tokens > most].sum() / counts.sum())
+    if share < UNCOVERED:
+        return
+    what = (
+        f"are larger than {most} tokens, the largest captured graph"
+        if most
+        else "run without a captured graph"
+    )
+    evidence = f"{counts.sum():,.0f} simulated steps, the largest of {tokens.max():,.0f} tokens"
+    fix = _wider(simulation) if most else "take --enforce-eager out"
+    yield found("graphs-uncovered", f"{share:.0%} of the steps {what}", evidence, fix)
+
+
+def _preempted(subject: LintSubject, simulation: TrafficSimulation) -> Iterator[Finding]:
+    live = subject.live
+    if live and live.preemptions:
+        share = f" in {live.finished:,.0f} requests" if live.finished else ""
+        sentence = f"the server has preempted {live.preemptions:,.0f} times{share}"
+        yield found("preemption-risk", sentence, "the server's own /metrics", _room(simulation))
+        return
+    count, requests = simulation.values.get("preemptions", 0.0), len(simulation.scene.trace)
+    if count > 0:
+        usage = simulation.values.get("kv_usage_max", 1.0)
+        sentence = f"{count:,.0f} preemptions in {requests:,} requests are predicted"
+        evidence = f"KV cache at most {usage:.0%} full, {simulation.fit.tokens:,} tokens"
+        yield found("preemption-risk", sentence, evidence, _room(simulation))
+
+
+def _room(simulation: TrafficSimulation) -> str:
+    """Fewer sequences than KV memory has room for, with their mean length."""
+    trace = simulation.scene.trace
+    mean = float((trace.input_len.astype("int64") + trace.output_len).mean())
+    return f"--max-num-seqs {max(1, int(0.9 * simulation.fit.tokens / max(mean, 1.0)))}"
+
+
+def _prefixes(subject: LintSubject, simulation: TrafficSimulation) -> Iterator[Finding]:
+    trace, options = simulation.scene.trace, simulation.fit.options
+    if options.limits.enable_prefix_caching or not len(trace.blocks):
+        return
+    share = reuse_by_capacity(trace, [simulation.fit.tokens])[simulation.fit.tokens]
+    if share < REPEATS:
+        return
+    on = simulation.tail(replace(options.limits, enable_prefix_caching=True))
+    before = simulation.values[WORST]
+    sentence = f"the prefix cache is off, and {share:.0%} of the input tokens repeat an earlier prompt"
+    evidence = (
+        f"predicted p95 E2E {before:,.0f} ms, with the cache {on:,.0f} ms ({(on - before) / before:+.0%})"
+    )
+    written = negation("--enable-prefix-caching")
+    off = "--enable-prefix-caching" not in subject.source.words and subject.imported.candidate.get(
+        "enable_prefix_caching"
+    )
+    fix = "--enable-prefix-caching" if off is None else f"take {written} out"
+    yield found("prefix-cache-off", sentence, evidence, fix, flag=written)
+
+
+def replicas(subject: LintSubject, simulation: TrafficSimulation, trace: Trace) -> Iterator[Finding]:
+    """Whether copies on single cards serve the trace better than one engine split over them."""
+    split, copies = size(subject, "tensor_parallel_size"), size(subject, "data_parallel_size")
+    if split < 2:
+        return
+    alone = simulation.fit.knobs.with_values(tensor_parallel_size=1)
+    try:
+        options, memory = options_of(simulation.scene, alone)
+    except StartRefused:
+        return
+    if not violation_of(options, memory, simulation.scene.card)[1]:
+        return
+    fit = EngineFit(scene=simulation.fit.scene, knobs=alone, options=options, memory=memory)
+    other = TrafficSimulation(fit, dealt(trace, split * copies), simulation.scene.slo, simulation.basis)
+    before, after = simulation.values[WORST], other.values[WORST]
+    if after > before * (1 - 0.1):
+        return
+    sentence = (
+        f"{split} copies on a card each are predicted to serve the trace"
+        f" {(before - after) / before:.0%} better in p95 E2E than one engine split over them"
+    )
+    evidence = f"p95 E2E {before:,.0f} ms split, {after:,.0f} ms dealt in turns; none was ever measured"
+    fix = f"--tensor-parallel-size 1 --data-parallel-size {split * copies}"
+    yield found("replicas-serve-more", sentence, evidence, fix, flag="--tensor-parallel-size")
+
+
+def attainment(simulation: TrafficSimulation, best: "BestPrediction | None") -> Iterator[Finding]:
+    """Whether the SLO is predicted to be kept, and what a study would probably gain."""
+    slo, share = simulation.scene.slo, simulation.values.get("slo_attainment")
+    limited = any((slo.ttft_ms, slo.tpot_ms, slo.e2e_ms))
+    if limited and share is not None and share < slo.attainment:
+        sentence = f"{share:.1%} of the requests are predicted to keep the SLO; {slo.attainment:.0%} should"
+        beside = f"; best predicted of the shipped space {best.attainment:.1%}" if best else ""
+        evidence = ", ".join(
+            f"p95 {name.upper()} {simulation.values[f'{name}_p95_ms']:,.0f} ms"
+            for name in ("ttft", "tpot", "e2e")
+        )
+        yield found("slo-missed", sentence, evidence + beside, best.flags if best else "")
+    if best is not None and best.least >= GAINS:
+        gain = f"{best.least:.0%} to {best.most:.0%} p95 E2E"
+        sentence = f"a study would probably gain {gain}; start it with {best.flags}"
+        evidence = (
+            f"predicted p95 E2E {simulation.values[WORST]:,.0f} ms, with these {best.tail:,.0f} ms; the best"
+            f" of {best.tried} of the space {best.space}, one knob after another"
+        )
+        yield found("study-gain", sentence, evidence, best.flags)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BestPrediction:
+    """The best prediction of the space: what it turns, p95 E2E in ms, its gain as a share, least and most."""
+
+    candidate: Mapping[str, Value]
+    flags: str
+    tail: float
+    attainment: float
+    least: float
+    most: float
+    tried: int
+    space: str
+
+
+def best_of(subject: LintSubject, simulation: TrafficSimulation, space: SearchSpace) -> BestPrediction | None:
+    """The best predicted configuration, one knob turned after another; None where nothing beats today's."""
+    few = busiest(simulation.scene.trace, FEW).trace
+    small = TrafficSimulation(simulation.fit, few, simulation.scene.slo, simulation.basis)
+    chosen: dict[str, Value] = {}
+    best, tried = _rank(small.values, simulation.scene.slo), 0
+    for name in TURNED:
+        for level in space.levels.get(name, ()):
+            if level is None or level == simulation.fit.knobs.get(name):
+                continue
+            values = _values(small, {**chosen, name: level})
+            tried += 1
+            if values is not None and (rank := _rank(values, simulation.scene.slo)) < best:
+                best, chosen = rank, {**chosen, name: level}
+    if not chosen or (values := _values(simulation, chosen)) is None:
+        return None
+    slow, fast = (
+        _gain(simulation, chosen, factor)
+        for factor in (1 + simulation.basis.error, 1 / (1 + simulation.basis.error))
+    )
+    plain = (simulation.values[WORST] - values[WORST]) / simulation.values[WORST]
+    return BestPrediction(
+        candidate=chosen,
+        flags=" ".join(_written(name, value) for name, value in chosen.items()),
+        tail=values[WORST],
+        attainment=values.get("slo_attainment", 0.0),
+        least=min(slow, fast, plain),
+        most=max(slow, fast, plain),
+        tried=tried,
+        space=space.name,
+    )
+
+
+def _options(simulation: TrafficSimulation, knobs: Mapping[str, Value]) -> Options | None:
+    """Options of today's configuration with some knobs turned; None where the engine would not start."""
+    try:
+        options, memory = options_of(simulation.scene, simulation.fit.knobs.with_values(**knobs))
+    except StartRefused:
+        return None
+    return options if violation_of(options, memory, simulation.scene.card)[1] else None
+
+
+def _values(simulation: TrafficSimulation, knobs: Mapping[str, Value]) -> dict[str, float] | None:
+    options = _options(simulation, knobs)
+    return None if options is None else fold(simulation.runs(options), simulation.scene.trace)
+
+
+def _gain(simulation: TrafficSimulation, knobs: Mapping[str, Value], slower: float) -> float:
+    """Share by which p95 E2E falls on an engine whose steps take `slower` times as long."""
+    options = _options(simulation, knobs)
+    if options is None:
+        return 0.0
+    changed = scaled(simulation.basis.coefficients, slower)
+    before = fold(simulation.runs(simulation.fit.options, None, changed), simulation.scene.trace)[WORST]
+    after = fold(simulation.runs(options, None, changed), simulation.scene.trace)[WORST]
+    return (before - after) / before if np.isfinite(before) and np.isfinite(after) else 0.0
+
+
+def _rank(values: Mapping[str, float], slo: Slo) -> tuple[float, float]:
+    """Lowest is best: the share that keeps the SLO up to what is wanted, then the tail."""
+    return -round(min(values.get("slo_attainment", 0.0), slo.attainment), 2), values.get(WORST, float("inf"))
+
+
+def _written(name: str, value: Value) -> str:
+    flag = CATALOGUE[name].flags[0]
+    if isinstance(value, bool):
+        return flag if value else negation(flag)
+    return f"{flag} {number(value) if isinstance(value, int | float) else value}"

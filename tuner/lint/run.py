@@ -1,0 +1,235 @@
+"""`tuner lint` from end to end: every engine of the input, all findings, and what could not be computed."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tuner.errors import BadInput
+from tuner.knobs.discover import GpuKind
+from tuner.knobs.versions import parse, table
+from tuner.lint import flags
+from tuner.lint.findings import Finding, found, in_order
+from tuner.lint.subject import EngineToLint, LintSubject, facts_for, shape_of, unlike
+from tuner.records import EngineFacts, Slo, Value
+
+if TYPE_CHECKING:
+    from tuner.history.store import Store
+    from tuner.lint.load import StepTimeBasis
+    from tuner.simulator.cost import Card
+    from tuner.traffic.trace import Trace
+
+SPACE = "bursty-mixed"
+"""The shipped space whose best prediction is named."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LintOptions:
+    """What engines are linted against. `version` is a release; None: the one in the image's tag, else the
+    newest known. Without a card or traffic the findings that need them are not computed.
+    """
+
+    version: str | None = None
+    card: str | None = None
+    gpus: int | None = None
+    trace: "Trace | None" = None
+    about: str = ""
+    slo: Slo = field(default_factory=Slo)
+    config: Path | None = None
+    store: "Store | None" = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LintedEngine:
+    """One engine with its findings, worst first. `missing`: kind of finding → why it was not computed.
+    `predicted` are the simulated numbers; `basis` says how far they are to be believed.
+    """
+
+    name: str
+    where: str
+    model: str | None
+    version: str
+    findings: tuple[Finding, ...]
+    missing: Mapping[str, str] = field(default_factory=dict)
+    kv_tokens: int | None = None
+    traffic: str = ""
+    basis: str = ""
+    predicted: Mapping[str, float] = field(default_factory=dict)
+    effective: Mapping[str, Value] = field(default_factory=dict)
+
+
+def lint(engine: EngineToLint, against: LintOptions, env: Mapping[str, str]) -> LintedEngine:
+    """All that can be said of one engine. BadInput for a card or a release that is none."""
+    card = _card(against.card)
+    gpu = GpuKind(name=card.title, memory_gib=card.memory_gib) if card and card.platform == "cuda" else None
+    platform = card.platform if card else "cuda"
+    facts = facts_for(against.version or engine.version, gpu, platform)
+    imported, findings = flags.check(engine.source, facts)
+    imported = replace(imported, model=imported.model or engine.source.model)
+    if engine.effective:
+        imported = replace(imported, candidate=engine.effective)
+    shape, why = shape_of(imported.model, against.config, env)
+    old, new = _releases(engine, against, gpu, platform)
+    subject = LintSubject(
+        source=engine.source,
+        imported=imported,
+        facts=facts,
+        old=old,
+        shape=shape,
+        shapeless=why,
+        live=engine.live,
+    )
+    length = subject.max_model_len or (shape.longest if shape else None)
+    if not engine.effective:
+        findings += list(flags.exclusions(imported, facts, length))
+        findings += list(flags.moved_defaults(imported, old, new))
+    base = LintedEngine(
+        name=engine.source.name,
+        where=engine.source.where,
+        model=imported.model,
+        version=facts.version,
+        findings=(),
+    )
+    return _with_memory(base, subject, card, against, findings)
+
+
+def _releases(
+    engine: EngineToLint, against: LintOptions, gpu: GpuKind | None, platform: str
+) -> tuple[EngineFacts, ...]:
+    """The release that runs, and the one that its defaults are held against."""
+    newest = table().versions[-1]
+    runs = engine.version or against.version or newest
+    other = against.version or newest
+    if parse(other) < parse(runs) or parse(other) == parse(runs):
+        other = newest
+    return facts_for(runs, gpu, platform), facts_for(other, gpu, platform)
+
+
+def _card(name: str | None) -> "Card | None":
+    if name is None:
+        return None
+    from tuner.simulator.cost import card_of
+
+    return card_of(name)
+
+
+def _with_memory(
+    base: LintedEngine,
+    subject: LintSubject,
+    card: "Card | None",
+    against: LintOptions,
+    findings: list[Finding],
+) -> LintedEngine:
+    """Findings on layout and memory, then on traffic, as far as they can be computed."""
+    from tuner.lint import memory
+
+    findings += memory.layout(subject, against.gpus)
+    findings += memory.length_over(subject)
+    missing = (
+        {"defaults": "a running server does not say which settings were written"} if subject.live else {}
+    )
+    why = "no --card is given" if card is None else unlike(subject)
+    if why or card is None or subject.shape is None:
+        missing |= {"fit": why, "traffic": why, "SLO": why}
+        return replace(base, findings=in_order(findings), missing=missing)
+    ranks = memory.size(subject, "tensor_parallel_size")
+    from tuner.simulator.predict import Scene
+    from tuner.traffic.trace import build
+
+    empty = build({"arrival_s": [], "input_len": [], "output_len": []})
+    scene = Scene(
+        trace=empty,
+        slices=(),
+        facts=memory.shaped(subject, subject.shape),
+        card=memory.card_for(card, subject),
+        env=subject.imported.env,
+        gpus=max(ranks, against.gpus or 1),
+    )
+    fit = memory.fit_of(subject, scene)
+    if isinstance(fit, str):
+        missing |= {
+            kind: f"the engine refuses this configuration: {fit}" for kind in ("fit", "traffic", "SLO")
+        }
+        if not any(each.severity == "error" for each in findings):
+            findings.append(found("flag-contradiction", fit, "the rules of vLLM's configuration"))
+        return replace(base, findings=in_order(findings), missing=missing)
+    findings += memory.check(subject, fit, against.trace)
+    base = replace(base, kv_tokens=fit.tokens)
+    stops = {"weights-do-not-fit", "no-kv-memory"} & {each.id for each in findings}
+    if against.trace is None or stops:
+        why = "the engine does not come up" if stops else "there is no --trace and no --rate"
+        missing |= {"traffic": why, "SLO": why}
+        return replace(base, findings=in_order(findings), missing=missing)
+    return _with_traffic(base, subject, fit, against, (findings, missing))
+
+
+def _with_traffic(
+    base: LintedEngine,
+    subject: LintSubject,
+    fit: "object",
+    against: LintOptions,
+    so_far: tuple[list[Finding], dict[str, str]],
+) -> LintedEngine:
+    from tuner.knobs import space as spaces
+    from tuner.lint import load, memory
+    from tuner.lint.traffic import dealt
+
+    findings, missing = so_far
+    assert isinstance(fit, memory.EngineFit)
+    assert against.trace is not None
+    basis = basis_of(subject, fit.scene.card, against.store)
+    trace = dealt(against.trace, memory.size(subject, "data_parallel_size"))
+    simulation = load.TrafficSimulation(fit, trace, against.slo, basis)
+    findings += load.check(subject, simulation)
+    findings += load.replicas(subject, simulation, against.trace)
+    try:
+        space = spaces.load(SPACE).restricted(subject.facts)
+        best = load.best_of(subject, simulation, space)
+    except BadInput as error:
+        best = None
+        missing |= {"SLO": str(error)}
+    findings += load.attainment(simulation, best)
+    if not len(trace.blocks):
+        missing |= {"prefix cache": "the trace has no block ids: which prompts repeat is not known"}
+    return replace(
+        base,
+        findings=in_order(findings),
+        missing=missing,
+        traffic=against.about,
+        basis=basis.about,
+        predicted=simulation.values,
+    )
+
+
+def basis_of(subject: LintSubject, card: "Card", store: "Store | None") -> "StepTimeBasis":
+    """Step times as the last calibrated run of this model on this card has them, else by its datasheet."""
+    from tuner.lint.load import StepTimeBasis
+    from tuner.simulator.cost import coefficients_of, preset
+    from tuner.simulator.predict import UNCALIBRATED
+
+    model = subject.imported.model
+    studies = store.studies(model=model) if store is not None and model else ()
+    for study in studies:
+        if store is None or not _is_of(study.gpu_class, card):
+            continue
+        for run in store.runs(study.id):
+            kept = run.summary.get("calibration")
+            coefficients = coefficients_of(kept.get("coefficients")) if isinstance(kept, dict) else None
+            error = kept.get("error") if isinstance(kept, dict) else None
+            if coefficients is not None and isinstance(error, int | float):
+                about = f"calibrated on study {study.name}: step times within about {error:.0%}"
+                return StepTimeBasis(coefficients=coefficients, error=float(error), about=about)
+    return StepTimeBasis(coefficients=preset(card), error=UNCALIBRATED, about=UNCALIBRATED_SAYS)
+
+
+def _is_of(gpu_class: str, card: "Card") -> bool:
+    """Whether a node's class is of this card; a simulated card is none."""
+    slug = re.sub(r"[^a-z0-9]+", "-", card.title.lower().removeprefix("nvidia ")).strip("-")
+    return gpu_class == slug or re.fullmatch(rf"{re.escape(slug)}(-\d+)?x\d+", gpu_class) is not None
+
+
+UNCALIBRATED_SAYS = (
+    "uncalibrated: on 45 measured configurations p95 E2E was 15 to 21 % off in the median, 31 % at worst"
+)
+"""docs/simulator.md, « Uncalibrated »."""

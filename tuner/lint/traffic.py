@@ -1,0 +1,68 @@
+"""The traffic that a configuration is held against: the busiest requests of a trace, or a steady rate."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tuner.errors import BadInput
+from tuner.records import Slice, Slo
+from tuner.replay.plan import PLANS
+from tuner.simulator.predict import Scene
+from tuner.traffic.trace import Trace, build
+
+MOST = 2000
+"""Requests that are simulated."""
+DEADLINE_S = 600.0
+"""A simulated request counts as failed after so many seconds."""
+_PLAN = replace(PLANS["standard"], load_warmup_s=0.0, tail_limit_s=0.0, priming_turnovers=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LintTraffic:
+    """What is simulated, and in words what it is."""
+
+    trace: Trace
+    about: str
+
+
+def busiest(trace: Trace, most: int = MOST) -> LintTraffic:
+    """The `most` successive requests that arrive within the shortest time. BadInput: an empty trace."""
+    if not len(trace):
+        raise BadInput("--trace: it has no request")
+    count = min(most, len(trace))
+    spans = trace.arrival_s[count - 1 :] - trace.arrival_s[: len(trace) - count + 1]
+    start = int(np.argmin(spans))
+    cut = trace.take(np.arange(start, start + count))
+    which = (
+        f"the busiest {count:,} of {len(trace):,} requests"
+        if count < len(trace)
+        else f"all {count:,} requests"
+    )
+    rate = count / max(cut.duration_s, 1e-9)
+    return LintTraffic(trace=cut, about=f"{which} ({cut.duration_s:,.0f} s, {rate:.3g} a second)")
+
+
+def steady(rate: float, inputs: int, outputs: int, count: int = MOST) -> LintTraffic:
+    """Poisson arrivals at `rate` a second for a minute or more, at most `count`, all of one size, always the
+    same ones. No prompt repeats another.
+    """
+    count = int(min(count, max(200, rate * 120)))
+    gaps = np.random.default_rng(0).exponential(1 / rate, count)
+    columns = {
+        "arrival_s": np.cumsum(gaps),
+        "input_len": np.full(count, inputs),
+        "output_len": np.full(count, outputs),
+    }
+    about = f"{count:,} requests of {inputs:,} + {outputs:,} tokens, {rate:g} a second on average (Poisson)"
+    return LintTraffic(trace=build(columns), about=about)
+
+
+def dealt(traffic: Trace, copies: int) -> Trace:
+    """What one of several copies gets when requests are dealt in turns."""
+    return traffic if copies < 2 else traffic.take(np.arange(0, len(traffic), copies))
+
+
+def with_traffic(scene: Scene, trace: Trace, slo: Slo) -> Scene:
+    """The scene with a trace as its one slice, every request measured to its end."""
+    whole = Slice(name="busiest", start_s=0.0, duration_s=trace.duration_s + 1e-3)
+    return replace(scene, trace=trace, slices=(whole,), plan=_PLAN, slo=slo, cut=False, deadline_s=DEADLINE_S)
