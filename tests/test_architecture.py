@@ -1,4 +1,4 @@
-"""docs/architecture.md leads a newcomer to code that is there."""
+"""What a newcomer reads: docs/architecture.md leads to code that is there, the glossary stays short."""
 
 import ast
 import re
@@ -51,3 +51,24 @@ def test_the_list_of_parts_is_the_one_that_is_checked() -> None:
     rooms = set(FLOOR_OF) - {"__main__", "cli", "__init__"}
     assert sorted(shown) == sorted(rooms)
     assert [FLOOR_OF[name] for name in shown] == sorted(FLOOR_OF[name] for name in rooms)
+
+
+def test_the_glossary_has_at_most_forty_terms_and_none_twice() -> None:
+    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \|$", (PAGE.parent / "glossary.md").read_text(), re.MULTILINE)
+    terms = [term for term in rows if term != "term"]
+    assert 30 < len(terms) <= 40
+    assert len(set(terms)) == len(terms)
+
+
+def test_each_way_to_extend_the_tuner_has_an_example_that_a_test_runs() -> None:
+    """A test takes a code block by the title of its section, or by words that stand in it."""
+    page = (PAGE.parent / "extending.md").read_text()
+    texts = (path.read_text() for path in (PAGE.parents[1] / "tests").rglob("test_*.py"))
+    reading = "".join(text for text in texts if "extending.md" in text)
+    marks = re.findall(r'"([^"\n]+)" in part|"## ([^"\n]+)"', reading)
+    for section in re.split(r"^## ", page, flags=re.MULTILINE)[1:]:
+        title, _, text = section.partition("\n")
+        examples = "".join(text.split("```")[1::2])
+        assert examples, title
+        taken = [words for words, name in marks if name == title or (words and words in examples)]
+        assert taken, f"no test takes the example under '{title}'"
