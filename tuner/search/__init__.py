@@ -1,3 +1,3 @@
-"""The next candidate from history: a pure function of stored trials and a seed. The only room that imports
+"""The next candidate of a study: a function of its trials and a seed. The only room that imports
 optuna.
 """

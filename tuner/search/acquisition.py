@@ -1,7 +1,10 @@
-"""Which of many candidates to measure next: the one that is expected to widen the front most.
+"""The candidate with the largest expected gain in hypervolume.
 
-What is expected of a candidate is a mixture (`residuals`) of what a simulator predicts and of what was
-measured near it. All in costs (`Scale`): lower is better.
+A Gaussian process models, for each objective, how far the truth is from a prediction. Several hypotheses are
+averaged: the mean is the simulator's or flat (the baseline's value), the error is small or large, and it
+reaches a short or a long way along the knobs. Each hypothesis is weighted by how likely it makes the measured
+values (its marginal likelihood), so a simulator that is wrong about an objective loses its weight there step
+by step. All values are costs (`Scale`): lower is better.
 """
 
 import itertools
@@ -20,27 +23,31 @@ from tuner.search.trial_view import EncodedTrial, Scale
 
 Matrix = NDArray[np.float64]
 
-# How far the truth lies from a mean (one standard deviation, of a log latency): from the noise to anything.
+# Standard deviations of the error of a mean, as log ratios: from the noise of one measurement (6 %) to a
+# factor of 2.7, each about 2.5 times the one before.
 SCALES = (0.06, 0.15, 0.4, 1.0)
 
-# How far an error reaches, as a share of a knob's range.
+# How far an error reaches along a knob, as a share of its range: a third of it, or all of it.
 LENGTHS = (0.3, 1.0)
 
-# How much knobs other than the leading ones count in a distance: as much, or little.
+# Weight of knobs other than LEADING in a distance: as much, or a third. Both are tried, since a space may
+# turn a knob that matters as much.
 LESSER = (1.0, 0.3)
 
-# Shares of an error's variance: what all candidates have alike, and what is the sum of each knob's own.
+# Shares of an error's variance: common to all candidates (the simulator is too fast everywhere), and a sum of
+# one part for each knob. The rest (0.3) is of combinations of knobs, which few trials can tell.
 COMMON, SINGLE = 0.2, 0.5
 
-# How likely the flat mean is before anything but the baseline was measured, where there is another.
+# Weight of the flat mean before the first candidate is measured, where there is a simulator: it is trusted by
+# nine to one, since it was fitted to the baseline.
 FLAT = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Mixture:
-    """One objective at `n` places under `h` hypotheses: `weights` h, `mean` and `deviation` h × n.
+    """One objective at `n` points under `h` hypotheses: `weights` h, `mean` and `deviation` h × n.
 
-    `say` is the weight of those that rest on a prediction, from 0 to 1.
+    `say` is the weight of the hypotheses whose mean is a prediction, from 0 to 1.
     """
 
     weights: Matrix
@@ -49,7 +56,9 @@ class Mixture:
     say: float
 
     def draw(self, count: int, rng: np.random.Generator) -> Matrix:
-        """Values of every place, count × n: hypotheses as often as they are likely."""
+        """`count` draws of the value at every point (count × n); each hypothesis as often as its weight
+        says.
+        """
         at = (np.arange(count) + rng.random()) / count
         chosen = np.minimum(np.searchsorted(np.cumsum(self.weights), at), len(self.weights) - 1)
         shape = (count, self.mean.shape[1])
@@ -92,37 +101,46 @@ def mixture(
 
 
 def _alike(a: Matrix, b: Matrix) -> Matrix:
-    """How alike errors at places are, 1 = the same: what all share, each knob's own, the rest."""
+    """Correlation of the errors at two sets of points (kernel matrix): the common part, one part for each
+    knob, and the rest.
+    """
     apart = (a[:, None, :] - b[None, :, :]) ** 2
     single = np.exp(-apart / 2).mean(axis=2)
     found: Matrix = COMMON + SINGLE * single + (1 - COMMON - SINGLE) * np.exp(-apart.sum(axis=2) / 2)
     return found
 
 
-# The knobs that matter most, by every guide: without a simulator all their combinations come first.
+# The knobs that matter most by vLLM's own tuning guide: every combination of them is always looked at.
 LEADING = ("max_num_seqs", "max_num_batched_tokens")
 
-# Candidates that are looked at: all of a small space, a random part of a large one.
+# Candidates that are looked at: all of a small space, a random part of a large one. The simulator predicts
+# each of them once in a study.
 POOL = 256
 
-# Members of the front whose neighbours are looked at too, the newest first.
+# Members of the front whose neighbours are looked at too, the newest first: it bounds what the simulator must
+# predict for each trial.
 LEADERS = 8
 
-# Trials, the newest, that the mixture is made of; beyond that it says little more, and takes long.
-HEARD = 64
+# Trials, the newest, that the Gaussian processes are fitted to; the time of a fit grows with their cube.
+MOST_TRIALS = 64
 
+# Draws of every candidate's objectives, over which its gain is averaged.
 DRAWS = 16
 
+# Random points by which a gained volume is measured: one standard deviation of the result is at most 1.6 % of
+# the box they lie in.
 SAMPLES = 1024
 
-# Log error of a measurement: of a whole replay, and of one that was stopped.
+# Standard deviation of the log of a measurement: of a whole replay (twice `early_stopping.NOISE`, since
+# screened and relaunched trials are mixed), and of the estimate of a stopped one.
 NOISES = {"full": 0.06, "estimate": 0.2}
 
-# Trials (that worked, that failed) which the simulator's word is taken for beforehand, by what it says: it
-# leaves a predicted failure a tenth of its gain, and one that works outweighs it.
+# What a prediction counts before any candidate was measured, as (trials that worked, trials that failed). A
+# predicted failure keeps a tenth of its expected gain; one such candidate that works makes that half.
 PRIOR = {True: (4.0, 0.5), False: (0.1, 0.9)}
 
-# Predicted gain, in every objective, for which a knob is not turned.
+# A knob is turned only if the simulator expects more than this gain (a log ratio) in some objective; less is
+# within the error of its own arithmetic.
 WORTHLESS = 0.005
 
 Predict = Callable[[Sequence[Candidate]], Sequence[Prediction]]
@@ -130,9 +148,9 @@ Predict = Callable[[Sequence[Candidate]], Sequence[Prediction]]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SearchState:
-    """What is known when a candidate is asked for. `sizes` counts the levels of each knob, `names` are the
-    knobs'; `first` is where the baseline lies, if it has a place. `predict` is a simulator; None: there is
-    none.
+    """All that the choice of a candidate depends on. `names` are the knobs and `sizes` their numbers of
+    levels, `first` is the baseline's point (None: it is outside the space), `predict` the simulator, if
+    there is one.
     """
 
     names: tuple[str, ...]
@@ -145,7 +163,7 @@ class SearchState:
     @cached_property
     def known(self) -> list[EncodedTrial]:
         """The newest trials with objectives, measured or estimated, those that failed included."""
-        return [t for t in self.trials if t.values is not None and t.kind in NOISES][-HEARD:]
+        return [t for t in self.trials if t.values is not None and t.kind in NOISES][-MOST_TRIALS:]
 
     @cached_property
     def measured(self) -> Matrix:
@@ -176,8 +194,8 @@ class SearchState:
         return found
 
     def expected(self, points: Sequence[Point]) -> tuple[Matrix, NDArray[np.bool_]]:
-        """(`Scale.ratios`: mean × point × objective, whether each should work). What a simulator gets
-        wrong of the baseline is taken off all that it says.
+        """(`Scale.ratios` as mean × point × objective, whether each point should work). The simulator's
+        error at the baseline is subtracted from all its predictions.
         """
         if self.predict is None:
             return np.empty((0, len(points), self.width)), np.ones(len(points), bool)
@@ -188,7 +206,7 @@ class SearchState:
 
     @cached_property
     def _shift(self) -> Matrix:
-        """What a simulator says of the baseline, mean × objective; 0 where it has that fail."""
+        """The simulator's error at the baseline, mean × objective; 0 where it predicts a failure."""
         if self.predict is None or self.first is None:
             return np.zeros(1)
         means = _means(self.predict([self.first])[0], self.scale)
@@ -198,7 +216,7 @@ class SearchState:
 def problem_of(
     encoding: Encoding, trials: Sequence[EncodedTrial], scale: Scale, predict: Predict | None
 ) -> SearchState:
-    """A problem of candidates in points; the baseline lies where the encoding's defaults do."""
+    """The state in points of an encoding; the baseline lies where the encoding's defaults do."""
     return SearchState(
         names=encoding.names,
         sizes=tuple(len(values) for values in encoding.levels),
@@ -210,13 +228,14 @@ def problem_of(
 
 
 def _means(prediction: Prediction, scale: Scale) -> Matrix:
-    """What a simulator expects, as two means (see `Scale.ratios`): as predicted, and the average over an
-    engine that is slower or faster by its error. A configuration just below the load at which its queue grows
-    without end looks well in the first alone.
+    """A prediction as two means (`Scale.ratios`): as it is, and averaged over an engine that is slower or
+    faster by the simulator's error. The second is worse for a configuration whose queue grows without end
+    at a little less speed.
     """
     whole = prediction.values
     rows = (prediction.fast or whole, whole, prediction.slow or whole)
-    # What a simulator says nothing of stays as the baseline has it; one that is to fail has no values at all.
+    # A number that is not predicted is expected to stay at the baseline's value. A predicted failure has
+    # none.
     unsaid = scale.baseline if whole else [np.nan] * len(scale.objectives)
     pairs = list(zip(scale.objectives, unsaid, strict=True))
     fast, middle, slow = scale.ratios([[row.get(name, value) for name, value in pairs] for row in rows])
@@ -224,8 +243,8 @@ def _means(prediction: Prediction, scale: Scale) -> Matrix:
 
 
 def candidates(problem: SearchState, seed: int) -> list[Point]:
-    """The points that are looked at: the study's pool (the same at every ask, so that a simulator may keep
-    what it said), the plane of the leading knobs, and the neighbours of the front.
+    """The points that are looked at: the study's pool (the same for every trial, so that predictions are
+    reused), all combinations of the leading knobs, and the neighbours of the front.
     """
     near = [p for leader in problem.leaders for p in neighbours(leader, problem.sizes)]
     return list(dict.fromkeys([*plane(problem), *pool(problem.names, problem.sizes, seed), *near]))
@@ -260,7 +279,7 @@ def neighbours(point: Point, sizes: Sequence[int]) -> list[Point]:
 
 
 def mixtures(problem: SearchState, points: Sequence[Point]) -> list[Mixture]:
-    """What is expected of points, one mixture an objective."""
+    """What is expected at points, one mixture for each objective."""
     seen = problem.known
     there, here = problem.places([t.point for t in seen]), problem.places(points)
     past, future = problem.expected([t.point for t in seen])[0], problem.expected(points)[0]
@@ -292,8 +311,8 @@ def gains(
 
 
 def chances_to_work(problem: SearchState) -> dict[bool, float]:
-    """How likely a candidate works that is predicted to (True) or to fail (False), by the trials so far and
-    `PRIOR`: one that was predicted to fail and worked makes the next such prediction count for half.
+    """How likely a candidate works that is predicted to work (True) or to fail (False), by the trials so far
+    and `PRIOR`.
     """
     ended = [t for t in problem.trials if t.state is not TrialState.RUNNING]
     counts = {kind: list(prior) for kind, prior in PRIOR.items()}
@@ -303,19 +322,19 @@ def chances_to_work(problem: SearchState) -> dict[bool, float]:
 
 
 def say(expected: Sequence[Mixture]) -> float:
-    """How much of what is expected rests on the simulator, from 0 to 1, mean over the objectives."""
+    """The weight of the simulator, from 0 to 1: the mean over the objectives."""
     return sum(each.say for each in expected) / len(expected)
 
 
 def twin_key(costs: Matrix) -> tuple[str, ...] | None:
-    """Equal for points between which a simulator sees no difference (four digits); None where one is to fail.
+    """Equal for points that the simulator cannot tell apart (to four digits); None for a predicted failure.
     `costs` is mean × objective.
     """
     return None if costs[0].max() >= trial_view.FAR else tuple(f"{each:.4f}" for each in costs[0])
 
 
 def without_idle_knobs(problem: SearchState, point: Point) -> Point:
-    """The point with every knob back where the baseline has it that the simulator expects no gain of."""
+    """The point with the baseline's level for every knob of which the simulator expects no gain."""
     if problem.first is None:
         return point
     start = problem.expected([point])[0][1, 0]
@@ -353,10 +372,10 @@ def _gain(costs: Matrix, real: Matrix, corner: Matrix, rng: np.random.Generator)
 def choose(
     problem: SearchState, seed: int, allowed: Callable[[Point], bool], rng: np.random.Generator
 ) -> tuple[Point, str] | None:
-    """(the point to measure next, who proposes it: `simulator` or `gp`); None where none is expected to gain.
+    """(the point to measure next, its origin `simulator` or `gp`); None where no gain is expected.
 
-    Where most of what is expected rests on the simulator, what it cannot tell from a trial is left out and a
-    knob that it expects no gain of is not turned.
+    While the simulator has at least half of the weight, points that it cannot tell apart from a measured one
+    are left out, and knobs of which it expects no gain keep the baseline's level.
     """
     points = [p for p in candidates(problem, seed) if allowed(p)]
     if not points or not problem.known:
@@ -374,7 +393,7 @@ def choose(
 
 
 def _apart(problem: SearchState, points: Sequence[Point]) -> NDArray[np.bool_]:
-    """Which points the simulator can tell from everything measured."""
+    """Which points the simulator can tell apart from everything measured."""
     ended = [t.point for t in problem.trials if t.values is not None]
     twins = {twin_key(means) for means in problem.expected(ended)[0].swapaxes(0, 1)} - {None}
     keys = [twin_key(means) for means in problem.expected(points)[0].swapaxes(0, 1)]

@@ -1,6 +1,7 @@
 """The next candidate: the baseline, the seeds, a step back after a lack of memory, then the study's sampler.
 
-A function of (space, trials, seed, number): the same answer in any process, nothing kept between calls.
+It is a function of space, trials, seed and number: the same in any process, and nothing is kept between
+calls.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,10 +19,10 @@ from tuner.search.trial_view import EncodedTrial, Scale
 # Why a candidate is known to fail before it is launched, or None.
 KnownFailure = Callable[[Candidate], str | None]
 
-# Draws of an Optuna sampler per ask; each costs the time of a fit.
+# Candidates that an Optuna sampler is asked for before near misses are tried; each costs the time of a fit.
 DRAWS = 3
 
-# Spaces up to this size are searched to the last point before nothing is said to be left.
+# Spaces up to this size are searched to the last point before the search says that nothing is left.
 ENUMERATE = 20_000
 
 
@@ -36,7 +37,7 @@ class Suggestion:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StudyView:
-    """A study's trials in its space, with what is worked out of them once."""
+    """A study's trials as the search sees them; everything that is derived from them is computed once."""
 
     space: Space
     trials: Sequence[Trial]
@@ -71,7 +72,9 @@ class StudyView:
 
     @cached_property
     def seen(self) -> frozenset[str]:
-        """What engines ran, by `Encoding.completed`: as asked, and as they said."""
+        """The keys of all configurations that engines ran: as they were asked for, and as the engines
+        reported.
+        """
         found = set()
         for trial in self.latest:
             asked = trial.candidate
@@ -80,18 +83,18 @@ class StudyView:
         return frozenset(found)
 
     def key(self, candidate: Candidate) -> str:
-        """Equal for candidates that the engine would run alike, as far as its defaults are known."""
+        """Equal for candidates that give the same configuration, as far as defaults are known."""
         return self.encoding.completed(candidate).digest
 
     def is_new(self, candidate: Candidate, known: KnownFailure) -> bool:
-        """Unseen as asked and as it would run, inside the space, and not known to fail."""
+        """Whether a candidate is inside the space, was not measured yet, and is not known to fail."""
         if self.key(candidate) in self.seen or not self.space.contains(candidate):
             return False
         point = self.encoding.point(candidate)
         return point is not None and self.regions.reason(point) is None and known(candidate) is None
 
     def problem(self, predict: Predict | None) -> acquisition.SearchState | None:
-        """What `acquisition` is asked; None while nothing was measured."""
+        """What the choice by expected gain depends on; None while nothing was measured."""
         if self.scale is None:
             return None
         return acquisition.problem_of(self.encoding, self.encoded, self.scale, predict)
@@ -129,7 +132,9 @@ def suggest(
 def _sampled(
     history: StudyView, seed: int, number: int, known: KnownFailure, predictor: Predict | None, sampler: str
 ) -> Iterator[tuple[str, Candidate]]:
-    """What the study's sampler draws; of Optuna's own also near misses of what was seen."""
+    """What the study's sampler draws. After the draws of Optuna's own samplers also their neighbours, since
+    these samplers may repeat a trial.
+    """
     from tuner.search import sampler as samplers
 
     encoding = history.encoding
@@ -155,7 +160,7 @@ def _sampled(
 
 
 def _leftover(history: StudyView, seed: int, number: int) -> Iterator[tuple[str, Candidate]]:
-    """Anything at all: every point of a small space, many random ones of a large space."""
+    """Random candidates: every point of a small space, many of a large space."""
     encoding = history.encoding
     rng = np.random.default_rng(trial_view.derive(seed, number, "leftover"))
     sizes = [len(values) for values in encoding.levels]
@@ -169,13 +174,13 @@ def _leftover(history: StudyView, seed: int, number: int) -> Iterator[tuple[str,
     yield from (("random", encoding.candidate(point)) for point in points)
 
 
-# Knob → where the guides put it, for latency and for throughput; the nearest level is taken.
+# Knob → the value that tuning guides advise for latency and for throughput; the nearest level is taken.
 LEAN: Mapping[str, Mapping[str, float]] = {
     "latency": {"max_num_seqs": 64, "max_num_batched_tokens": 1024, "max_num_active_seqs": 64},
     "throughput": {"max_num_seqs": 1024, "max_num_batched_tokens": 8192, "gpu_memory_utilization": 0.95},
 }
 
-# Which layout is to use all cards, the first that is turned: steps split over them, or a replica on each.
+# Knobs that put all GPUs to use, in order of preference: steps split over them, or a replica on each.
 # The levels of a space that was restricted to a node end at its number of GPUs.
 CARDS: Mapping[str, tuple[str, ...]] = {
     "latency": ("tensor_parallel_size", "data_parallel_size"),
@@ -220,12 +225,12 @@ def _number(value: Value) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
-# Trials between two looks at the baseline.
+# Trials between two measurements of the baseline, which show drift: one trial in 25 is spent on that.
 DRIFT_EVERY = 24
 
 
 def drift_due(trials: Sequence[Trial], every: int = DRIFT_EVERY) -> bool:
     """Whether the baseline is to be measured again: `every` finished trials since it last was."""
     finished = [t for t in trial_view.latest(trials) if t.ended_at is not None]
-    looks = [i for i, t in enumerate(finished) if t.is_baseline or t.origin == "drift"]
+    looks = [i for i, t in enumerate(finished) if t.is_baseline]
     return bool(looks) and len(finished) - 1 - looks[-1] >= every

@@ -1,8 +1,8 @@
-"""Stops a replay that can no longer matter.
+"""When to stop: a replay whose result can no longer matter, and a search that can gain no more.
 
-Exact curtailment first: what is measured so far bounds what can still come, with no statistics and no false
-stop. Then rungs: on the same requests, worse than one rival in every objective by more than a margin that is
-learned from finished pairs.
+A replay is stopped for one of two reasons. Exact: the requests so far bound what it can still reach, and even
+that changes nothing; this is never wrong. Rungs: on the same requests one other trial is better in every
+objective, by more than a margin that is learned from pairs of finished trials.
 """
 
 import math
@@ -21,18 +21,20 @@ from tuner.search import pareto, trial_view
 
 Array = NDArray[np.float64]
 
-# (share of the planned requests that have ended, margin before anything is learned).
+# (share of the planned requests that have ended, margin while there are too few pairs to learn one). Half as
+# many requests have 1.4 times the noise; the margins differ by a little more than that.
 RUNGS = ((0.25, 0.12), (0.5, 0.07))
 
-# How much better a rival must be for « dominated for sure »; at least twice the noise.
+# How much better another trial must be to stop a replay for sure: about the noise of one measurement
+# (`NOISE`).
 EPSILON = 0.03
 
-# Bounds of a learned margin.
+# Bounds of a learned margin: never less than EPSILON; at a half no replay is stopped any more.
 LIMITS = (0.03, 0.5)
 
 
 class RunningReplay(Protocol):
-    """What a replay shows while a window runs; `waiting_s` are scheduled times of requests in flight."""
+    """A replay while it runs; `waiting_s` are the scheduled times of the requests in flight."""
 
     @property
     def slice(self) -> Slice: ...
@@ -45,7 +47,7 @@ class RunningReplay(Protocol):
 
 
 class Rows:
-    """Ended requests as columns, sorted by row: what a judge needs of them, worked out once each."""
+    """Collects ended requests; each is computed once."""
 
     def __init__(self, slo: Slo, kinds: Sequence[str], outcomes: Iterable[Outcome] = ()) -> None:
         self._slo = slo
@@ -94,7 +96,9 @@ class Columns:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rival:
-    """A finished trial to be held against: its values, and its requests where they are at hand."""
+    """A finished trial that a replay is compared with: its values, and its requests if they are still
+    there.
+    """
 
     number: int
     values: Mapping[str, float]
@@ -103,12 +107,12 @@ class Rival:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Case:
-    """What a replay is judged by.
+    """What a replay is compared with.
 
     `planned` counts the requests of all slices and `window_s` sums their windows. `corner` holds the worst
-    value of each objective that still counts (`told.corner_of`). `peak` names rows that a rung must have
-    seen. `rungs` are (share, margin); empty = exact curtailment only.
-    `by_slo`: the SLO decides the winner, else the front does.
+    value of each objective that still counts (`trial_view.corner_of`). `peak` names rows that a rung must
+    have seen. `rungs` are (share, margin); empty = exact curtailment only. `by_slo`: the SLO decides the
+    winner, else the front does.
     """
 
     objectives: tuple[str, ...]
@@ -134,7 +138,7 @@ class Case:
 def bounds(case: Case, ended: Columns, ages_s: Sequence[float] = (), cancelled: int = 0) -> dict[str, float]:
     """The best value that each objective (and the SLO's attainment) can still end at.
 
-    Requests in flight have lasted their age, those to come might take no time at all and be good.
+    Requests in flight take at least their age; requests to come might take no time and be good.
     """
     late = sum(case.slo.e2e_ms is not None and age * 1e3 > case.slo.e2e_ms for age in ages_s)
     open_ = max(case.planned - len(ended.row) - cancelled, 0)
@@ -153,7 +157,9 @@ def bounds(case: Case, ended: Columns, ages_s: Sequence[float] = (), cancelled: 
 
 
 def curtail(case: Case, best: Mapping[str, float]) -> str | None:
-    """Why nothing that can still come matters, or None. Exact: it never stops what would have entered."""
+    """Why the rest of the replay changes nothing, or None. It never stops a trial that would join the
+    front.
+    """
     if any(name not in best for name in case.objectives):
         return None
     for rival in case.rivals:
@@ -176,8 +182,8 @@ def _worse(name: str, best: float, rival: float | None, margin: float) -> bool:
 
 
 def _may_be_picked(case: Case, best: Mapping[str, float]) -> bool:
-    """Whether it could still win by SLO: attainment in reach, more goodput than any that meets it. While none
-    does, whoever comes nearest is picked.
+    """Whether the SLO policy could still pick it: it can reach the attainment, with more goodput than every
+    trial that does. While no trial reaches it, the policy picks the nearest one.
     """
     nearest = max((r.values.get("slo_attainment", 0.0) for r in case.rivals), default=0.0)
     if best["slo_attainment"] < case.slo.attainment:
@@ -188,7 +194,7 @@ def _may_be_picked(case: Case, best: Mapping[str, float]) -> bool:
 
 
 def rung(case: Case, ended: Columns, margin: float) -> str | None:
-    """Why the requests that ended say that a rival is better in every objective, or None."""
+    """Why another trial is better in every objective on the requests that ended, or None."""
     for rival in case.rivals:
         ratios = log_ratios(case, ended, rival.columns) if rival.columns else None
         if ratios is not None and all(
@@ -202,7 +208,7 @@ def rung(case: Case, ended: Columns, margin: float) -> str | None:
 
 
 def log_ratios(case: Case, mine: Columns, theirs: Columns) -> dict[str, float] | None:
-    """log(mine / theirs) per objective on the rows of both; None where one cannot be told."""
+    """log(mine / theirs) for each objective on the requests of both; None where one is not a number."""
     a, b = mine.among(theirs), theirs.among(mine)
     found = {}
     for name in case.objectives:
@@ -214,8 +220,8 @@ def log_ratios(case: Case, mine: Columns, theirs: Columns) -> dict[str, float] |
 
 
 def learned_margin(case: Case, share: float, fallback: float) -> float:
-    """99 % quantile of how far the log ratio on the first `share` of the rows lies from the whole's, over
-    all pairs of rivals; the fallback below ten pairs.
+    """How far the log ratio of two trials on the first `share` of the requests is from the ratio on all of
+    them: the 99 % quantile over all pairs of rivals, `fallback` while there are fewer than ten pairs.
     """
     whole = [r.columns for r in case.rivals if r.columns and len(r.columns.row) >= 0.9 * case.planned]
     errors = []
@@ -245,10 +251,10 @@ def estimate(case: Case, ended: Columns, cancelled: int = 0) -> dict[str, float]
 
 
 class Judge:
-    """Gathers a replay's slices and says when to stop; hand it to a replay as its `judge`.
+    """Follows a replay and says when to stop it; a replay takes it as its `judge`.
 
-    It shares the sender's thread: each request is worked out once, a look comes after every hundredth of
-    the plan, a rung is climbed once.
+    It runs in the sender's thread, so it is cheap: each request is computed once, it looks after every
+    hundredth of the plan, and each rung is compared once.
     """
 
     def __init__(self, case: Case) -> None:
@@ -295,16 +301,16 @@ class Judge:
         return estimate(self.case, self._ended, self._cancelled)
 
 
-# Trials before « nothing more to gain » is believed.
+# Trials that a search makes at least before it may end because nothing more is gained: its seeds and a few
+# proposals by expected gain.
 MINIMUM = 12
 
-# Trials in a row that must have brought less than the noise.
+# Trials in a row that must have added less than the noise: while every second proposal adds something, ten
+# misses in a row come about once in a thousand.
 WINDOW = 10
 
-# Relative noise of one measurement where the baseline's repeats do not tell.
+# Relative noise of one measurement while the baseline was measured once only.
 NOISE = 0.03
-
-SEEDED = ("baseline", "confirm", "drift")
 
 
 def reason_to_stop(
@@ -320,11 +326,12 @@ def reason_to_stop(
     expected_gain: Callable[[], float | None] = lambda: None,
     noise: float | None = None,
 ) -> str | None:
-    """One sentence, or None to go on.
+    """Why the search ends, in one sentence; None to go on.
 
     `done` counts the trials of this run and `limit` bounds it. `needed_s` is what another trial and the
-    confirmation take before `deadline`. `expected_gain` works out a predictor's best expected gain, as a
-    share of the hypervolume. `noise` is the relative noise of one measurement (see `noise_of`).
+    confirmation take before `deadline`. `expected_gain` returns the largest expected gain of any candidate,
+    as a share of the hypervolume (None: not known). `noise` is the relative noise of one measurement (see
+    `noise_of`).
     """
     if limit is not None and done >= limit:
         return f"the budget of {limit} trials is spent"
@@ -342,7 +349,7 @@ def _nothing_to_gain(
     noise: float,
 ) -> str | None:
     finished = [t for t in trial_view.latest(trials) if t.state is not TrialState.RUNNING]
-    searched = [t for t in finished if t.origin not in SEEDED]
+    searched = [t for t in finished if not t.is_baseline]
     if len(searched) < max(MINIMUM, WINDOW) or scale is None:
         return None
     recent = {t.number for t in searched[-WINDOW:]}
@@ -362,7 +369,9 @@ def _nothing_to_gain(
 
 
 def noise_volume(trials: Sequence[Trial], scale: trial_view.Scale, noise: float) -> float:
-    """How much hypervolume the front gains when one objective is better by `noise`, mean over objectives."""
+    """How much hypervolume the front would gain if one objective were better by `noise`, mean over
+    objectives.
+    """
     found = pareto.measured(trials, scale.objectives)
     if not found:
         return 0.0

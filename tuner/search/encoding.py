@@ -21,7 +21,7 @@ class Space(Protocol):
     def canonical(self, candidate: Candidate) -> Candidate: ...
 
 
-# One index per knob, in the space's own order of knobs.
+# One index for each knob, in the space's order of knobs.
 Point = tuple[int, ...]
 
 

@@ -1,4 +1,6 @@
-"""What failures teach: regions that are not launched again, and the step back after a lack of memory."""
+"""What the search learns from failures: candidates that it does not launch, and the step back after a lack of
+memory.
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -48,7 +50,7 @@ def kind_of(trial: Trial) -> str | None:
 
 
 class Regions:
-    """The known-bad region of a history."""
+    """The candidates that a study's failures rule out."""
 
     def __init__(self, encoding: Encoding, trials: Sequence[Trial]) -> None:
         self._encoding = encoding
@@ -67,11 +69,14 @@ class Regions:
                 return f"{name} {values[index]} failed in trials {found}"
         for trial, wall, direction in self._walls:
             if self._behind(point, wall, direction):
-                return f"asks for no less than trial {trial.number}, which failed: {trial.cause or 'memory'}"
+                why = trial.cause or "memory"
+                return f"asks for at least as much as trial {trial.number}, which failed: {why}"
         return None
 
     def _behind(self, point: Point, wall: Point, direction: Direction) -> bool:
-        """At least as bad as the failed point in every knob that matters, equal in all others."""
+        """Whether a point asks for at least as much as the failed one in every knob that matters, and has the
+        same level in all others.
+        """
         for name, mine, theirs in zip(self._encoding.names, point, wall, strict=True):
             if mine != theirs and (mine - theirs) * direction.get(name, 0) <= 0:
                 return False

@@ -1,7 +1,8 @@
-"""The ladder: double max_num_seqs until the tail worsens, then bisect between the best and the next above.
+"""The ladder: double max_num_seqs until p95 end-to-end time worsens, then bisect between the best level and
+the next one above.
 
-The tuning guides' own recipe: begin small, double, watch the tail latency, stop when it worsens. It turns one
-knob and leaves the rest as it runs today. A function of history, as every other search here.
+This is what the tuning guides advise. It turns one knob and leaves the others as the baseline has them. Like
+every search here it is a function of the trials so far.
 """
 
 import math
@@ -13,7 +14,7 @@ from tuner.search import trial_view
 
 KNOB = "max_num_seqs"
 ORIGIN = "ladder"
-# Share by which a rung's tail must be above the best one's to count as worse.
+# A rung is worse when its p95 is this share above the best one's: more than the noise of one measurement.
 WORSE = 0.1
 TAIL = "e2e_p95_ms"
 

@@ -1,4 +1,6 @@
-"""Noise between launches of one configuration: how large it is, what it hides, what is more than noise."""
+"""Noise between launches of one configuration: how large it is, how many repeats it asks for, and what is
+drift.
+"""
 
 import math
 from collections.abc import Sequence
@@ -8,18 +10,21 @@ from statistics import NormalDist
 
 import numpy as np
 
-# A night whose own noise is so many times what earlier ones had is judged by its own alone.
+# A run whose repeats are this many times as noisy as earlier nights is judged by its own repeats alone:
+# pooled with quieter nights its intervals would be too narrow.
 NOISIER = 1.5
-# Relative change of the baseline below which nothing is called drift.
+# Relative change of the baseline below which nothing is called drift: the interval of the confirmation, which
+# compares arms of the same night, stands up to smaller ones.
 DRIFT_LEAST = 0.15
-# So many times the noise a change must be, at least, to be called drift.
+# A change is called drift only if it is this many times the noise.
 DRIFT_TIMES = 3.0
-# How often a night without drift may be marked, in all its objectives together.
+# How often a night without drift may be called drifted, over all its objectives together.
 DRIFT_CHANCE = 0.01
-# The relative difference that repeats are counted for.
+# The relative difference that the planned repeats are to show.
 SOUGHT = 0.10
+# Chance that the planned repeats show it: four nights of five.
 POWER = 0.8
-# Repeats beyond which it is only said that there would be more.
+# More repeats are not counted, only reported as "more than 100".
 MOST = 100
 
 

@@ -1,4 +1,4 @@
-"""The Pareto front, the volume it covers, and which of its members a policy picks."""
+"""The Pareto front, its hypervolume, and the member that a policy picks."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,8 @@ from tuner.search import trial_view
 # `slo`, `knee`, or {"weights": {objective: weight}}.
 Policy = str | Mapping[str, object]
 
-# Relative difference under which two configurations are one and the simpler is taken.
+# Two configurations that differ by less (relative) count as equal, and the simpler one is taken: less than
+# the confirmation can show (`compare.LEAST`).
 TIE = 0.02
 
 Matrix = NDArray[np.float64]

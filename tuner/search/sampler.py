@@ -30,10 +30,12 @@ from tuner.search.trial_view import EncodedTrial, Scale
 
 SAMPLERS = ("tuner", "tpe", "gp", "nsga2", "random")
 
-# Told trials before TPE models anything; until then it draws at random.
+# Trials before TPE and GPSampler fit a model; until then they draw at random. Optuna's default for TPE, 10,
+# would be a quarter of a budget of 40.
 STARTUP = 6
 
-# Levels that a range of an Optuna study is looked at in.
+# Levels into which a range of an Optuna study is divided: 32 steps, so that halving reaches a level five
+# times.
 GRID = 33
 
 EPOCH = datetime(2000, 1, 1)
@@ -138,7 +140,7 @@ class _Levels:
 
 
 def levels_of(distribution: BaseDistribution) -> tuple[Value, ...]:
-    """The values of a distribution that are looked at: all of a short list, else GRID of a range."""
+    """The levels of a distribution: all values of a short list, GRID values of a range."""
     if isinstance(distribution, CategoricalDistribution):
         return tuple(distribution.choices)
     if not isinstance(distribution, IntDistribution | FloatDistribution):
@@ -155,7 +157,9 @@ def levels_of(distribution: BaseDistribution) -> tuple[Value, ...]:
 
 
 def _encoded(encoding: Encoding, trial: FrozenTrial) -> EncodedTrial | None:
-    """An Optuna trial as the search sees it; None for one that FAILed or has no place."""
+    """An Optuna trial as the search sees it; None for one that failed (FAIL) or is outside the search
+    space.
+    """
     states = {"COMPLETE": TrialState.COMPLETE, "PRUNED": TrialState.PRUNED}
     point = encoding.point(trial.params) if set(encoding.names) <= set(trial.params) else None
     if point is None or trial.state.name == "FAIL":
@@ -175,7 +179,7 @@ def _encoded(encoding: Encoding, trial: FrozenTrial) -> EncodedTrial | None:
     )
 
 
-# ---- an Optuna sampler for a study of ours
+# ---- Optuna's own samplers for a study of the tuner
 
 
 def make(name: str, seed: int) -> optuna.samplers.BaseSampler:
@@ -202,7 +206,9 @@ def make(name: str, seed: int) -> optuna.samplers.BaseSampler:
 def draws(
     sampler: optuna.samplers.BaseSampler, encoding: Encoding, told: Sequence[FrozenTrial], limit: int
 ) -> Iterator[Point]:
-    """Up to `limit` points that a sampler proposes one after the other, each aware of those before it."""
+    """Up to `limit` points that a sampler proposes one after the other, each with the ones before as
+    running.
+    """
     width = len(next(t.values for t in told if t.values is not None))
     study = optuna.create_study(directions=["minimize"] * width, sampler=sampler)
     study.add_trials(told)
@@ -212,7 +218,7 @@ def draws(
 
 
 def _indices(encoding: Encoding) -> dict[str, BaseDistribution]:
-    """Knobs as indices into their levels: ordered, so that Optuna's samplers see what lies between what."""
+    """Knobs as indices into their levels, so that Optuna's samplers know the order of the levels."""
     pairs = zip(encoding.names, encoding.levels, strict=True)
     return {knob: IntDistribution(0, len(values) - 1) for knob, values in pairs}
 
@@ -221,8 +227,8 @@ def propose(
     encoding: Encoding, history: Sequence[EncodedTrial], scale: Scale, *, seed: int, predict: Predict | None,
     allowed: Callable[[Candidate], bool],
 ) -> tuple[str, Candidate] | None:  # fmt: skip
-    """What `TunerSampler` proposes (by whom, what) in an Optuna study of this history; None where it is at a
-    loss.
+    """What `TunerSampler` proposes (by whom, what) in an Optuna study of these trials; None where it would
+    draw at random.
     """
 
     def at(indices: Candidate) -> Candidate:
@@ -240,10 +246,12 @@ def propose(
     return None if own.proposed_by == "random" else (own.proposed_by, encoding.candidate(point))
 
 
-class _Told(FrozenTrial):
-    """Never changed once told: the storage's deep copies were most of the time of an ask."""
+class _SharedTrial(FrozenTrial):
+    """A trial that is never changed, so it need not be copied: deep copies took most of the time of a
+    proposal.
+    """
 
-    def __deepcopy__(self, memo: dict[int, object]) -> "_Told":
+    def __deepcopy__(self, memo: dict[int, object]) -> "_SharedTrial":
         return copy.copy(self)
 
 
@@ -266,7 +274,7 @@ def frozen(
         values = filler if known is None else np.where(np.isfinite(known), known, filler)
         if raw and row.values is not None:
             values = np.array(row.values)
-        trial = _Told(
+        trial = _SharedTrial(
             number=-1,
             trial_id=-1,
             state=optuna.trial.TrialState.RUNNING if running else optuna.trial.TrialState.COMPLETE,

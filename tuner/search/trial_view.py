@@ -1,4 +1,4 @@
-"""What the search may know: history reduced to one trial per number, in the search's own coordinates."""
+"""A study's trials as the search sees them: one for each number, with objectives as costs."""
 
 import hashlib
 import math
@@ -12,10 +12,10 @@ from tuner.measures import NAMES, class_of, is_maximized, measure_of
 from tuner.records import Slo, Trial, TrialState, Value, Violation
 from tuner.search.encoding import Encoding, Point
 
-# Constraint value of a check that a trial never came to: a comfortable pass.
+# Constraint value of a check that a trial never reached: it counts as kept, with some room.
 UNREACHED = -0.3
 
-# Constraint keys, the same on every told trial.
+# Constraint keys, the same for every trial, as Optuna's samplers require.
 KEYS = ("kv", "oom", "err")
 
 
@@ -33,18 +33,18 @@ def baseline_of(trials: Sequence[Trial]) -> Trial | None:
     return next(done, None)
 
 
-# Knobs that the engine sets by other knobs when nothing is asked: what the baseline has is its own.
+# Knobs that the engine derives from other knobs: the baseline's value says nothing of another candidate's.
 DERIVED = ("max_cudagraph_capture_size", "cudagraph_capture_sizes")
 
 
 def _introduced(trials: Sequence[Trial]) -> Trial | None:
-    """The first baseline whose engine said what it runs with, whether or not it served the traffic."""
+    """The first baseline whose engine reported its configuration, whether or not it served the traffic."""
     return next((t for t in latest(trials) if t.is_baseline and t.effective), None)
 
 
 def own_of(trials: Sequence[Trial]) -> Mapping[str, Value]:
-    """What the engine runs of its own accord, by the words of the baseline, in the knobs that the baseline
-    leaves to it. Recompute is the only preemption that vLLM has where it is asked for none.
+    """The engine's own values of the knobs that the baseline does not set, as its engine reported them. vLLM
+    preempts by recomputing unless it is asked for something else.
     """
     base = _introduced(trials)
     if base is None:
@@ -54,7 +54,9 @@ def own_of(trials: Sequence[Trial]) -> Mapping[str, Value]:
 
 
 def defaults_of(trials: Sequence[Trial]) -> Mapping[str, Value]:
-    """What the baseline runs: the knobs that it asks for, and the engine's own as far as they are known."""
+    """The baseline's whole configuration: the knobs that it sets, and the engine's own values as far as
+    known.
+    """
     base = _introduced(trials)
     return {} if base is None else {**own_of(trials), **base.candidate}
 
@@ -219,7 +221,9 @@ class EncodedTrial:
 def encode_trials(
     encoding: Encoding, trials: Sequence[Trial], objectives: Sequence[str]
 ) -> list[EncodedTrial]:
-    """Trials as samplers see them, in order of number: no aborted attempts, no candidates without a place."""
+    """Trials as samplers see them, in order of number: no aborted attempts, no candidates outside the
+    space.
+    """
     found = []
     for trial in latest(trials):
         point, measured = encoding.point(trial.candidate), trial.measurement
