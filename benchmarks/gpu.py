@@ -28,7 +28,7 @@ from tuner.engine.gpu import Gpus
 from tuner.engine.server import Server, serve
 from tuner.errors import EngineError
 from tuner.knobs import model as models
-from tuner.knobs.catalogue import CONFIG_PATHS
+from tuner.knobs.catalogue import read_back
 from tuner.records import JSON, LaunchSpec, Slice, Slo, Value
 from tuner.replay.measure import measure
 from tuner.replay.plan import PLANS, Load
@@ -69,7 +69,7 @@ class Host:
             installed = limits.install(self.home, launch_id, os.environ.get("PYTHONPATH"))
             env, argv = {**env, **installed.env}, (*argv, *installed.argv)
         return LaunchSpec(
-            config_paths=CONFIG_PATHS,
+            read_back=read_back(),
             launch_id=launch_id,
             command=(self.python, "-m", "vllm.entrypoints.openai.api_server"),
             model=self.model,

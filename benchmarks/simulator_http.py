@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner.engine.server import serve
-from tuner.knobs.catalogue import CONFIG_PATHS
+from tuner.knobs.catalogue import read_back
 from tuner.knobs.model import read
 from tuner.records import Candidate, LaunchSpec, Slice, Slo, Value
 from tuner.replay.measure import measure
@@ -83,7 +83,7 @@ async def over_http(
     argv = [f"--{k.replace('_', '-')}={v}" for k, v in {**scene.args, **candidate}.items()]
     with tempfile.TemporaryDirectory() as directory:
         spec = LaunchSpec(
-            config_paths=CONFIG_PATHS,
+            read_back=read_back(),
             launch_id=uuid.uuid4().hex,
             command=(sys.executable, "-m", "tuner.simulator.app"),
             model=MODEL,

@@ -8,7 +8,7 @@ import sys
 import uuid
 from pathlib import Path
 
-from tuner.knobs.catalogue import CONFIG_PATHS
+from tuner.knobs.catalogue import read_back
 from tuner.records import LaunchSpec
 
 LENGTH = 2048
@@ -52,7 +52,7 @@ def launch(python: str | None, model: str, directory: Path, *argv: str) -> Launc
     """A fresh engine of the tiny model: the real one where a Python is given, else the simulated one."""
     real = (python or "", "-m", "vllm.entrypoints.openai.api_server")
     return LaunchSpec(
-        config_paths=CONFIG_PATHS,
+        read_back=read_back(),
         launch_id=uuid.uuid4().hex,
         command=real if python else (sys.executable, "-m", "tuner.simulator.app"),
         model=model,

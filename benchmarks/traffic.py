@@ -25,7 +25,7 @@ import psutil
 import uvloop
 
 from tuner.engine.server import Server, serve
-from tuner.knobs.catalogue import CONFIG_PATHS
+from tuner.knobs.catalogue import read_back
 from tuner.records import LaunchSpec, Slice
 from tuner.replay.timeline import PLANS, Load, replay
 from tuner.traffic.importers import read_any
@@ -184,7 +184,7 @@ async def again(directory: Path, realtime: bool) -> None:
         PLANS["standard"], warmup_waves=0, priming_turnovers=0.0, load_warmup_s=0.0, tail_limit_s=30.0
     )
     spec = LaunchSpec(
-        config_paths=CONFIG_PATHS,
+        read_back=read_back(),
         launch_id=f"benchmark-{os.getpid()}",
         command=(sys.executable, "-m", "tuner.simulator.app"),
         model="Qwen/Qwen2.5-7B-Instruct",

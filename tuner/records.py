@@ -330,13 +330,33 @@ class EngineFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReadBack:
+    """Where a running engine tells a knob's value, and how it is written there: a knob's `effective:` in the
+    catalogue. The configuration that the engine answers is best, then the metric that tells it, then the log.
+
+    `path` is the dotted place in the configuration, `metric` the label of the metric (absent: the last word
+    of a path in `cache_config`), `log` a pattern of a log line whose first group is the value. `null` is the
+    value that null stands for, `number` how a number is written (`offload:{:g}`). `cut_to` is a knob that
+    bounds the value, which may also be up to `cut_by` less than that bound.
+    """
+
+    path: str | None = None
+    metric: str | None = None
+    log: str | None = None
+    null: Value = None
+    number: str | None = None
+    cut_to: str | None = None
+    cut_by: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSpec:
     """Everything needed to start one engine process tree, and to know it again.
 
     `command` is what stands before vLLM's own arguments; `argv` the arguments without model, host, port and
     served names, which the engine room adds. `asked` are the candidate's knobs, to hold against the
-    effective configuration; `config_paths` tells where each knob stands in `/server_info`, `log_words` the
-    pattern by which the log tells it. `cores` pins the engine (None = anywhere); `kind` names its adapter.
+    effective configuration, `asked_argv` the part of `argv` that they add; `read_back` says where the engine
+    tells each knob. `cores` pins the engine (None = anywhere); `kind` names its adapter.
     """
 
     launch_id: str
@@ -347,8 +367,8 @@ class LaunchSpec:
     directory: str
     env: Mapping[str, str] = field(default_factory=dict)
     asked: Candidate = field(default_factory=Candidate)
-    config_paths: Mapping[str, str] = field(default_factory=dict)
-    log_words: Mapping[str, str] = field(default_factory=dict)
+    asked_argv: tuple[str, ...] = ()
+    read_back: Mapping[str, ReadBack] = field(default_factory=dict)
     ready_timeout_s: float = 900.0
     stop_timeout_s: float = 30.0
     stop_command: tuple[str, ...] = ()

@@ -38,7 +38,7 @@ from tuner.engine.server import Server, serve
 from tuner.errors import Aborted, BadInput, EngineError
 from tuner.knobs import model as models
 from tuner.knobs.arguments import compile_candidate
-from tuner.knobs.catalogue import CONFIG_PATHS
+from tuner.knobs.catalogue import read_back
 from tuner.knobs.discover import facts_of_version
 from tuner.records import Candidate, EngineFacts, LaunchSpec, Outcome, Slice, Slo, Value
 from tuner.replay.measure import measure
@@ -163,7 +163,7 @@ class Bench:
         installed = limits.install(self.out, launch_id, os.environ.get("PYTHONPATH"))
         env = {**boots.cache_environment(root), "HF_HUB_OFFLINE": "1", **self.plan.env, **compiled.env}
         return LaunchSpec(
-            config_paths=CONFIG_PATHS,
+            read_back=read_back(),
             launch_id=launch_id,
             command=command,
             model=self.plan.model,

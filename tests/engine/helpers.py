@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tuner.engine.server import serve
 from tuner.errors import EngineError
-from tuner.knobs.catalogue import CONFIG_PATHS, LOG_WORDS
+from tuner.knobs.catalogue import read_back
 from tuner.leftovers import lives, private_directory
 from tuner.processes import tagged
 from tuner.records import Candidate, LaunchSpec, Value
@@ -34,8 +34,7 @@ def spec(
         "served_name": "study",
         "directory": str(directory),
         "asked": Candidate(asked),
-        "config_paths": CONFIG_PATHS,
-        "log_words": LOG_WORDS,
+        "read_back": read_back(),
         "ready_timeout_s": 30.0,
         "stop_timeout_s": 2.0,
     }

@@ -63,7 +63,7 @@ def test_a_recorded_exposition_is_read() -> None:
 
 def test_a_recorded_configuration_is_read() -> None:
     found = effective.from_server_info(
-        json.loads(public("server_info_0.32.json").read_text()), catalogue.CONFIG_PATHS
+        json.loads(public("server_info_0.32.json").read_text()), catalogue.read_back()
     )
     assert found["max_num_seqs"] == 16
     assert found["block_size"] == 128
@@ -71,7 +71,7 @@ def test_a_recorded_configuration_is_read() -> None:
     assert found["watermark"] == 0.0
     assert found["preemption"] == "recompute"
     assert found["dtype"] == "bfloat16"
-    assert set(catalogue.CONFIG_PATHS) - set(found) == {
+    assert {name for name, rule in catalogue.read_back().items() if rule.path} - set(found) == {
         "max_num_partial_prefills",
         "max_long_partial_prefills",
     }  # gone since 0.27
@@ -79,7 +79,7 @@ def test_a_recorded_configuration_is_read() -> None:
 
 def test_M40_every_knob_can_be_read_back_or_says_why_not() -> None:
     for name, knob in catalogue.CATALOGUE.items():
-        assert bool(knob.effective or knob.log) != bool(knob.unproved), name
+        assert bool(knob.effective) != bool(knob.unproved), name
 
 
 def test_M40_an_offload_that_the_engine_did_not_take_is_a_difference() -> None:
@@ -87,13 +87,13 @@ def test_M40_an_offload_that_the_engine_did_not_take_is_a_difference() -> None:
     asked = Candidate({"preemption": "offload:8"})
     for size, said in ((None, "recompute"), (8.0, "offload:8"), (2.5, "offload:2.5")):
         info: JSON = {"vllm_config": {"cache_config": {"kv_offloading_size": size}}}
-        found = effective.from_server_info(info, catalogue.CONFIG_PATHS)
+        found = effective.from_server_info(info, catalogue.read_back())
         assert found["preemption"] == said
         assert effective.differences(asked, found) == (
             {} if size == 8.0 else {"preemption": ("offload:8", said)}
         )
         labels = f'vllm:cache_config_info{{block_size="16",kv_offloading_size="{size}"}} 1.0\n'
-        assert effective.from_metrics(metrics.parse(labels), catalogue.CONFIG_PATHS)["preemption"] == said
+        assert effective.from_metrics(metrics.parse(labels), catalogue.read_back())["preemption"] == said
 
 
 def test_M40_what_the_engine_says_nothing_of_is_not_proved() -> None:
@@ -116,7 +116,7 @@ def test_M40_what_the_engine_says_nothing_of_is_not_proved() -> None:
 def test_M18_the_attention_backend_that_the_engine_chose_is_read_from_its_log(
     line: str, backend: str | None
 ) -> None:
-    assert effective.from_log(line, catalogue.LOG_WORDS).get("attention_backend") == backend
+    assert effective.from_log(line, catalogue.read_back()).get("attention_backend") == backend
 
 
 def test_the_effective_configuration_is_held_against_what_was_asked() -> None:
@@ -264,10 +264,12 @@ def test_graphs_up_to_the_step_budget_are_what_was_asked() -> None:
     asked = Candidate({"max_cudagraph_capture_size": 2048})
     for budget, found in ((1024, 1024), (1000, 992), (8192, 2048), (8192, 2040)):
         said = {"max_num_batched_tokens": budget, "max_cudagraph_capture_size": found}
-        assert effective.differences(asked, said) == {}
+        assert effective.differences(asked, said, catalogue.read_back()) == {}
     for budget, found in ((8192, 512), (1024, 512), (1024, 0)):
         said = {"max_num_batched_tokens": budget, "max_cudagraph_capture_size": found}
-        assert effective.differences(asked, said) == {"max_cudagraph_capture_size": (2048, found)}
+        assert effective.differences(asked, said, catalogue.read_back()) == {
+            "max_cudagraph_capture_size": (2048, found)
+        }
 
 
 LINES = (CASES / "metrics-line.txt").read_text()

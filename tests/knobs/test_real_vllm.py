@@ -14,7 +14,7 @@ from benchmarks.knobs import release
 from tests.knobs.conftest import engine
 from tuner.engine.server import serve
 from tuner.knobs.arguments import compile_candidate
-from tuner.knobs.catalogue import CATALOGUE, CONFIG_PATHS
+from tuner.knobs.catalogue import CATALOGUE, read_back
 from tuner.knobs.discover import discover
 from tuner.knobs.model import shapes
 from tuner.knobs.versions import table
@@ -239,6 +239,12 @@ def wanted(asked: Candidate) -> dict[str, object]:
     return {name: json.loads(str(v)) if CATALOGUE[name].kind == "json" else v for name, v in asked.items()}
 
 
+def path_of(name: str) -> str:
+    """Where /server_info tells a knob."""
+    rule = CATALOGUE[name].effective
+    return (rule.path if rule else None) or ""
+
+
 @pytest.mark.vllm
 def test_the_configuration_that_vllm_makes_is_what_was_asked(facts: EngineFacts, tmp_path: Path) -> None:
     model = tiny(tmp_path)
@@ -246,7 +252,7 @@ def test_the_configuration_that_vllm_makes_is_what_was_asked(facts: EngineFacts,
         str(number): ["--model", model, *words_of(asked_at(*launch), facts)]
         for number, launch in enumerate(LAUNCHES)
     }
-    paths = sorted({CATALOGUE[name].effective or "" for knobs, _ in LAUNCHES for name in knobs})
+    paths = sorted({path_of(name) for knobs, _ in LAUNCHES for name in knobs})
     done = subprocess.run(
         [python(), str(Path(__file__).parent / "configure.py"), json.dumps(paths)],
         input=json.dumps(questions),
@@ -259,7 +265,7 @@ def test_the_configuration_that_vllm_makes_is_what_was_asked(facts: EngineFacts,
     assert done.returncode == 0, done.stderr[-2000:]
     answers = json.loads(done.stdout.splitlines()[-1])
     for number, (knobs, position) in enumerate(LAUNCHES):
-        seen = {name: told(name, answers[str(number)][CATALOGUE[name].effective]) for name in knobs}
+        seen = {name: told(name, answers[str(number)][path_of(name)]) for name in knobs}
         assert seen == wanted(asked_at(knobs, position))
 
 
@@ -270,7 +276,7 @@ def test_the_engine_runs_with_what_was_asked(
 ) -> None:
     asked = asked_at(knobs, position)
     launch = LaunchSpec(
-        config_paths=CONFIG_PATHS,
+        read_back=read_back(),
         launch_id=uuid.uuid4().hex,
         command=(python(), "-m", "vllm.entrypoints.openai.api_server"),
         model=tiny(tmp_path),
@@ -288,5 +294,5 @@ def test_the_engine_runs_with_what_was_asked(
             return reply.json()
 
     info = at(asyncio.run(account()), "vllm_config")
-    seen = {name: told(name, at(info, CATALOGUE[name].effective or "")) for name in knobs}
+    seen = {name: told(name, at(info, path_of(name))) for name in knobs}
     assert seen == wanted(asked)

@@ -13,7 +13,7 @@ from tests.replay.test_timeline import LOAD, within
 from tests.replay.traces import trace
 from tests.vllm import Shared
 from tuner.engine.server import serve
-from tuner.knobs.catalogue import CONFIG_PATHS
+from tuner.knobs.catalogue import read_back
 from tuner.records import LaunchSpec
 from tuner.replay.agreement import Agreement, agree
 from tuner.traffic.trace import Trace
@@ -29,7 +29,7 @@ async def told(launch: LaunchSpec, traffic: Trace) -> Agreement:
 def simulated(directory: Path) -> LaunchSpec:
     """The simulated engine with vLLM's argv."""
     return LaunchSpec(
-        config_paths=CONFIG_PATHS,
+        read_back=read_back(),
         launch_id=uuid.uuid4().hex,
         command=(sys.executable, "-m", "tuner.simulator.app"),
         model="Qwen/Qwen2.5-7B-Instruct",

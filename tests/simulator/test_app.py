@@ -14,7 +14,7 @@ import pytest
 
 from tuner.engine import metrics
 from tuner.engine.server import Server, serve
-from tuner.knobs.catalogue import CATALOGUE, CONFIG_PATHS
+from tuner.knobs.catalogue import CATALOGUE, read_back
 from tuner.knobs.model import read
 from tuner.records import LaunchSpec
 from tuner.simulator.clock import Clock
@@ -34,7 +34,7 @@ def spec(directory: Path, *argv: str, **env: str) -> LaunchSpec:
         argv=("--max-model-len", "4096", *argv),
         served_name="study",
         directory=str(directory),
-        config_paths=CONFIG_PATHS,
+        read_back=read_back(),
         env={"TUNER_SIM_CARD": "h100-80", **env},
         ready_timeout_s=60.0,
     )

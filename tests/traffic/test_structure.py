@@ -13,7 +13,7 @@ import pytest
 
 from tests.traffic.upstream import post, proxied
 from tuner.engine.server import Server, serve
-from tuner.knobs.catalogue import CONFIG_PATHS
+from tuner.knobs.catalogue import read_back
 from tuner.records import LaunchSpec, Slice
 from tuner.replay.timeline import PLANS, Causality, Load, Replayed, replay
 from tuner.traffic.capture.files import Sink
@@ -47,7 +47,7 @@ class Behind:
 
 def spec(directory: Path) -> LaunchSpec:
     return LaunchSpec(
-        config_paths=CONFIG_PATHS,
+        read_back=read_back(),
         launch_id=f"structure-{os.getpid()}-{directory.name}",
         command=(sys.executable, "-m", "tuner.simulator.app"),
         model=MODEL,

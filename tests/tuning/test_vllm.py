@@ -17,7 +17,7 @@ from tests.tuning.studies import TRACE, command, environment, tuner, wait_for
 from tests.tuning.test_end_to_end import ours, run_of, store_of
 from tuner.adapters import adapter_of
 from tuner.engine.server import serve
-from tuner.knobs.catalogue import CONFIG_PATHS
+from tuner.knobs.catalogue import read_back
 from tuner.records import LaunchSpec, RunState, Trial, TrialState
 from tuner.tuning.next_trial import propose
 from tuner.tuning.study import load
@@ -172,7 +172,7 @@ def test_the_profile_is_pulled_and_the_engine_is_launched_with_it(tuned: Path) -
         directory=str(tuned / "pulled"),
         env=ENV,
         asked=winner.candidate,
-        config_paths=CONFIG_PATHS,
+        read_back=read_back(),
     )
 
     async def effective() -> dict[str, object]:

@@ -49,6 +49,8 @@ class EngineAdapter:
     config_path: str = "/server_info?config_format=json"
     config_key: str = "vllm_config"
     """The URL path at which a ready engine tells its configuration as JSON, and the key that holds it."""
+    kv_tokens_path: str = "cache_config.kv_cache_size_tokens"
+    """Where that configuration tells the size of the KV cache in tokens."""
     reset_path: str = "/reset_prefix_cache"
     """The URL path that empties the prefix cache."""
     metrics: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

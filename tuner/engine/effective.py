@@ -1,4 +1,7 @@
-"""What the engine really runs with, in its own words, held against what was asked of it."""
+"""What the engine really runs with, in its own words, held against what was asked of it.
+
+Where it tells a knob is not known here: each knob's `ReadBack` says it (`effective:` in the catalogue).
+"""
 
 import json
 import re
@@ -7,76 +10,81 @@ from types import MappingProxyType
 
 from tuner.adapters import adapter_of
 from tuner.engine.metrics import EngineMetrics, number
-from tuner.records import JSON, Candidate, LaunchSpec, Value
+from tuner.records import JSON, Candidate, LaunchSpec, ReadBack, Value
 
 _SPELLED = MappingProxyType({"half": "float16", "float": "float32"})
-_BESIDE = MappingProxyType({"kv_cache_size_tokens": "cache_config.kv_cache_size_tokens"})
-"""What is kept beside the knobs: name → path."""
+"""Names of number formats that vLLM takes for the formats that it then reports."""
+_KV_TOKENS = "kv_cache_size_tokens"
+"""What is kept beside the knobs: the size of the KV cache, which differs from launch to launch."""
 
 
 def read(spec: LaunchSpec, metrics: EngineMetrics, info: JSON, log: str) -> dict[str, Value]:
     """What a ready engine says of its configuration; where that leaves a knob open, what its log says that it
     chose.
     """
-    paths = spec.config_paths
-    said = {**from_metrics(metrics, paths), **from_server_info(info, paths, adapter_of(spec.kind).config_key)}
-    chosen = from_log(log, spec.log_words)
+    said = {**from_metrics(metrics, spec.read_back), **from_server_info(info, spec.read_back, spec.kind)}
+    chosen = from_log(log, spec.read_back)
     return {**said, **{name: value for name, value in chosen.items() if said.get(name) is None}}
 
 
-def from_server_info(info: JSON, paths: Mapping[str, str], key: str = "vllm_config") -> dict[str, Value]:
-    """Flat knob → value from `/server_info?config_format=json`, by where each knob stands in it (`paths`:
-    knob → dotted path); empty when it holds no configuration. A knob whose path is not there is left out.
+def from_server_info(info: JSON, knobs: Mapping[str, ReadBack], engine: str = "vllm") -> dict[str, Value]:
+    """Knob → value from the configuration that the engine answers (`/server_info?config_format=json`); empty
+    when it holds none. A knob whose path is not there is left out.
 
     Versions without JSON give one string, which says nothing reliable.
     """
-    config = info.get(key) if isinstance(info, dict) else None
+    adapter = adapter_of(engine)
+    config = info.get(adapter.config_key) if isinstance(info, dict) else None
     if not isinstance(config, dict):
         return {}
     found: dict[str, Value] = {}
-    for name, path in sorted({**_BESIDE, **paths}.items()):
+    for name, rule in sorted({_KV_TOKENS: ReadBack(path=adapter.kv_tokens_path), **knobs}.items()):
         part: JSON = config
-        *sections, last = path.split(".")
+        *sections, last = (rule.path or "").split(".")
         for section in sections:
             part = part.get(section) if isinstance(part, dict) else None
         if isinstance(part, dict) and last in part:
-            found[name] = _value(name, part[last])
+            found[name] = _value(rule, part[last])
     return found
 
 
-def from_metrics(metrics: EngineMetrics, paths: Mapping[str, str]) -> dict[str, Value]:
-    """What cache_config_info says of the knobs, for engines without `/server_info`; `paths` as above."""
-    labels = {name: path.removeprefix("cache_config.") for name, path in paths.items()}
-    return {
-        name: _value(name, number(metrics.config[label]))
-        for name, label in sorted(labels.items())
-        if label != paths[name] and label in metrics.config
-    }
+def from_metrics(metrics: EngineMetrics, knobs: Mapping[str, ReadBack]) -> dict[str, Value]:
+    """Knob → value from the labels of the metric that tells the configuration, for engines without
+    `/server_info`."""
+    found: dict[str, Value] = {}
+    for name, rule in sorted(knobs.items()):
+        section, _, last = (rule.path or "").partition(".")
+        label = rule.metric or (last if section == "cache_config" else None)
+        if label is not None and label in metrics.config:
+            found[name] = _value(rule, number(metrics.config[label]))
+    return found
 
 
-def from_log(text: str, words: Mapping[str, str]) -> dict[str, Value]:
-    """What the engine's log says of the knobs; `words`: knob → a pattern whose first group is the value."""
-    found = {name: re.search(pattern, text) for name, pattern in words.items()}
+def from_log(text: str, knobs: Mapping[str, ReadBack]) -> dict[str, Value]:
+    """Knob → value, as text, from the engine's log."""
+    found = {name: re.search(rule.log, text) for name, rule in knobs.items() if rule.log}
     return {name: match.group(1) for name, match in found.items() if match}
 
 
-def differences(asked: Candidate, effective: Mapping[str, Value]) -> dict[str, tuple[Value, Value]]:
+def differences(
+    asked: Candidate, effective: Mapping[str, Value], knobs: Mapping[str, ReadBack] = MappingProxyType({})
+) -> dict[str, tuple[Value, Value]]:
     """Knobs that the engine says it runs otherwise than asked: name → (asked, effective)."""
     return {
         name: (wanted, effective[name])
         for name, wanted in asked.items()
         if name in effective
         and not same(wanted, effective[name])
-        and not (name == "max_cudagraph_capture_size" and _captures_a_step(wanted, effective))
+        and not (name in knobs and _was_cut(knobs[name], wanted, effective[name], effective))
     }
 
 
-def _captures_a_step(wanted: Value, effective: Mapping[str, Value]) -> bool:
-    """Whether graphs reach the step budget, above which none is captured, to within 16 tokens."""
-    found, budget = effective["max_cudagraph_capture_size"], effective.get("max_num_batched_tokens")
-    if not isinstance(wanted, int) or not isinstance(found, int) or not isinstance(budget, int):
+def _was_cut(rule: ReadBack, wanted: Value, found: Value, effective: Mapping[str, Value]) -> bool:
+    """Whether the engine took as much of the value as the knob that bounds it allows."""
+    bound = effective.get(rule.cut_to or "")
+    if not isinstance(wanted, int) or not isinstance(found, int) or not isinstance(bound, int):
         return False
-    return found > min(wanted, budget) - 16 and 0 < found <= wanted
+    return found >= min(wanted, bound) - rule.cut_by and 0 < found <= wanted
 
 
 def unproved(asked: Candidate, effective: Mapping[str, Value]) -> tuple[str, ...]:
@@ -86,7 +94,7 @@ def unproved(asked: Candidate, effective: Mapping[str, Value]) -> tuple[str, ...
 
 def identity(effective: Mapping[str, Value]) -> tuple[tuple[str, Value], ...]:
     """What two launches must agree in to count as one configuration; empty when the engine says nothing."""
-    return tuple((name, effective[name]) for name in sorted(effective) if name not in _BESIDE)
+    return tuple((name, effective[name]) for name in sorted(effective) if name != _KV_TOKENS)
 
 
 def same(asked: Value, effective: Value) -> bool:
@@ -114,10 +122,12 @@ def _within(asked: Value, effective: Value) -> bool:
     return all(name in found and found[name] == value for name, value in wanted.items())
 
 
-def _value(name: str, value: JSON) -> Value:
+def _value(rule: ReadBack, value: JSON) -> Value:
     """A knob's value as a candidate would hold it."""
-    if name == "preemption":
-        return "recompute" if value is None else f"offload:{value:g}"
+    if value is None:
+        return rule.null
+    if rule.number is not None and isinstance(value, int | float):
+        return rule.number.format(value)
     if isinstance(value, dict | list):
         return json.dumps(value, sort_keys=True, separators=(",", ":"))
     return value.removeprefix("torch.") if isinstance(value, str) else value

@@ -271,12 +271,8 @@ KINDS: dict[str, FailureKind] = {
     "kv_drift": FailureKind(outcome="aborted", retries=1, sentence="a first boot got less KV cache"),
 }
 
-FLAGS_OF = {
-    "preemption": ("preemption-mode", "swap-space", "kv-offloading-size", "kv-offloading-backend"),
-    "enable-prefix-caching": ("no-enable-prefix-caching",),
-    "enable-chunked-prefill": ("no-enable-chunked-prefill",),
-}
-"""Knobs whose flags bear other names than the knob."""
+FLAGS_OF = {"preemption": ("preemption-mode", "swap-space", "kv-offloading-size", "kv-offloading-backend")}
+"""The flags of the one knob that stands for several."""
 
 FREE_SHARE = 0.95
 """A card with so much of its memory free is in nobody's use: driver and context take the rest."""
@@ -337,7 +333,8 @@ def classify(
     held_gib: float = 0.0,
     engine: str = "vllm",
 ) -> LaunchFailure:
-    """Why an engine ended, from its log, its exit code (None: it still runs) and the knobs it was asked for.
+    """Why an engine ended, from its log, its exit code (None: it still runs) and what it was asked for (knobs
+    and flags).
 
     A refused argument stands first (exit code 2), then a root cause that lies with model, weights, driver or
     build. Else the first root cause in the log wins over later ones, any root cause over general errors,
@@ -469,10 +466,10 @@ def refused_flags(line: str) -> tuple[str, ...]:
 
 def _blame(given: LaunchFailure, asked: list[str]) -> LaunchFailure:
     """A refusal of something that the candidate does not set is the study's own mistake."""
-    knobs = {name.replace("_", "-") for name in asked}
+    knobs = {name.removeprefix("--").removeprefix("no-").replace("_", "-") for name in asked}
     flags = {flag for knob in knobs for flag in (knob, *FLAGS_OF.get(knob, ()))}
     if given.kind == "bad_flag":
-        ours = [flag for flag in refused_flags(given.evidence) if flag in flags]
+        ours = [flag for flag in refused_flags(given.evidence) if flag.removeprefix("no-") in flags]
         outcome: Outcome = "infeasible" if ours else "study"
     elif given.kind == "config_invalid" and not knobs:
         outcome = "study"

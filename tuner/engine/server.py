@@ -159,7 +159,7 @@ class Server:
             log.read(self.log),
             self.process.code,
             phase,
-            asked=self.spec.asked,
+            asked=(*self.spec.asked, *self.spec.asked_argv),
             oom_killed=oom_kills() > self._oom_kills,
             held_gib=self.held_gib,
             engine=self.kind,

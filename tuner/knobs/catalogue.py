@@ -10,7 +10,7 @@ import yaml
 
 from tuner.errors import BadInput, nearest
 from tuner.knobs.versions import FlagTable, Interval, matches, table
-from tuner.records import EngineFacts, Value, canonical_json
+from tuner.records import EngineFacts, ReadBack, Value, canonical_json
 from tuner.settings import shipped
 
 Kind = Literal["int", "float", "bool", "choice", "text", "json", "ints", "preemption"]
@@ -43,8 +43,8 @@ class Knob:
     """One engine argument that may be turned. `flags` in order of preference; `platforms` empty = all.
 
     `usable` is the range of versions in which turning it acts; `never` tells why it is in no shipped space.
-    `effective` is the path of its value in `/server_info`, `log` the pattern by which the engine's log tells
-    what was chosen; `unproved` why neither can show that the engine took it.
+    `effective` is how its value is read back from a running engine; `unproved` why nothing can show that the
+    engine took it.
     """
 
     name: str
@@ -64,8 +64,7 @@ class Knob:
     changes_output: bool = False
     needs_raw: bool = False
     never: str | None = None
-    effective: str | None = None
-    log: str | None = None
+    effective: ReadBack | None = None
     unproved: str | None = None
     substitute: str | None = None
 
@@ -169,7 +168,19 @@ def _knob(name: str, entry: Mapping[str, Any], where: str) -> Knob:
     rest["platforms"] = tuple(entry.get("platforms", ()))
     rest["choices"] = _rules(entry.get("choices"), closed=True)
     rest["default"] = _rules(entry.get("default"), closed=False)
+    if "effective" in entry:
+        rest["effective"] = _read_back(name, entry["effective"], where)
     return Knob(name=name, kind=entry["type"], usable=entry.get("versions", ""), **rest)
+
+
+def _read_back(name: str, raw: Any, where: str) -> ReadBack:
+    """How a knob is read back: a path, or a mapping of ways. BadInput names an unknown one."""
+    given: dict[str, Any] = raw if isinstance(raw, dict) else {"path": raw}
+    keys = {field.name for field in fields(ReadBack)}
+    for key in given:
+        if key not in keys:
+            raise BadInput(f"{where}: {name}: effective: unknown key '{key}'{nearest(str(key), keys)}")
+    return ReadBack(**given)
 
 
 def _rules(raw: Any, *, closed: bool) -> tuple[Rule, ...]:
@@ -192,8 +203,11 @@ def written(value: object) -> Value:
 
 
 CATALOGUE: Mapping[str, Knob] = parse(shipped("knobs", "catalogue.yaml").read_text())
-CONFIG_PATHS: Mapping[str, str] = {name: each.effective for name, each in CATALOGUE.items() if each.effective}
-LOG_WORDS: Mapping[str, str] = {name: each.log for name, each in CATALOGUE.items() if each.log}
+
+
+def read_back() -> dict[str, ReadBack]:
+    """How the value of each knob is read back from a running engine, for those that any way shows."""
+    return {name: each.effective for name, each in CATALOGUE.items() if each.effective is not None}
 
 
 def knob(name: str) -> Knob:

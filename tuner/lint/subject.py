@@ -14,7 +14,7 @@ from tuner import yamltext
 from tuner.errors import BadInput, NotFound, Unavailable
 from tuner.knobs import model as models
 from tuner.knobs.baseline import Imported
-from tuner.knobs.catalogue import CONFIG_PATHS
+from tuner.knobs.catalogue import read_back
 from tuner.knobs.discover import GpuKind, facts_of_version
 from tuner.knobs.engine_starts import FoundEngine
 from tuner.knobs.manifests import sources
@@ -143,8 +143,8 @@ def _running(url: str) -> EngineToLint:
     listed = _json(f"{base}/v1/models", required=True)
     text = _get(f"{base}/metrics") or ""
     scrape = metrics.parse(text) if text.strip() else None
-    told = dict(effective.from_metrics(scrape, CONFIG_PATHS)) if scrape else {}
-    told |= effective.from_server_info(_json(f"{base}/server_info?config_format=json"), CONFIG_PATHS)
+    told = dict(effective.from_metrics(scrape, read_back())) if scrape else {}
+    told |= effective.from_server_info(_json(f"{base}/server_info?config_format=json"), read_back())
     version = _json(f"{base}/version")
     data = listed.get("data") if isinstance(listed, dict) else None
     entry: Mapping[str, Any] = data[0] if data else {}
@@ -163,7 +163,7 @@ def _running(url: str) -> EngineToLint:
         source=FoundEngine(where=url, name=str(entry.get("id") or url), words=(), model=model),
         version=str(version["version"]) if isinstance(version, dict) and version.get("version") else None,
         live=live,
-        effective=Candidate({name: v for name, v in told.items() if v is not None and name in CONFIG_PATHS}),
+        effective=Candidate({name: v for name, v in told.items() if v is not None and name in read_back()}),
     )
 
 

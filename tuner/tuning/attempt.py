@@ -10,6 +10,7 @@ from types import MappingProxyType
 from tuner.engine import boots, effective, failures
 from tuner.engine.failures import KINDS, refused_flags
 from tuner.errors import EngineError, Infeasible, StudyFailed
+from tuner.knobs.catalogue import read_back
 from tuner.metrics import CANCELLED, CUT
 from tuner.records import Candidate, Launch, Measurement, Run, Trial, TrialState, Value, Violation
 from tuner.replay import outcomes
@@ -222,7 +223,7 @@ def _with_estimate(trial: Trial, by: Judge | None) -> Trial:
 def unlike(asked: Candidate, found: Mapping[str, Value]) -> str | None:
     """Why the engine does not run what was asked, by the first knob of which it reports another value."""
     stated = Candidate({name: value for name, value in asked.items() if value is not None})
-    for name, (wanted, reported) in effective.differences(stated, found).items():
+    for name, (wanted, reported) in effective.differences(stated, found, read_back()).items():
         return f"the engine runs {name} = {reported}, not {wanted}"
     return None
 

@@ -13,7 +13,7 @@ from tuner.engine.gpu import Watch, throttled
 from tuner.engine.server import Server, serve
 from tuner.errors import Aborted, EngineError, Unavailable
 from tuner.knobs.arguments import compile_candidate
-from tuner.knobs.catalogue import CONFIG_PATHS, LOG_WORDS
+from tuner.knobs.catalogue import read_back
 from tuner.measures import NAMES
 from tuner.records import Candidate, Launch, LaunchSpec, Measurement, Slice, Slo, Trial
 from tuner.replay import outcomes
@@ -138,8 +138,8 @@ def launch_spec(
         directory=str(directory),
         env={**simulated_card(prepared), **known.env, **engine.env, **compiled.env},
         asked=candidate,
-        config_paths=CONFIG_PATHS,
-        log_words=LOG_WORDS,
+        asked_argv=compiled.argv,
+        read_back=read_back(),
         ready_timeout_s=known.ready_timeout_s,
         stop_command=engine.stop_command,
         gpus=prepared.node.gpus,

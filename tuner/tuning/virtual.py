@@ -85,7 +85,11 @@ class VirtualEngine:
         self._time.advance(startup_s)
         if isinstance(booted, NotStarted):
             raise failures.classify(
-                text, booted.code, "startup", asked=job.spec.asked, engine=job.spec.kind
+                text,
+                booted.code,
+                "startup",
+                asked=(*job.spec.asked, *job.spec.asked_argv),
+                engine=job.spec.kind,
             ).error()
         kv_tokens = booted.options.limits.num_blocks * booted.options.limits.block_size
         timeline = {**engine_log.timeline(text), "ready_s": startup_s}
