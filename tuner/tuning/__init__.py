@@ -1,3 +1,3 @@
-"""The main job: a study file becomes runs, runs become trials, finalists meet the baseline again, and the
-winner becomes a profile. The only room that knows both engine and search.
+"""The main job: read a study file, run trials, measure the finalists again and publish the winner as a
+profile. The only room that uses both engine and search.
 """

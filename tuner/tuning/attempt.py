@@ -1,4 +1,4 @@
-"""One attempt of one trial, from its row to its end."""
+"""One attempt of one trial: measure it, decide its state, and decide whose fault a failed launch is."""
 
 import asyncio
 import re
@@ -21,18 +21,19 @@ from tuner.tuning.live import CannotScreen, ScreeningEngine
 from tuner.tuning.study import Prepared, flag_name
 from tuner.tuning.trial import GateFailed, launch
 
-# More failed requests than this share, and the candidate is infeasible.
+# A candidate of which a larger share of the requests fails is INFEASIBLE: no candidate may win latency by
+# losing requests.
 ERROR_RATE = 0.01
 
-# How many kinds of failures a reason names, the most frequent first.
-KINDS_TOLD = 3
+# Kinds of failures that a reason names, the most frequent first: a sentence with more is not read.
+KINDS_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasureOptions:
     """How an attempt is measured. `live` screens it in a running engine where that can be done (`defaults`
     are what the engine runs with when nothing is asked), or with `own` leaves its own engine running for
-    others; `judge` may cut it short.
+    others; `judge` may stop it early.
     """
 
     live: ScreeningEngine | None = None
@@ -42,9 +43,9 @@ class MeasureOptions:
 
 
 async def perform(context: RunContext, trial: Trial, earlier: Sequence[Trial], how: MeasureOptions) -> Trial:
-    """One attempt, from its RUNNING row to its finished one. `earlier` are this number's attempts before.
+    """Measure a RUNNING trial and write its end. `earlier` are the attempts of this number before.
 
-    StudyFailed and cancellation are passed on after the row was closed as ABORTED.
+    StudyFailed and cancellation are raised again after the trial was written as ABORTED.
     """
     searched = tuple(s for s in context.prepared.study.slices if not s.held_out)
     passes = [Pass(slices=searched, judge=how.judge)]
@@ -71,8 +72,8 @@ async def perform(context: RunContext, trial: Trial, earlier: Sequence[Trial], h
 async def _measure(
     context: RunContext, trial: Trial, passes: Sequence[Pass], how: MeasureOptions, causes: list[str | None]
 ) -> tuple[LaunchResult, bool]:
-    """(what was measured, whether inside a running engine). What ended an engine that was to screen, and that
-    ran the trial's own candidate, joins the causes: launching it by itself is the second try.
+    """(the result, whether it was screened). If the candidate's own engine fails because its limits can be
+    changed, that counts as a first try (in `causes`), and a plain launch is the second.
     """
     directory = context.directory(trial.number, str(trial.attempt))
     if how.live is not None:
@@ -91,7 +92,7 @@ def _close(context: RunContext, trial: Trial) -> Trial:
 
 
 def _failed(trial: Trial, error: EngineError, causes: Sequence[str | None], gpu_seconds: float) -> Trial:
-    """INFEASIBLE once the cause has used up its retries, else ABORTED: an attempt that decided nothing."""
+    """INFEASIBLE once the cause has no retries left, else ABORTED: the trial is repeated."""
     ended = replace(trial, reason=str(error), cause=error.cause, gpu_seconds=gpu_seconds)
     if isinstance(error, GateFailed):
         ended = replace(ended, measurements=(replace(error.measurement, launch_id=None, kind="partial"),))
@@ -103,14 +104,14 @@ def _failed(trial: Trial, error: EngineError, causes: Sequence[str | None], gpu_
 
 
 def retries_of(error: Infeasible) -> int:
-    """How often what ended so is tried again before it is the candidate's fault."""
+    """How often a launch that failed like this is repeated before the candidate is at fault."""
     phase: failures.Phase = "run" if (error.violation.oom or 0.0) > 1.0 else "startup"
     return failures.retries(error.cause, phase)
 
 
 def failing(values: Mapping[str, float], errors: Mapping[str, int] = MappingProxyType({})) -> str | None:
-    """Why what was measured does not serve the traffic: more than ERROR_RATE of the requests failed.
-    `errors`: how many requests failed of what (see `errors_of`).
+    """Why a measurement does not serve the traffic: more than ERROR_RATE of its requests failed. None: it
+    does. `errors` counts the failures by kind (`errors_of`).
     """
     if _error_rate(values) <= ERROR_RATE:
         return None
@@ -118,7 +119,7 @@ def failing(values: Mapping[str, float], errors: Mapping[str, int] = MappingProx
     if len(errors) == 1 and sum(errors.values()) == whole:
         return f"{failed}: {next(iter(errors))}"
     if errors:
-        most = sorted(errors.items(), key=lambda each: -each[1])[:KINDS_TOLD]
+        most = sorted(errors.items(), key=lambda each: -each[1])[:KINDS_NAMED]
         return f"{failed} failed: {'; '.join(f'{count} {error}' for error, count in most)}"
     if cut := values.get("unfinished"):
         return (
@@ -128,7 +129,9 @@ def failing(values: Mapping[str, float], errors: Mapping[str, int] = MappingProx
 
 
 def errors_of(measurement: Measurement) -> dict[str, int]:
-    """What requests of a measurement failed of, and how many; empty where its outcomes are not here."""
+    """How many requests of a measurement failed, by kind of failure; empty where its files are on another
+    host.
+    """
     found: Counter[str] = Counter()
     for part in measurement.slices:
         if part.outcomes_file is None or not outcomes.is_here(part.outcomes_file):
@@ -139,7 +142,7 @@ def errors_of(measurement: Measurement) -> dict[str, int]:
 
 
 def _kind_of(error: str) -> str:
-    """An error without what differs from request to request."""
+    """The kind of an error: its text without request IDs."""
     if error == CUT:
         return "still ran at the end of the tail (plan: tail_limit_s)"
     return re.sub(r"\b[0-9a-f-]{12,}\b", "…", error)[:120]
@@ -150,7 +153,9 @@ def _error_rate(values: Mapping[str, float]) -> float:
 
 
 def _judged(context: RunContext, trial: Trial, found: LaunchResult) -> Trial:
-    """COMPLETE, PRUNED when the judge cut it, or INFEASIBLE when more than 1 % of the requests failed."""
+    """The trial with its state: COMPLETE, PRUNED if it was stopped early, INFEASIBLE if too many requests
+    failed or its engine runs with other values.
+    """
     extra = {"gpu_seconds": found.gpu_seconds}
     measurements = tuple(replace(m, values={**m.values, **extra}) for m in found.measurements)
     ended = replace(
@@ -211,7 +216,7 @@ def _tell_drift(context: RunContext, trial: Trial, found: LaunchResult) -> None:
 
 
 def _with_estimate(trial: Trial, by: Judge | None) -> Trial:
-    """A PRUNED trial carries its partial measurement, and last the estimate of where it would have ended."""
+    """A PRUNED trial has its partial measurement, and after it the estimate of its final values."""
     if trial.state is not TrialState.PRUNED or by is None or not trial.measurements:
         return trial
     partial = replace(trial.measurements[-1], kind="partial")
@@ -221,14 +226,14 @@ def _with_estimate(trial: Trial, by: Judge | None) -> Trial:
 
 
 def unlike(asked: Candidate, found: Mapping[str, Value]) -> str | None:
-    """Why the engine does not run what was asked, by the first knob of which it reports another value."""
+    """Why the engine does not run the candidate: the first knob with another value. None: it does."""
     stated = Candidate({name: value for name, value in asked.items() if value is not None})
     for name, (wanted, reported) in effective.differences(stated, found, read_back()).items():
         return f"the engine runs {name} = {reported}, not {wanted}"
     return None
 
 
-# Causes that do not tell by themselves whether a knob or something fixed is at fault.
+# Causes that a knob as well as a fixed argument may bring about.
 GENERAL = ("crashed", "engine_dead", "config_invalid", "bad_flag")
 
 
@@ -243,7 +248,7 @@ def turned(prepared: Prepared) -> frozenset[str]:
 
 
 def named(text: str, names: Collection[str]) -> frozenset[str]:
-    """Which knobs a sentence names, with underscores or as a flag."""
+    """The knobs that a text names, with underscores or as a flag."""
     return frozenset(
         name
         for name in names
@@ -252,7 +257,7 @@ def named(text: str, names: Collection[str]) -> frozenset[str]:
 
 
 def mends(prepared: Prepared, cause: str, sentence: str) -> bool:
-    """Whether a knob that the study turns acts on what ended a launch."""
+    """Whether a knob that the study turns can mend what ended a launch."""
     knobs = turned(prepared)
     about = KINDS.get(cause)
     return bool(knobs & named(sentence, knobs)) or (about is not None and bool(knobs & set(about.knobs)))
@@ -261,8 +266,8 @@ def mends(prepared: Prepared, cause: str, sentence: str) -> bool:
 def blamed(prepared: Prepared, error: EngineError, *, served: bool) -> EngineError:
     """The error as it counts for this study. `served`: an engine of the study has been ready before.
 
-    What no knob of the study can mend is StudyFailed; what one can mend, or what a candidate may have brought
-    about where another one served, is Infeasible. Everything else stays what it was.
+    A fault that no knob of the study can mend is StudyFailed. One that a knob can mend is Infeasible, and so
+    is one that the candidate may have caused if another candidate served. Other errors stay as they are.
     """
     sentence = f"{error} {error.evidence}"
     if isinstance(error, StudyFailed):
@@ -285,7 +290,7 @@ def blamed(prepared: Prepared, error: EngineError, *, served: bool) -> EngineErr
 
 
 def check_start(prepared: Prepared, run: Run, trials: Sequence[Trial], launches: Sequence[Launch]) -> None:
-    """StudyFailed when candidates of a run failed alike at start-up, by what no knob of the study acts on."""
+    """StudyFailed if two candidates of a run failed at start-up for one cause that no knob can mend."""
     ours = [t for t in trials if t.run_id == run.id]
     ready = any("ready_s" in each.timeline for each in launches if each.started_at >= run.started_at)
     last = None if ready or any(t.measurements for t in ours) else hopeless(prepared, ours)
@@ -294,7 +299,7 @@ def check_start(prepared: Prepared, run: Run, trials: Sequence[Trial], launches:
 
 
 def hopeless(prepared: Prepared, trials: Sequence[Trial]) -> Trial | None:
-    """The second candidate that ended as another one did, by a cause on which no knob of the study acts.
+    """The second candidate that failed for a cause that no knob of the study can mend.
 
     `trials` are those of one run in which no engine was ready yet.
     """
@@ -307,8 +312,8 @@ def hopeless(prepared: Prepared, trials: Sequence[Trial]) -> Trial | None:
 
 
 def never_started(trials: Sequence[Trial], run_id: str) -> Trial | None:
-    """The baseline to begin a run with again: earlier runs measured no engine of the study at all, and what
-    hindered that may have been mended since.
+    """The failed baseline that a run measures again, if no earlier run measured any engine of the study: the
+    fault may have been mended since. None: no.
     """
     if any(t.measurements or t.run_id == run_id for t in trials):
         return None
@@ -317,5 +322,5 @@ def never_started(trials: Sequence[Trial], run_id: str) -> Trial | None:
 
 
 def _root(trial: Trial) -> tuple[str | None, str]:
-    """What ended a trial, but for the numbers in it: sizes, ports and processes differ."""
+    """The cause and text of a failure without numbers: sizes, ports and processes differ."""
     return trial.cause, re.sub(r"0x[0-9a-f]+|\d[\d.,]*", "#", trial.reason or "")

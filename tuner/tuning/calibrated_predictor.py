@@ -1,6 +1,4 @@
-"""What is known before a candidate is measured: a simulator calibrated on the study's baseline, the fronts of
-other studies, and how to measure it for less. Each a function of history, so that suggestions replay.
-"""
+"""The simulator of a study, calibrated on its baseline, and what it expects (`tuner predict`)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +18,8 @@ from tuner.simulator.cost import CARDS, Card, Coefficients, card_of, preset
 from tuner.simulator.predict import UNCALIBRATED, Predictor, Scene
 from tuner.tuning.study import Prepared
 
-# Relative error of step times, at least, that proposals reckon with: one trial says little of others.
+# Least relative error of step times that proposals reckon with. A fit to the baseline says
+# little about candidates with other batch sizes.
 UNSURE = 0.12
 
 # Rounds of a fit to the baseline; more change little (docs/simulator.md).
@@ -53,7 +52,7 @@ def _spread(values: Mapping[str, Sequence[object]]) -> bool:
 
 
 def scene_of(prepared: Prepared, card: Card) -> Scene:
-    """What the study measures, as the simulator is told it: the slices that are searched."""
+    """What the study measures, in the simulator's terms: the slices of the search."""
     engine = prepared.file.engine
     args = {name: value for name, value in engine.args.items() if not isinstance(value, list | dict)}
     return Scene(
@@ -72,13 +71,13 @@ def scene_of(prepared: Prepared, card: Card) -> Scene:
 
 
 def predictor_of(scene: Scene, calibration: Calibration, kind: type[Predictor] = Predictor) -> Predictor:
-    """What proposals are predicted with, no surer of itself than a fit to few trials may be."""
+    """The predictor for proposals; its error is at least UNSURE."""
     return kind(scene, calibration.coefficients, error=max(calibration.error, UNSURE))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibratedPredictor:
-    """A predictor, and what it was calibrated to; None: to nothing, as not even the baseline served."""
+    """A predictor and its calibration; None: it is not calibrated, since the baseline did not serve."""
 
     predict: Batch
     calibration: Calibration | None
@@ -86,10 +85,9 @@ class CalibratedPredictor:
 
 @dataclass(slots=True, kw_only=True)
 class StudyPredictor:
-    """What a run knows of its study: a simulator, calibrated on the baseline alone, so that what it says
-    stays the same all through (what it gets wrong is learned beside it: `search.residuals`). `fronts` are
-    seeds from other studies, `start` is what an earlier run fitted; `why_not` tells why nothing is predicted,
-    once that was tried.
+    """A study's simulator. It is calibrated on the baseline alone, so its predictions stay the same for the
+    whole study; the search models its errors (`search.acquisition`). The fit begins at `start`, the
+    coefficients of an earlier run. `why_not` says why nothing is predicted, after the first try.
     """
 
     prepared: Prepared
@@ -108,7 +106,7 @@ class StudyPredictor:
         return self._known[key]
 
     def _calibrated(self, base: Trial | None) -> CalibratedPredictor | None:
-        """Fitted to the baseline; by the card's datasheet alone where that did not serve."""
+        """Calibrated on the baseline; not calibrated where the baseline did not serve. None: no simulator."""
         card = card_for(self.prepared)
         self.why_not = card if isinstance(card, str) else None
         if isinstance(card, str):
@@ -141,7 +139,7 @@ def pool_of(prepared: Prepared, space: SearchSpace, trials: Sequence[Trial]) -> 
 
 
 def failed(trials: Sequence[Trial]) -> bool:
-    """Whether the baseline was tried and cannot serve this traffic."""
+    """Whether the baseline was measured and cannot serve this traffic."""
     return any(t.is_baseline and t.state is TrialState.INFEASIBLE for t in trials)
 
 
@@ -155,7 +153,7 @@ class Expected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """A study in virtual time. `measured` holds the trials that were measured beside their predictions."""
+    """What the simulator expects of a study. `measured` pairs the measured trials with their predictions."""
 
     study: str
     objectives: tuple[str, ...]
@@ -207,7 +205,7 @@ def _sure(predictor: Predictor, candidate: Candidate) -> Expected:
 
 
 def _front(works: Sequence[Expected], objectives: Sequence[str]) -> list[Expected]:
-    """Those that no other beats, in order of the first objective."""
+    """The candidates that no other beats in every objective, in order of the first one."""
     if not works:
         return []
     costs = np.array(

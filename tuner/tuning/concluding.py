@@ -1,4 +1,4 @@
-"""What a confirmation measured becomes the run's conclusion: pure functions of records."""
+"""A run's conclusion from the measurements of its confirmation, and the noise of earlier nights."""
 
 import math
 import re
@@ -25,7 +25,7 @@ from tuner.tuning.verdict import Verdict, exceeding, judge
 
 LEVEL = 0.95
 
-# An interval that reaches so many times the baseline's value has no end to speak of.
+# An interval that reaches this many times the baseline's value is shown without an upper end.
 ENDLESS = 1e4
 
 PLACES: tuple[Where, ...] = ("confirm", "held_out")
@@ -36,7 +36,7 @@ Spreads = Mapping[tuple[str, Where], Spread]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WinnerCriteria:
-    """What a study asks of its winner, and how it is measured. `not_worse` maps metric → share."""
+    """A study's rules for its winner, and its plan. `not_worse` maps metric → share."""
 
     study: Study
     plan: Plan
@@ -50,11 +50,11 @@ class WinnerCriteria:
 
     @property
     def looks(self) -> int:
-        """How often a confirmation may ask whether its answer is still open."""
+        """How often a confirmation may look at its answer; each look may find a winner by chance."""
         return self.plan.most - self.plan.repeats + 1
 
     def family(self, finalists: int) -> int:
-        """How many comparisons one verdict rests on."""
+        """How many comparisons a verdict rests on (Bonferroni)."""
         return max(1, finalists) * len(self.metrics) * self.looks
 
 

@@ -1,4 +1,6 @@
-"""Finalists and the baseline again, interleaved, each time in a fresh process, and on a held-out slice."""
+"""The confirmation: finalists and baseline measured again in turns, each time in a fresh process, also on the
+held-out slice.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -34,7 +36,7 @@ from tuner.tuning.trial import launch
 
 
 def asked_of(prepared: Prepared) -> WinnerCriteria:
-    """What the study asks of its winner."""
+    """The study's rules for its winner."""
     return WinnerCriteria(
         study=prepared.study, plan=prepared.plan, policy=policy(prepared), not_worse=prepared.file.not_worse
     )
@@ -109,7 +111,7 @@ class Confirmation:
         return trial_view.baseline_of(self.context.store.trials(self.run.study_id))
 
     def so_far(self) -> Repeats:
-        """What was measured, without those of which too many requests failed."""
+        """What was measured so far, without trials of which too many requests failed."""
         trials = self.context.store.trials(self.run.study_id)
         base, dropped = trial_view.baseline_of(trials), dict(self.dropped)
         measured = {}
@@ -126,8 +128,8 @@ class Confirmation:
         )  # fmt: skip
 
     async def measure(self) -> None:
-        """Launch everybody in turns until the answer is settled, the plan's cap is reached, or the window has
-        no room for another round.
+        """Launch baseline and finalists in turns until the answer is clear, the plan's limit is reached, or
+        another round does not fit into the window.
         """
         asked, plan = asked_of(self.context.prepared), self.context.prepared.plan
         base = self.base
@@ -198,14 +200,14 @@ class Confirmation:
         self.context.tell(RunEvent(kind="confirm", text=text, done=done, total=arms * rounds, trial=trial))
 
     def rounds_done(self) -> int:
-        """How many repeats of everybody are measured."""
+        """How many repeats are measured of the baseline and every finalist."""
         arms, repeat = [*([self.base] if self.base else []), *self.chosen], 0
         while arms and all(_has(self.context, self.label, t.id, repeat + 1) for t in arms):
             repeat += 1
         return repeat
 
     def conclusion(self) -> Conclusion:
-        """What was found, once it was measured to its end."""
+        """The conclusion of a confirmation that was measured to its end."""
         asked, now = asked_of(self.context.prepared), self.context.clock()
         cost = cost_of(self.context, self.run, self.label)
         return conclude(asked, self.run, self.so_far(), cost, now)
@@ -225,7 +227,7 @@ def without_finalists(context: RunContext, run: Run) -> Conclusion:
 
 
 def label_of(run_id: str) -> str:
-    """How the launches of a run's confirmation are called, however many runs go on with it."""
+    """The label of the launches of a run's confirmation; later runs that finish it keep the label."""
     return run_id[:8]
 
 

@@ -1,4 +1,4 @@
-"""What a run, its launches and the hosts that do them share: records, budget, cores, estimates."""
+"""The records that a run, its launches and their hosts share; budget, cores, and estimates for a launch."""
 
 import math
 import os
@@ -35,7 +35,7 @@ from tuner.replay.timeline import Judge
 from tuner.tuning.quality import CanaryAnswer
 from tuner.tuning.study import Clock, Prepared
 
-# Sender processes at most; one for every eight cores.
+# Sender processes at most, one for every eight cores; every other core is left to the engine.
 SENDERS = 4
 
 
@@ -60,8 +60,8 @@ EventKind = Literal["run", "started", "phase", "finished", "confirm", "verdict",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEvent:
-    """One line of news of a run. `done` of `total` trials; `trial` is the row that the news is about, which
-    an earlier run may have begun.
+    """One line of progress of a run: `done` of `total` trials. `trial` is the trial that it is about; an
+    earlier run may have begun it.
     """
 
     kind: EventKind
@@ -76,10 +76,11 @@ Tell = Callable[[RunEvent], None]
 
 
 def silent(event: RunEvent) -> None:
-    """A listener that does not listen."""
+    """Takes events and does nothing with them."""
 
 
-# Launches per trial number that may be retries, discarded boots and the confirmation.
+# Launches beside each trial number, for second tries, discarded first boots and the confirmation. A
+# confirmation of two finalists takes nine; two for each trial leave room for it from five trials on.
 BESIDE = 2
 
 
@@ -89,13 +90,13 @@ def most_launches(trials: int | None) -> float:
 
 
 def numbers_of(trials: Sequence[Trial], run_id: str) -> set[int]:
-    """The trial numbers that a run began, whatever became of them."""
+    """The trial numbers that a run began, in whatever state they are."""
     return {t.number for t in trials if t.run_id == run_id}
 
 
 @dataclass(slots=True, kw_only=True)
 class LaunchBudget:
-    """Counts the engines that a run starts; the one over the limit is Aborted before it exists."""
+    """Counts the engines that a run starts. The one beyond the limit is Aborted before it is started."""
 
     most: float = math.inf
     begun: int = 0
@@ -114,14 +115,14 @@ class LaunchBudget:
 
 
 def budget_of(run: Run, launches: Sequence[Launch]) -> LaunchBudget:
-    """The budget of a run that begins or goes on, with what it started before."""
+    """The launch budget of a new or resumed run; engines that it started earlier are counted."""
     ours = [each for each in launches if each.started_at >= run.started_at]
     begun = sum(1 + (FIRST_S in each.timeline) for each in ours)
     return LaunchBudget(most=most_launches(run.trials_limit), begun=begun)
 
 
 def hours_left(store: Store, study_id: str, hours: float | None, now: datetime) -> float | None:
-    """What is left of a run's hours: those that its engines ran before it was interrupted are spent."""
+    """What is left of a run's hours. The time that its engines ran before an interruption is spent."""
     open_runs = [run for run in store.runs(study_id) if run.state is RunState.RUNNING]
     if hours is None or not open_runs:
         return hours
@@ -132,21 +133,27 @@ def hours_left(store: Store, study_id: str, hours: float | None, now: datetime) 
 
 
 def steady(clock: Clock) -> Clock:
-    """A clock that goes on from now on at an even pace, whatever is done to the host's meanwhile."""
+    """A clock that starts at the host's time and then follows a monotonic one: changes of the host's clock
+    do not matter.
+    """
     begun, mark = clock(), time.monotonic()
     return lambda: begun + timedelta(seconds=time.monotonic() - mark)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchEstimates:
-    """`ready_timeout_s` as `serve` takes it; `env` is laid under the study's."""
+    """How long to wait for the next launch (`serve`'s `ready_timeout_s`), and environment variables that the
+    study's own override.
+    """
 
     ready_timeout_s: float = boots.UNKNOWN_S
     env: Mapping[str, str] = field(default_factory=dict)
 
 
 def launch_estimates(store: Store, prepared: Prepared, *, home: Path | None) -> LaunchEstimates:
-    """For a study's next launch. Compiled code is kept under `home`; None: launched on another host."""
+    """The estimates for a study's next launch. Compiled code is cached under `home`; None: another host
+    launches.
+    """
     launches = store.launches(prepared.study.id)
     env: Mapping[str, str] = {}
     facts = prepared.facts
@@ -161,8 +168,8 @@ def launch_estimates(store: Store, prepared: Prepared, *, home: Path | None) -> 
 
 
 def readied(store: Store, study: Study, launches: Sequence[Launch]) -> list[float]:
-    """After how many seconds engines were ready: the study's own; while these are too few to tell, with those
-    of the node's other studies of the same model and engine.
+    """Seconds until engines were ready: the study's own launches, and while these are too few also those of
+    the node's other studies of the same model and engine version.
     """
     found = ready_of(launches)
     if len(found) >= boots.ENOUGH:
@@ -173,12 +180,12 @@ def readied(store: Store, study: Study, launches: Sequence[Launch]) -> list[floa
 
 
 def ready_of(launches: Sequence[Launch]) -> list[float]:
-    """The times to ready of those that got there."""
+    """Seconds to ready of the launches that got ready."""
     return [t for each in launches if (t := each.timeline.get("ready_s")) is not None]
 
 
 def largest_kv(launches: Sequence[Launch]) -> int | None:
-    """The largest KV cache in tokens that any of them had; None while none is known."""
+    """The largest KV cache of these launches in tokens; None while none is known."""
     return max((each.kv_tokens for each in launches if each.kv_tokens), default=None)
 
 
@@ -187,7 +194,7 @@ ABORTED_RETRIES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostContext:
-    """What a host needs to do an order. `isolated`: it does not wait for other replays of its host."""
+    """What a host needs for a launch job. `isolated`: it does not wait for other replays on its host."""
 
     prepared: Prepared
     cores: Cores
@@ -197,7 +204,7 @@ class HostContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """What all launches of a run share. `home` is TUNER_HOME; `work` does an order elsewhere, None: here."""
+    """What all launches of a run share. `home` is TUNER_HOME; `work` does jobs elsewhere (None: here)."""
 
     prepared: Prepared
     store: Store
@@ -212,7 +219,7 @@ class RunContext:
     """Reads a clock that only goes forward; a virtual engine brings its own."""
 
     def gpus_held(self, candidate: Candidate) -> int:
-        """How many GPUs the candidate's engine holds: seconds of wall time to GPU-seconds."""
+        """How many GPUs the candidate's engine holds; wall time times this is GPU-seconds."""
         prepared = self.prepared
         own = compile_candidate(candidate, prepared.facts, env=prepared.file.engine.env).argv
         return held(prepared, (*prepared.fixed, *own))
@@ -222,7 +229,7 @@ class RunContext:
         return self.store.launches(self.prepared.study.id)
 
     def estimates(self) -> LaunchEstimates:
-        """What they and this host tell of the next one."""
+        """The estimates for the next launch."""
         return launch_estimates(self.store, self.prepared, home=self.home if self.work is None else None)
 
     def settles(self, argv: Sequence[str]) -> bool | None:
@@ -251,7 +258,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchResult:
-    """What a launch gave. `curtailed` is the judge's reason when a replay was cut short."""
+    """The result of a launch. `curtailed` is why a replay was stopped early, None if none was."""
 
     launch: Launch
     measurements: tuple[Measurement, ...]
@@ -262,7 +269,7 @@ class LaunchResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchJob:
-    """One launch and its replays, as handed to the host that does them; nothing in it touches the history.
+    """One launch and its replays, for the host that does them; that host has no access to the history.
 
     `kv_tokens` is the largest KV cache that a launch of the study had so far; `settle` as `serve` takes it.
     """
@@ -276,7 +283,7 @@ class LaunchJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """What an engine said of itself once it was ready."""
+    """What a ready engine reported: its configuration, seconds of its start-up phases, KV cache in tokens."""
 
     effective: Mapping[str, Value]
     timeline: Mapping[str, float]
@@ -285,7 +292,7 @@ class Serving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One pass: its numbers, the judge's reason when it was cut short, and answers to canary prompts."""
+    """One pass: its measurement, why it was stopped early (None: it was not), answers to canary prompts."""
 
     measurement: Measurement
     curtailed: str | None

@@ -1,4 +1,4 @@
-"""How a run ends: which confirmation it measures, when, and what it concludes."""
+"""The end of a run: which confirmation it measures, what it concludes, and the profiles that it publishes."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -38,7 +38,7 @@ class Ending:
         self._done: Confirmation | None = None
 
     async def what_is_pending(self) -> None:
-        """Before new trials: measure to its end what was begun and interrupted, where it fits."""
+        """Before new trials: finish a confirmation that was interrupted, if it fits into the window."""
         found = self._begun() or pending(self._context)
         if found is None or not found[1]:
             return
@@ -113,8 +113,8 @@ class Ending:
         return f"{own}.2" if self._done is not None and self._done.label == own else own
 
     def conclusion(self, why: str | None = None) -> Conclusion | None:
-        """What the run concludes, its profiles published. `why` it was ended early, or its confirmation
-        was not begun; None: it came to its end.
+        """Publish the profiles and return the conclusion. `why` says why the run ended early or its
+        confirmation was not begun; None: neither.
         """
         if self._done is not None:
             return self._published(self._done, why)

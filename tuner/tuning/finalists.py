@@ -19,7 +19,7 @@ from tuner.tuning.verdict import worse_by
 
 
 def idle_cards(facts: EngineFacts, argv: Sequence[str]) -> str | None:
-    """What to say of a baseline that holds fewer GPUs than its host has, None where it holds all."""
+    """A sentence about GPUs that the baseline leaves idle; None where it uses all."""
     there, used = facts.gpu_count, gpus_held(argv)
     if not adapter_of(facts.kind).uses_gpus(facts.platform) or used >= there:
         return None
@@ -68,7 +68,7 @@ def _prompt(outcome: Outcome) -> int:
 
 
 def _seen(trial: Trial) -> Crowd | None:
-    """None where a slice's file is gone."""
+    """What was in a trial's engine at once; None where a slice's file is gone."""
     measured = trial.measurement
     if measured is None or not measured.slices:
         return None

@@ -26,11 +26,12 @@ from tuner.tuning.trial import LaunchRecorder, add_launch, launch_spec, launched
 
 SCHEDULER = "--scheduler-cls"
 
-# Limits that may only be lowered in a running engine.
+# Limits that may only be lowered in a running engine: buffers are as large as they were at its launch.
 SIZES = ("max_num_seqs", "max_num_batched_tokens")
 
 
-# After so many running engines in a row that did not do, every candidate is launched by itself.
+# After this many failures of running engines in a row every candidate gets an engine of its own: each
+# failure cost a launch.
 FAILURES = 3
 
 
@@ -94,7 +95,9 @@ def fits(
 
 
 class ScreeningEngine:
-    """The running engine of a run, if any. One trial at a time."""
+    """The running engine that screens the candidates of a run, one after the other; none before the first
+    trial.
+    """
 
     def __init__(self, context: RunContext) -> None:
         self._context = context

@@ -19,7 +19,7 @@ from tuner.knobs.catalogue import CATALOGUE
 from tuner.records import JSON, Candidate, Trial, TrialState
 from tuner.tuning.study import Prepared
 
-# Prompts, tokens of each, and tokens of each answer.
+# Prompts, tokens of each, and tokens of each answer: 768 compared tokens, of which 1 % are eight.
 CANARIES, PROMPT, ANSWER = 16, 64, 48
 
 # Names under which the comparison stands in a measurement.
@@ -137,7 +137,7 @@ def kept(path: Path) -> tuple[CanaryAnswer, ...]:
 
 
 def told(prepared: Prepared, trials: Sequence[Trial]) -> str:
-    """What a run says of its candidates' quality."""
+    """The summary's sentence about the quality of the answers."""
     if (reason := why_not(prepared)) is not None:
         return reason
     done = [t for t in trials if t.state is TrialState.COMPLETE]

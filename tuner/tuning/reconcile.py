@@ -1,4 +1,4 @@
-"""What a controller that died left behind is cleared before anything new starts: processes and rows."""
+"""Before a run: hold the study, clear what dead controllers left, and register study, trace and node."""
 
 import fcntl
 import os
@@ -24,7 +24,7 @@ Say = Callable[[str], object]
 
 
 def silent(sentence: str) -> None:
-    """Says nothing."""
+    """Takes a sentence and does nothing with it."""
 
 
 def lock_path(home: Path, study_id: str) -> Path:

@@ -1,4 +1,4 @@
-"""The loop: clear up, suggest, measure, until a reason to stop; then finalists meet the baseline again."""
+"""The loop of a run: propose and measure candidates until there is a reason to stop, then confirm."""
 
 import asyncio
 import math
@@ -54,7 +54,8 @@ from tuner.tuning.virtual import on_virtual_time
 # How often a request to cancel, or the end of the window, is looked for during a trial.
 WATCH_S = 1.0
 
-# Share of a run's window that its confirmation may take; where it would take more the run only searches.
+# Share of a run's window that its confirmation may take. A run whose confirmation would take more only
+# searches, since the rest would not hold enough trials to confirm anything.
 CONFIRMING = 0.7
 
 T = TypeVar("T")
@@ -401,7 +402,7 @@ def _noise(trials: Sequence[Trial], objectives: Sequence[str]) -> float | None:
 def summary_of(
     prepared: Prepared, trials: Sequence[Trial], predictor: StudyPredictor, live: ScreeningEngine
 ) -> dict[str, JSON]:
-    """What a run says beside its verdict: the calibration, live limits, GPU time, and the machine's drift."""
+    """The run's summary beside its conclusion: calibration, live limits, GPU time, quality, idle GPUs."""
     known = predictor.calibrated(trials)
     screened = [t for t in trials if t.screened]
     return {

@@ -1,4 +1,4 @@
-"""What a study begins with: winner, front and calibration of earlier studies, on this node and on others."""
+"""What a study starts with from earlier ones: winner, front and calibration of this node and of others."""
 
 from collections.abc import Sequence
 from datetime import datetime
@@ -15,7 +15,7 @@ from tuner.tuning.study import Prepared
 # Front members that are tried first: of the same node's last study, of another node's, of so many nodes.
 OWN_FRONTS, OTHER_FRONTS, OTHER_NODES = 4, 2, 3
 
-# By digest of a trace: it is asked at every proposal, and a trace does not change.
+# Cache by digest of the trace: every proposal asks for it.
 _ENOUGH: dict[str, int | None] = {}
 
 # (origin, candidate)

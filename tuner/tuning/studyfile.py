@@ -29,10 +29,10 @@ MOST_TRIALS = 100_000
 
 MOST_SPEED = 1000.0
 
-# Ten times worse: whoever allows more asks nothing.
+# Ten times worse; a larger limit would allow anything.
 MOST_WORSE = 10.0
 
-# Variables that change where the engine listens, or to whom it answers.
+# Environment variables that change where the engine listens or whom it answers.
 HIDING = ("VLLM_API_KEY", "VLLM_PORT")
 
 Scalar = bool | int | float | str | None

@@ -1,4 +1,6 @@
-"""What is said of a study's trace before a run: where `latest:` found it, and what has moved since before."""
+"""Notes on a study's trace before a run: where `latest:` found it, what moved since the champion's trace, and
+which knobs it cannot judge.
+"""
 
 import re
 from collections.abc import Iterator

@@ -67,13 +67,13 @@ async def launch(context: RunContext, trial: Trial, passes: Sequence[Pass], dire
 
 
 class LaunchRecorder:
-    """The row of a launch while the engine runs: what is heard of it goes in here, and on to who listens."""
+    """Keeps the row of a launch up to date while its engine runs, and passes progress on."""
 
     def __init__(self, context: RunContext, row: Launch, trial: Trial) -> None:
         self._context, self.row, self.trial = context, row, trial
 
     def note(self, news: News) -> None:
-        """Take what an engine says of itself; tell everything else."""
+        """Keep what the engine reports; pass everything else on as progress."""
         if isinstance(news, Serving):
             self.row = replace(
                 self.row, effective=news.effective, timeline=news.timeline, kv_tokens=news.kv_tokens
@@ -101,7 +101,7 @@ def add_launch(context: RunContext, spec: LaunchSpec) -> Launch:
 
 
 def launched(row: Launch, measured: Sequence[Measured], gpu_seconds: float) -> LaunchResult:
-    """What a launch gave, its measurements bound to its row."""
+    """The result of a launch; its measurements name its row."""
     return LaunchResult(
         launch=row,
         measurements=tuple(replace(m.measurement, launch_id=row.id) for m in measured),
@@ -112,7 +112,7 @@ def launched(row: Launch, measured: Sequence[Measured], gpu_seconds: float) -> L
 
 
 async def work_here(host: HostContext, job: LaunchJob, note: Note) -> Sequence[Measured]:
-    """Do an order on this host: launch, replay, measure, stop. Outcomes are written beside the log."""
+    """Do a launch job on this host: launch, replay, measure, stop. Outcomes are written beside the log."""
     async with serve(job.spec, gpus=host.gpus, note=note, settle=job.settle) as server:
         note(Serving(effective=server.effective, timeline=server.timeline, kv_tokens=server.kv_tokens))
         return [await measured_pass(host, job, each, server, note) for each in job.passes]
@@ -126,7 +126,7 @@ def launch_spec(
     *,
     known: LaunchEstimates | None = None,
 ) -> LaunchSpec:
-    """How a candidate is launched: fixed arguments first, then its own, so that its own win."""
+    """How a candidate is launched: the fixed arguments first, then its own, which override them."""
     engine, known = prepared.file.engine, known or LaunchEstimates()
     compiled = compile_candidate(candidate, prepared.facts, env=engine.env)
     return LaunchSpec(
@@ -173,8 +173,8 @@ Send = Callable[[Sequence[Slice], Load, Judge | None], Awaitable[Replayed]]
 async def measured_pass(
     host: HostContext, job: LaunchJob, each: Pass, server: Server, note: Note
 ) -> Measured:
-    """Replay one pass on a ready engine. Its outcomes go to the order's directory. GateFailed, or the fault
-    that the engine had meanwhile.
+    """Replay one pass on a ready engine. Its outcomes go to the job's directory. GateFailed, or the
+    engine's fault during the replay.
     """
     prepared = host.prepared
     load = load_of(host, job, each, server.kv_tokens)
@@ -201,7 +201,7 @@ async def measured_pass(
 
 
 async def send_pass(each: Pass, load: Load, send: Send, note: Note) -> Replayed:
-    """Replay a pass's slices, saying which."""
+    """Replay the slices of a pass; progress names them."""
     note(f"replaying {', '.join(s.name for s in each.slices)}")
     return await send(each.slices, load, each.judge)
 
@@ -264,7 +264,7 @@ def _with_files(measurement: Measurement, replayed: Replayed, directory: Path) -
 
 
 class GateFailed(Aborted):
-    """The replay is not to be believed: the sender was late, or the answers were not what was asked for."""
+    """The replay does not count: the sender was late, or the answers were not what was asked for."""
 
     def __init__(self, measurement: Measurement) -> None:
         gates = "; ".join(measurement.fidelity.failed)
@@ -273,7 +273,7 @@ class GateFailed(Aborted):
 
 
 def make(directory: Path) -> None:
-    """A directory that is there afterwards. Aborted where it cannot be made."""
+    """Make a directory unless it exists. Aborted where that fails."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -281,7 +281,7 @@ def make(directory: Path) -> None:
 
 
 def _sampled(sampled: Mapping[str, float], replayed: Replayed) -> dict[str, float]:
-    """What the GPUs said, under names of measurements; energy per completion token of the windows."""
+    """GPU numbers that are measurements, and the energy for each output token."""
     found = {name: value for name, value in sampled.items() if name in NAMES}
     tokens = sum(o.output_tokens for part in replayed.slices for o in part.outcomes)
     if tokens and (energy := sampled.get("gpu_energy_j")):
@@ -290,7 +290,7 @@ def _sampled(sampled: Mapping[str, float], replayed: Replayed) -> dict[str, floa
 
 
 def flagged(measurement: Measurement, host: HostContext, sampled: Mapping[str, float]) -> Measurement:
-    """The measurement with how the GPUs fared beside it: clocks, heat, power, and what throttled them."""
+    """The measurement with the GPUs' clocks, temperature and power, and warnings about throttling."""
     beside = {name: value for name, value in sampled.items() if name not in NAMES}
     fidelity = replace(measurement.fidelity, values={**measurement.fidelity.values, **beside})
     measurement = replace(measurement, fidelity=fidelity)
@@ -313,10 +313,12 @@ def _tell_progress(note: Note, progress: Progress) -> None:
 
 MAX_SPEED = "max_speed"
 
-# Bounds relative to the study's speed, and how many speeds are tried at most.
+# Bounds of the search for the highest speed, relative to the study's speed, and the most speeds that are
+# tried: eight halvings or doublings span them, and each further one halves the error.
 FLOOR, CEILING, MOST = 1 / 16, 16.0, 10
 
-# Each speed has prompts of its own: repeat r tries at repeat r × SALTS + 1, …
+# Each speed has prompts of its own, so that no prefix is cached: repeat r uses the prompts of repeats
+# r × SALTS + 1 and up.
 SALTS = 100
 
 Try = Callable[[Sequence[Slice], Load, Judge], Awaitable[Replayed]]
@@ -328,8 +330,8 @@ async def max_speed(
     """Bisect from the load's own speed. A speed is kept when every slice by itself meets the SLO; a replay
     stops as soon as that is decided.
 
-    What failed a gate of fidelity is replayed once more; failed again, that speed is not kept, and a warning
-    (second) says so: the ruler ended there, the engine may go on.
+    A replay that fails a fidelity gate is repeated once. If it fails again, that speed does not count, and a
+    warning (the second result) says so: the sender reached its limit, perhaps not the engine.
     """
     tried, doubts = 0, list[str]()
 

@@ -42,7 +42,7 @@ def startup_of(job: LaunchJob) -> float:
 
 
 class VirtualTime:
-    """A clock that only moves when it is told to."""
+    """A clock that moves only by `advance`."""
 
     def __init__(self, start: datetime) -> None:
         self._start, self._passed = start, 0.0
