@@ -13,7 +13,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def main() -> None:
-    """Run the command line. A signal ends a run with exit code 8, also while its code is being loaded."""
+    """Run the command line. A signal ends a run with exit code 8, also while modules are loaded."""
     if any(sys.argv[1 : 1 + len(words)] == words for words in RUNS):
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, _leave)

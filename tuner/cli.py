@@ -1,4 +1,4 @@
-"""The command line: names and wires the commands; each lives in `commands/`, its imports inside."""
+"""The command line: the names of the commands, which are in `commands/`."""
 
 import os
 import sys
@@ -63,7 +63,7 @@ def _root(
 
 
 def _refuse_other_service() -> None:
-    """A controller of one version never works for a service of another: they may not keep the same rows."""
+    """Conflict when the service that started this is of another version: it may store other rows."""
     if os.environ.get(SERVICE_VERSION, __version__) != __version__:
         from tuner.errors import Conflict
 
@@ -74,7 +74,7 @@ def _refuse_other_service() -> None:
 
 
 def main() -> None:
-    """Run a command. What the tuner says on purpose is one sentence on standard error and its exit code."""
+    """Run a command. An error of the tuner is one sentence on standard error and an exit code."""
     masking.mask_files()
     try:
         _refuse_other_service()
@@ -82,7 +82,7 @@ def main() -> None:
     except Exception as error:
         from tuner.errors import TunerError, Unavailable
 
-        if isinstance(error, OSError):  # of the disk, the home, a pipe: nothing that the tuner decides
+        if isinstance(error, OSError):  # of the disk, the home or a pipe, which the tuner does not control
             error = Unavailable(f"{error.filename or 'the system'}: {error.strerror or error}")
         if not isinstance(error, TunerError):
             raise

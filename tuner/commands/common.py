@@ -1,4 +1,4 @@
-"""What all commands share: the store, the home, and how records are shown. Heavy imports wait until used."""
+"""Shared by all commands: the store, the home, and how records are shown. Heavy imports are in functions."""
 
 import json
 import math
@@ -23,7 +23,7 @@ StudyRef = Annotated[str, typer.Argument(metavar="STUDY", help="A study's name, 
 
 
 def finite(value: float | None) -> float | None:
-    """What a number's option takes: no NaN, nothing infinite."""
+    """Check the value of an option: NaN and infinite numbers are refused."""
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"{value} is no finite number")
     return value
@@ -35,7 +35,7 @@ def now() -> datetime:
 
 
 def settings() -> "Settings":
-    """`TUNER_*` as they are now. A home that other users can read is closed to them."""
+    """The settings by `TUNER_*`. A home that other users can read is closed to them."""
     from tuner import masking
     from tuner.settings import Settings
 
@@ -88,9 +88,9 @@ def print_table(
     title: str | None = None,
     empty: str = "nothing yet",
 ) -> None:
-    """A table on standard output; a column whose name begins with `<` is text, others are numbers.
+    """A table on standard output. A column whose name begins with `<` is text, the others are numbers.
 
-    Where there are no rows, `empty` says so instead.
+    Without rows, `empty` is printed instead.
     """
     from rich.console import Console
     from rich.markup import escape
@@ -114,7 +114,7 @@ def print_table(
 
 
 def text(value: object) -> str:
-    """A cell: four digits for numbers, ∞, an en dash for nothing, minutes for times, one line for many."""
+    """The text of a cell: numbers with four digits, ∞, an en dash for nothing, times to the minute."""
     if value is None or value in ({}, [], ()):
         return "–"
     if isinstance(value, Mapping):
@@ -146,7 +146,7 @@ def windows(trace: "Trace", parts: Iterable["Slice"]) -> list[dict[str, object]]
 
 
 def print_windows(rows: Iterable[Mapping[str, object]], title: str | None = None) -> None:
-    """What `windows` found, as a table."""
+    """The rows of `windows` as a table."""
     heads = ["<slice", "start_s", "duration_s", "requests", "<held out"]
     print_table(heads, (list(row.values()) for row in rows), title=title)
 
@@ -162,6 +162,6 @@ def say(sentence: str) -> None:
 
 
 def model_name(given: str | None) -> str | None:
-    """A model as studies name it: a folder by its full path, everything else as it is written."""
+    """The name of a model in studies: a folder by its full path, anything else as written."""
     folder = Path(given).expanduser() if given else None
     return str(folder.resolve()) if folder is not None and folder.is_dir() else given

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterOptions:
-    """What the command line asked for."""
+    """The options of `tuner tune --on`."""
 
     study: Path
     on: str
@@ -36,7 +36,7 @@ class ClusterOptions:
 
 
 def tune_on(asked: ClusterOptions) -> None:
-    """Tune on every node that is meant; ends with the first node's error, after all have ended."""
+    """Tune on every selected node. The first error of a node is raised after all nodes have ended."""
     from tuner.fleet import dispatch, dispatch_ray
     from tuner.fleet.nodes import selector
     from tuner.tuning import studyfile
@@ -80,8 +80,8 @@ def _known() -> "Sequence[Node]":
 
 
 def placement(job: "ClusterJob", picked: "Sequence[Member]", *, as_json: bool) -> None:
-    """Where the study would run, what would be launched there and how long that takes. Each node is asked;
-    what stands in the way of a run is the error.
+    """Print on which nodes the study would run, with the plan of each. Each node is asked; a problem that
+    would prevent the run is raised.
     """
     from tuner.commands import plan
     from tuner.fleet import dispatch
@@ -107,7 +107,7 @@ def _labels(labels: object) -> str:
 
 
 def _warn() -> None:
-    """Say what the history's database allows."""
+    """Warn when the database allows only one controller machine."""
     if settings().url.startswith("sqlite"):
         say(
             "the history is SQLite: this machine alone may write it;"
@@ -131,7 +131,7 @@ def _run(
 def listeners(
     home: Path, objectives: tuple[str, ...], names: Sequence[str], *, quiet: bool = False
 ) -> "Iterator[Callable[[str], Tell]]":
-    """One listener per node, all in one view: what each does now, and what happened, by the node's name."""
+    """Listeners for all nodes in one view: what each node does now, and its events by the node's name."""
     from tuner.commands.progress import describe, listener
 
     width = max((len(name) for name in names), default=0)
@@ -159,7 +159,7 @@ def listeners(
 
 
 def conclude(store: "Store", ended: "Sequence[NodeResult]", *, as_json: bool) -> None:
-    """What came out, node by node."""
+    """Show the result of each node."""
     from tuner.commands.run import show_end
 
     if as_json:

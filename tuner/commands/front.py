@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 
 def front(
     study: StudyRef,
-    timings: Annotated[bool, typer.Option("--timings", help="Add where each trial's time went.")] = False,
+    timings: Annotated[
+        bool, typer.Option("--timings", help="Also show where the time of each launch went.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Show the trials that no other trial beats in every objective, beside the baseline."""
+    """Show the Pareto front (trials that no other trial beats in every objective) beside the baseline."""
     store = open_store()
     found = find_study(store, study)
     if as_json:
@@ -34,7 +36,7 @@ def front(
 
 
 def find_study(store: "Store", ref: str) -> "Study":
-    """A study by name, id, beginning of the id, or its file (then the newest of that name)."""
+    """A study by name, id, beginning of the id, or file (then the newest study of that name)."""
     if ref.endswith((".yaml", ".yml")) and Path(ref).is_file():
         from tuner.tuning import studyfile
 
@@ -43,14 +45,14 @@ def find_study(store: "Store", ref: str) -> "Study":
 
 
 def board_of(store: "Store", study: "Study") -> "Board":
-    """A study's trials sorted out, with what its runs concluded."""
+    """The board of a study: its trials and the conclusions of its runs."""
     from tuner.report.board import board
 
     return board(study, store.trials(study.id), store.conclusions(study.id))
 
 
 def show(store: "Store", study: "Study") -> None:
-    """What the newest run found, then the table for people."""
+    """Print the conclusion of the newest run, then the table of the front."""
     from tuner.report.words import headline
 
     found = board_of(store, study)
@@ -101,8 +103,8 @@ def as_data(store: "Store", study: "Study", *, timings: bool = False) -> dict[st
 
 
 def timing_rows(store: "Store", study: "Study") -> list[dict[str, object]]:
-    """A row per launch: the trial that it was made for, all trials that were measured in it, what for, and
-    seconds until ready, measuring and in all; the verdict says how it ended.
+    """A row per launch: its first trial, all trials that were measured in it, their purpose, the seconds
+    until ready, measuring and in total, and how the launch ended.
     """
     trials = store.trials(study.id)
     return [_timing(launch, trials) for launch in store.launches(study.id)]
@@ -148,8 +150,8 @@ def history(
     metric: Annotated[str, typer.Option(help="Which measurement to show.")] = "goodput_rps",
     as_json: Json = False,
 ) -> None:
-    """Show what every run found over time, the oldest first: its winner, or today's configuration where it
-    stays, measured again; the best first measurement where nothing was confirmed.
+    """Show the result of every run, the oldest first: the winner or, where it stays, today's configuration,
+    as measured again; without a confirmation, the best first measurement.
     """
     from tuner.measures import NAMES
 
@@ -174,7 +176,7 @@ def history(
 
 
 def _models(store: "Store", asked: dict[str, str | None]) -> list[str]:
-    """The models that have studies as asked. NotFound names what there is none of, and the nearest."""
+    """The models with matching studies. NotFound names the part without a match, and the nearest one."""
 
     left = store.places()
     for part, wanted in asked.items():

@@ -1,4 +1,6 @@
-"""`tuner knobs` and `tuner baseline`: what an installed engine offers, and what runs today."""
+"""`tuner knobs` and `tuner baseline`: the knobs of an installed engine, and the configuration that runs
+today.
+"""
 
 import shutil
 import sys
@@ -14,9 +16,12 @@ from tuner.errors import BadInput, Unavailable
 if TYPE_CHECKING:
     from tuner.records import EngineFacts
 
-app = typer.Typer(help="Knobs: what an installed engine lets you turn.", invoke_without_command=True)
+app = typer.Typer(
+    help="Knobs: the engine arguments that an installed engine has.", invoke_without_command=True
+)
 Python = Annotated[
-    str | None, typer.Option(metavar="PY", help="The interpreter that has vllm; the simulated engine else.")
+    str | None,
+    typer.Option(metavar="PY", help="The interpreter that has vllm. Default: the simulated engine."),
 ]
 
 
@@ -25,11 +30,11 @@ def knobs(
     context: typer.Context,
     python: Python = None,
     space: Annotated[
-        str | None, typer.Option(help="A search space: what of it this engine can turn.")
+        str | None, typer.Option(help="Show the part of this search space that the engine can turn.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List the knobs of an installed engine with their effective defaults, and those it lacks."""
+    """List the knobs of an installed engine with their defaults, and the knobs that it does not have."""
     if context.invoked_subcommand is not None:
         context.obj = python
         return
@@ -83,14 +88,14 @@ def check(
     space: Annotated[str, typer.Argument(metavar="SPACE", help="A shipped space's name, or a file.")],
     python: Python = None,
     model: Annotated[
-        str | None, typer.Option(help="A model: what is known to fail with it is counted too.")
+        str | None, typer.Option(help="A model: combinations that are known to fail with it count too.")
     ] = None,
     max_model_len: Annotated[int | None, typer.Option(min=1, help="The engine's --max-model-len.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Check a search space against an engine: what stops a study, what is dropped, what to know.
+    """Check a search space against an engine: errors, knobs that are dropped, and notes.
 
-    Exit 2 when a study with this space could not begin.
+    Exit code 2 when a study with this space cannot start.
     """
     from tuner.knobs import check as checks
     from tuner.knobs import model as models
@@ -113,7 +118,7 @@ def check(
 
 
 def facts_of(python: str | None) -> "EngineFacts":
-    """What an interpreter says of its vllm; the simulated engine without one."""
+    """The facts of an interpreter's vllm, or of the simulated engine when no interpreter is given."""
     from tuner.adapters import adapter_of
     from tuner.knobs.discover import discover
     from tuner.tuning.study import engine_command
@@ -127,7 +132,9 @@ def facts_of(python: str | None) -> "EngineFacts":
     return discover((found, *adapter_of("vllm").command))
 
 
-baseline_app = typer.Typer(help="Baselines: what runs today, as the start of a study.", no_args_is_help=True)
+baseline_app = typer.Typer(
+    help="Baselines: the configuration that runs today, as the start of a study.", no_args_is_help=True
+)
 
 
 @baseline_app.command("import")
@@ -139,12 +146,14 @@ def import_baseline(
             help="A script, unit, compose file, manifest or Helm values, or a command line in quotes.",
         ),
     ],
-    pick: Annotated[str | None, typer.Option(metavar="NAME", help="Which engine of several.")] = None,
+    pick: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Which engine, if the file has several.")
+    ] = None,
     space: Annotated[
-        str | None, typer.Option(help="The space to be searched: its knobs become the baseline.")
+        str | None, typer.Option(help="The space that the study will search: its knobs go into the baseline.")
     ] = None,
     python: Annotated[
-        str | None, typer.Option(metavar="PY", help="The interpreter that has vllm: flags are checked by it.")
+        str | None, typer.Option(metavar="PY", help="The interpreter that has vllm, to check the flags.")
     ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write here instead of standard output.")
@@ -153,7 +162,7 @@ def import_baseline(
 ) -> None:
     """Print `model`, `engine` and `baseline` of a study file for an engine that runs today.
 
-    What was left out, or read with a doubt, is told on standard error. Values of secrets are left out.
+    Notes on standard error say what was left out or is uncertain. Values of secrets are left out.
     """
     import yaml
 

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from tuner.records import JSON, Node
     from tuner.tuning.studyfile import EngineFile
 
-app = typer.Typer(help="Nodes: machines with GPUs, and their hand-over.", no_args_is_help=True)
+app = typer.Typer(
+    help="Nodes: machines with GPUs, and how production leaves and returns.", no_args_is_help=True
+)
 Name = Annotated[str, typer.Argument(metavar="NODE", help="A node's name.")]
 WATCH_S = 1.0
 RETRY_S = 30.0
@@ -27,7 +29,7 @@ TRIES = 20
 
 @app.command("list")
 def list_nodes(as_json: Json = False) -> None:
-    """List nodes with who has them and what a hand-over would do."""
+    """List nodes with their holder and their hand-over hooks."""
     from tuner.fleet.hooks import hooks
 
     store, home = open_store(), settings().home
@@ -61,24 +63,28 @@ def list_nodes(as_json: Json = False) -> None:
 def add(
     node: Name,
     python: Annotated[
-        str | None, typer.Option(metavar="PY", help="The interpreter that has vllm; it tells the GPUs.")
+        str | None, typer.Option(metavar="PY", help="The interpreter that has vllm; it names the GPUs.")
     ] = None,
-    card: Annotated[str | None, typer.Option(help="A simulated node with this card.")] = None,
+    card: Annotated[str | None, typer.Option(help="Make it a simulated node with this card.")] = None,
     model: Annotated[
-        list[str] | None, typer.Option(help="A model that requests over HTTP may name here (repeat).")
+        list[str] | None, typer.Option(help="A model that HTTP requests may use on this node (repeat).")
     ] = None,
     label: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="A label (repeat).")] = None,
-    systemd: Annotated[list[str] | None, typer.Option(metavar="UNIT", help="Production is a unit.")] = None,
+    systemd: Annotated[
+        list[str] | None, typer.Option(metavar="UNIT", help="Production is this systemd unit (repeat).")
+    ] = None,
     kubectl: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAMESPACE/deployment/NAME", help="Production is scaled to 0 and back."),
+        typer.Option(
+            metavar="NAMESPACE/deployment/NAME", help="Production is scaled to 0 and back (repeat)."
+        ),
     ] = None,
-    drain: Annotated[str | None, typer.Option(help="A command that takes production off.")] = None,
+    drain: Annotated[str | None, typer.Option(help="The command that takes production off.")] = None,
     restore: Annotated[str | None, typer.Option(help="The command that brings it back.")] = None,
     ready: Annotated[str | None, typer.Option(help="A command that ends with 0 once it serves.")] = None,
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds for each drain and restore.")] = 300.0,
 ) -> None:
-    """Register this host, or write what is now known of it. Hooks that are given replace those before."""
+    """Register this host, or update its entry. Given hooks replace the earlier ones."""
     from tuner.fleet import hooks, nodes
 
     home, engine = settings().home, _engine(python, card)
@@ -152,11 +158,13 @@ def _labels(pairs: "Sequence[str]") -> dict[str, str]:
 @app.command("restore")
 def restore_production(
     node: Annotated[str | None, typer.Argument(metavar="NODE", help="A node's name.")] = None,
-    all_nodes: Annotated[bool, typer.Option("--all", help="Every node whose run died.")] = False,
-    mended: Annotated[bool, typer.Option("--mended", help="It was in state fault and is well.")] = False,
+    all_nodes: Annotated[bool, typer.Option("--all", help="Every node whose run has died.")] = False,
+    mended: Annotated[
+        bool, typer.Option("--mended", help="The node was in state fault and is repaired.")
+    ] = False,
     after: Annotated[str | None, typer.Option(metavar="HOLDER", hidden=True)] = None,
 ) -> None:
-    """Give production back what a run that died had taken. A node that a living run has is left alone."""
+    """Bring production back on a node whose run has died. A node with a living run is left alone."""
     from tuner.fleet import handover
 
     if (node is None) == (not all_nodes):
@@ -186,7 +194,7 @@ def restore_production(
 
 
 def _outlive(store: "Store", node: str, holder: str) -> None:
-    """Wait until a controller gave production back; when it died before, do so in its place."""
+    """Wait until a controller has brought production back; if the controller dies first, do it instead."""
     from tuner.fleet import handover, nodes
 
     failures = 0

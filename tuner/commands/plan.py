@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def prepared_study(path: Path, *, check_rules: bool = False) -> "Prepared":
-    """A study file, checked, with what the history says of it."""
+    """A checked study file, with what the history knows of the study."""
     from dataclasses import replace
 
     from tuner.tuning import study
@@ -44,8 +44,8 @@ def prepared_study(path: Path, *, check_rules: bool = False) -> "Prepared":
 
 
 def print_plan(prepared: "Prepared", trials: int | None, *, as_json: bool = False) -> None:
-    """What would be launched (the baseline and the next candidate), which slices are replayed, and how long a
-    trial takes.
+    """Print the command lines (baseline and next candidate), the slices to replay, and the time of
+    a trial.
     """
     if as_json:
         print_json(plan_of(prepared, trials))
@@ -92,7 +92,7 @@ def plan_of(prepared: "Prepared", trials: int | None) -> dict[str, object]:
 
 
 def confirmation(prepared: "Prepared") -> "dict[str, JSON]":
-    """The confirmation as it is planned, and what earlier ones of this node say of how often to repeat."""
+    """The planned confirmation, and the repeats that earlier confirmations of this node suggest."""
     from tuner.tuning import confirm
 
     try:
@@ -127,7 +127,7 @@ def confirmation_words(found: "Mapping[str, JSON]") -> str:
 
 
 def say_unjudged(prepared: "Prepared") -> None:
-    """Say aloud which knobs this traffic cannot judge."""
+    """Name the knobs that cannot be judged with this traffic."""
     from tuner.tuning.traffic_notes import unjudged
 
     for name, reason in unjudged(prepared).items():
@@ -135,7 +135,7 @@ def say_unjudged(prepared: "Prepared") -> None:
 
 
 def budget_words(trials: int, each_s: float) -> list[str]:
-    """What a run of so many trials may spend: numbers, launches, hours."""
+    """What a run of that many trials may use: trial numbers, launches, hours."""
     from tuner.tuning.context import BESIDE, most_launches
 
     most = most_launches(trials)
@@ -167,7 +167,7 @@ def commands(prepared: "Prepared", past: "Sequence[Trial]") -> "dict[str, Sequen
 
 
 def seconds(prepared: "Prepared", past: "Sequence[Trial]") -> dict[str, float]:
-    """How long a trial takes, about: its replay, and its launch by what launches took so far."""
+    """About how long a trial takes: its replay, and its launch by the past launches of the study."""
     from tuner.tuning.next_trial import launch_s, replay_s
 
     replay = replay_s(prepared)
@@ -185,7 +185,7 @@ def trials_so_far(prepared: "Prepared") -> "Sequence[Trial]":
 
 def predict(
     study: Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="The study file.")],
-    candidates: Annotated[int, typer.Option(min=1, help="How many candidates to draw from the space.")] = 64,
+    candidates: Annotated[int, typer.Option(min=1, help="Number of candidates to draw from the space.")] = 64,
     as_json: Json = False,
 ) -> None:
     """Predict what a study's candidates would measure, calibrated on its trials so far."""

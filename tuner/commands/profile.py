@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Profiles: winning configurations, by model, node and workload.", no_args_is_help=True)
 Model = Annotated[str, typer.Option(callback=model_name, help="The model that the profile is for.")]
-NodeName = Annotated[str | None, typer.Option(help="The node; may be left out when there is only one.")]
-Workload = Annotated[str | None, typer.Option(help="The workload; may be left out when there is only one.")]
+NodeName = Annotated[str | None, typer.Option(help="The node. Not needed when there is only one.")]
+Workload = Annotated[str | None, typer.Option(help="The workload. Not needed when there is only one.")]
 Format = Annotated[
     str, typer.Option(help="vllm-yaml, args, env or json, and the charts of docs/profiles.md.")
 ]
-Reason = Annotated[str, typer.Option(help="Why; kept with the event.")]
+Reason = Annotated[str, typer.Option(help="The reason, which is stored with the event.")]
 CHANGED, UNCHANGED, NONE = 0, 3, 4
 """Exit codes of `resolve --exit-code`."""
 
@@ -90,7 +90,7 @@ def show(profile: Annotated[int, typer.Argument(help="The profile's id.")], as_j
 
 
 def _lines(evidence: "Mapping[str, JSON]", above: str = "") -> "Iterator[tuple[str, JSON]]":
-    """A row per value; what lies within another is named `values.goodput_rps`. A measured null is +inf."""
+    """A row per value; a value inside another is named like `values.goodput_rps`. A measured null is +inf."""
     for name, value in sorted(evidence.items()):
         if name == "changes" and isinstance(value, list):
             yield from _changes(value)
@@ -101,7 +101,7 @@ def _lines(evidence: "Mapping[str, JSON]", above: str = "") -> "Iterator[tuple[s
 
 
 def _changes(rows: "list[JSON]") -> "Iterator[tuple[str, JSON]]":
-    """The differences from the baseline, in the words of every other surface."""
+    """The differences from the baseline, written as everywhere."""
     from tuner.conclusions import Difference
     from tuner.report.words import change
 
@@ -118,7 +118,7 @@ def diff(
     other: Annotated[int, typer.Argument(help="Another's.")],
     as_json: Json = False,
 ) -> None:
-    """Show in what two versions differ: engine, traffic, GPU, knobs, fixed arguments, environment."""
+    """Show the differences of two versions: engine, traffic, GPU, knobs, fixed arguments, environment."""
     from tuner.profiles import registry
 
     store = open_store()
@@ -134,17 +134,22 @@ def diff(
 def resolve(
     model: Model,
     node: NodeName = None,
-    gpu_class: Annotated[str | None, typer.Option(help="A GPU class to fall back to.")] = None,
+    gpu_class: Annotated[
+        str | None, typer.Option(help="The GPU class to use when the node has no profile.")
+    ] = None,
     workload: Workload = None,
-    alias: Annotated[str, typer.Option(help="champion, challenger, baseline.")] = "champion",
-    engine_version: Annotated[str | None, typer.Option(help="The engine that is to run it.")] = None,
+    alias: Annotated[str, typer.Option(help="The alias: champion, challenger or baseline.")] = "champion",
+    engine_version: Annotated[str | None, typer.Option(help="The engine version that will run it.")] = None,
     format: Format = "vllm-yaml",
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write to this file.")] = None,
     exit_code: Annotated[
-        bool, typer.Option("--exit-code", help="0: --output changed, 3: it did not, 4: there is no profile.")
+        bool,
+        typer.Option(
+            "--exit-code", help="Exit code 0: --output changed, 3: it did not change, 4: there is no profile."
+        ),
     ] = False,
 ) -> None:
-    """Print the configuration that an alias names, in the format that your chart reads."""
+    """Print the configuration of an alias in the format of your chart."""
     from tuner.profiles import export, registry
 
     store = open_store()
@@ -167,7 +172,7 @@ def export_profile(
     format: Format = "vllm-yaml",
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write to this file.")] = None,
 ) -> None:
-    """Print one version in a format, whatever the aliases say."""
+    """Print one version in a format, without looking at aliases."""
     from tuner.profiles import export
 
     _put(export.render(open_store().profile(profile), format), output, False)
@@ -195,7 +200,9 @@ def _put(content: str, output: Path | None, exit_code: bool) -> None:
 def find_key(
     store: "Store", model: str, node: str | None, workload: str | None, *, needs_node: bool = True
 ) -> "ProfileKey":
-    """The one profile key that fits; NotFound names the nearest model, BadInput asks for what is missing."""
+    """The only profile key that matches. NotFound names the nearest model, BadInput the option that is
+    missing.
+    """
     from tuner.profiles import registry
     from tuner.records import ProfileKey
 
@@ -220,15 +227,16 @@ def promote(
     model: Model,
     node: NodeName = None,
     workload: Workload = None,
-    version: Annotated[int | None, typer.Option(help="Which version; the challenger's else.")] = None,
+    version: Annotated[int | None, typer.Option(help="Which version. Default: the challenger.")] = None,
     alias: Annotated[str, typer.Option(help="The alias to move.")] = "champion",
     reason: Reason = "promoted by hand",
     force: Annotated[
-        bool, typer.Option("--force", help="Without the gates: unconfirmed, SLO not met, not judged, old.")
+        bool,
+        typer.Option("--force", help="Skip the checks: unconfirmed, SLO not met, answers not judged, old."),
     ] = False,
 ) -> None:
-    """Move an alias to a version. It must have been confirmed, keep the SLO, have been judged where it turns
-    a knob that changes the output, and not be old, unless forced.
+    """Move an alias to a version. The version must be confirmed, meet the SLO and not be old. If it turns a
+    knob that changes the output, its answers must have been judged. --force skips these checks.
     """
     from tuner.profiles import registry
 
@@ -260,7 +268,7 @@ def rollback(
     alias: Annotated[str, typer.Option(help="The alias to move back.")] = "champion",
     reason: Reason = "rolled back by hand",
 ) -> None:
-    """Move an alias back to the version before."""
+    """Move an alias back to its version before."""
     from tuner.profiles import registry
 
     store = open_store()

@@ -27,7 +27,7 @@ from tuner.tuning.context import RunEvent, Tell
 
 @contextmanager
 def listener(home: Path, objectives: tuple[str, ...], *, quiet: bool = False) -> Iterator[Tell]:
-    """A listener for `tune` on standard error. All but phases goes to TUNER_HOME/logs/tuner.jsonl too."""
+    """A listener that shows events on standard error. All events but phases also go into the log."""
     with log_to(home) as log:
         if quiet or not sys.stderr.isatty():
 
@@ -73,7 +73,7 @@ def _who(trial: Trial | None) -> str:
 
 
 def describe(event: RunEvent, objectives: tuple[str, ...]) -> str | None:
-    """One line for people; None for what is too small to print."""
+    """An event as one line; None for a phase, which is not printed."""
     if event.kind == "phase":
         return None
     if event.kind == "started" and event.trial is not None:
@@ -92,7 +92,7 @@ def _outcome(trial: Trial, objectives: tuple[str, ...]) -> str:
 
 @contextmanager
 def log_to(home: Path) -> Iterator[Callable[[RunEvent], None]]:
-    """A function that writes an event; phases are left out, they are many."""
+    """A listener that writes events into TUNER_HOME/logs/tuner.jsonl. Phases are left out: there are many."""
     path = home / "logs" / "tuner.jsonl"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

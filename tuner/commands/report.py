@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Format(StrEnum):
-    """How a report is written."""
+    """The format of a report."""
 
     HTML = "html"
     MD = "md"
@@ -26,11 +26,14 @@ class Format(StrEnum):
 def report(
     study: StudyRef,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="The file to write; report.html or report.md else.")
+        Path | None,
+        typer.Option("-o", "--output", help="The file to write. Default: report.html or report.md."),
     ] = None,
     format: Annotated[
         Format | None,
-        typer.Option(help="html (pictures, one file, no network) or md; by the file's name else."),
+        typer.Option(
+            help="html (one file with pictures, needs no network) or md. Default: by the name of the file."
+        ),
     ] = None,
 ) -> None:
     """Write a study's report: one HTML file that needs no network, or Markdown. `-o -` prints it."""
@@ -77,7 +80,7 @@ def write(store: "Store", study: "Study", output: Path, format: Format = Format.
 
 
 def commands(study: "Study") -> list[str]:
-    """What shows the same again."""
+    """The commands that show the study again."""
     pull = ["tuner", "profile", "resolve", "--model", study.model, "--node", study.node]
     pull += ["--workload", study.workload, "--alias", "challenger", "--format", "vllm-yaml"]
     return [

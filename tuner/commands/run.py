@@ -63,7 +63,7 @@ def find_run(store: "Store", ref: str) -> "Run":
 
 @app.command("status")
 def status(run: RunRef, as_json: Json = False) -> None:
-    """Show how far a run is, and what it concluded."""
+    """Show the progress of a run, and its conclusion."""
     store = open_store()
     found = find_run(store, run)
     trials = [t for t in store.trials(found.study_id) if t.run_id == found.id]
@@ -88,7 +88,7 @@ def _limits(run: "Run") -> str:
 
 
 def conclusion_lines(said: "Conclusion | None") -> "Iterator[str]":
-    """What a run found, line by line: the headline, each finalist's differences, what it took and saves."""
+    """The conclusion of a run as lines: headline, differences of each finalist, cost and saving."""
     from tuner.report import words
 
     if said is None:
@@ -105,7 +105,7 @@ def conclusion_lines(said: "Conclusion | None") -> "Iterator[str]":
 
 
 def show_end(store: "Store", study: "Study", run: "Run") -> None:
-    """How a run ended: the verdict, the front beside the baseline, and how to pull the winner."""
+    """Show how a run ended: its conclusion, the front beside the baseline, and how to pull the winner."""
     from tuner.commands import front
     from tuner.commands.running import pull_words
     from tuner.search import ladder
@@ -130,7 +130,7 @@ def show_end(store: "Store", study: "Study", run: "Run") -> None:
 
 @app.command("cancel")
 def cancel(run: RunRef) -> None:
-    """Ask a running run to stop; its engine is stopped, its trial aborted. An interrupted one ends."""
+    """Stop a run: its engine is stopped and its trial aborted. An interrupted run is ended."""
     from tuner.records import RunState
     from tuner.service.runner import Controllers
 

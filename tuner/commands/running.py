@@ -1,4 +1,4 @@
-"""What the commands that run studies share: how a signal ends them, and how their winner is pulled."""
+"""Shared by the commands that run studies: how a signal ends a run, and how its winner is pulled."""
 
 import os
 import shlex
@@ -27,8 +27,8 @@ ENDING = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def ends_by_signal() -> "Iterator[None]":
-    """The first SIGINT or SIGTERM within ends the process with exit code 8, whatever it does just then; while
-    work is `interruptible`, once that has stopped. Later ones change nothing: engines are being stopped.
+    """The first SIGINT or SIGTERM inside ends the process with exit code 8; during `interruptible` work, when
+    that work has stopped. Later signals are ignored, because engines are being stopped.
     """
     before = {number: signal.signal(number, _end) for number in ENDING}
     try:
@@ -43,7 +43,7 @@ def ends_by_signal() -> "Iterator[None]":
 
 @dataclass(slots=True)
 class _Now:
-    """Whether a signal to end came, and what cancels the work that is being done."""
+    """Whether a signal came, and the function that cancels the current work."""
 
     came: bool = False
     cancel: "Callable[[], object] | None" = None
@@ -62,7 +62,9 @@ def _end(number: int, frame: object) -> None:
 
 
 def interruptible(work: "Coroutine[Any, Any, T]", tell: "Tell") -> T:
-    """Do the work; a signal cancels it, within `ends_by_signal`. KeyboardInterrupt when it has stopped."""
+    """Run a coroutine. Inside `ends_by_signal` a signal cancels it; then KeyboardInterrupt when it has
+    stopped.
+    """
     import asyncio
 
     import uvloop
@@ -78,7 +80,7 @@ def interruptible(work: "Coroutine[Any, Any, T]", tell: "Tell") -> T:
         try:
             return runner.run(main())
         except asyncio.CancelledError:
-            tell(RunEvent(kind="note", text="stopped; the same command goes on with this run"))
+            tell(RunEvent(kind="note", text="stopped; the same command continues this run"))
             raise KeyboardInterrupt from None
         finally:
             _now.cancel = None
@@ -86,7 +88,7 @@ def interruptible(work: "Coroutine[Any, Any, T]", tell: "Tell") -> T:
 
 
 def program() -> str:
-    """How this program is called from here: by its name when that finds it, else by its path."""
+    """How to call this program: by its name if the shell finds it, otherwise by its path."""
     found = shutil.which("tuner")
     own = Path(sys.argv[0])
     return "tuner" if found or own.name != "tuner" else os.path.relpath(own)

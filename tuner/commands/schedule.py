@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Schedules: nightly runs inside a window.", no_args_is_help=True)
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A schedule's name.")]
 REFUSED = 9
-"""Exit code of `schedule run` when a due time was refused; the sentence tells why."""
+"""Exit code of `schedule run` when the run was refused; the message says why."""
 
 
 @app.command("add")
@@ -34,20 +34,28 @@ def add(
         str | None, typer.Option(metavar="HH:MM", help="Production is back by this local time.")
     ] = None,
     hours: Annotated[float | None, typer.Option(help="Or: the window's length.")] = None,
-    missed: Annotated[str, typer.Option(help="A start that was missed: run (late) or skip.")] = "run",
-    grace: Annotated[float, typer.Option(min=0, help="Seconds late that are not missed yet.")] = 300.0,
+    missed: Annotated[str, typer.Option(help="What to do with a missed start: run (late) or skip.")] = "run",
+    grace: Annotated[
+        float, typer.Option(min=0, help="A start that is late by up to this many seconds is not missed.")
+    ] = 300.0,
     blackout: Annotated[
         list[str] | None,
         typer.Option(metavar="DATE[/DATE]", help="No window may touch these dates (repeat)."),
     ] = None,
-    min_trials: Annotated[int, typer.Option(min=0, help="Refuse when fewer fit into the window.")] = 3,
+    min_trials: Annotated[
+        int, typer.Option(min=0, help="Do not start when fewer trials fit into the window.")
+    ] = 3,
     trials: Annotated[
-        int | None, typer.Option(min=1, help="Trials per run; the study's budget else.")
+        int | None, typer.Option(min=1, help="Trials per run. Default: the budget of the study.")
     ] = None,
-    reserve: Annotated[float, typer.Option(min=0, help="Seconds kept free to stop the engine in.")] = 60.0,
-    disabled: Annotated[bool, typer.Option("--disabled", help="Keep it, but do not fire.")] = False,
+    reserve: Annotated[
+        float, typer.Option(min=0, help="Seconds at the end of the window that are kept to stop the engine.")
+    ] = 60.0,
+    disabled: Annotated[bool, typer.Option("--disabled", help="Store it, but do not start runs.")] = False,
 ) -> None:
-    """Add a schedule, or change the one of that name. `tuner serve` or a timer (deploy/) fires it."""
+    """Add a schedule, or change the schedule of that name. `tuner serve` or a timer (deploy/) starts its
+    runs.
+    """
     from tuner.fleet import window
     from tuner.history.entities import Schedule
 
@@ -78,7 +86,7 @@ def add(
 
 
 def _node_of(path: Path) -> str:
-    """The study file is read whole, so that what is wrong with it is said now and not at night."""
+    """The node of a study file. The whole file is checked, so that an error shows now and not at night."""
     from tuner.tuning import studyfile
 
     return studyfile.read(path).node
@@ -89,7 +97,7 @@ def _next_line(schedule: "Schedule") -> str:
 
     due = window.next_due(schedule, now()) if schedule.enabled else None
     if due is None:
-        return "disabled" if not schedule.enabled else "nothing is due any more"
+        return "disabled" if not schedule.enabled else "no due time is left"
     found, local = window.window(schedule, due), window.zone(schedule.timezone)
     return (
         f"next on {due.astimezone(local):%a %Y-%m-%d %H:%M} until {found.end.astimezone(local):%H:%M %Z},"
@@ -99,7 +107,7 @@ def _next_line(schedule: "Schedule") -> str:
 
 @app.command("list")
 def list_schedules(as_json: Json = False) -> None:
-    """List schedules with their next window and what the last one became."""
+    """List schedules with their next window and their last run."""
     from tuner.fleet import window
 
     rows: list[dict[str, Any]] = []
@@ -131,7 +139,7 @@ def _plain(schedule: "Schedule") -> dict[str, object]:
 
 @app.command("remove")
 def remove(name: Name) -> None:
-    """Remove a schedule; a run that is going on goes on."""
+    """Remove a schedule. A run that has started continues."""
     open_store().remove_schedule(name)
     say(f"schedule {name} is removed")
 
@@ -139,10 +147,10 @@ def remove(name: Name) -> None:
 @app.command("next")
 def upcoming(
     name: Name,
-    count: Annotated[int, typer.Option(min=1, max=1000, help="So many windows.")] = 7,
+    count: Annotated[int, typer.Option(min=1, max=1000, help="How many windows to show.")] = 7,
     as_json: Json = False,
 ) -> None:
-    """Show the next windows of a schedule, and which of them a blackout date forbids."""
+    """Show the next windows of a schedule, and which of them fall on a blackout date."""
     from itertools import islice
 
     from tuner.fleet import window
@@ -168,9 +176,9 @@ def upcoming(
 @app.command("run")
 @ends_by_signal()
 def run_now(name: Name, as_json: Json = False) -> None:
-    """Run what is due now, until the window's end; for cron, systemd timers and CronJobs.
+    """Start the run that is due now and end it with the window; for cron, systemd timers and CronJobs.
 
-    A run that died in the same window is resumed. Exit 0: done, or nothing is due; 9: refused.
+    A run that died in the same window is resumed. Exit code 0: done, or nothing is due; 9: refused.
     """
     from tuner.fleet import handover, notify, schedule
     from tuner.fleet.schedule import Firing
@@ -201,7 +209,7 @@ def run_now(name: Name, as_json: Json = False) -> None:
 
 
 def _run(store: "Store", firing: "Firing") -> "Run":
-    """The study until the window's end, less what giving production back may take."""
+    """Run the study until the end of the window, minus the time to give production back."""
     from tuner.commands import tune
     from tuner.tuning import study
     from tuner.tuning.run import RunLimits
@@ -222,7 +230,7 @@ def _run(store: "Store", firing: "Firing") -> "Run":
 
 
 def _remember(store: "Store", schedule: str, study_id: str) -> "Tell":
-    """Write which run a firing became as soon as there is one."""
+    """A listener that stores the run of a scheduled start as soon as it exists."""
 
     def tell(event: "RunEvent") -> None:
         from tuner.records import RunState

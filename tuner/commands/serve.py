@@ -21,7 +21,10 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 def serve(
     host: Annotated[
-        str | None, typer.Option(help="Address to listen on; all while a token is valid, loopback else.")
+        str | None,
+        typer.Option(
+            help="Address to listen on. Default: all addresses while a token is valid, otherwise loopback."
+        ),
     ] = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8642,
     tls_cert: Annotated[
@@ -31,7 +34,7 @@ def serve(
         Path | None, typer.Option("--tls-key", help="PEM file with the certificate's key, without password.")
     ] = None,
 ) -> None:
-    """Serve the API and the pages, and fire schedules. Runs go on when it is stopped."""
+    """Serve the API and the pages, and start scheduled runs. Runs continue when the service stops."""
     import signal
     import sys
 
@@ -65,7 +68,9 @@ def serve(
 
 
 def listen(host: str, port: int) -> "socket.socket":
-    """The socket to serve on. Conflict where the port is taken, BadInput where it cannot be had at all."""
+    """The socket to serve on. Conflict where the port is in use, BadInput where the address cannot
+    be used.
+    """
     import errno
     import socket
 
@@ -84,7 +89,7 @@ def listen(host: str, port: int) -> "socket.socket":
 
 
 def check_tls(cert: Path | None, key: Path | None) -> None:
-    """Raises BadInput where the two files are not a certificate and its key."""
+    """BadInput where the two files are not a certificate and its key."""
     import ssl
 
     if (cert is None) != (key is None):
@@ -100,7 +105,7 @@ def check_tls(cert: Path | None, key: Path | None) -> None:
 
 
 def address(store: "Store", host: str | None) -> str:
-    """Where to listen: loopback while no token is valid, whatever was asked for; says why."""
+    """The address to listen on. Without a valid token it is loopback, and a message says why."""
     tokens = store.tokens()
     if any(token.valid(now()) for token in tokens):
         return host or "0.0.0.0"
@@ -116,29 +121,31 @@ def address(store: "Store", host: str | None) -> str:
     return where
 
 
-token_app = typer.Typer(help="Tokens of the HTTP service; only hashes are kept.", no_args_is_help=True)
+token_app = typer.Typer(
+    help="Tokens of the HTTP service. Only their hashes are stored.", no_args_is_help=True
+)
 DAYS = 90
 UNITS = {"h": timedelta(hours=1), "d": timedelta(days=1), "w": timedelta(weeks=1)}
-Reason = Annotated[str, typer.Option(help="Why; kept in the audit.")]
+Reason = Annotated[str, typer.Option(help="The reason, which is stored in the audit.")]
 
 
 @token_app.command("create")
 def create_token(
-    name: Annotated[str, typer.Option(help="What it is for; the audit names it.")],
+    name: Annotated[str, typer.Option(help="What the token is for; the audit shows this name.")],
     scope: Annotated[
         list[str], typer.Option(help="read, run, promote or admin; repeatable. run and promote include read.")
     ],
     days: Annotated[
-        int | None, typer.Option(min=1, max=3650, help=f"Worthless after so many days ({DAYS} unless given).")
+        int | None, typer.Option(min=1, max=3650, help=f"Days until it expires. Default: {DAYS}.")
     ] = None,
     expires: Annotated[
-        str | None, typer.Option(metavar="AGE", help="The same as an age, such as 12h, 90d or 4w.")
+        str | None, typer.Option(metavar="AGE", help="The time until it expires, such as 12h, 90d or 4w.")
     ] = None,
     never: Annotated[bool, typer.Option("--never", help="The token never expires.")] = False,
     reason: Reason = "made by hand",
     as_json: Json = False,
 ) -> None:
-    """Make a token and print it; it is shown this once."""
+    """Make a token and print it. It is shown only once."""
     until = _until(days, expires, never)
     store = open_store(create=True)
     token, text = store.create_token(name, list(dict.fromkeys(scope)), now=now(), expires_at=until)
@@ -152,7 +159,7 @@ def create_token(
 
 
 def _until(days: int | None, expires: str | None, never: bool) -> datetime | None:
-    """When the token becomes worthless; None for never."""
+    """When the token expires; None for never."""
 
     if (days is not None) + (expires is not None) + never > 1:
         raise BadInput("--days, --expires and --never: give one of them")
@@ -196,7 +203,7 @@ def revoke_token(
     token: Annotated[str, typer.Argument(metavar="ID", help="The id that `tuner token list` shows.")],
     reason: Reason = "revoked by hand",
 ) -> None:
-    """Make a token worthless from now on."""
+    """Revoke a token: it is not valid any more."""
     store = open_store()
     store.revoke_token(token, now=now())
     _audit(store, "token.revoke", token, reason)

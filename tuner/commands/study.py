@@ -93,11 +93,11 @@ def export_study(
 
 trial_app = typer.Typer(help="Trials: candidates launched and measured.", no_args_is_help=True)
 Number = Annotated[int, typer.Argument(metavar="NUMBER", help="The trial's number in its study.")]
-Attempt = Annotated[int | None, typer.Option(help="Which attempt; the last one else.")]
+Attempt = Annotated[int | None, typer.Option(help="Which attempt. Default: the last one.")]
 
 
 def find_trial(study: str, number: int, attempt: int | None) -> "Trial":
-    """A trial of a study, its last attempt unless one is named."""
+    """A trial of a study: the given attempt, or the last one."""
     from tuner.commands.front import find_study
 
     store = open_store()
@@ -111,7 +111,7 @@ def find_trial(study: str, number: int, attempt: int | None) -> "Trial":
 
 @trial_app.command("show")
 def show_trial(study: StudyRef, number: Number, attempt: Attempt = None, as_json: Json = False) -> None:
-    """Show one trial: its configuration, its numbers, how it ended."""
+    """Show one trial: its configuration, its measurements, how it ended."""
     from tuner.settings import under_home
 
     trial = find_trial(study, number, attempt)
@@ -141,7 +141,9 @@ def show_log(
     attempt: Attempt = None,
     lines: Annotated[int, typer.Option(help="How many lines from the end; 0 = all.")] = 40,
 ) -> None:
-    """Print the engine's log of a trial; of one that failed, why and the line that says so come first."""
+    """Print the engine's log of a trial. For a failed trial, the reason and the line that shows it come
+    first.
+    """
     from tuner.settings import under_home
 
     trial = find_trial(study, number, attempt)
@@ -156,12 +158,12 @@ def show_log(
 
 
 def why(trial: "Trial") -> str:
-    """How a trial ended badly: its cause, where one is known, and the reason."""
+    """Why a trial failed: its cause, where one is known, and the reason."""
     return f"{trial.cause}: {trial.reason}" if trial.cause else str(trial.reason)
 
 
 def _first(trial: "Trial", log: str) -> list[str]:
-    """What a failed trial's log is read for: the reason, and the line of the root cause if it names one."""
+    """The reason of a failed trial, and the line of the log that shows the root cause, if there is one."""
     from tuner.engine import failures
     from tuner.engine.failures import KINDS
 

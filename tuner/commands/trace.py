@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 FORMATS = (
     "azure, mooncake, burstgpt, bailian, litellm, otlp, openai, vllm-log, tracelab, capture, generic, parquet"
 )
-app = typer.Typer(help="Traces: captured traffic, frozen.", no_args_is_help=True)
+app = typer.Typer(help="Traces: captured traffic without its text.", no_args_is_help=True)
 Ref = Annotated[
     str,
     typer.Argument(metavar="TRACE", help="A file, the name or digest of a known trace, or latest:CAPTURE."),
@@ -40,7 +40,7 @@ Ref = Annotated[
 
 
 def captures() -> list[Path]:
-    """Where `latest:NAME` is looked for."""
+    """The folders that `latest:NAME` searches."""
     return [settings().home / "captures", Path()]
 
 
@@ -74,32 +74,38 @@ def import_trace(
         str,
         typer.Argument(
             metavar="FILE",
-            help="A file of any known format, told by its content; or postgresql://... of LiteLLM.",
+            help="A file of any known format, which its content shows; or postgresql://... of LiteLLM.",
         ),
     ],
-    name: Annotated[str | None, typer.Option(help="What to call it; the file's name else.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="The name of the trace. Default: the name of the file.")
+    ] = None,
     format: Annotated[str | None, typer.Option(help=f"One of {FORMATS}.")] = None,
     column: Annotated[
         list[str] | None,
         typer.Option(metavar="OURS=THEIRS", help="A column of a generic or openai file; repeatable."),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Where to write; TUNER_HOME/traces else.")
+        Path | None,
+        typer.Option("-o", "--output", help="The file to write. Default: a file in TUNER_HOME/traces."),
     ] = None,
     unit: Annotated[
         str | None,
-        typer.Option(metavar="s|ms|us|ns", help="Of times that the file gives as numbers without a unit."),
+        typer.Option(metavar="s|ms|us|ns", help="The unit of times that the file gives as plain numbers."),
     ] = None,
     max_len: Annotated[
-        int | None, typer.Option(min=1, help="Leave out requests of more tokens, prompt and answer; counted.")
+        int | None,
+        typer.Option(
+            min=1, help="Leave out longer requests (tokens of prompt and answer); they are counted."
+        ),
     ] = None,
     tokenizer: Annotated[
         Path | None,
-        typer.Option(help="The model's tokenizer.json: counts what openai logs without usage do not tell."),
+        typer.Option(help="The model's tokenizer.json, to count the tokens of openai logs without usage."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Take a trace in: canonical Parquet, known by its digest and its name."""
+    """Import a trace: it is stored as Parquet under its name and its digest."""
     from tuner.traffic import importers
 
     columns = _columns(column or [])
@@ -124,7 +130,7 @@ def import_trace(
 
 @contextmanager
 def _fetched(source: str) -> Iterator[Path]:
-    """The file itself, or one with what a database URL holds."""
+    """The file itself, or a temporary file with the rows of a database URL."""
     if "://" not in source:
         yield Path(source).expanduser()
         return
@@ -156,7 +162,7 @@ def _keep(trace: "Trace", path: Path, name: str) -> None:
 
 
 def _check_name(name: str) -> None:
-    """BadInput for what is no name of a trace, which becomes part of a file's."""
+    """BadInput for a text that cannot be the name of a trace, which becomes part of a file name."""
 
     if not name.isprintable() or set(name) & set("/\\:") or name[:1] in ("", ".", "-") or len(name) > 60:
         raise BadInput(
@@ -191,14 +197,14 @@ def list_traces(as_json: Json = False) -> None:
 def show(
     trace: Ref,
     speed: Annotated[
-        float, typer.Option(min=0.001, callback=finite, help="Numbers for a replay at this speed.")
+        float, typer.Option(min=0.001, callback=finite, help="Show the numbers of a replay at this speed.")
     ] = 1.0,
     html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write a page with pictures too.")
+        Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with pictures.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show rates, burstiness, lengths, concurrency, prefix reuse, quality, and what they suggest."""
+    """Show rates, burstiness, lengths, concurrency, prefix reuse and quality, with advice for the knobs."""
     from tuner.traffic import statistics
 
     found, path = open_trace(trace)
@@ -235,15 +241,22 @@ def _picture(trace: "Trace", numbers: "Statistics", name: str, place: Path) -> N
 def cut(
     trace: Ref,
     start: Annotated[
-        float | None, typer.Option(callback=finite, help="Seconds of trace time; with --duration.")
+        float | None,
+        typer.Option(
+            callback=finite, help="Where the slice begins, in seconds of the trace. Needs --duration."
+        ),
     ] = None,
-    duration: Annotated[float | None, typer.Option(callback=finite, help="Seconds; with --start.")] = None,
+    duration: Annotated[
+        float | None, typer.Option(callback=finite, help="Length of the slice in seconds. Needs --start.")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write this slice as a trace.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show the slices that `auto` would choose, or one by hand; with -o write one as a trace of its own."""
+    """Show the slices that `auto` would choose, or the slice that you give. -o writes one slice as
+    a trace.
+    """
     from tuner.traffic import slices
 
     found, path = open_trace(trace)
@@ -279,32 +292,34 @@ def reshape(
     also: Annotated[
         list[str] | None,
         typer.Option(
-            "--with", metavar="TRACE", help="Another trace laid over it, from one start; repeatable."
+            "--with", metavar="TRACE", help="Another trace to add, both from the same start; repeatable."
         ),
     ] = None,
     sessions: Annotated[
-        bool, typer.Option("--infer-sessions", help="Tell conversations from shared prefix blocks first.")
+        bool, typer.Option("--infer-sessions", help="First find conversations by shared prefix blocks.")
     ] = False,
     beam: Annotated[
         str | None,
         typer.Option(
             metavar="sample|drop",
-            help="Beam searches as so many sampled answers, or left out; no replay has them.",
+            help="Beam searches, which cannot be replayed: as sampled answers, or left out.",
         ),
     ] = None,
     share: Annotated[
         float,
-        typer.Option(callback=finite, help="Keep so much of it: whole conversations and prefix groups."),
+        typer.Option(
+            callback=finite, help="Share of the trace to keep, by whole conversations and prefix groups."
+        ),
     ] = 1.0,
     copies: Annotated[
-        int, typer.Option(help="Lay so many copies over one another, shifted in time, blocks of their own.")
+        int, typer.Option(help="Number of copies to add together, shifted in time, each with its own blocks.")
     ] = 1,
     speed: Annotated[
-        float, typer.Option(callback=finite, help="The same requests so many times as fast.")
+        float, typer.Option(callback=finite, help="Send the same requests this many times as fast.")
     ] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of what --share keeps, and of the copies' shifts.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for --share and for the shifts of the copies.")] = 0,
 ) -> None:
-    """Write a trace made from others: laid together, thinner, denser or faster, in this order."""
+    """Write a new trace from others: added, thinned, multiplied or faster, in this order."""
     from tuner.traffic import reshape, structure
 
     found = open_trace(trace)[0]
@@ -327,7 +342,9 @@ def reshape(
 
 @app.command("diff")
 def diff(before: Ref, after: Ref, as_json: Json = False) -> None:
-    """Show what has moved between two traces: rate, lengths, mix and reuse, each with its size."""
+    """Show what changed between two traces: rate, lengths, mix and reuse, each with the size of the
+    change.
+    """
     from tuner.traffic import shift
 
     found = shift.compare(open_trace(before)[0], open_trace(after)[0])
@@ -346,7 +363,7 @@ def diff(before: Ref, after: Ref, as_json: Json = False) -> None:
 def forget(
     trace: Annotated[str, typer.Argument(metavar="TRACE", help="The name or digest of a known trace.")],
 ) -> None:
-    """Take a trace out of the list of known ones. Its file stays, and so do studies of it."""
+    """Remove a trace from the list of known traces. Its file and its studies stay."""
     store = open_store()
     stored = store.trace(trace)
     store.forget_trace(stored.digest)
@@ -399,9 +416,9 @@ def capture(
     host: Host = "127.0.0.1",
     port: Port = 8900,
 ) -> None:
-    """Pass requests on to an engine and record them: times, lengths and shared prefixes, no text.
+    """Forward requests to an engine and record them: times, lengths and shared prefixes, no text.
 
-    Stops at Ctrl-C or SIGTERM, once answers under way have ended (10 s at most).
+    Ctrl-C or SIGTERM stops it after the current answers have ended (10 s at most).
     """
     from tuner.traffic.capture.files import Rotation
     from tuner.traffic.capture.serving import run

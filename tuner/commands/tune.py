@@ -123,7 +123,9 @@ def tune(
 
 
 def refuse(*, hours: float | None, alone: bool, idle: bool) -> None:
-    """BadInput for what does not go together. `alone`: nodes of no cluster; `idle`: trials of no search."""
+    """BadInput for options that exclude each other. `alone`: --nodes or --isolated without --on; `idle`:
+    --trials with --confirm-only.
+    """
     from tuner.tuning import studyfile
 
     if hours is not None and not 0 < hours <= studyfile.MOST_HOURS:
@@ -135,7 +137,7 @@ def refuse(*, hours: float | None, alone: bool, idle: bool) -> None:
 
 
 def check_finalists(prepared: "Prepared") -> None:
-    """Conflict where the study has nothing that could be measured again."""
+    """Conflict where the study has no trial that can be measured again."""
     from tuner.tuning.finalists import finalists
 
     if not finalists(prepared, trials_so_far(prepared), ""):
@@ -154,9 +156,9 @@ def on_its_node(
     quiet: bool = False,
     listen: "Tell | None" = None,
 ) -> "Run":
-    """Take the node from production, run, give it back before the deadline; tells of what came out.
+    """Take the node from production, run, and give it back before the deadline. Notifications are sent.
 
-    Conflict when the time left cannot hold `min_trials` trials, by what a trial took on this node.
+    Conflict when fewer than `min_trials` trials fit into the time left, by the past trials of this node.
     """
     from dataclasses import replace
 
@@ -225,7 +227,7 @@ def both(one: "Tell", other: "Tell") -> "Tell":
 
 
 def conclude(store: "Store", prepared: "Prepared", run: "Run", *, as_json: bool) -> None:
-    """What came out: the verdict, the front beside the baseline, and how to pull the winner."""
+    """Show the result: the conclusion, the front beside the baseline, and how to pull the winner."""
     from tuner.commands import front
     from tuner.commands.run import show_end
 
@@ -257,7 +259,7 @@ seed: 7
 @ends_by_signal()
 def demo(
     trials: Annotated[int, typer.Option(min=2, help="How many trials.")] = 10,
-    home: Annotated[Path | None, typer.Option(help="Where to keep it; TUNER_HOME/demo else.")] = None,
+    home: Annotated[Path | None, typer.Option(help="The folder to use. Default: TUNER_HOME/demo.")] = None,
 ) -> None:
     """Tune a simulated engine on a bundled slice of a real trace; about a minute."""
     from tuner.commands import front, report

@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 
 def doctor(
     study: Annotated[
-        Path | None, typer.Argument(metavar="[STUDY.yaml]", help="A study to check too.")
+        Path | None, typer.Argument(metavar="[STUDY.yaml]", help="A study to check, too.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Check this host, and a study, its model and engine. Exit 0, or the code of the first error found."""
+    """Check this host and, if given, a study with its model and engine. The exit code is 0 or that of the
+    first error.
+    """
     from tuner.doctor import examine, exit_code
 
     checks = list(examine(settings(), study, clock=now))
@@ -36,30 +38,35 @@ def doctor(
 
 
 ANSWERS = timedelta(days=2)
-"""Answers kept for repeated requests are worth nothing after that."""
+"""Stored answers to repeated requests are useless after this time."""
 MOST = 36_500
-"""Days that may be asked for: a hundred years."""
+"""The largest number of days: a hundred years."""
 TURN_BYTES = 64 * 2**20
-"""A log that is larger is turned: a new one is begun, the old one goes by its age."""
+"""A larger log is rotated: a new file is begun, and the old one is deleted by its age."""
 
 
 def gc(
-    days: Annotated[int, typer.Option(min=0, max=MOST, help="Keep files of trials younger than this.")] = 30,
+    days: Annotated[
+        int, typer.Option(min=0, max=MOST, help="Keep the files of trials that are younger than this.")
+    ] = 30,
     log_days: Annotated[
-        int, typer.Option(min=0, max=MOST, help="Keep the tuner's own logs younger than this.")
+        int, typer.Option(min=0, max=MOST, help="Keep logs of the tuner that are younger than this.")
     ] = 90,
     captures: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="A folder of captures; none is touched without it.")
+        Path | None,
+        typer.Option(metavar="DIR", help="A folder of captures. Without it no capture is deleted."),
     ] = None,
     capture_days: Annotated[
-        int, typer.Option(min=0, max=MOST, help="Keep closed captures younger than this.")
+        int, typer.Option(min=0, max=MOST, help="Keep closed captures that are younger than this.")
     ] = 30,
-    apply: Annotated[bool, typer.Option("--apply", help="Delete; without it only tell.")] = False,
+    apply: Annotated[
+        bool, typer.Option("--apply", help="Delete the files. Without it, only show what would be deleted.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Delete files of old trials, old logs and old captures.
 
-    Numbers, profiles, what profiles and each run's best rest on, traces and open captures stay.
+    Measurements, profiles, the trials behind profiles and best results, traces and open captures stay.
     """
 
     if captures is not None and not captures.is_dir():
@@ -82,8 +89,8 @@ def gc(
 
 
 def _trials(store: "Store", home: Path, before: datetime, apply: bool) -> tuple[int, int]:
-    """Folders under this home only, wherever it lay when they were written: what the history says of another
-    machine is that machine's.
+    """The folders of old trials in this home, also when the home had another path before. Folders of other
+    machines are not touched.
     """
     from tuner.settings import under_home
 
@@ -100,13 +107,13 @@ def _trials(store: "Store", home: Path, before: datetime, apply: bool) -> tuple[
 
 
 def _logs(home: Path) -> Iterator[Path]:
-    """Turned logs, and those of controllers and hand-overs; never the one that is written now."""
+    """Rotated logs, and the logs of controllers and hand-overs; never the log that is written now."""
     for pattern in ("logs/tuner-*.jsonl", "controllers/*.log", "nodes/*.log"):
         yield from home.glob(pattern)
 
 
 def _captures(folder: Path | None) -> Iterator[Path]:
-    """Closed captures by their name and stamp; a folder of something else is left alone."""
+    """Closed captures by name and time stamp; other files are left alone."""
     from tuner.traffic.capture.files import closed_files
 
     if folder is None:
@@ -139,7 +146,7 @@ database_app = typer.Typer(help="The history database.", no_args_is_help=True)
 
 @database_app.command("upgrade")
 def upgrade() -> None:
-    """Bring the database to this release's form; makes it where there is none."""
+    """Upgrade the database to this release. Makes a database where there is none."""
     from tuner.history.store import Store
 
     before, after = Store(settings().url, check=False).upgrade()
@@ -151,10 +158,10 @@ def backup(
     to: Annotated[Path, typer.Argument(help="A new file, or a folder to put one in.")],
     full: Annotated[
         bool,
-        typer.Option("--full", help="An archive with traces, nodes and notifications too."),
+        typer.Option("--full", help="Write an archive with traces, nodes and notifications too."),
     ] = False,
 ) -> None:
-    """Write a consistent copy of an SQLite database while it is in use; with --full of any database."""
+    """Write a consistent copy of an SQLite database while it is in use. With --full, of any database."""
     from tuner.history import maintenance
 
     store = open_store()
@@ -167,7 +174,9 @@ def backup(
 
 
 def _kept_files(store: "Store", home: Path) -> dict[str, Path]:
-    """What belongs to a history beside its database, by its name in the home. What is missing is said."""
+    """The files of a history beside its database, by their names in the home. A message names
+    missing ones.
+    """
     from tuner.traffic import kept
 
     folders = [*home.glob("nodes/*.yaml"), *home.glob("studies/*"), home / "notify.yaml"]
@@ -186,7 +195,7 @@ def _kept_files(store: "Store", home: Path) -> dict[str, Path]:
 def restore(
     archive: Annotated[Path, typer.Argument(help="What `tuner db backup --full` wrote.")],
 ) -> None:
-    """Put a full backup into this TUNER_HOME and its database, which must be empty; of any release before."""
+    """Restore a full backup, of this or an earlier release, into this TUNER_HOME and its empty database."""
     from tuner.history.maintenance import unpack
 
     count = unpack(archive, settings().home, settings().url)
@@ -195,7 +204,7 @@ def restore(
 
 @database_app.command("copy")
 def copy_to(
-    url: Annotated[str, typer.Argument(metavar="URL", help="A new, empty database; it is made.")],
+    url: Annotated[str, typer.Argument(metavar="URL", help="A new, empty database, which is made.")],
 ) -> None:
     """Copy every row of the history, ids included, into another database: SQLite to PostgreSQL or back."""
     from tuner.history.maintenance import copy
