@@ -1,7 +1,7 @@
-"""One command, many nodes: each node tunes the study for itself; this process asks, writes and shares.
+"""Tunes one study on many nodes, each node with a run of its own.
 
-Every node's run is the ordinary loop (`tuning.run.tune`) in this process, under that node's lease; only its
-launches happen on the node. What one node's front found seeds the searches that still run.
+All runs are ordinary loops (`tuning.run.tune`) in this process, each under its node's lease; only launches
+happen on the nodes. The front of a node that has finished seeds the searches that still run.
 """
 
 import asyncio
@@ -27,9 +27,9 @@ from tuner.tuning.studyfile import StudyFile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterJob:
-    """A study for many nodes: the file, its name in errors, where its paths begin, what a run may spend.
+    """A study for many nodes: the file, its name in errors, the folder of its paths, the limits of a run.
 
-    `isolated`: nodes that share a host replay at the same time; such a study is another study.
+    `isolated`: nodes that share a host replay at the same time, which makes it another study.
     """
 
     file: StudyFile
@@ -42,7 +42,7 @@ class ClusterJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """Where it runs. `tell` gives the listener of a node by its name."""
+    """What a job needs to run. `tell` gives the listener for a node's name."""
 
     store: Store
     home: Path
@@ -53,7 +53,7 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeResult:
-    """How a node's part ended: its run, or why there is none."""
+    """The result of one node: its run, or why there is none."""
 
     node: str
     study: Study
@@ -64,7 +64,7 @@ class NodeResult:
 
 @dataclass(slots=True, kw_only=True)
 class _Seat:
-    """A node with its leased store, what releases the lease, its worker and its study."""
+    """A node with its leased store, its lease, its worker and its study."""
 
     member: Member
     store: Store
@@ -78,7 +78,7 @@ class _Seat:
 def choose(
     found: Sequence[Member], wanted: nodes.Selector, known: Sequence[Node], file: StudyFile
 ) -> tuple[Member, ...]:
-    """The nodes that are meant and can hold the study; nothing is started. BadInput or NotFound else."""
+    """The selected nodes. BadInput where a node cannot run the study, NotFound where none matches."""
     if file.node != "local":
         raise BadInput(
             f"node: {file.node} names one node and --on means many: leave node out of the study file"
@@ -106,7 +106,7 @@ def _facts(member: Member, gpu_class: str | None) -> Mapping[str, str]:
 
 
 def needed_gpus(file: StudyFile) -> int:
-    """How many GPUs one launch takes, by the study's fixed arguments."""
+    """The number of GPUs of one launch, by the fixed arguments of the study."""
     args = {key.replace("_", "-"): value for key, value in file.engine.args.items()}
     sizes = [args.get(f"{kind}-parallel-size", 1) for kind in ("tensor", "pipeline", "data")]
     whole = 1
@@ -116,12 +116,11 @@ def needed_gpus(file: StudyFile) -> int:
 
 
 async def tune_all(job: ClusterJob, fleet: Fleet, picked: Sequence[Member]) -> tuple[NodeResult, ...]:
-    """Tune the study on every node at once; how each ended, in their order.
+    """Tune the study on all nodes at the same time. Returns the results in the order of the nodes.
 
-    Before the first launch all nodes are leased, asked and prepared: what stands in the way of one is
-    raised (Conflict: somebody else has it) and none starts. A node's lease is released when its own part
-    ends. Cancelling stops all engines and returns when every part has written its end; the runs can be
-    resumed by the same call.
+    Before the first launch all nodes are leased, asked and prepared. A problem of one node is raised
+    (Conflict: somebody else holds it), and no node starts. A lease is released when its node has finished.
+    Cancelling stops all engines and returns when every run has been written; the same call resumes the runs.
     """
     with ExitStack() as stack:
         leased = {member.name: stack.enter_context(ExitStack()) for member in picked}
@@ -146,8 +145,9 @@ async def tune_all(job: ClusterJob, fleet: Fleet, picked: Sequence[Member]) -> t
 
 
 async def to_their_ends(parts: Sequence[Coroutine[Any, Any, NodeResult]]) -> tuple[NodeResult, ...]:
-    """Do all parts at once. When one fails or all are cancelled, returns after the last has ended, so that
-    none writes without its lease."""
+    """Run all parts at the same time. Also after an error or a cancel it returns when the last part has
+    ended, so that none writes without its lease.
+    """
     tasks = [asyncio.ensure_future(part) for part in parts]
     try:
         return tuple(await asyncio.gather(*tasks))
@@ -173,8 +173,8 @@ def engine_of(file: StudyFile, member: Member) -> StudyFile:
 async def asked_of(
     job: ClusterJob, picked: Sequence[Member], store: Store | None, clock: Clock
 ) -> list[tuple[Member, Prepared]]:
-    """The study as each node would run it, by what the node says now; nothing is written or launched. Raises
-    what would keep a run from beginning there.
+    """The study as each node would run it. Nodes are asked, nothing is written or launched. A problem that
+    would prevent a run is raised.
     """
     hired = await asyncio.gather(*(_hire(job, member) for member in picked), return_exceptions=True)
     hands = [hand for hand in hired if isinstance(hand, Hand)]
@@ -207,7 +207,9 @@ def _seat(job: ClusterJob, fleet: Fleet, store: Store, lease: ExitStack, hand: H
 
 
 def marked(study: Study, isolated: bool) -> Study:
-    """A study whose replays do not take turns is not to be compared with one whose replays do."""
+    """The study, marked when its replays do not take turns: it cannot be compared with one whose
+    replays do.
+    """
     if not isolated:
         return study
     identity = {**study.identity, "isolated": True}
@@ -215,14 +217,14 @@ def marked(study: Study, isolated: bool) -> Study:
 
 
 class _Whole:
-    """All nodes of one job."""
+    """The nodes of one job while they run."""
 
     def __init__(self, job: ClusterJob, fleet: Fleet, seats: Sequence[_Seat]) -> None:
         self._job, self._fleet, self._seats = job, fleet, seats
         self._lent: set[str] = set()
 
     async def one(self, seat: _Seat) -> NodeResult:
-        """One node to its end; what goes wrong there stays there."""
+        """Run one node to its end. Its errors do not stop other nodes."""
         name, study = seat.member.name, seat.prepared.study
         tell = self._fleet.tell(name)
         with ExitStack() as stack:
@@ -247,7 +249,7 @@ class _Whole:
             finally:
                 await remote.end()
                 seat.over = True
-                with suppress(Unavailable):  # a lease that cannot be given back runs out
+                with suppress(Unavailable):  # a lease that cannot be released expires
                     seat.lease.close()
                 self._share()
 
@@ -264,14 +266,15 @@ class _Whole:
         )
 
     def _share(self) -> None:
-        """What finished nodes found is tried first where the search still goes on."""
+        """Give the fronts of finished nodes as seeds to the searches that still run."""
         for seat in self._seats:
             if not seat.over:
                 seat.seeds[:] = fronts_of(seat.store, seat.prepared)
 
     async def _spare(self, seat: _Seat, stack: ExitStack) -> Hand | None:
-        """The node itself when it is back, else a free node of its class; None when there is none now. What
-        was borrowed before, and lost, is given back first."""
+        """A worker on the node itself when it is back, or on a free node of its class; None when there is
+        none now. A node that was borrowed before and lost is released first.
+        """
         stack.close()
         busy = {each.member.name for each in self._seats if not each.over} | self._lent
         for member in sorted(dispatch_ray.members(), key=lambda m: m.name != seat.member.name):
@@ -284,7 +287,7 @@ class _Whole:
         return None
 
     async def _hired(self, seat: _Seat, member: Member, stack: ExitStack | None) -> Hand | None:
-        """A worker on a node that is truly of the seat's class, leased unless it is the seat's own."""
+        """A worker on a node if it is of the same class; a borrowed node is leased."""
         try:
             with ExitStack() as trial:
                 if stack is not None:
@@ -306,7 +309,7 @@ class _Whole:
                     stack.push(trial.pop_all())
                 return hand
         except TunerError:
-            return None  # it is not to be had now: asked again while there is time
+            return None  # not available now: it is asked again while there is time
 
     @contextmanager
     def _borrowed(self, name: str) -> Iterator[None]:
@@ -318,13 +321,13 @@ class _Whole:
 
 
 def left_open(store: Store, node: str) -> Mapping[str, Sequence[str]]:
-    """Launches that dead controllers left open on a node, with what stops each."""
+    """Launches that dead controllers left open on a node, with the stop command of each."""
     stops = {study.id: stop_command_of(study) for study in store.studies(node=node)}
     return {each.id: stops[each.study_id] for each in store.open_launches(node=node)}
 
 
 def worst(ended: Sequence[NodeResult]) -> TunerError | None:
-    """The error to end with: a node's own, or Conflict for a run that was left to be resumed."""
+    """The first error of a node, or Conflict for a run that must be resumed; None if all went well."""
     for each in ended:
         if each.error is not None:
             return each.error

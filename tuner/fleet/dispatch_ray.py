@@ -1,6 +1,6 @@
-"""Ray's part of the dispatch: the cluster's nodes, and one actor per node that does orders there.
+"""Ray: the nodes of a cluster, the worker on each node, and its remote control by the controller.
 
-`import ray` waits until a cluster is asked for: it is an extra (`cluster`).
+Ray is imported only when a cluster is used, because it is an extra (`cluster`).
 """
 
 import asyncio
@@ -31,9 +31,9 @@ from tuner.tuning.studyfile import EngineFile
 from tuner.tuning.trial import work_here
 
 GRANT_S = 120.0
-"""How long a node may take to start a worker on its GPUs; another job of the cluster may hold them."""
+"""Seconds that a node may take to start a worker on its GPUs; another job of the cluster may hold them."""
 RETURN_S = 300.0
-"""How long a lost node, or a free one of its class, is waited for."""
+"""Seconds to wait for a lost node to come back, or for a free node of its class."""
 ASK_S = 1.0
 KNOCK_S = 10.0
 POLL_S = 5.0
@@ -45,7 +45,7 @@ ADDRESS = re.compile(r"^(auto|ray://[^\s/]+:\d+|[^\s/:]+:\d+)$")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """A living node of the cluster, as Ray tells. `labels` are those that it was started with."""
+    """A living node of the cluster, as Ray reports it. `labels` are those that it was started with."""
 
     ray_id: str
     name: str
@@ -55,7 +55,7 @@ class Member:
 
     @property
     def facts(self) -> Mapping[str, str]:
-        """What selectors may ask for."""
+        """The keys and values that a selector can match."""
         card = self.labels.get("ray.io/accelerator-type", "").lower()
         plain = {key: value for key, value in self.labels.items() if not key.startswith("ray.io/")}
         return {"gpu": card, **plain, "name": self.name, "host": self.host}
@@ -63,7 +63,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """How an order ended: what was measured, or the fault; and the files of its directory by name."""
+    """The end of an order: the measurements or the error, and the files of its directory by name."""
 
     measured: tuple[Measured, ...] = ()
     error: TunerError | None = None
@@ -72,7 +72,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeAnswer:
-    """What a node says of itself, or why it cannot be used."""
+    """The description of a node, or the error why it cannot be used."""
 
     version: str
     surveyed: Surveyed | None = None
@@ -99,14 +99,18 @@ def connect(address: str) -> None:
         _join(ray, address)
     except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
         said = str(error).strip().splitlines() or [type(error).__name__]
-        reason = said[0] if len(said) == 1 else f"{said[0]} {said[-1].strip()}"  # a traceback ends with it
+        reason = (
+            said[0] if len(said) == 1 else f"{said[0]} {said[-1].strip()}"
+        )  # the last line of a traceback has the reason
         raise Unavailable(
             f"no Ray cluster answers at {address} ({reason[:300]}); `ray start --head` starts one"
         ) from error
 
 
 def _join(ray: Any, address: str) -> None:
-    """Ray's client server starts a server for each client, and gives up early on a host that is busy."""
+    """Connect. Ray's client server starts a server per client and gives up early on a busy host:
+    try again.
+    """
     for again in (True, True, False):
         try:
             with _our_signals():
@@ -119,7 +123,9 @@ def _join(ray: Any, address: str) -> None:
 
 @contextmanager
 def _our_signals() -> Iterator[None]:
-    """Ray makes SIGTERM end its driver at once, with exit code 15: ours stops the engines first."""
+    """Keep our SIGTERM handler, which stops engines first. Ray's ends the process at once with exit
+    code 15.
+    """
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -131,7 +137,7 @@ def _our_signals() -> Iterator[None]:
 
 
 def _knock(address: str) -> None:
-    """Unavailable when nobody listens there: Ray itself would try for minutes."""
+    """Unavailable when nothing listens there. Ray itself would try for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=KNOCK_S).close()
@@ -143,8 +149,8 @@ def _knock(address: str) -> None:
 
 @contextmanager
 def dumps_in(log: Path) -> Iterator[None]:
-    """What Ray's libraries write to standard error (the state of tasks and nodes when one is lost) goes to a
-    log; what the tuner says does not.
+    """Send what Ray's libraries write to standard error into a log, but not what the tuner writes. Ray dumps
+    the state of tasks and nodes there when a node is lost.
     """
     try:
         log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -207,21 +213,21 @@ def _member(told: Mapping[str, Any]) -> Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hand:
-    """A worker on a node, and what the node said of itself."""
+    """A worker on a node, and the node's description."""
 
     member: Member
     actor: Any
     surveyed: Surveyed
 
     def end(self) -> None:
-        """End the worker's process, and with it whatever it started."""
+        """End the worker's process and everything that it started."""
         _end(self.actor)
 
 
 async def hire(member: Member, engine: EngineFile, base: Path) -> Hand:
-    """Start a worker on exactly this node, with all its GPUs, and ask what the node is.
+    """Start a worker on exactly this node, with all its GPUs, and ask it to describe the node.
 
-    Conflict when its GPUs are not granted in time, or another tuner on that host has them.
+    Conflict when the GPUs are not granted in time or another tuner on that host holds them.
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -250,7 +256,7 @@ async def hire(member: Member, engine: EngineFile, base: Path) -> Hand:
 
 
 def _surveyed(seen: NodeAnswer, node: str) -> Surveyed:
-    """What a node is. Its own error where it has one, BadInput for another version of the tuner."""
+    """The description of a node. Its error is raised; BadInput for another version of the tuner."""
     if seen.version != __version__:
         raise BadInput(f"node {node} has vllm-config-tuner {seen.version}, this is {__version__}")
     if seen.surveyed is None:
@@ -266,7 +272,7 @@ def _end(actor: Any) -> None:
 
 
 async def _answer(reference: Awaitable[Any], node: str) -> Any:
-    """What a worker answers. Aborted (node_lost) when it or its node is gone."""
+    """The answer of a worker. Aborted (node_lost) when the worker or its node is gone."""
     from ray.exceptions import RayError, RayTaskError
 
     try:
@@ -278,11 +284,11 @@ async def _answer(reference: Awaitable[Any], node: str) -> Any:
 
 
 class Remote:
-    """Does a study's orders on a node of the cluster; an `Executor`.
+    """Runs the launches of a study on a node of the cluster: an `Executor`.
 
-    When the node is lost the order is Aborted, and the next one waits for the node to come back, or for
-    `spare` to hire a free one of the same class. When neither comes, `gone` says so and the run is left to
-    be resumed, as if it had been stopped.
+    When the node is lost, the order is Aborted. The next order waits until the node is back or `spare` hires
+    a free node of the same class. When neither happens, `gone` says so, and the run can be resumed as if it
+    had been stopped.
     """
 
     def __init__(
@@ -302,7 +308,7 @@ class Remote:
         self._dead: dict[str, Sequence[str]] = {}
 
     async def set_up(self, dead: Mapping[str, Sequence[str]]) -> None:
-        """Hand the study over; `dead` are launches that were left open before, with what stops each."""
+        """Send the study to the worker. `dead` are launches that were left open, with their stop commands."""
         self._dead |= dead
         hand = await self._present()
         seen = hand.surveyed
@@ -334,7 +340,7 @@ class Remote:
         return tuple(_here(each, Path(order.spec.directory)) for each in done.measured)
 
     async def end(self) -> None:
-        """Give the node back."""
+        """End the worker on the node."""
         if self._hand is not None:
             self._hand.end()
             self._hand = None
@@ -349,10 +355,12 @@ class Remote:
                 note(news)
 
     async def _present(self) -> Hand:
-        """The worker; after a loss, a new one. Raises CancelledError, with `gone` set, when none comes."""
+        """The worker, or a new one after a loss. CancelledError, with `gone` set, when there is
+        none in time.
+        """
         if self._hand is not None:
             return self._hand
-        self._note(f"node {self._name} is lost: waiting for it, or for a free node of its class")
+        self._note(f"node {self._name} is lost: waiting for it or for a free node of its class")
         loop = asyncio.get_running_loop()
         end = loop.time() + RETURN_S
         while loop.time() < end:
@@ -375,7 +383,7 @@ class Remote:
         self._hand, self._is_set_up = None, False
 
     async def _stop(self) -> None:
-        """End the order on the node; waits until its engine is gone, or the node is."""
+        """Stop the order on the node. Returns when its engine or the node is gone."""
         if self._hand is not None:
             with contextlib.suppress(Aborted):
                 await asyncio.shield(_answer(self._hand.actor.stop.remote(), self._name))
@@ -391,7 +399,7 @@ def _write(files: Mapping[str, bytes], directory: Path) -> None:
 
 
 def _here(measured: Measured, directory: Path) -> Measured:
-    """The same, its outcomes where they lie on this machine."""
+    """The measurement with the paths of its outcomes on this machine."""
     found: Measurement = measured.measurement
     slices = tuple(
         replace(part, outcomes_file=str(directory / Path(part.outcomes_file).name))
@@ -403,7 +411,7 @@ def _here(measured: Measured, directory: Path) -> Measured:
 
 
 class NodeWorker:
-    """One node at work. Its process holds the GPUs' locks and its guardian the engine: both end with it."""
+    """The worker on one node. Its process holds the locks of the GPUs; a guardian ends its engine with it."""
 
     def __init__(self) -> None:
         self._news: list[News | Done] = []
@@ -413,7 +421,7 @@ class NodeWorker:
         self._locks: object = None
 
     async def look(self, name: str, engine: EngineFile, base: str, labels: Mapping[str, str]) -> NodeAnswer:
-        """What this node is, in its own engine's words; takes the locks of the GPUs it was given."""
+        """Describe this node, by its own engine, and lock the GPUs that it was given."""
         try:
             seen = await asyncio.to_thread(nodes.fingerprint, name, engine, base=Path(base), labels=labels)
             if self._locks is None:
@@ -427,8 +435,8 @@ class NodeWorker:
     async def set_up(
         self, prepared: Prepared, dead: Mapping[str, Sequence[str]], isolated: bool = False
     ) -> tuple[str, ...]:
-        """Take a study; ends what is left here of launches that are dead, each with its stop command. Returns
-        what kept that from being done.
+        """Take a study, and end what dead launches left here, each with its stop command. Returns a sentence
+        per stop command that could not be started.
         """
         engine = prepared.file.engine
         node = prepared.node
@@ -446,13 +454,13 @@ class NodeWorker:
         return tuple(problems)
 
     async def begin(self, order: LaunchJob) -> None:
-        """Start on an order; `news` tells how it goes."""
+        """Start an order; `news` reports its progress."""
         await self.stop()
         self._news, self._changed = [], asyncio.Event()
         self._task = asyncio.ensure_future(self._do(order))
 
     async def news(self, after: int) -> Sequence[News | Done]:
-        """What happened since the first `after` news; waits a while for some. The last one is Done."""
+        """The news after the first `after` ones; waits POLL_S for some. The last one is Done."""
         if self._task is not None and self._task.done() and len(self._news) <= after:
             self._task.result()
         if len(self._news) <= after:
@@ -464,7 +472,7 @@ class NodeWorker:
         return tuple(self._news[after:])
 
     async def stop(self) -> None:
-        """End what is being done; returns when no engine is left."""
+        """Stop the order. Returns when no engine is left."""
         if self._task is not None and not self._task.done():
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -496,7 +504,7 @@ class NodeWorker:
 
 
 def scratch_of(launch_id: str) -> Path:
-    """Where a launch keeps its files until they are handed back."""
+    """The folder of a launch's files until they are sent back."""
     return Settings().home / "work" / launch_id
 
 

@@ -1,7 +1,7 @@
-"""Production gives a node to a run and gets it back: what must be undone is written before it is done.
+"""Takes production off a node for a run and brings it back. What must be undone is written down first.
 
-Hooks come from TUNER_HOME/nodes/NAME.yaml alone, written by hand or by `tuner node add`; nothing that a
-request over HTTP carries gets here.
+Hooks come only from TUNER_HOME/nodes/NAME.yaml, which a person or `tuner node add` writes; no HTTP request
+can set them.
 """
 
 import signal
@@ -29,7 +29,7 @@ READY_POLL_S = 1.0
 ENDING = (signal.SIGINT, signal.SIGTERM)
 Handler = Callable[[int, FrameType | None], object] | int | None
 RECENT = 5
-"""Studies of a node whose engines may still be there."""
+"""How many of the newest studies of a node are searched for engines that are still running."""
 
 
 class Deferred:
@@ -75,11 +75,11 @@ class Deferred:
 def handed_over(
     store: Store, node: Node, *, home: Path, clock: Clock, say: Say = silent, ttl_s: float = LEASE_S
 ) -> Iterator[Store]:
-    """Have a node for oneself: leased, its GPUs locked, what a death left undone, production drained; all
-    given back however the body ends. Yields the store whose writes prove the lease.
+    """Hold a node alone: leased, its GPUs locked, the work of a dead controller undone, production off. All
+    is given back, however the block ends. Yields a store whose writes prove the lease.
 
-    Conflict when somebody else has the node, or it is in state fault. A signal to end that comes while
-    production is drained or restored raises KeyboardInterrupt once production is back.
+    Conflict when somebody else holds the node, or the node is in state fault. A signal that comes while
+    production is being taken off or brought back raises KeyboardInterrupt when production is back.
     """
     try:
         known = store.node(node.name)
@@ -104,10 +104,11 @@ def handed_over(
 
 
 def recover(store: Store, node: str, *, home: Path, clock: Clock, say: Say = silent) -> bool:
-    """Undo what a controller that died left on a node: its engines, then its hooks. True when it did.
+    """Undo what a dead controller left on a node: first its engines, then its hooks. True when there was
+    work.
 
-    A node that somebody holds is left alone (False). Conflict on a node in state fault, or when the journal
-    is another host's. Unavailable when a hook fails; the journal stays, to be tried again.
+    A node that somebody holds is left alone (False). Conflict when the node is in state fault or the journal
+    is of another host. Unavailable when a hook fails; the journal stays for the next try.
     """
     if store.handover(node) is None or is_held(store, node, clock):
         return False
@@ -116,7 +117,7 @@ def recover(store: Store, node: str, *, home: Path, clock: Clock, say: Say = sil
 
 
 def recover_all(store: Store, *, home: Path, clock: Clock, say: Say = silent) -> bool:
-    """`recover` for every node; what cannot be undone is said and left. True when nothing is left undone."""
+    """`recover` for every node. Problems are reported and left. True when there was no problem."""
     well = True
     for node in store.nodes():
         try:
@@ -128,7 +129,7 @@ def recover_all(store: Store, *, home: Path, clock: Clock, say: Say = silent) ->
 
 
 def _wait_for_restorer(store: Store, node: str, home: Path, clock: Clock) -> None:
-    """Somebody who gives production back in place of a controller that died is soon done."""
+    """Wait while another process brings production back for a dead controller; it needs a short time."""
     deadline = time.monotonic() + budget_s(home, node) + READY_POLL_S
     while (drainer := drained_by(store, node)) is not None and is_dead(drainer):
         if time.monotonic() > deadline or not is_held(store, node, clock):
@@ -137,25 +138,26 @@ def _wait_for_restorer(store: Store, node: str, home: Path, clock: Clock) -> Non
 
 
 def drained_by(store: Store, node: str) -> str | None:
-    """Which controller took production off a node; None when nothing is to be undone there."""
+    """The controller that took production off a node; None when there is nothing to undo."""
     journal = store.handover(node)
     return str(journal.get("holder")) if isinstance(journal, dict) else None
 
 
 def is_held(store: Store, node: str, clock: Clock) -> bool:
-    """Whether a living controller has a node."""
+    """Whether a living controller holds a node."""
     release_dead(store, node, clock)
     return any(lease.node == node for lease in store.leases(now=clock()))
 
 
 @contextmanager
 def _still_ours(store: Store, fenced: Store, node: str, clock: Clock) -> Iterator[None]:
-    """The lease again where it ran out and nobody took the node. Conflict when somebody did: then production
-    is theirs to restore."""
+    """Take an expired lease again when nobody else has the node. Conflict when somebody has: that controller
+    then brings production back.
+    """
     try:
         fenced.set_node_state(node, store.node(node).state)  # a write proves the lease
     except Unavailable:
-        yield  # production comes before the books
+        yield  # production is more important than the record
     except Conflict:
         with held(store, node, clock=clock):
             yield
@@ -164,7 +166,7 @@ def _still_ours(store: Store, fenced: Store, node: str, clock: Clock) -> Iterato
 
 
 def budget_s(home: Path, node: str) -> float:
-    """The most seconds that giving production back may take."""
+    """The maximum seconds to bring production back."""
     return sum(hook.timeout_s for hook in hooks(home, node))
 
 
@@ -173,11 +175,11 @@ def faulty(node: str) -> str:
 
 
 _watchers: dict[str, list[processes.Detached]] = {}
-"""Per node, the processes that restore production should we be gone; they end when it is back."""
+"""Per node, the processes that bring production back if this one dies. They end when production is back."""
 
 
 class _Place:
-    """One node whose lease is ours."""
+    """A node whose lease this process holds."""
 
     def __init__(self, store: Store, node: str, home: Path, clock: Clock, say: Say) -> None:
         self._store, self._node, self._home, self._clock, self._say = store, node, home, clock, say
@@ -185,7 +187,7 @@ class _Place:
         self._drainer = holder()
 
     def drain(self, hooks: Sequence[Hook]) -> None:
-        """Take production off, hook by hook; the journal of all of them is written first."""
+        """Take production off, hook by hook. The journal of all hooks is written first."""
         entries = [entry for hook in hooks if (entry := self._entry(hook)) is not None]
         if not entries:
             return
@@ -201,7 +203,7 @@ class _Place:
         self._store.set_node_state(self._node, "leased")
 
     def _entry(self, hook: Hook) -> dict[str, JSON] | None:
-        """The journal's line of a hook; None when production does not run there."""
+        """The journal entry of a hook; None when production does not run there."""
         answer = ""
         if hook.ask:
             done = processes.run(hook.ask, timeout_s=hook.timeout_s)
@@ -222,9 +224,9 @@ class _Place:
         }
 
     def undo(self) -> bool:
-        """Restore what the journal names, the last one first. True when there was something.
+        """Restore the entries of the journal, the last one first. True when there was one.
 
-        A journal that cannot be read just now is taken from memory: production comes before the books.
+        When the journal cannot be read now, the copy in memory is used, because production must come back.
         """
         try:
             left = self._journal()
@@ -288,10 +290,10 @@ class _Place:
 
 
 def clear_engines(store: Store, node: str, *, home: Path, clock: Clock, say: Say = silent) -> None:
-    """End engines that dead controllers left on a node: they hold the memory that production needs.
+    """End engines that dead controllers left on a node, because they hold the memory that production needs.
 
-    One that outlives SIGKILL puts the node in state fault: Conflict. A stop command that cannot be started
-    is said.
+    An engine that survives SIGKILL puts the node in state fault: Conflict. A stop command that cannot be
+    started is reported.
     """
     reconcile(store, home, node=node, clock=clock, say=say)
     living = processes.tags()
@@ -302,7 +304,7 @@ def clear_engines(store: Store, node: str, *, home: Path, clock: Clock, say: Say
 
 
 def _watch(store: Store, node: str, home: Path) -> processes.Detached:
-    """A process that outlives us: it restores production when we are gone without having done so."""
+    """Start a process that brings production back if this process dies before it did so itself."""
     url = store.database.url.render_as_string(hide_password=False)
     words = [sys.executable, "-m", "tuner", "node", "restore", node, "--after", holder()]
     env = {"TUNER_HOME": str(home), "TUNER_DATABASE_URL": url, "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -324,7 +326,7 @@ def _seconds(entry: Mapping[str, JSON]) -> float:
 
 
 def _run(words: Sequence[str], timeout_s: float) -> str | None:
-    """What went wrong with a command, None when nothing did."""
+    """Why a command failed, None when it did not."""
     try:
         done = processes.run(words, timeout_s=timeout_s)
     except TunerError as error:
@@ -336,7 +338,7 @@ def _run(words: Sequence[str], timeout_s: float) -> str | None:
 
 
 def _until_ready(words: Sequence[str], deadline: float) -> str | None:
-    """Ask until the answer is yes; what it said last when it never was."""
+    """Run the command until it succeeds. Returns its last message when it does not by the deadline."""
     if not words:
         return None
     while (problem := _run(words, max(1.0, deadline - time.monotonic()))) is not None:

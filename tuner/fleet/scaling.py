@@ -14,8 +14,8 @@ PROBLEM = 1
 
 
 def main(words: Sequence[str]) -> int:
-    """`ask`, `scale N` or `ready` of NAMESPACE/KIND/NAME; the answer on standard output, problems on standard
-    error with exit code 1.
+    """Run `ask`, `scale N` or `ready` for NAMESPACE/KIND/NAME. The answer is on standard output; a problem is
+    on standard error with exit code 1.
     """
     verb, resource, *rest = words
     namespace, kind, name = resource.split("/")

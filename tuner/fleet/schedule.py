@@ -1,4 +1,6 @@
-"""Nightly runs: what is due is claimed, checked and started; the clock and the start are the caller's."""
+"""Scheduled runs: claims, checks and starts what is due. The caller gives the clock and the start
+function.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -16,17 +18,18 @@ from tuner.records import Launch, Run, RunState
 Clock = Callable[[], datetime]
 Kind = Literal["start", "resume", "missed", "blackout", "overlap", "too short", "failed", "ended"]
 POLL_S = 20.0
-"""How often the rows are read again; a due time wakes the loop sooner."""
+"""Seconds between two readings of the schedules; a due time wakes the loop earlier."""
 RESUMES = 3
-"""How often a run that its process left unfinished is started again within one window."""
+"""How often an unfinished run of a dead process is started again within one window."""
 ACTOR = "schedule"
 CLOSING = "the window closes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Firing:
-    """A due time that was claimed: start the study now and be done by `deadline`, which is before the
-    window's end by what it takes to stop the engine."""
+    """A claimed due time: start the study now and end by `deadline`. That is the end of the window minus the
+    time to stop the engine.
+    """
 
     schedule: Schedule
     terms: Terms
@@ -39,7 +42,7 @@ class Firing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Happening:
-    """What became of a due time, for the log, the audit and notifications."""
+    """What happened to a due time, for the log, the audit and notifications."""
 
     kind: Kind
     schedule: str
@@ -64,10 +67,10 @@ async def loop(
     tell: Callable[[Happening], object] = lambda happening: None,
     resumes: int = RESUMES,
 ) -> None:
-    """Fire schedules until cancelled; runs that are under way are then cancelled and awaited.
+    """Start scheduled runs until cancelled; the current runs are then cancelled and awaited.
 
-    `wait` sleeps for seconds of the given clock; `tell` must not block. A run that its process left
-    unfinished is started again `resumes` times within its window: 0 where the caller restarts runs itself.
+    `wait` sleeps for seconds of the given clock; `tell` must not block. An unfinished run of a dead process
+    is started again up to `resumes` times within its window; 0 where the caller restarts runs itself.
     """
     keeper = Keeper(store, clock=clock, start_run=start_run, tell=tell, resumes=resumes)
     try:
@@ -75,7 +78,7 @@ async def loop(
             try:
                 pause = await keeper.tick()
             except Unavailable:
-                pause = POLL_S  # the database is away; what is due then is due still
+                pause = POLL_S  # the database is not available; due times are still due later
             await wait(pause)
     finally:
         await keeper.close()
@@ -83,8 +86,9 @@ async def loop(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialTimes:
-    """Medians over the launches that ended well: `trial_s` from start to end, replay included, `relaunch_s`
-    of it until the engine was ready (None when no log told)."""
+    """Medians over the launches without a failure: `trial_s` from start to end with the replay, `relaunch_s`
+    until the engine was ready (None: not known).
+    """
 
     launches: int
     trial_s: float
@@ -92,13 +96,12 @@ class TrialTimes:
 
 
 RECENT = 40
-"""How many of the newest launches are asked."""
+"""How many of the newest launches count."""
 
 
 def trial_times(store: Store, node: str, study_id: str | None = None) -> TrialTimes | None:
-    """What a trial takes on a node: by this study's launches, else by those of the node's newest studies.
-
-    None while nothing ended well there.
+    """How long a trial takes on a node, by the launches of this study or, without any, of the newest studies
+    of the node. None while there is no launch without a failure.
     """
     refs = [study_id] if study_id is not None else []
     refs += [study.id for study in store.studies(node=node)[:5]]
@@ -118,7 +121,7 @@ def _medians(launches: Sequence[Launch]) -> TrialTimes:
 
 
 def too_short(found: TrialTimes | None, left_s: float, min_trials: int) -> str | None:
-    """Why a window cannot hold the minimum number of trials; None when it can, or nothing is known."""
+    """Why the minimum number of trials does not fit into a window; None when it fits or nothing is known."""
     if found is None or min_trials * found.trial_s <= left_s:
         return None
     relaunch = "" if found.relaunch_s is None else f" ({found.relaunch_s:.0f} s of it to relaunch)"
@@ -131,9 +134,10 @@ def too_short(found: TrialTimes | None, left_s: float, min_trials: int) -> str |
 def claim(
     store: Store, schedule: Schedule, now: datetime, *, busy: str | None = None
 ) -> Firing | Happening | None:
-    """Take the newest due time: to start, or refused with the reason (`busy`: the node is known to be).
+    """Claim the newest due time: a Firing to start, or a Happening when it is refused. `busy` is why the node
+    is known to be in use.
 
-    None when nothing is due, or somebody else took it. Each due time is taken once, by whoever is first.
+    None when nothing is due or another process claimed it. Each due time is claimed once.
     """
     if not schedule.enabled or (due := last_due(schedule, now)) is None:
         return None
@@ -148,7 +152,7 @@ def claim(
 
 
 BEGUN = ""
-"""In place of the last run's id: its due time was claimed and the run is about to begin."""
+"""Stands in place of the run's id while a due time is claimed and its run has not begun yet."""
 
 
 def _refusal(store: Store, firing: Firing, now: datetime, busy: str | None) -> tuple[Kind, str] | None:
@@ -179,7 +183,7 @@ def _last_study(store: Store, schedule: Schedule) -> str | None:
 
 
 def unfinished(store: Store, schedule: Schedule, now: datetime) -> Firing | None:
-    """The firing whose process died before its run ended, while its window is open and its node free."""
+    """The firing whose process died before its run ended, if its window is open and its node is free."""
     if not schedule.enabled or schedule.last_due is None or schedule.last_run_id is None:
         return None
     firing = Firing(schedule=schedule, terms=terms(schedule.spec), window=window(schedule, schedule.last_due))
@@ -203,7 +207,7 @@ def _happened(firing: Firing, kind: Kind, sentence: str, now: datetime) -> Happe
 
 
 class Keeper:
-    """What a loop remembers between two looks: the runs that it started, one per node."""
+    """The state of a loop: the runs that it started, one per node."""
 
     def __init__(
         self,
@@ -222,7 +226,7 @@ class Keeper:
         self._broken: dict[str, str] = {}
 
     async def tick(self) -> float:
-        """Look once; returns the seconds until it is worth looking again."""
+        """Check all schedules once. Returns the seconds until the next check."""
         await asyncio.sleep(0)
         now = self._clock()
         for node in list(self._tasks):
@@ -288,7 +292,7 @@ class Keeper:
         self._tell(happening)
 
     async def close(self) -> None:
-        """Stop what runs, and wait until it has stopped."""
+        """Stop all runs and wait until they have stopped."""
         tasks = [task for _, task in self._tasks.values()]
         for task in tasks:
             task.cancel()
@@ -296,7 +300,7 @@ class Keeper:
 
 
 def record(store: Store, happening: Happening) -> None:
-    """One audit row per thing that became of a due time."""
+    """Write what happened to a due time into the audit."""
     store.add_audit(
         actor=ACTOR,
         action=f"schedule.{happening.kind.replace(' ', '_')}",
@@ -319,7 +323,7 @@ def _ending(firing: Firing, task: "asyncio.Task[Run | None]", now: datetime) -> 
 
 
 def failed(firing: Firing, sentence: str, now: datetime) -> Happening:
-    """A firing came to nothing."""
+    """A firing without a successful run."""
     return _happened(firing, "failed", sentence, now)
 
 

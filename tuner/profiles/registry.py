@@ -1,4 +1,4 @@
-"""The registry's rules: what may be published, promoted, rolled back and resolved. A Store keeps the rows."""
+"""Rules of the profile registry: publish, promote, roll back, resolve. A Store keeps the rows."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ BASELINE = "baseline"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gates:
-    """What a version must show before an alias may move to it; None and False ask nothing.
+    """The checks that a version must pass before an alias may move to it. None and False skip a check.
 
     `engine_version` is the engine that is to run it. The other gates read the evidence: `confirmed`,
     `slo_met`, `not_worse` (the study's bounds, held against every change that the run found), `judged` (that
@@ -45,7 +45,9 @@ NO_GATES = Gates(confirmed=False, slo_met=False, judged=False, not_worse=False, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """An answer to a pull: the profile, the alias event that points at it, and by what it matched."""
+    """The answer to a pull: the profile, the alias event that points to it, and whether node or class
+    matched.
+    """
 
     profile: Profile
     event: AliasEvent
@@ -128,7 +130,7 @@ def same_engine(one: str, other: str) -> bool:
 
 
 def gate_failures(profile: Profile, gates: Gates, *, now: datetime) -> tuple[str, ...]:
-    """One clause per gate that the version does not pass."""
+    """One clause per check that the version does not pass."""
     failed: list[str] = []
     if gates.confirmed and profile.evidence.get("confirmed") is not True:
         shown = profile.evidence.get("demonstration") is True
@@ -148,8 +150,8 @@ def gate_failures(profile: Profile, gates: Gates, *, now: datetime) -> tuple[str
 
 
 def unjudged(profile: Profile) -> tuple[str, ...]:
-    """The knobs of a version that change the output, where nobody judged its answers. What an older release
-    published and does not say, counts as not judged.
+    """The knobs of a version that change the output, if its answers were not judged. A version of an older
+    release that does not say so counts as not judged.
     """
     said = profile.evidence.get("unjudged")
     if isinstance(said, list):
@@ -162,7 +164,7 @@ def unjudged(profile: Profile) -> tuple[str, ...]:
 
 
 def _too_much_worse(evidence: Mapping[str, JSON]) -> list[str]:
-    """One clause per change that is worse than the study's `not_worse` allows, the held-out slice's too."""
+    """One clause per change that is worse than `not_worse` allows, on the held-out slice too."""
     limits, changes, found = evidence.get("not_worse"), evidence.get("changes"), list[str]()
     if not isinstance(changes, list) or not isinstance(limits, dict):
         return []
@@ -229,7 +231,9 @@ def rollback(
     now: datetime,
     expected: int | None = None,
 ) -> AliasEvent:
-    """Moves an alias back to the version before; a second rollback goes one further back. No gates."""
+    """Moves an alias back to its version before, without checks; a second rollback goes one version
+    further.
+    """
     event = _event(store, key, alias)
     before = trail(store.alias_events(key, alias=alias))
     if len(before) < 2:
@@ -279,8 +283,8 @@ def resolve(
 ) -> Resolved:
     """The profile that an alias names for a node, or, only when `gpu_class` is given, for a GPU class.
 
-    The node's own comes first. NotFound: there is none. Conflict: there is one, but for another engine
-    version or another GPU; it is never served in silence.
+    The profile of the node comes first. NotFound: there is none. Conflict: there is one, but for another
+    engine version or another GPU.
     """
     event, matched = _find(store, model=model, workload=workload, node=node, gpu_class=gpu_class, alias=alias)
     if event.to_version is None:
@@ -306,7 +310,7 @@ def _find(
     targets: list[tuple[str | None, Literal["node", "class"]]] = [(node, "node"), (gpu_class, "class")]
     asked = [(target, matched) for target, matched in targets if target]
     if not asked:
-        raise BadInput("a pull names a node or a GPU class: node or gpu_class is needed")
+        raise BadInput("a pull needs a node or a GPU class: give node or gpu_class")
     refused = NotFound("")
     for target, matched in asked:
         try:
@@ -325,7 +329,9 @@ def stale_reasons(
     trace_digest: str | None = None,
     model_revision: str | None = None,
 ) -> tuple[str, ...]:
-    """What has changed since a version was measured, one clause each; None means not known, not changed."""
+    """What has changed since a version was measured, one clause each. None means not known, so not
+    changed.
+    """
     told = profile.evidence
     reasons: list[str] = []
     if engine_version is not None and not same_engine(engine_version, profile.engine_version):
@@ -347,7 +353,7 @@ def diff(before: Profile, after: Profile) -> tuple[Change, ...]:
 
 
 def _configuration(profile: Profile) -> Configuration:
-    """A version as one configuration; what a knob says is not said again as an argument."""
+    """A version as one configuration. Arguments that a knob already covers are left out."""
     knobs = {flag.removeprefix("--") for name in profile.candidate for flag in CATALOGUE[name].flags}
     knobs |= PREEMPTION_FLAGS if "preemption" in profile.candidate else set()
     arguments = {

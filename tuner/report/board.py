@@ -16,7 +16,7 @@ MAX_CHARTS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beside:
-    """One row of the front's table: a trial as it was measured first, and `arm` as the confirmation did."""
+    """One row of the front's table: a trial by its first measurement, and `arm` by the confirmation."""
 
     trial: Trial
     kind: str
@@ -27,7 +27,7 @@ class Beside:
         return values(self.trial).get(name)
 
     def confirmed(self, name: str) -> float | None:
-        """What the confirmation's repeats gave; None where it was not measured again."""
+        """Its value by the repeats of the confirmation; None where it was not measured again."""
         return self.arm.confirmed.get(name) if self.arm else None
 
     def change(self, name: str) -> Difference | None:
@@ -37,7 +37,7 @@ class Beside:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Board:
-    """A study's trials sorted out.
+    """The trials of a study, with their front, baseline and winner.
 
     `conclusion` is what the newest run concluded; `confirmation` the newest conclusion that has a
     confirmation: the same, unless the newest run confirmed nothing. `winner` is the confirmation's.
@@ -57,7 +57,7 @@ class Board:
 
     @property
     def published(self) -> str:
-        """What is said of the winner beside the front; empty where there is none."""
+        """The sentence on the winner beside the front; empty where there is none."""
         return published(self.confirmation, self.chosen_on_front) if self.confirmation else ""
 
     @property
@@ -73,7 +73,7 @@ class Board:
 
     @property
     def chosen(self) -> Trial | None:
-        """The winner, where it is another than the baseline."""
+        """The winner, if it is not the baseline."""
         found = (t for t in reversed(self.trials) if t.number == self.winner and t.measurement)
         return next((t for t in found if t.state is TrialState.COMPLETE and not t.is_baseline), None)
 
@@ -103,7 +103,7 @@ class Board:
     def points(self, x: str, y: str, href: Callable[[Trial], str]) -> list[Point]:
         """Every completed trial that has both measurements, with its knobs and numbers as words.
 
-        Where many trials are off the front these are bare dots, and the front's words are fewer.
+        Where many trials are off the front, they are dots without words, and the front has shorter words.
         """
         kinds = {t.id: "front" for t in self.front}
         crowd = len(self.trials) - len(kinds) > MARKED
@@ -137,12 +137,12 @@ def _short(trial: Trial, x: str, y: str) -> str:
 
 
 def values(trial: Trial | None) -> Mapping[str, float]:
-    """What the search saw of a trial; empty for none."""
+    """The values of a trial that the search saw; empty for none."""
     return trial.measurement.values if trial is not None and trial.measurement else {}
 
 
 def board(study: Study, trials: Sequence[Trial], conclusions: Sequence[Conclusion]) -> Board:
-    """Sorts out a study. `conclusions` are its runs', the oldest first."""
+    """The board of a study. `conclusions` are those of its runs, the oldest first."""
     newest = conclusions[-1] if conclusions else None
     return Board(
         study=study,
@@ -185,7 +185,7 @@ def spent(trials: Sequence[Trial], launches: Sequence[Launch]) -> Spent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """One way in which trials ended badly, with an example in the tuner's words."""
+    """One cause of failed trials, with an example."""
 
     cause: str
     state: str
@@ -194,11 +194,11 @@ class Cause:
 
 
 def failures(trials: Sequence[Trial]) -> list[Cause]:
-    """What went wrong, the most frequent first; PRUNED trials are no failures."""
+    """The causes of failed trials, the most frequent first. PRUNED trials did not fail."""
     groups: dict[tuple[str, str], list[Trial]] = {}
     for trial in trials:
         if trial.state in (TrialState.INFEASIBLE, TrialState.ABORTED):
-            groups.setdefault((trial.cause or "not told", trial.state.value), []).append(trial)
+            groups.setdefault((trial.cause or "not known", trial.state.value), []).append(trial)
     found = [
         Cause(cause=cause, state=state, trials=tuple(rows), reason=rows[-1].reason or "")
         for (cause, state), rows in groups.items()
@@ -208,7 +208,7 @@ def failures(trials: Sequence[Trial]) -> list[Cause]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Belief:
-    """How one measured trial's replay kept to its schedule."""
+    """How well the replay of one trial kept its schedule."""
 
     trial: Trial
     values: dict[str, float | None]

@@ -27,13 +27,13 @@ FILTERS = ("number", "measured", "knobs", "heading", "unit", "seconds", "percent
 FRONT_CURVES = 2
 SLICES = 3
 ROWS = 400
-"""So many trials are listed in full; a larger study's report lists its newest."""
+"""The most trials in the list. For a larger study the list has the newest ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportData:
-    """What a report tells. `conclusions` are the study's, the oldest first; `winner` is the profile of the
-    configuration that won, `commands` reproduce it.
+    """The data of a report. `conclusions` are those of the study, the oldest first. `winner` is the profile
+    of the winner. `commands` show the study again.
     """
 
     study: Study
@@ -124,7 +124,7 @@ class _Pictures:
 
     @cached_property
     def chosen(self) -> list[Trial]:
-        """The baseline, the winner and the first of the front: what curves are drawn of."""
+        """The trials with curves: the baseline, the winner and the first of the front."""
         found = self.board
         winner = [found.chosen] if found.chosen else []
         rest = [t for t in found.front if not t.is_baseline and t.number != found.winner][:FRONT_CURVES]
@@ -143,11 +143,11 @@ class _Pictures:
         return found
 
     def importance(self, found: Sequence[Effect]) -> Markup:
-        """How much of a measurement's differences each knob explains, as bars."""
+        """The share of a measurement's differences that each knob explains, as bars."""
         return Markup(bars({e.knob: round(e.share * 100, 1) for e in found[:8]}, "%"))
 
     def slices(self, found: Sequence[Effect]) -> list[tuple[str, Markup]]:
-        """The most telling knobs, each alone."""
+        """A chart per knob, for the knobs that explain most."""
         return [(e.knob, Markup(levels(e.levels, e.metric, e.knob))) for e in found[:SLICES]]
 
     def seconds(self, values: Mapping[str, float]) -> Markup:

@@ -1,8 +1,8 @@
-"""What the knobs did, from completed trials alone: how much each explains, and slices along one knob.
+"""Effects of the knobs, by completed trials: the share that each knob explains, and the values per level.
 
-The share is the correlation ratio: the variance between a knob's levels over the whole variance of the (log)
-measurement, less what as many levels would explain by chance. Trials are where the search went, not a
-designed experiment, so it tells where differences lie, not that the knob alone made them.
+The share is the correlation ratio: the variance between the levels of a knob, divided by the whole variance
+of the (log) measurement, minus what as many levels would explain by chance. The search chose the trials, so
+this is no designed experiment: it shows where differences are, not that the knob alone caused them.
 """
 
 import math
@@ -17,7 +17,7 @@ from tuner.report.board import values
 
 MIN_TRIALS = 6
 PER_LEVEL = 2
-"""So many trials it takes for every level beyond a knob's first."""
+"""Trials that are needed for every level after the first of a knob."""
 DEFAULT = "default"
 
 
@@ -35,7 +35,7 @@ class Effect:
 def effects(trials: Sequence[Trial], metric: str) -> list[Effect]:
     """Every knob that was turned, the largest share first; empty with fewer than MIN_TRIALS measured trials.
 
-    Whether the shares may be shown is `doubt`'s to say.
+    `doubt` says whether the shares may be shown.
     """
     rows = [
         (t, v)
@@ -53,7 +53,7 @@ def effects(trials: Sequence[Trial], metric: str) -> list[Effect]:
 
 
 def doubt(found: Sequence[Effect]) -> str:
-    """Why the shares of one measurement's knobs are not shown; empty where they are."""
+    """Why the shares of one measurement are not shown; empty where they are shown."""
     if not found:
         return f"Fewer than {MIN_TRIALS} trials completed with this measurement, or no knob was turned."
     needed = 1 + PER_LEVEL * sum(len(each.levels) - 1 for each in found)
@@ -64,8 +64,8 @@ def doubt(found: Sequence[Effect]) -> str:
         )
     if (whole := sum(each.share for each in found)) > 1.0:
         return (
-            f"No shares: they add to {whole * 100:.0f} %. The knobs were turned together, so what each of"
-            " them did cannot be told apart."
+            f"No shares: they add to {whole * 100:.0f} %. The knobs were turned together, so their effects"
+            " cannot be told apart."
         )
     return ""
 

@@ -1,4 +1,4 @@
-"""Pictures from outcomes: cumulative latencies with their bands, and how a replay went over time."""
+"""Charts of outcomes: cumulative latencies with bands, and a replay over time."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class PassLatencies:
 
 
 def read_slice(part: SliceMeasurement) -> list[Outcome] | None:
-    """The outcomes of a slice, None where their file is not on this host (any more)."""
+    """The outcomes of a slice, None where their file is not on this host."""
     if part.outcomes_file is None or not outcomes.is_here(part.outcomes_file):
         return None
     try:
@@ -59,7 +59,7 @@ def _sample(measurement: Measurement) -> PassLatencies | None:
 
 
 def samples(trial: Trial) -> list[PassLatencies]:
-    """The confirmation's passes where a trial was measured again, else the search's last one."""
+    """The passes of the confirmation; the last pass of the search for a trial that was not measured again."""
     again = [m for m in trial.measurements if m.purpose == "confirm"]
     searched = [m for m in trial.measurements if m.purpose == "search"][-1:]
     for passes in (again, searched):
@@ -109,7 +109,7 @@ def _caption(kind: str, found: Sequence[Sequence[PassLatencies]]) -> str:
     told = f"Bands span {repeats} repeats." if repeats > 1 else "Bands: 95 %, bootstrap over blocks of 10 s."
     if repeats == 1 and all(band(passes, kind, np.array([1.0])) is None for passes in found):
         told = "No bands: one pass shorter than 50 s."
-    return f"{NAMES[kind].capitalize()}: share of requests at least so fast. {told}"
+    return f"{NAMES[kind].capitalize()}: share of requests within this latency. {told}"
 
 
 def _latency(board: Board, found: Sequence[tuple[Trial, list[PassLatencies]]], kind: str) -> str:
@@ -169,7 +169,7 @@ def timeline(rows: Sequence[Outcome], window_s: float, engine: Mapping[str, Sequ
         Panel(name="being answered (requests)", style="line", x=edges[1:].tolist(), y=answering.tolist()),
         *_engine_panels(engine),
     ]  # fmt: skip
-    return panels(shown, "seconds since the window began", window_s, "how the replay went over time")
+    return panels(shown, "seconds since the window began", window_s, "the replay over time")
 
 
 def _end(outcome: Outcome, at: float | None, window_s: float) -> float:

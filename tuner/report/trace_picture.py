@@ -1,4 +1,4 @@
-"""A trace in pictures: one HTML file that needs no network; what `trace show --html` writes."""
+"""The page of `trace show --html`: a trace in pictures, one HTML file that needs no network."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -60,7 +60,9 @@ def _over_time(trace: Trace) -> str:
 
 
 def _cumulative(found: Mapping[str, NDArray[np.generic]], unit: str) -> str:
-    """Share of values up to a size, one line per name; zero and less is left out of a logarithmic axis."""
+    """The share of values up to a size, one line per name. Values up to zero are left out: the axis is
+    logarithmic.
+    """
     shares = np.linspace(0.0, 1.0, STEPS + 1)
     kinds = ("winner", "baseline")
     lines = []

@@ -1,4 +1,4 @@
-"""Every trial of a study as one table, a row each, for spreadsheets and notebooks."""
+"""All trials of a study as one table with a row per trial, for spreadsheets and notebooks."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,7 +40,7 @@ def table_of(trials: Sequence[Trial]) -> pa.Table:
 
 
 def _knob(values: Sequence[Value]) -> pa.Array:
-    """Numbers and switches as such, anything mixed as text."""
+    """A column of numbers or of booleans; mixed values become text."""
     kinds = {type(v) for v in values if v is not None}
     if kinds <= {int, float} and float in kinds:
         return pa.array([None if v is None else float(v) for v in values], pa.float64())

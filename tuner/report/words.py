@@ -1,4 +1,4 @@
-"""How numbers, configurations and states are written for people: the same words as the command line's."""
+"""How numbers, configurations and results are written for people, the same on every surface."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -41,7 +41,7 @@ def knobs(candidate: Mapping[str, object]) -> str:
 
 
 def saving(found: Saving) -> str:
-    """What the winner saves, and when the tuning is repaid."""
+    """What the winner saves, and after how many nights the tuning is repaid."""
     return (
         f"at {number(found.price_per_gpu_hour)} per GPU-hour the winner saves {number(found.monthly)} a month"
         f" ({found.fraction * 100:.0f} % of the GPU-hours, if the traffic is served with that much more"
@@ -51,7 +51,7 @@ def saving(found: Saving) -> str:
 
 
 def percent(change: float | None) -> str:
-    """A change, (after − before) / before, in signed per cent; `?` where it cannot be said."""
+    """A change, (after − before) / before, in signed per cent; `?` where it is not known."""
     return "?" if change is None else f"{_signed(change)} %"
 
 
@@ -60,7 +60,7 @@ def _signed(change: float | None, unbounded: str = "?") -> str:
 
 
 WORDS = {"better": "better", "worse": "worse", "open": "no measurable difference"}
-"""What is said of a difference, by the conclusion's word for it."""
+"""The words for a difference, by the word of the conclusion."""
 
 
 def change(found: Difference) -> str:
@@ -88,40 +88,40 @@ def outcome(found: Conclusion) -> str:
 
 
 def state(found: Conclusion | None, run: Run) -> str:
-    """The same of any run: one that ended without a conclusion confirmed nothing."""
+    """The outcome of any run; a run that ended without a conclusion is not confirmed."""
     if found is not None:
         return outcome(found)
     return "running" if run.state is RunState.RUNNING else "not confirmed"
 
 
 def outcome_of(best: RunBest) -> str:
-    """The same of a row of the history."""
+    """The outcome of a row of the history."""
     if best.outcome is None:
         return "running" if best.ended_at is None else "not confirmed"
     return best.outcome.value + (" (a demonstration)" if best.demonstration else "")
 
 
 def headline(found: Conclusion) -> str:
-    """The first line of whoever tells of a run: the outcome, then the conclusion's own sentence."""
+    """The first line about a run: the outcome, then the sentence of the conclusion."""
     begins = found.sentence.lower().removeprefix("a ")
     return found.sentence if begins.startswith(found.outcome.value) else f"{outcome(found)}: {found.sentence}"
 
 
 def published(found: Conclusion, on_front: bool) -> str:
-    """What is said of a winner beside a front; empty where there is none."""
+    """The sentence on a winner beside a front; empty where there is no winner."""
     if found.winner is None:
         return ""
     said = f"Trial {found.winner} is the published winner"
     if on_front:
         return f"{said}."
     return (
-        f"{said}: by its first measurement it is not on the front, yet within the noise of it; the"
+        f"{said}: by its first measurement it is not on the front, but within the noise of it; the"
         " confirmation decided."
     )
 
 
 def cost(found: RunCost) -> str:
-    """What a run took: GPU-hours only where it ran on GPUs, search and confirmation apart."""
+    """The cost of a run, of search and confirmation separately; GPU-hours only where it ran on GPUs."""
     spans = ((found.search_s, "search"), (found.confirm_s, "confirmation"))
     return ", ".join(f"{span / 3600:.3g} {found.unit} of {name}" for span, name in spans)
 
