@@ -1,4 +1,4 @@
-"""What stands in the way of a run on this host, and how to mend it."""
+"""Checks of a host and a study: problems that would prevent a run, and how to solve them."""
 
 import os
 import shutil
@@ -41,12 +41,12 @@ EXIT_CODES: Mapping[str, int] = MappingProxyType(
         "flags": 21,
     }
 )
-"""What `tuner doctor` ends with when that check is the first that found an error; 0 when none did."""
+"""Exit codes of `tuner doctor` by the first check with an error; 0 without an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One thing looked at. `mend` says what to do when it is not ok."""
+    """The result of one check. `mend` says what to do when it is not ok."""
 
     name: str
     verdict: Literal["ok", "warning", "error"]
@@ -55,7 +55,7 @@ class Check:
 
 
 def examine(settings: Settings, study: Path | None, *, clock: Callable[[], datetime]) -> Iterator[Check]:
-    """All checks, in order; those of a study and its engine only when one is named."""
+    """All checks, in order. A study and its engine are checked only when a study is given."""
     yield _python()
     yield from _home(settings.home)
     yield _database(settings.url)
@@ -99,7 +99,7 @@ def _home(home: Path) -> Iterator[Check]:
 
 
 def disk(where: Path, free_gib: float) -> Check:
-    """Room for logs, outcomes and compile caches: an error below 0.1 GiB, a warning below 5."""
+    """Space for logs, outcomes and compile caches: an error below 0.1 GiB, a warning below 5."""
     if free_gib > FREE_GIB:
         return Check(name="disk", verdict="ok", found=f"{free_gib:.0f} GiB free at {where}")
     return Check(
@@ -132,7 +132,7 @@ def _cores() -> Check:
 
 
 def _launched(url: str, running: Mapping[str, object]) -> set[str]:
-    """Which of the launches that run on this host our history knows."""
+    """The launches of our history among those that run on this host."""
     if not running:
         return set()
     try:
@@ -148,7 +148,9 @@ def _launched(url: str, running: Mapping[str, object]) -> set[str]:
 
 
 def left_over(running: Mapping[str, Sequence[psutil.Process]], ours: Collection[str]) -> Check:
-    """Engines that run on this host, by launch: `ours` are of our history, the rest of another's."""
+    """Engines that run on this host, by launch. `ours` are in our history; the others belong to another
+    history.
+    """
     if not running:
         return Check(name="processes", verdict="ok", found="no engine of a tuner is running")
     ourselves = bool(ours)
@@ -166,7 +168,7 @@ def left_over(running: Mapping[str, Sequence[psutil.Process]], ours: Collection[
 
 
 def gpus(found: Gpus, *, busy_with_ours: bool = False) -> Check:
-    """Which GPUs there are, and who holds their memory; foreign use stops a run, so it is an error."""
+    """The GPUs and the processes that use their memory. Foreign use would stop a run, so it is an error."""
     if found.absent is not None:
         mend = "only the simulated engine and CPU builds can be tuned here"
         return Check(name="gpus", verdict="ok", found=found.absent, mend=mend)
@@ -192,7 +194,7 @@ def _holder(user: User) -> str:
 
 
 def shared_memory(where: Path) -> Check:
-    """Room for the engine's processes to talk, and files that a dead engine forgot there."""
+    """Space in shared memory for the processes of an engine, and files that a dead engine left there."""
     if not where.is_dir():
         return Check(name="shared memory", verdict="error", found=f"no {where}", mend="mount a tmpfs there")
     free = shutil.disk_usage(where).free / 2**30
@@ -246,7 +248,7 @@ def _study(path: Path, settings: Settings, clock: Callable[[], datetime]) -> Ite
 
 
 def flags(dropped: Mapping[str, str]) -> Check:
-    """Knobs of the space that the installed engine lacks, and why each is not turned."""
+    """Knobs of the space that the installed engine does not have, each with the reason."""
     if not dropped:
         return Check(name="flags", verdict="ok", found="the engine has every knob of the space")
     listed = "; ".join(f"{name}: {why}" for name, why in dropped.items())

@@ -1,4 +1,6 @@
-"""What a process tree leaves behind: zombies, its log, temporary files, shared memory, control group."""
+"""Finds and removes what a process tree leaves: zombies, log, temporary files, shared memory,
+control group.
+"""
 
 import hashlib
 import os
@@ -21,11 +23,11 @@ LOG_LIMIT = 16 << 20
 LOG_KEPT = 200_000
 LINE_LIMIT = 65_536
 SCRATCH_S = 3600.0
-"""A folder of a launch that is younger may belong to one that is just being started."""
+"""A younger folder may belong to a launch that is just starting."""
 
 
 def tags() -> dict[str, list[psutil.Process]]:
-    """Living processes of every launch on this host, by tag; never this process or its parents."""
+    """The living processes of every launch on this host, by tag, without this process and its parents."""
     own = {os.getpid(), *(p.pid for p in psutil.Process().parents())}
     found: dict[str, list[psutil.Process]] = {}
     for process in psutil.process_iter():
@@ -36,18 +38,18 @@ def tags() -> dict[str, list[psutil.Process]]:
             if tag is not None and process.status() != psutil.STATUS_ZOMBIE:
                 found.setdefault(tag, []).append(process)
         except (psutil.Error, OSError):
-            continue  # gone, or somebody else's
+            continue  # it has ended, or belongs to another user
     return found
 
 
 def tagged(tag: str | None = None) -> list[psutil.Process]:
-    """Those of one launch, or of all."""
+    """The living processes of one launch, or of all launches."""
     found = tags()
     return [each for one in found.values() for each in one] if tag is None else found.get(tag, [])
 
 
 def group_of(pid: int) -> int | None:
-    """Process group, None for a process that is gone."""
+    """The process group of a process, None when it has ended."""
     try:
         return os.getpgid(pid)
     except OSError:
@@ -55,7 +57,7 @@ def group_of(pid: int) -> int | None:
 
 
 def lives(pid: int) -> bool:
-    """Whether it is there and no zombie."""
+    """Whether a process exists and is no zombie."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
@@ -63,7 +65,7 @@ def lives(pid: int) -> bool:
 
 
 def is_tracker(pid: int) -> bool:
-    """Whether it is a resource tracker of Python's multiprocessing, which removes what its clients forgot."""
+    """Whether a process is a resource tracker of Python's multiprocessing, which removes forgotten files."""
     try:
         return any("multiprocessing.resource_tracker" in word for word in psutil.Process(pid).cmdline())
     except psutil.Error:
@@ -71,8 +73,9 @@ def is_tracker(pid: int) -> bool:
 
 
 def collect_zombies(pids: Iterable[int], *, session: int | None = None) -> int:
-    """Wait for dead orphans that this process inherited as subreaper: these, and those of a session whose
-    leader (not waited for here) is `session`. Returns how many; children of others are left alone."""
+    """Wait for dead orphans that this process inherited as subreaper: those of `pids`, and those of the
+    session with the leader `session`, which itself is not waited for. Returns how many.
+    """
     known, collected = set(pids), 0
     for child in psutil.Process().children():
         try:
@@ -86,13 +89,17 @@ def collect_zombies(pids: Iterable[int], *, session: int | None = None) -> int:
 
 
 def private_directory(tag: str) -> Path:
-    """The launch's own TMPDIR (sockets and temporary files); short, as socket paths are limited."""
+    """The TMPDIR of a launch, for sockets and temporary files. Its path is short, since socket paths are
+    limited.
+    """
     base = tempfile.gettempdir()
     return Path(base if len(base) < 40 else "/tmp", f"tuner-{tag}"[:60])
 
 
 def cgroup_home() -> Path | None:
-    """Where this host lets us make control groups (version 2, else the pids hierarchy), None if nowhere."""
+    """The folder where we may make control groups (version 2, or the pids hierarchy), None if there
+    is none.
+    """
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -107,7 +114,7 @@ def cgroup_home() -> Path | None:
 
 
 def enter_cgroup(tag: str, pid: int) -> Path | None:
-    """Put a process into a control group of its own, where the host allows it."""
+    """Put a process into its own control group, where the host allows it."""
     home = cgroup_home()
     if home is None:
         return None
@@ -132,7 +139,7 @@ def cgroup_members(tag: str) -> list[int]:
 
 
 def leave_cgroup(tag: str) -> None:
-    """Kill what is left in a launch's control group (version 2 does it in one write) and remove it."""
+    """Kill the processes of a launch's control group (one write in version 2) and remove the group."""
     home = cgroup_home()
     group = home / f"tuner-{tag}" if home else None
     if group is None or not group.is_dir():
@@ -142,7 +149,7 @@ def leave_cgroup(tag: str) -> None:
             (group / "cgroup.kill").write_text("1")
         group.rmdir()
     except OSError:
-        return  # still busy: the sweep by tag has said who survives
+        return  # still busy: the search by tag has reported who survives
 
 
 def shared_files(pid: int) -> set[Path]:
@@ -180,7 +187,7 @@ def remove_unused(paths: set[Path]) -> None:
 
 
 def clear(directory: Path) -> None:
-    """Remove a private directory of ours with all that is in it, as far as we may."""
+    """Remove a private directory and its content, as far as permissions allow."""
     for root, folders, files in os.walk(directory, topdown=False):
         for name in files:
             with suppress(OSError):
@@ -194,9 +201,9 @@ def clear(directory: Path) -> None:
 
 
 class Log:
-    """Drains a pipe into a file in a thread of its own, so that the writer never blocks on us.
+    """Copies a pipe into a file in its own thread, so that the writer never waits for us.
 
-    `lost` is what kept it from writing (a full disk); what comes after that is read and dropped.
+    `lost` is the error that stopped the writing (a full disk); later output is read and dropped.
     """
 
     def __init__(self, pipe: IO[bytes] | None, path: Path, redact: Callable[[bytes], bytes]) -> None:
@@ -235,7 +242,7 @@ class Log:
 
 
 def _shorten(file: IO[bytes]) -> int:
-    """Keep head and tail of a log that grew too long. Returns its new size."""
+    """Keep only head and tail of a log that is too long. Returns its new size."""
     size = file.seek(0, os.SEEK_END)
     file.seek(size - LOG_KEPT)
     tail = file.read(LOG_KEPT)
@@ -247,8 +254,9 @@ def _shorten(file: IO[bytes]) -> int:
 
 
 class KillingOrder:
-    """Whom to kill next: after the grace everybody but Python's resource trackers, which clear shared memory
-    once their clients are gone; these too when they are alone and do not end."""
+    """The order in which processes are killed: after the grace time all but Python's resource trackers, which
+    clear shared memory when their clients have ended; the trackers only when they are alone and do not end.
+    """
 
     def __init__(self, *, grace_s: float) -> None:
         self._grace_s = grace_s
@@ -266,15 +274,17 @@ class KillingOrder:
 
 
 def scratch_prefix(pid: int | None = None) -> str:
-    """How a process (default: this one) names its temporary folders, so that who comes later can tell whether
-    it still lives: a folder may be shared with other hosts.
+    """The prefix of the temporary folders of a process (default: this one). It has pid and host, so that
+    others can see whether the process still lives; a folder may be shared with other hosts.
     """
     host = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:6]
     return f"tuner-{os.getpid() if pid is None else pid}-{host}-"
 
 
 def sweep_scratch() -> list[Path]:
-    """Remove this host's temporary folders of ours whose process is gone (killed, say); returns them."""
+    """Remove the temporary folders of this host whose process has ended without removing them.
+    Returns them.
+    """
     base, living, removed = Path(tempfile.gettempdir()), set(tags()), list[Path]()
     for path in sorted(base.glob("tuner-*")):
         pid, tag = re.match(r"tuner-(\d+)-", path.name), path.name.removeprefix("tuner-")

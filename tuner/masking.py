@@ -25,7 +25,7 @@ _ALWAYS = re.compile(
     r"|(?:api|access|secret|private|signing|license|auth|bearer|hf|hub|session)-?(?:key|token)s?)(?:-|$)"
 )
 _OFTEN = re.compile(r"(?:^|-)(?:tokens?|keys?|pwd|sas)(?:-|$)")
-"""Also names of what is no secret: a number or a switch (`MAX_TOKENS=8`)."""
+"""Such names may also have a value that is no secret: a number or a switch (`MAX_TOKENS=8`)."""
 _NOT_NAMES = frozenset(("pwd", "oldpwd"))
 _HARMLESS = re.compile(r"-?[\d.]*[kmg]?|true|false|yes|no|on|off|none|null|auto", re.IGNORECASE)
 _PATHS = ("-file", "-path", "-dir")
@@ -73,8 +73,9 @@ _FLAG = re.compile(
 
 
 def is_secret(name: str, value: object = None) -> bool:
-    """Whether what bears this name is a secret. A given value may show that it is none: a number, a switch,
-    the path in a name that ends in FILE, PATH or DIR."""
+    """Whether a name is that of a secret. A given value may show that it is none: a number, a switch, the
+    path of a name that ends in FILE, PATH or DIR.
+    """
     words = "-".join(word.lower() for word in _WORD.findall(name))
     said = "" if value is None else str(value).strip()
     if words in _NOT_NAMES or (words.endswith(_PATHS) and (value is None or "/" in said)):
@@ -85,7 +86,7 @@ def is_secret(name: str, value: object = None) -> bool:
 
 
 def text(words: str) -> str:
-    """A text without what is a secret by its shape, or by the name before it (`NAME=it`, `--name it`)."""
+    """A text with its secrets masked: by their shape, or by the name before them (`NAME=it`, `--name it`)."""
     for shape, instead in _SHAPES:
         words = shape.sub(instead, words)
     return _FLAG.sub(_hidden, _NAMED.sub(_hidden, words))
@@ -102,17 +103,17 @@ def _hidden(found: re.Match[str]) -> str:
 
 
 def value(name: str, given: str) -> str:
-    """One named value, fit for database, logs and reports."""
+    """One named value, masked if it is a secret."""
     return MASK if is_secret(name, given) else text(given)
 
 
 def environment(env: Mapping[str, str]) -> dict[str, str]:
-    """An environment, fit for database, logs and reports."""
+    """An environment with its secrets masked."""
     return {name: value(name, given) for name, given in env.items()}
 
 
 def arguments(argv: Iterable[str]) -> tuple[str, ...]:
-    """A command line, fit for database, logs and reports; what follows a secret flag is hidden."""
+    """A command line with its secrets masked, also the values of secret flags."""
     shown: list[str] = []
     flag = ""
     for word in argv:
@@ -123,7 +124,7 @@ def arguments(argv: Iterable[str]) -> tuple[str, ...]:
 
 
 def tree(given: Any, name: str = "") -> Any:
-    """A JSON value, fit for database, logs and reports: each text by the key that it stands under."""
+    """A JSON value with its secrets masked, each text by its key."""
     if isinstance(given, Mapping):
         return {key: tree(item, str(key)) for key, item in given.items()}
     if isinstance(given, list | tuple):
@@ -134,7 +135,9 @@ def tree(given: Any, name: str = "") -> Any:
 
 
 def redactor(env: Mapping[str, str]) -> Callable[[bytes], bytes]:
-    """A filter for the lines of a process: secrets by shape and name go, and the secret values of `env`."""
+    """A filter for the output of a process: masks secrets by shape and name, and the secret values
+    of `env`.
+    """
     values = {given for name, given in env.items() if len(given) >= 6 and is_secret(name, given)}
     literal = [given.encode(errors="surrogateescape") for given in sorted(values, key=len, reverse=True)]
 

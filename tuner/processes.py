@@ -1,7 +1,7 @@
-"""The only file that starts processes: spawn in a session of its own, tag, stop, reap; nothing stays.
+"""Starts, tags and stops processes, each in its own session. No other file starts processes.
 
-Every process of a launch carries `TUNER_LAUNCH_ID=<tag>` in its environment, so that children which left the
-group are found too. A guardian process reaps all open tags when this process dies without saying goodbye.
+Every process of a launch has `TUNER_LAUNCH_ID=<tag>` in its environment, so that children that left the group
+are found, too. If this process dies, a guardian process ends all launches that are open.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ Detached = subprocess.Popen[bytes]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """Answer of a short command. `code` is None when it was killed at its deadline."""
+    """The result of a short command. `code` is None when it was killed at its deadline."""
 
     code: int | None
     out: str
@@ -61,7 +61,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopped:
-    """How a process tree ended; `survivors` are processes that outlived SIGKILL (a hard fault)."""
+    """How a process tree ended. `survivors` are processes that survived SIGKILL (a hard fault)."""
 
     how: str
     code: int | None
@@ -70,7 +70,9 @@ class Stopped:
 
 
 class Process:
-    """The leader of one process tree. Its exit code, and whether we had asked, latch when first seen."""
+    """The leader of one process tree. Its exit code, and whether it ended unasked, are kept when
+    first seen.
+    """
 
     def __init__(
         self, popen: "subprocess.Popen[bytes]", tag: str, log: Log, cgroup: Path | None, stop: Sequence[str]
@@ -96,7 +98,7 @@ class Process:
 
     @property
     def writing(self) -> bool:
-        """Whether the log may still grow: somebody of the tree holds the other end of the pipe."""
+        """Whether the log may still grow: a process of the tree has the other end of the pipe open."""
         return self._log.open
 
     @property
@@ -111,7 +113,7 @@ class Process:
 
 
 class ProcessTable(Protocol):
-    """What `stop` needs of the operating system's process table."""
+    """The functions of the operating system that `stop` needs."""
 
     def members(self, process: Process) -> list[int]:
         """Living (not zombie) processes of the group, the tag or the control group."""
@@ -149,10 +151,11 @@ def spawn(
     redact: Callable[[bytes], bytes] | None = None,
     stop_command: Sequence[str] = (),
 ) -> Process:
-    """Start a command as leader of its own session. `env` is laid over ours; None removes a name.
+    """Start a command as leader of its own session. `env` is added to our environment; None removes a name.
 
-    `stop_command` (`{tag}` replaced) ends what sits behind a container's door; whoever ends the launch runs
-    it first. Output goes to `log` through `redact`, line by line; beyond LOG_LIMIT head and tail are kept.
+    `stop_command` (`{tag}` replaced) ends processes that signals do not reach, such as a container; it runs
+    before the launch is ended. Output goes through `redact` into `log`, line by line; of a log beyond
+    LOG_LIMIT only head and tail are kept.
     """
     _become_subreaper()
     _guardian.guard(tag, stop_command)
@@ -190,7 +193,7 @@ def run(
 ) -> Finished:
     """Run a short command to its end; at the deadline its whole session is killed (`code` None).
 
-    `env` is laid over ours; None removes a name. BadInput when the program cannot be started.
+    `env` is added to our environment; None removes a name. BadInput when the program cannot be started.
     """
     try:
         popen = subprocess.Popen(
@@ -222,7 +225,7 @@ def run(
 
 
 def detach(command: Sequence[str], *, env: Mapping[str, str | None], log: Path) -> Detached:
-    """Start a command that outlives us: a session of its own, untagged, output appended to `log`."""
+    """Start a command that survives this process: own session, no tag, output appended to `log`."""
     with log.open("ab") as out:
         return subprocess.Popen(
             list(command),
@@ -235,7 +238,7 @@ def detach(command: Sequence[str], *, env: Mapping[str, str | None], log: Path) 
 
 
 def helper(command: Sequence[str], *, env: Mapping[str, str | None]) -> "subprocess.Popen[bytes]":
-    """Start a program of ours that works for us through its pipes and ends when they close; untagged."""
+    """Start a program of the tuner that works through its pipes and ends when they close. It has no tag."""
     pipe = subprocess.PIPE
     return subprocess.Popen(list(command), env=_environment(env), stdin=pipe, stdout=pipe)
 
@@ -246,17 +249,18 @@ def pin(cores: Iterable[int], pid: int = 0) -> None:
 
 
 def call_off(stop_command: Sequence[str], tag: str, *, timeout_s: float = STOP_S) -> None:
-    """Run a launch's stop command, if it has one. How it ends tells nothing: a container may be gone already.
-    BadInput where it cannot be started."""
+    """Run the stop command of a launch, if it has one. Its exit code is ignored, since a container may be
+    gone already. BadInput where it cannot be started.
+    """
     if stop_command:
         run([word.replace("{tag}", tag) for word in stop_command], timeout_s=timeout_s)
 
 
 def reap(tag: str, *, stop_command: Sequence[str] = (), timeout_s: float = 10.0) -> int:
-    """Run the stop command, kill whatever still carries the tag and clear its files. Returns how many.
+    """Run the stop command, kill all processes with the tag and remove its files. Returns how many.
 
-    For launches whose controller is gone; a launch of this process is ended with `stop`. BadInput where the
-    stop command cannot be started: nothing was done then.
+    For launches whose controller has died; a launch of this process is ended with `stop`. BadInput where the
+    stop command cannot be started; then nothing was done.
     """
     call_off(stop_command, tag)
     killed: set[int] = set()
@@ -284,8 +288,8 @@ async def stop(
     kill_timeout_s: float = 60.0,
     table: ProcessTable = HOST,
 ) -> Stopped:
-    """End a process tree: its stop command (one that cannot be started is passed over), SIGTERM to the
-    leader, again at half time, then SIGKILL to all that is left of it.
+    """End a process tree: run its stop command (ignored if it cannot be started), send SIGTERM to the leader
+    and again at half time, then SIGKILL to all that is left.
     """
     begun = time.monotonic()
     how, process.asked = ("exited" if process.code is not None else "terminated"), True
@@ -307,7 +311,9 @@ async def stop(
 
 
 async def _leader_ends(process: Process, timeout_s: float, table: ProcessTable) -> bool:
-    """SIGTERM, again at half time (start-up code swallows the first). True when the leader ended by then."""
+    """Send SIGTERM, and again at half time, since start-up code may swallow the first. True when the leader
+    ended.
+    """
     begun = time.monotonic()
     for share in (0.5, 1.0):
         if process.code is None:
@@ -318,8 +324,9 @@ async def _leader_ends(process: Process, timeout_s: float, table: ProcessTable) 
 
 
 async def _kill_all(process: Process, timeout_s: float, table: ProcessTable, shared: set[Path]) -> list[int]:
-    """SIGKILL every member until none lives; those that outlive the timeout are returned. What they had in
-    shared memory until then is added to `shared`."""
+    """Send SIGKILL until no member lives. Members that survive the timeout are returned. Their files in
+    shared memory are added to `shared`.
+    """
     order = KillingOrder(grace_s=0.0 if process.code is None else min(1.0, timeout_s / 2))
     begun = time.monotonic()
     while left := table.members(process):
@@ -348,13 +355,13 @@ def _kill_group(group: int) -> None:
 
 
 def _become_subreaper() -> None:
-    """Orphans of our launches become our children instead of init's, so that we can wait for them."""
+    """Make orphans of our launches our children instead of init's, so that we can wait for them."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 class _Guardian:
-    """A process that reaps the open tags when this one is gone; it hears of them through a pipe."""
+    """A process that ends the open launches when this process dies. A pipe tells it which are open."""
 
     def __init__(self) -> None:
         self._popen: subprocess.Popen[bytes] | None = None
@@ -363,7 +370,7 @@ class _Guardian:
         self._lock = threading.Lock()
 
     def guard(self, tag: str, stop_command: Sequence[str]) -> None:
-        """Before a launch. A guardian that died is replaced, and told all that is open."""
+        """Register a launch before its start. A guardian that died is replaced and gets all open launches."""
         with self._lock:
             if self._owner != os.getpid():
                 self._open = {}
@@ -375,14 +382,14 @@ class _Guardian:
             self._tell(self._open)
 
     def forget(self, tag: str) -> None:
-        """After its end."""
+        """Remove a launch after its end."""
         with self._lock:
             self._open.pop(tag, None)
             self._tell({tag: None})
 
     def _tell(self, news: Mapping[str, Sequence[str] | None]) -> None:
         if self._popen is not None and self._popen.stdin is not None:
-            with suppress(OSError):  # it is gone: the next launch replaces it
+            with suppress(OSError):  # the guardian died: the next launch starts another
                 self._popen.stdin.write(f"{json.dumps(news)}\n".encode())
                 self._popen.stdin.flush()
 

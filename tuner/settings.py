@@ -1,4 +1,4 @@
-"""Settings of the tuner's own process from `TUNER_*`, and where its shipped files lie."""
+"""The settings of the tuner from `TUNER_*`, and the paths of its shipped files."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ def _home() -> Path:
 
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
-"""What people may call a study, workload, node, slice, space, trace, alias, schedule or token."""
+"""Allowed names of studies, workloads, nodes, slices, spaces, traces, aliases, schedules and tokens."""
 
 
 class Settings(BaseSettings):
@@ -32,8 +32,8 @@ class Settings(BaseSettings):
 
 
 def under_home(stored: str, home: Path | None = None) -> Path:
-    """Where a folder or file of a trial lies now: in this home, wherever the home was when the path was
-    written; the path itself where this home has no such file.
+    """The present path of a folder or file of a trial: in this home, also if the home was moved after the
+    path was written. The stored path where this home has no such file.
     """
     parts = Path(stored).parts
     if "trials" not in parts:
@@ -44,9 +44,9 @@ def under_home(stored: str, home: Path | None = None) -> Path:
 
 
 def shipped(*parts: str) -> Path:
-    """A file or folder that travels with the package: `search_spaces`, `migrations`, `data`.
+    """A file or folder that is part of the package: `search_spaces`, `migrations`, `data`.
 
-    In a wheel they lie under the package; in a checkout `search_spaces` and `migrations` lie beside it.
+    In a wheel they are inside the package; in a checkout `search_spaces` and `migrations` are beside it.
     """
     package = Path(__file__).resolve().parent
     inside = package.joinpath(*parts)

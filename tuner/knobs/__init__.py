@@ -1,3 +1,4 @@
-"""What can be turned: the catalogue of engine arguments per version, search spaces, and the way from a
-candidate to argv. No engine is imported; the target interpreter is asked in a subprocess.
+"""Knobs: the catalogue of engine arguments per version, search spaces, and the way from a candidate to argv.
+
+No engine is imported; the target interpreter is asked in another process.
 """

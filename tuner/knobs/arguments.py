@@ -1,4 +1,6 @@
-"""A candidate as argv and environment of one installed engine, or a refusal that names what to use."""
+"""Turns a candidate into argv and environment of an installed engine, or refuses it and names a
+substitute.
+"""
 
 import json
 import math
@@ -13,7 +15,7 @@ from tuner.records import EngineFacts, Value, canonical_json
 
 OFFLOAD_PLATFORMS = ("cuda", "rocm", "xpu")
 _ENV_UNTIL = "<0.16"
-"""Versions that still read a knob from the environment (VLLM_ATTENTION_BACKEND)."""
+"""Versions that read a knob from the environment (VLLM_ATTENTION_BACKEND)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +29,10 @@ class Compiled:
 def compile_candidate(
     candidate: Mapping[str, Value], facts: EngineFacts, *, env: Mapping[str, str] | None = None
 ) -> Compiled:
-    """argv and environment of a candidate, knobs in the order of their names; a None value adds nothing.
+    """argv and environment of a candidate, with knobs in the order of their names. A None value adds nothing.
 
-    `env` is the environment the study gives every launch (it may pin the V0 engine). UnsupportedKnob names
-    the knob, the version and the nearest substitute; BadInput an unknown knob or a value of the wrong kind.
+    `env` is the environment of every launch of the study (it may select the V0 engine). UnsupportedKnob names
+    the knob, the version and the nearest substitute; BadInput an unknown knob or a value of the wrong type.
     """
     argv: list[str] = []
     added: dict[str, str] = {}
@@ -58,7 +60,7 @@ def title(facts: EngineFacts) -> str:
 def refusal(
     name: str, value: Value, facts: EngineFacts, *, env: Mapping[str, str] | None = None
 ) -> str | None:
-    """Why this engine cannot be given this value, with the nearest substitute, or None. BadInput as above."""
+    """Why this engine does not take this value, with the nearest substitute, or None. BadInput as above."""
     entry = knob(name)
     if value is None:
         return None
@@ -72,7 +74,7 @@ def refusal(
 
 
 def _absence(entry: Knob, facts: EngineFacts) -> str | None:
-    """Why the engine does not have the knob, or does not act on it."""
+    """Why the engine does not have the knob or ignores it, or None."""
     here = f"{entry.name}: {title(facts)}"
     if entry.flag_in(facts) is None and not _by_environment(entry, facts):
         history = _history(entry) if adapter_of(facts.kind).releases else ""
@@ -88,7 +90,7 @@ def _absence(entry: Knob, facts: EngineFacts) -> str | None:
 
 
 def _not_offered(entry: Knob, value: Value, facts: EngineFacts) -> str | None:
-    """Why the value is not among those that the engine takes: by its own list, else by the data's."""
+    """Why the engine does not take the value, by its own list of choices or by the catalogue, or None."""
     if entry.name not in facts.choices:
         return entry.complaint(value, facts.version)
     if value in facts.choices[entry.name]:
@@ -102,8 +104,8 @@ _SHORT = {"-tp": PARALLEL[0], "-pp": PARALLEL[1], "-dp": PARALLEL[2]}
 
 
 def gpus_held(argv: Sequence[str]) -> int:
-    """How many GPUs an engine of these arguments holds: tensor × pipeline × data parallel, the last of each
-    flag as argparse has it.
+    """The number of GPUs of an engine: tensor × pipeline × data parallel. The last of equal flags counts, as
+    for argparse.
     """
     sizes: dict[str, int] = {}
     for position, word in enumerate(argv):
@@ -116,9 +118,10 @@ def gpus_held(argv: Sequence[str]) -> int:
 
 
 def fixed(args: Mapping[str, object], facts: EngineFacts, *, where: str = "engine.args") -> tuple[str, ...]:
-    """argv of a study's fixed arguments: exact long names, dashes or underscores; booleans, lists, objects.
+    """argv of the fixed arguments of a study. Names are exact long names, with dashes or underscores. Values
+    may be booleans, lists and objects.
 
-    BadInput names the key: vLLM itself would take any unique beginning of a flag for the flag.
+    BadInput names an unknown key. vLLM itself would also accept any unique beginning of a flag.
     """
     argv: list[str] = []
     for key, value in args.items():
@@ -139,7 +142,7 @@ def _written(entry: Knob, flag: str, value: Value) -> list[str]:
 
 
 def number(value: float) -> str:
-    """A number without an exponent and without a needless `.0`, as argparse takes it for either type."""
+    """A number without exponent and without `.0`, so that argparse reads it as int or float."""
     return str(int(value)) if float(value).is_integer() else f"{value:.10f}".rstrip("0")
 
 
@@ -164,7 +167,7 @@ def _by_environment(entry: Knob, facts: EngineFacts) -> bool:
 
 
 def _spelling_refusal(entry: Knob, value: Value, facts: EngineFacts) -> str | None:
-    """What a version's spelling of a knob cannot say."""
+    """Why the flag of this version cannot express the value, or None."""
     flag = entry.flag_in(facts)
     if value is False and flag is not None and negation(flag) not in facts.flags:
         return f"{entry.name}: {title(facts)} has no {negation(flag)}; only true can be asked for"
@@ -174,7 +177,7 @@ def _spelling_refusal(entry: Knob, value: Value, facts: EngineFacts) -> str | No
 
 
 def _history(entry: Knob) -> str:
-    """« (it has been there since A until B)» from the shipped data."""
+    """ " (present since A until B)" from the shipped data."""
     spans = entry.spans()
     if not spans:
         return ""
@@ -185,7 +188,7 @@ def _history(entry: Knob) -> str:
 
 
 def _instead(entry: Knob, facts: EngineFacts) -> str:
-    """« ; nearest: X» when the substitute can be used there."""
+    """The end of a refusal: the substitute, if it can be used there."""
     other = CATALOGUE.get(entry.substitute or "")
     acts = other is not None and other.acts_on(facts.platform) and matches(facts.version, other.usable)
     if other is None or not acts or not (other.flag_in(facts) or _by_environment(other, facts)):

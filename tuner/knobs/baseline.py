@@ -1,4 +1,4 @@
-"""What runs today, read from its command line, as a study's baseline: knobs, arguments, environment."""
+"""Reads the command line of a running engine as the baseline of a study: knobs, arguments, environment."""
 
 import json
 import re
@@ -46,7 +46,7 @@ ALIASES = {
     "--kv-cache-memory": "--kv-cache-memory-bytes",
 }
 OURS = re.compile(r"--(model|host|port|uds|served-model-name|api-key|ssl-.+|root-path|config)")
-"""What the tuner sets itself for every launch, or what has no place in a study."""
+"""Flags that the tuner sets for every launch, or that do not belong into a study."""
 _SUFFIX = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 GONE = {
     "--swap-space": "V1 recomputes what it preempts; --kv-offloading-size keeps KV blocks in host memory",
@@ -71,15 +71,15 @@ GONE = {
     "--override-pooler-config": "--pooler-config",
     "--calculate-kv-scales": "scales come with the checkpoint",
 }
-"""Flags that vLLM no longer has, and what became of them."""
+"""Flags that vLLM has removed, and their successors."""
 
 Argument = Value | list[Value]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """A running configuration. `candidate` holds knobs, `args` the other arguments (dash names without `--`);
-    `notes` say what was left out or read with a doubt.
+    """A running configuration. `candidate` holds the knobs, `args` the other arguments (names with dashes,
+    without `--`). `notes` say what was left out or is uncertain.
     """
 
     source: str
@@ -93,8 +93,8 @@ class Imported:
     def study(self, space: SearchSpace | None = None) -> dict[str, Any]:
         """The keys of a study file that this configuration fills.
 
-        Knobs that the space turns are the baseline; all others stay as they are for every candidate, so they
-        are fixed arguments. Without a space, what changes the answers and what is never turned is fixed.
+        Knobs of the space are the baseline. The other knobs are fixed arguments, since every candidate keeps
+        them. Without a space, knobs that change the answers or are never turned are fixed.
         """
         turned = {name: value for name, value in self.candidate.items() if _is_turned(name, space)}
         fixed = {
@@ -115,10 +115,10 @@ def from_arguments(
     name: str = "",
     facts: EngineFacts | None = None,
 ) -> Imported:
-    """A configuration from vLLM's own arguments, a positional model first.
+    """A configuration from the arguments of vLLM, a positional model first.
 
-    `facts` gives the exact flags of the engine; without it the flags of every known release count. BadInput
-    names an argument that no vLLM has.
+    `facts` has the exact flags of the engine; without it, the flags of all known releases are accepted.
+    BadInput names an argument that no release has.
     """
     notes: list[str] = []
     environment = dict(env)
@@ -157,7 +157,7 @@ def _decoded(entry: Knob, value: Value) -> Any:
 
 
 def _without_secrets(env: Mapping[str, str], notes: list[str]) -> dict[str, str]:
-    """The variables that a study may hold; the others are named in the notes."""
+    """The variables that a study may contain. Notes name the others."""
     kept: dict[str, str] = {}
     for name, value in env.items():
         if masking.value(name, value) != value:
@@ -188,8 +188,9 @@ def _all_flags(data: FlagTable) -> frozenset[str]:
 
 
 def pairs(argv: Sequence[str], notes: list[str]) -> list[tuple[str, list[str]]]:
-    """Long flags of an argv with their values, `--flag=value` split; what is not known here is left out and
-    said. BadInput for a value without a flag."""
+    """Long flags of an argv with their values; `--flag=value` is split. Flags with an unknown value are left
+    out, with a note. BadInput for a value without a flag.
+    """
     found: list[tuple[str, list[str]]] = []
     lost: set[int] = set()
     for word in argv:
@@ -221,7 +222,7 @@ def _is_bare(flag: str) -> bool:
 def _given(
     words: Sequence[str], known: frozenset[str], notes: list[str], source: str
 ) -> dict[str, list[str]]:
-    """Flag → values, names made exact; dotted flags (`--x.y 1`) gathered into one object."""
+    """Flag → values, with full names. Dotted flags (`--x.y 1`) are joined into one object."""
     given: dict[str, list[str]] = {}
     objects: dict[str, dict[str, Any]] = {}
     for flag, values in pairs(words, notes):
@@ -244,7 +245,7 @@ def _nest(into: dict[str, Any], path: Sequence[str], values: Sequence[str]) -> N
 
 
 def _exact(flag: str, known: frozenset[str], notes: list[str], source: str) -> str:
-    """The flag that vLLM would take: itself, or the only one that begins with it."""
+    """The flag that vLLM would use: the flag itself, or the only flag that begins with it."""
     if flag in known or flag in ALIASES:
         return ALIASES.get(flag, flag)
     longer = sorted(name for name in known if name.startswith(flag))
@@ -259,7 +260,7 @@ def _exact(flag: str, known: frozenset[str], notes: list[str], source: str) -> s
 def _config(
     given: Mapping[str, list[str]], known: frozenset[str], notes: list[str], source: str
 ) -> dict[str, list[str]]:
-    """The arguments of the file that `--config` names, if it can be read here; the command line wins."""
+    """The arguments of the file of `--config`, if it can be read here. The command line overrides them."""
     if "--config" not in given:
         return {}
     path = Path(given["--config"][0])
@@ -275,7 +276,7 @@ def _config(
 def _sorted_out(
     given: Mapping[str, list[str]], notes: list[str], source: str
 ) -> tuple[dict[str, Value], dict[str, Argument]]:
-    """Knobs, and the arguments that are none."""
+    """The knobs, and the other arguments."""
     by_flag = {flag: entry for entry in CATALOGUE.values() for flag in entry.flags}
     knobs: dict[str, Value] = _preemption(given)
     args: dict[str, Argument] = {}
@@ -300,7 +301,7 @@ def _sorted_out(
 
 
 def _vanished(flag: str) -> list[str]:
-    """What to say of a flag that the newest vLLM does not have."""
+    """A note on a flag that the newest vLLM does not have."""
     spans = table().flags.get(flag, ())
     if not spans or spans[-1][1] is None:
         return []
@@ -360,7 +361,7 @@ def _number(text: str, flag: str, source: str) -> int | float:
 
 
 def _plain(values: Sequence[str]) -> Argument:
-    """The values of an argument that is no knob, as YAML would hold them."""
+    """The values of an argument that is no knob, as YAML values."""
     if not values:
         return True
     items: list[Value] = []

@@ -1,4 +1,4 @@
-"""The knobs as data (catalogue.yaml): where each exists, what it takes, its default, and what it trades."""
+"""The knobs as data (catalogue.yaml): versions, values, defaults, and the effect of each knob."""
 
 import json
 import re
@@ -19,7 +19,7 @@ PREEMPTION = re.compile(r"recompute|(swap|offload):(\d+(?:\.\d+)?)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A value and when it holds; an absent condition always holds."""
+    """A value and the conditions under which it applies; a missing condition is always true."""
 
     value: Value = None
     values: tuple[Value, ...] = ()
@@ -29,7 +29,7 @@ class Rule:
     gpu_not: str | None = None
 
     def holds(self, facts: EngineFacts) -> bool:
-        """Whether the rule speaks of this engine on this device."""
+        """Whether the rule applies to this engine on this device."""
         return (
             matches(facts.version, self.versions)
             and self.platform in (None, facts.platform)
@@ -40,11 +40,12 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knob:
-    """One engine argument that may be turned. `flags` in order of preference; `platforms` empty = all.
+    """One engine argument that may be changed. `flags` are in order of preference. Empty `platforms` means
+    all.
 
-    `usable` is the range of versions in which turning it acts; `never` tells why it is in no shipped space.
-    `effective` is how its value is read back from a running engine; `unproved` why nothing can show that the
-    engine took it.
+    `usable` is the range of versions in which the knob has an effect; `never` says why no shipped space has
+    it. `effective` is how its value is read back from a running engine; `unproved` why nothing can show that
+    the engine took it.
     """
 
     name: str
@@ -78,17 +79,16 @@ class Knob:
         return next((flag for flag in self.flags if flag in facts.flags), None)
 
     def acts_on(self, platform: str) -> bool:
-        """Whether turning it does anything there."""
+        """Whether the knob has an effect on a platform."""
         return not self.platforms or platform in self.platforms
 
     def choices_for(self, version: str) -> tuple[Value, ...]:
-        """The allowed values in a version; empty = not a closed list."""
+        """The allowed values in a version; empty where there is no closed list."""
         return next((rule.values for rule in self.choices if matches(version, rule.versions)), ())
 
     def default_for(self, facts: EngineFacts) -> Value:
-        """What the engine takes when the knob is left alone; None = decided at start, read it back.
-
-        So it is where the rule asks for the memory of a GPU that nobody has named.
+        """The default of the engine. None: the engine decides at its start, or the rule needs the memory of a
+        GPU that is not known.
         """
         unknown = facts.platform == "cuda" and facts.gpu_memory_gib is None
         if unknown and any(rule.min_memory_gib for rule in self.default):
@@ -96,7 +96,7 @@ class Knob:
         return next((rule.value for rule in self.default if rule.holds(facts)), None)
 
     def complaint(self, value: Value, version: str | None = None) -> str | None:
-        """Why a value cannot be this knob's (in a version, if given), or None."""
+        """Why a knob does not take a value (in a version, if given), or None."""
         if (wrong := _type_complaint(self.kind, value)) is not None:
             return f"{self.name}: {wrong}"
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -184,7 +184,7 @@ def _read_back(name: str, raw: Any, where: str) -> ReadBack:
 
 
 def _rules(raw: Any, *, closed: bool) -> tuple[Rule, ...]:
-    """Rules as written, or one rule from a bare value (or from a bare list of the `closed` choices)."""
+    """A list of rules as written, or one rule from a plain value (`closed`: from a plain list of choices)."""
     if raw is None:
         return ()
     if isinstance(raw, list) and isinstance(raw[0], dict):
@@ -194,7 +194,7 @@ def _rules(raw: Any, *, closed: bool) -> tuple[Rule, ...]:
 
 
 def written(value: object) -> Value:
-    """A value as a candidate holds it: lists and objects become canonical JSON text."""
+    """A value as a candidate has it: lists and objects become canonical JSON text."""
     if isinstance(value, list | dict):
         return canonical_json(value)
     if value is None or isinstance(value, bool | int | float | str):
@@ -211,7 +211,7 @@ def read_back() -> dict[str, ReadBack]:
 
 
 def knob(name: str) -> Knob:
-    """A knob by name (dashes allowed). BadInput with the nearest one when there is none."""
+    """A knob by name (dashes allowed). BadInput names the nearest knob when there is none."""
     known = CATALOGUE.get(name.replace("-", "_").lstrip("_"))
     if known is None:
         raise BadInput(f"no knob is named '{name}'{nearest(name, CATALOGUE)}")

@@ -1,4 +1,4 @@
-"""What an engine lets you turn, and what of a space is valid there: rows and findings."""
+"""Lists the knobs of an engine, and checks a search space against an engine."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -16,11 +16,12 @@ from tuner.knobs.space import SearchSpace
 from tuner.records import EngineFacts, Value
 
 _SAMPLES = 2000
+"""Enough for a share that is right to about 1 %, drawn in a moment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnobRow:
-    """One knob on one engine. `flag` is its spelling there; `why_not` is None where it can be turned."""
+    """One knob on one engine. `flag` is the engine's flag; `why_not` is None where the knob can be used."""
 
     name: str
     flag: str | None
@@ -32,7 +33,9 @@ class KnobRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpaceFinding:
-    """Something to know of a space on an engine. An `error` stops a study; `dropped` is taken out of it."""
+    """A fact on a space with an engine. An `error` prevents a study; something `dropped` is taken out of the
+    space.
+    """
 
     kind: Literal["error", "dropped", "note"]
     about: str
@@ -40,7 +43,7 @@ class SpaceFinding:
 
 
 def rows(facts: EngineFacts, *, env: Mapping[str, str] | None = None) -> tuple[KnobRow, ...]:
-    """Every knob of the catalogue on this engine, in the catalogue's order."""
+    """Every knob of the catalogue on this engine, in the order of the catalogue."""
     return tuple(
         KnobRow(
             name=name,
@@ -55,7 +58,7 @@ def rows(facts: EngineFacts, *, env: Mapping[str, str] | None = None) -> tuple[K
 
 
 def sample(entry: Knob, facts: EngineFacts) -> Value:
-    """Some value of the right kind for a knob, offered by this engine as far as the data knows."""
+    """A value of the right type for a knob, one that this engine takes as far as the data knows."""
     offered = facts.choices.get(entry.name) or entry.choices_for(facts.version)
     if offered:
         return offered[-1]
@@ -80,7 +83,7 @@ def check(
     model: ModelFacts | None = None,
     env: Mapping[str, str] | None = None,
 ) -> tuple[SpaceFinding, ...]:
-    """What is to be known before this engine turns this space: errors, what is dropped, and notes."""
+    """The findings on a space with an engine: errors, what is dropped, and notes."""
     try:
         left = space.restricted(facts, env=env)
     except BadInput as error:
@@ -113,7 +116,7 @@ def _shapes(space: SearchSpace) -> list[tuple[str, str]]:
 def _doomed(
     space: SearchSpace, facts: EngineFacts, max_model_len: int | None, model: ModelFacts | None
 ) -> list[tuple[str, str]]:
-    """The share of combinations that are known to fail, and the commonest reason, from a fixed sample."""
+    """The share of combinations that are known to fail, with the commonest reasons, from a fixed sample."""
     random = Random(space.digest)
     reasons: Counter[str] = Counter()
     example: dict[str, str] = {}

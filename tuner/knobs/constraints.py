@@ -1,4 +1,4 @@
-"""Candidates that are known to fail before any launch, by rules read from vLLM's source and its refusals."""
+"""Rules for candidates that are known to fail, from vLLM's source and its error messages."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -39,8 +39,8 @@ _DEFAULT_GRAPHS = adapter_of("vllm").graph_tokens or 0
 
 
 def with_acting_graphs(candidate: Mapping[str, Value], levels: Sequence[Value]) -> dict[str, Value]:
-    """The candidate with the limit on captured graphs at the lowest of its levels that captures as much, or
-    without it where the engine captures so much of its own accord: no graph is larger than the step budget.
+    """The candidate with the lowest limit on captured graphs that captures the same graphs. The limit is
+    removed where the engine's default captures the same: no graph is larger than the step budget.
     """
     kept = dict(candidate)
     asked, budget = kept.get(GRAPHS), kept.get("max_num_batched_tokens")
@@ -101,7 +101,9 @@ def _memory(asked: Mapping[str, Value]) -> Iterator[str]:
 
 
 def _blocks(asked: Mapping[str, Value], facts: EngineFacts) -> Iterator[str]:
-    """Rules by the named backend; on CPU the model decides the backend: little is known before a launch."""
+    """Rules for the named backend. On CPU the model decides the backend, so little is known before
+    a launch.
+    """
     size, backend = asked.get("block_size"), str(asked.get("attention_backend"))
     adapter = adapter_of(facts.kind)
     multiple = adapter.block_multiples.get(backend, adapter.block_multiples.get(""))

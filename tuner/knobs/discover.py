@@ -1,5 +1,5 @@
-"""What the target interpreter says of its engine: exact flags, version, platform, devices. Asked in a process
-of its own, remembered by interpreter and version; no engine is imported here.
+"""Asks an interpreter about its engine: exact flags, version, platform, devices. The question runs in another
+process, and the answer is cached by interpreter and version. No engine is imported here.
 """
 
 import contextlib
@@ -36,10 +36,10 @@ class GpuKind:
 def discover(
     command: Sequence[str], *, env: Mapping[str, str] | None = None, timeout_s: float = 180.0
 ) -> EngineFacts:
-    """Facts of the engine that a launch command starts; the command may end in `-m MODULE`.
+    """Facts of the engine that a launch command starts. The command may end in `-m MODULE`.
 
-    `env` is laid over ours. BadInput when the interpreter or its vLLM is missing or broken; Unavailable when
-    it does not answer in time.
+    `env` is added to our environment. BadInput when the interpreter or its vLLM is missing or broken;
+    Unavailable when it does not answer in time.
     """
     interpreter = interpreter_of(command)
     adapter = adapter_in(command)
@@ -53,13 +53,13 @@ def discover(
         answer = _ask(interpreter, (), env, timeout_s)
         if answer.get("platform") == "cpu" or answer.get(
             "gpu_count"
-        ):  # a host whose GPU is gone is asked again
+        ):  # a host that has lost its GPU is asked again
             _remember(kept, answer)
     return facts_of_answer(answer, adapter.kind)
 
 
 def interpreter_of(command: Sequence[str]) -> tuple[str, ...]:
-    """What stands before `-m` or `-c` in a launch command: a prefix, if any, and the interpreter."""
+    """The words before `-m` or `-c` in a launch command: the interpreter, and a prefix if there is one."""
     for position, word in enumerate(command):
         if word in ("-m", "-c"):
             return tuple(command[:position])
@@ -67,7 +67,7 @@ def interpreter_of(command: Sequence[str]) -> tuple[str, ...]:
 
 
 def facts_of_answer(answer: Mapping[str, Any], kind: str = "vllm") -> EngineFacts:
-    """Facts from what the probe printed."""
+    """Facts from the output of the probe."""
     facts = EngineFacts(
         kind=kind,
         version=str(answer["version"] or "dev"),
@@ -93,13 +93,13 @@ def facts_of_version(
     kind: str = "vllm",
     gpu: GpuKind | None = None,
 ) -> EngineFacts:
-    """Facts of a release from shipped data alone, for a device that need not be here."""
+    """Facts of a release from shipped data only; the device need not be in this host."""
     plain = EngineFacts(kind=kind, version=version, platform=platform, flags=table().flags_of(version))
     return on_device(plain, platform, gpu)
 
 
 def on_device(facts: EngineFacts, platform: Platform, gpu: GpuKind | None) -> EngineFacts:
-    """The same engine on another device, its defaults by the rules for that device."""
+    """The same engine on another device, with the defaults for that device."""
     moved = replace(
         facts,
         platform=platform,
@@ -111,7 +111,7 @@ def on_device(facts: EngineFacts, platform: Platform, gpu: GpuKind | None) -> En
 
 
 def with_defaults(facts: EngineFacts) -> EngineFacts:
-    """The facts with the default of every knob that acts here, where a rule of the catalogue knows it."""
+    """The facts with the defaults that the catalogue knows, for knobs that have an effect here."""
     found = {
         name: entry.default_for(facts)
         for name, entry in CATALOGUE.items()
@@ -157,7 +157,7 @@ def _script() -> str:
 
 
 def _seen(env: Mapping[str, str]) -> dict[str, str | None]:
-    """What decides which devices the engine sees."""
+    """The variables that decide which devices the engine sees."""
     return {name: env.get(name, os.environ.get(name)) for name in _DEVICES}
 
 
@@ -175,7 +175,7 @@ def _remembered(path: Path) -> dict[str, Any] | None:
 
 
 def _remember(path: Path, answer: Mapping[str, Any]) -> None:
-    """Keep an answer; where the folder cannot be written the question is simply asked again next time."""
+    """Cache an answer. Where the folder cannot be written, the question is asked again next time."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(f".{os.getpid()}")

@@ -1,4 +1,4 @@
-"""The shape of a model, read from its own config.json or from shipped facts; no engine and no network."""
+"""Reads the shape of a model from its config.json or from shipped data, without engine or network."""
 
 import json
 import re
@@ -15,10 +15,10 @@ _BYTES = {"float32": 4, "float": 4, "float16": 2, "bfloat16": 2, "half": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What sizes memory and time: counts, `head_dim` in elements, `parameters` all weights of the model.
+    """The numbers that decide memory and time. `head_dim` is in elements; `parameters` counts all weights.
 
-    `stretch`: by how much its rotary embedding lengthens `max_len`. `unlike`: why the counts alone do not
-    give its memory and step times; empty for a dense decoder in 16 or 32 bit.
+    `stretch` is the factor by which the rotary embedding extends `max_len`. `unlike`: why the counts alone do
+    not give its memory and step times; empty for a dense decoder in 16 or 32 bit.
     """
 
     name: str
@@ -37,7 +37,7 @@ class ModelFacts:
 
     @property
     def longest(self) -> int:
-        """The largest --max-model-len that vLLM takes of it, in tokens."""
+        """The largest --max-model-len that vLLM accepts for the model, in tokens."""
         return int(self.max_len * self.stretch)
 
     @property
@@ -47,9 +47,10 @@ class ModelFacts:
 
 
 def read(model: str, *, env: Mapping[str, str]) -> ModelFacts:
-    """Facts of a model: a folder with config.json, else the local Hugging Face cache, else shipped shapes.
+    """Facts of a model from its folder, from the local Hugging Face cache or from shipped shapes, in this
+    order.
 
-    `env` tells where the cache is (HF_HUB_CACHE, HF_HOME, HOME). NotFound names the places looked in.
+    `env` says where the cache is (HF_HUB_CACHE, HF_HOME, HOME). NotFound names the places that were searched.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
@@ -102,8 +103,8 @@ def from_config(name: str, path: Path) -> ModelFacts:
 
 
 def _stretch(text: Mapping[str, Any]) -> float:
-    """By how much vLLM lengthens max_position_embeddings: linear, dynamic and YaRN scaling do that, what a
-    model was trained long with does not.
+    """The factor by which vLLM extends max_position_embeddings: linear, dynamic and YaRN scaling extend it,
+    other kinds are part of the training and do not.
     """
     rope = text.get("rope_scaling") or text.get("rope_parameters")
     if not isinstance(rope, dict):
@@ -158,7 +159,7 @@ def shapes() -> dict[str, ModelFacts]:
 
 
 def _counted(facts: ModelFacts, *, experts: int, raw: Mapping[str, Any]) -> ModelFacts:
-    """The facts with weights counted for a gated decoder (Llama, Qwen2, Mistral and their likes)."""
+    """The facts with the weights of a gated decoder counted (Llama, Qwen2, Mistral and similar)."""
     attention = facts.hidden * facts.head_dim * (2 * facts.heads + 2 * facts.kv_heads)
     width = int(raw.get("moe_intermediate_size") or facts.intermediate) if experts > 1 else facts.intermediate
     layer = attention + 3 * facts.hidden * width * experts + 2 * facts.hidden

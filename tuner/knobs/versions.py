@@ -1,4 +1,4 @@
-"""Which long flags each vLLM release has, as shipped data (data/vllm_flags.json); no engine is asked here."""
+"""The long flags of each vLLM release, as shipped data (data/vllm_flags.json). No engine is asked here."""
 
 import json
 from collections.abc import Mapping
@@ -13,10 +13,10 @@ from tuner.errors import BadInput
 from tuner.settings import shipped
 
 OLDEST = Version("0.10")
-"""Older engines are known (to say what they lack) and refused."""
+"""Older engines are refused; the data knows them only to explain what they lack."""
 
 Interval = tuple[str, str | None]
-"""First and last release seen with the flag; None = the newest in the data still has it."""
+"""The first and the last release with a flag; None: the newest release in the data has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class FlagTable:
         return known[-1] if known else self.versions[0]
 
     def has(self, flag: str, version: str) -> bool:
-        """Whether the release at or before the version has the flag, which is not a `--no-` form."""
+        """Whether the release at or before the version has a flag that is no `--no-` form."""
         return flag in self._by_version[self.floor(version)]
 
     def flags_of(self, version: str) -> frozenset[str]:
@@ -72,7 +72,7 @@ def negation(flag: str) -> str:
 
 @cache
 def parse(version: str) -> Version:
-    """A version without its local part; what is no version at all (`dev`) counts as newer than any."""
+    """A version without its local part. A text that is no version (`dev`) counts as newer than all."""
     try:
         return Version(version.split("+", maxsplit=1)[0])
     except InvalidVersion:
