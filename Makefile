@@ -34,7 +34,7 @@ test: lint
 	$(PYTEST) -n 2 --dist loadfile
 
 test-slow: $(STAMP)
-	$(PYTEST) -n 2 --dist loadfile -m slow
+	$(PYTEST) -n 2 --dist loadfile -m 'slow and $(PLAIN)'
 
 # The floor lies in pyproject.toml; processes that the tests start are not counted.
 coverage: $(STAMP)

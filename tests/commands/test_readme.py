@@ -49,6 +49,13 @@ def shell(line: str, home: Path, cwd: Path) -> "subprocess.CompletedProcess[str]
     )  # fmt: skip
 
 
+def run_line(line: str, home: Path, cwd: Path) -> "subprocess.CompletedProcess[str]":
+    """Run a line without a shell of its own."""
+    program, *words = shlex.split(line, comments=True)
+    assert program == "tuner"
+    return tuner(home, *words, cwd=cwd)
+
+
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The home that `tuner demo` leaves."""
@@ -74,9 +81,7 @@ def test_the_demo_says_what_it_is_and_how_to_pull(demo: Path) -> None:
 
 @pytest.mark.parametrize("line", commands("demo"))
 def test_a_command_of_the_readme_works(line: str, demo: Path) -> None:
-    program, *words = shlex.split(line)
-    assert program == "tuner"
-    done = tuner(demo, *words, cwd=demo)
+    done = run_line(line, demo, demo)
     assert done.returncode == 0, done.stderr
     assert done.stdout or done.stderr
 
@@ -87,7 +92,7 @@ def test_the_first_study_of_the_readme_works(tmp_path: Path) -> None:
     (tmp_path / "gateway.csv").write_text("ts,prompt_tokens,answer_tokens\n" + rows)
     home = tmp_path / "home"
     for start in ("tuner trace import", "tuner trace show chat"):
-        done = shell(typed(start), home, tmp_path)
+        done = run_line(typed(start), home, tmp_path)
         assert done.returncode == 0, done.stderr
     (text,) = [text for _, language, text in blocks() if language == "yaml"]
     whole = parse(text, name="README.md")
@@ -97,7 +102,7 @@ def test_the_first_study_of_the_readme_works(tmp_path: Path) -> None:
     )
     (tmp_path / "chat.yaml").write_text(changed)
     for line in (typed("tuner doctor chat.yaml"), typed("tuner tune chat.yaml --dry-run")):
-        done = shell(line, home, tmp_path)
+        done = run_line(line, home, tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
     assert "--max-model-len 16384" in done.stdout
 

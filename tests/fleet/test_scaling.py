@@ -18,7 +18,6 @@ from tuner.fleet import hooks
 from tuner.fleet.handover import handed_over
 from tuner.history.store import Store
 
-pytest.importorskip("kubernetes")
 PATH = re.compile(r"^/apis/apps/v1/namespaces/prod/(deployments|statefulsets)/vllm(/scale)?$")
 
 
@@ -101,6 +100,7 @@ def store(tmp_path: Path) -> Store:
     return Store(f"sqlite:///{tmp_path / 'tuner.db'}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "count"), [("deployment", 3), ("statefulset", 2)])
 def test_what_serves_gets_back_as_many_replicas_as_it_had(
     store: Store, tmp_path: Path, api: Api, kind: str, count: int

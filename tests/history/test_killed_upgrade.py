@@ -36,6 +36,7 @@ from tuner.history.store import Store
 from tuner.history.tables import REVISIONS, measurements, trials
 from tuner.records import Node
 
+pytestmark = pytest.mark.slow
 KILLS = int(os.environ.get("TUNER_KILLS", "1"))
 SEED = int(os.environ.get("TUNER_SEED", "5"))
 ROWS = 2_000 if KILLS == 1 else 20_000

@@ -7,6 +7,7 @@ import pytest
 
 from tests.search.queue_world import LAUNCH_S, REPLAY_S, SABOTAGE, TRUTHS, Predict, Study, calibrated
 
+pytestmark = pytest.mark.slow
 SEEDS = range(3)
 BUDGET = 30 * (LAUNCH_S + REPLAY_S)
 

@@ -164,6 +164,8 @@ def columns() -> bytes:
 
 
 FAMILIES = (long_lines, many_lines, not_text, deep, documents, logs_and_archives, parquets)
+QUICK = (not_text, logs_and_archives)
+"""The others unpack gigabytes."""
 
 
 def send(client: httpx.Client, content: bytes) -> httpx.Response:
@@ -215,7 +217,10 @@ def test_there_are_sixty_files_and_more_of_different_names() -> None:
     assert len(names) == len(set(names)) >= 60
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, id=f.__name__, marks=() if f in QUICK else pytest.mark.slow) for f in FAMILIES],
+)
 def test_hostile_uploads_neither_fill_nor_stop_the_service(
     family: Callable[[], Iterator[tuple[str, Content]]], server: Server
 ) -> None:

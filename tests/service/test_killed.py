@@ -28,6 +28,7 @@ from tuner.fleet.hooks import path_of
 from tuner.history.store import Store
 from tuner.records import RunState, TrialState
 
+pytestmark = pytest.mark.slow
 KILLS = int(os.environ.get("TUNER_KILLS", "1"))
 SEED = int(os.environ.get("TUNER_SEED", "7"))
 CHAMPION = f"/v1/aliases/champion?model={MODEL}&target=n1&workload=chat"
