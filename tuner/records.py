@@ -111,7 +111,8 @@ class _Form:
     def __get_pydantic_core_schema__(self, source: object, handler: object) -> "CoreSchema":
         from pydantic_core import core_schema
 
-        write = core_schema.plain_serializer_function_ser_schema(self.write)
+        shown = None if self.write is _pack_optional else core_schema.dict_schema(core_schema.str_schema())
+        write = core_schema.plain_serializer_function_ser_schema(self.write, return_schema=shown)
         return core_schema.no_info_plain_validator_function(self.read, serialization=write)
 
 

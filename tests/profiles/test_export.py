@@ -3,6 +3,7 @@
 import json
 import shlex
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -102,6 +103,11 @@ def test_json_holds_the_profile_without_time_stamps() -> None:
 def test_every_format_is_the_same_text_each_time(format: str) -> None:
     assert render(a_profile(), format) == render(a_profile(), format)
     assert render(a_profile(), format).endswith("\n")
+
+
+def test_the_documentation_has_a_row_for_every_format() -> None:
+    table = (Path(__file__).parents[2] / "docs" / "profiles.md").read_text().partition("## Formats")[2]
+    assert [name for name in FORMATS if f"\n| `{name}` |" not in table] == []
 
 
 def test_an_empty_profile_is_an_empty_mapping() -> None:

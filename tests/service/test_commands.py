@@ -9,7 +9,7 @@ from tests.service.world import World
 from tests.tuning.studies import WATCHDOG_S, answer, tuner
 from tuner import SERVICE_VERSION, __version__
 from tuner.records import RunState
-from tuner.service.runner import Order
+from tuner.service.runner import RunOrder
 
 
 def test_a_token_is_made_shown_once_and_revoked(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_a_service_tells_its_controllers_which_version_it_is(filled: World) -> N
     study = filled.store.studies()[-1]
     for run in filled.store.runs(state=RunState.RUNNING):
         filled.store.save_run(replace(run, state=RunState.FINISHED, ended_at=filled.clock()))
-    order = Order(
+    order = RunOrder(
         study_id=study.id, study_file=filled.home / "no.yaml", trials=1, deadline=None, actor="a",
         at=filled.clock(), key=None,
     )  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 from tests.service.test_stories import prepare_once
 from tests.service.world import STUDY, World
 from tuner.errors import BadInput
-from tuner.service.values import check
+from tuner.service.study_requests import check
 
 MODEL = "Qwen/Qwen2.5-7B-Instruct"
 TEXTS = ("../../etc/passwd", "/models/x", "evil/repo", "--trust-remote-code", "a b", "os.system", "http://h/x",

@@ -12,8 +12,7 @@ from tuner.conclusions import Judgement
 from tuner.history.entities import Schedule
 from tuner.history.store import Store
 from tuner.records import RunState
-from tuner.service.metrics import Watcher
-from tuner.service.nights import not_started
+from tuner.service.metrics import Watcher, not_started
 from tuner.service.runner import Controllers
 from tuner.settings import Settings
 

@@ -3,20 +3,24 @@
 import gzip
 import hashlib
 import json
+import re
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
+from typer.testing import CliRunner
 
 from tests.history.records import NOW
 from tests.service.world import World
 from tests.tuning.studies import TRACE
+from tuner.commands import profile as cli_profile
 from tuner.history.store import Store
-from tuner.profiles import registry
+from tuner.profiles import export, registry
 from tuner.records import JSON, ProfileKey
-from tuner.service.paging import pack
+from tuner.service.schemas import pack
 
 MODEL = "Qwen/Qwen2.5-7B-Instruct"
 KEY = ProfileKey(model=MODEL, target="n1", workload="chat")
@@ -333,3 +337,44 @@ def test_M20_what_was_not_judged_is_not_promoted_over_http_either(filled: World,
         answer = admin.put(CHAMPION, json={**body, "version": made.version}, headers={"If-Match": '"2"'})
         assert answer.status_code == status
         assert "answers were not judged" in answer.text
+
+
+@pytest.fixture
+def made_up() -> Iterator[str]:
+    """The export format of docs/extending.md, registered as it stands there."""
+    section = (
+        (Path(__file__).parents[2] / "docs" / "extending.md").read_text().partition("## An export format")[2]
+    )
+    block = re.search(r"```python\n(.*?)```", section, re.DOTALL)
+    assert block is not None
+    exec(block[1], {})
+    yield "dockerfile"
+    del export.FORMATS["dockerfile"]
+
+
+def test_22_4_an_export_format_is_added_in_one_place(
+    made_up: str, filled: World, admin: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command line, the API, its OpenAPI and completion know it, from its one entry."""
+    (profile, *_) = filled.store.profiles()
+    answered = admin.get(f"/v1/profiles/{profile.id}/export?format={made_up}")
+    assert answered.status_code == 200
+    assert answered.headers["content-type"] == "text/plain; charset=utf-8"
+    assert 'ENTRYPOINT ["vllm", "serve", "Qwen/Qwen2.5-7B-Instruct"' in answered.text
+    parameters = filled.app.openapi()["paths"]["/v1/profiles/{profile_id}/export"]["get"]["parameters"]
+    (shown,) = [each["schema"] for each in parameters if each["name"] == "format"]
+    assert shown["enum"] == list(export.FORMATS)
+    assert made_up in shown["enum"]
+    monkeypatch.setenv("TUNER_HOME", str(filled.home))
+    monkeypatch.setenv("TUNER_DATABASE_URL", str(filled.store.database.url))
+    printed = CliRunner().invoke(cli_profile.app, ["export", str(profile.id), "--format", made_up])
+    assert printed.exit_code == 0, printed.output
+    assert printed.stdout == answered.text
+    assert cli_profile._formats("dock") == [made_up]
+
+
+def test_an_unknown_export_format_is_refused_with_the_nearest(filled: World, admin: TestClient) -> None:
+    (profile, *_) = filled.store.profiles()
+    refused = admin.get(f"/v1/profiles/{profile.id}/export?format=kserv")
+    assert refused.status_code == 422
+    assert "did you mean 'kserve'" in detail(refused)

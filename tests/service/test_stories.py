@@ -20,7 +20,7 @@ from tuner.fleet.schedule import Happening, loop
 from tuner.history.entities import Schedule
 from tuner.history.store import Store
 from tuner.records import RunState
-from tuner.service.nightly import starter
+from tuner.service.schedules import starter
 
 MODEL = "Qwen/Qwen2.5-7B-Instruct"
 PULL = f"/v1/profiles/resolve?model={MODEL}&node=local&workload=chat&format=vllm-yaml"

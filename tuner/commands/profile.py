@@ -21,8 +21,19 @@ app = typer.Typer(help="Profiles: winning configurations, by model, node and wor
 Model = Annotated[str, typer.Option(callback=model_name, help="The model that the profile is for.")]
 NodeName = Annotated[str | None, typer.Option(help="The node. Not needed when there is only one.")]
 Workload = Annotated[str | None, typer.Option(help="The workload. Not needed when there is only one.")]
+
+
+def _formats(begun: str) -> "list[str]":
+    from tuner.profiles.export import FORMATS
+
+    return [name for name in FORMATS if name.startswith(begun)]
+
+
 Format = Annotated[
-    str, typer.Option(help="vllm-yaml, args, env or json, and the charts of docs/profiles.md.")
+    str,
+    typer.Option(
+        help="vllm-yaml, args, env or json, and the charts of docs/profiles.md.", autocompletion=_formats
+    ),
 ]
 Reason = Annotated[str, typer.Option(help="The reason, which is stored with the event.")]
 CHANGED, UNCHANGED, NONE = 0, 3, 4

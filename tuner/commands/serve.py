@@ -41,8 +41,7 @@ def serve(
     import uvicorn
 
     from tuner.fleet.handover import recover_all
-    from tuner.service.app import create
-    from tuner.service.logs import configure
+    from tuner.service.app import configure, create
     from tuner.service.runner import Controllers
 
     # The server closes what is open, then raises the signal that stopped it once more: an orderly end.

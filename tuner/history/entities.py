@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from tuner.conclusions import Difference, Judgement
-from tuner.records import Candidate, JsonObject
+from tuner.records import JsonObject, Knobs
 
 SCOPES = ("read", "run", "promote", "admin")
 
@@ -100,7 +100,7 @@ class RunBest:
     metric: str
     trial_id: int
     number: int
-    candidate: Candidate
+    candidate: Knobs
     value: float
     low: float
     high: float

@@ -1,10 +1,13 @@
-"""Profiles in the formats that deploy pipelines read: sorted, with provenance, without time stamps."""
+"""Profiles in the formats that deploy pipelines read: sorted, with provenance, without time stamps.
+
+A format is added here alone: a function that writes a profile, under `@export_format`.
+"""
 
 import json
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from types import MappingProxyType
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import yaml
 
@@ -15,6 +18,38 @@ from tuner.profiles.flags import as_mapping, split
 from tuner.records import JSON, Profile
 
 NAME = "vllm-config-tuner"
+YAML, TEXT = "application/yaml", "text/plain; charset=utf-8"
+R = TypeVar("R", bound=Callable[[Profile], str])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportFormat:
+    """A format that a profile is exported in: what users call it, its media type, and what writes it."""
+
+    name: str
+    media: str
+    write: Callable[[Profile], str]
+
+
+FORMATS: dict[str, ExportFormat] = {}
+"""Every format by its name. The command line, the API and its OpenAPI read this."""
+
+
+def export_format(name: str, media: str = YAML) -> Callable[[R], R]:
+    """Registers the function that writes a profile in a format."""
+
+    def registered(write: R) -> R:
+        FORMATS[name] = ExportFormat(name=name, media=media, write=write)
+        return write
+
+    return registered
+
+
+def format_of(name: str) -> ExportFormat:
+    """A format by its name. BadInput names the nearest one."""
+    if name not in FORMATS:
+        raise BadInput(f"there is no format '{name}'{nearest(name, FORMATS)}: {', '.join(FORMATS)}")
+    return FORMATS[name]
 
 
 def provenance(profile: Profile) -> dict[str, str]:
@@ -56,6 +91,7 @@ def to_yaml(value: JSON) -> str:
     return str(text)
 
 
+@export_format("vllm-yaml")
 def _vllm_yaml(profile: Profile) -> str:
     needed = [f"needs in the environment: {name}={value}" for name, value in sorted(profile.env.items())]
     use = "use: vllm serve MODEL --config FILE (two words; --config=FILE is ignored by vLLM)"
@@ -63,6 +99,7 @@ def _vllm_yaml(profile: Profile) -> str:
     return header(profile, use, *needed) + (to_yaml(values) if values else "{}\n")
 
 
+@export_format("args", TEXT)
 def _args(profile: Profile) -> str:
     return shlex.join(profile.argv) + "\n"
 
@@ -75,6 +112,7 @@ def env_lines(env: Mapping[str, str]) -> list[str]:
     return [f"{name}={value}" for name, value in sorted(env.items())]
 
 
+@export_format("env", TEXT)
 def _env(profile: Profile) -> str:
     lines = env_lines({"VLLM_ADDITIONAL_ARGS": shlex.join(profile.argv), **profile.env})
     return header(profile) + "".join(f"{line}\n" for line in lines)
@@ -100,10 +138,12 @@ def as_json(profile: Profile) -> dict[str, JSON]:
     }
 
 
+@export_format("json", "application/json")
 def _json(profile: Profile) -> str:
     return json.dumps(as_json(profile), indent=2, sort_keys=True, ensure_ascii=False) + "\n"
 
 
+@export_format("helm-production-stack")
 def _production_stack(profile: Profile) -> str:
     told = (
         "for the entry of your modelSpec (Helm replaces lists whole): its vllmConfig must hold no other keys"
@@ -111,53 +151,38 @@ def _production_stack(profile: Profile) -> str:
     return header(profile, told) + to_yaml(charts.production_stack(profile))
 
 
+@export_format("helm-llm-d")
 def _llm_d(profile: Profile) -> str:
     told = "merge into your decode container: Helm replaces lists whole"
     return header(profile, told) + to_yaml(charts.llm_d(profile))
 
 
+@export_format("kserve")
 def _kserve(profile: Profile) -> str:
     return header(profile) + to_yaml(charts.kserve(profile))
 
 
+@export_format("kustomize")
 def _kustomize(profile: Profile) -> str:
     told = "patches: [{path: FILE, target: {kind: Deployment, name: YOURS}}]; replaces command and args whole"
     return header(profile, told) + to_yaml(charts.kustomize(profile))
 
 
+@export_format("configmap")
 def _configmap(profile: Profile) -> str:
     files = {"vllm.yaml": _vllm_yaml(profile), "args": _args(profile), "profile.json": _json(profile)}
     return header(profile) + to_yaml(charts.configmap(profile, files))
 
 
+@export_format("systemd", TEXT)
 def _systemd(profile: Profile) -> str:
     told = "for vllm.service.d/; its unit has: ExecStart=… vllm serve MODEL $VLLM_ADDITIONAL_ARGS"
     return header(profile, told) + charts.systemd(profile)
 
 
-FORMATS: Mapping[str, Callable[[Profile], str]] = MappingProxyType(
-    {
-        "vllm-yaml": _vllm_yaml,
-        "args": _args,
-        "env": _env,
-        "json": _json,
-        "helm-production-stack": _production_stack,
-        "helm-llm-d": _llm_d,
-        "kserve": _kserve,
-        "kustomize": _kustomize,
-        "configmap": _configmap,
-        "systemd": _systemd,
-    }
-)
-
-
 def render(profile: Profile, format: str) -> str:
-    """A profile's text in one of `FORMATS`. BadInput names the nearest format."""
-    try:
-        writer = FORMATS[format]
-    except KeyError:
-        known = ", ".join(FORMATS)
-        raise BadInput(f"there is no format '{format}'{nearest(format, FORMATS)}: {known}") from None
+    """A profile's text in one of `FORMATS`. BadInput names the nearest one."""
+    writer = format_of(format).write
     if format == "json":
         return writer(profile)
     names = sorted(name for name, value in profile.env.items() if MASK in value)

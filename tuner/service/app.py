@@ -3,12 +3,14 @@
 import asyncio
 import gc
 import logging
+import logging.config
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from datetime import datetime, timedelta
 from importlib import util
 from typing import Any
 
+import structlog
 from anyio import to_thread
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
@@ -16,32 +18,20 @@ from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry
 from starlette.middleware.gzip import GZipMiddleware
 
-from tuner import __version__
+from tuner import __version__, masking
 from tuner.errors import TunerError
 from tuner.fleet import notify
 from tuner.fleet.schedule import Happening, loop
 from tuner.history.store import Store
 from tuner.service import problems
 from tuner.service.auth import Guard
-from tuner.service.context import Service
-from tuner.service.envelope import Envelope
+from tuner.service.context import ServiceContext
 from tuner.service.metrics import Watcher
-from tuner.service.nightly import starter
+from tuner.service.middleware import RequestMiddleware
 from tuner.service.pulls import Pulls
-from tuner.service.routes import (
-    aliases,
-    audit,
-    health,
-    history,
-    nodes,
-    profiles,
-    runs,
-    schedules,
-    studies,
-    traces,
-    trials,
-)
+from tuner.service.routes import health, history, nodes, profiles, runs, schedules, studies, traces
 from tuner.service.runner import Controllers
+from tuner.service.schedules import starter
 from tuner.service.sessions import Attempts, Sessions
 from tuner.settings import Settings
 
@@ -49,7 +39,10 @@ THREADS = 12
 WATCH_S = 2.0
 COMPRESS_FROM, COMPRESS_HOW = 1024, 3
 log = logging.getLogger("tuner.service")
-ROUTERS = (health, runs, studies, trials, history, profiles, aliases, schedules, nodes, traces, audit)
+ROUTERS = (
+    health.router, runs.router, studies.router, studies.trials, history.router, profiles.router,
+    profiles.aliases, schedules.router, nodes.router, traces.router,
+)  # fmt: skip
 ABOUT = """Tunes vLLM on your own traffic, keeps what was best on which night, and gives the winning
 configuration to deploy pipelines. See docs/api.md."""
 
@@ -76,7 +69,7 @@ def create(
         generate_unique_id_function=_operation,
     )
     pulls, registry = Pulls(store.change_token, clock), CollectorRegistry()
-    app.state.service = Service(
+    app.state.service = ServiceContext(
         store=store,
         settings=settings,
         clock=clock,
@@ -90,11 +83,11 @@ def create(
     registry.register(Watcher(store, clock, runner))
     app.state.registry = registry
     problems.install(app)
-    for module in ROUTERS:
-        app.include_router(module.router)
+    for router in ROUTERS:
+        app.include_router(router)
     _pages(app)
     app.add_middleware(GZipMiddleware, minimum_size=COMPRESS_FROM, compresslevel=COMPRESS_HOW)
-    app.add_middleware(Envelope, pulls=pulls, registry=registry)
+    app.add_middleware(RequestMiddleware, pulls=pulls, registry=registry)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
 
@@ -116,7 +109,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     to_thread.current_default_thread_limiter().total_tokens = THREADS
     # What is loaded by now stays: collections, which stop every request, need not walk it again and again.
     gc.freeze()
-    here: Service = app.state.service
+    here: ServiceContext = app.state.service
     tasks = [asyncio.create_task(_look_after(here)), asyncio.create_task(_nights(here))]
     try:
         yield
@@ -127,7 +120,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
                 await task
 
 
-async def _nights(service: Service) -> None:
+async def _nights(service: ServiceContext) -> None:
     """Fires schedules; the runs go on when the service ends, and are found again when it is back."""
 
     def tell(found: Happening) -> None:
@@ -137,7 +130,7 @@ async def _nights(service: Service) -> None:
     await loop(service.store, clock=service.clock, start_run=starter(service), tell=tell, resumes=0)
 
 
-async def _look_after(service: Service) -> None:
+async def _look_after(service: ServiceContext) -> None:
     """Runs whose controller is gone get another; a database that is away is asked again."""
     while True:
         try:
@@ -154,8 +147,51 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
             title=app.title, version=app.version, description=app.description, routes=app.routes
         )
         parts = schema.setdefault("components", {}).setdefault("schemas", {})
-        parts["Problem"] = problems.Problem.model_json_schema()
+        parts["Problem"] = problems.ProblemDetails.model_json_schema()
         for name in ("HTTPValidationError", "ValidationError"):
             parts.pop(name, None)
         app.openapi_schema = schema
     return app.openapi_schema
+
+
+def configure(level: str = "INFO") -> None:
+    """All loggers of this process write JSON; what was bound (run, trial, node) and `extra` are keys;
+    secrets are masked."""
+    shared: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.stdlib.ExtraAdder(),
+        structlog.processors.TimeStamper(fmt="iso", utc=True, key="at"),
+        structlog.processors.format_exc_info,
+    ]
+    structlog.configure(
+        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=True,
+    )
+    formatter = {
+        "()": structlog.stdlib.ProcessorFormatter,
+        "foreign_pre_chain": shared,
+        "processors": [
+            structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+            lambda _, __, event: masking.tree(event),
+            structlog.processors.JSONRenderer(),
+        ],
+    }
+    logging.config.dictConfig(
+        {
+            "version": 1,
+            "disable_existing_loggers": False,
+            "formatters": {"json": formatter},
+            "handlers": {
+                "out": {
+                    "class": "logging.StreamHandler",
+                    "formatter": "json",
+                    "stream": "ext://sys.stdout",
+                }
+            },
+            "root": {"handlers": ["out"], "level": level},
+        }
+    )

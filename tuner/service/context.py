@@ -15,14 +15,14 @@ from tuner.service.auth import Actor, Guard
 from tuner.service.pulls import Pulls
 from tuner.service.runner import Controllers
 from tuner.service.sessions import Attempts, Sessions
-from tuner.service.specs import Studies
+from tuner.service.study_requests import StudyFiles
 from tuner.settings import Settings
 
 log = logging.getLogger("tuner.service")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Service:
+class ServiceContext:
     """The running service."""
 
     store: Store
@@ -37,9 +37,9 @@ class Service:
     poll_s: float = 0.5
 
     @property
-    def studies(self) -> Studies:
+    def studies(self) -> StudyFiles:
         """The studies that can be run here."""
-        return Studies(self.store, self.settings, self.clock)
+        return StudyFiles(self.store, self.settings, self.clock)
 
     def audit(self, actor: Actor, action: str, target: str, reason: str, **detail: JSON) -> None:
         """One row per change, with the address that it came from."""
@@ -70,9 +70,9 @@ class Service:
         notify.in_background(self.settings.home, notify.moved(event), log.warning)
 
 
-def service_of(request: Request) -> Service:
-    found: Service = request.app.state.service
+def service_of(request: Request) -> ServiceContext:
+    found: ServiceContext = request.app.state.service
     return found
 
 
-Here = Annotated[Service, Depends(service_of)]
+Here = Annotated[ServiceContext, Depends(service_of)]

@@ -16,7 +16,7 @@ from anyio import to_thread
 from tuner.errors import BadInput
 from tuner.history.store import Store
 from tuner.records import JSON, RunState, Trial, TrialState
-from tuner.service import shapes
+from tuner.service import schemas
 
 KEEP_ALIVE_S = 15.0
 RETRY_MS = 2000
@@ -24,15 +24,15 @@ KINDS = ("started", "finished", "run")
 EVENT_ID = re.compile(r"([0-9]{1,19})-([0-2])-([0-9]{1,18})")
 EPOCH = datetime.fromisoformat("1970-01-01T00:00:00+00:00")
 
-Place = tuple[int, int, int]
+EventPlace = tuple[int, int, int]
 """Microseconds since 1970, index in KINDS, trial id (0: the run)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class RunEvent:
     """One thing that happened."""
 
-    place: Place
+    place: EventPlace
     data: JSON
 
     def text(self) -> str:
@@ -42,7 +42,7 @@ class Event:
         return f"id: {stamp}-{kind}-{trial}\nevent: {KINDS[kind]}\ndata: {body}\n\n"
 
 
-def place_of(event_id: str | None) -> Place | None:
+def place_of(event_id: str | None) -> EventPlace | None:
     """The place that a Last-Event-ID names. BadInput when it is none of ours."""
     if not event_id:
         return None
@@ -57,21 +57,21 @@ def _stamp(at: datetime) -> int:
     return (at - EPOCH) // timedelta(microseconds=1)
 
 
-def events(store: Store, run_id: str) -> tuple[Sequence[Event], bool]:
+def events(store: Store, run_id: str) -> tuple[Sequence[RunEvent], bool]:
     """Everything that happened in a run so far, in order, and whether that is all."""
     run = store.run(run_id)
-    found: list[Event] = []
+    found: list[RunEvent] = []
     for trial in store.trials(run.study_id, run_id=run_id):
-        found.append(Event((_stamp(trial.started_at), 0, trial.id), _started(trial)))
+        found.append(RunEvent((_stamp(trial.started_at), 0, trial.id), _started(trial)))
         if trial.state is not TrialState.RUNNING:
             ended = trial.ended_at or trial.started_at
-            data: JSON = shapes.trial(trial).model_dump(mode="json")
-            found.append(Event((_stamp(ended), 1, trial.id), data))
+            data: JSON = schemas.trial(trial).model_dump(mode="json")
+            found.append(RunEvent((_stamp(ended), 1, trial.id), data))
     over = run.state is not RunState.RUNNING
     if over:
         last = max([_stamp(run.ended_at or run.started_at), *(event.place[0] for event in found)])
         said = store.conclusion(run_id)
-        found.append(Event((last, 2, 0), shapes.run(run, said=said).model_dump(mode="json")))
+        found.append(RunEvent((last, 2, 0), schemas.run(run, said=said).model_dump(mode="json")))
     return sorted(found, key=lambda event: event.place), over
 
 
@@ -86,10 +86,10 @@ def _started(trial: Trial) -> JSON:
     }
 
 
-async def stream(store: Store, run_id: str, after: Place | None, *, poll_s: float) -> AsyncIterator[str]:
+async def stream(store: Store, run_id: str, after: EventPlace | None, *, poll_s: float) -> AsyncIterator[str]:
     """The events after a place, as they come, until the run's end has been told."""
     yield f"retry: {RETRY_MS}\n\n"
-    sent: set[Place] = set()
+    sent: set[EventPlace] = set()
     pulse: int | None = None
     quiet = 0.0
     while True:

@@ -20,7 +20,7 @@ STATUS: Mapping[type[TunerError], int] = {BadInput: 400, NotFound: 404, Conflict
 log = logging.getLogger("tuner.service")
 
 
-class Problem(BaseModel):
+class ProblemDetails(BaseModel):
     """Why a request was refused."""
 
     type: str = "about:blank"

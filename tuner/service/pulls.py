@@ -17,7 +17,7 @@ LIFE = timedelta(seconds=60)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class PullResponse:
     """A pull's response, ready to send."""
 
     etag: str
@@ -59,7 +59,7 @@ class Pulls:
     def forget(self) -> None:
         self._kept.clear()
 
-    def keep(self, scope: Scope, answer: Answer, *, pulse: int, expires_at: datetime | None) -> None:
+    def keep(self, scope: Scope, answer: PullResponse, *, pulse: int, expires_at: datetime | None) -> None:
         """Keeps an answer that was made after `pulse` was read, until the asker's token expires."""
         until = self._clock() + LIFE
         if len(self._kept) >= KEPT:

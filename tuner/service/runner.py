@@ -33,7 +33,7 @@ TAIL = 4000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class RunOrder:
     """What somebody asked for: a run of a study within limits. `key` tells a repeated request."""
 
     study_id: str
@@ -56,7 +56,7 @@ class Controllers:
         self._restarts: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    def start(self, order: Order) -> tuple[Run, bool]:
+    def start(self, order: RunOrder) -> tuple[Run, bool]:
         """The run's row, and a controller at work on it; whether it is a new one, or the one that an order
         with the same key became before. Conflict when the study or its node has another run.
         """
@@ -75,7 +75,7 @@ class Controllers:
             )
             return self._spawn(run, order), True
 
-    def _begun(self, order: Order) -> Run | None:
+    def _begun(self, order: RunOrder) -> Run | None:
         """The run of the study's last order, when that had the same key: nobody may have been told of it."""
         before = self._order(order.study_id)
         if before is None or before.key is None or before.key != order.key:
@@ -91,7 +91,7 @@ class Controllers:
             if self._store.study(run.study_id).node == node:
                 raise Conflict(f"node '{node}' is busy with run '{run.id}'; cancel it, or wait")
 
-    def _spawn(self, run: Run, order: Order) -> Run:
+    def _spawn(self, run: Run, order: RunOrder) -> Run:
         words = [sys.executable, "-m", "tuner", "tune", str(order.study_file), "--json", "--run", run.id]
         if order.trials is not None:
             words += ["--trials", str(order.trials)]
@@ -117,14 +117,14 @@ class Controllers:
     def _order_file(self, study_id: str) -> Path:
         return self._folder / f"{study_id}.json"
 
-    def _order(self, study_id: str) -> Order | None:
+    def _order(self, study_id: str) -> RunOrder | None:
         """The last order of a study; None when there was none, or its file is not whole."""
         try:
             body: Mapping[str, JSON] = json.loads(self._order_file(study_id).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
         trials, key = body["trials"], body["key"]
-        return Order(
+        return RunOrder(
             study_id=str(body["study_id"]),
             study_file=Path(str(body["study_file"])),
             trials=trials if isinstance(trials, int) else None,
@@ -134,7 +134,7 @@ class Controllers:
             key=key if isinstance(key, str) else None,
         )
 
-    def _write(self, order: Order) -> None:
+    def _write(self, order: RunOrder) -> None:
         body: dict[str, JSON] = {
             "study_id": order.study_id,
             "study_file": str(order.study_file),
@@ -213,7 +213,7 @@ class Controllers:
             with suppress(Conflict), nodes.held(self._store, study.node, clock=self._clock) as held:
                 reconcile(held, self._settings.home, node=study.node, clock=self._clock, say=say)
 
-    def _recover(self, run: Run, order: Order) -> Run:
+    def _recover(self, run: Run, order: RunOrder) -> Run:
         process = self._ours.pop(run.id, None)
         code = None if process is None else process.returncode
         restarts = self._restarts.get(run.id, 0)

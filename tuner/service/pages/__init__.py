@@ -6,7 +6,7 @@ from tuner.service.pages import routes
 
 
 def install(app: FastAPI) -> None:
-    """Adds the pages to the app, whose `state.service` must be a `Service`."""
+    """Adds the pages to the app, whose `state.service` must be a `ServiceContext`."""
     app.include_router(routes.router, include_in_schema=False)
 
 

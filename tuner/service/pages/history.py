@@ -18,7 +18,7 @@ LOOK_BACK = timedelta(days=31)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class HistoryQuery:
     """What the page is asked for; empty texts ask nothing. `after` is the last node of the page before."""
 
     model: str = ""
@@ -30,10 +30,10 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class HistoryView:
     """The answer, and what else may be asked for. `following`: the `after` of the next page, if any."""
 
-    asked: Asked
+    asked: HistoryQuery
     models: Sequence[str]
     nodes: Sequence[str]
     workloads: Sequence[str]
@@ -44,7 +44,7 @@ class Told:
     following: str
 
 
-def tell(store: Store, asked: Asked) -> Told:
+def tell(store: Store, asked: HistoryQuery) -> HistoryView:
     """The nights of a model on some nodes: the newest run's model and its last month, unless told else."""
     if asked.metric not in NAMES:
         raise BadInput(f"'{asked.metric}' is not a measurement{nearest(asked.metric, NAMES)}")
@@ -64,7 +64,7 @@ def tell(store: Store, asked: Asked) -> Told:
             metric=asked.metric,
         )
     )  # fmt: skip
-    return Told(
+    return HistoryView(
         asked=asked,
         models=sorted({place.model for place in places}),
         nodes=nodes,

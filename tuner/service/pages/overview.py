@@ -1,17 +1,20 @@
-"""What runs where: every node with its champions, how old and stale they are, and what they gain."""
+"""What runs where: every node with its champions, and every schedule with its next window."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import date, datetime
 
 from tuner.conclusions import Conclusion, Difference
+from tuner.errors import BadInput, NotFound
+from tuner.fleet.window import Window, blacked_out, next_due, terms, window
+from tuner.history.entities import Schedule
 from tuner.history.store import Store
 from tuner.profiles.registry import CHAMPION, stale_reasons
 from tuner.records import AliasEvent, Node, Profile, ProfileKey, Run, RunState, Study
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ServedProfile:
     """One profile key on one node: the champion, if there is one, and what is known of it.
 
     `said` is what the run found that published the champion, `gains` how the champion differed from the
@@ -34,7 +37,7 @@ class Machine:
 
     name: str
     node: Node | None
-    places: tuple[Place, ...]
+    places: tuple[ServedProfile, ...]
     running: tuple[tuple[Run, Study], ...]
 
 
@@ -55,7 +58,7 @@ def machines(store: Store) -> tuple[Machine, ...]:
     )
 
 
-def _place(store: Store, key: ProfileKey, node: Node | None) -> Place:
+def _place(store: Store, key: ProfileKey, node: Node | None) -> ServedProfile:
     event = store.alias(key, CHAMPION)
     champion = version_of(store, event)
     newest = next(iter(store.studies(model=key.model, node=key.target, workload=key.workload, limit=1)), None)
@@ -70,7 +73,7 @@ def _place(store: Store, key: ProfileKey, node: Node | None) -> Place:
     said = concluded(store, champion) if champion else None
     challenger = version_of(store, store.alias(key, "challenger"))
     newer = challenger if challenger and (not champion or challenger.version > champion.version) else None
-    return Place(
+    return ServedProfile(
         key=key,
         champion=champion,
         event=event,
@@ -105,3 +108,44 @@ def gains(profile: Profile, said: Conclusion | None) -> Sequence[Difference]:
 def age_s(moment: datetime, now: datetime) -> float:
     """Seconds since a moment."""
     return max(0.0, (now - moment).total_seconds())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleView:
+    """A schedule as people read it. `problem` says why it can never run."""
+
+    schedule: Schedule
+    study: str
+    next: Window | None
+    blackout: date | None
+    last: Run | None
+    problem: str
+
+
+def plans(store: Store, now: datetime) -> list[ScheduleView]:
+    """Every schedule, by name."""
+    return [_plan(store, schedule, now) for schedule in store.schedules()]
+
+
+def _plan(store: Store, schedule: Schedule, now: datetime) -> ScheduleView:
+    study = schedule.spec.get("study")
+    said = study if isinstance(study, str) else "–"
+    try:
+        terms(schedule.spec)
+        due = next_due(schedule, now) if schedule.enabled else None
+        opens = window(schedule, due) if due is not None else None
+        dark = blacked_out(schedule, opens) if opens is not None else None
+    except BadInput as error:
+        return ScheduleView(
+            schedule=schedule, study=said, next=None, blackout=None, last=None, problem=str(error)
+        )
+    return ScheduleView(
+        schedule=schedule, study=said, next=opens, blackout=dark, last=_last_run(store, schedule), problem=""
+    )
+
+
+def _last_run(store: Store, schedule: Schedule) -> Run | None:
+    try:
+        return store.run(schedule.last_run_id) if schedule.last_run_id else None
+    except NotFound:
+        return None

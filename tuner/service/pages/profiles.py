@@ -98,7 +98,7 @@ def argv_diff(before: Profile, after: Profile) -> list[str]:
 
 
 def promote(looks: Visitor, profile: Profile, fields: Mapping[str, str]) -> AliasEvent:
-    """Moves the champion alias to a version. Refused without scope promote; gates hold unless forced."""
+    """Moves the champion alias to a version. NotAllowed without scope promote; gates hold unless forced."""
     looks.needs("promote")
     reason, service = reason_of(fields), looks.service
     force = fields.get("force") == "yes"
@@ -122,7 +122,7 @@ def promote(looks: Visitor, profile: Profile, fields: Mapping[str, str]) -> Alia
 
 
 def rollback(looks: Visitor, profile: Profile, fields: Mapping[str, str]) -> AliasEvent:
-    """Moves the champion alias of a version's key back. Refused without scope promote."""
+    """Moves the champion alias of a version's key back. NotAllowed without scope promote."""
     looks.needs("promote")
     reason, service = reason_of(fields), looks.service
     moved = registry.rollback(

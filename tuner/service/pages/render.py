@@ -14,7 +14,7 @@ from markupsafe import Markup, escape
 
 from tuner.errors import TunerError
 from tuner.report import document, words
-from tuner.service.pages.session import COOKIE, Away, Refused, Visitor, login_url
+from tuner.service.pages.session import COOKIE, Away, NotAllowed, Visitor, login_url
 from tuner.service.problems import status_of
 
 HERE = Path(__file__).parent
@@ -107,7 +107,7 @@ class PageRoute(APIRoute):
                 return await handle(request)
             except Away as away:
                 return _away(request, away)
-            except Refused as refused:
+            except NotAllowed as refused:
                 return failure(refused.status, str(refused))
             except TunerError as error:
                 return failure(status_of(error), str(error))

@@ -15,10 +15,10 @@ from tuner.report import document
 from tuner.report.board import failures
 from tuner.service.auth import client_of
 from tuner.service.context import service_of
-from tuner.service.pages import history, overview, profiles, schedules, studies
-from tuner.service.pages.boards import board_of
+from tuner.service.pages import history, overview, profiles, studies
 from tuner.service.pages.render import HEADERS, HERE, PageRoute, bare, page, see, text_of
 from tuner.service.pages.session import COOKIE, OVER, Form, Looks, SignedForm, local
+from tuner.service.pages.studies import board_of
 
 log = logging.getLogger("tuner.service")
 router = APIRouter(route_class=PageRoute)
@@ -185,7 +185,9 @@ def show_history(
     after: Text = "",
 ) -> Response:
     """What each night found, some nodes to a page; `after` is the last node of the page before."""
-    asked = history.Asked(model=model, node=node, workload=workload, metric=metric, since=since, after=after)
+    asked = history.HistoryQuery(
+        model=model, node=node, workload=workload, metric=metric, since=since, after=after
+    )
     return page(looks, "history.html", told=history.tell(looks.service.store, asked))
 
 
@@ -238,4 +240,4 @@ def rollback(looks: Looks, fields: SignedForm, profile_id: int) -> Response:
 @router.get("/schedules")
 def show_schedules(looks: Looks) -> Response:
     """Every schedule with its next window."""
-    return page(looks, "schedules.html", plans=schedules.plans(looks.service.store, looks.service.clock()))
+    return page(looks, "schedules.html", plans=overview.plans(looks.service.store, looks.service.clock()))

@@ -11,7 +11,7 @@ from fastapi import Depends, Request
 
 from tuner.errors import BadInput, TunerError
 from tuner.service.auth import Actor, client_of
-from tuner.service.context import Service, service_of
+from tuner.service.context import ServiceContext, service_of
 
 COOKIE = "tuner_session"
 OVER = "Your session is over: it has ended, or its token has expired or was revoked."
@@ -27,7 +27,7 @@ class Away(Exception):
         self.reason, self.target = reason, target
 
 
-class Refused(TunerError):
+class NotAllowed(TunerError):
     """A page or form that this visitor may not use."""
 
     def __init__(self, sentence: str, status: int = 403) -> None:
@@ -39,17 +39,17 @@ class Refused(TunerError):
 class Visitor:
     """Who looks, through which service. `csrf` is the word that their forms must bring back."""
 
-    service: Service
+    service: ServiceContext
     actor: Actor
     csrf: str
     target: str
     open: bool
 
     def needs(self, scope: str) -> None:
-        """Refused when the visitor's token lacks the scope."""
+        """NotAllowed when the visitor's token lacks the scope."""
         if not self.actor.may(scope):
             has = ", ".join(sorted(self.actor.scopes))
-            raise Refused(f"This needs a token with scope '{scope}'; yours has {has}.")
+            raise NotAllowed(f"This needs a token with scope '{scope}'; yours has {has}.")
 
 
 def csrf_of(word: str) -> str:
@@ -58,7 +58,7 @@ def csrf_of(word: str) -> str:
 
 
 def visitor(request: Request) -> Visitor:
-    """The visitor of a page. Away without a session whose token is valid, Refused without scope read."""
+    """The visitor of a page. Away without a session whose token is valid, NotAllowed without scope read."""
     service = service_of(request)
     word = request.cookies.get(COOKIE, "")
     target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
@@ -79,14 +79,14 @@ Looks = Annotated[Visitor, Depends(visitor)]
 
 
 async def form(request: Request) -> dict[str, str]:
-    """The fields of an urlencoded form. Refused from another site, or when it is larger than any of ours."""
+    """The fields of an urlencoded form. NotAllowed from another site, or when it is too large."""
     if not same_site(request):
-        raise Refused("This form was sent from another site.")
+        raise NotAllowed("This form was sent from another site.")
     body = bytearray()
     async for part in request.stream():
         body += part
         if len(body) > LARGEST_FORM:
-            raise Refused("This form is too large.", 413)
+            raise NotAllowed("This form is too large.", 413)
     fields = parse_qs(body.decode("utf-8", "replace"), keep_blank_values=True)
     return {name: values[0] for name, values in fields.items()}
 
@@ -103,7 +103,7 @@ async def signed_form(request: Request, looks: Looks) -> dict[str, str]:
     """A form with the right CSRF word."""
     fields = await form(request)
     if not hmac.compare_digest(fields.get("csrf", "").encode(), looks.csrf.encode()):
-        raise Refused("This form is out of date: go back, load the page again, and send it once more.")
+        raise NotAllowed("This form is out of date: go back, load the page again, and send it once more.")
     return fields
 
 

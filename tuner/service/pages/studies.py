@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from threading import Lock
+from weakref import WeakKeyDictionary
 
 from markupsafe import Markup
 
@@ -12,18 +14,38 @@ from tuner.history.store import Store
 from tuner.measures import NAMES
 from tuner.records import Run, RunState, Study, Trial, TrialState
 from tuner.report import evidence
-from tuner.report.board import Board, values
+from tuner.report.board import Board, board, values
 from tuner.report.charts import bars, scatter
-from tuner.service.pages.boards import board_of
 from tuner.service.pages.render import marked
 from tuner.service.pages.session import Visitor, reason_of
+
+KEPT = 8
+_boards: WeakKeyDictionary[Store, dict[str, tuple[int, Board]]] = WeakKeyDictionary()
+_lock = Lock()
+
+
+def board_of(store: Store, study: Study) -> tuple[Board, int]:
+    """The board of a study and the pulse of the history that it was read at."""
+    pulse = store.change_token()
+    with _lock:
+        kept = _boards.setdefault(store, {})
+        if study.id in kept and kept[study.id][0] == pulse:
+            return kept[study.id][1], pulse
+    found = board(study, store.trials(study.id), store.conclusions(study.id))
+    with _lock:
+        kept.pop(study.id, None)
+        kept[study.id] = (pulse, found)
+        while len(kept) > KEPT:
+            kept.pop(next(iter(kept)))
+    return found, pulse
+
 
 PAGE, LISTED = 100, 50
 NEWEST = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Live:
+class LivePart:
     """The part of a study's page that changes while a run goes on."""
 
     board: Board
@@ -41,7 +63,7 @@ class Live:
 
 
 def cancel(looks: Visitor, study: Study, fields: Mapping[str, str]) -> None:
-    """Asks the run that was looked at to stop. Refused without scope run; Conflict when it has ended."""
+    """Asks the run that was looked at to stop. NotAllowed without scope run; Conflict when it has ended."""
     looks.needs("run")
     reason, store = reason_of(fields), looks.service.store
     run = store.run(fields.get("run", ""))
@@ -65,14 +87,14 @@ def link(study: Study, trial: Trial) -> str:
     return f"/studies/{study.id[:16]}/trials/{trial.number}"
 
 
-def live(store: Store, study: Study, axes: tuple[str, str] | None) -> Live:
+def live(store: Store, study: Study, axes: tuple[str, str] | None) -> LivePart:
     """The newest run, its trials, and the front drawn anew (`axes`: only these two measurements)."""
     board, pulse = board_of(store, study)
     run = next(iter(store.runs(study.id)), None)
     ours = [t for t in board.trials if run is not None and t.run_id == run.id]
     pairs = [axes] if axes else board.pairs
     drawn = [marked(scatter(board.points(x, y, lambda t: link(study, t)), x, y)) for x, y in pairs]
-    return Live(
+    return LivePart(
         board=board,
         run=run,
         done=len({t.number for t in ours if t.state not in (TrialState.RUNNING, TrialState.ABORTED)}),
@@ -111,7 +133,7 @@ def measured_names(board: Board) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class TrialTable:
     """One page of all trials, the newest first."""
 
     rows: Sequence[Trial]
@@ -119,12 +141,12 @@ class Table:
     pages: int
 
 
-def table(board: Board, page: int) -> Table:
+def table(board: Board, page: int) -> TrialTable:
     """A page of trials, from 1."""
     pages = max(1, -(-len(board.trials) // PAGE))
     page = min(max(1, page), pages)
     newest = board.trials[::-1]
-    return Table(rows=newest[(page - 1) * PAGE : page * PAGE], page=page, pages=pages)
+    return TrialTable(rows=newest[(page - 1) * PAGE : page * PAGE], page=page, pages=pages)
 
 
 def trial_of(board: Board, number: int, attempt: int | None) -> tuple[Trial, list[Trial]]:

@@ -1,4 +1,4 @@
-"""Whether the service lives, is ready, and what it counts."""
+"""Whether the service lives and is ready, what it counts, and who changed what."""
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -6,9 +6,11 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, Field
 
 from tuner import __version__
-from tuner.service.auth import Reader
+from tuner.history.entities import AuditEntry
+from tuner.service.auth import Admin, Reader
 from tuner.service.context import Here
 from tuner.service.problems import documented
+from tuner.service.schemas import Cursor, Limit, Page, page, unpack
 
 router = APIRouter(tags=["health"])
 
@@ -43,3 +45,10 @@ def readyz(here: Here) -> Health:
 )
 def metrics(request: Request, actor: Reader) -> Response:
     return Response(generate_latest(request.app.state.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/v1/audit", tags=["audit"], summary="Every change, the newest first", responses=documented(400))
+def list_audit(here: Here, actor: Admin, cursor: Cursor = None, limit: Limit = 100) -> Page[AuditEntry]:
+    place = unpack(cursor, int)
+    found = here.store.audit(after=int(place[0]) if place else None, limit=limit + 1)
+    return page(found, limit, lambda entry: entry, lambda entry: (entry.id,))

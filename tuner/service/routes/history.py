@@ -10,11 +10,11 @@ from pydantic import AwareDatetime
 
 from tuner.history.best_per_night import Night, nights, trend
 from tuner.records import JSON
-from tuner.service import shapes
+from tuner.service import schemas
 from tuner.service.auth import Reader
-from tuner.service.context import Here, Service
-from tuner.service.paging import Cursor, pack, unpack
+from tuner.service.context import Here, ServiceContext
 from tuner.service.problems import documented
+from tuner.service.schemas import Cursor, pack, unpack
 
 router = APIRouter(prefix="/v1/history", tags=["history"])
 LOOK_BACK = timedelta(days=92)
@@ -23,7 +23,7 @@ LOOK_BACK = timedelta(days=92)
 @router.get(
     "",
     summary="What each night found of a model",
-    response_model=shapes.HistoryShape,
+    response_model=schemas.HistorySchema,
     responses=documented(400),
 )
 def show_history(
@@ -55,7 +55,7 @@ def show_history(
 
 
 def _nodes(
-    here: Service, model: str, node: str | None, cursor: str | None, limit: int
+    here: ServiceContext, model: str, node: str | None, cursor: str | None, limit: int
 ) -> tuple[Sequence[str], str | None]:
     """The nodes of one page, and the cursor of the next one."""
     place = unpack(cursor, str)
@@ -67,5 +67,5 @@ def _nodes(
 
 
 def _place(node: str, workload: str, found: Sequence[Night]) -> dict[str, JSON]:
-    told: list[JSON] = [shapes.night(night) for night in found]
+    told: list[JSON] = [schemas.night(night) for night in found]
     return {"node": node, "workload": workload, "change_per_night": trend(found), "nights": told}

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Path
 from pydantic import BaseModel, ConfigDict, Field
 
-from tuner.service import shapes
+from tuner.service import schemas
 from tuner.service.auth import Admin, Reader
 from tuner.service.context import Here
 from tuner.service.problems import documented
@@ -26,20 +26,20 @@ class StateRequest(BaseModel):
 
 
 @router.get("", summary="Nodes by name, with who holds them", responses=documented())
-def list_nodes(here: Here, actor: Reader) -> list[shapes.NodeShape]:
+def list_nodes(here: Here, actor: Reader) -> list[schemas.NodeSchema]:
     holders = {lease.node: lease.holder for lease in here.store.leases(now=here.clock())}
-    return [shapes.node(each, holders.get(each.name)) for each in here.store.nodes()]
+    return [schemas.node(each, holders.get(each.name)) for each in here.store.nodes()]
 
 
 @router.get("/{name}", summary="A node", responses=documented(404))
-def show_node(here: Here, actor: Reader, name: NodeName) -> shapes.NodeShape:
+def show_node(here: Here, actor: Reader, name: NodeName) -> schemas.NodeSchema:
     holders = {lease.node: lease.holder for lease in here.store.leases(now=here.clock())}
-    return shapes.node(here.store.node(name), holders.get(name))
+    return schemas.node(here.store.node(name), holders.get(name))
 
 
 @router.put("/{name}/state", summary="Put a node back to work, or out of service", responses=documented(404))
-def set_node_state(here: Here, actor: Admin, name: NodeName, asked: StateRequest) -> shapes.NodeShape:
+def set_node_state(here: Here, actor: Admin, name: NodeName, asked: StateRequest) -> schemas.NodeSchema:
     found = here.store.set_node_state(name, asked.state)
     here.pulls.forget()
     here.audit(actor, "node", name, asked.reason, state=asked.state)
-    return shapes.node(found)
+    return schemas.node(found)

@@ -9,12 +9,12 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
 
 from tuner.errors import BadInput
 from tuner.records import Run, RunState, digest_of
-from tuner.service import events, shapes
+from tuner.service import events, schemas
 from tuner.service.auth import Actor, Reader, Runner
-from tuner.service.context import Here, Service
-from tuner.service.paging import Cursor, Limit, Page, page, unpack
+from tuner.service.context import Here, ServiceContext
 from tuner.service.problems import documented
-from tuner.service.runner import Order
+from tuner.service.runner import RunOrder
+from tuner.service.schemas import Cursor, Limit, Page, page, unpack
 from tuner.tuning.studyfile import MOST_TRIALS
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"])
@@ -55,14 +55,14 @@ def start_run(
     asked: RunRequest,
     response: Response,
     idempotency_key: Annotated[str | None, Header(min_length=1, max_length=200, pattern=r"^[!-~]+$")] = None,
-) -> shapes.RunShape:
+) -> schemas.RunSchema:
     """With an `Idempotency-Key` the same request again gives the same run, also after a crash in between."""
     found = start(here, actor, asked, idempotency_key)
     response.headers["Location"] = f"/v1/runs/{found.id}"
-    return shapes.run(found)
+    return schemas.run(found)
 
 
-def start(here: Service, actor: Actor, asked: RunRequest, key: str | None) -> Run:
+def start(here: ServiceContext, actor: Actor, asked: RunRequest, key: str | None) -> Run:
     """The run of a request; the one it became before, where the key says that it was made already."""
     digest = digest_of(asked.model_dump(mode="json"))
     if key is not None and isinstance(kept := here.store.answer(key, digest), str):
@@ -70,7 +70,7 @@ def start(here: Service, actor: Actor, asked: RunRequest, key: str | None) -> Ru
     now = here.clock()
     deadline = _deadline(asked, now)
     study_id, path = here.studies.find(asked.study)
-    order = Order(
+    order = RunOrder(
         study_id=study_id, study_file=path, trials=asked.trials, deadline=deadline, actor=actor.name, at=now,
         key=None if key is None else f"{key} {digest}",
     )  # fmt: skip
@@ -101,33 +101,33 @@ def list_runs(
     state: RunState | None = None,
     cursor: Cursor = None,
     limit: Limit = 50,
-) -> Page[shapes.RunShape]:
+) -> Page[schemas.RunSchema]:
     study_id = here.store.study(study).id if study else None
     place = unpack(cursor, str)
     after = str(place[0]) if place else None
     found = here.store.runs(study_id, state=state, after=after, limit=limit + 1)
-    return page(found, limit, shapes.run, lambda run: (run.id,))
+    return page(found, limit, schemas.run, lambda run: (run.id,))
 
 
 @router.get("/{run_id}", summary="A run", responses=documented(404))
-def show_run(here: Here, actor: Reader, run_id: RunId) -> shapes.RunShape:
+def show_run(here: Here, actor: Reader, run_id: RunId) -> schemas.RunSchema:
     found = here.store.run(run_id)
     counted: dict[str, int] = {}
     for trial in here.store.trials(found.study_id, run_id=run_id):
         counted[trial.state.value] = counted.get(trial.state.value, 0) + 1
-    return shapes.run(found, counted, here.store.conclusion(run_id))
+    return schemas.run(found, counted, here.store.conclusion(run_id))
 
 
 @router.post("/{run_id}/cancel", status_code=202, summary="Ask a run to stop", responses=documented(404, 409))
 def cancel_run(
     here: Here, actor: Runner, run_id: RunId, asked: CancelRequest | None = None
-) -> shapes.RunShape:
+) -> schemas.RunSchema:
     """Its engine is stopped and its trial aborted; what was measured is kept. A run that nobody is at work
     on any more has ended when this answers.
     """
     found = here.runner.cancel(run_id)
     here.audit(actor, "cancel", run_id, asked.reason if asked else "cancelled over HTTP")
-    return shapes.run(found)
+    return schemas.run(found)
 
 
 @router.get(

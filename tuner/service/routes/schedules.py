@@ -7,11 +7,10 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from tuner.errors import NotFound
 from tuner.history.entities import Schedule
-from tuner.service import shapes
 from tuner.service.auth import Reader, Runner
 from tuner.service.context import Here
 from tuner.service.problems import documented
-from tuner.service.timetable import checked
+from tuner.service.schedules import checked
 from tuner.settings import NAME
 
 router = APIRouter(prefix="/v1/schedules", tags=["schedules"])
@@ -44,19 +43,17 @@ class ScheduleRequest(BaseModel):
 
 
 @router.get("", summary="Schedules by name", responses=documented())
-def list_schedules(here: Here, actor: Reader) -> list[shapes.ScheduleShape]:
-    return [shapes.schedule(each) for each in here.store.schedules()]
+def list_schedules(here: Here, actor: Reader) -> list[Schedule]:
+    return list(here.store.schedules())
 
 
 @router.get("/{name}", summary="A schedule", responses=documented(404))
-def show_schedule(here: Here, actor: Reader, name: ScheduleName) -> shapes.ScheduleShape:
-    return shapes.schedule(here.store.schedule(name))
+def show_schedule(here: Here, actor: Reader, name: ScheduleName) -> Schedule:
+    return here.store.schedule(name)
 
 
 @router.put("/{name}", summary="Make or change a schedule", responses=documented(400, 404, 409))
-def put_schedule(
-    here: Here, actor: Runner, name: ScheduleName, asked: ScheduleRequest
-) -> shapes.ScheduleShape:
+def put_schedule(here: Here, actor: Runner, name: ScheduleName, asked: ScheduleRequest) -> Schedule:
     try:
         before = here.store.schedule(name)
     except NotFound:
@@ -74,7 +71,7 @@ def put_schedule(
     )
     here.store.put_schedule(checked(found, here))
     here.audit(actor, "schedule", name, asked.reason)
-    return shapes.schedule(found)
+    return found
 
 
 @router.delete("/{name}", status_code=204, summary="Remove a schedule", responses=documented(404))

@@ -6,12 +6,12 @@ from fastapi import APIRouter, Path, Query, Response
 
 from tuner.records import TrialState
 from tuner.report.board import board
-from tuner.service import shapes
+from tuner.service import schemas
 from tuner.service.auth import Reader, Runner
 from tuner.service.context import Here
-from tuner.service.paging import Cursor, Limit, Page, page, unpack
 from tuner.service.problems import documented
-from tuner.service.specs import StudyRequest
+from tuner.service.schemas import Cursor, Limit, Page, page, unpack
+from tuner.service.study_requests import StudyRequest
 
 router = APIRouter(prefix="/v1/studies", tags=["studies"])
 StudyRef = Annotated[
@@ -31,14 +31,14 @@ StudyRef = Annotated[
     summary="Make a study",
     responses={201: {"headers": {"Location": {"schema": {"type": "string"}}}}, **documented(400, 404, 409)},
 )
-def add_study(here: Here, actor: Runner, asked: StudyRequest, response: Response) -> shapes.StudyShape:
+def add_study(here: Here, actor: Runner, asked: StudyRequest, response: Response) -> schemas.StudySchema:
     """Checked as `tuner tune` would before its first launch. The engine is the one registered for the node;
     no path, command or environment is taken.
     """
     found = here.studies.add(asked).study
     here.audit(actor, "study", found.id, f"study {found.name} made over HTTP")
     response.headers["Location"] = f"/v1/studies/{found.id}"
-    return shapes.study(found)
+    return schemas.study(found)
 
 
 @router.get("", summary="Studies, the newest first", responses=documented(400))
@@ -49,16 +49,16 @@ def list_studies(
     node: Annotated[str | None, Query(max_length=100)] = None,
     cursor: Cursor = None,
     limit: Limit = 50,
-) -> Page[shapes.StudyShape]:
+) -> Page[schemas.StudySchema]:
     place = unpack(cursor, str)
     after = str(place[0]) if place else None
     found = here.store.studies(model=model, node=node, after=after, limit=limit + 1)
-    return page(found, limit, shapes.study, lambda study: (study.id,))
+    return page(found, limit, schemas.study, lambda study: (study.id,))
 
 
 @router.get("/{ref}", summary="A study", responses=documented(400, 404))
-def show_study(here: Here, actor: Reader, ref: StudyRef) -> shapes.StudyShape:
-    return shapes.study(here.store.study(ref))
+def show_study(here: Here, actor: Reader, ref: StudyRef) -> schemas.StudySchema:
+    return schemas.study(here.store.study(ref))
 
 
 @router.get("/{ref}/trials", summary="The trials of a study, by number", responses=documented(400, 404))
@@ -69,25 +69,34 @@ def study_trials(
     state: Annotated[list[TrialState] | None, Query()] = None,
     cursor: Cursor = None,
     limit: Limit = 100,
-) -> Page[shapes.TrialShape]:
+) -> Page[schemas.TrialSchema]:
     place = unpack(cursor, int, int)
     after = (int(place[0]), int(place[1])) if place else None
     found = here.store.trials(here.store.study(ref).id, state or (), after=after, limit=limit + 1)
-    return page(found, limit, shapes.trial, lambda trial: (trial.number, trial.attempt))
+    return page(found, limit, schemas.trial, lambda trial: (trial.number, trial.attempt))
 
 
 @router.get("/{ref}/front", summary="The Pareto front beside the baseline", responses=documented(400, 404))
-def study_front(here: Here, actor: Reader, ref: StudyRef) -> shapes.FrontShape:
+def study_front(here: Here, actor: Reader, ref: StudyRef) -> schemas.FrontSchema:
     """First measurements; `confirmation` holds what was measured again beside the baseline, and `winner` is
     the trial that it chose, whether or not its first measurement is on the front.
     """
     study = here.store.study(ref)
     found = board(study, here.store.trials(study.id), here.store.conclusions(study.id))
-    return shapes.FrontShape(
+    return schemas.FrontSchema(
         objectives=list(study.objectives),
-        baseline=shapes.trial(found.base) if found.base else None,
-        front=[shapes.trial(each) for each in found.front],
+        baseline=schemas.trial(found.base) if found.base else None,
+        front=[schemas.trial(each) for each in found.front],
         winner=found.winner,
-        conclusion=shapes.conclusion(found.conclusion),
-        confirmation=shapes.conclusion(found.confirmation),
+        conclusion=schemas.conclusion(found.conclusion),
+        confirmation=schemas.conclusion(found.confirmation),
     )
+
+
+trials = APIRouter(prefix="/v1/trials", tags=["trials"])
+TrialId = Annotated[int, Path(ge=1, le=2**53, examples=[1])]
+
+
+@trials.get("/{trial_id}", summary="A trial with its measurements", responses=documented(404))
+def show_trial(here: Here, actor: Reader, trial_id: TrialId) -> schemas.TrialSchema:
+    return schemas.trial(here.store.trial(trial_id))

@@ -7,9 +7,9 @@ from anyio import to_thread
 from fastapi import APIRouter, Header, HTTPException, Path, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from tuner.service import shapes
+from tuner.service import schemas
 from tuner.service.auth import Reader, Runner
-from tuner.service.context import Here, Service
+from tuner.service.context import Here, ServiceContext
 from tuner.service.problems import documented
 from tuner.service.uploads import LARGEST, LARGEST_PIECE, Upload, Uploads
 from tuner.settings import NAME
@@ -34,7 +34,7 @@ class UploadRequest(BaseModel):
     )
 
 
-class UploadShape(BaseModel):
+class UploadSchema(BaseModel):
     """An upload under way; the next piece begins at `offset`."""
 
     id: str
@@ -45,26 +45,26 @@ class UploadShape(BaseModel):
     largest_piece: int = LARGEST_PIECE
 
 
-def _shown(of: Upload) -> UploadShape:
-    return UploadShape(id=of.id, name=of.name, size=of.size, sha256=of.sha256, offset=of.offset)
+def _shown(of: Upload) -> UploadSchema:
+    return UploadSchema(id=of.id, name=of.name, size=of.size, sha256=of.sha256, offset=of.offset)
 
 
-def _uploads(here: Service) -> Uploads:
+def _uploads(here: ServiceContext) -> Uploads:
     return Uploads(here.settings.home)
 
 
 @router.get("", summary="Known traces, the newest first", responses=documented())
-def list_traces(here: Here, actor: Reader) -> list[shapes.TraceShape]:
-    return [shapes.trace(each) for each in here.store.traces()]
+def list_traces(here: Here, actor: Reader) -> list[schemas.TraceSchema]:
+    return [schemas.TraceSchema.of(each) for each in here.store.traces()]
 
 
 @router.post("/uploads", status_code=201, summary="Begin an upload", responses=documented(409))
-def begin_upload(here: Here, actor: Runner, asked: UploadRequest) -> UploadShape:
+def begin_upload(here: Here, actor: Runner, asked: UploadRequest) -> UploadSchema:
     return _shown(_uploads(here).begin(**asked.model_dump()))
 
 
 @router.get("/uploads/{upload_id}", summary="How far an upload is", responses=documented(404))
-def show_upload(here: Here, actor: Reader, upload_id: UploadId) -> UploadShape:
+def show_upload(here: Here, actor: Reader, upload_id: UploadId) -> UploadSchema:
     return _shown(_uploads(here).upload(upload_id))
 
 
@@ -85,7 +85,7 @@ async def add_piece(
     upload_id: UploadId,
     request: Request,
     upload_offset: Annotated[int, Header(ge=0, le=LARGEST, description="Where the piece begins.")],
-) -> UploadShape:
+) -> UploadSchema:
     """The body is the piece itself, at most 8 MiB. 409 says where the next one must begin."""
     with SpooledTemporaryFile(max_size=IN_MEMORY) as piece:
         async for part in request.stream():
@@ -102,11 +102,11 @@ async def add_piece(
     summary="Check the digest and take the trace in",
     responses=documented(400, 404, 409),
 )
-def finish_upload(here: Here, actor: Runner, upload_id: UploadId) -> shapes.TraceShape:
+def finish_upload(here: Here, actor: Runner, upload_id: UploadId) -> schemas.TraceSchema:
     upload, taken, path = _uploads(here).finish(upload_id)
     found = here.store.add_trace(taken.digest, upload.name, str(path.resolve()), taken.meta, here.clock())
     here.audit(actor, "trace", taken.digest, f"trace {upload.name} uploaded")
-    return shapes.trace(found)
+    return schemas.TraceSchema.of(found)
 
 
 @router.delete(
@@ -120,5 +120,5 @@ def abandon_upload(here: Here, actor: Runner, upload_id: UploadId) -> Response:
 @router.get("/{ref}", summary="A trace by digest or name", responses=documented(400, 404))
 def show_trace(
     here: Here, actor: Reader, ref: Annotated[str, Path(max_length=200, pattern=r"^[^/\x00]+$")]
-) -> shapes.TraceShape:
-    return shapes.trace(here.store.trace(ref))
+) -> schemas.TraceSchema:
+    return schemas.TraceSchema.of(here.store.trace(ref))

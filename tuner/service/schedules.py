@@ -1,24 +1,45 @@
-"""What a schedule's due time starts: a controller, watched to its end, cancelled when its window closes."""
+"""A schedule over HTTP is checked when it is set; at its due time a controller starts, watched to its end."""
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 
 from anyio import to_thread
 
+from tuner.errors import BadInput
 from tuner.fleet.schedule import ACTOR, CLOSING, Firing
+from tuner.fleet.window import check, terms
+from tuner.history.entities import Schedule
 from tuner.records import Run, RunState
-from tuner.service.context import Service
-from tuner.service.runner import Order
+from tuner.service.context import ServiceContext
+from tuner.service.runner import RunOrder
+from tuner.settings import NAME
+
+
+def checked(schedule: Schedule, here: ServiceContext) -> Schedule:
+    """The schedule itself. BadInput for a cron, zone or key that the loop could not read; NotFound or
+    Conflict when its study or its node is not here. A study is a name or id, never a path.
+    """
+    found = terms(schedule.spec)
+    if not re.fullmatch(NAME, found.study):
+        raise BadInput(
+            f"spec.study: '{found.study}' is not a study's name or id; a path is not taken over HTTP"
+        )
+    here.studies.known(found.study)
+    here.store.node(schedule.node)
+    check(schedule)
+    return schedule
+
 
 POLL_S = 1.0
 
 
-def starter(here: Service) -> Callable[[Firing], Awaitable[Run | None]]:
+def starter(here: ServiceContext) -> Callable[[Firing], Awaitable[Run | None]]:
     """The `start_run` of the schedule loop."""
 
     def begin(firing: Firing) -> Run:
         study_id, path = here.studies.find_scheduled(firing.terms.study)
-        order = Order(
+        order = RunOrder(
             study_id=study_id,
             study_file=path,
             trials=firing.terms.trials,
@@ -42,7 +63,7 @@ def starter(here: Service) -> Callable[[Firing], Awaitable[Run | None]]:
     return start
 
 
-async def _ended(here: Service, run: Run) -> Run:
+async def _ended(here: ServiceContext, run: Run) -> Run:
     """The run once it has ended and its controller too, which gives production its node back last."""
     while True:
         now = await to_thread.run_sync(here.store.run, run.id)
@@ -51,7 +72,7 @@ async def _ended(here: Service, run: Run) -> Run:
         await asyncio.sleep(POLL_S)
 
 
-async def _stopped(here: Service, run: Run) -> Run:
+async def _stopped(here: ServiceContext, run: Run) -> Run:
     """Asks the run to stop and waits: the engine is gone, and production has its node, when it has ended."""
     if (await to_thread.run_sync(here.store.run, run.id)).state is RunState.RUNNING:
         await to_thread.run_sync(here.store.cancel_run, run.id)

@@ -18,7 +18,7 @@ GIVEN_ID = re.compile(rb"[A-Za-z0-9._-]{8,64}")
 SAFE = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
 
 
-class Envelope:
+class RequestMiddleware:
     """An ASGI layer over the whole app."""
 
     def __init__(self, app: ASGIApp, *, pulls: Pulls, registry: CollectorRegistry) -> None:

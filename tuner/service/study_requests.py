@@ -1,31 +1,35 @@
-"""A study sent over HTTP → a study file of the service's own. No path, command, environment or engine is
-taken: the engine is the node's, the trace a digest or name, the space a shipped name or checked content.
+"""A study sent over HTTP → a study file of the service's own.
+
+No path, command, environment or engine is taken: the engine is the node's, the trace a digest or name, the
+space a shipped name or checked content. An administrator writes `TUNER_HOME/nodes/NODE.yaml`, which holds
+`engine:` (as in a study file) and `models:` (the names that a study sent over HTTP may use there).
 """
 
 import json
 import os
 import re
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from tuner.errors import BadInput, Conflict, NotFound, Unavailable, nearest
+from tuner.fleet import hooks
 from tuner.history.store import Store
 from tuner.knobs import space as spaces
-from tuner.records import JSON, digest_of
-from tuner.service import values
-from tuner.service.engines import engine_of
+from tuner.knobs.catalogue import CATALOGUE
+from tuner.records import JSON, Value, digest_of
 from tuner.settings import NAME, Settings
 from tuner.tuning import study as studies
 from tuner.tuning import studyfile
 from tuner.tuning.study import Prepared
 from tuner.tuning.studyfile import (
     BudgetFile,
+    EngineFile,
     PlanFile,
     PlanName,
     QualityFile,
@@ -34,6 +38,104 @@ from tuner.tuning.studyfile import (
     SloFile,
     WeightsFile,
 )
+
+
+class NodeFile(BaseModel):
+    """What a node's file says of its engine; `handover` is the fleet's."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    engine: EngineFile
+    models: tuple[str, ...] = Field(min_length=1)
+
+
+def registered(home: Path) -> dict[str, Path]:
+    """Node → its file."""
+    return {path.stem: path for path in sorted((home / "nodes").glob("*.yaml"))}
+
+
+def engine_of(home: Path, node: str) -> NodeFile:
+    """What is registered for a node. NotFound when nothing is; BadInput when its file is wrong."""
+    known = registered(home)
+    path = known.get(node)
+    if path is None:
+        raise NotFound(
+            f"no engine is registered for node '{node}'{nearest(node, known)}: whoever runs the service"
+            f" writes nodes/{node}.yaml in its TUNER_HOME"
+        )
+    try:
+        found = {key: value for key, value in hooks.document(path).items() if key != "handover"}
+        return NodeFile.model_validate(found)
+    except (BadInput, ValidationError) as error:
+        lines = " ".join(str(error).split())
+        raise BadInput(f"the file of node '{node}' is not valid: {lines[:300]}") from error
+
+
+WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_+-]{0,63}")
+"""A value that is a text: one word, which is no path, no address, no module and no flag."""
+MODEL_KEYS = frozenset(("model", "draft_model"))
+OBJECTS = {
+    "speculative_config": {
+        "acceptance_method": str,
+        "disable_by_batch_size": int,
+        "disable_padded_drafter_batch": bool,
+        "draft_model": str,
+        "draft_tensor_parallel_size": int,
+        "max_model_len": int,
+        "method": str,
+        "model": str,
+        "num_speculative_tokens": int,
+        "prompt_lookup_max": int,
+        "prompt_lookup_min": int,
+        "quantization": str,
+    }
+}
+"""Keys and types of objects that HTTP may give; an object knob that is not here is not taken."""
+
+
+def check(knob: str, values: Iterable[Value], models: Collection[str], where: str) -> None:
+    """BadInput for a value that this service does not take; `models` are those that the node allows."""
+    entry = CATALOGUE.get(knob)
+    if entry is None:
+        raise BadInput(f"{where}: '{knob}' is not a knob{nearest(knob, CATALOGUE)}")
+    for value in values:
+        if not isinstance(value, str) or entry.kind in ("preemption", "ints"):
+            continue
+        if entry.kind == "json":
+            _object(knob, value, models, f"{where}: {knob}")
+        elif not WORD.fullmatch(value):
+            raise BadInput(f"{where}: {knob}: '{value[:80]}' is not taken over HTTP: one word is expected")
+
+
+def _object(knob: str, text: str, models: Collection[str], where: str) -> None:
+    known = OBJECTS.get(knob, {})
+    try:
+        found: JSON = json.loads(text)
+    except ValueError:
+        raise BadInput(f"{where}: '{text[:80]}' is no JSON object") from None
+    if not known or not isinstance(found, dict):
+        raise BadInput(
+            f"{where} is not taken over HTTP: whoever runs the node writes it in a study file there"
+        )
+    for key, value in found.items():
+        if key not in known:
+            raise BadInput(f"{where}: '{key[:80]}' is not taken over HTTP{nearest(key, known)}")
+        if value is None:
+            continue
+        if type(value) is not known[key]:
+            raise BadInput(f"{where}: {key}: a {known[key].__name__} is expected")
+        if isinstance(value, str):
+            _text(key, value, models, where)
+
+
+def _text(key: str, value: str, models: Collection[str], where: str) -> None:
+    if key in MODEL_KEYS and value in (*models, "ngram"):
+        return
+    if key in MODEL_KEYS:
+        raise BadInput(f"{where}: {key}: '{value[:80]}' is not allowed on this node: {', '.join(models)}")
+    if not WORD.fullmatch(value):
+        raise BadInput(f"{where}: {key}: '{value[:80]}' is not taken over HTTP: one word is expected")
+
 
 Name = Annotated[str, Field(pattern=NAME, max_length=100)]
 LARGEST_SPACE = 64 * 1024
@@ -85,7 +187,7 @@ class StudyRequest(BaseModel):
     seed: int = Field(default=0, ge=0, lt=2**63)
 
 
-class Studies:
+class StudyFiles:
     """The study files of this service: those sent over HTTP, and those that an administrator put there."""
 
     def __init__(self, store: Store, settings: Settings, clock: Callable[[], datetime]) -> None:
@@ -105,7 +207,7 @@ class Studies:
                 f"{nearest(asked.model, node.models)}: {known}"
             )
         for knob, value in asked.baseline.items():
-            values.check(knob, [value], node.models, "baseline")
+            check(knob, [value], node.models, "baseline")
         space, trace = self._space(asked.space, node.models), self._store.trace(asked.trace)
         body: dict[str, JSON] = asked.model_dump(mode="json")
         body |= {"trace": trace.digest, "space": space, "engine": _engine(node.engine)}
@@ -136,7 +238,7 @@ class Studies:
         if len(text) > LARGEST_SPACE:
             raise BadInput(f"space: larger than {LARGEST_SPACE} bytes")
         for knob, levels in spaces.parse(text, where="space").levels.items():
-            values.check(knob, levels, models, "space")
+            check(knob, levels, models, "space")
         name = f"space-{digest_of(text)[:32]}.yaml"
         _write(self.folder / name, text)
         return name

@@ -1,0 +1,281 @@
+"""Records as the API shows them: a schema has the fields of its record, less what the API leaves out.
+
+A measured +inf is null; this host's paths, environments and process ids are left out.
+"""
+
+import base64
+import binascii
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
+from datetime import date
+from operator import attrgetter
+from typing import Annotated, Any, Generic, Self, TypeVar
+
+from fastapi import Query
+from pydantic import BaseModel, Field, JsonValue, create_model
+
+from tuner import masking
+from tuner.conclusions import Conclusion, Difference
+from tuner.errors import BadInput
+from tuner.history.best_per_night import Change, Night
+from tuner.history.entities import RunBest, TraceInfo
+from tuner.records import (
+    JSON,
+    AliasEvent,
+    Measurement,
+    Node,
+    Profile,
+    Run,
+    SliceMeasurement,
+    Study,
+    Trial,
+)
+from tuner.report import words
+
+HIDDEN = ("env", "python", "command")
+"""What the API leaves out of a study's engine: these are this host's."""
+LARGEST = 2**31 - 1
+"""The largest number in a cursor: PostgreSQL's integer columns hold no larger one."""
+S = TypeVar("S", bound="Schema")
+T = TypeVar("T")
+R = TypeVar("R")
+Cursor = Annotated[str | None, Query(max_length=400, description="`next` of the page before.")]
+Limit = Annotated[int, Query(ge=1, le=500, description="How many to a page.")]
+
+
+class Schema(BaseModel, from_attributes=True):
+    """What the API shows of a record."""
+
+    @classmethod
+    def of(cls, record: object, **more: object) -> Self:
+        """The schema of a record; `more` are the fields that it does not have."""
+        own = {name: getattr(record, name) for name in cls.model_fields if hasattr(record, name)}
+        return cls.model_validate({**own, **more})
+
+
+def fields_of(record: type[Any], *only: str, without: Sequence[str] = ()) -> Callable[[type[S]], type[S]]:
+    """Adds a record's fields, all or `only` some, to a schema that does not declare them."""
+    types = {
+        each.name: each.type
+        for each in fields(record)
+        if each.name in (only or (each.name,)) and each.name not in without
+    }
+
+    def extended(schema: type[S]) -> type[S]:
+        added: Any = {name: (kind, ...) for name, kind in types.items() if name not in schema.model_fields}
+        return create_model(
+            schema.__name__, __base__=schema, __doc__=schema.__doc__, __module__=__name__, **added
+        )
+
+    return extended
+
+
+class Page(BaseModel, Generic[T]):
+    """Some of many; `next` is null on the last page."""
+
+    items: list[T]
+    next: str | None = Field(default=None, examples=["WyJhYmMiXQ"])
+
+
+def pack(*place: int | str) -> str:
+    """A cursor: an opaque word that says where the next page begins."""
+    return base64.urlsafe_b64encode(json.dumps(place).encode()).decode().rstrip("=")
+
+
+def unpack(cursor: str | None, *kinds: type) -> tuple[int | str, ...] | None:
+    """What a cursor holds. BadInput unless it is one that `pack` made of these kinds."""
+    if cursor is None:
+        return None
+    try:
+        raw = cursor.encode("ascii")
+        found = json.loads(base64.b64decode(raw + b"=" * (-len(raw) % 4), altchars=b"-_", validate=True))
+    except (ValueError, binascii.Error, RecursionError):
+        found = None
+    right = isinstance(found, list) and len(found) == len(kinds)
+    if (
+        not right
+        or any(type(part) is not kind for part, kind in zip(found, kinds, strict=True))
+        or any(isinstance(part, int) and abs(part) > LARGEST for part in found)
+    ):
+        raise BadInput("cursor: not one that this service gave out; begin with the first page")
+    return tuple(found)
+
+
+def page(
+    found: Sequence[R], limit: int, shown: Callable[[R], T], place: Callable[[R], tuple[int | str, ...]]
+) -> Page[T]:
+    """A page of what was asked for with one more than `limit`."""
+    following = pack(*place(found[limit - 1])) if len(found) > limit else None
+    return Page(items=[shown(each) for each in found[:limit]], next=following)
+
+
+@fields_of(Study, without=("identity",))
+class StudySchema(Schema):
+    """What makes trials comparable."""
+
+
+def study(of: Study) -> StudySchema:
+    spec: dict[str, Any] = masking.tree(of.spec)
+    if isinstance(engine := spec.get("engine"), dict):
+        spec["engine"] = {key: value for key, value in engine.items() if key not in HIDDEN}
+    return StudySchema.of(of, spec=spec)
+
+
+@fields_of(Run, without=("pid", "host"))
+class RunSchema(Schema):
+    """One execution of a study."""
+
+    id: str = Field(examples=["4f0c1d2e3a5b6c7d"])
+    trials: dict[str, int] | None = Field(default=None, description="How many trials, by state.")
+    conclusion: dict[str, JsonValue] | None = Field(
+        default=None, description="What it found, written once; null in lists and while it goes on."
+    )
+
+
+def run(of: Run, trials: dict[str, int] | None = None, said: Conclusion | None = None) -> RunSchema:
+    return RunSchema.of(of, trials=trials, conclusion=conclusion(said))
+
+
+def conclusion(of: Conclusion | None) -> dict[str, Any] | None:
+    return None if of is None else of.to_json()
+
+
+@fields_of(SliceMeasurement, without=("outcomes_file",))
+class SliceSchema(Schema):
+    """Numbers of one slice."""
+
+
+@fields_of(Measurement, without=("fidelity",))
+class MeasurementSchema(Schema):
+    """Numbers of one pass over the study's slices."""
+
+    slices: list[SliceSchema]
+    fidelity_failed: list[str]
+
+
+@fields_of(Trial, without=("seed", "violation", "directory"))
+class TrialSchema(Schema):
+    """One candidate, launched and measured."""
+
+    measurements: list[MeasurementSchema]
+
+
+def trial(of: Trial) -> TrialSchema:
+    measured = [MeasurementSchema.of(m, fidelity_failed=m.fidelity.failed) for m in of.measurements]
+    return TrialSchema.of(of, measurements=measured)
+
+
+class FrontSchema(BaseModel):
+    """The trials that no other beats in every objective by their first measurements, beside the baseline, and
+    what the newest run and the newest confirmation found.
+    """
+
+    objectives: list[str]
+    baseline: TrialSchema | None
+    front: list[TrialSchema]
+    winner: int | None
+    conclusion: dict[str, JsonValue] | None
+    confirmation: dict[str, JsonValue] | None
+
+
+class KeySchema(Schema):
+    """The profile key."""
+
+    model: str
+    target: str
+    workload: str
+
+
+@fields_of(Profile, without=("key",))
+class ProfileSchema(KeySchema):
+    """An immutable version of a winning configuration with its evidence."""
+
+
+def profile(of: Profile) -> ProfileSchema:
+    return ProfileSchema.of(of, **asdict(of.key))
+
+
+@fields_of(AliasEvent, without=("key",))
+class AliasSchema(KeySchema):
+    """Where an alias stands, by its last move. `generation` counts the moves; it is the ETag."""
+
+
+def alias(of: AliasEvent) -> AliasSchema:
+    return AliasSchema.of(of, **asdict(of.key))
+
+
+_OF_BEST = ("node", "workload", "run_id", "study_id", "trial_id", "number", "metric", "value", "low", "high",
+            "baseline", "engine_version", "trials")  # fmt: skip
+_OF_NIGHT = ("compared", "regression", "sure", "runs")
+_of_best, _of_night = attrgetter(*_OF_BEST), attrgetter(*_OF_NIGHT)
+
+
+@fields_of(RunBest, *_OF_BEST, "candidate")
+class NightSchema(Schema):
+    """What one night found, what had changed since the night before, and how sure that is."""
+
+    date: date
+    outcome: str = Field(examples=["clear winner"], description="What the run concluded.")
+    from_baseline: Difference | None = Field(
+        description="The change from the baseline, (after − before) / before, by the run's repeats, with its"
+        " 95 % interval; `high` null: unbounded."
+    )
+    from_last_night: float | None = Field(description="Change of the value, (after − before) / before.")
+    compared: str = Field(examples=["better"], description="With the night before, beyond noise.")
+    regression: bool
+    sure: str = Field(examples=["confirmed, 3 repeats, 3.41 to 3.52"])
+    changes: list[Change]
+    runs: int
+
+
+def night(of: Night) -> dict[str, JSON]:
+    """A NightSchema as plain JSON: an answer holds hundreds, and models of them take long to make."""
+    return {
+        "date": of.date.isoformat(),
+        **dict(zip(_OF_BEST, _of_best(of.best), strict=True)),
+        **dict(zip(_OF_NIGHT, _of_night(of), strict=True)),
+        "outcome": words.outcome_of(of.best),
+        "from_baseline": asdict(of.best.change) if of.best.change else None,
+        "from_last_night": of.step,
+        "candidate": dict(of.best.candidate),
+        "changes": [
+            {"kind": each.kind, "name": each.name, "before": each.before, "after": each.after}
+            for each in of.changes
+        ],
+    }
+
+
+class PlaceSchema(BaseModel):
+    """One node and workload over the nights; `change_per_night` is the median change of the value."""
+
+    node: str
+    workload: str
+    change_per_night: float | None
+    nights: list[NightSchema]
+
+
+class HistorySchema(BaseModel):
+    """What each night found of a model, for one metric; `next` is null on the last page."""
+
+    model: str
+    metric: str
+    places: list[PlaceSchema]
+    next: str | None = Field(examples=["WyJncHUtNyJd"])
+
+
+@fields_of(TraceInfo, without=("path",))
+class TraceSchema(Schema):
+    """Captured traffic, known by the digest of its content."""
+
+
+@fields_of(Node)
+class NodeSchema(Schema):
+    """A machine with GPUs."""
+
+    lease: str | None = Field(default=None, description="Who holds it now.")
+
+
+def node(of: Node, holder: str | None = None) -> NodeSchema:
+    state = "leased" if holder is not None and of.state == "free" else of.state
+    return NodeSchema.of(of, state=state, lease=holder)
