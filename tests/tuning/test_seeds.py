@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.tuning.studies import STUDY, write
+from tuner.conclusions import Conclusion, Judgement
 from tuner.errors import BadInput
 from tuner.history.store import Store
 from tuner.records import Candidate, Measurement, RunState, Study, Trial, TrialState, Value, digest_of
@@ -102,10 +103,12 @@ def night(
             )
         )  # fmt: skip
     if ended:
-        summary = {"winner": 1, "calibration": {"coefficients": FITTED.to_json(), "error": 0.1}}
+        summary = {"calibration": {"coefficients": FITTED.to_json(), "error": 0.1}}
         store.save_run(
-            replace(run, state=RunState.FINISHED, ended_at=NIGHT + timedelta(hours=1), summary=summary)  # type: ignore[arg-type]
-        )
+            replace(run, state=RunState.FINISHED, ended_at=NIGHT + timedelta(hours=1), summary=summary),  # type: ignore[arg-type]
+            Conclusion(run_id=run.id, study_id=run.study_id, at=NIGHT + timedelta(hours=1),
+                       outcome=Judgement.CLEAR_WINNER, sentence="Trial 1 is better.", winner=1),
+        )  # fmt: skip
     return Night(study, store.trials(study.id))
 
 

@@ -10,7 +10,8 @@ from fastapi import Depends, Request
 
 from tuner.fleet import notify
 from tuner.history.store import Store
-from tuner.records import JSON, AliasEvent
+from tuner.profiles import registry
+from tuner.records import JSON, AliasEvent, Profile, ProfileKey
 from tuner.service.auth import Actor, Guard
 from tuner.service.pulls import Pulls
 from tuner.service.runner import Controllers
@@ -49,6 +50,50 @@ class ServiceContext:
             actor=actor.name, action=action, target=target, reason=reason, now=self.clock(), detail=detail
         )
 
+    def promote(
+        self,
+        actor: Actor,
+        profile: Profile,
+        alias: str,
+        *,
+        reason: str,
+        force: bool,
+        expected: int | None,
+        engine_version: str | None = None,
+    ) -> AliasEvent:
+        """Moves an alias to a version. `force` passes over the gates; Conflict names the gate that failed."""
+        gates = registry.NO_GATES if force else registry.Gates(engine_version=engine_version)
+        event = registry.promote(
+            self.store, profile, alias, gates=gates, expected=expected, actor=actor.name, reason=reason,
+            now=self.clock(),
+        )  # fmt: skip
+        self._moved(actor, "promote", event, reason, version=profile.version, force=force)
+        return event
+
+    def rollback(
+        self, actor: Actor, key: ProfileKey, alias: str, *, reason: str, expected: int | None
+    ) -> AliasEvent:
+        """Moves an alias back to the version before."""
+        event = registry.rollback(
+            self.store, key, alias, actor=actor.name, reason=reason, now=self.clock(), expected=expected
+        )
+        self._moved(actor, "rollback", event, reason, version=event.to_version)
+        return event
+
+    def freeze(self, actor: Actor, key: ProfileKey, alias: str, frozen: bool, reason: str) -> AliasEvent:
+        """Forbids an alias to move, or allows it again."""
+        event = self.store.freeze_alias(key, alias, frozen, actor=actor.name, reason=reason, now=self.clock())
+        self._moved(actor, "freeze" if frozen else "unfreeze", event, reason)
+        return event
+
+    def _moved(self, actor: Actor, action: str, event: AliasEvent, reason: str, **detail: JSON) -> None:
+        """Forgets kept pulls, writes the audit, and notifies of a move."""
+        self.pulls.forget()
+        of = f"{event.alias} of {event.key.model} on {event.key.target} for {event.key.workload}"
+        self.audit(actor, action, of, reason, **detail)
+        if action in ("promote", "rollback"):
+            notify.in_background(self.settings.home, notify.moved(event), log.warning)
+
     def login_failed(self, client: str) -> None:
         """A token that opens nothing was tried on the login page: counted, logged, in the audit."""
         self.logins.failed(client)
@@ -64,10 +109,6 @@ class ServiceContext:
         log.warning("a token that is not valid was tried", extra={"client": client, "path": path})
         nobody = Actor(name="nobody", scopes=frozenset(), client=client)
         self.audit(nobody, "login.failed", path, "the token has expired, was revoked, or is not known")
-
-    def tell(self, event: AliasEvent) -> None:
-        """Notify of an alias that moved, without waiting for it."""
-        notify.in_background(self.settings.home, notify.moved(event), log.warning)
 
 
 def service_of(request: Request) -> ServiceContext:

@@ -4,25 +4,25 @@ Before a run's row there is an order: a small file that says which study file, w
 After any death the orders are read again: a run whose controller is gone gets a new one, which resumes it.
 """
 
-import json
 import logging
 import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
 import psutil
+from pydantic import TypeAdapter
 
 from tuner import SERVICE_VERSION, __version__, processes
 from tuner.errors import Conflict, Unavailable
 from tuner.fleet import nodes
 from tuner.history.store import Store
-from tuner.records import JSON, Run, RunState, Study, TrialState
+from tuner.records import Run, RunState, Study, TrialState
 from tuner.settings import Settings
 from tuner.tuning.reconcile import locked, reconcile
 
@@ -43,6 +43,9 @@ class RunOrder:
     actor: str
     at: datetime
     key: str | None = None
+
+
+ORDERS = TypeAdapter(RunOrder)
 
 
 class Controllers:
@@ -120,35 +123,16 @@ class Controllers:
     def _order(self, study_id: str) -> RunOrder | None:
         """The last order of a study; None when there was none, or its file is not whole."""
         try:
-            body: Mapping[str, JSON] = json.loads(self._order_file(study_id).read_text(encoding="utf-8"))
+            return ORDERS.validate_json(self._order_file(study_id).read_bytes())
         except (OSError, ValueError):
             return None
-        trials, key = body["trials"], body["key"]
-        return RunOrder(
-            study_id=str(body["study_id"]),
-            study_file=Path(str(body["study_file"])),
-            trials=trials if isinstance(trials, int) else None,
-            deadline=_moment(body["deadline"]),
-            actor=str(body["actor"]),
-            at=datetime.fromisoformat(str(body["at"])),
-            key=key if isinstance(key, str) else None,
-        )
 
     def _write(self, order: RunOrder) -> None:
-        body: dict[str, JSON] = {
-            "study_id": order.study_id,
-            "study_file": str(order.study_file),
-            "trials": order.trials,
-            "deadline": order.deadline.isoformat() if order.deadline else None,
-            "actor": order.actor,
-            "at": order.at.isoformat(),
-            "key": order.key,
-        }
         path = self._order_file(order.study_id)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             partial = path.with_suffix(".partial")
-            partial.write_text(json.dumps(body), encoding="utf-8")
+            partial.write_bytes(ORDERS.dump_json(order))
             os.replace(partial, path)
         except OSError as error:
             raise Unavailable(f"cannot write {path}: {error.strerror or error}") from error
@@ -240,10 +224,6 @@ class Controllers:
         said = [line for line in lines if line.startswith("tuner: ")] or [line for line in lines if line]
         told = f": {said[-1].removeprefix('tuner: ')}" if said else ""
         return f"its controller ended with exit code {code}{told}"
-
-
-def _moment(value: JSON) -> datetime | None:
-    return datetime.fromisoformat(value) if isinstance(value, str) else None
 
 
 def is_controller(pid: int) -> bool:

@@ -62,9 +62,9 @@ def _by(moment: datetime, before: datetime | None) -> bool:
 def _front(store: Store, study: Study, trials: Sequence[Trial]) -> list[Trial]:
     """A study's winner first (of its last run, else by the SLO), then the rest of its front."""
     members = [t for t in pareto.front(trials, study.objectives) if not t.is_baseline]
-    winners = [w for run in store.runs(study.id) if (w := run.summary.get("winner")) is not None]
+    winners = [each.winner for each in store.conclusions(study.id) if each.winner is not None]
     try:
-        best = winners[0] if winners else pareto.choose(trials, "slo", study.slo, study.objectives).number
+        best = winners[-1] if winners else pareto.choose(trials, "slo", study.slo, study.objectives).number
     except NotFound:
         return []
     ordered = [t for t in trial_view.latest(trials) if t.number == best and not t.is_baseline]

@@ -100,49 +100,20 @@ def argv_diff(before: Profile, after: Profile) -> list[str]:
 def promote(looks: Visitor, profile: Profile, fields: Mapping[str, str]) -> AliasEvent:
     """Moves the champion alias to a version. NotAllowed without scope promote; gates hold unless forced."""
     looks.needs("promote")
-    reason, service = reason_of(fields), looks.service
-    force = fields.get("force") == "yes"
+    reason, force = reason_of(fields), fields.get("force") == "yes"
     if force:
         looks.needs("admin")
-    gates = registry.NO_GATES if force else registry.Gates()
-    moved = registry.promote(
-        service.store,
-        profile,
-        registry.CHAMPION,
-        gates=gates,
-        expected=_generation(fields),
-        actor=looks.actor.name,
-        reason=reason,
-        now=service.clock(),
+    return looks.service.promote(
+        looks.actor, profile, registry.CHAMPION, reason=reason, force=force, expected=_generation(fields)
     )
-    service.pulls.forget()
-    service.audit(looks.actor, "promote", _words(moved), reason, version=moved.to_version, force=force)
-    service.tell(moved)
-    return moved
 
 
 def rollback(looks: Visitor, profile: Profile, fields: Mapping[str, str]) -> AliasEvent:
     """Moves the champion alias of a version's key back. NotAllowed without scope promote."""
     looks.needs("promote")
-    reason, service = reason_of(fields), looks.service
-    moved = registry.rollback(
-        service.store,
-        profile.key,
-        registry.CHAMPION,
-        actor=looks.actor.name,
-        reason=reason,
-        now=service.clock(),
-        expected=_generation(fields),
+    return looks.service.rollback(
+        looks.actor, profile.key, registry.CHAMPION, reason=reason_of(fields), expected=_generation(fields)
     )
-    service.pulls.forget()
-    service.audit(looks.actor, "rollback", _words(moved), reason, version=moved.to_version)
-    service.tell(moved)
-    return moved
-
-
-def _words(event: AliasEvent) -> str:
-    """As the API's routes write it into the audit."""
-    return f"{event.alias} of {event.key.model} on {event.key.target} for {event.key.workload}"
 
 
 def _generation(fields: Mapping[str, str]) -> int:

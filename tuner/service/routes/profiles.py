@@ -269,14 +269,10 @@ def move_alias(
     standing = here.store.alias(key, alias)
     if standing is not None and standing.to_version == move.version:
         return _shown(standing, response)
-    gates = registry.NO_GATES if move.force else registry.Gates(engine_version=move.engine_version)
-    event = registry.promote(
-        here.store, profile, alias, gates=gates, expected=expected, actor=actor.name, reason=move.reason,
-        now=here.clock(),
+    event = here.promote(
+        actor, profile, alias, reason=move.reason, force=move.force, expected=expected,
+        engine_version=move.engine_version,
     )  # fmt: skip
-    here.pulls.forget()
-    here.audit(actor, "promote", _words(key, alias), move.reason, version=move.version, force=move.force)
-    here.tell(event)
     return _shown(event, response)
 
 
@@ -295,12 +291,7 @@ def rollback_alias(
     if_match: IfMatch = None,
 ) -> schemas.AliasSchema:
     expected = _expected(here, key, alias, if_match)
-    event = registry.rollback(
-        here.store, key, alias, actor=actor.name, reason=why.reason, now=here.clock(), expected=expected
-    )
-    here.pulls.forget()
-    here.audit(actor, "rollback", _words(key, alias), why.reason, version=event.to_version)
-    here.tell(event)
+    event = here.rollback(actor, key, alias, reason=why.reason, expected=expected)
     return _shown(event, response)
 
 
@@ -312,13 +303,5 @@ def rollback_alias(
 def freeze_alias(
     here: Here, actor: Promoter, alias: Alias, key: AliasKey, asked: Freeze, response: Response
 ) -> schemas.AliasSchema:
-    event = here.store.freeze_alias(
-        key, alias, asked.frozen, actor=actor.name, reason=asked.reason, now=here.clock()
-    )
-    here.pulls.forget()
-    here.audit(actor, "freeze" if asked.frozen else "unfreeze", _words(key, alias), asked.reason)
+    event = here.freeze(actor, key, alias, asked.frozen, asked.reason)
     return _shown(event, response)
-
-
-def _words(key: ProfileKey, alias: str) -> str:
-    return f"{alias} of {key.model} on {key.target} for {key.workload}"

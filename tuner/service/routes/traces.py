@@ -34,19 +34,11 @@ class UploadRequest(BaseModel):
     )
 
 
-class UploadSchema(BaseModel):
+@schemas.fields_of(Upload, without=("unit",))
+class UploadSchema(schemas.Schema):
     """An upload under way; the next piece begins at `offset`."""
 
-    id: str
-    name: str
-    size: int
-    sha256: str
-    offset: int
     largest_piece: int = LARGEST_PIECE
-
-
-def _shown(of: Upload) -> UploadSchema:
-    return UploadSchema(id=of.id, name=of.name, size=of.size, sha256=of.sha256, offset=of.offset)
 
 
 def _uploads(here: ServiceContext) -> Uploads:
@@ -60,12 +52,12 @@ def list_traces(here: Here, actor: Reader) -> list[schemas.TraceSchema]:
 
 @router.post("/uploads", status_code=201, summary="Begin an upload", responses=documented(409))
 def begin_upload(here: Here, actor: Runner, asked: UploadRequest) -> UploadSchema:
-    return _shown(_uploads(here).begin(**asked.model_dump()))
+    return UploadSchema.of(_uploads(here).begin(**asked.model_dump()))
 
 
 @router.get("/uploads/{upload_id}", summary="How far an upload is", responses=documented(404))
 def show_upload(here: Here, actor: Reader, upload_id: UploadId) -> UploadSchema:
-    return _shown(_uploads(here).upload(upload_id))
+    return UploadSchema.of(_uploads(here).upload(upload_id))
 
 
 @router.patch(
@@ -93,7 +85,7 @@ async def add_piece(
             if piece.tell() > LARGEST_PIECE:
                 raise HTTPException(413, f"a piece has at most {LARGEST_PIECE} bytes")
         found = await to_thread.run_sync(_uploads(here).add, upload_id, upload_offset, piece)
-    return _shown(found)
+    return UploadSchema.of(found)
 
 
 @router.post(
