@@ -29,7 +29,7 @@ EventPlace = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class RunEvent:
+class StreamedEvent:
     """One thing that happened."""
 
     place: EventPlace
@@ -57,21 +57,21 @@ def _stamp(at: datetime) -> int:
     return (at - EPOCH) // timedelta(microseconds=1)
 
 
-def events(store: Store, run_id: str) -> tuple[Sequence[RunEvent], bool]:
+def events(store: Store, run_id: str) -> tuple[Sequence[StreamedEvent], bool]:
     """Everything that happened in a run so far, in order, and whether that is all."""
     run = store.run(run_id)
-    found: list[RunEvent] = []
+    found: list[StreamedEvent] = []
     for trial in store.trials(run.study_id, run_id=run_id):
-        found.append(RunEvent((_stamp(trial.started_at), 0, trial.id), _started(trial)))
+        found.append(StreamedEvent((_stamp(trial.started_at), 0, trial.id), _started(trial)))
         if trial.state is not TrialState.RUNNING:
             ended = trial.ended_at or trial.started_at
             data: JSON = schemas.trial(trial).model_dump(mode="json")
-            found.append(RunEvent((_stamp(ended), 1, trial.id), data))
+            found.append(StreamedEvent((_stamp(ended), 1, trial.id), data))
     over = run.state is not RunState.RUNNING
     if over:
         last = max([_stamp(run.ended_at or run.started_at), *(event.place[0] for event in found)])
         said = store.conclusion(run_id)
-        found.append(RunEvent((last, 2, 0), schemas.run(run, said=said).model_dump(mode="json")))
+        found.append(StreamedEvent((last, 2, 0), schemas.run(run, said=said).model_dump(mode="json")))
     return sorted(found, key=lambda event: event.place), over
 
 
