@@ -1,3 +1,3 @@
-"""One vLLM process tree: launched, watched, understood and stopped without a trace. What the engine says of
-itself (log, exit, metrics, server_info) is read here and nowhere else.
+"""One engine process tree: started, watched and stopped, with nothing left behind. What an engine says of
+itself (log, exit code, metrics, server_info) is read in this room only.
 """

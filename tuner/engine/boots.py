@@ -18,11 +18,12 @@ CEILING_S = 3600.0
 FLOOR_S = 60.0
 UNKNOWN_S = 900.0
 ENOUGH = 3
-"""Launches whose median tells how long the next one takes."""
+"""So many launches are needed before their median predicts the next one."""
 FIRST_DRIFT, FIRST_S = "first_kv_drift", "first_ready_s"
-"""Where a launch's timeline keeps what its first boot differed by (a share), and when that one was ready."""
+"""Keys of a launch's timeline: by which share the KV cache of its discarded first boot differed, and after
+how many seconds that boot was ready."""
 LIMITS_CLASS = "--scheduler-cls"
-"""The first of the arguments that the tuner adds of its own accord."""
+"""The first argument that the tuner itself adds to make limits changeable."""
 CACHE_MARK = ".tuner-compile-cache"
 _COMPILED = re.compile(r"Compiling a graph for|torch\.compile takes")
 _LOADED = re.compile(r"Directly load (?:the|AOT)")
@@ -42,18 +43,19 @@ def compiled_anew(log: str) -> bool:
 
 
 def first_drifts(timelines: Sequence[Mapping[str, float]]) -> tuple[float, ...]:
-    """How much a KV cache differed after a first boot from the next one's, by launches that did both."""
+    """By which share the KV cache of a first boot differed from the next boot's, for launches that did
+    both."""
     return tuple(drift for each in timelines if (drift := each.get(FIRST_DRIFT)) is not None)
 
 
 def boots_again(drifts: Sequence[float], *, tolerance: float = 0.01) -> bool:
-    """Whether a boot that compiled anew is thrown away, by what earlier ones of its group differed by: until
-    one has shown what that changes, and ever after where it changed more than the tolerance."""
+    """Whether a boot that compiled is discarded and repeated. It is, until one repeat of its compile group
+    has shown the difference, and afterwards only where that difference was above the tolerance."""
     return not drifts or max(abs(drift) for drift in drifts) > tolerance
 
 
 def about_first(timelines: Sequence[Mapping[str, float]]) -> str:
-    """One phrase on the first boots that were thrown away."""
+    """One phrase about the first boots that were discarded."""
     drifts = first_drifts(timelines)
     if not drifts:
         return "none was thrown away"
@@ -64,24 +66,24 @@ def about_first(timelines: Sequence[Mapping[str, float]]) -> str:
 def settles(
     launches: Sequence[tuple[Sequence[str], Mapping[str, float]]], argv: Sequence[str]
 ) -> bool | None:
-    """Whether a boot of these arguments that compiles anew is thrown away; None: as the engine room does.
+    """Whether a boot of these arguments that compiles is discarded and repeated; None: `serve` decides.
 
-    `launches` are (argv, timeline) of the study. Only those of the same compile group tell: what compiling
-    takes of the memory differs from one shape to another.
+    `launches` are (argv, timeline) of the study. Only those of the same compile group count, because the
+    memory that compiling takes depends on the shapes that are compiled.
     """
     alike = [timeline for words, timeline in launches if compile_group(words) == compile_group(argv)]
     return None if boots_again(first_drifts(alike)) else False
 
 
 def compile_group(argv: Sequence[str]) -> tuple[str, ...]:
-    """What decides which code is compiled: every argument but the class that changes limits."""
+    """The arguments that decide which code is compiled: all but those that make limits changeable."""
     at = argv.index(LIMITS_CLASS) if LIMITS_CLASS in argv else len(argv)
     return tuple(argv[:at])
 
 
 def kv_drift(now: int | None, earlier: Sequence[int | None], *, tolerance: float = 0.01) -> float | None:
-    """Relative difference of the KV cache to earlier boots of the same configuration, when beyond the
-    tolerance: measurements of those boots are not comparable. None when it agrees or nothing is known."""
+    """By which share the KV cache differs from earlier boots of the same configuration, where that is above
+    the tolerance: such measurements are not comparable. None where they agree or no earlier boot is known."""
     known = [tokens for tokens in earlier if tokens]
     if not now or not known:
         return None
@@ -115,8 +117,8 @@ def _ours(env: Mapping[str, str], engine: str) -> Path | None:
 
 @contextmanager
 def claimed_cache(env: Mapping[str, str], engine: str = "vllm") -> Iterator[dict[str, str]]:
-    """Hold the compile cache of a launch alone, as two writers damage it; a launch that finds it taken gets
-    the next root beside it. Yields what to lay over `env`; nothing where the root is not one of ours."""
+    """Lock the compile cache of a launch, because two writers damage it. A launch that finds it locked gets a
+    second cache beside it. Yields the variables to lay over `env`; none where the tuner did not make it."""
     where = _ours(env, engine)
     if where is None:
         yield {}

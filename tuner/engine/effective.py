@@ -1,4 +1,4 @@
-"""What the engine really runs with, in its own words, held against what was asked of it.
+"""The configuration that an engine reports, compared with the one that was asked for.
 
 Where it tells a knob is not known here: each knob's `ReadBack` says it (`effective:` in the catalogue).
 """
@@ -19,8 +19,8 @@ _KV_TOKENS = "kv_cache_size_tokens"
 
 
 def read(spec: LaunchSpec, metrics: EngineMetrics, info: JSON, log: str) -> dict[str, Value]:
-    """What a ready engine says of its configuration; where that leaves a knob open, what its log says that it
-    chose.
+    """Knob → value as a ready engine reports it: its configuration, and for knobs that this leaves open, its
+    log.
     """
     said = {**from_metrics(metrics, spec.read_back), **from_server_info(info, spec.read_back, spec.kind)}
     chosen = from_log(log, spec.read_back)
@@ -88,12 +88,12 @@ def _was_cut(rule: ReadBack, wanted: Value, found: Value, effective: Mapping[str
 
 
 def unproved(asked: Candidate, effective: Mapping[str, Value]) -> tuple[str, ...]:
-    """Knobs that were asked for and of which the engine said nothing."""
+    """Knobs that were asked for and about which the engine said nothing."""
     return tuple(name for name, value in asked.items() if value is not None and name not in effective)
 
 
 def identity(effective: Mapping[str, Value]) -> tuple[tuple[str, Value], ...]:
-    """What two launches must agree in to count as one configuration; empty when the engine says nothing."""
+    """Equal for two launches of one configuration; empty when the engine says nothing."""
     return tuple((name, effective[name]) for name in sorted(effective) if name != _KV_TOKENS)
 
 

@@ -1,4 +1,4 @@
-"""From an engine's last words to a verdict: which kind of end it was, whose fault, and how bad."""
+"""Why a launch failed: which kind of failure its log and exit code tell, whose fault it is, and how bad."""
 
 import re
 from collections.abc import Iterable
@@ -275,10 +275,10 @@ FLAGS_OF = {"preemption": ("preemption-mode", "swap-space", "kv-offloading-size"
 """The flags of the one knob that stands for several."""
 
 FREE_SHARE = 0.95
-"""A card with so much of its memory free is in nobody's use: driver and context take the rest."""
+"""A card with so much of its memory free is used by nobody: driver and context take the rest."""
 
 NEVER_RAN = frozenset({125, 126, 127})
-"""Exit codes of a shell or a container runtime that could not start the program at all."""
+"""Exit codes of a shell or a container runtime that could not start the program."""
 
 NODE_FAULTS = frozenset({"hard_fault", "gpu_dirty", "nccl"})
 """Causes after which the node is quarantined once the retries are used up; a hard fault at once."""
@@ -286,7 +286,7 @@ NODE_FAULTS = frozenset({"hard_fault", "gpu_dirty", "nccl"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchFailure:
-    """How a launch ended. `reason` is one sentence, `evidence` the log line that says it."""
+    """Why a launch failed. `reason` is one sentence, `evidence` the log line that shows it."""
 
     kind: str
     outcome: Outcome
@@ -336,11 +336,11 @@ def classify(
     """Why an engine ended, from its log, its exit code (None: it still runs) and what it was asked for (knobs
     and flags).
 
-    A refused argument stands first (exit code 2), then a root cause that lies with model, weights, driver or
-    build. Else the first root cause in the log wins over later ones, any root cause over general errors,
-    these over wrappers; where none is known the root cause's own line is told. A refusal is the candidate's
-    fault only when it names a knob of the candidate. `held_gib` of GPU memory were in use before anything of
-    ours ran: who asks for what was free then asks for too much.
+    A refused argument (exit code 2) comes first, then a root cause in model, weights, driver or build. Then
+    the first root cause in the log counts, else the first general error, else the first wrapper; where no
+    kind is known, the line of the root cause is the reason. A refusal is the candidate's fault only when it
+    names a knob of the candidate. `held_gib` of GPU memory were in use before the launch: a candidate that
+    needs more than was free then is out of memory, and nobody else is to blame.
     """
     refused = _refusal(text) if exit_code == 2 and phase == "startup" else ""
     if refused:
@@ -454,7 +454,7 @@ def line_of(kind: str, text: str, engine: str = "vllm") -> str | None:
 
 
 def last_line(text: str) -> str:
-    """The last line that says something."""
+    """The last line that is not empty."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:500] if lines else ""
 
@@ -465,7 +465,7 @@ def refused_flags(line: str) -> tuple[str, ...]:
 
 
 def _blame(given: LaunchFailure, asked: list[str]) -> LaunchFailure:
-    """A refusal of something that the candidate does not set is the study's own mistake."""
+    """The failure, as the study's own mistake where the engine refused what the candidate does not set."""
     knobs = {name.removeprefix("--").removeprefix("no-").replace("_", "-") for name in asked}
     flags = {flag for knob in knobs for flag in (knob, *FLAGS_OF.get(knob, ()))}
     if given.kind == "bad_flag":
@@ -480,7 +480,7 @@ def _blame(given: LaunchFailure, asked: list[str]) -> LaunchFailure:
 
 
 def _detail(kind: str, line: str) -> str:
-    """What is worth repeating of the line: an error's own words, without the logger's front matter."""
+    """The part of the line that a reason repeats: an error's own words, without the logger's prefix."""
     if kind in ("bad_flag", "block_size", "config_invalid", "max_len_gt_model"):
         words = re.sub(r"^.*?(?=error: |\w*Error\b|validation error)", "", line)
         return words[:240]
@@ -497,7 +497,7 @@ def _detail(kind: str, line: str) -> str:
 
 
 def _asks_too_much(line: str, held_gib: float) -> bool:
-    """Whether the card was as good as free, so that no other process is to blame."""
+    """Whether the card was free, apart from what was held before, so that no other process is to blame."""
     match = _FREE.search(line)
     return match is not None and float(match.group(1)) + held_gib >= FREE_SHARE * float(match.group(2))
 

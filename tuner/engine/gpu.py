@@ -1,4 +1,4 @@
-"""The GPUs of this host by NVML: who they are, whether they are free, how they fare while we measure."""
+"""The GPUs of this host by NVML: which there are, whether they are free, and samples while we measure."""
 
 import asyncio
 import itertools
@@ -60,7 +60,7 @@ class User:
 
 
 class Nvml(Protocol):
-    """What is needed of the driver."""
+    """What this room needs of the driver."""
 
     def gpus(self) -> Sequence[Gpu]: ...
     def sample(self, uuid: str) -> GpuSample: ...
@@ -114,7 +114,7 @@ class Gpus:
         return () if self.nvml is None else tuple(self.nvml.sample(uuid) for uuid in self.uuids)
 
     def users(self) -> tuple[User, ...]:
-        """Who holds memory on them, for diagnosis only: decisions go by memory."""
+        """The processes that hold memory on them, for diagnosis only: decisions use the amount of memory."""
         if self.nvml is None:
             return ()
         return tuple(user for uuid in self.uuids for user in self.nvml.users(uuid))
@@ -170,9 +170,10 @@ class Gpus:
 def select(gpus: tuple[Gpu, ...], visible: str | None) -> tuple[Gpu, ...]:
     """The devices that CUDA shows a process under CUDA_VISIBLE_DEVICES, by its rules.
 
-    It names cards by their place in PCI order (our engines are told to count so) or devices by the beginning
-    of their UUID, all in one of the two ways. What is unknown or ambiguous, the empty string and -1 end the
-    list; what is named twice empties it. None is all whole cards. Of MIG instances a process sees one.
+    The variable names cards by their place in PCI order (the engines are started so that they count the same
+    way), or devices by the beginning of their UUID; it does not mix the two. An unknown or ambiguous name, an
+    empty one, or -1 ends the list; a device that is named twice empties it. None means all whole cards. A
+    process sees only one MIG instance.
     """
     if visible is None:
         return tuple(gpu for gpu in gpus if not gpu.mig) or gpus[:1]
@@ -199,9 +200,9 @@ def visible_devices(
 ) -> dict[str, str]:
     """The environment that shows an engine these devices only; empty for none.
 
-    By place in PCI order where known, as several vLLM versions cannot read a UUID there; a MIG instance goes
-    by UUID, or unsaid where it is all that the driver shows (a container's). What `env` (the study's) chooses
-    stands, and is read as we read it: in PCI order.
+    Devices go by their place in PCI order where it is known, because several vLLM versions cannot read a UUID
+    there. A MIG instance goes by UUID; where it is the only device (in a container), nothing is set. A choice
+    in `env` (the study's) is kept, and is read in PCI order, as we read it.
     """
     if VISIBLE in env:
         return {ORDER: "PCI_BUS_ID"}

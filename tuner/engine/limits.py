@@ -103,7 +103,7 @@ async def change(server: Running, limits: Mapping[str, Value], *, patience_s: fl
 
 
 async def ask(server: Running, question: JSON) -> State:
-    """One question over the socket; {} asks for the limits as they are. Never raises for a silent engine."""
+    """One question over the socket; {} asks for the limits. A silent engine is an answer that is not ok."""
     path = server.spec.env.get(live_limits.VARIABLE)
     if not path:
         return _silent("this engine was launched without live limits")

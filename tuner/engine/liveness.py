@@ -1,5 +1,5 @@
-"""Whether a running engine still computes: by its iteration counter, as /health of a frozen one is 200; and
-how often the kernel killed for want of memory."""
+"""Whether a running engine still computes, by its step counter (/health answers 200 when it is frozen), and
+how often the kernel's out-of-memory killer struck."""
 
 import asyncio
 import math
@@ -40,10 +40,11 @@ class _Mark:
 
 
 class Liveness:
-    """Fed with scrapes during a replay; says when the engine has stood still for `grace_s` seconds.
+    """Takes scrapes during a replay and says when the engine has stood still for `grace_s` seconds.
 
-    Frozen: requests run, no step ends. Thrash: no token comes out while preemptions rise. An engine that
-    exports neither steps nor tokens is not judged, and one whose tokens are not told does not thrash.
+    Frozen: requests run, and no step ends. Thrash: no token comes while preemptions rise. An engine that
+    exports neither steps nor tokens is not checked; one that does not export tokens is not checked for
+    thrash.
     """
 
     def __init__(self, *, grace_s: float = 30.0, engine: str = "vllm") -> None:
@@ -107,7 +108,7 @@ async def watch(
         answered = clock()
         try:
             scraped = parse("\n".join((*needed, "")), liveness.engine)
-        except ValueError:  # it answers, in words that cannot be read
+        except ValueError:  # it answers, so it is alive, but this text cannot be read
             continue
         if (found := liveness.observe(scraped, answered)) is not None:
             return found

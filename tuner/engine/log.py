@@ -1,4 +1,4 @@
-"""What an engine writes: secrets and prompts are taken out before the disk, start-up phases read from it."""
+"""An engine's log: secrets and prompts are removed before it is written; start-up phases are read from it."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -29,7 +29,7 @@ _KV_BLOCKS = re.compile(r"# (?:GPU|CPU|\S+) blocks: (\d+)")
 
 
 def redactor(env: Mapping[str, str]) -> Callable[[bytes], bytes]:
-    """A filter for log lines: takes out secrets, those of `env` among them, and prompts."""
+    """A filter for log lines that removes prompts and secrets, also those of `env`."""
     without_secrets = masking.redactor(env)
 
     def redact(line: bytes) -> bytes:

@@ -15,7 +15,7 @@ from tuner.records import Value
 
 Fold = Callable[[Iterable[float]], float]
 EDGE = 0.02
-"""Share by which tokens looked up may exceed those that came in: requests that a window's ends cut."""
+"""By which share more tokens may be looked up than came in: the ends of a window cut requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,9 +165,9 @@ def between(before: EngineMetrics, after: EngineMetrics) -> dict[str, float | No
     """What happened between two scrapes: differences of counters (from zero after a restart), gauges as at
     the end, and `prefix_hit_rate`, `batch_tokens_mean`, `spec_acceptance` in between. Missing stays None.
 
-    Requests that were preempted look their tokens up again, and find their own blocks: engines before 0.11.1
-    count that. Where more was looked up than came in, hits and queries are those of the prompts, None where
-    the engine does not tell these apart; `prefix_recomputed` is the share that was not traffic's.
+    A preempted request looks its tokens up again and finds its own blocks; vLLM before 0.11.1 counts these as
+    hits. Where more tokens were looked up than came in, hits and queries are those of the prompts alone (None
+    where the engine has no such counter), and `prefix_recomputed` is the share of the other lookups.
     """
     delta: dict[str, float | None] = {}
     for name, series in SERIES.items():

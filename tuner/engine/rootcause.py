@@ -9,7 +9,7 @@ MOST = 500
 FOLLOWING = 12
 """Lines after an exception's first one that may belong to its message."""
 SHORT = 60
-"""A message whose first line is shorter than this is told with the next one."""
+"""A message whose first line is shorter than this is shown with its next line."""
 
 _LINE = re.compile(
     r"^(?:[\w.-]+\s+\|\s)?(?:\d{4}-\d\d-\d\d[T ][\d:.,]+(?:Z|[+-]\d\d:?\d\d)?\s+)?"
@@ -71,11 +71,11 @@ def split(text: str) -> list[Line]:
 
 
 def root_cause(text: str) -> RootCause | None:
-    """What ended an engine by its log; None where no exception is told.
+    """The root cause of an engine's end by its log; None where the log has no exception.
 
-    The first exception after a process said that it failed to start; where none says so, that of the
-    innermost process (worker, engine core, then the server). Errors that only repeat another process's, and
-    what follows when a peer is gone, are told where there is nothing else.
+    It is the first exception after a process said that it failed to start; where none says so, the first one
+    of the innermost process (worker, engine core, then the server). Errors that only repeat another process's
+    error, or that follow when another process is gone, count only where there is nothing else.
     """
     lines = [line for line in split(text) if not line.quiet]
     processes = sorted({line.process for line in lines}, key=_depth)
@@ -96,14 +96,14 @@ def _depth(process: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Chain:
-    """Exceptions that Python told as one: each but the last led to the next."""
+    """Exceptions that Python chained: each led to the next."""
 
     messages: tuple[tuple[str, ...], ...]
     marked: bool
 
     @property
     def own(self) -> bool:
-        """Whether it says more than that something else failed."""
+        """Whether it says more than that another process failed."""
         return any(not _secondary(message[0]) for message in self.messages)
 
     def told(self) -> RootCause:
@@ -117,7 +117,7 @@ def _secondary(line: str) -> bool:
 
 
 def _chains(lines: Sequence[Line]) -> list[_Chain]:
-    """The chains of exceptions that one process told, in order."""
+    """The chains of exceptions in one process's lines, in order."""
     found: list[_Chain] = []
     marked = False
     for number, line in enumerate(lines):

@@ -1,4 +1,4 @@
-"""One engine process tree: launched, proved ready, asked, and stopped whatever happens."""
+"""One engine process tree: started, checked until ready, asked, and stopped whatever happens."""
 
 import asyncio
 import math
@@ -90,7 +90,7 @@ class Server:
         return (await limits.ask(self, {})).steps
 
     def heard(self) -> None:
-        """Tokens arrived from this engine just now: it computes, however silent its other endpoints are."""
+        """Note that tokens arrived just now: the engine computes, even if its other endpoints are silent."""
         self.heard_at = time.monotonic()
 
     async def version(self) -> str | None:
@@ -123,8 +123,8 @@ class Server:
         return None if self._latched is None else self._latched.error()
 
     async def _look(self, phase: Phase) -> LaunchFailure | None:
-        """Silence is no verdict: a server with too many requests answers nobody for seconds. While it lives,
-        how long it may stand still is for the watch to say."""
+        """No answer is not a failure yet: an overloaded server answers nobody for seconds. While it lives,
+        only the watch decides whether it has stood still for too long."""
         said = await self._health()
         if self.alive and said in (200, SLOW):
             return None
@@ -188,7 +188,7 @@ async def serve(
     kill_timeout_s: float = 60.0,
     table: ProcessTable = HOST,
 ) -> AsyncIterator[Server]:
-    """Launch, wait until ready, hand over, stop; also when the caller is cancelled.
+    """Launch an engine, wait until it is ready, yield it, and stop it, also when the caller is cancelled.
 
     With `gpus`, waits first until their memory is free. `settle` (default: on GPUs): a boot that compiled
     anew may get less KV cache than the next, so it is thrown away and booted again; the timeline then says
@@ -216,7 +216,7 @@ async def serve(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Terms:
-    """What `serve` was called with, beside the spec."""
+    """The arguments of `serve`, apart from the spec."""
 
     gpus: Gpus | None
     note: Callable[[str], None]
@@ -248,7 +248,7 @@ async def _boot(spec: LaunchSpec, terms: _Terms) -> AsyncIterator[Server]:
 
 
 async def _kill_when_still(server: Server, grace_s: float) -> None:
-    """End an engine that computes nothing any more, so that who waits for it hears the verdict at once."""
+    """Kill an engine that no longer computes, so that the caller learns of the failure at once."""
     liveness = Liveness(grace_s=grace_s, engine=server.kind)
     found = await watch(
         partial(server.exposition, min(10.0, grace_s)),

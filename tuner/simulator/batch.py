@@ -15,15 +15,16 @@ from tuner.records import Candidate, Prediction
 from tuner.simulator.predict import Predictor, Scene
 
 SHARE = 8
-"""Fewer candidates than this are not worth a process."""
+"""Candidates per process at least: a process takes about as long to start as it takes to predict so many."""
 MOST = 8
+"""Processes at most, so that a large host keeps cores for others; chosen, not measured."""
 TIMEOUT_S = 300.0
+"""A share that takes longer is predicted in this process; usually it takes seconds."""
 
 
 class Batch:
-    """A predictor that spreads what it was not asked before over processes where that pays; the answers are
-    the same.
-    """
+    """A predictor that spreads new candidates over processes where that is faster. It predicts the same
+    values."""
 
     def __init__(self, predictor: Predictor, *, workers: int | None = None) -> None:
         self._predictor = predictor

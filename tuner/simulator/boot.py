@@ -103,7 +103,7 @@ def announce(options: Options, memory: Memory) -> None:
 
 
 def cache_config(options: Options) -> dict[str, object]:
-    """What vLLM's `cache_config_info` metric says of a resolved configuration."""
+    """The labels of vLLM's `cache_config_info` metric for a resolved configuration."""
     limits, budget = options.limits, options.budget
     tokens = limits.num_blocks * limits.block_size
     return {

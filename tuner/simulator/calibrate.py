@@ -1,8 +1,8 @@
 """Fit the step cost to measured trials: damped Gauss–Newton on log residuals, with the presets as priors.
 
-One trial suffices: what it does not tell (say, attention's share) stays near the preset. More trials tell
-more. Percentiles of client timings and the engine's own means are used alike, each with the precision that
-a repeated measurement of it has.
+One trial is enough: a coefficient on which it has no effect (such as attention's share) stays near the
+preset. Percentiles of client timings and the engine's own means are both used, each weighted by the
+precision that a repeated measurement of it has.
 """
 
 import math
@@ -28,7 +28,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "layer_s": (1e-6, 0.01),
     "sync_s": (1e-8, 0.02),
 }
-"""Physical limits of every coefficient."""
+"""Wide limits of every coefficient, so that a fit cannot leave what a device or a host could do."""
 PRIORS: Mapping[str, float] = {
     "compute": 0.25,
     "memory": 0.15,
@@ -41,12 +41,13 @@ PRIORS: Mapping[str, float] = {
 }
 """How far a preset may be off: one standard deviation of the logarithm."""
 CPU_UNSURE = 4.0
-"""Nobody's datasheet tells how fast a CPU computes, and on one that is shared a repeated measurement of a
-replay differs by 10 to 40 % (docs/results/simulator-cpu.md)."""
+"""The priors of a CPU's efficiencies are wider by this factor: no datasheet says how fast a CPU computes,
+and on a shared one repeated measurements of a replay differ by 10 to 40 % (docs/results/simulator-cpu.md)."""
 CPU_PRIORS: Mapping[str, float] = {
     name: width if name.endswith("_s") else CPU_UNSURE * width for name, width in PRIORS.items()
 } | {"step_s": 0.5}
-"""The times are the engine's own code, which is the same everywhere; the efficiencies may be any."""
+"""The times belong to the engine's own code, which is the same everywhere; the efficiencies may differ
+widely."""
 
 _STEPS = (0.1, 0.04)  # of the logarithm, for differences: wide, to see past the jumps of discrete steps
 Floats = NDArray[np.float64]
@@ -137,7 +138,8 @@ def _usable(name: str, value: float) -> bool:
 
 
 def _sigma(name: str, value: float) -> float:
-    """Precision of a measured value, relative: 3 % of a time per token, and for first tokens some ms more."""
+    """Relative precision of a repeated measurement: 3 % of a time per token, 6 % and 8 ms of a
+    first token."""
     kind = name.partition("_")[0]
     if kind == "ttft":
         return math.hypot(0.06, 8.0 / value)

@@ -1,4 +1,4 @@
-"""The core in virtual time: requests through a scheduler and a step cost, as fast as can be counted."""
+"""The core in virtual time: requests go through a scheduler and a step cost, and nothing waits."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -104,7 +104,8 @@ class Clock:
         course.levels.append((self.now, *state, course.yielding, course.tokens))
 
     def _stretch(self, pending: Step | None, arrival: float) -> Step | None:
-        """Take many pure decode steps at once where nothing can happen between them; the step now pending."""
+        """Compute many pure decode steps at once where nothing can happen between them; the step then
+        pending."""
         scheduler = self.scheduler
         if not scheduler.still() or (pending is not None and not pending.steady):
             return pending

@@ -16,7 +16,7 @@ from tuner.knobs.model import ModelFacts
 from tuner.simulator.state import Step
 
 GIB = float(1 << 30)
-_HOP_S = 10e-6  # for cards to meet at a sum, however little they add
+_HOP_S = 10e-6  # latency of one all-reduce without data; assumed, as no tensor parallel engine was measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,5 @@
-"""The core in real time: steps end when their time has come, tokens go out, late flushes are counted."""
+"""The core in real time: each step ends at its nominal time, its tokens are sent, late flushes are
+counted."""
 
 import asyncio
 import random
@@ -16,8 +17,8 @@ from tuner.simulator.state import EngineRequest, Step
 Sink = Callable[[int, bool], None]
 """Takes the number of completion tokens so far and whether these were the last."""
 
-_KEPT = 20_000  # steps that the report on punctuality looks back on
-_SLIP_S = 1.0  # a clock further behind than this gives up catching up
+_KEPT = 20_000  # steps that the report on punctuality covers: some minutes at 100 steps a second
+_SLIP_S = 1.0  # a clock that is further behind skips the delay: catching up would send bursts of tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,8 @@ class _Stream:
 
 
 class Punctuality:
-    """How the clock kept: how late each step's flush began after its nominal end, and how long it took."""
+    """How punctual the clock was: how late after its nominal end each step's flush began, and how long it
+    took."""
 
     def __init__(self) -> None:
         self.late: deque[float] = deque(maxlen=_KEPT)
@@ -61,7 +63,7 @@ class Punctuality:
 
 
 class Engine:
-    """One scheduler driven by the event loop's clock. Submit, abort, look; nothing here blocks."""
+    """One scheduler, driven by the event loop's clock. Nothing here blocks."""
 
     def __init__(
         self, scheduler: Scheduler, cost: StepCost, pace: RealPace, loop: asyncio.AbstractEventLoop

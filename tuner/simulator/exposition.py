@@ -153,7 +153,7 @@ class Histogram:
 
 
 class Counters:
-    """Everything the page shows that only grows."""
+    """Everything on the page that only grows."""
 
     def __init__(self) -> None:
         self.histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}

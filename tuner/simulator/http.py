@@ -142,7 +142,7 @@ class Rejected(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest:
-    """A completion as asked for."""
+    """A completion as the client asked for it."""
 
     chat: bool = False
     model: str
@@ -242,7 +242,7 @@ def segments_of(tokens: Sequence[int], block_size: int) -> tuple[tuple[int, int]
 
 
 class Completion:
-    """One order on its way: turns counts of tokens into bytes on the connection."""
+    """One completion while it runs: turns counts of tokens into bytes on the connection."""
 
     def __init__(
         self,

@@ -150,7 +150,6 @@ class Options:
     budget: Budget
     user_block_size: bool
     prompt_details: bool
-    log_stats: bool
     access_log: bool
     stream_interval: int
     offload_gib: float
@@ -219,7 +218,6 @@ def settle(
         budget=_budget(args, limits, (card, facts), env.get("VLLM_CPU_KVCACHE_SPACE")),
         user_block_size=args.block_size is not None,
         prompt_details=args.enable_prompt_tokens_details,
-        log_stats=not args.disable_log_stats,
         access_log=not args.disable_uvicorn_access_log
         and args.uvicorn_log_level in ("info", "debug", "trace"),
         stream_interval=max(1, args.stream_interval),

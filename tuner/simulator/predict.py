@@ -1,4 +1,4 @@
-"""What an engine would measure: a study's slices in virtual time, under the names that measurements go by."""
+"""What a candidate would measure: a study's slices in virtual time, under the names of measurements."""
 
 import functools
 import math
@@ -24,9 +24,10 @@ from tuner.simulator.workload import PreparedSlice, Workload
 from tuner.traffic.trace import Trace
 
 UNCALIBRATED = 0.20
-"""Relative error to expect of the presets' step times (one standard deviation)."""
+"""Relative error that is assumed of the presets' step times (one standard deviation) before a calibration."""
 FLOORS: Mapping[str, float] = MappingProxyType({"ttft": 0.08, "tpot": 0.03, "itl": 0.06, "e2e": 0.04})
-"""Relative error that remains however well the step times are known."""
+"""Relative error that remains with a good calibration: about what a repeated measurement differs by
+(`calibrate` weighs them with the same precision)."""
 
 Floats = NDArray[np.float64]
 

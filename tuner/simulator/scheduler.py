@@ -150,7 +150,7 @@ class Scheduler:
     def schedule(self) -> Step | None:
         """Choose the next step's tokens, as of what has arrived; None when there is nothing to compute.
 
-        Where the one to run next had to leave by itself, nothing is left of the step: the next is chosen.
+        A step can become empty because its only request was preempted; then the next step is chosen.
         """
         step, left = self._choose(), False
         while step.preempted and not step.tokens and not step.swapped_blocks:
@@ -225,7 +225,7 @@ class Scheduler:
         return budget
 
     def _schedule_in_order(self, step: Step, budget: int, threshold: int) -> int:
-        """Where blocks are scarce: in the order of admission, each preempting others until it fits."""
+        """Where blocks are scarce: in the order of admission, and each preempts others until it fits."""
         size = self.limits.block_size
         given: dict[EngineRequest, int] = {}  # tokens of this step
         extra: set[EngineRequest] = set()  # decodes that took a block
@@ -255,7 +255,7 @@ class Scheduler:
         return budget
 
     def _settle(self, step: Step, given: dict[EngineRequest, int]) -> None:
-        """Compute what each got; who decodes but got nothing stays as it is for this step."""
+        """Compute what each request got; a decoding request that got nothing is left out of this step."""
         idle = [request for request in self.decoding if request not in given]
         for request in idle:
             self._leave(request)
@@ -348,7 +348,8 @@ class Scheduler:
     # ---- preemption
 
     def _victim(self) -> EngineRequest:
-        """The last admitted, or the least urgent; one whose last token is still on its way counts too."""
+        """The request that was admitted last, or the least urgent one; its last token may already be
+        scheduled."""
         if self.limits.policy == "priority":
             return max(self.running, key=lambda r: r.rank)
         return next(reversed(self.running))

@@ -92,7 +92,7 @@ class BlockPool:
         table.shared = hit
 
     def take(self, count: int) -> None:
-        """Hand out blocks, forgetting the least recently used content when the plain ones run out."""
+        """Hand out blocks; when no plain block is left, the least recently used content is evicted."""
         if count <= self.plain:
             self.plain -= count
             return
@@ -110,7 +110,8 @@ class BlockPool:
                     self._nodes.pop(node.key, None)
 
     def remember(self, table: BlockTable, full: int) -> None:
-        """Publish the shared part of a prompt, of which `full` whole blocks are computed (or being so)."""
+        """Put the shared part of a prompt into the cache; `full` whole blocks of it are computed or in this
+        step."""
         start = 0
         for index, (key, size) in enumerate(table.segments):
             done = min(full - start, size)
@@ -132,7 +133,7 @@ class BlockPool:
             start += size
 
     def release(self, table: BlockTable, computed: int) -> None:
-        """Give all blocks back; whole blocks of computed tokens stay remembered until evicted."""
+        """Give all blocks back; whole blocks of computed tokens stay cached until they are evicted."""
         self.plain += table.blocks - table.shared
         if self.caching:
             self._keep_tail(table, computed)
@@ -242,7 +243,7 @@ class EngineRequest:
 
 @dataclass(slots=True)
 class Step:
-    """One engine step: what it computes, and who gets a first token or the last one from it."""
+    """One engine step: what it computes, and which requests get their first or last token from it."""
 
     decodes: int = 0
     prefill_tokens: int = 0
@@ -255,7 +256,7 @@ class Step:
     sampling: list[EngineRequest] = field(default_factory=list)  # whose prompt is complete with this step
     finishing: list[EngineRequest] = field(default_factory=list)
     admitted: list[EngineRequest] = field(default_factory=list)
-    members: tuple[EngineRequest, ...] = ()  # decoding requests, only when the scheduler is told to tell
+    members: tuple[EngineRequest, ...] = ()  # decoding requests, only for a scheduler with `tell`
 
     @property
     def tokens(self) -> int:

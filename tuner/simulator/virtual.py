@@ -1,7 +1,7 @@
 """A replay against the simulated engine in virtual time: the same core, timetable and measuring, no waiting.
 
-What a replay over HTTP has and this has not: connections, chunks that carry several tokens, turns that wait
-for each other, clients that hang up, and the time that warm-up and priming take.
+A replay over HTTP also has connections, chunks that carry several tokens, turns that wait for each other,
+clients that hang up, and time for warm-up and priming. This one does not.
 """
 
 import math
@@ -82,7 +82,7 @@ class _Evidence:
 
 
 class _Telemetry:
-    """What a scrape of /metrics would have told after each step."""
+    """What a scrape of /metrics would have shown after each step."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[float, ...]] = []
@@ -184,7 +184,8 @@ class _Slice:
         return Sent(key=number, outcome=outcome, counted=bool(part.measured[number]))
 
     def _watch(self, window: Window, sent: Sequence[Sent], judge: Judge | None, evidence: _Evidence) -> float:
-        """Hand the window what ended, in that order, and let the judge look on; seconds into the window."""
+        """Give the window each request that ended, in order, and ask the judge; the seconds into the window
+        at the end."""
         at, now = 0, 0.0
         while True:
             now += LOOK_S
@@ -233,7 +234,7 @@ def _end(sent: Sent) -> float:
 
 
 def _cut(sent: Sent, now: float) -> Sent:
-    """What a request had got when the replay was stopped."""
+    """A request as it was when the replay was stopped."""
     outcome = sent.outcome
     kept = outcome.chunk_s <= now
     times = outcome.chunk_s[kept]
