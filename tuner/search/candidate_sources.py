@@ -149,8 +149,8 @@ def _sampled(
         return
     drawn: list[Point] = []
     own = trial_view.derive(seed, number, sampler)
-    told = samplers.frozen(encoding, history.encoded, history.scale)
-    for point in samplers.draws(samplers.make(sampler, own), encoding, told, DRAWS):
+    frozen = samplers.frozen(encoding, history.encoded, history.scale)
+    for point in samplers.draws(samplers.make(sampler, own), encoding, frozen, DRAWS):
         drawn.append(point)
         yield sampler, encoding.candidate(point)
     rng = np.random.default_rng(trial_view.derive(seed, number, "near"))

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from tuner.records import Candidate, Value, digest_of
+from tuner.records import Candidate, Value
 
 
 class Space(Protocol):
@@ -38,11 +38,6 @@ class Encoding:
     def size(self) -> int:
         """The number of points, inactive duplicates included."""
         return math.prod(len(values) for values in self.levels)
-
-    @property
-    def version(self) -> str:
-        """Digest of the level lists; two histories with one version have one encoding."""
-        return digest_of([[name, list(values)] for name, values in zip(self.names, self.levels, strict=True)])
 
     def candidate(self, point: Sequence[int]) -> Candidate:
         """The canonical candidate at a point."""
@@ -84,15 +79,6 @@ class Encoding:
 
     def random(self, rng: np.random.Generator) -> Point:
         return tuple(int(rng.integers(len(values))) for values in self.levels)
-
-    def neighbours(self, point: Point) -> list[Point]:
-        """Every point one level away in one knob."""
-        found = []
-        for knob, values in enumerate(self.levels):
-            for index in (point[knob] - 1, point[knob] + 1):
-                if 0 <= index < len(values):
-                    found.append((*point[:knob], index, *point[knob + 1 :]))
-        return found
 
 
 def encode(space: Space, defaults: Mapping[str, Value]) -> Encoding:

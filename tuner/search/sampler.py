@@ -46,8 +46,8 @@ optuna.logging.set_verbosity(optuna.logging.WARNING)
 class TunerSampler(optuna.samplers.BaseSampler):
     """Proposes by expected gain of hypervolume, from a simulator's predictions and what was measured.
 
-    A trial with a constraint above 0 (`trial.set_constraint`) failed. One that was stopped and told an
-    estimate carries the user attribute `kind` = "estimate". Parameters that are not in every trial are drawn
+    A trial with a constraint above 0 (`trial.set_constraint`) failed. One that was stopped and reports an
+    estimate has the user attribute `kind` = "estimate". Parameters that are not in every trial are drawn
     at random.
     """
 
@@ -204,14 +204,14 @@ def make(name: str, seed: int) -> optuna.samplers.BaseSampler:
 
 
 def draws(
-    sampler: optuna.samplers.BaseSampler, encoding: Encoding, told: Sequence[FrozenTrial], limit: int
+    sampler: optuna.samplers.BaseSampler, encoding: Encoding, trials: Sequence[FrozenTrial], limit: int
 ) -> Iterator[Point]:
     """Up to `limit` points that a sampler proposes one after the other, each with the ones before as
     running.
     """
-    width = len(next(t.values for t in told if t.values is not None))
+    width = len(next(t.values for t in trials if t.values is not None))
     study = optuna.create_study(directions=["minimize"] * width, sampler=sampler)
-    study.add_trials(told)
+    study.add_trials(trials)
     for _ in range(limit):
         asked = study.ask(_indices(encoding))
         yield tuple(int(asked.params[knob]) for knob in encoding.names)

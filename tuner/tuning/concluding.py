@@ -218,9 +218,9 @@ def _compared(
             family=family,
         )  # fmt: skip
     except BadInput:  # an objective of the engine's own numbers has no rows to pair
-        told_ = [[m.values[name] for m in rows if name in m.values] for rows in (base, other)]
+        values = [[m.values[name] for m in rows if name in m.values] for rows in (base, other)]
         least = math.log1p(TOLERANCE) if name == MAX_SPEED else 0.0
-        return compare_values(name, *told_, spread=spread, level=LEVEL, family=family, least=least)
+        return compare_values(name, *values, spread=spread, level=LEVEL, family=family, least=least)
 
 
 def _passes(measured: Sequence[Measurement]) -> Passes:
@@ -279,7 +279,7 @@ def _or_infinite(name: str, rows: Sequence[Measurement]) -> float:
 
 
 def spreads_of(asked: WinnerCriteria, found: Repeats) -> Spreads:
-    """The noise between launches that intervals rest on: of everybody's repeats in this run, and before."""
+    """The noise between launches that intervals use: of all repeats of this run, and of earlier ones."""
     spreads = {}
     for where in PLACES:
         groups = [[m for m in rows if m.purpose == where] for rows in found.measured.values()]

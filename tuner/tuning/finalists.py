@@ -96,13 +96,13 @@ def _shapes_graphs(
     names: set[str], today: Mapping[str, Value], then: Mapping[str, Value], facts: EngineFacts
 ) -> bool:
     """Whether the number of sequences decides which CUDA graphs are captured: vLLM captures up to
-    min(2 × max_num_seqs, 512) tokens where nobody says otherwise.
+    min(2 × max_num_seqs, 512) tokens unless an argument says otherwise.
     """
     graphs = adapter_of(facts.kind).graph_tokens
     if facts.platform != "cuda" or graphs is None or "max_num_seqs" not in names:
         return False
-    told = "max_cudagraph_capture_size"
-    if (told in today and told in then) or today.get("enforce_eager") is True:
+    sizes = "max_cudagraph_capture_size"
+    if (sizes in today and sizes in then) or today.get("enforce_eager") is True:
         return False  # the engines say what they captured, and do not differ in it
     return any(
         not isinstance(v, int) or 2 * v < graphs

@@ -52,7 +52,8 @@ def unjudged(prepared: Prepared, trial: Trial) -> tuple[str, ...]:
 
 
 def held_back(prepared: Prepared, trial: Trial) -> str | None:
-    """Why a trial may not be published: what it turns changes the output, and nobody judged that. Or None."""
+    """Why a trial may not be published: it turns a knob that changes the output, and its answers were not
+    compared. None: it may."""
     turned = unjudged(prepared, trial)
     if not turned or prepared.file.quality == "off":
         return None
@@ -136,7 +137,7 @@ def kept(path: Path) -> tuple[CanaryAnswer, ...]:
     return tuple(CanaryAnswer(tokens=tuple(tokens), logprobs=tuple(logprobs)) for tokens, logprobs in raw)
 
 
-def told(prepared: Prepared, trials: Sequence[Trial]) -> str:
+def summary(prepared: Prepared, trials: Sequence[Trial]) -> str:
     """The summary's sentence about the quality of the answers."""
     if (reason := why_not(prepared)) is not None:
         return reason

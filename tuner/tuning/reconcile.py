@@ -75,10 +75,11 @@ def reconcile(
 ) -> Sequence[Trial]:
     """Reap the engines that dead controllers left and mark their trials ABORTED; returns those of `node`.
 
-    The caller has the node's lease, so that whatever is open there is nobody's, whichever host wrote it. What
-    this host began for other nodes is cleared too where nobody has the node or the study. A stop command that
-    cannot be started is said and what it was to stop stays open; that of `own` study (as its file has it now)
-    is BadInput. Without `here` engines run on another host: rows are closed, nothing is reaped.
+    The caller has the node's lease, so open rows of that node belong to dead controllers, whichever host
+    wrote them. What this host began for other nodes is cleared too, unless somebody holds the node or the
+    study. A stop command that cannot be started is said and what it was to stop stays open; that of `own`
+    study (as its file has it now) is BadInput. Without `here` engines run on another host: rows are closed,
+    nothing is reaped.
     """
     host = socket.gethostname()
     if here:
@@ -169,7 +170,7 @@ def cancelled(store: Store, run_id: str | None, clock: Clock) -> Run | None:
 
 
 def fail(context: RunContext, run: Run, error: Exception) -> None:
-    """End a run that a fault of our own broke: nobody could resume it to another end."""
+    """End a run that a fault in the tuner broke: resuming it would end the same way."""
     reason = f"unexpected: {type(error).__name__}: {error}"
     ended = replace(run, state=RunState.FAILED, reason=reason, ended_at=context.clock(), pid=None)
     context.store.save_run(ended)

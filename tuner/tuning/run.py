@@ -411,7 +411,7 @@ def summary_of(
         "screened": len(screened),
         "live_limits": list(live.failures) or ("used" if screened else "not used"),
         "gpu_seconds": round(sum(t.gpu_seconds for t in trials), 1),
-        "quality": quality.told(prepared, trials),
+        "quality": quality.summary(prepared, trials),
         "idle_gpus": idle_of(prepared),
     }
 
