@@ -142,11 +142,11 @@ def _marks() -> str:
     return (
         f"A change makes the engine compile or capture again, so grids are coarse: {recompiles}.\n\n"
         f"A change may change what the model answers, so a study needs a `quality` section: {changes}.\n\n"
-        f"Only the users' own words can judge it: {raw}.\n\n"
-        f"Each is read back from the running engine; these cannot be; a profile that turns one says so:\n\n"
+        f"Only the users' own prompts can judge it: {raw}.\n\n"
+        f"Each knob is read back from the running engine, except these; a profile that has one says so:\n\n"
         f"{unproved}\n\n"
-        f"In no shipped space, and only turned where a space says `accept`:\n\n{never}\n\n"
-        f"Where each is from:\n\n{sources}"
+        f"No shipped space has these knobs; a space of your own must name them under `accept`:\n\n{never}\n\n"
+        f"The source of each:\n\n{sources}"
     )
 
 
