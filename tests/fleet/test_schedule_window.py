@@ -91,6 +91,7 @@ def test_an_unknown_zone_names_the_nearest() -> None:
         ({"hours": 4, "until": "05:30"}, "either until"),
         ({"hours": 25}, "at most 24 hours"),
         ({"hours": 0}, "more than 0"),
+        ({"hours": 4, "trials": 0}, "trials: more than 0"),
         ({"until": "5.30"}, "a time of day such as 05:30"),
         ({"until": "24:00"}, "a time of day such as 05:30"),
         ({"hours": 4, "missed": "maybe"}, "run or skip"),

@@ -39,6 +39,11 @@ def _above_zero(value: object) -> float | None:
     return None if value is None else _number(value)
 
 
+def _count(value: object) -> int | None:
+    found = _above_zero(value)
+    return None if found is None else int(found)
+
+
 def _time_of_day(value: object) -> time | None:
     if value is None:
         return None
@@ -82,7 +87,7 @@ class Terms(yamltext.Section):
     grace_s: Number = GRACE_S
     blackout: Annotated[tuple[tuple[date, date], ...], BeforeValidator(_ranges)] = ()
     min_trials: Annotated[int, BeforeValidator(lambda value: int(_number(value)))] = 3
-    trials: Annotated[int | None, BeforeValidator(lambda value: value and int(_number(value)))] = None
+    trials: Annotated[int | None, BeforeValidator(_count)] = None
     reserve_s: Number = 60.0
 
     @field_validator("study", mode="before")
