@@ -17,6 +17,8 @@ MOST = 100_000
 """Values that a text may hold; what an alias repeats counts each time. A file of people is far smaller."""
 Key = tuple[object, ...]
 M = TypeVar("M", bound=BaseModel)
+_UNKNOWN_KEY = ("extra_forbidden", "invalid_key")
+"""What pydantic calls an unknown key: a word, or something else such as a number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +78,12 @@ def validated(kind: type[M], raw: object, where: str) -> M:
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
-        found = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
+        found = min(error.errors(), key=lambda each: each["type"] not in _UNKNOWN_KEY)
     known = [field.alias or name for name, field in kind.model_fields.items()]
     listed = ", ".join(known)
     place = ": ".join([where, *map(str, found["loc"])])
     message = found["msg"].removeprefix("Value error, ")
-    if found["type"] == "extra_forbidden":
+    if found["type"] in _UNKNOWN_KEY:
         place, key = where, str(found["loc"][-1])
         message = f"unknown key '{key}'{nearest(key, known) or '; known are ' + listed}"
     elif found["type"] == "model_type":

@@ -60,6 +60,7 @@ ERRORS = [
     ("knobs: {max_num_seq: [1]}", "no knob is named 'max_num_seq' (did you mean 'max_num_seqs'?)"),
     ("nobs: {}", "unknown key 'nobs' (did you mean 'knobs'?)"),
     ("knobs: {max_num_seqs: {valeus: [1]}}", "max_num_seqs: unknown key 'valeus' (did you mean 'values'?)"),
+    ("1: 2\nknobs: {block_size: [16]}", "unknown key '1'; known are name, about, vllm, accept, knobs"),
     ("knobs: {}", "'knobs' is empty"),
     ("knobs: {max_num_seqs: []}", "max_num_seqs: the range is empty"),
     ("knobs: {max_num_seqs: [default]}", "max_num_seqs: the range is empty"),
