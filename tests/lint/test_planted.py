@@ -77,6 +77,9 @@ TABLE = [
     Planted("flag-value", f"{GOOD} --speculative-config ngram"),
     Planted("flag-value", f"{GOOD} --scheduling-policy lifo"),
     Planted("flag-value", f"{GOOD} --max-num-seqs 0"),
+    Planted("flag-value", f"{GOOD} --enable-chunked-prefill=False"),
+    Planted("flag-value", f"{GOOD} --enforce-eager true"),
+    Planted("flag-value", f"{GOOD} --port http"),
     Planted("flag-value", f"{GOOD} --max-num-partial-prefills 4", {"version": "0.20.2"}),
     # do nothing
     Planted("flag-no-effect", f"{GOOD} --swap-space 4", {"version": "0.12.0"}),

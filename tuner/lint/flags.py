@@ -23,6 +23,22 @@ _MANY = frozenset(("--middleware", "--lora-modules", "--allowed-origins", "--ser
 """Flags that may stand more than once, or take several values."""
 
 
+_INTEGERS = frozenset(
+    f"--{name}"
+    for name in (
+        *("port", "seed", "nnodes", "node-rank", "master-port", "max-log-len", "max-logprobs"),
+        *(
+            "max-loras",
+            "max-lora-rank",
+            "max-cpu-loras",
+            "data-parallel-size-local",
+            "data-parallel-rpc-port",
+        ),
+    )
+)
+"""Flags of whole numbers that are no knobs."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenFlag:
     """A flag as it was written: its whole name in this release, its values, and how it was spelled."""
@@ -194,6 +210,14 @@ def _value(each: WrittenFlag, facts: EngineFacts) -> Finding | None:
         return found("flag-value", sentence, "the parser's own list of flags", each.flag, flag=head)
     if any(shell.unknown(value) for value in each.values):
         return None
+    if each.values and head in table().paired and matches(facts.version, ">=0.9"):
+        off = each.values[0].lower() in ("false", "0", "no")
+        sentence = f"{head} is a switch and takes no value, and got {each.values[0]}"
+        fix = negation(head) if off else head
+        return found("flag-value", sentence, "vLLM's parser: ignored explicit argument", fix, flag=head)
+    if each.values and head in _INTEGERS and not re.fullmatch(r"-?\d+", each.values[0]):
+        sentence = f"{head} takes a whole number, and got {each.values[0]}"
+        return found("flag-value", sentence, "vLLM's parser: invalid int value", flag=head)
     try:
         made = baseline.from_arguments(
             (each.flag, *each.values), env={}, source="", facts=replace(facts, flags=facts.flags | {head})
