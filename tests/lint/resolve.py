@@ -11,7 +11,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-told = {}
+told: dict[str, object] = {}
 for name, words in json.load(sys.stdin).items():
     try:
         args = make_arg_parser(FlexibleArgumentParser()).parse_args(words)

@@ -132,6 +132,24 @@ def test_what_cannot_be_computed_is_said_and_not_claimed(line: str, why: str) ->
     assert not found.predicted
 
 
+def test_what_the_text_does_not_give_is_said() -> None:
+    found = lint("vllm serve $MODEL --max-num-seqs $SEATS", card="h100-80")
+    assert any("SEATS" in note for note in found.unread)
+    assert "no model" in found.missing["fit"]
+    assert any("newer than 0.33.0" in note for note in lint(GOOD, version="9.9").unread)
+    with pytest.raises(BadInput, match="oldest known"):
+        lint(GOOD, version="0.5")
+    assert "cpu" in lint(GOOD, card="cpu").missing["fit"]
+
+
+def test_a_key_that_the_chart_does_not_read_does_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "values.yaml"
+    path.write_text(STACK.replace("maxNumSeqs", "maxNumBatchedTokens"))
+    _, two = [run.lint(each, run.LintOptions(), os.environ) for each in subject.engines(str(path))]
+    (each,) = [each for each in two.findings if each.id == "flag-ignored"]
+    assert "vllmConfig.maxNumBatchedTokens does nothing" in each.sentence
+
+
 @pytest.mark.parametrize(
     ("extra", "why"),
     [

@@ -54,7 +54,7 @@ class Claim:
 def written(line: str) -> list[WrittenFlag]:
     """The flags of a command line that 0.32 takes and that a tiny model on a CPU can be given."""
     (engine,) = subject.engines(f"vllm serve {line}")
-    given, _ = flags._given(engine.source)
+    given, _ = flags._given(engine.source, [])
     return [each for each in given if each.flag in FACTS.flags and flags._value(each, FACTS) is None]
 
 
@@ -65,7 +65,7 @@ def claims() -> Iterator[Claim]:
     lines += [" ".join(("m", rule.flag, *VALUES[rule.flag], *rule.when)) for rule in ruled]
     for line in lines:
         (engine,) = subject.engines(f"vllm serve {line}")
-        _, findings = flags.check(engine.source, FACTS)
+        _, findings = flags.check(engine.source, FACTS, [])
         for each in findings:
             if each.id in SILENT:
                 yield Claim(line=line, id=each.id, flag=each.flag)
@@ -175,7 +175,7 @@ async def test_a_public_command_line_boots_and_idle_flags_are_idle(tmp_path: Pat
     line = bootable()[number % len(bootable())]
     argv = bare(line)
     (engine,) = subject.engines(f"vllm serve {line}")
-    _, findings = flags.check(engine.source, FACTS)
+    _, findings = flags.check(engine.source, FACTS, [])
     async with serve(real(tmp_path, *argv)) as server:
         for each in findings:
             if each.id == "flag-default" and each.flag in argv:

@@ -154,6 +154,8 @@ def _show(one: "LintedEngine") -> None:
             f"{n.upper()} {one.predicted.get(f'{n}_p95_ms', 0):,.0f} ms" for n in ("ttft", "tpot", "e2e")
         )
         typer.echo(f"  predicted p95 for {one.traffic}: {numbers}; {one.basis}")
+    for note in one.unread:
+        typer.echo(f"  not read: {note}")
     for why in dict.fromkeys(one.missing.values()):
         kinds = ", ".join(kind for kind, reason in one.missing.items() if reason == why)
         typer.echo(f"  not computed: {kinds} ({why})")

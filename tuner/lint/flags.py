@@ -78,10 +78,12 @@ def _idle() -> tuple[IdleFlag, ...]:
     )
 
 
-def check(source: FoundEngine, facts: EngineFacts) -> tuple[Imported, list[Finding]]:
-    """What the arguments set, as far as this release takes them, and what is wrong with them."""
-    given, loose = _given(source)
-    findings: list[Finding] = []
+def check(source: FoundEngine, facts: EngineFacts, unread: list[str]) -> tuple[Imported, list[Finding]]:
+    """What the arguments set, as far as this release takes them, and what is wrong with them. What the text
+    does not give, such as the value of a variable, is added to `unread`.
+    """
+    given, loose = _given(source, unread)
+    findings = list(_by_chart(source))
     kept: list[WrittenFlag] = []
     for each in given:
         exact, wrong = _name(each, facts)
@@ -102,17 +104,28 @@ def check(source: FoundEngine, facts: EngineFacts) -> tuple[Imported, list[Findi
     return imported, findings
 
 
-def _given(source: FoundEngine) -> tuple[list[WrittenFlag], list[str]]:
+def _by_chart(source: FoundEngine) -> Iterator[Finding]:
+    """Keys of Helm values that the chart does not read."""
+    for note in source.notes:
+        if (ignored := re.match(r"(\S+) is no key that the chart reads", note)) is not None:
+            sentence = f"{ignored[1]} does nothing: the chart does not read it"
+            fix = f"write it under extraArgs in place of {ignored[1]}"
+            yield found(
+                "flag-ignored", sentence, "the chart's templates", fix, flag=ignored[1].split(".")[-1]
+            )
+
+
+def _given(source: FoundEngine, unread: list[str]) -> tuple[list[WrittenFlag], list[str]]:
     """The flags in order, and words that look like flags and are none. A lone model name becomes --model."""
     env = dict(source.env)
     added = shell.split(env.pop("VLLM_ADDITIONAL_ARGS", ""), source.where, by_shell=False)
     words = [shell.expanded(word, env) for word in (*source.words, *added)]
     head = [words.pop(0)] if words and not words[0].startswith("-") else []
     try:
-        pairs = baseline.pairs(baseline.long_form(words), [])
+        pairs = baseline.pairs(baseline.long_form(words), unread)
     except BadInput:
         start = next((n for n, word in enumerate(words) if word.startswith("--")), len(words))
-        pairs = baseline.pairs(baseline.long_form(words[start:]), [])
+        pairs = baseline.pairs(baseline.long_form(words[start:]), unread)
     loose = [v for _, values in pairs for v in values if re.match(r"-[A-Za-z]", v)]
     given = [
         WrittenFlag(flag=flag, values=tuple(takewhile(lambda v: v not in loose, values)), written=flag)

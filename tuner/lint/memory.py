@@ -138,6 +138,8 @@ def check(subject: LintSubject, fit: EngineFit, trace: Trace | None) -> Iterator
             (n for n in (2, 4, 8, 16) if n > ranks and memory.weights_gib < used / ranks * n * 0.9), None
         )
         fix = f"--tensor-parallel-size {need}" if need else ""
+        if memory.weights_gib < 0.85 * card.memory_gib * ranks:
+            fix = "--gpu-memory-utilization 0.92"
         sentence = f"the weights take {memory.weights_gib:.1f} GiB and the engine may use {used:.1f} GiB"
         yield found("weights-do-not-fit", sentence, parts, fix)
         return

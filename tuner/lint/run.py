@@ -42,7 +42,8 @@ class LintOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LintedEngine:
-    """One engine with its findings, worst first. `missing`: kind of finding → why it was not computed.
+    """One engine with its findings, worst first. `missing`: kind of finding → why it was not computed;
+    `unread`: what the input does not give.
     `predicted` are the simulated numbers; `basis` says how far they are to be believed.
     """
 
@@ -52,6 +53,7 @@ class LintedEngine:
     version: str
     findings: tuple[Finding, ...]
     missing: Mapping[str, str] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
     kv_tokens: int | None = None
     traffic: str = ""
     basis: str = ""
@@ -65,7 +67,12 @@ def lint(engine: EngineToLint, against: LintOptions, env: Mapping[str, str]) -> 
     gpu = GpuKind(name=card.title, memory_gib=card.memory_gib) if card and card.platform == "cuda" else None
     platform = card.platform if card else "cuda"
     facts = facts_for(against.version or engine.version, gpu, platform)
-    imported, findings = flags.check(engine.source, facts)
+    unread = list(engine.source.notes)
+    if parse(facts.version) > parse(table().versions[-1]):
+        unread.append(
+            f"vLLM {facts.version} is newer than {table().versions[-1]}, by whose flags it is judged"
+        )
+    imported, findings = flags.check(engine.source, facts, unread)
     imported = replace(imported, model=imported.model or engine.source.model)
     if engine.effective:
         imported = replace(imported, candidate=engine.effective)
@@ -90,6 +97,7 @@ def lint(engine: EngineToLint, against: LintOptions, env: Mapping[str, str]) -> 
         model=imported.model,
         version=facts.version,
         findings=(),
+        unread=tuple(dict.fromkeys(unread)),
     )
     return _with_memory(base, subject, card, against, findings)
 
@@ -130,6 +138,8 @@ def _with_memory(
         {"defaults": "a running server does not say which settings were written"} if subject.live else {}
     )
     why = "no --card is given" if card is None else unlike(subject)
+    if card is not None and card.platform == "cpu":
+        why = "a host's memory and speed are not known by the word cpu"
     if why or card is None or subject.shape is None:
         missing |= {"fit": why, "traffic": why, "SLO": why}
         return replace(base, findings=in_order(findings), missing=missing)
