@@ -67,11 +67,7 @@ def lint(engine: EngineToLint, against: LintOptions, env: Mapping[str, str]) -> 
     gpu = GpuKind(name=card.title, memory_gib=card.memory_gib) if card and card.platform == "cuda" else None
     platform = card.platform if card else "cuda"
     facts = facts_for(against.version or engine.version, gpu, platform)
-    unread = list(engine.source.notes)
-    if parse(facts.version) > parse(table().versions[-1]):
-        unread.append(
-            f"vLLM {facts.version} is newer than {table().versions[-1]}, by whose flags it is judged"
-        )
+    unread = _notes(engine, facts)
     imported, findings = flags.check(engine.source, facts, unread)
     imported = replace(imported, model=imported.model or engine.source.model)
     if engine.effective:
@@ -100,6 +96,16 @@ def lint(engine: EngineToLint, against: LintOptions, env: Mapping[str, str]) -> 
         unread=tuple(dict.fromkeys(unread)),
     )
     return _with_memory(base, subject, card, against, findings)
+
+
+def _notes(engine: EngineToLint, facts: EngineFacts) -> list[str]:
+    """What the place where the engine was found does not give, and a release that is not known yet."""
+    unread = list(engine.source.notes)
+    if parse(facts.version) > parse(table().versions[-1]):
+        unread.append(
+            f"vLLM {facts.version} is newer than {table().versions[-1]}, by whose flags it is judged"
+        )
+    return unread
 
 
 def _releases(
