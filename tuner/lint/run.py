@@ -144,8 +144,6 @@ def _with_memory(
         {"defaults": "a running server does not say which settings were written"} if subject.live else {}
     )
     why = "no --card is given" if card is None else unlike(subject)
-    if card is not None and card.platform == "cpu":
-        why = "a host's memory and speed are not known by the word cpu"
     if why or card is None or subject.shape is None:
         missing |= {"fit": why, "traffic": why, "SLO": why}
         return replace(base, findings=in_order(findings), missing=missing)

@@ -114,6 +114,8 @@ def shape_of(model: str | None, config: Path | None, env: Mapping[str, str]) -> 
 def unlike(subject: LintSubject) -> str:
     """Why memory and step times of this engine cannot be computed; empty where they can."""
     knobs, args = subject.imported.candidate, subject.imported.args
+    if subject.facts.platform == "cpu":
+        return "a host's memory and speed are not known by the word cpu"
     if subject.shape is None:
         return subject.shapeless
     if subject.shape.unlike:
