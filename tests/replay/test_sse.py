@@ -20,7 +20,7 @@ def whole(parts: list[bytes]) -> bytes:
     return HEAD + b"".join(map(chunked, parts)) + b"0\r\n\r\n"
 
 
-def answer(parts: list[bytes], stamps: list[int] | None = None) -> sse.Answer:
+def answer(parts: list[bytes], stamps: list[int] | None = None) -> sse.StreamedAnswer:
     """Parse an answer whose k-th part came at stamps[k] (the head with the first)."""
     pieces = [chunked(part) for part in parts]
     pieces[0] = HEAD + pieces[0]

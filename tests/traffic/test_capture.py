@@ -22,7 +22,7 @@ from tests.traffic.upstream import Upstream, post, proxied, served
 from tuner.errors import BadInput, NotFound
 from tuner.traffic.capture.files import Rotation, Sink, closed_files, latest
 from tuner.traffic.capture.proxy import Proxy
-from tuner.traffic.capture.recorder import Exchange, Recorder
+from tuner.traffic.capture.recorder import RecordedExchange, Recorder
 from tuner.traffic.importers import detect, read_any
 from tuner.traffic.prompts import Prompts
 from tuner.traffic.trace import STATUSES, Trace
@@ -209,7 +209,7 @@ def test_raw_is_asked_for_and_says_what_it_stores(tmp_path: Path, caplog: pytest
 
 def test_a_full_queue_drops_and_counts(tmp_path: Path) -> None:
     recorder = Recorder(Sink(tmp_path / "c.jsonl"), most=3)
-    exchanges = [Exchange(at_ns=row, body=[body()], code=200, whole=True) for row in range(10)]
+    exchanges = [RecordedExchange(at_ns=row, body=[body()], code=200, whole=True) for row in range(10)]
     for exchange in exchanges:  # nothing takes from the queue yet
         recorder.begin(exchange)
     for exchange in exchanges:
@@ -241,13 +241,13 @@ KILLED = """
 import sys, time
 from pathlib import Path
 from tuner.traffic.capture.files import Sink
-from tuner.traffic.capture.recorder import Exchange, Recorder
+from tuner.traffic.capture.recorder import RecordedExchange, Recorder
 recorder = Recorder(Sink(Path(sys.argv[1])))
 recorder.start()
 number = 0
 while True:
     body = b'{"model": "m", "prompt": [1, 2, 3]}'
-    e = Exchange(at_ns=time.monotonic_ns(), body=[body], code=200, whole=True)
+    e = RecordedExchange(at_ns=time.monotonic_ns(), body=[body], code=200, whole=True)
     e.answer = [b'{"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}']
     e.end_ns = time.monotonic_ns()
     recorder.begin(e)

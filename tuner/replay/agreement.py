@@ -17,7 +17,7 @@ from tuner.replay.fidelity import ttft_gaps_ms
 from tuner.replay.jobs import Job, Sent
 from tuner.replay.observe import Observer
 from tuner.replay.plan import Load
-from tuner.replay.prepare import Engine
+from tuner.replay.prepare import EngineHandle
 from tuner.replay.sender import Sender
 from tuner.replay.wire import Pool
 from tuner.traffic.trace import Trace
@@ -51,7 +51,7 @@ class Agreement:
         return tuple(found)
 
 
-async def agree(server: Engine, trace: Trace, load: Load) -> Agreement:
+async def agree(server: EngineHandle, trace: Trace, load: Load) -> Agreement:
     """Send a whole trace to an otherwise idle engine and ask both sides. Raises nothing of its own."""
     bodies, pool, sent = Bodies(trace, load), Pool(server.host, server.port), list[Sent]()
     sender = Sender(pool, sent.append)

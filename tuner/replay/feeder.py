@@ -27,7 +27,7 @@ from tuner.replay.bodies import Bodies, Turn
 from tuner.replay.contention import give_way
 from tuner.replay.jobs import Job
 from tuner.replay.plan import Load
-from tuner.replay.schedule import KINDS, Schedule
+from tuner.replay.schedule import KINDS, SendSchedule
 from tuner.replay.worker import AHEAD_BYTES
 from tuner.traffic.trace import Trace
 
@@ -54,7 +54,7 @@ class Stretch:
     """What is sent as one stream: the rows and their times, and per position the parent turn (-1: none) and
     the root turn; a session is one group, and stays with one sender."""
 
-    timetable: Schedule
+    timetable: SendSchedule
     parents: NDArray[np.int64]
     roots: NDArray[np.int64]
 

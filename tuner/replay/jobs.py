@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from tuner.records import Outcome
-from tuner.replay.sse import Answer
-from tuner.replay.wire import Exchange
+from tuner.replay.sse import StreamedAnswer
+from tuner.replay.wire import HttpExchange
 
 PATH = "/v1/completions"
 _JOB = struct.Struct("<qqdqdddiiiiiI??")
@@ -108,7 +108,7 @@ class Ended:
     answer: bytes
 
     @staticmethod
-    def of(job: Job, exchange: Exchange, answer: Answer, zero_ns: int) -> "Ended":
+    def of(job: Job, exchange: HttpExchange, answer: StreamedAnswer, zero_ns: int) -> "Ended":
         """From what the wire holds; a failed turn gives no live history."""
         whole = answer.error is None and exchange.failure is None
         return Ended(
@@ -178,7 +178,7 @@ class Sent:
         )  # fmt: skip
 
 
-def sent_of(job: Job, exchange: Exchange, answer: Answer, zero_ns: int) -> Sent:
+def sent_of(job: Job, exchange: HttpExchange, answer: StreamedAnswer, zero_ns: int) -> Sent:
     """Fold one exchange into an outcome; times become seconds after the zero."""
     chunks = (np.asarray(answer.chunk_ns, dtype=np.int64) - zero_ns) / 1e9
     outcome = Outcome(

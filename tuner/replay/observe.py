@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from tuner.engine import limits, metrics
-from tuner.replay.prepare import Engine
-from tuner.replay.wire import Exchange, Pool, get
+from tuner.replay.prepare import EngineHandle
+from tuner.replay.wire import HttpExchange, Pool, get
 
 PATIENCE_S = 5.0
 
@@ -17,7 +17,7 @@ PATIENCE_S = 5.0
 class Observer:
     """Scrapes /metrics at the window's start, every `every_s`, and at its end; parsing waits for the end."""
 
-    def __init__(self, server: Engine, every_s: float) -> None:
+    def __init__(self, server: EngineHandle, every_s: float) -> None:
         self._pool, self._server, self._every_s = Pool(server.host, server.port), server, every_s
         self._steps: list[tuple[float, Mapping[str, Any]]] = []
         self._texts: list[tuple[float, bytes]] = []
@@ -48,7 +48,7 @@ class Observer:
         """Keep one exposition text; a scrape that fails is left out."""
         self._key += 1
         gone = asyncio.Event()
-        exchange = Exchange(
+        exchange = HttpExchange(
             self._key, get(self._pool.host, self._pool.port, "/metrics"), lambda _: gone.set()
         )
         self._pool.send(exchange)

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tuner.records import Outcome
-from tuner.replay.schedule import Schedule
+from tuner.replay.schedule import SendSchedule
 from tuner.traffic.reuse import predicted_hits
 from tuner.traffic.trace import Trace
 
@@ -23,7 +23,7 @@ class Prefix:
     def add(
         self,
         trace: Trace,
-        sent: tuple[NDArray[np.int64], Schedule],
+        sent: tuple[NDArray[np.int64], SendSchedule],
         outcomes: Sequence[Outcome],
         engine: tuple[int, int | None],
     ) -> None:

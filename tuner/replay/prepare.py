@@ -33,7 +33,7 @@ class Reset(Protocol):
     def how(self) -> str: ...
 
 
-class Engine(Protocol):
+class EngineHandle(Protocol):
     """What a replay needs of a running engine (`engine.server.Server`)."""
 
     @property
@@ -81,7 +81,7 @@ class Notes:
             self.values[name] = max(value, found) if (found := self.values.get(name)) is not None else value
 
 
-async def check_alive(server: Engine) -> None:
+async def check_alive(server: EngineHandle) -> None:
     """Raise what ended or froze the engine, if anything did."""
     if (fault := await server.fault("run")) is not None:
         raise fault
@@ -93,7 +93,7 @@ async def check_alive(server: Engine) -> None:
 class Preparer:
     """Prepares one engine for one replay."""
 
-    server: Engine
+    server: EngineHandle
     trace: Trace
     plan: Plan
     load: Load

@@ -17,7 +17,7 @@ KINDS = {0: "", -1: "filler before", 1: "filler after"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Schedule:
+class SendSchedule:
     """Rows and when they are due, seconds after the window's start (negative: load warm-up), ascending.
 
     `measured[k]` = inside the window [0, window_s) by scheduled arrival. `filler[k]` = a row borrowed from
@@ -44,7 +44,7 @@ def check_size(trace: Trace, part: Slice, *, speed: float, around_s: float) -> N
         )
 
 
-def schedule(trace: Trace, part: Slice, *, speed: float, warmup_s: float, tail_s: float) -> Schedule:
+def schedule(trace: Trace, part: Slice, *, speed: float, warmup_s: float, tail_s: float) -> SendSchedule:
     """The rows of a slice with real traffic before and after it.
 
     The traffic before the window shares its prefixes as recorded. Where the trace begins or ends, rows of
@@ -67,7 +67,7 @@ def schedule(trace: Trace, part: Slice, *, speed: float, warmup_s: float, tail_s
         pieces += _filler(own, at[own], (max(window, last), window + tail_s), window, 1)
     joined = [np.concatenate(column) for column in zip(*pieces, strict=True)]
     order = np.argsort(joined[1], kind="stable")
-    return Schedule(
+    return SendSchedule(
         window_s=window,
         rows=joined[0][order].astype(np.int64),
         at_s=joined[1][order],
@@ -118,7 +118,7 @@ def cancel_after(trace: Trace, row: int) -> float | None:
     return after if after >= 0 else None
 
 
-def lineage(trace: Trace, timetable: Schedule) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def lineage(trace: Trace, timetable: SendSchedule) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Per position: that of the parent turn in the same timetable (-1: none), and of the root turn."""
     own = np.flatnonzero(timetable.filler == 0)
     place = dict(zip(timetable.rows[own].tolist(), own.tolist(), strict=True))

@@ -15,7 +15,7 @@ from tuner.metrics import CANCELLED
 from tuner.replay import sse
 from tuner.replay.alarm import Alarm
 from tuner.replay.jobs import Ended, Job, Sent, late, never_sent, sent_of
-from tuner.replay.wire import Exchange, Pool, post
+from tuner.replay.wire import HttpExchange, Pool, post
 
 EARLY_S, TOGETHER_S = 0.25, 0.05
 """How long before its time a request is made ready, and how much of the schedule at once."""
@@ -28,12 +28,12 @@ class Sender:
 
     def __init__(self, pool: Pool, on_done: Callable[[Sent], None]) -> None:
         self.pool = pool
-        self.in_flight: dict[int, tuple[Job, Exchange]] = {}
+        self.in_flight: dict[int, tuple[Job, HttpExchange]] = {}
         self.sent = 0
         self.alarm = pool.alarm = Alarm()
         self._on_done = on_done
         self._zero_ns = 0
-        self._finished: deque[tuple[Job, Exchange]] = deque()
+        self._finished: deque[tuple[Job, HttpExchange]] = deque()
         self._parsing: Iterator[None] | None = None
         self._parsed = asyncio.Event()
         self._parsed.set()
@@ -75,10 +75,10 @@ class Sender:
         self._ready[job.key] = job
         if due_s != job.at_s:
             job = job.due_at(due_s)
-        exchange = Exchange(job.key, post(self.pool.host, self.pool.port, job.path, job.body), self._done)
+        exchange = HttpExchange(job.key, post(self.pool.host, self.pool.port, job.path, job.body), self._done)
         self.alarm.at(self._zero_ns + int(due_s * 1e9), partial(self._send, job, exchange))
 
-    def _send(self, job: Job, exchange: Exchange) -> None:
+    def _send(self, job: Job, exchange: HttpExchange) -> None:
         if self._ready.pop(job.key, None) is None:
             return
         self._went.set()
@@ -94,7 +94,7 @@ class Sender:
                 max(0.0, wait - late_s), self.pool.cut, exchange, reason
             )
 
-    def _done(self, exchange: Exchange) -> None:
+    def _done(self, exchange: HttpExchange) -> None:
         job, _ = self.in_flight.pop(exchange.key)
         timer = self._timers.pop(exchange.key, None)
         if timer is not None:
@@ -125,7 +125,7 @@ class Sender:
     def _parse(self) -> Iterator[None]:
         while self._finished:
             job, exchange = self._finished[0]
-            answer = sse.Answer(keep_ids=job.children)
+            answer = sse.StreamedAnswer(keep_ids=job.children)
             try:
                 yield from sse.reader(answer, exchange.stamps, exchange.parts, job.choices)
             except (ValueError, IndexError):

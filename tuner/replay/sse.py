@@ -19,7 +19,7 @@ SLICE = 16
 
 
 @dataclass(slots=True)
-class Answer:
+class StreamedAnswer:
     """One parsed answer; stamps in nanoseconds of the wire's clock. `error` None = complete.
 
     `keep_ids` asks for the answered token ids in `ids`. `guessed` chunks carried text but no usage and were
@@ -47,15 +47,17 @@ class Answer:
         return sum(self.chunk_tokens)
 
 
-def read(stamps: Sequence[int], parts: Sequence[bytes], choices: int = 1) -> Answer:
+def read(stamps: Sequence[int], parts: Sequence[bytes], choices: int = 1) -> StreamedAnswer:
     """Parse a whole answer at once. `choices` is the request's `n`."""
-    answer = Answer()
+    answer = StreamedAnswer()
     for _ in reader(answer, stamps, parts, choices):
         pass
     return answer
 
 
-def reader(answer: Answer, stamps: Sequence[int], parts: Sequence[bytes], choices: int = 1) -> Iterator[None]:
+def reader(
+    answer: StreamedAnswer, stamps: Sequence[int], parts: Sequence[bytes], choices: int = 1
+) -> Iterator[None]:
     """Parse into `answer`, yielding between batches of events so that the caller can attend to its clock."""
     start = _head(answer, parts)
     if start is None:
@@ -84,7 +86,7 @@ def reader(answer: Answer, stamps: Sequence[int], parts: Sequence[bytes], choice
     _conclude(answer, pending)
 
 
-def _head(answer: Answer, parts: Sequence[bytes]) -> tuple[int, bytes, bool] | None:
+def _head(answer: StreamedAnswer, parts: Sequence[bytes]) -> tuple[int, bytes, bool] | None:
     """Where the head ends: its part's number, what follows it there, and whether the body is chunked."""
     head = b""
     for number, part in enumerate(parts):
@@ -147,7 +149,7 @@ def _data(event: bytes) -> bytes:
     return b"\n".join(line[6:] if line[5:6] == b" " else line[5:] for line in lines)
 
 
-def _event(answer: Answer, event: bytes, stamp: int, counts: list[int]) -> None:
+def _event(answer: StreamedAnswer, event: bytes, stamp: int, counts: list[int]) -> None:
     data = _data(event)
     if not data or answer.error is not None:
         return
@@ -168,7 +170,7 @@ def _without_choices(data: bytes) -> bool:
     return data[found : found + 2] != b"[{" and (found < len(CHOICES) or NONE.match(data, found) is not None)
 
 
-def _slow_event(answer: Answer, data: bytes, stamp: int, counts: list[int]) -> None:
+def _slow_event(answer: StreamedAnswer, data: bytes, stamp: int, counts: list[int]) -> None:
     try:
         said = json.loads(data)
     except ValueError:
@@ -184,7 +186,7 @@ def _slow_event(answer: Answer, data: bytes, stamp: int, counts: list[int]) -> N
         _chunk(answer, said, stamp, counts)
 
 
-def _chunk(answer: Answer, said: dict[str, object], stamp: int, counts: list[int]) -> None:
+def _chunk(answer: StreamedAnswer, said: dict[str, object], stamp: int, counts: list[int]) -> None:
     usage = said.get("usage")
     choices = said.get("choices")
     if isinstance(usage, dict) and not choices:
@@ -209,7 +211,7 @@ def _chunk(answer: Answer, said: dict[str, object], stamp: int, counts: list[int
         answer.answer_ns = stamp
 
 
-def _count(answer: Answer, stamp: int, counts: list[int], index: int, total: int) -> None:
+def _count(answer: StreamedAnswer, stamp: int, counts: list[int], index: int, total: int) -> None:
     if index >= len(counts):
         answer.error = f"unexpected choice {index}"
         return
@@ -220,7 +222,7 @@ def _count(answer: Answer, stamp: int, counts: list[int], index: int, total: int
         answer.chunk_tokens.append(fresh)
 
 
-def _final(answer: Answer, usage: dict[str, object], metrics: object) -> None:
+def _final(answer: StreamedAnswer, usage: dict[str, object], metrics: object) -> None:
     prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens")
     details = usage.get("prompt_tokens_details")
     if isinstance(prompt, int):
@@ -233,7 +235,7 @@ def _final(answer: Answer, usage: dict[str, object], metrics: object) -> None:
         answer.engine = {k: float(v) for k, v in metrics.items() if isinstance(v, int | float)}
 
 
-def _conclude(answer: Answer, rest: bytes) -> None:
+def _conclude(answer: StreamedAnswer, rest: bytes) -> None:
     """Say what is wrong with an answer that ended; tokens guessed from text give way to the final usage."""
     if answer.error is None and not answer.finished:
         answer.error = "answer cut before [DONE]" if answer.chunk_ns or rest.strip() else "empty answer"

@@ -23,8 +23,8 @@ from tuner.replay.jobs import Sent
 from tuner.replay.observe import Observer, growing, recomputed
 from tuner.replay.plan import PLANS, Causality, Load, Plan
 from tuner.replay.prefix import Prefix
-from tuner.replay.prepare import Engine, Notes, Preparer, Progress, check_alive
-from tuner.replay.schedule import Schedule, lineage, schedule
+from tuner.replay.prepare import EngineHandle, Notes, Preparer, Progress, check_alive
+from tuner.replay.schedule import SendSchedule, lineage, schedule
 from tuner.replay.senders import Senders
 from tuner.replay.wire import Pool
 from tuner.traffic.trace import Trace
@@ -82,7 +82,7 @@ class Replayed:
 
 
 async def replay(
-    server: Engine,
+    server: EngineHandle,
     trace: Trace,
     slices: Sequence[Slice],
     plan: Plan,
@@ -108,7 +108,7 @@ class _Replay:
 
     def __init__(
         self,
-        server: Engine,
+        server: EngineHandle,
         trace: Trace,
         plan: Plan,
         load: Load,
@@ -161,7 +161,7 @@ class _Replay:
             self.trace, part, speed=self.load.speed, warmup_s=plan.load_warmup_s, tail_s=plan.tail_limit_s
         )
         parents, roots = self.ancestry(timetable)
-        window = Window(part, timetable, parents, self.trace)
+        window = SliceWindow(part, timetable, parents, self.trace)
         self.planned += window.planned
         stretch = Stretch(timetable=timetable, parents=parents, roots=roots)
         observer = Observer(self.server, plan.scrape_s)
@@ -196,7 +196,7 @@ class _Replay:
             slice=part, window_s=ended, outcomes=tuple(outcomes), engine=engine, series=observer.series
         )
 
-    def ancestry(self, timetable: Schedule) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def ancestry(self, timetable: SendSchedule) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """`lineage`, where turns wait for one another at all."""
         if self.load.history != "open":
             return lineage(self.trace, timetable)
@@ -214,7 +214,7 @@ class _Replay:
         self.notes.values["senders"] = float(self.load.senders)
         self.notes.values["senders_pinned"] = float(self.load.cores is not None)
 
-    async def watch(self, window: "Window", zero: int) -> None:
+    async def watch(self, window: "SliceWindow", zero: int) -> None:
         """Until every counted request ended: ask the judge, look after the engine, report progress."""
         limit = window.window_s + self.plan.tail_limit_s
         looked, heard = -math.inf, self.senders.heard
@@ -253,10 +253,12 @@ def connections() -> int:
     return min(CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 
-class Window:
+class SliceWindow:
     """Counted requests of one slice as they come in. `parents`: position of the turn that each waits for."""
 
-    def __init__(self, part: Slice, timetable: Schedule, parents: NDArray[np.int64], trace: Trace) -> None:
+    def __init__(
+        self, part: Slice, timetable: SendSchedule, parents: NDArray[np.int64], trace: Trace
+    ) -> None:
         self.slice, self.trace = part, trace
         self.window_s = timetable.window_s
         self.at_s = timetable.at_s[timetable.measured]

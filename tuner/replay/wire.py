@@ -21,7 +21,7 @@ TIMESPEC = struct.Struct("qq")
 FAR_NS, TOGETHER_NS = 10_000_000_000, 20_000
 
 
-class Exchange:
+class HttpExchange:
     """One request and the raw bytes of its answer; `done` is called once, whatever happened.
 
     `sent_ns` is taken when the request is handed to the kernel: just before its write, or before the connect
@@ -34,7 +34,7 @@ class Exchange:
         "done", "end_ns", "failure", "key", "parts", "request", "resent", "sent_ns", "stamps", "written_ns",
     )  # fmt: skip
 
-    def __init__(self, key: int, request: bytes, done: Callable[["Exchange"], None]) -> None:
+    def __init__(self, key: int, request: bytes, done: Callable[["HttpExchange"], None]) -> None:
         self.key = key
         self.request = request
         self.done = done
@@ -136,7 +136,7 @@ class Connection:
         self.pool = pool
         self.sock = sock
         self.open = True
-        self.exchange: Exchange | None = None
+        self.exchange: HttpExchange | None = None
         self.used = False
         self._framing = Framing()
         self._left: memoryview = memoryview(b"")
@@ -148,7 +148,7 @@ class Connection:
         self._loop.add_reader(self._fd, self._readable)
         pool.opened += 1
 
-    def send(self, exchange: Exchange) -> None:
+    def send(self, exchange: HttpExchange) -> None:
         """Write head and body in one go; the stamp is taken before."""
         self.exchange = exchange
         self._framing = Framing()
@@ -193,7 +193,7 @@ class Connection:
         if alarm is not None and alarm.next_ns <= now:
             alarm.look(1)
 
-    def _received(self, exchange: Exchange, data: bytes, at_ns: int) -> None:
+    def _received(self, exchange: HttpExchange, data: bytes, at_ns: int) -> None:
         exchange.stamps.append(at_ns)
         exchange.parts.append(data)
         try:
@@ -304,7 +304,7 @@ class Pool:
             raise
         return Connection(self, sock)
 
-    def send(self, exchange: Exchange) -> None:
+    def send(self, exchange: HttpExchange) -> None:
         """Send at once; never waits, never refuses."""
         while self.idle:
             connection = self.idle.pop()
@@ -317,7 +317,7 @@ class Pool:
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
 
-    async def _connect_and_send(self, exchange: Exchange) -> None:
+    async def _connect_and_send(self, exchange: HttpExchange) -> None:
         exchange.sent_ns = exchange.sent_ns or perf_counter_ns()
         try:
             connection = await self._connected()
@@ -333,7 +333,7 @@ class Pool:
         else:
             self.idle.append(connection)
 
-    def cut(self, exchange: Exchange, reason: str) -> None:
+    def cut(self, exchange: HttpExchange, reason: str) -> None:
         """End an exchange that is still flying: its deadline passed, or nobody waits for it any more."""
         if exchange.key not in self.flying:
             return

@@ -19,7 +19,7 @@ from tuner.replay.jobs import Sent, late
 from tuner.replay.plan import Load, Plan
 from tuner.replay.prefix import Prefix
 from tuner.replay.schedule import schedule
-from tuner.replay.timeline import Judge, Replayed, SliceReplay, Window
+from tuner.replay.timeline import Judge, Replayed, SliceReplay, SliceWindow
 from tuner.simulator.boot import Booted
 from tuner.simulator.clock import Clock
 from tuner.simulator.cost import StepCost
@@ -128,7 +128,7 @@ class _Slice:
     def run(self, judge: Judge | None, evidence: _Evidence, prefix: Prefix) -> tuple[SliceReplay, float]:
         """The slice as it went, and the virtual seconds from the first request to the end."""
         sent = self._simulate()
-        window = Window(self.slice, self.timetable, np.full(len(sent), -1, np.int64), self.work.trace)
+        window = SliceWindow(self.slice, self.timetable, np.full(len(sent), -1, np.int64), self.work.trace)
         evidence.planned += window.planned
         ended = self._watch(window, sorted(sent, key=_end), judge, evidence)
         evidence.sent += window.sent
@@ -183,7 +183,9 @@ class _Slice:
         )  # fmt: skip
         return Sent(key=number, outcome=outcome, counted=bool(part.measured[number]))
 
-    def _watch(self, window: Window, sent: Sequence[Sent], judge: Judge | None, evidence: _Evidence) -> float:
+    def _watch(
+        self, window: SliceWindow, sent: Sequence[Sent], judge: Judge | None, evidence: _Evidence
+    ) -> float:
         """Give the window each request that ended, in order, and ask the judge; the seconds into the window
         at the end."""
         at, now = 0, 0.0

@@ -10,7 +10,7 @@ from tuner.traffic.tokenizer import Tokenizer, plain_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class RequestFacts:
     """A request body: the prompt as token ids or text (in memory only), and how it wants to be served.
 
     `beam` is the width of a beam search, which vLLM takes from `n`; 0: none.
@@ -32,7 +32,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
+class ResponseFacts:
     """What the answer says of tokens; `chunks` counts events with text, `text` is kept for counting only."""
 
     input_tokens: int | None = None
@@ -47,7 +47,7 @@ class Answered:
 SESSION_KEYS = ("session_id", "conversation_id", "conversation", "prompt_cache_key")
 
 
-def asked(body: Mapping[str, Any]) -> Asked:
+def asked(body: Mapping[str, Any]) -> RequestFacts:
     """Read a body of completions, chat completions or responses; odd values are left at their defaults."""
     metadata = body.get("metadata") if isinstance(body.get("metadata"), dict) else {}
     holders = (body, metadata or {}, body.get("extra") if isinstance(body.get("extra"), dict) else {})
@@ -59,7 +59,7 @@ def asked(body: Mapping[str, Any]) -> Asked:
         (body[k] for k in ("max_completion_tokens", "max_tokens", "max_output_tokens") if body.get(k)), -1
     )
     n = _count(body.get("n"), 1)
-    found = Asked(
+    found = RequestFacts(
         n=n,
         beam=max(1, n) if body.get("use_beam_search") else 0,
         max_tokens=_count(most, -1),
@@ -73,7 +73,7 @@ def asked(body: Mapping[str, Any]) -> Asked:
     return _with_prompt(found, body)
 
 
-def _with_prompt(found: Asked, body: Mapping[str, Any]) -> Asked:
+def _with_prompt(found: RequestFacts, body: Mapping[str, Any]) -> RequestFacts:
     prompt = body.get("prompt", body.get("input"))
     messages = body.get("messages")
     if messages is None and isinstance(prompt, list) and prompt and all(isinstance(p, dict) for p in prompt):
@@ -94,22 +94,22 @@ def _with_prompt(found: Asked, body: Mapping[str, Any]) -> Asked:
     return found
 
 
-def answered(data: bytes, content_type: str = "") -> Answered:
+def answered(data: bytes, content_type: str = "") -> ResponseFacts:
     """Read an answer: one JSON document or a stream of events, whole or cut."""
     if b"data:" in data[:4096] and not data.lstrip().startswith(b"{"):
         return _streamed(data)
     try:
         document = json.loads(data)
     except (ValueError, RecursionError):
-        return Answered(failed=bool(data) and "json" in content_type)
+        return ResponseFacts(failed=bool(data) and "json" in content_type)
     if not isinstance(document, dict):
-        return Answered(failed=True)
+        return ResponseFacts(failed=True)
     text = "".join(_choice_text(choice) for choice in _list(document.get("choices")))
-    found = Answered(text=text, chunks=bool(text), failed="error" in document, complete=True)
+    found = ResponseFacts(text=text, chunks=bool(text), failed="error" in document, complete=True)
     return _with_usage(found, document)
 
 
-def _streamed(data: bytes) -> Answered:
+def _streamed(data: bytes) -> ResponseFacts:
     """All events; only the last ones when they carry the engine's own count and no error came before."""
     tail = data[-4096:]
     if b'"usage":{' in tail.replace(b" ", b"") and b'"error"' not in data:
@@ -119,8 +119,8 @@ def _streamed(data: bytes) -> Answered:
     return _events(data)
 
 
-def _events(data: bytes) -> Answered:
-    found, pieces, chunks = Answered(), [], 0
+def _events(data: bytes) -> ResponseFacts:
+    found, pieces, chunks = ResponseFacts(), [], 0
     for line in data.replace(b"\r\n", b"\n").split(b"\n"):
         if not line.startswith(b"data:"):
             continue
@@ -148,7 +148,7 @@ def _events(data: bytes) -> Answered:
     return replace(found, text="".join(pieces), chunks=chunks)
 
 
-def _with_usage(found: Answered, document: Mapping[str, Any]) -> Answered:
+def _with_usage(found: ResponseFacts, document: Mapping[str, Any]) -> ResponseFacts:
     usage = document.get("usage")
     if not isinstance(usage, dict):
         return found
@@ -163,7 +163,7 @@ def _with_usage(found: Answered, document: Mapping[str, Any]) -> Answered:
 
 
 def lengths(
-    request: Asked, answer: Answered, prints: Fingerprints, tokenizer: Tokenizer | None
+    request: RequestFacts, answer: ResponseFacts, prints: Fingerprints, tokenizer: Tokenizer | None
 ) -> tuple[int | None, int | None, list[int], str]:
     """(prompt tokens, answer tokens, block numbers, where they come from); None where nothing tells a length.
 

@@ -19,7 +19,7 @@ CAPACITIES = (100_000, 400_000, 1_600_000, 6_400_000, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Service:
+class ServiceTimes:
     """A rough time per request where the trace did not observe one: seconds per input and output token."""
 
     prefill_s: float = 1 / 8000
@@ -75,10 +75,10 @@ class Statistics:
         return cast(dict[str, JSON], asdict(self) | {"advice": list(self.advice)})
 
 
-def describe(trace: Trace, *, service: Service | None = None, speed: float = 1.0) -> Statistics:
+def describe(trace: Trace, *, service: ServiceTimes | None = None, speed: float = 1.0) -> Statistics:
     """Every number, for the trace replayed at `speed`."""
     arrival, span = trace.arrival_s / speed, trace.duration_s / speed
-    in_flight, source = concurrency(trace, service or Service(), speed)
+    in_flight, source = concurrency(trace, service or ServiceTimes(), speed)
     reuse = _reuse(trace)
     known_cached, added = trace.obs_cached >= 0, new_tokens(trace)
     numbers = Statistics(
@@ -135,7 +135,7 @@ def dispersion(arrival_s: NDArray[np.float64], window_s: float) -> float | None:
 
 
 def in_flight(
-    trace: Trace, service: Service, speed: float = 1.0
+    trace: Trace, service: ServiceTimes, speed: float = 1.0
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """(edges in seconds, requests in flight after each edge) of the whole trace."""
     took = service_times(trace, service)
@@ -146,13 +146,13 @@ def in_flight(
     return times[order], np.cumsum(steps[order])
 
 
-def service_times(trace: Trace, service: Service) -> NDArray[np.float64]:
+def service_times(trace: Trace, service: ServiceTimes) -> NDArray[np.float64]:
     """Seconds each request was in the engine: observed where known, else estimated from its lengths."""
     estimate = trace.input_len * service.prefill_s + trace.output_len * service.decode_s
     return np.asarray(np.where(np.isnan(trace.obs_e2e_s), estimate, trace.obs_e2e_s))
 
 
-def concurrency(trace: Trace, service: Service, speed: float = 1.0) -> tuple[dict[str, float], str]:
+def concurrency(trace: Trace, service: ServiceTimes, speed: float = 1.0) -> tuple[dict[str, float], str]:
     """Time-weighted percentiles of requests in flight while requests arrive, and the source of times.
 
     Where all arrive at one moment, the time until the last one has ended counts.
@@ -213,13 +213,13 @@ def _cached_share(trace: Trace) -> float:
     return float(trace.obs_cached[known].sum() / max(1, trace.input_len[known].sum(dtype=np.int64)))
 
 
-def series(trace: Trace, *, bins: int = 240, service: Service | None = None) -> dict[str, list[float]]:
+def series(trace: Trace, *, bins: int = 240, service: ServiceTimes | None = None) -> dict[str, list[float]]:
     """What a picture of the trace is drawn from, per equal span of time: `start_s`, `request_rps`,
     `input_tokens_per_s`, `output_tokens_per_s`, and `concurrency` at the end of each span.
     """
     edges = np.linspace(0.0, max(trace.duration_s, 1e-9), bins + 1)
     span = edges[1] - edges[0]
-    times, level = in_flight(trace, service or Service())
+    times, level = in_flight(trace, service or ServiceTimes())
     at = np.searchsorted(times, edges[1:], side="right") - 1
     drawn = {
         "request_rps": np.histogram(trace.arrival_s, edges)[0] / span,

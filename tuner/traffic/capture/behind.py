@@ -7,7 +7,7 @@ from typing import Protocol, cast
 
 import httptools
 
-from tuner.traffic.capture.recorder import Exchange
+from tuner.traffic.capture.recorder import RecordedExchange
 
 Headers = list[tuple[bytes, bytes]]
 CONNECTION = (b"connection", b"keep-alive", b"proxy-connection")
@@ -23,7 +23,7 @@ class Request:
     head: bytes = b""
     body: list[bytes] = field(default_factory=list)
     keep: bool = True
-    exchange: Exchange | None = None
+    exchange: RecordedExchange | None = None
 
 
 class Client(Protocol):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner.traffic.capture.files import Rotation, Sink
-from tuner.traffic.capture.recorder import RECORDED, Exchange, Recorder
+from tuner.traffic.capture.recorder import RECORDED, RecordedExchange, Recorder
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -27,7 +27,7 @@ class Capture:
             await self._app(scope, receive, send)
             return
         peer = scope.get("client")
-        exchange = Exchange.begun(str(peer[0]) if peer else None, scope["headers"])
+        exchange = RecordedExchange.begun(str(peer[0]) if peer else None, scope["headers"])
 
         async def receiving() -> Message:
             message = await receive()
@@ -71,7 +71,7 @@ class VllmCapture(Capture):
         super().__init__(app, recorder)
 
 
-def _passed(exchange: Exchange, message: Message) -> None:
+def _passed(exchange: RecordedExchange, message: Message) -> None:
     """Note what was just sent on: stamps, the status, a reference to the bytes."""
     if message["type"] == "http.response.start":
         exchange.answering(message["status"], message.get("headers", ()))

@@ -16,7 +16,7 @@ import httptools
 
 from tuner.errors import BadInput
 from tuner.traffic.capture.behind import END, Behind, Headers, Request
-from tuner.traffic.capture.recorder import RECORDED, Exchange, Recorder
+from tuner.traffic.capture.recorder import RECORDED, RecordedExchange, Recorder
 
 HOP = frozenset(
     {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer"}
@@ -128,7 +128,7 @@ class Front(asyncio.Protocol):
         keep = self._parser.should_keep_alive()
         one = self._next = Request(method, keep=keep)
         if method == b"POST" and self._path() in RECORDED and self.proxy.recorder is not None:
-            one.exchange = Exchange.begun(self._peer, self._headers)
+            one.exchange = RecordedExchange.begun(self._peer, self._headers)
             one.exchange.body = one.body
         if (b"expect", b"100-continue") in ((n, v.lower()) for n, v in self._headers if n == b"expect"):
             self.transport.write(CONTINUE)

@@ -32,7 +32,7 @@ RAW_NOTICE = "raw capture: whole request and answer bodies are stored, prompts a
 
 
 @dataclass(slots=True, eq=False)
-class Exchange:
+class RecordedExchange:
     """What the hot path knows of one request: stamps and references to the bytes that passed."""
 
     at_ns: int
@@ -51,7 +51,7 @@ class Exchange:
     number: int = -1
 
     @classmethod
-    def begun(cls, peer: str | None, headers: Iterable[tuple[bytes, bytes]]) -> "Exchange":
+    def begun(cls, peer: str | None, headers: Iterable[tuple[bytes, bytes]]) -> "RecordedExchange":
         """A request whose head has come; header names in lower case."""
         exchange = cls(at_ns=monotonic_ns(), client=peer)
         for name, value in headers:
@@ -109,7 +109,7 @@ class Recorder:
         }
         self._most, self._most_bytes = most, most_bytes
         self._bytes_in = self._bytes_out = 0
-        self._queue: SimpleQueue[tuple[Exchange, bool] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[RecordedExchange, bool] | None] = SimpleQueue()
         self._number = self._told_dropped = 0
         self._thread: threading.Thread | None = None
 
@@ -133,7 +133,7 @@ class Recorder:
         self._thread = threading.Thread(target=self._work, args=ends, name="capture", daemon=True)
         self._thread.start()
 
-    def begin(self, exchange: Exchange) -> None:
+    def begin(self, exchange: RecordedExchange) -> None:
         """A request has come whole."""
         size = sum(map(len, exchange.body))
         if self._queue.qsize() >= self._most or self._bytes_in - self._bytes_out + size > self._most_bytes:
@@ -146,7 +146,7 @@ class Recorder:
         self._bytes_in += size
         self._queue.put((exchange, False))
 
-    def end(self, exchange: Exchange) -> None:
+    def end(self, exchange: RecordedExchange) -> None:
         """Its answer has ended, or was cut."""
         if exchange.number == -1:
             self.begin(exchange)
@@ -181,7 +181,7 @@ class Recorder:
         answers.close()
         wait()
 
-    def _hand_over(self, pipe: IO[bytes], exchange: Exchange, ended: bool) -> None:
+    def _hand_over(self, pipe: IO[bytes], exchange: RecordedExchange, ended: bool) -> None:
         if self.counts.dropped != self._told_dropped:
             self._told_dropped = self.counts.dropped
             pipe.write(frame("d", self.counts.dropped))

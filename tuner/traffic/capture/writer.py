@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 from tuner.errors import TunerError
 from tuner.records import JSON
 from tuner.traffic.capture.files import Sink
-from tuner.traffic.exchange import Answered, answered, asked, lengths
+from tuner.traffic.exchange import ResponseFacts, answered, asked, lengths
 from tuner.traffic.fingerprint import TOKEN_BLOCK, Fingerprints, runs
 from tuner.traffic.tokenizer import Tokenizer
 
@@ -158,7 +158,7 @@ class Writer:
     def _began(self, number: int, at_ns: int, client: str | None, session: str | None, body: bytes) -> None:
         document = json.loads(body)
         request = asked(document if isinstance(document, dict) else {})
-        size, _, blocks, _ = lengths(request, Answered(), self._prints, self._tokenizer)
+        size, _, blocks, _ = lengths(request, ResponseFacts(), self._prints, self._tokenizer)
         file = self._file
         if file.raw is not None:
             file.raw.write(_line({"r": number, "request": document}))
@@ -221,7 +221,7 @@ class Writer:
             line["st"] = status
         began.file.lines.append(_line(line))
 
-    def _output(self, answer: Answered) -> tuple[int, str]:
+    def _output(self, answer: ResponseFacts) -> tuple[int, str]:
         """Tokens answered, and what tells: usage, else the tokenizer, else the count of chunks."""
         if answer.output_tokens is not None:
             return answer.output_tokens, "usage"

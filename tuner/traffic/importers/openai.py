@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner.errors import BadInput, nearest
-from tuner.traffic.exchange import Answered, Asked, answered, asked, lengths
+from tuner.traffic.exchange import RequestFacts, ResponseFacts, answered, asked, lengths
 from tuner.traffic.fingerprint import TOKEN_BLOCK, Fingerprints
 from tuner.traffic.importers.draft import ERROR, OK, Draft, Row
 from tuner.traffic.importers.reading import Record, json_lines
@@ -76,7 +76,7 @@ def _add(
     response = _document(record, columns, "response")
     if response is None and "usage" in record.data:
         response = record.data
-    answer = Answered() if response is None else answered(json.dumps(response).encode())
+    answer = ResponseFacts() if response is None else answered(json.dumps(response).encode())
     request = asked(body)
     size, out, blocks, source = lengths(request, answer, *tools)
     if size is None:
@@ -90,8 +90,8 @@ def _add(
 def _row(
     record: Record,
     columns: Mapping[str, str],
-    request: Asked,
-    counted: tuple[int, int, Answered, list[int]],
+    request: RequestFacts,
+    counted: tuple[int, int, ResponseFacts, list[int]],
     unit: str | None,
 ) -> Row:
     size, out, answer, blocks = counted
