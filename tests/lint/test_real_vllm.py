@@ -2,6 +2,7 @@
 with the flag and without it, and engines that were booted.
 """
 
+import asyncio
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from tuner.engine.server import serve
 from tuner.knobs.discover import facts_of_version
 from tuner.lint import flags, subject
 from tuner.lint.flags import IDLE, WrittenFlag
+from tuner.records import Value
 
 VERSION = "0.32.0"
 FACTS = facts_of_version(VERSION, "cpu")
@@ -170,15 +172,21 @@ def bootable() -> list[str]:
 
 @pytest.mark.vllm_full
 @pytest.mark.parametrize("number", range(BOOTED))
-async def test_a_public_command_line_boots_and_idle_flags_are_idle(tmp_path: Path, number: int) -> None:
+def test_a_public_command_line_boots_and_idle_flags_are_idle(tmp_path: Path, number: int) -> None:
     """The engine runs with its default wherever lint says that the flag changes nothing."""
     line = bootable()[number % len(bootable())]
     argv = bare(line)
     (engine,) = subject.engines(f"vllm serve {line}")
     _, findings = flags.check(engine.source, FACTS, [])
-    async with serve(real(tmp_path, *argv)) as server:
-        for each in findings:
-            if each.id == "flag-default" and each.flag in argv:
-                name = each.flag.removeprefix("--no-").removeprefix("--").replace("-", "_")
-                if name in server.effective:
-                    assert server.effective[name] == FACTS.defaults[name], each
+    effective = asyncio.run(_effective(tmp_path, argv))
+    for each in findings:
+        if each.id == "flag-default" and each.flag in argv:
+            name = each.flag.removeprefix("--no-").removeprefix("--").replace("-", "_")
+            if name in effective:
+                assert effective[name] == FACTS.defaults[name], each
+
+
+async def _effective(directory: Path, argv: Sequence[str]) -> Mapping[str, Value]:
+    """What an engine that was booted with these arguments says that it runs with."""
+    async with serve(real(directory, *argv)) as server:
+        return dict(server.effective)
