@@ -253,8 +253,10 @@ def test_a_node_whose_part_has_ended_takes_over_a_lost_one_while_others_go_on(
     """Of three nodes small-1 is done, small-2's raylet is killed, and large is still at work."""
     if not any(VICTIM in " ".join(process.cmdline()) for process in cluster.processes()):
         cluster.type(next(line for line in STARTS if VICTIM in line))  # the test before killed it
+    study = another(tmp_path, "taken")
+    wait_for(lambda: VICTIM in cluster.type(f"tuner tune {study} --on auto --dry-run"))  # it has joined
     log = tmp_path / "taken.log"
-    with cluster.started(f"tuner tune {another(tmp_path, 'taken')} --on auto", log) as command:
+    with cluster.started(f"tuner tune {study} --on auto", log) as command:
         wait_for(lambda: set(runs_of(cluster, "taken")) == set(NODES), alive=command)
         runs = runs_of(cluster, "taken")
         cluster.type(f"tuner run cancel {runs['small-1']}")
