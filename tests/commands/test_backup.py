@@ -106,7 +106,7 @@ def test_a_full_backup_is_restored_into_a_second_home(tmp_path: Path) -> None:
     (trial,) = after.trials(found.id)
     assert trial.measurement is not None
     assert not os.path.exists(trial.measurement.slices[0].outcomes_file or "/")
-    done = tuner(two, "report", "tiny")
+    done = tuner(two, "report", "tiny", "-o", two / "report.html")
     assert done.returncode == 0, done.stderr
     again = tuner(two, "db", "restore", archive)
     assert again.returncode == Conflict.exit_code, again.stderr
