@@ -5,6 +5,7 @@ import signal
 import sys
 from types import FrameType
 
+ENDING = (signal.SIGINT, signal.SIGTERM)
 RUNS = (["tune"], ["demo"], ["schedule", "run"])
 
 
@@ -14,12 +15,18 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 def main() -> None:
     """Run the command line. A signal ends a run with exit code 8, also while modules are loaded."""
-    if any(sys.argv[1 : 1 + len(words)] == words for words in RUNS):
-        for number in (signal.SIGINT, signal.SIGTERM):
+    runs = any(sys.argv[1 : 1 + len(words)] == words for words in RUNS)
+    if runs:
+        for number in ENDING:
             signal.signal(number, _leave)
     from tuner.cli import main as command_line
 
-    command_line()
+    try:
+        command_line()
+    finally:
+        if runs:  # while Python shuts down, a second signal would end it with another code
+            for number in ENDING:
+                signal.signal(number, signal.SIG_IGN)
 
 
 if __name__ == "__main__":

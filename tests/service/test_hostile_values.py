@@ -101,7 +101,7 @@ def test_a_pull_that_names_no_place_is_a_bad_request(tmp_path: Path) -> None:
     world = World(tmp_path)
     answer = world.client("read").get(f"/v1/profiles/resolve?model={MODEL}&workload=chat")
     assert answer.status_code == 400
-    assert "node or gpu_class is needed" in answer.json()["detail"]
+    assert "give node or gpu_class" in answer.json()["detail"]
     assert (
         world.client("read").get(f"/v1/profiles/resolve?model={MODEL}&workload=chat&node=n").status_code
         == 404

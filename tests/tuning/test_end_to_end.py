@@ -234,7 +234,7 @@ def test_a_signal_leaves_a_run_that_goes_on(tmp_path: Path) -> None:
     controller.send_signal(signal.SIGTERM)
     _, told = controller.communicate(timeout=WATCHDOG_S)
     assert controller.returncode == 8, told
-    assert "goes on" in told
+    assert "the same command continues this run" in told
     assert ours(tmp_path) == []
     assert [(t.state, t.cause) for t in trials_of(tmp_path)] == [(TrialState.ABORTED, "stopped")]
     assert run_of(tmp_path).state is RunState.RUNNING

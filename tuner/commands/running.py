@@ -57,7 +57,9 @@ def _end(number: int, frame: object) -> None:
         return
     _now.came = True
     if _now.cancel is None:
-        raise KeyboardInterrupt
+        # No KeyboardInterrupt: where one leaves exec() of a string, as in the import of a dataclass, Python
+        # ends itself by SIGINT at exit, whoever caught it.
+        raise SystemExit(INTERRUPTED)
     _now.cancel()
 
 
