@@ -157,11 +157,11 @@ def serving(cluster: Cluster, node: str, number: int, name: str = "fleet") -> st
 
 
 def another(tmp_path: Path, name: str) -> Path:
-    """The README's study under another name and seed."""
+    """The README's study under another name, and another study: its seed is made of the name."""
     folder = ROOT / "docs" / "examples"
     text = (folder / "fleet.yaml").read_text().replace("name: fleet\n", f"name: {name}\n")
     for file in ("fleet.csv", "fleet-space.yaml"):
         text = text.replace(f" {file}\n", f" {folder / file}\n")
     path = tmp_path / f"{name}.yaml"
-    path.write_text(text.replace("seed: 7", "seed: 8"))
+    path.write_text(text.replace("seed: 7", f"seed: {sum(name.encode())}"))
     return path
