@@ -1,7 +1,7 @@
 """`tuner front` and `tuner history`: the best configurations of a study, and over time."""
 
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -198,11 +198,11 @@ def _row(best: "RunBest") -> list[object]:
 
 
 def _date(text: str | None) -> datetime | None:
+    from tuner.history.best_per_night import moment
 
     if text is None:
         return None
     try:
-        found = datetime.fromisoformat(text)
+        return moment(text)
     except ValueError:
         raise BadInput(f"--since {text}: give a date such as 2026-03-01") from None
-    return found if found.tzinfo else found.replace(tzinfo=UTC)

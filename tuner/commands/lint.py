@@ -24,16 +24,15 @@ def lint(
             help="A command line in quotes, a unit, compose file, manifest or Helm values, or a URL.",
         ),
     ],
-    card: Annotated[
-        str | None, typer.Option(help="The card it runs on, such as h100-80: fit and speed.")
-    ] = None,
-    gpus: Annotated[int | None, typer.Option(min=1, help="How many cards there are.")] = None,
+    card: Annotated[str | None, typer.Option(help="The GPU, such as h100-80: for memory and speed.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="How many GPUs there are.")] = None,
     trace: Annotated[
-        str | None, typer.Option(metavar="TRACE", help="Its traffic: a file, a known trace, latest:CAPTURE.")
+        str | None,
+        typer.Option(metavar="TRACE", help="The traffic: a file, a stored trace or latest:CAPTURE."),
     ] = None,
     rate: Annotated[
         float | None,
-        typer.Option(min=0.001, help="In place of a trace: requests a second (with --input, --output)."),
+        typer.Option(min=0.001, help="Instead of a trace: requests a second (with --input, --output)."),
     ] = None,
     input_: Annotated[int | None, typer.Option("--input", min=1, help="Tokens of each prompt.")] = None,
     output: Annotated[int | None, typer.Option("--output", min=1, help="Tokens of each answer.")] = None,
@@ -43,12 +42,17 @@ def lint(
     ] = None,
     engine_version: Annotated[
         str | None,
-        typer.Option(metavar="V", help="The vLLM it is judged by; the image's, else the newest known."),
+        typer.Option(
+            metavar="V", help="The vLLM version to check against. Default: the image's, or the newest known."
+        ),
     ] = None,
     hf_config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The model's config.json, where it is not known here.")
+        Path | None,
+        typer.Option(metavar="FILE", help="The config.json of a model that the tuner does not know."),
     ] = None,
-    pick: Annotated[str | None, typer.Option(metavar="NAME", help="Which engine of several.")] = None,
+    pick: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The engine to check, where the input has several.")
+    ] = None,
     fail_on: Annotated[
         str, typer.Option(help="Exit 1 from this severity on: error, warning, note, never.")
     ] = "error",
@@ -75,10 +79,8 @@ def lint(
     found = [each for one in what for each in subject.engines(one, pick)]
     linted = [run.lint(each, against, os.environ) for each in found]
     failed = findings.reaches([f for each in linted for f in each.findings], fail_on)
-    if as_sarif:
-        print_json(sarif.document(linted))
-    elif as_json:
-        print_json({"engines": linted})
+    if as_sarif or as_json:
+        print_json(sarif.document(linted) if as_sarif else {"engines": linted})
     else:
         for each in linted:
             _show(each)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, date, timedelta, tzinfo
+from datetime import UTC, date, datetime, timedelta, tzinfo
 from itertools import combinations
 from statistics import median
 from typing import Literal
@@ -179,3 +179,9 @@ def trend(found: Sequence[Night]) -> float | None:
         return None
     slopes = [math.log(b / a) / (end - begin).days for (begin, a), (end, b) in combinations(points, 2)]
     return math.expm1(median(slopes))
+
+
+def moment(text: str) -> datetime:
+    """A date or time as people write it; UTC where it names no zone. ValueError for anything else."""
+    found = datetime.fromisoformat(text)
+    return found if found.tzinfo else found.replace(tzinfo=UTC)

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 
 from markupsafe import Markup
 
 from tuner.errors import BadInput, nearest
-from tuner.history.best_per_night import Night, nights, trend
+from tuner.history.best_per_night import Night, moment, nights, trend
 from tuner.history.store import Store
 from tuner.measures import NAMES
 from tuner.report.charts import over_nights
@@ -90,7 +90,6 @@ def _since(text: str) -> datetime | None:
     if not text:
         return None
     try:
-        found = datetime.fromisoformat(text)
+        return moment(text)
     except ValueError:
         raise BadInput(f"since: give a date such as 2026-03-01, not '{text}'") from None
-    return found if found.tzinfo else found.replace(tzinfo=UTC)

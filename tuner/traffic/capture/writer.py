@@ -58,7 +58,7 @@ class _File:
 
 
 @dataclass(slots=True, eq=False)
-class _Open:
+class _InFlight:
     """What the end of a request needs of its beginning."""
 
     file: _File
@@ -84,7 +84,7 @@ class Writer:
         self.counts = Counts()
         self._tokenizer, self._raw, self._now = tokenizer, raw, now
         self._prints = Fingerprints()
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _InFlight] = {}
         self.retired: list[_File] = []
         self._told_dropped = 0
         self._file = self._begin(sink)
@@ -181,7 +181,7 @@ class Writer:
             line["b"] = [list(run) for run in runs(blocks)]
         file.lines.append(_line(line))
         file.waiting += 1
-        self._open[number] = _Open(file=file, at_ns=at_ns, n=max(1, request.n), size=size)
+        self._open[number] = _InFlight(file=file, at_ns=at_ns, n=max(1, request.n), size=size)
 
     def _ended(
         self,

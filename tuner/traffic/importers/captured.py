@@ -27,7 +27,7 @@ END: Mapping[str, str] = {"obs_ttft_s": "f", "obs_e2e_s": "e"}
 
 
 @dataclass(slots=True)
-class _Open:
+class _Unanswered:
     """A request whose end has not been read yet."""
 
     record: Record
@@ -56,13 +56,13 @@ def read(path: Path, *, max_len: int | None = None, dequantise: bool = True) -> 
 
 def _rows(records: Iterator[Record], draft: Draft) -> list[tuple[Row, int]]:
     """(row, bytes of its prompt or 0): begins and ends put together; what has no end comes last."""
-    waiting: dict[int, _Open] = {}
+    waiting: dict[int, _Unanswered] = {}
     rows: list[tuple[Row, int]] = []
     for record in records:
         if "dropped" in record.data:
             draft.quality["lost_in_capture"] = record.whole("dropped")
         elif record.has("t"):
-            waiting[record.whole("r")] = _Open(record, _blocks(record))
+            waiting[record.whole("r")] = _Unanswered(record, _blocks(record))
         elif "r" in record.data:
             began = waiting.pop(record.whole("r"), None)
             if began is None:
@@ -117,7 +117,7 @@ def _blocks(record: Record) -> list[int]:
         raise record.bad("b", f"is not a list of [start, length]: {error}") from error
 
 
-def _row(began: _Open, end: Record | None, draft: Draft) -> tuple[Row, int]:
+def _row(began: _Unanswered, end: Record | None, draft: Draft) -> tuple[Row, int]:
     record = began.record
     values: dict[str, Any] = {name: record.whole(key) for name, key in BEGIN.items() if record.has(key)}
     size, status = record.whole("i") if record.has("i") else -1, CANCELLED
