@@ -1,50 +1,101 @@
-"""The command line: the names of the commands, which are in `commands/`."""
+"""The command line: the names of the commands by group. Each is in a module of `commands/`."""
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import MutableMapping
+from functools import cache
+from importlib import import_module
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from tuner import SERVICE_VERSION, __version__, masking
-from tuner.commands import (
-    front,
-    knobs,
-    lint,
-    node,
-    plan,
-    profile,
-    report,
-    run,
-    schedule,
-    serve,
-    study,
-    trace,
-    tune,
-    upkeep,
-)  # fmt: skip
+from tuner.commands.examples import EXAMPLES, EXIT_CODES
+
+GROUPS: dict[str, dict[str, str]] = {
+    "Start": {
+        "demo": "tune:demo", "lint": "lint:lint", "doctor": "upkeep:doctor",
+    },
+    "Tune": {
+        "tune": "tune:tune", "predict": "plan:predict", "capture": "trace:capture", "trace": "trace:app",
+        "knobs": "knobs:app", "baseline": "knobs:baseline_app",
+    },
+    "Results": {
+        "front": "front:front", "history": "front:history", "report": "report:report", "study": "study:app",
+        "run": "run:app", "trial": "study:trial_app", "profile": "profile:app",
+    },
+    "Serve and fleet": {
+        "serve": "serve:serve", "token": "serve:token_app", "schedule": "schedule:app", "node": "node:app",
+    },
+    "Upkeep": {"gc": "upkeep:gc", "db": "upkeep:database_app"},
+}  # fmt: skip
+"""Group → command → `module:name` in `tuner.commands`: a function, or a Typer with more commands."""
+PLACES = {name: place for names in GROUPS.values() for name, place in names.items()}
+
+
+class Commands(TyperGroup):
+    """The commands by group. A command's module is imported when the command, or the whole help, is asked
+    for: `tuner lint` does not wait for what `tuner tune` needs.
+    """
+
+    @property
+    def commands(self) -> MutableMapping[str, Any]:
+        """All commands by name."""
+        return {name: command(name) for name in PLACES}
+
+    @commands.setter
+    def commands(self, given: object) -> None:
+        """The base class sets what it was given, which is nothing."""
+
+    def list_commands(self, ctx: object) -> list[str]:
+        return list(PLACES)
+
+    def get_command(self, ctx: object, cmd_name: str) -> Any:
+        return command(cmd_name) if cmd_name in PLACES else None
+
+    def format_commands(self, ctx: object, formatter: Any) -> None:
+        width = max(map(len, PLACES))
+        for title, names in GROUPS.items():
+            with formatter.section(title):
+                rows = ((f"{n:<{width}}", command(n).get_short_help_str(formatter.width)) for n in names)
+                formatter.write_dl(list(rows))
+
+
+@cache
+def command(name: str) -> Any:
+    """The command of that name, with the examples of `commands/examples.py` in its help."""
+    module, _, attribute = PLACES[name].partition(":")
+    found = getattr(import_module(f"tuner.commands.{module}"), attribute)
+    around = typer.Typer(rich_markup_mode=None, add_completion=False)
+    if not isinstance(found, typer.Typer):
+        around.command(name, epilog=_examples(name))(found)
+        return typer.main.get_command(around)
+    for each in found.registered_commands:
+        each.epilog = _examples(f"{name} {each.name}")
+    around.add_typer(found, name=name, epilog=_examples(name))
+    around.callback()(lambda: None)
+    return typer.main.get_command(around).commands[name]  # type: ignore[attr-defined]
+
+
+def _examples(path: str) -> str | None:
+    """The examples of a command as the end of its help; of a group, the first one of each command."""
+    lines = EXAMPLES.get(path) or [
+        found[0] for name, found in EXAMPLES.items() if name.startswith(f"{path} ")
+    ]
+    return "\n".join(["\b", "Examples:", *(f"  {line}" for line in lines)]) if lines else None
+
 
 app = typer.Typer(
     name="tuner",
-    help="Find the vLLM configuration that serves your own traffic best.",
+    cls=Commands,
+    help="Find the vLLM configuration that serves your traffic best.",
+    epilog=EXIT_CODES,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
-COMMANDS: dict[str, Callable[..., None]] = {
-    "lint": lint.lint, "demo": tune.demo, "tune": tune.tune, "predict": plan.predict, "front": front.front,
-    "capture": trace.capture, "report": report.report, "history": front.history, "doctor": upkeep.doctor,
-    "gc": upkeep.gc, "serve": serve.serve,
-}  # fmt: skip
-GROUPS = {
-    "trace": trace.app, "study": study.app, "run": run.app, "trial": study.trial_app, "profile": profile.app,
-    "knobs": knobs.app, "baseline": knobs.baseline_app, "schedule": schedule.app, "node": node.app,
-    "token": serve.token_app, "db": upkeep.database_app,
-}  # fmt: skip
-for name, command in COMMANDS.items():
-    app.command(name)(command)
-for name, group in GROUPS.items():
-    app.add_typer(group, name=name)
 
 
 def _version(asked: bool) -> None:
@@ -59,7 +110,7 @@ def _root(
         False, "--version", callback=_version, is_eager=True, help="Print the version."
     ),
 ) -> None:
-    """Find the vLLM configuration that serves your own traffic best."""
+    """Find the vLLM configuration that serves your traffic best."""
 
 
 def _refuse_other_service() -> None:
@@ -78,7 +129,7 @@ def main() -> None:
     masking.mask_files()
     try:
         _refuse_other_service()
-        app()
+        app(prog_name="tuner")
     except Exception as error:
         from tuner.errors import TunerError, Unavailable
 

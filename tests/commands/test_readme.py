@@ -109,6 +109,6 @@ def test_the_first_study_of_the_readme_works(tmp_path: Path) -> None:
 
 def test_every_command_is_in_the_readme() -> None:
     done = tuner(Path("/nonexistent"), "--help")
-    names = re.findall(r"^  (\w+)  ", done.stdout.partition("Commands:")[2], re.MULTILINE)
+    names = re.findall(r"^  (\w+)  ", done.stdout.partition("Start:")[2], re.MULTILINE)
     assert names
     assert [name for name in names if f"`tuner {name}" not in README] == []

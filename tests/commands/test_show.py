@@ -10,7 +10,7 @@ from tests.history.records import NOW, a_launch, a_measurement, a_run, a_study, 
 from tuner.commands.common import text
 from tuner.history.store import Store
 from tuner.profiles import registry
-from tuner.records import JSON, Launch, Study, TrialState
+from tuner.records import JSON, Launch, RunState, Study, TrialState
 
 
 def test_a_profile_s_evidence_is_shown_line_by_line(tmp_path: Path) -> None:
@@ -109,3 +109,17 @@ def test_what_is_not_there_yet_is_said_in_a_word(tmp_path: Path) -> None:
     for words in (["study", "list"], ["run", "list"], ["profile", "list"], ["node", "list"]):
         assert call(tmp_path, *words).stdout == "nothing yet\n", words
     assert call(tmp_path, "history").stdout == "no run has measured goodput_rps yet\n"
+
+
+def test_run_status_without_an_id_shows_the_newest_run(tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path / 'tuner.db'}")
+    assert "there is no run yet" in str(call(tmp_path, "run", "status").exception)
+    study = a_study()
+    old = a_run(store, study)
+    store.save_run(replace(old, state=RunState.FINISHED, ended_at=NOW))
+    new = store.open_run(
+        study.id, trials_limit=3, deadline=None, now=NOW + timedelta(hours=1), pid=1, host="host"
+    )
+    store.close()
+    assert call(tmp_path, "run", "status").stdout.startswith(new.id)
+    assert call(tmp_path, "run", "status", old.id).stdout.startswith(old.id)

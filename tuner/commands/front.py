@@ -24,7 +24,10 @@ def front(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Show the Pareto front (trials that no other trial beats in every objective) beside the baseline."""
+    """Show a study's best trials beside the baseline.
+
+    They are the Pareto front: no other trial beats one of them in every objective.
+    """
     store = open_store()
     found = find_study(store, study)
     if as_json:
@@ -150,8 +153,10 @@ def history(
     metric: Annotated[str, typer.Option(help="Which measurement to show.")] = "goodput_rps",
     as_json: Json = False,
 ) -> None:
-    """Show the result of every run, the oldest first: the winner or, where it stays, today's configuration,
-    as measured again; without a confirmation, the best first measurement.
+    """Show the result of every run, the oldest first.
+
+    The result is the winner or, where it stays, today's configuration, as measured again. For a run without
+    a confirmation it is the best first measurement.
     """
     from tuner.measures import NAMES
 

@@ -16,9 +16,7 @@ from tuner.errors import BadInput, Unavailable
 if TYPE_CHECKING:
     from tuner.records import EngineFacts
 
-app = typer.Typer(
-    help="Knobs: the engine arguments that an installed engine has.", invoke_without_command=True
-)
+app = typer.Typer(help="List the knobs of an installed engine.", invoke_without_command=True)
 Python = Annotated[
     str | None,
     typer.Option(metavar="PY", help="The interpreter that has vllm. Default: the simulated engine."),
@@ -93,9 +91,9 @@ def check(
     max_model_len: Annotated[int | None, typer.Option(min=1, help="The engine's --max-model-len.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Check a search space against an engine: errors, knobs that are dropped, and notes.
+    """Check a search space against an engine.
 
-    Exit code 2 when a study with this space cannot start.
+    It lists errors, dropped knobs and notes. Exit code 2 when a study with this space cannot start.
     """
     from tuner.knobs import check as checks
     from tuner.knobs import model as models
@@ -132,9 +130,7 @@ def facts_of(python: str | None) -> "EngineFacts":
     return discover((found, *adapter_of("vllm").command))
 
 
-baseline_app = typer.Typer(
-    help="Baselines: the configuration that runs today, as the start of a study.", no_args_is_help=True
-)
+baseline_app = typer.Typer(help="Read the configuration that runs today.", no_args_is_help=True)
 
 
 @baseline_app.command("import")
@@ -160,8 +156,9 @@ def import_baseline(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Print `model`, `engine` and `baseline` of a study file for an engine that runs today.
+    """Read today's configuration into a study file.
 
+    Prints the keys `model`, `engine` and `baseline` of the study.
     Notes on standard error say what was left out or is uncertain. Values of secrets are left out.
     """
     import yaml

@@ -59,7 +59,9 @@ def lint(
     as_json: Json = False,
     as_sarif: Annotated[bool, typer.Option("--sarif", help="Print SARIF 2.1.0 for code scanning.")] = False,
 ) -> None:
-    """Check a vLLM configuration: flags, memory, and how it would serve your traffic. Nothing is launched.
+    """Check a vLLM configuration without a GPU. Nothing is launched.
+
+    It checks flags and memory, and predicts how the configuration would serve your traffic.
 
     Exit 1 when a finding is as severe as --fail-on says. docs/lint/ has a page for each finding.
     """

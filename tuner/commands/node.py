@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from tuner.records import JSON, Node
     from tuner.tuning.studyfile import EngineFile
 
-app = typer.Typer(
-    help="Nodes: machines with GPUs, and how production leaves and returns.", no_args_is_help=True
-)
+app = typer.Typer(help="Register machines with GPUs and their hand-over.", no_args_is_help=True)
 Name = Annotated[str, typer.Argument(metavar="NODE", help="A node's name.")]
 WATCH_S = 1.0
 RETRY_S = 30.0

@@ -188,7 +188,10 @@ def predict(
     candidates: Annotated[int, typer.Option(min=1, help="Number of candidates to draw from the space.")] = 64,
     as_json: Json = False,
 ) -> None:
-    """Predict what a study's candidates would measure, calibrated on its trials so far."""
+    """Predict what a study's candidates would measure.
+
+    A simulator predicts, calibrated on the study's trials so far. Nothing is launched.
+    """
     from tuner.tuning.calibrated_predictor import forecast
 
     prepared = prepared_study(study)

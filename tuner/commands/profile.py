@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tuner.history.store import Store
     from tuner.records import JSON, AliasEvent, Profile, ProfileKey
 
-app = typer.Typer(help="Profiles: winning configurations, by model, node and workload.", no_args_is_help=True)
+app = typer.Typer(help="List, compare, promote and export winning profiles.", no_args_is_help=True)
 Model = Annotated[str, typer.Option(callback=model_name, help="The model that the profile is for.")]
 NodeName = Annotated[str | None, typer.Option(help="The node. Not needed when there is only one.")]
 Workload = Annotated[str | None, typer.Option(help="The workload. Not needed when there is only one.")]
@@ -45,7 +45,7 @@ def list_profiles(
     model: Annotated[str | None, typer.Option(callback=model_name, help="Only this model.")] = None,
     as_json: Json = False,
 ) -> None:
-    """List profile versions, the newest first, with the aliases that point at them."""
+    """List profile versions and their aliases, the newest first."""
     store = open_store()
     profiles, aliases = store.profiles(model=model), store.aliases()
     rows = []
@@ -83,7 +83,7 @@ def list_profiles(
 
 @app.command("show")
 def show(profile: Annotated[int, typer.Argument(help="The profile's id.")], as_json: Json = False) -> None:
-    """Show one version with its evidence and the moves of its aliases."""
+    """Show a version, its evidence and the moves of its aliases."""
     store = open_store()
     found = store.profile(profile)
     events = [e for e in store.alias_events(found.key) if found.version in (e.from_version, e.to_version)]
@@ -129,7 +129,10 @@ def diff(
     other: Annotated[int, typer.Argument(help="Another's.")],
     as_json: Json = False,
 ) -> None:
-    """Show the differences of two versions: engine, traffic, GPU, knobs, fixed arguments, environment."""
+    """Show the differences of two versions.
+
+    Engine, traffic, GPU, knobs, fixed arguments and environment.
+    """
     from tuner.profiles import registry
 
     store = open_store()
@@ -160,7 +163,7 @@ def resolve(
         ),
     ] = False,
 ) -> None:
-    """Print the configuration of an alias in the format of your chart."""
+    """Print an alias's configuration in the format of your chart."""
     from tuner.profiles import export, registry
 
     store = open_store()

@@ -36,7 +36,10 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """Write a study's report: one HTML file that needs no network, or Markdown. `-o -` prints it."""
+    """Write a study's report as HTML or Markdown.
+
+    The HTML file needs no network. `-o -` prints the report.
+    """
     from tuner.commands.front import find_study
 
     store = open_store()

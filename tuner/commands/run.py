@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tuner.history.store import Store
     from tuner.records import Run, Study
 
-app = typer.Typer(help="Runs: executions of a study within a budget.", no_args_is_help=True)
+app = typer.Typer(help="List runs, show how they are going, stop them.", no_args_is_help=True)
 RunRef = Annotated[str, typer.Argument(metavar="RUN", help="A run's id, or the beginning of it.")]
 
 
@@ -61,11 +61,24 @@ def find_run(store: "Store", ref: str) -> "Run":
     return found[0]
 
 
+def newest_run(store: "Store") -> "Run":
+    """The run that started last. NotFound when there is none yet."""
+    for found in store.runs(limit=1):
+        return found
+    raise NotFound("there is no run yet: `tuner tune STUDY.yaml` starts one")
+
+
 @app.command("status")
-def status(run: RunRef, as_json: Json = False) -> None:
+def status(
+    run: Annotated[
+        str | None,
+        typer.Argument(metavar="[RUN]", help="A run's id, or the beginning of it. Default: the newest run."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
     """Show the progress of a run, and its conclusion."""
     store = open_store()
-    found = find_run(store, run)
+    found = newest_run(store) if run is None else find_run(store, run)
     trials = [t for t in store.trials(found.study_id) if t.run_id == found.id]
     states = {s: sum(1 for t in trials if t.state == s) for s in sorted({t.state for t in trials})}
     said = store.conclusion(found.id)

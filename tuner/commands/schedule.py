@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tuner.records import JSON, Run
     from tuner.tuning.context import RunEvent, Tell
 
-app = typer.Typer(help="Schedules: nightly runs inside a window.", no_args_is_help=True)
+app = typer.Typer(help="Tune every night inside a window.", no_args_is_help=True)
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A schedule's name.")]
 REFUSED = 9
 """Exit code of `schedule run` when the run was refused; the message says why."""
@@ -150,7 +150,7 @@ def upcoming(
     count: Annotated[int, typer.Option(min=1, max=1000, help="How many windows to show.")] = 7,
     as_json: Json = False,
 ) -> None:
-    """Show the next windows of a schedule, and which of them fall on a blackout date."""
+    """Show the next windows of a schedule, and blackout dates."""
     from itertools import islice
 
     from tuner.fleet import window
@@ -176,9 +176,10 @@ def upcoming(
 @app.command("run")
 @ends_by_signal()
 def run_now(name: Name, as_json: Json = False) -> None:
-    """Start the run that is due now and end it with the window; for cron, systemd timers and CronJobs.
+    """Start the run that is due now; end it with its window.
 
-    A run that died in the same window is resumed. Exit code 0: done, or nothing is due; 9: refused.
+    For cron, systemd timers and CronJobs. A run that died in the same window is resumed. Exit code 0: done,
+    or nothing is due; 9: refused.
     """
     from tuner.fleet import handover, notify, schedule
     from tuner.fleet.schedule import Firing

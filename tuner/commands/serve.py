@@ -120,9 +120,7 @@ def address(store: "Store", host: str | None) -> str:
     return where
 
 
-token_app = typer.Typer(
-    help="Tokens of the HTTP service. Only their hashes are stored.", no_args_is_help=True
-)
+token_app = typer.Typer(help="Create, list and revoke tokens. Only hashes are stored.", no_args_is_help=True)
 DAYS = 90
 UNITS = {"h": timedelta(hours=1), "d": timedelta(days=1), "w": timedelta(weeks=1)}
 Reason = Annotated[str, typer.Option(help="The reason, which is stored in the audit.")]

@@ -11,7 +11,7 @@ from tuner.errors import BadInput, NotFound
 if TYPE_CHECKING:
     from tuner.records import Trial
 
-app = typer.Typer(help="Studies: what makes trials comparable.", no_args_is_help=True)
+app = typer.Typer(help="List, show and export studies.", no_args_is_help=True)
 
 
 @app.command("list")
@@ -91,7 +91,7 @@ def export_study(
         typer.echo(f"study {name} is in {optuna}; look at it with: optuna-dashboard {optuna}", err=True)
 
 
-trial_app = typer.Typer(help="Trials: candidates launched and measured.", no_args_is_help=True)
+trial_app = typer.Typer(help="Show a trial's numbers, or its engine's log.", no_args_is_help=True)
 Number = Annotated[int, typer.Argument(metavar="NUMBER", help="The trial's number in its study.")]
 Attempt = Annotated[int | None, typer.Option(help="Which attempt. Default: the last one.")]
 
@@ -111,7 +111,7 @@ def find_trial(study: str, number: int, attempt: int | None) -> "Trial":
 
 @trial_app.command("show")
 def show_trial(study: StudyRef, number: Number, attempt: Attempt = None, as_json: Json = False) -> None:
-    """Show one trial: its configuration, its measurements, how it ended."""
+    """Show a trial's configuration, measurements and end."""
     from tuner.settings import under_home
 
     trial = find_trial(study, number, attempt)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 FORMATS = (
     "azure, mooncake, burstgpt, bailian, litellm, otlp, openai, vllm-log, tracelab, capture, generic, parquet"
 )
-app = typer.Typer(help="Traces: captured traffic without its text.", no_args_is_help=True)
+app = typer.Typer(help="Import, show, cut and compare traces of traffic.", no_args_is_help=True)
 Ref = Annotated[
     str,
     typer.Argument(metavar="TRACE", help="A file, the name or digest of a known trace, or latest:CAPTURE."),
@@ -105,7 +105,10 @@ def import_trace(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Import a trace: it is stored as Parquet under its name and its digest."""
+    """Import a trace from a log or a data set.
+
+    It is stored as Parquet under its name and its digest.
+    """
     from tuner.traffic import importers
 
     columns = _columns(column or [])
@@ -204,7 +207,10 @@ def show(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show rates, burstiness, lengths, concurrency, prefix reuse and quality, with advice for the knobs."""
+    """Show the numbers of a trace, with advice for the knobs.
+
+    Rates, burstiness, lengths, concurrency, prefix reuse and quality.
+    """
     from tuner.traffic import statistics
 
     found, path = open_trace(trace)
@@ -254,8 +260,9 @@ def cut(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show the slices that `auto` would choose, or the slice that you give. -o writes one slice as
-    a trace.
+    """Show the slices that a study would replay, or cut one.
+
+    Without --start they are those that `slices: auto` chooses. -o writes one slice as a trace.
     """
     from tuner.traffic import slices
 
@@ -319,7 +326,10 @@ def reshape(
     ] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed for --share and for the shifts of the copies.")] = 0,
 ) -> None:
-    """Write a new trace from others: added, thinned, multiplied or faster, in this order."""
+    """Write a new trace that is denser, thinner or faster.
+
+    Traces are added, thinned, multiplied and sped up, in this order.
+    """
     from tuner.traffic import reshape, structure
 
     found = open_trace(trace)[0]
@@ -342,8 +352,9 @@ def reshape(
 
 @app.command("diff")
 def diff(before: Ref, after: Ref, as_json: Json = False) -> None:
-    """Show what changed between two traces: rate, lengths, mix and reuse, each with the size of the
-    change.
+    """Show what changed between two traces.
+
+    Rate, lengths, mix and reuse, each with the size of the change.
     """
     from tuner.traffic import shift
 
@@ -416,8 +427,9 @@ def capture(
     host: Host = "127.0.0.1",
     port: Port = 8900,
 ) -> None:
-    """Forward requests to an engine and record them: times, lengths and shared prefixes, no text.
+    """Record the traffic of a running engine, without its text.
 
+    A proxy forwards the requests and records their times, lengths and shared prefixes.
     Ctrl-C or SIGTERM stops it after the current answers have ended (10 s at most).
     """
     from tuner.traffic.capture.files import Rotation

@@ -81,7 +81,10 @@ def tune(
     run: RunId = None,
     as_json: Json = False,
 ) -> None:
-    """Tune an engine on a trace. An interrupted run continues where it stopped."""
+    """Find an engine's best configuration for a trace.
+
+    An interrupted run continues where it stopped.
+    """
     from dataclasses import replace
 
     from tuner.tuning import studyfile
@@ -261,7 +264,7 @@ def demo(
     trials: Annotated[int, typer.Option(min=2, help="How many trials.")] = 10,
     home: Annotated[Path | None, typer.Option(help="The folder to use. Default: TUNER_HOME/demo.")] = None,
 ) -> None:
-    """Tune a simulated engine on a bundled slice of a real trace; about a minute."""
+    """Tune a simulated engine on a slice of a real trace; a minute."""
     from tuner.commands import front, report
     from tuner.settings import shipped
     from tuner.tuning.run import RunLimits

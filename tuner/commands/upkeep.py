@@ -21,8 +21,9 @@ def doctor(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Check this host and, if given, a study with its model and engine. The exit code is 0 or that of the
-    first error.
+    """Check this host and, if given, a study.
+
+    The study's model and engine are checked too. The exit code is 0, or that of the first error.
     """
     from tuner.doctor import examine, exit_code
 
@@ -141,7 +142,7 @@ def _turn(log: Path, at: datetime) -> None:
         log.rename(log.with_name(f"tuner-{at:%Y%m%dT%H%M%SZ}.jsonl"))
 
 
-database_app = typer.Typer(help="The history database.", no_args_is_help=True)
+database_app = typer.Typer(help="Upgrade, back up, restore or copy the history.", no_args_is_help=True)
 
 
 @database_app.command("upgrade")
@@ -161,7 +162,11 @@ def backup(
         typer.Option("--full", help="Write an archive with traces, nodes and notifications too."),
     ] = False,
 ) -> None:
-    """Write a consistent copy of an SQLite database while it is in use. With --full, of any database."""
+    """Write a consistent copy of the history while it is in use.
+
+    Without --full it copies an SQLite database; with --full it archives any database, and the files of
+    the home.
+    """
     from tuner.history import maintenance
 
     store = open_store()
@@ -195,7 +200,10 @@ def _kept_files(store: "Store", home: Path) -> dict[str, Path]:
 def restore(
     archive: Annotated[Path, typer.Argument(help="What `tuner db backup --full` wrote.")],
 ) -> None:
-    """Restore a full backup, of this or an earlier release, into this TUNER_HOME and its empty database."""
+    """Restore a full backup into an empty TUNER_HOME.
+
+    The backup may be of this or an earlier release. The database must be empty.
+    """
     from tuner.history.maintenance import unpack
 
     count = unpack(archive, settings().home, settings().url)
@@ -206,7 +214,10 @@ def restore(
 def copy_to(
     url: Annotated[str, typer.Argument(metavar="URL", help="A new, empty database, which is made.")],
 ) -> None:
-    """Copy every row of the history, ids included, into another database: SQLite to PostgreSQL or back."""
+    """Copy the history into another database.
+
+    Every row, ids included: from SQLite to PostgreSQL or back.
+    """
     from tuner.history.maintenance import copy
     from tuner.history.store import Store
 
