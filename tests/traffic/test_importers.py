@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.traffic.formats import AZURE, FORMATS, MOONCAKE, OTLP_OBJECT, UNITS, VLLM_LOG
 from tuner.errors import BadInput
 from tuner.traffic.importers import detect, read_any
-from tuner.traffic.importers.reading import parse_stamp
+from tuner.traffic.importers.stamps import parse_stamp
 from tuner.traffic.trace import STATUSES, Trace, bundled, write
 
 Real = Callable[[str], Path]
@@ -105,7 +105,7 @@ def test_whole_seconds_are_spread_within_the_second(tmp_path: Path) -> None:
 
 
 def test_spreading_is_the_same_each_time_and_keeps_order() -> None:
-    from tuner.traffic.quantise import resolution_s, spread
+    from tuner.traffic.importers.stamps import resolution_s, spread
 
     arrival = np.repeat(np.arange(50.0), 7)
     assert resolution_s(arrival) == 1.0

@@ -10,7 +10,7 @@ import pytest
 from tests.traffic.formats import FORMATS
 from tests.traffic.test_importers import put
 from tuner.errors import BadInput
-from tuner.traffic.importers import COUNTED, read_any
+from tuner.traffic.importers import importers, read_any
 
 CASES = Path(__file__).parents[1] / "data" / "cases"
 
@@ -122,7 +122,7 @@ def test_a_stamp_since_1970_in_nanoseconds_is_exact(tmp_path: Path) -> None:
     assert trace.meta["start_ns"] == 1_780_000_000_000_000_001
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name][1] not in COUNTED])
+@pytest.mark.parametrize("name", [name for name in FORMATS if not importers()[FORMATS[name][1]].takes_unit])
 def test_a_unit_is_refused_where_the_file_writes_it(tmp_path: Path, name: str) -> None:
     with pytest.raises(BadInput, match="leave --unit out"):
         read_any(put(tmp_path, FORMATS[name][0]), unit="ms")

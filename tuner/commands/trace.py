@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand, TyperOption
 
 from tuner import masking
 from tuner.commands.common import (
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
     from tuner.traffic.statistics import Statistics
     from tuner.traffic.trace import Trace
 
-FORMATS = (
-    "azure, mooncake, burstgpt, bailian, litellm, otlp, openai, vllm-log, tracelab, capture, generic, parquet"
-)
 app = typer.Typer(help="Import, show, cut and compare traces of traffic.", no_args_is_help=True)
 Ref = Annotated[
     str,
@@ -68,7 +66,19 @@ def open_trace(ref: str) -> "tuple[Trace, Path]":
     return kept.find(stored.digest, stored.path)
 
 
-@app.command("import")
+class _ImportCommand(TyperCommand):
+    """`tuner trace import`. The importers are loaded only when its help, which names them, is asked for."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        from tuner.traffic.importers import importers
+
+        for each in self.params:
+            if each.name == "format" and isinstance(each, TyperOption):
+                each.help = f"One of {', '.join(importers())}. Default: what the content shows."
+        super().format_options(ctx, formatter)
+
+
+@app.command("import", cls=_ImportCommand)
 def import_trace(
     source: Annotated[
         str,
@@ -80,7 +90,7 @@ def import_trace(
     name: Annotated[
         str | None, typer.Option(help="The name of the trace. Default: the name of the file.")
     ] = None,
-    format: Annotated[str | None, typer.Option(help=f"One of {FORMATS}.")] = None,
+    format: Annotated[str | None, typer.Option(help="The format. Default: what the content shows.")] = None,
     column: Annotated[
         list[str] | None,
         typer.Option(metavar="OURS=THEIRS", help="A column of a generic or openai file; repeatable."),

@@ -1,53 +1,73 @@
-"""Traces from anywhere: the format is told by the content; what is odd is repaired and counted or refused."""
+"""Reads a trace of any known format. Each format is an importer in a file of this package.
+
+The content of a file shows its format. Odd rows are repaired or left out, and counted; wrong values are
+refused. docs/extending.md shows how to add a format.
+"""
 
 import csv
+import importlib
 import json
-from collections.abc import Callable, Mapping
+import pkgutil
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-
-import numpy as np
+from typing import Any
 
 from tuner.errors import BadInput, nearest
-from tuner.records import JSON
 from tuner.traffic import trace as canonical
-from tuner.traffic.importers import (
-    azure,
-    bailian,
-    burstgpt,
-    captured,
-    generic,
-    litellm,
-    mooncake,
-    openai,
-    otlp,
-    tracelab,
-    vllm_log,
-)
 from tuner.traffic.importers.reading import head
-from tuner.traffic.importers.units import check_unit
+from tuner.traffic.importers.stamps import check_unit
+from tuner.traffic.importers.trace_builder import ImportOptions
 from tuner.traffic.trace import Trace
 
-Reader = Callable[..., Trace]
 
-FORMATS: Mapping[str, Reader] = {
-    "azure": azure.read,
-    "mooncake": mooncake.read,
-    "burstgpt": burstgpt.read,
-    "bailian": bailian.read,
-    "litellm": litellm.read,
-    "otlp": otlp.read,
-    "openai": openai.read,
-    "vllm-log": vllm_log.read,
-    "capture": captured.read,
-    "tracelab": tracelab.read,
-    "generic": generic.read,
-}
-"""Format → reader(path, max_len=, dequantise=), of COUNTED unit= too; `parquet` is our own file."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileStart:
+    """The first 64 KiB of a file, unpacked, from the first character that is no space. `first` is its first
+    JSON object; None where there is none, or it does not end within the start.
+    """
 
-MAPPED = {"generic": generic.read, "openai": openai.read}
-"""Formats whose columns can be named."""
-COUNTED = ("mooncake", "burstgpt", "bailian", "generic", "openai")
-"""Formats whose times may be numbers without a unit."""
+    text: str
+    first: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Importer:
+    """How files of one format are recognised and read.
+
+    A file has the format if the header of a CSV file has all `csv_columns`, or the first object of a JSON
+    file has all keys of one of `json_keys` (of several formats, the one that names most of them); else if
+    `fits` says so.
+    """
+
+    format: str
+    read: Callable[[Path, ImportOptions], Trace]
+    csv_columns: tuple[str, ...] = ()
+    json_keys: tuple[tuple[str, ...], ...] = ()
+    fits: Callable[[FileStart], bool] = lambda start: False
+    columns: Collection[str] = ()
+    """What users can map to names in their file (`--column`)."""
+    takes_unit: bool = False
+    """Whether times may be numbers of a unit that the file does not name (`--unit`)."""
+    takes_tokenizer: bool = False
+    """Whether it counts tokens of texts (`--tokenizer`)."""
+
+
+_registered: dict[str, Importer] = {}
+
+
+def register(importer: Importer) -> None:
+    """Makes a format known under its name."""
+    _registered[importer.format] = importer
+
+
+@cache
+def importers() -> Mapping[str, Importer]:
+    """Every importer by the name of its format, from all files of this package."""
+    for each in pkgutil.iter_modules(__path__):
+        importlib.import_module(f"{__name__}.{each.name}")
+    return dict(sorted(_registered.items()))
 
 
 def read_any(
@@ -60,107 +80,81 @@ def read_any(
     dequantise: bool = True,
     tokenizer: str | Path | None = None,
 ) -> Trace:
-    """The trace in a file of any known format, told by its content unless named.
+    """The trace in a file of any known format, which its content shows unless `format` names it.
 
-    `columns` names columns of a `generic` or `openai` file; `tokenizer` counts what `openai` logs do not;
-    `unit` (s, ms, us, ns) is that of times which are numbers, asked for where the file leaves it open.
-    Requests longer than `max_len` tokens (prompt and answer) are dropped and counted; stamps coarser than
-    5 ms are spread unless `dequantise` is False. BadInput names file, line and key.
+    `columns` maps what an importer looks for to names in the file; `tokenizer` counts the tokens of texts;
+    `unit` (s, ms, us, ns) is that of times which are plain numbers. Requests longer than `max_len` tokens
+    (prompt and answer) are left out and counted; stamps coarser than 5 ms are spread unless `dequantise` is
+    False. BadInput names file, line and key.
     """
     source = Path(path)
     if not source.is_file():
         return canonical.read(source)
-    chosen = format or _detected(source, columns)
-    if chosen != "parquet" and chosen not in FORMATS:
-        raise BadInput(f"format '{chosen}' is not known{nearest(chosen, FORMATS)}; known: {sorted(FORMATS)}")
-    if columns and chosen not in MAPPED:
-        raise BadInput(f"{source}: columns can be named for {' and '.join(MAPPED)}, not for '{chosen}'")
-    if tokenizer is not None and chosen != "openai":
-        raise BadInput(f"{source}: a tokenizer is of use for format 'openai', not for '{chosen}'")
-    if unit is not None and chosen not in COUNTED:
-        raise BadInput(f"{source}: format '{chosen}' writes the unit of its times itself; leave --unit out")
-    if chosen == "parquet":
-        return _short(canonical.read(source), max_len)
-    options: dict[str, object] = {"max_len": max_len, "dequantise": dequantise}
-    if unit is not None:
-        options["unit"] = check_unit(unit)
-    if chosen in MAPPED:
-        options["columns"] = columns
-    if chosen == "openai":
-        options["tokenizer"] = tokenizer
-    return FORMATS[chosen](source, **options)
+    chosen = _importer_of(format or _detected(source, columns or {}))
+    options = ImportOptions(
+        columns=columns or {},
+        unit=None if unit is None else check_unit(unit),
+        max_len=max_len,
+        dequantise=dequantise,
+        tokenizer=tokenizer,
+    )
+    _check(source, chosen, options)
+    return chosen.read(source, options)
 
 
-def _short(trace: Trace, max_len: int | None) -> Trace:
-    """A trace without requests of more tokens, counted as importers count them."""
-    over = trace.input_len.astype(np.int64) + trace.output_len > (max_len or np.inf)
-    if not over.any():
-        return trace
-    told = trace.meta.get("quality")
-    quality: dict[str, JSON] = dict(told) if isinstance(told, dict) else {"rows_read": len(trace)}
-    before = quality.get("dropped_over_length", 0)
-    quality["dropped_over_length"] = int(over.sum()) + (before if isinstance(before, int) else 0)
-    return trace.take(np.flatnonzero(~over)).with_meta(quality=quality)
+def _importer_of(format: str) -> Importer:
+    known = importers()
+    if format not in known:
+        raise BadInput(f"format '{format}' is not known{nearest(format, known)}; known: {list(known)}")
+    return known[format]
+
+
+def _check(path: Path, chosen: Importer, options: ImportOptions) -> None:
+    """BadInput where an option is of no use for the format."""
+    if options.columns and not chosen.columns:
+        mapped = " and ".join(name for name, each in importers().items() if each.columns)
+        raise BadInput(f"{path}: columns can be named for {mapped}, not for '{chosen.format}'")
+    for wanted in options.columns:
+        if wanted not in chosen.columns:
+            close = nearest(wanted, chosen.columns)
+            raise BadInput(f"columns: format '{chosen.format}' does not look for '{wanted}'{close}")
+    if options.tokenizer is not None and not chosen.takes_tokenizer:
+        counting = " and ".join(f"'{name}'" for name, each in importers().items() if each.takes_tokenizer)
+        raise BadInput(f"{path}: a tokenizer is of use for format {counting}, not for '{chosen.format}'")
+    if options.unit is not None and not chosen.takes_unit:
+        raise BadInput(f"{path}: format '{chosen.format}' names the unit of its times; leave --unit out")
+
+
+def _detected(path: Path, columns: Mapping[str, str]) -> str:
+    """Detection; named columns mean the format that looks for most of them."""
+    if not columns:
+        return detect(path)
+    counts = {name: len(columns.keys() & set(each.columns)) for name, each in importers().items()}
+    return max(counts, key=lambda name: (counts[name], name == "generic"))
 
 
 def detect(path: str | Path) -> str:
     """The format of a file by its content; `generic` when nothing fits. BadInput when it is empty."""
-    source = Path(path)
-    start = head(source)
-    if start[:4] == b"PAR1":
-        return "parquet"
-    text = start.decode("utf-8", "replace").lstrip("\ufeff \t\r\n")
+    text = head(Path(path)).decode("utf-8", "replace").lstrip("\ufeff \t\r\n")
     if not text:
-        raise BadInput(f"{source}: the file is empty")
-    if text[0] in "{[":
-        return _detect_json(text)
-    if any(mark in text for mark in ("Received request ", "Generated response ")):
-        return "vllm-log"
-    return _detect_csv(text.splitlines()[0])
+        raise BadInput(f"{path}: the file is empty")
+    is_json = text[0] in "{["
+    start = FileStart(text=text, first=_first_object(text) if is_json else None)
+    header = set() if is_json else {name.strip() for name in next(csv.reader([text.splitlines()[0]]), [])}
+    found: dict[str, int] = {}
+    for name, each in importers().items():
+        wanted = each.json_keys if is_json else (each.csv_columns,)
+        keys = set(start.first or ()) if is_json else header
+        found[name] = max((len(marks) for marks in wanted if keys.issuperset(marks)), default=0)
+    best = max(found, key=lambda name: found[name])
+    if found[best]:
+        return best
+    return next((name for name, each in importers().items() if each.fits(start)), "generic")
 
 
-def _detected(path: Path, columns: Mapping[str, str] | None) -> str:
-    """Detection; named columns mean a generic file unless they name parts of an exchange."""
-    if not columns:
-        return detect(path)
-    return "openai" if {"request", "response"} & set(columns) else "generic"
-
-
-def _detect_csv(header: str) -> str:
-    names = {name.strip() for name in next(csv.reader([header]), [])}
-    for format, wanted in CSV_MARKS.items():
-        if wanted <= names:
-            return format
-    return "generic"
-
-
-def _detect_json(text: str) -> str:
+def _first_object(text: str) -> Mapping[str, Any] | None:
     try:
         first, _ = json.JSONDecoder().raw_decode(text.lstrip("[ \t\r\n"))
     except (ValueError, RecursionError):
-        first = None
-    if not isinstance(first, dict):
-        return "otlp" if '"resourceSpans"' in text or '"scopeSpans"' in text else "generic"
-    keys = set(first)
-    for format, marks in JSON_MARKS:
-        if marks <= keys:
-            return format
-    nested = {key for value in first.values() if isinstance(value, dict) for key in value}
-    return "openai" if "usage" in keys | nested or {"messages", "prompt"} & (keys | nested) else "generic"
-
-
-CSV_MARKS: Mapping[str, frozenset[str]] = {
-    "azure": frozenset({"TIMESTAMP", "ContextTokens", "GeneratedTokens"}),
-    "burstgpt": frozenset({"Timestamp", "Request tokens", "Response tokens"}),
-    "litellm": frozenset({"startTime", "prompt_tokens", "completion_tokens"}),
-}
-JSON_MARKS: tuple[tuple[str, frozenset[str]], ...] = (
-    ("capture", frozenset({"capture"})),
-    ("otlp", frozenset({"resourceSpans"})),
-    ("bailian", frozenset({"chat_id", "parent_chat_id", "timestamp"})),
-    ("tracelab", frozenset({"round_index", "timing_events", "input_tokens_total"})),
-    ("litellm", frozenset({"startTime", "prompt_tokens", "completion_tokens"})),
-    ("mooncake", frozenset({"timestamp", "input_length"})),
-    ("mooncake", frozenset({"delay", "input_length"})),
-    ("mooncake", frozenset({"timestamp", "text_input"})),
-)
+        return None
+    return first if isinstance(first, dict) else None

@@ -8,8 +8,9 @@ from typing import Any
 
 from tuner.errors import BadInput
 from tuner.traffic.fingerprint import unpacked
-from tuner.traffic.importers.draft import CANCELLED, Draft, Row
+from tuner.traffic.importers import Importer, register
 from tuner.traffic.importers.reading import Record, json_lines
+from tuner.traffic.importers.trace_builder import CANCELLED, ImportOptions, Row, TraceBuilder
 from tuner.traffic.trace import STATUSES, Trace
 
 VERSION = 1
@@ -34,64 +35,64 @@ class _Unanswered:
     blocks: list[int]
 
 
-def read(path: Path, *, max_len: int | None = None, dequantise: bool = True) -> Trace:
+def read(path: Path, options: ImportOptions) -> Trace:
     """Requests by arrival. One whose end is missing is kept as cancelled when its length is known."""
-    draft = Draft(path, max_len=max_len)
-    records = json_lines(path, draft.quality)
+    builder = TraceBuilder(path, options)
+    records = json_lines(path, builder.quality)
     header = next(records, None)
     if header is None:
         raise BadInput(f"{path}: the capture is empty")
-    _check_header(header, draft)
-    rows = _rows(records, draft)
-    _estimate(rows, draft)
+    _check_header(header, builder)
+    rows = _rows(records, builder)
+    _estimate(rows, builder)
     _name_adapters(rows)
     for row, _ in sorted(rows, key=lambda one: one[0].arrival):
         if row.input_len < 0:
-            draft.drop("dropped_no_length")
+            builder.drop("dropped_no_length")
         else:
-            draft.add(row)
+            builder.add(row)
     notes = {key: header.data.get(key) for key in ("name", "started_at", "blocks_from", "tokenizer")}
-    return draft.trace(source="capture", dequantise=dequantise, known_step_s=0.0, capture=notes)
+    return builder.trace("capture", known_step_s=0.0, capture=notes)
 
 
-def _rows(records: Iterator[Record], draft: Draft) -> list[tuple[Row, int]]:
+def _rows(records: Iterator[Record], builder: TraceBuilder) -> list[tuple[Row, int]]:
     """(row, bytes of its prompt or 0): begins and ends put together; what has no end comes last."""
     waiting: dict[int, _Unanswered] = {}
     rows: list[tuple[Row, int]] = []
     for record in records:
         if "dropped" in record.data:
-            draft.quality["lost_in_capture"] = record.whole("dropped")
+            builder.quality["lost_in_capture"] = record.whole("dropped")
         elif record.has("t"):
             waiting[record.whole("r")] = _Unanswered(record, _blocks(record))
         elif "r" in record.data:
             began = waiting.pop(record.whole("r"), None)
             if began is None:
-                draft.quality["end_without_begin"] += 1
+                builder.quality["end_without_begin"] += 1
             else:
-                rows.append(_row(began, record, draft))
+                rows.append(_row(began, record, builder))
         else:
-            draft.quality["lines_not_understood"] += 1
+            builder.quality["lines_not_understood"] += 1
     if waiting:
-        draft.quality["unfinished_when_cut"] += len(waiting)
-    return rows + [_row(left, None, draft) for left in waiting.values()]
+        builder.quality["unfinished_when_cut"] += len(waiting)
+    return rows + [_row(left, None, builder) for left in waiting.values()]
 
 
-def _check_header(record: Record, draft: Draft) -> None:
+def _check_header(record: Record, builder: TraceBuilder) -> None:
     version = record.whole("capture")
     if version != VERSION:
         raise record.bad("capture", f"is version {version}; this tuner reads version {VERSION}")
-    draft.block_size = record.whole("block_size")
-    if not 0 < draft.block_size < 1_000_000:
-        raise record.bad("block_size", f"is {draft.block_size}, expected tokens per block")
+    builder.block_size = record.whole("block_size")
+    if not 0 < builder.block_size < 1_000_000:
+        raise record.bad("block_size", f"is {builder.block_size}, expected tokens per block")
 
 
-def _estimate(rows: list[tuple[Row, int]], draft: Draft) -> None:
+def _estimate(rows: list[tuple[Row, int]], builder: TraceBuilder) -> None:
     """(row, bytes of its prompt or 0): begins and ends put together, what has no end at the end."""
     ratios = sorted(size / row.input_len for row, size in rows if row.input_len > 0 and size > 0)
     for row, size in rows:
         if row.input_len < 0 and size > 0 and ratios:
             row.input_len = max(1, round(size / ratios[len(ratios) // 2]))
-            draft.quality["input_len_estimated"] += 1
+            builder.quality["input_len_estimated"] += 1
 
 
 def _name_adapters(rows: list[tuple[Row, int]]) -> None:
@@ -117,7 +118,7 @@ def _blocks(record: Record) -> list[int]:
         raise record.bad("b", f"is not a list of [start, length]: {error}") from error
 
 
-def _row(began: _Unanswered, end: Record | None, draft: Draft) -> tuple[Row, int]:
+def _row(began: _Unanswered, end: Record | None, builder: TraceBuilder) -> tuple[Row, int]:
     record = began.record
     values: dict[str, Any] = {name: record.whole(key) for name, key in BEGIN.items() if record.has(key)}
     size, status = record.whole("i") if record.has("i") else -1, CANCELLED
@@ -130,7 +131,7 @@ def _row(began: _Unanswered, end: Record | None, draft: Draft) -> tuple[Row, int
         if end.has("k"):
             values["obs_cached"] = end.whole("k")
         if end.data.get("by") == "chunks":
-            draft.quality["output_len_from_chunks"] += 1
+            builder.quality["output_len_from_chunks"] += 1
     row = Row(
         arrival=record.nanoseconds("t", 1),
         input_len=size,
@@ -140,3 +141,6 @@ def _row(began: _Unanswered, end: Record | None, draft: Draft) -> tuple[Row, int
         **values,
     )
     return row, record.whole("y") if record.has("y") else 0
+
+
+register(Importer(format="capture", read=read, json_keys=(("capture",),)))

@@ -1,13 +1,15 @@
 """CSV or JSONL of any origin, its columns named by the user or known by their usual names."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tuner.errors import BadInput, nearest
-from tuner.traffic.importers.draft import Draft, Row
-from tuner.traffic.importers.reading import UNITS_NS, Record, csv_records, head, json_lines
+from tuner.traffic.importers import Importer, register
+from tuner.traffic.importers.reading import Record, records
+from tuner.traffic.importers.stamps import UNITS_NS
+from tuner.traffic.importers.trace_builder import ImportOptions, Row, TraceBuilder
 from tuner.traffic.trace import STATUSES, Trace
 
 ARRIVALS = {f"arrival_{unit}": ns for unit, ns in UNITS_NS.items()}
@@ -39,36 +41,21 @@ WANTED: Mapping[str, tuple[str, ...]] = {
 """What a column may be, and the names that are known to mean it."""
 
 
-def read(
-    path: Path,
-    columns: Mapping[str, str] | None = None,
-    *,
-    unit: str | None = None,
-    max_len: int | None = None,
-    dequantise: bool = True,
-) -> Trace:
+def read(path: Path, options: ImportOptions) -> Trace:
     """`columns` maps what is wanted (`arrival_s`, `input_len`, ...) to the file's own column names.
 
     `arrival` is a time of day (ISO 8601 or epoch), or a number in `unit`; `arrival_s|ms|us|ns` tell theirs.
     """
-    names, draft = dict(columns or {}), Draft(path, max_len=max_len)
-    for wanted in names:
-        if wanted not in WANTED:
-            raise BadInput(f"columns: '{wanted}' is not a column of a trace{nearest(wanted, WANTED)}")
+    names, builder = options.columns, TraceBuilder(path, options)
     turns: Counter[object] = Counter()
     resolved: dict[str, str] | None = None
-    for record in _records(path, draft.quality):
+    for record in records(path, builder.quality):
         if resolved is None:
             resolved = _resolve(record, names)
-            if unit is not None and "arrival" not in resolved:
+            if options.unit is not None and "arrival" not in resolved:
                 raise BadInput(f"{path}: the name of its column gives the unit of times; leave --unit out")
-        _add(draft, record, resolved, turns, unit)
-    return draft.trace(source="generic", dequantise=dequantise)
-
-
-def _records(path: Path, quality: "Counter[str]") -> Iterator[Record]:
-    is_json = head(path, 4096).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"[")
-    return json_lines(path, quality) if is_json else csv_records(path, quality)
+        _add(builder, record, resolved, turns, options.unit)
+    return builder.trace("generic")
 
 
 def _resolve(record: Record, names: Mapping[str, str]) -> dict[str, str]:
@@ -103,7 +90,11 @@ def _absent(record: Record, wanted: str, have: list[str], resolved: Mapping[str,
 
 
 def _add(
-    draft: Draft, record: Record, names: Mapping[str, str], turns: "Counter[object]", unit: str | None
+    builder: TraceBuilder,
+    record: Record,
+    names: Mapping[str, str],
+    turns: "Counter[object]",
+    unit: str | None,
 ) -> None:
     values: dict[str, Any] = {}
     for wanted in ("max_tokens", "turn", "priority", "n", "beam", "obs_cached"):
@@ -124,7 +115,7 @@ def _add(
         values.setdefault("turn", number)
         turns[session] += 1
     if "blocks" in names:
-        values["blocks"] = _blocks(draft, record, names)
+        values["blocks"] = _blocks(builder, record, names)
     row = Row(
         arrival=_arrival(record, names, unit),
         input_len=record.whole(names["input_len"]),
@@ -132,7 +123,7 @@ def _add(
         status=_status(record, names),
         **values,
     )
-    draft.add(row)
+    builder.add(row)
 
 
 def _arrival(record: Record, names: Mapping[str, str], unit: str | None) -> int:
@@ -153,16 +144,16 @@ def _status(record: Record, names: Mapping[str, str]) -> int:
     return STATUSES.index(word)
 
 
-def _blocks(draft: Draft, record: Record, names: Mapping[str, str]) -> list[Any]:
+def _blocks(builder: TraceBuilder, record: Record, names: Mapping[str, str]) -> list[Any]:
     value = record.data.get(names["blocks"])
-    ids = value.split() if isinstance(value, str) else record.items(names["blocks"])
-    if ids and not draft.block_size:
+    ids = value.split() if isinstance(value, str) else record.block_ids(names["blocks"])
+    if ids and not builder.block_size:
         if "block_size" not in names:
             raise record.bad(names["blocks"], "needs a column 'block_size' beside it: tokens per block")
-        draft.block_size = record.whole(names["block_size"])
-        if draft.block_size < 1:
-            raise record.bad(names["block_size"], f"is {draft.block_size}, expected at least 1")
-    for one in ids:
-        if type(one) is not int and type(one) is not str:
-            raise record.bad(names["blocks"], f"holds {one!r}, expected whole numbers")
+        builder.block_size = record.whole(names["block_size"])
+        if builder.block_size < 1:
+            raise record.bad(names["block_size"], f"is {builder.block_size}, expected at least 1")
     return ids
+
+
+register(Importer(format="generic", read=read, columns=WANTED, takes_unit=True))

@@ -1,14 +1,15 @@
 """LiteLLM's SpendLogs, exported as CSV or JSONL: when, how long, how many tokens; no text is kept."""
 
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tuner.traffic.importers.draft import ERROR, OK, Draft, Row
-from tuner.traffic.importers.reading import Record, csv_records, head, json_lines
+from tuner.traffic.importers import Importer, register
+from tuner.traffic.importers.reading import Record, records
+from tuner.traffic.importers.trace_builder import ERROR, OK, ImportOptions, Row, TraceBuilder
 from tuner.traffic.trace import Trace
 
+MARKS = ("startTime", "prompt_tokens", "completion_tokens")
+"""Every export of SpendLogs has these."""
 CALLS = frozenset(
     {"completion", "acompletion", "text_completion", "atext_completion", "responses", "aresponses"}
     | {"anthropic_messages", "pass_through_endpoint", ""}
@@ -16,26 +17,21 @@ CALLS = frozenset(
 """Call types that reach a generating model; embeddings, images and the like are counted and left out."""
 
 
-def read(path: Path, *, max_len: int | None = None, dequantise: bool = True) -> Trace:
+def read(path: Path, options: ImportOptions) -> Trace:
     """Rows of generating calls; the first token's time is completionStartTime where the call streamed.
 
     Answers from LiteLLM's own cache never reached an engine: counted and left out.
     """
-    draft = Draft(path, max_len=max_len)
-    for record in _records(path, draft.quality):
+    builder = TraceBuilder(path, options)
+    for record in records(path, builder.quality):
         call = str(record.data.get("call_type") or "").lower()
         if call not in CALLS:
-            draft.drop("dropped_other_call")
+            builder.drop("dropped_other_call")
         elif str(record.data.get("cache_hit") or "").lower() == "true":
-            draft.drop("dropped_cache_hit")
+            builder.drop("dropped_cache_hit")
         else:
-            draft.add(_row(record))
-    return draft.trace(source="litellm", dequantise=dequantise)
-
-
-def _records(path: Path, quality: "Counter[str]") -> Iterator[Record]:
-    is_json = head(path, 4096).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"[")
-    return json_lines(path, quality) if is_json else csv_records(path, quality)
+            builder.add(_row(record))
+    return builder.trace("litellm")
 
 
 def _row(record: Record) -> Row:
@@ -60,3 +56,6 @@ def _row(record: Record) -> Row:
         status=ERROR if failed else OK,
         **values,
     )
+
+
+register(Importer(format="litellm", read=read, csv_columns=MARKS, json_keys=(MARKS,)))

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tuner.errors import BadInput, nearest
 from tuner.traffic.exchange import RequestFacts, ResponseFacts, answered, asked, lengths
 from tuner.traffic.fingerprint import TOKEN_BLOCK, Fingerprints
-from tuner.traffic.importers.draft import ERROR, OK, Draft, Row
+from tuner.traffic.importers import FileStart, Importer, register
 from tuner.traffic.importers.reading import Record, json_lines
+from tuner.traffic.importers.trace_builder import ERROR, OK, ImportOptions, Row, TraceBuilder
 from tuner.traffic.tokenizer import Tokenizer
 from tuner.traffic.trace import Trace
 
@@ -36,36 +36,25 @@ PLACES: Mapping[str, tuple[str, ...]] = {
 """What is looked for, and the usual places; a dot steps into an object. A map overrides them."""
 
 
-def read(
-    path: Path,
-    columns: Mapping[str, str] | None = None,
-    *,
-    tokenizer: str | Path | None = None,
-    unit: str | None = None,
-    max_len: int | None = None,
-    dequantise: bool = True,
-) -> Trace:
+def read(path: Path, options: ImportOptions) -> Trace:
     """Lengths come from `usage`, else from the tokenizer; texts are hashed into blocks and forgotten."""
-    for wanted in columns or {}:
-        if wanted not in PLACES:
-            raise BadInput(f"columns: '{wanted}' is not a part of an exchange{nearest(wanted, PLACES)}")
-    draft = Draft(path, block_size=TOKEN_BLOCK, max_len=max_len)
-    counter = None if tokenizer is None else Tokenizer(tokenizer)
+    builder = TraceBuilder(path, options, block_size=TOKEN_BLOCK)
+    counter = None if options.tokenizer is None else Tokenizer(options.tokenizer)
     prints, sources = Fingerprints(), set()
-    for record in json_lines(path, draft.quality):
-        sources.add(_add(draft, record, columns or {}, (prints, counter), unit))
+    for record in json_lines(path, builder.quality):
+        sources.add(_add(builder, record, options, (prints, counter)))
     prints.destroy()
     origin = "bytes" if "bytes" in sources else "tokens"
-    return draft.trace(source="openai", dequantise=dequantise, known_step_s=None, blocks_from=origin)
+    return builder.trace("openai", blocks_from=origin)
 
 
 def _add(
-    draft: Draft,
+    builder: TraceBuilder,
     record: Record,
-    columns: Mapping[str, str],
+    options: ImportOptions,
     tools: tuple[Fingerprints, Tokenizer | None],
-    unit: str | None,
 ) -> str:
+    columns = options.columns
     body = _document(record, columns, "request")
     if body is None and ("messages" in record.data or "prompt" in record.data):
         body = record.data
@@ -80,20 +69,20 @@ def _add(
     request = asked(body)
     size, out, blocks, source = lengths(request, answer, *tools)
     if size is None:
-        draft.drop("dropped_no_length")
+        builder.drop("dropped_no_length")
         return source
     counted = (size, -(-(out or 0) // max(1, request.n)), answer, blocks)
-    draft.add(_row(record, columns, request, counted, unit))
+    builder.add(_row(record, options, request, counted))
     return source
 
 
 def _row(
     record: Record,
-    columns: Mapping[str, str],
+    options: ImportOptions,
     request: RequestFacts,
     counted: tuple[int, int, ResponseFacts, list[int]],
-    unit: str | None,
 ) -> Row:
+    columns, unit = options.columns, options.unit
     size, out, answer, blocks = counted
     at = _place(record, columns, "arrival")
     if at is None:
@@ -152,3 +141,15 @@ def _document(record: Record, columns: Mapping[str, str], wanted: str) -> Mappin
         return None
     found = place[0].child(place[1])
     return None if found is None else found.data
+
+
+def _fits(start: FileStart) -> bool:
+    """Whether the first object, or an object in it, has a part of an exchange."""
+    first = start.first or {}
+    keys = set(first).union(*(value for value in first.values() if isinstance(value, dict)))
+    return bool(keys & {"usage", "messages", "prompt"})
+
+
+register(
+    Importer(format="openai", read=read, fits=_fits, columns=PLACES, takes_unit=True, takes_tokenizer=True)
+)

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from tuner.errors import BadInput
-from tuner.traffic.importers.draft import ERROR, OK, Draft, Row
+from tuner.traffic.importers import FileStart, Importer, register
 from tuner.traffic.importers.reading import Record, json_lines, whole_json
+from tuner.traffic.importers.trace_builder import ERROR, OK, ImportOptions, Row, TraceBuilder
 from tuner.traffic.trace import Trace
 
 INPUT = ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens")
@@ -22,12 +23,12 @@ WHOLE = (
 )
 
 
-def read(path: Path, *, max_len: int | None = None, dequantise: bool = True) -> Trace:
+def read(path: Path, options: ImportOptions) -> Trace:
     """One request per span that counts tokens; a span around another such span is the same request."""
-    draft = Draft(path, max_len=max_len)
+    builder = TraceBuilder(path, options)
     spans: list[tuple[Record, Record]] = []
     parents: dict[str, str] = {}
-    for record in _exports(path, draft):
+    for record in _exports(path, builder):
         for span in _spans(record):
             name, above = span.data.get("spanId"), span.data.get("parentSpanId")
             if isinstance(name, str) and isinstance(above, str) and above:
@@ -36,22 +37,22 @@ def read(path: Path, *, max_len: int | None = None, dequantise: bool = True) -> 
             if any(attributes.has(key) for key in INPUT):
                 spans.append((span, attributes))
             else:
-                draft.quality["spans_without_tokens"] += 1
+                builder.quality["spans_without_tokens"] += 1
     outer = _outer({str(span.data.get("spanId")) for span, _ in spans}, parents)
     for span, attributes in spans:
         if span.data.get("spanId") in outer:
-            draft.drop("dropped_outer_span")
+            builder.drop("dropped_outer_span")
         else:
-            draft.add(_row(span, attributes))
-    return draft.trace(source="otlp", dequantise=dequantise, known_step_s=0.0)
+            builder.add(_row(span, attributes))
+    return builder.trace("otlp", known_step_s=0.0)
 
 
-def _exports(path: Path, draft: Draft) -> Iterator[Record]:
+def _exports(path: Path, builder: TraceBuilder) -> Iterator[Record]:
     """One record per export: a line each, or the whole file when its first line is no document by itself."""
     try:
-        yield from json_lines(path, draft.quality)
+        yield from json_lines(path, builder.quality)
     except BadInput:
-        if draft.quality["exports"]:
+        if builder.quality["exports"]:
             raise
         data = whole_json(path)
         if not isinstance(data, dict):
@@ -130,3 +131,11 @@ def _row(span: Record, attributes: Record) -> Row:
         status=ERROR if failed else OK,
         **values,
     )
+
+
+def _fits(start: FileStart) -> bool:
+    """Whether a document of many lines, of which the start alone is no JSON, names OTLP's lists."""
+    return start.first is None and ('"resourceSpans"' in start.text or '"scopeSpans"' in start.text)
+
+
+register(Importer(format="otlp", read=read, json_keys=(("resourceSpans",),), fits=_fits))

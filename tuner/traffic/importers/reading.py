@@ -9,21 +9,13 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
-from functools import lru_cache
 from math import isfinite
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from tuner.errors import BadInput, nearest
+from tuner.traffic.importers.stamps import LIMIT_NS, UNITS_NS, date_unit, parse_stamp
 
-_STAMP = re.compile(
-    r"(\d{4})-(\d\d)-(\d\d)(?:[T ](\d\d):(\d\d)(?::(\d\d)(?:[.,](\d{1,9}))?)?)?"
-    r"\s*(Z|UTC|[+-]\d\d:?(?:\d\d)?)?",
-    re.ASCII,
-)
-UNITS_NS: Mapping[str, int] = {"s": 1_000_000_000, "ms": 1_000_000, "us": 1_000, "ns": 1}
-_DATES_NS = tuple(int(datetime(year, 1, 1, tzinfo=UTC).timestamp()) * 1_000_000_000 for year in (2010, 2040))
 LONGEST_LINE = 32 * 1024**2
 LONGEST_CSV_ROW = 1024**2
 LARGEST_DOCUMENT = 64 * 1024**2
@@ -32,7 +24,6 @@ _PIECE = 64 * 1024
 _SPACES = frozenset(" \t\r\n")
 _UNPACKED, _RATIO = 64 * 1024**2, 200
 """Beyond so many bytes a gzip file that grows more than so many times is refused."""
-LIMIT_NS = 9_000_000_000_000_000_000
 _WHOLE = re.compile(r"[+-]?\d{1,19}", re.ASCII)
 
 
@@ -160,59 +151,13 @@ class Record:
             raise self.bad(key, f"is {_shown(value)}, expected a list")
         return value
 
-
-def date_unit(low: float, high: float) -> str | None:
-    """The unit in which both numbers, counted since 1970, are dates between 2010 and 2040; None: in none."""
-    for unit, ns in UNITS_NS.items():
-        if _DATES_NS[0] <= low * ns and high * ns < _DATES_NS[1]:
-            return unit
-    return None
-
-
-def parse_stamp(text: str) -> int | None:
-    """Nanoseconds since 1970 of an ISO 8601 stamp, up to nine digits of fraction; None when it is none."""
-    head, _, fraction = text.partition(".")
-    if len(head) == 19 and fraction.isascii() and fraction.isdigit() and len(fraction) <= 9:
-        seconds = _seconds(head)
-        return None if seconds is None else seconds * 1_000_000_000 + int(fraction.ljust(9, "0"))
-    match = _STAMP.fullmatch(text.strip())
-    if match is None:
-        return None
-    year, month, day, hour, minute, second, fraction, zone = match.groups()
-    at = f"{year}-{month}-{day} {hour or '00'}:{minute or '00'}:{second or '00'}"
-    seconds = _seconds(at)
-    if seconds is None:
-        return None
-    if zone and zone[0] in "+-":
-        digits = zone[1:].replace(":", "").ljust(4, "0")
-        shift = int(digits[:2]) * 3600 + int(digits[2:]) * 60
-        seconds -= shift if zone[0] == "+" else -shift
-    return seconds * 1_000_000_000 + int((fraction or "0").ljust(9, "0"))
-
-
-@lru_cache(maxsize=4096)
-def _seconds(head: str) -> int | None:
-    """Seconds since 1970 of `YYYY-MM-DD?HH:MM:SS`, read as UTC."""
-    leap = head.endswith(":60")
-    try:
-        moment = datetime.fromisoformat(head[:-2] + "59" if leap else head).replace(tzinfo=UTC)
-    except ValueError:
-        return None
-    return int(moment.timestamp()) + leap
-
-
-def guess_year(month_day: str, before: datetime) -> int:
-    """The year of a stamp without one: the newest that does not lie more than a day after `before`."""
-    month, day = (int(part) for part in month_day.split("-"))
-    year = before.year
-    while True:
-        try:
-            if datetime(year, month, day, tzinfo=UTC) <= before + timedelta(days=1):
-                return year
-        except ValueError:
-            if year < before.year - 8:
-                raise
-        year -= 1
+    def block_ids(self, key: str) -> list[int | str]:
+        """The list of block ids under a key, [] when absent: whole numbers or texts, nothing else."""
+        ids = self.items(key)
+        for one in ids:
+            if type(one) is not int and type(one) is not str:
+                raise self.bad(key, f"holds {one!r}, expected whole numbers")
+        return ids
 
 
 def open_bytes(path: Path) -> BinaryIO:
@@ -285,6 +230,12 @@ def json_lines(path: Path, quality: "Counter[str]") -> Iterator[Record]:
         if not isinstance(data, dict):
             raise BadInput(f"{path}: line {number}: a {type(data).__name__}, expected a JSON object")
         yield Record(path, number, data)
+
+
+def records(path: Path, quality: "Counter[str]") -> Iterator[Record]:
+    """The objects of a JSON file or the rows of a CSV file, whichever it is."""
+    is_json = head(path, 4096).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"[")
+    return json_lines(path, quality) if is_json else csv_records(path, quality)
 
 
 def whole_json(path: Path) -> Any:

@@ -3,8 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from tuner.traffic.importers.draft import Draft, Row
-from tuner.traffic.importers.reading import Record, json_lines, parse_stamp
+from tuner.traffic.importers import Importer, register
+from tuner.traffic.importers.reading import Record, json_lines
+from tuner.traffic.importers.stamps import parse_stamp
+from tuner.traffic.importers.trace_builder import ImportOptions, Row, TraceBuilder
 from tuner.traffic.trace import Trace
 
 BLOCK_SIZE = 16
@@ -40,12 +42,12 @@ class _Minter:
         return self._next
 
 
-def read(path: Path, *, max_len: int | None = None, dequantise: bool = True) -> Trace:
+def read(path: Path, options: ImportOptions) -> Trace:
     """One request per round; it arrives when its last input (message or tool result) was there."""
-    draft = Draft(path, block_size=BLOCK_SIZE, max_len=max_len)
+    builder = TraceBuilder(path, options, block_size=BLOCK_SIZE)
     minter = _Minter()
     ends: dict[str, tuple[int, int]] = {}
-    for record in json_lines(path, draft.quality):
+    for record in json_lines(path, builder.quality):
         session = str(record.data[record.first("session_id")])
         arrival, end = _times(record)
         turn, before = ends.get(session, (-1, arrival))
@@ -70,12 +72,11 @@ def read(path: Path, *, max_len: int | None = None, dequantise: bool = True) -> 
             else [],
             **values,
         )
-        if draft.add(row):
+        if builder.add(row):
             ends[session] = (turn + 1, end)
-    return draft.trace(
-        source="tracelab",
+    return builder.trace(
+        "tracelab",
         licence=LICENCE,
-        dequantise=dequantise,
         known_step_s=0.001,
         blocks_from="prefix lengths",
     )
@@ -96,3 +97,12 @@ def _times(record: Record) -> tuple[int, int]:
     if arrival is None or end is None:
         raise record.bad("timing_events", "is empty, expected at least one event")
     return arrival, max(arrival, end)
+
+
+register(
+    Importer(
+        format="tracelab",
+        read=read,
+        json_keys=(("round_index", "timing_events", "input_tokens_total"),),
+    )
+)

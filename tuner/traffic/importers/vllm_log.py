@@ -7,8 +7,10 @@ from pathlib import Path
 
 from tuner.errors import BadInput
 from tuner.traffic.fingerprint import TOKEN_BLOCK, Fingerprints
-from tuner.traffic.importers.draft import Draft, Row
-from tuner.traffic.importers.reading import guess_year, lines, parse_stamp
+from tuner.traffic.importers import FileStart, Importer, register
+from tuner.traffic.importers.reading import lines
+from tuner.traffic.importers.stamps import guess_year, parse_stamp
+from tuner.traffic.importers.trace_builder import ImportOptions, Row, TraceBuilder
 from tuner.traffic.trace import Trace
 
 _LINE = re.compile(r"(?:INFO|DEBUG) (\d\d-\d\d) (\d\d:\d\d:\d\d) ")
@@ -41,13 +43,13 @@ class _Seen:
     blocks: list[int] = field(default_factory=list)
 
 
-def read(path: Path, *, max_len: int | None = None, dequantise: bool = True) -> Trace:
+def read(path: Path, options: ImportOptions) -> Trace:
     """Requests of `--enable-log-requests`; those without a prompt length are counted and left out.
 
     An answer that the log does not count is taken to be max_tokens long, and counted. BadInput when no
     request has a length.
     """
-    draft = Draft(path, block_size=TOKEN_BLOCK, max_len=max_len)
+    builder = TraceBuilder(path, options, block_size=TOKEN_BLOCK)
     prints, seen = Fingerprints(), dict[str, _Seen]()
     clock = _Clock(datetime.fromtimestamp(path.stat().st_mtime, UTC))
     for number, text, ended in lines(path):
@@ -56,16 +58,16 @@ def read(path: Path, *, max_len: int | None = None, dequantise: bool = True) -> 
         except ValueError as error:
             if ended:
                 raise BadInput(f"{path}: line {number}: not a stamp or a list of tokens: {error}") from error
-            draft.quality["cut_last_line"] += 1
+            builder.quality["cut_last_line"] += 1
     prints.destroy()
     for name, one in seen.items():
-        _add(draft, name, one)
-    if not len(draft):
+        _add(builder, name, one)
+    if not len(builder):
         raise BadInput(
             f"{path}: {len(seen)} requests, none with its prompt length: vLLM logs lengths only at DEBUG "
             "(VLLM_LOGGING_LEVEL=DEBUG); `tuner capture` records them without the text"
         )
-    return draft.trace(source="vllm-log", dequantise=dequantise, known_step_s=1.0, year_guessed=True)
+    return builder.trace("vllm-log", known_step_s=1.0, year_guessed=True)
 
 
 class _Clock:
@@ -130,15 +132,15 @@ def _last(text: str, pattern: re.Pattern[str], beginning: str) -> re.Match[str] 
     return None if place < 0 else pattern.match(text, place)
 
 
-def _add(draft: Draft, name: str, one: _Seen) -> None:
+def _add(builder: TraceBuilder, name: str, one: _Seen) -> None:
     if not one.received or one.ids is None:
-        draft.drop("dropped_no_length" if one.received else "dropped_no_arrival")
+        builder.drop("dropped_no_length" if one.received else "dropped_no_arrival")
         return
     output = one.output
     if output is None:
-        draft.quality["output_len_from_max_tokens"] += 1
+        builder.quality["output_len_from_max_tokens"] += 1
         output = max(1, one.max_tokens)
-    draft.add(
+    builder.add(
         Row(
             arrival=one.at_ns,
             input_len=len(one.ids),
@@ -156,3 +158,12 @@ def _add(draft: Draft, name: str, one: _Seen) -> None:
 
 def _ids(text: str) -> list[int]:
     return [int(one) for one in text.split(",") if one.strip()]
+
+
+def _fits(start: FileStart) -> bool:
+    """Whether this is a log (which never begins like JSON) that names requests."""
+    marks = ("Received request ", "Generated response ")
+    return start.text[0] not in "{[" and any(mark in start.text for mark in marks)
+
+
+register(Importer(format="vllm-log", read=read, fits=_fits))

@@ -1,9 +1,9 @@
-"""Collects the rows of a foreign trace, repairs or drops what must be and counts it, builds the Trace."""
+"""Collects the rows of a foreign trace, repairs or leaves out odd ones and counts them, builds the Trace."""
 
 from array import array
 from collections import Counter
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,35 @@ from numpy.typing import NDArray
 
 from tuner.errors import BadInput
 from tuner.records import JSON
-from tuner.traffic import quantise
-from tuner.traffic.importers.reading import LIMIT_NS, UNITS_NS
-from tuner.traffic.importers.units import BareClock, Seen
+from tuner.traffic.importers.stamps import (
+    COARSE_S,
+    LIMIT_NS,
+    UNITS_NS,
+    BareClock,
+    UnitEvidence,
+    resolution_s,
+    spread,
+)
 from tuner.traffic.structure import chain_sessions, fill_think
 from tuner.traffic.trace import MOST_ROWS, STATUSES, Trace, build
 
 OK, ERROR, CANCELLED, TIMEOUT = range(len(STATUSES))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportOptions:
+    """What the user asks of an import; an importer gets only what it takes.
+
+    `columns`: what the importer looks for → the name in the file. `unit`: of plain numbers, one of s, ms, us,
+    ns. `max_len`: longer requests (tokens of prompt and answer) are left out. `dequantise`: coarse stamps are
+    spread. `tokenizer`: the file that counts tokens of texts.
+    """
+
+    columns: Mapping[str, str] = field(default_factory=dict)
+    unit: str | None = None
+    max_len: int | None = None
+    dequantise: bool = True
+    tokenizer: str | Path | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,15 +86,15 @@ _KINDS = {
 _RANGES = {"max_tokens": 31, "turn": 31, "priority": 15, "n": 15, "beam": 15, "obs_cached": 31}
 
 
-class Draft:
-    """A trace in the making. `add` returns whether the row was kept; `trace` builds it, once."""
+class TraceBuilder:
+    """Builds a trace from rows: `add` returns whether it keeps a row, `trace` ends it (call it once)."""
 
     def __init__(
         self,
         path: Path,
+        options: ImportOptions,
         *,
         block_size: int = 0,
-        max_len: int | None = None,
         clock: BareClock | None = None,
         waits: bool = False,
     ) -> None:
@@ -81,7 +103,7 @@ class Draft:
         self._clock, self._waits = clock, waits
         self.quality: Counter[str] = Counter()
         self.block_size = block_size
-        self._max_len = max_len
+        self._options = options
         self._arrival: array[Any] = array("q" if clock is None else "d")
         self._input, self._output = array("i"), array("i")
         self._rest = {name: array(kind) for name, kind in _KINDS.items()}
@@ -137,12 +159,11 @@ class Draft:
         self.quality["rows_read"] += 1
         self.quality[why] += 1
 
-    def trace(
-        self, *, source: str, dequantise: bool = True, known_step_s: float | None = None, **notes: JSON
-    ) -> Trace:
+    def trace(self, source: str, *, known_step_s: float | None = None, **notes: JSON) -> Trace:
         """The trace: sorted, rebased, coarse stamps spread. BadInput when no row is left.
 
-        `known_step_s` is the clock's step where the format fixes it, else it is told from the stamps.
+        `source` names the format. `known_step_s` is the step of its clock, if the format fixes one; else the
+        stamps show it. `notes` become part of the trace's metadata.
         """
         if not len(self):
             dropped = ", ".join(f"{count} {why}" for why, count in self.quality.items() if why != "rows_read")
@@ -151,10 +172,10 @@ class Draft:
         arrival, unit = self._in_nanoseconds(parents)
         order = np.argsort(arrival, kind="stable")
         arrival_s = (arrival - arrival[order[0]]) / 1e9
-        step = quantise.resolution_s(arrival_s) if known_step_s is None else known_step_s
-        spread = dequantise and step > quantise.COARSE_S
-        if spread:
-            arrival_s[order] = quantise.spread(arrival_s[order], step)
+        step = resolution_s(arrival_s) if known_step_s is None else known_step_s
+        coarse = self._options.dequantise and step > COARSE_S
+        if coarse:
+            arrival_s[order] = spread(arrival_s[order], step)
             self.quality["arrivals_spread"] = len(self)
         columns: dict[str, Any] = {
             "arrival_s": arrival_s,
@@ -164,7 +185,7 @@ class Draft:
         columns |= self._rest | self._named | {"parent": parents}
         self._count_block_oddities()
         meta: dict[str, JSON] = {"source": source, "file": self.path.name, "rows": len(self), **notes}
-        meta |= {"resolution_s": step, "spread_s": step if spread else 0.0, **unit}
+        meta |= {"resolution_s": step, "spread_s": step if coarse else 0.0, **unit}
         meta["quality"] = dict(self.quality)
         if "start_ns" not in meta:
             meta["start_ns"] = int(arrival[order[0]])
@@ -183,7 +204,7 @@ class Draft:
             took = np.concatenate([took, stamps[turns] - stamps[parents[turns]]])
             wrote = np.concatenate([wrote, np.frombuffer(self._output, np.int32)[parents[turns]]])
         tokens = int(np.frombuffer(self._input, np.int32).sum(dtype=np.int64))
-        seen = Seen(stamps=stamps, input_tokens=tokens, took=took, wrote=wrote.astype(np.float64))
+        seen = UnitEvidence(stamps=stamps, input_tokens=tokens, took=took, wrote=wrote.astype(np.float64))
         unit, why = self._clock.unit(seen)
         scale = UNITS_NS[unit]
         for name in ("think_s", "obs_e2e_s"):
@@ -200,7 +221,7 @@ class Draft:
             return "dropped_negative_length"
         if row.input_len == 0:
             return "dropped_no_input"
-        if self._max_len is not None and row.input_len + row.output_len > self._max_len:
+        if (most := self._options.max_len) is not None and row.input_len + row.output_len > most:
             return "dropped_over_length"
         if row.key is not None and row.key in self._row_of:
             return "dropped_duplicate"

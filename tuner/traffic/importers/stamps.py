@@ -1,0 +1,220 @@
+"""Time stamps of foreign files: dates, the unit of plain numbers, the step of the clock, and spreading.
+
+A unit that a file does not name is never guessed: the stamps leave one unit, or the user is asked.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tuner.errors import BadInput, nearest
+
+_STAMP = re.compile(
+    r"(\d{4})-(\d\d)-(\d\d)(?:[T ](\d\d):(\d\d)(?::(\d\d)(?:[.,](\d{1,9}))?)?)?"
+    r"\s*(Z|UTC|[+-]\d\d:?(?:\d\d)?)?",
+    re.ASCII,
+)
+UNITS_NS: Mapping[str, int] = {"s": 1_000_000_000, "ms": 1_000_000, "us": 1_000, "ns": 1}
+_DATES_NS = tuple(int(datetime(year, 1, 1, tzinfo=UTC).timestamp()) * 1_000_000_000 for year in (2010, 2040))
+LIMIT_NS = 9_000_000_000_000_000_000
+"""Times beyond this do not fit the 64 bits of a trace."""
+FASTEST_TOKEN_S = 2e-4
+"""No engine writes one answer faster than this per token."""
+MOST_TOKENS_PER_S = 1e7
+"""No engine is sent more prompt tokens than this in a second."""
+LONGEST_STEP_S = 1000.0
+"""No clock ticks in longer steps, but for whole half hours."""
+_HALF_HOUR_S = 1800
+_FEWEST_TURNS, _FEWEST_STAMPS, _FEWEST_ROWS = 3, 8, 50
+COARSE_S = 0.005
+"""Stamps coarser than this fire requests together that came apart; they are spread at import."""
+
+_FEWEST_GAPS = 4
+_NATURAL_US = (60_000_000, 1_000_000, 100_000, 10_000)
+
+
+def date_unit(low: float, high: float) -> str | None:
+    """The unit in which both numbers, counted since 1970, are dates between 2010 and 2040; None: in none."""
+    for unit, ns in UNITS_NS.items():
+        if _DATES_NS[0] <= low * ns and high * ns < _DATES_NS[1]:
+            return unit
+    return None
+
+
+def parse_stamp(text: str) -> int | None:
+    """Nanoseconds since 1970 of an ISO 8601 stamp, up to nine digits of fraction; None when it is none."""
+    head, _, fraction = text.partition(".")
+    if len(head) == 19 and fraction.isascii() and fraction.isdigit() and len(fraction) <= 9:
+        seconds = _seconds(head)
+        return None if seconds is None else seconds * 1_000_000_000 + int(fraction.ljust(9, "0"))
+    match = _STAMP.fullmatch(text.strip())
+    if match is None:
+        return None
+    year, month, day, hour, minute, second, fraction, zone = match.groups()
+    at = f"{year}-{month}-{day} {hour or '00'}:{minute or '00'}:{second or '00'}"
+    seconds = _seconds(at)
+    if seconds is None:
+        return None
+    if zone and zone[0] in "+-":
+        digits = zone[1:].replace(":", "").ljust(4, "0")
+        shift = int(digits[:2]) * 3600 + int(digits[2:]) * 60
+        seconds -= shift if zone[0] == "+" else -shift
+    return seconds * 1_000_000_000 + int((fraction or "0").ljust(9, "0"))
+
+
+@lru_cache(maxsize=4096)
+def _seconds(head: str) -> int | None:
+    """Seconds since 1970 of `YYYY-MM-DD?HH:MM:SS`, read as UTC."""
+    leap = head.endswith(":60")
+    try:
+        moment = datetime.fromisoformat(head[:-2] + "59" if leap else head).replace(tzinfo=UTC)
+    except ValueError:
+        return None
+    return int(moment.timestamp()) + leap
+
+
+def guess_year(month_day: str, before: datetime) -> int:
+    """The year of a stamp without one: the newest that does not lie more than a day after `before`."""
+    month, day = (int(part) for part in month_day.split("-"))
+    year = before.year
+    while True:
+        try:
+            if datetime(year, month, day, tzinfo=UTC) <= before + timedelta(days=1):
+                return year
+        except ValueError:
+            if year < before.year - 8:
+                raise
+        year -= 1
+
+
+def check_unit(unit: str) -> str:
+    """The unit itself. BadInput when it is none of s, ms, us, ns."""
+    if unit not in UNITS_NS:
+        raise BadInput(f"unit '{unit}' is not known{nearest(unit, UNITS_NS)}; use one of {list(UNITS_NS)}")
+    return unit
+
+
+class BareClock:
+    """Stamps of one column without a unit, counted from the first one so that floats stay exact."""
+
+    def __init__(self, path: Path, key: str, unit: str | None) -> None:
+        self.path, self.key = path, key
+        self.first: int | float | None = None
+        self._given = unit
+
+    def since_first(self, value: int | float) -> float:
+        """The stamp in the file's own unit, counted from the first stamp that was given."""
+        if self.first is None:
+            self.first = value
+        return float(value - self.first)
+
+    def unit(self, seen: "UnitEvidence") -> tuple[str, str]:
+        """(unit, why it is that). BadInput asks for the unit where more than one may be right."""
+        if self._given is not None:
+            return self._given, "given"
+        first, span = self.first or 0, float(np.ptp(seen.stamps))
+        if not span and not len(seen.took):
+            return "s", "all stamps are the same"
+        dated = date_unit(first + float(seen.stamps.min()), first + float(seen.stamps.max()))
+        if dated is not None:
+            return dated, "the stamps are dates since 1970 in it"
+        out = _ruled_out(seen)
+        left = [unit for unit in UNITS_NS if unit not in out]
+        if len(left) == 1:
+            return left[0], "; ".join(dict.fromkeys(out.values()))
+        readings = [_reading(unit, span, len(seen.stamps)) for unit in left or UNITS_NS]
+        raise BadInput(
+            f"{self.path}: '{self.key}' counts in a unit that the file does not name: {'; '.join(readings)}. "
+            f"Name it: `tuner trace import {self.path.name} --unit {'|'.join(left or UNITS_NS)}`"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitEvidence:
+    """What a file shows of its unit. All times in that unit; `took`, `wrote`: times that answers took (or
+    that passed until the turn after them came) and the tokens of those answers, one pair each.
+    """
+
+    stamps: NDArray[np.float64]
+    input_tokens: int
+    took: NDArray[np.float64]
+    wrote: NDArray[np.float64]
+
+
+def _ruled_out(seen: UnitEvidence) -> dict[str, str]:
+    """Unit → why the stamps cannot count in it: too fast for any engine, or too coarse for any clock."""
+    out: dict[str, str] = {}
+    span, step = float(np.ptp(seen.stamps)), _step(seen.stamps)
+    many = span > 0 and len(seen.stamps) >= _FEWEST_ROWS
+    for unit, ns in UNITS_NS.items():
+        scale = ns / 1e9
+        hasty = int((seen.took * scale < seen.wrote * FASTEST_TOKEN_S).sum())
+        if hasty >= _FEWEST_TURNS:
+            out[unit] = f"in a smaller unit {hasty} answers would come faster than any engine writes"
+        elif many and seen.input_tokens > MOST_TOKENS_PER_S * span * scale:
+            out[unit] = "in a smaller unit more tokens would come than any engine takes"
+        elif step * scale >= LONGEST_STEP_S and step * scale % _HALF_HOUR_S:
+            out[unit] = f"in a larger unit its clock would tick in steps of {step * scale:,.0f} s"
+    return out
+
+
+def _step(stamps: NDArray[np.float64]) -> float:
+    """How the clock ticks, in its own unit: the number that divides every distance, or the batches' distance;
+    0 when stamps have fractions or are few.
+    """
+    different = np.unique(stamps)
+    if len(different) < _FEWEST_STAMPS or (different != np.round(different)).any():
+        return 0.0
+    return max(float(np.gcd.reduce(np.diff(different).astype(np.int64))), resolution_s(stamps))
+
+
+def _reading(unit: str, span: float, rows: int) -> str:
+    seconds = span * UNITS_NS[unit] / 1e9
+    rate = f" of {rows / seconds:.3g} requests/s" if seconds else ""
+    return f"in {unit} it is {seconds:.3g} s{rate}"
+
+
+def resolution_s(arrival_s: NDArray[np.float64]) -> float:
+    """The step of the clock that stamped these arrivals, seconds; 0.0 when it cannot be told (or < 3 rows).
+
+    A batch clock (many equal stamps at regular distances, as in Mooncake's trace) gives the usual
+    distance; else the largest of 60 s, 1 s, 100 ms and 10 ms that divides every distance.
+    """
+    if len(arrival_s) < 3:
+        return 0.0
+    stamps = np.unique(np.round(np.sort(arrival_s) * 1e6).astype(np.int64))
+    gaps = np.diff(stamps)
+    if not len(gaps):
+        return 0.0
+    equal = 1.0 - len(stamps) / len(arrival_s)
+    low, usual, high = np.percentile(gaps, [10, 50, 90])
+    if equal > 0.3 and usual >= COARSE_S * 1e6 and high <= 1.5 * low:
+        return float(usual) / 1e6
+    step = int(np.gcd.reduce(gaps))
+    if len(gaps) < _FEWEST_GAPS:
+        return 0.0
+    for natural in _NATURAL_US:
+        if step % natural == 0 and (natural < 60_000_000 or equal > 0.05):
+            return natural / 1e6
+    return 0.0
+
+
+def spread(arrival_s: NDArray[np.float64], step_s: float, seed: int = 0) -> NDArray[np.float64]:
+    """Arrivals (sorted) with U(0, step) added, drawn once from the seed; rows keep their order.
+
+    Rows of one stamp get sorted draws, so order among them stays; a draw is limited to the distance to the
+    next stamp, so order between stamps stays too.
+    """
+    draws = np.random.default_rng(seed).random(len(arrival_s))
+    stamps = np.unique(arrival_s)
+    group = np.searchsorted(stamps, arrival_s)
+    draws = draws[np.lexsort((draws, group))]
+    room = np.full(len(stamps), step_s)
+    room[:-1] = np.minimum(step_s, np.diff(stamps))
+    return np.asarray(arrival_s + draws * room[group])
