@@ -12,7 +12,8 @@ from tests.traffic.test_importers import conserved, put, quality
 from tuner.cli import app
 from tuner.errors import BadInput
 from tuner.traffic import importers
-from tuner.traffic.importers import Importer, ImportOptions, detect, read_any
+from tuner.traffic.importers import Importer, detect, read_any
+from tuner.traffic.importers.trace_builder import ImportOptions
 
 DOCS = Path(__file__).parents[2] / "docs"
 EXAMPLE = next(
