@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,15 @@ import pytest
 from tests.tuning import studies
 from tuner.errors import BadInput
 from tuner.history.store import Store
-from tuner.records import Trial, TrialState
+from tuner.records import Slice, Trial, TrialState
+from tuner.replay.plan import Load
+from tuner.replay.timeline import SliceReplay
+from tuner.simulator import virtual
+from tuner.simulator.boot import Booted, boot
+from tuner.simulator.clock import Clock
+from tuner.simulator.virtual import VirtualPace
 from tuner.tuning import studyfile
+from tuner.tuning.study import load
 
 VIRTUAL = studies.STUDY.replace("kind: simulated", "kind: simulated\n  clock: virtual")
 
@@ -90,3 +98,33 @@ def test_a_real_engine_takes_no_virtual_clock(tmp_path: Path) -> None:
     )
     with pytest.raises(BadInput, match="clock"):
         studyfile.read(path)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [(), ("--max-num-seqs", "4"), ("--no-async-scheduling",), ("--num-gpu-blocks-override", "1500")],
+    ids=["defaults", "queue", "one step at a time", "preemptions"],
+)
+def test_many_decode_steps_at_once_are_the_same_as_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: tuple[str, ...]
+) -> None:
+    """Without noise the replay jumps over stretches of pure decode steps: outcomes and telemetry stay."""
+    prepared = load(studies.write(tmp_path, VIRTUAL), store=None, now=datetime.now(UTC))
+    booted = boot(["--model", "Qwen/Qwen2.5-7B-Instruct", "--max-model-len", "16384", *extra], {})
+    assert isinstance(booted, Booted)
+    pace, part = VirtualPace(), (Slice(name="part", start_s=20, duration_s=4.0),)
+    load_ = Load(seed=0, number=0, model="m", vocabulary=1000)
+
+    def replayed() -> SliceReplay:
+        found, _ = virtual.replay(booted, prepared.trace, part, prepared.plan, load_, pace)
+        return found.slices[0]
+
+    jumped = replayed()
+    whole = Clock.run
+    monkeypatch.setattr(Clock, "run", lambda self, requests, watch, stretches: whole(self, requests, watch))
+    single = replayed()
+    for one, other in zip(jumped.outcomes, single.outcomes, strict=True):
+        assert one.chunk_s == pytest.approx(other.chunk_s, abs=1e-9)
+        assert one.error == other.error
+    for name, value in single.engine.items():
+        assert jumped.engine[name] == pytest.approx(value, rel=0.01, abs=0.01), name

@@ -123,13 +123,17 @@ def with_defaults(facts: EngineFacts) -> EngineFacts:
 def _facts_of_help(
     adapter: EngineAdapter, command: Sequence[str], env: Mapping[str, str], timeout_s: float
 ) -> EngineFacts:
-    """The flags that the engine's own help lists, the rest as of the vLLM release that it speaks like."""
     done = processes.run((*command, "--help"), timeout_s=timeout_s, env=env)
     if done.code != 0:
         raise BadInput(
             f"{adapter.title.format(version=adapter.speaks_as)} does not answer --help: {_last(done.err)}"
         )
-    flags = frozenset(re.findall(r"--[a-z][a-z0-9-]+", done.out)) - {"--help"}
+    return facts_of_help(adapter, done.out)
+
+
+def facts_of_help(adapter: EngineAdapter, text: str) -> EngineFacts:
+    """The flags that an engine's own help lists, the rest as of the vLLM release that it speaks like."""
+    flags = frozenset(re.findall(r"--[a-z][a-z0-9-]+", text)) - {"--help"}
     facts = facts_of_version(str(adapter.speaks_as), "cuda", kind=adapter.kind)
     return with_defaults(replace(facts, flags=flags))
 

@@ -5,6 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tuner.simulator.scheduler import Scheduler
 from tuner.simulator.state import EngineRequest, Step
 
@@ -47,10 +50,17 @@ class Clock:
         self.now = 0.0
 
     def run(
-        self, requests: Sequence[EngineRequest], watch: Callable[[float, Step], None] | None = None
+        self,
+        requests: Sequence[EngineRequest],
+        watch: Callable[[float, Step], None] | None = None,
+        stretches: Callable[[NDArray[np.float64], float], None] | None = None,
     ) -> Course:
-        """`requests` are sorted by arrival; fills in `first` and `last`. `watch` sees single steps."""
+        """`requests` are sorted by arrival; fills in `first` and `last`. `watch` sees single steps. Many pure
+        decode steps at once go to `stretches`, as their ends and the KV usage before them; a watched run
+        without it computes every step by itself.
+        """
         scheduler, course = self.scheduler, self.course
+        single = watch is not None and stretches is None
         ahead = scheduler.limits.async_scheduling
         pending: Step | None = None
         at, count = 0, len(requests)
@@ -59,8 +69,8 @@ class Clock:
                 scheduler.add(requests[at])
                 at += 1
             arrival = requests[at].arrival if at < count else FOREVER
-            if watch is None and (pending is not None or not ahead):
-                pending = self._stretch(pending, arrival)
+            if not single and (pending is not None or not ahead):
+                pending = self._stretch(pending, arrival, stretches)
                 if self.now >= arrival:
                     continue
             step = scheduler.schedule()
@@ -103,7 +113,12 @@ class Clock:
         state = len(scheduler.waiting), scheduler.pool.usage
         course.levels.append((self.now, *state, course.yielding, course.tokens))
 
-    def _stretch(self, pending: Step | None, arrival: float) -> Step | None:
+    def _stretch(
+        self,
+        pending: Step | None,
+        arrival: float,
+        stretches: Callable[[NDArray[np.float64], float], None] | None,
+    ) -> Step | None:
         """Compute many pure decode steps at once where nothing can happen between them; the step then
         pending."""
         scheduler = self.scheduler
@@ -113,16 +128,20 @@ class Clock:
         if pending is not None and pending.decodes != number:
             return pending
         bound = arrival
-        if scheduler.waiting and scheduler.limits.policy == "fcfs":
-            bound = FOREVER  # behind a queue that no slot opens for, an arrival changes nothing
+        if scheduler.waiting and scheduler.limits.policy == "fcfs" and stretches is None:
+            bound = FOREVER  # behind a queue that no slot opens for, an arrival changes only the queue
         first = scheduler.context if pending is not None else scheduler.context + number
         base, slope = self.cost.decode_line(number, first)
         step_s, growth = base + slope * first, slope * number
         most = self._steps_before(min(bound, self.until) - self.now, step_s, growth)
+        usage = scheduler.pool.usage
         count = scheduler.advance(most) if most > 1 else 0
         if count <= 0:
             return pending
         seconds = count * step_s + growth * count * (count - 1) / 2
+        if stretches is not None:
+            done = np.arange(1.0, count + 1.0)
+            stretches(self.now + done * step_s + growth * done * (done - 1) / 2, usage)
         self.now += seconds
         course = self.course
         course.steps += count
@@ -130,7 +149,7 @@ class Clock:
         course.tokens += count * number
         course.gaps.append((self.now, seconds / count, count))
         self._note()
-        return Step(decodes=number, context=scheduler.context) if pending is not None else None
+        return pending and scheduler.pure_step()
 
     @staticmethod
     def _steps_before(room: float, step_s: float, growth: float) -> int:

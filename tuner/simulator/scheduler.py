@@ -145,6 +145,11 @@ class Scheduler:
             self.context += count * len(self.decoding)
         return max(count, 0)
 
+    def pure_step(self) -> Step:
+        """The last of the steps that `advance` scheduled, which is still to be computed."""
+        members = tuple(self.decoding) if self._tell else ()
+        return Step(decodes=len(self.decoding), context=self.context, members=members)
+
     # ---- one step
 
     def schedule(self) -> Step | None:

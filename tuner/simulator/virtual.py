@@ -88,6 +88,20 @@ class _Telemetry:
         self.rows: list[tuple[float, ...]] = []
         self.tokens = self.yielding = 0
 
+    def note_decodes(self, ends: NDArray[np.float64], usage: float, scheduler: Scheduler) -> None:
+        """Many pure decode steps; the KV usage grows evenly from `usage` to what it is now."""
+        count, each = len(ends), len(scheduler.decoding)
+        still = (scheduler.preemptions, scheduler.hits, scheduler.queries)
+        queue = (len(scheduler.waiting), len(scheduler.running))
+        grown = (scheduler.pool.usage - usage) / count
+        for number, end in enumerate(ends.tolist(), 1):
+            filled = usage + number * grown
+            self.rows.append(
+                (end, *queue, filled, *still, self.tokens + number * each, self.yielding + number)
+            )
+        self.tokens += count * each
+        self.yielding += count
+
     def note(self, now: float, step: Step, scheduler: Scheduler, begun: Sequence[EngineRequest]) -> None:
         made = len(step.sampling) + len(step.members)
         self.tokens += sum(r.prompt for r in begun) + made
@@ -151,8 +165,15 @@ class _Slice:
         fits = [r for r in requests if r.prompt < limits.max_model_len]
         last = part.start_s + part.window_s + self.plan.tail_limit_s
         cost = Paced(self.booted.cost, self.pace)
-        Clock(self.scheduler, cost, until=last).run(fits, self._record)
+        stretches = None if self.pace.noise else self._record_decodes
+        Clock(self.scheduler, cost, until=last).run(fits, self._record, stretches)
         return [self._sent(request, last) for request in requests]
+
+    def _record_decodes(self, ends: NDArray[np.float64], usage: float) -> None:
+        times = ends.tolist()
+        for request in self.scheduler.decoding:
+            self.chunks[request.number].extend(times)
+        self.telemetry.note_decodes(ends, usage, self.scheduler)
 
     def _record(self, now: float, step: Step) -> None:
         begun = [r for r in step.sampling if not self.chunks[r.number]]
@@ -251,7 +272,7 @@ def _cut(sent: Sent, now: float) -> Sent:
 
 
 class Paced:
-    """A step cost under a pace. Every step is asked for by itself, so that noise is per step."""
+    """A step cost under a pace. With noise every step is asked for by itself, so that noise is per step."""
 
     def __init__(self, cost: StepCost, pace: VirtualPace) -> None:
         self._cost, self._pace, self._random = cost, pace, random.Random(pace.seed)

@@ -17,7 +17,7 @@ from tuner.history.store import Store
 from tuner.knobs import model as models
 from tuner.knobs import space as spaces
 from tuner.knobs.arguments import compile_candidate, fixed
-from tuner.knobs.discover import GpuKind, discover, on_device
+from tuner.knobs.discover import GpuKind, discover, facts_of_help, on_device
 from tuner.knobs.model import ModelFacts, tokens_of
 from tuner.knobs.space import SearchSpace
 from tuner.measures import class_of, measure_of
@@ -27,6 +27,7 @@ from tuner.replay.timeline import PLANS, Plan
 from tuner.search import ladder
 from tuner.settings import Settings, shipped
 from tuner.simulator.cost import card_of
+from tuner.simulator.options import parser as simulated_flags
 from tuner.traffic import importers, kept, slices
 from tuner.traffic import trace as traces
 from tuner.traffic.capture import files as captures
@@ -83,14 +84,15 @@ class Surveyed:
 
 def survey(engine: EngineFile, *, base: Path, name: str = "local") -> Surveyed:
     """Ask this host's interpreter; launches no engine. `base` is where relative paths begin."""
-    command = engine_command(engine, base)
-    facts = discover(command, env={ORDER: "PCI_BUS_ID", **engine.env})
-    if adapter_of(engine.kind).simulated:
+    command, adapter = engine_command(engine, base), adapter_of(engine.kind)
+    if adapter.simulated:  # a part of this program: no process has to be asked
+        facts = facts_of_help(adapter, simulated_flags().format_help())
         card = card_of(engine.card)
         gpu = None if card.platform == "cpu" else GpuKind(name=card.title, memory_gib=card.memory_gib)
         facts = on_device(facts, "cpu" if gpu is None else "cuda", gpu)
         node = Node(name=name, gpu_class=f"sim-{engine.card}")
     else:
+        facts = discover(command, env={ORDER: "PCI_BUS_ID", **engine.env})
         node = local_node(name, facts, engine.env)
     return Surveyed(command=command, facts=facts, node=node)
 
