@@ -104,10 +104,18 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
+def _no_color(asked: bool) -> None:
+    if asked:
+        os.environ["NO_COLOR"] = "1"
+
+
 @app.callback()
 def _root(
     version: bool = typer.Option(
         False, "--version", callback=_version, is_eager=True, help="Print the version."
+    ),
+    no_color: bool = typer.Option(
+        False, "--no-color", callback=_no_color, is_eager=True, help="No colours; NO_COLOR=1 does the same."
     ),
 ) -> None:
     """Find the vLLM configuration that serves your traffic best."""

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from tuner.history.store import Store
     from tuner.records import Slice
     from tuner.settings import Settings
@@ -81,6 +84,16 @@ def print_json(value: object) -> None:
     sys.stdout.write(json.dumps(plain(value), indent=2) + "\n")
 
 
+MEANINGS = {
+    **dict.fromkeys(("ok", "COMPLETE", "FINISHED"), "green"),
+    **dict.fromkeys(("warning", "PRUNED", "ABORTED", "CANCELLED"), "yellow"),
+    **dict.fromkeys(("error", "INFEASIBLE", "FAILED", "fault"), "red"),
+}
+"""The colour of a cell that is this word, on a terminal."""
+LEAST = 24
+"""The narrowest last column of a table, in characters; where there is less room, rows become blocks."""
+
+
 def print_table(
     columns: Sequence[str],
     rows: Iterable[Sequence[object]],
@@ -90,27 +103,97 @@ def print_table(
 ) -> None:
     """A table on standard output. A column whose name begins with `<` is text, the others are numbers.
 
-    Without rows, `empty` is printed instead.
+    Nothing is cut: where the terminal is too narrow, each row is a block with a line per column. In a pipe
+    a row is one line of any length, without control characters. Without rows, `empty` is printed instead.
     """
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    rows = list(rows)
-    if not rows:
+    cells = [[_cell(each) for each in row] for row in rows]
+    if not cells:
         typer.echo(f"{title}: {empty}" if title else empty)
         return
+    from rich.console import Console
+    from rich.text import Text
 
-    table = Table(title=title, box=None, pad_edge=False, header_style="bold", title_justify="left")
-    for column in columns:
-        is_text = column.startswith("<")
-        table.add_column(
-            escape(column.lstrip("<")), justify="left" if is_text else "right", no_wrap=not is_text
-        )
-    for row in rows:
-        table.add_row(*(escape(text(cell)) for cell in row))
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    console.print(table)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    console = Console(highlight=False)
+    for line in [*([Text(title, "bold")] if title else []), *table(columns, cells, width)]:
+        console.print(line, soft_wrap=True)
+
+
+def _cell(value: object) -> str:
+    """The text of a cell; control characters are escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text(value))
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | None) -> "list[Text]":
+    """The lines of a table, or of a block per row where the columns do not fit into `width`; None: any."""
+    from rich.cells import cell_len
+
+    heads = [column.lstrip("<") for column in columns]
+    sizes = [max(map(cell_len, column)) for column in zip(heads, *rows, strict=True)]
+    room = math.inf if width is None else width - sum(sizes[:-1]) - 2 * len(sizes[:-1])
+    longest = max(cell_len(word) for row in (heads, *rows) for word in row[-1].split(" "))
+    if sizes[-1] > room and (room < max(LEAST, longest) or not columns[-1].startswith("<")):
+        return _blocks(heads, rows, width or 0)
+    begin, lines = sum(sizes[:-1]) + 2 * len(sizes[:-1]), []
+    for style, row in [("bold", heads), *(("", row) for row in rows)]:
+        first, *more = _wrapped(row[-1], room)
+        padded = [_padded(*each) for each in zip([*row[:-1], first], columns, sizes, strict=True)]
+        lines.append(_line([(each, style or _style(each.strip())) for each in padded]))
+        lines += [_line([(" " * (begin - 2), ""), (each, style)]) for each in more]
+    return lines
+
+
+def _blocks(heads: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> "list[Text]":
+    """A block of lines per row, a line per cell with its head; empty cells are left out."""
+    from rich.cells import cell_len
+
+    wide = max(map(cell_len, heads))
+    lines = []
+    for number, row in enumerate(rows):
+        lines += [_line([])] * bool(number)
+        for head, whole in zip(heads, row, strict=True):
+            for place, part in enumerate(_wrapped(whole, width - wide - 2) if whole else ()):
+                label = _padded("" if place else head, "<", wide)
+                lines.append(_line([(label, "bold"), (part, _style(whole))]))
+    return lines
+
+
+def _wrapped(value: str, width: float) -> list[str]:
+    """A text in lines of at most this width, broken between words; a longer word stays whole."""
+    from rich.cells import cell_len
+
+    lines = [""]
+    for word in value.split(" "):
+        longer = f"{lines[-1]} {word}" if lines[-1] else word
+        if lines[-1] and cell_len(longer) > width:
+            lines.append(word)
+        else:
+            lines[-1] = longer
+    return lines
+
+
+def _padded(value: str, column: str, size: int) -> str:
+    from rich.cells import cell_len
+
+    blanks = " " * (size - cell_len(value))
+    return value + blanks if column.startswith("<") else blanks + value
+
+
+def _line(parts: "Sequence[tuple[str, str]]") -> "Text":
+    """Cells with their styles as one line, two blanks between them."""
+    from rich.text import Text
+
+    line = Text("  ").join(Text(part, style) for part, style in parts)
+    line.rstrip()
+    return line
+
+
+def _style(cell: str) -> str:
+    """The colour of a cell: green is good, red is bad, yellow asks for attention."""
+    for end, colour in (("better)", "green"), ("worse)", "red")):
+        if cell.endswith(end):
+            return colour
+    return MEANINGS.get(cell, "")
 
 
 def text(value: object) -> str:

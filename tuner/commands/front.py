@@ -66,7 +66,7 @@ def show(store: "Store", study: "Study") -> None:
         last = found.confirmation
         typer.echo(f"Last confirmed {text(last.at)}: {headline(last)}")
     names = study.objectives
-    heads = ["trial", "<", *(head for n in names for head in (f"{n} first", "confirmed", "change"))]
+    heads = ["trial", "<role", *(head for n in names for head in (f"{n} first", "confirmed", "change"))]
     table = [
         [row.trial.number, row.kind if row.kind in ("baseline", "winner") else "", *_cells(row, names),
          knobs(row.trial.candidate)]

@@ -215,7 +215,7 @@ def _show(found: "Forecast") -> None:
         for mark, each in [("baseline", found.baseline), *(("front", each) for each in found.front)]
     ]
     title = f"predicted front of {found.study}: {found.feasible} of {found.asked} candidates would run"
-    print_table(["<", *(f"<{name}" for name in names), "<configuration"], rows, title=title)
+    print_table(["<role", *(f"<{name}" for name in names), "<configuration"], rows, title=title)
     if found.measured:
         table = [_beside(trial, prediction, names) for trial, prediction in found.measured]
         print_table(["trial", *(f"<{name}" for name in names)], table, title="predicted → measured")

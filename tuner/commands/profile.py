@@ -95,7 +95,7 @@ def show(profile: Annotated[int, typer.Argument(help="The profile's id.")], as_j
         f"engine {found.engine_version}, {found.gpu_class}, study {found.study_id[:12]}:"
         f" {knobs(found.candidate)}"
     )
-    print_table(["<evidence", "<"], _lines(found.evidence))
+    print_table(["<evidence", "<value"], _lines(found.evidence))
     rows = [[e.at, e.alias, e.from_version, e.to_version, e.actor, e.reason] for e in events]
     print_table(["<at", "<alias", "from", "to", "<by", "<why"], rows)
 
@@ -141,7 +141,7 @@ def diff(
         print_json(changes)
         return
     rows = [[change.kind, change.name, change.before, change.after] for change in changes]
-    print_table(["<", "<", f"<{one}", f"<{other}"], rows)
+    print_table(["<kind", "<name", f"<{one}", f"<{other}"], rows)
 
 
 @app.command("resolve")

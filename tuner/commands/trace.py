@@ -237,7 +237,7 @@ def show(
         for name, value in data.items()
         if name != "advice" and value not in (None, {}, [])
     ]
-    print_table(["<", "<"], rows)
+    print_table(["<number", "<value"], rows)
     for sentence in data["advice"] if isinstance(data["advice"], list) else []:
         typer.echo(f"- {sentence}")
 
@@ -374,7 +374,7 @@ def diff(before: Ref, after: Ref, as_json: Json = False) -> None:
         return
     rows = ([each.name, each.before, each.after, f"{each.change:+.1%}" if each.change is not None else None,
              "moved" if each.moved else ""] for each in found)  # fmt: skip
-    print_table(["<", "before", "after", "change", "<"], rows)
+    print_table(["<number", "before", "after", "change", "<moved"], rows)
     moved = [each.sentence for each in found if each.moved]
     for sentence in moved or ["nothing has moved by more than chance and 10 % (shares: 5 points)"]:
         typer.echo(f"- {sentence}")

@@ -32,7 +32,7 @@ def doctor(
         print_json(checks)
     else:
         print_table(
-            ["<check", "<", "<found", "<mend"], ([c.name, c.verdict, c.found, c.mend] for c in checks)
+            ["<check", "<verdict", "<found", "<mend"], ([c.name, c.verdict, c.found, c.mend] for c in checks)
         )
     if code := exit_code(checks):
         raise typer.Exit(code)
