@@ -135,7 +135,7 @@ def proxy(directory: Path, rate: float, rounds: int, realtime: bool) -> None:
     direct, proxied, out = 18_801, 18_802, directory / "c.jsonl"
     serve = f"import uvloop; from benchmarks.traffic import upstream; uvloop.run(upstream({direct}))"
     capture = (
-        "from pathlib import Path; from tuner.traffic.capture.serving import run; "
+        "from pathlib import Path; from tuner.traffic.capture.proxy import run; "
         f"print(run('http://127.0.0.1:{direct}', Path({str(out)!r}), port={proxied}))"
     )
     running = [subprocess.Popen([sys.executable, "-c", code]) for code in (serve, capture)]

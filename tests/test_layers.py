@@ -71,10 +71,6 @@ def test_imports_point_down(path: Path) -> None:
             assert FLOOR_OF[target] > FLOOR_OF[room], f"{room} imports {target}"
 
 
-KNOWN_CIRCLES = ({"tuner.traffic.advice", "tuner.traffic.statistics"},)
-"""Only to be made fewer."""
-
-
 def _name(path: Path) -> str:
     return ".".join(("tuner", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
 
@@ -86,9 +82,6 @@ def test_files_import_each_other_in_no_circle() -> None:
     for name, path in names.items():
         found = _imports(path)
         graph[name] = {n if n in names else n.rpartition(".")[0] for n in found} & names.keys() - {name}
-        for circle in KNOWN_CIRCLES:
-            if name in circle:
-                graph[name] -= circle
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:

@@ -300,7 +300,7 @@ def test_the_writer_finishes_what_a_killed_proxy_left(tmp_path: Path) -> None:
 SERVED = """
 import sys
 from pathlib import Path
-from tuner.traffic.capture.serving import run
+from tuner.traffic.capture.proxy import run
 print(run(sys.argv[1], Path(sys.argv[2]), name="chat", port=int(sys.argv[3])), flush=True)
 """
 

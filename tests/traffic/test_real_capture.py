@@ -15,7 +15,7 @@ from tuner.traffic.capture.files import Sink
 from tuner.traffic.capture.recorder import Recorder
 from tuner.traffic.importers import read_any
 from tuner.traffic.prompts import Prompts, salt
-from tuner.traffic.reuse import predicted_hits
+from tuner.traffic.structure import predicted_hits
 from tuner.traffic.trace import Trace
 
 

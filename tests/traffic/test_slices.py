@@ -15,9 +15,9 @@ from tuner.errors import BadInput
 from tuner.records import Slice
 from tuner.traffic.importers import read_any
 from tuner.traffic.reshape import groups, merged, scaled, superposed, thinned
-from tuner.traffic.reuse import reuse_by_capacity
 from tuner.traffic.slices import Limits, choose, rows, rungs
 from tuner.traffic.statistics import dispersion
+from tuner.traffic.structure import reuse_by_capacity
 from tuner.traffic.trace import Trace, build, bundled
 
 

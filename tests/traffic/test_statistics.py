@@ -12,9 +12,14 @@ from hypothesis import strategies as st
 from tests.traffic.conftest import make
 from tuner.traffic.importers import read_any
 from tuner.traffic.prompts import Prompts
-from tuner.traffic.reuse import predicted_hits, reuse_by_capacity
 from tuner.traffic.statistics import ServiceTimes, describe, dispersion, series
-from tuner.traffic.structure import infer_sessions, new_tokens, prefers_live_history
+from tuner.traffic.structure import (
+    infer_sessions,
+    new_tokens,
+    predicted_hits,
+    prefers_live_history,
+    reuse_by_capacity,
+)
 from tuner.traffic.trace import Trace, bundled
 
 

@@ -16,8 +16,7 @@ from tuner.errors import BadInput
 from tuner.history.store import Store
 from tuner.records import Candidate, Measurement, RunState, Study, Trial, TrialState, Value, digest_of
 from tuner.simulator.cost import Coefficients, coefficients_of
-from tuner.traffic.advice import sequences_for
-from tuner.traffic.statistics import describe
+from tuner.traffic.statistics import describe, sequences_for
 from tuner.tuning.calibrated_predictor import StudyPredictor
 from tuner.tuning.next_trial import first_candidates, minimal, propose
 from tuner.tuning.seeds import by_concurrency, fronts_of, last_calibration

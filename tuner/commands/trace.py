@@ -46,7 +46,7 @@ def open_trace(ref: str) -> "tuple[Trace, Path]":
     """A trace from a file of any known format, the newest capture of a name (`latest:NAME`), or a known
     trace by name, digest or beginning of the digest.
     """
-    from tuner.traffic import importers, kept
+    from tuner.traffic import importers, trace_files
     from tuner.traffic.capture.files import find
 
     path = find(ref, captures()) or Path(ref).expanduser()
@@ -63,7 +63,7 @@ def open_trace(ref: str) -> "tuple[Trace, Path]":
     except NotFound:
         known = {t.name for t in store.traces()}
         raise NotFound(f"there is no file {path} and no known trace '{ref}'{nearest(ref, known)}") from None
-    return kept.find(stored.digest, stored.path)
+    return trace_files.find(stored.digest, stored.path)
 
 
 class _ImportCommand(TyperCommand):
@@ -156,8 +156,8 @@ def _fetched(source: str) -> Iterator[Path]:
 
 
 def _keep(trace: "Trace", path: Path, name: str) -> None:
-    from tuner.traffic import kept
     from tuner.traffic import trace as traces
+    from tuner.traffic import trace_files
 
     _check_name(name)
     store = open_store(create=True)
@@ -167,7 +167,7 @@ def _keep(trace: "Trace", path: Path, name: str) -> None:
         traces.write(trace, path)
     except OSError as error:
         raise Unavailable(f"cannot write {path}: {error.strerror or error}") from error
-    kept.keep(trace, settings().home, name)
+    trace_files.keep(trace, settings().home, name)
     meta = {**trace.meta, "requests": len(trace), "duration_s": trace.duration_s}
     store.add_trace(trace.digest, name, str(path.resolve()), meta, now())
     if before != name:
@@ -443,7 +443,7 @@ def capture(
     Ctrl-C or SIGTERM stops it after the current answers have ended (10 s at most).
     """
     from tuner.traffic.capture.files import Rotation
-    from tuner.traffic.capture.serving import run
+    from tuner.traffic.capture.proxy import run
 
     place, chosen = _place(out, name)
     rotation = Rotation(every=every, max_bytes=None if max_size is None else _bytes(max_size), keep=keep)

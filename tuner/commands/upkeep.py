@@ -182,13 +182,13 @@ def _kept_files(store: "Store", home: Path) -> dict[str, Path]:
     """The files of a history beside its database, by their names in the home. A message names
     missing ones.
     """
-    from tuner.traffic import kept
+    from tuner.traffic import trace_files
 
     folders = [*home.glob("nodes/*.yaml"), *home.glob("studies/*"), home / "notify.yaml"]
     files = {str(path.relative_to(home)): path for path in folders if path.is_file()}
     for each in store.traces():
         try:
-            _, path = kept.find(each.digest, each.path)
+            _, path = trace_files.find(each.digest, each.path)
         except NotFound as error:
             say(f"left out: {error}")
             continue

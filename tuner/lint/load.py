@@ -21,7 +21,7 @@ from tuner.simulator.options import Options, StartRefused
 from tuner.simulator.predict import SimulatedSlice, fold, options_of, simulate, violation_of
 from tuner.simulator.state import SchedulerLimits
 from tuner.simulator.workload import Workload
-from tuner.traffic.reuse import reuse_by_capacity
+from tuner.traffic.structure import reuse_by_capacity
 from tuner.traffic.trace import Trace
 
 BINDS = 0.05

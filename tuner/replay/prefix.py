@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from tuner.records import Outcome
 from tuner.replay.schedule import SendSchedule
-from tuner.traffic.reuse import predicted_hits
+from tuner.traffic.structure import predicted_hits
 from tuner.traffic.trace import Trace
 
 

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from tuner.report.charts import Curve, Panel, bars, curves, fitted, from_zero, panels
 from tuner.report.words import number
-from tuner.traffic.reuse import reuse_by_capacity
 from tuner.traffic.statistics import CAPACITIES, Statistics, series
+from tuner.traffic.structure import reuse_by_capacity
 from tuner.traffic.trace import Trace
 
 HERE = Path(__file__).parent

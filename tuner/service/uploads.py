@@ -1,6 +1,6 @@
 """Traces sent in pieces. An upload is two files, so it goes on after a restart of either side.
 
-What was sent is read by another process (traffic/intake.py): this one holds a piece at a time, on disk.
+Another process (traffic/upload_reader.py) reads what was sent: this one holds a piece at a time, on disk.
 """
 
 import hashlib
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import IO
 
 from tuner.errors import BadInput, Conflict, NotFound, Unavailable
-from tuner.traffic import intake
-from tuner.traffic.intake import Taken
+from tuner.traffic import upload_reader
+from tuner.traffic.upload_reader import Taken
 
 LARGEST = 2 * 1024**3
 LARGEST_PIECE = 8 * 1024**2
@@ -133,7 +133,7 @@ class Uploads:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != upload.sha256:
             raise BadInput(f"the bytes that arrived have SHA-256 {digest}, not {upload.sha256}")
-        return intake.take(part, made, upload.unit)
+        return upload_reader.take(part, made, upload.unit)
 
     def abandon(self, upload_id: str) -> None:
         """Throws an upload away."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tuner.traffic.reuse import reuse_by_capacity
 from tuner.traffic.statistics import dispersion
+from tuner.traffic.structure import reuse_by_capacity
 from tuner.traffic.trace import STATUSES, Trace
 
 MATERIAL = 0.10

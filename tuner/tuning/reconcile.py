@@ -16,7 +16,7 @@ from tuner.errors import BadInput, Conflict, NotFound, Unavailable
 from tuner.history.store import Store
 from tuner.leftovers import sweep_scratch
 from tuner.records import Run, RunState, Study, Trial, TrialState
-from tuner.traffic import kept
+from tuner.traffic import trace_files
 from tuner.tuning.context import RunContext
 from tuner.tuning.study import Clock, Prepared
 
@@ -152,7 +152,7 @@ def _register_trace(context: RunContext, now: datetime) -> None:
     the home, since captures are removed in time.
     """
     trace, name = context.prepared.trace, context.prepared.trace_path.stem
-    path = kept.keep(trace, context.home, name)
+    path = trace_files.keep(trace, context.home, name)
     try:
         context.store.trace(trace.digest)
     except NotFound:

@@ -8,8 +8,7 @@ from tuner.history.store import Store
 from tuner.records import Candidate, Study, Trial
 from tuner.search import pareto, trial_view
 from tuner.simulator.cost import Coefficients, coefficients_of
-from tuner.traffic.advice import sequences_for
-from tuner.traffic.statistics import describe
+from tuner.traffic.statistics import describe, sequences_for
 from tuner.tuning.study import Prepared
 
 # Front members that are tried first: of the same node's last study, of another node's, of so many nodes.

@@ -28,7 +28,7 @@ from tuner.search import ladder
 from tuner.settings import Settings, shipped
 from tuner.simulator.cost import card_of
 from tuner.simulator.options import parser as simulated_flags
-from tuner.traffic import importers, kept, slices
+from tuner.traffic import importers, slices, trace_files
 from tuner.traffic import trace as traces
 from tuner.traffic.capture import files as captures
 from tuner.traffic.trace import Trace
@@ -195,7 +195,7 @@ def _trace(ref: str, base: Path, store: Store | None) -> tuple[Trace, Path]:
             f"trace: '{ref}' {missing}{nearest(name, known)}; `tuner trace import` makes one"
         ) from None
     try:
-        return kept.find(stored.digest, stored.path)
+        return trace_files.find(stored.digest, stored.path)
     except NotFound as error:
         raise BadInput(f"trace: '{ref}': {error}") from None
 

@@ -12,7 +12,7 @@ from tuner.history.entities import TraceInfo
 from tuner.history.store import Store
 from tuner.knobs.catalogue import CATALOGUE
 from tuner.records import ProfileKey, Study
-from tuner.traffic import kept, shift
+from tuner.traffic import shift, trace_files
 from tuner.tuning.study import Prepared
 
 # How the name of a capture ends, under which its trace is registered.
@@ -29,7 +29,7 @@ def traffic_notes(prepared: Prepared, store: Store) -> Iterator[str]:
     if champion is None or champion.trace_digest == prepared.trace.digest:
         return
     try:
-        before, _ = kept.find(champion.trace_digest, store.trace(champion.trace_digest).path)
+        before, _ = trace_files.find(champion.trace_digest, store.trace(champion.trace_digest).path)
     except TunerError:  # the file may be on another host, or thrown away
         yield "the champion was found on another trace, whose file is not here to compare with"
         return

@@ -6,22 +6,31 @@ that finds the end of the answer. Heads are rewritten where HTTP asks for it (co
 
 import asyncio
 import json
+import signal
 import ssl
+import sys
 from collections import deque
+from collections.abc import Callable
+from pathlib import Path
 from time import monotonic_ns
 from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
+import uvloop
 
-from tuner.errors import BadInput
-from tuner.traffic.capture.behind import END, Behind, Headers, Request
+from tuner.errors import BadInput, Unavailable
+from tuner.traffic.capture.files import Rotation, Sink
 from tuner.traffic.capture.recorder import RECORDED, RecordedExchange, Recorder
+from tuner.traffic.capture.upstream import END, Headers, Request, UpstreamConnection
+from tuner.traffic.capture.writer import Counts
 
 HOP = frozenset(
     {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer"}
     | {b"transfer-encoding", b"upgrade", b"host", b"content-length", b"expect", b"proxy-connection"}
 )
+PATIENCE_S = 10.0
+"""How long answers under way may still take after the signal."""
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -45,36 +54,36 @@ class Proxy:
         self.prefix = parts.path.rstrip("/").encode()
         self.authority = parts.netloc.rpartition("@")[2].encode()
         self.recorder = recorder
-        self.free: list[Behind] = []
-        self.fronts: set[Front] = set()
+        self.free: list[UpstreamConnection] = []
+        self.clients: set[ProxiedConnection] = set()
 
     async def listen(self, host: str, port: int) -> asyncio.Server:
         """A server that can be started; port 0 takes a free one. OSError when the port is taken."""
         return await asyncio.get_running_loop().create_server(
-            lambda: Front(self), host, port, backlog=2048, start_serving=False
+            lambda: ProxiedConnection(self), host, port, backlog=2048, start_serving=False
         )
 
     async def close(self, patience_s: float = 0.0) -> None:
         """Let answers under way end for a while, then cut what is left."""
         deadline = asyncio.get_running_loop().time() + patience_s
-        for front in list(self.fronts):
-            front.finish()
-        while self.fronts and asyncio.get_running_loop().time() < deadline:
+        for client in list(self.clients):
+            client.finish()
+        while self.clients and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
-        for front in list(self.fronts):
-            front.abort()
+        for client in list(self.clients):
+            client.abort()
         while self.free:
             self.free.pop().abort()
         await asyncio.sleep(0)  # connection_lost of what was aborted
 
 
-class Front(asyncio.Protocol):
+class ProxiedConnection(asyncio.Protocol):
     """A client's connection. Requests are served one after another, in order."""
 
     def __init__(self, proxy: Proxy) -> None:
         self.proxy = proxy
         self.transport: asyncio.Transport
-        self.behind: Behind | None = None
+        self.upstream: UpstreamConnection | None = None
         self.request: Request | None = None
         self._parser = httptools.HttpRequestParser(self)
         self._waiting: deque[Request] = deque()
@@ -91,7 +100,7 @@ class Front(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)
         peer = transport.get_extra_info("peername")
         self._peer = str(peer[0]) if peer else None
-        self.proxy.fronts.add(self)
+        self.proxy.clients.add(self)
 
     def data_received(self, data: bytes) -> None:
         if self._owed:
@@ -177,9 +186,9 @@ class Front(asyncio.Protocol):
             return
         self.request = self._waiting.popleft()
         while self.proxy.free:
-            behind = self.proxy.free.pop()
-            if not behind.gone:
-                behind.send(self, self.request)
+            upstream = self.proxy.free.pop()
+            if not upstream.gone:
+                upstream.send(self, self.request)
                 return
         self.connect(self.request)
 
@@ -190,20 +199,20 @@ class Front(asyncio.Protocol):
     async def _connect(self, request: Request) -> None:
         proxy = self.proxy
         try:
-            _, behind = await asyncio.get_running_loop().create_connection(
-                lambda: Behind(proxy.free), proxy.host, proxy.port, ssl=proxy.tls
+            _, upstream = await asyncio.get_running_loop().create_connection(
+                lambda: UpstreamConnection(proxy.free), proxy.host, proxy.port, ssl=proxy.tls
             )
         except OSError as error:
             self.refuse(502, f"the upstream cannot be reached: {error.strerror or error}")
             return
         if self.request is request:
-            behind.send(self, request)
+            upstream.send(self, request)
         else:
-            proxy.free.append(behind)
+            proxy.free.append(upstream)
 
     def answered(self, whole: bool) -> None:
         """The answer has ended, `whole` or broken off."""
-        request, self.request, self.behind = self.request, None, None
+        request, self.request, self.upstream = self.request, None, None
         if request is None:
             return
         self._record(request, whole)
@@ -247,21 +256,21 @@ class Front(asyncio.Protocol):
         self.transport.abort()
 
     def pause_writing(self) -> None:
-        if self.behind is not None:
-            self.behind.transport.pause_reading()
+        if self.upstream is not None:
+            self.upstream.transport.pause_reading()
 
     def resume_writing(self) -> None:
-        if self.behind is not None:
-            self.behind.transport.resume_reading()
+        if self.upstream is not None:
+            self.upstream.transport.resume_reading()
 
     def connection_lost(self, error: Exception | None) -> None:
         """The client is gone: break off the upstream too, so that the engine sees it."""
-        self.proxy.fronts.discard(self)
+        self.proxy.clients.discard(self)
         if self._connecting is not None:
             self._connecting.cancel()
-        behind, request, self.behind, self.request = self.behind, self.request, None, None
-        if behind is not None:
-            behind.abort()
+        upstream, request, self.upstream, self.request = self.upstream, self.request, None, None
+        if upstream is not None:
+            upstream.abort()
         if request is not None:
             self._waiting.appendleft(request)
         elif self._next.exchange is not None and self._next.exchange.number == -1:
@@ -271,3 +280,54 @@ class Front(asyncio.Protocol):
                 one.exchange.cut = True
             self._record(one, whole=False)
         self._waiting.clear()
+
+
+def run(
+    upstream: str,
+    out: Path,
+    *,
+    name: str | None = None,
+    rotation: Rotation | None = None,
+    host: str = "127.0.0.1",
+    port: int = 8900,
+    tokenizer: str | Path | None = None,
+    raw: bool = False,
+    ready: Callable[[int], None] = lambda _: None,
+) -> Counts:
+    """Serve until SIGINT or SIGTERM; what was recorded. `out` is a directory when named.
+
+    `ready` is told the port. A second signal cuts what is under way.
+    """
+    recorder = Recorder(Sink(out, name, rotation), tokenizer=tokenizer, raw=raw)
+    proxy = Proxy(upstream, recorder)
+    sys.setswitchinterval(0.0005)  # the recorder's thread must not hold up a chunk for longer
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(proxy, host, port, ready))
+    finally:
+        recorder.stop()
+    return recorder.counts
+
+
+async def _serve(proxy: Proxy, host: str, port: int, ready: Callable[[int], None]) -> None:
+    stop, now = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, lambda: now.set() if stop.is_set() else stop.set())
+    try:
+        server = await proxy.listen(host, port)
+    except OSError as error:
+        raise Unavailable(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    if proxy.recorder is not None:
+        proxy.recorder.start()
+    await server.start_serving()
+    ready(server.sockets[0].getsockname()[1])
+    await stop.wait()
+    server.close()
+    closing = asyncio.create_task(proxy.close(PATIENCE_S))
+    hurry = asyncio.create_task(now.wait())
+    await asyncio.wait((closing, hurry), return_when=asyncio.FIRST_COMPLETED)
+    if not closing.done():
+        closing.cancel()
+        await proxy.close()
+    hurry.cancel()

@@ -27,10 +27,10 @@ class Request:
 
 
 class Client(Protocol):
-    """Who waits for an answer."""
+    """The connection of the client that waits for an answer."""
 
     transport: asyncio.Transport
-    behind: "Behind | None"
+    upstream: "UpstreamConnection | None"
 
     def answered(self, whole: bool) -> None:
         """The answer has ended, `whole` or broken off."""
@@ -42,16 +42,16 @@ class Client(Protocol):
         """The connection was stale: send the request over a new one."""
 
 
-class Behind(asyncio.Protocol):
+class UpstreamConnection(asyncio.Protocol):
     """A connection to the upstream, lent to one client's request at a time."""
 
-    def __init__(self, free: "list[Behind]") -> None:
-        """`free` is where it waits for the next request."""
+    def __init__(self, free: "list[UpstreamConnection]") -> None:
+        """`free` is the list of connections that wait for a request."""
         self._free = free
         self.transport: asyncio.Transport
         self.gone = False
         self._used = False
-        self._front: Client | None = None
+        self._client: Client | None = None
         self._request = Request(b"")
         self._head = b""
         self._write: Callable[[bytes], None] | None = None
@@ -63,9 +63,9 @@ class Behind(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
 
-    def send(self, front: Client, request: Request) -> None:
+    def send(self, client: Client, request: Request) -> None:
         """Send a request; its answer goes to the client."""
-        front.behind, self._front, self._request = self, front, request
+        client.upstream, self._client, self._request = self, client, request
         self._head, self._write, self._headers = b"", None, []
         self._keep = self._framed = self._done = False
         exchange = request.exchange
@@ -91,9 +91,9 @@ class Behind(asyncio.Protocol):
 
     def _first(self, data: bytes) -> bytes | None:
         """The answer's head, once it is there, and what came with it; both are passed on."""
-        front = self._front
-        if front is None:
-            self.abort()  # it speaks unasked
+        client = self._client
+        if client is None:
+            self.abort()  # it answers though nobody asked
             return None
         self._head += data
         while (end := self._head.find(END)) >= 0 and self._head.startswith(b"HTTP/1.1 1"):
@@ -108,15 +108,15 @@ class Behind(asyncio.Protocol):
         kept = [line for line in lines if line.partition(b":")[0].lower() not in CONNECTION]
         if not self._request.keep:
             kept.append(b"connection: close")
-        front.transport.write(b"\r\n".join(kept) + whole[end:])
-        self._write = front.transport.write
+        client.transport.write(b"\r\n".join(kept) + whole[end:])
+        self._write = client.transport.write
         return whole
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        self._keep = self._parser.should_keep_alive()  # told by the head alone; asked later it is False
+        self._keep = self._parser.should_keep_alive()  # right now only: at the end of the answer it is False
         names = {name for name, _ in self._headers}
         self._framed = bool(names & {b"content-length", b"transfer-encoding"})
         if self._request.exchange is not None:
@@ -128,7 +128,7 @@ class Behind(asyncio.Protocol):
         self._done = True
 
     def _end(self) -> None:
-        front, self._front = self._front, None
+        client, self._client = self._client, None
         self._used = True
         if self._keep and not self.gone and not self.transport.is_closing():
             self.transport.resume_reading()
@@ -136,21 +136,21 @@ class Behind(asyncio.Protocol):
         else:
             self._request.keep = self._request.keep and self._framed
             self.transport.close()
-        if front is not None:
-            front.answered(whole=True)
+        if client is not None:
+            client.answered(whole=True)
 
     def _broken(self) -> None:
         """The upstream broke off: pass that on; where it was a kept connection gone stale, try a new one."""
-        front, self._front = self._front, None
-        if front is None:
+        client, self._client = self._client, None
+        if client is None:
             return
         if self._write is not None:
-            front.answered(whole=False)
+            client.answered(whole=False)
         elif self._used and not self._head:
-            front.behind = None
-            front.connect(self._request)
+            client.upstream = None
+            client.connect(self._request)
         else:
-            front.refuse(502, "the upstream broke off before its answer")
+            client.refuse(502, "the upstream broke off before its answer")
 
     def abort(self) -> None:
         """Cut at once."""
@@ -161,7 +161,7 @@ class Behind(asyncio.Protocol):
         self.gone = True
         if self in self._free:
             self._free.remove(self)
-        if self._front is None:
+        if self._client is None:
             return
         if self._write is not None and not self._framed and error is None:
             self._request.keep = False  # an answer without a length ends like this

@@ -1,7 +1,8 @@
-"""Reads a trace that a stranger sent in a process of its own, with limits on memory and time.
+"""Reads an uploaded trace in a process of its own, with limits on memory and time.
 
-`python -m tuner.traffic.intake` takes {source, target, unit} as JSON on standard input, writes the trace to
-`target` and answers with one JSON object: the trace's digest and notes, or the sentence that refuses it.
+`python -m tuner.traffic.upload_reader` takes {source, target, unit} as JSON on standard input, writes the
+trace to `target` and answers with one JSON object: the trace's digest and notes, or the sentence that refuses
+it.
 """
 
 import json
@@ -42,7 +43,7 @@ def take(source: Path, target: Path, unit: str | None) -> Taken:
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     asked = json.dumps({"source": str(source), "target": str(target), "unit": unit})
     done = processes.run(
-        [sys.executable, "-m", "tuner.traffic.intake"],
+        [sys.executable, "-m", "tuner.traffic.upload_reader"],
         timeout_s=TIME_S,
         env={"PYTHONPATH": path, "TUNER_DATABASE_URL": None, "OMP_NUM_THREADS": "1"},
         stdin=asked,
