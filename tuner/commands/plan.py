@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from tuner.records import JSON, Prediction, Trial
     from tuner.tuning.calibrated_predictor import Forecast
+    from tuner.tuning.predicted_night import PredictedNight
     from tuner.tuning.study import Prepared
 
 
@@ -186,6 +187,9 @@ def trials_so_far(prepared: "Prepared") -> "Sequence[Trial]":
 def predict(
     study: Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="The study file.")],
     candidates: Annotated[int, typer.Option(min=1, help="Number of candidates to draw from the space.")] = 64,
+    night: Annotated[
+        bool, typer.Option("--night", help="Simulate a whole run: trials, confirmation, conclusion.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Predict what a study's candidates would measure.
@@ -195,11 +199,55 @@ def predict(
     from tuner.tuning.calibrated_predictor import forecast
 
     prepared = prepared_study(study)
+    if night:
+        _predict_night(prepared, study, as_json=as_json)
+        return
     found = forecast(prepared, trials_so_far(prepared), count=candidates)
     if as_json:
         print_json(found)
         return
     _show(found)
+
+
+def _predict_night(prepared: "Prepared", path: Path, *, as_json: bool) -> None:
+    """Simulate a run within the study's budget, and show it. Nothing is stored or published."""
+    import asyncio
+    from datetime import timedelta
+
+    from tuner.tuning.predicted_night import as_data, predict_night
+    from tuner.tuning.run import RunLimits
+
+    try:
+        store = open_store()
+    except NotFound:
+        store = None
+    begun, budget = now(), prepared.file.budget
+    end = begun + timedelta(hours=budget.hours) if budget.hours else None
+    limits = RunLimits(trials=budget.trials, deadline=end)
+    found = asyncio.run(predict_night(prepared, store, base=path.parent, now=begun, limits=limits))
+    if as_json:
+        print_json(as_data(found))
+        return
+    _show_night(found, prepared.study.objectives)
+
+
+def _show_night(found: "PredictedNight", names: tuple[str, ...]) -> None:
+    from tuner.commands.run import conclusion_lines
+
+    known = found.calibration
+    fitted = f"calibrated on {known.trials} trials" if known else "by its datasheet, nothing was measured yet"
+    say(f"SIMULATED on {found.card}, {fitted}: nothing was launched, stored or published")
+    if found.left_out:
+        say(f"left out, because the simulated engine does not take it: {', '.join(found.left_out)}")
+    rows = []
+    for t in found.trials:
+        values = t.measurement.values if t.measurement else {}
+        rows.append([t.number, t.state, t.origin, *map(values.get, names), knobs(t.candidate)])
+    title = f"simulated night of {found.study}: {found.launches} launches, {found.hours:.2f} h"
+    print_table(["trial", "<state", "<origin", *names, "<configuration"], rows, title=title)
+    typer.echo(f"simulated: {found.run.reason}")
+    for line in conclusion_lines(found.conclusion):
+        typer.echo(f"simulated: {line}")
 
 
 def _show(found: "Forecast") -> None:

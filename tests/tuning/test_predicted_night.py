@@ -1,0 +1,69 @@
+"""`tuner predict STUDY --night`: a whole run that is computed, marked as simulated, and leaves nothing."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.commands.test_care import call
+from tests.tuning import studies
+from tuner.errors import BadInput
+from tuner.tuning.virtual import HIDDEN
+
+
+def predicted(home: Path, study: Path) -> dict[str, Any]:
+    done = call(home, "predict", study, "--night", "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_a_predicted_night_is_marked_and_leaves_no_history(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    study = studies.write(tmp_path)
+    done = call(home, "predict", study, "--night")
+    assert done.exit_code == 0, done.output
+    said = [line for line in done.stdout.splitlines() if "baseline" in line and "trial" in line]
+    assert all(line.startswith("simulated: ") for line in said)
+    assert "simulated night of tiny" in done.stdout
+    assert "SIMULATED on NVIDIA H100" in done.stderr
+    assert not (home / "tuner.db").exists()
+
+
+def test_a_predicted_night_is_the_same_twice_and_knows_nothing_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = studies.write(tmp_path)
+    first = predicted(tmp_path / "home", study)
+    monkeypatch.setenv(HIDDEN, json.dumps([{"slower": 3.0}]))
+    second = predicted(tmp_path / "home", study)
+    assert first["simulated"] is True
+    assert [t["candidate"] for t in first["trials"]] == [t["candidate"] for t in second["trials"]]
+    assert [t["values"] for t in first["trials"]] == [t["values"] for t in second["trials"]]
+    assert len(first["trials"]) == 3
+
+
+def test_a_predicted_night_begins_with_the_front_and_changes_no_history(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    study = studies.write(tmp_path, studies.VIRTUAL)
+    assert call(home, "tune", study, "--all-trials").exit_code == 0
+    rows = [call(home, *words, "--json").stdout for words in (("run", "list"), ("profile", "list"))]
+    files = {p: hashlib.sha256(p.read_bytes()).hexdigest() for p in home.rglob("*.log")}
+    found = predicted(home, study)
+    assert found["calibration"] is not None
+    assert any(str(t["origin"]).startswith("this study: trial") for t in found["trials"])
+    assert [call(home, *words, "--json").stdout for words in (("run", "list"), ("profile", "list"))] == rows
+    assert {p: hashlib.sha256(p.read_bytes()).hexdigest() for p in home.rglob("*.log")} == files
+    conclusion = found["conclusion"]
+    assert isinstance(conclusion, dict)
+    assert conclusion["profiles"] == {}
+
+
+def test_a_night_over_several_cards_is_refused(tmp_path: Path) -> None:
+    study = studies.write(tmp_path, studies.STUDY.replace("max_num_seqs: 4}", "tensor_parallel_size: 2}"))
+    done = call(tmp_path / "home", "predict", study, "--night")
+    assert isinstance(done.exception, BadInput)
+    assert "one card" in str(done.exception)
