@@ -30,10 +30,9 @@ from tuner.errors import EngineError
 from tuner.knobs import model as models
 from tuner.knobs.catalogue import read_back
 from tuner.records import JSON, LaunchSpec, Slice, Slo, Value
-from tuner.replay.measure import measure
 from tuner.replay.plan import PLANS, Load
 from tuner.replay.speed import MET, bisect, sure
-from tuner.replay.timeline import replay
+from tuner.replay.timeline import measure, replay
 from tuner.traffic import importers
 from tuner.traffic.trace import Trace
 

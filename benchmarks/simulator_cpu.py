@@ -35,9 +35,8 @@ from benchmarks.tiny import ENV, LENGTH, launch, write
 from tuner.engine.server import serve
 from tuner.knobs.model import read
 from tuner.records import Candidate, LaunchSpec, Slice
-from tuner.replay.measure import measure
 from tuner.replay.plan import PLANS, Load
-from tuner.replay.timeline import replay
+from tuner.replay.timeline import measure, replay
 from tuner.settings import shipped
 from tuner.simulator.calibrate import Calibration, Observation, fit
 from tuner.simulator.cost import card_of

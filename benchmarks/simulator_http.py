@@ -22,9 +22,8 @@ from tuner.engine.server import serve
 from tuner.knobs.catalogue import read_back
 from tuner.knobs.model import read
 from tuner.records import Candidate, LaunchSpec, Slice, Slo, Value
-from tuner.replay.measure import measure
 from tuner.replay.plan import PLANS, Load, Plan
-from tuner.replay.timeline import replay
+from tuner.replay.timeline import measure, replay
 from tuner.simulator import virtual
 from tuner.simulator.boot import boot
 from tuner.simulator.cost import card_of, preset

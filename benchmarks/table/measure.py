@@ -41,9 +41,8 @@ from tuner.knobs.arguments import compile_candidate
 from tuner.knobs.catalogue import read_back
 from tuner.knobs.discover import facts_of_version
 from tuner.records import Candidate, EngineFacts, LaunchSpec, Outcome, Slice, Slo, Value
-from tuner.replay.measure import measure
 from tuner.replay.plan import Load
-from tuner.replay.timeline import replay
+from tuner.replay.timeline import measure, replay
 from tuner.simulator.options import VERSION as SIMULATED
 from tuner.traffic.trace import Trace
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.replay_agreement import Agreement, agree
 from tests.replay.test_timeline import LOAD, within
 from tests.replay.traces import trace
 from tests.vllm import Shared
 from tuner.engine.server import serve
 from tuner.knobs.catalogue import read_back
 from tuner.records import LaunchSpec
-from tuner.replay.agreement import Agreement, agree
 from tuner.traffic.trace import Trace
 
 TRAFFIC = trace(np.arange(40) * 0.05, inputs=np.arange(40) * 5 + 20, outputs=np.arange(40) % 9 + 4)

@@ -30,13 +30,12 @@ from tests.replay.traces import trace
 from tuner.errors import Aborted
 from tuner.metrics import fold
 from tuner.records import Outcome, Slice, Slo
-from tuner.replay import fidelity, frames
+from tuner.replay import fidelity
 from tuner.replay.bodies import Bodies
 from tuner.replay.feeder import Feeder
-from tuner.replay.jobs import Job, Sent
-from tuner.replay.measure import measure
+from tuner.replay.jobs import Job, Sent, read_frame
 from tuner.replay.sender import Sender
-from tuner.replay.timeline import PLANS, replay
+from tuner.replay.timeline import PLANS, measure, replay
 from tuner.replay.wire import Pool
 from tuner.replay.worker import AHEAD_BYTES
 from tuner.traffic.importers import read_any
@@ -392,7 +391,7 @@ def test_case_r19_bodies_are_built_ahead_within_bounds(tmp_path: Path) -> None:
 
         async def sender(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             while kinds[-1:] != [b"E"]:
-                kinds.append((await frames.read(reader))[0])
+                kinds.append((await read_frame(reader))[0])
             writer.close()
 
         async with await asyncio.start_unix_server(sender, str(tmp_path / "jobs")):

@@ -28,12 +28,11 @@ from tuner.metrics import (
 )
 from tuner.records import Fidelity, Outcome, Slice, Slo
 from tuner.replay import outcomes as files
+from tuner.replay.fidelity import PrefixCounts
 from tuner.replay.jobs import Job, Sent
-from tuner.replay.measure import measure
-from tuner.replay.prefix import Prefix
 from tuner.replay.schedule import schedule
 from tuner.replay.speed import LOST, MET, bisect, sure
-from tuner.replay.timeline import Partial, Replayed, SliceReplay
+from tuner.replay.timeline import Partial, Replayed, SliceReplay, measure
 
 numbers = st.lists(st.floats(0, 1e6), min_size=1, max_size=50)
 
@@ -304,10 +303,10 @@ def test_cached_prompt_tokens_stand_beside_what_a_cache_would_have_had() -> None
         outcome(row=row, input_tokens=48, expected_input=48, cached_tokens=cached)
         for row, cached in ((1, 32), (2, 16), (3, None))
     ]
-    prefix = Prefix()
+    prefix = PrefixCounts()
     prefix.add(traffic, (np.array([0]), timetable), outcomes, (16, None))
     assert prefix.values() == {
         "prefix_cached_share": pytest.approx(48 / 96),
         "prefix_predicted_share": pytest.approx(64 / 96),
     }
-    assert Prefix().values() == {}
+    assert PrefixCounts().values() == {}

@@ -10,8 +10,7 @@ import pytest
 from tests.replay.engine import KnownEngine, Script, running
 from tests.replay.traces import trace
 from tuner.records import Slice, Slo
-from tuner.replay.measure import measure
-from tuner.replay.timeline import PLANS, Load, Partial, Plan, Replayed, replay
+from tuner.replay.timeline import PLANS, Load, Partial, Plan, Replayed, measure, replay
 from tuner.traffic.trace import Trace
 
 T = TypeVar("T")

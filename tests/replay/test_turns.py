@@ -11,8 +11,7 @@ from tests.replay.engine import HEAD, Script, chunked, event, running, usage
 from tests.replay.test_timeline import LOAD, PLAN, play, within
 from tests.replay.traces import trace
 from tuner.records import Slice, Slo
-from tuner.replay.measure import measure
-from tuner.replay.timeline import Partial, Replayed, replay
+from tuner.replay.timeline import Partial, Replayed, measure, replay
 from tuner.traffic.trace import STATUSES
 
 ALL = Slice(name="all", start_s=0.0, duration_s=1.0)

@@ -3,7 +3,7 @@
 The senders connect to DIRECTORY/jobs and say their number; what comes on these links is J a job, P enough for
 a start, E no more of this stretch. The controller listens at DIRECTORY/feeder and says B the pickled
 `Source`, S a pickled `Stretch`, Z zero of the clock, C no more of this stretch. It ends when that link does.
-All of this in `frames`.
+All of it in frames (jobs.py).
 """
 
 import asyncio
@@ -22,10 +22,9 @@ import numpy as np
 import uvloop
 from numpy.typing import NDArray
 
-from tuner.replay import frames
 from tuner.replay.bodies import Bodies, Turn
 from tuner.replay.contention import give_way
-from tuner.replay.jobs import Job
+from tuner.replay.jobs import Job, frame, read_frame
 from tuner.replay.plan import Load
 from tuner.replay.schedule import KINDS, SendSchedule
 from tuner.replay.worker import AHEAD_BYTES
@@ -138,7 +137,7 @@ class Feeder:
                     await self.stopped.wait()
 
     def _tell(self, number: int, kind: bytes, payload: bytes = b"") -> None:
-        self.links[number].write(frames.frame(kind, payload))
+        self.links[number].write(frame(kind, payload))
 
     def _tell_all(self, kind: bytes) -> None:
         for number in self.links:
@@ -169,11 +168,11 @@ async def serve(directory: Path) -> None:
     server = await asyncio.start_unix_server(accept, str(directory / "jobs"))
     link = await asyncio.open_unix_connection(str(directory / "feeder"))
     try:
-        source = pickle.loads((await frames.read(link[0]))[1])
+        source = pickle.loads((await read_frame(link[0]))[1])
         bodies, feeder = Bodies(source.trace, source.load, priorities=source.priorities), Feeder(links)
         async with asyncio.TaskGroup() as group:
             while True:
-                kind, payload = await frames.read(link[0])
+                kind, payload = await read_frame(link[0])
                 if kind == b"S":
                     async with came:
                         await came.wait_for(lambda: len(links) == source.senders)

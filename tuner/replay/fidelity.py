@@ -13,7 +13,10 @@ from tuner.metrics import CANCELLED
 from tuner.records import Fidelity, Outcome
 from tuner.replay.jobs import Sent
 from tuner.replay.plan import Plan
+from tuner.replay.schedule import SendSchedule
 from tuner.traffic.statistics import dispersion
+from tuner.traffic.structure import predicted_hits
+from tuner.traffic.trace import Trace
 
 SLOW_ACCEPT_MS = 50.0
 
@@ -28,6 +31,47 @@ class Evidence:
     curtailed: bool = False
     extra: Mapping[str, float | None] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class PrefixCounts:
+    """Prompt tokens of answered requests that tell their cached ones: all, cached, predicted."""
+
+    tokens: int = 0
+    cached: int = 0
+    predicted: int = 0
+
+    def add(
+        self,
+        trace: Trace,
+        sent: tuple[NDArray[np.int64], SendSchedule],
+        outcomes: Sequence[Outcome],
+        engine: tuple[int, int | None],
+    ) -> None:
+        """Count one slice: `sent` are the primed rows and the timetable, `engine` its block size and KV
+        capacity in tokens. Filler and warm-up have other tokens: that they push blocks out is not told."""
+        told = {o.row: o for o in outcomes if o.ok and o.cached_tokens is not None}
+        if not told or not len(trace.blocks):
+            return
+        primed, timetable = sent
+        own = timetable.filler == 0
+        rows = np.concatenate([primed, timetable.rows[own]])
+        counted = np.concatenate([np.zeros(len(primed), bool), timetable.measured[own]])
+        found = predicted_hits(trace, rows, engine[0], engine[1])
+        for row, hits in zip(rows[counted].tolist(), found[counted].tolist(), strict=True):
+            if (outcome := told.get(row)) is not None:
+                self.tokens += outcome.input_tokens
+                self.cached += outcome.cached_tokens or 0
+                self.predicted += hits
+
+    def values(self) -> dict[str, float | None]:
+        """For the fidelity report; nothing where nothing was told."""
+        if not self.tokens:
+            return {}
+        return {
+            "prefix_cached_share": self.cached / self.tokens,
+            "prefix_predicted_share": self.predicted / self.tokens,
+        }
 
 
 def check(evidence: Evidence, plan: Plan) -> Fidelity:

@@ -1,5 +1,9 @@
-"""What a sender takes and gives: jobs and sent ones, and their form on a pipe between processes."""
+"""What a sender takes and gives (`Job`, `Sent`), and their form on a pipe between the processes of a replay.
 
+A frame on a pipe is its kind (1 byte), the length of its payload (4), and the payload.
+"""
+
+import asyncio
 import json
 import math
 import struct
@@ -16,6 +20,7 @@ PATH = "/v1/completions"
 _JOB = struct.Struct("<qqdqdddiiiiiI??")
 _SENT = struct.Struct("<qqddddddiiiiiI??")
 _LENGTHS = struct.Struct("<III")
+_FRAME = struct.Struct("<cI")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -227,3 +232,14 @@ def _nan(value: float | None) -> float:
 
 def _none(value: float) -> float | None:
     return None if math.isnan(value) else value
+
+
+def frame(kind: bytes, payload: bytes = b"") -> bytes:
+    """One frame, ready to write."""
+    return _FRAME.pack(kind, len(payload)) + payload
+
+
+async def read_frame(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
+    """(kind, payload) of the next frame. asyncio.IncompleteReadError where the other side has ended."""
+    kind, length = _FRAME.unpack(await reader.readexactly(_FRAME.size))
+    return kind, await reader.readexactly(length)

@@ -14,9 +14,8 @@ from pathlib import Path
 from tuner import processes
 from tuner.errors import Aborted, BadInput
 from tuner.leftovers import scratch_prefix
-from tuner.replay import frames
 from tuner.replay.feeder import Source, Stretch
-from tuner.replay.jobs import Sent
+from tuner.replay.jobs import Sent, frame, read_frame
 from tuner.replay.worker import LENGTH, TOLD
 
 START_S = 60.0
@@ -105,7 +104,7 @@ class Senders:
         reader = self._links[number][0]
         try:
             while True:
-                kind, payload = await frames.read(reader)
+                kind, payload = await read_frame(reader)
                 if kind == b"R":
                     self._take(payload)
                 elif kind == b"T":
@@ -139,11 +138,11 @@ class Senders:
             self._finished.release()
 
     def _tell(self, number: int, kind: bytes, payload: bytes = b"") -> None:
-        self._links[number][1].write(frames.frame(kind, payload))
+        self._links[number][1].write(frame(kind, payload))
 
     def _tell_feeder(self, kind: bytes, payload: bytes = b"") -> None:
         if self._feeder is not None:
-            self._feeder.write(frames.frame(kind, payload))
+            self._feeder.write(frame(kind, payload))
 
     async def begin(self, on_sent: Callable[[Sent], None], connections: int, stretch: Stretch) -> None:
         """A new play: where its results go, how many connections to open ahead, what is sent. Returns when

@@ -1,9 +1,9 @@
 """A sender process: `python -m tuner.replay.worker DIRECTORY NUMBER HOST PORT [--realtime]`.
 
-The controller, at DIRECTORY/socket, says in `frames`: O get ready, with so many connections; Z zero of the
-clock; X cut all. It hears P ready, R results, T what has been told (`TOLD`), F finished with X (JSON of the
-sender's own numbers). Jobs come from DIRECTORY/jobs, see `feeder`; the sender stops reading there while
-AHEAD_BYTES lie with it. It ends when its controller does.
+The controller listens at DIRECTORY/socket and sends frames (jobs.py): O get ready, with so many connections;
+Z zero of the clock; X cut all. It gets P ready, R results, T how far results are complete (`TOLD`), F
+finished with X (JSON of the sender's own numbers). Jobs come from DIRECTORY/jobs (`feeder`); the sender stops
+reading there while it holds AHEAD_BYTES. It ends when its controller does.
 """
 
 import asyncio
@@ -22,9 +22,8 @@ from time import perf_counter_ns
 import numpy as np
 import uvloop
 
-from tuner.replay import frames
 from tuner.replay.contention import short_turns
-from tuner.replay.jobs import Job, Sent
+from tuner.replay.jobs import Job, Sent, frame, read_frame
 from tuner.replay.sender import Sender
 from tuner.replay.wire import Pool
 
@@ -120,7 +119,7 @@ class Worker:
 
     def tell(self, kind: bytes, payload: bytes = b"") -> None:
         """Write a frame to the controller."""
-        self.writer.write(frames.frame(kind, payload))
+        self.writer.write(frame(kind, payload))
 
     async def take_jobs(self, path: Path, number: int) -> None:
         """Queue what the feeder sends, for as long as it lives."""
@@ -128,7 +127,7 @@ class Worker:
         writer.write(b"%d\n" % number)
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
-                kind, payload = await frames.read(reader)
+                kind, payload = await read_frame(reader)
                 if kind == b"J":
                     self.queue.put(Job.unpack(payload))
                     await self.queue.room()
@@ -204,7 +203,7 @@ async def serve(directory: Path, number: int, host: str, port: int) -> None:
     tasks = [asyncio.create_task(worker.flush_often())]
     with suppress(asyncio.IncompleteReadError, ConnectionError), quiet_collector():
         while True:
-            kind, payload = await frames.read(reader)
+            kind, payload = await read_frame(reader)
             if kind == b"O" and len(tasks) == 1:
                 tasks.append(asyncio.create_task(worker.take_jobs(directory / "jobs", number)))
             await worker.frame(kind, payload)

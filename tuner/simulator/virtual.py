@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from tuner.metrics import CUT
 from tuner.records import Outcome, Slice
 from tuner.replay import fidelity
+from tuner.replay.fidelity import PrefixCounts
 from tuner.replay.jobs import Sent, late
 from tuner.replay.plan import Load, Plan
-from tuner.replay.prefix import Prefix
 from tuner.replay.schedule import schedule
 from tuner.replay.timeline import Judge, Replayed, SliceReplay, SliceWindow
 from tuner.simulator.boot import Booted
@@ -53,7 +53,7 @@ def replay(
 ) -> tuple[Replayed, float]:
     """Replay every slice in turn; also the virtual seconds that it took."""
     work = Workload(trace, slices, plan, load.speed)
-    evidence, prefix = _Evidence(), Prefix()
+    evidence, prefix = _Evidence(), PrefixCounts()
     done: list[SliceReplay] = []
     seconds = 0.0
     for part in work.parts:
@@ -139,7 +139,9 @@ class _Slice:
         self.chunks: list[list[float]] = [[] for _ in part.at_s]
         self.telemetry = _Telemetry()
 
-    def run(self, judge: Judge | None, evidence: _Evidence, prefix: Prefix) -> tuple[SliceReplay, float]:
+    def run(
+        self, judge: Judge | None, evidence: _Evidence, prefix: PrefixCounts
+    ) -> tuple[SliceReplay, float]:
         """The slice as it went, and the virtual seconds from the first request to the end."""
         sent = self._simulate()
         window = SliceWindow(self.slice, self.timetable, np.full(len(sent), -1, np.int64), self.work.trace)
