@@ -49,7 +49,7 @@ def complaint(words: list[str]) -> str | None:
         options |= {name for each in command.params for name in (*each.opts, *each.secondary_opts)}
         if word.startswith("-") and len(word) > 1:
             name = word.partition("=")[0]
-            if name not in options | {"--help"}:
+            if name not in options | {"-h", "--help"}:
                 return f"{command.name} has no option {name}"
         elif hasattr(command, "commands"):
             found = [command.commands.get(name) for name in word.split("|")]

@@ -15,11 +15,12 @@ from tuner.commands.examples import EXAMPLES, EXIT_CODES
 
 GROUPS: dict[str, dict[str, str]] = {
     "Start": {
-        "demo": "tune:demo", "lint": "lint:lint", "doctor": "upkeep:doctor",
+        "demo": "tune:demo", "lint": "lint:lint", "init": "init:init", "doctor": "upkeep:doctor",
     },
     "Tune": {
         "tune": "tune:tune", "predict": "plan:predict", "capture": "trace:capture", "trace": "trace:app",
-        "knobs": "knobs:app", "baseline": "knobs:baseline_app",
+        "knobs": "knobs:app", "objectives": "init:objectives", "plans": "init:plans",
+        "baseline": "knobs:baseline_app",
     },
     "Results": {
         "front": "front:front", "history": "front:history", "report": "report:report", "study": "study:app",

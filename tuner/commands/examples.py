@@ -7,6 +7,13 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "tuner lint compose.yaml --trace latest:chat --slo ttft=500,tpot=50",
         "tuner lint http://127.0.0.1:8000 --fail-on warning",
     ),
+    "init": (
+        "tuner init chat.yaml --from-url http://127.0.0.1:8000 --trace latest:chat",
+        "tuner init --model Qwen/Qwen3-8B --space interactive --slo ttft=300,tpot=40",
+        "tuner init try.yaml --from compose.yaml --python /opt/vllm/bin/python",
+    ),
+    "objectives": ("tuner objectives", "tuner objectives --json"),
+    "plans": ("tuner plans",),
     "doctor": ("tuner doctor", "tuner doctor chat.yaml"),
     "tune": (
         "tuner tune chat.yaml --dry-run",
