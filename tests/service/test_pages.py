@@ -22,7 +22,7 @@ from tuner.service.pages.studies import LISTED
 
 SEEN = (
     "/", "/studies", "/studies/chat", "/studies/chat/live", "/studies/chat/trials/2", "/history", "/profiles",
-    "/profiles/1", "/profiles/1/diff/2", "/schedules",
+    "/profiles/1", "/profiles/1/file", "/profiles/1/diff/2", "/schedules",
 )  # fmt: skip
 DONE = {
     "/profiles/1/promote": "promote",
@@ -162,3 +162,59 @@ def test_M27_the_history_can_be_asked_by_workload_and_shows_it(filled: World) ->
     answer = client.get("/history?metric=ttft_p95_ms&workload=chat").text
     assert "<th" in answer
     assert "workload" in answer
+
+
+def test_I27_1_overview_study_and_profile_show_the_answer_card(filled: World) -> None:
+    client, _ = visitor(filled, "read")
+    for path in ("/", "/studies/chat", "/studies/chat/live"):
+        shown = client.get(path).text
+        assert 'class="answer ' in shown, path
+        assert "Confidence" in shown, path
+        assert "time to the first token" in shown, path
+
+
+def test_I27_1_a_profile_is_downloaded_in_any_format(filled: World) -> None:
+    client, _ = visitor(filled, "read")
+    got = client.get("/profiles/1/file?format=json")
+    assert got.headers["content-disposition"].startswith("attachment; filename=")
+    assert got.json()["version"] == 1
+    assert "max" in client.get("/profiles/1/file").text
+    wrong = client.get("/profiles/1/file?format=helm")
+    assert wrong.status_code == 400
+    assert "did you mean" in wrong.text
+
+
+@pytest.mark.parametrize(
+    "path", ["/nope", "/profiles/abc", "/profiles/99", "/studies/nope", "/history?metric=x"]
+)
+def test_I27_5_errors_are_pages_with_navigation_for_people_and_json_for_programs(
+    filled: World, path: str
+) -> None:
+    client, _ = visitor(filled, "read")
+    shown = client.get(path, headers={"Accept": "text/html,*/*"})
+    assert shown.status_code in (400, 404, 422)
+    for part in (
+        '<nav aria-label="Pages">',
+        'aria-current="page"' if path[1:5] != "nope" else "Overview",
+        "<h1>",
+    ):
+        assert part in shown.text, path
+    assert shown.headers["content-security-policy"].startswith("default-src 'none'")
+    plain = client.get("/v1/nope", headers={"Accept": "text/html"})
+    assert plain.headers["content-type"] == "application/problem+json"
+    assert client.get("/nope").headers["content-type"] == "application/problem+json"
+    client.cookies.clear()
+    assert "Log in" not in client.get("/nope", headers={"Accept": "text/html"}).text
+
+
+def test_I27_5_the_product_its_version_and_what_to_do_next(world: World) -> None:
+    from tuner import __version__
+
+    client, _ = visitor(world, "read")
+    shown = client.get("/").text
+    assert f"vLLM tuner <small>{__version__}</small>" in shown
+    for path, next_step in {
+        "/": "tuner demo", "/studies": "tuner tune", "/schedules": "tuner schedule add",
+        "/profiles": "tuner tune", "/history": "tuner tune",
+    }.items():  # fmt: skip
+        assert next_step in client.get(path).text, path

@@ -54,15 +54,18 @@ def board_of(store: "Store", study: "Study") -> "Board":
     return board(study, store.trials(study.id), store.conclusions(study.id))
 
 
-def show(store: "Store", study: "Study") -> None:
-    """Print the conclusion of the newest run, then the table of the front."""
+def show(store: "Store", study: "Study", program: str | None = None) -> None:
+    """Print the answer card of the newest run, then the table of the front. `program`: how the card's pull
+    command calls this program.
+    """
+    from tuner.commands import running
+    from tuner.report.card import lines
     from tuner.report.words import headline
 
     found = board_of(store, study)
-    said = found.conclusion
-    if said is not None:
-        typer.echo(headline(said))
-    if found.confirmation is not None and found.confirmation is not said:
+    if (card := found.card) is not None:
+        typer.echo("\n".join(lines(card, program or running.program())))
+    if found.confirmation is not None and found.confirmation is not found.conclusion:
         last = found.confirmation
         typer.echo(f"Last confirmed {text(last.at)}: {headline(last)}")
     names = study.objectives

@@ -1,6 +1,5 @@
 """`tuner report`: a study as one HTML file, or as Markdown for a pull request."""
 
-import shlex
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -84,11 +83,11 @@ def write(store: "Store", study: "Study", output: Path, format: Format = Format.
 
 def commands(study: "Study") -> list[str]:
     """The commands that show the study again."""
-    pull = ["tuner", "profile", "resolve", "--model", study.model, "--node", study.node]
-    pull += ["--workload", study.workload, "--alias", "challenger", "--format", "vllm-yaml"]
+    from tuner.report.card import key_of, pull_command
+
     return [
         f"tuner front {study.id[:12]}",
         f"tuner study show {study.id[:12]}",
         f"tuner report {study.id[:12]} -o report.html",
-        shlex.join(pull),
+        pull_command(key_of(study), "challenger"),
     ]

@@ -8,9 +8,6 @@ from tuner.commands.common import Json, now, open_store, print_json, print_table
 from tuner.errors import BadInput, NotFound, nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tuner.conclusions import Conclusion
     from tuner.history.store import Store
     from tuner.records import Run, Study
 
@@ -76,7 +73,10 @@ def status(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show the progress of a run, and its conclusion."""
+    """Show the progress of a run, and its answer card."""
+    from tuner.commands.running import program
+    from tuner.report.card import card, key_of, lines
+
     store = open_store()
     found = newest_run(store) if run is None else find_run(store, run)
     trials = [t for t in store.trials(found.study_id) if t.run_id == found.id]
@@ -91,8 +91,8 @@ def status(
         f"{found.id} {found.state.value}{' (cancel asked for)' if found.cancel_requested else ''}: {done}"
     )
     typer.echo(found.reason or _limits(found))
-    for line in conclusion_lines(said):
-        typer.echo(line)
+    if said is not None:
+        typer.echo("\n".join(lines(card(said, key_of(store.study(found.study_id))), program())))
 
 
 def _limits(run: "Run") -> str:
@@ -100,27 +100,9 @@ def _limits(run: "Run") -> str:
     return f"{trials}, {f'until {text(run.deadline)}' if run.deadline else 'no deadline'}"
 
 
-def conclusion_lines(said: "Conclusion | None") -> "Iterator[str]":
-    """The conclusion of a run as lines: headline, differences of each finalist, cost and saving."""
-    from tuner.report import words
-
-    if said is None:
-        return
-    yield words.headline(said)
-    for arm in said.finalists:
-        for where, name in (("confirm", "measured again"), ("held_out", "on the held-out slice")):
-            found = [words.difference(c) for c in arm.changes if c.where == where]
-            if found:
-                yield f"trial {arm.trial} against the baseline, {name}: {', '.join(found)}"
-    yield f"took {words.cost(said.cost)}"
-    if said.saving is not None:
-        yield words.saving(said.saving)
-
-
 def show_end(store: "Store", study: "Study", run: "Run") -> None:
-    """Show how a run ended: its conclusion, the front beside the baseline, and how to pull the winner."""
+    """Show how a run ended: its answer card, and the front beside the baseline."""
     from tuner.commands import front
-    from tuner.commands.running import pull_words
     from tuner.search import ladder
 
     said = store.conclusion(run.id)
@@ -131,11 +113,8 @@ def show_end(store: "Store", study: "Study", run: "Run") -> None:
         print_table(ladder.COLUMNS, rows, title=title)
     if screened := run.summary.get("screened"):
         typer.echo(f"{screened} trials were screened in running engines; a front shows relaunched ones only")
-    for line in list(conclusion_lines(said))[1:]:
-        typer.echo(line)
     made = said.profiles.get("challenger") if said is not None else None
     if made is not None:
-        typer.echo(f"pull the winner: {pull_words(study)}")
         unproved = store.profile(made.id).evidence.get("unproved")
         for name, why in (unproved if isinstance(unproved, dict) else {}).items():
             typer.echo(f"cannot be proved: that the engine took {name} ({why})")

@@ -1,7 +1,6 @@
 """Shared by the commands that run studies: how a signal ends a run, and how its winner is pulled."""
 
 import os
-import shlex
 import shutil
 import signal
 import sys
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
     from typing import Any
 
-    from tuner.records import Study
     from tuner.tuning.context import Tell
 
 T = TypeVar("T")
@@ -94,10 +92,3 @@ def program() -> str:
     found = shutil.which("tuner")
     own = Path(sys.argv[0])
     return "tuner" if found or own.name != "tuner" else os.path.relpath(own)
-
-
-def pull_words(study: "Study") -> str:
-    """The command that prints a study's challenger as a file that `vllm serve --config` reads."""
-    words = [program(), "profile", "resolve", "--model", study.model, "--node", study.node]
-    words += ["--workload", study.workload, "--alias", "challenger", "--format", "vllm-yaml"]
-    return shlex.join(words)

@@ -10,7 +10,7 @@ import typer
 
 from tuner.commands.common import Json, now, open_store, print_json, say, settings
 from tuner.commands.plan import prepared_study, print_plan, say_unjudged, trials_so_far
-from tuner.commands.running import ends_by_signal, interruptible, pull_words
+from tuner.commands.running import ends_by_signal, interruptible, program
 from tuner.errors import BadInput, Conflict
 
 if TYPE_CHECKING:
@@ -279,12 +279,9 @@ def demo(
     study_file.write_text(DEMO_STUDY)
     store = open_store(create=True)
     prepared = load(study_file, store=store, now=now())
-    run = execute(prepared, store, RunLimits(trials=trials, early=False))
+    execute(prepared, store, RunLimits(trials=trials, early=False))
     typer.echo("DEMONSTRATION on a simulated engine.\n")
-    front.show(store, prepared.study)
+    front.show(store, prepared.study, f"TUNER_HOME={place} {program()}")
     written = report.write(store, prepared.study, place / "report.html")
     typer.echo(f"report: {written}")
-    said = store.conclusion(run.id)
-    if said is not None and said.winner is not None:
-        typer.echo(f"pull the winner:\n  TUNER_HOME={place} {pull_words(prepared.study)}")
     say(f"the study file is {study_file}")

@@ -6,6 +6,7 @@ from itertools import combinations
 
 from tuner.conclusions import Arm, Conclusion, Difference
 from tuner.records import Launch, Study, Trial, TrialState
+from tuner.report.card import Card, card, key_of
 from tuner.report.charts import MARKED, Point
 from tuner.report.words import knobs, measured, published
 from tuner.search import pareto
@@ -54,6 +55,11 @@ class Board:
     def winner(self) -> int | None:
         """The number of the trial that the confirmation chose."""
         return self.confirmation.winner if self.confirmation else None
+
+    @property
+    def card(self) -> Card | None:
+        """The answer card of what the newest run concluded; None before the first conclusion."""
+        return card(self.conclusion, key_of(self.study)) if self.conclusion else None
 
     @property
     def published(self) -> str:

@@ -17,12 +17,13 @@ from tuner.measures import direction_of
 from tuner.records import Launch, Profile, Study, Trial
 from tuner.report import evidence, words
 from tuner.report.board import Board, beliefs, board, failures, spent, worst_lateness
+from tuner.report.card import knob_text, row_text
 from tuner.report.charts import bars, levels, scatter
 from tuner.report.effects import Effect, better, doubt, effects
 
 HERE = Path(__file__).parent
 FILTERS = ("number", "measured", "knobs", "heading", "unit", "seconds", "percent", "change", "difference",
-           "headline", "outcome", "state", "cost", "saving", "step")  # fmt: skip
+           "headline", "outcome", "state", "cost", "saving", "step", "title")  # fmt: skip
 """What templates take from `words`."""
 FRONT_CURVES = 2
 SLICES = 3
@@ -62,7 +63,7 @@ def _environment(*, html: bool) -> Environment:
     )  # fmt: skip
     for name in FILTERS:
         found.filters[name] = getattr(words, name)
-    found.filters["cell"] = cell
+    found.filters |= {"cell": cell, "row_text": row_text, "knob_text": knob_text}
     return found
 
 
@@ -81,6 +82,8 @@ def _context(data: ReportData, pictures: "_Pictures | None") -> Mapping[str, obj
         "study": data.study,
         "board": found,
         "confirmation": found.confirmation,
+        "links": {"trial": "#trial-", "download": "", "profile": ""},
+        "card": found.card,
         "commands": data.commands,
         "generated_at": data.generated_at.strftime("%Y-%m-%d %H:%M UTC"),
         "directions": {name: direction_of(name) for name in data.study.objectives},

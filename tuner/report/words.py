@@ -21,6 +21,11 @@ def heading(name: str) -> str:
     return f"{name} ({said}, {arrow} better)" if said else f"{name} ({arrow} better)"
 
 
+def title(name: str) -> str:
+    """What a measurement is, in words: `p95 of the time to the first token`; its name where it has none."""
+    return measure_of(name).words or name
+
+
 def number(value: object) -> str:
     """A measured value for reading: four significant digits, ∞ for a failed one, an en dash for none."""
     if not isinstance(value, int | float):

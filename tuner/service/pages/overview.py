@@ -1,32 +1,36 @@
-"""What runs where: every node with its champions, and every schedule with its next window."""
+"""Every node with its answers: is there a better configuration, how much better, can it be trusted, how is it
+pulled; and every schedule with its next window."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date, datetime
 
-from tuner.conclusions import Conclusion, Difference
+from tuner.conclusions import Conclusion, Difference, PublishedProfile
 from tuner.errors import BadInput, NotFound
 from tuner.fleet.window import Window, blacked_out, next_due, terms, window
 from tuner.history.entities import Schedule
 from tuner.history.store import Store
 from tuner.profiles.registry import CHAMPION, stale_reasons
 from tuner.records import AliasEvent, Node, Profile, ProfileKey, Run, RunState, Study
+from tuner.report.card import Card, card, card_of_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedProfile:
-    """One profile key on one node: the champion, if there is one, and what is known of it.
+    """One model and workload on one node: the answer, and what is served.
 
-    `said` is what the run found that published the champion, `gains` how the champion differed from the
-    baseline then. `waiting` is a challenger newer than the champion, `before` what its last move came from.
+    `card` is the answer, of study `study_id`: what the newest run found, or, where that found nothing better
+    than the champion, what the champion's own run found. `news` is the card of a newer run beside it.
+    `waiting` is a challenger newer than the champion, `before` what the champion's last move came from.
     """
 
     key: ProfileKey
+    card: Card | None
+    study_id: str
+    news: Card | None
     champion: Profile | None
     event: AliasEvent | None
     stale: tuple[str, ...]
-    said: Conclusion | None
-    gains: Sequence[Difference]
     waiting: Profile | None
     before: Profile | None
 
@@ -41,11 +45,17 @@ class Machine:
     running: tuple[tuple[Run, Study], ...]
 
 
+NEWEST_STUDIES = 3
+"""How many studies of a place, the newest first, are looked through for its newest run."""
+
+
 def machines(store: Store) -> tuple[Machine, ...]:
-    """Every node and every target of a profile, by name."""
+    """Every node, and every target of a study or profile, by name."""
     nodes = {node.name: node for node in store.nodes()}
     running = [(run, store.study(run.study_id)) for run in store.runs(state=RunState.RUNNING)]
-    keys = store.profile_keys()
+    keys = sorted(
+        {*store.profile_keys(), *store.places()}, key=lambda key: (key.target, key.model, key.workload)
+    )
     names = sorted({*nodes, *(key.target for key in keys), *(study.node for _, study in running)})
     return tuple(
         Machine(
@@ -61,28 +71,71 @@ def machines(store: Store) -> tuple[Machine, ...]:
 def _place(store: Store, key: ProfileKey, node: Node | None) -> ServedProfile:
     event = store.alias(key, CHAMPION)
     champion = version_of(store, event)
-    newest = next(iter(store.studies(model=key.model, node=key.target, workload=key.workload, limit=1)), None)
-    stale: tuple[str, ...] = ()
-    if champion is not None:
-        stale = stale_reasons(
-            champion,
-            node=node,
-            engine_version=newest.engine_version if newest else None,
-            trace_digest=newest.trace_digest if newest else None,
-        )
-    said = concluded(store, champion) if champion else None
+    studies = store.studies(model=key.model, node=key.target, workload=key.workload, limit=NEWEST_STUDIES)
     challenger = version_of(store, store.alias(key, "challenger"))
     newer = challenger if challenger and (not champion or challenger.version > champion.version) else None
+    answer, news = _answers(store, key, studies, champion)
     return ServedProfile(
         key=key,
+        card=answer[0] if answer else None,
+        study_id=answer[1] if answer else "",
+        news=news,
         champion=champion,
         event=event,
-        stale=stale,
-        said=said,
-        gains=gains(champion, said) if champion else (),
+        stale=_stale(champion, node, studies),
         waiting=newer,
         before=store.profile_version(key, event.from_version) if event and event.from_version else None,
     )
+
+
+def _stale(champion: Profile | None, node: Node | None, studies: Sequence[Study]) -> tuple[str, ...]:
+    newest = next(iter(studies), None)
+    if champion is None:
+        return ()
+    return stale_reasons(
+        champion,
+        node=node,
+        engine_version=newest.engine_version if newest else None,
+        trace_digest=newest.trace_digest if newest else None,
+    )
+
+
+def _answers(
+    store: Store, key: ProfileKey, studies: Sequence[Study], champion: Profile | None
+) -> tuple[tuple[Card, str] | None, Card | None]:
+    """((the card, its study), the card of a newer run that found nothing better)."""
+    newest = newest_card(store, key, studies)
+    if champion is None or (newest is not None and newest[0].profile is not None):
+        return newest, None
+    served = card_of_profile(store, champion, CHAMPION)
+    if served is None:
+        return newest, None
+    return (served, champion.study_id), newest[0] if newest and newest[0].at > served.at else None
+
+
+def newest_card(store: Store, key: ProfileKey, studies: Sequence[Study]) -> tuple[Card, str] | None:
+    """The card of the newest run that ended, of some studies, and its study's id."""
+    found: list[tuple[Card, str]] = []
+    for study in studies:
+        ended = next(
+            (run for run in store.runs(study.id, limit=2) if run.state is not RunState.RUNNING), None
+        )
+        if ended is None:
+            continue
+        said = store.conclusion(ended.id)
+        made = card(said, key) if said is not None else card_of_run(ended)
+        found += [(made, study.id)] if made is not None else []
+    return max(found, key=lambda each: each[0].at, default=None)
+
+
+def card_of_profile(store: Store, profile: Profile, alias: str) -> Card | None:
+    """The card of the run that published a profile; None where no run is known."""
+    said, number = concluded(store, profile), profile.evidence.get("trial_number")
+    if said is None:
+        return None
+    made = PublishedProfile(id=profile.id, version=profile.version)
+    trial = number if isinstance(number, int) else None
+    return card(said, profile.key, trial=trial, alias=alias, profile=made)
 
 
 def version_of(store: Store, event: AliasEvent | None) -> Profile | None:

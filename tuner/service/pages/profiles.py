@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from difflib import unified_diff
 
-from tuner.conclusions import Conclusion, Difference
 from tuner.errors import BadInput
 from tuner.history.best_per_night import Change
 from tuner.history.store import Store
 from tuner.profiles import registry
 from tuner.records import AliasEvent, Profile, ProfileKey
-from tuner.service.pages.overview import concluded, gains, version_of
+from tuner.report.card import Card
+from tuner.service.pages.overview import card_of_profile, version_of
 from tuner.service.pages.session import Visitor, reason_of
 
 SHOWN = 8
@@ -48,15 +48,16 @@ def shelves(store: Store, named: ProfileKey | None = None) -> list[Shelf]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sheet:
-    """One version, whole. `failed` are the gates that forbid promoting it, `generation` what was seen."""
+    """One version, whole: `card` is the answer of the run that published it. `failed` are the gates that
+    forbid promoting it, `generation` what was seen.
+    """
 
     profile: Profile
     aliases: Sequence[str]
     events: Sequence[AliasEvent]
     champion: Profile | None
     changes: Sequence[Change]
-    gains: Sequence[Difference]
-    confirmation: Conclusion | None
+    card: Card | None
     failed: Sequence[str]
     generation: int
     frozen: bool
@@ -68,16 +69,16 @@ def sheet(store: Store, profile: Profile, now: datetime) -> Sheet:
     events = store.alias_events(profile.key)
     event = store.alias(profile.key, registry.CHAMPION)
     champion = version_of(store, event)
-    said = concluded(store, profile)
+    names = sorted(e.alias for e in store.aliases(profile.key) if e.to_version == profile.version)
+    alias = next((name for name in (registry.CHAMPION, "challenger") if name in names), "")
     trail = registry.trail([e for e in events if e.alias == registry.CHAMPION])
     return Sheet(
         profile=profile,
-        aliases=sorted(e.alias for e in store.aliases(profile.key) if e.to_version == profile.version),
+        aliases=names,
         events=events[::-1],
         champion=champion,
         changes=registry.diff(champion, profile) if champion else (),
-        gains=gains(profile, said),
-        confirmation=said,
+        card=card_of_profile(store, profile, alias),
         failed=registry.gate_failures(profile, registry.Gates(), now=now),
         generation=event.generation if event else 0,
         frozen=store.alias_frozen(profile.key, registry.CHAMPION),

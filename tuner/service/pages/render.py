@@ -7,14 +7,16 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, RedirectResponse
 from fastapi.routing import APIRoute
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from tuner import __version__
 from tuner.errors import TunerError
 from tuner.report import document, words
-from tuner.service.pages.session import COOKIE, Away, NotAllowed, Visitor, login_url
+from tuner.service.pages.session import COOKIE, Away, NotAllowed, Visitor, login_url, visitor
 from tuner.service.problems import status_of
 
 HERE = Path(__file__).parent
@@ -83,12 +85,20 @@ def text_of(template: str, context: Mapping[str, object]) -> str:
 def page(looks: Visitor, template: str, *, status: int = 200, **context: object) -> HTMLResponse:
     """A whole page for a visitor."""
     shared = {"looks": looks, "now": looks.service.clock(), "here": looks.target.partition("?")[0]}
+    shared |= {"version": __version__}
     return HTMLResponse(text_of(template, shared | context), status, HEADERS)
 
 
 def bare(template: str, *, status: int = 200, **context: object) -> HTMLResponse:
     """A page for nobody in particular: the login, and errors before it."""
-    return HTMLResponse(text_of(template, {"looks": None, "here": "", **context}), status, HEADERS)
+    shared = {"looks": None, "here": "", "version": __version__}
+    return HTMLResponse(text_of(template, shared | context), status, HEADERS)
+
+
+def file_of(content: bytes, media: str, name: str) -> Response:
+    """Something to be saved under a name."""
+    headers = {**HEADERS, "Content-Disposition": f'attachment; filename="{name}"'}
+    return Response(content, media_type=media, headers=headers)
 
 
 def see(target: str) -> RedirectResponse:
@@ -108,9 +118,11 @@ class PageRoute(APIRoute):
             except Away as away:
                 return _away(request, away)
             except NotAllowed as refused:
-                return failure(refused.status, str(refused))
+                return failure(request, refused.status, str(refused))
             except TunerError as error:
-                return failure(status_of(error), str(error))
+                return failure(request, status_of(error), str(error))
+            except RequestValidationError as error:
+                return failure(request, 422, invalid(error))
 
         return answer
 
@@ -123,10 +135,39 @@ def _away(request: Request, away: Away) -> Response:
     return answer
 
 
-def failure(status: int, sentence: str) -> HTMLResponse:
-    """An error as a page."""
-    titles = {400: "That cannot be", 403: "Not allowed", 404: "Not found", 409: "Not possible now"}
-    return bare("error.html", status=status, title=titles.get(status, "Not now"), sentence=sentence)
+TITLES = {
+    400: "This cannot be shown",
+    403: "Not allowed",
+    404: "Not found",
+    409: "Not possible now",
+    422: "This address is not complete",
+    500: "The service made a mistake",
+}
+
+
+def failure(request: Request, status: int, sentence: str) -> HTMLResponse:
+    """An error as a page; with the navigation, where the visitor is known."""
+    told = {"title": TITLES.get(status, "Not now"), "sentence": sentence}
+    try:
+        return page(visitor(request), "error.html", status=status, **told)
+    except (Away, TunerError):
+        return bare("error.html", status=status, **told)
+
+
+def invalid(error: RequestValidationError) -> str:
+    """What is wrong with an address, in one sentence."""
+    first = next(iter(error.errors()), {"loc": ("address",), "msg": "not valid"})
+    return f"{first['loc'][-1]}: {first['msg']}"
+
+
+API = ("/v1", "/metrics", "/healthz", "/readyz", "/static")
+
+
+def is_for_people(request: Request) -> bool:
+    """Whether a browser asks for a page, rather than a program for data."""
+    path = request.url.path
+    ours = not any(path == each or path.startswith(f"{each}/") for each in API)
+    return ours and request.method == "GET" and "text/html" in request.headers.get("accept", "")
 
 
 def marked(svg: str) -> Markup:

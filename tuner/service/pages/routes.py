@@ -9,14 +9,15 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import HTMLResponse
 
 from tuner.errors import NotFound
-from tuner.profiles import registry
+from tuner.profiles import export, registry
+from tuner.profiles.charts import slug
 from tuner.records import ProfileKey
 from tuner.report import document
 from tuner.report.board import failures
 from tuner.service.auth import client_of
 from tuner.service.context import service_of
 from tuner.service.pages import history, overview, profiles, studies
-from tuner.service.pages.render import HEADERS, HERE, PageRoute, bare, page, see, text_of
+from tuner.service.pages.render import HEADERS, HERE, PageRoute, bare, file_of, page, see, text_of
 from tuner.service.pages.session import COOKIE, OVER, Form, Looks, SignedForm, local
 from tuner.service.pages.studies import board_of
 
@@ -28,6 +29,7 @@ STATIC = {
     "times.js": (HERE / "static" / "times.js", "text/javascript"),
     "icon.svg": (HERE / "static" / "icon.svg", "image/svg+xml"),
     "live.js": (HERE / "static" / "live.js", "text/javascript"),
+    "copy.js": (HERE / "static" / "copy.js", "text/javascript"),
 }
 Page = Annotated[int, Query(alias="page", ge=1, le=1_000_000)]
 Text = Annotated[str, Query(max_length=200)]
@@ -125,6 +127,7 @@ def show_study(looks: Looks, ref: str, x: Text = "", y: Text = "", number: Page 
         budget=studies.budget(live.board),
         failures=failures(live.board.trials),
         link=studies.link,
+        links=studies.card_links(study, live.board),
     )
 
 
@@ -148,7 +151,9 @@ def show_live(request: Request, looks: Looks, ref: str, x: Text = "", y: Text = 
         return Response(status_code=304, headers=headers)
     live = studies.live(store, study, axes)
     headers |= {"ETag": live.tag, "X-Running": "1" if live.running else "0"}
-    context = {"study": study, "live": live, "link": studies.link, "now": looks.service.clock()}
+    context: dict[str, object] = {"study": study, "live": live, "link": studies.link}
+    context["now"] = looks.service.clock()
+    context["links"] = studies.card_links(study, live.board)
     return HTMLResponse(text_of("live.html", context), headers=headers)
 
 
@@ -203,7 +208,17 @@ def show_profile(looks: Looks, profile_id: int, moved: Text = "") -> Response:
     """One version: evidence, difference to the champion, and the forms that move it."""
     store = looks.service.store
     found = profiles.sheet(store, store.profile(profile_id), looks.service.clock())
-    return page(looks, "profile.html", sheet=found, moved=moved)
+    return page(looks, "profile.html", sheet=found, moved=moved, formats=list(export.FORMATS))
+
+
+@router.get("/profiles/{profile_id}/file")
+def download_profile(looks: Looks, profile_id: int, format: Text = "vllm-yaml") -> Response:
+    """A version as a file in one of the formats that deploy pipelines read."""
+    profile = looks.service.store.profile(profile_id)
+    chosen = export.format_of(format)
+    ending = "json" if chosen.name == "json" else "yaml" if chosen.media == export.YAML else "txt"
+    name = f"{slug(profile.key.model)}-{slug(profile.key.target)}-v{profile.version}-{chosen.name}.{ending}"
+    return file_of(export.render(profile, chosen.name).encode(), chosen.media, name)
 
 
 @router.get("/profiles/{one}/diff/{other}")

@@ -87,6 +87,16 @@ def link(study: Study, trial: Trial) -> str:
     return f"/studies/{study.id[:16]}/trials/{trial.number}"
 
 
+def card_links(study: Study, board: Board) -> dict[str, str]:
+    """Where the answer card of a study leads: to its trial, and to its profile as a file."""
+    made = board.card.profile if board.card else None
+    return {
+        "trial": f"/studies/{study.id[:16]}/trials/",
+        "download": f"/profiles/{made.id}/file" if made else "",
+        "profile": f"/profiles/{made.id}" if made else "",
+    }
+
+
 def live(store: Store, study: Study, axes: tuple[str, str] | None) -> LivePart:
     """The newest run, its trials, and the front drawn anew (`axes`: only these two measurements)."""
     board, pulse = board_of(store, study)

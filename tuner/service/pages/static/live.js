@@ -13,6 +13,7 @@
     const open = part.querySelector(".wide") ? part.querySelector(".wide").scrollLeft : 0;
     part.innerHTML = html;
     globalThis.localTimes(part);
+    globalThis.copyButtons(part);
     if (part.querySelector(".wide")) part.querySelector(".wide").scrollLeft = open;
     if (link) {
       const same = [...part.querySelectorAll("a")].find((a) => a.getAttribute("href") === link);

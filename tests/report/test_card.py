@@ -1,0 +1,136 @@
+"""The answer card: winner or none, gains, SLO, confidence, what changed, how to pull it, and the cost."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.report.test_report import NOW, RUN, data, said
+from tuner.conclusions import Difference, Judgement, Noise, PublishedProfile
+from tuner.records import ProfileKey, RunState
+from tuner.report.card import card, card_of_run, confidence_of, lines
+from tuner.report.document import markdown, render
+from tuner.report.words import headline
+
+KEY = ProfileKey(model="m/7b", target="local", workload="chat")
+
+
+def won(**changes: object):  # type: ignore[no-untyped-def]
+    """A winner that changed one knob, keeps the SLO and was published."""
+    found = said()
+    base = replace(found.baseline, attainment=0.8, misses_slo_by=0.15) if found.baseline else None
+    arm = replace(
+        found.finalists[0], changed={"max_num_seqs": (None, 8)}, attainment=0.97, misses_slo_by=0.0
+    )  # fmt: skip
+    fields = {
+        "baseline": base, "finalists": (arm,), "attainment": 0.95,
+        "profiles": {"challenger": PublishedProfile(id=4, version=2)},
+    }  # fmt: skip
+    return replace(found, **(fields | changes))  # type: ignore[arg-type]
+
+
+def test_I27_1_the_card_answers_in_the_order_in_which_people_ask() -> None:
+    found = card(won(), KEY, gave={"max_num_seqs": "about two thirds of it"})
+    assert (found.title, found.tone) == ("Trial 1 is better than today's configuration", "better")
+    row = found.rows[0]
+    assert (row.before, row.after, row.word) == (410.0, 102.5, "better")
+    assert row.held_out is not None
+    assert row.bar is not None
+    assert -100 <= row.bar[0] < row.bar[1] < row.bar[2] < 0, (
+        "the whole interval is on the better side of zero"
+    )
+    assert found.slo == "yes: 97 % of requests keep it (today 80 %), 95 % are asked for"
+    assert found.confidence == "medium"
+    assert "nothing is clearly better" in found.because
+    assert found.changed[0].gave == "about two thirds of it"
+    assert found.pull == (
+        "tuner profile resolve --model m/7b --node local --workload chat --alias challenger"
+        " --format vllm-yaml"
+    )
+    told = "\n".join(lines(found, "bin/tuner"))
+    for part in (
+        "p95 of the time to the first token (ttft_p95_ms): 410 → 102.5 ms, −75 % (−80 … −70, better)",
+        "keeps the SLO: yes", "confidence: medium", "max_num_seqs not set → 8 (about two thirds of it)",
+        "pull the winner: bin/tuner profile resolve", "GPU-hours",
+    ):  # fmt: skip
+        assert part in told
+
+
+def test_I27_1_report_and_markdown_have_the_same_card() -> None:
+    html, text = render(data(won())), markdown(data(won()))
+    for part in ("Trial 1 is better than today's configuration", "p95 of the time to the first token"):
+        assert part.replace("'", "&#39;") in html
+        assert part in text
+    assert html.index('class="answer better"') < html.index("<h2>The front")
+    assert "<svg" in html.partition('class="bar"')[2][:900]
+
+
+NONE: dict[str, object] = {"winner": None, "profiles": {}}
+OUTCOMES = [
+    (Judgement.NO_CLEAR_WINNER, NONE, "No measurable difference from today's configuration", "none"),
+    (Judgement.BASELINE_STAYS, NONE, "Today's configuration stays the best choice", "none"),
+    (Judgement.SLO_MISSED, NONE, "No configuration meets the SLO", "doubt"),
+    (Judgement.SLO_MISSED, {}, "No configuration meets the SLO; trial 1 is nearer", "doubt"),
+    (Judgement.NOT_TRUSTED, NONE, "No result: the machine changed during the run", "doubt"),
+    (Judgement.NOT_CONFIRMED, NONE, "No result yet: no trial was measured again", "doubt"),
+    (Judgement.NOTHING_SERVED, NONE | {"finalists": ()}, "No candidate served this traffic", "failed"),
+    (Judgement.TRADE_OFF, {}, "Trial 1 is better in some objectives and worse in others", "better"),
+    (Judgement.BASELINE_FAILED, {}, "Trial 1 serves this traffic; today's configuration does not", "better"),
+]
+
+
+@pytest.mark.parametrize(("outcome", "changes", "title", "tone"), OUTCOMES)
+def test_I27_1_every_outcome_has_a_title(
+    outcome: Judgement, changes: dict[str, object], title: str, tone: str
+) -> None:
+    found = card(won(outcome=outcome, **changes), KEY)
+    assert (found.title, found.tone) == (title, tone)
+    assert bool(found.pull) == (found.profile is not None)
+    assert headline(won(outcome=outcome, **changes)) == next(iter(lines(found)))
+    assert {judgement for judgement, *_ in OUTCOMES} | {Judgement.CLEAR_WINNER} == set(Judgement)
+
+
+def test_I27_1_confidence_is_a_word_with_its_reason() -> None:
+    better = replace(won().finalists[0].changes[1], word="better")
+    agreed = replace(won().finalists[0], changes=(won().finalists[0].changes[0], better))
+    assert confidence_of(won(finalists=(agreed,)))[0] == "high"
+    assert confidence_of(won(finalists=(agreed,), demonstration=True))[0] == "low"
+    assert confidence_of(won(finalists=(agreed,), repeats=2))[0] == "medium"
+    assert confidence_of(won(finalists=(agreed,), repeats=1))[0] == "low"
+    noise = (Noise(metric="ttft_p95_ms", share=0.2, launches=6, repeats_needed=9),)
+    none = won(winner=None, outcome=Judgement.NO_CLEAR_WINNER, noise=noise)
+    assert confidence_of(none) == (
+        "low",
+        "measured 3 times in turns with today's configuration; on this node 9 repeats would show a difference"
+        " of 10 %",
+    )
+    assert confidence_of(won(outcome=Judgement.NOT_CONFIRMED))[0] == "none"
+
+
+def test_I27_1_without_a_comparison_the_rows_say_so_and_show_no_change() -> None:
+    arm = replace(won().finalists[0], changes=(), confirmed={}, searched={"ttft_p95_ms": 100.0})
+    found = card(won(winner=None, outcome=Judgement.NOT_CONFIRMED, finalists=(arm,), profiles={}), KEY)
+    assert found.first_only
+    assert (found.rows[0].after, found.rows[0].change, found.rows[0].bar) == (100.0, None, None)
+    assert "none was measured again" in "\n".join(lines(found))
+
+
+def test_I27_1_an_interval_without_an_end_reaches_the_edge() -> None:
+    endless = Difference(
+        metric="ttft_p95_ms", before=1.0, after=1.1, change=0.1, low=-0.9, high=None, word="open", repeats=1
+    )
+    arm = replace(won().finalists[0], changes=(endless,))
+    row = card(won(finalists=(arm,)), KEY).rows[0]
+    assert row.bar is not None
+    assert row.bar[2] == 100.0
+    assert row.bar[0] < 0 < row.bar[1]
+
+
+def test_I27_1_a_run_without_a_conclusion_has_a_card_once_it_ended() -> None:
+    assert card_of_run(replace(RUN, state=RunState.RUNNING)) is None
+    failed = card_of_run(replace(RUN, state=RunState.FAILED, reason="the model is missing", ended_at=NOW))
+    assert failed is not None
+    assert (failed.title, failed.tone, failed.sentence) == (
+        "The run failed",
+        "failed",
+        "the model is missing",
+    )

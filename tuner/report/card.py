@@ -1,0 +1,308 @@
+"""The answer card: what a run found, in the order in which people ask. One card for every surface: pages and
+report draw it (`card.html.j2`), the command line and Markdown print its `lines`.
+
+It shows a stored conclusion and computes no gain of its own.
+"""
+
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Literal
+
+from tuner.conclusions import UNMEASURED, Arm, Conclusion, Difference, Judgement, PublishedProfile
+from tuner.records import ProfileKey, Run, RunState, Study, Value
+from tuner.report import words
+
+Confidence = Literal["high", "medium", "low", "none"]
+ENOUGH = 3
+"""Repeats of each configuration from which a comparison counts as well repeated."""
+BAR = 100.0
+"""Half the width of a row's bar in its drawing; zero is in the middle."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardRow:
+    """One objective: the baseline's value, the shown trial's, and the difference that the run found.
+
+    `change` is None where nothing was compared; `held_out` is the difference on traffic that the search never
+    saw. `bar` is (low, middle, high) of the interval in −100 … 100 of the drawing; None without an interval.
+    """
+
+    metric: str
+    before: float | None
+    after: float | None
+    change: Difference | None
+    held_out: Difference | None = None
+    bar: tuple[float, float, float] | None = None
+
+    @property
+    def name(self) -> str:
+        return words.title(self.metric)
+
+    @property
+    def word(self) -> str:
+        """better, worse, open (no measurable difference), or nothing where nothing was compared."""
+        return self.change.word if self.change else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangedKnob:
+    """One knob that differs from today's configuration. `gave`: what it alone gave; empty where not known."""
+
+    name: str
+    before: Value
+    after: Value
+    gave: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """The answer of one run. `trial` is the trial that the rows show, `profile` what was published of it.
+
+    `tone` is one of better (a winner), none (today's configuration stays), doubt and failed.
+    """
+
+    title: str
+    tone: Literal["better", "none", "doubt", "failed"]
+    sentence: str
+    at: datetime
+    confidence: Confidence
+    because: str
+    trial: int | None = None
+    rows: tuple[CardRow, ...] = ()
+    slo: str = ""
+    slo_met: bool | None = None
+    changed: tuple[ChangedKnob, ...] = ()
+    profile: PublishedProfile | None = None
+    pull: str = ""
+    cost: str = ""
+    saving: str = ""
+
+    @property
+    def first_only(self) -> bool:
+        """Whether the rows are of single measurements, which no repeat confirmed."""
+        return bool(self.rows) and all(row.change is None for row in self.rows)
+
+
+def card(
+    said: Conclusion,
+    key: ProfileKey,
+    *,
+    trial: int | None = None,
+    alias: str = "challenger",
+    profile: PublishedProfile | None = None,
+    gave: Mapping[str, str] | None = None,
+) -> Card:
+    """The card of a conclusion. `trial`: show this arm instead of the winner; `alias`: what the pull command
+    names (empty: the version itself); `profile`: what was published, where it is not the run's challenger;
+    `gave`: what each knob gave, by its name.
+    """
+    arm = said.arm(trial) if trial is not None else _shown(said)
+    other = trial is not None and trial != said.winner
+    confidence, because = confidence_of(said)
+    profile = profile or (None if other else said.profiles.get("challenger"))
+    return Card(
+        title=f"Trial {trial} beside today's configuration" if other else _title(said, arm),
+        tone="none" if other else _tone(said),
+        sentence=words.headline(said),
+        at=said.at,
+        confidence=confidence,
+        because=because,
+        trial=arm.trial if arm else None,
+        rows=_rows(said, arm) if arm else (),
+        slo=_slo(said, arm) if arm else "",
+        slo_met=arm.slo_met if arm else None,
+        changed=_changed(arm, gave or {}) if arm else (),
+        profile=profile,
+        pull=_pull(key, alias, profile) if profile else "",
+        cost=words.cost(said.cost),
+        saving=words.saving(said.saving) if said.saving else "",
+    )
+
+
+def card_of_run(run: Run) -> Card | None:
+    """The card of a run that ended without a conclusion; None while it goes on."""
+    if run.state is RunState.RUNNING:
+        return None
+    title = {RunState.FAILED: "The run failed", RunState.CANCELLED: "The run was stopped"}
+    return Card(
+        title=title.get(run.state, "The run ended without a result"),
+        tone="failed",
+        sentence=run.reason or "It left no reason.",
+        at=run.ended_at or run.started_at,
+        confidence="none",
+        because="nothing was compared with today's configuration",
+    )
+
+
+def _pull(key: ProfileKey, alias: str, profile: PublishedProfile) -> str:
+    return pull_command(key, alias) if alias else f"tuner profile export {profile.id} --format vllm-yaml"
+
+
+def pull_command(key: ProfileKey, alias: str, program: str = "tuner") -> str:
+    """The command that prints a profile as a file that `vllm serve --config` reads."""
+    asked = {"model": key.model, "node": key.target, "workload": key.workload, "alias": alias}
+    options = [word for name, value in asked.items() for word in (f"--{name}", value)]
+    return shlex.join([program, "profile", "resolve", *options, "--format", "vllm-yaml"])
+
+
+def key_of(study: Study) -> ProfileKey:
+    """The key under which a study publishes."""
+    return ProfileKey(model=study.model, target=study.node, workload=study.workload)
+
+
+def _shown(said: Conclusion) -> Arm | None:
+    """The winner; else the nearest to the SLO; else the first finalist that was compared, or tried."""
+    chosen = said.arm(said.winner) or said.arm(said.nearest)
+    compared = [arm for arm in said.finalists if arm.changes]
+    return chosen or next(iter([*compared, *said.finalists]), None)
+
+
+PLAIN = {
+    Judgement.CLEAR_WINNER: "Trial {} is better than today's configuration",
+    Judgement.TRADE_OFF: "Trial {} is better in some objectives and worse in others",
+    Judgement.BASELINE_FAILED: "Trial {} serves this traffic; today's configuration does not",
+    Judgement.NOT_TRUSTED: "No result: the machine changed during the run",
+    Judgement.NOT_CONFIRMED: "No result yet: no trial was measured again",
+    Judgement.NOTHING_SERVED: "No candidate served this traffic",
+    Judgement.NO_CLEAR_WINNER: "No measurable difference from today's configuration",
+    Judgement.BASELINE_STAYS: "Today's configuration stays the best choice",
+}
+
+
+def _title(said: Conclusion, arm: Arm | None) -> str:
+    if said.outcome is Judgement.SLO_MISSED:
+        return "No configuration meets the SLO" + (f"; trial {said.winner} is nearer" if said.winner else "")
+    return PLAIN[said.outcome].format(arm.trial if arm else "–")
+
+
+def _tone(said: Conclusion) -> Literal["better", "none", "doubt", "failed"]:
+    if said.outcome is Judgement.NOTHING_SERVED:
+        return "failed"
+    if said.outcome in UNMEASURED or said.demonstration or said.outcome is Judgement.SLO_MISSED:
+        return "doubt"
+    return "better" if said.winner is not None else "none"
+
+
+def confidence_of(said: Conclusion) -> tuple[Confidence, str]:
+    """(one word, its reason): by repeats, held-out traffic, and what kind of plan measured."""
+    if said.outcome in UNMEASURED:
+        why = {
+            Judgement.NOT_TRUSTED: "the machine was not the same in the search and in the confirmation",
+            Judgement.NOT_CONFIRMED: "each trial was measured once",
+        }
+        return "none", why.get(said.outcome, "nothing could be compared")
+    if said.demonstration:
+        return "low", "a demonstration: its windows are too short to act on"
+    times = f"measured {said.repeats} times in turns with today's configuration"
+    if said.repeats < ENOUGH:
+        return "low" if said.repeats < 2 else "medium", f"{times}; {ENOUGH} or more would say more"
+    arm = _shown(said)
+    held = [c for c in arm.changes if c.where == "held_out"] if arm else []
+    if said.winner is None:
+        return _of_none(said, times)
+    if not held:
+        return "medium", f"{times}; there is no traffic that the search never saw"
+    if not any(c.word == "better" for c in held):
+        return "medium", f"{times}; on traffic that the search never saw nothing is clearly better"
+    return "high", f"{times}, and better on traffic that the search never saw"
+
+
+def _of_none(said: Conclusion, times: str) -> tuple[Confidence, str]:
+    needed = max((n.repeats_needed or 0 for n in said.noise), default=0)
+    if needed > said.repeats:
+        return "low", f"{times}; on this node {needed} repeats would show a difference of 10 %"
+    return "high", times
+
+
+def _rows(said: Conclusion, arm: Arm) -> tuple[CardRow, ...]:
+    """One row for each objective, all bars on one scale."""
+    made = {c.metric: c for c in arm.changes if c.where == "confirm"}
+    widest = max((_reach(c) for c in made.values()), default=1.0)
+    base = said.baseline
+    before = {**base.searched, **base.confirmed} if base else {}
+    after = {**arm.searched, **arm.confirmed}
+    found = []
+    for name in made or after:
+        change = made.get(name)
+        found.append(
+            CardRow(
+                metric=name,
+                before=change.before if change and change.before is not None else before.get(name),
+                after=change.after if change and change.after is not None else after.get(name),
+                change=change,
+                held_out=arm.change(name, "held_out"),
+                bar=_bar(change, widest) if change else None,
+            )
+        )
+    return tuple(found)
+
+
+def _reach(found: Difference) -> float:
+    ends = [abs(v) for v in (found.low, found.change, found.high) if v is not None]
+    return min(max(ends, default=1.0), 2.0)
+
+
+def _bar(found: Difference, widest: float) -> tuple[float, float, float] | None:
+    if found.change is None:
+        return None
+
+    def at(value: float | None, unbounded: float) -> float:
+        return unbounded if value is None else max(-BAR, min(BAR, value / (widest or 1.0) * BAR * 0.95))
+
+    return at(found.low, -BAR), at(found.change, 0.0), at(found.high, BAR)
+
+
+def _slo(said: Conclusion, arm: Arm) -> str:
+    """Whether the shown trial keeps the SLO, beside today's configuration; empty where nobody measured it."""
+    if arm.slo_met is None or arm.attainment is None:
+        return ""
+    base = said.baseline
+    today = f" (today {base.attainment * 100:.3g} %)" if base and base.attainment is not None else ""
+    asked = f", {said.attainment * 100:.4g} % are asked for" if said.attainment is not None else ""
+    word = "yes" if arm.slo_met else "no"
+    return f"{word}: {arm.attainment * 100:.3g} % of requests keep it{today}{asked}"
+
+
+def _changed(arm: Arm, gave: Mapping[str, str]) -> tuple[ChangedKnob, ...]:
+    return tuple(
+        ChangedKnob(name=name, before=before, after=after, gave=gave.get(name, ""))
+        for name, (before, after) in arm.changed.items()
+    )
+
+
+def lines(found: Card, program: str = "tuner") -> Iterator[str]:
+    """The card as text, the stored sentence first."""
+    yield found.sentence
+    for row in found.rows:
+        yield f"  {row.name} ({row.metric}): {row_text(row)}"
+    if found.first_only:
+        yield "  these are first measurements; none was measured again"
+    if found.slo:
+        yield f"keeps the SLO: {found.slo}"
+    yield f"confidence: {found.confidence} ({found.because})"
+    if found.changed:
+        yield f"changed: {', '.join(knob_text(each) for each in found.changed)}"
+    if found.cost:
+        yield f"took {found.cost}"
+    if found.saving:
+        yield found.saving
+    if found.pull:
+        yield f"pull the winner: {program}{found.pull.removeprefix('tuner')}"
+
+
+def row_text(row: CardRow) -> str:
+    """`812 → 420 ms, −48 % (−52 … −43, better)`; beside it what was found on held-out traffic."""
+    told = f"{words.number(row.before)} → {words.measured(row.metric, row.after)}"
+    if row.change is not None:
+        told += f", {words.change(row.change)}"
+    if row.held_out is not None:
+        told += f"; on held-out traffic {words.change(row.held_out)}"
+    return told
+
+
+def knob_text(knob: ChangedKnob) -> str:
+    """`max_num_seqs 256 → 64`, and what it gave where that is known."""
+    before, after = ("not set" if v is None else v for v in (knob.before, knob.after))
+    return f"{knob.name} {before} → {after}" + (f" ({knob.gave})" if knob.gave else "")
