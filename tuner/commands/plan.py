@@ -232,7 +232,7 @@ def _predict_night(prepared: "Prepared", path: Path, *, as_json: bool) -> None:
 
 
 def _show_night(found: "PredictedNight", names: tuple[str, ...]) -> None:
-    from tuner.commands.run import conclusion_lines
+    from tuner.report.card import card, lines
 
     known = found.calibration
     fitted = f"calibrated on {known.trials} trials" if known else "by its datasheet, nothing was measured yet"
@@ -246,7 +246,7 @@ def _show_night(found: "PredictedNight", names: tuple[str, ...]) -> None:
     title = f"simulated night of {found.study}: {found.launches} launches, {found.hours:.2f} h"
     print_table(["trial", "<state", "<origin", *names, "<configuration"], rows, title=title)
     typer.echo(f"simulated: {found.run.reason}")
-    for line in conclusion_lines(found.conclusion):
+    for line in lines(card(found.conclusion)) if found.conclusion else ():
         typer.echo(f"simulated: {line}")
 
 

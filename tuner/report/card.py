@@ -87,14 +87,14 @@ class Card:
 
 def card(
     said: Conclusion,
-    key: ProfileKey,
+    key: ProfileKey | None = None,
     *,
     trial: int | None = None,
     alias: str = "challenger",
     profile: PublishedProfile | None = None,
     gave: Mapping[str, str] | None = None,
 ) -> Card:
-    """The card of a conclusion. `trial`: show this arm instead of the winner; `alias`: what the pull command
+    """The card of a conclusion. `key` is where its profile is published; `trial`: show this arm instead of the winner; `alias`: what the pull command
     names (empty: the version itself); `profile`: what was published, where it is not the run's challenger;
     `gave`: what each knob gave, by its name.
     """
@@ -115,7 +115,7 @@ def card(
         slo_met=arm.slo_met if arm else None,
         changed=_changed(arm, gave or {}) if arm else (),
         profile=profile,
-        pull=_pull(key, alias, profile) if profile else "",
+        pull=_pull(key, alias, profile) if profile and key else "",
         cost=words.cost(said.cost),
         saving=words.saving(said.saving) if said.saving else "",
     )
