@@ -94,9 +94,10 @@ def card(
     profile: PublishedProfile | None = None,
     gave: Mapping[str, str] | None = None,
 ) -> Card:
-    """The card of a conclusion. `key` is where its profile is published; `trial`: show this arm instead of the winner; `alias`: what the pull command
-    names (empty: the version itself); `profile`: what was published, where it is not the run's challenger;
-    `gave`: what each knob gave, by its name.
+    """The card of a conclusion. `key` is where its profile is published (None: nowhere, no pull command).
+
+    `trial`: show this arm instead of the winner. `alias`: what the pull command names; empty: the version
+    itself. `profile`: what was published, where it is not the run's challenger. `gave`: what each knob gave.
     """
     arm = said.arm(trial) if trial is not None else _shown(said)
     other = trial is not None and trial != said.winner
