@@ -6,7 +6,7 @@ from itertools import combinations
 
 from tuner.conclusions import Arm, Conclusion, Difference
 from tuner.records import Launch, Study, Trial, TrialState
-from tuner.report.card import Card, card, key_of
+from tuner.report.card import AnswerCard, card, key_of
 from tuner.report.charts import MARKED, Point
 from tuner.report.words import knobs, measured, published
 from tuner.search import pareto
@@ -57,7 +57,7 @@ class Board:
         return self.confirmation.winner if self.confirmation else None
 
     @property
-    def card(self) -> Card | None:
+    def card(self) -> AnswerCard | None:
         """The answer card of what the newest run concluded; None before the first conclusion."""
         return card(self.conclusion, key_of(self.study)) if self.conclusion else None
 

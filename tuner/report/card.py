@@ -57,7 +57,7 @@ class ChangedKnob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
+class AnswerCard:
     """The answer of one run. `trial` is the trial that the rows show, `profile` what was published of it.
 
     `tone` is one of better (a winner), none (today's configuration stays), doubt and failed.
@@ -93,7 +93,7 @@ def card(
     alias: str = "challenger",
     profile: PublishedProfile | None = None,
     gave: Mapping[str, str] | None = None,
-) -> Card:
+) -> AnswerCard:
     """The card of a conclusion. `key` is where its profile is published (None: nowhere, no pull command).
 
     `trial`: show this arm instead of the winner. `alias`: what the pull command names; empty: the version
@@ -103,7 +103,7 @@ def card(
     other = trial is not None and trial != said.winner
     confidence, because = confidence_of(said)
     profile = profile or (None if other else said.profiles.get("challenger"))
-    return Card(
+    return AnswerCard(
         title=f"Trial {trial} beside today's configuration" if other else _title(said, arm),
         tone="none" if other else _tone(said),
         sentence=words.headline(said),
@@ -122,12 +122,12 @@ def card(
     )
 
 
-def card_of_run(run: Run) -> Card | None:
+def card_of_run(run: Run) -> AnswerCard | None:
     """The card of a run that ended without a conclusion; None while it goes on."""
     if run.state is RunState.RUNNING:
         return None
     title = {RunState.FAILED: "The run failed", RunState.CANCELLED: "The run was stopped"}
-    return Card(
+    return AnswerCard(
         title=title.get(run.state, "The run ended without a result"),
         tone="failed",
         sentence=run.reason or "It left no reason.",
@@ -273,7 +273,7 @@ def _changed(arm: Arm, gave: Mapping[str, str]) -> tuple[ChangedKnob, ...]:
     )
 
 
-def lines(found: Card, program: str = "tuner") -> Iterator[str]:
+def lines(found: AnswerCard, program: str = "tuner") -> Iterator[str]:
     """The card as text, the stored sentence first."""
     yield found.sentence
     for row in found.rows:

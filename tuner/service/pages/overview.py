@@ -12,7 +12,7 @@ from tuner.history.entities import Schedule
 from tuner.history.store import Store
 from tuner.profiles.registry import CHAMPION, stale_reasons
 from tuner.records import AliasEvent, Node, Profile, ProfileKey, Run, RunState, Study
-from tuner.report.card import Card, card, card_of_run
+from tuner.report.card import AnswerCard, card, card_of_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,9 +25,9 @@ class ServedProfile:
     """
 
     key: ProfileKey
-    card: Card | None
+    card: AnswerCard | None
     study_id: str
-    news: Card | None
+    news: AnswerCard | None
     champion: Profile | None
     event: AliasEvent | None
     stale: tuple[str, ...]
@@ -102,7 +102,7 @@ def _stale(champion: Profile | None, node: Node | None, studies: Sequence[Study]
 
 def _answers(
     store: Store, key: ProfileKey, studies: Sequence[Study], champion: Profile | None
-) -> tuple[tuple[Card, str] | None, Card | None]:
+) -> tuple[tuple[AnswerCard, str] | None, AnswerCard | None]:
     """((the card, its study), the card of a newer run that found nothing better)."""
     newest = newest_card(store, key, studies)
     if champion is None or (newest is not None and newest[0].profile is not None):
@@ -113,9 +113,9 @@ def _answers(
     return (served, champion.study_id), newest[0] if newest and newest[0].at > served.at else None
 
 
-def newest_card(store: Store, key: ProfileKey, studies: Sequence[Study]) -> tuple[Card, str] | None:
+def newest_card(store: Store, key: ProfileKey, studies: Sequence[Study]) -> tuple[AnswerCard, str] | None:
     """The card of the newest run that ended, of some studies, and its study's id."""
-    found: list[tuple[Card, str]] = []
+    found: list[tuple[AnswerCard, str]] = []
     for study in studies:
         ended = next(
             (run for run in store.runs(study.id, limit=2) if run.state is not RunState.RUNNING), None
@@ -128,7 +128,7 @@ def newest_card(store: Store, key: ProfileKey, studies: Sequence[Study]) -> tupl
     return max(found, key=lambda each: each[0].at, default=None)
 
 
-def card_of_profile(store: Store, profile: Profile, alias: str) -> Card | None:
+def card_of_profile(store: Store, profile: Profile, alias: str) -> AnswerCard | None:
     """The card of the run that published a profile; None where no run is known."""
     said, number = concluded(store, profile), profile.evidence.get("trial_number")
     if said is None:

@@ -10,7 +10,7 @@ from tuner.history.best_per_night import Change
 from tuner.history.store import Store
 from tuner.profiles import registry
 from tuner.records import AliasEvent, Profile, ProfileKey
-from tuner.report.card import Card
+from tuner.report.card import AnswerCard
 from tuner.service.pages.overview import card_of_profile, version_of
 from tuner.service.pages.session import Visitor, reason_of
 
@@ -57,7 +57,7 @@ class Sheet:
     events: Sequence[AliasEvent]
     champion: Profile | None
     changes: Sequence[Change]
-    card: Card | None
+    card: AnswerCard | None
     failed: Sequence[str]
     generation: int
     frozen: bool
