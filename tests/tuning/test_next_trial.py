@@ -1,5 +1,6 @@
 """What is proposed, and why it can be screened: on histories made by the predictor; nothing is launched."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -10,10 +11,11 @@ from tests.tuning.studies import write
 from tuner.adapters import adapter_of
 from tuner.errors import BadInput
 from tuner.knobs.space import Condition
-from tuner.records import Candidate, Measurement, Trial, TrialState
+from tuner.records import Candidate, Measurement, Trial, TrialState, Value
 from tuner.search import trial_view
+from tuner.search.encoding import encode
 from tuner.tuning.calibrated_predictor import StudyPredictor, card_for, forecast
-from tuner.tuning.live import group, widest
+from tuner.tuning.live import widest
 from tuner.tuning.next_trial import (
     RELAUNCHED,
     best,
@@ -131,6 +133,18 @@ def test_what_may_still_be_gained_is_told_by_a_trusted_predictor(
     other = unpredictable(prepared)
     assert expected_gain(other, history, StudyPredictor(prepared=other)) is None
     assert expected_gain(prepared, (), predictor) is None
+
+
+def group(prepared: Prepared, candidate: Mapping[str, Value], defaults: Mapping[str, Value]) -> str:
+    """Equal for candidates that one running engine can serve: all knobs but the limits, with defaults."""
+    whole = encode(prepared.space, defaults).completed(candidate)
+    return Candidate(
+        {
+            name: value
+            for name, value in whole.items()
+            if name not in adapter_of(prepared.facts.kind).live_knobs
+        }
+    ).digest
 
 
 def test_one_running_engine_can_screen_all_early_proposals(prepared: Prepared, history: list[Trial]) -> None:

@@ -1,3 +1,3 @@
-"""The ruler: sends a slice of a trace on its real timestamps, stamps every token, folds outcomes into
-numbers and says whether they are to be believed. The only room that sends load.
+"""Measures: sends a slice of a trace at its real times, stamps every token, and checks that the measurement
+itself can be trusted. No other room sends load.
 """

@@ -24,10 +24,10 @@ ALONE = Turn()
 
 
 class Bodies:
-    """Bodies of one trace for one (seed, number, repeat). `kind` "" is what is measured.
+    """Request bodies of one trace for one (seed, number, repeat). Measured requests have the kind "".
 
-    Other kinds (warm-up, filler) have salts of their own: the same lengths and prefix structure, and not one
-    block in common with what is measured. `priorities`: whether the engine takes a priority.
+    Other kinds (warm-up, filler) have salts of their own: the same lengths and shared prefixes, but no block
+    in common with measured requests. `priorities`: whether the engine takes a priority.
     """
 
     def __init__(self, trace: Trace, load: Load, *, priorities: bool = False) -> None:

@@ -29,8 +29,9 @@ def available() -> tuple[int, ...]:
 
 
 def give_way() -> None:
-    """Never take the processor from who runs when we wake (SCHED_BATCH, for the calling thread): senders go
-    before those who only look on. It takes no privilege."""
+    """Do not interrupt a running process when we wake up (SCHED_BATCH, for the calling thread): so senders
+    run before observers. It needs no privilege.
+    """
     with suppress(OSError):
         if os.sched_getscheduler(0) == os.SCHED_OTHER:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -50,9 +51,10 @@ def giving_way() -> Iterator[None]:
 
 
 def short_turns(turn_ns: int = 100_000) -> bool:
-    """Ask the kernel for short turns (Linux 6.12 and later): who wakes with a shorter turn than the running
-    process has need not wait for that one's end. It gives no larger share and takes no privilege. False where
-    the kernel has no word for it."""
+    """Ask the kernel for short time slices (Linux 6.12 and later): a process that wakes up with a shorter
+    slice than the running one gets the core at once. It needs no privilege and gives no larger share of the
+    core. False where the kernel does not support it.
+    """
     call = SET_ATTRIBUTES.get(platform.machine())
     if call is None:
         return False
@@ -61,14 +63,16 @@ def short_turns(turn_ns: int = 100_000) -> bool:
 
 
 class Contention:
-    """CPU pressure and steal over a stretch of time. What the kernel does not tell is None."""
+    """CPU pressure and steal since it was made; None where the kernel does not count it."""
 
     def __init__(self, pressure: Path = PRESSURE, stat: Path = STAT) -> None:
         self._pressure, self._stat = pressure, stat
         self._before = (_stalled_us(pressure), _steal(stat))
 
     def since(self, seconds: float) -> dict[str, float | None]:
-        """`cpu_pressure`: share of the time in which somebody waited for a core; `steal`: hypervisor's."""
+        """`cpu_pressure`: share of the time in which a process waited for a core; `steal`: the hypervisor's
+        share.
+        """
         stalled, steal = _stalled_us(self._pressure), _steal(self._stat)
         was_stalled, was_steal = self._before
         found: dict[str, float | None] = {"cpu_pressure": None, "steal": None}

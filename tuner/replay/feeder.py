@@ -1,9 +1,9 @@
 """A feeder process, `python -m tuner.replay.feeder DIRECTORY`: builds bodies ahead for the senders.
 
-The senders connect to DIRECTORY/jobs and say their number; what comes on these links is J a job, P enough for
-a start, E no more of this stretch. The controller listens at DIRECTORY/feeder and says B the pickled
-`Source`, S a pickled `Stretch`, Z zero of the clock, C no more of this stretch. It ends when that link does.
-All of it in frames (jobs.py).
+The senders connect to DIRECTORY/jobs and send their number; they get J a job, P enough jobs to start, E the
+end of this stretch. The controller listens at DIRECTORY/feeder and sends B the pickled `Source`, S a pickled
+`Stretch`, Z zero of the clock, C cut this stretch. The feeder ends when that connection ends. All messages
+are frames (jobs.py).
 """
 
 import asyncio
@@ -31,8 +31,9 @@ from tuner.replay.worker import AHEAD_BYTES
 from tuner.traffic.trace import Trace
 
 AHEAD_S, BUILD_S = 15.0, 5.0
-"""Before the clock starts at least this much of the schedule is built, and as much as can be in this time,
-unless AHEAD_BYTES lie with one sender before: what is built in a window wants the processor too."""
+"""Before the clock starts at least this much of the schedule is built, and as much as can be built in this
+time, unless one sender holds AHEAD_BYTES earlier: bodies built later take CPU time from the measurement.
+"""
 BATCH, BATCH_BYTES = 64, 1 << 20
 PACE_S = 0.01
 """Once the clock runs, so much of the schedule is built at a time."""
@@ -86,7 +87,7 @@ class Feeder:
         self.begin()
 
     def begin(self) -> None:
-        """A new stretch: forget what the last one was told."""
+        """Begin a new stretch."""
         self.zero_ns = 0
         self.started, self.stopped = asyncio.Event(), asyncio.Event()
 
@@ -128,7 +129,7 @@ class Feeder:
         await self._drain()
 
     async def _keep_pace(self, at_s: float, lead_s: float) -> None:
-        """Wait until no more than `lead_s` of the schedule lies ahead."""
+        """Wait until at most `lead_s` of the schedule is built ahead."""
         await self.started.wait()
         ahead = at_s - (perf_counter_ns() - self.zero_ns) / 1e9
         if ahead > lead_s + PACE_S:
@@ -144,7 +145,7 @@ class Feeder:
             self._tell(number, kind)
 
     async def _drain(self) -> None:
-        """Wait while the senders have no room, and hear what the controller says."""
+        """Wait while the senders take no more; other tasks get their turn."""
         await asyncio.sleep(0)
         with suppress(ConnectionError):
             await asyncio.gather(*(link.drain() for link in self.links.values()))

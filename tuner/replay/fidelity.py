@@ -1,6 +1,7 @@
-"""Whether a replay is to be believed: values for the report, and gates that void a trial.
+"""Whether a replay can be trusted: values for the report, and gates that make a trial invalid.
 
-A gate speaks of the ruler, never of the engine: a failed one aborts the trial and says what to change.
+A gate checks the tuner's own sending and counting, not the engine's speed. If it fails, the trial is ABORTED,
+and its sentence says what to change.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +36,7 @@ class Evidence:
 
 @dataclass(slots=True)
 class PrefixCounts:
-    """Prompt tokens of answered requests that tell their cached ones: all, cached, predicted."""
+    """Prompt tokens of answered requests whose cached tokens the engine reported: all, cached, predicted."""
 
     tokens: int = 0
     cached: int = 0
@@ -48,8 +49,10 @@ class PrefixCounts:
         outcomes: Sequence[Outcome],
         engine: tuple[int, int | None],
     ) -> None:
-        """Count one slice: `sent` are the primed rows and the timetable, `engine` its block size and KV
-        capacity in tokens. Filler and warm-up have other tokens: that they push blocks out is not told."""
+        """Count one slice: `sent` are the primed rows and the schedule, `engine` its block size and KV
+        capacity in tokens. The prediction does not know that filler and warm-up, which have other tokens,
+        push blocks out.
+        """
         told = {o.row: o for o in outcomes if o.ok and o.cached_tokens is not None}
         if not told or not len(trace.blocks):
             return
@@ -65,7 +68,7 @@ class PrefixCounts:
                 self.predicted += hits
 
     def values(self) -> dict[str, float | None]:
-        """For the fidelity report; nothing where nothing was told."""
+        """Shares for the fidelity report; empty if the engine reported none."""
         if not self.tokens:
             return {}
         return {
@@ -215,17 +218,3 @@ def ttft_gaps_ms(sent: Sequence[Sent]) -> NDArray[np.float64]:
         ours = (outcome.first_token_s - outcome.sent_s) * 1000
         gaps.append(ours - engine - one.engine.get("queue_time_ms", 0.0))
     return np.array(gaps, dtype=np.float64)
-
-
-def drifted(
-    before: Mapping[str, float], after: Mapping[str, float], allowed: float = 1.25
-) -> tuple[tuple[str, float], ...]:
-    """Latencies of a control run (the same candidate again) that left `allowed` either way: (name, ratio)."""
-    found = []
-    for name in sorted(before.keys() & after.keys()):
-        old, new = before[name], after[name]
-        if name.endswith("_ms") and old > 0 and new > 0 and old != new:
-            ratio = new / old
-            if not 1 / allowed <= ratio <= allowed:
-                found.append((name, ratio))
-    return tuple(found)

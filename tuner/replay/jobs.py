@@ -126,8 +126,9 @@ class Ended:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sent:
-    """An outcome and what only the wire knows of it; `engine` is the engine's word on this request,
-    `waited_s` how long it waited for a connection after it was sent."""
+    """An outcome with what only the connection saw: `engine` are the engine's own numbers of this request,
+    `waited_s` how long the request waited for a connection.
+    """
 
     key: int
     outcome: Outcome
@@ -210,7 +211,7 @@ def sent_of(job: Job, exchange: HttpExchange, answer: StreamedAnswer, zero_ns: i
 
 
 def never_sent(job: Job, reason: str) -> Sent:
-    """The record of a job that its parent kept from being sent."""
+    """The record of a job that was never sent, because its parent was not answered."""
     outcome = Outcome(
         row=job.row,
         scheduled_s=job.at_s,
@@ -240,6 +241,6 @@ def frame(kind: bytes, payload: bytes = b"") -> bytes:
 
 
 async def read_frame(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
-    """(kind, payload) of the next frame. asyncio.IncompleteReadError where the other side has ended."""
+    """(kind, payload) of the next frame. asyncio.IncompleteReadError when the other process has ended."""
     kind, length = _FRAME.unpack(await reader.readexactly(_FRAME.size))
     return kind, await reader.readexactly(length)

@@ -1,7 +1,7 @@
 """The engine's own numbers over a window: raw scrapes while it runs, parsed once it is over."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from time import perf_counter_ns
 from typing import Any
 
@@ -9,6 +9,7 @@ import numpy as np
 
 from tuner.engine import limits, metrics
 from tuner.replay.prepare import EngineHandle
+from tuner.replay.sse import status_and_body
 from tuner.replay.wire import HttpExchange, Pool, get
 
 PATIENCE_S = 5.0
@@ -20,7 +21,7 @@ class Observer:
     def __init__(self, server: EngineHandle, every_s: float) -> None:
         self._pool, self._server, self._every_s = Pool(server.host, server.port), server, every_s
         self._steps: list[tuple[float, Mapping[str, Any]]] = []
-        self._texts: list[tuple[float, bytes]] = []
+        self._texts: list[tuple[float, Sequence[bytes]]] = []
         self.series: dict[str, list[float | None]] = {}
         self._key = 0
 
@@ -59,46 +60,32 @@ class Observer:
             self._pool.cut(exchange, "no metrics")
         if exchange.failure is None:
             at = (perf_counter_ns() - zero_ns) / 1e9
-            self._texts.append((at, b"".join(exchange.parts)))
+            self._texts.append((at, exchange.parts))
 
     async def conclude(self) -> dict[str, float | None]:
-        """The numbers of the window, under canonical names and those of measurements; None = not told."""
+        """The numbers of the window, under canonical names and those of measurements; None = not exported."""
         await self._pool.close()
         scrapes = [
-            (at, found) for at, raw in self._texts if (found := _parsed(raw, self._server.kind)) is not None
+            (at, found)
+            for at, parts in self._texts
+            if (found := _parsed(parts, self._server.kind)) is not None
         ]
         self.series = series(scrapes)
         (begun, before), (ended, after) = self._steps if len(self._steps) == 2 else [(0.0, {})] * 2
         return {**fold(scrapes), **limits.stepped(before, after, ended - begun)}
 
 
-def _parsed(raw: bytes, engine: str) -> metrics.EngineMetrics | None:
-    head, _, body = raw.partition(b"\r\n\r\n")
-    if b" 200 " not in head[:16]:
-        return None
-    if b"chunked" in head.lower():
-        body = _unchunked(body)
+def _parsed(parts: Sequence[bytes], engine: str) -> metrics.EngineMetrics | None:
     try:
-        return metrics.parse(body.decode("utf-8", "replace"), engine)
+        status, body = status_and_body(parts)
+        return metrics.parse(body.decode("utf-8", "replace"), engine) if status == 200 else None
     except ValueError:
         return None
 
 
-def _unchunked(body: bytes) -> bytes:
-    pieces: list[bytes] = []
-    while body:
-        size, _, body = body.partition(b"\r\n")
-        length = int(size.split(b";", 1)[0] or b"0", 16)
-        if length == 0:
-            break
-        pieces.append(body[:length])
-        body = body[length + 2 :]
-    return b"".join(pieces)
-
-
 def series(scrapes: list[tuple[float, metrics.EngineMetrics]]) -> dict[str, list[float | None]]:
-    """What was scraped, as it went: `at_s` into the window, and a value per scrape for each name (None = not
-    told). `preemptions` counts from the first scrape.
+    """The scrapes as series: `at_s` into the window, and a value per scrape for each name (None = not
+    exported). `preemptions` counts from the first scrape.
     """
     found: dict[str, list[float | None]] = {"at_s": [round(at, 3) for at, _ in scrapes]}
     for name in ("waiting", "running", "kv_usage"):
@@ -138,7 +125,7 @@ def growing(engine: Mapping[str, float | None], window_s: float) -> bool:
 
 
 def recomputed(engine: Mapping[str, float | None]) -> str | None:
-    """What to say where the engine counted recomputed tokens as prefix hits; None where it did not."""
+    """A warning if the engine counted recomputed tokens as prefix hits, else None."""
     share = engine.get("prefix_recomputed")
     if not share:
         return None

@@ -1,4 +1,4 @@
-"""Outcomes in Parquet: one row per request, exactly what was measured."""
+"""Outcomes as Parquet: one row per request, with everything that was measured."""
 
 import json
 import math
@@ -36,7 +36,7 @@ SCHEMA = pa.schema(
 
 
 def write(path: str | Path, outcomes: Sequence[Outcome]) -> None:
-    """Write outcomes; the file appears whole or not at all. Unavailable when the disk refuses."""
+    """Write outcomes; the file appears complete or not at all. Unavailable when the disk refuses."""
     target = Path(path)
     partial = target.with_name(target.name + ".partial")
     columns = {name: [getattr(o, name) for o in outcomes] for name in SCHEMA.names}
@@ -49,17 +49,17 @@ def write(path: str | Path, outcomes: Sequence[Outcome]) -> None:
 
 
 def is_here(path: str | Path | None) -> bool:
-    """Whether the file of a slice's outcomes lies on this host."""
+    """Whether the file of a slice's outcomes is on this host."""
     return path is not None and os.path.isfile(under_home(str(path)))
 
 
 def series_path(path: str | Path) -> Path:
-    """Where the engine's scrapes of a slice lie: beside its outcomes."""
+    """The file of the engine's scrapes of a slice: beside its outcomes."""
     return Path(path).with_suffix(".engine.json")
 
 
 def write_series(path: str | Path, series: Mapping[str, Sequence[float | None]]) -> None:
-    """Write what was scraped during a slice, beside the file of its outcomes. Unavailable as `write`."""
+    """Write the scrapes of a slice beside the file of its outcomes. Unavailable when the disk refuses."""
     target = series_path(path)
     try:
         target.write_text(json.dumps({name: list(row) for name, row in series.items()}), encoding="utf-8")
@@ -68,7 +68,7 @@ def write_series(path: str | Path, series: Mapping[str, Sequence[float | None]])
 
 
 def read_series(path: str | Path) -> dict[str, list[float]]:
-    """The scrapes beside a file of outcomes, NaN where the engine told nothing; empty without any."""
+    """The scrapes beside a file of outcomes, NaN where the engine exported nothing; empty without a file."""
     try:
         told = json.loads(under_home(str(series_path(path))).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -12,11 +12,11 @@ from tuner.records import Slo
 class Plan:
     """Warm-up, priming, window, tail, repeats and gates. Seconds, unless the name says otherwise.
 
-    `slices` and `slice_s` are what `slices: auto` should choose. `finalists` is how many candidates meet the
-    baseline again in a confirmation, `repeats` how often at first, `most_repeats` how often at most, while
-    the answer is open. Priming inserts `priming_turnovers` × the KV capacity in tokens. The lateness gate is
-    p99 ≤ max(`lateness_ms`, `lateness_share` × median TTFT).
-    `demonstration` plans give numbers to look at, not to act on.
+    `slices` and `slice_s` are what `slices: auto` chooses. `finalists` is how many candidates the
+    confirmation measures again beside the baseline; each is launched `repeats` times, and up to
+    `most_repeats` times while the result is open. Priming sends `priming_turnovers` × the KV capacity in
+    tokens. The lateness gate is p99 ≤ max(`lateness_ms`, `lateness_share` × median TTFT). The numbers of a
+    `demonstration` plan are too short to act on.
     """
 
     name: str
@@ -84,13 +84,13 @@ Causality = Literal["open", "session", "live"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What is sent, and under which name: seed, number and repeat make the prompts' salt.
+    """What is sent: seed, number and repeat make the prompts' salt.
 
-    `speed` 2.0 sends the same rows twice as fast. `kv_tokens` is the largest KV capacity among the
-    candidates (None: this engine's). `deadline_s` None = max(60 s, 4 × the SLO's E2E limit). `history`:
-    open = every row at its recorded time, session = a turn not before its parent's answer and think time,
-    live = session, and the prompt carries the tokens that the engine answered. `isolated` skips the lock;
-    `realtime` asks the kernel for real-time priority for the senders, and the report says if it was given.
+    `speed` 2.0 sends the same rows twice as fast. `kv_tokens` is the largest KV capacity among the candidates
+    (None: this engine's). `deadline_s` None = max(60 s, 4 × the SLO's E2E limit). `history`: open = every row
+    at its recorded time, session = a turn waits for its parent's answer and the think time, live = session,
+    and the prompt carries the tokens that the engine answered. `isolated` skips the lock of the host.
+    `realtime` asks the kernel for real-time priority of the senders; the report says whether it was granted.
     """
 
     seed: int

@@ -25,7 +25,7 @@ RESET_TRIES, RESET_PAUSE_S = 10, 0.2
 
 
 class Reset(Protocol):
-    """How a cache reset went; `proved` = the engine said so itself."""
+    """How a cache reset went; `proved`: the engine confirmed it."""
 
     @property
     def proved(self) -> bool: ...
@@ -127,9 +127,10 @@ class Preparer:
         return abs(medians[-1] - medians[-2]) <= self.plan.warmup_agreement * medians[-2]
 
     async def reset(self) -> None:
-        """Empty the prefix cache; fresh tokens stand in where the engine has no word for it.
+        """Empty the prefix cache; where an engine cannot do that, prompts with new tokens have the same
+        effect.
 
-        Aborted when it keeps saying no: what it holds then is of unknown effect.
+        Aborted when the engine keeps refusing: then nobody knows what its cache holds.
         """
         outcome = await self.server.reset_cache()
         for _ in range(RESET_TRIES):

@@ -47,8 +47,8 @@ def check_size(trace: Trace, part: Slice, *, speed: float, around_s: float) -> N
 def schedule(trace: Trace, part: Slice, *, speed: float, warmup_s: float, tail_s: float) -> SendSchedule:
     """The rows of a slice with real traffic before and after it.
 
-    The traffic before the window shares its prefixes as recorded. Where the trace begins or ends, rows of
-    the slice itself stand in as filler. BadInput where that is more than MOST requests.
+    The traffic before the window shares its prefixes as recorded. Where the trace begins or ends too early,
+    rows of the slice itself are sent as filler. BadInput if that is more than MOST requests.
     """
     check_size(trace, part, speed=speed, around_s=warmup_s + tail_s)
     window = part.duration_s / speed

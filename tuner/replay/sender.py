@@ -1,7 +1,8 @@
-"""Sends jobs at their absolute times and turns raw exchanges into outcomes.
+"""Sends jobs at their absolute times and makes outcomes of the answers.
 
-The schedule is absolute: a late send does not move the next one. Requests lie ready some time before they are
-due, and the alarm sends them. Answers are parsed in slices between looks at the sockets.
+The schedule is absolute: a late request does not delay the next one. Requests are prepared some time before
+they are due, and the alarm sends them. Answers are parsed in small steps, so that sockets are read in
+between.
 """
 
 import asyncio

@@ -22,9 +22,9 @@ START_S = 60.0
 
 
 class Senders:
-    """Sender processes on one engine, and the feeder that builds what they send. A job goes to the sender of
-    its group: sessions stay whole. `heard` grows while tokens come; all that ended before `told_ns` has come
-    in.
+    """Sender processes for one engine, and the feeder that builds what they send. A job goes to the sender of
+    its group, so a session has one sender. `heard` counts reports of new tokens; every result that ended
+    before `told_ns` has arrived.
     """
 
     def __init__(self, host: str, port: int, source: Source, cores: Sequence[int] | None) -> None:
@@ -96,7 +96,7 @@ class Senders:
         self._processes.append(process)
 
     def _log(self) -> str:
-        """The last words of the processes."""
+        """The ends of the processes' logs."""
         texts = (path.read_text(errors="replace").strip() for path in sorted(self._directory.glob("*.log")))
         return "; ".join(text[-200:] for text in texts if text)
 
@@ -145,8 +145,9 @@ class Senders:
             self._feeder.write(frame(kind, payload))
 
     async def begin(self, on_sent: Callable[[Sent], None], connections: int, stretch: Stretch) -> None:
-        """A new play: where its results go, how many connections to open ahead, what is sent. Returns when
-        every sender has its connections and enough jobs for a start. Aborted when one ended."""
+        """Begin a new play: `on_sent` takes its results, `connections` are opened ahead, `stretch` is sent.
+        Returns when every sender has its connections and enough jobs to start. Aborted when a process ended.
+        """
         self._on_sent = on_sent
         self.reports = []
         self._told = [0] * self.count

@@ -8,7 +8,7 @@ from tuner.records import Slo
 from tuner.replay.timeline import Judge, Partial
 
 TOLERANCE = 0.05
-"""How far apart, relatively, the speed that is told and the next one that failed may lie."""
+"""The largest relative distance between the reported speed and the next one that failed."""
 MET, LOST = "the SLO is met whatever comes", "the SLO cannot be met any more"
 
 
@@ -35,8 +35,8 @@ async def bisect(
 ) -> MaxSpeed:
     """Double or halve from `start` until the answer flips, then bisect geometrically.
 
-    `measure_at(speed)` replays the same rows at that speed and says whether the SLO was met; it may stop
-    early with `sure`. Ends when the bracket is within `tolerance` (relative), at the bounds, or after `most`.
+    `measure_at(speed)` replays the same rows at that speed and returns whether the SLO was met; `sure` may
+    stop it early. Ends when the two speeds are within `tolerance` (relative), at the bounds, or after `most`.
     """
     tried: list[tuple[float, bool]] = []
     low, high, speed = 0.0, None, start
@@ -63,10 +63,10 @@ def _next(low: float, high: float | None, floor: float, ceiling: float, toleranc
 
 
 def sure(slo: Slo) -> Judge:
-    """A judge that ends a replay as soon as the attainment is decided, either way, for the whole window.
+    """A judge that ends a replay as soon as it is certain whether the whole window reaches the attainment.
 
-    Pass it to `replay`; `Replayed.stopped` is then MET or LOST. A request past the E2E limit
-    counts as bad before it ends.
+    Pass it to `replay`; `Replayed.stopped` is then MET or LOST. A request past the E2E limit counts as bad
+    before it ends.
     """
 
     def judge(partial: Partial) -> str | None:

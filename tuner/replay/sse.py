@@ -1,7 +1,7 @@
-"""What the stamped bytes of one answer say: tokens per chunk from continuous usage, final usage, errors.
+"""Reads the stamped bytes of one answer: tokens per chunk (from continuous usage), final usage, errors.
 
-Server-sent events may be split anywhere, end in LF, CRLF or CR, carry comments, and put several into one
-read; an event is stamped by the read that completed it.
+Server-sent events may be split anywhere, end in LF, CRLF or CR, and contain comments; one read may hold
+several. An event gets the stamp of the read that completed it.
 """
 
 import json
@@ -48,7 +48,7 @@ class StreamedAnswer:
 
 
 def read(stamps: Sequence[int], parts: Sequence[bytes], choices: int = 1) -> StreamedAnswer:
-    """Parse a whole answer at once. `choices` is the request's `n`."""
+    """Parse a complete answer at once. `choices` is the request's `n`."""
     answer = StreamedAnswer()
     for _ in reader(answer, stamps, parts, choices):
         pass
@@ -86,6 +86,13 @@ def reader(
     _conclude(answer, pending)
 
 
+def status_and_body(parts: Sequence[bytes]) -> tuple[int, bytes]:
+    """(HTTP status, body) of a complete answer; (0, b"") of none. ValueError when it is malformed."""
+    answer = StreamedAnswer()
+    start = _head(answer, parts)
+    return (answer.status, _whole(start[1], parts[start[0] + 1 :], start[2])) if start else (0, b"")
+
+
 def _head(answer: StreamedAnswer, parts: Sequence[bytes]) -> tuple[int, bytes, bool] | None:
     """Where the head ends: its part's number, what follows it there, and whether the body is chunked."""
     head = b""
@@ -99,8 +106,9 @@ def _head(answer: StreamedAnswer, parts: Sequence[bytes]) -> tuple[int, bytes, b
 
 
 def _unchunk(framed: bytes, need: int = 0) -> tuple[bytes, bytes, int]:
-    """What came of the HTTP chunks' bodies, what is left of an unfinished size line, and how many bytes the
-    chunk that is under way still `need`s, its line end included."""
+    """(the bytes in the HTTP chunks, the rest of an unfinished size line, how many bytes the unfinished chunk
+    still needs, with its line end).
+    """
     pieces: list[bytes] = []
     position, end = 0, len(framed)
     while position < end:
@@ -119,7 +127,7 @@ def _unchunk(framed: bytes, need: int = 0) -> tuple[bytes, bytes, int]:
 
 
 def _events(body: bytes) -> tuple[list[bytes], bytes]:
-    """The whole events, without their ends, and what is left of an unfinished one."""
+    """The complete events, without their ends, and the rest of an unfinished one."""
     found = EVENT_END.split(body) if b"\r" in body else body.split(b"\n\n")
     return found, found.pop()
 
@@ -236,7 +244,7 @@ def _final(answer: StreamedAnswer, usage: dict[str, object], metrics: object) ->
 
 
 def _conclude(answer: StreamedAnswer, rest: bytes) -> None:
-    """Say what is wrong with an answer that ended; tokens guessed from text give way to the final usage."""
+    """Set the error of an answer that ended too early; replace guessed token counts by the final usage."""
     if answer.error is None and not answer.finished:
         answer.error = "answer cut before [DONE]" if answer.chunk_ns or rest.strip() else "empty answer"
     if answer.error is None and answer.guessed and answer.completion_tokens is not None:

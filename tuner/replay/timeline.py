@@ -56,7 +56,7 @@ __all__ = [
 ]
 
 LOCK_S = 0.1
-"""How often the lock is asked for while another replay holds it."""
+"""Seconds between attempts to get the lock while another replay holds it."""
 LEAD_S = 0.05
 WATCH_S = 0.25
 LOOK_S = 2.0
@@ -67,10 +67,12 @@ CONNECTIONS = 8192
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Partial:
-    """What a judge sees while a window runs. `outcomes` are counted ones, at least all that ended before
-    `now_s`, the time that the senders last told of; `waiting_s` holds the scheduled times of counted requests
-    that were due by then and had not ended, but for turns that wait for another (nobody here knows when those
-    come due); `planned` is the window's whole count.
+    """What a judge sees while a window runs.
+
+    `outcomes` are counted requests, at least all that ended before `now_s`, the time up to which the senders
+    have reported. `waiting_s` are the scheduled times of counted requests that were due by then and had not
+    ended; turns that wait for another turn are left out, since their time is not known yet. `planned` counts
+    the requests of the window.
     """
 
     slice: Slice
@@ -100,7 +102,7 @@ class SliceReplay:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Replayed:
-    """A whole replay; `stopped` is the judge's reason where it was curtailed."""
+    """A complete replay; `stopped` is the judge's reason if the judge ended it early."""
 
     slices: tuple[SliceReplay, ...]
     fidelity: Fidelity = field(default_factory=Fidelity)
@@ -117,9 +119,9 @@ async def replay(
     judge: Judge | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Replayed:
-    """Replay every slice in turn. Raises what `server.fault` says when the engine dies meanwhile.
+    """Replay every slice in turn. Raises the engine's fault (`server.fault`) if the engine dies meanwhile.
 
-    One replay at a time per host, unless the load is isolated; waits for its turn.
+    One replay at a time per host, unless the load is isolated; others wait.
     """
     async with _only_replay(isolated=load.isolated):
         run = _Replay(server, trace, plan, load, judge, progress or (lambda _: None))
@@ -255,7 +257,7 @@ class _Replay:
         return np.full(len(timetable), -1, np.int64), np.arange(len(timetable), dtype=np.int64)
 
     def report(self, contention: Mapping[str, float | None]) -> None:
-        """Fold what the senders and the kernel say about this slice into the notes."""
+        """Add the senders' reports and the kernel's counters of this slice to the notes."""
         for said in self.senders.reports:
             self.cpu = max(self.cpu, said["cpu_s"] / max(said["span_s"], 1e-9))
             self.notes.highest("sender_preempted_per_s", said["preempted"] / max(said["span_s"], 1e-9))
@@ -267,7 +269,7 @@ class _Replay:
         self.notes.values["senders_pinned"] = float(self.load.cores is not None)
 
     async def watch(self, window: "SliceWindow", zero: int) -> None:
-        """Until every counted request ended: ask the judge, look after the engine, report progress."""
+        """Until every counted request ended: ask the judge, check the engine, report progress."""
         limit = window.window_s + self.plan.tail_limit_s
         looked, heard = -math.inf, self.senders.heard
         while True:
@@ -295,7 +297,7 @@ class _Replay:
             await asyncio.sleep(WATCH_S if left > WATCH_S else 0.02)
 
     async def close(self) -> None:
-        """Leave nothing behind."""
+        """End the senders and close all connections."""
         await self.senders.close()
         await self.pool.close()
 
@@ -361,7 +363,8 @@ def measure(
     """The numbers of a replay, pooled over the slices and per slice. p99 is absent under 1,000 requests
     unless `asked` by name.
 
-    `extra` adds what others measured (ready_s, gpu_memory_gib ...). A replay stopped early is `partial`.
+    `extra` adds numbers measured elsewhere (ready_s, gpu_memory_gib, …). A replay that was stopped early is
+    `partial`.
     """
     parts = [(part.outcomes, part.window_s, part.engine) for part in replayed.slices]
     pooled = fold([o for outcomes, _, _ in parts for o in outcomes], sum(w for _, w, _ in parts), slo, asked)

@@ -1,8 +1,8 @@
 """HTTP/1.1 on raw sockets in an event loop: one write per request, bytes stamped by the kernel, parsed later.
 
-No cap on requests in flight, no queue for a connection: a request that finds none idle gets a new one. Every
-stamp is on the clock of `time.perf_counter_ns()`. What was read carries the kernel's receive stamp, so that a
-reader who comes late does not make the answer late; without one it is stamped before a byte is looked at.
+The number of requests in flight has no limit: a request that finds no idle connection gets a new one. Every
+stamp is on the clock of `time.perf_counter_ns()`. The kernel stamps what it receives, so a late read does not
+make the answer late; without kernel stamps, a read is stamped before its bytes are parsed.
 """
 
 import asyncio
@@ -22,12 +22,11 @@ FAR_NS, TOGETHER_NS = 10_000_000_000, 20_000
 
 
 class HttpExchange:
-    """One request and the raw bytes of its answer; `done` is called once, whatever happened.
+    """One request and the raw bytes of its answer; `done` is called once, also after a failure.
 
-    `sent_ns` is taken when the request is handed to the kernel: just before its write, or before the connect
-    that it then waits for; `written_ns` just before its (last) write, 0 while there was none; `stamps[k]`
-    when `parts[k]` came. `failure` is None when the answer was complete as HTTP; what it says is for
-    `sse.read` to tell.
+    `sent_ns` is taken just before the request's write, or before the connect that it waits for; `written_ns`
+    just before its last write (0: there was none); `stamps[k]` when `parts[k]` came. `failure` is None if the
+    HTTP answer is complete; `sse.read` reads its content.
     """
 
     __slots__ = (
@@ -48,7 +47,7 @@ class HttpExchange:
 
 
 class Framing:
-    """Finds the end of an HTTP/1.1 answer with the least work: whole only when `complete` says so."""
+    """Finds the end of an HTTP/1.1 answer with little work; only `complete` shows whether all of it came."""
 
     __slots__ = ("_body", "_buffer", "_mode", "_need", "_taken", "keep", "status")
 
@@ -160,7 +159,7 @@ class Connection:
             self._loop.add_writer(self._fd, self._writable)
 
     def _write(self) -> None:
-        """Hand the kernel what it takes now; what is wrong with the connection shows when it is read."""
+        """Write what the kernel takes now; a broken connection shows at the next read."""
         try:
             self._left = self._left[self.sock.send(self._left) :]
         except (BlockingIOError, InterruptedError):
@@ -255,8 +254,9 @@ class Connection:
 
 
 def stamp(now_ns: int, said: Sequence[tuple[int, int, bytes]]) -> int:
-    """When the kernel received what was read, on the clock of `perf_counter_ns`; `now_ns` where it does not
-    tell. Its stamps are of the wall clock: one that would lie far off was taken before that was set."""
+    """When the kernel received the data, on the clock of `perf_counter_ns`; `now_ns` if the kernel gives no
+    stamp. Kernel stamps use the wall clock; one that differs much was made before the wall clock was changed.
+    """
     for _, kind, data in said:
         if kind == SO_TIMESTAMPNS:
             seconds, nanoseconds = TIMESPEC.unpack_from(data)
@@ -284,8 +284,9 @@ class Pool:
         self._opening: set[asyncio.Task[None]] = set()
 
     async def open(self, count: int) -> None:
-        """Have so many connections idle, so that the first burst finds them; fewer where a server takes more
-        than OPEN_S to accept them. OSError when the server is not there."""
+        """Open connections until `count` are idle, so that the first burst finds them; fewer if a server
+        takes more than OPEN_S to accept them. OSError when the server is not there.
+        """
         loop = asyncio.get_running_loop()
         end = loop.time() + OPEN_S
         while len(self.idle) < count and loop.time() < end:
@@ -334,7 +335,7 @@ class Pool:
             self.idle.append(connection)
 
     def cut(self, exchange: HttpExchange, reason: str) -> None:
-        """End an exchange that is still flying: its deadline passed, or nobody waits for it any more."""
+        """End an exchange that is still in flight, because of its deadline or the end of the replay."""
         if exchange.key not in self.flying:
             return
         connection = self.flying[exchange.key]

@@ -29,10 +29,10 @@ from tuner.replay.wire import Pool
 
 LENGTH = struct.Struct("<I")
 TOLD = struct.Struct("<q?")
-"""All that ended before this perf_counter_ns has been told; whether tokens came since the last time."""
+"""(the perf_counter_ns before which all results were reported, whether tokens came since the last report)."""
 FLUSH_S = 0.05
 AHEAD_BYTES = 64 << 20
-"""Bodies of this size lie with one sender at most, but for those that the clock waits for."""
+"""The most bytes of bodies that one sender holds; before the clock starts there is no limit."""
 
 
 class Queue:
@@ -79,7 +79,7 @@ class Queue:
 
 
 class Worker:
-    """One play after another, as the frames say."""
+    """Runs one play after another, as the controller's frames ask."""
 
     def __init__(self, host: str, port: int, writer: asyncio.StreamWriter) -> None:
         self.pool = Pool(host, port)
@@ -140,7 +140,7 @@ class Worker:
         self.fed.set()
 
     async def frame(self, kind: bytes, payload: bytes) -> None:
-        """Do what one frame says."""
+        """Act on one frame."""
         if kind == b"O":
             with suppress(OSError):
                 await self.pool.open(int(payload))
@@ -197,7 +197,7 @@ def quiet_collector() -> Iterator[None]:
 
 
 async def serve(directory: Path, number: int, host: str, port: int) -> None:
-    """Obey frames until the socket ends; a play of its own then ends with it."""
+    """Act on frames until the socket ends; then this process ends."""
     reader, writer = await asyncio.open_unix_connection(str(directory / "socket"), limit=1 << 20)
     worker = Worker(host, port, writer)
     tasks = [asyncio.create_task(worker.flush_often())]
@@ -211,7 +211,7 @@ async def serve(directory: Path, number: int, host: str, port: int) -> None:
 
 
 def realtime() -> None:
-    """Ask for round-robin real-time priority; where the kernel refuses, the report says so."""
+    """Ask for round-robin real-time priority; the report shows whether the kernel granted it."""
     with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
 

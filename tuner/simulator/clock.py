@@ -34,7 +34,6 @@ class Course:
     yielding: int = 0  # of the steps, those that gave a token
     tokens: int = 0
     end_s: float = 0.0
-    stuck: bool = False
     gaps: list[tuple[float, float, int]] = field(default_factory=list)
     levels: list[tuple[float, int, float, int, int]] = field(default_factory=list)
 
@@ -80,7 +79,6 @@ class Clock:
                 self._execute(step, watch)
             elif pending is None:
                 if at >= count:
-                    course.stuck = bool(scheduler.waiting or scheduler.running)
                     break
                 self.now = max(self.now, arrival)
         course.end_s = self.now

@@ -1,4 +1,4 @@
-"""One request and its answer in OpenAI's dialect: what a trace needs of them, and nothing that is said."""
+"""Reads one request and its answer in OpenAI's format: what a trace needs of them, without their text."""
 
 import json
 from collections.abc import Mapping
@@ -33,7 +33,9 @@ class RequestFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseFacts:
-    """What the answer says of tokens; `chunks` counts events with text, `text` is kept for counting only."""
+    """What the answer shows about tokens; `chunks` counts events with text, `text` is used for
+    counting only.
+    """
 
     input_tokens: int | None = None
     output_tokens: int | None = None
@@ -95,7 +97,7 @@ def _with_prompt(found: RequestFacts, body: Mapping[str, Any]) -> RequestFacts:
 
 
 def answered(data: bytes, content_type: str = "") -> ResponseFacts:
-    """Read an answer: one JSON document or a stream of events, whole or cut."""
+    """Read an answer: one JSON document or a stream of events, complete or cut."""
     if b"data:" in data[:4096] and not data.lstrip().startswith(b"{"):
         return _streamed(data)
     try:
@@ -165,10 +167,12 @@ def _with_usage(found: ResponseFacts, document: Mapping[str, Any]) -> ResponseFa
 def lengths(
     request: RequestFacts, answer: ResponseFacts, prints: Fingerprints, tokenizer: Tokenizer | None
 ) -> tuple[int | None, int | None, list[int], str]:
-    """(prompt tokens, answer tokens, block numbers, where they come from); None where nothing tells a length.
+    """(prompt tokens, answer tokens, block numbers, what the blocks are made from); None where a length is
+    not known.
 
-    The engine's own usage stands over the tokenizer's count. Blocks: of token ids given or made by the
-    tokenizer, else of the text's bytes. Several prompts in a request count together, as the engine counts.
+    The engine's own usage is preferred to the tokenizer's count. Blocks are made from token ids (given, or
+    made by the tokenizer), else from the text's bytes. Several prompts in a request count together, as the
+    engine counts them.
     """
     ids = request.ids
     if ids is None and tokenizer is not None and request.text is not None:

@@ -9,7 +9,7 @@ from hashlib import blake2b
 TOKEN_BLOCK = 16
 MOST_BLOCKS_OF_A_PROMPT = 4_000_000
 BYTES_PER_TOKEN = 4
-"""A block of bytes stands for a block of tokens where no tokenizer is at hand."""
+"""Without a tokenizer, so many bytes count as one token."""
 
 
 class Fingerprints:
@@ -27,9 +27,9 @@ class Fingerprints:
         self._next = 0
 
     def blocks(self, tokens: Sequence[int], context: str = "") -> list[int]:
-        """Numbers of the whole blocks of these tokens; equal number, equal tokens from the very start.
+        """Numbers of the complete blocks of these tokens; equal number, equal tokens from the very start.
 
-        `context` is what else the engine keys its cache on (adapter, cache salt). A partial last block is
+        `context` is what else the engine's cache depends on (adapter, cache salt). A partial last block is
         left out.
         """
         try:
@@ -39,11 +39,11 @@ class Fingerprints:
         return self._chain(raw, 8 * self.block_size, context)
 
     def text_blocks(self, text: bytes, context: str = "") -> list[int]:
-        """The same for text without a tokenizer: four bytes stand for a token."""
+        """The same for text without a tokenizer: BYTES_PER_TOKEN bytes count as one token."""
         return self._chain(text, BYTES_PER_TOKEN * self.block_size, context)
 
     def name(self, kind: str, text: str) -> int:
-        """The number of a client, session or model by first appearance; the text itself is not kept."""
+        """The number of a client, session or model by first appearance; the text itself is not stored."""
         known = self._names.setdefault(kind, {})
         digest = blake2b(f"{kind}\0{text}".encode("utf-8", "replace"), key=self._key, digest_size=16).digest()
         return known.setdefault(digest, len(known))

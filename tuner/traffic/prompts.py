@@ -1,4 +1,4 @@
-"""Prompts made from block ids: the prefix structure of production, exact lengths, and no word of it."""
+"""Makes prompts from block ids: exact lengths and shared prefixes as in production, but none of its text."""
 
 import hashlib
 from collections import OrderedDict
@@ -24,15 +24,15 @@ def plain_range(vocabulary: int) -> tuple[int, int]:
     ValueError below 64.
     """
     if vocabulary < 64:
-        raise ValueError(f"a vocabulary of {vocabulary} tokens is too small to tell prompts apart")
+        raise ValueError(f"a vocabulary of {vocabulary} tokens is too small for prompts that differ")
     return (1000 if vocabulary >= 8192 else 10), vocabulary - vocabulary // 50
 
 
 class Prompts:
     """The prompts of a trace for one salt; the same bytes in any process, at any time.
 
-    A block id is the same tokens wherever it stands (a partial block: their beginning); what no id covers
-    is unique to the row. Memory: a bounded cache of ready JSON fragments.
+    A block id gives the same tokens everywhere (a partial block: the first of them); the rest of a prompt is
+    unique to the row. It keeps a bounded cache of JSON fragments.
     """
 
     def __init__(self, trace: Trace, vocabulary: int, salt: bytes) -> None:

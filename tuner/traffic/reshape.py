@@ -1,4 +1,4 @@
-"""Traces made from a trace: faster or slower, thinner by whole sessions, denser by shifted copies."""
+"""Makes traces from a trace: faster or slower, fewer whole sessions, more load by shifted copies."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +22,9 @@ def scaled(trace: Trace, speed: float) -> Trace:
 
 
 def without_beams(trace: Trace, how: str) -> Trace:
-    """The trace with its beam searches as so many sampled answers (`sample`), or without them (`drop`)."""
+    """The trace with its beam searches as sampled answers, one per beam (`sample`), or without them
+    (`drop`).
+    """
     if how not in ("sample", "drop"):
         raise BadInput(f"beam is '{how}', expected sample or drop")
     if how == "drop":
@@ -32,9 +34,10 @@ def without_beams(trace: Trace, how: str) -> Trace:
 
 
 def groups(trace: Trace) -> NDArray[np.int64]:
-    """A group number per row: its session, else its first block that not half of the rows share, else itself.
+    """A group number per row: its session, else its first block that at most half of the rows share, else the
+    row.
 
-    Rows of one group share prefixes; thinning keeps or drops groups whole.
+    Rows of one group share prefixes; thinning keeps or drops whole groups.
     """
     count = len(trace)
     keys = np.arange(count, dtype=np.int64)
@@ -57,10 +60,10 @@ def thinned(trace: Trace, share: float, seed: int = 0) -> Trace:
 
 
 def superposed(trace: Trace, copies: int, seed: int = 0) -> Trace:
-    """`copies` of the traffic on one another, each rotated in time, with blocks and sessions of its own.
+    """`copies` of the traffic added together, each shifted in time, with its own blocks and sessions.
 
-    For more than about three times the load: bursts stay as long as they are; speeding up shortens them.
-    Rotation cuts a session that straddles the end: its later turns lose their parent.
+    Use it for more than about three times the load: bursts keep their length, and speeding up shortens them.
+    A shift cuts a session that goes over the end: its later turns lose their parent.
     """
     if copies < 1:
         raise BadInput(f"copies is {copies}, expected at least 1")
@@ -83,7 +86,9 @@ def superposed(trace: Trace, copies: int, seed: int = 0) -> Trace:
 
 
 def merged(traces: Sequence[Trace]) -> Trace:
-    """Several traces from one start, clients, sessions and blocks kept apart. BadInput on unlike blocks."""
+    """Several traces from the same start, with separate clients, sessions and blocks. BadInput if their block
+    sizes differ.
+    """
     sizes = {one.block_size for one in traces if len(one.blocks)}
     if not traces or len(sizes) > 1:
         raise BadInput(f"traces of one block size can be merged, got {sorted(sizes)}")
@@ -110,7 +115,7 @@ def merged(traces: Sequence[Trace]) -> Trace:
 
 
 def _first_own_block(trace: Trace) -> NDArray[np.int64]:
-    """Per row the first block id that fewer than half of the rows carry; -1 where there is none."""
+    """For each row the first block id that at most half of the rows have; -1 if it has none."""
     lengths = np.diff(trace.block_offsets)
     found = np.full(len(trace), -1, np.int64)
     if not len(trace.blocks):

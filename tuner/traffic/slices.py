@@ -16,10 +16,11 @@ _KEYS = ("name", "start_s", "duration_s", "held_out")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How long chosen slices must be: lower limits hold at the mean rate unless `max_s` or the trace ends.
+    """How long automatically chosen slices are. The lower limits hold at the mean rate, unless `max_s` or the
+    end of the trace is nearer.
 
     `requests` for the percentile asked (200 for p95, 1,000 for p99); `turnover_tokens` is the KV capacity
-    that the input should turn over once; `speed` is the replay's: d trace seconds last d / speed.
+    that the input should fill once; `speed` is the replay's: d trace seconds last d / speed.
     """
 
     requests: int = 200
@@ -37,12 +38,12 @@ def choose(
     *,
     limits: Limits | None = None,
 ) -> tuple[Slice, ...]:
-    """The slices to replay, in order of start within measured and held-out ones (measured come first).
+    """The slices to replay: measured ones first, then held-out ones, each in order of their start.
 
-    `auto`: peak load, median load and most bursty window, none overlapping, and one held out; fewer when the
-    trace is too short for so many; traffic is left before each, for warming up, where the trace has it.
-    By hand: mappings of start_s, duration_s and, if wanted, name and held_out.
-    BadInput names the slice and key that is wrong.
+    `auto`: the windows with the peak load, the median load and the most bursts, and one held out; they never
+    overlap. There are fewer if the trace is too short. Each leaves traffic before it for warming up, if the
+    trace has it. By hand: mappings of start_s, duration_s and, if wanted, name and held_out. BadInput names
+    the slice and the key that is wrong.
     """
     if not len(trace):
         raise BadInput("slices: the trace has no request")
@@ -107,7 +108,7 @@ def _by_hand(trace: Trace, given: Mapping[str, object], place: int) -> Slice:
     if not isinstance(held_out, bool):
         raise BadInput(f"slices[{place}]: 'held_out' is {held_out!r}, expected true or false")
     if not isinstance(name, str) or not name:
-        raise BadInput(f"slices[{place}]: 'name' is {name!r}, expected a word")
+        raise BadInput(f"slices[{place}]: 'name' is {name!r}, expected a name")
     made = Slice(name=name, start_s=numbers["start_s"], duration_s=numbers["duration_s"], held_out=held_out)
     if made.start_s > trace.duration_s:
         raise BadInput(

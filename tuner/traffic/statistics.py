@@ -28,11 +28,11 @@ class ServiceTimes:
 class Statistics:
     """The numbers of `trace show`. `dispersion`: variance / mean of arrival counts (1 = Poisson) per window.
 
-    `concurrency` are time-weighted percentiles of requests in flight; `concurrency_source` says from what.
-    `reuse` maps KV tokens ("any" = unlimited) to the share of input tokens found; None: no block ids known.
-    `new_tokens` is what each turn adds to the conversation; None: no turns known. `total_len` is prompt and
-    answer of one request together. Rates are None where all requests arrive at one moment, a peak where the
-    trace is shorter than its window.
+    `concurrency` are time-weighted percentiles of requests in flight; `concurrency_source` says whether times
+    were observed or estimated. `reuse` maps KV tokens ("any" = unlimited) to the share of input tokens found;
+    None: no block ids known. `new_tokens` is what each turn adds to the conversation; None: no turns known.
+    `total_len` is prompt and answer of one request together. Rates are None if all requests arrive at one
+    moment, a peak if the trace is shorter than its window.
     """
 
     requests: int
@@ -125,7 +125,7 @@ def percentiles(values: NDArray[np.generic]) -> dict[str, float]:
 
 
 def dispersion(arrival_s: NDArray[np.float64], window_s: float) -> float | None:
-    """Variance / mean of arrival counts in whole windows; None with fewer than two windows."""
+    """Variance / mean of arrival counts in complete windows; None with fewer than two windows."""
     counts = _counts(arrival_s, window_s)
     if len(counts) < 2 or not counts.mean():
         return None
@@ -135,7 +135,7 @@ def dispersion(arrival_s: NDArray[np.float64], window_s: float) -> float | None:
 def in_flight(
     trace: Trace, service: ServiceTimes, speed: float = 1.0
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """(edges in seconds, requests in flight after each edge) of the whole trace."""
+    """(times in seconds, requests in flight after each of them) of the whole trace."""
     took = service_times(trace, service)
     starts = trace.arrival_s / speed
     times = np.concatenate([starts, starts + took])
@@ -229,7 +229,7 @@ def series(trace: Trace, *, bins: int = 240, service: ServiceTimes | None = None
 
 
 def advise(numbers: Statistics) -> tuple[str, ...]:
-    """Sentences, most useful first; empty for a trace too small to tell."""
+    """Advice on knobs in sentences, the most useful first; empty for fewer than 20 requests."""
     if numbers.requests < 20:
         return ()
     return (
@@ -325,7 +325,7 @@ def _turn_advice(numbers: Statistics) -> Iterator[str]:
         )
     elif numbers.reuse is not None and not numbers.sessions:
         yield (
-            "block ids but no sessions: `tuner trace reshape --infer-sessions` tells conversations from them"
+            "block ids but no sessions: `tuner trace reshape --infer-sessions` finds conversations by them"
         )
 
 

@@ -40,10 +40,10 @@ def infer_sessions(trace: Trace) -> Trace:
 
 
 def chain_sessions(trace: Trace) -> Trace:
-    """The trace with turns and parents in sessions that tell none.
+    """The trace with turns and parents for sessions whose source gives none.
 
-    A turn follows the latest row of its session that had ended when it came; one that came while all before
-    it were still running begins anew, since its client did not wait for them.
+    A turn follows the latest row of its session that had ended when the turn came. If all earlier rows were
+    still running, the client did not wait for them: the turn begins a new conversation.
     """
     if not (trace.session >= 0).any():
         return trace
@@ -111,9 +111,10 @@ def _deepest(ids: list[int], last: dict[int, tuple[int, int]], least: int) -> tu
 
 
 def reuse_by_capacity(trace: Trace, capacities: Sequence[int | None]) -> dict[int | None, float]:
-    """Share of input tokens found in an LRU prefix cache of so many tokens (None: of any size), per capacity.
+    """The share of input tokens that an LRU prefix cache finds, per capacity in tokens (None: unlimited).
 
-    Served one after another in order of arrival, by blocks of the trace's own size, prompts only.
+    Requests are served one after another in order of arrival, by blocks of the trace's size; answers are not
+    cached.
     """
     total = int(trace.input_len.sum(dtype=np.int64))
     if not len(trace.blocks) or not total:
@@ -147,11 +148,12 @@ def _served(trace: Trace, most: int | None) -> int:
 def predicted_hits(
     trace: Trace, rows: ArrayLike, block_size: int, capacity_tokens: int | None = None
 ) -> NDArray[np.int64]:
-    """Tokens that an engine with blocks of `block_size` finds cached, per row, served in turn from empty.
+    """Tokens that an engine with blocks of `block_size` finds cached, per row; rows are served in turn, from
+    an empty cache.
 
-    The engine's own rules: only whole engine blocks that are the same tokens from the very start, never the
-    whole prompt (its last token is always computed); answers take up cache and are never found. With
-    `capacity_tokens` the least recently used blocks go first.
+    It follows the engine's rules: only complete engine blocks that are equal from the very start count, and
+    never the whole prompt (its last token is always computed); answers fill the cache but are never found.
+    With `capacity_tokens` the least recently used blocks go first.
     """
     chosen = np.asarray(rows, np.int64)
     found = np.zeros(len(chosen), np.int64)
@@ -180,10 +182,11 @@ def predicted_hits(
 def engine_blocks(
     trace: Trace, row: int, block_size: int, names: dict[tuple[int, tuple[int, ...]], int]
 ) -> list[int]:
-    """Numbers of the whole engine blocks that a row's shared blocks cover; the same number, the same prefix.
+    """Numbers of the complete engine blocks that a row's shared blocks cover; the same number, the same
+    prefix.
 
-    `names` is filled as it goes and must be kept for all rows of one question. A block that the row's own
-    tail reaches into is nobody else's and left out.
+    `names` is filled by each call; pass the same one for all rows that are compared. A block that contains
+    unique tokens of the row is left out, since no other row has it.
     """
     ids = trace.row_blocks(row).tolist()
     size, length = trace.block_size, int(trace.input_len[row])

@@ -12,9 +12,9 @@ from tuner.errors import BadInput
 
 
 class Tokenizer:
-    """A model's tokenizer.json, and the chat template beside it when there is one.
+    """A model's tokenizer.json, and the chat template beside it if there is one.
 
-    Without a template the messages' contents are counted alone: `exact_chat` says which.
+    Without a template only the messages' contents are counted; `exact_chat` shows which of the two it is.
     """
 
     def __init__(self, path: str | Path) -> None:

@@ -37,7 +37,7 @@ COLUMNS: Mapping[str, tuple[str, float]] = {
     "obs_e2e_s": ("<f8", np.nan),
     "obs_cached": ("<i4", -1),
 }
-"""Column → dtype and what stands for «unknown»."""
+"""Column → dtype and the value that means «unknown»."""
 
 LATER = frozenset({"beam"})
 """Columns that earlier files lack; one that is unknown throughout is not in the digest."""
@@ -46,7 +46,7 @@ MOST_ROWS, MOST_VALUES = 20_000_000, 500_000_000
 MOST_CLASSES = 8
 """Adapters, and tenants, that are measured by themselves."""
 LARGEST_FOOTER = 16 * 1024**2
-"""What a Parquet file may say of itself before it is read."""
+"""The most bytes of a Parquet file's footer, which lists its columns."""
 _METADATA = b"tuner"
 
 
@@ -59,9 +59,9 @@ class Trace:
     """Captured traffic, frozen, sorted by arrival, the first arrival at 0; one entry per request.
 
     `parent` is the row of the turn before (< the row itself), `think_s` the pause since its end, `status` an
-    index into STATUSES, `n` the answers asked for, `beam` the width of a beam search (0: none). Prompt
-    blocks of row r are blocks[block_offsets[r]:block_offsets[r + 1]], ids of `block_size` tokens, the last
-    one possibly partial; a row without ids has a prompt of its own.
+    index into STATUSES, `n` the number of answers, `beam` the width of a beam search (0: none). Prompt blocks
+    of row r are blocks[block_offsets[r]:block_offsets[r + 1]], ids of `block_size` tokens; the last one may
+    be partial. The prompt of a row without ids is unique.
     """
 
     arrival_s: NDArray[np.float64]
@@ -117,9 +117,9 @@ class Trace:
 
     @cached_property
     def classes(self) -> Mapping[str, NDArray[np.bool_]]:
-        """Class of requests → which rows are of it: `interactive` (the most urgent priority; smaller is more
-        urgent) and `bulk` (all others), `adapter<N>` and `tenant<N>` by `lora` and `client`, of
-        each the MOST_CLASSES with most requests. Only where they tell requests apart.
+        """Class of requests → which rows are in it. `interactive` has the most urgent priority (smaller is
+        more urgent), `bulk` all others; `adapter<N>` and `tenant<N>` go by `lora` and `client`, the
+        MOST_CLASSES of each with most requests. A class is left out if every request is in it.
         """
         found: dict[str, NDArray[np.bool_]] = {}
         if len(self) and self.priority.min() < self.priority.max():
@@ -196,7 +196,7 @@ def build(
 
 
 def write(trace: Trace, path: str | Path) -> str:
-    """Write a trace as Parquet, whole or not at all; returns its digest. Unavailable: the disk refuses."""
+    """Write a trace as Parquet, complete or not at all; returns its digest. Unavailable: the disk refuses."""
     target = Path(path)
     lists = pa.LargeListArray.from_arrays(pa.array(trace.block_offsets), pa.array(trace.blocks))
     table = pa.table({name: pa.array(getattr(trace, name)) for name in COLUMNS} | {"blocks": lists})
@@ -242,9 +242,9 @@ def read(path: str | Path) -> Trace:
 
 
 def _table(source: Path) -> pa.Table:
-    """The columns of a trace, once the file's own account of them says that they are one of allowed size.
+    """The columns of a trace, if the file's footer shows that they are a trace of allowed size.
 
-    BadInput when they are not; the errors of pyarrow when the account cannot be read.
+    BadInput if not; pyarrow's errors if the footer cannot be read.
     """
     with source.open("rb") as file:
         file.seek(max(0, source.stat().st_size - 8))

@@ -20,7 +20,7 @@ from tuner.traffic.trace import Trace
 
 
 def keep(trace: Trace, home: Path, name: str = "trace") -> Path:
-    """Have a trace under a home and in the artifact store; returns where it lies in the home."""
+    """Store a trace in a home and in the artifact store; returns its file in the home."""
     own = next((path for path, _ in _own(trace.digest, home)), None)
     if own is None:
         own = home / "traces" / f"{name}-{trace.digest[:12]}.parquet"

@@ -58,7 +58,7 @@ def take(source: Path, target: Path, unit: str | None) -> Taken:
 
 
 def main() -> int:
-    """Answer one request; MemoryError and the operating system's kill are told by the exit code."""
+    """Answer one request; the exit code shows a MemoryError or a kill by the operating system."""
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (int(TIME_S), int(TIME_S) + 1))

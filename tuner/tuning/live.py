@@ -43,18 +43,6 @@ class CannotScreen(Exception):
         self.cause = cause
 
 
-def group(prepared: Prepared, candidate: Mapping[str, Value], defaults: Mapping[str, Value]) -> str:
-    """Equal for candidates that one running engine can serve: all but the limits, defaults filled in."""
-    whole = encode(prepared.space, defaults).completed(candidate)
-    return Candidate(
-        {
-            name: value
-            for name, value in whole.items()
-            if name not in adapter_of(prepared.facts.kind).live_knobs
-        }
-    ).digest
-
-
 def changeable(prepared: Prepared) -> bool:
     """Whether the study asks for live limits, turns any, and its engine takes a scheduler class."""
     turned = any(name in prepared.space.levels for name in adapter_of(prepared.facts.kind).live_knobs)

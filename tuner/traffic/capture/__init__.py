@@ -1,1 +1,1 @@
-"""Recording live traffic without keeping a word of it: a middleware, a proxy around it, files that rotate."""
+"""Records live traffic without its text: a middleware, a proxy, and files that rotate."""

@@ -1,4 +1,4 @@
-"""Where captures lie: append-only files under a name, renamed when they rotate, the oldest removed."""
+"""The files of captures: append-only under a name, renamed when they rotate, the oldest removed."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -24,14 +24,14 @@ class Rotation:
 
 
 class Sink:
-    """The file being written. Appends are single writes, so that what was written is readable after a kill.
+    """The file being written. Each append is a single write, so what was written is readable after a kill.
 
     With `name`, files are DIRECTORY/NAME-<UTC stamp>.jsonl, and end in `.part` while open; else one file.
     """
 
     def __init__(self, path: Path, name: str | None = None, rotation: Rotation | None = None) -> None:
         if name is not None and (not name or set(name) & set("/\\\0") or name.startswith(".")):
-            raise BadInput(f"capture name '{name}': expected a plain word, it becomes part of a file name")
+            raise BadInput(f"capture name '{name}': expected a plain word: it becomes part of a file name")
         self.rotation = rotation or Rotation()
         self._base, self._name = path, name
         self._swept = False
@@ -42,7 +42,7 @@ class Sink:
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> "Sink":
-        """A sink as `as_json` told it."""
+        """A sink from what `as_json` returned."""
         return cls(Path(told["path"]), told["name"], Rotation(**told["rotation"]))
 
     def as_json(self) -> dict[str, JSON]:
@@ -120,7 +120,7 @@ def latest(directory: Path, name: str) -> Path:
 def find(ref: str, directories: Sequence[Path]) -> Path | None:
     """`latest:NAME`, as in a study: the newest capture of that name in any of the directories, else None.
 
-    NAME may begin with a directory of its own, relative to these.
+    NAME may begin with a directory, relative to these.
     """
     prefix, colon, asked = ref.partition(":")
     if prefix != "latest" or not colon:

@@ -72,7 +72,7 @@ class VllmCapture(Capture):
 
 
 def _passed(exchange: RecordedExchange, message: Message) -> None:
-    """Note what was just sent on: stamps, the status, a reference to the bytes."""
+    """Note what was just sent: stamps, the status, a reference to the bytes."""
     if message["type"] == "http.response.start":
         exchange.answering(message["status"], message.get("headers", ()))
     elif message["type"] == "http.response.body":

@@ -1,7 +1,8 @@
-"""The proxy: what comes from one side is written to the other at once, and looked at afterwards.
+"""The recording proxy: it forwards each piece at once and parses it afterwards.
 
-Raw asyncio protocols instead of an ASGI server: a chunk costs one read, one write and one step of the parser
-that finds the end of the answer. Heads are rewritten where HTTP asks for it (connection, host), bodies never.
+It uses raw asyncio protocols instead of an ASGI server: a chunk costs one read, one write and one step of the
+parser that finds the end of the answer. Heads are rewritten where HTTP requires it (connection, host), bodies
+never.
 """
 
 import asyncio
@@ -35,9 +36,8 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class Proxy:
-    """Passes requests to `upstream` (http or https URL), with a recorder or without.
-
-    Connections to the upstream are kept and reused.
+    """Forwards requests to `upstream` (http or https URL), with or without a recorder. Connections to the
+    upstream are reused.
     """
 
     def __init__(self, upstream: str, recorder: Recorder | None = None) -> None:
@@ -64,7 +64,7 @@ class Proxy:
         )
 
     async def close(self, patience_s: float = 0.0) -> None:
-        """Let answers under way end for a while, then cut what is left."""
+        """Let running answers end for a while, then cut the rest."""
         deadline = asyncio.get_running_loop().time() + patience_s
         for client in list(self.clients):
             client.finish()
@@ -107,7 +107,7 @@ class ProxiedConnection(asyncio.Protocol):
             data = self._take_owed(data)
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade as error:  # nobody upgrades here: it goes on as HTTP/1.1
+        except httptools.HttpParserUpgrade as error:  # an upgrade is not forwarded: it goes on as HTTP/1.1
             self._parser = httptools.HttpRequestParser(self)
             if rest := data[int(error.args[0]) :]:
                 self.data_received(rest)
@@ -156,7 +156,7 @@ class ProxiedConnection(asyncio.Protocol):
             self._whole()
 
     def _whole(self) -> None:
-        """A request has come whole."""
+        """A request has arrived completely."""
         one = self._next
         one.head = self._head(one, self._version)
         self._waiting.append(one)
@@ -179,7 +179,7 @@ class ProxiedConnection(asyncio.Protocol):
         return b"\r\n".join(lines) + END
 
     def _serve(self) -> None:
-        """Send the next request on over a kept connection, or a new one."""
+        """Forward the next request over an idle connection, or a new one."""
         if not self._waiting:
             if self._last:
                 self.transport.close()
@@ -211,7 +211,7 @@ class ProxiedConnection(asyncio.Protocol):
             proxy.free.append(upstream)
 
     def answered(self, whole: bool) -> None:
-        """The answer has ended, `whole` or broken off."""
+        """The answer has ended: complete (`whole`), or broken off."""
         request, self.request, self.upstream = self.request, None, None
         if request is None:
             return
@@ -274,7 +274,7 @@ class ProxiedConnection(asyncio.Protocol):
         if request is not None:
             self._waiting.appendleft(request)
         elif self._next.exchange is not None and self._next.exchange.number == -1:
-            self._waiting.append(self._next)  # it left in the middle of its own request
+            self._waiting.append(self._next)  # the client left while its request was still arriving
         for one in self._waiting:
             if one.exchange is not None:
                 one.exchange.cut = True
@@ -294,9 +294,9 @@ def run(
     raw: bool = False,
     ready: Callable[[int], None] = lambda _: None,
 ) -> Counts:
-    """Serve until SIGINT or SIGTERM; what was recorded. `out` is a directory when named.
+    """Serve until SIGINT or SIGTERM; returns what was recorded. With `name`, `out` is a directory.
 
-    `ready` is told the port. A second signal cuts what is under way.
+    `ready` is called with the port. A second signal cuts running answers.
     """
     recorder = Recorder(Sink(out, name, rotation), tokenizer=tokenizer, raw=raw)
     proxy = Proxy(upstream, recorder)

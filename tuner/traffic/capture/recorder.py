@@ -1,7 +1,7 @@
-"""The recorder: what the hot path hands over goes into a bounded queue and on to the writer's process.
+"""The recorder: puts what the proxy saw into a bounded queue, and sends it to the writer's process.
 
-Nothing is parsed here: a thread packs stamps and references to the bytes that passed and writes them into a
-pipe. The writer (capture/writer.py) parses, hashes and writes in a process of its own.
+It parses nothing: a thread writes stamps and references to the forwarded bytes into a pipe. The writer
+(capture/writer.py), another process, parses, hashes and writes.
 """
 
 import fcntl
@@ -87,9 +87,10 @@ class RecordedExchange:
 
 
 class Recorder:
-    """Takes exchanges without ever blocking; beyond `most` requests or `most_bytes` waiting it drops.
+    """Takes exchanges without blocking; it drops what goes beyond `most` requests or `most_bytes` in the
+    queue.
 
-    `tokenizer` is the model's tokenizer.json or the directory it lies in.
+    `tokenizer` is the model's tokenizer.json or its directory.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class Recorder:
         self._thread.start()
 
     def begin(self, exchange: RecordedExchange) -> None:
-        """A request has come whole."""
+        """A request has arrived completely."""
         size = sum(map(len, exchange.body))
         if self._queue.qsize() >= self._most or self._bytes_in - self._bytes_out + size > self._most_bytes:
             self.counts.dropped += 1
@@ -161,7 +162,7 @@ class Recorder:
             self._thread.join(timeout_s)
 
     def _work(self, pipe: IO[bytes], answers: IO[bytes], wait: Callable[[], int]) -> None:
-        """The thread: hand over until `stop`, then gather what the writer says."""
+        """The thread: send to the writer until `stop`, then read the writer's counts."""
         lost: OSError | None = None
         while (item := self._queue.get()) is not None:
             try:

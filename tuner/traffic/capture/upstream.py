@@ -33,7 +33,7 @@ class Client(Protocol):
     upstream: "UpstreamConnection | None"
 
     def answered(self, whole: bool) -> None:
-        """The answer has ended, `whole` or broken off."""
+        """The answer has ended: complete (`whole`), or broken off."""
 
     def refuse(self, status: int, sentence: str) -> None:
         """There will be no answer."""
@@ -140,7 +140,7 @@ class UpstreamConnection(asyncio.Protocol):
             client.answered(whole=True)
 
     def _broken(self) -> None:
-        """The upstream broke off: pass that on; where it was a kept connection gone stale, try a new one."""
+        """The upstream broke off: tell the client; if an idle connection had become stale, try a new one."""
         client, self._client = self._client, None
         if client is None:
             return

@@ -1,8 +1,9 @@
-"""The writing side of a capture, a process of its own: exchanges come by a pipe, lines without text go out.
+"""The writer of a capture, a process of its own: it reads exchanges from a pipe and writes lines without
+text.
 
 The lines (importers/captured.py reads them): a header; {"r", "t", ...} when a request came; {"r", "e", ...}
-when its answer ended; {"dropped": n} for what the queue did not take. Times: t in ns since the file began,
-f and e in microseconds since t. A request that ends after its file was rotated ends in the file it began in.
+when its answer ended; {"dropped": n} for what the queue did not take. Times: t in ns since the file began, f
+and e in microseconds since t. A request that ends after its file was rotated is completed in that file.
 """
 
 import json
@@ -222,7 +223,9 @@ class Writer:
         began.file.lines.append(_line(line))
 
     def _output(self, answer: ResponseFacts) -> tuple[int, str]:
-        """Tokens answered, and what tells: usage, else the tokenizer, else the count of chunks."""
+        """(tokens of the answer, the source of the number): usage, else the tokenizer, else the count of
+        chunks.
+        """
         if answer.output_tokens is not None:
             return answer.output_tokens, "usage"
         if self._tokenizer is not None and answer.text:
@@ -315,7 +318,7 @@ def main() -> None:
             writer.flush()
             flushed = time.monotonic()
     writer.close()
-    with suppress(BrokenPipeError):  # nobody may be left to hear it
+    with suppress(BrokenPipeError):  # the recorder may be gone
         os.write(sys.stdout.fileno(), _line(asdict(writer.counts)))
 
 

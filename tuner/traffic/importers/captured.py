@@ -24,7 +24,7 @@ BEGIN: Mapping[str, str] = {
     "beam": "w",
 }
 END: Mapping[str, str] = {"obs_ttft_s": "f", "obs_e2e_s": "e"}
-"""Column → key of the lines: the begin's whole numbers, the end's microseconds."""
+"""Column → key of the lines: whole numbers of the begin, microseconds of the end."""
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class _Unanswered:
 
 
 def read(path: Path, options: ImportOptions) -> Trace:
-    """Requests by arrival. One whose end is missing is kept as cancelled when its length is known."""
+    """Requests by arrival. One without an end becomes `cancelled` if its length is known."""
     builder = TraceBuilder(path, options)
     records = json_lines(path, builder.quality)
     header = next(records, None)

@@ -42,9 +42,10 @@ WANTED: Mapping[str, tuple[str, ...]] = {
 
 
 def read(path: Path, options: ImportOptions) -> Trace:
-    """`columns` maps what is wanted (`arrival_s`, `input_len`, ...) to the file's own column names.
+    """`columns` maps what is looked for (`arrival_s`, `input_len`, ...) to the file's own column names.
 
-    `arrival` is a time of day (ISO 8601 or epoch), or a number in `unit`; `arrival_s|ms|us|ns` tell theirs.
+    `arrival` is a time of day (ISO 8601 or epoch), or a number in `unit`; `arrival_s|ms|us|ns` have their
+    unit in the name.
     """
     names, builder = options.columns, TraceBuilder(path, options)
     turns: Counter[object] = Counter()

@@ -1,4 +1,4 @@
-"""LiteLLM's SpendLogs, exported as CSV or JSONL: when, how long, how many tokens; no text is kept."""
+"""LiteLLM's SpendLogs, exported as CSV or JSONL: times, token counts and callers; no text."""
 
 from pathlib import Path
 from typing import Any

@@ -18,8 +18,8 @@ TEXT_KEYS = ("text_input", "messages", "payload")
 def read_mooncake(path: Path, options: ImportOptions) -> Trace:
     """Rows `timestamp, input_length, output_length, hash_ids`, and AIPerf's `session_id, delay, priority`.
 
-    Both say milliseconds in their documents, and files of this form in seconds go round: see stamps.py.
-    A row whose prompt is given as text has no length here: BadInput, because counting it needs a tokenizer.
+    Both document milliseconds, but such files in seconds exist too: see stamps.py. BadInput for a row that
+    has its prompt as text only, because counting it needs a tokenizer.
     """
     clock = BareClock(path, "timestamp", options.unit)
     builder = TraceBuilder(path, options, block_size=512, clock=clock)

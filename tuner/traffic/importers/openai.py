@@ -1,4 +1,4 @@
-"""Gateway logs in OpenAI's dialect, one exchange per line; where its parts lie can be mapped."""
+"""Gateway logs in OpenAI's format, one exchange per line; `columns` can map where its parts are."""
 
 import json
 from collections.abc import Mapping
@@ -118,7 +118,7 @@ def _row(
 
 
 def _place(record: Record, columns: Mapping[str, str], wanted: str) -> tuple[Record, str] | None:
-    """(object, key) where a wanted thing lies, or None. A mapped place that a line lacks is None too."""
+    """(object, key) that holds a part, or None; also None if a line lacks a mapped part."""
     for path in (columns[wanted],) if wanted in columns else PLACES[wanted]:
         holder, *rest = [record], *path.split(".")
         at = holder[0]

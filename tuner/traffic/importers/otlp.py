@@ -48,7 +48,7 @@ def read(path: Path, options: ImportOptions) -> Trace:
 
 
 def _exports(path: Path, builder: TraceBuilder) -> Iterator[Record]:
-    """One record per export: a line each, or the whole file when its first line is no document by itself."""
+    """One record per export: one per line, or the whole file if its first line is no complete document."""
     try:
         yield from json_lines(path, builder.quality)
     except BadInput:
@@ -93,7 +93,7 @@ def _attributes(span: Record) -> Record:
 
 
 def _outer(counted: set[str], parents: dict[str, str]) -> set[str]:
-    """The spans that lie around another counted one."""
+    """The spans around another counted span."""
     found: set[str] = set()
     for name in counted:
         seen = {name}

@@ -23,13 +23,15 @@ LARGEST_DOCUMENT = 64 * 1024**2
 _PIECE = 64 * 1024
 _SPACES = frozenset(" \t\r\n")
 _UNPACKED, _RATIO = 64 * 1024**2, 200
-"""Beyond so many bytes a gzip file that grows more than so many times is refused."""
+"""A gzip file is refused if it expands beyond so many bytes and so many times."""
 _WHOLE = re.compile(r"[+-]?\d{1,19}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One line's values by key, knowing where it stands. The readers raise BadInput that names the place."""
+    """One line's values by key, with its place in the file. The readers raise BadInput that names
+    the place.
+    """
 
     path: Path
     line: int
@@ -128,7 +130,7 @@ class Record:
     def within(self, key: str, stamp_ns: int) -> int:
         """The stamp itself when 64 bits hold it."""
         if not -LIMIT_NS < stamp_ns < LIMIT_NS:
-            raise self.bad(key, f"is {_shown(self.data.get(key))}, beyond the times that can be held")
+            raise self.bad(key, f"is {_shown(self.data.get(key))}, beyond the times that a trace can store")
         return stamp_ns
 
     def child(self, key: str) -> "Record | None":
@@ -300,7 +302,7 @@ def _json_list(path: Path) -> Iterator[Record]:
 
 
 class _Ahead:
-    """The text of a file that is read as far as the next value needs."""
+    """Text of a file, read only as far as the next value needs it."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._pieces = path, _pieces(path, lambda file: file.read(_PIECE))
@@ -338,7 +340,7 @@ class _Ahead:
                     raise BadInput(f"{self._path}: item {number}: not JSON: {error}") from error
 
     def _more(self, size: int) -> bool:
-        """Reads so many characters or a little more; False at the end of the file."""
+        """Reads `size` characters or a little more; False at the end of the file."""
         self._text, self._at = self._text[self._at :], 0
         pieces = [self._text]
         try:

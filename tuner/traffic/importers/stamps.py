@@ -1,6 +1,7 @@
 """Time stamps of foreign files: dates, the unit of plain numbers, the step of the clock, and spreading.
 
-A unit that a file does not name is never guessed: the stamps leave one unit, or the user is asked.
+A unit that a file does not name is never guessed: either the stamps exclude all units but one, or the user is
+asked.
 """
 
 import re
@@ -29,7 +30,7 @@ FASTEST_TOKEN_S = 2e-4
 MOST_TOKENS_PER_S = 1e7
 """No engine is sent more prompt tokens than this in a second."""
 LONGEST_STEP_S = 1000.0
-"""No clock ticks in longer steps, but for whole half hours."""
+"""No clock ticks in longer steps, except steps of whole half hours."""
 _HALF_HOUR_S = 1800
 _FEWEST_TURNS, _FEWEST_STAMPS, _FEWEST_ROWS = 3, 8, 50
 COARSE_S = 0.005
@@ -48,7 +49,9 @@ def date_unit(low: float, high: float) -> str | None:
 
 
 def parse_stamp(text: str) -> int | None:
-    """Nanoseconds since 1970 of an ISO 8601 stamp, up to nine digits of fraction; None when it is none."""
+    """Nanoseconds since 1970 of an ISO 8601 stamp with up to nine digits of fraction; None for
+    other texts.
+    """
     head, _, fraction = text.partition(".")
     if len(head) == 19 and fraction.isascii() and fraction.isdigit() and len(fraction) <= 9:
         seconds = _seconds(head)
@@ -80,7 +83,7 @@ def _seconds(head: str) -> int | None:
 
 
 def guess_year(month_day: str, before: datetime) -> int:
-    """The year of a stamp without one: the newest that does not lie more than a day after `before`."""
+    """The year of a stamp without one: the newest year in which it is at most a day after `before`."""
     month, day = (int(part) for part in month_day.split("-"))
     year = before.year
     while True:
@@ -94,7 +97,7 @@ def guess_year(month_day: str, before: datetime) -> int:
 
 
 def check_unit(unit: str) -> str:
-    """The unit itself. BadInput when it is none of s, ms, us, ns."""
+    """The unit itself. BadInput if it is not one of s, ms, us, ns."""
     if unit not in UNITS_NS:
         raise BadInput(f"unit '{unit}' is not known{nearest(unit, UNITS_NS)}; use one of {list(UNITS_NS)}")
     return unit
@@ -181,10 +184,11 @@ def _reading(unit: str, span: float, rows: int) -> str:
 
 
 def resolution_s(arrival_s: NDArray[np.float64]) -> float:
-    """The step of the clock that stamped these arrivals, seconds; 0.0 when it cannot be told (or < 3 rows).
+    """The step of the clock that stamped these arrivals, in seconds; 0.0 if they do not show it (or < 3
+    rows).
 
-    A batch clock (many equal stamps at regular distances, as in Mooncake's trace) gives the usual
-    distance; else the largest of 60 s, 1 s, 100 ms and 10 ms that divides every distance.
+    A batch clock (many equal stamps at regular distances, as in Mooncake's trace) gives the usual distance;
+    else the largest of 60 s, 1 s, 100 ms and 10 ms that divides every distance.
     """
     if len(arrival_s) < 3:
         return 0.0

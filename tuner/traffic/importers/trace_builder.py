@@ -45,9 +45,10 @@ class ImportOptions:
 
 @dataclass(slots=True, kw_only=True)
 class Row:
-    """One request as a source tells it. `key` is its id there; `client`, `session`, `lora` become numbers.
+    """One request as a source gives it. `key` is its id there; `client`, `session`, `lora` become numbers.
 
-    `arrival`: whole nanoseconds, or with a BareClock what it reads; `think_s`, `obs_e2e_s` then in its unit.
+    `arrival`: whole nanoseconds, or with a BareClock the number that it returns; `think_s` and `obs_e2e_s`
+    are then in its unit.
     """
 
     arrival: int | float
@@ -145,7 +146,7 @@ class TraceBuilder:
         return True
 
     def _count(self, row: Row) -> None:
-        """Count what is odd of a row that is kept; an answer of no tokens is a failed one."""
+        """Count what is odd in a row that is kept; an answer of no tokens failed."""
         if row.output_len == 0 and row.status == OK:
             row.status = ERROR
             self.quality["no_output_flagged"] += 1
@@ -155,7 +156,7 @@ class TraceBuilder:
             self.quality["beam_search"] += 1
 
     def drop(self, why: str) -> None:
-        """Count a row that is left out: `rows_read` is always what is kept plus all that is `dropped_*`."""
+        """Count a row that is left out: `rows_read` is always the rows kept plus all that is `dropped_*`."""
         self.quality["rows_read"] += 1
         self.quality[why] += 1
 
@@ -193,7 +194,9 @@ class TraceBuilder:
         return fill_think(chain_sessions(made))
 
     def _in_nanoseconds(self, parents: NDArray[np.int64]) -> tuple[NDArray[np.int64], dict[str, JSON]]:
-        """(arrivals, notes on their unit); the other times become seconds. BadInput asks for the unit."""
+        """(arrivals, notes on their unit); converts the other times to seconds. BadInput asks for
+        the unit.
+        """
         if self._clock is None:
             return np.frombuffer(self._arrival, np.int64), {}
         stamps = np.frombuffer(self._arrival, np.float64)
@@ -212,7 +215,9 @@ class TraceBuilder:
         first = self._clock.first or 0
         longest = max(abs(first), float(np.abs(stamps).max())) * scale
         if longest > LIMIT_NS:
-            raise BadInput(f"{self.path}: '{self._clock.key}' in {unit} goes beyond what can be held")
+            raise BadInput(
+                f"{self.path}: '{self._clock.key}' in {unit} is beyond the times that a trace stores"
+            )
         notes: dict[str, JSON] = {"unit": unit, "unit_known_by": why}
         return np.rint(stamps * scale).astype(np.int64) + round(first * scale), notes
 
@@ -258,7 +263,7 @@ class TraceBuilder:
         return parents
 
     def _count_block_oddities(self) -> None:
-        """Count block ids that stand for a part in one row and for a whole block in another."""
+        """Count block ids that are partial in one row and complete in another."""
         if not self._blocks:
             return
         offsets = np.frombuffer(self._offsets, np.int64)

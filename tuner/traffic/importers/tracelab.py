@@ -23,7 +23,9 @@ class _Minter:
         self._shared: dict[str, list[int]] = {}
 
     def blocks(self, session: str, model: str, prefix: int, total: int, output: int) -> list[int]:
-        """Ids of the prompt's whole blocks. A first round's prefix is shared by all sessions of the model."""
+        """Ids of the prompt's complete blocks. All sessions of a model share the prefix of their
+        first round.
+        """
         context = self._contexts.get(session)
         wanted = min(prefix, total) // BLOCK_SIZE
         if context is None:

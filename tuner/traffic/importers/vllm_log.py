@@ -15,7 +15,8 @@ from tuner.traffic.trace import Trace
 
 _LINE = re.compile(r"(?:INFO|DEBUG) (\d\d-\d\d) (\d\d:\d\d:\d\d) ")
 _HEAD = 4096
-"""Names stand in the first characters of a line; what follows may be long, and is searched from its end."""
+"""Names are within the first characters of a line; long contents follow, which are searched from their end.
+"""
 _RECEIVED = re.compile(r"Received request (\S+): ")
 _DETAILS = re.compile(r"Request (\S+) details: ")
 _PROMPT_IDS = re.compile(r"prompt_token_ids: \[([\d, ]*)\], prompt_embeds")
@@ -29,7 +30,7 @@ _ADAPTER = re.compile(r"lora_name='([^']*)'")
 
 @dataclass(slots=True)
 class _Seen:
-    """What the log has told of one request so far."""
+    """What the log shows of one request so far."""
 
     at_ns: int = 0
     received: bool = False
@@ -112,7 +113,7 @@ def _take(text: str, clock: _Clock, seen: dict[str, _Seen], prints: Fingerprints
 
 
 def _received(seen: dict[str, _Seen], name: str, text: str, at_ns: int) -> None:
-    """Parameters stand after the prompt, the adapter after both: the last of each word is meant."""
+    """Parameters follow the prompt, the adapter follows both: so the last of each word is the right one."""
     before, word, adapter = text.rpartition("lora_request: ")
     params = before[max(before.rfind("params: SamplingParams("), before.rfind("params: BeamSearchParams(")) :]
     if not word or not params.startswith("params: "):
@@ -127,7 +128,7 @@ def _received(seen: dict[str, _Seen], name: str, text: str, at_ns: int) -> None:
 
 
 def _last(text: str, pattern: re.Pattern[str], beginning: str) -> re.Match[str] | None:
-    """The pattern at the last place where its beginning stands."""
+    """The pattern at the last place where `beginning` is found."""
     place = text.rfind(beginning)
     return None if place < 0 else pattern.match(text, place)
 
