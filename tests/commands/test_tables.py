@@ -16,7 +16,7 @@ from rich.cells import cell_len
 from tests.commands.test_care import call
 from tests.history.records import NOW, a_measurement, a_run, a_study, finished, start
 from tests.tuning.studies import environment
-from tuner.commands.common import _cell, print_table, table
+from tuner.commands.common import escaped, print_table, table, text
 from tuner.history.store import Store
 
 HOSTILE = (
@@ -28,7 +28,8 @@ HOSTILE = (
 )  # fmt: skip
 COLUMNS = ["<name", "value", "<node", "<configuration"]
 ROWS = [
-    [_cell(each) for each in (name, 0.123456 * n, "local", HOSTILE[-n])] for n, name in enumerate(HOSTILE)
+    [escaped(text(each)) for each in (name, 0.123456 * n, "local", HOSTILE[-n])]
+    for n, name in enumerate(HOSTILE)
 ]
 
 
@@ -52,7 +53,7 @@ def test_every_word_of_every_cell_is_shown_whole(width: int | None) -> None:
 
 def test_a_narrow_terminal_gets_a_block_per_row() -> None:
     wide = [["r" * 30, 1.5, "n" * 30, "k=1 " * 20]]
-    rows = [[_cell(each) for each in row] for row in wide]
+    rows = [[escaped(text(each)) for each in row] for row in wide]
     assert len(table(COLUMNS, rows, 300)) == 2
     lines = [line.plain for line in table(COLUMNS, rows, 80)]
     assert lines[0] == f"name           {'r' * 30}"

@@ -106,7 +106,7 @@ def print_table(
     Nothing is cut: where the terminal is too narrow, each row is a block with a line per column. In a pipe
     a row is one line of any length, without control characters. Without rows, `empty` is printed instead.
     """
-    cells = [[_cell(each) for each in row] for row in rows]
+    cells = [[escaped(text(each)) for each in row] for row in rows]
     if not cells:
         typer.echo(f"{title}: {empty}" if title else empty)
         return
@@ -119,9 +119,9 @@ def print_table(
         console.print(line, soft_wrap=True)
 
 
-def _cell(value: object) -> str:
-    """The text of a cell; control characters are escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text(value))
+def escaped(line: str) -> str:
+    """A text as one line: control characters are written as escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | None) -> "list[Text]":
@@ -136,7 +136,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | No
         return _blocks(heads, rows, width or 0)
     begin, lines = sum(sizes[:-1]) + 2 * len(sizes[:-1]), []
     for style, row in [("bold", heads), *(("", row) for row in rows)]:
-        first, *more = _wrapped(row[-1], room)
+        first, *more = wrapped(row[-1], room)
         padded = [_padded(*each) for each in zip([*row[:-1], first], columns, sizes, strict=True)]
         lines.append(_line([(each, style or _style(each.strip())) for each in padded]))
         lines += [_line([(" " * (begin - 2), ""), (each, style)]) for each in more]
@@ -152,13 +152,13 @@ def _blocks(heads: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> 
     for number, row in enumerate(rows):
         lines += [_line([])] * bool(number)
         for head, whole in zip(heads, row, strict=True):
-            for place, part in enumerate(_wrapped(whole, width - wide - 2) if whole else ()):
+            for place, part in enumerate(wrapped(whole, width - wide - 2) if whole else ()):
                 label = _padded("" if place else head, "<", wide)
                 lines.append(_line([(label, "bold"), (part, _style(whole))]))
     return lines
 
 
-def _wrapped(value: str, width: float) -> list[str]:
+def wrapped(value: str, width: float) -> list[str]:
     """A text in lines of at most this width, broken between words; a longer word stays whole."""
     from rich.cells import cell_len
 

@@ -142,16 +142,18 @@ def listeners(
 
         def tell_of(name: str) -> "Tell":
             def tell(event: "RunEvent") -> None:
-                done[name] = event.done or done.get(name, 0)
-                total[name] = event.total or total.get(name, 0)
-                everything = sum(total.values()) or None
-                event = replace(event, done=sum(done.values()), total=everything)
+                if event.kind in ("run", "started", "finished"):
+                    done[name] = event.done - (event.kind == "started")
+                    total[name] = event.total or 0
+                event = replace(event, done=sum(done.values()), total=sum(total.values()) or None)
                 if event.kind == "phase":
                     number = "" if event.trial is None else f"trial {event.trial.number} "
                     doing[name] = f"{name}: {number}{event.text}"
                     one(replace(event, text=" · ".join(doing.values()), trial=None))
                 elif (line := describe(event, objectives)) is not None:
-                    one(replace(event, kind="note", text=f"{name:<{width}} {line}", trial=None))
+                    counts = event.kind == "finished"
+                    said = f"{name:<{width}} {line}"
+                    one(replace(event, kind="finished" if counts else "note", text=said, trial=None))
 
             return tell
 

@@ -1,68 +1,175 @@
-"""The events of a run: a progress bar on a terminal, lines elsewhere, JSON lines in
-TUNER_HOME/logs/tuner.jsonl.
-"""
+"""Shows the events of a run: a live line on a terminal, plain lines elsewhere; JSON lines in the log."""
 
+import os
+import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
-from tuner.commands.common import knobs, say, text
+from tuner.commands.common import escaped, knobs, say, text, wrapped
 from tuner.errors import Unavailable
 from tuner.records import Trial
+from tuner.report.words import seconds
 from tuner.tuning.context import RunEvent, Tell
 
+if TYPE_CHECKING:
+    from rich.text import Text
+
+SEARCH = "search"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEstimate:
+    """What is known before the first trial: seconds of a trial and of the confirmation; and the seconds until
+    the run's deadline, counted from now.
+    """
+
+    trial_s: float
+    confirm_s: float = 0.0
+    window_s: float | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class LiveLine:
+    """One line for a whole run: its stage, how far it is, the time left, and what goes on now.
+
+    Stages are the search, which counts trials, and those of `confirm` events (the confirmation, and others
+    whose text begins with their name), which count launches. Without an estimate no time left is told.
+    `clock` reads seconds that only go forward.
+    """
+
+    estimate: RunEstimate | None = None
+    clock: Callable[[], float] = time.monotonic
+    stage: str = SEARCH
+    done: int = 0
+    total: int | None = None
+    detail: str = ""
+    begun: float = field(init=False)
+    _stage_begun: float = field(init=False)
+    _first: int = 0
+    _moved: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.begun = self._stage_begun = self._moved = self.clock()
+
+    def take(self, event: RunEvent) -> None:
+        """Follow an event. Notes move nothing."""
+        if event.kind in ("run", "started", "finished"):
+            # A trial that has started is counted by its event, but not done.
+            self._move(SEARCH, event.done - (event.kind == "started"), event.total)
+            if event.kind == "run":  # what an earlier process did says nothing of this one's pace
+                self._first = self.done
+        elif event.kind == "confirm":
+            self._move(event.text.partition(":")[0], event.done, event.total)
+        if event.kind != "note":
+            shown = "" if event.kind == "confirm" else event.text
+            self.detail = " ".join(part for part in (_who(event.trial), shown) if part)
+
+    def _move(self, stage: str, done: int, total: int | None) -> None:
+        now = self.clock()
+        if stage != self.stage:
+            self.stage, self._first, self._stage_begun, self._moved = stage, done, now, now
+        if done != self.done:
+            self._moved = now
+        self.done, self.total = max(done, 0), None if total is None else max(total, done)
+
+    def left_s(self) -> float | None:
+        """About how many seconds the run still takes: this stage by its own pace, a confirmation that is to
+        come, at most until the deadline. None: not known.
+        """
+        if self.estimate is None:
+            return None
+        now, known = self.clock(), self.estimate
+        ends = [] if known.window_s is None else [known.window_s - (now - self.begun)]
+        if self.total is not None:
+            each = self._each(known)
+            since = min(each, now - self._moved)
+            later = known.confirm_s if self.stage == SEARCH else 0.0
+            ends.append(max(0.0, each * (self.total - self.done) - since) + later)
+        return max(0.0, min(ends)) if ends else None
+
+    def _each(self, known: RunEstimate) -> float:
+        """Seconds of a trial or launch: as measured in this stage, else as estimated."""
+        count = self.done - self._first
+        return (self._moved - self._stage_begun) / count if count > 0 else known.trial_s
+
+    def how_far(self) -> str:
+        """`search 3/40 trials, about 12 min left`."""
+        unit = "trials" if self.stage == SEARCH else "launches"
+        count = f"{self.done}" if self.total is None else f"{self.done}/{self.total}"
+        return f"{self.stage} {count} {unit}{_left(self.left_s())}"
+
+    def __rich__(self) -> "Text":
+        from rich.text import Text
+
+        spent = seconds(round(self.clock() - self.begun))
+        line = Text.assemble((self.how_far(), "bold"), f" · {spent}", (f" · {escaped(self.detail)}", "dim"))
+        line.no_wrap, line.overflow = True, "ellipsis"
+        return line
+
+
+def _left(span: float | None) -> str:
+    """`, about 15 min left`: in whole minutes from two minutes on."""
+    if span is None:
+        return ""
+    rounded = seconds(round(span / 60) * 60 if span >= 120 else round(span))
+    return (
+        f", about {rounded.removesuffix(' 0 s').removesuffix(' 0 min')} left"
+        if span >= 1
+        else ", nearly done"
+    )
+
 
 @contextmanager
-def listener(home: Path, objectives: tuple[str, ...], *, quiet: bool = False) -> Iterator[Tell]:
+def listener(
+    home: Path, objectives: tuple[str, ...], *, quiet: bool = False, estimate: RunEstimate | None = None
+) -> Iterator[Tell]:
     """A listener that shows events on standard error. All events but phases also go into the log."""
+    line = LiveLine(estimate=estimate)
     with log_to(home) as log:
-        if quiet or not sys.stderr.isatty():
-
-            def lines(event: RunEvent) -> None:
-                log(event)
-                if not quiet and (line := describe(event, objectives)) is not None:
-                    say(line)
-
-            yield lines
+        if not quiet and is_live():
+            with _live(log, line, objectives) as tell:
+                yield tell
             return
-        with _bar(log, objectives) as tell:
-            yield tell
+
+        def lines(event: RunEvent) -> None:
+            log(event)
+            line.take(event)
+            if not quiet and (shown := describe(event, objectives)) is not None:
+                far = f" ({line.how_far()})" if event.kind in ("finished", "confirm") else ""
+                say(escaped(shown) + far)
+
+        yield lines
+
+
+def is_live() -> bool:
+    """Whether standard error is a terminal that can redraw a line. A CI's log is none, whatever it says."""
+    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("CI")
 
 
 @contextmanager
-def _bar(log: Tell, objectives: tuple[str, ...]) -> Iterator[Tell]:
-    """A listener that draws a progress bar."""
-    bar = Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("trials"),
-        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
-        TextColumn("[dim]{task.fields[phase]}"), console=Console(stderr=True),
-    )  # fmt: skip
-    with bar:
-        task = bar.add_task("tuning", total=None, phase="")
+def _live(log: Tell, line: LiveLine, objectives: tuple[str, ...]) -> Iterator[Tell]:
+    """A listener that prints events above one live line."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
 
-        def tell(event: RunEvent) -> None:
-            log(event)
-            phase = f"{_who(event.trial)} {event.text}".strip()
-            if event.kind == "phase":
-                bar.update(task, phase=phase)
-                return
-            bar.update(task, total=event.total, completed=event.done, phase=phase)
-            if (line := describe(event, objectives)) is not None:
-                bar.console.print(escape(line), highlight=False, soft_wrap=True)
+    console = Console(stderr=True, highlight=False)
 
+    def tell(event: RunEvent) -> None:
+        log(event)
+        line.take(event)
+        if (shown := describe(event, objectives)) is not None:
+            for part in wrapped(escaped(shown), shutil.get_terminal_size().columns - 1):
+                console.print(Text(part), soft_wrap=True)
+
+    with Live(line, console=console, refresh_per_second=4, transient=True):
         yield tell
 
 

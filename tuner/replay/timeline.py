@@ -279,7 +279,8 @@ class _Replay:
                 self.server.heard()
             if window.done or window.now_s > limit:
                 return
-            phase = "window" if 0 <= window.now_s < window.window_s else "load"
+            started, over = window.now_s >= 0, window.now_s >= window.window_s
+            phase = "load warm-up" if not started else "last answers" if over else "window"
             self.progress(
                 Progress(phase=phase, slice=window.slice.name, done_s=window.now_s, total_s=window.window_s)
             )

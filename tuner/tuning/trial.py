@@ -306,8 +306,9 @@ def _warned(measurement: Measurement, warning: str) -> Measurement:
 
 
 def _tell_progress(note: Note, progress: Progress) -> None:
-    share = f" {progress.done_s:.0f}/{progress.total_s:.0f} s" if progress.total_s else ""
-    note(f"{progress.phase} {progress.slice}{share}".replace("  ", " "))
+    inside = 0 <= progress.done_s <= progress.total_s and progress.total_s > 0
+    share = f"{progress.done_s:.0f}/{progress.total_s:.0f} s" if inside else ""
+    note(" ".join(part for part in (progress.phase, progress.slice, share) if part))
 
 
 MAX_SPEED = "max_speed"
