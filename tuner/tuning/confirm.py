@@ -4,20 +4,15 @@ held-out slice.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, median
+from statistics import median
 
-from tuner.adapters import adapter_of
-from tuner.conclusions import Conclusion, Judgement, RunCost
-from tuner.errors import Aborted, Infeasible
+from tuner.conclusions import Conclusion, Judgement
 from tuner.history.store import Store
-from tuner.knobs.arguments import gpus_held
-from tuner.records import JSON, Launch, Measurement, Run, Trial
+from tuner.records import JSON, Launch, Run, Trial
 from tuner.search import trial_view
 from tuner.search.noise import repeats_needed
-from tuner.tuning.attempt import errors_of, failing, retries_of, unlike
 from tuner.tuning.concluding import (
     LEVEL,
-    PLACES,
     Repeats,
     Spreads,
     WinnerCriteria,
@@ -28,11 +23,11 @@ from tuner.tuning.concluding import (
     nothing_served,
     unmeasured,
 )
-from tuner.tuning.context import ABORTED_RETRIES, Pass, RunContext, RunEvent, ready_of
+from tuner.tuning.context import RunContext, ready_of
 from tuner.tuning.finalists import left_out
 from tuner.tuning.next_trial import LAUNCH_S, SETTLE_S, policy
+from tuner.tuning.rounds import Rounds, cost_of, label_of, launches_of
 from tuner.tuning.study import Prepared
-from tuner.tuning.trial import launch
 
 
 def asked_of(prepared: Prepared) -> WinnerCriteria:
@@ -54,10 +49,6 @@ def repeats_for_ten_percent(prepared: Prepared, store: Store | None) -> dict[str
         for name in asked.metrics
         if (spread := known.get((name, "confirm"))) is not None and spread.freedom
     }
-
-
-# Rounds that a confirmation is worth where the launches that a run may make are too few for the plan's.
-LEAST_ROUNDS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,9 +91,11 @@ class Confirmation:
     label: str
     dropped: dict[int, str] = field(default_factory=dict)
     _earlier: Spreads = field(init=False)
+    _rounds: Rounds = field(init=False)
 
     def __post_init__(self) -> None:
         asked = asked_of(self.context.prepared)
+        self._rounds = Rounds(context=self.context, run=self.run, label=self.label, dropped=self.dropped)
         self._earlier = noise_before(self.context.store, asked, without=self.label)
 
     @property
@@ -110,21 +103,18 @@ class Confirmation:
         """Today's configuration as the search measured it first; None where it did not serve."""
         return trial_view.baseline_of(self.context.store.trials(self.run.study_id))
 
+    @property
+    def arms(self) -> list[Trial]:
+        """What is measured: the baseline, where it served, and the finalists."""
+        return [*([base] if (base := self.base) else []), *self.chosen]
+
     def so_far(self) -> Repeats:
         """What was measured so far, without trials of which too many requests failed."""
         trials = self.context.store.trials(self.run.study_id)
-        base, dropped = trial_view.baseline_of(trials), dict(self.dropped)
-        measured = {}
-        for trial in (*([base] if base else []), *self.chosen):
-            rows = kept(self.context, self.label, trial.id)
-            reason = next((said for m in rows if (said := failing(m.values, errors_of(m)))), None)
-            if reason is not None:
-                dropped.setdefault(trial.number, reason)
-            if rows and trial.number not in dropped:
-                measured[trial.number] = rows
+        measured, dropped = self._rounds.measured(self.arms)
         return Repeats(
-            base=base or baseline_of(trials), finalists=self.chosen, measured=measured,
-            dropped=dropped, earlier=self._earlier,
+            base=trial_view.baseline_of(trials) or baseline_of(trials), finalists=self.chosen,
+            measured=measured, dropped=dropped, earlier=self._earlier,
         )  # fmt: skip
 
     async def measure(self) -> None:
@@ -132,79 +122,13 @@ class Confirmation:
         another round does not fit into the window.
         """
         asked, plan = asked_of(self.context.prepared), self.context.prepared.plan
-        base = self.base
-        entrants = [*([base] if base else []), *self.chosen]
-        for repeat in range(1, plan.most + 1):
-            if repeat > plan.repeats and not (is_open(asked, self.so_far()) and self._fits(len(entrants))):
-                return
-            left = [t for t in entrants if not _has(self.context, self.label, t.id, repeat)]
-            if repeat > LEAST_ROUNDS and self.context.budget.left < len(left):
-                return
-            for trial in entrants if repeat % 2 else reversed(entrants):
-                if trial.number not in self.dropped and not _has(self.context, self.label, trial.id, repeat):
-                    await self._again(trial, repeat, len(entrants))
-
-    def _fits(self, arms: int) -> bool:
-        """Whether another round ends before the window does."""
-        if self.run.deadline is None:
-            return True
-        spans = [
-            (each.ended_at - each.started_at).total_seconds()
-            for each in launches_of_confirmation(self.context, self.label)
-            if each.ended_at is not None
-        ]
-        needed = arms * fmean(spans) if spans else 0.0
-        return (self.run.deadline - self.context.clock()).total_seconds() >= needed
-
-    async def _again(self, trial: Trial, repeat: int, arms: int) -> None:
-        context, study = self.context, self.context.prepared.study
-        passes = [Pass(slices=tuple(s for s in study.slices if not s.held_out), purpose="confirm",
-                       repeat=repeat)]  # fmt: skip
-        if held_out := tuple(s for s in study.slices if s.held_out):
-            passes.append(Pass(slices=held_out, purpose="held_out", repeat=repeat))
-        self._tell(trial, repeat, arms)
-        for attempt in range(ABORTED_RETRIES + 1):
-            label = f"confirm-{self.label}-{repeat}-{attempt}"
-            try:
-                launched = await launch(context, trial, passes, context.directory(trial.number, label))
-            except Infeasible as error:
-                if attempt < retries_of(error):
-                    continue
-                self._drop(trial, str(error))
-                return
-            except Aborted:
-                if attempt == ABORTED_RETRIES:
-                    raise
-                continue
-            if said := unlike(trial.candidate, launched.launch.effective):
-                self._drop(trial, said)
-                return
-            for measurement in launched.measurements:
-                context.store.add_measurement(trial.id, measurement)
-            return
-
-    def _drop(self, trial: Trial, why: str) -> None:
-        self.dropped[trial.number] = why
-        self.context.tell(RunEvent(kind="note", text=f"dropped from the confirmation: {why}", trial=trial))
-
-    def _tell(self, trial: Trial, repeat: int, arms: int) -> None:
-        plan = self.context.prepared.plan
-        rounds = max(plan.repeats, repeat)
-        done = sum(
-            _has(self.context, self.label, t.id, r)
-            for t in (*([self.base] if self.base else []), *self.chosen)
-            for r in range(1, rounds + 1)
+        await self._rounds.measure(
+            self.arms, least=plan.repeats, most=plan.most, is_open=lambda: is_open(asked, self.so_far())
         )
-        more = f" (added, up to {plan.most}: the answer is open)" if repeat > plan.repeats else ""
-        text = f"confirmation: launch {done + 1} of {arms * rounds}, repeat {repeat} of {rounds}{more}"
-        self.context.tell(RunEvent(kind="confirm", text=text, done=done, total=arms * rounds, trial=trial))
 
     def rounds_done(self) -> int:
         """How many repeats are measured of the baseline and every finalist."""
-        arms, repeat = [*([self.base] if self.base else []), *self.chosen], 0
-        while arms and all(_has(self.context, self.label, t.id, repeat + 1) for t in arms):
-            repeat += 1
-        return repeat
+        return self._rounds.done(self.arms)
 
     def conclusion(self) -> Conclusion:
         """The conclusion of a confirmation that was measured to its end."""
@@ -226,29 +150,6 @@ def without_finalists(context: RunContext, run: Run) -> Conclusion:
     )  # fmt: skip
 
 
-def label_of(run_id: str) -> str:
-    """The label of the launches of a run's confirmation; later runs that finish it keep the label."""
-    return run_id[:8]
-
-
-def launches_of_confirmation(context: RunContext, label: str) -> list[Launch]:
-    """The launches of a confirmation."""
-    return [each for each in context.launches() if each.directory and f"-confirm-{label}-" in each.directory]
-
-
-def kept(context: RunContext, label: str, trial_id: int) -> list[Measurement]:
-    """What a confirmation measured of a trial, by repeat; of a repeat that was done again, the last."""
-    ours = {each.id for each in launches_of_confirmation(context, label)}
-    found = [m for m in context.store.trial(trial_id).measurements if m.purpose in PLACES]
-    last = {(m.repeat, m.purpose): m for m in found if m.launch_id in ours}
-    return [last[key] for key in sorted(last)]
-
-
-def _has(context: RunContext, label: str, trial_id: int, repeat: int) -> bool:
-    wanted = PLACES if any(s.held_out for s in context.prepared.study.slices) else PLACES[:1]
-    return {m.purpose for m in kept(context, label, trial_id) if m.repeat == repeat} >= set(wanted)
-
-
 def pending(context: RunContext) -> tuple[str, list[Trial]] | None:
     """The confirmation that earlier runs of the study could not end: (its label, its finalists); None where
     the last conclusion leaves nothing to be done.
@@ -259,27 +160,9 @@ def pending(context: RunContext) -> tuple[str, list[Trial]] | None:
         if said.outcome is not Judgement.NOT_CONFIRMED or not ours or (numbers and ours != numbers):
             break
         label, numbers = label_of(said.run_id), ours
-        if launches_of_confirmation(context, f"{label}.2"):
+        if launches_of(context, f"{label}.2"):
             label = f"{label}.2"
     if label is None:
         return None
     latest = {t.number: t for t in trial_view.latest(context.store.trials(context.prepared.study.id))}
     return label, [latest[n] for n in numbers if n in latest]
-
-
-def cost_of(context: RunContext, run: Run, label: str | None = None) -> RunCost:
-    """What a run's trials and its confirmation held the node for."""
-    facts = context.prepared.facts
-    real = adapter_of(facts.kind).uses_gpus(facts.platform)
-    ours = [t for t in context.store.trials(run.study_id) if t.run_id == run.id]
-    search = sum(t.gpu_seconds / (1 if real else context.gpus_held(t.candidate)) for t in ours)
-    spans = [
-        max(0.0, (each.ended_at - each.started_at).total_seconds()) * (gpus_held(each.argv) if real else 1)
-        for each in launches_of_confirmation(context, label or label_of(run.id))
-        if each.ended_at is not None
-    ]
-    return RunCost(
-        search_s=round(search, 1),
-        confirm_s=round(sum(spans), 1),
-        gpus=context.gpus_held(context.prepared.baseline) if real else 0,
-    )

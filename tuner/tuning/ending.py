@@ -13,20 +13,10 @@ from tuner.records import JSON, Profile, Run, Trial, TrialState
 from tuner.search import trial_view
 from tuner.tuning import quality
 from tuner.tuning.concluding import remeasured, unconfirmed
-from tuner.tuning.confirm import (
-    LEAST_ROUNDS,
-    Confirmation,
-    asked_of,
-    cost_of,
-    kept,
-    label_of,
-    launches_of_confirmation,
-    pending,
-    planned,
-    without_finalists,
-)
+from tuner.tuning.confirm import Confirmation, asked_of, pending, planned, without_finalists
 from tuner.tuning.context import RunContext, RunEvent
 from tuner.tuning.finalists import finalists
+from tuner.tuning.rounds import LEAST_ROUNDS, cost_of, kept, label_of, launches_of
 
 
 class Ending:
@@ -97,7 +87,7 @@ class Ending:
     def _begun(self) -> tuple[str, list[Trial]] | None:
         """The confirmation that this very run had begun when it was interrupted."""
         label = label_of(self._run.id)
-        folders = [each.directory or "" for each in launches_of_confirmation(self._context, label)]
+        folders = [each.directory or "" for each in launches_of(self._context, label)]
         if not folders:
             return None
         numbers = {int(folder.rsplit("/", 1)[-1].split("-", 1)[0]) for folder in folders}
