@@ -70,16 +70,20 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """One configuration of the confirmation: the baseline, or a finalist.
+    """One configuration that was measured in turns with others: the baseline, or a finalist.
 
-    `changed` holds the knobs that differ from today's configuration, name → (before, after). `dropped` is why
-    it left the confirmation, if it did. `searched` are the objectives as the search measured them first,
-    `confirmed` as this run's repeats did, `attainment` the share of good requests in these. `misses_slo_by`:
-    how much of that share is missing, 0 where the SLO is met; None where it was not measured again.
+    `name` is what the user of a comparison calls it (None: the trial's number names it), `engine` the version
+    that ran it in a comparison. `changed` holds the knobs that differ from today's configuration, name →
+    (before, after). `dropped` is why it left, if it did. `searched` are the objectives as the search measured
+    them first, `confirmed` as this run's repeats did, `attainment` the share of good requests in these.
+    `misses_slo_by`: how much of that share is missing, 0 where the SLO is met; None where it was not measured
+    again.
     """
 
     trial: int
     candidate: Knobs
+    name: str | None = None
+    engine: str | None = None
     changed: Mapping[str, tuple[Value, Value]] = field(default_factory=dict)
     dropped: str | None = None
     attainment: float | None = None
@@ -87,6 +91,11 @@ class Arm:
     searched: Values = field(default_factory=dict)
     confirmed: Values = field(default_factory=dict)
     changes: tuple[Difference, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """What sentences call it."""
+        return f"trial {self.trial}" if self.name is None else self.name
 
     @property
     def slo_met(self) -> bool | None:

@@ -45,6 +45,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "tuner baseline import compose.yaml",
         "tuner baseline import 'vllm serve Qwen/Qwen3-8B --max-num-seqs 64'",
     ),
+    "compare": (
+        "tuner compare today champion --study chat.yaml",
+        "tuner compare champion champion@/opt/vllm-0.33/bin/python --study chat.yaml --fail-if worse:5%",
+    ),
     "front": ("tuner front chat", "tuner front chat --timings --json"),
     "history": ("tuner history", "tuner history --node gpu-1 --since 2026-03-01 --metric ttft_p95_ms"),
     "report": ("tuner report chat", "tuner report chat -o chat.md"),
@@ -100,5 +104,6 @@ EXIT_CODES = """\
 tuner COMMAND -h shows the options and examples of a command.
 Exit codes: 0 done · 1 failed · 2 wrong input · 3 unchanged · 4 not found
 5 conflict · 6 try again · 7 no candidate can work · 8 stopped by a signal
-9 schedule refused · 10 to 21 doctor found an error (docs/ has all)
+9 schedule refused · 10 to 21 doctor found an error
+22 and 23 compare --fail-if (docs/ has all)
 """

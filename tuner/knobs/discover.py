@@ -135,6 +135,9 @@ def facts_of_help(adapter: EngineAdapter, text: str) -> EngineFacts:
     """The flags that an engine's own help lists, the rest as of the vLLM release that it speaks like."""
     flags = frozenset(re.findall(r"--[a-z][a-z0-9-]+", text)) - {"--help"}
     facts = facts_of_version(str(adapter.speaks_as), "cuda", kind=adapter.kind)
+    spoken = re.search(r"it speaks as (\S+)\s+does", text)  # argparse may break the line
+    if spoken is not None:
+        facts = replace(facts, version=spoken[1])
     return with_defaults(replace(facts, flags=flags))
 
 

@@ -41,11 +41,14 @@ from tuner.tuning.studyfile import (
 
 
 class NodeFile(BaseModel):
-    """What a node's file says of its engine; `handover` is the fleet's."""
+    """What a node's file says of its engine; `handover` is the fleet's. A comparison may name others of its
+    `engines`.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     engine: EngineFile
+    engines: dict[str, EngineFile] = Field(default_factory=dict)
     models: tuple[str, ...] = Field(min_length=1)
 
 
@@ -69,6 +72,11 @@ def engine_of(home: Path, node: str) -> NodeFile:
     except (BadInput, ValidationError) as error:
         lines = " ".join(str(error).split())
         raise BadInput(f"the file of node '{node}' is not valid: {lines[:300]}") from error
+
+
+def engines_of(home: Path, node: str) -> dict[str, EngineFile]:
+    """The further engines that are registered for a node, by name; none where the node has no file."""
+    return engine_of(home, node).engines if node in registered(home) else {}
 
 
 WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_+-]{0,63}")

@@ -3,7 +3,8 @@
 Settings that vLLM does not have come from the environment: TUNER_SIM_CARD (a preset), TUNER_SIM_COEFFICIENTS
 (JSON, from a calibration), TUNER_SIM_SPEED (2 = twice real time), TUNER_SIM_NOISE (relative, one standard
 deviation per step), TUNER_SIM_SEED, TUNER_SIM_STARTUP_S (how long it pretends to load) and TUNER_SIM_BLIND=1
-(every step takes 10 ms whatever the knobs say).
+(every step takes 10 ms whatever the knobs say), and TUNER_SIM_RELEASE (JSON: another release, see
+`tuner.simulator.release`).
 """
 
 import asyncio
@@ -25,7 +26,8 @@ from tuner.simulator.boot import Booted, NotStarted, announce, boot, cache_confi
 from tuner.simulator.cost import Memory
 from tuner.simulator.engine import Engine, RealPace
 from tuner.simulator.http import REASONS, ClientConnection, Completion, Rejected, read_order
-from tuner.simulator.options import VERSION, Options
+from tuner.simulator.options import Options
+from tuner.simulator.release import release_of
 from tuner.simulator.scheduler import Scheduler
 from tuner.simulator.state import SchedulerLimits
 
@@ -68,7 +70,7 @@ class ApiServer:
             return 200, page.encode(), "text/plain; version=0.0.4; charset=utf-8"
         found: Any
         if path == "/version":
-            found = {"version": VERSION}
+            found = {"version": release_of(os.environ).version}
         elif path == "/v1/models":
             found = {"object": "list", "data": [self._model(name) for name in self.options.names]}
         elif path == "/reset_prefix_cache":
@@ -200,7 +202,7 @@ async def serve(booted: Booted, env: Mapping[str, str]) -> int:
     except OSError as error:
         print(f"Traceback (most recent call last):\nOSError: {error}", file=sys.stderr, flush=True)
         return 1
-    announce(options, memory)
+    announce(options, memory, release_of(env).version)
     try:
         await asyncio.wait_for(stop.wait(), float(env.get("TUNER_SIM_STARTUP_S", "0")) or 0.001)
         return 0

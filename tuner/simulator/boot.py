@@ -11,7 +11,8 @@ from typing import Any
 from tuner.errors import TunerError
 from tuner.knobs.model import ModelFacts, read
 from tuner.simulator.cost import GIB, Card, Coefficients, Memory, StepCost, card_of, preset, profile
-from tuner.simulator.options import VERSION, Options, StartRefused, host_blocks, parser, resolve
+from tuner.simulator.options import Options, StartRefused, host_blocks, parser, resolve
+from tuner.simulator.release import VERSION, release_of
 
 _SOURCES = {"APIServer": "api_server.py:1", "EngineCore": "core.py:1", "Worker": "gpu_worker.py:1"}
 
@@ -84,17 +85,18 @@ def refuse(refused: StartRefused) -> int:
 
 def _coefficients(card: Card, env: Mapping[str, str]) -> Coefficients:
     given = env.get("TUNER_SIM_COEFFICIENTS")
-    return Coefficients(**json.loads(given)) if given else preset(card)
+    found = Coefficients(**json.loads(given)) if given else preset(card)
+    return found.slowed(release_of(env).slower)
 
 
-def announce(options: Options, memory: Memory) -> None:
+def announce(options: Options, memory: Memory, version: str = VERSION) -> None:
     """The lines that vLLM logs before it is ready."""
     length = options.limits.max_model_len
     tokens = memory.tokens(options.limits.block_size)
-    log("APIServer", f"version {VERSION}")
+    log("APIServer", f"version {version}")
     log("APIServer", f"non-default args: {dict(options.given)}")
     log("APIServer", f"Using max model len {length}")
-    log("EngineCore", f"Initializing a V1 LLM engine (v{VERSION}) with config: model='{options.model}'")
+    log("EngineCore", f"Initializing a V1 LLM engine (v{version}) with config: model='{options.model}'")
     log("Worker", "Loading weights took 0.00 seconds")
     log("Worker", f"Model loading took {memory.weights_gib:.2f} GiB memory and 0.000000 seconds")
     log("Worker", f"Available KV cache memory: {memory.kv_gib:.2f} GiB")
@@ -178,7 +180,7 @@ def boot(argv: Sequence[str], env: Mapping[str, str]) -> Booted:
     """Resolve the argv of vLLM's API server. NotStarted once the reason was printed as vLLM prints it
     (SystemExit 2 where argparse refuses).
     """
-    args = parser().parse_args(list(argv))
+    args = parser(release_of(env)).parse_args(list(argv))
     try:
         card = card_of(env.get("TUNER_SIM_CARD", "h100-80"))
     except TunerError as error:

@@ -143,6 +143,13 @@ class Coefficients:
         """The same with some of them multiplied."""
         return replace(self, **{name: getattr(self, name) * by for name, by in factors.items()})
 
+    def slowed(self, by: float) -> "Coefficients":
+        """The same device with every step taking so many times as long."""
+        return self.scaled(
+            {"compute": 1 / by, "memory": 1 / by, "attention": 1 / by}
+            | {name: by for name in ("step_s", "seq_s", "layer_s", "sync_s")}
+        )
+
     def to_json(self) -> dict[str, float]:
         return dict(asdict(self))
 

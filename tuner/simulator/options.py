@@ -1,17 +1,18 @@
-"""The engine's command line: names, defaults and refusals of vLLM 0.32's OpenAI server."""
+"""The engine's command line: names, defaults and refusals of vLLM 0.32's OpenAI server (see `release`)."""
 
 import argparse
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tuner.knobs.model import ModelFacts
 from tuner.records import Value
 from tuner.simulator.cost import Budget, Card, Coefficients, StepCost
+from tuner.simulator.release import Release, release_of
 from tuner.simulator.state import SchedulerLimits
 
 PROG = "api_server.py"
-VERSION = "0.32.0"
 LIVE_LIMITS = "live_limits.LiveLimits"
 """The one `--scheduler-cls` that is known here (see `live`)."""
 
@@ -107,20 +108,33 @@ class _Parser(argparse.ArgumentParser):
         return super().parse_args(dashed, namespace)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(release: Release | None = None) -> argparse.ArgumentParser:
     """vLLM's flags that a simulated engine takes; all others are refused in argparse's words, exit code 2."""
-    made = _Parser(prog=PROG, description="vLLM OpenAI-Compatible RESTful API server, simulated.")
+    release = release or Release()
+    release.check({**_VALUES, **_CHOICES, **_SWITCHES})
+    about = f"vLLM OpenAI-Compatible RESTful API server, simulated; it speaks as {release.version} does."
+    made = _Parser(prog=PROG, description=about)
     made.add_argument("model_tag", nargs="?", default=None)
     made.add_argument("--served-model-name", nargs="+", default=None)
     made.add_argument("--disable-log-stats", action="store_true")
     made.add_argument("--scheduler-cls", choices=[LIVE_LIMITS], default=None)
     made.add_argument("--cudagraph-capture-sizes", nargs="+", type=int, default=None)
+
+    def add(flag: str, default: Value, **how: Any) -> None:
+        name = flag.removeprefix("--")
+        if name not in release.gone:
+            shown = "--" + release.renamed.get(name, name)
+            chosen = release.defaults.get(name, default)
+            made.add_argument(shown, dest=name.replace("-", "_"), default=chosen, **how)
+        else:
+            made.set_defaults(**{name.replace("-", "_"): release.defaults.get(name, default)})
+
     for flag, (kind, default) in _VALUES.items():
-        made.add_argument(flag, type=kind, default=default)  # type: ignore[arg-type]
+        add(flag, default, type=kind)
     for flag, (choices, choice) in _CHOICES.items():
-        made.add_argument(flag, choices=choices, default=choice)
+        add(flag, choice, choices=choices)
     for flag, switch in _SWITCHES.items():
-        made.add_argument(flag, action=argparse.BooleanOptionalAction, default=switch)
+        add(flag, switch, action=argparse.BooleanOptionalAction)
     return made
 
 
@@ -179,14 +193,14 @@ def host_blocks(facts: ModelFacts, options: Options, gib: float | None = None) -
     return int((options.offload_gib if gib is None else gib) * 2**30 // per_block)
 
 
-def _non_default(args: argparse.Namespace) -> dict[str, Value | list[str]]:
-    plain = vars(parser().parse_args([]))
+def _non_default(args: argparse.Namespace, release: Release) -> dict[str, Value | list[str]]:
+    plain = vars(parser(release).parse_args([]))
     return {name: value for name, value in vars(args).items() if value != plain.get(name)}
 
 
 def resolve(argv: Sequence[str], card: Card, facts: ModelFacts, env: Mapping[str, str]) -> Options:
     """Fill in the platform's defaults and check the rules: SystemExit(2) from argparse, or StartRefused."""
-    return settle(parser().parse_args(list(argv)), card, facts, env)
+    return settle(parser(release_of(env)).parse_args(list(argv)), card, facts, env)
 
 
 def settle(
@@ -223,7 +237,7 @@ def settle(
         stream_interval=max(1, args.stream_interval),
         offload_gib=args.kv_offloading_size or 0.0,
         ranks=args.tensor_parallel_size,
-        given=_non_default(args),
+        given=_non_default(args, release_of(env)),
     )
 
 

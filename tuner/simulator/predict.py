@@ -257,11 +257,7 @@ class Predictor:
 
     def values(self, options: Options, slower: float = 1.0) -> dict[str, float]:
         """The numbers under given options; `slower` multiplies every step's time."""
-        c = self.coefficients
-        scaled = c.scaled(
-            {"compute": 1 / slower, "memory": 1 / slower, "attention": 1 / slower}
-            | {name: slower for name in ("step_s", "seq_s", "layer_s", "sync_s")}
-        )
+        scaled = self.coefficients.slowed(slower)
         cost = options.cost(self.scene.facts, self.scene.card, scaled)
         runs = simulate(self.scene, self._work, options.limits, cost)
         return fold(runs, self.scene.trace, self.scene.classes)

@@ -33,13 +33,14 @@ KINDS_NAMED = 3
 class MeasureOptions:
     """How an attempt is measured. `live` screens it in a running engine where that can be done (`defaults`
     are what the engine runs with when nothing is asked), or with `own` leaves its own engine running for
-    others; `judge` may stop it early.
+    others; `judge` may stop it early. `folder` ends the name of the launch's folder (default: the attempt).
     """
 
     live: ScreeningEngine | None = None
     own: bool = False
     defaults: Mapping[str, Value] = field(default_factory=dict)
     judge: Judge | None = None
+    folder: str = ""
 
 
 async def perform(context: RunContext, trial: Trial, earlier: Sequence[Trial], how: MeasureOptions) -> Trial:
@@ -75,7 +76,7 @@ async def _measure(
     """(the result, whether it was screened). If the candidate's own engine fails because its limits can be
     changed, that counts as a first try (in `causes`), and a plain launch is the second.
     """
-    directory = context.directory(trial.number, str(trial.attempt))
+    directory = context.directory(trial.number, how.folder or str(trial.attempt))
     if how.live is not None:
         try:
             found = await how.live.measure(trial, passes, directory, how.defaults, own=how.own)

@@ -122,9 +122,11 @@ class Confirmation:
         another round does not fit into the window.
         """
         asked, plan = asked_of(self.context.prepared), self.context.prepared.plan
-        await self._rounds.measure(
-            self.arms, least=plan.repeats, most=plan.most, is_open=lambda: is_open(asked, self.so_far())
-        )
+
+        def left() -> list[Trial]:
+            return self.arms if is_open(asked, self.so_far()) else []
+
+        await self._rounds.measure(self.arms, least=plan.repeats, most=plan.most, left=left)
 
     def rounds_done(self) -> int:
         """How many repeats are measured of the baseline and every finalist."""

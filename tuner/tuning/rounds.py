@@ -40,24 +40,23 @@ class Rounds:
     what: str = "confirmation"
 
     async def measure(
-        self, arms: Sequence[Trial], *, least: int, most: int, is_open: Callable[[], bool]
+        self, arms: Sequence[Trial], *, least: int, most: int, left: Callable[[], Sequence[Trial]]
     ) -> End:
-        """Launch the arms in turns, `least` times each, then until the answer is clear, `most` rounds are
-        done, or another round does not fit.
+        """Launch the arms in turns, `least` times each, then those that are `left` until there are none,
+        `most` rounds are done, or another round does not fit.
         """
         for repeat in range(1, most + 1):
-            if repeat > least and not is_open():
+            if repeat > least and not (arms := left()):
                 return "decided"
             if repeat > least and not self._fits(len(arms)):
                 return "window"
-            left = [t for t in arms if t.number not in self.dropped and not self.has(t, repeat)]
-            if repeat > LEAST_ROUNDS and self.context.budget.left < len(left):
+            wanted = [t for t in arms if t.number not in self.dropped and not self.has(t, repeat)]
+            if repeat > LEAST_ROUNDS and self.context.budget.left < len(wanted):
                 return "launches"
-            for trial in arms if repeat % 2 else reversed(arms):
-                if trial.number not in self.dropped and not self.has(trial, repeat):
-                    self._tell(arms, trial, repeat, (least, most))
-                    await self._again(trial, repeat)
-        return "rounds" if is_open() else "decided"
+            for trial in wanted if repeat % 2 else reversed(wanted):
+                self._tell(arms, trial, repeat, (least, most))
+                await self._again(trial, repeat)
+        return "rounds" if left() else "decided"
 
     def _fits(self, arms: int) -> bool:
         """Whether another round ends before the window does."""

@@ -4,24 +4,25 @@ import asyncio
 import math
 import os
 import socket
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, TypeVar
 
+from tuner.conclusions import Conclusion
 from tuner.engine import boots
 from tuner.engine.failures import NODE_FAULTS
 from tuner.engine.gpu import Gpus
-from tuner.errors import Aborted, StudyFailed, TunerError
+from tuner.errors import Aborted
 from tuner.history.store import Store
 from tuner.knobs.arguments import compile_candidate
-from tuner.records import JSON, Candidate, Run, RunState, Trial, TrialState
+from tuner.records import JSON, Candidate, Run, Trial, TrialState
 from tuner.search import trial_view
 from tuner.search.early_stopping import noise_of, reason_to_stop
 from tuner.tuning import quality
 from tuner.tuning.attempt import MeasureOptions, check_start, never_started, perform
 from tuner.tuning.calibrated_predictor import CalibratedPredictor, StudyPredictor
+from tuner.tuning.comparison import Comparing
 from tuner.tuning.confirm import planned
 from tuner.tuning.context import (
     ABORTED_RETRIES,
@@ -35,6 +36,7 @@ from tuner.tuning.context import (
     silent,
 )
 from tuner.tuning.ending import Ending, summary_of_conclusion
+from tuner.tuning.execution import Execution
 from tuner.tuning.finalists import finalists, idle_cards
 from tuner.tuning.live import ScreeningEngine
 from tuner.tuning.next_trial import (
@@ -46,19 +48,14 @@ from tuner.tuning.next_trial import (
     propose,
     screens,
 )
-from tuner.tuning.reconcile import cancelled, fail, gpus_of, locked, reconcile, register
+from tuner.tuning.reconcile import cancelled, gpus_of, locked, reconcile, register
 from tuner.tuning.seeds import Seed, fronts_of, last_calibration
 from tuner.tuning.study import Clock, Prepared
 from tuner.tuning.virtual import on_virtual_time
 
-# How often a request to cancel, or the end of the window, is looked for during a trial.
-WATCH_S = 1.0
-
 # Share of a run's window that its confirmation may take. A run whose confirmation would take more only
 # searches, since the rest would not hold enough trials to confirm anything.
 CONFIRMING = 0.7
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,14 +71,6 @@ class RunLimits:
     run: str | None = None
 
 
-class Cut(Exception):
-    """The run is to end now: it was cancelled, or its window closed."""
-
-    def __init__(self, reason: str, state: RunState) -> None:
-        super().__init__(reason)
-        self.state = state
-
-
 async def tune(
     prepared: Prepared,
     store: Store,
@@ -93,7 +82,8 @@ async def tune(
     seeds: Sequence[Seed] = (),
     work: Executor | None = None,
 ) -> Run:
-    """Tune a study until a limit; returns the finished run. A run that was interrupted before is resumed.
+    """Tune a study until a limit, or measure its comparison where it has one; returns the finished run. A run
+    that was interrupted before is resumed.
 
     `work` does each launch on another host; None: here. Conflict when another controller holds the study.
     StudyFailed when no candidate can work. Cancelling the task stops the engine, closes the row as ABORTED
@@ -131,10 +121,12 @@ async def tune(
             budget=budget_of(run, context.launches()),
             tell=lambda event: tell(replace(event, run=run.id)),
         )
+        if prepared.comparison is not None:
+            return await Comparing(context, run).to_the_end()
         return await _Loop(context, run, limits, seeds, predictor).to_the_end()
 
 
-class _Loop:
+class _Loop(Execution):
     """One run. Holds no state that the store does not, but for the running engine and what is worked out from
     history: each step reads it anew.
     """
@@ -147,53 +139,35 @@ class _Loop:
         seeds: Sequence[Seed],
         predictor: StudyPredictor,
     ) -> None:
-        self._context, self._run, self._limits, self._seeds = context, run, limits, seeds
+        super().__init__(context, run)
+        self._limits, self._seeds = limits, seeds
         self._predictor = predictor
         self._live = ScreeningEngine(context)
         self._ending = Ending(context, run)
 
-    async def to_the_end(self) -> Run:
-        """Search and confirm; the run's row tells how it ended, unless it is to be resumed."""
-        self._tell("run", f"run {self._run.id} of study {self._context.prepared.study.name}")
+    async def work(self) -> tuple[str, str | None]:
+        """Search and confirm."""
         if (idle := idle_of(self._context.prepared)) is not None:
             self._tell("note", idle)
+        await self._guarded(self._ending.what_is_pending())
         try:
-            await self._guarded(self._ending.what_is_pending())
-            try:
-                reason = "only to confirm" if self._limits.confirm_only else await self._search()
-            finally:
-                await self._live.close()
-            self._tell("note", f"the search ends: {reason}")
-            why = await self._guarded(self._ending.confirm())
-            return self._end(RunState.FINISHED, reason, why)
-        except Cut as cut:
-            return self._end(cut.state, str(cut), str(cut))
-        except asyncio.CancelledError:
-            self._context.store.save_run(replace(self._run, pid=None))
-            raise
-        except (StudyFailed, Aborted) as error:
-            if error.cause == "budget":
-                return self._end(RunState.FINISHED, str(error), str(error))
-            self._end(RunState.FAILED, str(error), str(error))
-            raise
-        except TunerError:  # the database, say: the run can be resumed
-            raise
-        except Exception as error:
-            fail(self._context, self._run, error)
-            raise
+            reason = "only to confirm" if self._limits.confirm_only else await self._search()
+        finally:
+            await self._live.close()
+        self._tell("note", f"the search ends: {reason}")
+        return reason, await self._guarded(self._ending.confirm())
 
-    def _end(self, state: RunState, reason: str, why: str | None) -> Run:
-        """Write how the run ended and what it concluded; `why` it has no confirmation, None where it has."""
-        said = self._ending.conclusion(why)
+    def conclusion(self, why: str | None) -> Conclusion | None:
+        """The conclusion of the confirmation; its profiles are published."""
+        return self._ending.conclusion(why)
+
+    def summary(self, said: Conclusion | None) -> dict[str, JSON]:
+        """Calibration, live limits, GPU time, first boots, and what readers of earlier releases expect."""
         summary = summary_of(self._context.prepared, self._trials(), self._predictor, self._live)
         summary |= summary_of_conclusion(self._context, said) if said else {}
-        summary["first_boots"] = boots.about_first([each.timeline for each in self._context.launches()])
-        run = replace(
-            self._run, state=state, reason=reason, summary=summary, ended_at=self._context.clock(), pid=None
-        )
-        if said is not None:
-            self._tell("verdict", said.sentence)
-        return self._context.store.save_run(run, said)
+        return summary | {
+            "first_boots": boots.about_first([each.timeline for each in self._context.launches()])
+        }
 
     async def _search(self) -> str:
         while True:
@@ -256,9 +230,6 @@ class _Loop:
         candidate = minimal(self._context.prepared.space, trials, chosen.candidate)
         return self._start(next_number(trials), 0, candidate, chosen.seed, RELAUNCHED)
 
-    def _trials(self) -> tuple[Trial, ...]:
-        return self._context.store.trials(self._context.prepared.study.id)
-
     def _reason(self, trials: Sequence[Trial]) -> str | None:
         if self._context.budget.left < 1:
             return f"the budget of {self._context.budget.most:.0f} launches is spent"
@@ -276,9 +247,6 @@ class _Loop:
             expected_gain=lambda: expected_gain(self._context.prepared, trials, self._predictor),
             noise=_noise(trials, self._context.prepared.study.objectives),
         )
-
-    def _is_over(self) -> bool:
-        return self._limits.deadline is not None and self._context.clock() >= self._limits.deadline
 
     def _done(self, trials: Sequence[Trial]) -> int:
         """Trial numbers of this run so far."""
@@ -357,32 +325,6 @@ class _Loop:
             + (f" node {node.name} is flagged" if last.cause in NODE_FAULTS else " mend that first"),
             cause=last.cause or "aborted",
         )
-
-    async def _guarded(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do the work; when the run is cancelled or its window closes meanwhile, stop it and raise Cut."""
-        task = asyncio.ensure_future(work)
-        try:
-            while not task.done():
-                await asyncio.wait({task}, timeout=WATCH_S)
-                if not task.done() and (cut := self._cut()) is not None:
-                    raise cut
-            return task.result()
-        finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-
-    def _cut(self) -> Cut | None:
-        self._context.store.prove()
-        if self._context.store.run(self._run.id).cancel_requested:
-            return Cut("cancelled on request", RunState.CANCELLED)
-        return (
-            Cut("its window closed in the middle of a trial", RunState.FINISHED) if self._is_over() else None
-        )
-
-    def _tell(self, kind: Any, text: str, trial: Trial | None = None) -> None:
-        done = self._done(self._trials())
-        self._context.tell(RunEvent(kind=kind, text=text, done=done, total=self._limits.trials, trial=trial))
 
 
 def _span(trial: Trial) -> float:

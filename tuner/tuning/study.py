@@ -28,6 +28,7 @@ from tuner.search import ladder
 from tuner.settings import Settings, shipped
 from tuner.simulator.cost import card_of
 from tuner.simulator.options import parser as simulated_flags
+from tuner.simulator.release import release_of
 from tuner.traffic import importers, slices, trace_files
 from tuner.traffic import trace as traces
 from tuner.traffic.capture import files as captures
@@ -45,7 +46,8 @@ LENGTHENING = frozenset({"--hf-overrides", "--rope-scaling", "--rope-theta"})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
     """A study ready to run: its record, and the things behind it. `fixed` are every candidate's arguments;
-    without `rules` what is known to fail is launched all the same.
+    without `rules` what is known to fail is launched all the same. With a `comparison` nothing is searched:
+    its arms are measured.
     """
 
     study: Study
@@ -63,6 +65,7 @@ class Prepared:
     fixed: tuple[str, ...]
     max_model_len: int
     rules: bool = True
+    comparison: "Comparison | None" = None
 
     def known_failure(self, candidate: Candidate) -> str | None:
         """Why a candidate cannot run, as far as can be known without launching it."""
@@ -71,6 +74,28 @@ class Prepared:
         if not self.rules:
             return None
         return self.space.known_violation(candidate, self.facts, self.max_model_len, self.model)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedArm:
+    """One configuration of a comparison: what the user calls it, its knobs, and the engine that runs it
+    (`prepared`, with the arm's own interpreter, facts, fixed arguments and environment).
+    """
+
+    name: str
+    candidate: Candidate
+    prepared: Prepared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What is measured in turns, the first arm against each of the others: at most `rounds` launches of each,
+    fewer once every difference is known: clear, or smaller than `margin` (a share) either way.
+    """
+
+    arms: tuple[ComparedArm, ...]
+    rounds: int
+    margin: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +111,7 @@ def survey(engine: EngineFile, *, base: Path, name: str = "local") -> Surveyed:
     """Ask this host's interpreter; launches no engine. `base` is where relative paths begin."""
     command, adapter = engine_command(engine, base), adapter_of(engine.kind)
     if adapter.simulated:  # a part of this program: no process has to be asked
-        facts = facts_of_help(adapter, simulated_flags().format_help())
+        facts = facts_of_help(adapter, simulated_flags(release_of(engine.env)).format_help())
         card = card_of(engine.card)
         gpu = None if card.platform == "cpu" else GpuKind(name=card.title, memory_gib=card.memory_gib)
         facts = on_device(facts, "cpu" if gpu is None else "cuda", gpu)

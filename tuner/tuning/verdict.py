@@ -57,7 +57,7 @@ def judge(
 def _against(base: Arm, chosen: Arm, not_worse: Mapping[str, float]) -> Verdict:
     """What the differences say, whatever the SLO."""
     if base.dropped is not None:
-        sentence = f"Today's configuration did not serve this traffic; trial {chosen.trial} did."
+        sentence = f"Today's configuration did not serve this traffic; {chosen.title} did."
         return Verdict(outcome=Judgement.BASELINE_FAILED, sentence=sentence, winner=chosen.trial)
     if chosen.trial == base.trial:
         sentence = "Measured again, today's configuration stays the choice of the study's policy."

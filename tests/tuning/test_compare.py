@@ -1,0 +1,186 @@
+"""`tuner compare`: arms launched in turns on the virtual clock, until every difference is known."""
+
+import json
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from tests.tuning.studies import STUDY, tuner, write
+from tuner.conclusions import Conclusion, Judgement
+from tuner.errors import BadInput, NotFound
+from tuner.history.store import Store
+from tuner.records import Candidate, Value
+from tuner.tuning import seeds
+from tuner.tuning.arms import arm_of
+from tuner.tuning.comparison import compared
+from tuner.tuning.study import Prepared, load
+
+CALM = (
+    STUDY.replace("  kind: simulated\n", "  kind: simulated\n  clock: virtual\n")
+    .replace("plan: quick", "plan: brief")
+    .replace("baseline: {max_num_seqs: 4}", "baseline: {max_num_seqs: 64}")
+    .replace("[{start_s: 20, duration_s: 1.0}]", "[{start_s: 0, duration_s: 25}]")
+    + "objectives: [ttft_p50_ms, tpot_p50_ms]\n"
+)
+NOISE = {"TUNER_SIM_HIDDEN": json.dumps([{"launch_noise": 0.01}])}
+SLOW = "version: 0.33.0\nslower: 1.15\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A study, and a release of the simulated engine that is 15 % slower."""
+    write(tmp_path, CALM)
+    (tmp_path / "slow.yaml").write_text(SLOW)
+    return tmp_path
+
+
+def ran(folder: Path, *words: object, code: int = 0, more: Mapping[str, str] = NOISE) -> Conclusion:
+    done = tuner(folder / "home", "compare", *words, "--study", "study.yaml", "--json", cwd=folder, more=more)
+    assert done.returncode == code, (done.returncode, done.stderr)
+    found = json.loads(done.stdout)["conclusion"]
+    found.pop("confirmed")
+    return Conclusion.from_json(found)
+
+
+def store_of(folder: Path) -> Store:
+    return Store(f"sqlite:///{folder / 'home' / 'tuner.db'}", create=False)
+
+
+def test_a_slower_release_is_found_before_the_budget_is_spent_and_fails_the_pipeline(folder: Path) -> None:
+    said = ran(folder, "today", "today@slow.yaml", "--fail-if", "worse:5%", code=22)
+    (arm,) = said.finalists
+    assert said.baseline is not None
+    assert (said.baseline.name, arm.name) == ("today", "today@0.33.0")
+    assert (said.baseline.engine, arm.engine) == ("0.32.0", "0.33.0")
+    tpot = arm.change("tpot_p50_ms")
+    assert tpot is not None
+    assert tpot.change is not None
+    assert tpot.change > 0.1
+    assert tpot.word == "worse"
+    assert said.winner is None
+    assert said.repeats < 6, "it stops as soon as it knows"
+    assert "today@0.33.0 against today: ttft_p50_ms" in said.sentence
+    assert "Every difference is known" in said.sentence
+
+
+def test_a_configuration_beside_itself_raises_no_alarm_and_is_settled(folder: Path) -> None:
+    said = ran(folder, "today", "again=today", "--fail-if", "worse:5%", "--fail-if", "open")
+    (arm,) = said.finalists
+    assert {c.word for c in arm.changes} == {"open"}
+    assert said.repeats < 6
+    assert said.winner is None
+
+
+def test_arms_are_interleaved_in_fresh_processes_on_the_same_requests(folder: Path) -> None:
+    ran(folder, "today", "defaults", "few='--max-num-seqs 16'".replace("'", ""))
+    store = store_of(folder)
+    (study,) = store.studies()
+    launches = [each.directory or "" for each in store.launches(study.id)]
+    order = [(int(d.split("/")[-1][:4]), int(d.split("-")[-2])) for d in launches]
+    assert [n for n, r in order if r == 1] == [0, 1, 2]
+    assert [n for n, r in order if r == 2] == [2, 1, 0]
+    assert len({each.id for each in store.launches(study.id)}) == len(launches)
+    rows = {t.number: t.measurements[0].values["requests"] for t in store.trials(study.id)}
+    assert len(set(rows.values())) == 1
+
+
+def test_a_better_arm_is_a_winner_that_history_and_run_status_show(folder: Path) -> None:
+    said = ran(folder, "few=--max-num-seqs 16", "today")
+    assert (said.outcome, said.winner) == (Judgement.CLEAR_WINNER, 1)
+    assert said.profiles == {}, "a comparison publishes nothing"
+    shown = tuner(folder / "home", "run", "status", said.run_id)
+    assert "clear winner: today against few" in shown.stdout
+    words = ("history", "--model", "Qwen/Qwen2.5-7B-Instruct", "--node", "local", "--workload", "chat")
+    table = tuner(folder / "home", *words, "--metric", "tpot_p50_ms", "--json")
+    (row,) = json.loads(table.stdout)["rows"] if "rows" in table.stdout else json.loads(table.stdout)
+    assert row["run_id"] == said.run_id
+
+
+def test_an_arm_that_does_not_serve_is_dropped_and_fails_the_pipeline(folder: Path) -> None:
+    said = ran(folder, "today", "none=--gpu-memory-utilization 0.1", "--fail-if", "worse:50%", code=22)
+    (arm,) = said.finalists
+    assert arm.dropped is not None
+    assert "KV" in arm.dropped or "cache" in arm.dropped
+    assert said.winner is None
+
+
+def test_the_budget_ends_a_comparison_that_is_open_and_says_so(folder: Path) -> None:
+    loud = {"TUNER_SIM_HIDDEN": json.dumps([{"launch_noise": 0.3}])}
+    said = ran(folder, "today", "b=today", "--rounds", 3, "--fail-if", "open", code=23, more=loud)
+    assert "Open after 3 rounds (the 3 rounds are spent)" in said.sentence
+    assert "of b" in said.sentence
+
+
+def test_a_comparison_seeds_no_study_and_leaves_the_studys_own_trials_alone(folder: Path) -> None:
+    ran(folder, "today", "defaults")
+    store = store_of(folder)
+    prepared = load(folder / "study.yaml", store=store, now=store.studies()[0].created_at)
+    assert prepared.study.id not in {s.id for s in store.studies()}
+    assert seeds.fronts_of(store, prepared) == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (("today",), "two to 5 arms"),
+        (("today", "today"), "two arms are named 'today'"),
+        (("today", "todya"), "did you mean 'today'?"),
+        (("today", "today@nowhere.yaml"), "no release file"),
+        (("today", "--max-num-seq 4 --nonsense 1"), "nonsense"),
+        (("today", "defaults", "--fail-if", "better:5%"), "worse:5%"),
+    ],
+)
+def test_a_wrong_arm_is_named(folder: Path, words: tuple[str, ...], part: str) -> None:
+    words = tuple(f"b={w}" if w.startswith("--max") else w for w in words)
+    done = tuner(folder / "home", "compare", *words, "--study", "study.yaml", cwd=folder)
+    assert done.returncode in (2, 4), done.stderr
+    assert part in done.stderr
+
+
+def prepared_of(folder: Path, store: Store) -> Prepared:
+    return load(folder / "study.yaml", store=store, now=NOW)
+
+
+NOW = datetime(2026, 11, 1, tzinfo=UTC)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "knobs"),
+    [
+        ("today", "today", {"max_num_seqs": 64}),
+        ("defaults", "defaults", {}),
+        ("few=--max-num-seqs 8", "few", {"max_num_seqs": 8}),
+        ("vllm serve Qwen/X --max-num-seqs 8", "vllm serve Qwen/X --max-num-seqs 8", {"max_num_seqs": 8}),
+        ("vllm.yaml", "vllm.yaml", {"max_num_batched_tokens": 512}),
+    ],
+)
+def test_an_arm_is_read_from_what_people_have(
+    folder: Path, text: str, name: str, knobs: Mapping[str, Value]
+) -> None:
+    (folder / "vllm.yaml").write_text("model: Qwen/X\nmax-num-batched-tokens: 512\n")
+    store = Store("sqlite://")
+    arm = arm_of(text, prepared_of(folder, store), store, base=folder)
+    assert (arm.name, arm.candidate) == (name, Candidate(knobs))
+
+
+def test_over_http_no_file_no_command_line_and_no_interpreter_is_an_arm(folder: Path) -> None:
+    (folder / "vllm.yaml").write_text("model: Qwen/X\nmax-num-batched-tokens: 512\n")
+    store = Store("sqlite://")
+    prepared = prepared_of(folder, store)
+    for text in ("vllm.yaml", "--max-num-seqs 8", "vllm serve x", "today@slow.yaml", "today@/bin/python3"):
+        with pytest.raises(NotFound):
+            arm_of(text, prepared, store, base=folder, files=False)
+
+
+def test_a_comparison_is_a_study_of_its_own_for_each_choice_of_arms(folder: Path) -> None:
+    store = Store("sqlite://")
+    prepared = prepared_of(folder, store)
+    one, two, slow = (
+        arm_of(t, prepared, store, base=folder) for t in ("today", "defaults", "today@slow.yaml")
+    )
+    ids = {compared(arms, margin=0.1).study.id for arms in ([one, two], [two, one], [one, slow])}
+    assert len({prepared.study.id, *ids}) == 4
+    with pytest.raises(BadInput, match="2 rounds at least"):
+        compared([one, two], margin=0.1, rounds=1)

@@ -1,0 +1,257 @@
+"""Two to five configurations compared fairly: a run whose trials are the arms of a comparison."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from tuner.conclusions import Arm, Conclusion, Difference, Judgement
+from tuner.errors import Aborted, BadInput, StudyFailed
+from tuner.records import JSON, Run, Trial, TrialState, digest_of
+from tuner.report.words import difference
+from tuner.tuning.attempt import MeasureOptions, perform
+from tuner.tuning.concluding import (
+    LEVEL,
+    Repeats,
+    arms_of,
+    conclude,
+    noise_before,
+    spreads_of,
+    unmeasured,
+)
+from tuner.tuning.confirm import asked_of
+from tuner.tuning.context import ABORTED_RETRIES, RunContext
+from tuner.tuning.ending import summary_of_conclusion
+from tuner.tuning.execution import Execution
+from tuner.tuning.next_trial import next_number
+from tuner.tuning.rounds import LEAST_ROUNDS, End, Rounds, cost_of, folder_of, label_of
+from tuner.tuning.study import ComparedArm, Comparison, Prepared
+
+MOST_ARMS = 5
+ARM = "compared"
+"""Origin of the trials that are not the first arm."""
+
+# How often each arm is launched at most, unless it is said.
+ROUNDS = 6
+
+
+def compared(
+    arms: Sequence[ComparedArm], *, rounds: int = ROUNDS, margin: float, kind: str = "compare"
+) -> Prepared:
+    """The comparison of some arms of one study, as a study of its own: it has the study's trace, slices, SLO
+    and objectives, and the first arm's engine. Nothing was chosen before, so no slice is held out.
+
+    BadInput for fewer than two arms or more than five, or two of one name.
+    """
+    if not 2 <= len(arms) <= MOST_ARMS:
+        raise BadInput(f"a comparison has two to {MOST_ARMS} arms, not {len(arms)}")
+    names = [arm.name for arm in arms]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise BadInput(f"two arms are named '{twice}'; name one of them, as in b={twice}")
+    if rounds < LEAST_ROUNDS:
+        raise BadInput(f"a comparison takes {LEAST_ROUNDS} rounds at least: one says nothing of the noise")
+    first = arms[0].prepared
+    told: list[JSON] = [_told(arm) for arm in arms]
+    slices = tuple(s for s in first.study.slices if not s.held_out)
+    identity: dict[str, JSON] = {
+        **first.study.identity, "compare": {"kind": kind, "arms": told},
+        "slices": [[s.name, s.start_s, s.duration_s, s.held_out] for s in slices],
+    }  # fmt: skip
+    study = replace(
+        first.study, id=digest_of(identity), name=f"{first.file.name}-{kind}"[:100], identity=identity,
+        slices=slices, engine_version=first.facts.version, spec={**first.study.spec, "arms": told},
+    )  # fmt: skip
+    plan = replace(first.plan, repeats=LEAST_ROUNDS, most_repeats=rounds)
+    placed = tuple(
+        replace(arm, prepared=replace(arm.prepared, study=study, plan=plan, baseline=arm.candidate))
+        for arm in arms
+    )
+    comparison = Comparison(arms=placed, rounds=rounds, margin=margin)
+    return replace(placed[0].prepared, comparison=comparison)
+
+
+def _told(arm: ComparedArm) -> JSON:
+    """What makes an arm what it is; secrets are masked as in every study."""
+    engine = arm.prepared.study.identity["engine"]
+    return {
+        "name": arm.name, "candidate": dict(arm.candidate), "engine": engine,
+        "fixed": list(arm.prepared.fixed),
+    }  # fmt: skip
+
+
+def undecided(arms: Sequence[Arm], margin: float) -> Iterator[tuple[Arm, Difference]]:
+    """The differences of which it is open whether they are clear or smaller than the margin."""
+    for arm in arms:
+        for each in arm.changes:
+            inside = each.low is not None and each.high is not None
+            inside = inside and -margin < (each.low or 0.0) and (each.high or 0.0) < margin
+            if each.word == "open" and not inside:
+                yield arm, each
+
+
+class Comparing(Execution):
+    """The run of a comparison. Each arm's first launch is its trial, and the first round.
+
+    It may look at its answer after every round from the second on. Each look is charged an equal part of the
+    5 % of false alarms (`WinnerCriteria.family`: Bonferroni over arms, objectives and looks, the simplest
+    alpha spending). Student's interval of each look is exact at the two to eight launches that there are, so
+    the answer is valid however often it was looked at. A confidence sequence would be valid for looks without
+    end, but is wider than this for so few.
+    """
+
+    def __init__(self, context: RunContext, run: Run) -> None:
+        super().__init__(context, run)
+        assert context.prepared.comparison is not None
+        self._comparison = context.prepared.comparison
+        self._label = label_of(run.id)
+        self._asked = asked_of(context.prepared)
+        self._earlier = noise_before(context.store, self._asked, without=self._label)
+        self._ended = ""
+        self._first = next_number([t for t in self._trials() if t.run_id != run.id])
+        setups = {self._first + place: arm.prepared for place, arm in enumerate(self._comparison.arms)}
+        self._rounds = Rounds(
+            context=context, run=run, label=self._label, dropped={}, setups=setups, what="comparison"
+        )
+
+    async def work(self) -> tuple[str, str | None]:
+        """Launch every arm once, then all in turns."""
+        for place in range(len(self._comparison.arms)):
+            await self._guarded(self._enter(place))
+        if len(self._served()) < 2:
+            return f"there is nothing to compare with: {self._failures()}", None
+        rounds, most = self._rounds, self._comparison.rounds
+        end = await self._guarded(
+            rounds.measure(self._arms(), least=LEAST_ROUNDS, most=most, left=self._left)
+        )
+        self._ended = ENDS[end].format(rounds=self._rounds.done(self._served()))
+        return self._ended, None
+
+    async def _enter(self, place: int) -> None:
+        """The arm's trial: its first launch. A failure of its own drops it; the first arm's ends the run
+        where nothing can mend it.
+        """
+        arm, number = self._comparison.arms[place], self._first + place
+        context = replace(self._context, prepared=arm.prepared)
+        while True:
+            earlier = [t for t in self._trials() if t.number == number]
+            if earlier and earlier[-1].state is not TrialState.ABORTED:
+                break
+            if len(earlier) > ABORTED_RETRIES:
+                raise Aborted(f"{arm.name}: {earlier[-1].reason}", cause=earlier[-1].cause or "aborted")
+            trial = self._context.store.start_trial(
+                study_id=self._context.prepared.study.id, run_id=self._run.id, candidate=arm.candidate,
+                number=number, attempt=len(earlier), seed=0, origin=ARM if place else "baseline",
+                now=self._context.clock(), directory=None,
+            )  # fmt: skip
+            self._tell("started", arm.name, trial)
+            how = MeasureOptions(folder=folder_of(self._label, 1, trial.attempt))
+            try:
+                done = await perform(context, trial, earlier, how)
+            except StudyFailed as error:
+                if place == 0:
+                    raise
+                self._rounds.drop(self._arms()[place], f"it does not start: {error}")
+                return
+            self._tell("finished", done.reason or "", done)
+            if done.state is TrialState.COMPLETE and done.measurement is not None:
+                again = replace(done.measurement, purpose="confirm", repeat=1)
+                self._context.store.add_measurement(done.id, again)
+        if (last := self._arms()[place]).state is not TrialState.COMPLETE:
+            self._rounds.drop(last, last.reason or "it did not serve the traffic")
+
+    def _arms(self) -> list[Trial]:
+        """The trials of the arms so far, each its last attempt."""
+        latest = {t.number: t for t in self._trials() if t.run_id == self._run.id}
+        return [latest[number] for number in sorted(latest)]
+
+    def _served(self) -> list[Trial]:
+        return [t for t in self._arms() if t.number not in self._rounds.dropped]
+
+    def _found(self) -> Repeats:
+        """What was measured so far; without first measurements, as nothing can drift between arms that are
+        launched in turns.
+        """
+        base, *others = (replace(trial, measurements=()) for trial in self._arms())
+        measured, dropped = self._rounds.measured(self._arms())
+        return Repeats(base=base, finalists=others, measured=measured, dropped=dropped, earlier=self._earlier)
+
+    def _left(self) -> list[Trial]:
+        """The arms that another round may tell more of, and the first one; none where it would not."""
+        found = self._found()
+        spreads = spreads_of(self._asked, found)
+        _, arms = arms_of(self._asked, found, spreads)
+        alpha = (1 - LEVEL) / self._asked.family(len(arms))
+        # Launches add nothing where their noise is small already: it is the requests that differ too much.
+        unsure = {
+            arm.trial
+            for arm, each in undecided(arms, self._margin)
+            if spreads[each.metric, each.where].reach(alpha, each.repeats) > self._margin / 2
+        }
+        return [t for t in self._arms() if t.number in unsure or (unsure and t.number == self._first)]
+
+    def _named(self, arm: Arm) -> Arm:
+        known = self._comparison.arms[arm.trial - self._first]
+        return replace(arm, name=known.name, engine=known.prepared.facts.version)
+
+    def conclusion(self, why: str | None) -> Conclusion | None:
+        """What the rounds say; nothing where there were not two of each arm."""
+        if not self._arms():
+            return None
+        cost = replace(cost_of(self._context, self._run, self._label), search_s=0.0)
+        whole = len(self._arms()) == len(self._comparison.arms) and self._rounds.done(self._served())
+        if not whole or whole < LEAST_ROUNDS:
+            said = unmeasured(
+                self._asked, self._run, self._arms(), outcome=self._nothing(),
+                sentence=f"Not compared: {why or self._failures()}.", cost=cost, now=self._context.clock(),
+                finalists=self._arms()[1:], repeats=whole or 0,
+            )  # fmt: skip
+        else:
+            said = conclude(self._asked, self._run, self._found(), cost, self._context.clock())
+        arms = tuple(self._named(arm) for arm in said.finalists)
+        base = said.baseline and self._named(said.baseline)
+        said = replace(said, baseline=base, finalists=arms)
+        return replace(said, sentence=self._sentence(said, why)) if said.measured_again else said
+
+    def _nothing(self) -> Judgement:
+        return Judgement.NOT_CONFIRMED if len(self._served()) > 1 else Judgement.NOTHING_SERVED
+
+    def _failures(self) -> str:
+        arms = {t.number: self._comparison.arms[t.number - self._first].name for t in self._arms()}
+        said = [f"{arms[n]}: {why}" for n, why in sorted(self._rounds.dropped.items())]
+        return "; ".join(said) or "there were not two rounds"
+
+    def _sentence(self, said: Conclusion, why: str | None) -> str:
+        """Every arm against the first one, and whether the answer is whole."""
+        assert said.baseline is not None
+        parts = [against(said.baseline, arm) for arm in said.finalists]
+        left = sorted({f"{c.metric} of {arm.name}" for arm, c in undecided(said.finalists, self._margin)})
+        if left:
+            parts.append(f"Open after {said.repeats} rounds ({why or self._ended}): {', '.join(left)}.")
+        else:
+            parts.append(f"Every difference is known after {said.repeats} rounds.")
+        return " ".join(parts)
+
+    @property
+    def _margin(self) -> float:
+        return self._comparison.margin
+
+    def summary(self, said: Conclusion | None) -> dict[str, JSON]:
+        """The arms, beside what every run's summary repeats of its conclusion."""
+        arms: list[JSON] = [_told(arm) for arm in self._comparison.arms]
+        more: Mapping[str, JSON] = summary_of_conclusion(self._context, said) if said else {}
+        return {**more, "compared": arms, "margin": self._margin}
+
+
+ENDS: Mapping[End, str] = {
+    "decided": "every difference is known after {rounds} rounds",
+    "rounds": "the {rounds} rounds are spent",
+    "window": "the window has no room for another round",
+    "launches": "the run may start no more engines",
+}
+
+
+def against(base: Arm, arm: Arm) -> str:
+    """One arm against the first one, in a sentence."""
+    if arm.dropped is not None:
+        return f"{arm.title} did not serve: {arm.dropped.rstrip('.')}."
+    if base.dropped is not None:
+        return f"{base.title} did not serve, {arm.title} did."
+    return f"{arm.title} against {base.title}: {', '.join(map(difference, arm.changes))}."
