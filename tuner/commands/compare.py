@@ -62,8 +62,10 @@ def compare(
     run: RunId = None,
     as_json: Json = False,
 ) -> None:
-    """Compare two to five configurations: launched in turns, on the same requests, until every difference is
-    known or the budget is spent. The first arm is what the others are compared with.
+    """Compare configurations or engines in turns.
+
+    Each round launches every arm and replays the same requests, until every difference is known or the budget
+    is spent. The first arm is what the others are compared with.
     """
     from tuner.commands import plan, tune
     from tuner.tuning.arms import arm_of

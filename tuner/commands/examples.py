@@ -47,7 +47,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "compare": (
         "tuner compare today champion --study chat.yaml",
-        "tuner compare champion champion@/opt/vllm-0.33/bin/python --study chat.yaml --fail-if worse:5%",
+        "tuner compare champion champion@/opt/new/bin/python --study chat.yaml",
     ),
     "front": ("tuner front chat", "tuner front chat --timings --json"),
     "history": ("tuner history", "tuner history --node gpu-1 --since 2026-03-01 --metric ttft_p95_ms"),

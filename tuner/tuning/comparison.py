@@ -23,7 +23,7 @@ from tuner.tuning.ending import summary_of_conclusion
 from tuner.tuning.execution import Execution
 from tuner.tuning.next_trial import next_number
 from tuner.tuning.rounds import LEAST_ROUNDS, End, Rounds, cost_of, folder_of, label_of
-from tuner.tuning.study import ComparedArm, Comparison, Prepared
+from tuner.tuning.study import ComparedArm, ComparisonPlan, Prepared
 
 MOST_ARMS = 5
 ARM = "compared"
@@ -64,7 +64,7 @@ def compared(
         replace(arm, prepared=replace(arm.prepared, study=study, plan=plan, baseline=arm.candidate))
         for arm in arms
     )
-    comparison = Comparison(arms=placed, rounds=rounds, margin=margin)
+    comparison = ComparisonPlan(arms=placed, rounds=rounds, margin=margin)
     return replace(placed[0].prepared, comparison=comparison)
 
 

@@ -65,7 +65,7 @@ class Prepared:
     fixed: tuple[str, ...]
     max_model_len: int
     rules: bool = True
-    comparison: "Comparison | None" = None
+    comparison: "ComparisonPlan | None" = None
 
     def known_failure(self, candidate: Candidate) -> str | None:
         """Why a candidate cannot run, as far as can be known without launching it."""
@@ -88,7 +88,7 @@ class ComparedArm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class ComparisonPlan:
     """What is measured in turns, the first arm against each of the others: at most `rounds` launches of each,
     fewer once every difference is known: clear, or smaller than `margin` (a share) either way.
     """
