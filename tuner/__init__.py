@@ -2,4 +2,4 @@
 
 __version__ = "0.1.0"
 SERVICE_VERSION = "TUNER_SERVICE_VERSION"
-"""Where a service tells the controllers that it starts which version it is."""
+"""The environment variable in which a service gives its own version to the controllers that it starts."""

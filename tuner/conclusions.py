@@ -17,7 +17,7 @@ from tuner.records import JSON, Knobs, Value
 
 
 class Judgement(StrEnum):
-    """What a run found, in one of these words. A `winner` is named with the first four only."""
+    """What a run found, in a few words. A `winner` exists only with the first four."""
 
     CLEAR_WINNER = "clear winner"
     """A finalist is better than the baseline in an objective and worse in none."""
@@ -28,8 +28,9 @@ class Judgement(StrEnum):
     SLO_MISSED = "no trial meets the SLO"
     """Of all that was measured again nothing meets it; `winner` is the nearest if it beats the baseline."""
     BASELINE_STAYS = "baseline stays"
-    """Today's configuration is what the study's policy picks, or what beats it is forbidden by `not_worse`
-    or denied by the held-out slice."""
+    """The study's policy picks today's configuration, or `not_worse` or the held-out slice rules out what
+    beats it.
+    """
     NO_CLEAR_WINNER = "no clear winner"
     """The differences are within the noise of the measurements."""
     NOT_TRUSTED = "not to be trusted"
@@ -41,7 +42,7 @@ class Judgement(StrEnum):
 
 
 UNMEASURED = (Judgement.NOT_CONFIRMED, Judgement.NOTHING_SERVED, Judgement.NOT_TRUSTED)
-"""Outcomes of which no number of a confirmation stands."""
+"""Outcomes without a valid number from a confirmation."""
 
 Where = Literal["confirm", "held_out"]
 Word = Literal["better", "worse", "open"]
@@ -53,8 +54,8 @@ class Difference:
     """One finalist against the baseline in one objective, by this run's interleaved repeats.
 
     `before` is the baseline's value, `after` the finalist's, each over `repeats` launches (None: an earlier
-    release did not keep it). `change` lies within `low` … `high` (None: no upper bound). `word` speaks of the
-    finalist; `open`: the interval holds both.
+    release did not store it). `change` is between `low` and `high` (None: no upper bound). `word` is about
+    the finalist; `open`: the interval contains both better and worse.
     """
 
     metric: str
@@ -124,7 +125,7 @@ class Noise:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunCost:
-    """Seconds that a run's search and its confirmation held the node: GPU-seconds where `gpus` > 0, else
+    """Seconds that a run's search and its confirmation occupied the node: GPU-seconds where `gpus` > 0, else
     seconds of wall time.
     """
 
@@ -164,14 +165,14 @@ class PublishedProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conclusion:
-    """What a run found. `sentence` is the text that every surface prints, as it is.
+    """What a run found. `sentence` is the text that every surface prints unchanged.
 
-    `baseline` is today's configuration, with `dropped` where it did not serve (None: never tried).
-    `winner`, `nearest` and the arms' `trial` are trial numbers of the study. `attainment` is the share of
-    good requests that the SLO asks for; `nearest` the trial that comes nearest where none meets it. `repeats`
-    is how often each arm was measured again. `drift` holds one sentence per objective of the baseline that
-    changed between the search and the confirmation. `saving` is told of runs on GPUs with a price. `profiles`
-    maps alias to what was published under it.
+    `baseline` is today's configuration, with `dropped` if it did not serve (None: never tried). `winner`,
+    `nearest` and the arms' `trial` are trial numbers of the study. `attainment` is the share of good requests
+    that the SLO requires; `nearest` is the trial that comes nearest to it if none reaches it. `repeats` is
+    how often each arm was measured again. `drift` has one sentence per objective in which the baseline
+    changed between the search and the confirmation. `saving` is given for runs on GPUs with a price.
+    `profiles` maps alias to what was published under it.
     """
 
     run_id: str
@@ -209,7 +210,7 @@ class Conclusion:
         return next((arm for arm in arms if arm.trial == number), None)
 
     def to_json(self) -> dict[str, JSON]:
-        """The whole record as JSON; `confirmed` stands beside for who reads it."""
+        """The whole record as JSON, with `confirmed` beside it for readers."""
         found: dict[str, JSON] = _CODEC.dump_python(self, mode="json")
         return {**found, "confirmed": self.confirmed}
 
@@ -224,7 +225,7 @@ _CODEC = TypeAdapter(Conclusion)
 HOURS_PER_MONTH = 730.0
 """365 days × 24 hours / 12."""
 RATES = ("max_speed", "goodput_rps")
-"""By what traffic per GPU is counted: the highest speed at which the SLO is kept, where it was measured."""
+"""What traffic per GPU is measured by: the highest speed that meets the SLO, if it was measured."""
 
 
 def saving(winner: Arm | None, price_per_gpu_hour: object, cost: RunCost) -> Saving | None:

@@ -46,7 +46,7 @@ EXIT_CODES: Mapping[str, int] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """The result of one check. `mend` says what to do when it is not ok."""
+    """The result of one check. `mend` says what to do if it failed."""
 
     name: str
     verdict: Literal["ok", "warning", "error"]

@@ -1,6 +1,4 @@
-"""The errors of the tuner, one class per reaction of the caller. Each has one sentence that says what to
-mend.
-"""
+"""The errors of the tuner, one class per reaction of the caller. The sentence of each says what to do."""
 
 import copyreg
 from collections.abc import Callable, Iterable
@@ -41,7 +39,7 @@ class NotFound(TunerError):
 
 
 class Conflict(TunerError):
-    """The state does not allow it: somebody else holds it, or it changed in the meantime."""
+    """The state does not allow it: another holder has it, or it changed in the meantime."""
 
     exit_code = 5
 

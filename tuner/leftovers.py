@@ -149,7 +149,7 @@ def leave_cgroup(tag: str) -> None:
             (group / "cgroup.kill").write_text("1")
         group.rmdir()
     except OSError:
-        return  # still busy: the search by tag has reported who survives
+        return  # still busy: the search by tag has reported the surviving processes
 
 
 def shared_files(pid: int) -> set[Path]:
@@ -187,7 +187,7 @@ def remove_unused(paths: set[Path]) -> None:
 
 
 def clear(directory: Path) -> None:
-    """Remove a private directory and its content, as far as permissions allow."""
+    """Remove a private directory and its content, where permissions allow it."""
     for root, folders, files in os.walk(directory, topdown=False):
         for name in files:
             with suppress(OSError):

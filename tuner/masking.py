@@ -1,8 +1,7 @@
-"""Keeps secrets: masks secret words in environments, logs, files and answers, and closes files to other
-users.
+"""Hides secrets in environments, logs, files and answers, and closes files to other users.
 
-A secret is known by its name (`HF_TOKEN`, `--api-key`, `db.password`) or by its shape (a URL with a password,
-a bearer token, the tokens of Hugging Face, AWS, GitHub and others).
+A secret is recognised by its name (`HF_TOKEN`, `--api-key`, `db.password`) or by its form (a URL with a
+password, a bearer token, the tokens of Hugging Face, AWS, GitHub and others).
 """
 
 import os
@@ -73,8 +72,8 @@ _FLAG = re.compile(
 
 
 def is_secret(name: str, value: object = None) -> bool:
-    """Whether a name is that of a secret. A given value may show that it is none: a number, a switch, the
-    path of a name that ends in FILE, PATH or DIR.
+    """Whether a name is that of a secret. Its value may show that it is not one: a number, a switch, or a
+    path under a name that ends in FILE, PATH or DIR.
     """
     words = "-".join(word.lower() for word in _WORD.findall(name))
     said = "" if value is None else str(value).strip()

@@ -95,12 +95,12 @@ UNITS = {
     "_j_per_token": "J/token",
     "_seconds": "s",
 }
-"""Unit by the ending of a name that has no entry of its own."""
+"""The unit by the ending of a name, for names without an entry."""
 
 
 def measure_of(name: str) -> Measure:
-    """The entry of a name. Of a name without one, what the name itself says: the unit of its ending, and the
-    SLO's limit of a latency (`ttft_…_ms`); it is minimised.
+    """The entry of a name. For a name without one, what follows from the name: the unit by its ending, and
+    the SLO's limit of a latency (`ttft_…_ms`); it is minimised.
     """
     if name in MEASURES:
         return MEASURES[name]
@@ -110,7 +110,7 @@ def measure_of(name: str) -> Measure:
 
 
 def class_of(name: str) -> str:
-    """The class of requests that a measurement name speaks of, "" for all requests."""
+    """The class of requests that a measurement name is about, "" for all requests."""
     return name.rpartition(".")[0]
 
 

@@ -24,7 +24,7 @@ CUT = "cut at the end of the tail"
 """`Outcome.error` of a request that had not ended when its replay did."""
 
 P99_NEEDS = 1000
-"""A p99 of fewer requests rests on less than ten of them; it is left out unless it is asked for by name."""
+"""A p99 of fewer requests depends on less than ten of them; it is left out unless it is asked for by name."""
 
 
 WEIGHTED = (
@@ -65,7 +65,7 @@ def tpot_ms(outcome: Outcome) -> float:
 LATENCY_MS: Mapping[str, Callable[[Outcome], float]] = MappingProxyType(
     {"ttft": ttft_ms, "tpot": tpot_ms, "e2e": e2e_ms}
 )
-"""The latencies that a whole request has one of, in milliseconds."""
+"""The latencies of a request, in milliseconds: one value per request each."""
 
 
 def itl_ms(outcomes: Sequence[Outcome]) -> tuple[Floats, Floats]:
@@ -86,7 +86,7 @@ def itl_ms(outcomes: Sequence[Outcome]) -> tuple[Floats, Floats]:
 
 
 def is_good(outcome: Outcome, slo: Slo) -> bool:
-    """Whether a request kept every limit set for it. An answer of one chunk keeps any limit on TPOT."""
+    """Whether a request met every limit set for it. An answer of one chunk meets any limit on TPOT."""
     if not outcome.ok:
         return False
     slo = slo.of(outcome.classes)
@@ -173,9 +173,8 @@ class RequestColumns:
     def values(
         self, window_s: float, *, p99_needs: int = P99_NEEDS, asked: Collection[str] = ()
     ) -> dict[str, float]:
-        """Measurements by name; `window_s`, the windows' sum, is what every rate is divided by.
-
-        A p99 is absent under `p99_needs` requests unless it is in `asked`.
+        """Measurements by name; rates are divided by `window_s`, the sum of the windows. A p99 is absent
+        under `p99_needs` requests unless it is in `asked`.
         """
         count = len(self.answered)
         values = {"requests": float(count), "failed": float(count - self.answered.sum())}

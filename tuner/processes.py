@@ -70,8 +70,8 @@ class Stopped:
 
 
 class Process:
-    """The leader of one process tree. Its exit code, and whether it ended unasked, are kept when
-    first seen.
+    """The leader of one process tree. Its exit code, and whether it ended without being asked to, are stored
+    when they are first seen.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Process:
 
     @property
     def log_lost(self) -> OSError | None:
-        """What kept the log from being written, None when all is there."""
+        """The error that stopped the log from being written, None if all of it is there."""
         return self._log.lost
 
     def close(self) -> None:
@@ -154,8 +154,8 @@ def spawn(
     """Start a command as leader of its own session. `env` is added to our environment; None removes a name.
 
     `stop_command` (`{tag}` replaced) ends processes that signals do not reach, such as a container; it runs
-    before the launch is ended. Output goes through `redact` into `log`, line by line; of a log beyond
-    LOG_LIMIT only head and tail are kept.
+    before the launch is ended. Output goes through `redact` into `log`, line by line; a log beyond LOG_LIMIT
+    keeps only its head and tail.
     """
     _become_subreaper()
     _guardian.guard(tag, stop_command)
@@ -361,7 +361,9 @@ def _become_subreaper() -> None:
 
 
 class _Guardian:
-    """A process that ends the open launches when this process dies. A pipe tells it which are open."""
+    """A process that ends the open launches when this process dies. It learns through a pipe which
+    are open.
+    """
 
     def __init__(self) -> None:
         self._popen: subprocess.Popen[bytes] | None = None

@@ -124,7 +124,7 @@ MeasuredValues = Annotated[Mapping[str, float], _Form(unpack_values, pack_values
 OptionalNumber = Annotated[
     float | None, _Form(lambda value: value if value is None else float(value), _pack_optional)
 ]
-"""None is a value of its own here, so +inf is the string "inf" in JSON."""
+"""None is a value here, so +inf is written as the string "inf" in JSON."""
 
 
 class TrialState(StrEnum):
@@ -221,7 +221,7 @@ class Fidelity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceMeasurement:
-    """The numbers of one slice: the same names as the pooled ones, and where its outcomes lie."""
+    """The numbers of one slice: the same names as the pooled ones, and the file of its outcomes."""
 
     name: str
     window_s: float
@@ -251,7 +251,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
-    """Graded constraint values of one trial, > 0 violated, ≤ 0 kept, None not reached."""
+    """Constraint values of one trial: > 0 violated, ≤ 0 met, None not reached."""
 
     kv: OptionalNumber = None
     oom: OptionalNumber = None
@@ -262,8 +262,8 @@ class Violation:
 class Trial:
     """One candidate launched and measured; a retry is a new `attempt` of the same number.
 
-    `effective` holds the engine's own words for the knobs asked for; `reason` is one sentence and `cause`
-    the verdict's kind, both None unless the trial ended badly. `origin` tells who proposed the candidate.
+    `effective` has the engine's own values of the knobs asked for; `reason` is one sentence and `cause` the
+    kind of failure, both None unless the trial ended badly. `origin` is what proposed the candidate.
     """
 
     id: int
@@ -301,8 +301,8 @@ class Trial:
 class Prediction:
     """What the simulator expects of a candidate: measurement names, and whether it would run at all.
 
-    `spread` is the expected relative error (one standard deviation) per name; `fast` and `slow` are what it
-    would measure if its steps took less or more time by the predictor's error (empty: not asked).
+    `spread` is the expected relative error (one standard deviation) per name; `fast` and `slow` are the
+    values if steps took less or more time by the predictor's error (empty: not computed).
     """
 
     values: Mapping[str, float]
@@ -315,8 +315,8 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """What the target interpreter said of its engine: version, platform, exact long flags, defaults, and the
-    closed lists of values (knob → choices) that its parser names. `kind` names its adapter (tuner.adapters).
+    """What the target interpreter answered about its engine: version, platform, exact long flags, defaults,
+    and the closed lists of values (knob → choices) of its parser. `kind` names its adapter (tuner.adapters).
     """
 
     kind: str
@@ -352,12 +352,12 @@ class ReadBack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSpec:
-    """Everything needed to start one engine process tree, and to know it again.
+    """Everything needed to start one engine process tree, and to recognise it later.
 
-    `command` is what stands before vLLM's own arguments; `argv` the arguments without model, host, port and
-    served names, which the engine room adds. `asked` are the candidate's knobs, to hold against the
-    effective configuration, `asked_argv` the part of `argv` that they add; `read_back` says where the engine
-    tells each knob. `cores` pins the engine (None = anywhere); `kind` names its adapter.
+    `command` comes before vLLM's own arguments; `argv` are the arguments without model, host, port and served
+    names, which the engine room adds. `asked` are the candidate's knobs, to compare with the effective
+    configuration, `asked_argv` the part of `argv` that they add; `read_back` says where the engine reports
+    each knob. `cores` pins the engine (None = anywhere); `kind` names its adapter.
     """
 
     launch_id: str
@@ -479,7 +479,7 @@ class Profile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AliasEvent:
-    """One move of an alias: who moved it, from which version to which, and why."""
+    """One change of an alias: who moved it, from which version to which, and why."""
 
     key: ProfileKey
     alias: str

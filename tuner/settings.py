@@ -16,7 +16,8 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 class Settings(BaseSettings):
     """`TUNER_HOME` holds trial directories, logs, traces and, without `TUNER_DATABASE_URL`, the database.
-    `TUNER_ARTIFACTS`: a folder that several hosts mount, or a URL, where traces are kept for all of them.
+    `TUNER_ARTIFACTS` is a folder that several hosts mount, or a URL, in which traces are stored for all of
+    them.
     """
 
     model_config = SettingsConfigDict(env_prefix="TUNER_", extra="ignore")

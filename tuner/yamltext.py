@@ -113,8 +113,8 @@ class _Loader(yaml.SafeLoader):
 
 
 def _lines(node: yaml.Node, where: str) -> Iterator[tuple[Key, int]]:
-    """The line of every key and item. BadInput for a key that stands twice, that is no plain word or that
-    contains itself, and for aliases that make more than MOST values.
+    """The line of every key and item. BadInput for a key that occurs twice, is not plain text or contains
+    itself, and for aliases that make more than MOST values.
     """
     left: list[tuple[yaml.Node, Key, tuple[yaml.Node, ...]]] = [(node, (), ())]
     count = 0

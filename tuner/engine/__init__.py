@@ -1,3 +1,3 @@
-"""One engine process tree: started, watched and stopped, with nothing left behind. What an engine says of
-itself (log, exit code, metrics, server_info) is read in this room only.
+"""One engine process tree: started, watched and stopped, with nothing left behind. Only this room reads what
+an engine reports (log, exit code, metrics, server_info).
 """

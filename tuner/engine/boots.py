@@ -1,6 +1,6 @@
-"""What earlier boots leave for the next one: how long it takes, its KV cache, and the code they compiled.
+"""What earlier boots leave for the next one: how long it takes, its KV cache, and compiled code.
 
-There is one compile cache per engine build and GPU type, kept between launches and wiped when it is damaged.
+There is one compile cache per engine build and GPU type. Launches share it; it is wiped when it is damaged.
 """
 
 import fcntl
@@ -138,7 +138,7 @@ def claimed_cache(env: Mapping[str, str], engine: str = "vllm") -> Iterator[dict
 
 
 def wipe_cache(env: Mapping[str, str], engine: str = "vllm") -> bool:
-    """Empty the compile cache of a launch, if it is one of ours. Whether it is."""
+    """Empty the compile cache of a launch, if it is one of ours. Returns whether it was."""
     where = _ours(env, engine)
     if where is None:
         return False

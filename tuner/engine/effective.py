@@ -1,6 +1,6 @@
 """The configuration that an engine reports, compared with the one that was asked for.
 
-Where it tells a knob is not known here: each knob's `ReadBack` says it (`effective:` in the catalogue).
+Each knob's `ReadBack` (`effective:` in the catalogue) says where the engine reports it.
 """
 
 import json
@@ -15,7 +15,7 @@ from tuner.records import JSON, Candidate, LaunchSpec, ReadBack, Value
 _SPELLED = MappingProxyType({"half": "float16", "float": "float32"})
 """Names of number formats that vLLM takes for the formats that it then reports."""
 _KV_TOKENS = "kv_cache_size_tokens"
-"""What is kept beside the knobs: the size of the KV cache, which differs from launch to launch."""
+"""Reported beside the knobs: the size of the KV cache, which differs from launch to launch."""
 
 
 def read(spec: LaunchSpec, metrics: EngineMetrics, info: JSON, log: str) -> dict[str, Value]:
@@ -29,9 +29,10 @@ def read(spec: LaunchSpec, metrics: EngineMetrics, info: JSON, log: str) -> dict
 
 def from_server_info(info: JSON, knobs: Mapping[str, ReadBack], engine: str = "vllm") -> dict[str, Value]:
     """Knob → value from the configuration that the engine answers (`/server_info?config_format=json`); empty
-    when it holds none. A knob whose path is not there is left out.
+    when the answer has none.
 
-    Versions without JSON give one string, which says nothing reliable.
+    A knob whose path is not there is left out. Versions without JSON answer one string, which is not
+    reliable.
     """
     adapter = adapter_of(engine)
     config = info.get(adapter.config_key) if isinstance(info, dict) else None
@@ -49,8 +50,9 @@ def from_server_info(info: JSON, knobs: Mapping[str, ReadBack], engine: str = "v
 
 
 def from_metrics(metrics: EngineMetrics, knobs: Mapping[str, ReadBack]) -> dict[str, Value]:
-    """Knob → value from the labels of the metric that tells the configuration, for engines without
-    `/server_info`."""
+    """Knob → value from the labels of the metric that holds the configuration, for engines without
+    `/server_info`.
+    """
     found: dict[str, Value] = {}
     for name, rule in sorted(knobs.items()):
         section, _, last = (rule.path or "").partition(".")
@@ -69,7 +71,7 @@ def from_log(text: str, knobs: Mapping[str, ReadBack]) -> dict[str, Value]:
 def differences(
     asked: Candidate, effective: Mapping[str, Value], knobs: Mapping[str, ReadBack] = MappingProxyType({})
 ) -> dict[str, tuple[Value, Value]]:
-    """Knobs that the engine says it runs otherwise than asked: name → (asked, effective)."""
+    """Knobs that the engine runs with another value than asked: name → (asked, effective)."""
     return {
         name: (wanted, effective[name])
         for name, wanted in asked.items()
@@ -88,12 +90,12 @@ def _was_cut(rule: ReadBack, wanted: Value, found: Value, effective: Mapping[str
 
 
 def unproved(asked: Candidate, effective: Mapping[str, Value]) -> tuple[str, ...]:
-    """Knobs that were asked for and about which the engine said nothing."""
+    """Knobs that were asked for and that the engine did not report."""
     return tuple(name for name, value in asked.items() if value is not None and name not in effective)
 
 
 def identity(effective: Mapping[str, Value]) -> tuple[tuple[str, Value], ...]:
-    """Equal for two launches of one configuration; empty when the engine says nothing."""
+    """Equal for two launches of one configuration; empty when the engine reports nothing."""
     return tuple((name, effective[name]) for name in sorted(effective) if name != _KV_TOKENS)
 
 

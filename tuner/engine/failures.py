@@ -1,4 +1,4 @@
-"""Why a launch failed: which kind of failure its log and exit code tell, whose fault it is, and how bad."""
+"""Why a launch failed: the kind of failure (by log and exit code), whose fault it is, and how bad it is."""
 
 import re
 from collections.abc import Iterable
@@ -17,12 +17,13 @@ Outcome = Literal["infeasible", "aborted", "study"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureKind:
-    """One way in which a launch ends. `rank` orders what a log tells: 0 a root cause, 1 a general error, 3 a
-    wrapper of another error, 4 what may also be said while all is well.
+    """One way in which a launch ends.
 
-    `knobs` can mend it: in a study that turns none of them, every candidate ends so. `by_candidate`: once
-    another candidate has served, this one is at fault. `warned`: the engine writes it as a warning or as
-    information. How an engine words it is in its adapter (`tuner.adapters`).
+    `rank` orders what a log shows: 0 a root cause, 1 a general error, 3 a wrapper of another error, 4 a line
+    that also appears when all is well. `knobs` can cure it: in a study that turns none of them, every
+    candidate fails so. `by_candidate`: once another candidate has served, this one is at fault. `warned`: the
+    engine logs it as a warning or as information. The patterns of an engine's words are in its adapter
+    (`tuner.adapters`).
     """
 
     outcome: Outcome
@@ -272,10 +273,10 @@ KINDS: dict[str, FailureKind] = {
 }
 
 FLAGS_OF = {"preemption": ("preemption-mode", "swap-space", "kv-offloading-size", "kv-offloading-backend")}
-"""The flags of the one knob that stands for several."""
+"""The flags that one knob covers, where there are several."""
 
 FREE_SHARE = 0.95
-"""A card with so much of its memory free is used by nobody: driver and context take the rest."""
+"""A card with so much of its memory free is unused: driver and context take the rest."""
 
 NEVER_RAN = frozenset({125, 126, 127})
 """Exit codes of a shell or a container runtime that could not start the program."""
@@ -333,14 +334,14 @@ def classify(
     held_gib: float = 0.0,
     engine: str = "vllm",
 ) -> LaunchFailure:
-    """Why an engine ended, from its log, its exit code (None: it still runs) and what it was asked for (knobs
-    and flags).
+    """Why an engine ended, by its log, its exit code (None: it still runs) and its configuration (knobs and
+    flags).
 
     A refused argument (exit code 2) comes first, then a root cause in model, weights, driver or build. Then
-    the first root cause in the log counts, else the first general error, else the first wrapper; where no
-    kind is known, the line of the root cause is the reason. A refusal is the candidate's fault only when it
-    names a knob of the candidate. `held_gib` of GPU memory were in use before the launch: a candidate that
-    needs more than was free then is out of memory, and nobody else is to blame.
+    the first root cause in the log counts, else the first general error, else the first wrapper; if no kind
+    fits, the line of the root cause is the reason. A refusal is the candidate's fault only if it names a knob
+    of the candidate. `held_gib` of GPU memory were in use before the launch: a candidate that needs more than
+    was free is out of memory, and no other process is to blame.
     """
     refused = _refusal(text) if exit_code == 2 and phase == "startup" else ""
     if refused:
@@ -385,7 +386,7 @@ def _unknown(
 
 
 class _Words:
-    """The patterns of one kind of engine: which log lines tell which kind of failure."""
+    """The patterns of one kind of engine: which log lines mean which kind of failure."""
 
     def __init__(self, engine: str) -> None:
         patterns = {kind: re.compile(text) for kind, text in adapter_of(engine).failures.items()}
@@ -394,15 +395,17 @@ class _Words:
         self.any = re.compile("|".join(pattern.pattern for _, pattern in self._known) or r"(?!)")
 
     def general(self, line: str) -> bool:
-        """Whether a line only says that the engine ended, which its kind says already."""
+        """Whether a line only reports that the engine ended."""
         return any(KINDS[kind].rank >= 3 and pattern.search(line) for kind, pattern in self._known)
 
     def study_kind(self, words: str) -> str | None:
-        """Which fault of model, weights, driver or build an exception's words tell; None: none of them."""
+        """Which fault of model, weights, driver or build the words of an exception mean; None: none
+        of them.
+        """
         return next((kind for kind, pattern in self._study if pattern.search(words)), None)
 
     def first_cause(self, text: str) -> tuple[str, str] | None:
-        """(kind, line) of the earliest line of the best rank, None when nothing known is said."""
+        """(kind, line) of the earliest line of the best rank, None if no line has a known kind."""
         best: tuple[int, str, str] | None = None
         lines = text.splitlines()
         for number, line in enumerate(lines):
@@ -424,12 +427,14 @@ _words = cache(_Words)
 
 
 def first_cause(text: str, engine: str = "vllm") -> tuple[str, str] | None:
-    """(kind, line) of the log line that tells the cause best, None when nothing known is said."""
+    """(kind, line) of the log line that shows the cause best, None if no line has a known kind."""
     return _words(engine).first_cause(text)
 
 
 def _last_words(text: str, words: _Words) -> RootCause | None:
-    """The last line where no exception is told: what an interpreter, a shell or a container runtime says."""
+    """The last line, for a log without an exception: the words of an interpreter, a shell or a container
+    runtime.
+    """
     last = last_line(text)
     if not last or split(last)[0].quiet or words.any.search(last):
         return None
@@ -437,7 +442,7 @@ def _last_words(text: str, words: _Words) -> RootCause | None:
 
 
 def _refusal(text: str) -> str:
-    """What argparse says, with the lines that belong to it; empty where it says nothing."""
+    """The error of argparse, with the lines that belong to it; empty without one."""
     lines = text.splitlines()
     at = [i for i, line in enumerate(lines) if re.search(r"^[^\s:][^:]*: error: ", line)]
     if not at:
@@ -447,7 +452,7 @@ def _refusal(text: str) -> str:
 
 
 def line_of(kind: str, text: str, engine: str = "vllm") -> str | None:
-    """The first line that tells a kind, None when none does."""
+    """The first line that shows a kind, None when none does."""
     pattern = adapter_of(engine).failures.get(kind)
     lines = text.splitlines() if pattern else []
     return next((line.strip()[:500] for line in lines if re.search(pattern or "", line)), None)
@@ -497,7 +502,9 @@ def _detail(kind: str, line: str) -> str:
 
 
 def _asks_too_much(line: str, held_gib: float) -> bool:
-    """Whether the card was free, apart from what was held before, so that no other process is to blame."""
+    """Whether the card was free, apart from memory held before the launch: then no other process is
+    to blame.
+    """
     match = _FREE.search(line)
     return match is not None and float(match.group(1)) + held_gib >= FREE_SHARE * float(match.group(2))
 

@@ -38,7 +38,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSample:
-    """One look at one GPU; None where the device does not say."""
+    """One look at one GPU; None where the device does not report a value."""
 
     uuid: str
     at_s: float
@@ -52,7 +52,7 @@ class GpuSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class User:
-    """A process that holds GPU memory, as far as NVML says; in containers pids are the host's, or missing."""
+    """A process that holds GPU memory, as NVML reports it; in containers pids are the host's, or missing."""
 
     uuid: str
     pid: int
@@ -120,7 +120,7 @@ class Gpus:
         return tuple(user for uuid in self.uuids for user in self.nvml.users(uuid))
 
     def foreign_use(self, limit_bytes: int = 1 << 30) -> str | None:
-        """One sentence on memory held before anything of ours runs, None when the GPUs are free."""
+        """One sentence on GPU memory that was in use before our launch, None when the GPUs are free."""
         for sample in self.sample():
             if sample.used_bytes > limit_bytes and not self._shared(sample.uuid):
                 pids = ", ".join(str(u.pid) for u in self.users() if u.uuid == sample.uuid) or "not told"
@@ -128,7 +128,7 @@ class Gpus:
         return None
 
     def refuse_foreign(self, limit_bytes: int = 1 << 30) -> None:
-        """Aborted (cause foreign_use) when memory was held already before anything of ours ran."""
+        """Aborted (cause foreign_use) if GPU memory was in use before our launch."""
         for gpu in self.gpus:
             used = self.baseline.get(gpu.uuid, 0)
             if used > limit_bytes and not gpu.shared_memory:
@@ -171,9 +171,9 @@ def select(gpus: tuple[Gpu, ...], visible: str | None) -> tuple[Gpu, ...]:
     """The devices that CUDA shows a process under CUDA_VISIBLE_DEVICES, by its rules.
 
     The variable names cards by their place in PCI order (the engines are started so that they count the same
-    way), or devices by the beginning of their UUID; it does not mix the two. An unknown or ambiguous name, an
-    empty one, or -1 ends the list; a device that is named twice empties it. None means all whole cards. A
-    process sees only one MIG instance.
+    way), or devices by the beginning of their UUID; it does not mix the two. An unknown, ambiguous or empty
+    name, or -1, ends the list; a device that is named twice empties it. None means all whole cards. A process
+    sees only one MIG instance.
     """
     if visible is None:
         return tuple(gpu for gpu in gpus if not gpu.mig) or gpus[:1]
@@ -282,7 +282,7 @@ def summarize(samples: Sequence[GpuSample]) -> dict[str, float]:
 
 
 def throttled(summary: Mapping[str, float], limit: float = 0.05) -> bool:
-    """Whether a window is to be flagged: the card held its clocks down for more than that share of it."""
+    """Whether to flag a window: the card's clocks were lowered for more than that share of it."""
     return summary.get("gpu_throttled", 0.0) > limit
 
 

@@ -1,4 +1,4 @@
-"""A port of its own for each launch, and single HTTP questions to the engine there; replay sends the load."""
+"""A port for each launch, and single HTTP requests to the engine there; replay sends the load."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ from tuner.records import JSON
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """A whole HTTP answer."""
+    """A complete HTTP answer."""
 
     status: int
     headers: Mapping[str, str]
@@ -35,7 +35,7 @@ class Reply:
 async def ask(
     host: str, port: int, method: str, path: str, *, body: JSON = None, timeout_s: float = 10.0
 ) -> Reply:
-    """One request on a connection of its own. OSError (TimeoutError included) when no answer came."""
+    """One request on a new connection. OSError (TimeoutError included) when no answer came."""
     try:
         async with asyncio.timeout(timeout_s):
             return await _ask(host, port, method, path, body)
@@ -85,7 +85,7 @@ def stream_has_token(reply: Reply) -> bool:
 
 
 def fresh_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody listens on, not even with SO_REUSEPORT."""
+    """A port that no process listens on, not even with SO_REUSEPORT."""
     while True:
         with socket.socket() as probe:
             probe.bind((host, 0))
@@ -107,7 +107,7 @@ def is_free(port: int, host: str = "127.0.0.1") -> bool:
 
 
 def strangers(port: int, ours: Iterable[int]) -> list[int]:
-    """Processes outside `ours` that listen on the port; 0 stands for one that we may not see."""
+    """Processes outside `ours` that listen on the port; 0 means a process that we may not see."""
     own = set(ours)
     listeners = {
         connection.pid or 0

@@ -19,7 +19,7 @@ ANSWER_S = 5.0
 
 
 class Running(Protocol):
-    """A running engine, as far as it matters here (`engine.server.Server`)."""
+    """What this module uses of a running engine (`engine.server.Server`)."""
 
     @property
     def spec(self) -> LaunchSpec: ...
@@ -35,9 +35,8 @@ class Installed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """What the engine said: its limits now and as launched, the scheduler's base class, or why not.
-
-    `steps` are its counters (`live_limits.Steps`), empty where it does not count.
+    """The engine's answer: its limits now and as launched, the scheduler's base class, or why it refused.
+    `steps` are its counters (`live_limits.Steps`), empty if it does not count.
     """
 
     ok: bool
@@ -51,10 +50,10 @@ class State:
 def install(
     directory: Path, launch_id: str, pythonpath: str | None = None, engine: str = "vllm"
 ) -> Installed:
-    """Put the adapter's file into `directory/live_limits`, and tell the engine of that launch to use it.
+    """Put the adapter's file into `directory/live_limits`, and add the arguments that make the engine use it.
 
-    The socket lies in the launch's own temporary directory, which goes with the engine. `pythonpath` is what
-    the engine's environment holds already.
+    The socket is in the launch's temporary directory, which is removed with the engine. `pythonpath` is the
+    engine's PYTHONPATH so far.
     """
     how = adapter_of(engine).live_limits
     if how is None:
@@ -71,9 +70,9 @@ def install(
 def changeable(
     launched: Mapping[str, Value], wanted: Mapping[str, Value], knobs: Sequence[str] = live_limits.NAMES
 ) -> dict[str, Value] | None:
-    """The limits that turn one configuration into another, None where that needs a relaunch.
+    """The limits that turn one configuration into another, None if that needs a relaunch.
 
-    Both are whole configurations (effective values of every knob in question). Nothing may rise above what
+    Both are whole configurations (effective values of every knob in question). No limit may rise above what
     was launched; a knob that is not among `knobs` must be equal.
     """
     differ = {k for k in {*launched, *wanted} if launched.get(k) != wanted.get(k)}
@@ -131,8 +130,8 @@ async def ask(server: Running, question: JSON) -> State:
 
 def stepped(before: Mapping[str, Any], after: Mapping[str, Any], seconds: float) -> dict[str, float]:
     """What a scheduler did between two of its `steps`, `seconds` apart: percentiles of requests in a step and
-    of a step's milliseconds, blocks allocated and evicted a second, and the share of the held blocks that no
-    token filled (0 where requests share blocks). Empty where it does not count.
+    of a step's milliseconds, blocks allocated and evicted a second, and the share of the blocks in use that
+    no token filled (0 where requests share blocks). Empty if it does not count.
     """
     if not before or not after or seconds <= 0:
         return {}

@@ -26,7 +26,9 @@ _NEEDED = (
 
 @cache
 def _needed(engine: str) -> re.Pattern[str]:
-    """The lines of /metrics that matter here: the whole page is parsed less often than this one looks."""
+    """The lines of /metrics that are needed here: this check runs more often than the whole page is
+    parsed.
+    """
     names = [name for ours in _NEEDED for name in adapter_of(engine).metrics.get(ours, ())]
     return re.compile(rf"^(?:{'|'.join(map(re.escape, names))})\b.*$", re.MULTILINE)
 
@@ -40,7 +42,7 @@ class _Mark:
 
 
 class Liveness:
-    """Takes scrapes during a replay and says when the engine has stood still for `grace_s` seconds.
+    """Takes scrapes during a replay and reports when the engine made no progress for `grace_s` seconds.
 
     Frozen: requests run, and no step ends. Thrash: no token comes while preemptions rise. An engine that
     exports neither steps nor tokens is not checked; one that does not export tokens is not checked for
@@ -53,7 +55,7 @@ class Liveness:
         self._token: _Mark | None = None
 
     def observe(self, metrics: EngineMetrics, now_s: float) -> LaunchFailure | None:
-        """The verdict on an engine that stands still, None while it moves, idles, or says nothing."""
+        """The verdict on an engine without progress; None while it progresses, idles, or exports nothing."""
         mark = _Mark(
             at_s=now_s,
             iterations=metrics["iterations"],
@@ -90,9 +92,11 @@ async def watch(
     clock: Callable[[], float] = time.monotonic,
     heard: Callable[[], float] = lambda: -math.inf,
 ) -> LaunchFailure:
-    """Look at a running engine until it stands still; returns that verdict. `scrape` gives the exposition
-    text and raises OSError when there is none: no answer for the whole grace is standing still, too, unless
-    tokens came meanwhile (`heard`: when the last ones did, by the same clock)."""
+    """Check a running engine until it makes no progress; returns that verdict.
+
+    `scrape` gives the exposition text and raises OSError when there is none. No answer for the whole grace is
+    no progress too, unless tokens came meanwhile (`heard`: the time of the last ones, by the same clock).
+    """
     answered = clock()
     while True:
         await asyncio.sleep(interval_s)
@@ -115,7 +119,9 @@ async def watch(
 
 
 def oom_kills() -> int:
-    """How often the kernel's out-of-memory killer struck on this host; 0 where it does not say."""
+    """How many processes the kernel's out-of-memory killer has killed on this host; 0 if it does
+    not count.
+    """
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
     except OSError:

@@ -50,8 +50,10 @@ def read(path: Path) -> str:
 
 
 def timeline(text: str) -> dict[str, float]:
-    """Seconds per start-up phase: `weights_s model_s compile_s warmup_s capture_s init_s` as the engine says
-    them, `imports_s` and `serving_s` from the first stamp in the log to that line. Absent: not said."""
+    """Seconds per start-up phase: `weights_s model_s compile_s warmup_s capture_s init_s` as the engine logs
+    them, `imports_s` and `serving_s` from the first stamp in the log to that line. Phases that it does not
+    log are left out.
+    """
     found: dict[str, float] = {}
     for name, pattern in _PHASES:
         if (match := pattern.search(text)) and name not in found:
@@ -64,7 +66,7 @@ def timeline(text: str) -> dict[str, float]:
 
 
 def kv_tokens(text: str, block_size: int | None = None) -> int | None:
-    """Size of the KV cache in tokens as the log says it (old versions say blocks)."""
+    """Size of the KV cache in tokens, from the log (old versions log blocks)."""
     if match := _KV_TOKENS.search(text):
         return int(match.group(1).replace(",", ""))
     if block_size and (match := _KV_BLOCKS.search(text)):

@@ -1,4 +1,6 @@
-"""One set of names for /metrics of all engines and versions; what an engine does not say is None, never 0."""
+"""One set of names for /metrics of all engines and versions; what an engine does not export is
+None, never 0.
+"""
 
 import math
 import re
@@ -48,10 +50,9 @@ SERIES: Mapping[str, Series] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMetrics:
-    """One scrape. `values` has every canonical name; `used` says which name each came from.
-
-    `config` holds the labels of the adapter's `config_metric`, as the engine wrote them. `step_tokens`
-    is the histogram of tokens per step: upper bound → steps of no more tokens.
+    """One scrape. `values` has every canonical name; `used` maps it to the sample name that it came from.
+    `config` has the labels of the adapter's `config_metric`, as the engine wrote them. `step_tokens` is the
+    histogram of tokens per step: upper bound → steps of no more tokens.
     """
 
     values: Mapping[str, float | None]
@@ -72,9 +73,8 @@ def parse(text: str, kind: str = "vllm") -> EngineMetrics:
     """Read an exposition text of any version of an engine of that kind. ValueError when no line of it is a
     sample.
 
-    A line that cannot be read makes its number None: the sum of the other series would be another number. So
-    does one that is not finite. A last line without its line feed was cut off. Of two lines for one series
-    the last counts.
+    A line that cannot be read, or is not finite, makes its number None: without it the sum would be wrong. A
+    last line without its line feed was cut off. Of two lines for one series the last counts.
     """
     found, adapter = _Samples(), adapter_of(kind)
     for sample in _samples(text):
@@ -100,8 +100,7 @@ _Labels = tuple[tuple[str, str], ...]
 
 
 class _Samples:
-    """What a text says: sample name → labels without `pid` → pid → value, and the names that are not to be
-    trusted."""
+    """(sample name → labels without `pid` → pid → value, names whose values cannot be trusted) of a text."""
 
     def __init__(self) -> None:
         self.values: dict[str, dict[_Labels, dict[str, float]]] = {}
@@ -117,7 +116,7 @@ class _Samples:
         per_pid[sample.labels.get("pid", "")] = float(sample.value)
 
     def buckets(self, name: str) -> dict[float, float]:
-        """A histogram's cumulative counts by upper bound, of all engines; empty where it is not whole."""
+        """A histogram's cumulative counts by upper bound, of all engines; empty if it is not complete."""
         found: dict[float, float] = {}
         for labels, per_pid in ({} if name in self.broken else self.values.get(name, {})).items():
             bound = float(dict(labels)["le"])
@@ -166,8 +165,8 @@ def between(before: EngineMetrics, after: EngineMetrics) -> dict[str, float | No
     the end, and `prefix_hit_rate`, `batch_tokens_mean`, `spec_acceptance` in between. Missing stays None.
 
     A preempted request looks its tokens up again and finds its own blocks; vLLM before 0.11.1 counts these as
-    hits. Where more tokens were looked up than came in, hits and queries are those of the prompts alone (None
-    where the engine has no such counter), and `prefix_recomputed` is the share of the other lookups.
+    hits. If more tokens were looked up than came in, hits and queries are those of the prompts alone (None if
+    the engine has no such counter), and `prefix_recomputed` is the share of the other lookups.
     """
     delta: dict[str, float | None] = {}
     for name, series in SERIES.items():
@@ -194,8 +193,8 @@ def between(before: EngineMetrics, after: EngineMetrics) -> dict[str, float | No
 
 
 def _step_percentiles(before: Mapping[float, float], after: Mapping[float, float]) -> dict[str, float | None]:
-    """Tokens in a step, by linear interpolation in the histogram's buckets; None where no step was counted.
-    What lies above the highest bound counts as that bound.
+    """Tokens in a step, by linear interpolation in the histogram's buckets; None if no step was counted.
+    Values above the highest bound count as that bound.
     """
     bounds = sorted(after)
     counts = [after[bound] - before.get(bound, 0.0) for bound in bounds]
@@ -207,7 +206,9 @@ def _step_percentiles(before: Mapping[float, float], after: Mapping[float, float
 
 
 def _recomputed(delta: Mapping[str, float | None]) -> float | None:
-    """The share of looked-up tokens that no prompt brought; None while nothing was preempted or said."""
+    """The share of looked-up tokens that came from no prompt; None without preemptions or without
+    counters.
+    """
     asked, came = delta["prefix_queries"], delta["prompt_tokens"]
     if not delta["preemptions"] or not asked or came is None:
         return None
@@ -216,7 +217,7 @@ def _recomputed(delta: Mapping[str, float | None]) -> float | None:
 
 
 def kv_tokens(metrics: EngineMetrics) -> int | None:
-    """Size of the KV cache in tokens as cache_config_info tells it, None where it does not."""
+    """Size of the KV cache in tokens from cache_config_info, None if it is not there."""
     tokens = number(metrics.config.get("kv_cache_size_tokens"))
     blocks = number(metrics.config.get("num_gpu_blocks"))
     size = number(metrics.config.get("block_size"))

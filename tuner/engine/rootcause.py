@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MOST = 500
-"""Characters of a line that are kept."""
+"""At most so many characters of a line are kept."""
 FOLLOWING = 12
 """Lines after an exception's first one that may belong to its message."""
 SHORT = 60
@@ -53,7 +53,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RootCause:
-    """`line` says it in one sentence; `words` are the messages of all exceptions that led to it."""
+    """`line` is the cause in one sentence; `words` are the messages of all exceptions that led to it."""
 
     line: str
     words: str
@@ -71,11 +71,11 @@ def split(text: str) -> list[Line]:
 
 
 def root_cause(text: str) -> RootCause | None:
-    """The root cause of an engine's end by its log; None where the log has no exception.
+    """The root cause of an engine's end by its log; None if the log has no exception.
 
-    It is the first exception after a process said that it failed to start; where none says so, the first one
-    of the innermost process (worker, engine core, then the server). Errors that only repeat another process's
-    error, or that follow when another process is gone, count only where there is nothing else.
+    It is the first exception after a process logged that it failed to start; else the first one of the
+    innermost process (worker, then engine core, then server). Errors that only repeat another process's
+    error, or that follow when another process is gone, count only if there are no others.
     """
     lines = [line for line in split(text) if not line.quiet]
     processes = sorted({line.process for line in lines}, key=_depth)
@@ -103,7 +103,7 @@ class _Chain:
 
     @property
     def own(self) -> bool:
-        """Whether it says more than that another process failed."""
+        """Whether it contains more than the failure of another process."""
         return any(not _secondary(message[0]) for message in self.messages)
 
     def told(self) -> RootCause:

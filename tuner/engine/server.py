@@ -1,4 +1,4 @@
-"""One engine process tree: started, checked until ready, asked, and stopped whatever happens."""
+"""One engine process tree: started, checked until it is ready, and always stopped."""
 
 import asyncio
 import math
@@ -32,15 +32,16 @@ SLOW, GONE = 0, -1  # no answer to /health within HEALTH_S, and no connection at
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheReset:
-    """Whether the prefix cache is empty. `how`: body (the engine said so), status (200 and no word), refused
-    (it said no), absent (no such endpoint)."""
+    """Whether the prefix cache is empty. `how`: body (the engine confirmed it), status (200 without a word),
+    refused, absent (no such endpoint).
+    """
 
     proved: bool
     how: str
 
 
 class Server:
-    """A running engine. What it says of itself is read once, when it is ready."""
+    """A running engine. Its own report is read once, when it is ready."""
 
     def __init__(self, spec: LaunchSpec, process: Process, port: int, nonce: str) -> None:
         self.spec = spec
@@ -70,7 +71,7 @@ class Server:
 
     @property
     def alive(self) -> bool:
-        """Whether the leader runs; that says nothing of its children (ask `fault`)."""
+        """Whether the leader process runs; its children may still have failed (ask `fault`)."""
         return self.process.code is None
 
     async def ask(self, method: str, path: str, *, body: JSON = None, timeout_s: float = 10.0) -> Reply:
@@ -94,13 +95,13 @@ class Server:
         self.heard_at = time.monotonic()
 
     async def version(self) -> str | None:
-        """What /version says, None when it says nothing."""
+        """The answer of /version, None without one."""
         said = (await self.ask("GET", "/version")).json()
         version = said.get("version") if isinstance(said, dict) else None
         return version if isinstance(version, str) else None
 
     async def reset_cache(self, *, tries: int = 5, pause_s: float = 0.2) -> CacheReset:
-        """Empty the prefix cache; asked again while the engine refuses because requests still run."""
+        """Empty the prefix cache; repeated while the engine refuses because requests still run."""
         external = any("kv-transfer" in part or "kv-offload" in part for part in self.spec.argv)
         path = self.adapter.reset_path + ("?reset_external=true" if external else "")
         for _ in range(tries):
@@ -123,8 +124,9 @@ class Server:
         return None if self._latched is None else self._latched.error()
 
     async def _look(self, phase: Phase) -> LaunchFailure | None:
-        """No answer is not a failure yet: an overloaded server answers nobody for seconds. While it lives,
-        only the watch decides whether it has stood still for too long."""
+        """No answer is not a failure yet: an overloaded server may not answer for seconds. While it lives,
+        only the watch decides whether it makes no progress for too long.
+        """
         said = await self._health()
         if self.alive and said in (200, SLOW):
             return None
@@ -147,9 +149,9 @@ class Server:
         return failures.failed(kind, detail=detail, evidence=failures.last_line(log.read(self.log)))
 
     async def verdict(self, phase: Phase, *, patience_s: float = 1.0) -> LaunchFailure:
-        """Why the engine ended, from its log and its exit code as first seen.
-
-        Waits a little for the last words to be written."""
+        """Why the engine ended, from its log and its exit code as first seen. Waits a little for the last
+        lines of the log.
+        """
         deadline = time.monotonic() + patience_s
         while self.process.writing and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
@@ -191,9 +193,10 @@ async def serve(
     """Launch an engine, wait until it is ready, yield it, and stop it, also when the caller is cancelled.
 
     With `gpus`, waits first until their memory is free. `settle` (default: on GPUs): a boot that compiled
-    anew may get less KV cache than the next, so it is thrown away and booted again; the timeline then says
-    what that changed. An engine that stands still for `grace_s` under load is killed (see liveness); what
-    lives `kill_timeout_s` after SIGKILL is a hard fault. Raises Infeasible | Aborted | StudyFailed.
+    anew may get less KV cache than the next one, so it is thrown away and booted again; the timeline then
+    notes the difference. An engine without progress for `grace_s` under load is killed (see liveness); a
+    process that lives `kill_timeout_s` after SIGKILL is a hard fault. Raises Infeasible | Aborted |
+    StudyFailed.
     """
     terms = _Terms(gpus=gpus, note=note, grace_s=grace_s, kill_timeout_s=kill_timeout_s, table=table)
     if settle is None:
@@ -262,8 +265,9 @@ async def _kill_when_still(server: Server, grace_s: float) -> None:
 
 
 def arguments(spec: LaunchSpec, port: int, nonce: str) -> list[str]:
-    """The whole command line of a launch. In its command prefix `{tag}` becomes the launch's id and a word
-    `{env}` becomes `--env NAME` for every variable of the launch (a container passes none on by itself)."""
+    """The complete command line of a launch. In its command prefix `{tag}` becomes the launch's id and a word
+    `{env}` becomes `--env NAME` for every variable of the launch (a container does not inherit them).
+    """
     environment = adapter_of(spec.kind).environment
     names = sorted({*(name for name, value in environment.items() if value), *spec.env, TAG})
     passed = [word for name in names for word in ("--env", name)]
@@ -352,7 +356,7 @@ async def _timed_out(server: Server, step: str) -> LaunchFailure:
 
 
 async def _introduce(server: Server) -> None:
-    """Read what the engine says of itself; refuse another engine than the one asked for."""
+    """Read the engine's own report; refuse another engine than the one asked for."""
     text = log.read(server.log)
     if (line := failures.line_of("v0_fallback", text, server.kind)) is not None:
         raise server.latch(failures.failed("v0_fallback", evidence=line))

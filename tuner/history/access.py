@@ -1,4 +1,4 @@
-"""API tokens, the audit, and answers kept for repeated requests."""
+"""API tokens, the audit, and answers stored for repeated requests."""
 
 import hashlib
 import hmac
@@ -26,12 +26,12 @@ def _hash(secret: str) -> str:
 
 
 class AccessStore(StorePart):
-    """Of tokens only hashes are kept; rows of the audit are only ever added."""
+    """Only hashes of tokens are stored; rows of the audit are never changed."""
 
     def create_token(
         self, name: str, scopes: Sequence[str], *, now: datetime, expires_at: datetime | None = None
     ) -> tuple[Token, str]:
-        """A token and its text, which is shown once and kept nowhere else."""
+        """A token and its text, which is shown once and stored nowhere."""
         for scope in scopes:
             if scope not in SCOPES:
                 raise BadInput(f"'{scope}' is not a scope{nearest(scope, SCOPES)}: {', '.join(SCOPES)}")
@@ -64,7 +64,7 @@ class AccessStore(StorePart):
         return token
 
     def revoke_token(self, token_id: str, *, now: datetime) -> None:
-        """Makes a token invalid from now on, for good."""
+        """Makes a token invalid from now on; this cannot be undone."""
         change = update(tokens).where(tokens.c.id == token_id, tokens.c.revoked_at.is_(None))
         if self._change(change.values(revoked_at=now)) == 0:
             raise NotFound(f"there is no token '{token_id}' that could be revoked")
@@ -98,7 +98,7 @@ class AccessStore(StorePart):
         return self._read(lambda connection: _answer(connection, key, request_digest))
 
     def keep_answer(self, key: str, request_digest: str, answer: JSON, *, now: datetime) -> JSON:
-        """Keeps an answer; the one that was kept first stays and is given back."""
+        """Stores an answer; if one is stored already, returns that one."""
 
         def work(connection: Connection) -> JSON:
             if (found := _answer(connection, key, request_digest)) is not None:

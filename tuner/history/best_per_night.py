@@ -32,7 +32,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """What an engine ran with, and on what: `arguments` are fixed ones, which no knob says."""
+    """What an engine ran with, and on what. `arguments` are the fixed arguments, which are no knobs."""
 
     engine_version: str
     trace_digest: str
@@ -77,7 +77,7 @@ class Night:
 
 
 def change_of(before: float, after: float) -> float | None:
-    """(after − before) / before; None where it cannot be said (a zero or an infinity)."""
+    """(after − before) / before; None if it is not a number (a zero or an infinity)."""
     if before <= 0 or not (math.isfinite(before) and math.isfinite(after)):
         return None
     return (after - before) / before

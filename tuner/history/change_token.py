@@ -9,7 +9,9 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import PoolProxiedConnection
 
 STEP_S = 0.2
-"""A change is seen on a server within this time; where nothing can be asked, each step counts as a change."""
+"""A change is seen on a server within this time. Where the database cannot be asked, every interval counts as
+a change.
+"""
 
 
 def _clock() -> int:
@@ -18,7 +20,7 @@ def _clock() -> int:
 
 
 class ClockToken:
-    """For a database that cannot be asked: one in memory."""
+    """For a database in memory, which cannot be asked."""
 
     def __call__(self) -> int:
         return _clock()
@@ -28,7 +30,7 @@ class ClockToken:
 
 
 class SqliteToken:
-    """For an SQLite file: its count of commits by others, asked on a connection that never writes."""
+    """For an SQLite file: its count of commits by others, read on a connection that never writes."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -79,7 +81,7 @@ class PostgresToken:
         while not self._ended.is_set():
             try:
                 with self._engine.connect() as connection:
-                    # Without a transaction around them, queries see what was committed before each.
+                    # Without an open transaction, each query sees what was committed before it.
                     self._look(connection.execution_options(isolation_level="AUTOCOMMIT"))
             except SQLAlchemyError:
                 self._ended.wait(STEP_S)

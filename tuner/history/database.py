@@ -103,7 +103,7 @@ class Database:
 
     @property
     def path(self) -> Path | None:
-        """Where the SQLite file lies; None for a memory database or a server."""
+        """The SQLite file; None for a memory database or a server."""
         name = self.url.database
         return Path(name) if self.sqlite and name and name != ":memory:" else None
 
@@ -234,7 +234,7 @@ class Database:
 
 
 class _Attempt(Generic[T]):
-    """One try of one transaction. After a lost connection it can tell whether the commit had arrived."""
+    """One try of one transaction. After a lost connection it can find out whether the commit had arrived."""
 
     def __init__(self, database: Database, work: Callable[[Connection], T], *, write: bool):
         self._database = database

@@ -11,7 +11,7 @@ SCOPES = ("read", "run", "promote", "admin")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceInfo:
-    """A registered trace: the digest of its content is its identity, `path` where the file lies."""
+    """A registered trace: the digest of its content is its identity, `path` its file."""
 
     digest: str
     name: str
@@ -48,7 +48,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """An API token as kept: its secret is shown once, at creation, and only its hash is stored."""
+    """An API token as stored: its secret is shown once, at creation, and only its hash is stored."""
 
     id: str
     name: str

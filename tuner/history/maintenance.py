@@ -99,8 +99,8 @@ def _whole(target: Path, ending: str, now: datetime) -> Iterator[tuple[Path, Pat
 def backup(database: Database, target: Path, *, now: datetime) -> Path:
     """Writes a consistent copy of an SQLite history to a file, or to `tuner-<time>.db` in a folder.
 
-    Others read and write meanwhile. The file appears whole or not at all. BadInput for PostgreSQL, which
-    brings its own tool, and for a file that is there already.
+    Others may read and write meanwhile. The file appears complete or not at all. BadInput for PostgreSQL,
+    which has its own tool, and for a file that exists.
     """
     if database.path is None:
         raise BadInput("only an SQLite file is backed up here: for PostgreSQL use pg_dump")
@@ -167,8 +167,8 @@ def _advance(connection: Connection, table: Table) -> None:
 
 def pack(database: Database, files: Mapping[str, Path], target: Path, *, now: datetime) -> Path:
     """Writes an archive of a history, PostgreSQL or SQLite, as `tuner.db`, and of files by their names in it;
-    for its owner alone. To a new file, or to `tuner-<time>.tar.gz` in a folder; it appears whole or not at
-    all. BadInput for a file that is there.
+    only its owner can read it. To a new file, or to `tuner-<time>.tar.gz` in a folder; it appears complete or
+    not at all. BadInput for a file that exists.
     """
     with _whole(target, ".tar.gz", now) as (whole, part), tempfile.TemporaryDirectory() as scratch:
         inside = Path(scratch) / "tuner.db"

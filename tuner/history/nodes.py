@@ -18,9 +18,8 @@ NodeState = Literal["free", "leased", "draining", "dirty", "fault"]
 
 
 class NodeStore(StorePart):
-    """One holder of a node at a time: the fence of its leases only grows, so an old lease is told apart.
-
-    Schedules are rows only; `tuner.fleet` computes when they are due.
+    """One holder of a node at a time: the fence number of its leases only grows, so an old lease is
+    recognised. Schedules are rows only; `tuner.fleet` computes when they are due.
     """
 
     def add_trace(
@@ -45,7 +44,7 @@ class NodeStore(StorePart):
         self._change(delete(traces).where(traces.c.digest == digest))
 
     def add_node(self, node: Node) -> Node:
-        """Registers a node, or writes what is now known of it."""
+        """Registers a node, or updates it."""
         self._put(nodes, "name", row_of(node))
         return node
 

@@ -204,7 +204,7 @@ def _record(
     reason: str,
     now: datetime,
 ) -> AliasEvent:
-    """Writes where an alias stands now, and the event that says so."""
+    """Writes the new version of an alias, and the event that records the change."""
     generation = 1 if row is None else int(row["generation"]) + 1
     state = {"generation": generation, "version": to_version, "frozen": frozen}
     if row is None:

@@ -1,6 +1,6 @@
 """Records to rows and back, with one TypeAdapter for each kind of record.
 
-How a field is written (a measured +inf is null) is said at the record itself, in `tuner.records`.
+The record itself (`tuner.records`) defines how a field is written: a measured +inf is null, for example.
 """
 
 from collections.abc import Mapping

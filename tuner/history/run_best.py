@@ -32,8 +32,10 @@ class _Measured:
 
 
 def _measured(connection: Connection, run_id: str, arms: Sequence[int]) -> list[_Measured]:
-    """The run's complete trials and those of the study's numbers in `arms`. A repeat counts to the run that
-    launched it: a later run measures earlier trials again, and that changes nothing of what was found before.
+    """The run's complete trials and those of the study's numbers in `arms`.
+
+    A repeat counts for the run that launched it: when a later run measures earlier trials again, the results
+    of the earlier run stay the same.
     """
     study_id, begun, ended = connection.execute(
         select(runs.c.study_id, runs.c.started_at, runs.c.ended_at).where(runs.c.id == run_id)
@@ -163,7 +165,7 @@ def _best_of(row: Row[Any]) -> RunBest:
 
 
 def _concluded(document: dict[str, Any], number: int, metric: str) -> dict[str, object]:
-    """What a conclusion says of one trial and metric; read as plain JSON, since a page shows hundreds."""
+    """The conclusion's numbers of one trial and metric; read as plain JSON, since a page shows hundreds."""
     arms = [arm for arm in document["finalists"] if arm["trial"] == number]
     found = [each for arm in arms for each in arm["changes"]]
     change = next((c for c in found if (c["metric"], c["where"]) == (metric, "confirm")), None)

@@ -132,8 +132,8 @@ class StudyStore(StorePart):
     ) -> Run:
         """Resumes the study's unfinished run under the new budget, or starts a run.
 
-        An unfinished run that was asked to cancel is closed as CANCELLED and not resumed. Whether its old
-        controller still lives is the caller's to know (`pid`, `host`, lease).
+        An unfinished run that was asked to cancel is closed as CANCELLED and not resumed. The caller must
+        know whether the old controller still lives (`pid`, `host`, lease).
         """
         fresh = Run(
             id=secrets.token_hex(8),
@@ -165,11 +165,10 @@ class StudyStore(StorePart):
         return self._write(work)
 
     def save_run(self, run: Run, conclusion: Conclusion | None = None) -> Run:
-        """Writes a run as it now is, with what it concluded; a request to cancel that came in is kept.
+        """Writes a run as it is now, with its conclusion; a request to cancel that came in is preserved.
 
-        A run that ends without a conclusion gets one which says that nothing was confirmed.
-
-        Raises Conflict when the run had ended already and this would change how, or has a conclusion.
+        A run that ends without a conclusion gets one which says that nothing was confirmed. Raises Conflict
+        when the run had ended differently before, or has a conclusion already.
         """
 
         def work(connection: Connection) -> Run:

@@ -33,7 +33,7 @@ VERSION_TABLE = "tuner_alembic_version"
 
 
 class Moment(TypeDecorator[datetime]):
-    """An aware datetime, kept in UTC. SQLite has no zone and keeps the UTC wall clock."""
+    """An aware datetime, stored in UTC. SQLite has no zone and stores the UTC wall clock."""
 
     impl = DateTime(timezone=True)
     cache_ok = True

@@ -1,4 +1,4 @@
-"""Trials, their measurements, launches, and the folders that they leave behind."""
+"""Trials, their measurements, launches, and the folders that they leave on disk."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class TrialCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leftover:
-    """A folder that a trial or a launch left behind."""
+    """A folder that a trial or a launch left on disk."""
 
     kind: LeftoverKind
     id: str
@@ -178,8 +178,8 @@ class TrialStore(StorePart):
         return self._read(lambda connection: load(connection, query))
 
     def orphans(self, *, host: str | None = None, node: str | None = None) -> tuple[Trial, ...]:
-        """RUNNING trials, of the runs of one host, of one node, or of all: after a crash nobody is going to
-        finish them.
+        """RUNNING trials, of the runs of one host, of one node, or of all: after a crash they will never
+        finish.
         """
         query = select(trials).where(trials.c.state == TrialState.RUNNING.value).order_by(trials.c.id)
         if host is not None:

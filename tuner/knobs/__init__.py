@@ -1,4 +1,3 @@
-"""Knobs: the catalogue of engine arguments per version, search spaces, and the way from a candidate to argv.
-
-No engine is imported; the target interpreter is asked in another process.
+"""Knobs: the catalogue of engine arguments per version, search spaces, and how a candidate becomes arguments.
+This room imports no engine; it asks the target interpreter in another process.
 """

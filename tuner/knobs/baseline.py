@@ -79,7 +79,7 @@ Argument = Value | list[Value]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
     """A running configuration. `candidate` holds the knobs, `args` the other arguments (names with dashes,
-    without `--`). `notes` say what was left out or is uncertain.
+    without `--`). `notes` list what was left out or is uncertain.
     """
 
     source: str

@@ -43,9 +43,9 @@ class Knob:
     """One engine argument that may be changed. `flags` are in order of preference. Empty `platforms` means
     all.
 
-    `usable` is the range of versions in which the knob has an effect; `never` says why no shipped space has
-    it. `effective` is how its value is read back from a running engine; `unproved` why nothing can show that
-    the engine took it.
+    `usable` is the range of versions in which the knob has an effect; `never` is the reason why no shipped
+    space has it. `effective` is how its value is read back from a running engine; `unproved` is the reason
+    why it cannot be read back.
     """
 
     name: str

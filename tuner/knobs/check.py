@@ -58,7 +58,7 @@ def rows(facts: EngineFacts, *, env: Mapping[str, str] | None = None) -> tuple[K
 
 
 def sample(entry: Knob, facts: EngineFacts) -> Value:
-    """A value of the right type for a knob, one that this engine takes as far as the data knows."""
+    """A value of the right type for a knob, which this engine takes as far as our data shows."""
     offered = facts.choices.get(entry.name) or entry.choices_for(facts.version)
     if offered:
         return offered[-1]

@@ -1,9 +1,8 @@
 """Engines in YAML files: compose files, Kubernetes manifests of any kind with containers, KServe, Helm values
 of production-stack and llm-d, and scripts inside any other YAML file.
 
-What is known of a chart comes from its templates: production-stack's
-helm/templates/deployment-vllm-multi.yaml and ray-cluster.yaml, llm-d-modelservice's templates/_helpers.tpl. A
-note says what a chart adds or ignores.
+The rules of a chart are those of its templates: production-stack's helm/templates/deployment-vllm-multi.yaml
+and ray-cluster.yaml, llm-d-modelservice's templates/_helpers.tpl. A note says what a chart adds or ignores.
 """
 
 import re
@@ -74,7 +73,7 @@ def _split(raw: object, where: str) -> list[str]:
 
 
 def _containers(document: Mapping[str, Any], where: str) -> Iterator[FoundEngine]:
-    """Every engine in a list of containers, wherever it stands, and KServe's predictor without one."""
+    """Every engine in a list of containers, wherever the list is, and KServe's predictor without one."""
     name = str(at(document, "metadata", "name") or document.get("kind") or "engine")
     predictor = at(document, "spec", "predictor", "model")
     if isinstance(predictor, Mapping):
@@ -200,7 +199,7 @@ def local_model(uri: object) -> str | None:
 
 
 def words_of(args: Sequence[str], where: str) -> list[str]:
-    """Arguments as words: an item such as `--max-num-seqs 8` is two words, a command line is many."""
+    """Arguments as words: an item such as `--max-num-seqs 8` gives two words, a command line many."""
     words: list[str] = []
     for place, arg in enumerate(args):
         after_c = place > 0 and re.fullmatch(r"-[a-z]*c", args[place - 1]) is not None
@@ -352,7 +351,7 @@ def _llm_d(document: Mapping[str, Any], role: str, where: str) -> Iterator[Found
 def _llm_d_container(
     document: Mapping[str, Any], part: Mapping[str, Any], container: Mapping[str, Any], where: str
 ) -> FoundEngine | None:
-    """The engine that the chart renders. A `custom` command (the default) is taken as it is, with the sizes
+    """The engine that the chart renders. A `custom` command (the default) is used unchanged, with the sizes
     in variables. The two other commands get the sizes and the tracing before the container's own words.
     """
     sizes = _sizes(part.get("parallelism") or {})

@@ -58,7 +58,7 @@ def with_acting_graphs(candidate: Mapping[str, Value], levels: Sequence[Value]) 
 
 
 def effective(name: str, asked: Mapping[str, Value], facts: EngineFacts) -> Value:
-    """What a knob will be: as asked, else the engine's default by rule, else None."""
+    """The value of a knob: as asked, else the engine's default by rule, else None."""
     if name in asked:
         return asked[name]
     value = CATALOGUE[name].default_for(facts)

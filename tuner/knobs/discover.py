@@ -53,7 +53,7 @@ def discover(
         answer = _ask(interpreter, (), env, timeout_s)
         if answer.get("platform") == "cpu" or answer.get(
             "gpu_count"
-        ):  # a host that has lost its GPU is asked again
+        ):  # a host that had lost its GPU is asked again
             _remember(kept, answer)
     return facts_of_answer(answer, adapter.kind)
 
@@ -132,7 +132,7 @@ def _facts_of_help(
 
 
 def facts_of_help(adapter: EngineAdapter, text: str) -> EngineFacts:
-    """The flags that an engine's own help lists, the rest as of the vLLM release that it speaks like."""
+    """The flags that an engine's `--help` lists; defaults are those of the vLLM release in `speaks_as`."""
     flags = frozenset(re.findall(r"--[a-z][a-z0-9-]+", text)) - {"--help"}
     facts = facts_of_version(str(adapter.speaks_as), "cuda", kind=adapter.kind)
     spoken = re.search(r"it speaks as (\S+)\s+does", text)  # argparse may break the line

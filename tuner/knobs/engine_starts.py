@@ -44,7 +44,7 @@ _OTHER_IMAGES = re.compile(
 class FoundEngine:
     """One engine found in a file or a command line, before its arguments are read.
 
-    `words` are vLLM's own arguments, a positional model first. `model` is what the file says beside the
+    `words` are vLLM's own arguments, a positional model first. `model` is what the file names beside the
     arguments. `env` holds the variables that are set for the engine.
     """
 
@@ -91,13 +91,13 @@ def in_words(
 
 
 def looks_like_arguments(words: Sequence[str]) -> bool:
-    """Whether words are arguments of vLLM: `--model`, and at least one more flag that vLLM has."""
+    """Whether words are arguments of vLLM: `--model`, and at least one more of vLLM's flags."""
     flags = {word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")}
     return "--model" in flags and bool((flags - {"--model", "--host", "--port"}) & set(table().flags))
 
 
 def is_vllm(image: str) -> bool:
-    """Whether the name of an image says that its entrypoint is vLLM's server."""
+    """Whether the name of an image shows that its entrypoint is vLLM's server."""
     return bool(_IMAGE.search(image)) and not _OTHER_IMAGES.search(image.rsplit("/", 1)[-1])
 
 

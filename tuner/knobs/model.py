@@ -50,7 +50,8 @@ def read(model: str, *, env: Mapping[str, str]) -> ModelFacts:
     """Facts of a model from its folder, from the local Hugging Face cache or from shipped shapes, in this
     order.
 
-    `env` says where the cache is (HF_HUB_CACHE, HF_HOME, HOME). NotFound names the places that were searched.
+    `env` gives the place of the cache (HF_HUB_CACHE, HF_HOME, HOME). NotFound names the places that were
+    searched.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
@@ -131,7 +132,7 @@ _UNLIKE = {
 
 
 def _unlike(raw: Mapping[str, Any], text: Mapping[str, Any]) -> str:
-    """The first reason why a model is no dense decoder of one kind of layer; empty where it is one."""
+    """The first reason why a model is not a dense decoder of one kind of layer; empty if it is one."""
     for key, why in _UNLIKE.items():
         value = raw.get(key) or text.get(key)
         if key == "layer_types":

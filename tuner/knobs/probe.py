@@ -1,7 +1,7 @@
-"""Run inside the target interpreter (`python -c`), never here: says in one JSON line what its vLLM offers.
+"""Runs in the target interpreter (`python -c`), never here: prints one JSON line with what its vLLM offers.
 
-Standard library only, any Python since 3.10. Three ways, the first that works: vLLM's own parser, the fields
-of its argument dataclass, the text of its source. `identity` as argument answers only where and which it is.
+Standard library only, any Python since 3.10. It tries three ways in turn: vLLM's own parser, the fields of
+its argument dataclass, the text of its source. With the argument `identity` it prints only place and version.
 """
 
 import ast
@@ -34,7 +34,7 @@ def folder() -> pathlib.Path | None:
 
 
 def version_of(package: pathlib.Path) -> str | None:
-    """The version as its own file says, without importing the package."""
+    """The version from the package's own file, without importing it."""
     for name in ("_version.py", "version.py"):
         path = package / name
         if not path.is_file():
@@ -49,7 +49,7 @@ def version_of(package: pathlib.Path) -> str | None:
 
 
 def identity() -> dict[str, Any]:
-    """Where the package lies, its version and when it was last written."""
+    """The package's place, its version and when it was last written."""
     package = folder()
     if package is None:
         return {"error": "no package named vllm"}
@@ -143,7 +143,7 @@ def device() -> dict[str, Any]:
 
 
 def _module(name: str) -> ModuleType | None:
-    """A module, or None when it cannot be imported here for whatever reason of its own."""
+    """A module, or None when it cannot be imported here, for any reason."""
     try:
         return importlib.import_module(name)
     except Exception:
@@ -151,7 +151,7 @@ def _module(name: str) -> ModuleType | None:
 
 
 def describe() -> dict[str, Any]:
-    """All that is to be known, by the best way that works; `tried` tells why better ways did not."""
+    """All facts, by the best way that works; `tried` lists why better ways did not."""
     found = identity()
     if "error" in found:
         return found

@@ -41,10 +41,10 @@ class Command:
 
 
 def commands(text: str, where: str, env: Mapping[str, str] | None = None) -> list[Command]:
-    """The commands of a script or a command line. Variables are filled in where their value is known.
+    """The commands of a script or a command line, with variables replaced by their known values.
 
-    A command in a condition is read as if the condition held; a variable that already has a value keeps it
-    there. BadInput for a quote that is not closed.
+    A command in a condition is read as if the condition held; there, a variable that already has a value
+    keeps it. BadInput for a quote that is not closed.
     """
     return list(_Script(where, dict(env or {})).read(text))
 
@@ -77,7 +77,7 @@ def expanded(word: str, env: Mapping[str, str]) -> str:
             return expanded(instead.lstrip(":")[1:].strip("\"'"), env)
         return f"{UNKNOWN}{name}{UNKNOWN}"
 
-    filled = _VARIABLE.sub(fill, word.replace("$$(", f"{DOLLAR}("))  # Kubernetes says $( so
+    filled = _VARIABLE.sub(fill, word.replace("$$(", f"{DOLLAR}("))  # Kubernetes writes $( for it
     return re.sub(r"\$\(([^()]*)\)|`([^`]*)`", lambda m: f"{UNKNOWN}$({m[1] or m[2]}){UNKNOWN}", filled)
 
 
@@ -159,7 +159,7 @@ class _Script:
         return expanded(value.replace(_BLANK, ""), self.variables)
 
     def _fill(self, word: str) -> list[str]:
-        """The words that one word becomes: an array and an unquoted variable may give several."""
+        """The words that one word becomes: an array or an unquoted variable may give several."""
         filled = expanded(word, self.variables)
         if _ARRAY in filled:
             return [part for part in filled.split(_ARRAY) if part]
@@ -207,7 +207,7 @@ def _tokens(text: str, where: str) -> Iterator[tuple[str, bool]]:
 
 
 def _piece(text: str, at: int, word: str | None, where: str) -> tuple[str, int] | None:
-    """The next part of a word and where it ends; None where a blank, a comment or an operator stands."""
+    """The next part of a word and where it ends; None at a blank, a comment or an operator."""
     char = text[at]
     if char == "\\":
         if text[at + 1 : at + 2] in ("", "\n") or text[at + 1 : at + 3] == "\r\n":
@@ -276,7 +276,7 @@ def _array(text: str, at: int, where: str) -> tuple[str, int]:
 
 
 def _past_documents(text: str, at: int, count: int) -> int:
-    """The end of the here-documents whose marks (the words after `<<`) stand in the line before `at`."""
+    """The end of the here-documents whose marks (the words after `<<`) are in the line before `at`."""
     line = text[text.rfind("\n", 0, at - 1) + 1 : at]
     for mark in re.findall(r"<<-?\s*['\"]?(\w+)['\"]?", line)[:count]:
         found = re.compile(rf"^\s*{re.escape(mark)}\s*$", re.MULTILINE).search(text, at)

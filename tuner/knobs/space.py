@@ -26,9 +26,9 @@ from tuner.settings import NAME, shipped
 Condition = Mapping[str, tuple[Value, ...]]
 """Parent knob → values with which the child is turned. None: the parent has the engine's default."""
 DEFAULT = "default"
-"""The word of a space file for "the engine's own default"."""
+"""In a space file this means "the engine's own default"."""
 _MOST_LEVELS = 4096
-"""More levels of one knob than a search could ever tell apart: a mistake in `step`."""
+"""No search can use more levels of one knob: more of them are a mistake in `step`."""
 
 
 @dataclass(frozen=True, kw_only=True)

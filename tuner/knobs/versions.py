@@ -1,4 +1,4 @@
-"""The long flags of each vLLM release, as shipped data (data/vllm_flags.json). No engine is asked here."""
+"""The long flags of each vLLM release, as shipped data (data/vllm_flags.json). This module asks no engine."""
 
 import json
 from collections.abc import Mapping
@@ -81,7 +81,7 @@ def parse(version: str) -> Version:
 
 @cache
 def specifier(text: str, where: str) -> SpecifierSet:
-    """A version range such as `>=0.10,<0.33`. BadInput names where it stands."""
+    """A version range such as `>=0.10,<0.33`. BadInput names the place of a wrong one."""
     try:
         return SpecifierSet(text)
     except InvalidSpecifier:
@@ -90,7 +90,7 @@ def specifier(text: str, where: str) -> SpecifierSet:
 
 @cache
 def matches(version: str, wanted: str) -> bool:
-    """Whether a version, pre-releases included, lies in a range; an empty range holds all."""
+    """Whether a version, pre-releases included, is in a range; every version is in an empty range."""
     return specifier(wanted, "version range").contains(parse(version), prereleases=True)
 
 
