@@ -1,3 +1,3 @@
-"""The embedded engine and the predictor: one discrete-event scheduler core, run in virtual time to predict
+"""The simulated engine and the predictor: one discrete-event scheduler, which runs in virtual time to predict
 and in real time behind vLLM's HTTP interface to serve.
 """

@@ -15,7 +15,7 @@ from tuner.records import Candidate, Prediction
 from tuner.simulator.predict import Predictor, Scene
 
 SHARE = 8
-"""Candidates per process at least: a process takes about as long to start as it takes to predict so many."""
+"""The fewest candidates per process: a process takes about as long to start as so many predictions."""
 MOST = 8
 """Processes at most, so that a large host keeps cores for others; chosen, not measured."""
 TIMEOUT_S = 300.0

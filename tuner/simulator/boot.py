@@ -1,4 +1,6 @@
-"""How a simulated engine starts: argv → what it resolved to, or vLLM's own words on why it would not."""
+"""How a simulated engine starts: from arguments to its configuration, or to vLLM's words on why it does not
+start.
+"""
 
 import json
 import os

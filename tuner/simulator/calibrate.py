@@ -41,8 +41,9 @@ PRIORS: Mapping[str, float] = {
 }
 """How far a preset may be off: one standard deviation of the logarithm."""
 CPU_UNSURE = 4.0
-"""The priors of a CPU's efficiencies are wider by this factor: no datasheet says how fast a CPU computes,
-and on a shared one repeated measurements of a replay differ by 10 to 40 % (docs/results/simulator-cpu.md)."""
+"""The priors of a CPU's efficiencies are wider by this factor: no datasheet gives a CPU's speed, and on a
+shared one repeated measurements of a replay differ by 10 to 40 % (docs/results/simulator-cpu.md).
+"""
 CPU_PRIORS: Mapping[str, float] = {
     name: width if name.endswith("_s") else CPU_UNSURE * width for name, width in PRIORS.items()
 } | {"step_s": 0.5}

@@ -127,7 +127,7 @@ class Clock:
             return pending
         bound = arrival
         if scheduler.waiting and scheduler.limits.policy == "fcfs" and stretches is None:
-            bound = FOREVER  # behind a queue that no slot opens for, an arrival changes only the queue
+            bound = FOREVER  # in a queue that waits for a slot, an arrival changes only the queue
         first = scheduler.context if pending is not None else scheduler.context + number
         base, slope = self.cost.decode_line(number, first)
         step_s, growth = base + slope * first, slope * number
@@ -151,7 +151,7 @@ class Clock:
 
     @staticmethod
     def _steps_before(room: float, step_s: float, growth: float) -> int:
-        """Steps whose starts all lie before `room` seconds from now (the first starts now)."""
+        """Steps that all start less than `room` seconds from now (the first starts now)."""
         if room == FOREVER:
             return 1 << 40
         if growth <= 0:

@@ -124,7 +124,9 @@ def card_of(name: str) -> Card:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coefficients:
-    """What a datasheet does not say. Efficiencies are shares of the datasheet's figure, times are seconds."""
+    """What a datasheet does not give. Efficiencies are shares of the datasheet's figure, times are
+    seconds.
+    """
 
     compute: float = 0.62  # matrix products of the layers
     memory: float = 0.85  # reading weights and KV
@@ -144,7 +146,7 @@ class Coefficients:
         return replace(self, **{name: getattr(self, name) * by for name, by in factors.items()})
 
     def slowed(self, by: float) -> "Coefficients":
-        """The same device with every step taking so many times as long."""
+        """The same device with every step slower by this factor."""
         return self.scaled(
             {"compute": 1 / by, "memory": 1 / by, "attention": 1 / by}
             | {name: by for name in ("step_s", "seq_s", "layer_s", "sync_s")}
@@ -248,7 +250,7 @@ def layer_parameters(facts: ModelFacts) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """What the engine is told about memory. `kv_bytes` and `blocks` override the profile."""
+    """The engine's arguments about memory. `kv_bytes` and `blocks` override the profile."""
 
     utilization: float = 0.92
     max_num_seqs: int = 256
@@ -262,7 +264,9 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """The profile in GiB, the blocks it gives, what is missing after warm-up (> 0: out of memory)."""
+    """The profile in GiB, the blocks that it gives, and the memory that is missing after warm-up (> 0: out of
+    memory).
+    """
 
     weights_gib: float
     activation_gib: float

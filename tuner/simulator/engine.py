@@ -18,7 +18,7 @@ Sink = Callable[[int, bool], None]
 """Takes the number of completion tokens so far and whether these were the last."""
 
 _KEPT = 20_000  # steps that the report on punctuality covers: some minutes at 100 steps a second
-_SLIP_S = 1.0  # a clock that is further behind skips the delay: catching up would send bursts of tokens
+_SLIP_S = 1.0  # a clock that is later than this skips the delay: catching up would send bursts of tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,7 +90,7 @@ class ClientConnection(asyncio.Protocol):
     # ---- answers
 
     def answer(self, status: int, body: bytes, kind: str = "application/json") -> None:
-        """A whole answer."""
+        """A complete answer."""
         if self._transport is not None:
             head = f"HTTP/1.1 {status} {REASONS.get(status, '')}\r\ncontent-length: {len(body)}\r\n"
             self._transport.write(f"{head}content-type: {kind}\r\n\r\n".encode() + body)
@@ -142,7 +142,7 @@ class Rejected(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest:
-    """A completion as the client asked for it."""
+    """A completion as the client requested it."""
 
     chat: bool = False
     model: str
@@ -231,7 +231,7 @@ def _prompt(prompt: object, vocabulary: int) -> Sequence[int]:
 
 
 def segments_of(tokens: Sequence[int], block_size: int) -> tuple[tuple[int, int], ...]:
-    """Content keys of the whole blocks of a prompt, each chained to the one before."""
+    """Content keys of the complete blocks of a prompt, each chained to the one before."""
     data = tokens if isinstance(tokens, array) else array("q", tokens)
     raw, width, key = data.tobytes(), block_size * data.itemsize, 0
     found = []
@@ -300,7 +300,7 @@ class Completion:
         return sink
 
     def _choice(self, index: int, finish: str | None) -> dict[str, Any]:
-        """One chunk's choice, or the choice of a whole answer."""
+        """The choice in one chunk, or in a complete answer."""
         text = _WORD if self.order.stream else _WORD * self.order.length
         said: dict[str, Any] = {"text": text}
         if self.order.chat:

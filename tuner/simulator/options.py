@@ -109,7 +109,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser(release: Release | None = None) -> argparse.ArgumentParser:
-    """vLLM's flags that a simulated engine takes; all others are refused in argparse's words, exit code 2."""
+    """vLLM's flags that a simulated engine takes; all others are refused as argparse does, exit code 2."""
     release = release or Release()
     release.check({**_VALUES, **_CHOICES, **_SWITCHES})
     about = f"vLLM OpenAI-Compatible RESTful API server, simulated; it speaks as {release.version} does."
@@ -139,7 +139,7 @@ def parser(release: Release | None = None) -> argparse.ArgumentParser:
 
 
 class StartRefused(Exception):
-    """The engine does not start: vLLM's exception class and words. `where` is the process that says it."""
+    """The engine does not start: vLLM's exception class and words. `where` is the process that raises it."""
 
     def __init__(self, kind: str, text: str, *, where: str = "APIServer") -> None:
         super().__init__(text)
@@ -154,7 +154,7 @@ def _invalid(config: str, words: str, given: str) -> StartRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The engine's effective configuration, once vLLM's rules have filled in what was left open."""
+    """The engine's effective configuration, after vLLM's rules have filled in what was left open."""
 
     model: str
     names: tuple[str, ...]
@@ -206,7 +206,7 @@ def resolve(argv: Sequence[str], card: Card, facts: ModelFacts, env: Mapping[str
 def settle(
     args: argparse.Namespace, card: Card, facts: ModelFacts, env: Mapping[str, str], gpus: int = 1
 ) -> Options:
-    """The same for arguments already parsed, on so many cards. StartRefused from a rule."""
+    """The same for parsed arguments, on a number of cards. StartRefused from a rule."""
     world = args.tensor_parallel_size * args.pipeline_parallel_size
     if world > gpus:
         words = f"World size ({world}) is larger than the number of available GPUs ({gpus}) in this node."

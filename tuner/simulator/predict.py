@@ -174,7 +174,7 @@ def _fold(
 
 
 def _engine(course: Course, scheduler: Scheduler, part: PreparedSlice) -> dict[str, float]:
-    """What a scrape at the window's start and one at its end would tell."""
+    """The counters that change between a scrape at the window's start and one at its end."""
     levels = np.array(course.levels).reshape(-1, 5)
     found = {"preemptions": float(scheduler.preemptions)}
     if scheduler.queries:
@@ -231,7 +231,7 @@ class Predictor:
         return tuple(found)
 
     def unknown(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Those that were not asked yet, each once."""
+        """Candidates that were not predicted yet, each once."""
         return [c for digest, c in {c.digest: c for c in candidates}.items() if digest not in self._known]
 
     def learn(self, found: Mapping[Candidate, Prediction]) -> None:

@@ -1,13 +1,13 @@
 """The scheduler of a vLLM V1 engine as a discrete-event core: which tokens of which requests go into a step.
 
-Facts from vLLM 0.32's own scheduler: running requests come before waiting ones, a step has one token budget,
-prompts are cut to fit it, `long_prefill_token_threshold` binds only where more than one request is present,
-a waiting request needs room for its whole prompt, the watermark counts only for admissions beside running
-ones, the victim of a preemption is the last admitted (or the lowest priority) and starts over, and a step
-that preempts admits nothing.
+Its rules are those of vLLM 0.32's scheduler. Running requests come before waiting ones. A step has one token
+budget, and prompts are cut to fit it; `long_prefill_token_threshold` applies only when more than one request
+is present. A waiting request needs room for its whole prompt; the watermark counts only when other requests
+run. A preemption hits the request admitted last (or of the lowest priority), which starts over; a step that
+preempts admits nothing.
 
-Decoding requests are not touched step by step: one `tick` counts decode steps for all of them, so that
-a stretch of pure decode steps costs the same as one (`advance`).
+Decoding requests are not updated in every step: one `tick` counts decode steps for all of them, so a stretch
+of pure decode steps costs the same as one (`advance`).
 """
 
 import heapq
@@ -72,7 +72,7 @@ class Scheduler:
             self.swap_free += request.swapped
 
     def complete(self, step: Step) -> None:
-        """The step has been computed: free what its finished requests held."""
+        """The step has been computed: free the blocks of its finished requests."""
         for request in step.finishing:
             if request.done or request not in self.draining:
                 continue
@@ -131,7 +131,7 @@ class Scheduler:
         return len(self.running) >= self.limits.active
 
     def still(self) -> bool:
-        """Whether the next steps are pure decode until somebody arrives or ends."""
+        """Whether the next steps are pure decode until a request arrives or ends."""
         return bool(self.decoding) and not self.prefilling and (not self.waiting or self.slots_full)
 
     def advance(self, most: int) -> int:
@@ -179,7 +179,7 @@ class Scheduler:
         return step
 
     def _threshold(self) -> int:
-        """The most tokens of one prompt in this step, 0 = no limit of its own."""
+        """The most tokens of one prompt in this step, 0 = no limit beside the budget."""
         limits, present = self.limits, len(self.running) + len(self.waiting)
         most = limits.long_prefill_token_threshold
         if most <= 0 or present <= 1:
@@ -300,7 +300,9 @@ class Scheduler:
             budget -= chunk
 
     def _admissible(self, request: EngineRequest, hit: int, found: Sequence[BlockRun], chunk: int) -> bool:
-        """Room for the whole prompt (or only its first part), plus the watermark beside other requests."""
+        """Whether there is room for the whole prompt (or only its first part), plus the watermark beside
+        other requests.
+        """
         size = self.limits.block_size
         tokens = request.tokens if self.limits.scheduler_reserve_full_isl else hit * size + chunk
         need = -(-tokens // size) - hit + self.pool.cost_of(found)
@@ -340,7 +342,7 @@ class Scheduler:
             step.sampling.append(request)
 
     def _sampled(self, request: EngineRequest, step: Step) -> None:
-        """The step computed the whole prompt: its last position gives a token."""
+        """The step completed the prompt: its last position gives a token."""
         if request not in self.running:
             return
         request.made += 1

@@ -1,7 +1,8 @@
-"""What goes through the core: its limits, requests, steps, and the paged KV memory with its prefix cache.
+"""The scheduler's data: its limits, requests, steps, and the paged KV memory with its prefix cache.
 
-Content is kept as runs of blocks (`BlockRun`) instead of single blocks: a run is always cached as a prefix of
-itself, because a request gives its blocks back last block first, and the least recently freed go first.
+Content is stored as runs of blocks (`BlockRun`) instead of single blocks: a prefix of a run is all that stays
+cached, because a request frees its blocks from the last to the first, and the least recently freed are
+evicted first.
 """
 
 from collections.abc import Sequence
@@ -55,7 +56,7 @@ class BlockPool:
         return 1.0 - self.free / self.total if self.total else 0.0
 
     def lookup(self, table: BlockTable, limit: int) -> tuple[int, list[BlockRun]]:
-        """How many leading blocks are remembered, at most `limit`, and the runs they lie in."""
+        """(how many leading blocks are cached, at most `limit`; the runs that contain them)."""
         found: list[BlockRun] = []
         got = 0
         if not self.caching:
@@ -110,8 +111,9 @@ class BlockPool:
                     self._nodes.pop(node.key, None)
 
     def remember(self, table: BlockTable, full: int) -> None:
-        """Put the shared part of a prompt into the cache; `full` whole blocks of it are computed or in this
-        step."""
+        """Put the shared part of a prompt into the cache; `full` complete blocks of it are computed, or will
+        be in this step.
+        """
         start = 0
         for index, (key, size) in enumerate(table.segments):
             done = min(full - start, size)
@@ -133,7 +135,7 @@ class BlockPool:
             start += size
 
     def release(self, table: BlockTable, computed: int) -> None:
-        """Give all blocks back; whole blocks of computed tokens stay cached until they are evicted."""
+        """Free all blocks; complete blocks of computed tokens stay cached until they are evicted."""
         self.plain += table.blocks - table.shared
         if self.caching:
             self._keep_tail(table, computed)
@@ -149,7 +151,7 @@ class BlockPool:
         table.blocks = table.shared = 0
 
     def _keep_tail(self, table: BlockTable, computed: int) -> None:
-        """Turn the request's own whole blocks behind its shared part into a remembered run."""
+        """Cache the request's own complete blocks, which follow its shared part, as a run."""
         prefix = sum(size for _, size in table.segments)
         own = computed // self.block_size - prefix
         held = table.tail is not None and table.tail in table.nodes
@@ -179,9 +181,8 @@ class BlockPool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
-    """What the scheduler obeys; the names are vLLM's.
-
-    `swap_blocks` > 0: preempted requests keep so many blocks in host memory (V0's swap, today's offload).
+    """The scheduler's limits, under vLLM's names. `swap_blocks` > 0: preempted requests keep so many blocks
+    in host memory (V0's swap, today's offload).
     """
 
     max_num_seqs: int = 256
@@ -232,7 +233,7 @@ class EngineRequest:
         self.base = -1  # the tick at which decoding began, -1 while it does not
         self.cached = -1  # prompt tokens found in the prefix cache when first admitted, -1 before
         self.preempted = 0
-        self.swapped = 0  # blocks held in host memory
+        self.swapped = 0  # blocks in host memory
         self.done = False
         self.scheduled = self.first = self.last = -1.0
 
@@ -256,7 +257,7 @@ class Step:
     sampling: list[EngineRequest] = field(default_factory=list)  # whose prompt is complete with this step
     finishing: list[EngineRequest] = field(default_factory=list)
     admitted: list[EngineRequest] = field(default_factory=list)
-    members: tuple[EngineRequest, ...] = ()  # decoding requests, only for a scheduler with `tell`
+    members: tuple[EngineRequest, ...] = ()  # decoding requests, only in a scheduler with `tell`
 
     @property
     def tokens(self) -> int:

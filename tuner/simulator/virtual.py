@@ -29,7 +29,7 @@ from tuner.simulator.workload import PreparedSlice, Workload
 from tuner.traffic.trace import Trace
 
 LOOK_S = 1.0
-"""Virtual seconds between two questions to the judge; it may only be asked once outcomes are in."""
+"""Virtual seconds between two questions to the judge; it is asked only when outcomes are there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ def replay(
     *,
     judge: Judge | None = None,
 ) -> tuple[Replayed, float]:
-    """Replay every slice in turn; also the virtual seconds that it took."""
+    """Replay every slice in turn; also returns the virtual seconds that it took."""
     work = Workload(trace, slices, plan, load.speed)
     evidence, prefix = _Evidence(), PrefixCounts()
     done: list[SliceReplay] = []
@@ -230,7 +230,7 @@ class _Slice:
     def _engine(
         self, length: float
     ) -> tuple[Mapping[str, float | None], Mapping[str, Sequence[float | None]]]:
-        """The engine's numbers over the window and its series, as scrapes would have told them."""
+        """The engine's numbers over the window and its series, as scrapes would have shown them."""
         zero, every = self.part.start_s, self.plan.scrape_s
         at = np.append(np.arange(0.0, length, every), length)
         waiting, running, usage, preempted, hits, queries, tokens, yielding = self.telemetry.at(at + zero).T
@@ -274,7 +274,9 @@ def _cut(sent: Sent, now: float) -> Sent:
 
 
 class Paced:
-    """A step cost under a pace. With noise every step is asked for by itself, so that noise is per step."""
+    """A step cost with a pace. With noise, every step is computed by itself, so that the noise is
+    per step.
+    """
 
     def __init__(self, cost: StepCost, pace: VirtualPace) -> None:
         self._cost, self._pace, self._random = cost, pace, random.Random(pace.seed)

@@ -107,8 +107,8 @@ class Workload:
     def _row_segments(self, row: int, size: int, kind: int) -> tuple[tuple[int, int], ...]:
         """(content key, engine blocks) of a prompt. Keys chain, so equal keys mean equal prefixes.
 
-        Trace blocks that are whole multiples of engine blocks make one run each; otherwise an engine block's
-        content is the trace blocks that it overlaps. The last, partial trace block counts like a whole one.
+        Trace blocks that are multiples of engine blocks make one run each; otherwise an engine block's
+        content is the trace blocks that it overlaps. The last, partial trace block counts as a complete one.
         """
         ids, width = self.trace.row_blocks(row).tolist(), self.trace.block_size
         whole = int(self.trace.input_len[row]) // size

@@ -31,9 +31,11 @@ KINDS_NAMED = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasureOptions:
-    """How an attempt is measured. `live` screens it in a running engine where that can be done (`defaults`
-    are what the engine runs with when nothing is asked), or with `own` leaves its own engine running for
-    others; `judge` may stop it early. `folder` ends the name of the launch's folder (default: the attempt).
+    """How an attempt is measured.
+
+    `live` screens it in a running engine if that is possible (`defaults` are what the engine runs with when
+    nothing is asked); with `own` it launches an engine and leaves it running for others. `judge` may stop it
+    early. `folder` ends the name of the launch's folder (default: the attempt).
     """
 
     live: ScreeningEngine | None = None
@@ -171,7 +173,7 @@ def _judged(context: RunContext, trial: Trial, found: LaunchResult) -> Trial:
     if trial.is_baseline and found.answers:
         quality.keep(quality.path_of(context.home, context.prepared), found.answers)
     values = measurements[-1].values
-    if not found.curtailed:  # else what was cut short counts as failed
+    if not found.curtailed:  # else requests that were cut count as failed
         ended = replace(ended, violation=Violation(err=_error_rate(values) - ERROR_RATE))
     if (reason := failing(values, errors_of(measurements[-1]))) is not None and not found.curtailed:
         return replace(ended, state=TrialState.INFEASIBLE, reason=reason, cause="errors")
@@ -234,7 +236,7 @@ def unlike(asked: Candidate, found: Mapping[str, Value]) -> str | None:
     return None
 
 
-# Causes that a knob as well as a fixed argument may bring about.
+# Causes that can come from a knob as well as from a fixed argument.
 GENERAL = ("crashed", "engine_dead", "config_invalid", "bad_flag")
 
 

@@ -85,9 +85,11 @@ class CalibratedPredictor:
 
 @dataclass(slots=True, kw_only=True)
 class StudyPredictor:
-    """A study's simulator. It is calibrated on the baseline alone, so its predictions stay the same for the
-    whole study; the search models its errors (`search.acquisition`). The fit begins at `start`, the
-    coefficients of an earlier run. `why_not` says why nothing is predicted, after the first try.
+    """A study's simulator.
+
+    It is calibrated on the baseline alone, so its predictions stay the same for the whole study; the search
+    models its errors (`search.acquisition`). The fit begins at `start`, the coefficients of an earlier run.
+    After the first try `why_not` is the reason why nothing is predicted, if so.
     """
 
     prepared: Prepared
@@ -145,7 +147,7 @@ def failed(trials: Sequence[Trial]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """A candidate and what is expected of it."""
+    """A candidate and its prediction."""
 
     candidate: Candidate
     prediction: Prediction

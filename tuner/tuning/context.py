@@ -85,7 +85,7 @@ BESIDE = 2
 
 
 def most_launches(trials: int | None) -> float:
-    """How many engines a run of so many trials may start; infinite without a limit."""
+    """How many engines a run with this limit of trials may start; infinite without a limit."""
     return math.inf if trials is None else trials * (1 + BESIDE)
 
 

@@ -59,7 +59,7 @@ class Ending:
         return None
 
     def too_short(self, chosen: Sequence[Trial]) -> str | None:
-        """Why the confirmation of these does not fit into what is left of the run; None where it does."""
+        """Why the confirmation of these does not fit into the rest of the run; None if it does."""
         left, wanted = self._context.budget.left, self._launches_of(len(chosen))
         if wanted > left:
             return f"it takes {wanted} launches at least and the run may make {left:.0f} more"
@@ -73,7 +73,7 @@ class Ending:
         return f"it takes about {needed / 60:.0f} min and the window has {max(0.0, seconds) / 60:.0f} left"
 
     def _launches_of(self, count: int) -> int:
-        """The launches that a confirmation of so many finalists is worth beginning for."""
+        """The fewest launches with which a confirmation of so many finalists begins."""
         return (1 + count) * min(LEAST_ROUNDS, self._context.prepared.plan.repeats)
 
     async def _measure(self, label: str, chosen: Sequence[Trial]) -> None:
@@ -98,13 +98,13 @@ class Ending:
         return label, [*chosen, *more][: max(count, len(chosen))]
 
     def _next_label(self) -> str:
-        """A second confirmation of one run has launches of its own."""
+        """Launch folders of a second confirmation of one run have other names."""
         own = label_of(self._run.id)
         return f"{own}.2" if self._done is not None and self._done.label == own else own
 
     def conclusion(self, why: str | None = None) -> Conclusion | None:
-        """Publish the profiles and return the conclusion. `why` says why the run ended early or its
-        confirmation was not begun; None: neither.
+        """Publish the profiles and return the conclusion. `why` is why the run ended early or its
+        confirmation did not begin; None: neither.
         """
         if self._done is not None:
             return self._published(self._done, why)

@@ -1,8 +1,8 @@
-"""One running engine that serves several trials in turn: its scheduler's limits change between replays.
+"""One running engine that measures several trials in turn: its scheduler's limits change between replays.
 
-A trial's own engine goes on to screen whatever differs from it in limits alone; where nothing fits, one is
-launched with the two sizes that limits may not exceed as high as the space goes. Whatever fails here is
-measured again in an engine of its own.
+The engine of a trial stays and screens other candidates that differ only in limits. If none fits, an engine
+is launched whose two sizes that limits cannot exceed are as large as the space allows. A candidate that fails
+here is measured again in an engine of its own.
 """
 
 import os
@@ -30,13 +30,15 @@ SCHEDULER = "--scheduler-cls"
 SIZES = ("max_num_seqs", "max_num_batched_tokens")
 
 
-# After this many failures of running engines in a row every candidate gets an engine of its own: each
-# failure cost a launch.
+# After this many failures of running engines in a row every candidate gets an engine of its own: each failure
+# cost a launch.
 FAILURES = 3
 
 
 class CannotScreen(Exception):
-    """This candidate has to be launched by itself; the sentence says why, `cause` what ended the engine."""
+    """This candidate needs an engine of its own; the message is the reason, `cause` what ended the running
+    engine.
+    """
 
     def __init__(self, reason: str, cause: str | None = None) -> None:
         super().__init__(reason)
@@ -113,11 +115,11 @@ class ScreeningEngine:
         *,
         own: bool = False,
     ) -> LaunchResult:
-        """Measure a candidate inside the running engine, launching a wide one where none fits; `own`: in one
-        that is launched for it, which stays to screen others.
+        """Measure a candidate inside the running engine; launch a wide one if none fits. With `own`, launch
+        one for this candidate, which stays to screen others.
 
-        CannotScreen where it has to be launched by itself; else as `launch`. An engine that ends while it
-        screens is Aborted: whose fault that was, a launch of its own must tell.
+        CannotScreen if it needs an engine of its own; else as `launch`. An engine that ends while it screens
+        is Aborted: only a launch of its own shows whose fault that was.
         """
         if not self.possible:
             raise CannotScreen("live limits are off")
@@ -258,5 +260,5 @@ def _failed(launches: Sequence[Launch], argv: Sequence[str]) -> bool:
 
 
 def _shown(wanted: Mapping[str, Value]) -> dict[str, Value]:
-    """The limits as effective values: what was set was read back."""
+    """The limits as effective values: they were read back after they were set."""
     return {name: value for name, value in wanted.items() if value is not None}

@@ -177,8 +177,8 @@ def _rung(prepared: Prepared, trials: Sequence[Trial]) -> Suggestion | None:
 
 
 def _promoted(view: StudyView) -> Trial | None:
-    """The screened trial that is measured in an engine of its own now; None while that is too early, or adds
-    too little to the front.
+    """The screened trial that is measured in an engine of its own now; None while that is too early, or if it
+    adds too little to the front.
     """
     own = max((i for i, t in enumerate(view.latest) if not t.screened), default=0)
     if view.scale is None or len(view.latest) - own <= PROMOTE_AFTER:
@@ -189,7 +189,7 @@ def _promoted(view: StudyView) -> Trial | None:
 
 def expected_gain(prepared: Prepared, trials: Sequence[Trial], predictor: StudyPredictor) -> float | None:
     """The most hypervolume that a new candidate is expected to add, as a share of what the front covers. None
-    where the simulator has less than half a say in it.
+    if the simulator has less than half of the weight.
     """
     known, view = predictor.calibrated(trials), view_of(prepared, trials)
     state = view.problem(known.predict if known else None)
@@ -214,7 +214,7 @@ def untried(prepared: Prepared, view: StudyView, seeds: Sequence[Seed]) -> list[
 
 
 def spaces(prepared: Prepared, trials: Sequence[Trial], number: int) -> tuple[SearchSpace, ...]:
-    """Where trial `number` is looked for, in this order: what one running engine can screen around the best
+    """Where trial `number` is searched for, in this order: what one running engine can screen around the best
     candidate so far, and the whole space.
     """
     wide = number >= WIDE_FROM and number % WIDE_EVERY == WIDE_EVERY - 1
@@ -233,8 +233,8 @@ def best(prepared: Prepared, trials: Sequence[Trial]) -> Candidate:
 
 
 def winner(prepared: Prepared, trials: Sequence[Trial], key: Callable[[Candidate], str]) -> Trial | None:
-    """What the study's policy picks of these trials. Screened ones take part unless they were relaunched
-    since. `key` is `StudyView.key` of the whole history.
+    """The trial that the study's policy picks. Screened ones take part unless they were relaunched since.
+    `key` is `StudyView.key` of the whole history.
     """
     settled = {key(t.candidate) for t in trials if not t.screened and t.state is not TrialState.ABORTED}
     kept = [t for t in trials if not t.screened or key(t.candidate) not in settled]
@@ -287,7 +287,7 @@ def replay_s(prepared: Prepared) -> float:
 
 
 def launch_s(trials: Sequence[Trial], replay: float) -> float:
-    """About how many seconds a launch takes, by the trials that had an engine of their own."""
+    """About how many seconds a launch takes: the median of the trials that had an engine of their own."""
     done = (t for t in trials if t.state is TrialState.COMPLETE and not t.screened and not t.is_baseline)
     spans = [t.gpu_seconds - replay for t in done]
     return max(1.0, median(spans)) if spans else LAUNCH_S

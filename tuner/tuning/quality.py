@@ -1,8 +1,8 @@
 """Whether a candidate still answers as the baseline does: greedy canary prompts, token by token.
 
-Asked only where the space turns knobs that change the output. What turns one and was not judged is never
-published, unless the study says `quality: off`. With dummy weights, or on the simulated engine, there is
-nothing to judge: the space then turns no such knob.
+Measured only if the space turns knobs that change the output. A trial that turns one and was not judged is
+never published, unless the study has `quality: off`. With dummy weights, or on the simulated engine, answers
+mean nothing: the space then turns no such knob.
 """
 
 import json
@@ -22,7 +22,7 @@ from tuner.tuning.study import Prepared
 # Prompts, tokens of each, and tokens of each answer: 768 compared tokens, of which 1 % are eight.
 CANARIES, PROMPT, ANSWER = 16, 64, 48
 
-# Names under which the comparison stands in a measurement.
+# Names of the comparison's numbers in a measurement.
 AGREEMENT, DISTANCE = "token_agreement", "logprob_distance"
 
 
@@ -45,7 +45,7 @@ def why_not(prepared: Prepared) -> str | None:
 
 
 def unjudged(prepared: Prepared, trial: Trial) -> tuple[str, ...]:
-    """The knobs of a trial that change the output, where its answers were not held against the baseline's."""
+    """The knobs of a trial that change the output, if its answers were not compared with the baseline's."""
     if any(AGREEMENT in measured.values for measured in trial.measurements):
         return ()
     return changes(trial.candidate, prepared.baseline)
@@ -103,8 +103,8 @@ def parse(said: JSON) -> CanaryAnswer:
 
 
 def compared(base: Sequence[CanaryAnswer], other: Sequence[CanaryAnswer]) -> dict[str, float]:
-    """Mean share of tokens that agree before the first that differs, and the mean distance of the log
-    probabilities over them (0 where none agrees: the first says enough).
+    """(mean share of tokens that agree before the first that differs, mean distance of the log probabilities
+    over them; 0 if none agrees).
     """
     shares, distances = [], list[float]()
     for mine, theirs in zip(base, other, strict=True):
@@ -119,7 +119,7 @@ def compared(base: Sequence[CanaryAnswer], other: Sequence[CanaryAnswer]) -> dic
 
 
 def path_of(home: Path, prepared: Prepared) -> Path:
-    """Where the baseline's answers are kept."""
+    """The file of the baseline's answers."""
     return home / "trials" / prepared.study.id[:16] / "quality.json"
 
 
@@ -129,7 +129,7 @@ def keep(path: Path, found: Sequence[CanaryAnswer]) -> None:
 
 
 def kept(path: Path) -> tuple[CanaryAnswer, ...]:
-    """The answers that were kept; empty where there are none."""
+    """The stored answers; empty without a file."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -57,7 +57,7 @@ def locked(home: Path, study_id: str) -> Iterator[None]:
 
 
 def stop_command_of(study: Study) -> tuple[str, ...]:
-    """What ends a study's engines behind a container's door, as its file said; empty where nothing does."""
+    """The command that ends a study's engines in their containers, from its file; empty without one."""
     engine = study.spec.get("engine")
     words = engine.get("stop_command") if isinstance(engine, dict) else None
     return tuple(str(word) for word in words) if isinstance(words, list) else ()
@@ -73,13 +73,13 @@ def reconcile(
     own: Prepared | None = None,
     here: bool = True,
 ) -> Sequence[Trial]:
-    """Reap the engines that dead controllers left and mark their trials ABORTED; returns those of `node`.
+    """End the engines that dead controllers left and mark their trials ABORTED; returns those of `node`.
 
     The caller has the node's lease, so open rows of that node belong to dead controllers, whichever host
-    wrote them. What this host began for other nodes is cleared too, unless somebody holds the node or the
-    study. A stop command that cannot be started is said and what it was to stop stays open; that of `own`
-    study (as its file has it now) is BadInput. Without `here` engines run on another host: rows are closed,
-    nothing is reaped.
+    wrote them. Engines that this host started for other nodes are ended too, unless a controller holds the
+    node or the study. If a stop command cannot be started, that is reported and its engines stay open; for
+    `own` study (as its file is now) it is BadInput. Without `here` the engines run on another host: rows are
+    closed, nothing is ended.
     """
     host = socket.gethostname()
     if here:
@@ -112,7 +112,7 @@ def reconcile(
 def _clear(
     store: Store, study_id: str, clock: Clock, stop: Sequence[str] | None = None, *, here: bool = True
 ) -> list[Trial]:
-    """End what is open of a study. BadInput where its stop command cannot be started."""
+    """End what is open of a study. BadInput if its stop command cannot be started."""
     stop = stop_command_of(store.study(study_id)) if stop is None else stop
     for launch in store.launches(study_id):
         if launch.ended_at is None:
@@ -148,8 +148,8 @@ def register(context: RunContext) -> Study:
 
 
 def _register_trace(context: RunContext, now: datetime) -> None:
-    """A trace that is known keeps its name: a study may have asked for `latest:` of it. Its file is kept in
-    the home, since captures are removed in time.
+    """A known trace keeps its name: a study may have asked for `latest:` of it. Its file is copied into the
+    home, since captures are removed in time.
     """
     trace, name = context.prepared.trace, context.prepared.trace_path.stem
     path = trace_files.keep(trace, context.home, name)

@@ -127,8 +127,8 @@ async def tune(
 
 
 class _Loop(Execution):
-    """One run. Holds no state that the store does not, but for the running engine and what is worked out from
-    history: each step reads it anew.
+    """One run. All of its state is in the store, except the running engine and what is computed from history:
+    each step reads it anew.
     """
 
     def __init__(
@@ -189,8 +189,8 @@ class _Loop(Execution):
             check_start(self._context.prepared, self._run, self._trials(), self._context.launches())
 
     def _how(self, trial: Trial, trials: Sequence[Trial]) -> MeasureOptions:
-        """The baseline, relaunches and what is not worth screening get an engine of their own, which screens
-        others afterwards; a second try and a rung of the ladder one for itself alone.
+        """The baseline, relaunches and candidates that cannot be screened get an engine of their own, which
+        then screens others; a second try and a rung of the ladder get one for themselves alone.
         """
         excused = {"stopped", "controller", "gate", "disk"}
         alone = any(t.cause not in excused for t in trials if t.number == trial.number)
@@ -253,7 +253,7 @@ class _Loop(Execution):
         return len(numbers_of(trials, self._run.id))
 
     def _due(self, trials: Sequence[Trial]) -> int:
-        """Numbers that are kept for finalists that were only screened: each is measured once more."""
+        """Trial numbers reserved for finalists that were only screened: each is measured once more."""
         return (
             0
             if self._limits.trials is None
@@ -359,7 +359,7 @@ def summary_of(
 
 
 def idle_of(prepared: Prepared) -> str | None:
-    """What to say of GPUs that today's configuration leaves idle, if any."""
+    """A sentence on GPUs that today's configuration leaves idle, if any."""
     own = compile_candidate(prepared.baseline, prepared.facts, env=prepared.file.engine.env).argv
     return idle_cards(prepared.facts, (*prepared.fixed, *own))
 

@@ -73,8 +73,9 @@ def _front(store: Store, study: Study, trials: Sequence[Trial]) -> list[Trial]:
 
 
 def _as_here(prepared: Prepared, trial: Trial) -> Candidate:
-    """Another study's trial as a candidate of this one: what this space does not turn is as it is here, and
-    what the trial left to its engine and this space must state is what that engine said.
+    """Another study's trial as a candidate of this one. Knobs that this space does not turn get this study's
+    values; knobs that the trial left to its engine, and this space must set, get the values that the engine
+    reported.
     """
     levels = prepared.space.levels
     stated = {n: v for n, v in trial.effective.items() if n in levels and None not in levels[n]}
@@ -84,7 +85,7 @@ def _as_here(prepared: Prepared, trial: Trial) -> Candidate:
 
 def by_concurrency(prepared: Prepared) -> tuple[Seed, ...]:
     """Today's configuration with the max_num_seqs that the trace's concurrency asks for, at the next level of
-    the space; nothing where the space does not turn it or the trace is too small to tell.
+    the space; nothing if the space does not turn it or the trace is too small.
     """
     trace, levels = prepared.trace, prepared.space.levels.get("max_num_seqs", ())
     if trace.digest not in _ENOUGH:
@@ -98,8 +99,8 @@ def by_concurrency(prepared: Prepared) -> tuple[Seed, ...]:
 
 
 def last_calibration(store: Store, prepared: Prepared, before: datetime | None) -> Coefficients | None:
-    """What the last run of another study on this node, else on its GPU class, fitted for the same model and
-    engine version. None where there is none that can be read. `before` as above.
+    """The coefficients that the last run of another study on this node, else on its GPU class, fitted for the
+    same model and engine version. None without a readable one. `before` as above.
     """
     study = prepared.study
     alike = [

@@ -39,15 +39,16 @@ from tuner.tuning.studyfile import Argument, EngineFile, StudyFile, no_judgement
 # Flags that the tuner sets itself or that would hide the engine from it.
 OURS = ("model", "host", "port", "served-model-name", "uds", "api-key", "root-path", "ssl-keyfile")
 
-# Flags that may make a model take longer requests than its config.json says.
+# Flags with which a model may take longer requests than its config.json says.
 LENGTHENING = frozenset({"--hf-overrides", "--rope-scaling", "--rope-theta"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A study ready to run: its record, and the things behind it. `fixed` are every candidate's arguments;
-    without `rules` what is known to fail is launched all the same. With a `comparison` nothing is searched:
-    its arms are measured.
+    """A study ready to run: its record, and everything that it names.
+
+    `fixed` are every candidate's arguments. Without `rules` candidates are launched even if they are known to
+    fail. With a `comparison` nothing is searched: its arms are measured.
     """
 
     study: Study
@@ -68,7 +69,7 @@ class Prepared:
     comparison: "ComparisonPlan | None" = None
 
     def known_failure(self, candidate: Candidate) -> str | None:
-        """Why a candidate cannot run, as far as can be known without launching it."""
+        """Why a candidate cannot run, as far as that is known without a launch."""
         if (asked := candidate.get("max_model_len")) and tokens_of(asked) > self.model.longest:
             return f"max_model_len {asked} is more than the model's {self.model.longest}"
         if not self.rules:
@@ -100,7 +101,7 @@ class ComparisonPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surveyed:
-    """What a host says of an engine on it: how it is started there, what it is, and the host as a node."""
+    """A host's answer about an engine on it: how it is started there, its facts, and the host as a node."""
 
     command: tuple[str, ...]
     facts: EngineFacts
@@ -110,7 +111,7 @@ class Surveyed:
 def survey(engine: EngineFile, *, base: Path, name: str = "local") -> Surveyed:
     """Ask this host's interpreter; launches no engine. `base` is where relative paths begin."""
     command, adapter = engine_command(engine, base), adapter_of(engine.kind)
-    if adapter.simulated:  # a part of this program: no process has to be asked
+    if adapter.simulated:  # a part of this program: no process is needed
         facts = facts_of_help(adapter, simulated_flags(release_of(engine.env)).format_help())
         card = card_of(engine.card)
         gpu = None if card.platform == "cpu" else GpuKind(name=card.title, memory_gib=card.memory_gib)
@@ -123,7 +124,7 @@ def survey(engine: EngineFile, *, base: Path, name: str = "local") -> Surveyed:
 
 
 def load(path: Path, *, store: Store | None, now: datetime) -> Prepared:
-    """Read and prepare a study file; writes nothing. BadInput or NotFound says what to mend."""
+    """Read and prepare a study file; writes nothing. BadInput or NotFound says what is wrong."""
     return prepare(studyfile.read(path), name=str(path), base=path.parent, store=store, now=now)
 
 
@@ -138,7 +139,7 @@ def prepare(
 ) -> Prepared:
     """Resolve what a study file names, relative to `base`. Asks the interpreter; launches no engine.
 
-    `surveyed` is what the host that will do the launches said; None: this host is asked.
+    `surveyed` is the answer of the host that will do the launches; None: this host is asked.
     """
     trace, trace_path = _trace(file.trace, base, store)
     space = _space(file.space, base)
@@ -183,7 +184,7 @@ def prepare(
 
 
 def engine_command(engine: EngineFile, base: Path) -> tuple[str, ...]:
-    """What stands before the engine's own arguments. BadInput when the interpreter does not exist."""
+    """The words before the engine's own arguments. BadInput when the interpreter does not exist."""
     if engine.stop_command and shutil.which(engine.stop_command[0]) is None:
         raise BadInput(f"engine.stop_command: there is no program {engine.stop_command[0]!r}")
     adapter = adapter_of(engine.kind)
@@ -384,7 +385,7 @@ def named(file: StudyFile, host: Surveyed, store: Store | None) -> Surveyed:
 
 def local_node(name: str, facts: EngineFacts, env: Mapping[str, str]) -> Node:
     """This host as a node, by the GPUs that `env` shows: its class is card-memory x count, or the platform
-    where there is none.
+    without GPUs.
     """
     if not facts.gpu_name:
         return Node(name=name, gpu_class=facts.platform)

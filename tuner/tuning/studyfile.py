@@ -46,8 +46,7 @@ class _Strict(BaseModel):
 
 class EngineFile(_Strict):
     """Which engine: `args` are fixed arguments (long flag without dashes → value) of every candidate.
-
-    `command` stands before the interpreter, `stop_command` runs first at each stop (docs/engine.md).
+    `command` comes before the interpreter, `stop_command` runs first at each stop (docs/engine.md).
     """
 
     kind: str = "vllm"
@@ -131,8 +130,8 @@ class LimitsFile(_Strict):
 
 
 class SloFile(LimitsFile):
-    """Limits per request; the SLO is met when `attainment` of the requests keep all of them. The requests of
-    a class named under `classes` are held to its limits instead.
+    """Limits per request; the SLO is met when `attainment` of the requests meet all of them. Requests of a
+    class named under `classes` have its limits instead.
     """
 
     attainment: float = Field(default=0.95, gt=0, le=1)
@@ -189,7 +188,7 @@ class PlanFile(_Strict):
 
 
 class StudyFile(_Strict):
-    """The whole study file; DESIGN and README hold the meaning of each key."""
+    """The whole study file; docs/tuning.md explains each key."""
 
     name: str = Field(min_length=1, max_length=100, pattern=NAME)
     model: str = Field(min_length=1)

@@ -55,7 +55,7 @@ def _champions(prepared: Prepared, store: Store) -> Study | None:
 
 
 def _sources(prepared: Prepared, store: Store) -> Iterator[str]:
-    """Where `latest:NAME` was found, if both kinds have the name or the other one was taken before."""
+    """Where `latest:NAME` was found, if both kinds have the name or the other kind was used before."""
     ref = prepared.file.trace
     if not ref.startswith("latest:"):
         return

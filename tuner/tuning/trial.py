@@ -1,4 +1,4 @@
-"""One launch and what is measured in it."""
+"""One launch and the measurements in it."""
 
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -81,7 +81,7 @@ class LaunchRecorder:
             self._context.tell(RunEvent(kind="phase", text=news, trial=self.trial))
 
     def close(self, verdict: str | None) -> Launch:
-        """Write how it ended. A first boot that was thrown away counts as a launch of its own."""
+        """Store how it ended. A first boot that was thrown away counts as another launch."""
         self._context.budget.begun += FIRST_S in self.row.timeline
         ended = replace(self.row, ended_at=self._context.clock(), verdict=verdict)
         self.row = self._context.store.finish_launch(ended)
@@ -148,7 +148,7 @@ def launch_spec(
 
 
 def simulated_card(prepared: Prepared) -> dict[str, str]:
-    """What tells the simulated engine which card it is; nothing for a real one."""
+    """The environment that sets the simulated engine's card; empty for a real one."""
     engine = prepared.file.engine
     return {"TUNER_SIM_CARD": engine.card} if adapter_of(engine.kind).simulated else {}
 
@@ -263,7 +263,7 @@ def _with_files(measurement: Measurement, replayed: Replayed, directory: Path) -
 
 
 class GateFailed(Aborted):
-    """The replay does not count: the sender was late, or the answers were not what was asked for."""
+    """The replay does not count: the sender was late, or the answers were not as requested."""
 
     def __init__(self, measurement: Measurement) -> None:
         gates = "; ".join(measurement.fidelity.failed)
@@ -327,11 +327,11 @@ Try = Callable[[Sequence[Slice], Load, Judge], Awaitable[Replayed]]
 async def max_speed(
     send: Try, slices: Sequence[Slice], load: Load, slo: Slo
 ) -> tuple[MaxSpeed, tuple[str, ...]]:
-    """Bisect from the load's own speed. A speed is kept when every slice by itself meets the SLO; a replay
-    stops as soon as that is decided.
+    """Bisect from the load's own speed.
 
-    A replay that fails a fidelity gate is repeated once. If it fails again, that speed does not count, and a
-    warning (the second result) says so: the sender reached its limit, perhaps not the engine.
+    A speed is good when every slice by itself meets the SLO; a replay stops as soon as that is certain. A
+    replay that fails a fidelity gate is repeated once. If it fails again, that speed does not count, and the
+    second result is a warning: the sender reached its limit, perhaps not the engine.
     """
     tried, doubts = 0, list[str]()
 

@@ -31,7 +31,7 @@ from tuner.simulator.virtual import VirtualPace
 from tuner.tuning.context import HostContext, LaunchJob, Measured, Note, Pass, RunContext, Serving
 from tuner.tuning.trial import GateFailed, load_of, measurement_of, send_pass, with_speed
 
-# How long an engine takes to be ready unless TUNER_SIM_STARTUP_S says otherwise.
+# How long an engine takes to be ready, unless TUNER_SIM_STARTUP_S sets it.
 STARTUP_S = 1.0
 
 HIDDEN = "TUNER_SIM_HIDDEN"
@@ -157,6 +157,6 @@ class VirtualEngine:
 
 
 def _scraped(booted: Booted) -> metrics.EngineMetrics:
-    """What an idle engine's /metrics says."""
+    """The /metrics of an idle engine."""
     idle = {"num_requests_running": 0.0, "num_requests_waiting": 0.0, "kv_cache_usage_perc": 0.0}
     return metrics.parse(Counters().page(booted.options.names[0], idle, cache_config(booted.options)))
