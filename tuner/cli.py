@@ -29,7 +29,7 @@ GROUPS: dict[str, dict[str, str]] = {
     "Serve and fleet": {
         "serve": "serve:serve", "token": "serve:token_app", "schedule": "schedule:app", "node": "node:app",
     },
-    "Upkeep": {"gc": "upkeep:gc", "db": "upkeep:database_app"},
+    "Upkeep": {"gc": "upkeep:gc", "db": "upkeep:database_app", "completion": "upkeep:completion"},
 }  # fmt: skip
 """Group → command → `module:name` in `tuner.commands`: a function, or a Typer with more commands."""
 PLACES = {name: place for names in GROUPS.values() for name, place in names.items()}

@@ -24,6 +24,7 @@ from tuner.tuning import study as studies
 FREE_GIB = 5.0
 SHARED_GIB = 1.0
 SHARED = Path("/dev/shm")
+HOLDS = "stop the process that holds the memory, or hide that GPU with CUDA_VISIBLE_DEVICES"
 
 EXIT_CODES: Mapping[str, int] = MappingProxyType(
     {
@@ -79,19 +80,25 @@ def _python() -> Check:
     version = ".".join(map(str, sys.version_info[:3]))
     ok = sys.version_info >= (3, 11)
     return Check(
-        name="python", verdict="ok" if ok else "error", found=version, mend="" if ok else "use 3.11 or newer"
+        name="python",
+        verdict="ok" if ok else "error",
+        found=version,
+        mend="" if ok else "install Python 3.11 or newer",
     )
 
 
 def _home(home: Path) -> Iterator[Check]:
     existing = next(p for p in (home, *home.parents) if p.exists())
     if not existing.is_dir():
-        mend = "set TUNER_HOME to a folder, or move that file away"
+        mend = f"set TUNER_HOME to a folder, or move the file {existing} away"
         yield Check(name="home", verdict="error", found=f"{existing} is a file, not a folder", mend=mend)
         return
     if not os.access(existing, os.W_OK):
         yield Check(
-            name="home", verdict="error", found=f"{home} cannot be written", mend="set TUNER_HOME elsewhere"
+            name="home",
+            verdict="error",
+            found=f"{home} cannot be written",
+            mend="make it writable for your user, or set TUNER_HOME to another folder",
         )
         return
     yield Check(name="home", verdict="ok", found=str(home))
@@ -106,7 +113,7 @@ def disk(where: Path, free_gib: float) -> Check:
         name="disk",
         verdict="error" if free_gib < 0.1 else "warning",
         found=f"{free_gib:.1f} GiB free at {where}",
-        mend="free some space (tuner gc) or set TUNER_HOME elsewhere",
+        mend="delete old files with `tuner gc --apply`, or set TUNER_HOME to another disk",
     )
 
 
@@ -118,7 +125,7 @@ def _database(url: str) -> Check:
         store.close()
     except TunerError as error:
         missing = error.exit_code == 4
-        mend = "" if missing else "tuner db upgrade, or mend TUNER_DATABASE_URL"
+        mend = "" if missing else "run `tuner db upgrade`, or correct TUNER_DATABASE_URL"
         return Check(name="database", verdict="ok" if missing else "error", found=str(error), mend=mend)
     return Check(name="database", verdict="ok", found=f"{shown}, {count} studies")
 
@@ -126,7 +133,7 @@ def _database(url: str) -> Check:
 def _cores() -> Check:
     count = len(os.sched_getaffinity(0))
     if count < 2:
-        mend = "engine and sender share it: latencies will be too high; give the host another core"
+        mend = "give the host a second core: on one, the sender slows the engine and latencies are too high"
         return Check(name="cores", verdict="warning", found="1 core", mend=mend)
     return Check(name="cores", verdict="ok", found=f"{count} cores")
 
@@ -161,9 +168,9 @@ def left_over(running: Mapping[str, Sequence[psutil.Process]], ours: Collection[
         name="processes",
         verdict="warning",
         found=f"engines of {whose} are alive: {pids}",
-        mend="a run is going on, or its controller died: tuner tune on its study clears it"
+        mend="wait until the run ends; if it has died, tuner tune on its study clears it"
         if ourselves
-        else "they take cores and memory from a run of yours: wait until that run has ended",
+        else "wait until that run has ended: it takes cores and memory from yours",
     )
 
 
@@ -181,7 +188,7 @@ def gpus(found: Gpus, *, busy_with_ours: bool = False) -> Check:
         name="gpus",
         verdict="warning" if busy_with_ours else "error",
         found=f"{names}; {use}: {holders}",
-        mend="a run is going on" if busy_with_ours else "stop what holds the memory, or hide that GPU",
+        mend="wait until the run ends" if busy_with_ours else HOLDS,
     )
 
 
@@ -196,7 +203,12 @@ def _holder(user: User) -> str:
 def shared_memory(where: Path) -> Check:
     """Space in shared memory for the processes of an engine, and files that a dead engine left there."""
     if not where.is_dir():
-        return Check(name="shared memory", verdict="error", found=f"no {where}", mend="mount a tmpfs there")
+        return Check(
+            name="shared memory",
+            verdict="error",
+            found=f"there is no {where}",
+            mend=f"mount a tmpfs at {where}",
+        )
     free = shutil.disk_usage(where).free / 2**30
     forgotten = [path for path in sorted(where.glob("vllm_offload_*")) if not _used(path)]
     if forgotten:
@@ -207,7 +219,7 @@ def shared_memory(where: Path) -> Check:
             name="shared memory", verdict="warning", found=f"{free:.1f} GiB free; {named}", mend=mend
         )
     if free < SHARED_GIB:
-        mend = "in a container, start it with --ipc=host or --shm-size=8g"
+        mend = "free shared memory; start a container with --ipc=host or --shm-size=8g"
         low: Literal["warning", "error"] = "error" if free < 2**-4 else "warning"
         return Check(name="shared memory", verdict=low, found=f"{free:.2f} GiB free", mend=mend)
     return Check(name="shared memory", verdict="ok", found=f"{free:.0f} GiB free")
@@ -221,9 +233,9 @@ def _port() -> Check:
     try:
         port = fresh_port()
     except OSError as error:
-        mend = "loopback must be up, and ports of the ephemeral range free"
-        return Check(name="port", verdict="error", found=f"no port to be had: {error}", mend=mend)
-    return Check(name="port", verdict="ok", found=f"a fresh port on loopback can be had ({port})")
+        mend = "turn the loopback interface on (ip link set lo up), or close programs that hold ports"
+        return Check(name="port", verdict="error", found=f"no free port: {error}", mend=mend)
+    return Check(name="port", verdict="ok", found=f"port {port} on loopback is free")
 
 
 def _study(path: Path, settings: Settings, clock: Callable[[], datetime]) -> Iterator[Check]:
@@ -234,7 +246,12 @@ def _study(path: Path, settings: Settings, clock: Callable[[], datetime]) -> Ite
             store = None
         prepared = studies.load(path, store=store, now=clock())
     except TunerError as error:
-        yield Check(name="study", verdict="error", found=str(error), mend="mend what the sentence names")
+        yield Check(
+            name="study",
+            verdict="error",
+            found=str(error),
+            mend=f"correct {path} as the message says, then run this command again",
+        )
         return
     facts = prepared.facts
     yield Check(
@@ -252,5 +269,5 @@ def flags(dropped: Mapping[str, str]) -> Check:
     if not dropped:
         return Check(name="flags", verdict="ok", found="the engine has every knob of the space")
     listed = "; ".join(f"{name}: {why}" for name, why in dropped.items())
-    mend = "they stay at the engine's own choice; take them out of the space, or use a version that has them"
+    mend = "nothing, or take them out of the space: they keep the engine's default"
     return Check(name="flags", verdict="warning", found=f"not turned: {listed}", mend=mend)

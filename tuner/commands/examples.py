@@ -83,7 +83,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "schedule add": ("tuner schedule add night --study chat.yaml --cron '0 1 * * *' --hours 4",),
     "schedule list": ("tuner schedule list",),
     "schedule next": ("tuner schedule next night --count 3",),
-    "schedule run": ("tuner schedule run night",),
+    "schedule run": ("tuner schedule run night", "tuner schedule run night --now"),
     "schedule remove": ("tuner schedule remove night",),
     "node list": ("tuner node list",),
     "node add": (
@@ -92,6 +92,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "node restore": ("tuner node restore gpu-1", "tuner node restore --all"),
     "gc": ("tuner gc", "tuner gc --days 14 --apply"),
+    "completion": ("tuner completion bash", "tuner completion fish"),
     "db upgrade": ("tuner db upgrade",),
     "db backup": ("tuner db backup backup.db", "tuner db backup backups --full"),
     "db restore": ("tuner db restore tuner-full.tar.gz",),

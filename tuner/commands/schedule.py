@@ -175,21 +175,30 @@ def upcoming(
 
 @app.command("run")
 @ends_by_signal()
-def run_now(name: Name, as_json: Json = False) -> None:
+def run_now(
+    name: Name,
+    at_once: Annotated[
+        bool, typer.Option("--now", help="Start a run now, also when none is due. Its window begins now.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """Start the run that is due now; end it with its window.
 
     For cron, systemd timers and CronJobs. A run that died in the same window is resumed. Exit code 0: done,
     or nothing is due; 9: refused.
     """
     from tuner.fleet import handover, notify, schedule
-    from tuner.fleet.schedule import Firing
+    from tuner.fleet.schedule import Firing, Happening
 
     store, home = open_store(), settings().home
     handover.recover_all(store, home=home, clock=now, say=say)
     row = store.schedule(name)
-    found = schedule.claim(store, row, now()) or schedule.unfinished(store, row, now())
+    if at_once:
+        found: Firing | Happening | None = schedule.begin_now(store, row, now())
+    else:
+        found = schedule.claim(store, row, now()) or schedule.unfinished(store, row, now())
     if found is None:
-        say(f"schedule {name}: nothing is due; {_next_line(row)}")
+        say(f"schedule {name}: nothing is due (--now starts a run); {_next_line(row)}")
         return
     if not isinstance(found, Firing):
         schedule.record(store, found)

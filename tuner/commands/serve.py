@@ -56,7 +56,7 @@ def serve(
     recover_all(store, home=ours.home, clock=now, say=say)
     configure()
     app = create(store, ours, clock=now, runner=Controllers(store, ours, now), loopback=where in LOOPBACK)
-    say(f"{'https' if tls_cert else 'http'}://{where}:{port}/v1 (OpenAPI: /v1/openapi.json)")
+    say(f"open {link(where, port, secure=tls_cert is not None)}  (Ctrl-C stops the service, not its runs)")
     server = uvicorn.Server(uvicorn.Config(
         app, host=where, port=port, access_log=False, log_config=None, loop="uvloop", http="httptools",
         server_header=False, timeout_graceful_shutdown=5, ssl_certfile=tls_cert, ssl_keyfile=tls_key,
@@ -64,6 +64,14 @@ def serve(
     server.run(sockets=[listener])
     if not server.started:
         raise Unavailable("the service did not start: its log above says why")
+
+
+def link(host: str, port: int, *, secure: bool) -> str:
+    """The address of the pages, as a browser opens it."""
+    import socket
+
+    named = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    return f"{'https' if secure else 'http'}://{named}:{port}/"
 
 
 def listen(host: str, port: int) -> "socket.socket":

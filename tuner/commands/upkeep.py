@@ -1,10 +1,10 @@
-"""`tuner doctor`, `tuner gc` and `tuner db`: check the host, delete old files, look after the database."""
+"""`tuner doctor`, `gc`, `db` and `completion`: check the host, delete old files, look after the database."""
 
 import shutil
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -32,7 +32,8 @@ def doctor(
         print_json(checks)
     else:
         print_table(
-            ["<check", "<verdict", "<found", "<mend"], ([c.name, c.verdict, c.found, c.mend] for c in checks)
+            ["<check", "<verdict", "<found", "<what to do"],
+            ([c.name, c.verdict, c.found, c.mend] for c in checks),
         )
     if code := exit_code(checks):
         raise typer.Exit(code)
@@ -140,6 +141,18 @@ def _files(paths: Iterator[Path], before: datetime, apply: bool) -> tuple[int, i
 def _turn(log: Path, at: datetime) -> None:
     if log.is_file() and log.stat().st_size > TURN_BYTES:
         log.rename(log.with_name(f"tuner-{at:%Y%m%dT%H%M%SZ}.jsonl"))
+
+
+def completion(
+    shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(help="The shell.")],
+) -> None:
+    """Print the script that completes commands in a shell.
+
+    In ~/.bashrc: eval "$(tuner completion bash)". `tuner --install-completion` writes it there.
+    """
+    from typer.completion import get_completion_script  # type: ignore[attr-defined]
+
+    typer.echo(get_completion_script(prog_name="tuner", complete_var="_TUNER_COMPLETE", shell=shell))
 
 
 database_app = typer.Typer(help="Upgrade, back up, restore or copy the history.", no_args_is_help=True)

@@ -151,6 +151,13 @@ def claim(
     return firing
 
 
+def begin_now(store: Store, schedule: Schedule, now: datetime) -> Firing | Happening:
+    """A Firing whose window begins now, whether something is due or not; a Happening when it is refused."""
+    firing = Firing(schedule=schedule, terms=terms(schedule.spec), window=window(schedule, now))
+    refused = _refusal(store, firing, now, None)
+    return firing if refused is None else _happened(firing, *refused, now)
+
+
 BEGUN = ""
 """Stands in place of the run's id while a due time is claimed and its run has not begun yet."""
 
