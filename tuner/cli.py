@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 from tuner import SERVICE_VERSION, __version__, masking
 from tuner.commands.examples import EXAMPLES, EXIT_CODES
 
+# Group → command → `module:name` in `tuner.commands`: a function, or a Typer with more commands.
 GROUPS: dict[str, dict[str, str]] = {
     "Start": {
         "demo": "tune:demo", "lint": "lint:lint", "init": "init:init", "doctor": "upkeep:doctor",
@@ -31,7 +32,6 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "Upkeep": {"gc": "upkeep:gc", "db": "upkeep:database_app", "completion": "upkeep:completion"},
 }  # fmt: skip
-"""Group → command → `module:name` in `tuner.commands`: a function, or a Typer with more commands."""
 PLACES = {name: place for names in GROUPS.values() for name, place in names.items()}
 
 

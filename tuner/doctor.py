@@ -26,6 +26,7 @@ SHARED_GIB = 1.0
 SHARED = Path("/dev/shm")
 HOLDS = "stop the process that holds the memory, or hide that GPU with CUDA_VISIBLE_DEVICES"
 
+# Exit codes of `tuner doctor` by the first check with an error; 0 without an error.
 EXIT_CODES: Mapping[str, int] = MappingProxyType(
     {
         "python": 10,
@@ -42,7 +43,6 @@ EXIT_CODES: Mapping[str, int] = MappingProxyType(
         "flags": 21,
     }
 )
-"""Exit codes of `tuner doctor` by the first check with an error; 0 without an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

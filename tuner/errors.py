@@ -7,8 +7,8 @@ from difflib import get_close_matches
 from tuner import masking
 from tuner.records import Violation
 
+# Exit code of a run that was stopped by a signal and can be resumed.
 INTERRUPTED = 8
-"""Exit code of a run that was stopped by a signal and can be resumed."""
 
 
 class TunerError(Exception):

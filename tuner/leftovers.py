@@ -22,8 +22,9 @@ TRACKER_GRACE_S = 5.0
 LOG_LIMIT = 16 << 20
 LOG_KEPT = 200_000
 LINE_LIMIT = 65_536
+
+# A younger folder may belong to a launch that is just starting.
 SCRATCH_S = 3600.0
-"""A younger folder may belong to a launch that is just starting."""
 
 
 def tags() -> dict[str, list[psutil.Process]]:

@@ -12,19 +12,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+# The text that replaces a secret.
 MASK = "***"
-"""The text that replaces a secret."""
+
+# The permissions of group and others, and the mask of new files.
 OTHERS = 0o077
-"""The permissions of group and others, and the mask of new files."""
+
+# The folders of a home that hold traffic, secrets of engines, or what was found.
 FOLDERS = ("logs", "traces", "captures", "uploads", "trials", "nodes", "studies", "controllers", "work")
-"""The folders of a home that hold traffic, secrets of engines, or what was found."""
 _users_mask: int | None = None
 _ALWAYS = re.compile(
     r"(?:^|-)(?:[a-z]*(?:password|passwd|passphrase|secret|credential)s?|pass|authorization|cookie|jwt"
     r"|(?:api|access|secret|private|signing|license|auth|bearer|hf|hub|session)-?(?:key|token)s?)(?:-|$)"
 )
+
+# Such names may also have a value that is no secret: a number or a switch (`MAX_TOKENS=8`).
 _OFTEN = re.compile(r"(?:^|-)(?:tokens?|keys?|pwd|sas)(?:-|$)")
-"""Such names may also have a value that is no secret: a number or a switch (`MAX_TOKENS=8`)."""
 _NOT_NAMES = frozenset(("pwd", "oldpwd"))
 _HARMLESS = re.compile(r"-?[\d.]*[kmg]?|true|false|yes|no|on|off|none|null|auto", re.IGNORECASE)
 _PATHS = ("-file", "-path", "-dir")
@@ -34,13 +37,14 @@ _QUERY = (
     r"pass(?:word|wd)?|pwd|sslpassword|(?:access_|auth_)?token|api_?key|key|sig|signature|(?:client_)?secret"
     r"|x-amz-(?:signature|credential|security-token)"
 )
+
+# Hugging Face, OpenAI and Stripe, GitHub, GitLab, AWS, Slack, Google, NVIDIA, npm, PyPI, Docker, our own.
 _TOKENS = (
     r"(?:hf|api_org)_[A-Za-z0-9]{16,}|(?:sk|pk|rk)[-_][\w-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}"
     r"|github_pat_\w{20,}|glpat-[\w-]{16,}|(?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{16}|xox[a-z]-[\w-]{10,}"
     r"|AIza[\w-]{30,}|nvapi-[\w-]{20,}|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{30,}|dckr_pat_[\w-]{20,}"
     r"|tuner_[0-9a-f]{12}_[\w-]{20,}"
 )
-"""Hugging Face, OpenAI and Stripe, GitHub, GitLab, AWS, Slack, Google, NVIDIA, npm, PyPI, Docker, our own."""
 _SHAPES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(shape, re.IGNORECASE if instead else re.DOTALL), instead + MASK + after)
     for shape, instead, after in (

@@ -11,8 +11,9 @@ from typing import Literal
 from tuner.records import Outcome, Slo
 
 Direction = Literal["minimize", "maximize"]
+
+# A key of the study file without which a number has no value: the price, or a limit per request.
 Need = Literal["price_per_gpu_hour", "slo"]
-"""A key of the study file without which a number has no value: the price, or a limit per request."""
 
 LATENCIES = ("ttft", "tpot", "itl", "e2e")
 STATISTICS = ("mean", "p50", "p90", "p95", "p99")
@@ -47,13 +48,15 @@ class Measure:
 
 
 LATENCIES_OF_REQUESTS = ("ttft", "tpot", "e2e")
+
+# What is measured of each class of requests too, under names such as `interactive.ttft_p95_ms`.
 OF_A_CLASS = frozenset(
     {f"{kind}_{stat}_ms" for kind in LATENCIES_OF_REQUESTS for stat in STATISTICS}
     | {"goodput_rps", "slo_attainment", "request_rps", "output_tokens_per_s", "requests", "failed"}
 )
-"""What is measured of each class of requests too, under names such as `interactive.ttft_p95_ms`."""
+
+# Names of classes of requests (`Trace.classes`).
 CLASS = re.compile(r"interactive|bulk|adapter\d+|tenant\d+")
-"""Names of classes of requests (`Trace.classes`)."""
 
 
 class _Entries(dict[str, Measure]):
@@ -72,11 +75,11 @@ class _Entries(dict[str, Measure]):
         return replace(whole, name=name, words=words, latency=None, compute=None, per_request=None)
 
 
+# All entries by name. Read it when needed, do not copy it: entries may be added later.
 MEASURES = _Entries()
-"""All entries by name. Read it when needed, do not copy it: entries may be added later."""
 
+# The names of all entries; those of classes of requests are in it, too many to be listed.
 NAMES: Collection[str] = MEASURES
-"""The names of all entries; those of classes of requests are in it, too many to be listed."""
 
 
 def register(entry: Measure) -> Measure:
@@ -87,6 +90,7 @@ def register(entry: Measure) -> Measure:
     return entry
 
 
+# The unit by the ending of a name, for names without an entry.
 UNITS = {
     "_ms": "ms",
     "_rps": "requests/s",
@@ -95,7 +99,6 @@ UNITS = {
     "_j_per_token": "J/token",
     "_seconds": "s",
 }
-"""The unit by the ending of a name, for names without an entry."""
 
 
 def measure_of(name: str) -> Measure:

@@ -18,21 +18,22 @@ from tuner.records import Outcome, Slo
 
 Floats = NDArray[np.float64]
 
+# `Outcome.error` of a request that its own client cancelled, as in the trace.
 CANCELLED = "cancelled by the client, as recorded"
-"""`Outcome.error` of a request that its own client cancelled, as in the trace."""
+
+# `Outcome.error` of a request that had not ended when its replay did.
 CUT = "cut at the end of the tail"
-"""`Outcome.error` of a request that had not ended when its replay did."""
 
+# A p99 of fewer requests depends on less than ten of them; it is left out unless it is asked for by name.
 P99_NEEDS = 1000
-"""A p99 of fewer requests depends on less than ten of them; it is left out unless it is asked for by name."""
 
 
+# The engine's numbers that become one for all slices by the length of their windows.
 WEIGHTED = (
     *("kv_usage_mean", "queue_depth_mean", "batch_tokens_mean", "batch_tokens_p50", "batch_tokens_p95"),
     *("batch_requests_p50", "batch_requests_p95", "step_ms_p50", "step_ms_p95", "kv_fragmentation"),
     *("blocks_allocated_per_s", "blocks_evicted_per_s", "offload_gib_per_s"),
 )
-"""The engine's numbers that become one for all slices by the length of their windows."""
 
 
 def counted(outcomes: Iterable[Outcome]) -> list[Outcome]:
@@ -62,10 +63,10 @@ def tpot_ms(outcome: Outcome) -> float:
     return (outcome.last_token_s - outcome.first_token_s) / later * 1000 if later else math.nan
 
 
+# The latencies of a request, in milliseconds: one value per request each.
 LATENCY_MS: Mapping[str, Callable[[Outcome], float]] = MappingProxyType(
     {"ttft": ttft_ms, "tpot": tpot_ms, "e2e": e2e_ms}
 )
-"""The latencies of a request, in milliseconds: one value per request each."""
 
 
 def itl_ms(outcomes: Sequence[Outcome]) -> tuple[Floats, Floats]:

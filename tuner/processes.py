@@ -44,8 +44,9 @@ from tuner.masking import users_mask
 
 _KEEP_ENVIRON = {"SPT_NOENV": "1"}  # or setproctitle writes over the tag
 _PR_SET_CHILD_SUBREAPER = 36
+
+# How long a stop command may take.
 STOP_S = 60.0
-"""How long a stop command may take."""
 _started: set[int] = set()
 Detached = subprocess.Popen[bytes]
 

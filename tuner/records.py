@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from pydantic_core import CoreSchema
 
+# A knob's value. Lists and objects are written as canonical JSON strings.
 Value = bool | int | float | str | None
-"""A knob's value. Lists and objects are written as canonical JSON strings."""
 
 JSON = dict[str, "JSON"] | list["JSON"] | str | int | float | bool | None
 
@@ -117,14 +117,17 @@ class _Form:
 
 
 Knobs = Annotated[Candidate, _Form(Candidate, dict)]
+
+# A JSON object whose values are taken as they are.
 JsonObject = Annotated[Mapping[str, JSON], _Form(dict, dict)]
-"""A JSON object whose values are taken as they are."""
+
+# A name with +inf (null in JSON) was measured; a name that is absent was not.
 MeasuredValues = Annotated[Mapping[str, float], _Form(unpack_values, pack_values)]
-"""A name with +inf (null in JSON) was measured; a name that is absent was not."""
+
+# None is a value here, so +inf is written as the string "inf" in JSON.
 OptionalNumber = Annotated[
     float | None, _Form(lambda value: value if value is None else float(value), _pack_optional)
 ]
-"""None is a value here, so +inf is written as the string "inf" in JSON."""
 
 
 class TrialState(StrEnum):

@@ -10,8 +10,8 @@ def _home() -> Path:
     return Path.home() / ".local" / "share" / "tuner"
 
 
+# Allowed names of studies, workloads, nodes, slices, spaces, traces, aliases, schedules and tokens.
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
-"""Allowed names of studies, workloads, nodes, slices, spaces, traces, aliases, schedules and tokens."""
 
 
 class Settings(BaseSettings):

@@ -13,12 +13,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tuner.errors import BadInput, nearest
 
+# Values that a text may hold; what an alias repeats counts each time. A file of people is far smaller.
 MOST = 100_000
-"""Values that a text may hold; what an alias repeats counts each time. A file of people is far smaller."""
 Key = tuple[object, ...]
 M = TypeVar("M", bound=BaseModel)
+
+# What pydantic calls an unknown key: a word, or something else such as a number.
 _UNKNOWN_KEY = ("extra_forbidden", "invalid_key")
-"""What pydantic calls an unknown key: a word, or something else such as a number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,13 +17,16 @@ from tuner.adapters import adapter_of
 CEILING_S = 3600.0
 FLOOR_S = 60.0
 UNKNOWN_S = 900.0
+
+# So many launches are needed before their median predicts the next one.
 ENOUGH = 3
-"""So many launches are needed before their median predicts the next one."""
+
+# Keys of a launch's timeline: by which share the KV cache of its discarded first boot differed, and after how
+# many seconds that boot was ready.
 FIRST_DRIFT, FIRST_S = "first_kv_drift", "first_ready_s"
-"""Keys of a launch's timeline: by which share the KV cache of its discarded first boot differed, and after
-how many seconds that boot was ready."""
+
+# The first argument that the tuner itself adds to make limits changeable.
 LIMITS_CLASS = "--scheduler-cls"
-"""The first argument that the tuner itself adds to make limits changeable."""
 CACHE_MARK = ".tuner-compile-cache"
 _COMPILED = re.compile(r"Compiling a graph for|torch\.compile takes")
 _LOADED = re.compile(r"Directly load (?:the|AOT)")

@@ -12,10 +12,11 @@ from tuner.adapters import adapter_of
 from tuner.engine.metrics import EngineMetrics, number
 from tuner.records import JSON, Candidate, LaunchSpec, ReadBack, Value
 
+# Names of number formats that vLLM takes for the formats that it then reports.
 _SPELLED = MappingProxyType({"half": "float16", "float": "float32"})
-"""Names of number formats that vLLM takes for the formats that it then reports."""
+
+# Reported beside the knobs: the size of the KV cache, which differs from launch to launch.
 _KV_TOKENS = "kv_cache_size_tokens"
-"""Reported beside the knobs: the size of the KV cache, which differs from launch to launch."""
 
 
 def read(spec: LaunchSpec, metrics: EngineMetrics, info: JSON, log: str) -> dict[str, Value]:

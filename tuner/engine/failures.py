@@ -43,6 +43,7 @@ _MEMORY = (
 )  # fmt: skip
 
 
+# Faults of model, weights, driver and build: they are looked for first, and only in the root cause.
 STUDY_KINDS: dict[str, FailureKind] = {
     "model_missing": FailureKind(
         outcome="study",
@@ -131,7 +132,6 @@ STUDY_KINDS: dict[str, FailureKind] = {
         by_candidate=True,
     ),
 }  # fmt: skip
-"""Faults of model, weights, driver and build: they are looked for first, and only in the root cause."""
 
 KINDS: dict[str, FailureKind] = {
     **STUDY_KINDS,
@@ -272,17 +272,17 @@ KINDS: dict[str, FailureKind] = {
     "kv_drift": FailureKind(outcome="aborted", retries=1, sentence="a first boot got less KV cache"),
 }
 
+# The flags that one knob covers, where there are several.
 FLAGS_OF = {"preemption": ("preemption-mode", "swap-space", "kv-offloading-size", "kv-offloading-backend")}
-"""The flags that one knob covers, where there are several."""
 
+# A card with so much of its memory free is unused: driver and context take the rest.
 FREE_SHARE = 0.95
-"""A card with so much of its memory free is unused: driver and context take the rest."""
 
+# Exit codes of a shell or a container runtime that could not start the program.
 NEVER_RAN = frozenset({125, 126, 127})
-"""Exit codes of a shell or a container runtime that could not start the program."""
 
+# Causes after which the node is quarantined once the retries are used up; a hard fault at once.
 NODE_FAULTS = frozenset({"hard_fault", "gpu_dirty", "nccl"})
-"""Causes after which the node is quarantined once the retries are used up; a hard fault at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,9 @@ T = TypeVar("T")
 SLACK_BYTES = 256 << 20
 SAMPLES = 3
 VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
+
+# NVML clock event reasons that falsify a measurement: hardware slow-down, thermal (both kinds), brake.
 THROTTLING = 0x8 | 0x20 | 0x40 | 0x80
-"""NVML clock event reasons that falsify a measurement: hardware slow-down, thermal (both kinds), brake."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,9 @@ from tuner.adapters import adapter_of
 from tuner.records import Value
 
 Fold = Callable[[Iterable[float]], float]
+
+# By which share more tokens may be looked up than came in: the ends of a window cut requests.
 EDGE = 0.02
-"""By which share more tokens may be looked up than came in: the ends of a window cut requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,8 @@ class Series:
 
 _SUM, _MOST, _COUNTER = Series(), Series(fold=max), Series(counter=True)
 _TIMES = ("ttft", "itl", "tpot", "e2e", "queue", "prefill", "decode")
+
+# Our names. An engine's own names for them are in its adapter; docs/engine.md has vLLM's as a table.
 SERIES: Mapping[str, Series] = MappingProxyType(
     dict.fromkeys(("running", "waiting", "swapped"), _SUM)
     | dict.fromkeys(("kv_usage", "prefix_hit_rate_gauge"), _MOST)
@@ -45,7 +48,6 @@ SERIES: Mapping[str, Series] = MappingProxyType(
         _COUNTER,
     )
 )  # fmt: skip
-"""Our names. An engine's own names for them are in its adapter; docs/engine.md has vLLM's as a table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

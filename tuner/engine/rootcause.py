@@ -4,12 +4,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+# At most so many characters of a line are kept.
 MOST = 500
-"""At most so many characters of a line are kept."""
+
+# Lines after an exception's first one that may belong to its message.
 FOLLOWING = 12
-"""Lines after an exception's first one that may belong to its message."""
+
+# A message whose first line is shorter than this is shown with its next line.
 SHORT = 60
-"""A message whose first line is shorter than this is shown with its next line."""
 
 _LINE = re.compile(
     r"^(?:[\w.-]+\s+\|\s)?(?:\d{4}-\d\d-\d\d[T ][\d:.,]+(?:Z|[+-]\d\d:?\d\d)?\s+)?"

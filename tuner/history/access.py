@@ -17,8 +17,9 @@ from tuner.history.tables import answers, audit, tokens
 from tuner.records import JSON
 
 PREFIX = "tuner"
+
+# A token's last use is written at most so often: reads of the API stay reads of the database.
 USE_RESOLUTION = timedelta(minutes=1)
-"""A token's last use is written at most so often: reads of the API stay reads of the database."""
 
 
 def _hash(secret: str) -> str:

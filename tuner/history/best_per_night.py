@@ -14,8 +14,9 @@ from tuner.measures import direction_of
 from tuner.records import Candidate
 
 NOON = timedelta(hours=12)
+
+# How many nights a trend looks back at most.
 TREND = 92
-"""How many nights a trend looks back at most."""
 Kind = Literal["knob", "engine", "traffic", "gpu", "argument", "environment"]
 Compared = Literal["first", "better", "worse", "same", "not comparable"]
 

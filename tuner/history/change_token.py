@@ -8,10 +8,9 @@ from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import PoolProxiedConnection
 
+# A change is seen on a server within this time. Where the database cannot be asked, every interval counts as
+# a change.
 STEP_S = 0.2
-"""A change is seen on a server within this time. Where the database cannot be asked, every interval counts as
-a change.
-"""
 
 
 def _clock() -> int:

@@ -21,10 +21,11 @@ from tuner.settings import shipped
 if TYPE_CHECKING:
     from alembic.config import Config
 
+# Key of the PostgreSQL advisory lock that one upgrade at a time holds: the ASCII codes of "tuner".
 LOCK = 0x7475_6E65_72
-"""Key of the PostgreSQL advisory lock that one upgrade at a time holds: the ASCII codes of "tuner"."""
+
+# Rows that a copy holds in memory: trials with their measurements are a few kB each.
 BATCH = 1000
-"""Rows that a copy holds in memory: trials with their measurements are a few kB each."""
 Progress = Callable[[str, int], None]
 
 

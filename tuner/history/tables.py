@@ -27,8 +27,8 @@ from sqlalchemy.types import TypeDecorator
 
 from tuner.records import JSON, canonical_json
 
+# Every revision of `migrations/`, oldest first; the last one is what this release reads and writes.
 REVISIONS = ("0001", "0002")
-"""Every revision of `migrations/`, oldest first; the last one is what this release reads and writes."""
 VERSION_TABLE = "tuner_alembic_version"
 
 

@@ -15,11 +15,12 @@ from tuner.history.studies import find_run
 from tuner.history.tables import launches, measurements, profiles, run_bests, runs, studies, trials
 from tuner.records import Candidate, Launch, Measurement, RunState, Trial, TrialState
 
+# Ids in one statement: SQLite before 3.32 takes 999 values.
 CHUNK = 500
-"""Ids in one statement: SQLite before 3.32 takes 999 values."""
 LeftoverKind = Literal["trial", "launch"]
+
+# (state, cause or "") → trials.
 Counts = Mapping[tuple[str, str], int]
-"""(state, cause or "") → trials."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

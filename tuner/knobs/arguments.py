@@ -14,8 +14,9 @@ from tuner.knobs.versions import OLDEST, matches, negation, parse, table
 from tuner.records import EngineFacts, Value, canonical_json
 
 OFFLOAD_PLATFORMS = ("cuda", "rocm", "xpu")
+
+# Versions that read a knob from the environment (VLLM_ATTENTION_BACKEND).
 _ENV_UNTIL = "<0.16"
-"""Versions that read a knob from the environment (VLLM_ATTENTION_BACKEND)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,9 +45,12 @@ ALIASES = {
     "--device-memory-utilization": "--gpu-memory-utilization",
     "--kv-cache-memory": "--kv-cache-memory-bytes",
 }
+
+# Flags that the tuner sets for every launch, or that do not belong into a study.
 OURS = re.compile(r"--(model|host|port|uds|served-model-name|api-key|ssl-.+|root-path|config)")
-"""Flags that the tuner sets for every launch, or that do not belong into a study."""
 _SUFFIX = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+
+# Flags that vLLM has removed, and their successors.
 GONE = {
     "--swap-space": "V1 recomputes what it preempts; --kv-offloading-size keeps KV blocks in host memory",
     "--preemption-mode": "requests are always recomputed",
@@ -71,7 +74,6 @@ GONE = {
     "--override-pooler-config": "--pooler-config",
     "--calculate-kv-scales": "scales come with the checkpoint",
 }
-"""Flags that vLLM has removed, and their successors."""
 
 Argument = Value | list[Value]
 

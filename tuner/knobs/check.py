@@ -15,8 +15,8 @@ from tuner.knobs.model import ModelFacts
 from tuner.knobs.space import SearchSpace
 from tuner.records import EngineFacts, Value
 
+# Enough for a share that is right to about 1 %, drawn in a moment.
 _SAMPLES = 2000
-"""Enough for a share that is right to about 1 %, drawn in a moment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

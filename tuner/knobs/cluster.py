@@ -16,6 +16,7 @@ from tuner.knobs.configfile import argv_of_mapping, at, environment, walk
 from tuner.knobs.engine_starts import FoundEngine, is_vllm
 from tuner.records import canonical_json
 
+# Arguments of KServe's Hugging Face server that are not vLLM's.
 _SERVER = (
     "model-name",
     "model-id",
@@ -26,7 +27,6 @@ _SERVER = (
     "enable-docs-url",
     "workers",
 )
-"""Arguments of KServe's Hugging Face server that are not vLLM's."""
 
 
 def engines_of(document: Mapping[str, Any], where: str) -> Iterator[FoundEngine]:
@@ -228,6 +228,7 @@ def _scripts(document: Mapping[str, Any], where: str) -> Iterator[FoundEngine]:
                 yield replace(found, name=".".join(path), notes=(*command.notes, *found.notes))
 
 
+# Keys of production-stack's `vllmConfig` that its Deployment writes as flags; it ignores all others.
 STACK = {
     "enableChunkedPrefill": "enable-chunked-prefill",
     "enablePrefixCaching": "enable-prefix-caching",
@@ -240,7 +241,6 @@ STACK = {
     "runner": "runner",
     "convert": "convert",
 }
-"""Keys of production-stack's `vllmConfig` that its Deployment writes as flags; it ignores all others."""
 _RAY = {**STACK, "pipelineParallelSize": "pipeline-parallel-size"}
 _OWN = ("v0", "v1", "extraArgs", "prometheusMultiprocDir")
 

@@ -22,6 +22,8 @@ _PROGRAM = re.compile(r"(?:^|/)vllm$|vllm\.entrypoints\.cli\.main$")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _PS = re.compile(r"^\S+\s+\d+\s+[\d.]+\s+[\d.]+\s+\d+\s+\d+\s|^\s*\d+\s+\S+\s+[\d:-]+\s+/")
 _RUNTIMES = ("docker", "podman", "nerdctl")
+
+# Options of `docker run` that take no value; every other option takes one.
 _SWITCHES = frozenset(
     re.split(
         r"\s+",
@@ -30,7 +32,6 @@ _SWITCHES = frozenset(
         " no-hostname tls-verify passwd help",
     )
 )
-"""Options of `docker run` that take no value; every other option takes one."""
 _OPTIONS_READ = ("e", "env", "entrypoint", "name", "env-file", "rm", "d", "detach", "it", "i", "t")
 _IMAGE = re.compile(
     r"vllm|(?:^|/)llm-d(?:-(?:cuda|cpu|xpu|rocm|hpu|aws|gke|dev|gb200)\b[\w-]*)?(?=[:@]|$)", re.IGNORECASE

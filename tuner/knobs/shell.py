@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 
 from tuner.errors import BadInput
 
+# Marks, before and after its name, a variable whose value is not known here.
 UNKNOWN = "\ue000"
-"""Marks, before and after its name, a variable whose value is not known here."""
+
+# Stands for a dollar sign that the shell does not expand.
 DOLLAR = "\ue001"
-"""Stands for a dollar sign that the shell does not expand."""
 _ARRAY, _BLANK = "\ue002", "\ue003"
 _VARIABLE = re.compile(
     r"\$(?:\{(?P<brace>\w+)(?:\[[@*]\])?(?P<instead>:?[-=][^{}]*|[^{}]*)?\}|\((?P<kube>\w+)\)|(?P<plain>\w+|[@*#?]))"
@@ -24,8 +25,9 @@ _REDIRECTION = re.compile(r"\d?[<>].*|&>>?")
 _OPENS = frozenset(("if", "for", "while", "until", "case", "select"))
 _CLOSES = frozenset(("fi", "done", "esac"))
 _LEADS = frozenset(("then", "do", "else", "elif", "{", "}", "!", "time", *_OPENS, *_CLOSES))
+
+# Finds a start of vLLM in a text.
 START = re.compile(r"(?<![\w-])vllm[\s'\",]+serve\b|vllm[./]entrypoints[./][\w./]*\b|\bapi_server\b")
-"""Finds a start of vLLM in a text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

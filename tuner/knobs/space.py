@@ -23,12 +23,14 @@ from tuner.knobs.versions import matches, specifier
 from tuner.records import Candidate, EngineFacts, Value, canonical_json, digest_of
 from tuner.settings import NAME, shipped
 
+# Parent knob → values with which the child is turned. None: the parent has the engine's default.
 Condition = Mapping[str, tuple[Value, ...]]
-"""Parent knob → values with which the child is turned. None: the parent has the engine's default."""
+
+# In a space file this means "the engine's own default".
 DEFAULT = "default"
-"""In a space file this means "the engine's own default"."""
+
+# No search can use more levels of one knob: more of them are a mistake in `step`.
 _MOST_LEVELS = 4096
-"""No search can use more levels of one knob: more of them are a mistake in `step`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,11 +12,11 @@ from packaging.version import InvalidVersion, Version
 from tuner.errors import BadInput
 from tuner.settings import shipped
 
+# Older engines are refused; the data knows them only to explain what they lack.
 OLDEST = Version("0.10")
-"""Older engines are refused; the data knows them only to explain what they lack."""
 
+# The first and the last release with a flag; None: the newest release in the data has it.
 Interval = tuple[str, str | None]
-"""The first and the last release with a flag; None: the newest release in the data has it."""
 
 
 @dataclass(frozen=True, kw_only=True)

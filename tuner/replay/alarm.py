@@ -13,11 +13,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from time import perf_counter_ns
 
-MONOTONIC, ABSOLUTE = 1, 1
+MONOTONIC, ABSOLUTE = 1, 1  # timerfd's numbers
 NEVER = 1 << 62
+
+# Calls in a row before the loop looks at its sockets.
 AT_ONCE = 16
-"""Calls in a row before the loop looks at its sockets."""
-EARLY_S = 0.001
+EARLY_S = 0.001  # how late an event loop's own timers may be
 
 
 class _Timer(ctypes.Structure):

@@ -10,8 +10,9 @@ from pathlib import Path
 
 PRESSURE = Path("/proc/pressure/cpu")
 STAT = Path("/proc/stat")
+
+# The number of the system call sched_setattr.
 SET_ATTRIBUTES = {"x86_64": 314, "aarch64": 274}
-"""The number of the system call sched_setattr."""
 
 
 def split(available: Sequence[int], senders: int = 1) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -30,13 +30,15 @@ from tuner.replay.schedule import KINDS, SendSchedule
 from tuner.replay.worker import AHEAD_BYTES
 from tuner.traffic.trace import Trace
 
+# Before the clock starts at least this much of the schedule is built, and as much as can be built in this
+# time, unless one sender holds AHEAD_BYTES earlier: bodies built later take CPU time from the measurement.
 AHEAD_S, BUILD_S = 15.0, 5.0
-"""Before the clock starts at least this much of the schedule is built, and as much as can be built in this
-time, unless one sender holds AHEAD_BYTES earlier: bodies built later take CPU time from the measurement.
-"""
+
+# Jobs, or bytes of them, that are built before the links are drained.
 BATCH, BATCH_BYTES = 64, 1 << 20
+
+# Once the clock runs, so much of the schedule is built at a time.
 PACE_S = 0.01
-"""Once the clock runs, so much of the schedule is built at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

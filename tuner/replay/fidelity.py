@@ -19,6 +19,7 @@ from tuner.traffic.statistics import dispersion
 from tuner.traffic.structure import predicted_hits
 from tuner.traffic.trace import Trace
 
+# A warning, no gate: a server that accepts connections slowly adds that to TTFT, as for its other clients.
 SLOW_ACCEPT_MS = 50.0
 
 

@@ -12,7 +12,7 @@ from tuner.replay.prepare import EngineHandle
 from tuner.replay.sse import status_and_body
 from tuner.replay.wire import HttpExchange, Pool, get
 
-PATIENCE_S = 5.0
+PATIENCE_S = 5.0  # a scrape that takes longer is left out
 
 
 class Observer:

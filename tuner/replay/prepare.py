@@ -21,6 +21,7 @@ from tuner.replay.wire import Pool
 from tuner.traffic.trace import Trace
 
 REFUSED = "refused"
+# vLLM refuses while blocks are in use: it gets two seconds to free them.
 RESET_TRIES, RESET_PAUSE_S = 10, 0.2
 
 

@@ -10,10 +10,11 @@ from tuner.records import Slice
 from tuner.traffic import slices
 from tuner.traffic.trace import STATUSES, Trace
 
+# Requests of one slice with what goes before and after it; more is a slip of the pen.
 MOST = 1_000_000
-"""Requests of one slice with what goes before and after it; more is a slip of the pen."""
+
+# Prompt kinds of a schedule's rows (`bodies.Bodies`), by the sign of their filler.
 KINDS = {0: "", -1: "filler before", 1: "filler after"}
-"""Prompt kinds of a schedule's rows (`bodies.Bodies`), by the sign of their filler."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -18,10 +18,11 @@ from tuner.replay.alarm import Alarm
 from tuner.replay.jobs import Ended, Job, Sent, late, never_sent, sent_of
 from tuner.replay.wire import HttpExchange, Pool, post
 
+# How long before its time a request is made ready, and how much of the schedule at once.
 EARLY_S, TOGETHER_S = 0.25, 0.05
-"""How long before its time a request is made ready, and how much of the schedule at once."""
+
+# Requests made ready before the loop looks at its sockets.
 AT_ONCE = 16
-"""Requests made ready before the loop looks at its sockets."""
 
 
 class Sender:

@@ -18,7 +18,7 @@ from tuner.replay.feeder import Source, Stretch
 from tuner.replay.jobs import Sent, frame, read_frame
 from tuner.replay.worker import LENGTH, TOLD
 
-START_S = 60.0
+START_S = 60.0  # generous, since a loaded host starts processes slowly
 
 
 class Senders:

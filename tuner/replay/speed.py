@@ -7,8 +7,8 @@ from tuner.metrics import counted, is_good
 from tuner.records import Slo
 from tuner.replay.timeline import Judge, Partial
 
+# The largest relative distance between the reported speed and the next one that failed.
 TOLERANCE = 0.05
-"""The largest relative distance between the reported speed and the next one that failed."""
 MET, LOST = "the SLO is met whatever comes", "the SLO cannot be met any more"
 
 

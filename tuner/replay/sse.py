@@ -14,8 +14,9 @@ COMPLETION = b'"completion_tokens":'
 CHOICES = b'"choices":'
 NONE = re.compile(rb"\s*\[\s*\]")
 DIGITS = re.compile(rb"\s*(\d+)")
+
+# Events parsed between two pauses of `reader`.
 SLICE = 16
-"""Events parsed between two pauses of `reader`."""
 
 
 @dataclass(slots=True)

@@ -55,14 +55,16 @@ __all__ = [
     "replay",
 ]
 
+# Seconds between attempts to get the lock while another replay holds it.
 LOCK_S = 0.1
-"""Seconds between attempts to get the lock while another replay holds it."""
-LEAD_S = 0.05
-WATCH_S = 0.25
+LEAD_S = 0.05  # before the first request is due, so that every sender knows the clock's zero
+WATCH_S = 0.25  # seconds between two questions to the judge
+
+# Between two looks at the engine's health.
 LOOK_S = 2.0
-"""Between two looks at the engine's health."""
+
+# Connections opened ahead of a window at most: a server under load is slow to accept new ones.
 CONNECTIONS = 8192
-"""Connections opened ahead of a window at most: a server under load is slow to accept new ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

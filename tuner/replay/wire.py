@@ -15,9 +15,12 @@ from time import perf_counter_ns, time_ns
 from tuner.replay.alarm import Alarm
 
 OPEN_S = 10.0
-READ, SAID = 1 << 14, 64
-SO_TIMESTAMPNS = 35
+READ, SAID = 1 << 14, 64  # bytes of a read, and of the kernel's stamp beside it
+SO_TIMESTAMPNS = 35  # Linux's number; the socket module has no name for it
 TIMESPEC = struct.Struct("qq")
+
+# A stamp of the kernel that lies further off is not used, and two clocks that are read further apart are read
+# again.
 FAR_NS, TOGETHER_NS = 10_000_000_000, 20_000
 
 

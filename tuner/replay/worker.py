@@ -28,11 +28,13 @@ from tuner.replay.sender import Sender
 from tuner.replay.wire import Pool
 
 LENGTH = struct.Struct("<I")
+
+# (the perf_counter_ns before which all results were reported, whether tokens came since the last report).
 TOLD = struct.Struct("<q?")
-"""(the perf_counter_ns before which all results were reported, whether tokens came since the last report)."""
-FLUSH_S = 0.05
+FLUSH_S = 0.05  # how often results are reported: the judge asks five times as rarely
+
+# The most bytes of bodies that one sender holds; before the clock starts there is no limit.
 AHEAD_BYTES = 64 << 20
-"""The most bytes of bodies that one sender holds; before the clock starts there is no limit."""
 
 
 class Queue:

@@ -38,7 +38,7 @@ STARTUP = 6
 # times.
 GRID = 33
 
-EPOCH = datetime(2000, 1, 1)
+EPOCH = datetime(2000, 1, 1)  # Optuna wants a time; any fixed one keeps a proposal reproducible
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 

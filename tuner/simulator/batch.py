@@ -14,12 +14,14 @@ from tuner.leftovers import scratch_prefix
 from tuner.records import Candidate, Prediction
 from tuner.simulator.predict import Predictor, Scene
 
+# The fewest candidates per process: a process takes about as long to start as so many predictions.
 SHARE = 8
-"""The fewest candidates per process: a process takes about as long to start as so many predictions."""
+
+# Processes at most, so that a large host keeps cores for others; chosen, not measured.
 MOST = 8
-"""Processes at most, so that a large host keeps cores for others; chosen, not measured."""
+
+# A share that takes longer is predicted in this process; usually it takes seconds.
 TIMEOUT_S = 300.0
-"""A share that takes longer is predicted in this process; usually it takes seconds."""
 
 
 class Batch:

@@ -18,6 +18,7 @@ from tuner.simulator.cost import Coefficients, preset
 from tuner.simulator.options import StartRefused
 from tuner.simulator.predict import Predictor, Scene, options_of
 
+# Wide limits of every coefficient, so that a fit cannot leave what a device or a host could do.
 BOUNDS: Mapping[str, tuple[float, float]] = {
     "compute": (0.02, 1.0),
     "memory": (0.05, 1.0),
@@ -28,7 +29,8 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "layer_s": (1e-6, 0.01),
     "sync_s": (1e-8, 0.02),
 }
-"""Wide limits of every coefficient, so that a fit cannot leave what a device or a host could do."""
+
+# How far a preset may be off: one standard deviation of the logarithm.
 PRIORS: Mapping[str, float] = {
     "compute": 0.25,
     "memory": 0.15,
@@ -39,16 +41,15 @@ PRIORS: Mapping[str, float] = {
     "layer_s": 0.03,
     "sync_s": 0.3,
 }
-"""How far a preset may be off: one standard deviation of the logarithm."""
+
+# The priors of a CPU's efficiencies are wider by this factor: no datasheet gives a CPU's speed, and on a
+# shared one repeated measurements of a replay differ by 10 to 40 % (docs/results/simulator-cpu.md).
 CPU_UNSURE = 4.0
-"""The priors of a CPU's efficiencies are wider by this factor: no datasheet gives a CPU's speed, and on a
-shared one repeated measurements of a replay differ by 10 to 40 % (docs/results/simulator-cpu.md).
-"""
+
+# The times belong to the engine's own code, which is the same everywhere; the efficiencies may differ widely.
 CPU_PRIORS: Mapping[str, float] = {
     name: width if name.endswith("_s") else CPU_UNSURE * width for name, width in PRIORS.items()
 } | {"step_s": 0.5}
-"""The times belong to the engine's own code, which is the same everywhere; the efficiencies may differ
-widely."""
 
 _STEPS = (0.1, 0.04)  # of the logarithm, for differences: wide, to see past the jumps of discrete steps
 Floats = NDArray[np.float64]

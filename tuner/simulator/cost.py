@@ -50,6 +50,7 @@ class Card:
         )
 
 
+# Figures of the manufacturers: dense 16-bit FLOP/s, bytes per second, memory (docs/simulator.md).
 _CARDS = (
     Card(
         name="h100-80",
@@ -165,6 +166,8 @@ def coefficients_of(kept: object) -> "Coefficients | None":
 
 
 COEFFICIENT_NAMES = tuple(field.name for field in fields(Coefficients))
+
+# Assumed, as the start of a fit: no datasheet gives a CPU's efficiencies (`calibrate.CPU_UNSURE`).
 CPU_COEFFICIENTS = Coefficients(compute=0.35, memory=0.5, attention=0.15, step_s=0.003, seq_s=5e-5)
 
 

@@ -14,8 +14,8 @@ from tuner.simulator.exposition import Counters
 from tuner.simulator.scheduler import Scheduler
 from tuner.simulator.state import EngineRequest, Step
 
+# Takes the number of completion tokens so far and whether these were the last.
 Sink = Callable[[int, bool], None]
-"""Takes the number of completion tokens so far and whether these were the last."""
 
 _KEPT = 20_000  # steps that the report on punctuality covers: some minutes at 100 steps a second
 _SLIP_S = 1.0  # a clock that is later than this skips the delay: catching up would send bursts of tokens

@@ -13,9 +13,11 @@ from tuner.simulator.release import Release, release_of
 from tuner.simulator.state import SchedulerLimits
 
 PROG = "api_server.py"
-LIVE_LIMITS = "live_limits.LiveLimits"
-"""The one `--scheduler-cls` that is known here (see `live`)."""
 
+# The one `--scheduler-cls` that is known here (see `live`).
+LIVE_LIMITS = "live_limits.LiveLimits"
+
+# vLLM's: small letters are powers of ten, capitals powers of two.
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -29,6 +31,7 @@ def _optional_int(text: str) -> int | None:
     return None if text == "None" else human_readable_int(text)
 
 
+# vLLM's flags with a value: (type, default).
 _VALUES: Mapping[str, tuple[type | object, Value]] = {
     "--host": (str, None),
     "--port": (int, 8000),

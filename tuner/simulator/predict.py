@@ -23,11 +23,12 @@ from tuner.simulator.state import EngineRequest, SchedulerLimits
 from tuner.simulator.workload import PreparedSlice, Workload
 from tuner.traffic.trace import Trace
 
+# Relative error that is assumed of the presets' step times (one standard deviation) before a calibration.
 UNCALIBRATED = 0.20
-"""Relative error that is assumed of the presets' step times (one standard deviation) before a calibration."""
+
+# Relative error that remains with a good calibration: about what a repeated measurement differs by
+# (`calibrate` weighs them with the same precision).
 FLOORS: Mapping[str, float] = MappingProxyType({"ttft": 0.08, "tpot": 0.03, "itl": 0.06, "e2e": 0.04})
-"""Relative error that remains with a good calibration: about what a repeated measurement differs by
-(`calibrate` weighs them with the same precision)."""
 
 Floats = NDArray[np.float64]
 

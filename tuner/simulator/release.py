@@ -12,8 +12,9 @@ from tuner.errors import BadInput, nearest
 from tuner.records import Value, canonical_json
 
 VERSION = "0.32.0"
+
+# The environment variable that makes the simulated engine another release: its JSON.
 VARIABLE = "TUNER_SIM_RELEASE"
-"""The environment variable that makes the simulated engine another release: its JSON."""
 
 Flag = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]+$")]
 

@@ -28,8 +28,8 @@ from tuner.simulator.state import EngineRequest, Step
 from tuner.simulator.workload import PreparedSlice, Workload
 from tuner.traffic.trace import Trace
 
+# Virtual seconds between two questions to the judge; it is asked only when outcomes are there.
 LOOK_S = 1.0
-"""Virtual seconds between two questions to the judge; it is asked only when outcomes are there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,10 +6,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
 
-TOKEN_BLOCK = 16
-MOST_BLOCKS_OF_A_PROMPT = 4_000_000
+TOKEN_BLOCK = 16  # vLLM's default block size, so that blocks fit those of the engine
+MOST_BLOCKS_OF_A_PROMPT = 4_000_000  # 64 million tokens: more is a damaged file
+
+# Without a tokenizer, so many bytes count as one token.
 BYTES_PER_TOKEN = 4
-"""Without a tokenizer, so many bytes count as one token."""
 
 
 class Fingerprints:

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from tuner.traffic.trace import Trace
 
+# Fragments that are kept: 48 MiB, counting eight bytes for each token.
 _CACHE_BYTES = 48 << 20
 _BYTES_PER_TOKEN = 8
 

@@ -10,8 +10,8 @@ from tuner.errors import BadInput
 from tuner.records import JSON
 from tuner.traffic.trace import COLUMNS, Trace, build
 
+# Requests of a trace made by copies.
 MOST = 50_000_000
-"""Requests of a trace made by copies."""
 
 
 def scaled(trace: Trace, speed: float) -> Trace:

@@ -11,11 +11,16 @@ from tuner.traffic.statistics import dispersion
 from tuner.traffic.structure import reuse_by_capacity
 from tuner.traffic.trace import STATUSES, Trace
 
+# A rate or length that changed by less has not moved.
 MATERIAL = 0.10
-"""A rate or length that changed by less has not moved."""
+
+# A share of requests or tokens that changed by less (of 1) has not moved.
 MATERIAL_SHARE = 0.05
-"""A share of requests or tokens that changed by less (of 1) has not moved."""
+
+# Chance alone gives 3.3 standard errors once in a thousand comparisons.
 _SIGMAS = 3.3
+
+# The window in which bursts of arrivals are counted; `trace show` prints this one too.
 _WINDOW_S = 10.0
 
 

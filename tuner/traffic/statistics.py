@@ -11,6 +11,8 @@ from tuner.records import JSON
 from tuner.traffic.structure import new_tokens, prefers_live_history, reuse_by_capacity
 from tuner.traffic.trace import STATUSES, Trace
 
+# What `trace show` prints: percentiles, windows for peaks and bursts, and cache sizes in tokens from a small
+# card to several large ones (None: unlimited).
 PERCENTILES = (1, 10, 50, 90, 95, 99, 100)
 WINDOWS_S = (1, 10, 60)
 CAPACITIES = (100_000, 400_000, 1_600_000, 6_400_000, None)

@@ -8,8 +8,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from tuner.traffic.trace import Trace
 
+# So many shared blocks beyond what all requests share make two requests one conversation.
 _BEYOND = 2
-"""So many shared blocks beyond what all requests share make two requests one conversation."""
 
 
 def infer_sessions(trace: Trace) -> Trace:

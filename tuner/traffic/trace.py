@@ -18,6 +18,8 @@ from tuner.errors import BadInput, Unavailable, nearest
 from tuner.records import JSON
 
 STATUSES = ("ok", "error", "cancelled", "timeout")
+
+# Column → dtype and the value that means «unknown».
 COLUMNS: Mapping[str, tuple[str, float]] = {
     "arrival_s": ("<f8", 0.0),
     "input_len": ("<i4", 0),
@@ -37,16 +39,19 @@ COLUMNS: Mapping[str, tuple[str, float]] = {
     "obs_e2e_s": ("<f8", np.nan),
     "obs_cached": ("<i4", -1),
 }
-"""Column → dtype and the value that means «unknown»."""
 
+# Columns that earlier files lack; one that is unknown throughout is not in the digest.
 LATER = frozenset({"beam"})
-"""Columns that earlier files lack; one that is unknown throughout is not in the digest."""
 VERSION = 1
+
+# A larger file is no trace that a replay could send, and would not fit the memory of a small host.
 MOST_ROWS, MOST_VALUES = 20_000_000, 500_000_000
+
+# Adapters, and tenants, that are measured by themselves.
 MOST_CLASSES = 8
-"""Adapters, and tenants, that are measured by themselves."""
+
+# The most bytes of a Parquet file's footer, which lists its columns.
 LARGEST_FOOTER = 16 * 1024**2
-"""The most bytes of a Parquet file's footer, which lists its columns."""
 _METADATA = b"tuner"
 
 

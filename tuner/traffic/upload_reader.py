@@ -18,12 +18,14 @@ from tuner import processes
 from tuner.errors import BadInput, Unavailable
 from tuner.records import JSON
 
+# Limits of the process: a hostile file must not take the host's memory or time.
 MEMORY_BYTES = 1536 * 1024**2
 TIME_S = 120.0
+
+# A larger trace is refused: the service reads what it keeps when a study asks for it.
 MOST_REQUESTS, MOST_BLOCKS = 1_000_000, 16_000_000
-"""A larger trace is refused: the service reads what it keeps when a study asks for it."""
-MOST_NOTES = 64 * 1024
-_REFUSED = 2
+MOST_NOTES = 64 * 1024  # bytes of JSON
+_REFUSED = 2  # exit code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,8 +19,8 @@ from tuner.simulator import release
 from tuner.tuning.study import ComparedArm, Prepared, flag_name, survey
 from tuner.tuning.studyfile import Argument, EngineFile
 
+# The study's baseline, and the engine's own defaults.
 TODAY, DEFAULTS = "today", "defaults"
-"""The study's baseline, and the engine's own defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

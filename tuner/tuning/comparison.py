@@ -26,8 +26,9 @@ from tuner.tuning.rounds import LEAST_ROUNDS, End, Rounds, cost_of, folder_of, l
 from tuner.tuning.study import ComparedArm, ComparisonPlan, Prepared
 
 MOST_ARMS = 5
+
+# Origin of the trials that are not the first arm.
 ARM = "compared"
-"""Origin of the trials that are not the first arm."""
 
 # How often each arm is launched at most, unless it is said.
 ROUNDS = 6

@@ -189,6 +189,7 @@ def largest_kv(launches: Sequence[Launch]) -> int | None:
     return max((each.kv_tokens for each in launches if each.kv_tokens), default=None)
 
 
+# A trial that was ABORTED three times shows a fault of the node or of the study: the run ends.
 ABORTED_RETRIES = 2
 
 

@@ -19,8 +19,8 @@ from tuner.tuning.trial import launch
 # Rounds that a comparison is worth where the launches that a run may make are too few for the plan's.
 LEAST_ROUNDS = 2
 
+# Why no further round is measured: the answer is clear, or a limit is reached.
 End = Literal["decided", "rounds", "window", "launches"]
-"""Why no further round is measured: the answer is clear, or a limit is reached."""
 
 
 @dataclass(slots=True, kw_only=True)

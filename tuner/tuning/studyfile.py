@@ -25,8 +25,8 @@ MOST_HOURS = 8784
 
 MOST_S = MOST_HOURS * 3600.0
 
+# Larger numbers are slips: a trial takes minutes, and no engine serves a thousand times its traffic.
 MOST_TRIALS = 100_000
-
 MOST_SPEED = 1000.0
 
 # Ten times worse; a larger limit would allow anything.

@@ -30,8 +30,9 @@ HOP = frozenset(
     {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer"}
     | {b"transfer-encoding", b"upgrade", b"host", b"content-length", b"expect", b"proxy-connection"}
 )
+
+# How long answers under way may still take after the signal.
 PATIENCE_S = 10.0
-"""How long answers under way may still take after the signal."""
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 

@@ -24,9 +24,9 @@ from tuner.traffic.capture.files import Sink
 from tuner.traffic.capture.writer import Counts, frame
 
 _log = logging.getLogger(__name__)
-_PIPE_BYTES = 1 << 20
+_PIPE_BYTES = 1 << 20  # the most that Linux gives without privileges
 RECORDED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
-MOST_ANSWER_BYTES = 16 << 20
+MOST_ANSWER_BYTES = 16 << 20  # of an answer; the rest is forwarded, but not counted
 SESSION_HEADERS = (b"x-session-id", b"x-conversation-id", b"x-claude-code-session-id")
 RAW_NOTICE = "raw capture: whole request and answer bodies are stored, prompts and personal data included"
 

@@ -11,7 +11,7 @@ from tuner.traffic.capture.recorder import RecordedExchange
 
 Headers = list[tuple[bytes, bytes]]
 CONNECTION = (b"connection", b"keep-alive", b"proxy-connection")
-MOST_HEAD_BYTES = 1 << 18
+MOST_HEAD_BYTES = 1 << 18  # usual servers allow 8 to 64 KiB
 END = b"\r\n\r\n"
 
 

@@ -29,9 +29,10 @@ from tuner.traffic.exchange import ResponseFacts, answered, asked, lengths
 from tuner.traffic.fingerprint import TOKEN_BLOCK, Fingerprints, runs
 from tuner.traffic.tokenizer import Tokenizer
 
-FLUSH_S = 0.25
+FLUSH_S = 0.25  # what a kill of all processes can lose
+
+# How long a rotated file waits for its last answers.
 RETIRE_S = 600.0
-"""How long a rotated file waits for its last answers."""
 LENGTH = struct.Struct("<I")
 
 

@@ -14,6 +14,8 @@ from tuner.traffic.importers.trace_builder import CANCELLED, ImportOptions, Row,
 from tuner.traffic.trace import STATUSES, Trace
 
 VERSION = 1
+
+# Column → key of the lines: whole numbers of the begin, microseconds of the end.
 BEGIN: Mapping[str, str] = {
     "client": "c",
     "session": "s",
@@ -24,7 +26,6 @@ BEGIN: Mapping[str, str] = {
     "beam": "w",
 }
 END: Mapping[str, str] = {"obs_ttft_s": "f", "obs_e2e_s": "e"}
-"""Column → key of the lines: whole numbers of the begin, microseconds of the end."""
 
 
 @dataclass(slots=True)

@@ -12,8 +12,10 @@ from tuner.traffic.importers.stamps import UNITS_NS
 from tuner.traffic.importers.trace_builder import ImportOptions, Row, TraceBuilder
 from tuner.traffic.trace import STATUSES, Trace
 
+# Columns whose name gives the unit of their numbers.
 ARRIVALS = {f"arrival_{unit}": ns for unit, ns in UNITS_NS.items()}
-"""Columns whose name gives the unit of their numbers."""
+
+# What a column may be, and the names that are known to mean it.
 WANTED: Mapping[str, tuple[str, ...]] = {
     "arrival": ("timestamp", "TIMESTAMP", "Timestamp", "time", "start_time", "startTime", "created_at"),
     "arrival_s": ("timestamp_s", "arrival_time_s"),
@@ -38,7 +40,6 @@ WANTED: Mapping[str, tuple[str, ...]] = {
     "blocks": ("hash_ids", "block_hashes"),
     "block_size": (),
 }
-"""What a column may be, and the names that are known to mean it."""
 
 
 def read(path: Path, options: ImportOptions) -> Trace:

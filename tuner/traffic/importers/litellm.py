@@ -8,13 +8,14 @@ from tuner.traffic.importers.reading import Record, records
 from tuner.traffic.importers.trace_builder import ERROR, OK, ImportOptions, Row, TraceBuilder
 from tuner.traffic.trace import Trace
 
+# Every export of SpendLogs has these.
 MARKS = ("startTime", "prompt_tokens", "completion_tokens")
-"""Every export of SpendLogs has these."""
+
+# Call types that reach a generating model; embeddings, images and the like are counted and left out.
 CALLS = frozenset(
     {"completion", "acompletion", "text_completion", "atext_completion", "responses", "aresponses"}
     | {"anthropic_messages", "pass_through_endpoint", ""}
 )
-"""Call types that reach a generating model; embeddings, images and the like are counted and left out."""
 
 
 def read(path: Path, options: ImportOptions) -> Trace:

@@ -13,6 +13,7 @@ from tuner.traffic.importers.trace_builder import ERROR, OK, ImportOptions, Row,
 from tuner.traffic.tokenizer import Tokenizer
 from tuner.traffic.trace import Trace
 
+# What is looked for, and the usual places; a dot steps into an object. A map overrides them.
 PLACES: Mapping[str, tuple[str, ...]] = {
     "arrival": (
         "timestamp",
@@ -33,7 +34,6 @@ PLACES: Mapping[str, tuple[str, ...]] = {
     "id": ("id", "request_id", "custom_id"),
     "status_code": ("status_code", "response.status_code", "status"),
 }
-"""What is looked for, and the usual places; a dot steps into an object. A map overrides them."""
 
 
 def read(path: Path, options: ImportOptions) -> Trace:

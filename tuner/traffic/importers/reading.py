@@ -16,14 +16,16 @@ from typing import Any, BinaryIO, cast
 from tuner.errors import BadInput, nearest
 from tuner.traffic.importers.stamps import LIMIT_NS, UNITS_NS, date_unit, parse_stamp
 
+# The most bytes of a line, of a row of CSV (which may go over lines), and of a JSON document that is one
+# object: what a trace needs is far smaller, and a hostile upload must not fill the memory.
 LONGEST_LINE = 32 * 1024**2
 LONGEST_CSV_ROW = 1024**2
 LARGEST_DOCUMENT = 64 * 1024**2
-"""Bytes of a line, of a row of CSV (which may go over lines), of a JSON document that is one object."""
-_PIECE = 64 * 1024
+_PIECE = 64 * 1024  # bytes of a JSON list that are read at a time
 _SPACES = frozenset(" \t\r\n")
+
+# A gzip file is refused if it expands beyond so many bytes and so many times.
 _UNPACKED, _RATIO = 64 * 1024**2, 200
-"""A gzip file is refused if it expands beyond so many bytes and so many times."""
 _WHOLE = re.compile(r"[+-]?\d{1,19}", re.ASCII)
 
 

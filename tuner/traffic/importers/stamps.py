@@ -23,19 +23,27 @@ _STAMP = re.compile(
 )
 UNITS_NS: Mapping[str, int] = {"s": 1_000_000_000, "ms": 1_000_000, "us": 1_000, "ns": 1}
 _DATES_NS = tuple(int(datetime(year, 1, 1, tzinfo=UTC).timestamp()) * 1_000_000_000 for year in (2010, 2040))
-LIMIT_NS = 9_000_000_000_000_000_000
-"""Times beyond this do not fit the 64 bits of a trace."""
-FASTEST_TOKEN_S = 2e-4
-"""No engine writes one answer faster than this per token."""
-MOST_TOKENS_PER_S = 1e7
-"""No engine is sent more prompt tokens than this in a second."""
-LONGEST_STEP_S = 1000.0
-"""No clock ticks in longer steps, except steps of whole half hours."""
-_HALF_HOUR_S = 1800
-_FEWEST_TURNS, _FEWEST_STAMPS, _FEWEST_ROWS = 3, 8, 50
-COARSE_S = 0.005
-"""Stamps coarser than this fire requests together that came apart; they are spread at import."""
 
+# Times beyond this do not fit the 64 bits of a trace.
+LIMIT_NS = 9_000_000_000_000_000_000
+
+# No engine writes one answer faster than this per token.
+FASTEST_TOKEN_S = 2e-4
+
+# No engine is sent more prompt tokens than this in a second.
+MOST_TOKENS_PER_S = 1e7
+
+# No clock ticks in longer steps, except steps of whole half hours.
+LONGEST_STEP_S = 1000.0
+_HALF_HOUR_S = 1800
+
+# Fewer turns, different stamps or rows may follow a rule by chance.
+_FEWEST_TURNS, _FEWEST_STAMPS, _FEWEST_ROWS = 3, 8, 50
+
+# Stamps coarser than this fire requests together that came apart; they are spread at import.
+COARSE_S = 0.005
+
+# So many distances must agree before their common divisor counts as the clock's step, and the usual steps.
 _FEWEST_GAPS = 4
 _NATURAL_US = (60_000_000, 1_000_000, 100_000, 10_000)
 

@@ -14,9 +14,9 @@ from tuner.traffic.importers.trace_builder import ImportOptions, Row, TraceBuild
 from tuner.traffic.trace import Trace
 
 _LINE = re.compile(r"(?:INFO|DEBUG) (\d\d-\d\d) (\d\d:\d\d:\d\d) ")
+
+# Names are within the first characters of a line; long contents follow, which are searched from their end.
 _HEAD = 4096
-"""Names are within the first characters of a line; long contents follow, which are searched from their end.
-"""
 _RECEIVED = re.compile(r"Received request (\S+): ")
 _DETAILS = re.compile(r"Request (\S+) details: ")
 _PROMPT_IDS = re.compile(r"prompt_token_ids: \[([\d, ]*)\], prompt_embeds")
