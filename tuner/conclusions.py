@@ -222,6 +222,66 @@ class Conclusion:
 
 _CODEC = TypeAdapter(Conclusion)
 
+Advice = Literal["stay", "move", "move with these pins", "re-tune", "measure longer"]
+Cause = Literal["code", "default", "both", "none", "start", "open"]
+"""Why a new version is slower: its code, a default that moved, some of both; it is not; it does not start or
+serve; or that is open."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostKnob:
+    """A setting that the new version does not take under its name: `successor` is the flag that does the same
+    there, as far as names tell; None: it was left out.
+    """
+
+    name: str
+    value: Value
+    successor: str | None
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovedDefault:
+    """A setting that the configuration leaves to the engine, and that the versions choose differently. An
+    engine that does not say is None. `guilty`: whether it explains what is worse (None: not measured).
+    """
+
+    name: str
+    before: Value
+    after: Value
+    guilty: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpgradeFinding:
+    """What an upgrade check found beside its conclusion: `compiles` is whether the new version takes the
+    configuration as it is, `worse` the measurements that are clearly worse there.
+    """
+
+    old: str
+    new: str
+    configuration: str
+    compiles: bool
+    lost: tuple[LostKnob, ...] = ()
+    moved: tuple[MovedDefault, ...] = ()
+    worse: tuple[str, ...] = ()
+    cause: Cause = "open"
+    advice: Advice = "measure longer"
+    sentence: str = ""
+
+    def to_json(self) -> dict[str, JSON]:
+        """The record as JSON."""
+        found: dict[str, JSON] = _UPGRADES.dump_python(self, mode="json")
+        return found
+
+    @staticmethod
+    def from_json(text: JSON) -> "UpgradeFinding":
+        """The record that `to_json` gave."""
+        return _UPGRADES.validate_python(text)
+
+
+_UPGRADES = TypeAdapter(UpgradeFinding)
+
 HOURS_PER_MONTH = 730.0
 """365 days × 24 hours / 12."""
 RATES = ("max_speed", "goodput_rps")

@@ -2,7 +2,7 @@
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -67,27 +67,88 @@ def compare(
     Each round launches every arm and replays the same requests, until every difference is known or the budget
     is spent. The first arm is what the others are compared with.
     """
-    from tuner.commands import plan, tune
+    from tuner.commands import plan
     from tuner.tuning.arms import arm_of
     from tuner.tuning.comparison import compared
-    from tuner.tuning.run import RunLimits
 
     share, strict = gates(fail_if or ())
     prepared, store = plan.prepared_study(study), open_store(create=True)
     engines = registered_engines(prepared)
     made = [arm_of(text, prepared, store, base=Path(), engines=engines) for text in arms]
     comparison = compared(made, rounds=rounds, margin=MARGIN if share is None else share)
-    if dry_run:
+    carried_out(
+        comparison, store, Bounds(hours, until, run), Gate(share, strict), dry=dry_run, as_json=as_json
+    )
+
+
+class Bounds(NamedTuple):
+    """When a comparison must end, and the run that the service began for it."""
+
+    hours: float | None
+    until: str | None
+    run: str | None
+
+
+class Gate(NamedTuple):
+    """What `--fail-if` asks: the share that nothing may be worse by, and whether everything must be known."""
+
+    share: float | None
+    strict: bool
+
+
+def carried_out(
+    comparison: "Prepared", store: "Store", bounds: Bounds, gate: Gate, *, dry: bool, as_json: bool
+) -> None:
+    """Measure a comparison and show it; or, `dry`, its command lines. Ends with the code of `--fail-if`."""
+    from tuner.commands import tune
+    from tuner.tuning.run import RunLimits
+
+    if dry:
         for name, line in command_lines(comparison):
             typer.echo(f"{name}: {shlex.join(line)}")
         return
-    tune.refuse(hours=hours, alone=False, idle=False)
-    limits = RunLimits(deadline=tune.deadline(hours, until), run=run)
+    tune.refuse(hours=bounds.hours, alone=False, idle=False)
+    limits = RunLimits(deadline=tune.deadline(bounds.hours, bounds.until), run=bounds.run)
     done = tune.on_its_node(comparison, store, limits, quiet=as_json)
     said = store.conclusion(done.id)
     show(store, done, said, as_json=as_json)
-    if (code := exit_code(said, share, strict=strict, margin=share or MARGIN)) is not None:
+    if (code := exit_code(said, gate.share, strict=gate.strict)) is not None:
         raise typer.Exit(code)
+
+
+@ends_by_signal()
+def upgrade_check(
+    study: Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="The study file.")],
+    new: Annotated[str, typer.Option("--to", metavar="PY|IMAGE", help="The new version.")],
+    old: Annotated[
+        str, typer.Option("--from", metavar="PY|IMAGE", help="The old version. Default: the study's engine.")
+    ] = "",
+    alias: Annotated[
+        str, typer.Option(help="What runs: an alias, a profile's id, a file, today or defaults.")
+    ] = "champion",
+    rounds: Rounds = 6,
+    hours: Hours = None,
+    until: Until = None,
+    fail_if: FailIf = None,
+    dry_run: DryRun = False,
+    run: RunId = None,
+    as_json: Json = False,
+) -> None:
+    """Say whether a new vLLM serves your traffic as well.
+
+    The configuration runs on both versions in turns, and a third time on the new one with every default that
+    moved pinned to its old value, so that the cause is named: the code, or a default.
+    """
+    from tuner.commands import plan
+    from tuner.tuning.upgrade import upgrade_check as checked
+
+    share, strict = gates(fail_if or ())
+    prepared, store = plan.prepared_study(study), open_store(create=True)
+    check = checked(
+        prepared, store, old=old, new=new, configuration=alias, base=Path(), rounds=rounds,
+        margin=MARGIN if share is None else share, engines=registered_engines(prepared),
+    )  # fmt: skip
+    carried_out(check, store, Bounds(hours, until, run), Gate(share, strict), dry=dry_run, as_json=as_json)
 
 
 MARGIN = 0.10
@@ -148,7 +209,7 @@ def show(store: "Store", run: "Run", said: "Conclusion | None", *, as_json: bool
     typer.echo(f"took {words.cost(said.cost)}")
 
 
-def exit_code(said: "Conclusion | None", share: float | None, *, strict: bool, margin: float) -> int | None:
+def exit_code(said: "Conclusion | None", share: float | None, *, strict: bool) -> int | None:
     """What `--fail-if` makes of a conclusion; None where nothing fails."""
     from tuner.tuning.comparison import undecided
 
@@ -156,7 +217,7 @@ def exit_code(said: "Conclusion | None", share: float | None, *, strict: bool, m
     if share is not None and any(arm.dropped is not None or _worse(arm, share) for arm in arms):
         return WORSE
     measured = said is not None and said.measured_again
-    if strict and (not measured or any(undecided(arms, margin))):
+    if strict and (not measured or any(undecided(arms, share or MARGIN))):
         return UNDECIDED
     return None
 

@@ -49,6 +49,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "tuner compare today champion --study chat.yaml",
         "tuner compare champion champion@/opt/new/bin/python --study chat.yaml",
     ),
+    "upgrade-check": (
+        "tuner upgrade-check chat.yaml --to /opt/new/bin/python",
+        "tuner upgrade-check chat.yaml --from img:v1 --to img:v2 --alias today",
+    ),
     "front": ("tuner front chat", "tuner front chat --timings --json"),
     "history": ("tuner history", "tuner history --node gpu-1 --since 2026-03-01 --metric ttft_p95_ms"),
     "report": ("tuner report chat", "tuner report chat -o chat.md"),

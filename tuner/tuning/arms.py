@@ -24,7 +24,7 @@ TODAY, DEFAULTS = "today", "defaults"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Configuration:
+class ArmConfiguration:
     """What an arm runs: knobs, and arguments and environment beside the study's own."""
 
     candidate: Candidate
@@ -50,9 +50,11 @@ def arm_of(
     """
     name, what, engine = _parts(text)
     own = prepared if not engine else on_engine(prepared, engine, base=base, engines=engines, files=files)
-    found = _configuration(what, prepared, store, base, files)
+    found = named_configuration(what, prepared, store, base, files)
     called = name or _short(what) + (f"@{own.facts.version}" if engine else "")
-    return ComparedArm(name=called, candidate=found.candidate, prepared=_with(own, found, called))
+    return ComparedArm(
+        name=called, candidate=found.candidate, prepared=with_configuration(own, found, called)
+    )
 
 
 def _parts(text: str) -> tuple[str, str, str]:
@@ -71,7 +73,7 @@ def _short(what: str) -> str:
     return what if len(what) <= 40 else f"{what[:39]}…"
 
 
-def _with(prepared: Prepared, found: _Configuration, name: str) -> Prepared:
+def with_configuration(prepared: Prepared, found: ArmConfiguration, name: str) -> Prepared:
     """The study with an arm's own arguments. UnsupportedKnob or BadInput where its engine refuses them."""
     engine = prepared.file.engine
     args = {**{flag_name(k)[2:]: v for k, v in engine.args.items()},
@@ -84,29 +86,29 @@ def _with(prepared: Prepared, found: _Configuration, name: str) -> Prepared:
     )
 
 
-def _configuration(
+def named_configuration(
     what: str, prepared: Prepared, store: Store | None, base: Path, files: bool
-) -> _Configuration:
+) -> ArmConfiguration:
     if what == TODAY:
-        return _Configuration(candidate=prepared.baseline, args={}, env={})
+        return ArmConfiguration(candidate=prepared.baseline, args={}, env={})
     if what == DEFAULTS:
-        return _Configuration(candidate=Candidate(), args={}, env={})
+        return ArmConfiguration(candidate=Candidate(), args={}, env={})
     written = " " in what or what.startswith("-") or os.path.isfile(base / what)
     if written and files:
         return _imported(str(base / what) if os.path.isfile(base / what) else what)
     return configuration_of(profile_of(what, prepared, store, files=files))
 
 
-def _imported(what: str) -> _Configuration:
+def _imported(what: str) -> ArmConfiguration:
     found = manifests.read(what)
-    return _Configuration(candidate=found.candidate, args=dict(found.args), env=found.env)
+    return ArmConfiguration(candidate=found.candidate, args=dict(found.args), env=found.env)
 
 
-def configuration_of(profile: Profile) -> _Configuration:
+def configuration_of(profile: Profile) -> ArmConfiguration:
     """What a profile runs: its knobs, and the arguments and variables that its study fixed."""
     imported = from_arguments(profile.argv, env=profile.env, source=f"profile {profile.id}")
     candidate = Candidate({**imported.candidate, **profile.candidate})
-    return _Configuration(candidate=candidate, args=dict(imported.args), env=imported.env)
+    return ArmConfiguration(candidate=candidate, args=dict(imported.args), env=imported.env)
 
 
 def profile_of(what: str, prepared: Prepared, store: Store | None, *, files: bool = True) -> Profile:

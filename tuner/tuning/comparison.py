@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from tuner.conclusions import Arm, Conclusion, Difference, Judgement
+from tuner.conclusions import Arm, Conclusion, Difference, Judgement, UpgradeFinding
 from tuner.errors import Aborted, BadInput, StudyFailed
 from tuner.records import JSON, Run, Trial, TrialState, digest_of
 from tuner.report.words import difference
@@ -35,7 +35,7 @@ ROUNDS = 6
 
 
 def compared(
-    arms: Sequence[ComparedArm], *, rounds: int = ROUNDS, margin: float, kind: str = "compare"
+    arms: Sequence[ComparedArm], *, rounds: int = ROUNDS, margin: float, upgrade: UpgradeFinding | None = None
 ) -> Prepared:
     """The comparison of some arms of one study, as a study of its own: it has the study's trace, slices, SLO
     and objectives, and the first arm's engine. Nothing was chosen before, so no slice is held out.
@@ -49,7 +49,7 @@ def compared(
         raise BadInput(f"two arms are named '{twice}'; name one of them, as in b={twice}")
     if rounds < LEAST_ROUNDS:
         raise BadInput(f"a comparison takes {LEAST_ROUNDS} rounds at least: one says nothing of the noise")
-    first = arms[0].prepared
+    first, kind = arms[0].prepared, "compare" if upgrade is None else "upgrade"
     told: list[JSON] = [_told(arm) for arm in arms]
     slices = tuple(s for s in first.study.slices if not s.held_out)
     identity: dict[str, JSON] = {
@@ -65,7 +65,7 @@ def compared(
         replace(arm, prepared=replace(arm.prepared, study=study, plan=plan, baseline=arm.candidate))
         for arm in arms
     )
-    comparison = ComparisonPlan(arms=placed, rounds=rounds, margin=margin)
+    comparison = ComparisonPlan(arms=placed, rounds=rounds, margin=margin, upgrade=upgrade)
     return replace(placed[0].prepared, comparison=comparison)
 
 
@@ -107,15 +107,12 @@ class Comparing(Execution):
         self._earlier = noise_before(context.store, self._asked, without=self._label)
         self._ended = ""
         self._first = next_number([t for t in self._trials() if t.run_id != run.id])
-        setups = {self._first + place: arm.prepared for place, arm in enumerate(self._comparison.arms)}
-        self._rounds = Rounds(
-            context=context, run=run, label=self._label, dropped={}, setups=setups, what="comparison"
-        )
+        self._placed = list[ComparedArm]()
+        self._rounds = Rounds(context=context, run=run, label=self._label, dropped={}, what="comparison")
 
     async def work(self) -> tuple[str, str | None]:
         """Launch every arm once, then all in turns."""
-        for place in range(len(self._comparison.arms)):
-            await self._guarded(self._enter(place))
+        await self.enter()
         if len(self._served()) < 2:
             return f"there is nothing to compare with: {self._failures()}", None
         rounds, most = self._rounds, self._comparison.rounds
@@ -125,11 +122,24 @@ class Comparing(Execution):
         self._ended = ENDS[end].format(rounds=self._rounds.done(self._served()))
         return self._ended, None
 
-    async def _enter(self, place: int) -> None:
-        """The arm's trial: its first launch. A failure of its own drops it; the first arm's ends the run
-        where nothing can mend it.
+    async def enter(self) -> None:
+        """Launch every arm once."""
+        for arm in self._comparison.arms:
+            await self._enter(arm)
+
+    async def _enter(self, arm: ComparedArm) -> Trial:
+        """One more arm. Its trial is its first launch."""
+        place = len(self._placed)
+        self._placed.append(arm)
+        self._rounds.setups[self._first + place] = arm.prepared
+        await self._guarded(self._launched(place))
+        return self._arms()[place]
+
+    async def _launched(self, place: int) -> None:
+        """The first launch of an arm. A failure of its own drops it; the first arm's ends the run where
+        nothing can mend it.
         """
-        arm, number = self._comparison.arms[place], self._first + place
+        arm, number = self._placed[place], self._first + place
         context = replace(self._context, prepared=arm.prepared)
         while True:
             earlier = [t for t in self._trials() if t.number == number]
@@ -176,20 +186,32 @@ class Comparing(Execution):
 
     def _left(self) -> list[Trial]:
         """The arms that another round may tell more of, and the first one; none where it would not."""
+        arms, unsure = self._seen()
+        wanted = self.wanted(arms, unsure)
+        return [t for t in self._arms() if t.number in wanted or (wanted and t.number == self._first)]
+
+    def wanted(self, arms: Sequence[Arm], unsure: Sequence[tuple[int, str]]) -> set[int]:
+        """The trial numbers of the arms to be launched again. `unsure` holds (trial number, metric) of what
+        further launches may tell.
+        """
+        return {trial for trial, _ in unsure}
+
+    def _seen(self) -> tuple[list[Arm], list[tuple[int, str]]]:
+        """(the arms by what was measured so far, what further launches may tell of them)."""
         found = self._found()
         spreads = spreads_of(self._asked, found)
         _, arms = arms_of(self._asked, found, spreads)
         alpha = (1 - LEVEL) / self._asked.family(len(arms))
         # Launches add nothing where their noise is small already: it is the requests that differ too much.
-        unsure = {
-            arm.trial
+        unsure = [
+            (arm.trial, each.metric)
             for arm, each in undecided(arms, self._margin)
             if spreads[each.metric, each.where].reach(alpha, each.repeats) > self._margin / 2
-        }
-        return [t for t in self._arms() if t.number in unsure or (unsure and t.number == self._first)]
+        ]
+        return arms, unsure
 
     def _named(self, arm: Arm) -> Arm:
-        known = self._comparison.arms[arm.trial - self._first]
+        known = self._placed[arm.trial - self._first]
         return replace(arm, name=known.name, engine=known.prepared.facts.version)
 
     def conclusion(self, why: str | None) -> Conclusion | None:
@@ -197,7 +219,7 @@ class Comparing(Execution):
         if not self._arms():
             return None
         cost = replace(cost_of(self._context, self._run, self._label), search_s=0.0)
-        whole = len(self._arms()) == len(self._comparison.arms) and self._rounds.done(self._served())
+        whole = len(self._arms()) >= len(self._comparison.arms) and self._rounds.done(self._served())
         if not whole or whole < LEAST_ROUNDS:
             said = unmeasured(
                 self._asked, self._run, self._arms(), outcome=self._nothing(),
@@ -209,17 +231,17 @@ class Comparing(Execution):
         arms = tuple(self._named(arm) for arm in said.finalists)
         base = said.baseline and self._named(said.baseline)
         said = replace(said, baseline=base, finalists=arms)
-        return replace(said, sentence=self._sentence(said, why)) if said.measured_again else said
+        return replace(said, sentence=self.sentence(said, why)) if said.measured_again else said
 
     def _nothing(self) -> Judgement:
         return Judgement.NOT_CONFIRMED if len(self._served()) > 1 else Judgement.NOTHING_SERVED
 
     def _failures(self) -> str:
-        arms = {t.number: self._comparison.arms[t.number - self._first].name for t in self._arms()}
+        arms = {t.number: self._placed[t.number - self._first].name for t in self._arms()}
         said = [f"{arms[n]}: {why}" for n, why in sorted(self._rounds.dropped.items())]
         return "; ".join(said) or "there were not two rounds"
 
-    def _sentence(self, said: Conclusion, why: str | None) -> str:
+    def sentence(self, said: Conclusion, why: str | None) -> str:
         """Every arm against the first one, and whether the answer is whole."""
         assert said.baseline is not None
         parts = [against(said.baseline, arm) for arm in said.finalists]
@@ -236,7 +258,7 @@ class Comparing(Execution):
 
     def summary(self, said: Conclusion | None) -> dict[str, JSON]:
         """The arms, beside what every run's summary repeats of its conclusion."""
-        arms: list[JSON] = [_told(arm) for arm in self._comparison.arms]
+        arms: list[JSON] = [_told(arm) for arm in self._placed]
         more: Mapping[str, JSON] = summary_of_conclusion(self._context, said) if said else {}
         return {**more, "compared": arms, "margin": self._margin}
 

@@ -1,6 +1,6 @@
 """Arms measured fairly: launched in turns, each round in fresh processes, on the same requests."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Literal
@@ -36,7 +36,7 @@ class Rounds:
     run: Run
     label: str
     dropped: dict[int, str]
-    setups: Mapping[int, Prepared] = field(default_factory=dict)
+    setups: dict[int, Prepared] = field(default_factory=dict)
     what: str = "confirmation"
 
     async def measure(

@@ -51,6 +51,7 @@ from tuner.tuning.next_trial import (
 from tuner.tuning.reconcile import cancelled, gpus_of, locked, reconcile, register
 from tuner.tuning.seeds import Seed, fronts_of, last_calibration
 from tuner.tuning.study import Clock, Prepared
+from tuner.tuning.upgrade import Upgrading
 from tuner.tuning.virtual import on_virtual_time
 
 # Share of a run's window that its confirmation may take. A run whose confirmation would take more only
@@ -121,8 +122,9 @@ async def tune(
             budget=budget_of(run, context.launches()),
             tell=lambda event: tell(replace(event, run=run.id)),
         )
-        if prepared.comparison is not None:
-            return await Comparing(context, run).to_the_end()
+        if (plan := prepared.comparison) is not None:
+            kind = Comparing if plan.upgrade is None else Upgrading
+            return await kind(context, run).to_the_end()
         return await _Loop(context, run, limits, seeds, predictor).to_the_end()
 
 

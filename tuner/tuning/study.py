@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tuner import masking
 from tuner.adapters import adapter_of
+from tuner.conclusions import UpgradeFinding
 from tuner.engine.gpu import ORDER, Gpus
 from tuner.errors import BadInput, NotFound, nearest
 from tuner.history.store import Store
@@ -91,12 +92,14 @@ class ComparedArm:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonPlan:
     """What is measured in turns, the first arm against each of the others: at most `rounds` launches of each,
-    fewer once every difference is known: clear, or smaller than `margin` (a share) either way.
+    fewer once every difference is known: clear, or smaller than `margin` (a share) either way. With `upgrade`
+    the second arm is the first one on another version: what is known of that before a launch.
     """
 
     arms: tuple[ComparedArm, ...]
     rounds: int
     margin: float
+    upgrade: UpgradeFinding | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

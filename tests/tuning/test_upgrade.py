@@ -1,0 +1,137 @@
+"""`tuner upgrade-check` on planted releases of the simulated engine: is it slower, why, and what to do."""
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from tests.tuning.studies import tuner, write
+from tests.tuning.test_compare import CALM, NOISE, store_of
+from tuner.conclusions import Arm, Conclusion, Difference, Judgement, MovedDefault, UpgradeFinding, Word
+from tuner.records import Candidate, EngineFacts
+from tuner.tuning.arms import ArmConfiguration
+from tuner.tuning.upgrade import finding_of, fitted
+
+RELEASES = {
+    "same": "version: 0.33.0\n",
+    "slow": "version: 0.33.0\nslower: 1.2\n",
+    "flip": "version: 0.33.0\ndefaults: {max-num-batched-tokens: 128}\n",
+    "renamed": "version: 0.33.0\nrenamed: {max-num-seqs: max-running-seqs}\n",
+}
+
+
+def checked(folder: Path, release: str) -> tuple[UpgradeFinding, Conclusion]:
+    """What a check of the study's own configuration finds."""
+    write(folder, CALM)
+    (folder / "new.yaml").write_text(RELEASES[release])
+    words = ("upgrade-check", "study.yaml", "--to", "new.yaml", "--alias", "today", "--json")
+    done = tuner(folder / "home", *words, cwd=folder, more=NOISE)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert set(found) == {"run", "conclusion"}
+    said = store_of(folder).conclusion(found["run"]["id"])
+    assert said is not None
+    return UpgradeFinding.from_json(found["run"]["summary"]["upgrade"]), said
+
+
+def test_a_slower_release_is_told_and_the_code_is_the_cause(tmp_path: Path) -> None:
+    found, said = checked(tmp_path, "slow")
+    assert (found.advice, found.cause, found.compiles) == ("stay", "code", True)
+    assert "tpot_p50_ms" in found.worse
+    assert found.moved == ()
+    assert said.sentence.startswith("Advice: stay. 0.33.0 is worse than 0.32.0 in")
+    assert [arm.name for arm in said.finalists] == ["new version"]
+
+
+def test_a_default_that_moved_is_named_and_pinned(tmp_path: Path) -> None:
+    found, said = checked(tmp_path, "flip")
+    assert (found.advice, found.cause) == ("move with these pins", "default")
+    (moved,) = found.moved
+    assert (moved.name, moved.after, moved.guilty) == ("max_num_batched_tokens", 128, True)
+    assert f"max_num_batched_tokens={moved.before} (now 128)" in said.sentence
+    assert said.finalists[1].candidate["max_num_batched_tokens"] == moved.before
+
+
+def test_a_renamed_flag_is_told_with_its_successor_and_used(tmp_path: Path) -> None:
+    found, said = checked(tmp_path, "renamed")
+    assert not found.compiles
+    (lost,) = found.lost
+    assert (lost.name, lost.value, lost.successor) == ("max_num_seqs", 64, "--max-running-seqs")
+    assert (found.advice, found.cause) == ("move", "none")
+    store = store_of(tmp_path)
+    argv = [each.argv for each in store.launches(said.study_id)]
+    assert any("--max-running-seqs" in words for words in argv)
+    assert all("--max-num-seqs" in words or "--max-running-seqs" in words for words in argv)
+
+
+def test_the_old_history_is_not_touched_and_one_engine_is_no_upgrade(tmp_path: Path) -> None:
+    write(tmp_path, CALM)
+    (tmp_path / "new.yaml").write_text("{}\n")
+    words = ("upgrade-check", "study.yaml", "--to", "new.yaml", "--from", "new.yaml", "--alias", "today")
+    done = tuner(tmp_path / "home", *words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "the same engine" in done.stderr
+    done = tuner(tmp_path / "home", *words[:4], cwd=tmp_path)
+    assert done.returncode in (2, 4)
+
+
+def difference(metric: str, change: float, word: Word) -> Difference:
+    return Difference(metric=metric, before=100.0, after=100.0 * (1 + change), change=change,
+                      low=change - 0.02, high=change + 0.02, word=word, repeats=3)  # fmt: skip
+
+
+def concluded(*changes: float | None) -> Conclusion:
+    """Arms with these changes of one latency; None: it did not serve."""
+    arms = [
+        Arm(trial=n, candidate=Candidate(), name=f"arm {n}", dropped="out of memory" if c is None else None,
+            changes=() if c is None else (difference("tpot_p50_ms", c, "worse" if c > 0.05 else "open"),),
+            confirmed={"tpot_p50_ms": 1.0})
+        for n, c in enumerate(changes, start=1)
+    ]  # fmt: skip
+
+    return Conclusion(
+        run_id="r", study_id="s", at=datetime(2026, 1, 1, tzinfo=UTC), outcome=Judgement.BASELINE_STAYS,
+        sentence="", baseline=Arm(trial=0, candidate=Candidate(), name="old"), finalists=tuple(arms),
+        repeats=3,
+    )  # fmt: skip
+
+
+MOVED = (MovedDefault(name="a", before=1, after=2), MovedDefault(name="b", before=True, after=False))
+KNOWN = UpgradeFinding(old="1", new="2", configuration="today", compiles=True, moved=MOVED)
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause", "advice", "guilty"),
+    [
+        ((0.20, 0.19, 0.2, 0.2), "code", "stay", []),
+        ((0.20, 0.01, 0.01, 0.2), "default", "move with these pins", ["a"]),
+        ((0.20, 0.01, 0.2, 0.0), "default", "move with these pins", ["b"]),
+        ((0.30, 0.10, 0.1, 0.3), "both", "move with these pins", ["a"]),
+        ((0.01, 0.0, 0.0, 0.0), "none", "move", []),
+        ((None, 0.01, 0.01, None), "default", "move with these pins", []),
+        ((None, None, None, None), "start", "stay", []),
+    ],
+)
+def test_the_cause_is_what_the_pinned_arms_undo(
+    changes: tuple[float | None, ...], cause: str, advice: str, guilty: list[str]
+) -> None:
+    found = finding_of(KNOWN, concluded(*changes), [("a", "b"), ("a",), ("b",)], 0.1)
+    assert (found.cause, found.advice) == (cause, advice)
+    assert [m.name for m in found.moved if m.guilty] == guilty
+
+
+def facts(version: str, *flags: str) -> EngineFacts:
+    return EngineFacts(kind="vllm", version=version, platform="cuda", flags=frozenset(flags))
+
+
+def test_what_the_new_version_does_not_take_is_renamed_or_left_out() -> None:
+    old = facts("0.31.0", "--max-num-seqs", "--some-old-thing", "--dtype")
+    new = facts("0.32.0", "--max-running-seqs", "--dtype")
+    asked = ArmConfiguration(candidate=Candidate({"max_num_seqs": 8}), args={"some-old-thing": True}, env={})
+    made, lost = fitted(asked, {"dtype": "float32"}, old, new)
+    assert made.candidate == Candidate()
+    assert made.args == {"dtype": "float32", "max-running-seqs": 8}
+    assert [(k.name, k.successor) for k in lost] == [
+        ("max_num_seqs", "--max-running-seqs"), ("some-old-thing", None),
+    ]  # fmt: skip

@@ -1,0 +1,272 @@
+"""Whether a new version of the engine serves a configuration as well as the old one, and if not, why."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+
+from tuner.conclusions import Arm, Conclusion, LostKnob, MovedDefault, UpgradeFinding
+from tuner.engine.effective import same
+from tuner.errors import BadInput
+from tuner.history.store import Store
+from tuner.knobs.arguments import compile_candidate, refusal
+from tuner.knobs.baseline import GONE
+from tuner.knobs.catalogue import CATALOGUE
+from tuner.records import JSON, Candidate, EngineFacts, Run, Trial, Value
+from tuner.search.trial_view import DERIVED
+from tuner.tuning.arms import ArmConfiguration, named_configuration, on_engine, with_configuration
+from tuner.tuning.comparison import ROUNDS, Comparing, compared, undecided
+from tuner.tuning.context import RunContext
+from tuner.tuning.study import ComparedArm, Prepared
+from tuner.tuning.studyfile import Argument, EngineFile
+
+OLD, NEW, PINNED = "old version", "new version", "new version with the old defaults"
+
+# A pinned arm that has undone this share of what the new version lost shows that the default did it.
+UNDONE = 0.5
+
+# Two defaults at most are also pinned one by one: more arms would make every one of them less sure.
+ONE_BY_ONE = 2
+
+
+def upgrade_check(
+    prepared: Prepared,
+    store: Store | None,
+    *,
+    old: str,
+    new: str,
+    configuration: str,
+    base: Path,
+    rounds: int = ROUNDS,
+    margin: float,
+    engines: Mapping[str, EngineFile] | None = None,
+    files: bool = True,
+) -> Prepared:
+    """The comparison of one configuration (an alias, a profile's id, a file, `today`) on two versions; `old`
+    and `new` as `arm_of` takes an ENGINE, an empty `old` is the study's own.
+
+    BadInput or NotFound says what to mend, also where the two are the same engine.
+    """
+    before = on_engine(prepared, old, base=base, engines=engines, files=files) if old else prepared
+    after = on_engine(prepared, new, base=base, engines=engines, files=files)
+    if (before.command, before.file.engine.env) == (after.command, after.file.engine.env):
+        raise BadInput(f"--from and --to name the same engine ({before.facts.version})")
+    asked = named_configuration(configuration, prepared, store, base, files)
+    fitting, lost = fitted(asked, prepared.file.engine.args, before.facts, after.facts)
+    engine = after.file.engine.model_copy(update={"args": {}})
+    after = replace(after, file=after.file.model_copy(update={"engine": engine}))
+    arms = [
+        ComparedArm(name=OLD, candidate=asked.candidate, prepared=with_configuration(before, asked, OLD)),
+        ComparedArm(name=NEW, candidate=fitting.candidate, prepared=with_configuration(after, fitting, NEW)),
+    ]
+    found = UpgradeFinding(
+        old=before.facts.version, new=after.facts.version, configuration=configuration, compiles=not lost,
+        lost=lost,
+    )  # fmt: skip
+    return compared(arms, rounds=rounds, margin=margin, upgrade=found)
+
+
+def fitted(
+    asked: ArmConfiguration, always: Mapping[str, Argument], old: EngineFacts, new: EngineFacts
+) -> tuple[ArmConfiguration, tuple[LostKnob, ...]]:
+    """(the configuration as the new version takes it, what it does not take as it is written). `always` are
+    the study's own arguments.
+    """
+    lost, knobs = list[LostKnob](), dict(asked.candidate)
+    args: dict[str, Argument] = {
+        k.lstrip("-").replace("_", "-"): v for k, v in {**always, **asked.args}.items()
+    }
+    for name, value in asked.candidate.items():
+        why = refusal(name, value, new)
+        if why is None:
+            continue
+        del knobs[name]
+        flag = CATALOGUE[name].flag_in(old)
+        successor = successor_of(flag, old, new) if flag else None
+        if successor is not None:
+            args[successor[2:]] = value
+        lost.append(LostKnob(name=name, value=value, successor=successor, why=why))
+    for name, given in list(args.items()):
+        flag = f"--{name}"
+        if flag in new.flags:
+            continue
+        del args[name]
+        successor = successor_of(flag, old, new)
+        if successor is not None:
+            args[successor[2:]] = given
+        why = f"the new version does not take {flag}"
+        shown = given if isinstance(given, str | int | float | bool) else str(given)
+        lost.append(LostKnob(name=name, value=shown, successor=successor, why=why))
+    return ArmConfiguration(candidate=Candidate(knobs), args=args, env=asked.env), tuple(lost)
+
+
+def successor_of(flag: str, old: EngineFacts, new: EngineFacts) -> str | None:
+    """The new version's flag in the place of one that it lost: another of the knob's own names, else the flag
+    that only the new version has and whose name is nearest.
+    """
+    own = [f for entry in CATALOGUE.values() if flag in entry.flags for f in entry.flags if f in new.flags]
+    if own:
+        return own[0]
+    added = sorted(f for f in new.flags - old.flags if not f.startswith("--no-"))
+    return next(iter(get_close_matches(flag, added, n=1, cutoff=0.6)), None)
+
+
+def moved_defaults(old: Prepared, new: Prepared, before: Trial, after: Trial) -> tuple[MovedDefault, ...]:
+    """The knobs that the configuration leaves open and that the two engines run differently: by what both
+    reported, else by what their interpreters said.
+    """
+    found = []
+    for name in CATALOGUE:
+        if name in before.candidate or name in after.candidate or name in DERIVED:
+            continue
+        pair = [t.effective.get(name, p.facts.defaults.get(name)) for t, p in ((before, old), (after, new))]
+        told = [name in t.effective for t in (before, after)]
+        if told[0] == told[1] and not same(*pair) and pair != [None, None]:
+            found.append(MovedDefault(name=name, before=pair[0], after=pair[1]))
+    return tuple(found)
+
+
+class Upgrading(Comparing):
+    """The run of an upgrade check: the old version, the new one, and the new one with every default pinned
+    that moved. The new version is settled once anything is clearly worse; the pinned arms matter only then.
+    """
+
+    def __init__(self, context: RunContext, run: Run) -> None:
+        super().__init__(context, run)
+        assert self._comparison.upgrade is not None
+        self._finding = self._comparison.upgrade
+        self._pins: list[tuple[str, ...]] = []
+
+    async def enter(self) -> None:
+        """Both versions, then the pinned arms, which only their engines' own words tell."""
+        await super().enter()
+        old, new = self._comparison.arms
+        before, after = self._arms()
+        if not (before.effective and after.effective):
+            return
+        moved = moved_defaults(old.prepared, new.prepared, before, after)
+        self._finding = replace(self._finding, moved=moved)
+        pins = {m.name: m.before for m in moved if takes(new, m.name, m.before)}
+        groups = [tuple(pins)] if pins else []
+        if 1 < len(pins) <= ONE_BY_ONE:
+            groups += [(name,) for name in pins]
+        for names in groups:
+            label = PINNED if len(names) == len(pins) else f"{NEW} with {names[0]}={pins[names[0]]}"
+            candidate = Candidate({**new.candidate, **{name: pins[name] for name in names}})
+            arm = replace(new, name=label, candidate=candidate,
+                          prepared=replace(new.prepared, baseline=candidate))  # fmt: skip
+            self._pins.append(names)
+            await self._enter(arm)
+
+    def wanted(self, arms: Sequence[Arm], unsure: Sequence[tuple[int, str]]) -> set[int]:
+        """The new version while nothing is clearly worse; then the pinned arms, in what is worse."""
+        new, *pinned = arms
+        worse = worse_of(new)
+        if not worse and new.dropped is None:
+            return {trial for trial, _ in unsure if trial == new.trial}
+        left = {trial for trial, metric in unsure if metric in worse or new.dropped is not None}
+        return {arm.trial for arm in pinned if arm.trial in left}
+
+    def conclusion(self, why: str | None) -> Conclusion | None:
+        """The comparison's, with the advice in its sentence."""
+        said = super().conclusion(why)
+        if said is None:
+            return None
+        self._finding = finding_of(self._finding, said, self._pins, self._margin)
+        return replace(said, sentence=f"{self._finding.sentence} {said.sentence}")
+
+    def summary(self, said: Conclusion | None) -> dict[str, JSON]:
+        """What every comparison's summary has, and the finding."""
+        return {**super().summary(said), "upgrade": self._finding.to_json()}
+
+
+def takes(arm: ComparedArm, name: str, value: Value) -> bool:
+    """Whether an arm's engine can be told a value."""
+    if value is None:
+        return False
+    try:
+        if refusal(name, value, arm.prepared.facts) is not None:
+            return False
+        compile_candidate(Candidate({name: value}), arm.prepared.facts)
+    except BadInput:
+        return False
+    return True
+
+
+def worse_of(arm: Arm) -> tuple[str, ...]:
+    """The measurements in which an arm is clearly worse than the first one."""
+    return tuple(c.metric for c in arm.changes if c.word == "worse")
+
+
+def finding_of(
+    finding: UpgradeFinding, said: Conclusion, pins: Sequence[tuple[str, ...]], margin: float
+) -> UpgradeFinding:
+    """The finding with cause, advice and sentence, by what was measured."""
+    new = said.finalists[0] if said.finalists else None
+    pinned = said.finalists[1] if pins else None
+    if new is not None and new.dropped is not None and pinned is not None and pinned.changes:
+        found = replace(finding, cause="default", advice="move with these pins")
+        return _told(found, f"The new version does not serve as it is: {new.dropped.rstrip('.')}.")
+    if new is None or not said.measured_again or new.dropped is not None:
+        why = (new.dropped if new else None) or said.sentence
+        lost = any(k.successor is None for k in finding.lost)
+        found = replace(finding, cause="start", advice="re-tune" if lost else "stay")
+        return _told(found, f"The new version does not serve: {why.rstrip('.')}.")
+    worse = worse_of(new)
+    if not worse:
+        is_open = any(True for _ in undecided([new], margin))
+        lost = any(k.successor is None for k in finding.lost)
+        found = replace(
+            finding, cause="open" if is_open else "none",
+            advice="measure longer" if is_open else "re-tune" if lost else "move",
+        )  # fmt: skip
+        return _told(found, f"Nothing is clearly worse on {finding.new} than on {finding.old}.")
+    undone = {names: _undone(new, arm, worse) for names, arm in zip(pins, said.finalists[1:], strict=False)}
+    whole = max((share for names, share in undone.items() if len(names) == max(map(len, pins))), default=0.0)
+    single = {names[0]: share for names, share in undone.items() if len(names) == 1}
+    moved = tuple(
+        replace(m, guilty=None if m.name not in single and len(pins) else single.get(m.name, 0.0) > UNDONE)
+        for m in finding.moved
+    )
+    if whole > UNDONE:
+        cause, advice = ("default" if whole > 1 - UNDONE / 2 else "both"), "move with these pins"
+    else:
+        cause, advice = "code", "stay"
+    found = replace(finding, worse=worse, moved=moved, cause=cause, advice=advice)  # type: ignore[arg-type]
+    return _told(found, f"{finding.new} is worse than {finding.old} in {', '.join(worse)}.")
+
+
+def _undone(new: Arm, pinned: Arm, worse: Sequence[str]) -> float:
+    """The share of the loss that is gone with the old default, over all that is worse; 0 where the pinned
+    engine did not serve.
+    """
+    shares = []
+    for metric in worse:
+        lost, left = new.change(metric), pinned.change(metric)
+        if lost is None or left is None or not lost.change or left.change is None:
+            return 0.0
+        shares.append(1.0 - left.change / lost.change)
+    return sum(shares) / len(shares) if shares else 0.0
+
+
+def _told(finding: UpgradeFinding, first: str) -> UpgradeFinding:
+    guilty = [m for m in finding.moved if m.guilty] or list(finding.moved)
+    pins = ", ".join(f"{m.name}={m.before} (now {m.after})" for m in guilty)
+    causes = {
+        "code": "The code is the cause: with the old defaults it is as slow.",
+        "default": f"The cause is a default that moved: {pins}.",
+        "both": f"A default that moved is part of the cause: {pins}; the code is the rest.",
+    }
+    if finding.cause == "code" and not finding.moved:
+        causes["code"] = "The code is the cause: no default moved."
+    elif finding.cause == "code" and all(m.before is None for m in finding.moved):
+        causes["code"] = f"The cause is the code, or a default that cannot be pinned: {pins}."
+    parts = [f"Advice: {finding.advice}.", first, causes.get(finding.cause, ""), *map(_lost, finding.lost)]
+    return replace(finding, sentence=" ".join(part for part in parts if part))
+
+
+def _lost(knob: LostKnob) -> str:
+    if knob.successor is not None:
+        return f"{knob.name} is now {knob.successor}."
+    became = GONE.get(f"--{knob.name.replace('_', '-')}")
+    return f"{knob.name} is gone{f' ({became})' if became else ''}: it was left out."
