@@ -1,30 +1,36 @@
 """The settings of the tuner from `TUNER_*`, and the paths of its shipped files."""
 
+import os
+from dataclasses import dataclass, field
 from pathlib import Path
-
-from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
 def _home() -> Path:
-    return Path.home() / ".local" / "share" / "tuner"
+    return Path(os.environ.get("TUNER_HOME") or Path.home() / ".local" / "share" / "tuner")
+
+
+def _database_url() -> str:
+    return os.environ.get("TUNER_DATABASE_URL", "")
+
+
+def _artifacts() -> str:
+    return os.environ.get("TUNER_ARTIFACTS", "")
 
 
 # Allowed names of studies, workloads, nodes, slices, spaces, traces, aliases, schedules and tokens.
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 
-class Settings(BaseSettings):
+@dataclass(frozen=True, kw_only=True)
+class Settings:
     """`TUNER_HOME` holds trial directories, logs, traces and, without `TUNER_DATABASE_URL`, the database.
     `TUNER_ARTIFACTS` is a folder that several hosts mount, or a URL, in which traces are stored for all of
     them.
     """
 
-    model_config = SettingsConfigDict(env_prefix="TUNER_", extra="ignore")
-
-    home: Path = Field(default_factory=_home)
-    database_url: str = ""
-    artifacts: str = ""
+    home: Path = field(default_factory=_home)
+    database_url: str = field(default_factory=_database_url)
+    artifacts: str = field(default_factory=_artifacts)
 
     @property
     def url(self) -> str:

@@ -1,47 +1,44 @@
-"""What lint says of idle flags against the real vLLM (CPU build): the configuration that it makes of a line
-with the flag and without it, and engines that were booted.
+"""What lint says of flags against the real vLLM (CPU build): its parser, the configuration that it makes of a
+line with a flag and without it, engines that were booted, and a running server.
 """
 
-import asyncio
 import json
 import os
 import re
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from benchmarks.tiny import ENV, write
-from tests.engine.real import INTERPRETER, real
+from tests.engine.real import INTERPRETER
 from tests.lint.test_lint import COMMANDS
+from tests.lint.test_planted import TABLE
 from tests.tuning.studies import WATCHDOG_S
-from tuner.engine.server import serve
 from tuner.knobs.discover import facts_of_version
 from tuner.lint import flags, subject
 from tuner.lint.flags import IDLE, WrittenFlag
-from tuner.records import Value
 
 VERSION = "0.32.0"
 FACTS = facts_of_version(VERSION, "cpu")
+FACTS_CUDA = facts_of_version(VERSION, "cuda")
 SILENT = ("flag-no-effect", "flag-ignored", "flag-default")
 """Findings that say that the engine runs as it would without the flag."""
+REFUSED = ("flag-unknown", "flag-removed", "flag-too-new", "flag-renamed", "flag-value")
+"""Findings that say that the engine does not start."""
 _ELSEWHERE = re.compile(
     r"--("
-    r"model|tokenizer|served-model-name|host|port|uds|api-key|chat-template|hf-|revision"
-    r"|speculative|spec-|config|load|mm-|limit-mm|language-model|skip-mm|media|quantization"
-    r"|kv-transfer|kv-events|kv-cache-dtype|download|tool|enable-auto-tool|reasoning|default-chat"
-    r"|distributed-executor|model-loader|runner|convert|pooler|structured|logits|override"
-    r"|generation|max-model-len|enable-expert|all2all|eplb|enable-eplb|mamba|gdn|attention|moe"
-    r"|middleware|allowed|lora-modules|nnodes|node-rank|master|headless|interleave|video|io-proc"
-    r"|data-parallel|tensor-|pipeline-|compilation|kernel|device|trust|profiler|ec-|weight|worker"
-    r"|uvicorn|ssl|log|otlp|numa|cpu-offload|decode-context|prefill-context|enable-dbo|dtype"
-    r"|gpu-memory|num-gpu|kv-cache-mem|no-enable-auto|linear|optimization|performance"
-    r"|enable-sleep|use-|scheduler-cls"
+    r"model|tokenizer|chat-template|revision|hf-|config-format|load-format|dtype|max-model-len"
+    r"|mm-|limit-mm|language-model|skip-mm|media|allowed-local|video|speculative|spec-"
+    r"|quantization|kv-cache-dtype|kv-transfer|kv-events|distributed-executor|device|runner|convert|pooler"
+    r"|task|generation|enable-expert|all2all|eplb|enable-eplb|enable-dbo|attention|moe|lora-modules|middleware"
+    r"|nnodes|node-rank|master|headless|data-parallel|tensor-|pipeline-|decode-context|prefill-context"
+    r"|compilation|cpu-offload|uds|ssl|weight|worker|logits"
     r")"
 )
-"""Flags of files, hubs, cards and other hosts, which a tiny model on this CPU does not have."""
+"""Flags of files, hubs, cards and other hosts, which a tiny text model on this CPU does not have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,104 +86,148 @@ VALUES = {
 }
 
 
-def words(line: str, model: str, without: str = "") -> list[str]:
-    """The arguments that are resolved, without the one that is said to be idle."""
+def words(line: str, model: str, without: Collection[str] = ()) -> list[str]:
+    """What a tiny model on a CPU can be given of a line, without the flags that are said to be idle."""
     argv = ["--model", model, "--skip-tokenizer-init"]
     for each in written(line):
-        if each.flag != without and not _ELSEWHERE.match(each.flag):
+        if each.flag not in without and not _ELSEWHERE.match(each.flag):
             argv += [each.flag, *each.values]
     return argv
 
 
-def resolve(questions: Mapping[str, Sequence[str]]) -> dict[str, object]:
+def ask(how: str, questions: Mapping[str, Sequence[str]]) -> dict[str, object]:
+    """What vLLM itself makes of argument lists; tests/lint/resolve.py says how far it goes."""
     if not INTERPRETER or not Path(INTERPRETER).exists():
         pytest.fail("TUNER_TEST_VLLM names no interpreter that has vLLM: run make test-vllm")
     done = subprocess.run(
-        [INTERPRETER, str(Path(__file__).parent / "resolve.py")],
+        [INTERPRETER, str(Path(__file__).parent / "resolve.py"), how],
         input=json.dumps(questions), capture_output=True, text=True, timeout=WATCHDOG_S, check=False,
         env={**os.environ, **ENV, "VLLM_LOGGING_LEVEL": "ERROR"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, object] = dict(
+        json.loads(each) for each in done.stdout.splitlines() if each.startswith("[")
+    )
+    assert found.keys() == questions.keys()
     return found
 
 
-def with_flag(claim: Claim, model: str) -> list[str]:
-    argv = words(claim.line, model, claim.flag)
-    for each in written(claim.line):
-        if each.flag == claim.flag:
-            argv += [each.flag, *each.values]
-    return argv
+def refused(line: str) -> list[str]:
+    """Why lint says that 0.32 refuses this command line."""
+    (engine,) = subject.engines(f"vllm serve {line}")
+    _, findings = flags.check(engine.source, FACTS_CUDA, [])
+    return [each.sentence for each in findings if each.id in REFUSED]
+
+
+@pytest.mark.vllm
+def test_vllm_refuses_the_lines_that_lint_calls_refused_and_takes_the_others(tmp_path: Path) -> None:
+    """Public lines by the server's own parser; what the parser takes and lint refuses, by the resolution."""
+    planted = [each for each in TABLE if each.line.startswith("vllm serve") and "version" not in each.against]
+    lines = [line for _, line in COMMANDS] + [each.line.removeprefix("vllm serve ") for each in planted]
+    listed = {str(number): line for number, line in enumerate(dict.fromkeys(lines))}
+    by_lint = {number: refused(line) for number, line in listed.items()}
+    argv = {number: subject.engines(f"vllm serve {line}")[0].source.words for number, line in listed.items()}
+    told = ask("parse", argv)
+    missed = [(listed[n], told[n]) for n in listed if isinstance(told[n], dict) and not by_lint[n]]
+    doubtful = {n: argv[n] for n in listed if by_lint[n] and not isinstance(told[n], dict)}
+    model = write(tmp_path / "model", max_position_embeddings=32768)
+    resolved = ask("resolve", {n: ["--model", model, *argv[n][1:]] for n in doubtful})
+    false = [(listed[n], by_lint[n]) for n in doubtful if not isinstance(resolved[n], dict)]
+    refusals = sum(isinstance(each, dict) for each in told.values())
+    print(f"{len(listed)} lines, {refusals} refused by the parser, {len(missed)} of them not by lint")
+    assert refusals >= 30
+    assert false == []
+    assert missed == []
+
+
+def changes(one: object, other: object, idle: Collection[str]) -> list[str]:
+    """Where two configurations differ, apart from addresses and the records of idle flags themselves."""
+    return [
+        f"{x[:300]} | {y[:300]}"
+        for x, y in zip(_plain(one, idle).splitlines(), _plain(other, idle).splitlines(), strict=True)
+        if x != y
+    ]
+
+
+def _plain(text: object, idle: Collection[str]) -> str:
+    names = [flag.removeprefix("--no-").removeprefix("--").replace("-", "_") for flag in idle]
+    records = "".join(rf"|\b{name}=[^,)]*|'{name}': [^,}}]*" for name in names)
+    return re.sub(rf"0x[0-9a-f]+|tcp://[\w.:]*|ipc://[\w./-]*{records}", "", str(text))
 
 
 @pytest.mark.vllm
 def test_no_flag_is_called_idle_that_changes_the_configuration(tmp_path: Path) -> None:
     model = write(tmp_path / "model", max_position_embeddings=32768)
     listed = list(dict.fromkeys(claims()))
-    questions = {}
+    questions: dict[str, list[str]] = {}
     for number, claim in enumerate(listed):
-        questions[f"{number} with"] = with_flag(claim, model)
-        questions[f"{number} without"] = words(claim.line, model, claim.flag)
-    told = resolve(questions)
+        without = words(claim.line, model, (claim.flag,))
+        idle = [
+            word
+            for each in written(claim.line)
+            if each.flag == claim.flag
+            for word in (each.flag, *each.values)
+        ]
+        questions |= {f"{number} with": [*without, *idle], f"{number} without": without}
+    told = ask("resolve", questions)
     false, open_ = [], []
     for number, claim in enumerate(listed):
         one, other = told[f"{number} with"], told[f"{number} without"]
         if isinstance(one, dict) or isinstance(other, dict):
             open_.append((claim, one if isinstance(one, dict) else other))
-        elif _plain(one, claim.flag) != _plain(other, claim.flag):
-            false.append((claim, _difference(one, other)))
+        elif found := changes(one, other, (claim.flag,)):
+            false.append((claim, found))
     print(f"{len(listed)} claims, {len(open_)} that vLLM does not resolve here, {len(false)} false")
     assert len(listed) >= 40
     assert false == []
     assert len(open_) <= len(listed) // 5, open_
 
 
-def _plain(text: object, flag: str) -> str:
-    """A configuration without addresses, and without the record of the idle flag itself."""
-    name = flag.removeprefix("--no-").removeprefix("--").replace("-", "_")
-    return re.sub(rf"0x[0-9a-f]+|\b{name}=[^,)]*|'{name}': [^,}}]*", "", str(text))
+BOOTED = 40
 
 
-def _difference(one: object, other: object) -> list[str]:
-    a, b = str(one).splitlines(), str(other).splitlines()
-    return [f"{x[:300]} | {y[:300]}" for x, y in zip(a, b, strict=False) if x != y]
-
-
-BOOTED = 30
-
-
-def bare(line: str) -> list[str]:
-    """The arguments of a line that a tiny model on a CPU can be given."""
-    kept = [each for each in written(line) if not _ELSEWHERE.match(each.flag)]
-    return [word for each in kept for word in (each.flag, *each.values)]
-
-
-def bootable() -> list[str]:
-    """Public command lines with at least one flag left that a tiny model on a CPU can be given."""
-    seen: dict[tuple[str, ...], str] = {}
+def bootable() -> dict[str, list[str]]:
+    """Public command lines that differ in what a tiny model on a CPU can be given, and what lint calls
+    idle of that; lines with idle flags first, as many as are booted.
+    """
+    found: dict[tuple[str, ...], tuple[str, list[str]]] = {}
     for _, line in COMMANDS:
-        if kept := tuple(bare(line)):
-            seen.setdefault(kept, line)
-    return list(seen.values())
+        argv = words(line, "m")
+        (engine,) = subject.engines(f"vllm serve {line}")
+        _, findings = flags.check(engine.source, FACTS, [])
+        idle = [each.flag for each in findings if each.id in SILENT and each.flag in argv]
+        if len(argv) > len(words("m", "m")):
+            found.setdefault(tuple(argv), (line, idle))
+    return dict(sorted(found.values(), key=lambda each: not each[1])[:BOOTED])
 
 
 @pytest.mark.vllm_full
-@pytest.mark.parametrize("number", range(BOOTED))
-def test_a_public_command_line_boots_and_idle_flags_are_idle(tmp_path: Path, number: int) -> None:
-    """The engine runs with its default wherever lint says that the flag changes nothing."""
-    line = bootable()[number % len(bootable())]
-    argv = bare(line)
-    (engine,) = subject.engines(f"vllm serve {line}")
-    _, findings = flags.check(engine.source, FACTS, [])
-    effective = asyncio.run(_effective(tmp_path, argv))
-    for each in findings:
-        if each.id == "flag-default" and each.flag in argv:
-            name = each.flag.removeprefix("--no-").removeprefix("--").replace("-", "_")
-            if name in effective:
-                assert effective[name] == FACTS.defaults[name], each
-
-
-async def _effective(directory: Path, argv: Sequence[str]) -> Mapping[str, Value]:
-    """What an engine that was booted with these arguments says that it runs with."""
-    async with serve(real(directory, *argv)) as server:
-        return dict(server.effective)
+def test_public_command_lines_boot_and_idle_flags_are_idle(tmp_path: Path) -> None:
+    """Every engine answers, and the configuration that it runs with is the same without the idle flags."""
+    model = write(tmp_path / "model", max_position_embeddings=32768, torch_dtype="float32")
+    tiny = ("--load-format", "dummy", "--dtype", "float32", "--enforce-eager", "--max-model-len", "2048")
+    lines = bootable()
+    questions: dict[str, list[str]] = {}
+    for line, idle in lines.items():
+        questions[f"with {line}"] = [*words(line, model), *tiny]
+        if idle:
+            questions[f"without {line}"] = [*words(line, model, idle), *tiny]
+    told = ask("boot", questions)
+    failed = {name: each for name, each in told.items() if isinstance(each, dict)}
+    for line, idle in lines.items():
+        print(
+            f"{'failed' if f'with {line}' in failed else 'booted'}  idle: {' '.join(idle) or '-':40} {line}"
+        )
+    false = [
+        (line, idle, found)
+        for line, idle in lines.items()
+        if idle
+        and not {f"with {line}", f"without {line}"} & failed.keys()
+        and (found := changes(told[f"with {line}"], told[f"without {line}"], idle))
+    ]
+    print(
+        f"{len(told) - len(failed)} of {len(told)} engines booted, for {len(lines)} lines; {len(false)} false"
+    )
+    assert len(lines) == BOOTED
+    assert false == []
+    assert failed == {}

@@ -101,11 +101,11 @@ def _traffic(
         return None
     if trace is not None and any(part is not None for part in parts):
         raise BadInput("give --trace, or --rate with --input and --output, not both")
-    from tuner.commands.trace import open_trace
-    from tuner.lint.traffic import busiest, steady
+    from tuner.commands.trace import open_part
+    from tuner.lint.traffic import part, steady, window
 
     if trace is not None:
-        made = busiest(open_trace(trace)[0])
+        made = part(*open_part(trace, window))
     elif rate is None or inputs is None or outputs is None:
         raise BadInput("--rate, --input and --output go together")
     else:

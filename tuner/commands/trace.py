@@ -1,7 +1,7 @@
 """`tuner trace` and `tuner capture`: record traffic, import it, look at it, change it."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,6 +27,10 @@ from tuner.commands.common import (
 from tuner.errors import BadInput, NotFound, Unavailable, nearest
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from tuner.history.entities import TraceInfo
     from tuner.traffic.statistics import Statistics
     from tuner.traffic.trace import Trace
 
@@ -47,11 +51,41 @@ def open_trace(ref: str) -> "tuple[Trace, Path]":
     trace by name, digest or beginning of the digest.
     """
     from tuner.traffic import importers, trace_files
-    from tuner.traffic.capture.files import find
 
-    path = find(ref, captures()) or Path(ref).expanduser()
+    path = _file(ref)
     if path.is_file():
         return importers.read_any(path), path
+    stored = _stored(ref, path)
+    return trace_files.find(stored.digest, stored.path)
+
+
+def open_part(ref: str, choose: "Callable[[NDArray[np.float64]], tuple[int, int]]") -> "tuple[Trace, int]":
+    """Rows of a trace as `open_trace` finds it, and how many it has. `choose` gives the first row and the one
+    after the last by all arrivals; a file in Parquet is not read whole.
+    """
+    from tuner.traffic import importers, trace, trace_files
+
+    path = _file(ref)
+    if path.is_file():
+        if importers.detect(path) == "parquet":
+            return trace.read_part(path, choose)
+        whole = importers.read_any(path)
+    else:
+        stored = _stored(ref, path)
+        if (near := trace_files.near(stored.digest, stored.path)) is not None:
+            return trace.read_part(near, choose)
+        whole = trace_files.find(stored.digest, stored.path)[0]
+    return whole.take(range(*choose(whole.arrival_s))), len(whole)
+
+
+def _file(ref: str) -> Path:
+    from tuner.traffic.capture.files import find
+
+    return find(ref, captures()) or Path(ref).expanduser()
+
+
+def _stored(ref: str, path: Path) -> "TraceInfo":
+    """A known trace by name or digest. NotFound names the nearest one."""
     try:
         store = open_store()
     except NotFound:
@@ -59,11 +93,10 @@ def open_trace(ref: str) -> "tuple[Trace, Path]":
             f"there is no file {path}, and no known trace yet; `tuner trace import` makes one"
         ) from None
     try:
-        stored = store.trace(ref.removeprefix("latest:"))
+        return store.trace(ref.removeprefix("latest:"))
     except NotFound:
         known = {t.name for t in store.traces()}
         raise NotFound(f"there is no file {path} and no known trace '{ref}'{nearest(ref, known)}") from None
-    return trace_files.find(stored.digest, stored.path)
 
 
 class _ImportCommand(TyperCommand):

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tuner.errors import BadInput
 from tuner.records import Slice, Slo
@@ -25,21 +26,27 @@ class LintTraffic:
     about: str
 
 
+def window(arrival_s: NDArray[np.float64], most: int = MOST) -> tuple[int, int]:
+    """The first row, and the one after the last, of the `most` successive requests that arrive within the
+    shortest time. BadInput where there is no request.
+    """
+    if not len(arrival_s):
+        raise BadInput("--trace: it has no request")
+    count = min(most, len(arrival_s))
+    start = int(np.argmin(arrival_s[count - 1 :] - arrival_s[: len(arrival_s) - count + 1]))
+    return start, start + count
+
+
 def busiest(trace: Trace, most: int = MOST) -> LintTraffic:
     """The `most` successive requests that arrive within the shortest time. BadInput: an empty trace."""
-    if not len(trace):
-        raise BadInput("--trace: it has no request")
-    count = min(most, len(trace))
-    spans = trace.arrival_s[count - 1 :] - trace.arrival_s[: len(trace) - count + 1]
-    start = int(np.argmin(spans))
-    cut = trace.take(np.arange(start, start + count))
-    which = (
-        f"the busiest {count:,} of {len(trace):,} requests"
-        if count < len(trace)
-        else f"all {count:,} requests"
-    )
-    rate = count / max(cut.duration_s, 1e-9)
-    return LintTraffic(trace=cut, about=f"{which} ({cut.duration_s:,.0f} s, {rate:.3g} a second)")
+    return part(trace.take(np.arange(*window(trace.arrival_s, most))), len(trace))
+
+
+def part(cut: Trace, whole: int) -> LintTraffic:
+    """The busiest requests, already cut out of a trace that has `whole`."""
+    which = f"the busiest {len(cut):,} of {whole:,}" if len(cut) < whole else f"all {whole:,}"
+    rate = len(cut) / max(cut.duration_s, 1e-9)
+    return LintTraffic(trace=cut, about=f"{which} requests ({cut.duration_s:,.0f} s, {rate:.3g} a second)")
 
 
 def steady(rate: float, inputs: int, outputs: int, count: int = MOST) -> LintTraffic:

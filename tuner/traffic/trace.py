@@ -3,19 +3,22 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import ArrayLike, NDArray
 
 from tuner.errors import BadInput, Unavailable, nearest
 from tuner.records import JSON
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
 STATUSES = ("ok", "error", "cancelled", "timeout")
 
@@ -52,6 +55,9 @@ MOST_CLASSES = 8
 
 # The most bytes of a Parquet file's footer, which lists its columns.
 LARGEST_FOOTER = 16 * 1024**2
+
+# Rows that a file keeps together: a reader of some rows of a long trace reads their groups alone.
+GROUP_ROWS = 65_536
 _METADATA = b"tuner"
 
 
@@ -202,6 +208,9 @@ def build(
 
 def write(trace: Trace, path: str | Path) -> str:
     """Write a trace as Parquet, complete or not at all; returns its digest. Unavailable: the disk refuses."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     target = Path(path)
     lists = pa.LargeListArray.from_arrays(pa.array(trace.block_offsets), pa.array(trace.blocks))
     table = pa.table({name: pa.array(getattr(trace, name)) for name in COLUMNS} | {"blocks": lists})
@@ -215,7 +224,10 @@ def write(trace: Trace, path: str | Path) -> str:
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     encodings = {"blocks.list.element": "DELTA_BINARY_PACKED"}
     try:
-        pq.write_table(table, partial, compression="zstd", use_dictionary=False, column_encoding=encodings)
+        pq.write_table(
+            table, partial, row_group_size=GROUP_ROWS,
+            compression="zstd", use_dictionary=False, column_encoding=encodings,
+        )  # fmt: skip
         os.replace(partial, target)
     except OSError as error:
         partial.unlink(missing_ok=True)
@@ -225,59 +237,101 @@ def write(trace: Trace, path: str | Path) -> str:
 
 def read(path: str | Path) -> Trace:
     """A trace that `write` wrote. BadInput when the file is absent, foreign, damaged or too new."""
-    source = Path(path)
-    if not source.is_file():
-        raise BadInput(f"{source}: no such trace file{_near_file(source)}")
-    try:
-        table = _table(source)
-    except (pa.ArrowException, OSError, ValueError, TypeError, LookupError, MemoryError) as error:
-        raise BadInput(
-            f"{source}: not a trace in Parquet; `tuner trace import` makes one: {error}"
-        ) from error
-    notes = _notes(table.schema.metadata[_METADATA], source)
-    if notes["version"] > VERSION:
-        raise BadInput(f"{source}: trace version {notes['version']}; this tuner reads up to {VERSION}")
-    try:
-        trace = _from_table(table, notes)
-    except (ValueError, TypeError, LookupError, MemoryError, pa.ArrowException) as error:
-        raise BadInput(f"{source}: damaged trace: {error}") from error
+    with _opened(Path(path)) as (parquet, notes):
+        trace = _from_table(parquet.read(columns=_known(parquet)), notes)
     if trace.digest != notes["digest"]:
-        raise BadInput(f"{source}: damaged trace: its content does not match its digest; import it again")
+        raise BadInput(f"{path}: damaged trace: its content does not match its digest; import it again")
     return trace
 
 
-def _table(source: Path) -> pa.Table:
-    """The columns of a trace, if the file's footer shows that they are a trace of allowed size.
-
-    BadInput if not; pyarrow's errors if the footer cannot be read.
+def read_part(
+    path: str | Path, choose: Callable[[NDArray[np.float64]], tuple[int, int]]
+) -> tuple[Trace, int]:
+    """Rows of a long trace, and how many it has. `choose` gives the first row and the one after the last by
+    the arrivals of all, in seconds; other columns of other rows are hardly read. Errors as `read` has them,
+    but the digest, which is of the whole, is not compared.
     """
+    with _opened(Path(path)) as (parquet, notes):
+        arrivals = parquet.read(columns=["arrival_s"]).column(0).to_numpy()
+        start, stop = choose(arrivals)
+        edges = np.cumsum(
+            [0, *(parquet.metadata.row_group(n).num_rows for n in range(parquet.num_row_groups))]
+        )
+        wanted = [n for n in range(parquet.num_row_groups) if edges[n] < stop and edges[n + 1] > start]
+        table = parquet.read_row_groups(wanted, columns=_known(parquet))
+        return _from_table(
+            table.slice(start - edges[wanted[0]] if wanted else 0, stop - start), notes, start
+        ), len(arrivals)
+
+
+def digest_in(path: str | Path) -> str:
+    """The digest that a file tells of itself, not compared with its content. Errors as `read` has them."""
+    with _opened(Path(path)) as (_, notes):
+        return str(notes["digest"])
+
+
+@contextmanager
+def _opened(source: Path) -> Iterator[tuple["pq.ParquetFile", Mapping[str, Any]]]:
+    """The file of a trace and its notes, once its footer and its columns have been checked. BadInput for
+    that, and for whatever goes wrong while it is open.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if not source.is_file():
+        raise BadInput(f"{source}: no such trace file{_near_file(source)}")
+    notes: Mapping[str, Any] = {}
+    try:
+        _check_footer(source)
+        with pq.ParquetFile(source, memory_map=False) as parquet:
+            _check_schema(parquet, source)
+            notes = _notes(parquet.schema_arrow.metadata[_METADATA], source)
+            if notes["version"] > VERSION:
+                raise BadInput(
+                    f"{source}: trace version {notes['version']}; this tuner reads up to {VERSION}"
+                )
+            yield parquet, notes
+    except (pa.ArrowException, OSError, ValueError, TypeError, LookupError, MemoryError) as error:
+        what = "damaged trace" if notes else "not a trace in Parquet; `tuner trace import` makes one"
+        raise BadInput(f"{source}: {what}: {error}") from error
+
+
+def _known(parquet: "pq.ParquetFile") -> list[str]:
+    return [name for name in (*COLUMNS, "blocks") if name in parquet.schema_arrow.names]
+
+
+def _check_footer(source: Path) -> None:
     with source.open("rb") as file:
         file.seek(max(0, source.stat().st_size - 8))
         footer = int.from_bytes(file.read(4), "little")
     if footer > LARGEST_FOOTER:
         raise BadInput(f"{source}: the account of its columns has {footer:,} bytes; not a trace")
-    with pq.ParquetFile(source, memory_map=False) as parquet:
-        schema, facts = parquet.schema_arrow, parquet.metadata
-        if _METADATA not in (schema.metadata or {}):
-            raise BadInput(f"{source}: Parquet, but not a trace of this tool; `tuner trace import` makes one")
-        for name in (*COLUMNS, "blocks"):
-            if name not in schema.names:
-                if name in LATER:
-                    continue
-                raise BadInput(f"{source}: column '{name}' is missing{nearest(name, schema.names)}")
-            kind = schema.field(name).type
-            wanted = pa.int64() if name == "blocks" else pa.from_numpy_dtype(np.dtype(COLUMNS[name][0]))
-            is_list = pa.types.is_large_list(kind) or pa.types.is_list(kind)
-            if (kind.value_type if name == "blocks" and is_list else kind) != wanted:
-                raise BadInput(f"{source}: column '{name}' is {kind}, not {wanted}: not a trace of this tool")
-        groups = [facts.row_group(place) for place in range(facts.num_row_groups)]
-        values = sum(group.column(place).num_values for group in groups for place in range(group.num_columns))
-        if facts.num_rows > MOST_ROWS or values > MOST_VALUES:
-            raise BadInput(
-                f"{source}: {facts.num_rows:,} rows with {values:,} values; a trace has at most"
-                f" {MOST_ROWS:,} with {MOST_VALUES:,}"
-            )
-        return parquet.read(columns=[name for name in (*COLUMNS, "blocks") if name in schema.names])
+
+
+def _check_schema(parquet: "pq.ParquetFile", source: Path) -> None:
+    """BadInput unless the file has the columns of a trace and is of allowed size."""
+    import pyarrow as pa
+
+    schema, facts = parquet.schema_arrow, parquet.metadata
+    if _METADATA not in (schema.metadata or {}):
+        raise BadInput(f"{source}: Parquet, but not a trace of this tool; `tuner trace import` makes one")
+    for name in (*COLUMNS, "blocks"):
+        if name not in schema.names:
+            if name in LATER:
+                continue
+            raise BadInput(f"{source}: column '{name}' is missing{nearest(name, schema.names)}")
+        kind = schema.field(name).type
+        wanted = pa.int64() if name == "blocks" else pa.from_numpy_dtype(np.dtype(COLUMNS[name][0]))
+        is_list = pa.types.is_large_list(kind) or pa.types.is_list(kind)
+        if (kind.value_type if name == "blocks" and is_list else kind) != wanted:
+            raise BadInput(f"{source}: column '{name}' is {kind}, not {wanted}: not a trace of this tool")
+    groups = [facts.row_group(place) for place in range(facts.num_row_groups)]
+    values = sum(group.column(place).num_values for group in groups for place in range(group.num_columns))
+    if facts.num_rows > MOST_ROWS or values > MOST_VALUES:
+        raise BadInput(
+            f"{source}: {facts.num_rows:,} rows with {values:,} values; a trace has at most"
+            f" {MOST_ROWS:,} with {MOST_VALUES:,}"
+        )
 
 
 def _notes(packed: bytes, source: Path) -> Mapping[str, Any]:
@@ -297,13 +351,19 @@ def bundled() -> Trace:
     return read(Path(__file__).parents[1] / "data" / "traces" / "azure-conversation-slice.parquet")
 
 
-def _from_table(table: pa.Table, notes: Mapping[str, Any]) -> Trace:
+def _from_table(table: "pa.Table", notes: Mapping[str, Any], start: int = 0) -> Trace:
+    """The trace of a table whose first row is row `start` of the whole."""
+    import pyarrow as pa
+
     columns = {
         name: table.column(name).to_numpy()
         if name in table.column_names
         else np.full(len(table), missing, kind)
         for name, (kind, missing) in COLUMNS.items()
     }
+    if start:
+        columns["parent"] = np.maximum(columns["parent"] - start, -1)
+        columns["arrival_s"] = columns["arrival_s"] - columns["arrival_s"][:1].sum()  # of no rows: 0
     lists = table.column("blocks").combine_chunks()
     if isinstance(lists, pa.ChunkedArray):
         lists = lists.chunk(0) if lists.num_chunks else pa.array([], lists.type)

@@ -9,14 +9,17 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-
-from pyarrow import fs
+from typing import TYPE_CHECKING
 
 from tuner.errors import BadInput, NotFound, Unavailable
 from tuner.settings import Settings
 from tuner.traffic import trace as traces
 from tuner.traffic.trace import Trace
+
+if TYPE_CHECKING:
+    from pyarrow import fs
 
 
 def keep(trace: Trace, home: Path, name: str = "trace") -> Path:
@@ -47,9 +50,23 @@ def find(digest: str, hint: str = "") -> tuple[Trace, Path]:
     )
 
 
+def near(digest: str, hint: str = "") -> Path | None:
+    """A file of this home, or at the hint, that says that it holds this content; nothing is compared."""
+    for path in (*_named(digest, Settings().home), Path(hint)):
+        if path.suffix == ".parquet" and os.path.isfile(path):
+            with suppress(BadInput):
+                if traces.digest_in(path) == digest:
+                    return path
+    return None
+
+
+def _named(digest: str, home: Path) -> list[Path]:
+    return sorted((home / "traces").glob(f"*{digest[:12]}*.parquet"))
+
+
 def _own(digest: str, home: Path) -> Iterator[tuple[Path, Trace]]:
     """Files of a home that hold the content; a name is a place to look, no proof."""
-    for path in sorted((home / "traces").glob(f"*{digest[:12]}*.parquet")):
+    for path in _named(digest, home):
         if (found := _read(path, digest)) is not None:
             yield path, found
 
@@ -108,8 +125,10 @@ def _fetched(digest: str, artifacts: str) -> tuple[Trace, Path] | None:
         return found, path
 
 
-def _filesystem(artifacts: str) -> tuple[fs.FileSystem, str]:
+def _filesystem(artifacts: str) -> "tuple[fs.FileSystem, str]":
     """What opens the store, and the folder of its traces."""
+    from pyarrow import fs
+
     if "://" not in artifacts:
         return fs.LocalFileSystem(), str(Path(artifacts).expanduser().absolute() / "traces")
     try:
