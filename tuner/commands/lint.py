@@ -135,9 +135,12 @@ def slo_of(text: str | None) -> "Slo":
 
 def _history() -> "Store | None":
     """The history, for its calibrations; None where there is none."""
-    from tuner.commands.common import open_store
+    from tuner.commands.common import open_store, settings
     from tuner.errors import TunerError
 
+    file = settings().url.removeprefix("sqlite:///")
+    if file != settings().url and not Path(file).exists():
+        return None  # without the libraries that a look at it takes
     try:
         return open_store()
     except TunerError:

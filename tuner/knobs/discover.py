@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from tuner import processes
 from tuner.adapters import EngineAdapter, adapter_in
 from tuner.errors import BadInput, Unavailable
 from tuner.knobs.catalogue import CATALOGUE
@@ -123,6 +122,8 @@ def with_defaults(facts: EngineFacts) -> EngineFacts:
 def _facts_of_help(
     adapter: EngineAdapter, command: Sequence[str], env: Mapping[str, str], timeout_s: float
 ) -> EngineFacts:
+    from tuner import processes
+
     done = processes.run((*command, "--help"), timeout_s=timeout_s, env=env)
     if done.code != 0:
         raise BadInput(
@@ -145,6 +146,8 @@ def _ask(
     interpreter: Sequence[str], args: Sequence[str], env: Mapping[str, str] | None, timeout_s: float
 ) -> dict[str, Any]:
     """The probe's answer. BadInput or Unavailable as for discover."""
+    from tuner import processes
+
     named = " ".join(interpreter)
     quiet = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", **(env or {})}
     done = processes.run((*interpreter, "-c", _script(), *args), timeout_s=timeout_s, env=quiet)

@@ -55,15 +55,18 @@ class StepTimeBasis:
 
 
 class TrafficSimulation:
-    """One engine under one traffic, run as often as is asked."""
+    """One engine under one traffic, run as often as is asked. What cannot differ is not run again."""
 
     def __init__(self, fit: EngineFit, trace: Trace, slo: Slo, basis: StepTimeBasis) -> None:
         self.fit = fit
         self.basis = basis
         self.scene = with_traffic(fit.scene, trace, slo)
         self.work = Workload(self.scene.trace, self.scene.slices, self.scene.plan)
+        self._known: dict[object, list[SimulatedSlice]] = {}
+        self._slack: Slack | None = None
         self.run = self.runs(fit.options)[0]
         self.values = fold([self.run], trace)
+        self._slack = Slack(fit.options.limits, at_once(self, self.run), self.run, trace)
 
     def runs(
         self,
@@ -72,13 +75,51 @@ class TrafficSimulation:
         coefficients: Coefficients | None = None,
     ) -> list[SimulatedSlice]:
         """The traffic under some options; other limits or coefficients where given."""
-        cost = options.cost(self.scene.facts, self.scene.card, coefficients or self.basis.coefficients)
-        return simulate(self.scene, self.work, limits or options.limits, cost)
+        chosen, times = limits or options.limits, coefficients or self.basis.coefficients
+        if self._slack is not None and times == self.basis.coefficients:
+            chosen = self._slack.alike(chosen)
+        steps = options.ranks, options.budget.capture_most, options.budget.kv_scale
+        overlapped = options.limits.async_scheduling
+        key = chosen, times, *steps, overlapped, options.limits.block_size
+        if key not in self._known:
+            cost = options.cost(self.scene.facts, self.scene.card, times)
+            self._known[key] = simulate(self.scene, self.work, chosen, cost)
+        return self._known[key]
 
     def tail(self, limits: SchedulerLimits | None = None, coefficients: Coefficients | None = None) -> float:
         """p95 E2E in ms with other limits or coefficients."""
         runs = self.runs(self.fit.options, limits, coefficients)
         return fold(runs, self.scene.trace).get(WORST, float("nan"))
+
+
+class Slack:
+    """Limits that a run never came near: another value that it would not have reached gives the same run."""
+
+    def __init__(self, limits: SchedulerLimits, at_once: int, run: SimulatedSlice, trace: Trace) -> None:
+        self.limits = limits
+        self.at_once = at_once
+        self.tokens = float(_steps(run)[0].max(initial=0.0))
+        longest = int((trace.input_len.astype("int64") + trace.output_len).max(initial=0))
+        self.blocks = (at_once + 1) * (longest // limits.block_size + 2)
+        self.shared = bool(len(trace.blocks))
+
+    def alike(self, other: SchedulerLimits) -> SchedulerLimits:
+        """The same limits, with those of the run where neither value is reached."""
+        mine, same = self.limits, {}
+        if self.at_once < min(mine.active, other.active):
+            same |= {"max_num_seqs": mine.max_num_seqs, "max_num_active_seqs": mine.max_num_active_seqs}
+        if not mine.long_prefill_token_threshold_adaptive and self.tokens < min(
+            mine.max_num_batched_tokens, other.max_num_batched_tokens
+        ):
+            same["max_num_batched_tokens"] = mine.max_num_batched_tokens
+        remembers = self.shared and other.enable_prefix_caching
+        if not remembers and mine.block_size == other.block_size and self._never_short(mine, other):
+            same["num_blocks"] = mine.num_blocks
+        return replace(other, **same)
+
+    def _never_short(self, *both: SchedulerLimits) -> bool:
+        """Whether all blocks that can be in use at once leave each of them above its watermark."""
+        return all(self.blocks <= (1 - each.watermark) * each.num_blocks - 2 for each in both)
 
 
 def scaled(coefficients: Coefficients, slower: float) -> Coefficients:
@@ -118,7 +159,7 @@ def _touched(simulation: TrafficSimulation) -> dict[str, SchedulerLimits]:
     limits, values = simulation.fit.options.limits, simulation.values
     wide = max(limits.max_num_batched_tokens, 65536)
     found: dict[str, SchedulerLimits] = {}
-    if _at_once(simulation, simulation.run) >= (limits.max_num_active_seqs or limits.max_num_seqs):
+    if at_once(simulation, simulation.run) >= (limits.max_num_active_seqs or limits.max_num_seqs):
         found["limit-sequences"] = replace(limits, max_num_seqs=4096, max_num_active_seqs=None)
     if _steps(simulation.run)[0].max() >= limits.max_num_batched_tokens:
         found["limit-step-tokens"] = replace(limits, max_num_batched_tokens=wide)
@@ -143,7 +184,7 @@ def _more(name: str, simulation: TrafficSimulation) -> str:
     limits, budget = options.limits, options.budget
     if name == "limit-sequences":
         free = simulation.runs(options, replace(limits, max_num_seqs=4096, max_num_active_seqs=None))[0]
-        return f"--max-num-seqs {1 << max(1, _at_once(simulation, free) - 1).bit_length()}"
+        return f"--max-num-seqs {1 << max(1, at_once(simulation, free) - 1).bit_length()}"
     if name == "limit-step-tokens":
         return f"--max-num-batched-tokens {min(4 * limits.max_num_batched_tokens, 65536)}"
     if name == "limit-kv-memory":
@@ -154,7 +195,7 @@ def _more(name: str, simulation: TrafficSimulation) -> str:
     return "take --enforce-eager out" if budget.capture_most == 0 else _wider(simulation)
 
 
-def _at_once(simulation: TrafficSimulation, run: SimulatedSlice) -> int:
+def at_once(simulation: TrafficSimulation, run: SimulatedSlice) -> int:
     """The most requests in flight at one moment of a run."""
     part = simulation.work.parts[0]
     due = np.array(part.at_s)[part.measured]
@@ -325,18 +366,18 @@ def best_of(subject: LintSubject, simulation: TrafficSimulation, space: SearchSp
                 best, chosen = rank, {**chosen, name: level}
     if not chosen or (values := _values(simulation, chosen)) is None:
         return None
-    slow, fast = (
-        _gain(simulation, chosen, factor)
-        for factor in (1 + simulation.basis.error, 1 / (1 + simulation.basis.error))
-    )
     plain = (simulation.values[WORST] - values[WORST]) / simulation.values[WORST]
+    gains = [plain]
+    for factor in (1 + simulation.basis.error, 1 / (1 + simulation.basis.error)):
+        if min(gains) >= GAINS:  # below, no gain is spoken of
+            gains.append(_gain(simulation, chosen, factor))
     return BestPrediction(
         candidate=chosen,
         flags=" ".join(_written(name, value) for name, value in chosen.items()),
         tail=values[WORST],
         attainment=values.get("slo_attainment", 0.0),
-        least=min(slow, fast, plain),
-        most=max(slow, fast, plain),
+        least=min(gains),
+        most=max(gains),
         tried=tried,
         space=space.name,
     )

@@ -3,8 +3,6 @@
 import json
 import os.path
 import re
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -188,6 +186,9 @@ def _json(url: str, *, required: bool = False) -> Any:
 
 def _get(url: str, *, required: bool = False) -> str | None:
     """A body, or None where the server lacks the page. Unavailable when a `required` page is not there."""
+    import urllib.error
+    import urllib.request
+
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
             body: bytes = answer.read(16 * 1024 * 1024)

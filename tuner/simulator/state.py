@@ -22,15 +22,18 @@ class BlockRun:
 
 
 class BlockTable:
-    """The block table of one request: `segments` are (content key, blocks) of its prompt's shared part."""
+    """The block table of one request: `segments` are (content key, blocks) of its prompt's shared part, of
+    which the first `whole` are remembered to their ends and held by it.
+    """
 
-    __slots__ = ("blocks", "nodes", "segments", "shared", "tail")
+    __slots__ = ("blocks", "nodes", "segments", "shared", "tail", "whole", "whole_blocks")
 
     def __init__(self, segments: Sequence[tuple[int, int]] = ()) -> None:
         self.segments = segments
         self.nodes: list[BlockRun] = []
         self.blocks = 0
         self.shared = 0
+        self.whole = self.whole_blocks = 0
         self.tail: BlockRun | None = None
 
 
@@ -114,8 +117,9 @@ class BlockPool:
         """Put the shared part of a prompt into the cache; `full` complete blocks of it are computed, or will
         be in this step.
         """
-        start = 0
-        for index, (key, size) in enumerate(table.segments):
+        start = table.whole_blocks
+        for index in range(table.whole, len(table.segments)):
+            key, size = table.segments[index]
             done = min(full - start, size)
             if done <= 0:
                 return
@@ -133,6 +137,8 @@ class BlockPool:
                 table.shared += done - node.cached
                 node.cached = done
             start += size
+            if mine and node.cached == size and index == table.whole:
+                table.whole, table.whole_blocks = index + 1, start
 
     def release(self, table: BlockTable, computed: int) -> None:
         """Free all blocks; complete blocks of computed tokens stay cached until they are evicted."""
@@ -148,7 +154,7 @@ class BlockPool:
                 elif node.key is not None:
                     self._nodes.pop(node.key, None)
         table.nodes = []
-        table.blocks = table.shared = 0
+        table.blocks = table.shared = table.whole = table.whole_blocks = 0
 
     def _keep_tail(self, table: BlockTable, computed: int) -> None:
         """Cache the request's own complete blocks, which follow its shared part, as a run."""
