@@ -15,15 +15,16 @@ from typer.testing import CliRunner
 
 from benchmarks.lint import pages
 from benchmarks.table import load as tables
-from tests.lint.test_planted import GOOD, MODEL, Planted, linted
+from tests.lint.test_planted import GOOD, MODEL, Planted, linted, repeating
 from tuner.cli import app
+from tuner.commands.trace import open_part
 from tuner.errors import BadInput, Unavailable
 from tuner.knobs.discover import facts_of_version
 from tuner.knobs.model import shapes
 from tuner.lint import load, run, subject
 from tuner.lint.findings import RULES, SEVERITIES, in_order, reaches
 from tuner.lint.flags import IDLE
-from tuner.lint.traffic import busiest, steady
+from tuner.lint.traffic import busiest, steady, window
 from tuner.simulator.cost import CARDS, Coefficients
 from tuner.traffic import trace as traces
 from tuner.traffic.trace import build
@@ -192,6 +193,44 @@ def test_the_busiest_two_thousand_requests_of_a_long_trace_are_simulated() -> No
     assert len(cut.trace) == 2000
     assert cut.trace.duration_s == pytest.approx(199.9, abs=1.0)
     assert "the busiest 2,000 of 12,000 requests" in cut.about
+
+
+def test_a_long_trace_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its file, and by the name that it has in the history; the answer is that of the whole trace."""
+    monkeypatch.setenv("TUNER_HOME", str(tmp_path / "home"))
+    arrival = np.concatenate([np.arange(3000) * 1.0, 3000 + np.arange(2000) * 0.1, 3300 + np.arange(3000)])
+    columns = {"arrival_s": arrival, "input_len": np.full(8000, 100), "output_len": np.full(8000, 10)}
+    whole = build(columns)
+    path = tmp_path / "long.parquet"
+    traces.write(whole, path)
+    assert typer_ok("trace", "import", str(path), "--name", "long")
+    monkeypatch.setattr(traces, "read", lambda path: pytest.fail("the whole trace was read"))
+    cut = busiest(whole)
+    for ref in (str(path), "long"):
+        found, rows = open_part(ref, window)
+        assert rows == len(whole)
+        assert found.digest == cut.trace.digest
+        (one,) = json.loads(typed(GOOD, "--card", "h100-80", "--trace", ref, "--json").stdout)["engines"]
+        assert one["traffic"] == cut.about
+
+
+def typer_ok(*words: str) -> bool:
+    return CliRunner().invoke(app, words).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "repeats"),
+    [(f"{GOOD} --max-num-seqs 8", False), (f"{GOOD} --num-gpu-blocks-override 1100", False), (GOOD, True)],
+)
+def test_what_is_not_simulated_again_would_be_the_same(
+    monkeypatch: pytest.MonkeyPatch, line: str, repeats: bool
+) -> None:
+    """Every finding and every number is that of an engine that is simulated each time it is asked for."""
+    made = repeating().trace if repeats else steady(8, 1500, 250, 200).trace
+    quick = lint(line, card="h100-80", version="0.32.0", trace=made)
+    monkeypatch.setattr(load.Slack, "alike", lambda self, other: other)
+    slow = lint(line, card="h100-80", version="0.32.0", trace=made)
+    assert quick == slow
 
 
 def test_all_limits_lifted_in_turn_and_only_the_reached_ones_are_run() -> None:

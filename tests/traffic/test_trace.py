@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.traffic.conftest import make
 from tuner.errors import BadInput, Unavailable
+from tuner.traffic import trace as traces
 from tuner.traffic.trace import COLUMNS, Trace, build, bundled, read, write
 
 ROW = st.tuples(
@@ -145,3 +146,30 @@ def test_the_bundled_slice_names_its_licence() -> None:
     assert 500 < len(trace) < 1000
     assert "CC-BY 4.0" in str(trace.meta["licence"])
     assert trace.duration_s < 120
+
+
+def test_rows_of_a_long_trace_are_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces, "GROUP_ROWS", 100)
+    count = 1000
+    ids = np.arange(2 * count)
+    columns = {
+        "arrival_s": np.arange(count) * 0.5,
+        "input_len": np.arange(count) + 1,
+        "output_len": np.full(count, 3),
+        "parent": np.arange(count) - 7,
+    }
+    whole = traces.build(columns, blocks=(np.arange(count + 1) * 2, ids), block_size=16)
+    path = tmp_path / "long.parquet"
+    write(whole, path)
+    assert pq.ParquetFile(path).num_row_groups == 10
+    for rows in ((0, 1000), (0, 5), (95, 205), (100, 200), (340, 341), (990, 1000)):
+        cuts = iter([rows])
+        part, total = traces.read_part(path, lambda at, cuts=cuts: next(cuts))  # type: ignore[misc]
+        assert total == count
+        assert part.digest == whole.take(np.arange(*rows)).digest
+    assert traces.digest_in(path) == whole.digest
+    with pytest.raises(BadInput, match="no such trace file"):
+        traces.read_part(tmp_path / "absent.parquet", lambda at: (0, 1))
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(BadInput, match="not a trace"):
+        traces.read_part(path, lambda at: (0, 1))

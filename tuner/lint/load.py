@@ -4,6 +4,7 @@ is off, and how much a study would probably gain. All of it is simulated, each l
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -105,7 +106,8 @@ class Slack:
 
     def alike(self, other: SchedulerLimits) -> SchedulerLimits:
         """The same limits, with those of the run where neither value is reached."""
-        mine, same = self.limits, {}
+        mine = self.limits
+        same: dict[str, Any] = {}
         if self.at_once < min(mine.active, other.active):
             same |= {"max_num_seqs": mine.max_num_seqs, "max_num_active_seqs": mine.max_num_active_seqs}
         if not mine.long_prefill_token_threshold_adaptive and self.tokens < min(
