@@ -105,9 +105,14 @@ class _ImportCommand(TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         from tuner.traffic.importers import importers
 
+        mapped = " or ".join(name for name, each in importers().items() if each.columns)
+        helps = {
+            "format": f"One of {', '.join(importers())}. Default: what the content shows.",
+            "column": f"A column of a {mapped} file; repeatable.",
+        }
         for each in self.params:
-            if each.name == "format" and isinstance(each, TyperOption):
-                each.help = f"One of {', '.join(importers())}. Default: what the content shows."
+            if isinstance(each, TyperOption) and each.name in helps:
+                each.help = helps[each.name]
         super().format_options(ctx, formatter)
 
 
@@ -126,7 +131,7 @@ def import_trace(
     format: Annotated[str | None, typer.Option(help="The format. Default: what the content shows.")] = None,
     column: Annotated[
         list[str] | None,
-        typer.Option(metavar="OURS=THEIRS", help="A column of a generic or openai file; repeatable."),
+        typer.Option(metavar="OURS=THEIRS", help="A column under another name; repeatable."),
     ] = None,
     output: Annotated[
         Path | None,
