@@ -9,9 +9,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -47,13 +47,14 @@ class Cluster:
 
     folder: Path
     home: Path
+    more: Mapping[str, str] = field(default_factory=dict)
+    """Further variables of every process."""
 
     @property
     def env(self) -> dict[str, str]:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        return environment(
-            self.home, {"PATH": path, "RAY_TMPDIR": str(self.folder), "RAY_USAGE_STATS_ENABLED": "0"}
-        )
+        ray = {"PATH": path, "RAY_TMPDIR": str(self.folder), "RAY_USAGE_STATS_ENABLED": "0"}
+        return environment(self.home, {**ray, **self.more})
 
     def type(self, line: str) -> str:
         """Type a line as a user in the checkout would; what it printed."""
@@ -116,10 +117,12 @@ def _kill(processes: Sequence[psutil.Process]) -> None:
 
 
 @contextmanager
-def running(lines: Sequence[str]) -> Iterator[Cluster]:
-    """A cluster for as long as the block lasts. Its folder's path is short, as socket paths are limited."""
+def running(lines: Sequence[str], more: Mapping[str, str] | None = None) -> Iterator[Cluster]:
+    """A cluster for as long as the block lasts, `more` in its environment. Its folder's path is short, as
+    socket paths are limited.
+    """
     folder = Path(tempfile.mkdtemp(prefix="tr", dir="/tmp"))
-    cluster = Cluster(folder=folder, home=folder / "home")
+    cluster = Cluster(folder=folder, home=folder / "home", more=more or {})
     try:
         for line in lines:
             cluster.type(line)
