@@ -1,11 +1,11 @@
-"""Kills controllers, workers, raylets and PostgreSQL at random moments; checks what must hold after each kill.
+"""Kills controllers, workers, raylets and PostgreSQL at random moments; checks what must hold after each.
 
     python -m benchmarks.soak OUT [--kills 50] [--hours 2] [--seed 1]
 
 A real Ray cluster of three nodes on this host, a real PostgreSQL (`make test-postgres` installs it), the
-simulated engine. One study after the other is tuned on all nodes by `tuner tune --on`; a controller that ended
-is started again, as a service manager would. OUT gets a line per kill as it happens, so a soak that is cut
-short tells what it saw.
+simulated engine. One study after the other is tuned on all nodes by `tuner tune --on`; a controller that
+ended is started again, as a service manager would. OUT gets a line per kill as it happens, so a soak that is
+cut short tells what it saw.
 
 What must hold (a line that begins with VIOLATION says what did not; the exit code is then 1):
 
@@ -38,7 +38,7 @@ from tuner.records import RunState, Trial, TrialState
 
 PORT = 6399
 NODES = {"small-1": "a4500", "small-2": "a4500", "large": "a100-80"}
-HEAD = f"ray start --head --port {PORT} --num-gpus 0 --include-dashboard false --ray-client-server-port 10401"
+HEAD = f"ray start --head --port {PORT} --num-gpus 0 --include-dashboard false --ray-client-server-port 9801"
 JOIN = f"ray start --address 127.0.0.1:{PORT} --num-gpus 2 --min-worker-port 21000 --max-worker-port 29999"
 """Ports of its own: another cluster may be at work on this host."""
 KINDS = ("controller", "worker", "raylet", "postgres")
@@ -227,6 +227,8 @@ class Soak:
     def kill_worker(self, node: str) -> list[str] | None:
         """SIGKILL to the worker of a node; None where it has none now."""
         raylet = self.raylet(node)
+        if raylet is None:
+            return None
         mine = [p for p in raylet.children(recursive=True) if _title(p).startswith("ray::NodeWorker")]
         if not mine:
             return None
@@ -237,11 +239,28 @@ class Soak:
 
     def kill_raylet(self, node: str) -> list[str]:
         """The power goes out on a node and comes back."""
-        tags = _tags(self.raylet(node))
+        raylet = self.raylet(node)
+        if raylet is None:
+            self.join(node)
+            return []
+        tags = _tags(raylet)
         self.cluster.kill_node(node)
         self.spend(RETURN_S)
-        self.cluster.type(f"{JOIN} --labels gpu={NODES[node]},node={node}")
+        self.join(node)
         return tags
+
+    def join(self, node: str) -> None:
+        """Start a node's raylet; on a busy host Ray may give up at first."""
+        for again in (True, True, True, True, False):
+            try:
+                self.cluster.type(f"{JOIN} --labels gpu={NODES[node]},node={node}")
+                return
+            except AssertionError:
+                self.write(f"ray start of {node} gave up")
+                if not again:
+                    raise
+                with suppress(AssertionError):
+                    self.cluster.kill_node(node)
 
     def kill_postgres(self, node: str) -> list[str]:
         """PostgreSQL crashes and comes back."""
@@ -250,13 +269,14 @@ class Soak:
         self.server.start()
         return []
 
-    def raylet(self, node: str) -> psutil.Process:
-        (found,) = [
+    def raylet(self, node: str) -> psutil.Process | None:
+        """The raylet of a node, None where it died by itself."""
+        found = [
             p
             for p in self.cluster.processes()
-            if "raylet/raylet" in p.cmdline()[0] and f'"{node}"' in " ".join(p.cmdline())
+            if "raylet/raylet" in _title(p) and node in " ".join(p.cmdline())
         ]
-        return found
+        return found[0] if found else None
 
     def finish(self, limit_s: float) -> None:
         """Let the study in hand end, then look at everything again."""

@@ -27,7 +27,8 @@ from tuner.errors import (
     UnsupportedKnob,
 )
 from tuner.fleet import dispatch
-from tuner.fleet.dispatch_ray import Done, Member, NodeWorker, connect
+from tuner.fleet.dispatch_ray import Member, connect
+from tuner.fleet.node_worker import Done, NodeWorker
 from tuner.fleet.nodes import selector
 from tuner.history.store import Store
 from tuner.records import JSON, Candidate, Fidelity, Launch, Node, Violation

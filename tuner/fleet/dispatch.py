@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner.adapters import adapter_of
-from tuner.errors import BadInput, Conflict, TunerError, Unavailable
+from tuner.errors import Aborted, BadInput, Conflict, TunerError, Unavailable
 from tuner.fleet import dispatch_ray, nodes
 from tuner.fleet.dispatch_ray import Hand, Member, Remote
 from tuner.history.store import Store
@@ -235,7 +235,8 @@ class _Whole:
             )  # fmt: skip
             seat.seeds[:] = fronts_of(seat.store, seat.prepared)
             try:
-                await remote.set_up(left_open(seat.store, study.node))
+                with suppress(Aborted):  # a node that is lost already: the first launch waits for it
+                    await remote.set_up(left_open(seat.store, study.node))
                 run = await self._tuned(seat, remote, tell)
                 return NodeResult(node=name, study=study, run=run)
             except TunerError as error:

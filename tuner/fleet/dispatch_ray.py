@@ -1,4 +1,4 @@
-"""Ray: the nodes of a cluster, the worker on each node, and its remote control by the controller.
+"""Ray: the nodes of a cluster, and the controller's end of the worker on each.
 
 Ray is imported only when a cluster is used, because it is an extra (`cluster`).
 """
@@ -8,7 +8,6 @@ import contextlib
 import logging
 import os
 import re
-import shutil
 import signal
 import socket
 import sys
@@ -19,16 +18,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tuner import __version__, processes
-from tuner.engine.gpu import Gpus
-from tuner.errors import Aborted, BadInput, Conflict, TunerError, Unavailable
-from tuner.fleet import nodes
-from tuner.records import Measurement
-from tuner.settings import Settings
-from tuner.tuning.context import HostContext, LaunchJob, Measured, News, Note, split_cores
+from tuner import __version__
+from tuner.errors import Aborted, BadInput, Conflict, Unavailable
+from tuner.fleet.node_worker import Done, NodeAnswer, NodeWorker
+from tuner.records import LaunchSpec, Measurement
+from tuner.tuning.context import LaunchJob, Measured, Note
 from tuner.tuning.study import Prepared, Surveyed
 from tuner.tuning.studyfile import EngineFile
-from tuner.tuning.trial import work_here
 
 GRANT_S = 120.0
 """Seconds that a node may take to start a worker on its GPUs; another job of the cluster may hold them."""
@@ -36,10 +32,6 @@ RETURN_S = 300.0
 """Seconds to wait for a lost node to come back, or for a free node of its class."""
 ASK_S = 1.0
 KNOCK_S = 10.0
-POLL_S = 5.0
-"""Seconds that a worker waits for news before it answers that there is none."""
-FILES = ("*.parquet", "*.log")
-"""The files of a launch that come back from the node."""
 ADDRESS = re.compile(r"^(auto|ray://[^\s/]+:\d+|[^\s/:]+:\d+)$")
 
 
@@ -59,24 +51,6 @@ class Member:
         card = self.labels.get("ray.io/accelerator-type", "").lower()
         plain = {key: value for key, value in self.labels.items() if not key.startswith("ray.io/")}
         return {"gpu": card, **plain, "name": self.name, "host": self.host}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
-    """The end of an order: the measurements or the error, and the files of its directory by name."""
-
-    measured: tuple[Measured, ...] = ()
-    error: TunerError | None = None
-    files: Mapping[str, bytes]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeAnswer:
-    """The description of a node, or the error why it cannot be used."""
-
-    version: str
-    surveyed: Surveyed | None = None
-    error: TunerError | None = None
 
 
 def _ray() -> Any:
@@ -227,7 +201,8 @@ class Hand:
 async def hire(member: Member, engine: EngineFile, base: Path) -> Hand:
     """Start a worker on exactly this node, with all its GPUs, and ask it to describe the node.
 
-    Conflict when the GPUs are not granted in time or another tuner on that host holds them.
+    Conflict when the GPUs are not granted in time or another tuner on that host holds them; Unavailable when
+    the node is lost meanwhile.
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -250,6 +225,9 @@ async def hire(member: Member, engine: EngineFile, base: Path) -> Hand:
             f"node {member.name} did not give its {member.gpus} GPUs within {GRANT_S:.0f} s:"
             " another job of the cluster holds them"
         ) from None
+    except Aborted as error:
+        _end(actor)
+        raise Unavailable(f"{error} before its run began; the same command tries again") from error
     except BaseException:
         _end(actor)
         raise
@@ -284,7 +262,7 @@ async def _answer(reference: Awaitable[Any], node: str) -> Any:
 
 
 class Remote:
-    """Runs the launches of a study on a node of the cluster: an `Executor`.
+    """Runs the launches of a study on a node of the cluster: an `EngineHost`.
 
     When the node is lost, the order is Aborted. The next order waits until the node is back or `spare` hires
     a free node of the same class. When neither happens, `gone` says so, and the run can be resumed as if it
@@ -306,16 +284,24 @@ class Remote:
         self._prepared, self._spare, self._note = prepared, spare, note
         self._is_set_up, self._isolated = False, isolated
         self._dead: dict[str, Sequence[str]] = {}
+        self._staying: LaunchSpec | None = None
 
     async def set_up(self, dead: Mapping[str, Sequence[str]]) -> None:
-        """Send the study to the worker. `dead` are launches that were left open, with their stop commands."""
+        """Send the study to the worker. `dead` are launches that were left open, with their stop commands.
+        Aborted when the node is lost: the next order waits for it and sends the study again.
+        """
         self._dead |= dead
         hand = await self._present()
         seen = hand.surveyed
         here = replace(
             self._prepared, command=seen.command, node=replace(self._prepared.node, gpus=seen.node.gpus)
         )
-        problems = await _answer(hand.actor.set_up.remote(here, self._dead, self._isolated), hand.member.name)
+        try:
+            asked = hand.actor.set_up.remote(here, self._dead, self._isolated)
+            problems = await _answer(asked, hand.member.name)
+        except Aborted:
+            self._drop()
+            raise
         for sentence in problems:
             self._note(sentence)
         self._dead, self._is_set_up = {}, True
@@ -326,10 +312,11 @@ class Remote:
                 await self.set_up({})
             hand = await self._present()
             await _answer(hand.actor.begin.remote(order), hand.member.name)
+            if order.stay and order.limits is None:
+                self._staying = order.spec
             done = await self._listen(hand, note)
         except Aborted:
-            self._dead[order.spec.launch_id] = order.spec.stop_command
-            self._drop()
+            self._lose(order.spec)
             raise
         except asyncio.CancelledError:
             await self._stop()
@@ -338,6 +325,30 @@ class Remote:
         if done.error is not None:
             raise done.error
         return tuple(_here(each, Path(order.spec.directory)) for each in done.measured)
+
+    async def holds(self, launch_id: str) -> bool:
+        """Whether the engine of this launch still runs on the node. False when the node is lost."""
+        if self._hand is None or self._staying is None or self._staying.launch_id != launch_id:
+            return False
+        try:
+            return bool(await _answer(self._hand.actor.holds.remote(launch_id), self._name))
+        except Aborted:
+            self._lose(self._staying)
+            return False
+
+    async def release(self) -> None:
+        """Stop the engine that stayed on the node, and fetch its log. Nothing is left to do when the node is
+        lost: its worker's guardian ends the engine.
+        """
+        spec, self._staying = self._staying, None
+        if self._hand is None or spec is None:
+            return
+        try:
+            files = await asyncio.shield(_answer(self._hand.actor.release.remote(), self._name))
+        except Aborted:
+            self._lose(spec)
+            return
+        _write(files, Path(spec.directory))
 
     async def end(self) -> None:
         """End the worker on the node."""
@@ -377,10 +388,15 @@ class Remote:
         )
         raise asyncio.CancelledError(self.gone)
 
+    def _lose(self, spec: LaunchSpec) -> None:
+        """The worker is gone: what this launch left is to be ended on the node when it is back."""
+        self._dead[spec.launch_id] = spec.stop_command
+        self._drop()
+
     def _drop(self) -> None:
         if self._hand is not None:
             self._hand.end()
-        self._hand, self._is_set_up = None, False
+        self._hand, self._is_set_up, self._staying = None, False, None
 
     async def _stop(self) -> None:
         """Stop the order on the node. Returns when its engine or the node is gone."""
@@ -408,108 +424,3 @@ def _here(measured: Measured, directory: Path) -> Measured:
         for part in found.slices
     )
     return replace(measured, measurement=replace(found, slices=slices))
-
-
-class NodeWorker:
-    """The worker on one node. Its process holds the locks of the GPUs; a guardian ends its engine with it."""
-
-    def __init__(self) -> None:
-        self._news: list[News | Done] = []
-        self._changed = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-        self._place: HostContext | None = None
-        self._locks: object = None
-
-    async def look(self, name: str, engine: EngineFile, base: str, labels: Mapping[str, str]) -> NodeAnswer:
-        """Describe this node, by its own engine, and lock the GPUs that it was given."""
-        try:
-            seen = await asyncio.to_thread(nodes.fingerprint, name, engine, base=Path(base), labels=labels)
-            if self._locks is None:
-                locks = nodes.locked_gpus(seen.node.gpus)
-                locks.__enter__()
-                self._locks = locks  # held until this process ends
-        except TunerError as error:
-            return NodeAnswer(version=__version__, error=error)
-        return NodeAnswer(version=__version__, surveyed=seen)
-
-    async def set_up(
-        self, prepared: Prepared, dead: Mapping[str, Sequence[str]], isolated: bool = False
-    ) -> tuple[str, ...]:
-        """Take a study, and end what dead launches left here, each with its stop command. Returns a sentence
-        per stop command that could not be started.
-        """
-        engine = prepared.file.engine
-        node = prepared.node
-        gpus = Gpus.open(engine.env, only=node.gpus) if node.gpus else Gpus(nvml=None)
-        cores = split_cores(sorted(os.sched_getaffinity(0)))
-        self._place = HostContext(prepared=prepared, cores=cores, gpus=gpus, isolated=isolated)
-        problems = []
-        for tag, stop in dead.items():
-            try:
-                await asyncio.to_thread(processes.reap, tag, stop_command=stop)
-            except BadInput as error:
-                problems.append(str(error))
-                await asyncio.to_thread(processes.reap, tag)
-            shutil.rmtree(scratch_of(tag), ignore_errors=True)
-        return tuple(problems)
-
-    async def begin(self, order: LaunchJob) -> None:
-        """Start an order; `news` reports its progress."""
-        await self.stop()
-        self._news, self._changed = [], asyncio.Event()
-        self._task = asyncio.ensure_future(self._do(order))
-
-    async def news(self, after: int) -> Sequence[News | Done]:
-        """The news after the first `after` ones; waits POLL_S for some. The last one is Done."""
-        if self._task is not None and self._task.done() and len(self._news) <= after:
-            self._task.result()
-        if len(self._news) <= after:
-            self._changed.clear()
-            try:
-                await asyncio.wait_for(self._changed.wait(), POLL_S)
-            except TimeoutError:
-                return ()
-        return tuple(self._news[after:])
-
-    async def stop(self) -> None:
-        """Stop the order. Returns when no engine is left."""
-        if self._task is not None and not self._task.done():
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-
-    def _note(self, news: News | Done) -> None:
-        self._news.append(news)
-        self._changed.set()
-
-    async def _do(self, order: LaunchJob) -> None:
-        if self._place is None:
-            raise RuntimeError("set_up comes before begin")
-        scratch = scratch_of(order.spec.launch_id)
-        place = self._place
-        spec = replace(
-            order.spec, directory=str(scratch), cores=place.cores.engine,
-            gpus=place.prepared.node.gpus, command=place.prepared.command,
-        )  # fmt: skip
-        measured: tuple[Measured, ...] = ()
-        failure: TunerError | None = None
-        try:
-            _make(scratch)
-            measured = tuple(await work_here(place, replace(order, spec=spec), self._note))
-        except TunerError as error:
-            failure = error
-        finally:
-            files = {path.name: path.read_bytes() for pattern in FILES for path in scratch.glob(pattern)}
-            shutil.rmtree(scratch, ignore_errors=True)
-        self._note(Done(measured=measured, error=failure, files=files))
-
-
-def scratch_of(launch_id: str) -> Path:
-    """The folder of a launch's files until they are sent back."""
-    return Settings().home / "work" / launch_id
-
-
-def _make(directory: Path) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise Aborted(f"cannot make {directory}: {error.strerror}", cause="disk") from error

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 from tuner import masking
 from tuner.adapters import adapter_of
@@ -273,6 +273,8 @@ class LaunchJob:
     """One launch and its replays, for the host that does them; that host has no access to the history.
 
     `kv_tokens` is the largest KV cache that a launch of the study had so far; `settle` as `serve` takes it.
+    `stay`: the engine goes on running for later jobs of the same launch, until `EngineHost.release`. `limits`
+    (with `stay`) are set in an engine that runs already; None: the job launches it.
     """
 
     spec: LaunchSpec
@@ -280,6 +282,8 @@ class LaunchJob:
     number: int
     kv_tokens: int | None = None
     settle: bool | None = None
+    stay: bool = False
+    limits: Mapping[str, Value] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,6 +309,20 @@ News = str | Serving
 Note = Callable[[News], None]
 
 Executor = Callable[[LaunchJob, Note], Awaitable[Sequence[Measured]]]
+
+
+@runtime_checkable
+class EngineHost(Protocol):
+    """An `Executor` on which an engine can stay between jobs: this host, or a node of a cluster."""
+
+    async def __call__(self, job: LaunchJob, note: Note) -> Sequence[Measured]:
+        """Do a launch job. LimitsRefused, beside the errors of a launch."""
+
+    async def holds(self, launch_id: str) -> bool:
+        """Whether the engine of this launch still runs."""
+
+    async def release(self) -> None:
+        """Stop the engine that stayed, if any. Returns when it is gone."""
 
 
 def held(prepared: Prepared, argv: Sequence[str]) -> int:

@@ -5,10 +5,8 @@ is launched whose two sizes that limits cannot exceed are as large as the space 
 here is measured again in an engine of its own.
 """
 
-import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,13 +14,20 @@ from tuner import masking
 from tuner.adapters import adapter_of
 from tuner.engine import limits
 from tuner.engine.failures import KINDS
-from tuner.engine.server import Server, serve
 from tuner.errors import Aborted, EngineError, Infeasible, StudyFailed
-from tuner.records import Candidate, Launch, Trial, Value
+from tuner.records import Candidate, Launch, LaunchSpec, Trial, Value
 from tuner.search.encoding import encode
-from tuner.tuning.context import LaunchJob, LaunchResult, Pass, RunContext, Serving, held, largest_kv
+from tuner.tuning.context import EngineHost, LaunchJob, LaunchResult, Pass, RunContext, held, largest_kv
 from tuner.tuning.study import Prepared
-from tuner.tuning.trial import LaunchRecorder, add_launch, launch_spec, launched, make, measured_pass
+from tuner.tuning.trial import (
+    LaunchRecorder,
+    LimitsRefused,
+    LocalHost,
+    add_launch,
+    launch_spec,
+    launched,
+    make,
+)
 
 SCHEDULER = "--scheduler-cls"
 
@@ -91,8 +96,9 @@ class ScreeningEngine:
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
-        self._stack = AsyncExitStack()
-        self._server: Server | None = None
+        found = LocalHost(context.host) if context.work is None else context.work
+        self._host: EngineHost | None = found if isinstance(found, EngineHost) else None
+        self._spec: LaunchSpec | None = None
         self._row: LaunchRecorder | None = None
         self._launched: Candidate = Candidate()
         self._charged_s = 0.0
@@ -103,8 +109,8 @@ class ScreeningEngine:
     @property
     def possible(self) -> bool:
         """Whether this study's engines can be changed while they run, as far as is known by now."""
-        here = self._context.work is None and self._in_a_row < FAILURES
-        return here and changeable(self._context.prepared)
+        can_stay = self._host is not None and self._in_a_row < FAILURES
+        return can_stay and changeable(self._context.prepared)
 
     async def measure(
         self,
@@ -121,20 +127,24 @@ class ScreeningEngine:
         CannotScreen if it needs an engine of its own; else as `launch`. An engine that ends while it screens
         is Aborted: only a launch of its own shows whose fault that was.
         """
-        if not self.possible:
+        if self._host is None or not self.possible:
             raise CannotScreen("live limits are off")
         make(directory)
         begun = time.monotonic()
-        wanted = None if own else self._limits(trial.candidate, defaults)
+        wanted = None if own else await self._limits(self._host, trial.candidate, defaults)
         if wanted is None:
             await self.close()
             self._charged_s = begun
-            await self._launch(trial, own)
-            wanted = {} if own else self._limits(trial.candidate, defaults)
-        if wanted is None or self._server is None or self._row is None:
+            await self._launch(self._host, trial, own)
+            wanted = {} if own else await self._limits(self._host, trial.candidate, defaults)
+        if wanted is None or self._spec is None or self._row is None:
             raise CannotScreen("its sizes are beyond the running engine's")
+        job = LaunchJob(
+            spec=replace(self._spec, directory=str(directory)), passes=tuple(passes), number=trial.number,
+            kv_tokens=largest_kv(self._context.launches()), stay=True, limits=wanted,
+        )  # fmt: skip
         try:
-            return await self._replay(self._server, self._row, trial, passes, directory, wanted)
+            return await self._replay(self._host, self._row, trial, job)
         except Infeasible as error:
             await self.close(f"{error.cause}: {error}")
             raise Aborted(
@@ -146,61 +156,41 @@ class ScreeningEngine:
             raise
 
     async def _replay(
-        self,
-        server: Server,
-        row: LaunchRecorder,
-        trial: Trial,
-        passes: Sequence[Pass],
-        directory: Path,
-        wanted: Mapping[str, Value],
+        self, host: EngineHost, row: LaunchRecorder, trial: Trial, job: LaunchJob
     ) -> LaunchResult:
         row.trial = trial
-        if not await limits.change(server, wanted):
-            said = await limits.ask(server, {})
-            reason = f"the running engine did not take the limits: {said.error or 'no reason given'}"
-            await self._give_up(reason)
-            raise CannotScreen(reason)
-        job = LaunchJob(
-            spec=replace(server.spec, directory=str(directory)), passes=tuple(passes), number=trial.number,
-            kv_tokens=largest_kv(self._context.launches()),
-        )  # fmt: skip
         try:
-            measured = [await measured_pass(self._context.host, job, p, server, row.note) for p in passes]
+            measured = await host(job, row.note)
             self._in_a_row = 0
+        except LimitsRefused as error:
+            await self._give_up(str(error))
+            raise CannotScreen(str(error)) from error
         finally:
             begun, self._charged_s = self._charged_s, time.monotonic()
-        ended = replace(row.row, effective={**row.row.effective, **_shown(wanted)})
+        ended = replace(row.row, effective={**row.row.effective, **_shown(job.limits or {})})
         return launched(
-            ended, measured, (self._charged_s - begun) * held(self._context.prepared, server.spec.argv)
+            ended, measured, (self._charged_s - begun) * held(self._context.prepared, job.spec.argv)
         )
 
-    def _limits(self, candidate: Candidate, defaults: Mapping[str, Value]) -> dict[str, Value] | None:
+    async def _limits(
+        self, host: EngineHost, candidate: Candidate, defaults: Mapping[str, Value]
+    ) -> dict[str, Value] | None:
         """What turns the running engine into the candidate; None where that is not enough."""
-        if self._server is None or not self._server.alive:
+        if self._spec is None or not await host.holds(self._spec.launch_id):
             return None
         return fits(self._context.prepared, self._launched, candidate, defaults)
 
-    async def _launch(self, trial: Trial, own: bool) -> None:
+    async def _launch(self, host: EngineHost, trial: Trial, own: bool) -> None:
         """Launch the trial's own engine, or the widest that it can be screened in. CannotScreen when none
         comes up.
         """
-        prepared, context = self._context.prepared, self._context
-        directory = context.directory(trial.number, f"live-{trial.attempt}")
-        known, launches = context.estimates(), context.launches()
-        wider = (trial.candidate,) if own else widest(prepared, trial.candidate)
-        specs = [(c, launch_spec(prepared, c, directory, context.cores, known=known)) for c in wider]
-        wide, spec = next((each for each in specs if not _failed(launches, each[1].argv)), (None, None))
-        if wide is None or spec is None:
-            raise CannotScreen("no wider engine is known to work")
-        make(directory)
-        paths = spec.env.get("PYTHONPATH", os.environ.get("PYTHONPATH"))
-        installed = limits.install(directory.resolve(), spec.launch_id, paths, spec.kind)
-        spec = replace(spec, argv=(*spec.argv, *installed.argv), env={**spec.env, **installed.env})
-        self._row = LaunchRecorder(context, add_launch(context, spec), trial)
+        context = self._context
+        wide, spec = self._wide(trial, own)
+        row = self._row = LaunchRecorder(context, add_launch(context, spec), trial)
+        settle = context.settles(spec.argv) if own else False
+        job = LaunchJob(spec=spec, passes=(), number=trial.number, settle=settle, stay=True)
         try:
-            settle = context.settles(spec.argv) if own else False
-            entered = serve(spec, gpus=context.gpus, settle=settle, note=self._row.note)
-            server = await self._stack.enter_async_context(entered)
+            await host(job, row.note)
         except (Infeasible, StudyFailed) as error:
             if _certain(error, own=own) or (own and self._served and isinstance(error, Infeasible)):
                 await self.close(f"{error.cause}: {error}")
@@ -209,18 +199,27 @@ class ScreeningEngine:
             sentence = f"an engine whose limits can change failed: {error}"
             raise CannotScreen(sentence, error.cause) from error
         except EngineError as error:
-            self._row.close(f"{error.cause}: {error}")
-            self._row = None
+            await self.close(f"{error.cause}: {error}")
             raise Aborted(str(error), cause=error.cause, evidence=error.evidence) from error
         except BaseException:
-            self._row.close("stopped")
+            row.close("stopped")
             self._row = None
             raise
-        self._row.note(
-            Serving(effective=server.effective, timeline=server.timeline, kv_tokens=server.kv_tokens)
-        )
-        self._server, self._launched, self._served = server, wide, True
-        context.store.finish_launch(self._row.row)
+        self._spec, self._launched, self._served = spec, wide, True
+        context.store.finish_launch(row.row)
+
+    def _wide(self, trial: Trial, own: bool) -> tuple[Candidate, LaunchSpec]:
+        """What to launch, and how: the first that is not known to fail. CannotScreen when there is none."""
+        prepared, context = self._context.prepared, self._context
+        directory = context.directory(trial.number, f"live-{trial.attempt}")
+        known, launches = context.estimates(), context.launches()
+        changing = adapter_of(prepared.facts.kind).live_limits
+        for wide in (trial.candidate,) if own else widest(prepared, trial.candidate):
+            spec = launch_spec(prepared, wide, directory, context.cores, known=known)
+            if changing is not None and not _failed(launches, spec.argv):
+                make(directory)
+                return wide, replace(spec, argv=(*spec.argv, *changing.argv))
+        raise CannotScreen("no wider engine is known to work")
 
     async def _give_up(self, reason: str) -> None:
         self._in_a_row += 1
@@ -229,10 +228,10 @@ class ScreeningEngine:
 
     async def close(self, verdict: str | None = None) -> None:
         """Stop the running engine, if any, and close its row."""
-        row, self._row, self._server = self._row, None, None
-        stack, self._stack = self._stack, AsyncExitStack()
+        row, self._row, self._spec = self._row, None, None
         try:
-            await stack.aclose()
+            if self._host is not None:
+                await self._host.release()
         finally:
             if row is not None:
                 row.close(verdict)

@@ -194,7 +194,7 @@ class _Loop(Execution):
         """The baseline, relaunches and candidates that cannot be screened get an engine of their own, which
         then screens others; a second try and a rung of the ladder get one for themselves alone.
         """
-        excused = {"stopped", "controller", "gate", "disk"}
+        excused = {"stopped", "controller", "node_lost", "gate", "disk"}
         alone = any(t.cause not in excused for t in trials if t.number == trial.number)
         unproved = bool(trials) and not ready_of(self._context.launches())
         climbs = self._context.prepared.file.sampler == "ladder"

@@ -1,13 +1,16 @@
 """One launch and the measurements in it."""
 
+import os
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from tuner import masking
 from tuner.adapters import adapter_of
+from tuner.engine import limits
 from tuner.engine.boots import FIRST_S
 from tuner.engine.gpu import Watch, throttled
 from tuner.engine.server import Server, serve
@@ -115,6 +118,61 @@ async def work_here(host: HostContext, job: LaunchJob, note: Note) -> Sequence[M
     async with serve(job.spec, gpus=host.gpus, note=note, settle=job.settle) as server:
         note(Serving(effective=server.effective, timeline=server.timeline, kv_tokens=server.kv_tokens))
         return [await measured_pass(host, job, each, server, note) for each in job.passes]
+
+
+class LimitsRefused(Aborted):
+    """The running engine did not take the limits of a job."""
+
+
+class LocalHost:
+    """Does launch jobs on this host; an engine that is to stay runs until `release`. An `EngineHost`."""
+
+    def __init__(self, host: HostContext) -> None:
+        self._host = host
+        self._stack = AsyncExitStack()
+        self._server: Server | None = None
+
+    async def __call__(self, job: LaunchJob, note: Note) -> Sequence[Measured]:
+        """Do a job: in an engine of its own, or with `stay` in one that goes on running."""
+        if not job.stay:
+            await self.release()
+            return await work_here(self._host, job, note)
+        server = await (self._launched(job, note) if job.limits is None else self._changed(job))
+        return [await measured_pass(self._host, job, each, server, note) for each in job.passes]
+
+    async def holds(self, launch_id: str) -> bool:
+        """Whether the engine of this launch still runs."""
+        server = self._server
+        return server is not None and server.spec.launch_id == launch_id and server.alive
+
+    async def release(self) -> None:
+        """Stop the engine that stayed, if any."""
+        stack, self._stack, self._server = self._stack, AsyncExitStack(), None
+        await stack.aclose()
+
+    async def _launched(self, job: LaunchJob, note: Note) -> Server:
+        """Launch the engine of a job so that its limits can be changed."""
+        await self.release()
+        spec = job.spec
+        paths = spec.env.get("PYTHONPATH", os.environ.get("PYTHONPATH"))
+        installed = limits.install(Path(spec.directory).resolve(), spec.launch_id, paths, spec.kind)
+        spec = replace(spec, env={**spec.env, **installed.env})
+        server = await self._stack.enter_async_context(
+            serve(spec, gpus=self._host.gpus, settle=job.settle, note=note)
+        )
+        note(Serving(effective=server.effective, timeline=server.timeline, kv_tokens=server.kv_tokens))
+        self._server = server
+        return server
+
+    async def _changed(self, job: LaunchJob) -> Server:
+        """The running engine with the limits of a job."""
+        if self._server is None or not await self.holds(job.spec.launch_id):
+            raise Aborted("the engine that was to measure it has ended", cause="stopped")
+        if not await limits.change(self._server, job.limits or {}):
+            said = await limits.ask(self._server, {})
+            reason = f"the running engine did not take the limits: {said.error or 'no reason given'}"
+            raise LimitsRefused(reason, cause="limits")
+        return self._server
 
 
 def launch_spec(
