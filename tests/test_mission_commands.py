@@ -20,7 +20,9 @@ from tuner.tuning.virtual import HIDDEN
 PAGE = (Path(__file__).parents[1] / "docs" / "mission.md").read_text()
 LINES = list(dict.fromkeys(re.findall(r"`tuner ([^`]+)`", PAGE)))
 SERVERS = ("serve", "capture --upstream URL")
-ELSEWHERE = ("tune STUDY.yaml --on auto", "tune STUDY.yaml", "demo")
+ELSEWHERE = (
+    "tune docs/examples/fleet.yaml --on auto", "tune STUDY.yaml --on auto", "tune STUDY.yaml", "demo",
+)  # fmt: skip
 """Typed by the cluster tests, by the fixture below (in this process) and by the demonstration's own test."""
 
 

@@ -15,6 +15,7 @@ import pytest
 from tests.history.records import NOW, a_measurement, a_study
 from tests.tuning.studies import tuner, write
 from tuner import processes
+from tuner.adapters import adapter_of
 from tuner.errors import (
     Aborted,
     BadInput,
@@ -36,7 +37,7 @@ from tuner.tuning import studyfile
 from tuner.tuning.context import Cores, LaunchJob, News, Pass, Serving
 from tuner.tuning.study import Prepared, load
 from tuner.tuning.studyfile import StudyFile
-from tuner.tuning.trial import GateFailed, launch_spec
+from tuner.tuning.trial import GateFailed, LimitsRefused, launch_spec
 
 
 def a_member(name: str, gpus: int = 2, **labels: str) -> Member:
@@ -87,6 +88,7 @@ def test_a_study_that_names_its_node_is_not_for_many(file: StudyFile) -> None:
 def test_a_simulated_engine_is_the_card_of_its_node(file: StudyFile) -> None:
     assert dispatch.engine_of(file, a_member("x", gpu="a4500")).engine.card == "a4500"
     assert dispatch.engine_of(file, a_member("x")).engine.card == file.engine.card
+    assert dispatch.engine_of(file, a_member("x", gpus=4, gpu="a4500")).engine.cards == 4
 
 
 ERRORS: Sequence[TunerError] = (
@@ -207,6 +209,82 @@ def test_stopping_a_worker_leaves_no_engine(tmp_path: Path, monkeypatch: pytest.
         return order.spec.launch_id
 
     assert processes.tagged(asyncio.run(work())) == []
+
+
+async def done_by(worker: NodeWorker, order: LaunchJob) -> Done:
+    """The end of an order."""
+    await worker.begin(order)
+    done = (await heard(worker))[-1]
+    assert isinstance(done, Done)
+    return done
+
+
+def staying(prepared: Prepared, folder: Path) -> tuple[LaunchJob, LaunchJob]:
+    """An order that launches an engine whose limits can change, and one that measures others in it."""
+    order = an_order(prepared, folder, max_num_seqs=16, max_num_batched_tokens=512)
+    changing = adapter_of("simulated").live_limits
+    assert changing is not None
+    spec = replace(order.spec, argv=(*order.spec.argv, *changing.argv))
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 256}
+    launch = replace(order, spec=spec, passes=(), stay=True)
+    return launch, replace(order, spec=spec, stay=True, limits=limits)
+
+
+def test_M8_a_worker_measures_with_other_limits_in_an_engine_that_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TUNER_HOME", str(tmp_path / "node"))
+
+    async def work() -> None:
+        worker, prepared = await at_work(tmp_path)
+        launch, measure = staying(prepared, tmp_path)
+        tag = launch.spec.launch_id
+        assert (await done_by(worker, launch)).error is None
+        engine = {process.pid for process in processes.tagged(tag)}
+        assert engine
+        for number in (1, 2):
+            done = await done_by(worker, replace(measure, number=number))
+            assert done.error is None
+            (measured,) = done.measured
+            assert measured.measurement.values["requests"] > 0
+            assert list(done.files) == [Path(measured.measurement.slices[0].outcomes_file or "").name]
+        assert {process.pid for process in processes.tagged(tag)} == engine
+        assert await worker.holds(tag)
+        refused = await done_by(worker, replace(measure, limits={"max_num_seqs": 32}))
+        assert isinstance(refused.error, LimitsRefused), "more than it was launched with"
+        log = (await worker.release())["engine.log"]
+        assert b"max_num_seqs" in log
+        assert processes.tagged(tag) == []
+        assert not await worker.holds(tag)
+        gone = await done_by(worker, measure)
+        assert isinstance(gone.error, Aborted)
+        assert gone.error.cause == "stopped"
+        assert not list((tmp_path / "node" / "work").iterdir())
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("how", ["stop", "idle", "another order"])
+def test_M8_an_engine_that_stays_ends_with_its_run_or_when_its_controller_is_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setenv("TUNER_HOME", str(tmp_path / "node"))
+    monkeypatch.setattr("tuner.fleet.node_worker.IDLE_S", 0.2 if how == "idle" else 300.0)
+
+    async def work() -> None:
+        worker, prepared = await at_work(tmp_path)
+        launch, _ = staying(prepared, tmp_path)
+        assert (await done_by(worker, launch)).error is None
+        if how == "stop":
+            await worker.stop()
+        elif how == "another order":
+            await done_by(worker, an_order(prepared, tmp_path, max_num_seqs=16))
+        while how == "idle" and processes.tagged(launch.spec.launch_id):
+            await asyncio.sleep(0.1)
+        assert processes.tagged(launch.spec.launch_id) == []
+        assert not await worker.holds(launch.spec.launch_id)
+
+    asyncio.run(work())
 
 
 def test_a_worker_ends_what_dead_controllers_left_behind_doors(

@@ -11,8 +11,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.fleet.raycluster import (
+    ROOT,
     Cluster,
     another,
     readme_lines,
@@ -31,7 +33,7 @@ pytestmark = pytest.mark.cluster
 LINES = readme_lines()
 STARTS = [line for line in LINES if line.startswith("ray start")]
 (TUNE,) = [line for line in LINES if line.startswith("tuner tune") and "--dry-run" not in line]
-NODES = {"small-1": "sim-a4500", "small-2": "sim-a4500", "large": "sim-a100-80"}
+NODES = {"small-1": "sim-a4500x2", "small-2": "sim-a4500x2", "large": "sim-a100-80x2"}
 VICTIM = "small-2"
 PROBES = 2
 """Completions that a launch is asked for before anything is replayed, at most."""
@@ -135,6 +137,23 @@ def test_each_class_has_a_winner_of_its_own(told: Told, cluster: Cluster) -> Non
     assert small != large
 
 
+@pytest.mark.parametrize("node", NODES)
+def test_M8_both_cards_of_a_node_are_in_use_and_ten_knobs_are_turned(
+    told: Told, cluster: Cluster, node: str
+) -> None:
+    study, store = study_of(cluster, node), cluster.store()
+    launches = store.launches(study.id)
+    assert all("--tensor-parallel-size 2" in " ".join(each.argv) for each in launches)
+    ready = [each for each in launches if "ready_s" in each.timeline]
+    assert {each.effective["tensor_parallel_size"] for each in ready} == {2}
+    (run,) = store.runs(study.id)
+    assert run.summary["idle_gpus"] is None
+    space = yaml.safe_load((ROOT / "docs" / "examples" / "fleet-space.yaml").read_text())["knobs"]
+    levels = {name: each["values"] if isinstance(each, dict) else each for name, each in space.items()}
+    turned = [name for name, each in space.items() if "default" in str(each) or len(levels[name]) > 1]
+    assert len(turned) == 10
+
+
 def test_a_node_killed_in_the_middle_loses_its_running_trial_alone(told: Told, cluster: Cluster) -> None:
     lost = {
         node: [t for t in trials_of(cluster, node) if t.cause in ("node_lost", "controller", "stopped")]
@@ -193,6 +212,67 @@ def test_the_placement_is_told_before_anything_starts(cluster: Cluster, tmp_path
         assert row["seconds"]["replay"] > 0
     said = cluster.type(line.removesuffix(" --json"))
     assert said.count("A trial in an engine of its own takes about") == 2
+
+
+def screening(cluster: Cluster, node: str, name: str) -> str | None:
+    """The launch that a running trial is screened in: its engine has served another trial before."""
+    trials = trials_of(cluster, node, name)
+    if len(trials) < 2 or trials[-1].state is not TrialState.RUNNING:
+        return None
+    for launch in cluster.store().launches(trials[-1].study_id):
+        if launch.ended_at is None and "--scheduler-cls" in launch.argv and processes.tagged(launch.id):
+            return launch.id
+    return None
+
+
+def test_M8_live_limits_screen_in_an_engine_that_stays_on_a_node(cluster: Cluster, tmp_path: Path) -> None:
+    study = another(tmp_path, "screened")
+    cluster.type(f"tuner tune {study} --on auto --nodes name=large --trials 6 --all-trials")
+    trials, store = trials_of(cluster, "large", "screened"), cluster.store()
+    screened = [t for t in trials if t.screened]
+    launches = {t.measurement.launch_id for t in screened if t.measurement}
+    assert len(screened) >= 2
+    assert len(launches) < len(screened)
+    for trial in screened:
+        for name, value in trial.candidate.items():
+            assert trial.effective[name] == value
+    (run,) = store.runs(trials[0].study_id)
+    assert run.summary["live_limits"] == "used"
+    for launch in store.launches(trials[0].study_id):
+        assert launch.ended_at is not None
+        assert processes.tagged(launch.id) == []
+        assert (Path(launch.directory or "") / "engine.log").exists()
+    assert leased(cluster) == set()
+
+
+@pytest.mark.parametrize("how", ["cancel", "kill", "node"])
+def test_M8_an_engine_that_stays_ends_with_its_run_its_controller_or_its_node(
+    cluster: Cluster, tmp_path: Path, how: str
+) -> None:
+    name = f"stays-{how}"
+    line = f"tuner tune {another(tmp_path, name)} --on auto --nodes name=large --trials 6 --all-trials"
+    log = tmp_path / "stays.log"
+    with cluster.started(line, log) as command:
+        wait_for(lambda: screening(cluster, "large", name) is not None, alive=command)
+        launch = screening(cluster, "large", name) or ""
+        (run,) = cluster.store().runs(study_of(cluster, "large", name).id)
+        if how == "cancel":
+            cluster.type(f"tuner run cancel {run.id}")
+            assert command.wait(600) == 0, log.read_text()
+        elif how == "kill":
+            command.kill()
+            command.wait(60)
+        else:
+            cluster.kill_node("large")
+            wait_for(lambda: _was_lost(trials_of(cluster, "large", name)), alive=command)
+            cluster.type(next(line for line in STARTS if "node=large" in line))
+            wait_for(lambda: "the run goes on on node large" in log.read_text(), alive=command)
+            cluster.type(f"tuner run cancel {run.id}")
+            assert command.wait(600) == 0, log.read_text()
+        wait_for(lambda: processes.tagged(launch) == [])
+    if how != "kill":
+        assert leased(cluster) == set()
+        assert TrialState.RUNNING not in [t.state for t in trials_of(cluster, "large", name)]
 
 
 def test_of_two_controllers_that_race_for_a_node_one_is_told(cluster: Cluster, tmp_path: Path) -> None:

@@ -163,11 +163,14 @@ async def _hire(job: ClusterJob, member: Member) -> Hand:
 
 
 def engine_of(file: StudyFile, member: Member) -> StudyFile:
-    """The study as this node runs it: a simulated engine is the card that the node's label `gpu` names."""
+    """The study as this node runs it: a simulated engine has the card that the node's label `gpu` names, as
+    often as Ray has GPUs there.
+    """
     card = member.labels.get("gpu")
     if not adapter_of(file.engine.kind).simulated or not card:
         return file
-    return file.model_copy(update={"engine": file.engine.model_copy(update={"card": card})})
+    here = {"card": card, "cards": max(1, member.gpus)}
+    return file.model_copy(update={"engine": file.engine.model_copy(update=here)})
 
 
 async def asked_of(

@@ -163,6 +163,8 @@ class NodeWorker:
             if stays and order.limits is None:
                 self._staying = spec
             files = {} if stays and order.limits is None else _taken(files_in)
+            if self._staying is None:
+                shutil.rmtree(scratch, ignore_errors=True)
         if stays:
             self._idle = asyncio.ensure_future(self._release_idle())
         self._note(Done(measured=measured, error=failure, files=files))

@@ -1,10 +1,10 @@
 """The simulated engine as a process: `python -m tuner.simulator.app` takes the argv of vLLM's API server.
 
-Settings that vLLM does not have come from the environment: TUNER_SIM_CARD (a preset), TUNER_SIM_COEFFICIENTS
-(JSON, from a calibration), TUNER_SIM_SPEED (2 = twice real time), TUNER_SIM_NOISE (relative, one standard
-deviation per step), TUNER_SIM_SEED, TUNER_SIM_STARTUP_S (how long it pretends to load) and TUNER_SIM_BLIND=1
-(every step takes 10 ms whatever the knobs say), and TUNER_SIM_RELEASE (JSON: another release, see
-`tuner.simulator.release`).
+Settings that vLLM does not have come from the environment: TUNER_SIM_CARD (a preset), TUNER_SIM_CARDS (how
+many), TUNER_SIM_COEFFICIENTS (JSON, from a calibration), TUNER_SIM_SPEED (2 = twice real time),
+TUNER_SIM_NOISE (relative, one standard deviation per step), TUNER_SIM_SEED, TUNER_SIM_STARTUP_S (how long it
+pretends to load), TUNER_SIM_BLIND=1 (every step takes 10 ms whatever the knobs say) and TUNER_SIM_RELEASE
+(JSON: another release, see `tuner.simulator.release`).
 """
 
 import asyncio

@@ -194,8 +194,8 @@ def boot(argv: Sequence[str], env: Mapping[str, str]) -> Booted:
         print(f"huggingface_hub.errors.LocalEntryNotFoundError: {error}", file=sys.stderr, flush=True)
         raise NotStarted(1) from error
     try:
-        options = resolve(argv, card, facts, env)
-        memory = profile(facts, card, options.budget)
+        options = resolve(argv, card, facts, env, int(env.get("TUNER_SIM_CARDS", "1")))
+        memory = profile(facts, card.group(options.ranks), options.budget)
         check_memory(options, memory, facts, card)
     except StartRefused as refused:
         raise NotStarted(refuse(refused)) from refused

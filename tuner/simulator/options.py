@@ -201,9 +201,11 @@ def _non_default(args: argparse.Namespace, release: Release) -> dict[str, Value 
     return {name: value for name, value in vars(args).items() if value != plain.get(name)}
 
 
-def resolve(argv: Sequence[str], card: Card, facts: ModelFacts, env: Mapping[str, str]) -> Options:
+def resolve(
+    argv: Sequence[str], card: Card, facts: ModelFacts, env: Mapping[str, str], gpus: int = 1
+) -> Options:
     """Fill in the platform's defaults and check the rules: SystemExit(2) from argparse, or StartRefused."""
-    return settle(parser(release_of(env)).parse_args(list(argv)), card, facts, env)
+    return settle(parser(release_of(env)).parse_args(list(argv)), card, facts, env, gpus)
 
 
 def settle(

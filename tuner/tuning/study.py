@@ -117,9 +117,11 @@ def survey(engine: EngineFile, *, base: Path, name: str = "local") -> Surveyed:
     if adapter.simulated:  # a part of this program: no process is needed
         facts = facts_of_help(adapter, simulated_flags(release_of(engine.env)).format_help())
         card = card_of(engine.card)
-        gpu = None if card.platform == "cpu" else GpuKind(name=card.title, memory_gib=card.memory_gib)
-        facts = on_device(facts, "cpu" if gpu is None else "cuda", gpu)
-        node = Node(name=name, gpu_class=f"sim-{engine.card}")
+        several = f"x{engine.cards}" if engine.cards > 1 else ""
+        gpu = GpuKind(name=card.title, memory_gib=card.memory_gib, count=engine.cards)
+        is_cpu = card.platform == "cpu"
+        facts = on_device(facts, "cpu" if is_cpu else "cuda", None if is_cpu else gpu)
+        node = Node(name=name, gpu_class=f"sim-{engine.card}{several}")
     else:
         facts = discover(command, env={ORDER: "PCI_BUS_ID", **engine.env})
         node = local_node(name, facts, engine.env)
@@ -430,6 +432,8 @@ def _identity(
     }
     if file.engine.clock != "real":
         engine["clock"] = file.engine.clock
+    if file.engine.cards > 1:
+        engine["cards"] = file.engine.cards
     keep = (
         "model",
         "workload",

@@ -46,7 +46,9 @@ class _Strict(BaseModel):
 
 class EngineFile(_Strict):
     """Which engine: `args` are fixed arguments (long flag without dashes → value) of every candidate.
-    `command` comes before the interpreter, `stop_command` runs first at each stop (docs/engine.md).
+
+    `command` comes before the interpreter, `stop_command` runs first at each stop (docs/engine.md). A simulated
+    engine has `cards` of the preset `card`.
     """
 
     kind: str = "vllm"
@@ -56,6 +58,7 @@ class EngineFile(_Strict):
     env: dict[str, str] = Field(default_factory=dict)
     stop_command: tuple[str, ...] = ()
     card: str = "h100-80"
+    cards: int = Field(default=1, ge=1, le=64)
     clock: Literal["real", "virtual"] = "real"
 
     @field_validator("kind")
@@ -102,12 +105,14 @@ class EngineFile(_Strict):
             raise ValueError(
                 f"kind: {self.kind} needs python: the interpreter that has {self.kind} installed"
             )
+        if not simulated and self.cards != 1:
+            raise ValueError("cards is for kind: simulated; a real engine finds its node's GPUs")
         if not simulated and self.clock == "virtual":
             raise ValueError("clock: virtual is for kind: simulated; a real engine runs in real time")
         if simulated and (self.python or self.command or self.stop_command):
             raise ValueError(
-                f"kind: {self.kind} takes neither python nor command nor stop_command, only card, args"
-                " and env"
+                f"kind: {self.kind} takes neither python nor command nor stop_command, only card, cards,"
+                " args and env"
             )
         return self
 

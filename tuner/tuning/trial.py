@@ -206,9 +206,12 @@ def launch_spec(
 
 
 def simulated_card(prepared: Prepared) -> dict[str, str]:
-    """The environment that sets the simulated engine's card; empty for a real one."""
+    """The environment that sets the simulated engine's cards; empty for a real one."""
     engine = prepared.file.engine
-    return {"TUNER_SIM_CARD": engine.card} if adapter_of(engine.kind).simulated else {}
+    if not adapter_of(engine.kind).simulated:
+        return {}
+    several = {"TUNER_SIM_CARDS": str(engine.cards)} if engine.cards > 1 else {}
+    return {"TUNER_SIM_CARD": engine.card, **several}
 
 
 def load_of(host: HostContext, job: LaunchJob, each: Pass, kv_tokens: int | None) -> Load:
