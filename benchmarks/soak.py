@@ -250,17 +250,8 @@ class Soak:
         return tags
 
     def join(self, node: str) -> None:
-        """Start a node's raylet; on a busy host Ray may give up at first."""
-        for again in (True, True, True, True, False):
-            try:
-                self.cluster.type(f"{JOIN} --labels gpu={NODES[node]},node={node}")
-                return
-            except AssertionError:
-                self.write(f"ray start of {node} gave up")
-                if not again:
-                    raise
-                with suppress(AssertionError):
-                    self.cluster.kill_node(node)
+        """Start a node's raylet."""
+        self.cluster.join(f"{JOIN} --labels gpu={NODES[node]},node={node}", node)
 
     def kill_postgres(self, node: str) -> list[str]:
         """PostgreSQL crashes and comes back."""
@@ -271,12 +262,7 @@ class Soak:
 
     def raylet(self, node: str) -> psutil.Process | None:
         """The raylet of a node, None where it died by itself."""
-        found = [
-            p
-            for p in self.cluster.processes()
-            if "raylet/raylet" in _title(p) and node in " ".join(p.cmdline())
-        ]
-        return found[0] if found else None
+        return next(iter(self.cluster.raylets(node)), None)
 
     def finish(self, limit_s: float) -> None:
         """Let the study in hand end, then look at everything again."""

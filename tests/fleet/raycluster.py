@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from tuner.records import Study, Trial, TrialState
 ROOT = Path(__file__).parents[2]
 WATCHDOG_S = 600.0
 """No test asserts a time; this only ends what hangs."""
+NAME = re.compile(r"node=([\w-]+)")
 BLOCK = re.compile(r"<!-- run: cluster -->\s*```sh\n(.*?)```", re.DOTALL)
 
 
@@ -65,6 +66,18 @@ class Cluster:
         assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
         return done.stdout
 
+    def join(self, line: str, name: str) -> None:
+        """Start a node. `ray start` gives up after 30 s, which a busy host may need: then it is typed again."""
+        for again in (True, True, True, False):
+            try:
+                self.type(line)
+                return
+            except AssertionError:
+                if not again:
+                    raise
+                for raylet in self.raylets(name):
+                    _kill([raylet, *raylet.children(recursive=True)])
+
     @contextmanager
     def started(self, line: str, log: Path) -> "Iterator[subprocess.Popen[str]]":
         """A command at work; killed if it still is when the block ends."""
@@ -96,11 +109,19 @@ class Cluster:
 
     def kill_node(self, name: str) -> None:
         """The power goes out on one node: its raylet and whatever that had started."""
-        raylets = [
-            p for p in self.processes() if "raylet/raylet" in p.cmdline()[0] and name in " ".join(p.cmdline())
-        ]
+        raylets = self.raylets(name)
         assert len(raylets) == 1, raylets
         _kill([raylets[0], *raylets[0].children(recursive=True)])
+
+    def raylets(self, name: str) -> list[psutil.Process]:
+        """The raylets of a node: one, unless it is dead or a start of it has failed."""
+        found = []
+        for process in self.processes():
+            with suppress(psutil.Error, IndexError):
+                words = process.cmdline()
+                if "raylet/raylet" in words[0] and name in " ".join(words):
+                    found.append(process)
+        return found
 
     def end(self) -> None:
         while left := self.processes():
@@ -125,7 +146,7 @@ def running(lines: Sequence[str], more: Mapping[str, str] | None = None) -> Iter
     cluster = Cluster(folder=folder, home=folder / "home", more=more or {})
     try:
         for line in lines:
-            cluster.type(line)
+            cluster.join(line, NAME.findall(line)[-1] if NAME.findall(line) else "--head")
         yield cluster
     finally:
         cluster.end()

@@ -101,7 +101,7 @@ def told(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Told:
             cluster.kill_node(VICTIM)
             wait_for(lambda: processes.tagged(launch) == [])
             wait_for(lambda: _was_lost(trials_of(cluster, VICTIM)), alive=command)
-            cluster.type(again)
+            cluster.join(again, VICTIM)
             code = command.wait(600)
         except AssertionError as error:
             raise AssertionError(log.read_text()[-3000:]) from error
@@ -265,7 +265,7 @@ def test_M8_an_engine_that_stays_ends_with_its_run_its_controller_or_its_node(
         else:
             cluster.kill_node("large")
             wait_for(lambda: _was_lost(trials_of(cluster, "large", name)), alive=command)
-            cluster.type(next(line for line in STARTS if "node=large" in line))
+            cluster.join(next(line for line in STARTS if "node=large" in line), "large")
             wait_for(lambda: "the run goes on on node large" in log.read_text(), alive=command)
             cluster.type(f"tuner run cancel {run.id}")
             assert command.wait(600) == 0, log.read_text()
@@ -332,7 +332,7 @@ def test_a_node_whose_part_has_ended_takes_over_a_lost_one_while_others_go_on(
 ) -> None:
     """Of three nodes small-1 is done, small-2's raylet is killed, and large is still at work."""
     if not any(VICTIM in " ".join(process.cmdline()) for process in cluster.processes()):
-        cluster.type(next(line for line in STARTS if VICTIM in line))  # the test before killed it
+        cluster.join(next(line for line in STARTS if VICTIM in line), VICTIM)  # the test before killed it
     study = another(tmp_path, "taken")
     wait_for(lambda: VICTIM in cluster.type(f"tuner tune {study} --on auto --dry-run"))  # it has joined
     log = tmp_path / "taken.log"
