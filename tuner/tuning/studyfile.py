@@ -47,8 +47,8 @@ class _Strict(BaseModel):
 class EngineFile(_Strict):
     """Which engine: `args` are fixed arguments (long flag without dashes → value) of every candidate.
 
-    `command` comes before the interpreter, `stop_command` runs first at each stop (docs/engine.md). A simulated
-    engine has `cards` of the preset `card`.
+    `command` comes before the interpreter, `stop_command` runs first at each stop (docs/engine.md). A
+    simulated engine has `cards` of the preset `card`.
     """
 
     kind: str = "vllm"
