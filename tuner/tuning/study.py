@@ -410,6 +410,21 @@ def _spec(file: StudyFile) -> Mapping[str, JSON]:
     return shown
 
 
+# Keys of the study file that are part of its identity as they stand.
+COMPARED = (
+    "model",
+    "workload",
+    "history",
+    "baseline",
+    "speed",
+    "plan",
+    "slo",
+    "objectives",
+    "live_limits",
+    "seed",
+)
+
+
 def _identity(
     file: StudyFile,
     model: str,
@@ -434,19 +449,7 @@ def _identity(
         engine["clock"] = file.engine.clock
     if file.engine.cards > 1:
         engine["cards"] = file.engine.cards
-    keep = (
-        "model",
-        "workload",
-        "history",
-        "baseline",
-        "speed",
-        "plan",
-        "slo",
-        "objectives",
-        "live_limits",
-        "seed",
-    )
-    identity: dict[str, JSON] = {key: whole[key] for key in keep}
+    identity: dict[str, JSON] = {key: whole[key] for key in COMPARED}
     identity["model"] = model  # a folder's full path, however it is written
     identity["slo"] = {key: value for key, value in whole["slo"].items() if key != "classes" or value}
     if not isinstance(file.plan, str):
