@@ -129,8 +129,8 @@ def _refuse_other_service() -> None:
         from tuner.errors import Conflict
 
         raise Conflict(
-            f"the service that started this is vllm-config-tuner {os.environ[SERVICE_VERSION]}, this is"
-            f" {__version__}: restart the service"
+            f"the service is vllm-config-tuner {os.environ[SERVICE_VERSION]}, this command is {__version__}:"
+            " restart the service"
         )
 
 

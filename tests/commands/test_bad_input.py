@@ -141,6 +141,6 @@ def test_dry_run_shows_the_slices_and_how_long_a_trial_takes(tmp_path: Path) -> 
     # A window of 1 s after 0.5 s of load.
     assert 1.5 <= times["replay"] < 60
     each = times["replay"] + times["launch"]
-    assert f"takes about {each:.0f} s, {times['replay']:.0f} s of it to replay" in done.stdout
-    assert "400 trial numbers at most" in done.stdout
-    assert f"about {400 * each / 3600:.1f} h, screened ones less" in done.stdout
+    assert f"takes about {each:.0f} s; the replay is {times['replay']:.0f} s of it" in done.stdout
+    assert "Trials: at most 400" in done.stdout
+    assert f"about {400 * each / 3600:.1f} h, less where trials are screened" in done.stdout

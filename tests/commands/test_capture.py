@@ -30,7 +30,7 @@ async def capturing(
         )
         assert running.stderr is not None
         first = (await running.stderr.readline()).decode()
-        found = re.match(r"http://127.0.0.1:(\d+) passes to http://127.0.0.1:\d+; recording to ", first)
+        found = re.match(r"http://127.0.0.1:(\d+) forwards to http://127.0.0.1:\d+ and records to ", first)
         assert found, first
         try:
             yield int(found[1])

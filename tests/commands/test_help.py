@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,6 +76,17 @@ def test_an_example_can_be_typed(path: str, line: str) -> None:
     assert program == "tuner"
     assert words[: len(begin)] == begin
     ALL[tuple(begin)].make_context(path, words[len(begin) :])
+
+
+RELEASED = (Path(__file__).parent / "released.txt").read_text().splitlines()
+"""The commands and options of the release before: `path --option`."""
+
+
+@pytest.mark.parametrize("line", RELEASED)
+def test_what_could_be_typed_before_can_be_typed_today(line: str) -> None:
+    path = tuple(word for word in line.split() if not word.startswith("-"))
+    options = {name for each in ALL[path].params for name in (*each.opts, *each.secondary_opts)}
+    assert set(line.split()) - set(path) <= options
 
 
 def test_a_wrong_example_would_be_found() -> None:

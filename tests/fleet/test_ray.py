@@ -211,7 +211,7 @@ def test_the_placement_is_told_before_anything_starts(cluster: Cluster, tmp_path
         assert "--port" in row["commands"]["baseline"]
         assert row["seconds"]["replay"] > 0
     said = cluster.type(line.removesuffix(" --json"))
-    assert said.count("A trial in an engine of its own takes about") == 2
+    assert said.count("A trial with its own launch takes about") == 2
 
 
 def screening(cluster: Cluster, node: str, name: str) -> str | None:

@@ -93,7 +93,7 @@ def test_a_window_that_cannot_hold_the_trials_is_refused_by_what_was_learned(tmp
     assert tuner(home, "tune", study, "--trials", "1").returncode == 0
     refused = tuner(home, "tune", study, "--hours", "0.002", "--min-trials", "50")
     assert refused.returncode == 5, refused.stderr
-    assert "the run is not begun" in refused.stderr
+    assert "the run does not start" in refused.stderr
     assert "by 1 launches on this node" in refused.stderr or "launches on this node" in refused.stderr
     store = Store(f"sqlite:///{home / 'tuner.db'}")
     assert len(store.runs()) == 1
@@ -179,7 +179,7 @@ def test_a_schedule_is_added_listed_and_removed(tmp_path: Path) -> None:
     assert all(each["blackout"] for each in upcoming)
     assert call("next", "nightly").exit_code == 0
     again = call("add", "nightly", *words)
-    assert "takes the place of the one before; next on" in again.stderr
+    assert "replaces the earlier one; next on" in again.stderr
     (row,) = json.loads(call("list", "--json").stdout)
     assert row["spec"]["trials"] is None
     assert call("remove", "nightly").exit_code == 0

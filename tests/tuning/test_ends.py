@@ -110,8 +110,8 @@ def test_19_6_the_budget_of_trials_is_a_budget(tmp_path: Path, trials: int) -> N
 
 def test_19_6_the_dry_run_says_numbers_launches_and_hours(tmp_path: Path) -> None:
     said = tuner(tmp_path, "tune", write(tmp_path), "--trials", 3, "--dry-run").stdout
-    assert "3 trial numbers at most, the baseline" in said
-    assert "9 launches at most: one a trial, and 6 for second tries" in said
+    assert "Trials: at most 3, the baseline" in said
+    assert "Launches: at most 9 (one per trial; 6 for retries" in said
     assert answer(tmp_path, "tune", tmp_path / "study.yaml", "--dry-run", "--json")["launches"] == 9
 
 

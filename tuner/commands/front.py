@@ -164,7 +164,7 @@ def history(
     from tuner.measures import NAMES
 
     if metric not in NAMES:
-        raise BadInput(f"--metric {metric}: no such measurement{nearest(metric, sorted(NAMES))}")
+        raise BadInput(f"--metric {metric}: there is no such measurement{nearest(metric, sorted(NAMES))}")
     store = open_store()
     begin = _date(since)
     models = _models(store, {"model": model, "target": node, "workload": workload})

@@ -110,7 +110,7 @@ def check(
         rows = ([finding.kind, finding.about, finding.text] for finding in found)
         print_table(["<kind", "<about", "<finding"], rows, title=f"{space} on {title(facts)}")
     else:
-        typer.echo(f"{space} on {title(facts)}: nothing to say against it")
+        typer.echo(f"{space} on {title(facts)}: no problem found")
     if any(finding.kind == "error" for finding in found):
         raise typer.Exit(2)
 

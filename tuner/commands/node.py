@@ -61,7 +61,7 @@ def list_nodes(as_json: Json = False) -> None:
 def add(
     node: Name,
     python: Annotated[
-        str | None, typer.Option(metavar="PY", help="The interpreter that has vllm; it names the GPUs.")
+        str | None, typer.Option(metavar="PY", help="The interpreter that has vllm; it lists the GPUs.")
     ] = None,
     card: Annotated[str | None, typer.Option(help="Make it a simulated node with this card.")] = None,
     model: Annotated[
@@ -77,9 +77,11 @@ def add(
             metavar="NAMESPACE/deployment/NAME", help="Production is scaled to 0 and back (repeat)."
         ),
     ] = None,
-    drain: Annotated[str | None, typer.Option(help="The command that takes production off.")] = None,
-    restore: Annotated[str | None, typer.Option(help="The command that brings it back.")] = None,
-    ready: Annotated[str | None, typer.Option(help="A command that ends with 0 once it serves.")] = None,
+    drain: Annotated[str | None, typer.Option(help="The command that stops production.")] = None,
+    restore: Annotated[str | None, typer.Option(help="The command that starts it again.")] = None,
+    ready: Annotated[
+        str | None, typer.Option(help="A command that exits with 0 once production serves.")
+    ] = None,
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds for each drain and restore.")] = 300.0,
 ) -> None:
     """Register this host, or update its entry. Given hooks replace the earlier ones."""
@@ -173,7 +175,7 @@ def restore_production(
     except NotFound as error:
         if node is not None:
             raise
-        say(f"nothing is to be restored: {error}")
+        say(f"there is nothing to restore: {error}")
         return
     if node is None:
         if not handover.recover_all(store, home=home, clock=now, say=say):
@@ -187,7 +189,9 @@ def restore_production(
         store.set_node_state(node, "free")
     done = handover.recover(store, node, home=home, clock=now, say=say)
     held = not done and store.handover(node) is not None
-    state = "a living run has it" if held else "production is back" if done else "nothing was to be restored"
+    state = (
+        "a running run holds it" if held else "production is back" if done else "there was nothing to restore"
+    )
     say(f"node {node}: {state}")
 
 

@@ -61,12 +61,12 @@ def print_plan(prepared: "Prepared", trials: int | None, *, as_json: bool = Fals
     if (idle := idle_of(prepared)) is not None:
         say(idle)
     for name, reason in prepared.space.dropped.items():
-        say(f"not turned: {name}: {reason}")
+        say(f"left out of the search: {name}: {reason}")
     say_unjudged(prepared)
     typer.echo()
     print_windows(parts)
     replay, each = times["replay"], times["replay"] + times["launch"]
-    typer.echo(f"\nA trial in an engine of its own takes about {each:.0f} s, {replay:.0f} s of it to replay.")
+    typer.echo(f"\nA trial with its own launch takes about {each:.0f} s; the replay is {replay:.0f} s of it.")
     if trials is not None:
         for line in budget_words(trials, each):
             typer.echo(line)
@@ -118,11 +118,11 @@ def confirmation_words(found: "Mapping[str, JSON]") -> str:
     minutes = [float(str(found[name])) / 60 for name in ("seconds", "most_seconds")]
     said = (
         f"The confirmation launches the baseline and the finalists (at most {found['finalists']}),"
-        f" {found['repeats']} times each, about {minutes[0]:.0f} min; up to {found['most_repeats']} times"
-        f" ({minutes[1]:.0f} min) while the answer is open and the window lasts."
+        f" {found['repeats']} times each, about {minutes[0]:.0f} min. It adds repeats, up to"
+        f" {found['most_repeats']} ({minutes[1]:.0f} min), while the answer is open and time is left."
     )
     if not isinstance(needed, dict) or not needed:
-        return f"{said} How much launches differ on this node is not known yet: one repeat decides nothing."
+        return f"{said} How much launches differ on this node is not known, so one repeat decides nothing."
     words = ", ".join(f"{name} {'more than 100' if n is None else n}" for name, n in needed.items())
     return f"{said} Repeats that this node needs to show a difference of 10 %: {words}."
 
@@ -141,10 +141,10 @@ def budget_words(trials: int, each_s: float) -> list[str]:
 
     most = most_launches(trials)
     return [
-        f"{trials} trial numbers at most, the baseline and every finalist that is relaunched among them:"
-        f" about {trials * each_s / 3600:.1f} h, screened ones less.",
-        f"{most:.0f} launches at most: one a trial, and {BESIDE * trials} for second tries, discarded first"
-        f" boots and the confirmation: {most * each_s / 3600:.1f} h, or what `hours` or --until leave.",
+        f"Trials: at most {trials}, the baseline and relaunched finalists included; about"
+        f" {trials * each_s / 3600:.1f} h, less where trials are screened in a running engine.",
+        f"Launches: at most {most:.0f} (one per trial; {BESIDE * trials} for retries, discarded first boots"
+        f" and the confirmation); {most * each_s / 3600:.1f} h, unless --hours or --until ends it earlier.",
     ]
 
 

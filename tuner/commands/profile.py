@@ -270,7 +270,7 @@ def promote(
     )
     say(f"{alias} of {key.model} on {key.target} for {key.workload} is version {moved.to_version}")
     if turned := registry.unjudged(profile):
-        say(f"its answers were not judged: it turns {', '.join(turned)}")
+        say(f"warning: it sets {', '.join(turned)}, and its answers were not judged")
     _tell(moved)
 
 

@@ -52,7 +52,7 @@ def find_run(store: "Store", ref: str) -> "Run":
 
     found = [r for r in store.runs() if r.id.startswith(ref)]
     if len(found) > 1:
-        raise BadInput(f"'{ref}' begins the id of more than one run: give more of it")
+        raise BadInput(f"'{ref}' fits more than one run: give more of the id")
     if not found:
         raise NotFound(f"there is no run '{ref}'{nearest(ref, (r.id for r in store.runs()))}")
     return found[0]
@@ -112,12 +112,14 @@ def show_end(store: "Store", study: "Study", run: "Run") -> None:
         title = f"the ladder: max_num_seqs doubled until p95 is worse by {ladder.WORSE:.0%}, then bisected"
         print_table(ladder.COLUMNS, rows, title=title)
     if screened := run.summary.get("screened"):
-        typer.echo(f"{screened} trials were screened in running engines; a front shows relaunched ones only")
+        typer.echo(
+            f"{screened} trials were only screened in a running engine; the front shows relaunched trials"
+        )
     made = said.profiles.get("challenger") if said is not None else None
     if made is not None:
         unproved = store.profile(made.id).evidence.get("unproved")
         for name, why in (unproved if isinstance(unproved, dict) else {}).items():
-            typer.echo(f"cannot be proved: that the engine took {name} ({why})")
+            typer.echo(f"not verified: whether the engine used {name} ({why})")
 
 
 @app.command("cancel")

@@ -77,7 +77,7 @@ def add(
     before = ""
     try:
         old = store.schedule(name)
-        before = "takes the place of the one before; "
+        before = "replaces the earlier one; "
         made = replace(made, last_due=old.last_due, last_run_id=old.last_run_id)
     except NotFound:
         pass

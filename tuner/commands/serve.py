@@ -51,19 +51,20 @@ def serve(
     store, ours = open_store(create=True), settings()
     where = address(store, host)
     if where not in LOOPBACK and tls_cert is None:
-        say(f"warning: tokens travel in clear to {where}: give --tls-cert and --tls-key, or use a TLS proxy")
+        say(f"warning: tokens are sent to {where} unencrypted: give --tls-cert and --tls-key, or use a proxy")
     listener = listen(where, port)
     recover_all(store, home=ours.home, clock=now, say=say)
     configure()
     app = create(store, ours, clock=now, runner=Controllers(store, ours, now), loopback=where in LOOPBACK)
-    say(f"open {link(where, port, secure=tls_cert is not None)}  (Ctrl-C stops the service, not its runs)")
+    page = link(where, port, secure=tls_cert is not None)
+    say(f"open {page}  (listening on {where}; Ctrl-C stops the service, not its runs)")
     server = uvicorn.Server(uvicorn.Config(
         app, host=where, port=port, access_log=False, log_config=None, loop="uvloop", http="httptools",
         server_header=False, timeout_graceful_shutdown=5, ssl_certfile=tls_cert, ssl_keyfile=tls_key,
     ))  # fmt: skip
     server.run(sockets=[listener])
     if not server.started:
-        raise Unavailable("the service did not start: its log above says why")
+        raise Unavailable("the service did not start: the log above has the reason")
 
 
 def link(host: str, port: int, *, secure: bool) -> str:
@@ -100,7 +101,7 @@ def check_tls(cert: Path | None, key: Path | None) -> None:
     import ssl
 
     if (cert is None) != (key is None):
-        raise BadInput("--tls-cert and --tls-key: give both or none")
+        raise BadInput("--tls-cert and --tls-key: give both")
     if cert is None or key is None:
         return
     try:
@@ -108,7 +109,7 @@ def check_tls(cert: Path | None, key: Path | None) -> None:
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(cert, key, password="")
     except OSError as error:
         why = error.strerror or str(error)
-        raise BadInput(f"--tls-cert {cert}, --tls-key {key}: no certificate with its key: {why}") from error
+        raise BadInput(f"--tls-cert {cert}, --tls-key {key}: not a certificate and its key: {why}") from error
 
 
 def address(store: "Store", host: str | None) -> str:
@@ -122,9 +123,9 @@ def address(store: "Store", host: str | None) -> str:
         say(f"{why}: listening on {LOOPBACK[0]} instead of {where}; 'tuner token create' makes one")
         return LOOPBACK[0]
     if tokens:
-        say(f"{why}: nobody may ask for anything until 'tuner token create' makes one")
+        say(f"{why}: every request is refused until 'tuner token create' makes one")
     else:
-        say(f"{why}: whoever is on this host may do everything; 'tuner token create' ends that")
+        say(f"{why}: everyone on this host can do everything; 'tuner token create' changes that")
     return where
 
 
@@ -167,7 +168,7 @@ def _until(days: int | None, expires: str | None, never: bool) -> datetime | Non
     """When the token expires; None for never."""
 
     if (days is not None) + (expires is not None) + never > 1:
-        raise BadInput("--days, --expires and --never: give one of them")
+        raise BadInput("give only one of --days, --expires and --never")
     if never:
         return None
     return now() + (age(expires) if expires is not None else timedelta(days=days or DAYS))
@@ -178,7 +179,7 @@ def age(text: str) -> timedelta:
 
     found = re.fullmatch(r"([1-9][0-9]{0,4})([hdw])", text)
     if found is None:
-        raise BadInput(f"--expires {text}: a number and h, d or w, such as 90d")
+        raise BadInput(f"--expires {text}: write a number and h, d or w, such as 90d")
     return int(found[1]) * UNITS[found[2]]
 
 
@@ -212,4 +213,4 @@ def revoke_token(
     store = open_store()
     store.revoke_token(token, now=now())
     _audit(store, "token.revoke", token, reason)
-    say(f"token {token} is worthless now")
+    say(f"token {token} is revoked")

@@ -71,7 +71,7 @@ def export_study(
     from tuner.report import trial_table
 
     if not (optuna or csv or parquet):
-        raise BadInput("say what to write: --optuna URL, --csv FILE or --parquet FILE")
+        raise BadInput("give what to write: --optuna URL, --csv FILE or --parquet FILE")
     store = open_store()
     found = find_study(store, study)
     trials = store.trials(found.id)
@@ -105,7 +105,7 @@ def find_trial(study: str, number: int, attempt: int | None) -> "Trial":
     trials = [t for t in store.trials(found.id) if t.number == number and attempt in (None, t.attempt)]
     if not trials:
         last = max((t.number for t in store.trials(found.id)), default=None)
-        raise NotFound(f"study {found.name} has no such trial {number}; its last one is {last}")
+        raise NotFound(f"study {found.name} has no trial {number}; its last one is {last}")
     return trials[-1]
 
 
@@ -149,7 +149,7 @@ def show_log(
     trial = find_trial(study, number, attempt)
     path = under_home(_where(trial) or "") / "engine.log"
     if not path.is_file():
-        raise NotFound(f"the log {path} is not on this host any more")
+        raise NotFound(f"the log {path} is not on this host")
     whole = path.read_text(errors="replace")
     text = whole.splitlines()
     for line in _first(trial, whole):

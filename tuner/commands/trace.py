@@ -209,7 +209,7 @@ def _keep(trace: "Trace", path: Path, name: str) -> None:
     meta = {**trace.meta, "requests": len(trace), "duration_s": trace.duration_s}
     store.add_trace(trace.digest, name, str(path.resolve()), meta, now())
     if before != name:
-        say(f"this trace was known as '{before}': it is '{name}' now, and '{before}' is not known any more")
+        say(f"this trace was named '{before}'; its name is '{name}' now")
 
 
 def _check_name(name: str) -> None:
@@ -426,7 +426,9 @@ def forget(
     store = open_store()
     stored = store.trace(trace)
     store.forget_trace(stored.digest)
-    typer.echo(f"{stored.name} ({stored.digest[:12]}) is forgotten; the file stays: {stored.path}")
+    typer.echo(
+        f"{stored.name} ({stored.digest[:12]}) is removed from the list; its file stays: {stored.path}"
+    )
 
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMG])I?)?B?", re.IGNORECASE)
@@ -486,10 +488,10 @@ def capture(
     place, chosen = _place(out, name)
     rotation = Rotation(every=every, max_bytes=None if max_size is None else _bytes(max_size), keep=keep)
     if chosen is None and rotation != Rotation():
-        raise BadInput("--every, --max-size and --keep need --name: they make many files of a capture")
+        raise BadInput("--every, --max-size and --keep need --name: they split a capture into files")
 
     def ready(listening: int) -> None:
-        say(f"http://{host}:{listening} passes to {upstream}; recording to {place}; Ctrl-C stops")
+        say(f"http://{host}:{listening} forwards to {upstream} and records to {place}; Ctrl-C stops it")
 
     counts = run(
         upstream,

@@ -135,7 +135,7 @@ def refuse(*, hours: float | None, alone: bool, idle: bool) -> None:
     if hours is not None and not 0 < hours <= studyfile.MOST_HOURS:
         raise BadInput(f"--hours {hours:g}: give more than 0, at most {studyfile.MOST_HOURS} (a year)")
     if alone:
-        raise BadInput("--nodes and --isolated are about nodes of a cluster: give --on as well")
+        raise BadInput("--nodes and --isolated need --on: they choose nodes of a cluster")
     if idle:
         raise BadInput("--confirm-only makes no new trials: leave --trials out")
 
@@ -146,8 +146,8 @@ def check_finalists(prepared: "Prepared") -> None:
 
     if not finalists(prepared, trials_so_far(prepared), ""):
         raise Conflict(
-            f"study {prepared.study.name} has no trial that could be a finalist: 'tuner tune' without"
-            " --confirm-only searches for one"
+            f"study {prepared.study.name} has no finalist to measure again: run 'tuner tune' without"
+            " --confirm-only first"
         )
 
 
@@ -177,7 +177,7 @@ def on_its_node(
         limits = replace(limits, deadline=end)
         known = schedule.trial_times(store, study.node, study.id)
         if (reason := schedule.too_short(known, (end - now()).total_seconds(), min_trials)) is not None:
-            raise Conflict(f"the run is not begun: {reason}")
+            raise Conflict(f"the run does not start: {reason}")
     taken = handover.handed_over(store, prepared.node, home=home, clock=now, say=say)
     with notify.failures(home, study, clock=now, say=say), taken as held:
         run = execute(prepared, held, limits, quiet=quiet, listen=listen)

@@ -86,8 +86,11 @@ def gc(
         rows = {kind: {"count": count, "bytes": size} for kind, (count, size) in found.items()}
         print_json({"deleted": apply, "before": plain(at), **rows})
         return
-    told = ", ".join(f"{count} of {kind} ({size / 1e6:.1f} MB)" for kind, (count, size) in found.items())
-    say(f"{'deleted' if apply else 'would delete'} {told}")
+    told = ", ".join(f"{count} {kind} ({size / 1e6:.1f} MB)" for kind, (count, size) in found.items())
+    say(
+        f"{'deleted the files of' if apply else 'would delete the files of'} {told}"
+        + ("" if apply else "; --apply deletes")
+    )
 
 
 def _trials(store: "Store", home: Path, before: datetime, apply: bool) -> tuple[int, int]:
@@ -188,7 +191,7 @@ def backup(
         return
     files = _kept_files(store, settings().home)
     wrote = maintenance.pack(store.database, files, to, now=now())
-    say(f"wrote {wrote}: the history and {len(files)} files; it holds secrets")
+    say(f"wrote {wrote}: the history and {len(files)} files; keep it safe, it holds secrets")
 
 
 def _kept_files(store: "Store", home: Path) -> dict[str, Path]:
