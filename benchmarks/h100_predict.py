@@ -27,7 +27,7 @@ SHOWN = (
 )
 
 
-def scene_of(file: Path, trace: Path) -> Scene:
+def scene_of(file: Path, trace: Path, card: str) -> Scene:
     """What the study measures, without asking any engine."""
     study = StudyFile.model_validate(yaml.safe_load(file.read_text()))
     if study.slices == "auto":
@@ -36,7 +36,7 @@ def scene_of(file: Path, trace: Path) -> Scene:
         trace=importers.read_any(trace),
         slices=tuple(Slice(**each.model_dump(exclude_none=True)) for each in study.slices),
         facts=model.read(str(file.parent / study.model), env=dict(os.environ)),
-        card=card_of("h100-80"),
+        card=card_of(card),
         plan=plan_of(study),
         speed=study.speed,
         slo=Slo(**study.slo.model_dump(exclude_none=True)),
@@ -55,11 +55,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--card", default="h100-80")
     parser.add_argument("study", type=Path)
     parser.add_argument("trace", type=Path)
     parser.add_argument("trials", nargs="+", type=Path)
     asked = parser.parse_args()
-    scene = scene_of(asked.study, asked.trace)
+    scene = scene_of(asked.study, asked.trace, asked.card)
     observed = [observation_of(file) for file in asked.trials]
     calibration = fit(scene, observed[:1], rounds=10)
     print(

@@ -3,6 +3,7 @@
     python -m benchmarks.simulator ROWS... [--traffic SLICE.csv] [--model M] [--card C] [--on "1024 8192 0"]
     python -m benchmarks.simulator benchmarks/h100/live_limits.jsonl benchmarks/h100/graphs.jsonl
     python -m benchmarks.simulator benchmarks/table/h200-7b --card h200 --on {}
+    python -m benchmarks.simulator benchmarks/table/h200-7b{,-two-cards} --card h200 --on {}
 
 ROWS is a folder of benchmarks/table, or a file with a row a line: {"label": "max_num_seqs
 max_num_batched_tokens long_prefill_token_threshold ANY xSPEED", "n": requests sent, "ttft"|"tpot"|"e2e":
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import yaml
 
 from benchmarks.table import load
 from tuner.knobs.constraints import GRAPHS
@@ -59,11 +61,18 @@ class Row:
     count: int
     candidate: Candidate
     values: dict[str, float]
+    model: str | None = None
+
+    @property
+    def gpus(self) -> int:
+        """The cards that its engine holds."""
+        sizes = [self.candidate.get(f"{kind}_parallel_size") or 1 for kind in ("tensor", "data")]
+        return int(sizes[0]) * int(sizes[1])
 
 
 def table_rows(folder: Path) -> list[Row]:
     """What a table has complete. A screened row has the graphs of the engine that it was screened in."""
-    found = []
+    found, plan = [], yaml.safe_load(folder.with_suffix(".yaml").read_text())
     for row in load.rows(folder.name, folder.parent):
         if row["state"] == "COMPLETE":
             knobs = " ".join(f"{name}={value}" for name, value in row["knobs"].items()) or "{}"
@@ -72,7 +81,8 @@ def table_rows(folder: Path) -> list[Row]:
             found.append(
                 Row(
                     knobs=f"{row['how'][0]} {knobs}" if knobs != "{}" else knobs,
-                    speed=4.0,
+                    speed=float(plan["speed"]),
+                    model=str(folder.parent / plan["model"]),
                     count=int(row["requests"]),
                     candidate=Candidate({**row["knobs"], **captured}),
                     values=values,
@@ -133,12 +143,13 @@ def scene_of(arguments: argparse.Namespace, row: Row) -> Scene:
     return Scene(
         trace=trace,
         slices=(whole,),
-        facts=read(arguments.model, env={}),
+        facts=read(row.model or arguments.model, env={}),
         card=card_of(arguments.card),
         plan=BARE,
         speed=row.speed,
         args={"max_model_len": arguments.max_model_len},
         cut=False,
+        gpus=row.gpus,
     )
 
 

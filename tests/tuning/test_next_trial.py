@@ -348,11 +348,11 @@ def test_layout_knobs_that_one_card_leaves_at_one_do_not_end_predictions(prepare
     engine = prepared.file.engine.model_copy(update={"kind": "vllm"})
     facts = replace(prepared.facts, platform="cuda", gpu_name="NVIDIA H200")
     for levels, card in (((1,), "h200"), ((1, 2), None)):
-        space = replace(prepared.space, levels={**prepared.space.levels, "data_parallel_size": levels})
+        space = replace(prepared.space, levels={**prepared.space.levels, "pipeline_parallel_size": levels})
         made = replace(
             prepared, space=space, facts=facts, file=prepared.file.model_copy(update={"engine": engine})
         )
         found = card_for(made)
         assert (found if isinstance(found, str) else found.name) == (
-            card or "the simulator does not know pipeline and data parallel engines"
+            card or "the simulator does not predict pipeline parallel engines"
         )

@@ -135,16 +135,24 @@ def say_unjudged(prepared: "Prepared") -> None:
         say(f"cannot be judged with this trace: {name}: {reason}")
 
 
+ENOUGH_TRIALS = 4
+"""From here on the launches beside the trials suffice where every first boot is discarded: one each, and the
+four of a confirmation with two rounds and one finalist."""
+
+
 def budget_words(trials: int, each_s: float) -> list[str]:
     """What a run of that many trials may use: trial numbers, launches, hours."""
     from tuner.tuning.context import BESIDE, most_launches
 
     most = most_launches(trials)
+    spare = f" Fewer than {ENOUGH_TRIALS} trials may leave no launches for the confirmation."
     return [
         f"Trials: at most {trials}, the baseline and relaunched finalists included; about"
         f" {trials * each_s / 3600:.1f} h, less where trials are screened in a running engine.",
         f"Launches: at most {most:.0f} (one per trial; {BESIDE * trials} for retries, discarded first boots"
-        f" and the confirmation); {most * each_s / 3600:.1f} h, unless --hours or --until ends it earlier.",
+        f" and the confirmation); {most * each_s / 3600:.1f} h, unless --hours or --until ends it earlier."
+        + spare
+        * (trials < ENOUGH_TRIALS),
     ]
 
 

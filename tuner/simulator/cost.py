@@ -16,7 +16,10 @@ from tuner.knobs.model import ModelFacts
 from tuner.simulator.state import Step
 
 GIB = float(1 << 30)
-_HOP_S = 10e-6  # latency of one all-reduce without data; assumed, as no tensor parallel engine was measured
+_HOP_S = 4e-6  # latency of one all-reduce without data; fitted to benchmarks/table/h200-7b-two-cards
+_SHARED = (
+    1.3  # the host's launches of a step that no graph covers take so much longer with all-reduces; same rows
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +210,8 @@ class StepCost:
         self.head_s = 2.0 * embedding / flops
         self.weights_s = (layers + embedding) * facts.dtype_bytes / bandwidth
         self.kv_bytes = facts.kv_bytes_per_token * kv_scale
-        self.floor_s = facts.layers * coefficients.layer_s if card.platform == "cuda" else 0.0
+        launches = facts.layers * coefficients.layer_s * (_SHARED if card.ranks > 1 else 1.0)
+        self.floor_s = launches if card.platform == "cuda" else 0.0
         self.seq_s = coefficients.seq_s + (0.0 if overlapped else coefficients.sync_s)
         self.kv_s = self.kv_bytes / bandwidth
         self.pair_s = 4.0 * facts.layers * width / (card.flops * coefficients.attention)

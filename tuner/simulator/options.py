@@ -172,6 +172,7 @@ class Options:
     offload_gib: float
     ranks: int
     given: Mapping[str, Value | list[str]]
+    replicas: int = 1  # engines that share the requests; the process of the simulated engine has one
 
     def cost(self, facts: ModelFacts, card: Card, coefficients: Coefficients) -> StepCost:
         """What this engine's steps take."""
@@ -212,7 +213,8 @@ def settle(
     args: argparse.Namespace, card: Card, facts: ModelFacts, env: Mapping[str, str], gpus: int = 1
 ) -> Options:
     """The same for parsed arguments, on a number of cards. StartRefused from a rule."""
-    world = args.tensor_parallel_size * args.pipeline_parallel_size
+    replicas = getattr(args, "data_parallel_size", None) or 1  # no flag of the simulated engine's process
+    world = args.tensor_parallel_size * args.pipeline_parallel_size * replicas
     if world > gpus:
         words = f"World size ({world}) is larger than the number of available GPUs ({gpus}) in this node."
         raise _invalid("ParallelConfig", words, "ArgsKwargs((), {'pipeline_parallel_size'...")
@@ -243,6 +245,7 @@ def settle(
         offload_gib=args.kv_offloading_size or 0.0,
         ranks=args.tensor_parallel_size,
         given=_non_default(args, release_of(env)),
+        replicas=replicas,
     )
 
 

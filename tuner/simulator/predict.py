@@ -79,7 +79,7 @@ def options_of(scene: Scene, knobs: Mapping[str, Value]) -> tuple[Options, Memor
     given = {name.lstrip("-").replace("-", "_"): value for name, value in {**scene.args, **knobs}.items()}
     known = dict(_plain())
     known.update({name: value for name, value in given.items() if name in known and value is not None})
-    known["model"] = scene.facts.name
+    known |= {"model": scene.facts.name, "data_parallel_size": given.get("data_parallel_size")}
     options = settle(Namespace(**known), scene.card, scene.facts, scene.env, scene.gpus)
     memory = profile(scene.facts, scene.card.group(options.ranks), options.budget)
     _, _, size = str(given.get("preemption") or "recompute").partition(":")
@@ -98,23 +98,45 @@ class SimulatedSlice:
     course: Course
 
 
-def simulate(scene: Scene, work: Workload, limits: SchedulerLimits, cost: StepCost) -> list[SimulatedSlice]:
-    """All slices of a scene under one engine, each from a primed, idle engine."""
-    return [_slice(scene, work, part, limits, cost) for part in work.parts]
+def simulate(
+    scene: Scene, work: Workload, limits: SchedulerLimits, cost: StepCost, replicas: int = 1
+) -> list[SimulatedSlice]:
+    """All slices of a scene, each from primed, idle engines: one, or so many data parallel ones that take the
+    requests in turn. (vLLM sends each to the engine with the fewest, which comes to the same under load.)"""
+    return [
+        _joined([_slice(scene, work, part, limits, cost, slice(n, None, replicas)) for n in range(replicas)])
+        for part in work.parts
+    ]
 
 
 def _slice(
-    scene: Scene, work: Workload, part: PreparedSlice, limits: SchedulerLimits, cost: StepCost
+    scene: Scene, work: Workload, part: PreparedSlice, limits: SchedulerLimits, cost: StepCost, ours: slice
 ) -> SimulatedSlice:
+    """One engine under its share of a slice's requests."""
     scheduler = Scheduler(limits)
     work.prime(part, scheduler)
     delay = cost.coefficients.request_s
-    requests = work.requests(part, limits, delay)
+    requests = work.requests(part, limits, delay)[ours]
     fits = [request for request in requests if request.prompt < limits.max_model_len]
     last = part.start_s + part.window_s + scene.patience
     course = Clock(scheduler, cost, until=last).run(fits)
-    measured = [request for request, inside in zip(requests, part.measured, strict=True) if inside]
+    measured = [request for request, inside in zip(requests, part.measured[ours], strict=True) if inside]
     return _fold(measured, part, course, scheduler, scene, delay)
+
+
+def _joined(runs: Sequence[SimulatedSlice]) -> SimulatedSlice:
+    """Engines that served one slice together: counts and queues add up, the rest is their mean."""
+    if len(runs) == 1:
+        return runs[0]
+    names = {name for run in runs for name in run.engine}
+    found = {name: [run.engine[name] for run in runs if name in run.engine] for name in names}
+    added = ("preemptions", "prefix_hits", "prefix_queries", "queue_depth_mean", "queue_depth_max")
+    return replace(
+        runs[0],
+        rows=np.concatenate([run.rows for run in runs]),
+        requests=RequestColumns.pooled([run.requests for run in runs]),
+        engine={n: sum(values) / (1 if n in added else len(values)) for n, values in found.items()},
+    )
 
 
 def _good(scene: Scene, rows: NDArray[np.int64], latencies: Mapping[str, Floats]) -> NDArray[np.bool_]:
@@ -154,7 +176,7 @@ def _fold(
     begun, ended = np.sort(first[~failed]), np.sort(last[~failed])
     decoding = np.searchsorted(begun, gaps[:, 0]) - np.searchsorted(ended, gaps[:, 0])
     inside = decoding > 0
-    rows = part.rows[part.measured]
+    rows = part.rows[[r.number for r in measured]]
     latencies = {"ttft": ttft, "tpot": tpot, "e2e": e2e}
     requests = RequestColumns(
         answered=~failed,
@@ -260,7 +282,7 @@ class Predictor:
         """The numbers under given options; `slower` multiplies every step's time."""
         scaled = self.coefficients.slowed(slower)
         cost = options.cost(self.scene.facts, self.scene.card, scaled)
-        runs = simulate(self.scene, self._work, options.limits, cost)
+        runs = simulate(self.scene, self._work, options.limits, cost, options.replicas)
         return fold(runs, self.scene.trace, self.scene.classes)
 
 

@@ -34,8 +34,8 @@ def card_for(prepared: Prepared) -> Card | str:
             return f"the simulator does not predict {name}"
     if adapter_of(engine.kind).simulated:
         return card_of(engine.card)
-    if _spread({name: (value,) for name, value in engine.args.items()} | {**prepared.space.levels}):
-        return "the simulator does not know pipeline and data parallel engines"
+    if _staged({name: (value,) for name, value in engine.args.items()} | {**prepared.space.levels}):
+        return "the simulator does not predict pipeline parallel engines"
     if facts.platform == "cpu":
         return CARDS["cpu"]
     titles = {card.title: card for card in CARDS.values()}
@@ -44,10 +44,9 @@ def card_for(prepared: Prepared) -> Card | str:
     return f"the simulator does not know the card '{facts.gpu_name or facts.platform}'"
 
 
-def _spread(values: Mapping[str, Sequence[object]]) -> bool:
-    """Whether any of these may put stages or replicas of an engine on several cards."""
-    layouts = ("pipeline_parallel_size", "data_parallel_size")
-    sizes = (each for name, each in values.items() if name.replace("-", "_") in layouts)
+def _staged(values: Mapping[str, Sequence[object]]) -> bool:
+    """Whether any of these may put stages of an engine on several cards."""
+    sizes = (each for name, each in values.items() if name.replace("-", "_") == "pipeline_parallel_size")
     return any(size not in (None, 1) for each in sizes for size in each)
 
 
