@@ -292,7 +292,12 @@ def test_files_without_an_engine_are_refused(tmp_path: Path) -> None:
     other.write_text("kind: Service\nmetadata: {name: x}\n")
     broken.write_text("a: [1\nb: 2")
     unit.write_text("[Service]\nUser=x\n")
-    for path, says in ((other, "no vLLM found in it"), (broken, "line 2: not YAML"), (unit, "no ExecStart")):
+    said = {
+        other: "this is Kubernetes: Service, and no vLLM is",
+        broken: "line 2: not YAML",
+        unit: "no ExecStart",
+    }
+    for path, says in said.items():
         with pytest.raises(BadInput, match=says):
             read(str(path))
 

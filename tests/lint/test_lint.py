@@ -443,6 +443,96 @@ def test_bad_input_is_one_sentence_that_says_what_to_mend(words: list[str], said
     assert said in str(done.exception)
 
 
+WRONG: dict[str, tuple[bytes, str]] = {
+    "README.md": (b"# Title\n\nWe serve with vLLM.\n", "this is a document, and no vLLM is started there"),
+    "notes.txt": (b"buy milk\n", "this is a document"),
+    "weights.gguf": (b"GGUF\x03\x00", "is the weights of a model"),
+    "trace.parquet": (b"PAR1\x00\x01", "Parquet (is it a trace? that goes to --trace)"),
+    "a.out": (b"\x7fELF\x02\x01", "is a program"),
+    "dump": (b"ab\x00\x01", "is a binary file"),
+    "latin.yaml": (b"a: \xe9t\xe9\n", "not a UTF-8 text file"),
+    "empty.yaml": (b"", "it is empty"),
+    "blank.sh": (b"\n \n", "it is empty"),
+    "comments.yaml": (b"# vllm serve m\n\n", "nothing but comments"),
+    "config.json": (
+        b'{"architectures": ["Qwen2ForCausalLM"]}',
+        "config.json of a model (that goes to --hf-config)",
+    ),
+    "package.json": (b'{"name": "x", "version": 1}', "JSON with the keys name, version"),
+    "list.json": (b"[1, 2]", "a JSON list"),
+    "broken.json": (b'{"a": ', "not YAML"),
+    "service.yaml": (b"apiVersion: v1\nkind: Service\nmetadata: {name: x}\n", "Kubernetes: Service"),
+    "Chart.yaml": (b"name: x\nversion: 1.0.0\n", "give its values.yaml"),
+    "deployment.yaml": (
+        b"{{- if .Values.on }}\nkind: Deployment\n{{- end }}\n",
+        "a template of a Helm chart",
+    ),
+    "values.yaml": (b"replicas: 2\n", "YAML with the keys replicas"),
+    "trace.csv": (b"arrival_s,input_len\n0,1\n", "a table (is it a trace?"),
+    "serve.py": (b"import os\n", "a .py file"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_file_that_starts_no_vllm_is_called_by_its_kind(tmp_path: Path, name: str) -> None:
+    """The same words by `lint` and by `baseline import`, which say what can be given instead."""
+    content, said = WRONG[name]
+    path = tmp_path / name
+    path.write_bytes(content)
+    for command in (["lint", str(path)], ["baseline", "import", str(path)]):
+        done = CliRunner().invoke(app, command)
+        assert isinstance(done.exception, BadInput), command
+        assert said in str(done.exception)
+        assert "not YAML" in said or "UTF-8" in said or "a shell script" in str(done.exception)
+
+
+def test_a_folder_and_what_is_no_url_are_called_by_their_kind(tmp_path: Path) -> None:
+    for what, said in (
+        (str(tmp_path), "is a folder; give a file in it"),
+        (str(tmp_path / "absent.yaml"), "there is no file"),
+        ("localhost:8000", "a server's URL begins with http://"),
+        ("ftp://host/file", "a server's URL begins with http://"),
+        ("hello world", "no vLLM is started there"),
+        (" ", "it is empty"),
+    ):
+        with pytest.raises(BadInput, match=re.escape(said)):
+            subject.engines(what)
+
+
+MARKDOWN = f"""# Serving
+
+Run `vllm serve --help`.
+
+```console
+$ vllm serve {MODEL} --swap-space 4
+```
+
+```python
+text = \"\"\"vllm serve x\"\"\"
+```
+
+```yaml
+services: {{chat: {{image: "vllm/vllm-openai:v0.20.0", command: --model {MODEL} --max-num-seqs 9}}}}
+```
+
+   ```sh
+   docker run --gpus all vllm/vllm-openai:v0.20.0 \\
+     --model {MODEL} --max-num-seqs 8
+   ```
+"""
+
+
+def test_the_commands_of_a_markdown_file_are_linted(tmp_path: Path) -> None:
+    path = tmp_path / "README.md"
+    path.write_text(MARKDOWN)
+    first, second, last = subject.engines(str(path))
+    assert first.source.words == (MODEL, "--swap-space", "4")
+    assert second.source.words == ("--model", MODEL, "--max-num-seqs", "9")
+    assert last.source.words == ("--model", MODEL, "--max-num-seqs", "8")
+    quoted, *_ = subject.engines("echo `vllm serve m --max-num-seqs 8 2>&1`; ```\nvllm serve\n```")
+    assert quoted.source.words == ("m", "--max-num-seqs", "8")
+
+
 # -- what is printed --------------------------------------------------------------------------------------
 
 

@@ -4,15 +4,15 @@ files, Kubernetes manifests, Helm values, vLLM's own `--config` file.
 
 import os.path
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tuner import yamltext
 from tuner.errors import BadInput, nearest
-from tuner.knobs import engine_starts, shell
+from tuner.knobs import engine_starts, file_kinds, shell
 from tuner.knobs.baseline import Imported, from_arguments
 from tuner.knobs.cluster import engines_of
 from tuner.knobs.configfile import argv_of_mapping, documents
@@ -41,25 +41,67 @@ def read(what: str, *, pick: str | None = None, facts: EngineFacts | None = None
 def sources(what: str) -> tuple[FoundEngine, ...]:
     """Every engine in a file, or the one of a command line."""
     path = Path(what).expanduser()
-    if os.path.isfile(path):  # a text that cannot be a file's name gives False
-        text, where = yamltext.read(path), str(path)
+    if os.path.exists(path) and what.strip():  # a text that cannot be a file's name gives False
+        text, where = file_kinds.text_of(path), str(path)
     elif re.fullmatch(r"(?!--)\S+", what):  # one word is not a command line
-        raise BadInput(f"there is no file {what}")
+        url = "; a server's URL begins with http://" if re.match(r"[\w.-]+:\d+\b|\w+://", what) else ""
+        raise BadInput(f"there is no file {what}{url}")
     else:
         text, where = what, "command line"
     if not text.strip():
-        raise BadInput(f"{where}: it is empty")
+        raise BadInput(f"{where}: it is empty; give {file_kinds.READ}")
+    if path.suffix.lower() in (".md", ".markdown") and where != "command line":
+        return _named(_markdown(text, where), "command")
     if re.search(r"^\[(?:Service|Container)\]", text, re.MULTILINE):
         return _named(_unit(text, where), "unit")
-    mappings = documents(text, where) if where != "command line" or "\n" in text else []
+    try:
+        mappings = documents(text, where) if where != "command line" or "\n" in text else []
+    except BadInput:
+        if "{{" in text:
+            raise file_kinds.without_vllm(text, where) from None
+        raise
     if mappings:
         found = tuple(source for document in mappings for source in _document(document, where))
         if not found:
-            raise BadInput(
-                f"{where}: no vLLM found in it; known are Helm values, KServe, Deployment and systemd"
-            )
+            raise file_kinds.without_vllm(text, where)
         return _unlike(found)
-    return _named(engine_starts.checked(engine_starts.in_text(text, where), where), "command")
+    started = engine_starts.in_text(text, where) if shell.START.search(text) or _words(text) else ()
+    return _named(_some(started, text, where), "command")
+
+
+def _words(text: str) -> bool:
+    """Whether a text may be a command line or its arguments, in which an image's name starts vLLM."""
+    return bool(re.search(r"(?m)^\s*--|\brun\b|vllm", text))
+
+
+def _some(found: Sequence[FoundEngine], text: str, where: str) -> Sequence[FoundEngine]:
+    """The engines found. BadInput, saying what the text is, where there is none."""
+    if not found:
+        raise file_kinds.without_vllm(text, where)
+    return found
+
+
+def _markdown(text: str, where: str) -> Sequence[FoundEngine]:
+    """The engines that the code blocks of a document start: shell commands, and YAML."""
+    fenced = re.findall(r"(?ms)^[ ]*(?:```|~~~)[ ]*(\w*)[^\n]*\n(.*?)^[ ]*(?:```|~~~)", text)
+    found = [each for language, block in fenced for each in _of_block(language.lower(), block, where)]
+    return _some(found, text, where)
+
+
+def _of_block(language: str, block: str, where: str) -> Sequence[FoundEngine]:
+    """The engines of a code block; none where it is neither shell nor YAML."""
+    try:
+        if language in ("yaml", "yml"):
+            return [
+                each
+                for document in documents(textwrap.dedent(block), "")
+                for each in _document(document, where)
+            ]
+        if language in ("", "sh", "bash", "shell", "console", "zsh", "text"):
+            return engine_starts.in_text(re.sub(r"(?m)^\s*[$#>] (?=\S)", "", block), where)
+    except BadInput:
+        pass  # not what it is called
+    return ()
 
 
 def _named(found: Sequence[FoundEngine], name: str) -> tuple[FoundEngine, ...]:
@@ -113,7 +155,7 @@ def _unit(text: str, where: str) -> Sequence[FoundEngine]:
     image = found.get("Image", "") if "Entrypoint" not in found else ""
     started = [*_split(found.get("Entrypoint", ""), where), *_split(command.replace("%%", "%"), where)]
     words = [part for word in started for part in _filled(word, env, where)]
-    engines = engine_starts.checked(engine_starts.in_words(words, where, env, image), where)
+    engines = _some(engine_starts.in_words(words, where, env, image), text, where)
     return [replace(each, notes=(*notes, *each.notes)) for each in engines]
 
 

@@ -70,13 +70,13 @@ def engines(what: str, pick: str | None = None) -> tuple[EngineToLint, ...]:
     """Every engine of a command line, a file or a URL; the one named `pick`. BadInput as `sources` has it."""
     if re.match(r"https?://", what):
         return (_running(what),)
+    everything = sources(what)
+    found = [each for each in everything if pick in (None, each.name)]
+    if not found:
+        raise BadInput(f"--pick {pick}: there are {', '.join(each.name for each in everything)}")
     path = Path(what).expanduser()
     text = yamltext.read(path) if os.path.isfile(path) else what  # False for text that is no possible name
     tags = sorted(set(_IMAGE.findall(text)))
-    found = [each for each in sources(what) if pick in (None, each.name)]
-    if not found:
-        names = ", ".join(each.name for each in sources(what))
-        raise BadInput(f"--pick {pick}: there are {names}")
     version = tags[0] if len(tags) == 1 else None
     return tuple(EngineToLint(source=each, version=version) for each in found)
 

@@ -1,0 +1,92 @@
+"""What a file is that starts no vLLM, for the message that says so."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tuner import yamltext
+from tuner.errors import BadInput
+from tuner.knobs.configfile import documents
+
+READ = (
+    "a command line in quotes, a shell script, a systemd unit, a compose file, a Kubernetes manifest,"
+    " Helm values, vLLM's --config file, or Markdown with such commands"
+)
+_BINARY = {
+    b"PAR1": "Parquet (is it a trace? that goes to --trace)",
+    b"\x7fELF": "a program",
+    b"\x1f\x8b": "a gzip archive; unpack it first",
+    b"PK\x03\x04": "a zip archive; unpack it first",
+    b"SQLite format 3": "a SQLite database",
+    b"GGUF": "the weights of a model",
+    b"\x89PNG": "an image",
+    b"%PDF": "a PDF",
+}
+
+
+def text_of(path: Path) -> str:
+    """The text of a file. BadInput says what a file without text is."""
+    if path.is_dir():
+        raise BadInput(f"{path} is a folder; give a file in it, or {READ}")
+    try:
+        start = path.read_bytes()[:4096]
+    except OSError as error:
+        raise BadInput(f"cannot read the file {path}: {error.strerror or error}") from error
+    kind = next((kind for mark, kind in _BINARY.items() if start.startswith(mark)), None)
+    if kind or b"\0" in start:
+        raise BadInput(f"{path} is {kind or 'a binary file'}, and no vLLM is started there; give {READ}")
+    text = yamltext.read(path)
+    if not re.sub(r"(?m)^\s*#.*$", "", text).strip():
+        only = "it has nothing but comments" if text.strip() else "it is empty"
+        raise BadInput(f"{path}: {only}; give {READ}")
+    return text
+
+
+def without_vllm(text: str, where: str) -> BadInput:
+    """The error for a text in which nothing starts vLLM: what it is, and what can be read."""
+    kind = _kind(text, where)
+    said = f"this is {kind}, and no vLLM is started there" if kind else "no vLLM is started there"
+    return BadInput(f"{where}: {said} ('vllm serve …' or its api_server module); give {READ}")
+
+
+def _kind(text: str, where: str) -> str:
+    """In words what a text is; empty where nothing tells."""
+    name, suffix = Path(where).name, Path(where).suffix.lower()
+    if where == "command line":
+        return ""
+    if suffix in (".md", ".markdown", ".rst", ".txt", ".html"):
+        return "a document"
+    if suffix in (".csv", ".tsv", ".jsonl"):
+        return "a table (is it a trace? that goes to --trace)"
+    if "{{" in text and suffix in (".yaml", ".yml", ".tpl"):
+        return "a template of a Helm chart; give its values, or what `helm template` prints"
+    if suffix in (".py", ".toml", ".ini", ".rs", ".go", ".js", ".ts"):
+        return f"a .{suffix[1:]} file"
+    if name == "Chart.yaml":
+        return "the description of a Helm chart; give its values.yaml"
+    return _kind_of_keys(text, where)
+
+
+def _kind_of_keys(text: str, where: str) -> str:
+    try:
+        found: Any = json.loads(text) if text.lstrip().startswith(("{", "[")) else None
+    except ValueError:
+        return ""
+    if isinstance(found, list):
+        return "a JSON list"
+    mappings: list[Mapping[str, Any]] = [found] if isinstance(found, dict) else list(documents(text, where))
+    if not mappings:
+        return ""
+    first = mappings[0]
+    if "architectures" in first or "model_type" in first:
+        return "the config.json of a model (that goes to --hf-config)"
+    if "runs" in first and "version" in first:
+        return "a SARIF report"
+    if isinstance(first.get("kind"), str):
+        return "Kubernetes: " + ", ".join(dict.fromkeys(str(each.get("kind")) for each in mappings))
+    if {"baseline", "traffic", "objectives", "workload"} & set(first):
+        return "a study file of this tuner"
+    keys = ", ".join(str(key) for key in list(first)[:5])
+    return f"{'JSON' if isinstance(found, dict) else 'YAML'} with the keys {keys}"
