@@ -12,7 +12,7 @@ PYTEST := $(BIN)/python -m pytest --timeout 900
 # What needs nothing but the packages; the marks are explained in pyproject.toml.
 PLAIN := not vllm and not vllm_full and not postgres and not cluster and not browser and not promtool
 
-.PHONY: .chromium demo test test-slow coverage hooks lint test-vllm test-vllm-full test-postgres test-browser screenshots test-cluster test-alerts requirements clean
+.PHONY: .chromium demo docs wheel test test-slow coverage hooks lint test-vllm test-vllm-full test-postgres test-browser screenshots test-cluster test-alerts requirements clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -88,6 +88,12 @@ $(PROMTOOL):
 
 test-alerts: $(STAMP) $(PROMTOOL)
 	TUNER_TEST_PROMTOOL=$(PROMTOOL) $(PYTEST) -m promtool
+
+# The documentation site in build/site: fails on a link that leads nowhere and on a page that would load over the network.
+docs: $(STAMP)
+	$(BIN)/python -c 'import material' 2>/dev/null || \
+	  $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # The container's requirements with a hash for every file, from the index that the tools are set to.
 requirements: $(STAMP)

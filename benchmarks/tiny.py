@@ -3,11 +3,11 @@
 In float32 the engine serves uncompiled, which makes a launch cheap (docs/engine.md).
 """
 
-import json
 import sys
 import uuid
 from pathlib import Path
 
+from tuner.commands.demo_files import write_tiny_model
 from tuner.knobs.catalogue import read_back
 from tuner.records import LaunchSpec
 
@@ -23,28 +23,9 @@ ARGS = {
 WORDS = tuple(w for name, v in ARGS.items() for w in (f"--{name}", *([] if v is True else [str(v)])))
 
 
-SHAPE = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 2048,
-    "max_position_embeddings": LENGTH,
-    "torch_dtype": "float32",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e4,
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
-}
-
-
 def write(directory: Path, **changes: object) -> str:
     """The model's directory: four layers of Qwen2, with other values of its configuration where given."""
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(SHAPE | changes))
+    write_tiny_model(directory, **changes)
     return str(directory)
 
 

@@ -12,7 +12,7 @@ import typer
 from tuner.cli import app
 
 ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 PROGRAM = typer.main.get_command(app)
 BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 

@@ -1,14 +1,36 @@
 """The errors of the tuner, one class per reaction of the caller. The sentence of each says what to do."""
 
 import copyreg
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
+from types import MappingProxyType
 
 from tuner import masking
 from tuner.records import Violation
 
 # Exit code of a run that was stopped by a signal and can be resumed.
 INTERRUPTED = 8
+
+EXIT_CODES: Mapping[int, str] = MappingProxyType(
+    {
+        0: "done; also `serve` after an orderly stop (SIGTERM, Ctrl-C), and `tune` after `tuner run cancel`",
+        1: "an engine, or something that no other code covers, failed; `lint`: a finding is as severe as"
+        " `--fail-on` says",
+        2: "wrong input: fix the file, key or flag that the message names; nothing was written",
+        3: "`profile resolve --exit-code`: the file is unchanged",
+        4: "not found",
+        5: "conflict: another process is tuning this study, a promotion gate failed, the port of `serve` is"
+        " taken",
+        6: "something outside failed (database locked, disk full): try again; a run is then resumed",
+        7: "no candidate of this study can work (model, weights, driver, image, a fixed argument): the"
+        " message is the root cause from the engine's log",
+        8: "stopped by a signal; the same command continues",
+        9: "`schedule run`: a due run was refused (missed, overlap, too short); the message says why",
+        22: "`compare --fail-if`: an arm is worse than the limit, or did not serve",
+        23: "`compare --fail-if`: a difference is open",
+    }
+)
+"""What each exit code means, but for those of `tuner doctor`, which are in tuner/doctor.py."""
 
 
 class TunerError(Exception):

@@ -1,4 +1,4 @@
-"""What the README says can be typed is typed here."""
+"""What README and docs/start/ say can be typed is typed here."""
 
 import os
 import re
@@ -14,13 +14,16 @@ import yaml
 from tests.tuning.studies import WATCHDOG_S, environment, tuner
 from tuner.tuning.studyfile import parse
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGES = "".join(
+    path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs" / "start").glob("*.md")))
+)
 BLOCK = re.compile(r"(?:<!-- run: (\w+) -->\s*)?^( *)```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 
 
 def blocks() -> Iterator[tuple[str, str, str]]:
     """(marker, language, text) of every fenced block."""
-    for marker, indent, language, text in BLOCK.findall(README):
+    for marker, indent, language, text in BLOCK.findall(PAGES):
         yield marker, language, "\n".join(line.removeprefix(indent) for line in text.splitlines())
 
 
@@ -29,7 +32,7 @@ def commands(marker: str) -> list[str]:
 
 
 def typed(pattern: str) -> str:
-    """The one README line that begins so."""
+    """The one line of these pages that begins so."""
     lines = [line for _, language, text in blocks() if language != "yaml" for line in text.splitlines()]
     (found,) = [line for line in lines if line.startswith(pattern)]
     return found
@@ -80,13 +83,13 @@ def test_the_demo_says_what_it_is_and_how_to_pull(demo: Path) -> None:
 
 
 @pytest.mark.parametrize("line", commands("demo"))
-def test_a_command_of_the_readme_works(line: str, demo: Path) -> None:
+def test_a_command_of_the_second_page_works(line: str, demo: Path) -> None:
     done = run_line(line, demo, demo)
     assert done.returncode == 0, done.stderr
     assert done.stdout or done.stderr
 
 
-def test_the_first_study_of_the_readme_works(tmp_path: Path) -> None:
+def test_the_first_study_of_the_pages_works(tmp_path: Path) -> None:
     """As written, but for the interpreter: the simulated engine stands in for it."""
     rows = "".join(f"{n * 0.4},{200 + n % 300},{20 + n % 50}\n" for n in range(2000))
     (tmp_path / "gateway.csv").write_text("ts,prompt_tokens,answer_tokens\n" + rows)
@@ -95,10 +98,10 @@ def test_the_first_study_of_the_readme_works(tmp_path: Path) -> None:
         done = run_line(typed(start), home, tmp_path)
         assert done.returncode == 0, done.stderr
     (text,) = [text for _, language, text in blocks() if language == "yaml"]
-    whole = parse(text, name="README.md")
+    whole = parse(text, name="study.md")
     assert whole.engine.kind == "vllm"
     changed = re.sub(r"^ +python:.*\n", "", text, flags=re.MULTILINE).replace(
-        "kind: vllm ", "kind: simulated "
+        "kind: vllm\n", "kind: simulated\n"
     )
     (tmp_path / "chat.yaml").write_text(changed)
     for line in (typed("tuner doctor chat.yaml"), typed("tuner tune chat.yaml --dry-run")):
@@ -107,8 +110,21 @@ def test_the_first_study_of_the_readme_works(tmp_path: Path) -> None:
     assert "--max-model-len 16384" in done.stdout
 
 
-def test_every_command_is_in_the_readme() -> None:
-    done = tuner(Path("/nonexistent"), "--help")
-    names = re.findall(r"^  (\w+)  ", done.stdout.partition("Start:")[2], re.MULTILINE)
-    assert names
-    assert [name for name in names if f"`tuner {name}" not in README] == []
+def test_the_readme_is_one_screen_that_begins_with_lint_and_demo() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 110
+    typed_first = [line for _, language, block in blocks() if language == "sh" for line in block.splitlines()]
+    assert [line.split(" '")[0] for line in typed_first[1:3]] == ["tuner lint", "make demo"]
+    for linked in re.findall(r"\]\(([^):]+)\)", text):
+        assert (ROOT / linked.partition("#")[0]).is_file(), linked
+
+
+def test_the_number_of_the_readme_is_that_of_the_results() -> None:
+    text = " ".join((ROOT / "README.md").read_text().split())
+    (row,) = [
+        line
+        for line in (ROOT / "docs/results/h100.md").read_text().splitlines()
+        if line.startswith("| Study A ")
+    ]
+    for number in re.findall(r"[−+]\d+ %", row):
+        assert number in text, number

@@ -14,7 +14,7 @@ from tuner.history.best_per_night import Configuration, changes
 from tuner.records import Candidate
 from tuner.tuning.studyfile import parse
 
-README = Path(__file__).parents[2] / "README.md"
+FIRST_STUDY = Path(__file__).parents[2] / "docs" / "start" / "study.md"
 
 
 def test_serve_on_a_port_that_is_taken_says_so(tmp_path: Path) -> None:
@@ -125,7 +125,9 @@ def test_m24_knobs_that_this_trace_cannot_judge_are_said_aloud(tmp_path: Path) -
 
 def test_m14_a_new_study_has_a_ttft_of_500_ms_and_one_without_keeps_its_meaning() -> None:
     examples = [
-        block for block in README.read_text().split("```yaml\n")[1:] if "slo:" in block.split("```", 1)[0]
+        block
+        for block in FIRST_STUDY.read_text().split("```yaml\n")[1:]
+        if "slo:" in block.split("```", 1)[0]
     ]
     assert examples
     for block in examples:

@@ -1,4 +1,4 @@
-"""A Ray cluster of several raylets on this host, by the lines of the README; ended process by process."""
+"""A Ray cluster of several raylets on this host, by the lines of docs/how-to/many-nodes.md."""
 
 import os
 import re
@@ -28,9 +28,10 @@ NAME = re.compile(r"node=([\w-]+)")
 BLOCK = re.compile(r"<!-- run: cluster -->\s*```sh\n(.*?)```", re.DOTALL)
 
 
-def readme_lines() -> list[str]:
-    """What the README's section on clusters types."""
-    return [line for text in BLOCK.findall((ROOT / "README.md").read_text()) for line in text.splitlines()]
+def page_lines() -> list[str]:
+    """What the page on many nodes types."""
+    page = ROOT / "docs" / "how-to" / "many-nodes.md"
+    return [line for text in BLOCK.findall(page.read_text()) for line in text.splitlines()]
 
 
 def wait_for(what: Callable[[], bool], *, alive: "subprocess.Popen[str] | None" = None) -> None:
@@ -196,7 +197,7 @@ def serving(cluster: Cluster, node: str, number: int, name: str = "fleet") -> st
 
 
 def another(tmp_path: Path, name: str) -> Path:
-    """The README's study under another name, and another study: its seed is made of the name."""
+    """The page's study under another name, and another study: its seed is made of the name."""
     folder = ROOT / "docs" / "examples"
     text = (folder / "fleet.yaml").read_text().replace("name: fleet\n", f"name: {name}\n")
     for file in ("fleet.csv", "fleet-space.yaml"):

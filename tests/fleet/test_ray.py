@@ -17,7 +17,7 @@ from tests.fleet.raycluster import (
     ROOT,
     Cluster,
     another,
-    readme_lines,
+    page_lines,
     running,
     serving,
     study_of,
@@ -30,7 +30,7 @@ from tuner.records import Profile, ProfileKey, RunState, Trial, TrialState
 
 pytestmark = pytest.mark.cluster
 
-LINES = readme_lines()
+LINES = page_lines()
 STARTS = [line for line in LINES if line.startswith("ray start")]
 (TUNE,) = [line for line in LINES if line.startswith("tuner tune") and "--dry-run" not in line]
 NODES = {"small-1": "sim-a4500x2", "small-2": "sim-a4500x2", "large": "sim-a100-80x2"}
@@ -91,7 +91,7 @@ def _was_lost(trials: Sequence[Trial]) -> bool:
 
 @pytest.fixture(scope="module")
 def told(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Told:
-    """The README's command on all nodes; one is killed in the middle of its trial 1, and comes back."""
+    """The page's command on all nodes; one is killed in the middle of its trial 1, and comes back."""
     log = tmp_path_factory.mktemp("fleet") / "tune.log"
     (again,) = [line for line in STARTS if VICTIM in line]
     with Watcher(cluster.home) as watcher, cluster.started(TUNE, log) as command:

@@ -1,7 +1,6 @@
 """`tuner tune` and `tuner demo`: tune an engine on its node, or a simulated one to see how it works."""
 
 import os
-import shutil
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -260,46 +259,38 @@ def conclude(store: "Store", prepared: "Prepared", run: "Run", *, as_json: bool)
     show_end(store, study, run)
 
 
-DEMO_STUDY = """\
-# Written by `tuner demo`: the simulated engine on a slice of the Azure conversation trace.
-name: demo
-model: Qwen/Qwen2.5-7B-Instruct
-workload: chat
-trace: azure-conversation-slice.parquet
-space: demo
-engine: {kind: simulated, card: h100-80, args: {max-model-len: 16384}}
-baseline: {max_num_seqs: 16}
-slices: [{start_s: 78, duration_s: 6, name: burst}]
-speed: 2.0
-plan: quick
-slo: {ttft_ms: 500, tpot_ms: 50, attainment: 0.95}
-budget: {trials: 10}
-seed: 7
-"""
-
-
 @ends_by_signal()
 def demo(
-    trials: Annotated[int, typer.Option(min=2, help="How many trials.")] = 10,
-    home: Annotated[Path | None, typer.Option(help="The folder to use. Default: TUNER_HOME/demo.")] = None,
+    trials: Annotated[
+        int | None, typer.Option(min=2, help="How many trials. Default: 10, with --python 3.")
+    ] = None,
+    home: Annotated[
+        Path | None,
+        typer.Option(help="The folder to use. Default: TUNER_HOME/demo, with --python TUNER_HOME/demo-cpu."),
+    ] = None,
+    python: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PY", help="Tune this interpreter's vLLM on a tiny model: a real engine, no GPU needed."
+        ),
+    ] = None,
 ) -> None:
     """Tune a simulated engine on a slice of a real trace; a minute."""
     from tuner.commands import front, report
-    from tuner.settings import shipped
+    from tuner.commands.demo_files import write_study
     from tuner.tuning.run import RunLimits
     from tuner.tuning.study import load
 
-    place = (home or settings().home / "demo").resolve()
-    place.mkdir(parents=True, exist_ok=True)
+    if python is not None:  # not resolved: a virtual environment's Python is a link
+        python = python.expanduser().absolute()
+    place = (home or settings().home / ("demo" if python is None else "demo-cpu")).resolve()
     os.environ["TUNER_HOME"] = str(place)
     os.environ.pop("TUNER_DATABASE_URL", None)
-    shutil.copy(shipped("data", "traces", "azure-conversation-slice.parquet"), place)
-    study_file = place / "demo.yaml"
-    study_file.write_text(DEMO_STUDY)
+    study_file = write_study(place, python)
     store = open_store(create=True)
     prepared = load(study_file, store=store, now=now())
-    execute(prepared, store, RunLimits(trials=trials, early=False))
-    typer.echo("DEMONSTRATION on a simulated engine.\n")
+    execute(prepared, store, RunLimits(trials=trials or (10 if python is None else 3), early=False))
+    typer.echo(f"DEMONSTRATION on {'a simulated engine' if python is None else 'a tiny model'}.\n")
     front.show(store, prepared.study, f"TUNER_HOME={place} {program()}")
     written = report.write(store, prepared.study, place / "report.html")
     typer.echo(f"report: {written}")

@@ -10,37 +10,52 @@ from tuner.records import Slo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Warm-up, priming, window, tail, repeats and gates. Seconds, unless the name says otherwise.
-
-    `slices` and `slice_s` are what `slices: auto` chooses. `finalists` is how many candidates the
-    confirmation measures again beside the baseline; each is launched `repeats` times, and up to
-    `most_repeats` times while the result is open. Priming sends `priming_turnovers` × the KV capacity in
-    tokens. The lateness gate is p99 ≤ max(`lateness_ms`, `lateness_share` × median TTFT). The numbers of a
-    `demonstration` plan are too short to act on.
-    """
+    """How long and how often is measured, and which replay is believed."""
 
     name: str
+    """What the study file calls it."""
     slices: int
+    """how many slices `slices: auto` takes for the search"""
     slice_s: float
+    """seconds of a slice that `slices: auto` takes"""
     repeats: int
+    """how often the confirmation launches each configuration at first"""
     most_repeats: int
+    """how often at most, while the answer is open"""
     finalists: int = 2
+    """how many candidates the confirmation measures beside the baseline"""
     warmup_waves: int
+    """waves of warm-up requests at most"""
     warmup_requests: int
+    """requests in a wave"""
     warmup_agreement: float = 0.2
+    """the warm-up ends when the median TTFT of two waves differs by no more than this share"""
     warmup_limit_s: float
+    """seconds of warm-up at most"""
     warmup_tokens: int
+    """tokens that a warm-up request answers"""
     priming_turnovers: float
+    """how often priming fills the KV cache, counted in tokens"""
     priming_limit_s: float
+    """seconds of priming at most"""
     priming_concurrency: int = 16
+    """priming requests at once"""
     load_warmup_s: float
+    """seconds of recorded traffic that are sent before a slice is measured"""
     tail_limit_s: float
+    """seconds that requests of a slice may take after its end"""
     scrape_s: float = 1.0
+    """seconds between two readings of the engine's metrics"""
     lateness_ms: float = 5.0
+    """requests may be sent so many milliseconds late (p99) …"""
     lateness_share: float = 0.05
+    """… or this share of the median TTFT, whichever is more"""
     completion_mismatch: float = 0.005
+    """share of the answers that may have another length than the trace says"""
     sender_cpu: float = 0.8
+    """share of a core that the busiest sender may use"""
     demonstration: bool = False
+    """Its numbers are to be looked at, not acted on."""
 
     @property
     def most(self) -> int:

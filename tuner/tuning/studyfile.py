@@ -193,7 +193,7 @@ class PlanFile(_Strict):
 
 
 class StudyFile(_Strict):
-    """The whole study file; docs/tuning.md explains each key."""
+    """The whole study file; tuner/data/study.yaml says what each key means."""
 
     name: str = Field(min_length=1, max_length=100, pattern=NAME)
     model: str = Field(min_length=1)
