@@ -1,13 +1,19 @@
 """What the commands that show things print."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
+
 from tests.commands.test_care import call
 from tests.history.records import NOW, a_launch, a_measurement, a_run, a_study, finished, start
-from tuner.commands.common import text
+from tests.tuning.studies import environment
+from tuner.commands.common import text, write_file
+from tuner.errors import Unavailable
 from tuner.history.store import Store
 from tuner.profiles import registry
 from tuner.records import JSON, Launch, RunState, Study, TrialState
@@ -123,3 +129,21 @@ def test_run_status_without_an_id_shows_the_newest_run(tmp_path: Path) -> None:
     store.close()
     assert call(tmp_path, "run", "status").stdout.startswith(new.id)
     assert call(tmp_path, "run", "status", old.id).stdout.startswith(old.id)
+
+
+def test_a_file_that_was_asked_for_is_written_whole_and_can_be_read_by_others(tmp_path: Path) -> None:
+    (tmp_path / "old").write_text("before")
+    write_file(tmp_path / "old", "after")
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+    assert (tmp_path / "old").read_text() == "after"
+    with pytest.raises(Unavailable, match=r"cannot write .*none/x: No such file"):
+        write_file(tmp_path / "none" / "x", "text")
+    write_file(Path("/dev/null"), "text")
+    assert Path("/dev/null").is_char_device()
+    program = "umask 022; exec {} -m tuner init {} --model Qwen/Qwen2.5-7B-Instruct"
+    made = tmp_path / "study.yaml"
+    subprocess.run(
+        ["sh", "-c", program.format(sys.executable, made)], env=environment(tmp_path / "home"), check=True,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert made.stat().st_mode & 0o777 == 0o644

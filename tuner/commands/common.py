@@ -244,6 +244,24 @@ def say(sentence: str) -> None:
     typer.echo(sentence, err=True)
 
 
+def write_file(path: Path, content: str) -> None:
+    """Write a file that the user asked for, whole or not at all, with the permissions of the user's mask.
+    Unavailable when it cannot be written.
+    """
+    from tuner import masking
+    from tuner.errors import Unavailable
+
+    special = path.exists() and not path.is_file()  # such as /dev/stdout
+    partial = path if special else path.with_name(path.name + ".partial")
+    try:
+        partial.write_text(content, encoding="utf-8")
+        if not special:
+            masking.publish(partial)
+            partial.replace(path)
+    except OSError as error:
+        raise Unavailable(f"cannot write {path}: {error.strerror or error}") from error
+
+
 def model_name(given: str | None) -> str | None:
     """The name of a model in studies: a folder by its full path, anything else as written."""
     folder = Path(given).expanduser() if given else None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tuner.commands.common import Json, open_store, print_json, print_table, say
+from tuner.commands.common import Json, open_store, print_json, print_table, say, write_file
 from tuner.errors import BadInput, TunerError
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def init(
     if sys.stdin.isatty() and (from_url, from_file, model) == (None, None, None):
         answers = _asked(answers)
     text, notes = study_text(answers)
-    file.write_text(text, encoding="utf-8")
+    write_file(file, text)
     for note in notes:
         say(f"note: {note}")
     say(f"wrote {file}")

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tuner import masking
-from tuner.commands.common import Json, print_json, print_table, say, text
-from tuner.errors import BadInput, Unavailable
+from tuner.commands.common import Json, print_json, print_table, say, text, write_file
+from tuner.errors import BadInput
 
 if TYPE_CHECKING:
     from tuner.records import EngineFacts
@@ -176,17 +175,8 @@ def import_baseline(
     if output is None:
         sys.stdout.write(text)
     else:
-        _write(output, text)
+        if output.exists():
+            raise BadInput(f"--output {output}: it exists already")
+        write_file(output, text)
     for note in found.notes:
         say(f"note: {note}")
-
-
-def _write(path: Path, text: str) -> None:
-
-    if path.exists():
-        raise BadInput(f"--output {path}: it exists already")
-    try:
-        path.write_text(text, encoding="utf-8")
-        masking.publish(path)
-    except OSError as error:
-        raise Unavailable(f"cannot write {path}: {error.strerror or error}") from error

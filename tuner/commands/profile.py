@@ -7,9 +7,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tuner import masking
-from tuner.commands.common import Json, knobs, model_name, now, open_store, print_json, print_table, say
-from tuner.errors import BadInput, NotFound, Unavailable, nearest
+from tuner.commands.common import (
+    Json,
+    knobs,
+    model_name,
+    now,
+    open_store,
+    print_json,
+    print_table,
+    say,
+    write_file,
+)  # fmt: skip
+from tuner.errors import BadInput, NotFound, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -197,15 +206,9 @@ def _put(content: str, output: Path | None, exit_code: bool) -> None:
     if output is None:
         typer.echo(content, nl=not content.endswith("\n"))
         return
-    try:
-        same = output.is_file() and output.read_text(encoding="utf-8") == content
-        if not same:
-            partial = output.with_name(output.name + ".partial")
-            partial.write_text(content, encoding="utf-8")
-            masking.publish(partial)
-            partial.replace(output)
-    except OSError as error:
-        raise Unavailable(f"cannot write {output}: {error.strerror}") from error
+    same = output.is_file() and output.read_bytes() == content.encode()
+    if not same:
+        write_file(output, content)
     say(f"{output} {'is unchanged' if same else 'was written'}")
     if exit_code and same:
         raise typer.Exit(UNCHANGED)

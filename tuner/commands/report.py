@@ -6,9 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tuner import masking
-from tuner.commands.common import StudyRef, now, open_store, say
-from tuner.errors import Unavailable
+from tuner.commands.common import StudyRef, now, open_store, say, write_file
 
 if TYPE_CHECKING:
     from tuner.history.store import Store
@@ -72,12 +70,7 @@ def text(store: "Store", study: "Study", format: Format = Format.HTML) -> str:
 
 def write(store: "Store", study: "Study", output: Path, format: Format = Format.HTML) -> Path:
     """Write the report of a study. Unavailable when the file cannot be written."""
-
-    try:
-        output.write_text(text(store, study, format), encoding="utf-8")
-        masking.publish(output)
-    except OSError as error:
-        raise Unavailable(f"cannot write {output}: {error.strerror}") from error
+    write_file(output, text(store, study, format))
     return output
 
 

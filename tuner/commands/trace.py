@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand, TyperOption
 
-from tuner import masking
 from tuner.commands.common import (
     Json,
     finite,
@@ -23,6 +22,7 @@ from tuner.commands.common import (
     settings,
     text,
     windows,
+    write_file,
 )
 from tuner.errors import BadInput, NotFound, Unavailable, nearest
 
@@ -283,11 +283,7 @@ def show(
 def _picture(trace: "Trace", numbers: "Statistics", name: str, place: Path) -> None:
     from tuner.report.trace_picture import render
 
-    try:
-        place.write_text(render(trace, numbers, name), encoding="utf-8")
-        masking.publish(place)
-    except OSError as error:
-        raise Unavailable(f"cannot write {place}: {error.strerror or error}") from error
+    write_file(place, render(trace, numbers, name))
     say(f"wrote {place}")
 
 
