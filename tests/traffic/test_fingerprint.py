@@ -14,7 +14,7 @@ from tests.traffic.upstream import Upstream, post, proxied, served
 from tuner.errors import BadInput
 from tuner.traffic.capture.files import Sink
 from tuner.traffic.capture.recorder import Recorder
-from tuner.traffic.exchange import answered, asked, lengths
+from tuner.traffic.exchange import count_tokens, read_request, read_response
 from tuner.traffic.fingerprint import Fingerprints, runs, unpacked
 from tuner.traffic.importers import read_any
 from tuner.traffic.tokenizer import Tokenizer
@@ -66,41 +66,41 @@ def test_runs_that_are_none_are_refused(packed: Any) -> None:
 
 
 def test_bodies_of_every_kind_are_understood() -> None:
-    assert asked({"prompt": [1, 2, 3]}).ids == (1, 2, 3)
-    assert asked({"prompt": [[1, 2], [3]]}).prompts == 2
-    assert asked({"prompt": ["a", "b"]}).text == "a"
-    chat = asked({"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]})
+    assert read_request({"prompt": [1, 2, 3]}).ids == (1, 2, 3)
+    assert read_request({"prompt": [[1, 2], [3]]}).prompts == 2
+    assert read_request({"prompt": ["a", "b"]}).text == "a"
+    chat = read_request({"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]})
     assert chat.text == "user: hi"
-    responses = asked({"input": [{"role": "user", "content": "hi"}], "max_output_tokens": 9})
+    responses = read_request({"input": [{"role": "user", "content": "hi"}], "max_output_tokens": 9})
     assert (responses.text, responses.max_tokens) == ("user: hi", 9)
-    full = asked(
+    full = read_request(
         {"prompt": "x", "n": 2, "max_completion_tokens": 5, "priority": 3, "user": "u"}
         | {"metadata": {"session_id": "s"}, "model": "m", "cache_salt": "c"}
     )
     assert (full.n, full.max_tokens, full.priority, full.client, full.session) == (2, 5, 3, "u", "s")
-    assert asked({"prompt": None, "n": "two", "max_tokens": True}).n == 1
-    assert "secret" not in repr(asked({"prompt": "secret"}))
+    assert read_request({"prompt": None, "n": "two", "max_tokens": True}).n == 1
+    assert "secret" not in repr(read_request({"prompt": "secret"}))
 
 
 def test_answers_of_every_kind_are_understood() -> None:
     usage = b'{"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}}'
-    whole = answered(b'{"choices": [{"message": {"content": "hi"}}], "usage": %s}' % usage)
+    whole = read_response(b'{"choices": [{"message": {"content": "hi"}}], "usage": %s}' % usage)
     assert (whole.input_tokens, whole.output_tokens, whole.cached_tokens, whole.text) == (7, 3, 4, "hi")
     stream = (
         b': ping\r\n\r\ndata: {"choices": [{"delta": {"role": "assistant", "content": ""}}]}\r\n\r\n'
         b'data: {"choices": [{"delta": {"reasoning_content": "so"}}]}\n\n'
         b'data: {"choices": [{"delta": {"content": "hi"}}]}\n\n'
     )
-    part = answered(stream)
+    part = read_response(stream)
     assert (part.text, part.chunks, part.complete, part.output_tokens) == ("sohi", 2, False, None)
-    end = answered(stream + b'data: {"choices": [], "usage": %s}\n\ndata: [DONE]\n\n' % usage)
+    end = read_response(stream + b'data: {"choices": [], "usage": %s}\n\ndata: [DONE]\n\n' % usage)
     assert (end.output_tokens, end.complete) == (3, True)
-    assert answered(b'data: {"error": {"code": 500}}\n\n').failed
-    assert answered(b'{"error": {}}').failed
-    assert answered(b"").output_tokens is None
+    assert read_response(b'data: {"error": {"code": 500}}\n\n').failed
+    assert read_response(b'{"error": {}}').failed
+    assert read_response(b"").output_tokens is None
     response = {"output_tokens": 5, "input_tokens": 6, "input_tokens_details": {"cached_tokens": 1}}
     done = {"type": "response.completed", "response": {"usage": response}}
-    assert answered(b"data: %s\n\n" % json.dumps(done).encode()).input_tokens == 6
+    assert read_response(b"data: %s\n\n" % json.dumps(done).encode()).input_tokens == 6
 
 
 @pytest.fixture
@@ -122,12 +122,12 @@ def test_the_models_own_tokenizer_counts(tokenizer_dir: Path) -> None:
     assert tokenizer.exact_chat
     assert tokenizer.encode("hello world") == [5, 6]
     assert tokenizer.encode_chat([{"role": "user", "content": "hello"}]) == [1, 3, 2, 5, 1, 4, 2]
-    request = asked({"messages": [{"role": "user", "content": "hello " * 40}]})
-    answer = answered(b'{"choices": [{"message": {"content": "hello world"}}]}')
-    size, out, blocks, source = lengths(request, answer, Fingerprints(), tokenizer)
+    request = read_request({"messages": [{"role": "user", "content": "hello " * 40}]})
+    answer = read_response(b'{"choices": [{"message": {"content": "hello world"}}]}')
+    size, out, blocks, source = count_tokens(request, answer, Fingerprints(), tokenizer)
     assert (size, out, len(blocks), source) == (46, 2, 2, "tokens")
-    counted = answered(b'{"usage": {"prompt_tokens": 50, "completion_tokens": 9}}')
-    assert lengths(request, counted, Fingerprints(), tokenizer)[:2] == (50, 9)
+    counted = read_response(b'{"usage": {"prompt_tokens": 50, "completion_tokens": 9}}')
+    assert count_tokens(request, counted, Fingerprints(), tokenizer)[:2] == (50, 9)
 
 
 def test_logs_without_usage_are_counted_by_the_tokenizer(tokenizer_dir: Path, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ class ResponseFacts:
 SESSION_KEYS = ("session_id", "conversation_id", "conversation", "prompt_cache_key")
 
 
-def asked(body: Mapping[str, Any]) -> RequestFacts:
+def read_request(body: Mapping[str, Any]) -> RequestFacts:
     """Read a body of completions, chat completions or responses; odd values are left at their defaults."""
     metadata = body.get("metadata") if isinstance(body.get("metadata"), dict) else {}
     holders = (body, metadata or {}, body.get("extra") if isinstance(body.get("extra"), dict) else {})
@@ -96,7 +96,7 @@ def _with_prompt(found: RequestFacts, body: Mapping[str, Any]) -> RequestFacts:
     return found
 
 
-def answered(data: bytes, content_type: str = "") -> ResponseFacts:
+def read_response(data: bytes, content_type: str = "") -> ResponseFacts:
     """Read an answer: one JSON document or a stream of events, complete or cut."""
     if b"data:" in data[:4096] and not data.lstrip().startswith(b"{"):
         return _streamed(data)
@@ -164,7 +164,7 @@ def _with_usage(found: ResponseFacts, document: Mapping[str, Any]) -> ResponseFa
     )
 
 
-def lengths(
+def count_tokens(
     request: RequestFacts, answer: ResponseFacts, prints: Fingerprints, tokenizer: Tokenizer | None
 ) -> tuple[int | None, int | None, list[int], str]:
     """(prompt tokens, answer tokens, block numbers, what the blocks are made from); None where a length is

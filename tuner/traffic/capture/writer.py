@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 from tuner.errors import TunerError
 from tuner.records import JSON
 from tuner.traffic.capture.files import Sink
-from tuner.traffic.exchange import ResponseFacts, answered, asked, lengths
+from tuner.traffic.exchange import ResponseFacts, count_tokens, read_request, read_response
 from tuner.traffic.fingerprint import TOKEN_BLOCK, Fingerprints, runs
 from tuner.traffic.tokenizer import Tokenizer
 
@@ -159,8 +159,8 @@ class Writer:
 
     def _began(self, number: int, at_ns: int, client: str | None, session: str | None, body: bytes) -> None:
         document = json.loads(body)
-        request = asked(document if isinstance(document, dict) else {})
-        size, _, blocks, _ = lengths(request, ResponseFacts(), self._prints, self._tokenizer)
+        request = read_request(document if isinstance(document, dict) else {})
+        size, _, blocks, _ = count_tokens(request, ResponseFacts(), self._prints, self._tokenizer)
         file = self._file
         if file.raw is not None:
             file.raw.write(_line({"r": number, "request": document}))
@@ -203,7 +203,7 @@ class Writer:
             self.counts.unwritten += 1
             return
         data = _unpacked(data) if packed else data
-        answer = answered(data, content_type)
+        answer = read_response(data, content_type)
         if began.file.raw is not None:
             began.file.raw.write(_line({"r": number, "answer": data.decode("utf-8", "replace")}))
         line: dict[str, JSON] = {"r": number, "e": (end_ns - began.at_ns) // 1000}

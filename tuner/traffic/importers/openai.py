@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tuner.traffic.exchange import RequestFacts, ResponseFacts, answered, asked, lengths
+from tuner.traffic.exchange import RequestFacts, ResponseFacts, count_tokens, read_request, read_response
 from tuner.traffic.fingerprint import TOKEN_BLOCK, Fingerprints
 from tuner.traffic.importers import FileStart, Importer, register
 from tuner.traffic.importers.reading import Record, json_lines
@@ -65,9 +65,9 @@ def _add(
     response = _document(record, columns, "response")
     if response is None and "usage" in record.data:
         response = record.data
-    answer = ResponseFacts() if response is None else answered(json.dumps(response).encode())
-    request = asked(body)
-    size, out, blocks, source = lengths(request, answer, *tools)
+    answer = ResponseFacts() if response is None else read_response(json.dumps(response).encode())
+    request = read_request(body)
+    size, out, blocks, source = count_tokens(request, answer, *tools)
     if size is None:
         builder.drop("dropped_no_length")
         return source
