@@ -83,7 +83,7 @@ while (walk.nextNode()) {
   if (!node.textContent.trim()) continue;
   const held = node.parentElement;
   const style = getComputedStyle(held);
-  const unseen = '.skip, title, option, select, script, style, noscript';
+  const unseen = '.skip, .unseen, title, option, select, script, style, noscript';
   if (style.visibility === 'hidden' || held.closest(unseen)) continue;
   const range = document.createRange();
   range.selectNodeContents(node);
@@ -101,7 +101,9 @@ for (let i = 0; i < boxes.length; i++) {
     const high = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
     if (wide > 2 && high > 4) {
       const clipped = (e) => { const w = e.held.closest('.wide, pre'); if (!w) return false;
-        const r = w.getBoundingClientRect(); return e.left >= r.right - 1 || e.right <= r.left + 1; };
+        const r = w.getBoundingClientRect(); return e.left >= r.right - 1 || e.right <= r.left + 1
+          || e.top >= r.bottom - 1 || e.bottom <= r.top + 1
+          || e.held.closest('.pin') !== null || e.held.closest('.bench thead') !== null; };
       if (!clipped(a) && !clipped(b)) found.push(`«${a.text}» over «${b.text}»`);
     }
   }

@@ -44,6 +44,29 @@ def test_bands_span_repeats_or_blocks_or_are_left_out() -> None:
     assert 0.0 <= mixed[0][0] < 0.5 < mixed[1][0] <= 1.0
 
 
+def shown(trial: Trial) -> evidence.Named:
+    return evidence.Named(name=f"trial {trial.number}", kind="front", trial=trial)
+
+
+def test_I27_2_timelines_of_two_trials_have_one_scale(tmp_path: Path) -> None:
+    trials = []
+    for number, sequences in enumerate((16, 256)):
+        made = world.measured(world.numbers(sequences, 8192), tmp_path / str(number))
+        trials.append(
+            Trial(
+                id=number, study_id="s", run_id="r", number=number, candidate=Candidate(),
+                state=TrialState.COMPLETE, started_at=NOW, measurements=(made,),
+            )
+        )  # fmt: skip
+    together = [
+        re.findall(r'text-anchor="end">([^<]*)', drawn)
+        for _, drawn in evidence.timelines([*map(shown, trials)])
+    ]
+    assert together[0] == together[1], "the same ticks on every strip"
+    apart = [re.findall(r'text-anchor="end">([^<]*)', evidence.timelines([shown(t)])[0][1]) for t in trials]
+    assert apart[0] != apart[1], "alone, each would have its own"
+
+
 def test_a_timeline_shows_what_outcomes_and_scrapes_tell(tmp_path: Path) -> None:
     values = world.numbers(128, 8192)
     made = world.measured(values, tmp_path)
@@ -51,15 +74,15 @@ def test_a_timeline_shows_what_outcomes_and_scrapes_tell(tmp_path: Path) -> None
         id=1, study_id="s", run_id="r", number=1, candidate=Candidate(), state=TrialState.COMPLETE,
         started_at=NOW, measurements=(made,),
     )  # fmt: skip
-    ((caption, drawing),) = evidence.timelines(trial)
-    assert caption == "Slice peak, 60 s of replay, 500 requests"
+    ((caption, drawing),) = evidence.timelines([shown(trial)])
+    assert caption == "Trial 1: slice peak, 60 s of replay, 500 requests"
     for name in ("arrivals (requests/s)", "KV cache in use (%)", "preemptions since the window began"):
         assert name in drawing
     assert drawing.count('class="cross"') == 10
     (tmp_path / "search-0-peak.engine.json").unlink()
-    assert "KV cache" not in evidence.timelines(trial)[0][1]
+    assert "KV cache" not in evidence.timelines([shown(trial)])[0][1]
     (tmp_path / "search-0-peak.parquet").unlink()
-    assert evidence.timelines(trial) == []
+    assert evidence.timelines([shown(trial)]) == []
 
 
 def test_scrapes_survive_their_file(tmp_path: Path) -> None:

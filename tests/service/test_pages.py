@@ -21,7 +21,9 @@ from tuner.service.pages.session import COOKIE, csrf_of
 from tuner.service.pages.studies import LISTED
 
 SEEN = (
-    "/", "/studies", "/studies/chat", "/studies/chat/live", "/studies/chat/trials/2", "/history", "/profiles",
+    "/", "/studies", "/studies/chat", "/studies/chat/live", "/studies/chat/trials",
+    "/studies/chat/trials.csv",
+    "/studies/chat/trials/2", "/compare?study=chat&trial=1&trial=2", "/history", "/profiles",
     "/profiles/1", "/profiles/1/file", "/profiles/1/diff/2", "/schedules",
 )  # fmt: skip
 DONE = {

@@ -75,11 +75,12 @@ def export_study(
     store = open_store()
     found = find_study(store, study)
     trials = store.trials(found.id)
+    table = trial_table.table_of(trials)
     try:
         if csv is not None:
-            trial_table.write_csv(trials, csv)
+            csv.write_bytes(trial_table.as_csv(table))
         if parquet is not None:
-            trial_table.write_parquet(trials, parquet)
+            parquet.write_bytes(trial_table.as_parquet(table))
     except OSError as error:
         raise BadInput(f"cannot write {csv or parquet}: {error}") from error
     if optuna:

@@ -1,13 +1,17 @@
 """What reports and pages show of a study: front and baseline, the winner, what tuning cost, what failed."""
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
+import numpy as np
+
 from tuner.conclusions import Arm, Conclusion, Difference
+from tuner.measures import measure_of
 from tuner.records import Launch, Study, Trial, TrialState
 from tuner.report.card import AnswerCard, card, key_of
-from tuner.report.charts import MARKED, Point
+from tuner.report.charts import MARKED, Cloud, Guides, Point, scatter
 from tuner.report.words import knobs, measured, published
 from tuner.search import pareto
 
@@ -88,13 +92,18 @@ class Board:
         """Whether the winner is on the front, which is of first measurements."""
         return self.chosen is not None and any(t.id == self.chosen.id for t in self.front)
 
+    @property
+    def on_front(self) -> frozenset[int]:
+        """The ids of the trials on the front."""
+        return frozenset(t.id for t in self.front)
+
     def kind(self, trial: Trial) -> str:
         """baseline, winner, front or other."""
         if trial.is_baseline:
             return "baseline"
         if trial.number == self.winner and trial.state is TrialState.COMPLETE:
             return "winner"
-        return "front" if any(trial.id == other.id for other in self.front) else "other"
+        return "front" if trial.id in self.on_front else "other"
 
     def beside(self) -> list[Beside]:
         """The baseline first, then the winner where it is not on the front, then the front."""
@@ -111,24 +120,60 @@ class Board:
 
         Where many trials are off the front, they are dots without words, and the front has shorter words.
         """
+        return self._points(self.trials, x, y, href)
+
+    def drawing(self, x: str, y: str, href: Callable[[Trial], str]) -> str:
+        """The picture of two measurements, with the SLO's limits and the noise; many trials are dots."""
+        if len(self.trials) <= MARKED:
+            return scatter(self.points(x, y, href), x, y, guides=self.guides(x, y))
+        done = [values(t) for t in self.trials if t.state is TrialState.COMPLETE]
+        pairs = np.array([(v[x], v[y]) for v in done if x in v and y in v]).reshape(-1, 2)
+        cloud = Cloud(kind="", x=pairs[:, 0], y=pairs[:, 1], title=f"{len(pairs)} trials")
+        return scatter(self.marked_points(x, y, href), x, y, clouds=[cloud], guides=self.guides(x, y))
+
+    def marked_points(
+        self, x: str, y: str, href: Callable[[Trial], str], also: Collection[int] = ()
+    ) -> list[Point]:
+        """The front, the baseline, the winner, and the trials `also`, as `points`."""
+        named = {t.id for t in self.front} | ({self.base.id} if self.base else set())
+        wanted = {*also, self.winner}
+        return self._points([t for t in self.trials if t.id in named or t.number in wanted], x, y, href)
+
+    def _points(self, trials: Sequence[Trial], x: str, y: str, href: Callable[[Trial], str]) -> list[Point]:
         kinds = {t.id: "front" for t in self.front}
         crowd = len(self.trials) - len(kinds) > MARKED
         found = []
-        for trial in self.trials:
+        for trial in trials:
             numbers = values(trial)
             if trial.state is not TrialState.COMPLETE or x not in numbers or y not in numbers:
                 continue
             kind = kinds.get(trial.id, "other")
             if trial.is_baseline or trial.number == self.winner:
                 kind = self.kind(trial)
-            if kind == "other" and crowd:
+            if kind == "other" and crowd and trials is self.trials:
                 found.append(Point(x=numbers[x], y=numbers[y], kind=kind))
                 continue
             whole = kind in ("baseline", "winner") or (kind == "front" and not crowd)
             label = self._words(trial, kind, numbers) if whole else _short(trial, x, y)
-            place = {"x": numbers[x], "y": numbers[y]}
-            found.append(Point(**place, kind=kind, label=label, href=href(trial), front=trial.id in kinds))
+            found.append(
+                Point(
+                    x=numbers[x], y=numbers[y], kind=kind, label=label, href=href(trial),
+                    front=trial.id in kinds, name={"baseline": "today"}.get(kind, str(trial.number)),
+                )
+            )  # fmt: skip
         return found
+
+    def guides(self, x: str, y: str) -> Guides:
+        """The SLO's limits of two measurements, and the noise around baseline and winner, where known."""
+        limits = [getattr(self.study.slo, limit) if (limit := measure_of(n).limit) else None for n in (x, y)]
+        shares = {n.metric: n.share for n in self.confirmation.noise} if self.confirmation else {}
+        wide, high = shares.get(x), shares.get(y)
+        noise = []
+        for trial in (self.base, self.chosen) if wide is not None and high is not None else ():
+            numbers = values(trial)
+            if math.isfinite(numbers.get(x, math.nan)) and math.isfinite(numbers.get(y, math.nan)):
+                noise.append((numbers[x], numbers[y], wide or 0.0, high or 0.0))
+        return Guides(x_limit=limits[0], y_limit=limits[1], noise=noise)
 
     def _words(self, trial: Trial, kind: str, numbers: Mapping[str, float]) -> str:
         name = {"baseline": " (baseline)", "winner": " (winner)"}.get(kind, "")

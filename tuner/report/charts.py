@@ -5,9 +5,12 @@ The page brings the colours.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from html import escape
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tuner.history.best_per_night import Night
 from tuner.report.words import heading, measured
@@ -111,10 +114,15 @@ def grid(frame: Frame, *, x_labels: bool = True, about: int = 5) -> list[str]:
     return parts
 
 
-def svg(parts: Sequence[str], label: str, *, height: float = HEIGHT, interactive: bool = False) -> str:
-    """A whole drawing. One with links in it is a group for screen readers, else an image."""
+def svg(
+    parts: Sequence[str], label: str, *, height: float = HEIGHT, interactive: bool = False, more: str = ""
+) -> str:
+    """A whole drawing. One with links in it is a group for screen readers and one stop of the keyboard, whose
+    marks the arrow keys reach; else it is an image.
+    """
     role = "group" if interactive else "img"
-    opening = f'<svg viewBox="0 0 {WIDTH} {height:g}" role="{role}" aria-label="{escape(label)}">'
+    stop = ' tabindex="0" data-marks' if interactive else ""
+    opening = f'<svg viewBox="0 0 {WIDTH} {height:g}" role="{role}" aria-label="{escape(label)}"{stop}{more}>'
     return "".join([opening, *parts, "</svg>"])
 
 
@@ -127,7 +135,7 @@ NONE = '<p class="none">{}</p>'
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
     """One trial in a plane of two measurements; `kind` is one of baseline, front, winner, other. `front`: it
-    is on the front, whatever its kind.
+    is on the front, whatever its kind. `name` stands beside its mark.
     """
 
     x: float
@@ -136,17 +144,58 @@ class Point:
     label: str = ""
     href: str = ""
     front: bool = False
+    name: str = ""
 
 
 _ORDER = ("other", "front", "baseline", "winner")
 
 
-def scatter(points: Sequence[Point], x_name: str, y_name: str) -> str:
-    """An SVG scatter of two measurements with the front as a line; infinite values are left out."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cloud:
+    """Many trials in a plane of two measurements, drawn as dots of one `kind` without words of their own."""
+
+    kind: str
+    x: NDArray[np.float64]
+    y: NDArray[np.float64]
+    title: str
+
+    def finite(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        known = np.isfinite(self.x) & np.isfinite(self.y)
+        return self.x[known], self.y[known]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guides:
+    """What helps to read a scatter: the SLO's limits of both measurements, and how far launches of one
+    configuration lie apart: (x, y, share of x, share of y) for each ellipse, two standard deviations.
+    """
+
+    x_limit: float | None = None
+    y_limit: float | None = None
+    noise: Sequence[tuple[float, float, float, float]] = ()
+
+
+def scatter(
+    points: Sequence[Point],
+    x_name: str,
+    y_name: str,
+    *,
+    clouds: Sequence[Cloud] = (),
+    guides: Guides = Guides(),
+    brush: bool = False,
+) -> str:
+    """An SVG scatter of two measurements with the front as a line; infinite values are left out. `brush`: a
+    script may select a rectangle of it.
+    """
     shown = [p for p in points if math.isfinite(p.x) and math.isfinite(p.y)]
-    if not shown:
+    crowds = [(c, *c.finite()) for c in clouds]
+    count = len(shown) + sum(len(x) for _, x, _ in crowds)
+    if not count:
         return NONE.format("No trial has both measurements yet.")
-    x, y = fitted(heading(x_name), [p.x for p in shown]), fitted(heading(y_name), [p.y for p in shown])
+    spans = ([e for _, x, _ in crowds if len(x) for e in (float(x.min()), float(x.max()))],
+             [e for _, _, y in crowds if len(y) for e in (float(y.min()), float(y.max()))])  # fmt: skip
+    x = fitted(heading(x_name), [*(p.x for p in shown), *spans[0]])
+    y = fitted(heading(y_name), [*(p.y for p in shown), *spans[1]])
     frame = Frame(x=x, y=y)
     others = [p for p in shown if p.kind == "other"]
     marked = sorted((p for p in shown if p.kind != "other"), key=lambda p: _ORDER.index(p.kind))
@@ -154,13 +203,86 @@ def scatter(points: Sequence[Point], x_name: str, y_name: str) -> str:
     crowd = others if bare else []
     parts = [
         *grid(frame),
+        *(_cloud(cloud, cx, cy, frame) for cloud, cx, cy in crowds),
         _dots(crowd, frame),
+        *_guides(guides, frame),
         _front_line([p for p in shown if p.front], frame),
         *(_mark(p, frame) for p in ([] if crowd else others)),
         *(_mark(p, frame) for p in marked),
+        *_labels(marked, frame),
     ]
-    label = f"{y_name} over {x_name}: {len(shown)} trials, {len(marked)} of them named"
-    return svg(parts, label, interactive=any(p.href for p in shown))
+    label = f"{y_name} over {x_name}: {count} trials, {len(marked)} of them named"
+    ends = _ends(frame, x_name, y_name) if brush else ""
+    return svg(parts, label, interactive=any(p.href for p in shown), more=ends)
+
+
+def _cloud(cloud: Cloud, xs: NDArray[np.float64], ys: NDArray[np.float64], frame: Frame) -> str:
+    """Dots as one path; those on the same spot of the drawing are one dot."""
+    at = [
+        (np.log10(values / axis.low) / math.log10(axis.high / axis.low)) if axis.log
+        else (values - axis.low) / (axis.high - axis.low)
+        for values, axis in ((xs, frame.x), (ys, frame.y))
+    ]  # fmt: skip
+    px = np.rint(frame.left + at[0] * (frame.right - frame.left)).astype(np.int64)
+    py = np.rint(frame.bottom - at[1] * (frame.bottom - frame.top)).astype(np.int64)
+    spots = np.unique(px * 10_000 + py)
+    places = "".join(f"M{spot // 10_000} {spot % 10_000}h0" for spot in spots.tolist())
+    return f'<path class="dots {cloud.kind}" d="{places}"><title>{escape(cloud.title)}</title></path>'
+
+
+def _guides(guides: Guides, frame: Frame) -> list[str]:
+    """The SLO's limits as lines with a word, and ellipses of noise."""
+    parts = []
+    for x, y, wide, high in guides.noise:
+        a, b = frame.px(x), frame.py(y)
+        rx, ry = abs(frame.px(x * (1 + 2 * wide)) - a), abs(frame.py(y * (1 + 2 * high)) - b)
+        said = "<title>two standard deviations between launches of one configuration</title>"
+        parts.append(
+            f'<ellipse class="noise" cx="{a:.1f}" cy="{b:.1f}" rx="{rx:.1f}" ry="{ry:.1f}">{said}</ellipse>'
+        )
+    if (limit := guides.x_limit) is not None and frame.x.low < limit < frame.x.high:
+        at, said = frame.px(limit), f"SLO {tick_text(limit)}"
+        parts.append(f'<line class="slo" x1="{at:.1f}" x2="{at:.1f}" y1="{frame.top}" y2="{frame.bottom}"/>')
+        side = ' text-anchor="end"' if at > (frame.left + frame.right) / 2 else ""
+        parts.append(
+            f'<text class="slo" x="{at - 4 if side else at + 4:.1f}" y="{frame.top + 12}"{side}>{said}</text>'
+        )
+    if (limit := guides.y_limit) is not None and frame.y.low < limit < frame.y.high:
+        at, said = frame.py(limit), f"SLO {tick_text(limit)}"
+        parts.append(f'<line class="slo" x1="{frame.left}" x2="{frame.right}" y1="{at:.1f}" y2="{at:.1f}"/>')
+        parts.append(
+            f'<text class="slo" x="{frame.right - 4}" y="{at - 4:.1f}" text-anchor="end">{said}</text>'
+        )
+    return parts
+
+
+LABELLED = 24
+"""Up to so many marks have their trial's number beside them, as far as there is room."""
+
+
+def _labels(points: Sequence[Point], frame: Frame) -> list[str]:
+    parts, taken = [], list[tuple[float, float]]()
+    for point in reversed(points[-LABELLED:]):
+        a, b = frame.px(point.x), frame.py(point.y)
+        if not point.name or any(abs(a - x) < 34 and abs(b - y) < 16 for x, y in taken):
+            continue
+        taken.append((a, b))
+        side = ("end", -11) if a > frame.right - 60 else ("start", 11)
+        parts.append(
+            f'<text class="label" x="{a + side[1]:.1f}" y="{b - 6:.1f}" text-anchor="{side[0]}">'
+            f"{escape(point.name)}</text>"
+        )
+    return parts
+
+
+def _ends(frame: Frame, x_name: str, y_name: str) -> str:
+    """What a script needs to know which values lie where in a drawing."""
+    told = {
+        "x": x_name, "y": y_name, "xlow": frame.x.low, "xhigh": frame.x.high, "ylow": frame.y.low,
+        "yhigh": frame.y.high, "xlog": int(frame.x.log), "ylog": int(frame.y.log), "left": frame.left,
+        "right": frame.right, "top": frame.top, "bottom": frame.bottom,
+    }  # fmt: skip
+    return " data-brush" + "".join(f' data-{name}="{escape(str(value))}"' for name, value in told.items())
 
 
 def _dots(points: Sequence[Point], frame: Frame) -> str:
@@ -194,8 +316,7 @@ def _mark(point: Point, frame: Frame) -> str:
         shape = f'<circle class="{point.kind}" cx="{a:.1f}" cy="{b:.1f}" r="{radius}">{title}</circle>'
     if not point.href:
         return shape
-    keys = ' tabindex="-1"' if point.kind == "other" else ""
-    return f'<a href="{escape(point.href)}" aria-label="{label}"{keys}>{shape}</a>'
+    return f'<a href="{escape(point.href)}" aria-label="{label}" tabindex="-1">{shape}</a>'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,9 +415,70 @@ def _upright(part: str) -> bool:
     return part.startswith("<line") and f'y1="{TOP}"' in part
 
 
+def parallel(columns: Mapping[str, Sequence[object]], kinds: Sequence[str]) -> str:
+    """Parallel coordinates: an axis for each column that has more than one value, a line for each row. A
+    number keeps its scale, other values stand in order; a missing one is at the foot. `kinds` colours lines.
+    """
+    axes = {name: places for name, values in columns.items() if (places := _places(values)) is not None}
+    if len(axes) < 2:
+        return NONE.format("Fewer than two of the shown columns differ.")
+    step = (WIDTH - 2 * SIDE) / (len(axes) - 1)
+    parts = []
+    rows = zip(*(at for at, *_ in axes.values()), strict=True)
+    for kind, row in sorted(zip(kinds, rows, strict=True), key=lambda pair: _ORDER.index(pair[0])):
+        line = " ".join(f"{SIDE + i * step:.1f},{_down(at):.1f}" for i, at in enumerate(row))
+        parts.append(f'<polyline class="row {kind}" points="{line}"/>')
+    for i, (name, (_, ticks_at, scale)) in enumerate(axes.items()):
+        parts += _parallel_axis(SIDE + i * step, name, ticks_at, scale, i)
+    return svg(parts, f"parallel coordinates of {', '.join(axes)}", height=HEIGHT + 20)
+
+
+SIDE = 46.0
+_Ticks = Sequence[tuple[float, str]]
+
+
+def _down(at: float) -> float:
+    return TOP + 20 + (1 - at) * (HEIGHT - TOP - 50)
+
+
+def _places(values: Sequence[object]) -> tuple[list[float], _Ticks, str] | None:
+    """(place of each value in 0 … 1, ticks, what a script needs to know of the scale); None without two."""
+    known = [v for v in values if v is not None and not (isinstance(v, float) and not math.isfinite(v))]
+    if len(set(map(str, known))) < 2:
+        return None
+    if all(isinstance(v, int | float) and not isinstance(v, bool) for v in known):
+        axis = fitted("", [float(str(v)) for v in known])
+        held = {id(v) for v in known}
+        at = [axis.at(float(str(v))) if id(v) in held else 0.0 for v in values]
+        scale = f' data-low="{axis.low}" data-high="{axis.high}" data-log="{int(axis.log)}"'
+        return at, [(axis.at(t), tick_text(t)) for t in ticks(axis, 4)], scale
+    names = sorted(set(map(str, known)))
+    spread = {name: 0.04 + 0.92 * i / (len(names) - 1) for i, name in enumerate(names)}
+    return [spread.get(str(v), 0.0) for v in values], [(at, name) for name, at in spread.items()], ""
+
+
+def _parallel_axis(x: float, name: str, ticks_at: _Ticks, scale: str, place: int) -> list[str]:
+    """One axis: its line, with an area beside it that a script may brush, its ticks and its name."""
+    top, bottom = _down(1.0), _down(0.0)
+    height = HEIGHT + 10 if place % 2 else HEIGHT - 6
+    short = name.removeprefix("knob.")
+    said = short if len(short) < 23 else short[:21] + "…"
+    parts = [
+        f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{top:.1f}" y2="{bottom:.1f}"/>',
+        f'<rect class="axis" data-axis="{escape(short)}"{scale} x="{x - 12:.1f}" y="{top:.1f}" width="24"'
+        f' height="{bottom - top:.1f}"/>',
+        f'<text class="axis column" x="{x:.1f}" y="{height:.1f}">{escape(said)}</text>',
+    ]
+    for at, said in ticks_at[:8]:
+        parts.append(f'<text x="{x + 4:.1f}" y="{_down(at) + 4:.1f}">{escape(said[:12])}</text>')
+    return parts
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """One strip of a timeline: steps, bars or marks over a common time axis."""
+    """One strip of a timeline: steps, bars or marks over a common time axis. `fit`: values that the vertical
+    axis must show too, so that strips of several drawings have one scale.
+    """
 
     name: str
     style: str
@@ -305,9 +487,19 @@ class Panel:
     kind: str = "front"
     log: bool = False
     crosses: Sequence[float] = ()
+    fit: Sequence[float] = ()
 
 
 PANEL = 130.0
+
+
+def shared(found: Sequence[Panel]) -> Callable[[Panel], Panel]:
+    """What gives strips of the same name the same vertical axis."""
+    ends: dict[str, list[float]] = {}
+    for panel in found:
+        finite = [v for v in panel.y if math.isfinite(v)]
+        ends.setdefault(panel.name, []).extend([min(finite), max(finite)] if finite else [])
+    return lambda panel: replace(panel, fit=ends.get(panel.name, ()))
 
 
 def panels(found: Sequence[Panel], x_name: str, span: float, label: str) -> str:
@@ -325,7 +517,7 @@ def panels(found: Sequence[Panel], x_name: str, span: float, label: str) -> str:
 
 
 def _panel(panel: Panel, x: Axis, top: float, last: bool) -> list[str]:
-    finite = [v for v in panel.y if math.isfinite(v)]
+    finite = [v for v in (*panel.y, *panel.fit) if math.isfinite(v)]
     positive = panel.log and bool(finite) and min(finite) > 0
     y = fitted("", finite) if positive else from_zero("", finite)
     frame = Frame(x=x, y=y, top=top + 22, bottom=top + PANEL - 12)

@@ -18,7 +18,7 @@ from tuner.records import Launch, Profile, Study, Trial
 from tuner.report import evidence, words
 from tuner.report.board import Board, beliefs, board, failures, spent, worst_lateness
 from tuner.report.card import knob_text, row_text
-from tuner.report.charts import bars, levels, scatter
+from tuner.report.charts import bars, levels
 from tuner.report.effects import Effect, better, doubt, effects
 
 HERE = Path(__file__).parent
@@ -123,7 +123,7 @@ class _Pictures:
     def fronts(self) -> list[Markup]:
         found = self.board
         href = _anchors(found)
-        return [Markup(scatter(found.points(x, y, href), x, y)) for x, y in found.pairs]
+        return [Markup(found.drawing(x, y, href)) for x, y in found.pairs]
 
     @cached_property
     def chosen(self) -> list[Trial]:
@@ -135,15 +135,15 @@ class _Pictures:
 
     @cached_property
     def latencies(self) -> list[tuple[str, Markup]]:
-        return [(name, Markup(text)) for name, text in evidence.latencies(self.board, self.chosen)]
+        return [(name, Markup(text)) for name, text in evidence.latencies(self.named)]
 
     @cached_property
     def timelines(self) -> list[tuple[str, Markup]]:
-        found = []
-        for trial in self.chosen[:2]:
-            name = f"Trial {trial.number}" + (" (baseline)" if trial.is_baseline else "")
-            found += [(f"{name}. {said}", Markup(text)) for said, text in evidence.timelines(trial)]
-        return found
+        return [(name, Markup(text)) for name, text in evidence.timelines(self.named[:2])]
+
+    @cached_property
+    def named(self) -> list[evidence.Named]:
+        return evidence.named(self.board, self.chosen)
 
     def importance(self, found: Sequence[Effect]) -> Markup:
         """The share of a measurement's differences that each knob explains, as bars."""

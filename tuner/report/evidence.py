@@ -11,7 +11,7 @@ from tuner.metrics import CANCELLED, LATENCY_MS, counted, resampled, ttft_ms
 from tuner.records import Measurement, Outcome, SliceMeasurement, Trial
 from tuner.replay import outcomes
 from tuner.report.board import Board
-from tuner.report.charts import Axis, Curve, Panel, curves, panels
+from tuner.report.charts import Axis, Curve, Panel, curves, panels, shared
 
 NAMES = {"ttft": "time to first token", "tpot": "time per output token", "e2e": "end to end"}
 BLOCK_S = 10.0
@@ -96,12 +96,33 @@ def band(passes: Sequence[PassLatencies], kind: str, at: Float) -> tuple[Float, 
     return low, high
 
 
-def latencies(board: Board, trials: Iterable[Trial]) -> list[tuple[str, str]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Named:
+    """A trial in a picture of several: its name there, and its colour (a kind of `charts.Curve`)."""
+
+    name: str
+    kind: str
+    trial: Trial
+
+
+def named(board: Board, trials: Iterable[Trial]) -> list[Named]:
+    """Trials of one study: baseline and winner in their own colours, the others in turn."""
+    others = iter(KINDS * 100)
+    found = []
+    for trial in trials:
+        known = board.kind(trial)
+        own = known in ("baseline", "winner")
+        name = f"trial {trial.number}" + (f" ({known})" if own else "")
+        found.append(Named(name=name, kind=known if own else next(others), trial=trial))
+    return found
+
+
+def latencies(shown: Sequence[Named]) -> list[tuple[str, str]]:
     """(caption, drawing) per latency: what share of requests was at least so fast, per trial."""
-    found = [(trial, passes) for trial in trials if (passes := samples(trial))]
+    found = [(each, passes) for each in shown if (passes := samples(each.trial))]
     if not found:
         return []
-    return [(_caption(kind, [p for _, p in found]), _latency(board, found, kind)) for kind in LATENCY_MS]
+    return [(_caption(kind, [p for _, p in found]), _latency(found, kind)) for kind in LATENCY_MS]
 
 
 def _caption(kind: str, found: Sequence[Sequence[PassLatencies]]) -> str:
@@ -112,7 +133,7 @@ def _caption(kind: str, found: Sequence[Sequence[PassLatencies]]) -> str:
     return f"{NAMES[kind].capitalize()}: share of requests within this latency. {told}"
 
 
-def _latency(board: Board, found: Sequence[tuple[Trial, list[PassLatencies]]], kind: str) -> str:
+def _latency(found: Sequence[tuple[Named, list[PassLatencies]]], kind: str) -> str:
     every = np.concatenate([p.latency[kind] for _, passes in found for p in passes])
     finite = every[np.isfinite(every) & (every > 0)]
     if not len(finite):
@@ -120,36 +141,39 @@ def _latency(board: Board, found: Sequence[tuple[Trial, list[PassLatencies]]], k
     low, high = float(finite.min()) / 1.05, float(finite.max()) * 1.05
     log = high / low > 4
     at = np.geomspace(low, high, GRID) if log else np.linspace(low, high, GRID)
-    others = iter(KINDS * len(found))
     lines = []
-    for trial, passes in found:
-        known = board.kind(trial)
-        colour = known if known in ("baseline", "winner") else next(others)
-        name = f"trial {trial.number}" + (f" ({known})" if known in ("baseline", "winner") else "")
+    for each, passes in found:
         whole = np.concatenate([p.latency[kind] for p in passes])
         edges = band(passes, kind, at)
         shared = {"x": at.tolist(), "y": (cumulative(whole, at) * 100).tolist()}
         bands = {} if edges is None else {"low": (edges[0] * 100).tolist(), "high": (edges[1] * 100).tolist()}
-        lines.append(Curve(name=name, kind=colour, **shared, **bands))
+        lines.append(Curve(name=each.name, kind=each.kind, **shared, **bands))
     x = Axis(name=f"{kind} (ms)", low=low, high=high, log=log)
     return curves(lines, x, Axis(name="requests (%)", low=0.0, high=100.0), NAMES[kind])
 
 
-def timelines(trial: Trial) -> list[tuple[str, str]]:
-    """(caption, drawing) per slice of the pass that the search saw."""
-    searched = trial.measurement
-    found = []
-    for part in searched.slices if searched else ():
-        rows = read_slice(part)
-        if rows:
-            caption = f"Slice {part.name}, {part.window_s:.4g} s of replay, {len(rows)} requests"
-            found.append(
-                (caption, timeline(rows, part.window_s, outcomes.read_series(part.outcomes_file or "")))
-            )
-    return found
+def timelines(shown: Sequence[Named]) -> list[tuple[str, str]]:
+    """(caption, drawing) per trial and slice of the pass that the search saw, all on the same axes."""
+    found: list[tuple[str, float, list[Panel]]] = []
+    for each in shown:
+        searched = each.trial.measurement
+        for part in searched.slices if searched else ():
+            rows = read_slice(part)
+            if rows:
+                series = outcomes.read_series(part.outcomes_file or "")
+                said = f"slice {part.name}, {part.window_s:.4g} s of replay, {len(rows)} requests"
+                caption = f"{each.name.capitalize()}: {said}"
+                found.append((caption, part.window_s, strips(rows, part.window_s, series)))
+    span = max((window for _, window, _ in found), default=1.0)
+    together = shared([strip for _, _, drawn in found for strip in drawn])
+    words = ("seconds since the window began", "the replay over time")
+    return [
+        (caption, panels([together(p) for p in drawn], words[0], span, words[1]))
+        for caption, _, drawn in found
+    ]
 
 
-def timeline(rows: Sequence[Outcome], window_s: float, engine: Mapping[str, Sequence[float]]) -> str:
+def strips(rows: Sequence[Outcome], window_s: float, engine: Mapping[str, Sequence[float]]) -> list[Panel]:
     """Arrivals, first tokens, requests in flight, and the engine's own numbers where they were kept."""
     edges = np.linspace(0.0, window_s, BINS + 1)
     span = window_s / BINS
@@ -157,7 +181,7 @@ def timeline(rows: Sequence[Outcome], window_s: float, engine: Mapping[str, Sequ
     ok = [o for o in rows if o.ok and o.first_token_s is not None]
     waiting = _level([(o.scheduled_s, _end(o, o.first_token_s, window_s)) for o in rows], edges[1:])
     answering = _level([(o.first_token_s or 0.0, _end(o, o.last_token_s, window_s)) for o in ok], edges[1:])
-    shown = [
+    return [
         Panel(name="arrivals (requests/s)", style="bars", x=edges[:-1].tolist(), y=arrivals.tolist()),
         Panel(
             name="ttft (ms), by when the request was due; × failed", style="dots", log=True,
@@ -169,7 +193,6 @@ def timeline(rows: Sequence[Outcome], window_s: float, engine: Mapping[str, Sequ
         Panel(name="being answered (requests)", style="line", x=edges[1:].tolist(), y=answering.tolist()),
         *_engine_panels(engine),
     ]  # fmt: skip
-    return panels(shown, "seconds since the window began", window_s, "the replay over time")
 
 
 def _end(outcome: Outcome, at: float | None, window_s: float) -> float:

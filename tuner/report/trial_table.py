@@ -1,7 +1,8 @@
 """All trials of a study as one table with a row per trial, for spreadsheets and notebooks."""
 
+import json
 from collections.abc import Sequence
-from pathlib import Path
+from io import BytesIO
 
 import pyarrow as pa
 import pyarrow.csv
@@ -49,10 +50,20 @@ def _knob(values: Sequence[Value]) -> pa.Array:
     return pa.array([None if v is None else str(v) for v in values], pa.string())
 
 
-def write_csv(trials: Sequence[Trial], path: Path) -> None:
-    with path.open("wb") as file:
-        pa.csv.write_csv(table_of(trials), file)
+def as_csv(table: pa.Table) -> bytes:
+    """The table as a CSV file."""
+    file = BytesIO()
+    pa.csv.write_csv(table, file)
+    return file.getvalue()
 
 
-def write_parquet(trials: Sequence[Trial], path: Path) -> None:
-    pa.parquet.write_table(table_of(trials), path, compression="zstd")
+def as_parquet(table: pa.Table) -> bytes:
+    """The table as a Parquet file."""
+    file = BytesIO()
+    pa.parquet.write_table(table, file, compression="zstd")
+    return file.getvalue()
+
+
+def as_json(table: pa.Table) -> bytes:
+    """The table as JSON: a list with an object for each trial."""
+    return json.dumps(table.to_pylist(), default=lambda at: at.isoformat()).encode()

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import HTMLResponse
 
 from tuner.errors import NotFound
@@ -16,7 +16,7 @@ from tuner.report import document
 from tuner.report.board import failures
 from tuner.service.auth import client_of
 from tuner.service.context import service_of
-from tuner.service.pages import history, overview, profiles, studies
+from tuner.service.pages import bench, compare, history, overview, profiles, studies
 from tuner.service.pages.render import HEADERS, HERE, PageRoute, bare, file_of, page, see, text_of
 from tuner.service.pages.session import COOKIE, OVER, Form, Looks, SignedForm, local
 from tuner.service.pages.studies import board_of
@@ -30,6 +30,8 @@ STATIC = {
     "icon.svg": (HERE / "static" / "icon.svg", "image/svg+xml"),
     "live.js": (HERE / "static" / "live.js", "text/javascript"),
     "copy.js": (HERE / "static" / "copy.js", "text/javascript"),
+    "bench.js": (HERE / "static" / "bench.js", "text/javascript"),
+    "marks.js": (Path(document.__file__).parent / "report.js", "text/javascript"),
 }
 Page = Annotated[int, Query(alias="page", ge=1, le=1_000_000)]
 Text = Annotated[str, Query(max_length=200)]
@@ -111,9 +113,11 @@ def list_studies(looks: Looks, after: Text = "") -> Response:
 
 @router.get("/studies/{ref}")
 def show_study(looks: Looks, ref: str, x: Text = "", y: Text = "", number: Page = 1) -> Response:
-    """A study: its live part, then all trials."""
+    """A study: its answer, its live part, its front. `page` is of an older address: all trials are apart."""
     store = looks.service.store
     study = studies.find(store, ref)
+    if number > 1:
+        return see(f"/studies/{study.id[:16]}/trials?page={number}")
     axes = studies.axes_of(x, y)
     live = studies.live(store, study, axes)
     return page(
@@ -123,7 +127,6 @@ def show_study(looks: Looks, ref: str, x: Text = "", y: Text = "", number: Page 
         live=live,
         axes=axes,
         names=studies.measured_names(live.board),
-        table=studies.table(live.board, number),
         budget=studies.budget(live.board),
         failures=failures(live.board.trials),
         link=studies.link,
@@ -155,6 +158,46 @@ def show_live(request: Request, looks: Looks, ref: str, x: Text = "", y: Text = 
     context["now"] = looks.service.clock()
     context["links"] = studies.card_links(study, live.board)
     return HTMLResponse(text_of("live.html", context), headers=headers)
+
+
+def bench_query(
+    where: Annotated[str, Query(max_length=2000)] = "",
+    sort: Text = "-number",
+    col: Annotated[list[str] | None, Query(max_length=60)] = None,
+    x: Text = "",
+    y: Text = "",
+    number: Page = 1,
+    pick: Annotated[list[int] | None, Query(max_length=60)] = None,
+) -> bench.BenchQuery:
+    """The state of a workbench, from its address."""
+    return bench.BenchQuery(
+        where=where, sort=sort, columns=tuple(col or ()), x=x, y=y, page=number, picked=tuple(pick or ())
+    )
+
+
+Asked = Annotated[bench.BenchQuery, Depends(bench_query)]
+
+
+@router.get("/studies/{ref}/trials")
+def show_trials(request: Request, looks: Looks, asked: Asked, ref: str) -> Response:
+    """All trials of a study, to sort, filter, brush, compare and download."""
+    study = studies.find(looks.service.store, ref)
+    held = studies.bench_of(looks.service.store, study)
+    seen = bench.view(held, asked, lambda trial: studies.link(study, trial))
+    files = list(bench.FILES)
+    if request.headers.get("x-live"):
+        part = {"study": study, "seen": seen, "link": studies.link, "files": files}
+        return HTMLResponse(text_of("bench_part.html", part), headers=HEADERS)
+    effects = {name: held.importance(name) for name in study.objectives}
+    return page(looks, "bench.html", study=study, seen=seen, link=studies.link, files=files, effects=effects)
+
+
+@router.get("/studies/{ref}/trials.{ending}")
+def download_trials(looks: Looks, asked: Asked, ref: str, ending: str) -> Response:
+    """The chosen trials in their order as a file."""
+    study = studies.find(looks.service.store, ref)
+    content, media = bench.download(studies.bench_of(looks.service.store, study), asked, ending)
+    return file_of(content, media, f"{slug(study.name)}-{study.id[:8]}-trials.{ending}")
 
 
 @router.get("/studies/{ref}/trials/{number}")
@@ -194,6 +237,23 @@ def show_history(
         model=model, node=node, workload=workload, metric=metric, since=since, after=after
     )
     return page(looks, "history.html", told=history.tell(looks.service.store, asked))
+
+
+@router.get("/compare")
+def show_comparison(
+    looks: Looks,
+    study: Text = "",
+    trial: Annotated[list[int] | None, Query(max_length=60)] = None,
+    profile: Annotated[list[int] | None, Query(max_length=60)] = None,
+    run: Annotated[list[str] | None, Query(max_length=60)] = None,
+    node: Annotated[list[str] | None, Query(max_length=60)] = None,
+) -> Response:
+    """Two to five trials, profiles, nights or nodes side by side."""
+    asked = compare.CompareQuery(
+        study=study, trials=tuple(trial or ()), profiles=tuple(profile or ()), runs=tuple(run or ()),
+        nodes=tuple(node or ()),
+    )  # fmt: skip
+    return page(looks, "compare.html", told=compare.compare(looks.service.store, asked))
 
 
 @router.get("/profiles")

@@ -4,8 +4,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from threading import Lock
-from weakref import WeakKeyDictionary
 
 from markupsafe import Markup
 
@@ -15,32 +13,27 @@ from tuner.measures import NAMES
 from tuner.records import Run, RunState, Study, Trial, TrialState
 from tuner.report import evidence
 from tuner.report.board import Board, board, values
-from tuner.report.charts import bars, scatter
+from tuner.report.charts import bars
+from tuner.service.pages import bench
+from tuner.service.pages.bench import Bench
+from tuner.service.pages.kept import kept
 from tuner.service.pages.render import marked
 from tuner.service.pages.session import Visitor, reason_of
-
-KEPT = 8
-_boards: WeakKeyDictionary[Store, dict[str, tuple[int, Board]]] = WeakKeyDictionary()
-_lock = Lock()
 
 
 def board_of(store: Store, study: Study) -> tuple[Board, int]:
     """The board of a study and the pulse of the history that it was read at."""
-    pulse = store.change_token()
-    with _lock:
-        kept = _boards.setdefault(store, {})
-        if study.id in kept and kept[study.id][0] == pulse:
-            return kept[study.id][1], pulse
-    found = board(study, store.trials(study.id), store.conclusions(study.id))
-    with _lock:
-        kept.pop(study.id, None)
-        kept[study.id] = (pulse, found)
-        while len(kept) > KEPT:
-            kept.pop(next(iter(kept)))
-    return found, pulse
+    return kept(
+        store, f"board {study.id}", lambda: board(study, store.trials(study.id), store.conclusions(study.id))
+    )
 
 
-PAGE, LISTED = 100, 50
+def bench_of(store: Store, study: Study) -> Bench:
+    """The workbench of a study."""
+    return kept(store, f"bench {study.id}", lambda: bench.bench_of(board_of(store, study)[0]))[0]
+
+
+LISTED = 50
 NEWEST = 8
 
 
@@ -103,7 +96,7 @@ def live(store: Store, study: Study, axes: tuple[str, str] | None) -> LivePart:
     run = next(iter(store.runs(study.id)), None)
     ours = [t for t in board.trials if run is not None and t.run_id == run.id]
     pairs = [axes] if axes else board.pairs
-    drawn = [marked(scatter(board.points(x, y, lambda t: link(study, t)), x, y)) for x, y in pairs]
+    drawn = [_drawing(store, board, x, y) for x, y in pairs]
     return LivePart(
         board=board,
         run=run,
@@ -114,6 +107,13 @@ def live(store: Store, study: Study, axes: tuple[str, str] | None) -> LivePart:
         pictures=drawn,
         tag=_tag(pulse, run),
     )
+
+
+def _drawing(store: Store, board: Board, x: str, y: str) -> Markup:
+    """The front in two measurements, drawn once for each state of the history."""
+    study = board.study
+    name = f"drawing {study.id} {x} {y}"
+    return kept(store, name, lambda: marked(board.drawing(x, y, lambda t: link(study, t))))[0]
 
 
 def tag_of(store: Store, study: Study) -> tuple[str, bool]:
@@ -142,23 +142,6 @@ def measured_names(board: Board) -> list[str]:
     return [*board.study.objectives, *sorted(names - set(board.study.objectives))]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrialTable:
-    """One page of all trials, the newest first."""
-
-    rows: Sequence[Trial]
-    page: int
-    pages: int
-
-
-def table(board: Board, page: int) -> TrialTable:
-    """A page of trials, from 1."""
-    pages = max(1, -(-len(board.trials) // PAGE))
-    page = min(max(1, page), pages)
-    newest = board.trials[::-1]
-    return TrialTable(rows=newest[(page - 1) * PAGE : page * PAGE], page=page, pages=pages)
-
-
 def trial_of(board: Board, number: int, attempt: int | None) -> tuple[Trial, list[Trial]]:
     """A trial (its last attempt unless one is named), and all its attempts."""
     attempts = [t for t in board.trials if t.number == number]
@@ -170,13 +153,11 @@ def trial_of(board: Board, number: int, attempt: int | None) -> tuple[Trial, lis
 
 
 def pictures(board: Board, trial: Trial) -> tuple[list[tuple[str, Markup]], list[tuple[str, Markup]]]:
-    """(latencies beside the baseline, timelines) of a trial, as far as its outcomes are on this host."""
-    beside = [t for t in (board.base, trial) if t is not None]
-    lines = [
-        (name, marked(text)) for name, text in evidence.latencies(board, {t.id: t for t in beside}.values())
-    ]
-    times = [(name, marked(text)) for name, text in evidence.timelines(trial)]
-    return lines, times
+    """(latencies, timelines) of the baseline and a trial, as far as their outcomes are on this host."""
+    beside = {t.id: t for t in (board.base, trial) if t is not None}
+    shown = evidence.named(board, beside.values())
+    lines = [(name, marked(text)) for name, text in evidence.latencies(shown)]
+    return lines, [(name, marked(text)) for name, text in evidence.timelines(shown)]
 
 
 def budget(board: Board) -> Markup:

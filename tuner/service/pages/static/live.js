@@ -14,6 +14,7 @@
     part.innerHTML = html;
     globalThis.localTimes(part);
     globalThis.copyButtons(part);
+    globalThis.liveMarks(part);
     if (part.querySelector(".wide")) part.querySelector(".wide").scrollLeft = open;
     if (link) {
       const same = [...part.querySelectorAll("a")].find((a) => a.getAttribute("href") === link);

@@ -1,0 +1,164 @@
+"""Two to five trials, profiles, nights or nodes side by side: knobs, numbers, latencies and timelines."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+from tuner.errors import BadInput, NotFound
+from tuner.history.store import Store
+from tuner.measures import MEASURES, NAMES
+from tuner.records import Candidate, Profile, Study, Trial
+from tuner.report import evidence
+from tuner.service.pages.render import marked
+from tuner.service.pages.studies import board_of, find, link
+
+FEWEST, MOST = 2, 5
+COLOURS = ("winner", "front", "baseline", "three", "four")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareQuery:
+    """What is to be compared: trials of a study by number, or profiles, runs (nights) or nodes."""
+
+    study: str = ""
+    trials: tuple[int, ...] = ()
+    profiles: tuple[int, ...] = ()
+    runs: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One thing that is compared. `trial` is the trial that measured it; None where history has none."""
+
+    name: str
+    href: str
+    study: Study
+    trial: Trial | None
+    candidate: Candidate
+    values: Mapping[str, float | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Rows of (name, a value for each side, whether the sides differ), and pictures with captions."""
+
+    sides: Sequence[Side]
+    facts: Sequence[tuple[str, Sequence[object], bool]]
+    knobs: Sequence[tuple[str, Sequence[object], bool]]
+    numbers: Sequence[tuple[str, Sequence[float | None], bool]]
+    latencies: Sequence[tuple[str, Markup]]
+    timelines: Sequence[tuple[str, Markup]]
+
+
+def compare(store: Store, asked: CompareQuery) -> Comparison:
+    """The comparison. BadInput for fewer than two or more than five, NotFound for what is not there."""
+    sides = [
+        *(_of_trial(store, find(store, asked.study), number) for number in asked.trials),
+        *(_of_profile(store, store.profile(number)) for number in asked.profiles),
+        *(_of_run(store, ref) for ref in asked.runs),
+        *(_of_node(store, name) for name in asked.nodes),
+    ]
+    if not FEWEST <= len(sides) <= MOST:
+        raise BadInput(
+            f"{FEWEST} to {MOST} trials, profiles, nights or nodes can be compared, not {len(sides)}"
+        )
+    shown = [
+        evidence.Named(name=side.name, kind=colour, trial=side.trial)
+        for side, colour in zip(sides, COLOURS, strict=False)
+        if side.trial is not None
+    ]
+    return Comparison(
+        sides=sides,
+        facts=_facts(sides),
+        knobs=_rows([dict(side.candidate) for side in sides]),
+        numbers=_numbers(sides),
+        latencies=[(name, marked(text)) for name, text in evidence.latencies(shown)],
+        timelines=[(name, marked(text)) for name, text in evidence.timelines(shown)],
+    )
+
+
+def _of_trial(
+    store: Store, study: Study, number: int, name: str = "", profile: Profile | None = None
+) -> Side:
+    """A trial of a study by its last attempt, its confirmed values before those of the search."""
+    board, _ = board_of(store, study)
+    trial = next((t for t in reversed(board.trials) if t.number == number), None)
+    if trial is None:
+        raise NotFound(f"study {study.name} has no trial {number}")
+    arm = board.confirmation.arm(number) if board.confirmation else None
+    first = trial.measurement.values if trial.measurement else {}
+    role = {"baseline": " (today's)", "winner": " (winner)"}.get(board.kind(trial), "")
+    return Side(
+        name=name or f"trial {number}{role}",
+        href=f"/profiles/{profile.id}" if profile else link(study, trial),
+        study=study,
+        trial=trial,
+        candidate=profile.candidate if profile else trial.candidate,
+        values={**first, **(arm.confirmed if arm else {})},
+    )
+
+
+def _of_profile(store: Store, profile: Profile) -> Side:
+    name = f"version {profile.version}, {profile.key.target}"
+    number = profile.evidence.get("trial_number")
+    study = store.study(profile.study_id)
+    if isinstance(number, int):
+        return _of_trial(store, study, number, name, profile)
+    return Side(
+        name=name,
+        href=f"/profiles/{profile.id}",
+        study=study,
+        trial=None,
+        candidate=profile.candidate,
+        values={},
+    )
+
+
+def _of_run(store: Store, ref: str, name: str = "") -> Side:
+    """What a night ended with: its winner, else today's configuration."""
+    run = store.run(ref)
+    said, study = store.conclusion(run.id), store.study(run.study_id)
+    number = said.winner if said is not None else None
+    if number is None and said is not None and said.baseline is not None:
+        number = said.baseline.trial
+    if said is None or number is None:
+        raise NotFound(f"the run of {run.started_at:%Y-%m-%d} has no result that could be compared")
+    side = _of_trial(store, study, number, name or f"{run.started_at:%Y-%m-%d}, trial {number}")
+    arm = said.arm(number)
+    return Side(
+        name=side.name, href=side.href, study=study, trial=side.trial, candidate=side.candidate,
+        values={**side.values, **(arm.confirmed if arm else {})},
+    )  # fmt: skip
+
+
+def _of_node(store: Store, node: str) -> Side:
+    """What the newest run of a node with a conclusion ended with."""
+    found = [said for s in store.studies(node=node, limit=5) if (said := store.latest_conclusion(s.id))]
+    if not found:
+        raise NotFound(f"no run on node '{node}' has a result yet")
+    return _of_run(store, max(found, key=lambda said: said.at).run_id, node)
+
+
+def _facts(sides: Sequence[Side]) -> list[tuple[str, Sequence[object], bool]]:
+    told = {
+        "node": [s.study.node for s in sides], "model": [s.study.model for s in sides],
+        "workload": [s.study.workload for s in sides], "engine": [s.study.engine_version for s in sides],
+        "traffic": [s.study.trace_digest[:12] for s in sides], "GPU": [s.study.gpu_class for s in sides],
+    }  # fmt: skip
+    return [(name, row, len(set(row)) > 1) for name, row in told.items()]
+
+
+def _rows(found: Sequence[Mapping[str, object]]) -> list[tuple[str, Sequence[object], bool]]:
+    names = sorted({name for each in found for name in each})
+    rows = [(name, [each.get(name) for each in found]) for name in names]
+    return [(name, row, len(set(map(str, row))) > 1) for name, row in rows]
+
+
+def _numbers(sides: Sequence[Side]) -> list[tuple[str, Sequence[float | None], bool]]:
+    """Objectives first, then everything else that some side measured, in the order of the catalogue."""
+    known = {name for side in sides for name in side.values if name in NAMES}
+    ours = list(dict.fromkeys(n for side in sides for n in side.study.objectives if n in known))
+    rest = [name for name in MEASURES if name in known and name not in ours]
+    return [(name, [side.values.get(name) for side in sides], name in ours) for name in (*ours, *rest)]
