@@ -11,9 +11,10 @@ from selenium import webdriver
 
 from tests.browser import world
 from tests.browser.chromium import DESKTOP, PHONE, chromium, overlaps, resize
-from tuner.records import Candidate
+from tuner.records import Candidate, Launch
 from tuner.report.document import ReportData, render
 from tuner.service.pages.session import COOKIE
+from tuner.tuning.now import RunNow, path_of, write
 
 KEPT = {
     "desktop": ("overview", "study", "trial", "history", "profile", "report"),
@@ -31,6 +32,9 @@ def paths(there: world.World) -> dict[str, str]:
         "studies": "/studies",
         "study": f"/studies/{ref}",
         "study-axes": f"/studies/{ref}?x=tpot_p95_ms&y=goodput_rps",
+        "trials": f"/studies/{ref}/trials",
+        "trials-chosen": f"/studies/{ref}/trials?where=state%3DCOMPLETE&sort=ttft_p95_ms&pick=3&pick=5",
+        "compare": f"/compare?study={ref}&trial=0&trial=3&trial=5",
         "trial": f"/studies/{ref}/trials/3",
         "trial-infeasible": f"/studies/{ref}/trials/8",
         "history": "/history?metric=goodput_rps",
@@ -58,6 +62,23 @@ def running(there: world.World) -> None:
     for number in range(first, first + 5):
         world.complete(store, run, number, there.home / "trials" / "live")
     world.begin(store, run, first + 5, Candidate({"max_num_seqs": 48, "max_num_batched_tokens": 4096}))
+    seconds = list(range(0, 35, 2))
+    curves: dict[str, list[float | None]] = {
+        "at_s": [*map(float, seconds)], "running": [min(48.0, 2 * s) for s in seconds],
+        "waiting": [max(0.0, s - 20) for s in seconds], "kv_usage": [0.02 * s for s in seconds],
+        "preemptions": [float(s > 28) for s in seconds],
+    }  # fmt: skip
+    live = RunNow(
+        run=run.id, at=world.NOW, phase="window", slice="peak", trial=first + 5, done_s=34.0, total_s=60.0,
+        to_confirm=6, engine=curves,
+    )  # fmt: skip
+    write(path_of(there.home, run.id), live)
+    log = there.home / "trials" / "now"
+    log.mkdir(parents=True)
+    (log / "engine.log").write_text("INFO Starting vLLM\nINFO Avg prompt throughput: 812.3 tokens/s\n" * 6)
+    store.add_launch(
+        Launch(id="now", study_id=made.id, argv=(), started_at=run.started_at, directory=str(log))
+    )
 
 
 def report_of(there: world.World, folder: Path) -> Path:

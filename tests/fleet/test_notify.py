@@ -77,7 +77,18 @@ def test_a_webhook_is_sent_the_notice(tmp_path: Path, hook: Hook) -> None:
     assert json.loads(body) == {
         "program": "vllm-tuner", "kind": "failure", "subject": "chat", "sentence": "the model is missing",
         "at": "2026-11-28T04:00:00+00:00", "facts": {},
+        "text": "vLLM tuner, failure of chat: the model is missing",
     }  # fmt: skip
+
+
+def test_I27_6_slack_and_teams_get_one_line_that_holds_no_markup_of_theirs() -> None:
+    notice = replace(NOTICE, sentence="max_num_seqs < 4 & <!channel> " + "x" * 5000)
+    assert "max_num_seqs &lt; 4 &amp; &lt;!channel&gt;" in notice.text
+    assert "<" not in notice.text
+    assert len(notice.text) == 3000
+    body = json.loads(notice.body())
+    assert body["text"] == notice.text
+    assert body["sentence"] == notice.sentence, "the whole sentence is beside it"
 
 
 def test_a_body_is_signed_where_a_secret_is_set(

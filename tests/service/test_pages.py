@@ -220,3 +220,10 @@ def test_I27_5_the_product_its_version_and_what_to_do_next(world: World) -> None
         "/profiles": "tuner tune", "/history": "tuner tune",
     }.items():  # fmt: skip
         assert next_step in client.get(path).text, path
+
+
+def test_I27_6_gains_and_latencies_of_each_node_are_exported(filled: World) -> None:
+    told = filled.client("read").get("/metrics").text
+    assert 'tuner_gain_ratio{measurement="ttft_p95_ms",node="n1",workload="chat"} -0.55' in told
+    assert 'configuration="today",measurement="ttft_p95_ms",node="n1",workload="chat"} 200.0' in told
+    assert 'configuration="best",measurement="ttft_p95_ms",node="n1",workload="chat"}' in told

@@ -145,39 +145,21 @@ def show_log(
     """Print the engine's log of a trial. For a failed trial, the reason and the line that shows it come
     first.
     """
-    from tuner.settings import under_home
+    from tuner.report.logs import log_path, root_cause
 
     trial = find_trial(study, number, attempt)
-    path = under_home(_where(trial) or "") / "engine.log"
+    path = log_path(trial, open_store().launches(trial.study_id))
     if not path.is_file():
         raise NotFound(f"the log {path} is not on this host")
-    whole = path.read_text(errors="replace")
-    text = whole.splitlines()
-    for line in _first(trial, whole):
-        typer.echo(line)
+    if trial.reason:
+        typer.echo(why(trial))
+        if cause := root_cause(trial, path):
+            typer.echo(f"root cause: {cause}")
+        typer.echo("---")
+    text = path.read_text(errors="replace").splitlines()
     typer.echo("\n".join(text[-lines:] if lines else text))
 
 
 def why(trial: "Trial") -> str:
     """Why a trial failed: its cause, where one is known, and the reason."""
     return f"{trial.cause}: {trial.reason}" if trial.cause else str(trial.reason)
-
-
-def _first(trial: "Trial", log: str) -> list[str]:
-    """The reason of a failed trial, and the line of the log that shows the root cause, if there is one."""
-    from tuner.engine import failures
-    from tuner.engine.failures import KINDS
-
-    if not trial.reason:
-        return []
-    said = [why(trial)]
-    if trial.cause in KINDS:
-        said.append(f"root cause: {failures.classify(log, None, 'startup').evidence}")
-    return [*said, "---"]
-
-
-def _where(trial: "Trial") -> str | None:
-    """The directory of the launch that measured it: a screened trial shares its engine with others."""
-    by = trial.measurement.launch_id if trial.measurement else None
-    launches = open_store().launches(trial.study_id) if by else ()
-    return next((each.directory for each in launches if each.id == by), trial.directory)

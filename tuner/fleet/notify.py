@@ -35,6 +35,8 @@ Kind = Literal["failure", "regression", "promotion"]
 KINDS: tuple[Kind, ...] = ("failure", "regression", "promotion")
 TRIES = 3
 TIMEOUT_S = 10.0
+LONGEST = 3000
+"""The most characters of a line for a chat; Slack cuts a longer one into pieces."""
 LOOK_BACK = timedelta(days=60)
 """How far back a regression is searched for."""
 
@@ -49,11 +51,18 @@ class Notice:
     at: str
     facts: Mapping[str, JSON] = field(default_factory=dict)
 
+    @property
+    def text(self) -> str:
+        """One line for a chat: Slack and Teams show the `text` of a body. Their three signs are escaped."""
+        line = f"vLLM tuner, {self.kind} of {self.subject}: {self.sentence}"
+        for sign, word in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;")):
+            line = line.replace(sign, word)
+        return line if len(line) <= LONGEST else line[: LONGEST - 1] + "…"
+
     def body(self) -> str:
         """The JSON body for a webhook, and the standard input of a command."""
-        return canonical_json(
-            masking.tree({"program": "vllm-tuner", **asdict(self), "facts": dict(self.facts)})
-        )
+        told = {"program": "vllm-tuner", "text": self.text, **asdict(self), "facts": dict(self.facts)}
+        return canonical_json(masking.tree(told))
 
 
 class Target(yamltext.Section):

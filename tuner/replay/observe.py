@@ -1,12 +1,15 @@
 """The engine's own numbers over a window: raw scrapes while it runs, parsed once it is over."""
 
 import asyncio
+import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
 
+from tuner.adapters import adapter_of
 from tuner.engine import limits, metrics
 from tuner.replay.prepare import EngineHandle
 from tuner.replay.sse import status_and_body
@@ -24,6 +27,7 @@ class Observer:
         self._texts: list[tuple[float, Sequence[bytes]]] = []
         self.series: dict[str, list[float | None]] = {}
         self._key = 0
+        self.now: Mapping[str, float] = {}
 
     async def run(self, zero_ns: int, window_s: float) -> None:
         """Scrape until the window's end."""
@@ -61,6 +65,7 @@ class Observer:
         if exchange.failure is None:
             at = (perf_counter_ns() - zero_ns) / 1e9
             self._texts.append((at, exchange.parts))
+            self.now = _shown(exchange.parts, self._server.kind)
 
     async def conclude(self) -> dict[str, float | None]:
         """The numbers of the window, under canonical names and those of measurements; None = not exported."""
@@ -73,6 +78,28 @@ class Observer:
         self.series = series(scrapes)
         (begun, before), (ended, after) = self._steps if len(self._steps) == 2 else [(0.0, {})] * 2
         return {**fold(scrapes), **limits.stepped(before, after, ended - begun)}
+
+
+# What is read of each scrape at once, for who watches a run.
+SHOWN = ("running", "waiting", "kv_usage", "preemptions")
+
+
+@cache
+def _lines(engine: str) -> re.Pattern[bytes]:
+    """The lines of /metrics that have what is shown; to parse all of them would disturb the replay."""
+    names = [name for ours in SHOWN for name in adapter_of(engine).metrics.get(ours, ())]
+    return re.compile(rf"^(?:{'|'.join(map(re.escape, names))})\b.*$".encode(), re.MULTILINE)
+
+
+def _shown(parts: Sequence[bytes], engine: str) -> Mapping[str, float]:
+    """What is shown of one answer; empty where it cannot be read."""
+    try:
+        status, body = status_and_body(parts)
+        lines = b"\n".join((*_lines(engine).findall(body), b"")).decode("utf-8", "replace")
+        values = metrics.parse(lines, engine).values if status == 200 else {}
+    except ValueError:
+        return {}
+    return {name: value for name in SHOWN if (value := values.get(name)) is not None}
 
 
 def _parsed(parts: Sequence[bytes], engine: str) -> metrics.EngineMetrics | None:

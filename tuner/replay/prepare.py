@@ -57,12 +57,15 @@ class EngineHandle(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Where a replay is: the phase, the slice, and seconds done of seconds expected."""
+    """Where a replay is: the phase, the slice, seconds done of seconds expected, and what the engine said of
+    itself last (`observe.SHOWN`; empty: nothing yet).
+    """
 
     phase: str
     slice: str
     done_s: float
     total_s: float
+    engine: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

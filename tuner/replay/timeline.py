@@ -229,7 +229,7 @@ class _Replay:
             self.senders.go(zero)
             watcher = asyncio.create_task(observer.run(zero, timetable.window_s))
             with giving_way():
-                await self.watch(window, zero)
+                await self.watch(window, zero, observer)
         finally:
             if watcher is not None:
                 watcher.cancel()
@@ -270,7 +270,7 @@ class _Replay:
         self.notes.values["senders"] = float(self.load.senders)
         self.notes.values["senders_pinned"] = float(self.load.cores is not None)
 
-    async def watch(self, window: "SliceWindow", zero: int) -> None:
+    async def watch(self, window: "SliceWindow", zero: int, observer: Observer) -> None:
         """Until every counted request ended: ask the judge, check the engine, report progress."""
         limit = window.window_s + self.plan.tail_limit_s
         looked, heard = -math.inf, self.senders.heard
@@ -284,7 +284,13 @@ class _Replay:
             started, over = window.now_s >= 0, window.now_s >= window.window_s
             phase = "load warm-up" if not started else "last answers" if over else "window"
             self.progress(
-                Progress(phase=phase, slice=window.slice.name, done_s=window.now_s, total_s=window.window_s)
+                Progress(
+                    phase=phase,
+                    slice=window.slice.name,
+                    done_s=window.now_s,
+                    total_s=window.window_s,
+                    engine=observer.now,
+                )
             )
             if window.now_s - looked > LOOK_S or not self.server.alive:
                 looked = window.now_s

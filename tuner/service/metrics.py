@@ -44,6 +44,7 @@ class Watcher(Collector):
         yield from nights(store, self._clock())
         yield self._orphans()
         yield from self._last_runs()
+        yield from found_by(self._store)
 
     def _trials(self) -> Metric:
         found = CounterMetricFamily(
@@ -105,6 +106,33 @@ def _last(store: Store) -> Sequence[tuple[Study, Run]]:
         study = store.study(run.study_id)
         found.setdefault(study.node, (study, run))
     return list(found.values())
+
+
+def found_by(store: Store) -> Iterable[Metric]:
+    """What the newest conclusion of each node found: gain of the winner, values of today's and the best."""
+    gain = GaugeMetricFamily(
+        "tuner_gain_ratio",
+        "Change that the newest run's winner makes, (after - before) / before.",
+        labels=["node", "workload", "measurement"],
+    )
+    value = GaugeMetricFamily(
+        "tuner_confirmed_value",
+        "What the newest run's confirmation measured, of today's configuration and of the best.",
+        labels=["node", "workload", "measurement", "configuration"],
+    )
+    for study, _ in _last(store):
+        said = store.latest_conclusion(study.id)
+        if said is None:
+            continue
+        winner = said.arm(said.winner)
+        for name, arm in (("today", said.baseline), ("best", winner or said.baseline)):
+            for metric, number in (arm.confirmed if arm else {}).items():
+                if number is not None:
+                    value.add_metric([study.node, study.workload, metric, name], number)
+        for change in winner.changes if winner else ():
+            if change.where == "confirm" and change.change is not None:
+                gain.add_metric([study.node, study.workload, change.metric], change.change)
+    yield from (gain, value)
 
 
 def hypervolume(study: Study, trials: Sequence[Trial]) -> float | None:

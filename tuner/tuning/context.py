@@ -31,6 +31,7 @@ from tuner.records import (
     Value,
 )
 from tuner.replay import contention
+from tuner.replay.prepare import Progress
 from tuner.replay.timeline import Judge
 from tuner.tuning.quality import CanaryAnswer
 from tuner.tuning.study import Clock, Prepared
@@ -61,7 +62,7 @@ EventKind = Literal["run", "started", "phase", "finished", "confirm", "verdict",
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEvent:
     """One line of progress of a run: `done` of `total` trials. `trial` is the trial that it is about; an
-    earlier run may have begun it.
+    earlier run may have begun it. `progress` is where its replay is.
     """
 
     kind: EventKind
@@ -70,6 +71,7 @@ class RunEvent:
     total: int | None = None
     trial: Trial | None = None
     run: str | None = None
+    progress: Progress | None = None
 
 
 Tell = Callable[[RunEvent], None]
@@ -304,7 +306,7 @@ class Measured:
     answers: tuple[CanaryAnswer, ...] = ()
 
 
-News = str | Serving
+News = str | Serving | Progress
 
 Note = Callable[[News], None]
 

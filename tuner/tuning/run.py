@@ -48,6 +48,7 @@ from tuner.tuning.next_trial import (
     propose,
     screens,
 )
+from tuner.tuning.now import path_of, told_live
 from tuner.tuning.reconcile import cancelled, gpus_of, locked, reconcile, register
 from tuner.tuning.seeds import Seed, fronts_of, last_calibration
 from tuner.tuning.study import Clock, Prepared
@@ -117,15 +118,19 @@ async def tune(
         seeds = (*fronts_of(store, prepared, run.started_at), *seeds)
         start = last_calibration(store, prepared, run.started_at)
         predictor = StudyPredictor(prepared=prepared, start=start)
+        told = told_live(home, run.id, prepared.plan, tell, clock)
         context = replace(
             context,
             budget=budget_of(run, context.launches()),
-            tell=lambda event: tell(replace(event, run=run.id)),
+            tell=lambda event: told(replace(event, run=run.id)),
         )
-        if (plan := prepared.comparison) is not None:
-            kind = Comparing if plan.upgrade is None else Upgrading
-            return await kind(context, run).to_the_end()
-        return await _Loop(context, run, limits, seeds, predictor).to_the_end()
+        try:
+            if (plan := prepared.comparison) is not None:
+                kind = Comparing if plan.upgrade is None else Upgrading
+                return await kind(context, run).to_the_end()
+            return await _Loop(context, run, limits, seeds, predictor).to_the_end()
+        finally:
+            path_of(home, run.id).unlink(missing_ok=True)
 
 
 class _Loop(Execution):

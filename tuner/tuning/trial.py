@@ -81,7 +81,9 @@ class LaunchRecorder:
                 self.row, effective=news.effective, timeline=news.timeline, kv_tokens=news.kv_tokens
             )
         else:
-            self._context.tell(RunEvent(kind="phase", text=news, trial=self.trial))
+            progress = news if isinstance(news, Progress) else None
+            text = _words(news) if isinstance(news, Progress) else news
+            self._context.tell(RunEvent(kind="phase", text=text, trial=self.trial, progress=progress))
 
     def close(self, verdict: str | None) -> Launch:
         """Store how it ended. A first boot that was thrown away counts as another launch."""
@@ -240,10 +242,7 @@ async def measured_pass(
     load = load_of(host, job, each, server.kv_tokens)
 
     async def send(slices: Sequence[Slice], load: Load, judge: Judge | None) -> Replayed:
-        progress = partial(_tell_progress, note)
-        return await replay(
-            server, prepared.trace, slices, prepared.plan, load, judge=judge, progress=progress
-        )
+        return await replay(server, prepared.trace, slices, prepared.plan, load, judge=judge, progress=note)
 
     with Watch(host.gpus) as watch:
         replayed = await send_pass(each, load, send, note)
@@ -366,10 +365,10 @@ def _warned(measurement: Measurement, warning: str) -> Measurement:
     return replace(measurement, fidelity=replace(fidelity, warnings=(*fidelity.warnings, warning)))
 
 
-def _tell_progress(note: Note, progress: Progress) -> None:
+def _words(progress: Progress) -> str:
     inside = 0 <= progress.done_s <= progress.total_s and progress.total_s > 0
     share = f"{progress.done_s:.0f}/{progress.total_s:.0f} s" if inside else ""
-    note(" ".join(part for part in (progress.phase, progress.slice, share) if part))
+    return " ".join(part for part in (progress.phase, progress.slice, share) if part)
 
 
 MAX_SPEED = "max_speed"

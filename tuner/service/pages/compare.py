@@ -14,7 +14,7 @@ from tuner.service.pages.render import marked
 from tuner.service.pages.studies import board_of, find, link
 
 FEWEST, MOST = 2, 5
-COLOURS = ("winner", "front", "baseline", "three", "four")
+COLOURS = ("front", "winner", "three", "four", "baseline")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +64,7 @@ def compare(store: Store, asked: CompareQuery) -> Comparison:
         raise BadInput(
             f"{FEWEST} to {MOST} trials, profiles, nights or nodes can be compared, not {len(sides)}"
         )
-    shown = [
-        evidence.Named(name=side.name, kind=colour, trial=side.trial)
-        for side, colour in zip(sides, COLOURS, strict=False)
-        if side.trial is not None
-    ]
+    shown = _named(sides)
     return Comparison(
         sides=sides,
         facts=_facts(sides),
@@ -77,6 +73,16 @@ def compare(store: Store, asked: CompareQuery) -> Comparison:
         latencies=[(name, marked(text)) for name, text in evidence.latencies(shown)],
         timelines=[(name, marked(text)) for name, text in evidence.timelines(shown)],
     )
+
+
+def _named(sides: Sequence[Side]) -> list[evidence.Named]:
+    """Each side's trial in a colour of its own; today's configuration has the same colour everywhere."""
+    free = iter(COLOURS)
+    return [
+        evidence.Named(name=s.name, kind="baseline" if s.trial.is_baseline else next(free), trial=s.trial)
+        for s in sides
+        if s.trial is not None
+    ]
 
 
 def _of_trial(

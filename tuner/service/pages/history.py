@@ -10,7 +10,10 @@ from tuner.errors import BadInput, nearest
 from tuner.history.best_per_night import Night, moment, nights, trend
 from tuner.history.store import Store
 from tuner.measures import NAMES
-from tuner.report.charts import over_nights
+from tuner.profiles.registry import CHAMPION
+from tuner.records import ProfileKey
+from tuner.report.card import AnswerCard, card
+from tuner.report.night_charts import NightMark, gains, over_nights
 from tuner.service.pages.render import marked
 
 NODES = 4
@@ -30,6 +33,19 @@ class HistoryQuery:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceHistory:
+    """One node and workload: its nights drawn, the newest one's card, the change per night (None: too
+    few).
+    """
+
+    name: str
+    drawing: Markup
+    card: AnswerCard | None
+    study_id: str
+    trend: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryView:
     """The answer, and what else may be asked for. `following`: the `after` of the next page, if any."""
 
@@ -39,8 +55,7 @@ class HistoryView:
     workloads: Sequence[str]
     metrics: Sequence[str]
     nights: Sequence[Night]
-    drawing: Markup
-    trends: Sequence[tuple[str, float]]
+    places: Sequence[PlaceHistory]
     following: str
 
 
@@ -71,19 +86,51 @@ def tell(store: Store, asked: HistoryQuery) -> HistoryView:
         workloads=sorted({place.workload for place in ours}),
         metrics=sorted(NAMES),
         nights=found[::-1],
-        drawing=marked(over_nights(found, asked.metric)),
-        trends=_trends(found),
+        places=_places(store, found, asked.metric),
         following=shown[-1] if len(left) > len(shown) else "",
     )
 
 
-def _trends(found: Sequence[Night]) -> list[tuple[str, float]]:
-    """Node and workload in words, and the trend there, where there are nights enough for one."""
-    places: dict[str, list[Night]] = {}
+def _places(store: Store, found: Sequence[Night], metric: str) -> list[PlaceHistory]:
+    """Each node and workload with its nights, by name."""
+    places: dict[tuple[str, str], list[Night]] = {}
     for night in found:
-        places.setdefault(f"{night.best.node} for {night.best.workload}", []).append(night)
-    told = [(place, trend(some)) for place, some in sorted(places.items())]
-    return [(place, value) for place, value in told if value is not None]
+        places.setdefault((night.best.node, night.best.workload), []).append(night)
+    return [_place(store, name, some, metric) for name, some in sorted(places.items())]
+
+
+def _place(store: Store, name: tuple[str, str], found: Sequence[Night], metric: str) -> PlaceHistory:
+    newest = found[-1].best
+    key = ProfileKey(model=newest.model, target=newest.node, workload=newest.workload)
+    compared = any(night.best.change is not None for night in found)
+    drawn = gains(found, metric, _marks(store, key, found)) if compared else over_nights(found, metric)
+    told = (store.conclusion(night.best.run_id) for night in reversed(found))
+    said = next((each for each in told if each is not None), None)
+    return PlaceHistory(
+        name=" for ".join(name),
+        drawing=marked(drawn),
+        card=card(said, key) if said is not None else None,
+        study_id=said.study_id if said is not None else newest.study_id,
+        trend=trend(found),
+    )
+
+
+def _marks(store: Store, key: ProfileKey, found: Sequence[Night]) -> list[NightMark]:
+    """Promotions, engine versions and traffic that changed within the shown nights."""
+    first, last = found[0].date, found[-1].date
+    moved = [e for e in store.alias_events(key) if e.alias == CHAMPION and e.to_version is not None]
+    marks = [
+        NightMark(date=e.at.date(), kind="promotion", text=f"version {e.to_version} promoted")
+        for e in moved
+        if first <= e.at.date() <= last + timedelta(days=1)
+    ]
+    texts = {"engine": "engine {}", "traffic": "other traffic", "gpu": "other GPU"}
+    for night in found:
+        for change in night.changes:
+            if change.kind in texts:
+                text = texts[change.kind].format(change.after)
+                marks.append(NightMark(date=night.date - timedelta(days=1), kind=change.kind, text=text))
+    return sorted(marks, key=lambda mark: mark.date)
 
 
 def _since(text: str) -> datetime | None:

@@ -14,9 +14,11 @@ from tuner.profiles.charts import slug
 from tuner.records import ProfileKey
 from tuner.report import document
 from tuner.report.board import failures
+from tuner.report.logs import log_path, root_cause, tail
 from tuner.service.auth import client_of
 from tuner.service.context import service_of
 from tuner.service.pages import bench, compare, history, overview, profiles, studies
+from tuner.service.pages.live import eta
 from tuner.service.pages.render import HEADERS, HERE, PageRoute, bare, file_of, page, see, text_of
 from tuner.service.pages.session import COOKIE, OVER, Form, Looks, SignedForm, local
 from tuner.service.pages.studies import board_of
@@ -33,6 +35,7 @@ STATIC = {
     "bench.js": (HERE / "static" / "bench.js", "text/javascript"),
     "marks.js": (Path(document.__file__).parent / "report.js", "text/javascript"),
 }
+LOG_LINES = 60
 Page = Annotated[int, Query(alias="page", ge=1, le=1_000_000)]
 Text = Annotated[str, Query(max_length=200)]
 
@@ -119,7 +122,7 @@ def show_study(looks: Looks, ref: str, x: Text = "", y: Text = "", number: Page 
     if number > 1:
         return see(f"/studies/{study.id[:16]}/trials?page={number}")
     axes = studies.axes_of(x, y)
-    live = studies.live(store, study, axes)
+    live = studies.live(looks.service, study, axes)
     return page(
         looks,
         "study.html",
@@ -131,6 +134,7 @@ def show_study(looks: Looks, ref: str, x: Text = "", y: Text = "", number: Page 
         failures=failures(live.board.trials),
         link=studies.link,
         links=studies.card_links(study, live.board),
+        eta=eta,
     )
 
 
@@ -148,14 +152,14 @@ def show_live(request: Request, looks: Looks, ref: str, x: Text = "", y: Text = 
     store = looks.service.store
     study = studies.find(store, ref)
     axes = studies.axes_of(x, y)
-    tag, running = studies.tag_of(store, study)
+    tag, running = studies.tag_of(looks.service, study)
     headers = {**HEADERS, "ETag": tag, "X-Running": "1" if running else "0"}
     if request.headers.get("if-none-match") == tag:
         return Response(status_code=304, headers=headers)
-    live = studies.live(store, study, axes)
+    live = studies.live(looks.service, study, axes)
     headers |= {"ETag": live.tag, "X-Running": "1" if live.running else "0"}
     context: dict[str, object] = {"study": study, "live": live, "link": studies.link}
-    context["now"] = looks.service.clock()
+    context |= {"now": looks.service.clock(), "eta": eta}
     context["links"] = studies.card_links(study, live.board)
     return HTMLResponse(text_of("live.html", context), headers=headers)
 
@@ -208,6 +212,7 @@ def show_trial(looks: Looks, ref: str, number: int, attempt: int | None = None) 
     board, _ = board_of(store, study)
     trial, attempts = studies.trial_of(board, number, attempt)
     latencies, timelines = studies.pictures(board, trial)
+    log = log_path(trial, store.launches(study.id))
     return page(
         looks,
         "trial.html",
@@ -215,10 +220,12 @@ def show_trial(looks: Looks, ref: str, number: int, attempt: int | None = None) 
         board=board,
         trial=trial,
         attempts=attempts,
-        names=sorted({name for m in trial.measurements for name in m.values}),
         latencies=latencies,
         timelines=timelines,
         took_s=studies.took_s(trial, looks.service.clock()),
+        log=tail(log, LOG_LINES),
+        root=root_cause(trial, log) if trial.reason else "",
+        rows=studies.numbers(board, trial),
     )
 
 

@@ -4,21 +4,25 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 
 from markupsafe import Markup
 
 from tuner.errors import BadInput, NotFound, nearest
 from tuner.history.store import Store
-from tuner.measures import NAMES
+from tuner.measures import MEASURES, NAMES
 from tuner.records import Run, RunState, Study, Trial, TrialState
 from tuner.report import evidence
 from tuner.report.board import Board, board, values
 from tuner.report.charts import bars
+from tuner.service.context import ServiceContext
 from tuner.service.pages import bench
 from tuner.service.pages.bench import Bench
 from tuner.service.pages.kept import kept
+from tuner.service.pages.live import LiveRun, live_run
 from tuner.service.pages.render import marked
 from tuner.service.pages.session import Visitor, reason_of
+from tuner.tuning.now import path_of
 
 
 def board_of(store: Store, study: Study) -> tuple[Board, int]:
@@ -49,6 +53,7 @@ class LivePart:
     newest: Sequence[Trial]
     pictures: Sequence[Markup]
     tag: str
+    now: LiveRun | None = None
 
     @property
     def running(self) -> bool:
@@ -90,13 +95,15 @@ def card_links(study: Study, board: Board) -> dict[str, str]:
     }
 
 
-def live(store: Store, study: Study, axes: tuple[str, str] | None) -> LivePart:
+def live(service: ServiceContext, study: Study, axes: tuple[str, str] | None) -> LivePart:
     """The newest run, its trials, and the front drawn anew (`axes`: only these two measurements)."""
+    store, home = service.store, service.settings.home
     board, pulse = board_of(store, study)
     run = next(iter(store.runs(study.id)), None)
     ours = [t for t in board.trials if run is not None and t.run_id == run.id]
     pairs = [axes] if axes else board.pairs
     drawn = [_drawing(store, board, x, y) for x, y in pairs]
+    going = run is not None and run.state is RunState.RUNNING
     return LivePart(
         board=board,
         run=run,
@@ -105,7 +112,8 @@ def live(store: Store, study: Study, axes: tuple[str, str] | None) -> LivePart:
         current=next((t for t in ours if t.state is TrialState.RUNNING), None),
         newest=[t for t in reversed(ours) if t.state is not TrialState.RUNNING][:NEWEST],
         pictures=drawn,
-        tag=_tag(pulse, run),
+        tag=_tag(pulse, run, home),
+        now=live_run(store, home, run, ours, service.clock()) if going and run is not None else None,
     )
 
 
@@ -116,14 +124,22 @@ def _drawing(store: Store, board: Board, x: str, y: str) -> Markup:
     return kept(store, name, lambda: marked(board.drawing(x, y, lambda t: link(study, t))))[0]
 
 
-def tag_of(store: Store, study: Study) -> tuple[str, bool]:
+def tag_of(service: ServiceContext, study: Study) -> tuple[str, bool]:
     """The live part's validator, and whether a run goes on; costs no drawing."""
+    store = service.store
     run = next(iter(store.runs(study.id)), None)
-    return _tag(store.change_token(), run), run is not None and run.state is RunState.RUNNING
+    return _tag(
+        store.change_token(), run, service.settings.home
+    ), run is not None and run.state is RunState.RUNNING
 
 
-def _tag(pulse: int, run: Run | None) -> str:
-    return f'"{pulse}-{run.state.value if run else "none"}"'
+def _tag(pulse: int, run: Run | None, home: Path) -> str:
+    """Another one as soon as the history, the run's state, or what the run does right now changes."""
+    try:
+        now = path_of(home, run.id).stat().st_mtime_ns if run and run.state is RunState.RUNNING else 0
+    except OSError:
+        now = 0
+    return f'"{pulse}-{run.state.value if run else "none"}-{now}"'
 
 
 def axes_of(x: str, y: str) -> tuple[str, str] | None:
@@ -154,6 +170,8 @@ def trial_of(board: Board, number: int, attempt: int | None) -> tuple[Trial, lis
 
 def pictures(board: Board, trial: Trial) -> tuple[list[tuple[str, Markup]], list[tuple[str, Markup]]]:
     """(latencies, timelines) of the baseline and a trial, as far as their outcomes are on this host."""
+    if not evidence.samples(trial):
+        return [], []
     beside = {t.id: t for t in (board.base, trial) if t is not None}
     shown = evidence.named(board, beside.values())
     lines = [(name, marked(text)) for name, text in evidence.latencies(shown)]
@@ -170,6 +188,20 @@ def budget(board: Board) -> Markup:
         for s in states
     }
     return marked(bars(found, "gpu_seconds"))
+
+
+INTERNAL = ("kv_", "blocks_", "batch_", "step_", "queue_", "offload_", "gpu_", "energy_", "prefix_")
+"""Beginnings of names that speak of the engine's inside; shown apart from what a user feels."""
+
+
+def numbers(board: Board, trial: Trial) -> Mapping[str, Sequence[str]]:
+    """The names that some pass of a trial measured: objectives, what users feel, the engine's inside."""
+    known = {name for m in trial.measurements for name in m.values}
+    ours = [name for name in board.study.objectives if name in known]
+    rest = [name for name in MEASURES if name in known and name not in ours]
+    rest += sorted(known - {*ours, *rest})
+    inside = [name for name in rest if name.startswith(INTERNAL)]
+    return {"Numbers": [*ours, *(n for n in rest if n not in inside)], "Inside the engine": inside}
 
 
 def took_s(trial: Trial, now: datetime) -> float:

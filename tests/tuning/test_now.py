@@ -1,0 +1,122 @@
+"""What a run does right now is in a file while it runs, and nowhere once it has ended."""
+
+import json
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from tests.history.records import a_run, a_study
+from tests.tuning.studies import SPACE, STUDY, write
+from tuner.commands import plan, tune
+from tuner.history.store import Store
+from tuner.records import Candidate, RunState, Trial
+from tuner.replay.observe import SHOWN, _shown
+from tuner.replay.plan import PLANS
+from tuner.replay.prepare import Progress
+from tuner.tuning import now as right_now
+from tuner.tuning.context import RunEvent
+from tuner.tuning.now import path_of, read, told_live
+from tuner.tuning.run import RunLimits
+
+AT = datetime(2026, 3, 1, tzinfo=UTC)
+TRIAL = Trial(id=1, study_id="s", run_id="r", number=7, candidate=Candidate(), started_at=AT)
+
+
+def replaying(done_s: float, running: float = 3.0, part: str = "peak") -> RunEvent:
+    progress = Progress(phase="window", slice=part, done_s=done_s, total_s=60.0, engine={"running": running})
+    return RunEvent(kind="phase", text="window", trial=TRIAL, progress=progress)
+
+
+def test_I27_3_the_file_holds_phase_slice_and_the_engine_s_curves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(right_now, "EVERY_S", 0.0)
+    heard: list[RunEvent] = []
+    tell = told_live(tmp_path, "r", PLANS["standard"], heard.append, lambda: AT)
+    tell(RunEvent(kind="started", text="tpe", trial=TRIAL))
+    found = read(tmp_path, "r")
+    assert found is not None
+    assert (found.phase, found.trial) == ("launching", 7)
+    assert found.to_confirm == PLANS["standard"].repeats * (1 + PLANS["standard"].finalists)
+    for done, running in ((0.0, 1.0), (2.0, 4.0), (4.0, 9.0)):
+        tell(replaying(done, running))
+    found = read(tmp_path, "r")
+    assert found is not None
+    assert (found.phase, found.slice, found.done_s, found.total_s) == ("window", "peak", 4.0, 60.0)
+    assert found.engine == {"at_s": [0.0, 2.0, 4.0], "running": [1.0, 4.0, 9.0]}
+    tell(replaying(1.0, 2.0, "calm"))
+    found = read(tmp_path, "r")
+    assert found is not None
+    assert found.engine == {"at_s": [1.0], "running": [2.0]}, "another slice begins anew"
+    tell(RunEvent(kind="confirm", text="confirmation: launch 2 of 6", done=1, total=6, trial=TRIAL))
+    found = read(tmp_path, "r")
+    assert found is not None
+    assert found.confirming == (1, 6)
+    assert len(heard) == 6, "every event goes on to who listens"
+
+
+def test_I27_3_a_file_that_cannot_be_written_or_read_stops_nothing(tmp_path: Path) -> None:
+    (tmp_path / "live").write_text("in the way")
+    told_live(tmp_path, "r", PLANS["quick"], lambda _: None, lambda: AT)(replaying(1.0))
+    assert read(tmp_path, "r") is None
+    (tmp_path / "live").unlink()
+    (tmp_path / "live").mkdir()
+    path_of(tmp_path, "r").write_text(json.dumps({"run": 3}))
+    assert read(tmp_path, "r") is None
+
+
+def test_I27_3_scrapes_tell_what_is_shown_at_once() -> None:
+    lines = [
+        "# HELP x", 'vllm:num_requests_running{model_name="m"} 15.0',
+        'vllm:num_requests_waiting{model_name="m"} 2',
+        'vllm:kv_cache_usage_perc{model_name="m"} 0.25', 'vllm:num_preemptions_total{model_name="m"} 1',
+        "process_open_fds 12", "",
+    ]  # fmt: skip
+    body = "\n".join(lines).encode()
+    wanted = dict(zip(SHOWN, (15.0, 2.0, 0.25, 1.0), strict=True))
+    assert _shown([b"HTTP/1.1 200 OK\r\n\r\n", body], "vllm") == wanted
+    at = body.index(b"15.0") + 1
+    parts = (body[:at], body[at:], b"")
+    chunked = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts)
+    assert _shown([b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", chunked], "vllm") == wanted
+    assert _shown([b"HTTP/1.1 503 Busy\r\n\r\n"], "vllm") == {}
+
+
+def test_I27_3_a_run_leaves_no_file_when_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, STUDY.replace("kind: simulated", "kind: simulated\n  clock: virtual"), SPACE)
+    monkeypatch.setenv("TUNER_HOME", str(tmp_path))
+    monkeypatch.delenv("TUNER_DATABASE_URL", raising=False)
+    store = Store(f"sqlite:///{tmp_path / 'tuner.db'}")
+    seen: set[bool] = set()
+    tune.on_its_node(
+        plan.prepared_study(tmp_path / "study.yaml"), store, RunLimits(trials=1, early=False), quiet=True,
+        listen=lambda event: seen.add(any((tmp_path / "live").glob("*.json"))),
+    )  # fmt: skip
+    run = store.runs()[0]
+    store.close()
+    assert True in seen, "it was there while the run went on"
+    assert read(tmp_path, run.id) is None
+    assert run.state is RunState.FINISHED
+
+
+def test_I27_3_the_end_of_the_whole_run_counts_the_confirmation(tmp_path: Path) -> None:
+    from tests.history.records import finished, start
+    from tuner.service.pages.live import left_s, phase_of
+    from tuner.tuning.now import RunNow
+
+    store = Store(f"sqlite:///{tmp_path / 'tuner.db'}")
+    run = a_run(store, a_study())
+    finished(store, start(store, run, 0))
+    trials = store.trials(run.study_id)
+    later = run.started_at + timedelta(minutes=3)
+    searching = RunNow(run=run.id, at=later, to_confirm=6)
+    assert run.trials_limit == 40
+    assert left_s(run, trials, searching, later) == 90.0 * (39 + 6)
+    confirming = RunNow(
+        run=run.id, at=later, confirming=(2, 6), phase="window", slice="peak", done_s=34, total_s=60
+    )
+    assert left_s(run, trials, confirming, later) == 90.0 * 4
+    assert phase_of(confirming) == "confirming 3 of 6: replaying peak, 34 of 60 s"
+    assert left_s(run, (), searching, later) is None, "nothing is known before a trial has ended"
+    store.close()

@@ -1,0 +1,136 @@
+"""What a run does right now: its phase, when it will end, the engine's curves, the end of the log."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+from statistics import fmean
+
+from markupsafe import Markup
+
+from tuner.history.store import Store
+from tuner.records import Run, Trial, TrialState
+from tuner.report import words
+from tuner.report.charts import Panel, panels
+from tuner.report.logs import log_path, tail
+from tuner.service.pages.render import marked
+from tuner.tuning.now import RunNow, read
+
+TAIL = 20
+QUIET = timedelta(minutes=2)
+"""A file that is older than this says nothing of now."""
+PHASES = {
+    "launching": "launching the engine", "warm-up": "warming the engine up", "priming": "filling the cache",
+    "load warm-up": "bringing the load up", "window": "replaying", "last answers": "waiting for the last answers",
+}  # fmt: skip
+CURVES = {
+    "running": ("running (requests)", 1.0, "front"),
+    "waiting": ("waiting (requests)", 1.0, "baseline"),
+    "kv_usage": ("KV cache in use (%)", 100.0, "three"),
+    "preemptions": ("preemptions since the engine started", 1.0, "four"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveRun:
+    """A run at this moment. `phase` is a sentence, `ends` when all of it will be over by what its trials took
+    so far (None: not known), `said` why nothing is known (empty: something is).
+    """
+
+    phase: str
+    trial: int | None
+    ends: datetime | None
+    left_s: float | None
+    confirming: tuple[int, int] | None
+    curves: Markup
+    log: Sequence[str]
+    said: str
+
+
+def live_run(store: Store, home: Path, run: Run, trials: Sequence[Trial], now: datetime) -> LiveRun:
+    """What a running run does. `trials` are the run's."""
+    found = read(home, run.id)
+    said = (
+        ""
+        if found is not None
+        else f"The controller runs on {run.host or 'another host'}: no live curves here."
+    )
+    if found is not None and now - found.at > QUIET:
+        said = f"The controller has said nothing since {found.at:%H:%M:%S} UTC."
+    current = next((t for t in trials if t.state is TrialState.RUNNING), None)
+    left = left_s(run, trials, found, now)
+    return LiveRun(
+        phase=phase_of(found),
+        trial=found.trial if found else current.number if current else None,
+        ends=now + timedelta(seconds=left) if left is not None else run.deadline,
+        left_s=left,
+        confirming=found.confirming if found else None,
+        curves=_curves(found),
+        log=_log(store, run, current),
+        said=said,
+    )
+
+
+def phase_of(now: RunNow | None) -> str:
+    """The phase in words: `replaying peak, 34 of 60 s`, `confirming 2 of 6: launching the engine`."""
+    if now is None:
+        return ""
+    told = PHASES.get(now.phase, now.phase)
+    if now.phase == "window":
+        told = f"{told} {now.slice}, {now.done_s:.0f} of {now.total_s:.0f} s"
+    if now.confirming is not None:
+        done, whole = now.confirming
+        told = f"confirming {min(done + 1, whole)} of {whole}: {told}"
+    return told
+
+
+def left_s(run: Run, trials: Sequence[Trial], found: RunNow | None, now: datetime) -> float | None:
+    """Seconds until the whole run, confirmation included, will have ended: by what its trials took. None
+    without an ended trial or a limit; never beyond the deadline.
+    """
+    ended = [t for t in trials if t.ended_at is not None and t.state is not TrialState.ABORTED]
+    spans = [(t.ended_at - t.started_at).total_seconds() for t in ended if t.ended_at is not None]
+    until = (run.deadline - now).total_seconds() if run.deadline is not None else None
+    if not spans or run.trials_limit is None:
+        return until
+    each, done = fmean(spans), len({t.number for t in ended})
+    if found is not None and found.confirming is not None:
+        before, whole = found.confirming
+        left = max(0, whole - before) * each
+    else:
+        left = (max(0, run.trials_limit - done) + (found.to_confirm if found else 0)) * each
+    return left if until is None else min(left, max(0.0, until))
+
+
+def _curves(found: RunNow | None) -> Markup:
+    at = [v or 0.0 for v in found.engine.get("at_s", [])] if found else []
+    if found is None or len(at) < 2:
+        return Markup("")
+    shown = [
+        Panel(
+            name=name,
+            style="line",
+            kind=kind,
+            x=at,
+            y=[float("nan") if v is None else v * scale for v in row],
+        )
+        for key, (name, scale, kind) in CURVES.items()
+        if (row := found.engine.get(key)) and len(row) == len(at)
+    ]
+    return marked(
+        panels(shown, "seconds since the window began", max(found.total_s, at[-1]), "the engine now")
+    )
+
+
+def _log(store: Store, run: Run, current: Trial | None) -> Sequence[str]:
+    """The end of the log of the engine that runs; of the last launch between trials."""
+    launches = store.launches(run.study_id)
+    ours = [each for each in launches if each.started_at >= run.started_at and each.directory]
+    if ours:
+        return tail(Path(ours[-1].directory or "") / "engine.log", TAIL)
+    return tail(log_path(current, launches), TAIL) if current is not None else ()
+
+
+def eta(left: float | None) -> str:
+    """How long that is, for people."""
+    return "not known until a trial has ended" if left is None else f"about {words.seconds(round(left))}"
