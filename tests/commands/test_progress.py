@@ -14,7 +14,7 @@ from tuner.commands.progress import LiveLine, RunEstimate
 from tuner.history.store import Store
 from tuner.replay.timeline import Progress
 from tuner.tuning.context import RunEvent
-from tuner.tuning.trial import _tell_progress
+from tuner.tuning.trial import _words
 
 
 class Hand:
@@ -90,9 +90,10 @@ def test_there_are_never_more_trials_than_there_are(clock: Hand) -> None:
 
 
 def test_a_window_is_never_longer_than_it_is() -> None:
-    said: list[object] = []
-    for phase, done in (("load warm-up", -2.0), ("window", 3.0), ("last answers", 5.0)):
-        _tell_progress(said.append, Progress(phase=phase, slice="burst", done_s=done, total_s=3.0))
+    said = [
+        _words(Progress(phase=phase, slice="burst", done_s=done, total_s=3.0))
+        for phase, done in (("load warm-up", -2.0), ("window", 3.0), ("last answers", 5.0))
+    ]
     assert said == ["load warm-up burst", "window burst 3/3 s", "last answers burst"]
 
 

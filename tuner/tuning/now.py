@@ -25,7 +25,7 @@ MOST_POINTS = 2000
 class RunNow:
     """A run at a moment. `phase` is one of launching, warm-up, priming, window (of `slice`, `done_s` of
     `total_s` seconds) and others in the tuner's own words; `confirming` is (launches done, all) while
-    finalists are measured again, `to_confirm` how many launches that usually takes. `engine` holds what the
+    finalists are measured again (`stage`: the confirmation, or what follows it), `to_confirm` how many launches that usually takes. `engine` holds what the
     engine said of itself in this slice: `at_s` and a list for each name.
     """
 
@@ -37,6 +37,7 @@ class RunNow:
     done_s: float = 0.0
     total_s: float = 0.0
     confirming: tuple[int, int] | None = None
+    stage: str = ""
     to_confirm: int = 0
     engine: Mapping[str, list[float | None]] = field(default_factory=dict)
 
@@ -93,7 +94,8 @@ class _Held:
     def take(self, event: RunEvent, clock: Clock) -> None:
         before, number = self.now, event.trial.number if event.trial else self.now.trial
         if event.kind == "confirm":
-            self.now = replace(before, confirming=(event.done, event.total or event.done))
+            stage = event.text.partition(":")[0]
+            self.now = replace(before, confirming=(event.done, event.total or event.done), stage=stage)
         elif event.kind == "started":
             self.now = replace(before, phase="launching", trial=number, slice="", engine={}, confirming=None)
         elif event.kind == "phase":

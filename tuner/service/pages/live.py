@@ -21,7 +21,8 @@ QUIET = timedelta(minutes=2)
 """A file that is older than this says nothing of now."""
 PHASES = {
     "launching": "launching the engine", "warm-up": "warming the engine up", "priming": "filling the cache",
-    "load warm-up": "bringing the load up", "window": "replaying", "last answers": "waiting for the last answers",
+    "load warm-up": "bringing the load up", "window": "replaying",
+    "last answers": "waiting for the last answers",
 }  # fmt: skip
 CURVES = {
     "running": ("running (requests)", 1.0, "front"),
@@ -80,7 +81,8 @@ def phase_of(now: RunNow | None) -> str:
         told = f"{told} {now.slice}, {now.done_s:.0f} of {now.total_s:.0f} s"
     if now.confirming is not None:
         done, whole = now.confirming
-        told = f"confirming {min(done + 1, whole)} of {whole}: {told}"
+        stage = {"": "confirming", "confirmation": "confirming"}.get(now.stage, now.stage)
+        told = f"{stage} {min(done + 1, whole)} of {whole}: {told}"
     return told
 
 
