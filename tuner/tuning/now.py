@@ -23,10 +23,12 @@ MOST_POINTS = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunNow:
-    """A run at a moment. `phase` is one of launching, warm-up, priming, window (of `slice`, `done_s` of
-    `total_s` seconds) and others in the tuner's own words; `confirming` is (launches done, all) while
-    finalists are measured again (`stage`: the confirmation, or what follows it), `to_confirm` how many launches that usually takes. `engine` holds what the
-    engine said of itself in this slice: `at_s` and a list for each name.
+    """A run at a moment.
+
+    `phase` is launching, warm-up, priming, window (of `slice`: `done_s` of `total_s` seconds) or another word
+    of the tuner. `confirming` is (launches done, all) while finalists are measured again; `stage` names the
+    confirmation, or what follows it. `to_confirm` is how many launches that usually takes. `engine` is what
+    the engine said of itself in this slice: `at_s` and a list for each name.
     """
 
     run: str
