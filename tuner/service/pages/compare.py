@@ -41,7 +41,7 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class SideBySide:
     """Rows of (name, a value for each side, whether the sides differ), and pictures with captions."""
 
     sides: Sequence[Side]
@@ -52,7 +52,7 @@ class Comparison:
     timelines: Sequence[tuple[str, Markup]]
 
 
-def compare(store: Store, asked: CompareQuery) -> Comparison:
+def compare(store: Store, asked: CompareQuery) -> SideBySide:
     """The comparison. BadInput for fewer than two or more than five, NotFound for what is not there."""
     sides = [
         *(_of_trial(store, find(store, asked.study), number) for number in asked.trials),
@@ -65,7 +65,7 @@ def compare(store: Store, asked: CompareQuery) -> Comparison:
             f"{FEWEST} to {MOST} trials, profiles, nights or nodes can be compared, not {len(sides)}"
         )
     shown = _named(sides)
-    return Comparison(
+    return SideBySide(
         sides=sides,
         facts=_facts(sides),
         knobs=_rows([dict(side.candidate) for side in sides]),
