@@ -21,6 +21,9 @@ from tuner.history.entities import Schedule
 from tuner.history.store import Store
 from tuner.records import RunState
 from tuner.service.schedules import starter
+from tuner.service.study_requests import StudyRequest
+from tuner.tuning import studyfile
+from tuner.tuning.studyfile import StudyFile
 
 MODEL = "Qwen/Qwen2.5-7B-Instruct"
 PULL = f"/v1/profiles/resolve?model={MODEL}&node=local&workload=chat&format=vllm-yaml"
@@ -275,6 +278,29 @@ def test_a_study_over_http_takes_no_path_command_environment_or_engine(
     assert refused.status_code in (400, 404, 422), refused.text
     assert words in refused.text
     assert not world.store.studies()
+    world.store.close()
+
+
+def test_a_study_over_http_takes_every_other_key_of_a_study_file() -> None:
+    """`not_worse` was missing, and all samplers but two."""
+    sent, written = StudyRequest.model_fields, StudyFile.model_fields
+    assert set(written) - set(sent) == {"engine"}
+    assert set(sent) - set(written) == set()
+    for name in ("sampler", "history", "live_limits", "winner", "quality"):
+        assert sent[name].annotation == written[name].annotation, name
+
+
+def test_a_study_over_http_keeps_its_limits_of_what_may_get_worse(tmp_path: Path) -> None:
+    digest = prepare(tmp_path)
+    study = {**STUDY, "trace": digest}
+    world = World(tmp_path)
+    made = world.client("run").post("/v1/studies", json={**study, "not_worse": {"ttft_p95_ms": "10%"}})
+    assert made.status_code == 201, made.text
+    kept = studyfile.read(world.home / "studies" / f"{made.json()['id']}.yaml")
+    assert kept.not_worse == {"ttft_p95_ms": 0.1}
+    wrong = world.client("run").post("/v1/studies", json={**study, "not_worse": {"ttft_p95": 0.1}})
+    assert wrong.status_code == 400
+    assert "ttft_p95_ms" in wrong.json()["detail"]
     world.store.close()
 
 

@@ -187,8 +187,9 @@ class StudyRequest(BaseModel):
         default=["ttft_p95_ms", "tpot_p95_ms", "goodput_rps"], min_length=1, max_length=8
     )
     winner: Literal["slo", "knee"] | WeightsFile = "slo"
+    not_worse: dict[str, float | str] = Field(default_factory=dict, max_length=8)
     live_limits: Literal["auto", "off"] = "auto"
-    sampler: Literal["tuner", "ladder"] = "tuner"
+    sampler: Literal["tuner", "tpe", "gp", "nsga2", "random", "ladder"] = "tuner"
     quality: QualityFile | Literal["off"] = Field(default_factory=QualityFile)
     price_per_gpu_hour: float | None = Field(default=None, ge=0)
     budget: BudgetFile = Field(default_factory=BudgetFile)
