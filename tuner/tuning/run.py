@@ -96,7 +96,7 @@ async def tune(
         gpus=gpus_of(prepared) if work is None else Gpus(nvml=None),
     )  # fmt: skip
     if prepared.file.engine.clock == "virtual" and work is None:
-        context = on_virtual_time(context)
+        context = on_virtual_time(context, limits.deadline)
     clock = context.clock
     with locked(home, prepared.study.id):
         study = register(context)

@@ -1,21 +1,24 @@
 """A simulated engine on a virtual clock: a night of launches and replays in seconds, and nothing waits.
 
 The controller's environment variable TUNER_SIM_HIDDEN says what is hidden from the tuner: a card that is
-slower than its data sheet, noise between launches, a night that slows down. It is a JSON list of stretches
-`{"from_s": 0, "until_s": null, "slower": 1.3, "launch_noise": 0.05}`, in seconds since 1970. Every stretch
-that holds the time of a launch applies to it.
+slower than its data sheet, noise between launches, a night that slows down, engines that crash. It is a JSON
+list of stretches such as `{"from_s": 0, "until_s": null, "slower": 1.3, "launch_noise": 0.05, "crashes": 0.1,
+"knobs": {"max_num_seqs": 64}}`, in seconds since 1970. A stretch applies to the launches within it that ask
+for all of its `knobs`; `crashes` is the share of launches that die while they start.
 """
 
+import asyncio
 import contextlib
 import io
 import json
 import math
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 from tuner.engine import effective, failures, metrics
 from tuner.engine import log as engine_log
@@ -36,6 +39,10 @@ STARTUP_S = 1.0
 
 HIDDEN = "TUNER_SIM_HIDDEN"
 
+CRASH = (
+    "(EngineCore pid=1) ERROR torch.AcceleratorError: CUDA error: an illegal memory access was encountered"
+)
+
 
 def startup_of(job: LaunchJob) -> float:
     """Seconds that the job's engine takes to be ready."""
@@ -43,10 +50,10 @@ def startup_of(job: LaunchJob) -> float:
 
 
 class VirtualTime:
-    """A clock that moves only by `advance`."""
+    """A clock that moves only by `pass_by`, and no further than `end` (None: no end)."""
 
-    def __init__(self, start: datetime) -> None:
-        self._start, self._passed = start, 0.0
+    def __init__(self, start: datetime, end: datetime | None = None) -> None:
+        self._start, self._end, self._passed = start, end, 0.0
 
     def now(self) -> datetime:
         """The time of day, aware UTC."""
@@ -56,19 +63,24 @@ class VirtualTime:
         """Seconds since the start."""
         return self._passed
 
-    def advance(self, seconds: float) -> None:
-        """Let time pass."""
+    async def pass_by(self, seconds: float) -> None:
+        """Let time pass. What would end after the window waits there until the run is cut, as on a real
+        engine.
+        """
         self._passed += max(0.0, seconds)
+        if self._end is not None and self.now() > self._end:
+            self._passed = (self._end - self._start).total_seconds()
+            await asyncio.Event().wait()
 
 
-def on_virtual_time(context: RunContext) -> RunContext:
+def on_virtual_time(context: RunContext, deadline: datetime | None = None) -> RunContext:
     """The same run with virtual engines. Its clock begins now, or where the study's last run ended if that is
-    later, so that no run begins before the one that it follows.
+    later, so that no run begins before the one that it follows. `deadline`: the end of the run's window.
     """
     ended = [
         run.ended_at for run in context.store.runs(context.prepared.study.id) if run.ended_at is not None
     ]
-    time = VirtualTime(max([context.clock(), *ended]))
+    time = VirtualTime(max([context.clock(), *ended]), deadline)
     return replace(context, clock=time.now, seconds=time.seconds, work=VirtualEngine(context.host, time))
 
 
@@ -81,9 +93,10 @@ class VirtualEngine:
     async def __call__(self, job: LaunchJob, note: Note) -> Sequence[Measured]:
         """Launch, replay, measure. Raises as a launch on the real clock does."""
         note("starting")
-        booted, text = self._boot(job)
+        stretches = self._stretches(job)
+        booted, text = self._boot(job, crashes=self._crashes(job, stretches))
         startup_s = startup_of(job)
-        self._time.advance(startup_s)
+        await self._time.pass_by(startup_s)
         if isinstance(booted, NotStarted):
             raise failures.classify(
                 text,
@@ -96,10 +109,10 @@ class VirtualEngine:
         timeline = {**engine_log.timeline(text), "ready_s": startup_s}
         said = effective.read(job.spec, _scraped(booted), server_info(booted.options), text)
         note(Serving(effective=said, timeline=timeline, kv_tokens=kv_tokens))
-        slower = self._slower(job)
+        slower = self._slower(job, stretches)
         return [await self._pass(job, each, booted, kv_tokens, slower, note) for each in job.passes]
 
-    def _boot(self, job: LaunchJob) -> tuple[Booted | NotStarted, str]:
+    def _boot(self, job: LaunchJob, *, crashes: bool) -> tuple[Booted | NotStarted, str]:
         """What the engine resolved to, or its end, and its log (written where a real one would be)."""
         spec, said = job.spec, io.StringIO()
         argv = arguments(spec, 8000, "tuner-virtual")[len(spec.command) :]
@@ -108,6 +121,9 @@ class VirtualEngine:
             try:
                 found = boot(argv, {**os.environ, **spec.env})
                 announce(found.options, found.memory, release_of(spec.env).version)
+                if crashes:
+                    print(CRASH)
+                    raise NotStarted(1)
             except NotStarted as failed:
                 found = failed
             except SystemExit as refused:
@@ -116,16 +132,32 @@ class VirtualEngine:
         (Path(spec.directory) / "engine.log").write_text(text)
         return found, text
 
-    def _slower(self, job: LaunchJob) -> float:
+    def _stretches(self, job: LaunchJob) -> list[dict[str, Any]]:
+        """What is hidden from the tuner about this launch."""
+        now = self._time.now().timestamp()
+        hidden = json.loads(job.spec.env.get(HIDDEN) or os.environ.get(HIDDEN, "[]"))
+        asked = dict(job.spec.asked)
+        return [
+            each
+            for each in hidden
+            if each.get("from_s", -math.inf) <= now < (each.get("until_s") or math.inf)
+            and each.get("knobs", {}).items() <= asked.items()
+        ]
+
+    def _draw(self, job: LaunchJob, what: str) -> random.Random:
+        """Chance of its own for each launch: the same one gives the same again."""
+        return random.Random(digest_of([what, job.spec.asked.digest, job.number, self._time.seconds()]))
+
+    def _crashes(self, job: LaunchJob, stretches: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the engine dies while it starts."""
+        draw = self._draw(job, "crashes")
+        return any([draw.random() < each.get("crashes", 0.0) for each in stretches])
+
+    def _slower(self, job: LaunchJob, stretches: Sequence[Mapping[str, Any]]) -> float:
         """The factor on every step of this launch: hidden stretches and the noise between launches."""
-        now, factor = self._time.now().timestamp(), 1.0
-        seed = digest_of([job.spec.asked.digest, job.number, self._time.seconds()])
-        draw = random.Random(seed)
-        for stretch in json.loads(job.spec.env.get(HIDDEN) or os.environ.get(HIDDEN, "[]")):
-            if stretch.get("from_s", -math.inf) <= now < (stretch.get("until_s") or math.inf):
-                factor *= stretch.get("slower", 1.0) * math.exp(
-                    draw.gauss(0.0, stretch.get("launch_noise", 0.0))
-                )
+        draw, factor = self._draw(job, "slower"), 1.0
+        for each in stretches:
+            factor *= each.get("slower", 1.0) * math.exp(draw.gauss(0.0, each.get("launch_noise", 0.0)))
         return factor
 
     async def _pass(
@@ -145,7 +177,7 @@ class VirtualEngine:
             replayed, seconds = virtual.replay(
                 booted, host.prepared.trace, slices, host.prepared.plan, load, pace, judge=judge
             )
-            self._time.advance(seconds)
+            await self._time.pass_by(seconds)
             return replayed
 
         replayed = await send_pass(each, load, send, note)
