@@ -55,6 +55,8 @@ def _day(world: World, draw: random.Random) -> None:
     """What people do by day."""
     if draw.random() < 0.25:
         world.capture(rate=draw.choice((0.8, 1.0, 1.25)), inputs=draw.choice((0.9, 1.0, 1.5)))
+    if draw.random() < 0.08 and not world.release:
+        world.upgrade()
     if draw.random() < 0.1:
         world.later(hours=draw.choice((-1, 2)))
     for truth in world.nodes:

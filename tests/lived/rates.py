@@ -9,8 +9,8 @@ from tuner.conclusions import Conclusion
 from tuner.history.store import Store
 from tuner.knobs import space as spaces
 from tuner.records import Study, Value
-from tuner.replay.measure import measure
 from tuner.replay.plan import PLANS, Load
+from tuner.replay.timeline import measure
 from tuner.simulator import virtual
 from tuner.simulator.boot import Booted, NotStarted, boot
 from tuner.simulator.virtual import VirtualPace

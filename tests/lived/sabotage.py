@@ -24,7 +24,7 @@ from tuner.history.studies import StudyStore
 from tuner.history.trials import TrialStore
 from tuner.profiles import registry
 from tuner.records import Candidate, RunState, TrialState
-from tuner.replay import measure
+from tuner.replay import timeline
 from tuner.search.candidate_sources import StudyView
 from tuner.service import schemas
 from tuner.tuning import attempt, concluding, ending, next_trial, run, trial, virtual
@@ -210,8 +210,8 @@ SABOTAGES = (
              altered(lambda key: replace(key, target="n1"))),
     Sabotage("one configuration is measured again and again", "search", StudyView, "is_new",
              lambda whole: lambda self, candidate, known: self.space.contains(candidate)),
-    Sabotage("the slowest requests are not counted", "measuring", measure, "fold", lambda whole: _lost),
-    Sabotage("latencies count from later on", "measuring", measure, "fold", lambda whole: _sent_times),
+    Sabotage("the slowest requests are not counted", "measuring", timeline, "fold", lambda whole: _lost),
+    Sabotage("latencies count from later on", "measuring", timeline, "fold", lambda whole: _sent_times),
     Sabotage("the oldest traffic is replayed", "traffic", NodeStore, "trace", _first),
     Sabotage("a version is overwritten", "past", ProfileStore, "alias_events",
              altered(lambda events: tuple(replace(e, reason=f"{len(events)}") for e in events))),

@@ -56,7 +56,7 @@ engine:
   clock: virtual
   card: {card}
   args: {{max-model-len: 4096}}
-  env: {{UPSTREAM_TOKEN: {secret}}}
+  env: {{UPSTREAM_TOKEN: {secret}{release}}}
 baseline: {baseline}
 slices: [{{start_s: 4, duration_s: 5}}, {{start_s: 14, duration_s: 4, held_out: true}}]
 plan: {{base: brief, repeats: 2, most_repeats: 3, finalists: 1, tail_limit_s: 20}}
@@ -128,6 +128,7 @@ class World:
     inputs: int = 220
     outputs: int = 60
     captured: datetime = MONTH
+    release: str = ""
     trails: dict[str, list[int]] = field(default_factory=dict)
     tags: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
     _stack: ExitStack = field(default_factory=ExitStack)
@@ -181,7 +182,7 @@ class World:
     def write_study(self, truth: Truth) -> None:
         text = STUDY.format(
             node=truth.name, model=MODEL, card=truth.card, secret=SECRET, baseline=json.dumps(BASELINE),
-            trials=self.trials, seed=self.seed,
+            trials=self.trials, seed=self.seed, release=self.release,
         )  # fmt: skip
         self.study_file(truth.name).write_text(text)
 
@@ -202,7 +203,9 @@ class World:
         if hasattr(self, "_service"):
             self._service.store.close()
             del self._service
-        gc.collect()
+        for each in gc.get_objects():
+            if isinstance(each, Database):
+                each.close()
         opened = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists()]
         assert not any("tuner.db" in each for each in opened), opened
 
@@ -220,6 +223,14 @@ class World:
         self.step(f"capture rate {self.rate:.3g} inputs {self.inputs}")
         self.captured = self.now
         self.say("trace", "import", path, "--name", "chat")
+
+    def upgrade(self) -> None:
+        """The engine's next release: a default has moved, and every step takes longer."""
+        self.step("upgrade")
+        release = {"version": "0.33.0", "slower": 1.2, "defaults": {"max-num-batched-tokens": 4096}}
+        self.release = f", TUNER_SIM_RELEASE: '{json.dumps(release)}'"
+        for truth in self.nodes:
+            self.write_study(truth)
 
     def night(self, name: str, fault: str | None = None) -> Night:
         """The scheduled night of a node, which comes at 01:00 of the next day or is due now."""
