@@ -3,8 +3,6 @@ process, the service over HTTP, files.
 """
 
 import contextlib
-import gc
-import gzip
 import importlib
 import io
 import json
@@ -13,10 +11,11 @@ import pkgutil
 import random
 import resource
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -143,11 +142,14 @@ class World:
                 enter(patch.object(module, "now", lambda: self.now))
         # The watcher follows the real clock; the stories on the real clock kill controllers beside it.
         enter(patch.object(handover, "_watch", lambda *_: SimpleNamespace(kill=int, wait=int)))
+        self._nursery = Nursery(self)
         self._begin()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._close_database()
+        if hasattr(self, "_service"):
+            self._service.store.close()
+        self._nursery.close()
         self._stack.close()
 
     def _begin(self) -> None:
@@ -191,23 +193,10 @@ class World:
     def say(self, *words: object, expect: Sequence[int] = (0,), fault: str | None = None) -> Said:
         """Type a command; its exit code must be one that the README gives for this situation."""
         given = tuple(str(word) for word in words)
-        if fault in FAULTS:
-            self._close_database()
-        done = in_a_fork(given, FAULTS[fault]) if fault in FAULTS else in_this_process(given)
+        done = self._nursery.run(given, fault) if fault in FAULTS else in_this_process(given)
         self.said.append(done)
         assert done.code in expect, f"exit code {done.code}, not one of {expect}: {given}\n{done.err[-2000:]}"
         return done
-
-    def _close_database(self) -> None:
-        """SQLite's connections must not be taken across a fork."""
-        if hasattr(self, "_service"):
-            self._service.store.close()
-            del self._service
-        for each in gc.get_objects():
-            if isinstance(each, Database):
-                each.close()
-        opened = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists()]
-        assert not any("tuner.db" in each for each in opened), opened
 
     def capture(self, *, rate: float = 1.0, inputs: float = 1.0) -> None:
         """New traffic comes in: `rate` and `inputs` are how it has moved since the last capture."""
@@ -360,6 +349,11 @@ class World:
         """The history, to read."""
         return Store(f"sqlite:///{self.home / 'tuner.db'}", create=False)
 
+    @property
+    def helper(self) -> int:
+        """The process that is ours and no leftover of a command."""
+        return self._nursery.pid
+
     def client(self) -> TestClient:
         """The service over the same history, as somebody on this host sees it."""
         if not hasattr(self, "_service"):
@@ -428,8 +422,56 @@ def in_this_process(words: Sequence[str]) -> Said:
     return Said(words=tuple(words), code=code, out=out.getvalue(), err=err.getvalue())
 
 
-def in_a_fork(words: Sequence[str], fault: Callable[[], None]) -> Said:
-    """Run a command line in a process of its own, which a fault befalls."""
+class Nursery:
+    """A process that opened no database, and forks one for each command that a fault befalls: SQLite's
+    connections must not be taken across a fork.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._line, there = socket.socketpair()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                self._line.close()
+                _serve(world, there)
+            finally:
+                os._exit(0)
+        there.close()
+        self._world = world
+
+    def run(self, words: Sequence[str], fault: str | None) -> Said:
+        """What the command answered before the fault, as far as it could."""
+        asked = [list(words), fault, self._world.now.timestamp(), dict(os.environ)]
+        _send(self._line, asked)
+        code, out, err = _receive(self._line)
+        return Said(words=tuple(words), code=code, out=out, err=err)
+
+    def close(self) -> None:
+        self._line.close()
+        os.waitpid(self.pid, 0)
+
+
+def _send(line: socket.socket, value: object) -> None:
+    text = json.dumps(value).encode()
+    line.sendall(len(text).to_bytes(8, "big") + text)
+
+
+def _receive(line: socket.socket) -> Any:
+    head = line.recv(8, socket.MSG_WAITALL)
+    return json.loads(line.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL)) if head else None
+
+
+def _serve(world: World, line: socket.socket) -> None:
+    """Do one command after another, each in a process of its own, until the line is closed."""
+    while (asked := _receive(line)) is not None:
+        words, fault, now, env = asked
+        world.now = datetime.fromtimestamp(now, UTC)
+        os.environ.clear()
+        os.environ.update(env)
+        _send(line, _in_a_fork(words, FAULTS[fault]))
+
+
+def _in_a_fork(words: Sequence[str], fault: Callable[[], None]) -> list[object]:
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -438,7 +480,7 @@ def in_a_fork(words: Sequence[str], fault: Callable[[], None]) -> Said:
             os.close(read)
             fault()
             done = in_this_process(words)
-            os.write(write, gzip.compress(json.dumps([done.out, done.err]).encode())[:60000])
+            os.write(write, json.dumps([done.out[-20000:], done.err[-20000:]]).encode())
             code = done.code
         finally:
             os._exit(code)
@@ -446,10 +488,5 @@ def in_a_fork(words: Sequence[str], fault: Callable[[], None]) -> Said:
     with os.fdopen(read, "rb") as told:
         text = told.read()
     _, status = os.waitpid(child, 0)
-    out, err = json.loads(gzip.decompress(text)) if text else ("", "")
-    return Said(words=tuple(words), code=os.waitstatus_to_exitcode(status), out=out, err=err)
-
-
-def slower(truth: Truth, factor: float) -> Truth:
-    """The same node after something made it slower."""
-    return replace(truth, slower=truth.slower * factor)
+    out, err = json.loads(text) if text else ("", "")
+    return [os.waitstatus_to_exitcode(status), out, err]
