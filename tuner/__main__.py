@@ -6,16 +6,23 @@ import sys
 from types import FrameType
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
-RUNS = (["tune"], ["demo"], ["schedule", "run"])
+RUNS = (["tune"], ["demo"], ["compare"], ["upgrade-check"], ["schedule", "run"])
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
     os._exit(8)  # errors.INTERRUPTED, which may not be loaded yet
 
 
+def is_run(typed: list[str]) -> bool:
+    """Whether these words start a run. Options of the program itself, such as --no-color, stand before."""
+    while typed and typed[0].startswith("-"):
+        typed = typed[1:]
+    return any(typed[: len(words)] == words for words in RUNS)
+
+
 def main() -> None:
     """Run the command line. A signal ends a run with exit code 8, also while modules are loaded."""
-    runs = any(sys.argv[1 : 1 + len(words)] == words for words in RUNS)
+    runs = is_run(sys.argv[1:])
     if runs:
         for number in ENDING:
             signal.signal(number, _leave)

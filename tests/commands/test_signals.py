@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.tuning.studies import WATCHDOG_S, command, environment, wait_for, write
+from tuner.__main__ import RUNS, is_run
 from tuner.errors import INTERRUPTED, NotFound
 from tuner.history.store import Store
 from tuner.records import TrialState
@@ -17,6 +18,14 @@ def is_caught(pid: int, number: int) -> bool:
     """Whether a process has a handler for a signal; before, the kernel ends it."""
     (line,) = [each for each in Path(f"/proc/{pid}/status").read_text().splitlines() if "SigCgt" in each]
     return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+
+
+def test_a_run_is_known_by_its_words() -> None:
+    for words in RUNS:
+        assert is_run([*words, "x"])
+        assert is_run(["--no-color", *words])
+    for words in ([], ["--no-color"], ["schedule", "list"], ["run", "tune"], ["--version"]):
+        assert not is_run(words)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

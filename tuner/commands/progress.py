@@ -67,7 +67,7 @@ class LiveLine:
                 self._first = self.done
         elif event.kind == "confirm":
             self._move(event.text.partition(":")[0], event.done, event.total)
-        if event.kind != "note":
+        if event.kind not in ("note", "verdict"):
             shown = "" if event.kind == "confirm" else event.text
             self.detail = " ".join(part for part in (_who(event.trial), shown) if part)
 
