@@ -75,10 +75,16 @@ test-browser: $(STAMP) $(AXE) .chromium
 screenshots: $(STAMP) .chromium
 	$(BIN)/python -m tests.browser.screenshots
 
-test-cluster: $(STAMP)
+# An S3 server for tests; in an environment of its own, since it needs older packages than the tuner.
+MOTO := $(CACHE)/moto/bin/moto_server
+$(MOTO):
+	$(PYTHON) -m venv $(CACHE)/moto
+	$(CACHE)/moto/bin/python -m pip install -q --disable-pip-version-check 'moto[server]'
+
+test-cluster: $(STAMP) $(MOTO)
 	$(BIN)/python -c 'import ray' 2>/dev/null || \
 	  $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[cluster]'
-	$(PYTEST) -m cluster
+	TUNER_TEST_MOTO=$(MOTO) $(PYTEST) -m cluster
 
 # promtool of Debian's package, unpacked: the server that the package starts is not needed.
 PROMTOOL := $(CACHE)/promtool/usr/bin/promtool

@@ -1,8 +1,8 @@
 """Known traces by the digest of their content: in the reader's own home, else in the artifact store.
 
-`TUNER_ARTIFACTS` names the store: a folder that several homes mount, or a URL that fsspec opens
-(`pip install 'vllm-config-tuner[artifacts]'`). The path that the history holds is the last place to look, and
-counts only where the content there has the digest.
+`TUNER_ARTIFACTS` names the store: a folder that several homes mount, or a URL: `s3://` and `gs://` as Arrow
+opens them, any other as fsspec does (`pip install 'vllm-config-tuner[artifacts]'`). The path that the history
+holds is the last place to look, and counts only where the content there has the digest.
 """
 
 import os
@@ -20,6 +20,10 @@ from tuner.traffic.trace import Trace
 
 if TYPE_CHECKING:
     from pyarrow import fs
+
+
+OWN = ("s3://", "gs://")
+"""URLs that Arrow itself opens."""
 
 
 def keep(trace: Trace, home: Path, name: str = "trace") -> Path:
@@ -132,12 +136,15 @@ def _filesystem(artifacts: str) -> "tuple[fs.FileSystem, str]":
     if "://" not in artifacts:
         return fs.LocalFileSystem(), str(Path(artifacts).expanduser().absolute() / "traces")
     try:
+        if artifacts.startswith(OWN):
+            found, place = fs.FileSystem.from_uri(artifacts)
+            return found, f"{place.rstrip('/')}/traces"
         import fsspec
 
         files, folder = fsspec.core.url_to_fs(artifacts)
-    except (ImportError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         raise BadInput(
             f"TUNER_ARTIFACTS {artifacts}: no such store can be opened: {error};"
-            " pip install 'vllm-config-tuner[artifacts]' brings fsspec and S3"
+            " pip install 'vllm-config-tuner[artifacts]' brings fsspec, which opens more than s3:// and gs://"
         ) from error
     return fs.PyFileSystem(fs.FSSpecHandler(files)), f"{str(folder).rstrip('/')}/traces"
