@@ -8,17 +8,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
 import yaml
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from benchmarks.lint import pages
 from benchmarks.table import load as tables
-from tests.lint.test_planted import GOOD, MODEL, Planted, linted, repeating
+from tests.lint.test_planted import GOOD, MODEL, TABLE, Planted, linted, repeating
 from tuner.cli import app
 from tuner.commands.trace import open_part
 from tuner.errors import BadInput, Unavailable
+from tuner.knobs import manifests
 from tuner.knobs.discover import facts_of_version
 from tuner.knobs.model import shapes
 from tuner.lint import load, run, subject
@@ -576,6 +579,63 @@ def test_sarif_names_rules_levels_and_lines(tmp_path: Path) -> None:
     assert swap["locations"][0]["physicalLocation"]["region"]["startLine"] == 4
 
 
+def test_sarif_is_valid_by_the_official_schema(tmp_path: Path) -> None:
+    """OASIS's own schema of SARIF 2.1.0 (errata 01), as its repository publishes it."""
+    validator = jsonschema.Draft4Validator(json.loads((DATA / "sarif-schema-2.1.0.json").read_text()))
+    path = tmp_path / "values.yaml"
+    path.write_text(STACK)
+    lines = [planted.line for planted in TABLE[::6]]
+    for words in ([str(path)], [GOOD], [*lines, "--card", "h100-80", "--gpus", "4"]):
+        done = typed(*words, "--sarif", "--fail-on", "never")
+        assert [error.message for error in validator.iter_errors(json.loads(done.stdout))] == []
+    broken = json.loads(done.stdout)
+    broken["runs"][0]["results"][0]["level"] = "fatal"
+    assert not validator.is_valid(broken)
+
+
+def test_a_switch_with_a_value_is_refused_in_the_same_words_everywhere() -> None:
+    for flag, value in (
+        ("--enable-prefix-caching", "true"),
+        ("--no-enable-prefix-caching", "false"),
+        ("--enforce-eager", "1"),
+        ("--trust-remote-code", "True"),
+        ("--headless", "yes"),
+    ):
+        for words in (f"{flag} {value}", f"{flag}={value}"):
+            said = f"{flag} is a switch and takes no value, and got {value}"
+            found = lint(f"vllm serve m {words}", version="0.32.0").findings
+            assert said in {each.sentence for each in found if each.id == "flag-value"}
+            with pytest.raises(BadInput, match=re.escape(said)):
+                manifests.read(f"vllm serve m {words}", facts=facts_of_version("0.32.0", "cuda"))
+            assert any(said in note for note in manifests.read(f"vllm serve m {words}").notes)
+    old = lint("vllm serve m --enable-chunked-prefill true", version="0.8.5").findings
+    assert "flag-value" not in {each.id for each in old}
+
+
+def test_a_model_that_stands_last_is_the_model_everywhere() -> None:
+    line = "vllm serve --max-num-seqs 8 --enable-prefix-caching org/model"
+    made = manifests.read(line)
+    assert (made.model, made.candidate["enable_prefix_caching"]) == ("org/model", True)
+    assert lint(line).model == "org/model"
+
+
+def test_capture_sizes_decide_the_memory_of_graphs() -> None:
+    few, many = (
+        lint(f"{GOOD} --cudagraph-capture-sizes {sizes}", card="h100-80", version="0.32.0")
+        for sizes in ("1 2 4", "1 256 512")
+    )
+    said = [each.evidence for one in (few, many) for each in one.findings if each.id == "kv-memory"]
+    assert len(set(said)) == 2
+
+
+def test_a_value_too_many_is_named() -> None:
+    found = lint("vllm serve m --mm-encoder-tp-mode data ' ' --port 8000 9000", version="0.32.0").findings
+    said = [each.sentence for each in found if each.id == "flag-value"]
+    assert [each.split()[0] for each in said] == ["--mm-encoder-tp-mode", "--port"]
+    fine = lint("vllm serve m --served-model-name a b --cudagraph-capture-sizes 1 2 4", version="0.32.0")
+    assert "flag-value" not in ids(fine)
+
+
 def test_the_readme_begins_with_it_and_shows_what_it_prints() -> None:
     text = (ROOT / "README.md").read_text()
     found = re.search(r"<!-- run: lint -->\n```sh\ntuner (.*)\n```\n\n```text\n(.*?)```", text, re.DOTALL)
@@ -591,10 +651,35 @@ def test_the_examples_for_pipelines_are_yaml_that_types_what_exists() -> None:
     for name in ("lint-action.yaml", "lint-pre-commit.yaml"):
         text = (ROOT / "docs" / "examples" / name).read_text()
         assert yaml.safe_load(text)
-        for line in re.findall(r"tuner (lint[^>\n]*)", text):
-            words = [word for word in shlex.split(line) if word.startswith("--")]
-            for word in words:
-                assert word in typed("--help").stdout or word in ("--sarif", "--card", "--fail-on")
+        lines = [shlex.split(line) for line in re.findall(r"tuner (lint[^>\n]*)", text)]
+        assert lines
+        for line in lines:
+            parsed = get_command(app).make_context("tuner", line)  # refuses an unknown option
+            assert parsed is not None
+
+
+def test_the_steps_of_the_github_action_and_the_hook_run_as_they_are_written(tmp_path: Path) -> None:
+    """What each `run:` of the action, and the entry of the hook, types is typed on real Helm values."""
+    examples = ROOT / "docs" / "examples"
+    action = yaml.safe_load((examples / "lint-action.yaml").read_text())
+    hooks = yaml.safe_load((examples / "lint-pre-commit.yaml").read_text())
+    (hook,) = hooks["repos"][0]["hooks"]
+    assert re.search(hook["files"], "deploy/chat-values.yaml")
+    values = tmp_path / "deploy" / "values.yaml"
+    values.parent.mkdir()
+    values.write_text(STACK)
+    typed_ = [step["run"] for step in action["jobs"]["lint"]["steps"] if "tuner lint" in step.get("run", "")]
+    typed_ += [f"{hook['entry']} deploy/values.yaml"]
+    codes = []
+    for line in typed_:
+        words = shlex.split(line.partition(">")[0])[1:]
+        done = CliRunner().invoke(
+            app, [str(values) if word == "deploy/values.yaml" else word for word in words]
+        )
+        codes.append(done.exit_code)
+        if "--sarif" in words:
+            assert json.loads(done.stdout)["runs"]
+    assert codes == [0, 1, 1]
 
 
 # -- a running server -------------------------------------------------------------------------------------

@@ -16,78 +16,97 @@ if TYPE_CHECKING:
     from tuner.traffic.trace import Trace
 
 
-def lint(
-    what: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="COMMAND|FILE|URL...",
-            help="A command line in quotes, a unit, compose file, manifest or Helm values, or a URL.",
-        ),
-    ],
-    card: Annotated[str | None, typer.Option(help="The GPU, such as h100-80: for memory and speed.")] = None,
-    gpus: Annotated[int | None, typer.Option(min=1, help="How many GPUs there are.")] = None,
-    trace: Annotated[
-        str | None,
-        typer.Option(metavar="TRACE", help="The traffic: a file, a stored trace or latest:CAPTURE."),
-    ] = None,
-    rate: Annotated[
-        float | None,
-        typer.Option(min=0.001, help="Instead of a trace: requests a second (with --input, --output)."),
-    ] = None,
-    input_: Annotated[int | None, typer.Option("--input", min=1, help="Tokens of each prompt.")] = None,
-    output: Annotated[int | None, typer.Option("--output", min=1, help="Tokens of each answer.")] = None,
-    slo: Annotated[
-        str | None,
-        typer.Option(metavar="ttft=500,tpot=50", help="Limits in ms: ttft, tpot, e2e; attainment=0.95."),
-    ] = None,
-    engine_version: Annotated[
-        str | None,
-        typer.Option(
-            metavar="V", help="The vLLM version to check against. Default: the image's, or the newest known."
-        ),
-    ] = None,
-    hf_config: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="The config.json of a model that the tuner does not know."),
-    ] = None,
-    pick: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The engine to check, where the input has several.")
-    ] = None,
-    fail_on: Annotated[
-        str, typer.Option(help="Exit 1 from this severity on: error, warning, note, never.")
-    ] = "error",
-    as_json: Json = False,
-    as_sarif: Annotated[bool, typer.Option("--sarif", help="Print SARIF 2.1.0 for code scanning.")] = False,
-) -> None:
-    """Check a vLLM configuration without a GPU. Nothing is launched.
+What = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="COMMAND|FILE|URL...",
+        help="A command line in quotes, a unit, compose file, manifest, Helm values or Markdown, or a URL.",
+    ),
+]
+CardName = Annotated[str | None, typer.Option(help="The GPU, such as h100-80: for memory and speed.")]
+Gpus = Annotated[int | None, typer.Option(min=1, help="How many GPUs there are.")]
+TraceRef = Annotated[
+    str | None,
+    typer.Option(metavar="TRACE", help="The traffic: a file, a stored trace or latest:CAPTURE."),
+]
+Rate = Annotated[
+    float | None,
+    typer.Option(min=0.001, help="Instead of a trace: requests a second (with --input, --output)."),
+]
+Input = Annotated[int | None, typer.Option("--input", min=1, help="Tokens of each prompt.")]
+Output = Annotated[int | None, typer.Option(min=1, help="Tokens of each answer.")]
+Limits = Annotated[
+    str | None,
+    typer.Option(metavar="ttft=500,tpot=50", help="Limits in ms: ttft, tpot, e2e; attainment=0.95."),
+]
+EngineVersion = Annotated[
+    str | None,
+    typer.Option(
+        metavar="V", help="The vLLM version to check against. Default: the image's, or the newest known."
+    ),
+]
+HfConfig = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="The config.json of a model that the tuner does not know."),
+]
+Pick = Annotated[
+    str | None, typer.Option(metavar="NAME", help="The engine to check, where the input has several.")
+]
+FailOn = Annotated[str, typer.Option(help="Exit 1 from this severity on: error, warning, note, never.")]
+Sarif = Annotated[bool, typer.Option("--sarif", help="Print SARIF 2.1.0 for code scanning.")]
 
-    It checks flags and memory, and predicts how the configuration would serve your traffic.
+
+def lint(
+    what: What,
+    card: CardName = None,
+    gpus: Gpus = None,
+    trace: TraceRef = None,
+    rate: Rate = None,
+    input_: Input = None,
+    output: Output = None,
+    slo: Limits = None,
+    engine_version: EngineVersion = None,
+    hf_config: HfConfig = None,
+    pick: Pick = None,
+    fail_on: FailOn = "error",
+    as_json: Json = False,
+    as_sarif: Sarif = False,
+) -> None:
+    """Check a vLLM configuration: flags, memory, and how it would serve your traffic. Nothing is launched.
 
     Exit 1 when a finding is as severe as --fail-on says. docs/lint/ has a page for each finding.
     """
-    from tuner.lint import findings, run, sarif, subject
+    from tuner.lint import findings, run, subject
 
-    traffic = _traffic(trace, rate, input_, output)
+    made, about = _traffic(trace, rate, input_, output) or (None, "")
     against = run.LintOptions(
         version=None if engine_version is None else engine_version.lstrip("v"),
         card=card,
         gpus=gpus,
-        trace=None if traffic is None else traffic[0],
-        about="" if traffic is None else traffic[1],
+        trace=made,
+        about=about,
         slo=slo_of(slo),
         config=hf_config,
-        store=_history() if traffic is not None else None,
+        store=None if made is None else _history(),
     )
     found = [each for one in what for each in subject.engines(one, pick)]
     linted = [run.lint(each, against, os.environ) for each in found]
     failed = findings.reaches([f for each in linted for f in each.findings], fail_on)
-    if as_sarif or as_json:
-        print_json(sarif.document(linted) if as_sarif else {"engines": linted})
+    _print(linted, as_json, as_sarif)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _print(linted: "list[LintedEngine]", as_json: bool, as_sarif: bool) -> None:
+    if as_sarif:
+        from tuner.lint import sarif
+
+        print_json(sarif.document(linted))
+    elif as_json:
+        print_json({"engines": linted})
     else:
         for each in linted:
             _show(each)
-    if failed:
-        raise typer.Exit(1)
 
 
 def _traffic(

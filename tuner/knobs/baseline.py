@@ -13,7 +13,7 @@ from tuner.knobs import shell
 from tuner.knobs.catalogue import CATALOGUE, Knob, written
 from tuner.knobs.configfile import argv_of_mapping, documents
 from tuner.knobs.space import SearchSpace
-from tuner.knobs.versions import FlagTable, negation, table
+from tuner.knobs.versions import FlagTable, matches, negation, table
 from tuner.records import Candidate, EngineFacts, Value
 
 SHORT = {
@@ -129,7 +129,11 @@ def from_arguments(
     arguments = [shell.expanded(word, environment) for word in (*words, *added)]
     positional = [arguments.pop(0)] if arguments and not arguments[0].startswith("-") else []
     known = facts.flags if facts else _all_flags(table())
-    given = _given(long_form(arguments), known, notes, source)
+    read = pairs(long_form(arguments), notes)
+    if not positional and not any(flag == "--model" for flag, _ in read):
+        positional = [last] if (last := model_at_the_end(read)) is not None else []
+    given = _given(read, known, notes, source)
+    _check_switches(given, facts, notes, source)
     given = {**_config(given, known, notes, source), **given}
     named = [word for word in positional or given.get("--model", []) if not shell.unknown(word)]
     if positional and not named:
@@ -221,13 +225,51 @@ def _is_bare(flag: str) -> bool:
     return flag in table().bare or flag in table().paired or flag.startswith("--no-")
 
 
+_SWITCH_WORDS = ("true", "false", "0", "1", "yes", "no")
+
+
+def switch_with_value(flag: str, values: Sequence[str], version: str) -> str | None:
+    """Why a release refuses a switch that is given a value; None where it takes it, as those before 0.9 took
+    `--enable-chunked-prefill true`.
+    """
+    if not values or not _is_bare(flag) or (flag not in table().bare and not matches(version, ">=0.9")):
+        return None
+    return f"{flag} is a switch and takes no value, and got {shell.plain(values[0])}"
+
+
+def model_at_the_end(given: list[tuple[str, list[str]]]) -> str | None:
+    """The model of `--max-num-seqs 8 org/model`, where one value too many is the model; it is taken out."""
+    for flag, values in given:
+        entry = next((k for k in CATALOGUE.values() if flag in k.flags), None)
+        most = 0 if _is_bare(flag) else 1
+        if len(values) > most and (most == 0 or (entry is not None and entry.kind != "ints")):
+            if values[most].lower() in ("true", "false", "0", "1", "yes", "no") or values[most].startswith(
+                "-"
+            ):
+                continue
+            return values.pop(most)
+    return None
+
+
+def _check_switches(
+    given: Mapping[str, list[str]], facts: EngineFacts | None, notes: list[str], source: str
+) -> None:
+    """BadInput for a switch with a value that the engine refuses; a note where the engine is not known."""
+    for flag, values in given.items():
+        wrong = switch_with_value(flag, values, facts.version if facts else table().versions[-1])
+        if wrong and facts:
+            raise BadInput(f"{source}: {wrong}")
+        if wrong:
+            notes.append(f"{wrong}: vLLM refuses it since 0.9; it is read as earlier releases read it")
+
+
 def _given(
-    words: Sequence[str], known: frozenset[str], notes: list[str], source: str
+    read: Iterable[tuple[str, list[str]]], known: frozenset[str], notes: list[str], source: str
 ) -> dict[str, list[str]]:
     """Flag → values, with full names. Dotted flags (`--x.y 1`) are joined into one object."""
     given: dict[str, list[str]] = {}
     objects: dict[str, dict[str, Any]] = {}
-    for flag, values in pairs(words, notes):
+    for flag, values in read:
         values = [shell.plain(value) for value in values]
         head, dot, rest = flag.partition(".")
         exact = _exact(head, known, notes, source)
@@ -272,7 +314,7 @@ def _config(
     found = documents(yamltext.read(path), str(path))
     if not found:
         raise BadInput(f"{path}: expected keys and values")
-    return _given(argv_of_mapping(found[0]), known, notes, source)
+    return _given(pairs(argv_of_mapping(found[0]), notes), known, notes, source)
 
 
 def _sorted_out(

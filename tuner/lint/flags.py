@@ -19,9 +19,24 @@ from tuner.lint.findings import Finding, found
 from tuner.records import EngineFacts, Value
 from tuner.settings import shipped
 
-_MANY = frozenset(("--middleware", "--lora-modules", "--allowed-origins", "--served-model-name"))
-"""Flags that may stand more than once, or take several values."""
-
+_AGAIN = frozenset(("--middleware", "--lora-modules", "--allowed-origins", "--served-model-name"))
+"""Flags that may stand more than once."""
+_SEVERAL = frozenset(
+    f"--{name}"
+    for name in (
+        *(
+            "allowed-media-domains",
+            "api-key",
+            "collect-detailed-traces",
+            "cpu-offload-params",
+            "offload-params",
+        ),
+        *("cudagraph-capture-sizes", "cuda-graph-sizes", "ignore-patterns", "kv-cache-dtype-skip-layers"),
+        *("logits-processors", "lora-modules", "lora-target-modules", "numa-bind-cpus", "numa-bind-nodes"),
+        *("served-model-name", "sleep-preserve-parameter-names", "middleware"),
+    )
+)
+"""Flags that take several values, by the parsers of 0.10 to 0.33."""
 
 _INTEGERS = frozenset(
     f"--{name}"
@@ -37,6 +52,10 @@ _INTEGERS = frozenset(
     )
 )
 """Flags of whole numbers that are no knobs."""
+
+
+_PARSER = "0.32.0"
+"""The release whose parser gave _SEVERAL; how many values a flag takes that it lacks is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +118,7 @@ def check(source: FoundEngine, facts: EngineFacts, unread: list[str]) -> tuple[I
         for word in loose
     ]
     findings += _repeated(kept)
-    imported = _imported(source, kept)
+    imported = _imported(source, kept, facts.version)
     findings += _effects(kept, imported, facts)
     return imported, findings
 
@@ -126,29 +145,15 @@ def _given(source: FoundEngine, unread: list[str]) -> tuple[list[WrittenFlag], l
     except BadInput:
         start = next((n for n, word in enumerate(words) if word.startswith("--")), len(words))
         pairs = baseline.pairs(baseline.long_form(words[start:]), unread)
+    if not head and not any(flag == "--model" for flag, _ in pairs):
+        head = [last] if (last := baseline.model_at_the_end(pairs)) is not None else []
     loose = [v for _, values in pairs for v in values if re.match(r"-[A-Za-z]", v)]
     given = [
         WrittenFlag(flag=flag, values=tuple(takewhile(lambda v: v not in loose, values)), written=flag)
         for flag, values in pairs
     ]
-    if not head and not any(each.flag == "--model" for each in given):
-        given, head = _model_at_the_end(given)
     named = [WrittenFlag(flag="--model", values=(head[0],), written=head[0])] if head else []
     return [*named, *given], loose
-
-
-def _model_at_the_end(given: list[WrittenFlag]) -> tuple[list[WrittenFlag], list[str]]:
-    """`--max-num-seqs 8 org/model`: the value too many is the model."""
-    for place, each in enumerate(given):
-        entry = _knob(each.flag)
-        bare = each.flag in table().bare or each.flag in table().paired or each.flag.startswith("--no-")
-        most = 0 if bare else 1
-        if len(each.values) > most and (bare or (entry is not None and entry.kind != "ints")):
-            if each.values[most].lower() in ("true", "false"):
-                continue
-            cut = replace(each, values=each.values[:most])
-            return [*given[:place], cut, *given[place + 1 :]], [each.values[most]]
-    return given, []
 
 
 def _knob(flag: str) -> Knob | None:
@@ -218,16 +223,18 @@ def _absent(flag: str, facts: EngineFacts) -> Finding:
 def _value(each: WrittenFlag, facts: EngineFacts) -> Finding | None:
     """What is wrong with the value of a flag that this release has."""
     head = each.flag.partition(".")[0]
-    if each.flag in table().bare and each.values:
-        sentence = f"{each.written} takes no value, and got {each.values[0]}"
-        return found("flag-value", sentence, "the parser's own list of flags", each.flag, flag=head)
+    if (wrong := baseline.switch_with_value(head, each.values, facts.version)) is not None:
+        off = each.values[0].lower() in ("false", "0", "no") and not head.startswith("--no-")
+        fix = negation(head) if off else head
+        return found("flag-value", wrong, "vLLM's parser takes no value there", fix, flag=head)
     if any(shell.unknown(value) for value in each.values):
         return None
-    if each.values and head in table().paired and matches(facts.version, ">=0.9"):
-        off = each.values[0].lower() in ("false", "0", "no")
-        sentence = f"{head} is a switch and takes no value, and got {each.values[0]}"
-        fix = negation(head) if off else head
-        return found("flag-value", sentence, "vLLM's parser: ignored explicit argument", fix, flag=head)
+    if len(each.values) > 1 and head not in _SEVERAL and head in table().flags_of(_PARSER):
+        more = " ".join(repr(value) if not value.strip() else value for value in each.values[1:])
+        sentence = f"{head} takes one value, so vLLM takes {more} for arguments of their own and refuses them"
+        return found(
+            "flag-value", sentence, "vLLM's parser: unrecognized arguments", f"take {more} out", flag=head
+        )
     if each.values and head in _INTEGERS and not re.fullmatch(r"-?\d+", each.values[0]):
         sentence = f"{head} takes a whole number, and got {each.values[0]}"
         return found("flag-value", sentence, "vLLM's parser: invalid int value", flag=head)
@@ -258,7 +265,7 @@ def _repeated(given: Sequence[WrittenFlag]) -> Iterator[Finding]:
     seen: dict[str, list[WrittenFlag]] = {}
     for each in given:
         name = _positive(each.flag)
-        if "." not in each.flag and name not in _MANY:
+        if "." not in each.flag and name not in _AGAIN:
             seen.setdefault(name, []).append(each)
     for name, all_of_it in seen.items():
         if len(all_of_it) > 1:
@@ -278,11 +285,11 @@ def _last(given: Sequence[WrittenFlag]) -> dict[str, WrittenFlag]:
     return last
 
 
-def _imported(source: FoundEngine, kept: Sequence[WrittenFlag]) -> Imported:
+def _imported(source: FoundEngine, kept: Sequence[WrittenFlag], version: str) -> Imported:
     """The configuration by the last of each flag, whatever of it this release takes."""
     words = [word for each in _last(kept).values() for word in (each.flag, *each.values)]
     flags = frozenset(each.flag.partition(".")[0] for each in kept)
-    facts = EngineFacts(kind="vllm", version="dev", platform="cuda", flags=flags)
+    facts = EngineFacts(kind="vllm", version=version, platform="cuda", flags=flags)
     return baseline.from_arguments(words, env=source.env, source=source.where, name=source.name, facts=facts)
 
 

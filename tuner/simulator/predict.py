@@ -1,11 +1,13 @@
 """What a candidate would measure: a study's slices in virtual time, under the names of measurements."""
 
 import functools
+import json
 import math
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,12 +73,18 @@ def _plain() -> Mapping[str, object]:
     return MappingProxyType(vars(parser().parse_args([])))
 
 
+def _plainly(value: Value) -> Any:
+    """A list as itself; a knob's value has it as canonical JSON."""
+    return json.loads(value) if isinstance(value, str) and value.startswith("[") else value
+
+
 def options_of(scene: Scene, knobs: Mapping[str, Value]) -> tuple[Options, Memory]:
     """The effective options of a candidate on top of the fixed arguments, and its memory.
 
     Knobs that the simulator does not model are ignored. StartRefused where the engine would not start.
     """
-    given = {name.lstrip("-").replace("-", "_"): value for name, value in {**scene.args, **knobs}.items()}
+    both = {**scene.args, **knobs}
+    given = {name.lstrip("-").replace("-", "_"): _plainly(value) for name, value in both.items()}
     known = dict(_plain())
     known.update({name: value for name, value in given.items() if name in known and value is not None})
     known |= {"model": scene.facts.name, "data_parallel_size": given.get("data_parallel_size")}
