@@ -59,12 +59,11 @@ def command_line() -> str:
     """What `--help` prints, of every command."""
     parts = [f"## {' '.join(words)}\n\n```text\n{said}```" for words, said in helps()]
     about = (
-        "What `tuner COMMAND --help` prints. Every command that reads takes `--json`. Results go to standard"
-        " output, progress and messages to standard error. A table that is too wide for the terminal"
-        " becomes a block of"
-        " lines per row; in a pipe a row is one line. `--no-color` (or NO_COLOR=1) turns colours off. [Exit"
-        " codes](exit-codes.md) have a page of their"
-        " own."
+        "What `tuner COMMAND --help` (or `-h`) prints. Every command that reads takes `--json`. Results go to"
+        " standard output, progress and messages to standard error. A table that is too wide for the terminal"
+        " becomes a block of lines per row; in a pipe a row is one line. `--no-color` (or NO_COLOR=1) turns"
+        ' colours off. For completion put `eval "$(tuner completion bash)"` into `~/.bashrc`, or run'
+        " `tuner --install-completion`. [Exit codes](exit-codes.md) have a page of their own."
     )
     return _page("Commands", about, *parts)
 
