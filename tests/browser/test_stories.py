@@ -232,15 +232,25 @@ def test_a_keyboard_is_enough(site: Site) -> None:
     site.one("body").send_keys(Keys.TAB)
     assert site.driver.switch_to.active_element.text == "Skip to the content"
     site.driver.switch_to.active_element.send_keys(Keys.ENTER)
-    for _ in range(10):
+    stops = 0
+    for _ in range(40):
         site.driver.switch_to.active_element.send_keys(Keys.TAB)
         held = site.driver.switch_to.active_element
-        if held.tag_name == "a" and "/trials/" in (
-            held.get_attribute("href") or str(held.get_property("href"))
-        ):
+        if held.tag_name == "svg":
             break
-    label = held.get_attribute("aria-label") or ""
-    assert label.startswith("trial ")
+    while held.tag_name == "svg":
+        stops += 1
+        held.send_keys(Keys.TAB)
+        held = site.driver.switch_to.active_element
+    assert stops == 3, "each of the three drawings is one stop"
+    chart = site.one("svg[data-marks]")
+    site.driver.execute_script("arguments[0].focus()", chart)
+    chart.send_keys(Keys.ARROW_RIGHT)
+    first = site.driver.switch_to.active_element
+    assert (first.get_attribute("aria-label") or "").startswith("trial ")
+    first.send_keys(Keys.ARROW_RIGHT)
+    held = site.driver.switch_to.active_element
+    assert held.get_attribute("aria-label") != first.get_attribute("aria-label")
     held.send_keys(Keys.ENTER)
     WebDriverWait(site.driver, PATIENCE_S).until(lambda _: "/trials/" in site.path)
     assert site.one("h1").text.startswith("Trial ")

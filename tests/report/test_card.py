@@ -134,3 +134,14 @@ def test_I27_1_a_run_without_a_conclusion_has_a_card_once_it_ended() -> None:
         "failed",
         "the model is missing",
     )
+
+
+def test_I27_7_the_report_s_details_come_after_the_card_and_the_front() -> None:
+    """The card is the first thing under the heading; the pictures of the front follow, then all else."""
+    text = render(data(won()))
+    card_at, front, details = (
+        text.index(part) for part in ('class="answer', "<h2>The front", 'id="details"')
+    )
+    assert text.index("<h1>") < card_at < front < details
+    assert text[card_at:details].count("<table") == 1, "only the card's own table stands before the details"
+    assert text.index("Cost of the study") > details

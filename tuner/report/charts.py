@@ -95,7 +95,8 @@ def grid(frame: Frame, *, x_labels: bool = True, about: int = 5) -> list[str]:
         )
         if x_labels:
             y, said = frame.bottom + 16, tick_text(tick)
-            parts.append(f'<text x="{at:.1f}" y="{y:.1f}" text-anchor="middle">{said}</text>')
+            side = "start" if at < frame.left + 12 else "middle"  # else it meets the lowest label beside it
+            parts.append(f'<text x="{at:.1f}" y="{y:.1f}" text-anchor="{side}">{said}</text>')
     for tick in ticks(frame.y, about):
         at = frame.py(tick)
         parts.append(f'<line class="grid" x1="{frame.left}" y1="{at:.1f}" x2="{frame.right}" y2="{at:.1f}"/>')
@@ -400,7 +401,8 @@ def levels(columns: Mapping[str, Sequence[float]], y_name: str, x_name: str) -> 
 
 def _levels_grid(frame: Frame, names: Sequence[str]) -> list[str]:
     plain = Frame(x=Axis(name=frame.x.name, low=10.0, high=11.0), y=frame.y)
-    parts = [p for p in grid(plain) if 'text-anchor="middle"' not in p and not upright(p)]
+    labels = ('text-anchor="middle"', 'text-anchor="start"')
+    parts = [p for p in grid(plain) if not any(each in p for each in labels) and not upright(p)]
     for place, name in enumerate(names):
         short = name if len(name) <= 10 else name[:9] + "…"
         y = frame.bottom + (16 if len(names) < 8 or place % 2 == 0 else 28)

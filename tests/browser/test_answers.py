@@ -1,0 +1,102 @@
+"""A newcomer finds: better or not, how much, how sure, how pulled; nights, failures, a live run, rows."""
+
+import pytest
+from selenium.webdriver.common.keys import Keys
+
+from tests.browser.chromium import DESKTOP, PHONE, overlaps, resize, serious
+from tests.browser.screenshots import paths, running
+from tests.browser.site import Site
+
+pytestmark = pytest.mark.browser
+WIDE = (1440, 900)
+
+
+def test_I27_7_the_overview_answers_for_each_node(site: Site) -> None:
+    site.get("/")
+    card = site.one(".answer")
+    for said in ("better in some objectives", "−46 %", "Confidence", "medium", "max_num_seqs"):
+        assert said in card.text
+    assert "tuner profile resolve" in card.find_element("css selector", "code.copy").text
+    assert [a.text for a in site.all(".answer a[download]")] == ["download"]
+    assert "Copy" in [b.text for b in site.all(".answer button")]
+    assert "Nothing was tuned on this node yet." in site.text(), "a node without a run says what to do"
+    site.press(".answer .links a")
+    assert "version 3" in site.one("h1").text
+    assert site.errors() == []
+
+
+def test_I27_7_two_nights_are_compared(site: Site) -> None:
+    site.get("/history?metric=ttft_p95_ms")
+    boxes = site.all("input[name=run]")
+    assert len(boxes) >= 2
+    for box in boxes[:2]:
+        box.click()
+    site.press("#nights button")
+    assert site.path.startswith("/compare?run=")
+    assert "time to the first token" in site.text()
+    assert len(site.all("figure svg")) >= 4
+    assert site.errors() == []
+
+
+def test_I27_7_why_a_trial_failed_is_on_its_page(site: Site) -> None:
+    log = site.world.home / "failed"
+    log.mkdir()
+    (log / "engine.log").write_text("INFO starting\nERROR torch.OutOfMemoryError: CUDA out of memory\n")
+    site.get(site.study)
+    assert "out of memory" in site.text()
+    site.press("table a[href$='/trials/28'], table a[href*='/trials/']:last-of-type")
+    assert site.one("h1").text.startswith("Trial ")
+    site.get(f"{site.study}/trials/8")
+    assert "1.2 GiB were asked for" in site.text()
+    assert "The engine's log" in site.text()
+    assert "Latencies beside the baseline" not in site.text(), "no curves of another trial"
+    assert site.errors() == []
+
+
+def test_I27_7_a_run_is_watched(site: Site) -> None:
+    running(site.world)
+    site.get(site.study)
+    shown = site.text()
+    for said in ("Replaying peak, 34 of 60 s", "The whole run ends in about", "5 of 12 trials"):
+        assert said in shown
+    assert shown.index("Running now") < shown.index("What the last run found")
+    curves = site.one("section.now svg")
+    assert "the engine now" in (curves.get_attribute("aria-label") or "")
+    assert site.one("section.now [aria-live]").text.startswith("Replaying")
+    assert "Avg prompt throughput" in (site.one("section.now pre").get_attribute("textContent") or "")
+    assert site.one("summary").is_displayed()
+    assert site.errors() == []
+
+
+def test_I27_7_rows_are_filtered_sorted_and_exported(site: Site) -> None:
+    site.get(f"{site.study}/trials")
+    box = site.one("input[name=where]")
+    box.send_keys("state=COMPLETE max_num_seqs>=64", Keys.ENTER)
+    site.wait_for("show all")
+    assert "where=state%3DCOMPLETE" in site.path
+    rows = len(site.all(".bench tbody tr"))
+    csv = site.one("a[href*='trials.csv']").get_attribute("href") or ""
+    told = site.driver.execute_async_script(
+        "const [url, done] = arguments; fetch(url).then(a => a.text()).then(done);", csv
+    )
+    assert len(told.strip().splitlines()) == rows + 1
+    site.driver.back()
+    site.wait_for("36 of 36" if "36 of 36" in site.text() else "trials. Download")
+    for box in site.all("input[form=picks]")[2:4]:
+        box.click()
+    assert site.path.count("pick=") == 2
+    site.press("[data-compare]")
+    assert site.path.startswith("/compare?")
+    assert site.errors() == []
+
+
+@pytest.mark.parametrize("size", [WIDE, DESKTOP, PHONE], ids=["1440", "1280", "390"])
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_I27_5_answers_fit_their_screen(site: Site, axe: str, size: tuple[int, int], dark: bool) -> None:
+    running(site.world)
+    resize(site.driver, size, dark=dark)
+    found = []
+    for name in ("overview", "study", "trials", "compare", "history", "trial-infeasible"):
+        site.get(paths(site.world)[name])
+        found += [f"{name}: {each}" for each in (*overlaps(site.driver), *serious(site.driver, axe))]
+    assert found == []
