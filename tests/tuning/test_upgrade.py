@@ -109,7 +109,7 @@ KNOWN = UpgradeFinding(old="1", new="2", configuration="today", compiles=True, m
         ((0.20, 0.01, 0.2, 0.0), "default", "move with these pins", ["b"]),
         ((0.30, 0.10, 0.1, 0.3), "both", "move with these pins", ["a"]),
         ((0.01, 0.0, 0.0, 0.0), "none", "move", []),
-        ((None, 0.01, 0.01, None), "default", "move with these pins", []),
+        ((None, 0.01, 0.01, None), "default", "move with these pins", ["a"]),
         ((None, None, None, None), "start", "stay", []),
     ],
 )

@@ -112,7 +112,7 @@ def cache_config(options: Options) -> dict[str, object]:
     tokens = limits.num_blocks * limits.block_size
     return {
         "block_size": limits.block_size,
-        "cache_dtype": options.given.get("kv_cache_dtype", "auto"),
+        "cache_dtype": options.whole["kv_cache_dtype"],
         "effective_attention_block_size": limits.block_size,
         "enable_prefix_caching": limits.enable_prefix_caching,
         "engine": 0,
@@ -145,17 +145,17 @@ def server_info(options: Options) -> dict[str, Any]:
         "watermark": limits.watermark,
         "async_scheduling": limits.async_scheduling,
     }
-    given = options.given
+    whole = options.whole
     config = {
         "model_config": {
             "model": options.model,
             "max_model_len": limits.max_model_len,
-            "enforce_eager": given.get("enforce_eager", False),
+            "enforce_eager": whole["enforce_eager"],
         },
         "cache_config": cache,
         "scheduler_config": scheduler,
         "compilation_config": {"max_cudagraph_capture_size": options.budget.capture_most},
-        "performance_mode": given.get("performance_mode", "balanced"),
+        "performance_mode": whole["performance_mode"],
     }
     return {"vllm_config": config}
 

@@ -172,6 +172,8 @@ class Options:
     offload_gib: float
     ranks: int
     given: Mapping[str, Value | list[str]]
+    whole: Mapping[str, Value | list[str]]
+    """All arguments, given or not; `given` are those that are not the release's defaults."""
     replicas: int = 1  # engines that share the requests; the process of the simulated engine has one
 
     def cost(self, facts: ModelFacts, card: Card, coefficients: Coefficients) -> StepCost:
@@ -246,6 +248,7 @@ def settle(
         ranks=args.tensor_parallel_size,
         given=_non_default(args, release_of(env)),
         replicas=replicas,
+        whole=vars(args),
     )
 
 

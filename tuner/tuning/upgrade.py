@@ -202,38 +202,46 @@ def finding_of(
     finding: UpgradeFinding, said: Conclusion, pins: Sequence[tuple[str, ...]], margin: float
 ) -> UpgradeFinding:
     """The finding with cause, advice and sentence, by what was measured."""
-    new = said.finalists[0] if said.finalists else None
-    pinned = said.finalists[1] if pins else None
-    if new is not None and new.dropped is not None and pinned is not None and pinned.changes:
-        found = replace(finding, cause="default", advice="move with these pins")
-        return _told(found, f"The new version does not serve as it is: {new.dropped.rstrip('.')}.")
-    if new is None or not said.measured_again or new.dropped is not None:
-        why = (new.dropped if new else None) or said.sentence
-        lost = any(k.successor is None for k in finding.lost)
-        found = replace(finding, cause="start", advice="re-tune" if lost else "stay")
-        return _told(found, f"The new version does not serve: {why.rstrip('.')}.")
+    new, *arms = said.finalists or (None,)
+    tried = dict(zip(pins, arms, strict=False))
+    if new is None or new.dropped is not None or not said.measured_again:
+        return _not_served(finding, new.dropped if new is not None and new.dropped else said.sentence, tried)
     worse = worse_of(new)
     if not worse:
         is_open = any(True for _ in undecided([new], margin))
-        lost = any(k.successor is None for k in finding.lost)
         found = replace(
             finding, cause="open" if is_open else "none",
-            advice="measure longer" if is_open else "re-tune" if lost else "move",
+            advice="measure longer" if is_open else "re-tune" if _left_out(finding) else "move",
         )  # fmt: skip
         return _told(found, f"Nothing is clearly worse on {finding.new} than on {finding.old}.")
-    undone = {names: _undone(new, arm, worse) for names, arm in zip(pins, said.finalists[1:], strict=False)}
-    whole = max((share for names, share in undone.items() if len(names) == max(map(len, pins))), default=0.0)
-    single = {names[0]: share for names, share in undone.items() if len(names) == 1}
-    moved = tuple(
-        replace(m, guilty=None if m.name not in single and len(pins) else single.get(m.name, 0.0) > UNDONE)
-        for m in finding.moved
-    )
-    if whole > UNDONE:
-        cause, advice = ("default" if whole > 1 - UNDONE / 2 else "both"), "move with these pins"
-    else:
-        cause, advice = "code", "stay"
-    found = replace(finding, worse=worse, moved=moved, cause=cause, advice=advice)  # type: ignore[arg-type]
+    undone = {names: _undone(new, arm, worse) for names, arm in tried.items()}
+    moved = _judged(finding, {names: share > UNDONE for names, share in undone.items()})
+    found = replace(finding, worse=worse, moved=moved, cause="code", advice="stay")
+    if pins and undone.get(pins[0], 0.0) > UNDONE:
+        still = worse_of(tried[pins[0]])
+        found = replace(found, cause="both" if still else "default", advice="move with these pins")
     return _told(found, f"{finding.new} is worse than {finding.old} in {', '.join(worse)}.")
+
+
+def _not_served(finding: UpgradeFinding, why: str, tried: Mapping[tuple[str, ...], Arm]) -> UpgradeFinding:
+    """The finding where the new version did not serve the traffic as it is."""
+    served = {names: bool(arm.changes) for names, arm in tried.items()}
+    if any(served.values()):
+        moved = _judged(finding, served)
+        found = replace(finding, moved=moved, cause="default", advice="move with these pins")
+        return _told(found, f"The new version does not serve as it is: {why.rstrip('.')}.")
+    found = replace(finding, cause="start", advice="re-tune" if _left_out(finding) else "stay")
+    return _told(found, f"The new version does not serve: {why.rstrip('.')}.")
+
+
+def _left_out(finding: UpgradeFinding) -> bool:
+    return any(knob.successor is None for knob in finding.lost)
+
+
+def _judged(finding: UpgradeFinding, undone: Mapping[tuple[str, ...], bool]) -> tuple[MovedDefault, ...]:
+    """The defaults that moved, each with whether its old value alone undoes what is worse."""
+    single = {names[0]: found for names, found in undone.items() if len(names) == 1}
+    return tuple(replace(m, guilty=single.get(m.name)) for m in finding.moved)
 
 
 def _undone(new: Arm, pinned: Arm, worse: Sequence[str]) -> float:
