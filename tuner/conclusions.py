@@ -222,6 +222,60 @@ class Conclusion:
 
 _CODEC = TypeAdapter(Conclusion)
 
+How = Literal["measured", "simulated", "not asked"]
+"""How the gain of a knob is known: by launches without it, by the calibrated simulator, or not at all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnobGain:
+    """What one knob of a winner gives: `gains` compare the winner (after) with the winner without the knob
+    (before), whose value was `before`. `kept`: whether the published profile has it. `mechanism` is the
+    simulator's account of what the knob changes; empty where it sees nothing.
+    """
+
+    name: str
+    before: Value
+    value: Value
+    how: How
+    kept: bool
+    gains: tuple[Difference, ...] = ()
+    mechanism: str = ""
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attribution:
+    """Which knobs of a run's winner pay, found after its confirmation. `reduced` is the trial number of the
+    configuration without the others (None: nothing was left out), `published` whether the profile is that
+    one; `last` holds its differences from the winner in a last comparison. `seconds` is what this held the
+    node for, in GPU-seconds on GPUs, as `search_s`, what the search did.
+    """
+
+    run_id: str
+    study_id: str
+    at: datetime
+    winner: int
+    reduced: int | None = None
+    published: bool = False
+    knobs: tuple[KnobGain, ...] = ()
+    last: tuple[Difference, ...] = ()
+    sentence: str = ""
+    seconds: float = 0.0
+    search_s: float = 0.0
+
+    def to_json(self) -> dict[str, JSON]:
+        """The record as JSON."""
+        found: dict[str, JSON] = _ATTRIBUTIONS.dump_python(self, mode="json")
+        return found
+
+    @staticmethod
+    def from_json(text: JSON) -> "Attribution":
+        """The record that `to_json` gave."""
+        return _ATTRIBUTIONS.validate_python(text)
+
+
+_ATTRIBUTIONS = TypeAdapter(Attribution)
+
 Advice = Literal["stay", "move", "move with these pins", "re-tune", "measure longer"]
 Cause = Literal["code", "default", "both", "none", "start", "open"]
 """Why a new version is slower: its code, a default that moved, some of both; it is not; it does not start or

@@ -1,4 +1,4 @@
-"""Conclusions: what each run found, written once"""
+"""Conclusions and attributions: what each run found, written once"""
 
 import json
 from collections.abc import Mapping
@@ -37,10 +37,22 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("run_id", name="pk_conclusions"),
     )
     op.create_index("ix_conclusions_study_id_at", "conclusions", ["study_id", "at"], unique=False)
+    op.create_table(
+        "attributions",
+        sa.Column("run_id", sa.String(length=32), nullable=False),
+        sa.Column("study_id", sa.String(length=64), nullable=False),
+        sa.Column("at", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("document", sa.Text(), nullable=False),
+        sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name="fk_attributions_run_id_runs"),
+        sa.ForeignKeyConstraint(["study_id"], ["studies.id"], name="fk_attributions_study_id_studies"),
+        sa.PrimaryKeyConstraint("run_id", name="pk_attributions"),
+    )
+    op.create_index("ix_attributions_study_id_at", "attributions", ["study_id", "at"], unique=False)
     _take_over()
 
 
 def downgrade() -> None:
+    op.drop_table("attributions")
     op.drop_table("conclusions")
 
 

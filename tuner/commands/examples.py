@@ -53,6 +53,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "tuner upgrade-check chat.yaml --to /opt/new/bin/python",
         "tuner upgrade-check chat.yaml --from img:v1 --to img:v2 --alias today",
     ),
+    "explain": ("tuner explain 7", "tuner explain 7 --json"),
     "front": ("tuner front chat", "tuner front chat --timings --json"),
     "history": ("tuner history", "tuner history --node gpu-1 --since 2026-03-01 --metric ttft_p95_ms"),
     "report": ("tuner report chat", "tuner report chat -o chat.md"),

@@ -21,12 +21,12 @@ from sqlalchemy import (
     update,
 )
 
-from tuner.conclusions import Conclusion, Judgement
+from tuner.conclusions import Attribution, Conclusion, Judgement
 from tuner.errors import Conflict, NotFound
 from tuner.history import run_best
 from tuner.history.base import StorePart, equal, find
 from tuner.history.rows import first_of, row_of
-from tuner.history.tables import conclusions, runs, studies, trials
+from tuner.history.tables import attributions, conclusions, runs, studies, trials
 from tuner.records import Run, RunState, Study, TrialState
 
 
@@ -245,6 +245,25 @@ class StudyStore(StorePart):
         query = query.order_by(conclusions.c.at, conclusions.c.run_id)
         rows = self._read(lambda connection: connection.execute(query).scalars().all())
         return tuple(Conclusion.from_json(row) for row in rows)
+
+    def add_attribution(self, found: Attribution) -> Attribution:
+        """Keeps which knobs of a run's winner pay. Conflict where the run has that already."""
+
+        def work(connection: Connection) -> Attribution:
+            query = select(attributions.c.run_id).where(attributions.c.run_id == found.run_id)
+            if connection.execute(query).first() is not None:
+                raise Conflict(f"run '{found.run_id}' has its attribution; it is never changed")
+            row = {"run_id": found.run_id, "study_id": found.study_id, "at": found.at}
+            connection.execute(insert(attributions).values(**row, document=found.to_json()))
+            return found
+
+        return self._write(work)
+
+    def attribution(self, run_id: str) -> Attribution | None:
+        """Which knobs of a run's winner pay; None where nobody asked."""
+        query = select(attributions.c.document).where(attributions.c.run_id == run_id)
+        found = self._read(lambda connection: connection.execute(query).scalar())
+        return None if found is None else Attribution.from_json(found)
 
     def latest_conclusion(self, study_id: str) -> Conclusion | None:
         """What the study's newest run that has ended concluded; None where none has."""

@@ -259,6 +259,16 @@ conclusions = Table(
     Index(None, "study_id", "at"),
 )
 
+attributions = Table(
+    "attributions",
+    metadata,
+    Column("run_id", ForeignKey(runs.c.id), primary_key=True),
+    Column("study_id", ForeignKey(studies.c.id), nullable=False),
+    Column("at", Moment, nullable=False),
+    Column("document", Document, nullable=False),
+    Index(None, "study_id", "at"),
+)
+
 traces = Table(
     "traces",
     metadata,

@@ -54,6 +54,8 @@ class Plan:
     """share of the answers that may have another length than the trace says"""
     sender_cpu: float = 0.8
     """share of a core that the busiest sender may use"""
+    attribution: float = 0.3
+    """share of the search\'s GPU-seconds that finding out which knobs pay may take; 0: it is not asked"""
     demonstration: bool = False
     """Its numbers are to be looked at, not acted on."""
 
@@ -67,6 +69,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
     {
         "quick": Plan(
             name="quick", slices=1, slice_s=3.0, repeats=2, most_repeats=3, finalists=1, demonstration=True,
+            attribution=0.0,
             warmup_waves=2, warmup_requests=4, warmup_tokens=4, warmup_limit_s=1.0,
             priming_turnovers=0.25, priming_limit_s=0.5,
             load_warmup_s=0.5, tail_limit_s=5.0, scrape_s=0.25,

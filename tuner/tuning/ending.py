@@ -4,14 +4,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from tuner import masking
-from tuner.conclusions import Arm, Conclusion, PublishedProfile
+from tuner.conclusions import Arm, Attribution, Conclusion, PublishedProfile
 from tuner.engine import effective
 from tuner.knobs.arguments import compile_candidate
 from tuner.knobs.catalogue import CATALOGUE
 from tuner.profiles import registry
 from tuner.records import JSON, Profile, Run, Trial, TrialState
 from tuner.search import trial_view
+from tuner.search.acquisition import Predict
 from tuner.tuning import quality
+from tuner.tuning.attribution import Attributing, attribute
 from tuner.tuning.concluding import remeasured, unconfirmed
 from tuner.tuning.confirm import Confirmation, asked_of, pending, planned, without_finalists
 from tuner.tuning.context import RunContext, RunEvent
@@ -26,6 +28,7 @@ class Ending:
         self._context, self._run = context, run
         self._going: Confirmation | None = None
         self._done: Confirmation | None = None
+        self._attribution: Attribution | None = None
 
     async def what_is_pending(self) -> None:
         """Before new trials: finish a confirmation that was interrupted, if it fits into the window."""
@@ -57,6 +60,21 @@ class Ending:
             return why
         await self._measure(self._next_label(), chosen)
         return None
+
+    async def attribute(self, predict: Predict | None) -> None:
+        """After a winner was confirmed: find out which of its knobs pay, in the rest of the window."""
+        said = self._done.conclusion() if self._done is not None else None
+        base = self._done.base if self._done is not None else None
+        if said is None or self._done is None or base is None or not said.confirmed:
+            return
+        winner = next(t for t in self._done.chosen if t.number == said.winner)
+        work = Attributing(
+            context=self._context, run=self._run, said=said, base=base, winner=winner, label=self._done.label,
+            predict=predict,
+        )  # fmt: skip
+        self._attribution, why = await attribute(work)
+        if why:
+            self._say(why)
 
     def too_short(self, chosen: Sequence[Trial]) -> str | None:
         """Why the confirmation of these does not fit into the rest of the run; None if it does."""
@@ -125,7 +143,10 @@ class Ending:
         return self._with_profiles(said, done.label)
 
     def _with_profiles(self, said: Conclusion, label: str) -> Conclusion:
-        return replace(said, profiles=publish(self._context, self._run, said, label=label))
+        found = self._attribution
+        if found is not None:
+            self._context.store.add_attribution(found)
+        return replace(said, profiles=publish(self._context, self._run, said, label=label, attribution=found))
 
     def _trials(self) -> tuple[Trial, ...]:
         return self._context.store.trials(self._run.study_id)
@@ -163,8 +184,12 @@ def summary_of_conclusion(context: RunContext, said: Conclusion) -> dict[str, JS
     }  # fmt: skip
 
 
-def publish(context: RunContext, run: Run, said: Conclusion, *, label: str) -> dict[str, PublishedProfile]:
-    """Publish what a run concluded; returns the versions by alias. `label`: of the confirmation."""
+def publish(
+    context: RunContext, run: Run, said: Conclusion, *, label: str, attribution: Attribution | None = None
+) -> dict[str, PublishedProfile]:
+    """Publish what a run concluded; returns the versions by alias. `label`: of the confirmation. Where an
+    attribution left knobs out, the challenger is the reduced configuration.
+    """
     trials = context.store.trials(run.study_id)
     latest = {t.number: t for t in trial_view.latest(trials)}
     base = latest.get(said.baseline.trial) if said.baseline else None
@@ -174,25 +199,33 @@ def publish(context: RunContext, run: Run, said: Conclusion, *, label: str) -> d
     if base is not None:
         found[registry.BASELINE] = _profile(context, run, said, base, registry.BASELINE, label)
     if said.winner is not None:
+        number, own = said.winner, label
+        if attribution is not None and attribution.published and attribution.reduced is not None:
+            number, own = attribution.reduced, f"{label_of(run.id)}.3"
         found[registry.CHALLENGER] = _profile(
-            context, run, said, latest[said.winner], registry.CHALLENGER, label
+            context, run, said, latest[number], registry.CHALLENGER, own, attribution
         )
     return {alias: PublishedProfile(id=p.id, version=p.version) for alias, p in found.items()}
 
 
 def _profile(
-    context: RunContext, run: Run, said: Conclusion, trial: Trial, alias: str, label: str
-) -> Profile:
+    context: RunContext, run: Run, said: Conclusion, trial: Trial, alias: str, label: str,
+    attribution: Attribution | None = None,
+) -> Profile:  # fmt: skip
     prepared = context.prepared
     compiled = compile_candidate(trial.candidate, prepared.facts, env=prepared.file.engine.env)
-    arm, rows = said.arm(trial.number), kept(context, label, trial.id)
+    won = alias == registry.CHALLENGER
+    arm, rows = said.arm(said.winner if won else trial.number), kept(context, label, trial.id)
     return registry.publish(
         context.store,
         study=prepared.study,
         trial=remeasured(trial, rows) if any(m.purpose == "confirm" for m in rows) else trial,
         argv=masking.arguments((*prepared.fixed, *compiled.argv)),
         env=masking.environment({**prepared.file.engine.env, **compiled.env}),
-        evidence=_evidence(context, run, said, trial, arm, alias),
+        evidence={
+            **_evidence(context, run, said, trial, arm, alias),
+            **({} if attribution is None else {"attribution": attribution.to_json()}),
+        },
         alias=alias,
         reason=f"run {run.id}: {said.outcome.value}",
         now=context.clock(),

@@ -162,7 +162,11 @@ class _Loop(Execution):
         finally:
             await self._live.close()
         self._tell("note", f"the search ends: {reason}")
-        return reason, await self._guarded(self._ending.confirm())
+        why = await self._guarded(self._ending.confirm())
+        if why is None:
+            known = self._predictor.calibrated(self._trials())
+            await self._guarded(self._ending.attribute(known.predict if known else None))
+        return reason, why
 
     def conclusion(self, why: str | None) -> Conclusion | None:
         """The conclusion of the confirmation; its profiles are published."""

@@ -1,0 +1,175 @@
+"""Which knobs of a planted winner are left out of its profile, and how that is told."""
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.attribution import measured
+from tests.tuning.studies import tuner
+from tests.tuning.test_confirm import Night
+from tuner.conclusions import Attribution, Conclusion
+from tuner.records import Candidate, Run, Trial
+from tuner.report.explain import gave, lines, mechanism
+from tuner.tuning.context import LaunchJob, Measured, Note
+from tuner.tuning.ending import Ending
+from tuner.tuning.virtual import HIDDEN
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[int, Attribution]:
+    """Two cases of the benchmark: one with a simulator and two limits that do one work, one without."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(HIDDEN, json.dumps([{"launch_noise": 0.01}]))
+        folder = tmp_path_factory.mktemp("cases")
+        return {number: asyncio.run(measured(number, folder / str(number)))[0] for number in (2, 4)}
+
+
+@pytest.mark.slow
+def test_inert_knobs_are_left_out_and_one_of_two_that_do_the_same_is_kept(
+    found: Mapping[int, Attribution],
+) -> None:
+    one = found[2]
+    kept = [g.name for g in one.knobs if g.kept]
+    assert one.published
+    assert len(kept) == 1
+    assert kept[0] in ("max_num_batched_tokens", "max_num_scheduled_tokens")
+    assert "pays where" in next(g.why for g in one.knobs if g.kept)
+    assert not [d for d in one.last if d.word == "worse"]
+
+
+@pytest.mark.slow
+def test_without_a_simulator_knobs_are_measured(found: Mapping[int, Attribution]) -> None:
+    one = found[4]
+    assert {g.how for g in one.knobs} <= {"measured", "not asked"}
+    (pays,) = [g for g in one.knobs if g.kept and g.gains]
+    assert pays.name == "max_num_seqs"
+    assert pays.gains[0].word in ("better", "open")
+
+
+@pytest.mark.slow
+def test_it_costs_at_most_thirty_per_cent_of_the_search_and_is_told_in_sentences(
+    found: Mapping[int, Attribution],
+) -> None:
+    for one in found.values():
+        assert 0 < one.seconds <= 0.3 * one.search_s
+        text = "\n".join(lines(one))
+        assert "left out" in text
+        assert set(gave(one)) == {g.name for g in one.knobs}
+        assert Attribution.from_json(one.to_json()) == one
+
+
+class Padded(Night):
+    """A night whose trials also set a watermark, which does nothing at its load."""
+
+    padding: Mapping[str, float] = {"watermark": 0.01}
+
+    def search(self, run: Run, seqs: Sequence[int] = (4, 16, 64, *[8] * 21)) -> None:
+        begun = self.store.start_trial
+
+        def start(**given: Any) -> Trial:
+            more = {} if given["origin"] == "baseline" else self.padding
+            return begun(**{**given, "candidate": given["candidate"].with_values(**more)})
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.store, "start_trial", start)
+            super().search(run, seqs)
+
+    def attributed(self) -> tuple[Conclusion, Attribution | None]:
+        """The end of a run, as the loop has it."""
+        run = self.run()
+        self.search(run)
+        ending = Ending(self.bench, run)
+
+        async def go() -> None:
+            assert await ending.confirm() is None
+            await ending.attribute(None)
+
+        asyncio.run(go())
+        said = ending.conclusion()
+        assert said is not None
+        return said, self.store.attribution(run.id)
+
+
+def test_a_knob_that_gives_nothing_is_not_in_the_published_profile(tmp_path: Path) -> None:
+    night = Padded(tmp_path)
+    said, found = night.attributed()
+    assert found is not None
+    assert [(g.name, g.kept, g.how) for g in found.knobs] == [
+        ("max_num_seqs", True, "measured"), ("watermark", False, "measured"),
+    ]  # fmt: skip
+    assert found.published
+    assert found.seconds <= 0.3 * found.search_s
+    profile = night.store.profile(said.profiles["challenger"].id)
+    assert profile.candidate == Candidate({"max_num_seqs": 16})
+    assert profile.evidence["confirmed"] is True
+    assert profile.evidence["attribution"] == found.to_json(), "what was left out stays in the evidence"
+    done = tuner(tmp_path, "explain", profile.id)
+    assert done.returncode == 0, done.stderr
+    assert "watermark 0.01: nothing, left out (nothing is worse without it)" in done.stdout
+    assert "max_num_seqs 16: ttft_p95_ms −50 %" in done.stdout
+
+
+def test_a_reduced_configuration_that_is_worse_is_not_published(tmp_path: Path) -> None:
+    class Together(Padded):
+        """The watermark matters only where both are measured in the last comparison."""
+
+        async def work(self, order: LaunchJob, note: Note) -> list[Measured]:
+            made = await super().work(order, note)
+            if "watermark" in order.spec.asked or order.number < 3 or ".3-1-" in order.spec.directory:
+                return made
+            slower = {"ttft_p95_ms": 1.5 * made[0].measurement.values["ttft_p95_ms"]}
+            return [
+                replace(m, measurement=replace(m.measurement, values={**m.measurement.values, **slower}))
+                for m in made
+            ]
+
+    night = Together(tmp_path)
+    said, found = night.attributed()
+    assert found is not None
+    assert not found.published
+    assert all(g.kept for g in found.knobs)
+    profile = night.store.profile(said.profiles["challenger"].id)
+    assert profile.candidate == Candidate({"max_num_seqs": 16, "watermark": 0.01})
+    assert "published as it is" in found.sentence
+
+
+def test_it_is_not_asked_where_the_search_was_too_short_or_the_plan_says_so(tmp_path: Path) -> None:
+    class Short(Padded):
+        def search(self, run: Run, seqs: Sequence[int] = (4, 16, 64)) -> None:
+            super().search(run, seqs)
+
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    _, found = Short(tmp_path / "a").attributed()
+    assert found is not None
+    assert "there is room for 0 launches, and it takes 4" in found.sentence
+    _, none = Padded(tmp_path / "b", plan="{base: brief, attribution: 0}").attributed()
+    assert none is None
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ({"queue_depth_mean": 3.3}, {"queue_depth_mean": 0.1}, "fewer requests wait in the queue"),
+        ({"preemptions": 12.0}, {"preemptions": 0.0}, "preemptions 12 → 0"),
+        (
+            {"batch_tokens_mean": 900.0, "tpot_p95_ms": 20.0},
+            {"batch_tokens_mean": 400.0, "tpot_p95_ms": 12.0},
+            "prefills disturb decoding less (tokens in a step, on average 900 → 400)",
+        ),
+        ({"kv_usage_max": 0.99}, {"kv_usage_max": 0.4}, "filled to 40% at most instead of 99%"),
+        ({"tpot_p50_ms": 12.0}, {"tpot_p50_ms": 10.0}, "steps wait less for the host"),
+        ({"tpot_p50_ms": 10.0}, {"tpot_p50_ms": 10.0}, ""),
+    ],
+)
+def test_the_mechanism_is_told_from_what_the_simulator_counts(
+    before: Mapping[str, float], after: Mapping[str, float], said: str
+) -> None:
+    told = mechanism(before, after)
+    assert said in told
+    assert bool(said) == bool(told)

@@ -1,0 +1,47 @@
+"""An upgrade check between two real CPU builds of vLLM: six launches of a tiny model."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.engine.real import INTERPRETER, model
+from tests.tuning.studies import TRACE, tuner
+from tests.tuning.test_vllm import STUDY
+from tuner.conclusions import UpgradeFinding
+from tuner.history.store import Store
+
+pytestmark = pytest.mark.vllm_full
+
+OLD = os.environ.get("TUNER_TEST_VLLM_OLD", "")
+SPACE = 'about: One knob.\nvllm: ">=0.11.2"\nknobs:\n  max_num_seqs: [8, 16]\n'
+
+
+def test_an_upgrade_between_two_real_builds_names_a_default_that_moved(tmp_path: Path) -> None:
+    for interpreter in (OLD, INTERPRETER):
+        if not interpreter or not Path(interpreter).exists():
+            pytest.skip("`make test-vllm-full` installs both builds")
+    model(tmp_path / "model")
+    (tmp_path / "space.yaml").write_text(SPACE)
+    (tmp_path / "study.yaml").write_text(
+        STUDY.replace("PYTHON", OLD).replace("baseline: {max_num_seqs: 1}", "baseline: {max_num_seqs: 16}")
+    )
+    taken = tuner(tmp_path, "trace", "import", TRACE, "--name", "conversation", "--max-len", 600)
+    assert taken.returncode == 0, taken.stderr
+    words = ("upgrade-check", "study.yaml", "--to", INTERPRETER, "--alias", "today", "--rounds", 2, "--json")
+    done = tuner(tmp_path, *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    run = json.loads(done.stdout)["run"]
+    found = UpgradeFinding.from_json(run["summary"]["upgrade"])
+    print(json.dumps(found.to_json(), indent=1), done.stdout[-3000:])
+    assert (found.old.split("+")[0], found.new.split("+")[0]) == ("0.31.0", "0.32.0")
+    assert found.compiles
+    assert "disable_cascade_attn" in {m.name for m in found.moved}
+    store = Store(f"sqlite:///{tmp_path / 'tuner.db'}", create=False)
+    said = store.conclusion(run["id"])
+    assert said is not None
+    assert said.repeats == 2
+    assert said.baseline is not None
+    assert said.baseline.dropped is None
+    assert said.finalists[0].changes

@@ -1,0 +1,49 @@
+"""`tuner explain`: why a published configuration won, knob by knob."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tuner.commands.common import Json, knobs, open_store, print_json
+from tuner.errors import BadInput, NotFound
+
+if TYPE_CHECKING:
+    from tuner.conclusions import Attribution
+    from tuner.history.store import Store
+    from tuner.records import Profile
+
+
+def explain(
+    profile: Annotated[int, typer.Argument(help="The profile's id (`tuner profile list`).")],
+    as_json: Json = False,
+) -> None:
+    """Say which knobs of a profile pay, and why.
+
+    After a winner is confirmed, each of its knobs is dropped by itself, by the simulator where that is sure
+    and by a launch where it is not. What gives nothing is left out of the profile.
+    """
+    from tuner.report.explain import lines
+
+    store = open_store()
+    found = store.profile(profile)
+    told = attribution_of(store, found)
+    if as_json:
+        print_json({"profile": found.id, "candidate": dict(found.candidate), "attribution": told.to_json()})
+        return
+    typer.echo(f"profile {found.id}, version {found.version}: {knobs(found.candidate)}")
+    for line in lines(told):
+        typer.echo(line)
+
+
+def attribution_of(store: "Store", profile: "Profile") -> "Attribution":
+    """The attribution behind a profile. NotFound where its run made none, with the reason."""
+    run = profile.evidence.get("run")
+    if not isinstance(run, str):
+        raise BadInput(f"profile {profile.id} was not published by a run")
+    found = store.attribution(run)
+    if found is None:
+        raise NotFound(
+            f"run {run} did not find out which knobs of its winner pay: nothing won, the plan does not ask"
+            " (plan: attribution), or an earlier release published it"
+        )
+    return found

@@ -1,0 +1,108 @@
+"""Why a configuration won, in plain sentences: what each knob gives, and by which mechanism."""
+
+from collections.abc import Iterator, Mapping
+
+from tuner.conclusions import Attribution, KnobGain
+from tuner.report import words
+
+
+def gave(found: Attribution | None) -> dict[str, str]:
+    """Knob → what it gives, in a few words, for the answer card; empty without an attribution."""
+    return {gain.name: _gave(gain) for gain in found.knobs} if found is not None else {}
+
+
+def _gave(gain: KnobGain) -> str:
+    if not gain.kept:
+        return "nothing, left out"
+    told = [words.difference(d) for d in gain.gains if d.word != "open"]
+    how = "" if gain.how != "simulated" else ", by the simulator"
+    return f"{told[0]}{how}" if told else gain.why or "not measured by itself"
+
+
+def lines(found: Attribution) -> Iterator[str]:
+    """The whole attribution: its sentence, then one line for each knob."""
+    yield found.sentence
+    for gain in found.knobs:
+        yield f"  {knob_line(gain)}"
+    if found.last:
+        compared = ", ".join(words.difference(d) for d in found.last if d.where == "confirm")
+        yield f"the reduced configuration against the winner: {compared}"
+    share = found.seconds / found.search_s if found.search_s else 0.0
+    yield f"this took {words.seconds(found.seconds)} of engines, {share:.0%} of the search"
+
+
+def knob_line(gain: KnobGain) -> str:
+    """`max_num_batched_tokens 1024: e2e_p95_ms −41 % (−45 … −37, better), measured; requests wait less …`."""
+    told = [words.difference(d) for d in gain.gains if d.word != "open"]
+    value = "not set" if gain.value is None else gain.value
+    if not gain.kept:
+        return f"{gain.name} {value}: nothing, left out ({gain.why})"
+    parts = [", ".join(told) or "kept", *([gain.how] if told else []), *([gain.why] if gain.why else [])]
+    because = f"; {gain.mechanism}" if gain.mechanism else ""
+    return f"{gain.name} {value}: {', '.join(parts)}{because}"
+
+
+def sentence_of(found: Attribution, why: str = "") -> str:
+    """The attribution in one or two sentences."""
+    pays = [g.name for g in found.knobs if g.kept]
+    left = [g.name for g in found.knobs if not g.kept]
+    if found.published:
+        return (
+            f"{', '.join(pays) or 'No knob'} {'pays' if len(pays) < 2 else 'pay'}; {', '.join(left)}"
+            f" {'gives' if len(left) < 2 else 'give'} nothing and {'is' if len(left) < 2 else 'are'} left out"
+            f" of the profile (trial {found.reduced})."
+        )
+    if why:
+        return f"The winner is published as it is: {why}."
+    return f"Every knob of the winner pays: {', '.join(pays)}."
+
+
+def mechanism(before: Mapping[str, float], after: Mapping[str, float]) -> str:
+    """What the simulator sees change from `before` to `after` (measurement names), most telling first: queue,
+    preemption, prefill interference, KV cache, host-bound steps; empty where it sees nothing.
+    """
+    said = [
+        text
+        for text in (
+            _queue(before, after), _preemption(before, after), _prefill(before, after), _cache(before, after),
+        )
+        if text
+    ]  # fmt: skip
+    faster = _ratio(before, after, "tpot_p50_ms")
+    if not said and faster is not None and abs(faster - 1) > 0.02:
+        word = "less" if faster < 1 else "longer"
+        said.append(f"the same work is in each step, and steps wait {word} for the host")
+    return "; ".join(said[:2])
+
+
+def _ratio(before: Mapping[str, float], after: Mapping[str, float], name: str) -> float | None:
+    a, b = before.get(name), after.get(name)
+    return None if not a or b is None else b / a
+
+
+def _queue(before: Mapping[str, float], after: Mapping[str, float]) -> str:
+    a, b = (v.get("queue_depth_mean", 0.0) for v in (before, after))
+    if abs(a - b) < 0.1 or (a and 0.8 < b / a < 1.25):
+        return ""
+    word = "fewer" if b < a else "more"
+    return f"{word} requests wait in the queue (on average {words.number(a)} → {words.number(b)})"
+
+
+def _preemption(before: Mapping[str, float], after: Mapping[str, float]) -> str:
+    a, b = (v.get("preemptions", 0.0) for v in (before, after))
+    return "" if abs(a - b) < 1 else f"preemptions {words.number(a)} → {words.number(b)}"
+
+
+def _prefill(before: Mapping[str, float], after: Mapping[str, float]) -> str:
+    share = _ratio(before, after, "batch_tokens_mean")
+    steps = _ratio(before, after, "tpot_p95_ms")
+    if share is None or steps is None or 0.95 < steps < 1.05 or 0.9 < share < 1.1:
+        return ""
+    word = "disturb decoding less" if steps < 1 else "disturb decoding more"
+    shown = " → ".join(words.number(v["batch_tokens_mean"]) for v in (before, after))
+    return f"prefills {word} (tokens in a step, on average {shown})"
+
+
+def _cache(before: Mapping[str, float], after: Mapping[str, float]) -> str:
+    a, b = (v.get("kv_usage_max", 0.0) for v in (before, after))
+    return "" if abs(a - b) < 0.1 else f"the KV cache is filled to {b:.0%} at most instead of {a:.0%}"

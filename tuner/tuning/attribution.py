@@ -1,0 +1,282 @@
+"""Which knobs of a confirmed winner pay: each is dropped by itself, by the simulator where it is sure and by
+a launch where it is not; what does not pay is left out of the published profile.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+
+from tuner.conclusions import Attribution, Conclusion, Difference, KnobGain
+from tuner.errors import EngineError
+from tuner.measures import is_maximized
+from tuner.records import Candidate, Prediction, Run, Trial, TrialState
+from tuner.report.explain import mechanism, sentence_of
+from tuner.search.acquisition import Predict
+from tuner.simulator.options import parser
+from tuner.tuning.attempt import MeasureOptions, perform
+from tuner.tuning.concluding import Repeats, WinnerCriteria, differences, noise_before, spreads_of
+from tuner.tuning.confirm import asked_of
+from tuner.tuning.context import RunContext
+from tuner.tuning.next_trial import next_number
+from tuner.tuning.rounds import LEAST_ROUNDS, Rounds, cost_of, folder_of, kept, label_of, launches_of
+from tuner.tuning.verdict import worse_by
+
+# A knob of which the simulator expects less than this (a share, in every objective) is inert; a loss of more
+# than SURE without it is sure. What lies between is measured: the calibrated simulator is a few per cent off.
+INERT, SURE = 0.01, 0.10
+
+# A knob is kept where the winner without it is worse by more than this: less than what is worth a knob (5 %),
+# more than one launch is noisy.
+PAYS = 0.03
+
+UNSEEN = ("dtype", "optimization_level", "prefix_caching_hash_algo", "disable_cascade_attn")
+"""Arguments that the simulator takes and does not act on."""
+
+MOST_ROUNDS = 3
+"""Of the last comparison."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Attributing:
+    """The attribution of one run's winner. `said` is the confirmation's conclusion, `base` today's
+    configuration, `label` names the confirmation's launches; `predict` None: there is no simulator.
+    """
+
+    context: RunContext
+    run: Run
+    said: Conclusion
+    base: Trial
+    winner: Trial
+    label: str
+    predict: Predict | None
+    _asked: WinnerCriteria = field(init=False)
+    _used: int = 0
+
+    def __post_init__(self) -> None:
+        self._asked = asked_of(self.context.prepared)
+
+    @property
+    def own(self) -> str:
+        """The label of the attribution's own launches."""
+        return f"{label_of(self.run.id)}.3"
+
+    @property
+    def names(self) -> list[str]:
+        """The knobs in which the winner differs from today's configuration."""
+        today, won = self.base.candidate, self.winner.candidate
+        return [n for n in sorted({*today, *won}) if (n in today, today.get(n)) != (n in won, won.get(n))]
+
+    async def find(self) -> Attribution | None:
+        """The attribution; None where there is nothing to attribute or the study does not ask."""
+        if self.context.prepared.plan.attribution <= 0 or not self.names:
+            return None
+        allowed = self.launches_left()
+        if allowed < self._needed:
+            room = f"there is room for {max(0, allowed)} launches, and it takes {self._needed}"
+            return self._record((), why=f"which knobs pay was not asked: {room}")
+        gains = []
+        for name in self.names:
+            gains.append(await self._gain(name, allowed))
+        gains = self._together(gains)
+        dropped = [g.name for g in gains if not g.kept]
+        if not dropped:
+            return self._record(gains)
+        return await self._last(gains, self.without(dropped))
+
+    @property
+    def _needed(self) -> int:
+        """Launches of the last comparison. The reduced configuration's own trial is one of them where no
+        slice is held out.
+        """
+        return 2 * LEAST_ROUNDS + any(s.held_out for s in self.context.prepared.study.slices)
+
+    def launches_left(self) -> int:
+        """How many launches the share of the search, the run's own limit and its window leave."""
+        cost = cost_of(self.context, self.run, self.label)
+        spans = [
+            (each.ended_at - each.started_at).total_seconds()
+            for each in launches_of(self.context, self.label)
+            if each.ended_at is not None
+        ]
+        if not spans or not cost.confirm_s:
+            return 0
+        each = cost.confirm_s / len(spans)
+        limits = [cost.search_s * self.context.prepared.plan.attribution / each, self.context.budget.left]
+        if self.run.deadline is not None:
+            limits.append((self.run.deadline - self.context.clock()).total_seconds() / fmean(spans))
+        return math.floor(min(limits))
+
+    def without(self, names: Sequence[str]) -> Candidate:
+        """The winner with some knobs as today's configuration has them."""
+        today = self.base.candidate
+        left = {name: value for name, value in self.winner.candidate.items() if name not in names}
+        return Candidate({**left, **{name: today[name] for name in names if name in today}})
+
+    async def _gain(self, name: str, allowed: int) -> KnobGain:
+        today, won = self.base.candidate, self.winner.candidate
+        found = KnobGain(name=name, before=today.get(name), value=won.get(name), how="not asked", kept=True)
+        arm, candidate = self.said.arm(self.winner.number), self.without([name])
+        if arm is not None and name not in arm.changed:
+            return replace(found, kept=False, why="the engine runs with this value without being told")
+        if arm is not None and candidate == self.base.candidate:
+            gains = tuple(c for c in arm.changes if c.where == "confirm")
+            return replace(found, how="measured", gains=gains, why="it is all that differs from today")
+        if (broken := self.context.prepared.known_failure(candidate)) is not None:
+            return replace(found, why=f"without it {broken}")
+        simulated = self._simulated(found, candidate)
+        if simulated is not None:
+            return simulated
+        if self._used + self._needed >= allowed:
+            return replace(found, why="the share of the search that attribution may take is spent")
+        self._used += 1
+        return await self._measured(found, candidate)
+
+    def _simulated(self, gain: KnobGain, candidate: Candidate) -> KnobGain | None:
+        """The simulator's answer; None where it is not sure."""
+        if self.predict is None or not (gain.name in _seen() or gain.name == "preemption"):
+            return None
+        whole, less = self.predict([self.winner.candidate, candidate])
+        if not less.feasible:
+            return replace(gain, how="simulated", why="without it the simulator expects failures")
+        gains = self._expected(less, whole)
+        losses = [worse_by(d.metric, d.after or 0.0, d.before or 0.0) for d in gains if d.after]
+        found = replace(gain, how="simulated", gains=gains, mechanism=mechanism(less.values, whole.values))
+        if gains and all(abs(d.change or 0.0) < INERT for d in gains):
+            return replace(found, kept=False, why="nothing changes without it")
+        return found if max(losses, default=0.0) > SURE else None
+
+    def _expected(self, less: Prediction, whole: Prediction) -> tuple[Difference, ...]:
+        """The winner against the winner without a knob, as predicted."""
+        found = []
+        for name in self._asked.study.objectives:
+            before, after = less.values.get(name), whole.values.get(name)
+            if not before or after is None or not (math.isfinite(before) and math.isfinite(after)):
+                continue
+            change = (after - before) / before
+            reach = abs(change) * 2 * whole.spread.get(name, 0.1)
+            better = (change > 0) == is_maximized(name)
+            found.append(Difference(
+                metric=name, before=before, after=after, change=change, low=change - reach,
+                high=change + reach, repeats=0,
+                word="open" if abs(change) < INERT else "better" if better else "worse",
+            ))  # fmt: skip
+        return tuple(found)
+
+    async def _measured(self, gain: KnobGain, candidate: Candidate) -> KnobGain:
+        """One launch without the knob, beside the winner's launches of the confirmation."""
+        trial = await self._trial(candidate, f"without {gain.name}")
+        if trial.state is not TrialState.COMPLETE or trial.measurement is None:
+            return replace(gain, how="measured", why=f"without it: {trial.reason}")
+        own = replace(trial.measurement, purpose="confirm", repeat=1)
+        rows = [m for m in kept(self.context, self.label, self.winner.id) if m.purpose == "confirm"]
+        earlier = noise_before(self.context.store, self._asked)
+        found = Repeats(
+            base=trial, finalists=[self.winner], earlier=earlier, dropped={},
+            measured={trial.number: [own], self.winner.number: rows},
+        )  # fmt: skip
+        gains = differences(self._asked, found, self.winner, spreads_of(self._asked, found))
+        losses = [worse_by(d.metric, d.after, d.before) for d in gains if d.after and d.before]
+        pays = max(losses, default=0.0) > PAYS
+        whole, less = self.predict([self.winner.candidate, candidate]) if self.predict else (None, None)
+        told = mechanism(less.values, whole.values) if whole and less else ""
+        why = "" if pays else "nothing is worse without it"
+        return replace(gain, how="measured", kept=pays, gains=gains, mechanism=told if pays else "", why=why)
+
+    async def _trial(self, candidate: Candidate, origin: str) -> Trial:
+        """A trial of the study, launched under the attribution's label."""
+        store, study = self.context.store, self.context.prepared.study
+        number = next_number(store.trials(study.id))
+        trial = store.start_trial(
+            study_id=study.id, run_id=self.run.id, candidate=candidate, number=number, attempt=0, seed=0,
+            origin=origin, now=self.context.clock(), directory=None,
+        )  # fmt: skip
+        return await perform(self.context, trial, [], MeasureOptions(folder=folder_of(self.own, 1, 0)))
+
+    def _together(self, gains: Sequence[KnobGain]) -> list[KnobGain]:
+        """Knobs that do nothing alone may do something together: while the simulator expects the reduced
+        configuration to be worse, the knob whose return helps most is kept.
+        """
+        found = {g.name: g for g in gains}
+        while self.predict is not None:
+            dropped = [name for name, g in found.items() if not g.kept]
+            whole = self.predict([self.winner.candidate])[0]
+            if not dropped or self._loss(whole, self.without(dropped)) <= PAYS / 2:
+                break
+            back = min(dropped, key=lambda n: self._loss(whole, self.without([d for d in dropped if d != n])))
+            others = ", ".join(d for d in dropped if d != back)
+            found[back] = replace(found[back], kept=True, why=f"it pays where {others} is left out")
+        return list(found.values())
+
+    def _loss(self, whole: Prediction, candidate: Candidate) -> float:
+        assert self.predict is not None
+        less = self.predict([candidate])[0]
+        if not less.feasible:
+            return math.inf
+        pairs = self._expected(less, whole)
+        return max(
+            (worse_by(d.metric, d.after, d.before) for d in pairs if d.after and d.before), default=0.0
+        )
+
+    async def _last(self, gains: Sequence[KnobGain], reduced: Candidate) -> Attribution:
+        """The reduced configuration beside the winner in turns; it is published only if it is not worse."""
+        trial = await self._trial(reduced, "reduced")
+        if trial.state is not TrialState.COMPLETE or trial.measurement is None:
+            return self._record(gains, reduced=trial, why=f"the reduced configuration failed: {trial.reason}")
+        if not any(s.held_out for s in self.context.prepared.study.slices):
+            again = replace(trial.measurement, purpose="confirm", repeat=1)
+            self.context.store.add_measurement(trial.id, again)
+        rounds = Rounds(
+            context=self.context, run=self.run, label=self.own, dropped={}, what="last comparison"
+        )
+        arms = [self.winner, trial]
+        allowed = self.launches_left()
+
+        def left() -> list[Trial]:
+            room = allowed - self._used - 2 * rounds.done(arms) >= len(arms)
+            return arms if room and self._doubtful(self._differences(rounds, arms)) else []
+
+        await rounds.measure(arms, least=LEAST_ROUNDS, most=MOST_ROUNDS, left=left)
+        last = self._differences(rounds, arms)
+        good = bool(last) and not any(d.word == "worse" for d in last) and not self._doubtful(last)
+        why = "" if good else "the reduced configuration was worse in the last comparison"
+        return self._record(gains, reduced=trial, last=last, published=good, why=why)
+
+    def _differences(self, rounds: Rounds, arms: Sequence[Trial]) -> tuple[Difference, ...]:
+        measured, dropped = rounds.measured(arms)
+        earlier = noise_before(self.context.store, self._asked, without=self.own)
+        found = Repeats(base=arms[0], finalists=arms[1:], measured=measured, dropped=dropped, earlier=earlier)
+        return differences(self._asked, found, arms[1], spreads_of(self._asked, found))
+
+    def _doubtful(self, last: Sequence[Difference]) -> bool:
+        """Whether something may be worse: by what was measured, it is by more than a knob is worth."""
+        ours = [d for d in last if d.where == "confirm" and d.before and d.after is not None]
+        return any(worse_by(d.metric, d.before or 0.0, d.after or 0.0) > PAYS for d in ours)
+
+    def _record(
+        self, gains: Sequence[KnobGain], *, reduced: Trial | None = None, last: Sequence[Difference] = (),
+        published: bool = False, why: str = "",
+    ) -> Attribution:  # fmt: skip
+        if not published:
+            gains = [g if g.kept else replace(g, kept=True, why=f"{g.why}; {why}") for g in gains]
+        seconds = cost_of(self.context, self.run, self.own).confirm_s
+        found = Attribution(
+            run_id=self.run.id, study_id=self.run.study_id, at=self.context.clock(),
+            winner=self.winner.number, reduced=reduced.number if reduced else None, published=published,
+            knobs=tuple(gains), last=tuple(last), seconds=seconds,
+            search_s=cost_of(self.context, self.run, self.label).search_s,
+        )  # fmt: skip
+        return replace(found, sentence=sentence_of(found, why))
+
+
+def _seen() -> frozenset[str]:
+    """The knobs that the simulator acts on."""
+    return frozenset(vars(parser().parse_args([]))) - frozenset(UNSEEN)
+
+
+async def attribute(work: Attributing) -> tuple[Attribution | None, str]:
+    """(the attribution, why there is none). A failing launch ends it, and leaves the winner as it is."""
+    try:
+        return await work.find(), ""
+    except EngineError as error:
+        return None, f"which knobs pay was not found out: {error}"
