@@ -120,13 +120,13 @@ def row_of(case: Case, store: Store, run: Run) -> dict[str, JSON]:
     launches = store.launches(run.study_id)
     spans = [(each.ended_at - each.started_at).total_seconds() for each in launches if each.ended_at]
     arms = len({(each.directory or "").rsplit("/", 1)[-1][:4] for each in launches})
-    alarm = bool(found.worse) or found.cause in ("start", "default")
+    alarm = bool(found.worse) or found.fault in ("start", "default")
     guilty = [m.name for m in found.moved if m.guilty]
-    right = found.cause == case.cause and (case.cause != "default" or guilty == [case.knob])
+    right = found.fault == case.cause and (case.cause != "default" or guilty == [case.knob])
     if "renamed" in case.release:
         right = right and [(k.name, bool(k.successor)) for k in found.lost] == [(case.knob, True)]
     return {
-        "name": case.name, "planted": case.cause, "knob": case.knob, "alarm": alarm, "cause": found.cause,
+        "name": case.name, "planted": case.cause, "knob": case.knob, "alarm": alarm, "cause": found.fault,
         "guilty": list(guilty), "right": right, "advice": found.advice, "worse": list(found.worse),
         "seconds": round(sum(spans), 1), "share": round(len(spans) / (arms * ROUNDS), 3), "arms": arms,
     }  # fmt: skip

@@ -33,4 +33,4 @@ def test_the_tutorial_runs_as_written_and_says_what_it_shows(tmp_path: Path) -> 
     for sentence in re.split(r"(?<=\.) (?=[A-Zm])", " ".join(quoted)):
         assert sentence in answer
     assert '"advice": "stay"' in said[2]
-    assert '"cause": "code"' in said[2]
+    assert '"fault": "code"' in said[2]

@@ -277,7 +277,7 @@ class Attribution:
 _ATTRIBUTIONS = TypeAdapter(Attribution)
 
 Advice = Literal["stay", "move", "move with these pins", "re-tune", "measure longer"]
-Cause = Literal["code", "default", "both", "none", "start", "open"]
+Fault = Literal["code", "default", "both", "none", "start", "open"]
 """Why a new version is slower: its code, a default that moved, some of both; it is not; it does not start or
 serve; or that is open."""
 
@@ -319,7 +319,7 @@ class UpgradeFinding:
     lost: tuple[LostKnob, ...] = ()
     moved: tuple[MovedDefault, ...] = ()
     worse: tuple[str, ...] = ()
-    cause: Cause = "open"
+    fault: Fault = "open"
     advice: Advice = "measure longer"
     sentence: str = ""
 

@@ -27,6 +27,7 @@ VARIABLES: dict[str, dict[str, str]] = {
         "`TUNER_SIM_NOISE`": "relative noise of each step's time, one standard deviation",
         "`TUNER_SIM_SEED`": "seed of that noise",
         "`TUNER_SIM_STARTUP_S`": "seconds that it pretends to load",
+        "`TUNER_SIM_RELEASE`": "JSON: another release of it (docs/compare.md)",
         "`TUNER_SIM_BLIND`": "1: every step takes 10 ms whatever the knobs say (for tests of the tuner)",
         "`TUNER_SIM_HIDDEN`": "for the `tuner` command with `clock: virtual`: how the engine differs from the"
         " predictions ([Simulator](../simulator.md#the-virtual-clock))",

@@ -37,7 +37,7 @@ def checked(folder: Path, release: str) -> tuple[UpgradeFinding, Conclusion]:
 
 def test_a_slower_release_is_told_and_the_code_is_the_cause(tmp_path: Path) -> None:
     found, said = checked(tmp_path, "slow")
-    assert (found.advice, found.cause, found.compiles) == ("stay", "code", True)
+    assert (found.advice, found.fault, found.compiles) == ("stay", "code", True)
     assert "tpot_p50_ms" in found.worse
     assert found.moved == ()
     assert said.sentence.startswith("Advice: stay. 0.33.0 is worse than 0.32.0 in")
@@ -46,7 +46,7 @@ def test_a_slower_release_is_told_and_the_code_is_the_cause(tmp_path: Path) -> N
 
 def test_a_default_that_moved_is_named_and_pinned(tmp_path: Path) -> None:
     found, said = checked(tmp_path, "flip")
-    assert (found.advice, found.cause) == ("move with these pins", "default")
+    assert (found.advice, found.fault) == ("move with these pins", "default")
     (moved,) = found.moved
     assert (moved.name, moved.after, moved.guilty) == ("max_num_batched_tokens", 128, True)
     assert f"max_num_batched_tokens={moved.before} (now 128)" in said.sentence
@@ -58,7 +58,7 @@ def test_a_renamed_flag_is_told_with_its_successor_and_used(tmp_path: Path) -> N
     assert not found.compiles
     (lost,) = found.lost
     assert (lost.name, lost.value, lost.successor) == ("max_num_seqs", 64, "--max-running-seqs")
-    assert (found.advice, found.cause) == ("move", "none")
+    assert (found.advice, found.fault) == ("move", "none")
     store = store_of(tmp_path)
     argv = [each.argv for each in store.launches(said.study_id)]
     assert any("--max-running-seqs" in words for words in argv)
@@ -117,7 +117,7 @@ def test_the_cause_is_what_the_pinned_arms_undo(
     changes: tuple[float | None, ...], cause: str, advice: str, guilty: list[str]
 ) -> None:
     found = finding_of(KNOWN, concluded(*changes), [("a", "b"), ("a",), ("b",)], 0.1)
-    assert (found.cause, found.advice) == (cause, advice)
+    assert (found.fault, found.advice) == (cause, advice)
     assert [m.name for m in found.moved if m.guilty] == guilty
 
 

@@ -210,16 +210,16 @@ def finding_of(
     if not worse:
         is_open = any(True for _ in undecided([new], margin))
         found = replace(
-            finding, cause="open" if is_open else "none",
+            finding, fault="open" if is_open else "none",
             advice="measure longer" if is_open else "re-tune" if _left_out(finding) else "move",
         )  # fmt: skip
         return _told(found, f"Nothing is clearly worse on {finding.new} than on {finding.old}.")
     undone = {names: _undone(new, arm, worse) for names, arm in tried.items()}
     moved = _judged(finding, {names: share > UNDONE for names, share in undone.items()})
-    found = replace(finding, worse=worse, moved=moved, cause="code", advice="stay")
+    found = replace(finding, worse=worse, moved=moved, fault="code", advice="stay")
     if pins and undone.get(pins[0], 0.0) > UNDONE:
         still = worse_of(tried[pins[0]])
-        found = replace(found, cause="both" if still else "default", advice="move with these pins")
+        found = replace(found, fault="both" if still else "default", advice="move with these pins")
     return _told(found, f"{finding.new} is worse than {finding.old} in {', '.join(worse)}.")
 
 
@@ -228,9 +228,9 @@ def _not_served(finding: UpgradeFinding, why: str, tried: Mapping[tuple[str, ...
     served = {names: bool(arm.changes) for names, arm in tried.items()}
     if any(served.values()):
         moved = _judged(finding, served)
-        found = replace(finding, moved=moved, cause="default", advice="move with these pins")
+        found = replace(finding, moved=moved, fault="default", advice="move with these pins")
         return _told(found, f"The new version does not serve as it is: {why.rstrip('.')}.")
-    found = replace(finding, cause="start", advice="re-tune" if _left_out(finding) else "stay")
+    found = replace(finding, fault="start", advice="re-tune" if _left_out(finding) else "stay")
     return _told(found, f"The new version does not serve: {why.rstrip('.')}.")
 
 
@@ -265,11 +265,11 @@ def _told(finding: UpgradeFinding, first: str) -> UpgradeFinding:
         "default": f"The cause is a default that moved: {pins}.",
         "both": f"A default that moved is part of the cause: {pins}; the code is the rest.",
     }
-    if finding.cause == "code" and not finding.moved:
+    if finding.fault == "code" and not finding.moved:
         causes["code"] = "The code is the cause: no default moved."
-    elif finding.cause == "code" and all(m.before is None for m in finding.moved):
+    elif finding.fault == "code" and all(m.before is None for m in finding.moved):
         causes["code"] = f"The cause is the code, or a default that cannot be pinned: {pins}."
-    parts = [f"Advice: {finding.advice}.", first, causes.get(finding.cause, ""), *map(_lost, finding.lost)]
+    parts = [f"Advice: {finding.advice}.", first, causes.get(finding.fault, ""), *map(_lost, finding.lost)]
     return replace(finding, sentence=" ".join(part for part in parts if part))
 
 
