@@ -30,6 +30,7 @@ def live(
             for place, truth in enumerate(nodes):
                 whole = (night * len(nodes) + place) % whole_every == 0
                 step_of_night(world, seen, truth.name, _fault(draw), whole=whole)
+            world.morning()
     return world
 
 
@@ -83,7 +84,7 @@ def history_of(world: World) -> str:
     try:
         for study in sorted(store.studies(), key=lambda s: s.id):
             told += [_told(study.id, trial) for trial in store.trials(study.id)]
-            told += [[c.outcome.value, c.winner, str(c.at)] for c in store.conclusions(study.id)]
+            told += [[c.outcome.value, c.winner] for c in store.conclusions(study.id)]
         return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
     finally:
         store.close()

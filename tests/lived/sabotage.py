@@ -273,6 +273,7 @@ def story(home: Path) -> None:
 def _one(world: World, seen: Seen, node: str, fault: str | None) -> None:
     world.next_night()
     step_of_night(world, seen, node, fault, whole=True)
+    world.morning()
     world.promote(node)
     pulled_is_champion(world, node)
     check(world, seen, whole=False)

@@ -27,7 +27,7 @@ def test_six_nights_hold_every_invariant(tmp_path: Path) -> None:
     assert len(world.nights) >= 6
 
 
-@pytest.mark.slow
+@pytest.mark.month
 def test_the_same_seed_gives_the_same_history(tmp_path: Path) -> None:
     told = []
     for name in ("one", "other"):
@@ -56,6 +56,7 @@ class Story(RuleBasedStateMachine):
     def night(self, node: str, fault: str | None) -> None:
         self.world.next_night()
         step_of_night(self.world, self.seen, node, fault, whole=False)
+        self.world.morning()
 
     @rule(rate=st.sampled_from((0.8, 1.25)), inputs=st.sampled_from((0.9, 1.5)))
     def capture(self, rate: float, inputs: float) -> None:
@@ -83,7 +84,7 @@ class Story(RuleBasedStateMachine):
             self.world.__exit__(None, None, None)
 
 
-@pytest.mark.slow
+@pytest.mark.month
 def test_stories_in_any_order_hold_every_invariant(tmp_path: Path) -> None:
     """A failing story is shrunk; Hypothesis prints its steps."""
     Story.home = tmp_path

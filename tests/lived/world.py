@@ -250,6 +250,10 @@ class World:
         if self.now <= self.last_end():
             self.now += timedelta(days=1)
 
+    def morning(self) -> None:
+        """Nine o'clock, when people come."""
+        self.now = self.now.replace(hour=9)
+
     def later(self, **span: float) -> None:
         """Let time pass; a negative span is a clock that was set back."""
         self.now += timedelta(**span)
