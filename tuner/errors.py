@@ -107,7 +107,13 @@ class StudyFailed(EngineError):
     exit_code = 7
 
 
+LONGEST_NAME = 200
+"""Characters beyond which no name is compared with others: the time grows with the length."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """ " (did you mean 'x'?)" when a known name is close, otherwise an empty string."""
+    if len(name) > LONGEST_NAME:
+        return ""
     found = get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" (did you mean '{found[0]}'?)" if found else ""

@@ -8,7 +8,7 @@ import pytest
 
 from tests.service.test_stories import prepare_once
 from tests.service.world import STUDY, World
-from tuner.errors import BadInput
+from tuner.errors import BadInput, nearest
 from tuner.service.study_requests import check
 
 MODEL = "Qwen/Qwen2.5-7B-Instruct"
@@ -44,6 +44,17 @@ def test_an_object_has_known_keys_of_known_types_and_models_of_the_node(given: d
         check("speculative_config", [json.dumps(given)], [MODEL], "baseline")
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 2**63])
+def test_20_attack_a_number_is_one_that_an_engine_takes(value: float) -> None:
+    with pytest.raises(BadInput, match="a number below"):
+        check("max_num_seqs", [value], [MODEL], "baseline")
+
+
+def test_20_attack_a_name_of_a_megabyte_is_not_compared_with_others() -> None:
+    assert nearest("a" * 10**6, ["a" * 10**6]) == ""
+    assert nearest("max_num_seq", ["max_num_seqs"]) == " (did you mean 'max_num_seqs'?)"
+
+
 def test_what_means_no_harm_is_taken() -> None:
     own = {"method": "eagle3", "model": MODEL, "num_speculative_tokens": 3}
     check(
@@ -66,6 +77,10 @@ def test_what_means_no_harm_is_taken() -> None:
         {"space": {"name": "../x", "knobs": {"max_num_seqs": [4, 8]}}},
         {"slices": [{"start_s": 20, "duration_s": 1.0, "name": "../../x"}]},
         {"slices": [{"start_s": 20, "duration_s": 1.0, "name": "a b"}]},
+        {"baseline": {"max_num_seqs": 10**400}},
+        {"baseline": {"max_num_seqs": -(10**400)}},
+        {"space": {"knobs": {"max_num_seqs": [4, 10**400]}}},
+        {"baseline": {"cudagraph_capture_sizes": "[" + "1," * 100_000 + "1]"}},
         {"name": "../x"},
         {"workload": "a/b"},
         {"node": "../local"},

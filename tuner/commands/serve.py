@@ -42,6 +42,7 @@ def serve(
 
     from tuner.fleet.handover import recover_all
     from tuner.service.app import configure, create
+    from tuner.service.connections import TimedHead
     from tuner.service.runner import Controllers
 
     # The server closes what is open, then raises the signal that stopped it once more: an orderly end.
@@ -59,7 +60,7 @@ def serve(
     page = link(where, port, secure=tls_cert is not None)
     say(f"open {page}  (listening on {where}; Ctrl-C stops the service, not its runs)")
     server = uvicorn.Server(uvicorn.Config(
-        app, host=where, port=port, access_log=False, log_config=None, loop="uvloop", http="httptools",
+        app, host=where, port=port, access_log=False, log_config=None, loop="uvloop", http=TimedHead,
         server_header=False, timeout_graceful_shutdown=5, ssl_certfile=tls_cert, ssl_keyfile=tls_key,
     ))  # fmt: skip
     server.run(sockets=[listener])

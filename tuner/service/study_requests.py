@@ -81,6 +81,7 @@ def engines_of(home: Path, node: str) -> dict[str, EngineFile]:
 
 WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_+-]{0,63}")
 """A value that is a text: one word, which is no path, no address, no module and no flag."""
+MOST, LONGEST_VALUE = 2**63, 4000
 MODEL_KEYS = frozenset(("model", "draft_model"))
 OBJECTS = {
     "speculative_config": {
@@ -107,6 +108,10 @@ def check(knob: str, values: Iterable[Value], models: Collection[str], where: st
     if entry is None:
         raise BadInput(f"{where}: '{knob}' is not a knob{nearest(knob, CATALOGUE)}")
     for value in values:
+        if not isinstance(value, str) and value is not None and not abs(value) < MOST:
+            raise BadInput(f"{where}: {knob}: a number below {MOST:g} is expected")
+        if isinstance(value, str) and len(value) > LONGEST_VALUE:
+            raise BadInput(f"{where}: {knob}: longer than {LONGEST_VALUE} characters")
         if not isinstance(value, str) or entry.kind in ("preemption", "ints"):
             continue
         if entry.kind == "json":
