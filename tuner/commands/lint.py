@@ -72,8 +72,9 @@ def lint(
     as_json: Json = False,
     as_sarif: Sarif = False,
 ) -> None:
-    """Check a vLLM configuration: flags, memory, and how it would serve your traffic. Nothing is launched.
+    """Check a vLLM configuration without a GPU.
 
+    It checks flags and memory, and predicts how the engine would serve your traffic. Nothing is launched.
     Exit 1 when a finding is as severe as --fail-on says. docs/lint/ has a page for each finding.
     """
     from tuner.lint import findings, run, subject
