@@ -206,7 +206,7 @@ def pairs(argv: Sequence[str], notes: list[str]) -> list[tuple[str, list[str]]]:
             found.append((name.replace("_", "-") + dot + key, [value] if equals else []))
             if shell.unknown(value):
                 lost.add(len(found) - 1)
-        elif shell.unknown(word) and (not found or found[-1][1] or _is_bare(found[-1][0])):
+        elif shell.unknown(word) and (not found or found[-1][1] or is_switch(found[-1][0])):
             notes.append(f"'{shell.plain(word)}' is not given here; what it holds is missing")
         elif not found:
             raise BadInput(f"argument '{shell.plain(word)}' stands before any flag")
@@ -221,7 +221,8 @@ def pairs(argv: Sequence[str], notes: list[str]) -> list[tuple[str, list[str]]]:
     return [pair for position, pair in enumerate(found) if position not in lost]
 
 
-def _is_bare(flag: str) -> bool:
+def is_switch(flag: str) -> bool:
+    """Whether a flag takes no value."""
     return flag in table().bare or flag in table().paired or flag.startswith("--no-")
 
 
@@ -232,7 +233,7 @@ def switch_with_value(flag: str, values: Sequence[str], version: str) -> str | N
     """Why a release refuses a switch that is given a value; None where it takes it, as those before 0.9 took
     `--enable-chunked-prefill true`.
     """
-    if not values or not _is_bare(flag) or (flag not in table().bare and not matches(version, ">=0.9")):
+    if not values or not is_switch(flag) or (flag not in table().bare and not matches(version, ">=0.9")):
         return None
     return f"{flag} is a switch and takes no value, and got {shell.plain(values[0])}"
 
@@ -241,7 +242,7 @@ def model_at_the_end(given: list[tuple[str, list[str]]]) -> str | None:
     """The model of `--max-num-seqs 8 org/model`, where one value too many is the model; it is taken out."""
     for flag, values in given:
         entry = next((k for k in CATALOGUE.values() if flag in k.flags), None)
-        most = 0 if _is_bare(flag) else 1
+        most = 0 if is_switch(flag) else 1
         if len(values) > most and (most == 0 or (entry is not None and entry.kind != "ints")):
             if values[most].lower() in ("true", "false", "0", "1", "yes", "no") or values[most].startswith(
                 "-"

@@ -113,10 +113,10 @@ def check(source: FoundEngine, facts: EngineFacts, unread: list[str]) -> tuple[I
                 findings.append(bad)
             else:
                 kept.append(whole)
-    findings += [
-        found("flag-unknown", f"{word} is no argument of vLLM", "it has a dash and is no known short flag")
-        for word in loose
-    ]
+    for word in loose:
+        fix = f"-{word}" if f"-{word}" in facts.flags else ""
+        sentence = f"{word} is no argument of vLLM"
+        findings.append(found("flag-unknown", sentence, "it has one dash and is no known short flag", fix))
     findings += _repeated(kept)
     imported = _imported(source, kept, facts.version)
     findings += _effects(kept, imported, facts)
@@ -142,12 +142,14 @@ def _given(source: FoundEngine, unread: list[str]) -> tuple[list[WrittenFlag], l
     head = [words.pop(0)] if words and not words[0].startswith("-") else []
     try:
         pairs = baseline.pairs(baseline.long_form(words), unread)
+        before: list[str] = []
     except BadInput:
         start = next((n for n, word in enumerate(words) if word.startswith("--")), len(words))
+        before = [word for word in words[:start] if re.match(r"-[A-Za-z]", word)]
         pairs = baseline.pairs(baseline.long_form(words[start:]), unread)
     if not head and not any(flag == "--model" for flag, _ in pairs):
         head = [last] if (last := baseline.model_at_the_end(pairs)) is not None else []
-    loose = [v for _, values in pairs for v in values if re.match(r"-[A-Za-z]", v)]
+    loose = [*before, *(v for _, values in pairs for v in values if re.match(r"-[A-Za-z]", v))]
     given = [
         WrittenFlag(flag=flag, values=tuple(takewhile(lambda v: v not in loose, values)), written=flag)
         for flag, values in pairs
@@ -229,6 +231,9 @@ def _value(each: WrittenFlag, facts: EngineFacts) -> Finding | None:
         return found("flag-value", wrong, "vLLM's parser takes no value there", fix, flag=head)
     if any(shell.unknown(value) for value in each.values):
         return None
+    needs = head in table().flags_of(_PARSER) and not baseline.is_switch(head) and head != "--hf-token"
+    if not each.values and needs and "." not in each.flag:
+        return found("flag-value", f"{head} has no value", "vLLM's parser: expected one argument", flag=head)
     if len(each.values) > 1 and head not in _SEVERAL and head in table().flags_of(_PARSER):
         more = " ".join(repr(value) if not value.strip() else value for value in each.values[1:])
         sentence = f"{head} takes one value, so vLLM takes {more} for arguments of their own and refuses them"
