@@ -47,8 +47,8 @@ def test_without_a_simulator_knobs_are_measured(found: Mapping[int, Attribution]
     one = found[4]
     assert {g.how for g in one.knobs} <= {"measured", "not asked"}
     (pays,) = [g for g in one.knobs if g.kept and g.gains]
-    assert pays.name == "max_num_seqs"
-    assert pays.gains[0].word in ("better", "open")
+    assert pays.name == "max_num_batched_tokens"
+    assert pays.gains[0].word == "better"
 
 
 @pytest.mark.slow
