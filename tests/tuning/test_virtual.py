@@ -1,8 +1,9 @@
 """The virtual clock: the same launches, failures and numbers as the simulated engine in real time."""
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from tuner.simulator.clock import Clock
 from tuner.simulator.virtual import VirtualPace
 from tuner.tuning import studyfile
 from tuner.tuning.study import load
+from tuner.tuning.virtual import VirtualTime
 
 VIRTUAL = studies.STUDY.replace("kind: simulated", "kind: simulated\n  clock: virtual")
 
@@ -128,3 +130,17 @@ def test_many_decode_steps_at_once_are_the_same_as_one_by_one(
         assert one.error == other.error
     for name, value in single.engine.items():
         assert jumped.engine[name] == pytest.approx(value, rel=0.01, abs=0.01), name
+
+
+def test_what_would_end_after_the_window_waits_until_the_run_is_cut() -> None:
+    begun = datetime(2026, 3, 2, tzinfo=UTC)
+    clock = VirtualTime(begun, begun + timedelta(seconds=10))
+
+    async def night() -> None:
+        await clock.pass_by(4)
+        assert clock.seconds() == 4
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(clock.pass_by(7), 0.01)
+
+    asyncio.run(night())
+    assert clock.now() == begun + timedelta(seconds=10)
