@@ -113,6 +113,14 @@ test-month: $(STAMP)
 test-sabotage: $(STAMP)
 	$(PYTEST) -n 2 -m month -k 'planted_fault' tests/lived
 
+# The wheel, and its commands in a new environment that does not see this tree.
+wheel: $(STAMP)
+	rm -rf build/wheel build/wheel-env dist
+	$(BIN)/python -m pip wheel -q --disable-pip-version-check --no-deps -w dist .
+	$(PYTHON) -m venv build/wheel-env
+	build/wheel-env/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt dist/*.whl
+	$(BIN)/python -m benchmarks.wheel build/wheel-env
+
 # The container's requirements with a hash for every file, from the index that the tools are set to.
 requirements: $(STAMP)
 	$(BIN)/python -m pip install -q --disable-pip-version-check uv
