@@ -158,7 +158,8 @@ def test_a_failure_has_an_entry_with_the_sentence_that_is_printed(kind: str) -> 
 
 
 def test_every_other_cause_and_every_check_has_an_entry() -> None:
-    causes = {cause for text in CODE.values() for cause in re.findall(r'\bcause="([a-z_]+)"', text)}
+    failing = [text for path, text in CODE.items() if path.name != "upgrade.py"]  # what a release changed
+    causes = {cause for text in failing for cause in re.findall(r'\bcause="([a-z_]+)"', text)}
     assert causes - entries() == set()
     assert {anchor(name) for name in DOCTOR} <= entries()
 
