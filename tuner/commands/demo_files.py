@@ -58,11 +58,11 @@ engine:
   args:
     {load-format: dummy, skip-tokenizer-init: true, max-model-len: 8192, dtype: float32, enforce-eager: true}
   env: {VLLM_CPU_KVCACHE_SPACE: 1, HF_HUB_OFFLINE: 1}
-baseline: {max_num_seqs: 2}
-slices: [{start_s: 78, duration_s: 8, name: burst}]
-speed: 0.25
-plan: {base: quick, tail_limit_s: 60, lateness_ms: 1000, repeats: 1, most_repeats: 1}
-slo: {ttft_ms: 5000, tpot_ms: 500}
+baseline: {max_num_seqs: 4}
+slices: [{start_s: 78, duration_s: 2, name: burst}]
+speed: 0.1
+plan: {base: quick, tail_limit_s: 240, lateness_ms: 1000, repeats: 1, most_repeats: 1}
+slo: {ttft_ms: 5000, tpot_ms: 500, e2e_ms: 60000}
 live_limits: off
 budget: {trials: 3}
 seed: 7
@@ -72,7 +72,7 @@ SPACE = """\
 about: Few levels, for a first look at a real engine on a CPU.
 vllm: ">=0.11.2"
 knobs:
-  max_num_seqs: [2, 8, 32]
+  max_num_seqs: [4, 8, 32]
   max_num_batched_tokens: [1024, 2048, 4096]
 """
 
