@@ -23,8 +23,6 @@ VARIABLES: dict[str, dict[str, str]] = {
     "Simulated engine": {
         "`TUNER_SIM_CARD`": "the card to simulate; default `h100-80`",
         "`TUNER_SIM_CARDS`": "how many of them; default 1",
-        "`TUNER_SIM_RELEASE`": "JSON of the release to behave as: its version and what it changes"
-        " ([upgrade check](../upgrade.md))",
         "`TUNER_SIM_COEFFICIENTS`": "JSON of a calibration's coefficients",
         "`TUNER_SIM_SPEED`": "2 = twice real time",
         "`TUNER_SIM_NOISE`": "relative noise of each step's time, one standard deviation",
