@@ -244,6 +244,6 @@ def _is_of(gpu_class: str, card: "Card") -> bool:
 
 
 UNCALIBRATED_SAYS = (
-    "uncalibrated: on 45 measured configurations p95 E2E was 15 to 21 % off in the median, 31 % at worst"
+    "uncalibrated: on 55 measured configurations p95 E2E was 15 to 21 % off in the median, 39 % at worst"
 )
 """docs/simulator.md, « Uncalibrated »."""
