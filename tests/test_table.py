@@ -109,8 +109,8 @@ def test_a_plan_with_a_word_that_none_has_is_refused(plan: Path) -> None:
 def test_a_shipped_plan_can_be_read_and_names_every_row_once(path: Path) -> None:
     plan = read_plan(path)
     keys = [asked.key for group in plan.groups for asked in group]
-    assert len(keys) == len(set(keys)) >= 40
-    assert sum(key.startswith("relaunched") for key in keys) >= 12
+    assert len(keys) == len(set(keys)) >= (5 if "two-cards" in path.stem else 40)
+    assert sum(key.startswith("relaunched") for key in keys) >= (2 if "two-cards" in path.stem else 12)
 
 
 @pytest.mark.parametrize("path", sorted(HERE.glob("*/rows.parquet")), ids=lambda path: path.parent.name)

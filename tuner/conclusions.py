@@ -222,7 +222,7 @@ class Conclusion:
 
 _CODEC = TypeAdapter(Conclusion)
 
-How = Literal["measured", "simulated", "not asked"]
+How = Literal["measured", "predicted", "not asked"]
 """How the gain of a knob is known: by launches without it, by the calibrated simulator, or not at all."""
 
 

@@ -227,7 +227,7 @@ def test_a_trace_under_a_second_name_says_that_the_first_is_gone(tmp_path: Path)
     assert tuner(tmp_path, "trace", "import", TRACE, "--name", "chat").returncode == 0
     done = tuner(tmp_path, "trace", "import", TRACE, "--name", "other")
     assert done.returncode == 0
-    assert "'chat' is not known any more" in done.stderr
+    assert "this trace was named 'chat'; its name is 'other' now" in done.stderr
 
 
 def test_more_traffic_than_can_be_replayed_is_refused(tmp_path: Path) -> None:

@@ -336,7 +336,7 @@ def test_the_error_of_a_node_is_the_end_of_the_command() -> None:
     ("words", "sentence"),
     [
         (["--on", "somewhere"], "--on somewhere: give auto, HOST:PORT or ray://HOST:PORT"),
-        (["--nodes", "gpu=a100"], "--nodes and --isolated are about nodes of a cluster: give --on as well"),
+        (["--nodes", "gpu=a100"], "--nodes and --isolated need --on: they choose nodes of a cluster"),
         (["--on", "auto", "--nodes", "a100"], "'a100' is not KEY=VALUE"),
     ],
 )

@@ -287,13 +287,21 @@ def _usable(said: Conclusion) -> bool:
     return said.outcome in USABLE and (said.winner is not None or served)
 
 
+def _words(process: psutil.Process) -> list[str]:
+    """Its command line; empty where it has ended and waits to be reaped."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
 @invariant
 def nothing_outlives(now: Now) -> None:
     """No lease, process or half-written file outlives its reason, and no alias moves by itself."""
     died = bool(now.world.nights) and now.world.nights[-1].said.code == KILLED
     if not died:
         assert not now.store.leases(now=now.world.now), now.store.leases(now=now.world.now)
-        others = [each.cmdline() for each in psutil.Process().children() if each.pid != now.world.helper]
+        others = [_words(each) for each in psutil.Process().children() if each.pid != now.world.helper]
         left = [line for line in others if any(w == "tuner" or w.startswith("tuner.") for w in line)]
         assert not left, left
     assert not list(now.world.home.rglob("*.partial"))

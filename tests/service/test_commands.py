@@ -39,7 +39,7 @@ def test_a_wrong_scope_or_age_is_one_sentence(tmp_path: Path) -> None:
 def test_a_controller_refuses_a_service_of_another_version(tmp_path: Path) -> None:
     other = tuner(tmp_path, "tune", "study.yaml", more={SERVICE_VERSION: "9.9.9"})
     assert other.returncode == 5
-    assert f"vllm-config-tuner 9.9.9, this is {__version__}: restart the service" in other.stderr
+    assert f"vllm-config-tuner 9.9.9, this command is {__version__}: restart the service" in other.stderr
     same = tuner(tmp_path, "token", "list", more={SERVICE_VERSION: __version__})
     assert "restart the service" not in same.stderr
 

@@ -15,7 +15,7 @@ def _gave(gain: KnobGain) -> str:
     if not gain.kept:
         return "nothing, left out"
     told = [words.difference(d) for d in gain.gains if d.word != "open"]
-    how = "" if gain.how != "simulated" else ", by the simulator"
+    how = "" if gain.how != "predicted" else ", by the simulator"
     return f"{told[0]}{how}" if told else gain.why or "not measured by itself"
 
 

@@ -138,10 +138,10 @@ class Attributing:
             return None
         whole, less = self.predict([self.winner.candidate, candidate])
         if not less.feasible:
-            return replace(gain, how="simulated", why="without it the simulator expects failures")
+            return replace(gain, how="predicted", why="without it the simulator expects failures")
         gains = self._expected(less, whole)
         losses = [worse_by(d.metric, d.after or 0.0, d.before or 0.0) for d in gains if d.after]
-        found = replace(gain, how="simulated", gains=gains, mechanism=mechanism(less.values, whole.values))
+        found = replace(gain, how="predicted", gains=gains, mechanism=mechanism(less.values, whole.values))
         if gains and all(abs(d.change or 0.0) < INERT for d in gains):
             return replace(found, kept=False, why="nothing changes without it")
         return found if max(losses, default=0.0) > SURE else None

@@ -264,7 +264,7 @@ class Comparing(Execution):
 
 
 ENDS: Mapping[End, str] = {
-    "decided": "every difference is known after {rounds} rounds",
+    "decided": "the answer is known after {rounds} rounds",
     "rounds": "the {rounds} rounds are spent",
     "window": "the window has no room for another round",
     "launches": "the run may start no more engines",
