@@ -13,8 +13,9 @@ from benchmarks.attribution import measured
 from tests.tuning.studies import tuner
 from tests.tuning.test_confirm import Night
 from tuner.conclusions import Attribution, Conclusion
-from tuner.records import Candidate, Run, Trial
+from tuner.records import Candidate, Run, RunState, Trial
 from tuner.report.explain import gave, lines, mechanism
+from tuner.service.pages.overview import newest_card
 from tuner.tuning.context import LaunchJob, Measured, Note
 from tuner.tuning.ending import Ending
 from tuner.tuning.virtual import HIDDEN
@@ -112,6 +113,18 @@ def test_a_knob_that_gives_nothing_is_not_in_the_published_profile(tmp_path: Pat
     assert done.returncode == 0, done.stderr
     assert "watermark 0.01: nothing, left out (nothing is worse without it)" in done.stdout
     assert "max_num_seqs 16: ttft_p95_ms −50 %" in done.stdout
+    given = gave(found)
+    assert set(given) == {"max_num_seqs", "watermark"}
+    study, run = night.store.study(profile.study_id), night.store.runs(profile.study_id)[0]
+    night.store.save_run(replace(run, state=RunState.FINISHED, ended_at=said.at), said)
+    told = tuner(tmp_path, "front", study.name)
+    assert given["max_num_seqs"] in " ".join(told.stdout.split()), told.stderr
+    written = tmp_path / "report.md"
+    assert tuner(tmp_path, "report", study.name, "-o", written, "--format", "md").returncode == 0
+    assert given["max_num_seqs"] in written.read_text().replace("\\", "")
+    shown = newest_card(night.store, profile.key, [study])
+    assert shown is not None
+    assert {knob.name: knob.gave for knob in shown[0].changed} == given
 
 
 def test_a_reduced_configuration_that_is_worse_is_not_published(tmp_path: Path) -> None:

@@ -51,7 +51,8 @@ def board_of(store: "Store", study: "Study") -> "Board":
     """The board of a study: its trials and the conclusions of its runs."""
     from tuner.report.board import board
 
-    return board(study, store.trials(study.id), store.conclusions(study.id))
+    found = store.conclusions(study.id)
+    return board(study, store.trials(study.id), found, store.newest_attribution(study.id))
 
 
 def show(store: "Store", study: "Study", program: str | None = None) -> None:

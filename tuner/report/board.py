@@ -7,11 +7,12 @@ from itertools import combinations
 
 import numpy as np
 
-from tuner.conclusions import Arm, Conclusion, Difference
+from tuner.conclusions import Arm, Attribution, Conclusion, Difference
 from tuner.measures import measure_of
 from tuner.records import Launch, Study, Trial, TrialState
 from tuner.report.card import AnswerCard, card, key_of
 from tuner.report.charts import MARKED, Cloud, Guides, Point, scatter
+from tuner.report.explain import gave
 from tuner.report.words import knobs, measured, published
 from tuner.search import pareto
 
@@ -54,6 +55,7 @@ class Board:
     front: tuple[Trial, ...]
     conclusion: Conclusion | None
     confirmation: Conclusion | None
+    attribution: Attribution | None = None
 
     @property
     def winner(self) -> int | None:
@@ -63,7 +65,9 @@ class Board:
     @property
     def card(self) -> AnswerCard | None:
         """The answer card of what the newest run concluded; None before the first conclusion."""
-        return card(self.conclusion, key_of(self.study)) if self.conclusion else None
+        if self.conclusion is None:
+            return None
+        return card(self.conclusion, key_of(self.study), gave=gave(self.attribution))
 
     @property
     def published(self) -> str:
@@ -192,8 +196,14 @@ def values(trial: Trial | None) -> Mapping[str, float]:
     return trial.measurement.values if trial is not None and trial.measurement else {}
 
 
-def board(study: Study, trials: Sequence[Trial], conclusions: Sequence[Conclusion]) -> Board:
-    """The board of a study. `conclusions` are those of its runs, the oldest first."""
+def board(
+    study: Study,
+    trials: Sequence[Trial],
+    conclusions: Sequence[Conclusion],
+    attribution: Attribution | None = None,
+) -> Board:
+    """The board of a study. `conclusions` are those of its runs, the oldest first; `attribution` tells what
+    each knob of the newest one's winner gives."""
     newest = conclusions[-1] if conclusions else None
     return Board(
         study=study,
@@ -202,6 +212,7 @@ def board(study: Study, trials: Sequence[Trial], conclusions: Sequence[Conclusio
         front=pareto.front(trials, study.objectives),
         conclusion=newest,
         confirmation=next((c for c in reversed(conclusions) if c.measured_again), newest),
+        attribution=attribution,
     )
 
 

@@ -12,7 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from tuner import masking
-from tuner.conclusions import Conclusion
+from tuner.conclusions import Attribution, Conclusion
 from tuner.measures import direction_of
 from tuner.records import Launch, Profile, Study, Trial
 from tuner.report import evidence, words
@@ -34,7 +34,7 @@ ROWS = 400
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportData:
     """The data of a report. `conclusions` are those of the study, the oldest first. `winner` is the profile
-    of the winner. `commands` show the study again.
+    of the winner, `attribution` what each of its knobs gives. `commands` show the study again.
     """
 
     study: Study
@@ -44,6 +44,7 @@ class ReportData:
     commands: Sequence[str]
     generated_at: datetime
     winner: Profile | None = None
+    attribution: Attribution | None = None
 
 
 def render(data: ReportData) -> str:
@@ -76,7 +77,7 @@ def cell(text: object) -> str:
 
 
 def _context(data: ReportData, pictures: "_Pictures | None") -> Mapping[str, object]:
-    found = pictures.board if pictures else board(data.study, data.trials, data.conclusions)
+    found = pictures.board if pictures else board(data.study, data.trials, data.conclusions, data.attribution)
     believed = beliefs(found.trials)
     return {
         "study": data.study,
@@ -116,7 +117,7 @@ class _Pictures:
     """The drawings of one report, made when the template asks for them."""
 
     def __init__(self, data: ReportData) -> None:
-        self.board: Board = board(data.study, data.trials, data.conclusions)
+        self.board: Board = board(data.study, data.trials, data.conclusions, data.attribution)
         self._data = data
 
     @cached_property

@@ -13,6 +13,7 @@ from tuner.measures import NAMES
 from tuner.profiles.registry import CHAMPION
 from tuner.records import ProfileKey
 from tuner.report.card import AnswerCard, card
+from tuner.report.explain import gave
 from tuner.report.night_charts import NightMark, gains, over_nights
 from tuner.service.pages.render import marked
 
@@ -109,7 +110,7 @@ def _place(store: Store, name: tuple[str, str], found: Sequence[Night], metric: 
     return PlaceHistory(
         name=" for ".join(name),
         drawing=marked(drawn),
-        card=card(said, key) if said is not None else None,
+        card=card(said, key, gave=gave(store.attribution(said.run_id))) if said is not None else None,
         study_id=said.study_id if said is not None else newest.study_id,
         trend=trend(found),
     )

@@ -13,6 +13,7 @@ from tuner.history.store import Store
 from tuner.profiles.registry import CHAMPION, stale_reasons
 from tuner.records import AliasEvent, Node, Profile, ProfileKey, Run, RunState, Study
 from tuner.report.card import AnswerCard, card, card_of_run
+from tuner.report.explain import gave
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +124,7 @@ def newest_card(store: Store, key: ProfileKey, studies: Sequence[Study]) -> tupl
         if ended is None:
             continue
         said = store.conclusion(ended.id)
-        made = card(said, key) if said is not None else card_of_run(ended)
+        made = card_of_run(ended) if said is None else card(said, key, gave=gave(store.attribution(ended.id)))
         found += [(made, study.id)] if made is not None else []
     return max(found, key=lambda each: each[0].at, default=None)
 
@@ -135,7 +136,8 @@ def card_of_profile(store: Store, profile: Profile, alias: str) -> AnswerCard | 
         return None
     made = PublishedProfile(id=profile.id, version=profile.version)
     trial = number if isinstance(number, int) else None
-    return card(said, profile.key, trial=trial, alias=alias, profile=made)
+    given = gave(store.attribution(said.run_id))
+    return card(said, profile.key, trial=trial, alias=alias, profile=made, gave=given)
 
 
 def version_of(store: Store, event: AliasEvent | None) -> Profile | None:

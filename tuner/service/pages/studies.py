@@ -27,9 +27,12 @@ from tuner.tuning.now import path_of
 
 def board_of(store: Store, study: Study) -> tuple[Board, int]:
     """The board of a study and the pulse of the history that it was read at."""
-    return kept(
-        store, f"board {study.id}", lambda: board(study, store.trials(study.id), store.conclusions(study.id))
-    )
+
+    def made() -> Board:
+        found = store.conclusions(study.id)
+        return board(study, store.trials(study.id), found, store.newest_attribution(study.id))
+
+    return kept(store, f"board {study.id}", made)
 
 
 def bench_of(store: Store, study: Study) -> Bench:
