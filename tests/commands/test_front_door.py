@@ -6,6 +6,8 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -14,6 +16,7 @@ import pytest
 from tests.service.world import free_port
 from tests.tuning.studies import VIRTUAL, command, environment, tuner, wait_for, write
 from tuner.commands.serve import link
+from tuner.history.store import Store
 
 LOGIN = Path(__file__).parents[2] / "tuner" / "service" / "pages" / "templates" / "login.html"
 
@@ -90,6 +93,20 @@ def test_the_command_of_the_login_page_works(tmp_path: Path) -> None:
     done = tuner(tmp_path, *shlex.split(line)[1:])
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("tuner_")
+
+
+def test_a_night_that_a_blackout_leaves_out_is_no_failure(tmp_path: Path) -> None:
+    """A timer that meets a planned pause does not alarm; docs/schedules.md says so."""
+    home, study = tmp_path / "home", write(tmp_path, VIRTUAL)
+    words = ("add", "night", "--study", study, "--cron", "* * * * *", "--hours", 4)
+    assert tuner(home, "schedule", *words, "--blackout", "2020-01-01/2099-12-31").returncode == 0
+    store = Store(f"sqlite:///{home / 'tuner.db'}", create=False)
+    row = store.schedule("night")
+    store.put_schedule(replace(row, created_at=row.created_at - timedelta(minutes=5)))
+    store.close()
+    done = tuner(home, "schedule", "run", "night")
+    assert "blackout" in done.stderr, done.stderr
+    assert done.returncode == 0
 
 
 def test_a_schedule_runs_now_although_nothing_is_due(tmp_path: Path) -> None:

@@ -205,7 +205,9 @@ def run_now(
         if (notice := notify.happening(found)) is not None:
             notify.send(home, notice, say=say)
         say(f"schedule {name}: {found.kind}: {found.sentence}")
-        raise typer.Exit(REFUSED)
+        if found.kind != "blackout":
+            raise typer.Exit(REFUSED)
+        return
     try:
         run = _run(store, found)
     except TunerError as error:
