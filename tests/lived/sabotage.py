@@ -108,7 +108,17 @@ def _to_champion(whole: Any) -> Any:
         made = whole(*args, **more)
         if more["alias"] == "challenger":
             key = registry.key_of(more["study"])
-            args[0].move_alias(key, "champion", made.version, actor="tuner", reason="won", now=more["now"])
+            store, now = args[0], more["now"]
+            event = store.alias(key, "champion")
+            store.move_alias(
+                key,
+                "champion",
+                made.version,
+                expected=event and event.to_version,
+                actor="t",
+                reason="",
+                now=now,
+            )
         return made
 
     return publish
@@ -205,7 +215,7 @@ SABOTAGES = (
     Sabotage("the profile lacks a flag", "profile", ending, "compile_candidate",
              altered(lambda c: replace(c, argv=_without(c.argv, "--block-size")))),
     Sabotage("today's configuration is published as the winner", "profile", ending, "_profile",
-             lambda whole: lambda c, r, s, t, alias, label: whole(c, r, s, _base(c), alias, label)),
+             lambda whole: lambda c, r, s, t, *more: whole(c, r, s, _base(c), *more)),
     Sabotage("everything is published for one node", "profile", registry, "key_of",
              altered(lambda key: replace(key, target="n1"))),
     Sabotage("one configuration is measured again and again", "search", StudyView, "is_new",
@@ -280,10 +290,13 @@ def _one(world: World, seen: Seen, node: str, fault: str | None) -> None:
 
 
 def caught(sabotage: Sabotage, home: Path) -> str | None:
-    """What noticed the fault, in its first line; None where nothing did."""
+    """What noticed the fault, in its first line; None where nothing did. A TypeError is a plant that does not
+    fit the code any more, and is raised."""
     try:
         with sabotage.planted():
             story(home)
+    except TypeError:
+        raise
     except Exception as noticed:
         return (
             f"{type(noticed).__name__}: {str(noticed).splitlines()[0][:160]}"
