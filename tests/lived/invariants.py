@@ -301,7 +301,7 @@ def nothing_outlives(now: Now) -> None:
     died = bool(now.world.nights) and now.world.nights[-1].said.code == KILLED
     if not died:
         assert not now.store.leases(now=now.world.now), now.store.leases(now=now.world.now)
-        others = [_words(each) for each in psutil.Process().children() if each.pid != now.world.helper]
+        others = [_words(each) for each in psutil.Process().children() if each.pid not in now.world.known]
         left = [line for line in others if any(w == "tuner" or w.startswith("tuner.") for w in line)]
         assert not left, left
     assert not list(now.world.home.rglob("*.partial"))

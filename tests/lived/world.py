@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import psutil
 from starlette.testclient import TestClient
 
 from tests.service.world import World as Service
@@ -142,6 +143,7 @@ class World:
                 enter(patch.object(module, "now", lambda: self.now))
         # The watcher follows the real clock; the stories on the real clock kill controllers beside it.
         enter(patch.object(handover, "_watch", lambda *_: SimpleNamespace(kill=int, wait=int)))
+        self._others = frozenset(each.pid for each in psutil.Process().children())
         self._nursery = Nursery(self)
         self._begin()
         return self
@@ -354,9 +356,9 @@ class World:
         return Store(f"sqlite:///{self.home / 'tuner.db'}", create=False)
 
     @property
-    def helper(self) -> int:
-        """The process that is ours and no leftover of a command."""
-        return self._nursery.pid
+    def known(self) -> frozenset[int]:
+        """The processes that are no leftover of a command: our helper, and what was there before."""
+        return self._others | {self._nursery.pid}
 
     def client(self) -> TestClient:
         """The service over the same history, as somebody on this host sees it."""
