@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tuner.history.entities import RunBest
     from tuner.history.store import Store
     from tuner.records import Launch, Study, Trial
-    from tuner.report.board import Beside, Board
+    from tuner.report.board import Beside
 
 
 def front(
@@ -47,19 +47,12 @@ def find_study(store: "Store", ref: str) -> "Study":
     return store.study(ref)
 
 
-def board_of(store: "Store", study: "Study") -> "Board":
-    """The board of a study: its trials and the conclusions of its runs."""
-    from tuner.report.board import board
-
-    found = store.conclusions(study.id)
-    return board(study, store.trials(study.id), found, store.newest_attribution(study.id))
-
-
 def show(store: "Store", study: "Study", program: str | None = None) -> None:
     """Print the answer card of the newest run, then the table of the front. `program`: how the card's pull
     command calls this program.
     """
     from tuner.commands import running
+    from tuner.report.board import board_of
     from tuner.report.card import lines
     from tuner.report.words import headline
 
@@ -93,6 +86,8 @@ def _cells(row: "Beside", names: "Sequence[str]") -> "Iterator[object]":
 
 def as_data(store: "Store", study: "Study", *, timings: bool = False) -> dict[str, object]:
     """The same as JSON."""
+    from tuner.report.board import board_of
+
     found = board_of(store, study)
     said, confirmed = found.conclusion, found.confirmation
     data: dict[str, object] = {

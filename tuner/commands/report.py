@@ -64,7 +64,7 @@ def text(store: "Store", study: "Study", format: Format = Format.HTML) -> str:
         commands=commands(study),
         generated_at=now(),
         winner=store.profile(made.id) if made else None,
-        attribution=store.newest_attribution(study.id),
+        attribution=store.attribution(conclusions[-1].run_id) if conclusions else None,
     )
     return markdown(data) if format is Format.MD else render(data)
 

@@ -74,6 +74,8 @@ def interruptible(work: "Coroutine[Any, Any, T]", tell: "Tell") -> T:
     async def main() -> T:
         task, loop = asyncio.ensure_future(work), asyncio.get_running_loop()
         _now.cancel = lambda: loop.call_soon_threadsafe(task.cancel)
+        if _now.came:  # before, and Python ignored what it raised, as in the callback of a weak reference
+            _now.cancel()
         return await task
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -265,11 +265,6 @@ class StudyStore(StorePart):
         found = self._read(lambda connection: connection.execute(query).scalar())
         return None if found is None else Attribution.from_json(found)
 
-    def newest_attribution(self, study_id: str) -> Attribution | None:
-        """The attribution of the study's newest run that has concluded; None where it has none."""
-        said = self.latest_conclusion(study_id)
-        return None if said is None else self.attribution(said.run_id)
-
     def latest_conclusion(self, study_id: str) -> Conclusion | None:
         """What the study's newest run that has ended concluded; None where none has."""
         query = select(conclusions.c.document).where(conclusions.c.study_id == study_id)

@@ -8,6 +8,7 @@ from itertools import combinations
 import numpy as np
 
 from tuner.conclusions import Arm, Attribution, Conclusion, Difference
+from tuner.history.store import Store
 from tuner.measures import measure_of
 from tuner.records import Launch, Study, Trial, TrialState
 from tuner.report.card import AnswerCard, card, key_of
@@ -214,6 +215,13 @@ def board(
         confirmation=next((c for c in reversed(conclusions) if c.measured_again), newest),
         attribution=attribution,
     )
+
+
+def board_of(store: Store, study: Study) -> Board:
+    """The board of a study as the history has it."""
+    said = store.conclusions(study.id)
+    found = store.attribution(said[-1].run_id) if said else None
+    return board(study, store.trials(study.id), said, found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

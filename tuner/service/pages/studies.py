@@ -12,8 +12,9 @@ from tuner.errors import BadInput, NotFound, nearest
 from tuner.history.store import Store
 from tuner.measures import MEASURES, NAMES
 from tuner.records import Run, RunState, Study, Trial, TrialState
+from tuner.report import board as boards
 from tuner.report import evidence
-from tuner.report.board import Board, board, values
+from tuner.report.board import Board, values
 from tuner.report.charts import bars
 from tuner.service.context import ServiceContext
 from tuner.service.pages import bench
@@ -27,12 +28,7 @@ from tuner.tuning.now import path_of
 
 def board_of(store: Store, study: Study) -> tuple[Board, int]:
     """The board of a study and the pulse of the history that it was read at."""
-
-    def made() -> Board:
-        found = store.conclusions(study.id)
-        return board(study, store.trials(study.id), found, store.newest_attribution(study.id))
-
-    return kept(store, f"board {study.id}", made)
+    return kept(store, f"board {study.id}", lambda: boards.board_of(store, study))
 
 
 def bench_of(store: Store, study: Study) -> Bench:
