@@ -8,6 +8,8 @@
 `--python` must have vLLM. `grid` finds the default's highest speed under TTFT ≤ 500 ms and TPOT ≤ 50 ms, then
 asks at 1.3 × that speed whether any of 31 sets of limits meets them: 25 pairs, and six that bound long
 prefills. A set that does is asked again with other prompts. A replay that fails a gate never counts as met.
+With `--graphs N` the sets are asked in a second engine that captures graphs up to N tokens, and the three
+that come closest get their own highest speed.
 """
 
 import argparse
@@ -20,6 +22,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import psutil
 
@@ -45,6 +48,12 @@ LONG = (
     (512, 4096, 512), (1024, 8192, 512), (1024, 8192, 2048),
 )  # fmt: skip
 SEQS, TOKENS = (64, 128, 256, 512, 1024), (512, 1024, 2048, 4096, 8192)
+# With captured graphs: steps that they cover, and one that they do not.
+GRAPH_TOKENS = (640, 768, 1024, 2048, 8192)
+GRAPH_LONG = (
+    (256, 1024, 512), (256, 2048, 512), (512, 2048, 512),
+    (512, 2048, 1024), (1024, 2048, 256), (1024, 8192, 2048),
+)  # fmt: skip
 FIXED = ("--load-format", "dummy", "--skip-tokenizer-init", "--max-model-len", "16384")
 MIB = 1 << 20
 
@@ -175,42 +184,88 @@ async def facts(host: Host, keep: Path) -> None:
         keep.write_text(json.dumps({"gpus": [g.name for g in host.gpus.gpus], "rows": rows}, indent=1) + "\n")
 
 
-async def grid(host: Host, trace_file: Path, keep: Path) -> None:
-    """The default's highest speed, then every set of limits at 1.3 × that speed, in one running engine."""
-    trace = importers.read_any(trace_file)
-    found: dict[str, JSON] = {"slo": {"ttft_ms": 500, "tpot_ms": 50, "attainment": 0.95}}
-    rows: list[JSON] = []
+class Grid:
+    """The replays of `grid`, each written down as it ends."""
 
-    def wrote(row: dict[str, JSON]) -> None:
-        rows.append(row)
+    def __init__(self, host: Host, trace: Trace, keep: Path) -> None:
+        self.host, self.trace, self.keep = host, trace, keep
+        self.found: dict[str, JSON] = {"slo": {"ttft_ms": 500, "tpot_ms": 50, "attainment": 0.95}}
+        self.rows: list[dict[str, JSON]] = []
+
+    def wrote(self, row: dict[str, JSON]) -> None:
+        """One more row, on the screen and in the file."""
+        self.rows.append(row)
         print(json.dumps(row), flush=True)
-        keep.write_text(json.dumps({**found, "rows": rows}, indent=1) + "\n")
+        rows: list[JSON] = list(self.rows)
+        self.keep.write_text(json.dumps({**self.found, "rows": rows}, indent=1) + "\n")
 
+    async def met(self, server: Server, limits_now: JSON, speed: float) -> bool:
+        """One replay at that speed."""
+        row = await attained(self.host, server, self.trace, len(self.rows), speed)
+        self.wrote({"limits": limits_now, **row})
+        return bool(row["met"])
+
+    async def highest(self, server: Server, limits_now: JSON, start: float) -> float:
+        """The highest speed that meets the SLO with the limits that the engine has now."""
+
+        async def at(speed: float) -> bool:
+            return await self.met(server, limits_now, speed)
+
+        return (await bisect(at, start=start, floor=0.5, ceiling=12.0, tolerance=0.06, most=8)).speed
+
+    async def sets(self, server: Server, wanted: list[dict[str, Value]], speed: float) -> None:
+        """Every set of limits at one speed; one that meets the SLO is asked a second time."""
+        for each in wanted:
+            if not await set_limits(server, each):
+                self.wrote({"limits": dict(each), "refused": True})
+            elif await self.met(server, dict(each), speed):
+                await self.met(server, dict(each), speed)
+
+
+LIMITS = ("max_num_seqs", "max_num_batched_tokens", "long_prefill_token_threshold")
+
+
+async def set_limits(server: Server, each: Mapping[str, Value]) -> bool:
+    """Whether the engine took these limits; what is not named goes back to no bound on long prefills."""
+    return await limits.change(server, {LIMITS[2]: 0, **each})
+
+
+async def grid(host: Host, trace_file: Path, keep: Path, graphs: int | None) -> None:
+    """The default's highest speed, then every set of limits at 1.3 × that speed: in the same engine, or in a
+    second one with graphs up to `graphs` tokens.
+    """
+    asked = Grid(host, importers.read_any(trace_file), keep)
+    long, tokens = (LONG, TOKENS) if graphs is None else (GRAPH_LONG, GRAPH_TOKENS)
+    pairs = [(seqs, size) for seqs in SEQS for size in tokens]
+    wanted: list[dict[str, Value]] = [dict(zip(LIMITS, each, strict=False)) for each in (*long, *pairs)]
     async with serve(host.spec(live=True), gpus=host.gpus) as server:
+        best = await asked.highest(server, "default", 3.0)
+        goal = round(best * 1.3, 2)
+        asked.found |= {"default_max_speed": best, "asked_speed": goal}
+        if graphs is None:
+            await asked.sets(server, wanted, goal)
+    if graphs is not None:
+        asked.found |= {"max_cudagraph_capture_size": graphs}
+        argv = ("--max-cudagraph-capture-size", str(graphs))
+        async with serve(host.spec(argv, live=True), gpus=host.gpus) as server:
+            await asked.sets(server, wanted, goal)
+            await closest(asked, server, best)
 
-        async def meets(speed: float) -> bool:
-            row = await attained(host, server, trace, len(rows), speed)
-            wrote({"limits": "default", **row})
-            return bool(row["met"])
 
-        best = await bisect(meets, start=3.0, floor=0.5, ceiling=12.0, tolerance=0.06, most=8)
-        goal = round(best.speed * 1.3, 2)
-        found |= {"default_max_speed": best.speed, "asked_speed": goal}
-        pairs: list[Mapping[str, Value]] = [
-            {"max_num_seqs": seqs, "max_num_batched_tokens": tokens} for seqs in SEQS for tokens in TOKENS
-        ]
-        names = ("max_num_seqs", "max_num_batched_tokens", "long_prefill_token_threshold")
-        for wanted in [*(dict(zip(names, each, strict=True)) for each in LONG), *pairs]:
-            if not await limits.change(server, {names[2]: 0, **wanted}):
-                wrote({"limits": dict(wanted), "refused": True})
-                continue
-            again = True
-            while again:
-                row = await attained(host, server, trace, len(rows), goal)
-                wrote({"limits": dict(wanted), **row})
-                again = bool(row["met"]) and not any(
-                    isinstance(r, dict) and r.get("limits") == dict(wanted) for r in rows[:-1]
-                )
+async def closest(asked: Grid, server: Server, start: float) -> None:
+    """The highest speed of the three sets of limits that served most requests in time at the asked speed."""
+    at = [r for r in asked.rows if r.get("speed") == asked.found["asked_speed"] and r["limits"] != "default"]
+    at.sort(key=lambda row: -float(str(row["slo_attainment"])))
+    speeds: list[JSON] = []
+    for row in at[:3]:
+        if isinstance(row["limits"], dict) and await set_limits(
+            server, cast("dict[str, Value]", row["limits"])
+        ):
+            speeds.append(
+                {"limits": row["limits"], "max_speed": await asked.highest(server, row["limits"], start)}
+            )
+            asked.found |= {"closest": speeds}
+    print(json.dumps(asked.found), flush=True)
 
 
 async def attained(host: Host, server: Server, trace: Trace, number: int, speed: float) -> dict[str, JSON]:
@@ -284,6 +339,7 @@ def main() -> None:
     parser.add_argument("--python", default="python3")
     parser.add_argument("what", choices=("facts", "grid", "order"))
     parser.add_argument("--relaunch", default="", help="indices of pairs to relaunch, with commas")
+    parser.add_argument("--graphs", type=int, help="grid: capture graphs up to so many tokens")
     parser.add_argument("model")
     parser.add_argument("files", nargs="+", type=Path)
     asked = parser.parse_args()
@@ -294,7 +350,7 @@ def main() -> None:
         picked = [int(i) for i in asked.relaunch.split(",") if i]
         asyncio.run(order(host, asked.files[0], asked.files[1], picked))
     else:
-        asyncio.run(grid(host, asked.files[0], asked.files[1]))
+        asyncio.run(grid(host, asked.files[0], asked.files[1], asked.graphs))
 
 
 if __name__ == "__main__":
