@@ -54,6 +54,9 @@ LINES = {
     "assignments": f"VLLM_LOGGING_LEVEL=INFO OMP_NUM_THREADS=8 {SERVE}",
     "a default of a variable": "vllm serve ${MODEL:-org/model} --max-num-seqs ${SEQS:-64} --gpu-memory-utilization 0.9",
     "bare arguments": f"--model org/model {FLAGS}",
+    "numbers as Python writes them": "vllm serve org/model --max-num-seqs 6.4e1 --gpu-memory-utilization .9",
+    "a continued line of PowerShell": SERVE.replace(" --", " `\n    --"),
+    "a continued line of cmd": SERVE.replace(" --", " ^\r\n    --"),
     "eval": f'eval "{SERVE}"',
     "docker": f"docker run --gpus all -p 8000:8000 {IMAGE} --model org/model {FLAGS}",
     "docker, positional": f"docker run --rm -it --gpus '\"device=0,1\"' {IMAGE} org/model {FLAGS}",
@@ -67,6 +70,11 @@ LINES = {
     "docker exec": f"docker exec -it vllm {SERVE}",
     "sudo docker": f"sudo docker run -d --restart unless-stopped --runtime nvidia {IMAGE} --model org/model {FLAGS}",
     "podman": f"podman run --device nvidia.com/gpu=all --security-opt=label=disable {IMAGE} --model org/model {FLAGS}",
+    "kubectl run": f"kubectl run vllm -n llm --image={IMAGE} --env=A=1 --restart=Never -- --model org/model {FLAGS}",
+    "oc run, a command": f"oc run vllm --image {IMAGE} --command -- {SERVE}",
+    "kubectl exec": f"kubectl exec -it vllm-0 -n llm -- {SERVE}",
+    "apptainer run": f"apptainer run --nv --bind /m:/m docker://{IMAGE} --model org/model {FLAGS}",
+    "singularity run": f"singularity run --nv vllm.sif --model org/model {FLAGS}",
     "nerdctl": f"nerdctl --namespace k8s.io run --gpus all --net host {IMAGE} --model org/model {FLAGS}",
     "rocm": f"docker run --device /dev/kfd --device /dev/dri --group-add video rocm/vllm:latest {SERVE}",
 }  # fmt: skip
@@ -131,6 +139,10 @@ FILES = {
     "config.yaml": "model: org/model\nmax-num-seqs: 64\ngpu_memory_utilization: 0.9\n",
     "skypilot.yaml": f"resources: {{accelerators: H100:1}}\nenvs: {{MODEL: org/model}}\nrun: |\n  conda activate vllm\n  vllm serve $MODEL {FLAGS}\n",
     "configmap.yaml": f"kind: ConfigMap\ndata:\n  start.sh: |\n    #!/bin/sh\n    exec {SERVE}\n",
+    "Dockerfile": f"# syntax=docker/dockerfile:1\nFROM python:3.12 AS built\nCMD [\"bash\"]\nFROM {IMAGE}\nENV A=1 B=\"2 3\"\nENTRYPOINT [\"vllm\", \"serve\", \\\n  # ours\n  \"org/model\"]\nCMD [{ITEMS}]\n",
+    "Dockerfile.arguments": f"FROM {IMAGE}\nCMD [\"--model=org/model\", {ITEMS}]\n",
+    "Dockerfile.shell": f"FROM x/y:1\nENV MODEL org/model\nCMD exec vllm serve $MODEL {FLAGS}\n",
+    "ray-loading.yaml": "applications:\n- args:\n    llm_configs:\n    - model_loading_config: {model_id: chat, model_source: org/model}\n      engine_kwargs: {max_num_seqs: 64, gpu_memory_utilization: 0.9}\n",
     "ray.yaml": "applications:\n- args:\n    llm_configs:\n    - engine_kwargs: {model: org/model, max_num_seqs: 64, gpu_memory_utilization: 0.9}\n",
 }  # fmt: skip
 
@@ -260,6 +272,9 @@ NONE = {
     "other.sh": "docker run --gpus all ollama/ollama serve\n",
     "unit.service": "[Service]\nExecStart=/usr/sbin/nginx -g off\n",
     "empty.sh": "\n",
+    "Dockerfile": f"FROM {IMAGE}\nRUN pip install x\n",
+    "Dockerfile.nginx": "FROM nginx\nCMD [\"nginx\"]\n",
+    "Dockerfile.broken": f"FROM {IMAGE}\nENTRYPOINT [\"vllm\", \n",
 }  # fmt: skip
 
 

@@ -67,10 +67,15 @@ def test_the_case_in_seconds_is_asked_for_with_what_each_unit_would_mean() -> No
         "timestamp,input_tokens,output_tokens\n0.0,5,5\n1.5,5,5\n",
         lines({"time": 3.5, "request": {"prompt": "x"}, "response": {"usage": {"prompt_tokens": 1}}}),
         lines({"timestamp": 170_000_000, "input_tokens": 5, "output_tokens": 5}),
+        mooncake([1_300_000_000 + 1_000_000 * at for at in range(60)]),
+        mooncake([1_300_000_000 + 1009 * at * at for at in range(300)]),
+        "time,input_tokens,output_tokens\n1300000000,5,5\n1400000000,5,5\n",
     ],
 )
 def test_what_leaves_more_than_one_unit_is_asked_for(tmp_path: Path, text: str) -> None:
-    """Also a number of two days in milliseconds, which was read as a date of 1975."""
+    """Also a number of two days in milliseconds, which was read as a date of 1975, and microseconds of half an
+    hour, which were read as dates of years.
+    """
     with pytest.raises(BadInput, match="--unit"):
         read_any(put(tmp_path, text))
     assert read_any(put(tmp_path, text), unit="s").meta["source"]

@@ -48,7 +48,7 @@ ALIASES = {
 
 # Flags that the tuner sets for every launch, or that do not belong into a study.
 OURS = re.compile(r"--(model|host|port|uds|served-model-name|api-key|ssl-.+|root-path|config)")
-_SUFFIX = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+_SUFFIX = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 # Flags that vLLM has removed, and their successors.
 GONE = {
@@ -397,8 +397,8 @@ def _json(text: str, flag: str, source: str) -> Value:
 
 
 def _number(text: str, flag: str, source: str) -> int | float:
-    """A number with vLLM's suffixes: 8k is 8000, 8K is 8192."""
-    found = re.fullmatch(r"(-?\d+(?:\.\d+)?)([kmgKMG]?)", text)
+    """A number as Python and vLLM read it: `.9`, `9e-1`, `1_000`; 8k is 8000, 8K is 8192."""
+    found = re.fullmatch(r"([-+]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)([kmgtKMGT]?)", text.strip())
     if not found:
         raise BadInput(f"{source}: {flag}: '{text}' is no number")
     value = float(found[1]) * _SUFFIX.get(found[2], 1)

@@ -218,7 +218,10 @@ def _scripts(document: Mapping[str, Any], where: str) -> Iterator[FoundEngine]:
     """Scripts in any text of a document (`run:`, ConfigMaps), and `engine_kwargs` of Ray Serve."""
     for path, value in walk(document):
         if path[-1:] == ("engine_kwargs",) and isinstance(value, Mapping):
-            yield FoundEngine(where=where, name="engine_kwargs", words=tuple(argv_of_mapping(value)))
+            loaded = at(document, *path[:-1], "model_loading_config")
+            model = at(loaded, "model_source") or at(loaded, "model_id")
+            words = tuple(argv_of_mapping(value))
+            yield FoundEngine(where=where, name="engine_kwargs", words=words, model=model)
         if not isinstance(value, str) or not shell.START.search(value):
             continue
         beside = at(document, *path[:-1]) if path else None

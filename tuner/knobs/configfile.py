@@ -38,11 +38,12 @@ def argv_of_mapping(mapping: Mapping[str, Any]) -> list[str]:
 
 
 def at(document: object, *path: str) -> Any:
-    """The value under a path of keys; None where a key is missing."""
+    """The value under a path of keys, and of places in lists as `walk` gives them; None where one is missing."""
     for key in path:
-        if not isinstance(document, Mapping):
-            return None
-        document = document.get(key)
+        if isinstance(document, list):
+            document = dict(enumerate(document)).get(int(key)) if key.isdigit() else None
+        else:
+            document = document.get(key) if isinstance(document, Mapping) else None
     return document
 
 

@@ -21,6 +21,7 @@ _PROGRAM = re.compile(r"(?:^|/)vllm$|vllm\.entrypoints\.cli\.main$")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _PS = re.compile(r"^\S+\s+\d+\s+[\d.]+\s+[\d.]+\s+\d+\s+\d+\s|^\s*\d+\s+\S+\s+[\d:-]+\s+/")
 _RUNTIMES = ("docker", "podman", "nerdctl")
+_OTHER_RUNTIMES = ("apptainer", "singularity", "kubectl", "oc")
 
 # Options of `docker run` that take no value; every other option takes one.
 _SWITCHES = frozenset(
@@ -72,7 +73,7 @@ def in_text(text: str, where: str) -> list[FoundEngine]:
     """The engines that a script, a command line or a line of `ps` starts. Bare arguments are one engine."""
     if "\n" not in text.strip() and _PS.search(text) and shell.START.search(text):
         return in_words(_rejoined(text.split()), where)
-    commands = shell.commands(text, where)
+    commands = shell.commands(re.sub(r"[ \t]+[`^][ \t]*\r?\n", " ", text), where)  # of PowerShell and cmd
     found = [each for command in commands for each in _in_command(command, where)]
     if not found and len(commands) == 1 and commands[0].words[0].startswith("--"):
         return [FoundEngine(where=where, words=commands[0].words)]
@@ -196,14 +197,31 @@ def _rejoined(words: Sequence[str]) -> list[str]:
 
 
 def _container_of(words: Sequence[str]) -> _Container | None:
-    """What `docker run …` (podman, nerdctl) starts, also behind a wrapper. None for another command."""
+    """What `docker run …` (podman, nerdctl, apptainer, kubectl) starts, also behind a wrapper. None for another
+    command.
+    """
     for at, word in enumerate(words):
-        if word.rsplit("/", 1)[-1] in _RUNTIMES:
+        program = word.rsplit("/", 1)[-1]
+        if program in _OTHER_RUNTIMES and "run" in words[at:]:
+            return _run_of_image(words[at + 1 :])
+        if program in _RUNTIMES:
             verb = next((i for i in range(at + 1, len(words)) if words[i] in ("run", "create")), None)
             if verb is None or shell.START.search(" ".join(words[at:verb])):
                 return None
             return _run(words[verb + 1 :])
     return None
+
+
+def _run_of_image(words: Sequence[str]) -> _Container | None:
+    """What `kubectl run NAME --image=I -- WORDS` or `apptainer run docker://I WORDS` starts."""
+    for at, word in enumerate(words):
+        if word.startswith(("docker://", "oras://")) or word.endswith(".sif"):
+            return _Container(image=word.partition("://")[2] or word, words=tuple(words[at + 1 :]))
+    split = words.index("--") if "--" in words else len(words)
+    own = " ".join(words[:split])
+    image = re.search(r"--image[= ](\S+)", own)
+    env = dict(re.findall(r"--env[= ](\w+)=(\S*)", own))
+    return _Container(image=image[1], words=tuple(words[split + 1 :]), env=env) if image else None
 
 
 def _run(words: Sequence[str]) -> _Container | None:

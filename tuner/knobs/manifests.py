@@ -2,6 +2,7 @@
 files, Kubernetes manifests, Helm values, vLLM's own `--config` file.
 """
 
+import json
 import os.path
 import re
 import textwrap
@@ -54,6 +55,8 @@ def sources(what: str) -> tuple[FoundEngine, ...]:
         return _named(_markdown(text, where), "command")
     if re.search(r"^\[(?:Service|Container)\]", text, re.MULTILINE):
         return _named(_unit(text, where), "unit")
+    if re.search(r"(?im)^FROM\s+\S+", text) and where != "command line":
+        return _named(_some(_image(text, where), text, where), "image")
     try:
         mappings = documents(text, where) if where != "command line" or "\n" in text else []
     except BadInput:
@@ -131,6 +134,31 @@ def _unlike(found: Sequence[FoundEngine]) -> tuple[FoundEngine, ...]:
         seen[each.name] += 1
         made.append(replace(each, name=f"{each.name}-{seen[each.name]}") if often[each.name] > 1 else each)
     return tuple(made)
+
+
+def _image(text: str, where: str) -> Sequence[FoundEngine]:
+    """The engine that a Dockerfile's last image starts."""
+    base, env, words = "", dict[str, str](), {"ENTRYPOINT": list[str](), "CMD": list[str]()}
+    for line in re.sub(r"\\\n(?:[ \t]*#.*\n)*", " ", re.sub(r"(?m)^[ \t]*#.*\n", "", text)).splitlines():
+        name, _, rest = line.strip().partition(" ")
+        if name.upper() == "FROM":
+            base, words = rest.split()[0], {"ENTRYPOINT": [], "CMD": []}
+        elif name.upper() == "ENV":
+            pairs = _split(rest, where) if "=" in rest else ["=".join(rest.split(maxsplit=1))]
+            env |= dict(pair.split("=", maxsplit=1) for pair in pairs if "=" in pair)
+        elif name.upper() in words:
+            words[name.upper()] = _exec_form(rest) or ["sh", "-c", rest]
+    image = "" if words["ENTRYPOINT"] or not words["CMD"] else base
+    return engine_starts.in_words([*words["ENTRYPOINT"], *words["CMD"]], where, env, image)
+
+
+def _exec_form(rest: str) -> list[str]:
+    """The words of a JSON list; none where Docker hands the text to a shell."""
+    try:
+        found = json.loads(rest)
+    except ValueError:
+        return []
+    return [str(word) for word in found] if isinstance(found, list) else []
 
 
 def _unit(text: str, where: str) -> Sequence[FoundEngine]:

@@ -33,6 +33,9 @@ FASTEST_TOKEN_S = 2e-4
 # No engine is sent more prompt tokens than this in a second.
 MOST_TOKENS_PER_S = 1e7
 
+# Numbers since 1970 that lie farther apart are hardly dates of one trace: microseconds of minutes look so.
+LONGEST_TRACE_S = 366 * 86_400
+
 # No clock ticks in longer steps, except steps of whole half hours.
 LONGEST_STEP_S = 1000.0
 _HALF_HOUR_S = 1800
@@ -133,9 +136,9 @@ class BareClock:
         if not span and not len(seen.took):
             return "s", "all stamps are the same"
         dated = date_unit(first + float(seen.stamps.min()), first + float(seen.stamps.max()))
-        if dated is not None:
-            return dated, "the stamps are dates since 1970 in it"
         out = _ruled_out(seen)
+        if dated is not None and dated not in out:
+            return dated, "the stamps are dates since 1970 in it"
         left = [unit for unit in UNITS_NS if unit not in out]
         if len(left) == 1:
             return left[0], "; ".join(dict.fromkeys(out.values()))
