@@ -298,6 +298,15 @@ def test_a_line_that_cannot_be_read_is_left_out(text: str, waiting: float | None
     assert found["preemptions"] is None
 
 
+@pytest.mark.parametrize("labels", ["", '{le="abc"}', '{le="NaN"}', '{le=""}', '{engine="0"}'])
+def test_a_bucket_without_a_bound_loses_its_histogram_only(labels: str) -> None:
+    bucket = "vllm:iteration_tokens_total_bucket"
+    whole = f'{bucket}{{le="8"}} 1\n{bucket}{{le="+Inf"}} 2\nvllm:iteration_tokens_total_sum 3\n'
+    assert metrics.parse(whole + LINES).step_tokens
+    found = metrics.parse(f"{whole}{bucket}{labels} 4\n" + LINES)
+    assert (found.step_tokens, found["iteration_tokens"], found["running"]) == ({}, 3.0, 3.0)
+
+
 def test_a_text_cut_off_loses_its_last_line_only() -> None:
     whole = RANKS + "vllm:num_preemptions_total 12345.0\n"
     for end in range(len(RANKS) + len("vllm:num_preemptions_total 1"), len(whole)):

@@ -121,7 +121,12 @@ class _Samples:
         """A histogram's cumulative counts by upper bound, of all engines; empty if it is not complete."""
         found: dict[float, float] = {}
         for labels, per_pid in ({} if name in self.broken else self.values.get(name, {})).items():
-            bound = float(dict(labels)["le"])
+            try:
+                bound = float(dict(labels).get("le", "NaN"))
+            except ValueError:
+                bound = math.nan
+            if math.isnan(bound):
+                return {}  # one line of it cannot be read
             found[bound] = found.get(bound, 0.0) + sum(per_pid.values())
         return found
 

@@ -26,12 +26,14 @@ def violations(
 ) -> tuple[str, ...]:
     """All known reasons, a sentence each."""
     asked = {name: value for name, value in candidate.items() if value is not None}
-    return (
-        *_budget(asked, facts, max_model_len),
-        *_memory(asked),
-        *_blocks(asked, facts),
-        *_parallel(asked, facts, model),
-    )
+    return (*refusals(asked, facts, max_model_len, model), *_memory(asked), *_blocks(asked, facts))
+
+
+def refusals(
+    asked: Mapping[str, Value], facts: EngineFacts, max_model_len: int | None, model: ModelFacts | None
+) -> tuple[str, ...]:
+    """What vLLM itself refuses at start-up, whatever the card and its kernels are, a sentence each."""
+    return (*_budget(asked, facts, max_model_len), *_parallel(asked, facts, model))
 
 
 GRAPHS = "max_cudagraph_capture_size"

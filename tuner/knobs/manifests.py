@@ -203,6 +203,6 @@ def _document(document: Mapping[str, Any], where: str) -> Iterator[FoundEngine]:
         yield from found
         return
     keys = {"--" + str(key).replace("_", "-").removeprefix("no-") for key in document}
-    if keys and keys <= set(table().flags) | {"--model-tag"} and len(keys & set(table().flags)) > 1:
+    if keys <= set(table().flags) | {"--model-tag"} and keys - {"--model", "--model-tag", "--host", "--port"}:
         words = argv_of_mapping(document)
         yield FoundEngine(where=where, name="config", words=tuple(words))

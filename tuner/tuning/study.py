@@ -18,6 +18,8 @@ from tuner.history.store import Store
 from tuner.knobs import model as models
 from tuner.knobs import space as spaces
 from tuner.knobs.arguments import compile_candidate, fixed
+from tuner.knobs.catalogue import CATALOGUE
+from tuner.knobs.constraints import refusals
 from tuner.knobs.discover import GpuKind, discover, facts_of_help, on_device
 from tuner.knobs.model import ModelFacts, tokens_of
 from tuner.knobs.space import SearchSpace
@@ -153,7 +155,7 @@ def prepare(
     host = surveyed or named(file, survey(file.engine, base=base), store)
     command, facts, node = host.command, host.facts, host.node
     baseline = Candidate(file.baseline)
-    _check_baseline(baseline, facts, file.engine.env, name)
+    _check_baseline(baseline, facts, file, model, name)
     restricted = _turned(space, file, facts, baseline, name)
     always = _fixed(file.engine.args, facts, restricted, name)
     max_model_len = _max_model_len(file, model, name)
@@ -272,6 +274,11 @@ def _fixed(
         if taken is not None and not isinstance(value, list | dict | bool) and value not in taken:
             listed = ", ".join(str(choice) for choice in taken)
             raise BadInput(f"{name}: engine.args.{key}: {value} is none of what the engine takes: {listed}")
+        entry = CATALOGUE.get(flag.replace("-", "_"))
+        plain = isinstance(value, str) and re.fullmatch(r"auto|[\d.]+[kmgtKMGT]?", value)
+        if entry and entry.kind in ("int", "float") and value != -1 and not plain:
+            if wrong := entry.complaint(value):  # type: ignore[arg-type]
+                raise BadInput(f"{name}: engine.args.{key}: {wrong.removeprefix(entry.name + ': ')}")
     return fixed(args, facts, where=f"{name}: engine.args")
 
 
@@ -364,11 +371,16 @@ def _turned(
     return found
 
 
-def _check_baseline(baseline: Candidate, facts: EngineFacts, env: Mapping[str, str], name: str) -> None:
+def _check_baseline(
+    baseline: Candidate, facts: EngineFacts, file: StudyFile, model: ModelFacts, name: str
+) -> None:
     try:
-        compile_candidate(baseline, facts, env=env)
+        compile_candidate(baseline, facts, env=file.engine.env)
     except BadInput as error:
         raise BadInput(f"{name}: baseline: {error}") from error
+    sizes = {flag_name(key)[2:].replace("-", "_"): v for key, v in file.engine.args.items() if type(v) is int}
+    if refused := refusals({**sizes, **baseline}, facts, None, model):
+        raise BadInput(f"{name}: what runs today cannot start: {refused[0]}")
 
 
 def named(file: StudyFile, host: Surveyed, store: Store | None) -> Surveyed:
