@@ -73,8 +73,8 @@ def test_the_case_in_seconds_is_asked_for_with_what_each_unit_would_mean() -> No
     ],
 )
 def test_what_leaves_more_than_one_unit_is_asked_for(tmp_path: Path, text: str) -> None:
-    """Also a number of two days in milliseconds, which was read as a date of 1975, and microseconds of half an
-    hour, which were read as dates of years.
+    """Also a number of two days in milliseconds, which was read as a date of 1975, and microseconds of half
+    an hour, which were read as dates of years.
     """
     with pytest.raises(BadInput, match="--unit"):
         read_any(put(tmp_path, text))

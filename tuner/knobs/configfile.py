@@ -38,7 +38,7 @@ def argv_of_mapping(mapping: Mapping[str, Any]) -> list[str]:
 
 
 def at(document: object, *path: str) -> Any:
-    """The value under a path of keys, and of places in lists as `walk` gives them; None where one is missing."""
+    """The value under a path of keys (of lists: of places, as `walk` has them); None where one is missing."""
     for key in path:
         if isinstance(document, list):
             document = dict(enumerate(document)).get(int(key)) if key.isdigit() else None

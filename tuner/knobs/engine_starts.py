@@ -197,8 +197,8 @@ def _rejoined(words: Sequence[str]) -> list[str]:
 
 
 def _container_of(words: Sequence[str]) -> _Container | None:
-    """What `docker run …` (podman, nerdctl, apptainer, kubectl) starts, also behind a wrapper. None for another
-    command.
+    """What `docker run …` (podman, nerdctl, apptainer, kubectl) starts, also behind a wrapper. None for
+    another command.
     """
     for at, word in enumerate(words):
         program = word.rsplit("/", 1)[-1]

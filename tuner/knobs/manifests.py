@@ -51,12 +51,8 @@ def sources(what: str) -> tuple[FoundEngine, ...]:
         text, where = what, "command line"
     if not text.strip():
         raise BadInput(f"{where}: it is empty; give {file_kinds.READ}")
-    if path.suffix.lower() in (".md", ".markdown") and where != "command line":
-        return _named(_markdown(text, where), "command")
-    if re.search(r"^\[(?:Service|Container)\]", text, re.MULTILINE):
-        return _named(_unit(text, where), "unit")
-    if re.search(r"(?im)^FROM\s+\S+", text) and where != "command line":
-        return _named(_some(_image(text, where), text, where), "image")
+    if (found := _of_form(text, path if where != "command line" else Path(), where)) is not None:
+        return found
     try:
         mappings = documents(text, where) if where != "command line" or "\n" in text else []
     except BadInput:
@@ -70,6 +66,17 @@ def sources(what: str) -> tuple[FoundEngine, ...]:
         return _unlike(found)
     started = engine_starts.in_text(text, where) if shell.START.search(text) or _words(text) else ()
     return _named(_some(started, text, where), "command")
+
+
+def _of_form(text: str, path: Path, where: str) -> tuple[FoundEngine, ...] | None:
+    """The engines of a file that its name or its first words tell: Markdown, a unit, a Dockerfile."""
+    if path.suffix.lower() in (".md", ".markdown"):
+        return _named(_markdown(text, where), "command")
+    if re.search(r"^\[(?:Service|Container)\]", text, re.MULTILINE):
+        return _named(_unit(text, where), "unit")
+    if re.search(r"(?im)^FROM\s+\S+", text) and path.name:
+        return _named(_some(_image(text, where), text, where), "image")
+    return None
 
 
 def _words(text: str) -> bool:

@@ -276,9 +276,9 @@ def _fixed(
             raise BadInput(f"{name}: engine.args.{key}: {value} is none of what the engine takes: {listed}")
         entry = CATALOGUE.get(flag.replace("-", "_"))
         plain = isinstance(value, str) and re.fullmatch(r"auto|[\d.]+[kmgtKMGT]?", value)
-        if entry and entry.kind in ("int", "float") and value != -1 and not plain:
-            if wrong := entry.complaint(value):  # type: ignore[arg-type]
-                raise BadInput(f"{name}: engine.args.{key}: {wrong.removeprefix(entry.name + ': ')}")
+        checked = entry and entry.kind in ("int", "float") and value != -1 and not plain
+        if entry and checked and (wrong := entry.complaint(value)):  # type: ignore[arg-type]
+            raise BadInput(f"{name}: engine.args.{key}: {wrong.removeprefix(entry.name + ': ')}")
     return fixed(args, facts, where=f"{name}: engine.args")
 
 

@@ -102,8 +102,9 @@ def read_any(
     found = chosen.read(source, options)
     if chosen.takes_unit and unit is None and found.duration_s > LONGEST_TRACE_S:
         raise BadInput(
-            f"{source}: its first and last request are {found.duration_s / 86_400:,.0f} days apart; are its times"
-            f" dates since 1970? Name their unit: --unit {'|'.join(UNITS_NS)} (written dates stay as they are)"
+            f"{source}: its first and last request are {found.duration_s / 86_400:,.0f} days apart; are its"
+            f" times dates since 1970? Name their unit: --unit {'|'.join(UNITS_NS)} (written dates stay as"
+            " they are)"
         )
     return found
 
