@@ -14,7 +14,7 @@ import tuner
 from tuner.records import Candidate, Prediction, Trial, TrialState
 from tuner.search import acquisition, early_stopping, trial_view
 from tuner.search.acquisition import Predict
-from tuner.search.encoding import encode
+from tuner.search.trial_view import encode
 from tuner.simulator.batch import Batch
 from tuner.simulator.cost import preset
 from tuner.simulator.options import Options
@@ -255,9 +255,7 @@ def digest(method: str) -> str:
     """Of the code that a method's rows come from: they are kept as long as nothing of it changes."""
     here, rooms = Path(search_truth.__file__).parent, Path(tuner.__file__).parent
     files = [here / name for name in ("search_truth.py", "search_bench.py", "search_methods.py")]
-    own = [
-        rooms / "tuning" / f"{n}.py" for n in ("next_trial", "calibrated_predictor", "early_stopping", "live")
-    ]
+    own = [rooms / "tuning" / f"{n}.py" for n in ("next_trial", "calibrated_predictor", "live")]
     files += [*own, *sorted((rooms / "search").glob("*.py"))]
     files += [] if method in RIVALS else sorted((rooms / "simulator").glob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12]

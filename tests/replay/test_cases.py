@@ -38,7 +38,7 @@ from tuner.replay.sender import Sender
 from tuner.replay.timeline import PLANS, measure, replay
 from tuner.replay.wire import Pool
 from tuner.replay.worker import AHEAD_BYTES
-from tuner.search.noise import Spread, drifted
+from tuner.search.compare import Spread, drifted
 from tuner.traffic.importers import read_any
 from tuner.traffic.trace import Trace
 

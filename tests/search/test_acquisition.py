@@ -11,7 +11,7 @@ from tuner.records import Candidate, Measurement, Prediction, Slo, Trial, TrialS
 from tuner.search import acquisition
 from tuner.search.acquisition import Predict, SearchState
 from tuner.search.candidate_sources import StudyView
-from tuner.search.encoding import encode
+from tuner.search.trial_view import encode
 
 SPACE = World(levels={"max_num_seqs": (64, 128, 256), "max_num_batched_tokens": (512, 1024, 8192)})
 BASE = {"ttft_p95_ms": 400.0, "tpot_p95_ms": 60.0, "goodput_rps": 10.0}

@@ -17,7 +17,7 @@ from tuner.errors import BadInput
 from tuner.records import Candidate, Measurement, Prediction, Slo, Trial, TrialState
 from tuner.search import pareto, sampler, trial_view
 from tuner.search.candidate_sources import StudyView, Suggestion, suggest
-from tuner.search.encoding import encode
+from tuner.search.trial_view import encode
 
 SCALE = trial_view.scale(OBJECTIVES, [world.truth({}).values[n] for n in OBJECTIVES], Slo())
 

@@ -9,8 +9,7 @@ from tuner.errors import BadInput
 from tuner.metrics import percentiles
 from tuner.records import Outcome, Slo
 from tuner.search import compare as module
-from tuner.search.compare import Comparison, Passes, compare
-from tuner.search.noise import Spread, spread_of
+from tuner.search.compare import Comparison, Passes, Spread, compare, spread_of
 
 QUIET = Spread(share=0.005, freedom=6)
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 from tests.search import world
 from tests.search.world import World
 from tuner.records import Candidate, Trial, TrialState, Violation
-from tuner.search import feasibility
-from tuner.search.encoding import encode
+from tuner.search import candidate_sources as feasibility
+from tuner.search.trial_view import encode
 
 ENCODING = encode(World(), world.DEFAULTS)
 

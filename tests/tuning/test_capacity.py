@@ -9,8 +9,7 @@ import pytest
 from tuner.records import Fidelity, Outcome, Slice, Slo
 from tuner.replay.plan import Load
 from tuner.replay.timeline import Judge, Partial, Replayed, SliceReplay
-from tuner.search.compare import compare_values
-from tuner.search.noise import Spread, spread_of
+from tuner.search.compare import Spread, compare_values, spread_of
 from tuner.tuning import trial
 
 SLO = Slo(ttft_ms=100.0, attainment=0.9)

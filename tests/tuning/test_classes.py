@@ -16,8 +16,7 @@ from tuner.history.store import Store
 from tuner.metrics import fold
 from tuner.records import Candidate, Outcome, Slo, TrialState
 from tuner.replay import outcomes
-from tuner.search.compare import compare
-from tuner.search.noise import spread_of
+from tuner.search.compare import compare, spread_of
 from tuner.simulator.cost import preset
 from tuner.simulator.predict import Predictor
 from tuner.traffic import trace as traces

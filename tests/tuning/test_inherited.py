@@ -15,9 +15,8 @@ from tests.tuning.studies import STUDY, VIRTUAL, tuner, write
 from tests.tuning.test_next_trial import measured, values
 from tuner.history.store import Store
 from tuner.records import Candidate, Trial, TrialState, Value, Violation
-from tuner.search.candidate_sources import heuristics
-from tuner.search.encoding import encode
-from tuner.search.feasibility import back_off
+from tuner.search.candidate_sources import back_off, heuristics
+from tuner.search.trial_view import encode
 from tuner.tuning.live import fits, widest
 from tuner.tuning.next_trial import at_levels, propose
 from tuner.tuning.study import Prepared, load

@@ -13,7 +13,7 @@ from tuner.errors import BadInput
 from tuner.knobs.space import Condition
 from tuner.records import Candidate, Measurement, Trial, TrialState, Value
 from tuner.search import trial_view
-from tuner.search.encoding import encode
+from tuner.search.trial_view import encode
 from tuner.tuning.calibrated_predictor import StudyPredictor, card_for, forecast
 from tuner.tuning.live import widest
 from tuner.tuning.next_trial import (

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from tuner.records import Candidate, Prediction, TrialState
 from tuner.search import pareto, trial_view
-from tuner.search.encoding import Encoding, Point
-from tuner.search.trial_view import EncodedTrial, Scale
+from tuner.search.trial_view import EncodedTrial, Encoding, Point, Scale
 
 Matrix = NDArray[np.float64]
 

@@ -25,8 +25,7 @@ from tuner.measures import direction_of
 from tuner.records import Candidate, Slo, Study, Trial, TrialState, Value
 from tuner.search import acquisition, trial_view
 from tuner.search.acquisition import Predict
-from tuner.search.encoding import Encoding, Point, encode
-from tuner.search.trial_view import EncodedTrial, Scale
+from tuner.search.trial_view import EncodedTrial, Encoding, Point, Scale, encode
 
 SAMPLERS = ("tuner", "tpe", "gp", "nsga2", "random")
 

@@ -11,7 +11,7 @@ from tuner.knobs.space import SearchSpace
 from tuner.measures import class_of, is_maximized, measure_of
 from tuner.records import Candidate, Prediction, Trial, TrialState
 from tuner.search import acquisition, pareto, trial_view
-from tuner.search.encoding import encode
+from tuner.search.trial_view import encode
 from tuner.simulator.batch import Batch
 from tuner.simulator.calibrate import Calibration, Observation, fit
 from tuner.simulator.cost import CARDS, Card, Coefficients, card_of, preset

@@ -17,9 +17,19 @@ from tuner.records import JSON, Measurement, Outcome, Run, Study, Trial, TrialSt
 from tuner.replay import outcomes
 from tuner.replay.plan import Plan
 from tuner.replay.speed import TOLERANCE
-from tuner.search import noise, pareto, trial_view
-from tuner.search.compare import Comparison, Passes, compare, compare_values
-from tuner.search.noise import Spread, spread_of
+from tuner.search import pareto, trial_view
+from tuner.search.compare import (
+    SOUGHT,
+    Comparison,
+    Passes,
+    Spread,
+    compare,
+    compare_values,
+    drifted,
+    repeats_needed,
+    spread_of,
+    together,
+)
 from tuner.tuning.trial import MAX_SPEED
 from tuner.tuning.verdict import Verdict, exceeding, judge
 
@@ -141,8 +151,8 @@ def is_open(asked: WinnerCriteria, found: Repeats) -> bool:
 
 def _may_gain(difference: Difference) -> bool:
     if is_maximized(difference.metric):
-        return difference.high is None or difference.high >= noise.SOUGHT
-    return (-1.0 if difference.low is None else difference.low) <= 1 / (1 + noise.SOUGHT) - 1
+        return difference.high is None or difference.high >= SOUGHT
+    return (-1.0 if difference.low is None else difference.low) <= 1 / (1 + SOUGHT) - 1
 
 
 def arms_of(asked: WinnerCriteria, found: Repeats, spreads: Spreads) -> tuple[Arm | None, list[Arm]]:
@@ -284,8 +294,8 @@ def spreads_of(asked: WinnerCriteria, found: Repeats) -> Spreads:
     for where in PLACES:
         groups = [[m for m in rows if m.purpose == where] for rows in found.measured.values()]
         for name in asked.metrics:
-            own = noise.spread_of([[m.values[name] for m in rows if name in m.values] for rows in groups])
-            spreads[name, where] = noise.together(own, found.earlier.get((name, where), Spread()))
+            own = spread_of([[m.values[name] for m in rows if name in m.values] for rows in groups])
+            spreads[name, where] = together(own, found.earlier.get((name, where), Spread()))
     return spreads
 
 
@@ -298,7 +308,7 @@ def noises(asked: WinnerCriteria, found: Repeats, spreads: Spreads) -> tuple[Noi
     for name in asked.metrics:
         spread, earlier = spreads[name, "confirm"], found.earlier.get((name, "confirm"), Spread())
         used = min(earlier.freedom, spread.freedom)
-        needed = noise.repeats_needed(spread, alpha=alpha, arms=1 + len(found.finalists), earlier=used)
+        needed = repeats_needed(spread, alpha=alpha, arms=1 + len(found.finalists), earlier=used)
         said.append(
             Noise(
                 metric=name, share=spread.share if spread.freedom else None, launches=launches,
@@ -320,7 +330,7 @@ def drifts(asked: WinnerCriteria, found: Repeats, spreads: Spreads) -> tuple[str
         if before is None:
             continue
         spread = spreads[name, "confirm"]
-        change = noise.drifted(before, again, spread, metrics=len(asked.study.objectives))
+        change = drifted(before, again, spread, metrics=len(asked.study.objectives))
         if change is not None:
             word = "better" if (change > 0) == (is_maximized(name)) else "worse"
             after = before * (1 + change)

@@ -10,7 +10,7 @@ from tuner.conclusions import Conclusion, Judgement
 from tuner.history.store import Store
 from tuner.records import JSON, Launch, Run, Trial
 from tuner.search import trial_view
-from tuner.search.noise import repeats_needed
+from tuner.search.compare import repeats_needed
 from tuner.tuning.concluding import (
     LEVEL,
     Repeats,

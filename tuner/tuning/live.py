@@ -16,7 +16,7 @@ from tuner.engine import limits
 from tuner.engine.failures import KINDS
 from tuner.errors import Aborted, EngineError, Infeasible, StudyFailed
 from tuner.records import Candidate, Launch, LaunchSpec, Trial, Value
-from tuner.search.encoding import encode
+from tuner.search.trial_view import encode
 from tuner.tuning.context import EngineHost, LaunchJob, LaunchResult, Pass, RunContext, held, largest_kv
 from tuner.tuning.study import Prepared
 from tuner.tuning.trial import (

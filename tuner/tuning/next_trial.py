@@ -17,7 +17,7 @@ from tuner.search import acquisition, early_stopping, ladder, pareto, trial_view
 from tuner.search.acquisition import Predict
 from tuner.search.candidate_sources import StudyView, Suggestion, drift_due, heuristics, suggest
 from tuner.search.early_stopping import Case, Columns, Judge, Rival
-from tuner.search.encoding import encode
+from tuner.search.trial_view import encode
 from tuner.traffic import slices
 from tuner.traffic.trace import Trace
 from tuner.tuning.calibrated_predictor import StudyPredictor, failed, pool_of
