@@ -3,12 +3,9 @@
 from dataclasses import replace
 from datetime import timedelta
 
-import pytest
-
 from tests.search import world
 from tests.search.world import OBJECTIVES
 from tuner.records import Candidate, Measurement, Slo, Trial, TrialState
-from tuner.search import early_stopping as stopping
 from tuner.search.early_stopping import reason_to_stop
 
 
@@ -64,12 +61,3 @@ def test_a_baseline_that_cannot_serve_does_not_end_the_search() -> None:
     values = {**world.truth({"max_num_batched_tokens": 2048, "max_num_seqs": 128}).values}
     better = replace(served[13], measurements=(Measurement(values=values),))
     assert reason_to_stop([*served[:13], better], OBJECTIVES, Slo(), done=14) is None
-
-
-def test_noise_is_the_spread_of_the_baselines_repeats() -> None:
-    base = world.trial(0, Candidate(), origin="baseline")
-    repeats = tuple(Measurement(values={"goodput_rps": v}, repeat=i) for i, v in enumerate((10.0, 10.3, 9.7)))
-    assert stopping.noise_of(base, "goodput_rps") is None
-    assert stopping.noise_of(replace(base, measurements=repeats), "goodput_rps") == pytest.approx(
-        0.03, abs=0.001
-    )

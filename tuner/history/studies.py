@@ -215,33 +215,13 @@ class StudyStore(StorePart):
 
         return self._write(work)
 
-    def add_conclusion(self, conclusion: Conclusion) -> Conclusion:
-        """Keeps what a run concluded. Conflict where it has a conclusion already: none is ever changed."""
-        self._write(lambda connection: _conclude(connection, conclusion))
-        return conclusion
-
     def conclusion(self, run_id: str) -> Conclusion | None:
         """What a run concluded; None while it has not."""
         return self._conclusion(select(conclusions.c.document).where(conclusions.c.run_id == run_id))
 
-    def conclusions(
-        self,
-        study_id: str | None = None,
-        *,
-        model: str | None = None,
-        node: str | None = None,
-        workload: str | None = None,
-        since: datetime | None = None,
-        until: datetime | None = None,
-    ) -> tuple[Conclusion, ...]:
-        """The conclusions of a study, or of all that match, the oldest first; `since` ≤ `at` < `until`."""
+    def conclusions(self, study_id: str | None = None) -> tuple[Conclusion, ...]:
+        """The conclusions of a study, or of all, the oldest first."""
         query = select(conclusions.c.document).where(*equal((conclusions.c.study_id, study_id)))
-        if facts := _facts(model, node, workload):
-            query = query.join(studies, studies.c.id == conclusions.c.study_id).where(*facts)
-        if since is not None:
-            query = query.where(conclusions.c.at >= since)
-        if until is not None:
-            query = query.where(conclusions.c.at < until)
         query = query.order_by(conclusions.c.at, conclusions.c.run_id)
         rows = self._read(lambda connection: connection.execute(query).scalars().all())
         return tuple(Conclusion.from_json(row) for row in rows)

@@ -331,23 +331,13 @@ def reason_to_stop(
     `done` counts the trials of this run and `limit` bounds it. `needed_s` is what another trial and the
     confirmation take before `deadline`. `expected_gain` returns the largest expected gain of any candidate,
     as a share of the hypervolume (None: not known). `noise` is the relative noise of one measurement (see
-    `noise_of`).
+    `spread_of`).
     """
     if limit is not None and done >= limit:
         return f"the budget of {limit} trials is spent"
     if now is not None and deadline is not None and now + timedelta(seconds=needed_s) >= deadline:
         return f"the window ends at {deadline:%H:%M}, too soon for another trial and the confirmation"
-    return _nothing_to_gain(
-        trials, trial_view.scale_of(trials, objectives, slo), expected_gain, NOISE if noise is None else noise
-    )
-
-
-def _nothing_to_gain(
-    trials: Sequence[Trial],
-    scale: trial_view.Scale | None,
-    expected_gain: Callable[[], float | None],
-    noise: float,
-) -> str | None:
+    scale = trial_view.scale_of(trials, objectives, slo)
     finished = [t for t in trial_view.latest(trials) if t.state is not TrialState.RUNNING]
     searched = [t for t in finished if not t.is_baseline]
     if len(searched) < max(MINIMUM, WINDOW) or scale is None:
@@ -355,7 +345,7 @@ def _nothing_to_gain(
     recent = {t.number for t in searched[-WINDOW:]}
     before = pareto.covered([t for t in finished if t.number not in recent], scale)
     after = pareto.covered(finished, scale)
-    floor = noise_volume(finished, scale, noise)
+    floor = noise_volume(finished, scale, NOISE if noise is None else noise)
     if after - before > floor:
         return None
     expected = expected_gain()
@@ -379,11 +369,3 @@ def noise_volume(trials: Sequence[Trial], scale: trial_view.Scale, noise: float)
     corner = np.array(scale.corner)
     lucky = [pareto.volume(costs - shift, corner) for shift in noise * np.eye(len(corner))]
     return float(np.mean(lucky)) - pareto.volume(costs, corner)
-
-
-def noise_of(baseline: Trial, name: str) -> float | None:
-    """Relative standard deviation of a metric over the baseline's full repeats; None below two of them."""
-    values = [m.values[name] for m in baseline.measurements if m.kind == "full" and name in m.values]
-    if len(values) < 2 or not all(0 < v < float("inf") for v in values):
-        return None
-    return float(np.std(np.log(values), ddof=1))

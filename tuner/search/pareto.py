@@ -2,17 +2,19 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from tuner.errors import BadInput, NotFound, nearest
+from tuner.errors import NotFound
 from tuner.measures import is_maximized, measure_of
 from tuner.records import Candidate, Slo, Trial, TrialState
 from tuner.search import trial_view
 
-# `slo`, `knee`, or {"weights": {objective: weight}}.
-Policy = str | Mapping[str, object]
+# How the winner is picked: by the SLO, at the knee of the front, or by weights of the objectives. The study
+# file's reader checks them.
+Policy = Literal["slo", "knee"] | Mapping[str, float]
 
 # Two configurations that differ by less (relative) count as equal, and the simpler one is taken: less than
 # the confirmation can show (`compare.LEAST`).
@@ -87,7 +89,7 @@ def promotable(
     return tuple((trial, -gain / whole) for gain, _, trial in sorted(found, key=lambda f: f[:2]))
 
 
-def hypervolume(points: Sequence[Sequence[float]], scale: trial_view.Scale) -> float:
+def hypervolume(points: ArrayLike, scale: trial_view.Scale) -> float:
     """The volume between the scale's corner and points, in log latencies and linear goodput (its unit is the
     baseline's). `points` are raw objective values.
     """
@@ -97,8 +99,7 @@ def hypervolume(points: Sequence[Sequence[float]], scale: trial_view.Scale) -> f
 
 def covered(trials: Sequence[Trial], scale: trial_view.Scale) -> float:
     """The hypervolume of everything measured in full, screened trials included."""
-    found = values_of(measured(trials, scale.objectives), scale.objectives)
-    return volume(scale.costs(found), np.array(scale.corner))
+    return hypervolume(values_of(measured(trials, scale.objectives), scale.objectives), scale)
 
 
 def volume(costs: Matrix, reference: Matrix) -> float:
@@ -132,7 +133,7 @@ def choose(
     """The trial that a policy picks of the COMPLETE ones; ties go to the simpler. With `screened` those
     that were only screened take part.
 
-    NotFound when there is none. BadInput for an unknown policy.
+    NotFound when there is none.
     """
     members = [t for t in measured(trials, objectives) if screened or not t.screened]
     if not members:
@@ -140,12 +141,11 @@ def choose(
     if policy == "slo":
         return _by_slo(members, slo, objectives)
     front_members = front(members, objectives, screened=screened)
-    if policy == "knee":
-        scores = _knee(front_members, objectives)
-    elif isinstance(policy, Mapping) and set(policy) == {"weights"}:
-        scores = _weighted(front_members, policy["weights"], objectives)
+    if policy == "knee":  # the smallest sum of costs bulges deepest below the plane through the extremes
+        row = np.full(len(objectives), 1 / math.sqrt(len(objectives)))
     else:
-        raise BadInput(f"winner: {policy!r} is no policy; give slo, knee or {{weights: {{…}}}}")
+        row = np.array([policy.get(name, 0.0) for name in objectives]) / sum(policy.values())
+    scores = _normalised(front_members, objectives) @ row
     return _simplest([t for t, s in zip(front_members, scores, strict=True) if s <= min(scores) + TIE])
 
 
@@ -163,15 +163,12 @@ def _by_slo(members: list[Trial], slo: Slo, objectives: Sequence[str]) -> Trial:
         within = [t for t in members if _value(t, "slo_attainment", 0.0) >= best - 1e-9]
     goodput = max(_value(t, "goodput_rps", 0.0) for t in within)
     within = [t for t in within if _value(t, "goodput_rps", 0.0) >= goodput * (1 - TIE)]
-    tail = "e2e_p95_ms" if any("e2e_p95_ms" in _values(t) for t in within) else _tail(objectives)
+    latencies = ("e2e_p95_ms", *(n for n in objectives if measure_of(n).unit == "ms"))
+    tail = next((n for n in latencies if n in objectives or any(n in _values(t) for t in within)), None)
     if tail:
         fastest = min(_value(t, tail, math.inf) for t in within)
         within = [t for t in within if _value(t, tail, math.inf) <= fastest * (1 + TIE)]
     return _simplest(within)
-
-
-def _tail(objectives: Sequence[str]) -> str | None:
-    return next((n for n in objectives if measure_of(n).unit == "ms"), None)
 
 
 def _values(trial: Trial) -> Mapping[str, float]:
@@ -193,25 +190,6 @@ def _normalised(members: Sequence[Trial], objectives: Sequence[str]) -> Matrix:
         for f in (min, max)
     )
     return np.where(np.isfinite(costs), (costs - low) / np.where(high > low, high - low, 1.0), 1.0)
-
-
-def _knee(members: Sequence[Trial], objectives: Sequence[str]) -> list[float]:
-    """Distance to the chord (the plane through the extremes), the deepest bulge lowest."""
-    return [float(row.sum()) / math.sqrt(len(objectives)) for row in _normalised(members, objectives)]
-
-
-def _weighted(members: Sequence[Trial], weights: object, objectives: Sequence[str]) -> list[float]:
-    if not isinstance(weights, Mapping) or not weights:
-        raise BadInput("winner: weights must map objectives to numbers")
-    for name, weight in weights.items():
-        if name not in objectives:
-            raise BadInput(f"winner: {name!r} is no objective of this study{nearest(str(name), objectives)}")
-        if not isinstance(weight, int | float) or isinstance(weight, bool) or weight < 0:
-            raise BadInput(f"winner: the weight of {name!r} must be a number ≥ 0, not {weight!r}")
-    row = np.array([float(weights.get(name, 0.0)) for name in objectives])
-    if row.sum() <= 0:
-        raise BadInput("winner: at least one weight must be above 0")
-    return [float(r) for r in _normalised(members, objectives) @ (row / row.sum())]
 
 
 def _simplest(members: list[Trial]) -> Trial:

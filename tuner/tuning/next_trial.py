@@ -248,7 +248,7 @@ def winner(prepared: Prepared, trials: Sequence[Trial], key: Callable[[Candidate
 def policy(prepared: Prepared) -> pareto.Policy:
     """The study's rule for the winner as `pareto.choose` takes it."""
     chosen = prepared.file.winner
-    return chosen if isinstance(chosen, str) else {"weights": dict(chosen.weights)}
+    return chosen if isinstance(chosen, str) else chosen.weights
 
 
 def minimal(space: SearchSpace, trials: Sequence[Trial], candidate: Candidate) -> Candidate:

@@ -18,7 +18,8 @@ from tuner.history.store import Store
 from tuner.knobs.arguments import compile_candidate
 from tuner.records import JSON, Candidate, Run, Trial, TrialState
 from tuner.search import trial_view
-from tuner.search.early_stopping import noise_of, reason_to_stop
+from tuner.search.compare import spread_of
+from tuner.search.early_stopping import reason_to_stop
 from tuner.tuning import quality
 from tuner.tuning.attempt import MeasureOptions, check_start, never_started, perform
 from tuner.tuning.calibrated_predictor import CalibratedPredictor, StudyPredictor
@@ -344,11 +345,13 @@ def _span(trial: Trial) -> float:
 
 def _noise(trials: Sequence[Trial], objectives: Sequence[str]) -> float | None:
     """The relative noise of one measurement by the baseline's repetitions, at least 1 %, if there are any."""
-    again = [t for t in trials if t.is_baseline and t.state is TrialState.COMPLETE and t.measurement]
-    if not again:
-        return None
-    whole = replace(again[0], measurements=tuple(t.measurement for t in again if t.measurement))
-    found = [n for name in objectives if (n := noise_of(whole, name)) is not None]
+    again = [
+        t.measurement.values
+        for t in trials
+        if t.is_baseline and t.state is TrialState.COMPLETE and t.measurement
+    ]
+    spreads = [spread_of([[values.get(name, math.inf) for values in again]]) for name in objectives]
+    found = [spread.share for spread in spreads if spread.freedom]
     return max(0.01, sum(found) / len(found)) if found else None
 
 
