@@ -16,7 +16,7 @@ FLAGS = (
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
     "--disable-dev-shm-usage", "--force-device-scale-factor=1", "--hide-scrollbars",
 )  # fmt: skip
-DESKTOP, PHONE = (1280, 900), (390, 844)
+WIDE, DESKTOP, PHONE = (1440, 900), (1280, 900), (390, 844)
 
 
 @contextmanager
@@ -36,14 +36,20 @@ def chromium(profile: Path, *, dark: bool = False) -> Iterator[webdriver.Chrome]
 
 
 def resize(
-    driver: webdriver.Chrome, size: tuple[int, int], *, dark: bool = False, script: bool = True
+    driver: webdriver.Chrome,
+    size: tuple[int, int],
+    *,
+    dark: bool = False,
+    script: bool = True,
+    paper: bool = False,
 ) -> None:
-    """Another screen, colour scheme, and whether scripts run."""
+    """Another screen, colour scheme, whether scripts run, and whether the page looks as if it was printed."""
     width, height = size
     screen = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
     scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+    media = {"media": "print" if paper else "", "features": [scheme]}
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
     driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": not script})
 
 

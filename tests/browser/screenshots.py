@@ -10,7 +10,7 @@ import httpx
 from selenium import webdriver
 
 from tests.browser import world
-from tests.browser.chromium import DESKTOP, PHONE, chromium, overlaps, resize
+from tests.browser.chromium import DESKTOP, PHONE, WIDE, chromium, overlaps, resize
 from tuner.records import Candidate, Launch
 from tuner.report.document import ReportData, render
 from tuner.service.pages.session import COOKIE
@@ -20,7 +20,7 @@ KEPT = {
     "desktop": ("overview", "study", "trial", "history", "profile", "report"),
     "phone": ("overview", "study"),
 }
-"""What docs/pages.md shows; `--all` takes every page at both widths, and dark."""
+"""What docs/pages.md shows; `--all` takes every page at three widths, light and dark, and the prints."""
 
 
 def paths(there: world.World) -> dict[str, str]:
@@ -124,11 +124,11 @@ def main() -> None:
             pages = {name: address + path for name, path in paths(there).items()}
             pages["report"] = report_of(there, home).as_uri()
             login(driver, address, there.tokens["admin"])
-            for label, size in (("desktop", DESKTOP), ("phone", PHONE)):
+            for label, size in (("desktop", DESKTOP), ("phone", PHONE), *([("wide", WIDE)] if every else [])):
                 for name, url in pages.items():
                     if not every and name not in KEPT[label]:
                         continue
-                    for dark in (False, True) if every and label == "desktop" else (False,):
+                    for dark in (False, True) if every else (False,):
                         resize(driver, size, dark=dark)
                         driver.get(url)
                         shoot(driver, folder / f"{name}-{label}{'-dark' if dark else ''}.png", size[0])

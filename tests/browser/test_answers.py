@@ -1,14 +1,18 @@
 """A newcomer finds: better or not, how much, how sure, how pulled; nights, failures, a live run, rows."""
 
+import base64
+import re
+from pathlib import Path
+
 import pytest
 from selenium.webdriver.common.keys import Keys
 
-from tests.browser.chromium import DESKTOP, PHONE, overlaps, resize, serious
-from tests.browser.screenshots import paths, running
+from tests.browser import world
+from tests.browser.chromium import DESKTOP, PHONE, WIDE, overlaps, resize, serious
+from tests.browser.screenshots import paths, report_of, running
 from tests.browser.site import Site
 
 pytestmark = pytest.mark.browser
-WIDE = (1440, 900)
 
 
 def test_I27_7_the_overview_answers_for_each_node(site: Site) -> None:
@@ -36,6 +40,23 @@ def test_I27_7_two_nights_are_compared(site: Site) -> None:
     assert "time to the first token" in site.text()
     assert len(site.all("figure svg")) >= 4
     assert site.errors() == []
+
+
+@pytest.mark.parametrize("what", ["profile", "node"])
+def test_I27_2_profiles_and_nodes_are_ticked_and_compared(site: Site, what: str) -> None:
+    world.a_night(site.world.store, world.study(node="gpu-02"), site.world.home / "other", 1)
+    site.get({"profile": "/profiles", "node": "/"}[what])
+    for box in site.all(f"input[name={what}]")[:2]:
+        box.click()
+    site.press("#picks button")
+    assert site.path.startswith(f"/compare?{what}=")
+    names = {"profile": ("version 3, gpu-01", "version 2, gpu-01"), "node": ("gpu-01", "gpu-02")}[what]
+    assert [a.text for a in site.all(".compared thead a")][:2] == list(names)
+    assert "time to the first token" in site.text()
+    assert len(site.all("figure svg")) >= 4, "latencies and timelines on the same axes"
+    site.get({"profile": "/profiles", "node": "/"}[what])
+    site.press("#picks button")
+    assert "2 to 5 trials, profiles, nights or nodes can be compared, not 0" in site.text()
 
 
 def test_I27_7_why_a_trial_failed_is_on_its_page(site: Site) -> None:
@@ -100,3 +121,31 @@ def test_I27_5_answers_fit_their_screen(site: Site, axe: str, size: tuple[int, i
         site.get(paths(site.world)[name])
         found += [f"{name}: {each}" for each in (*overlaps(site.driver), *serious(site.driver, axe))]
     assert found == []
+
+
+ON_PAPER = """
+const rows = [...document.querySelectorAll('tr')].map(r => [r.getBoundingClientRect().height, r.innerText]);
+const forms = [...document.querySelectorAll('form, button, nav')].filter(e => e.getClientRects().length);
+return [...rows.filter(r => r[0] > 140), ...forms.map(e => ['shown', e.tagName]),
+  ...[...document.querySelectorAll('main *')].filter(e => e.getBoundingClientRect().right > innerWidth + 1)
+    .map(e => ['too wide', e.tagName, e.innerText])];
+"""
+"""Rows in which a column is so narrow that words break, controls that paper has no use for, cut columns."""
+
+
+@pytest.mark.parametrize(("name", "most"), [("report", 8), ("study", 5), ("history", 3), ("compare", 5)])
+def test_I27_8_pages_and_report_print_well(site: Site, tmp_path: Path, name: str, most: int) -> None:
+    running(site.world)
+    if name == "report":
+        site.driver.get(report_of(site.world, tmp_path).as_uri())
+        resize(site.driver, DESKTOP)
+        top = site.driver.execute_script("return document.querySelector('#details').offsetTop")
+        assert top < 3 * DESKTOP[1], "more than three screens before the details"
+    else:
+        site.get(paths(site.world)[name])
+    resize(site.driver, (718, 1031), paper=True)
+    assert site.driver.execute_script(ON_PAPER) == []
+    printed = site.driver.execute_cdp_cmd("Page.printToPDF", {"paperWidth": 8.27, "paperHeight": 11.69})
+    pages = len(re.findall(rb"/Type\s*/Page\b", base64.b64decode(printed["data"])))
+    assert 0 < pages <= most
+    assert overlaps(site.driver) == []

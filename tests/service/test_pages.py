@@ -147,7 +147,7 @@ def test_M23_what_the_winner_saves_is_in_the_conclusion_on_the_page_and_on_the_c
     assert kept.saving == saved
     said = words.saving(saved)
     assert "saves 2,920 a month" in said
-    assert "repaid after 0.16 nights" in said
+    assert "repaid within one night" in said
     client, _ = visitor(filled, "read")
     assert said in client.get("/studies/chat/live").text
     told = call(filled.home, "run", "status", run.id)

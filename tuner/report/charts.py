@@ -18,6 +18,11 @@ WIDTH, HEIGHT = 620, 380
 LEFT, RIGHT, TOP, BOTTOM = 74, 16, 14, 52
 
 
+def tick_text(value: float) -> str:
+    """A tick's label: plain digits, never an exponent below a million."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
     """A measurement on an axis; `log` where all values are positive and spread over more than a factor 4."""
@@ -26,6 +31,8 @@ class Axis:
     low: float
     high: float
     log: bool = False
+    text: Callable[[float], str] = tick_text
+    """A tick's label."""
 
     def at(self, value: float) -> float:
         """Position of a value in 0..1."""
@@ -80,11 +87,6 @@ class Frame:
         return self.bottom - self.y.at(value) * (self.bottom - self.top)
 
 
-def tick_text(value: float) -> str:
-    """A tick's label: plain digits, never an exponent below a million."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
 def grid(frame: Frame, *, x_labels: bool = True, about: int = 5) -> list[str]:
     """Grid lines, ticks and axis names."""
     parts = []
@@ -94,14 +96,14 @@ def grid(frame: Frame, *, x_labels: bool = True, about: int = 5) -> list[str]:
             f'<line class="grid" x1="{at:.1f}" y1="{frame.top}" x2="{at:.1f}" y2="{frame.bottom:.1f}"/>'
         )
         if x_labels:
-            y, said = frame.bottom + 16, tick_text(tick)
+            y, said = frame.bottom + 16, frame.x.text(tick)
             side = "start" if at < frame.left + 12 else "middle"  # else it meets the lowest label beside it
             parts.append(f'<text x="{at:.1f}" y="{y:.1f}" text-anchor="{side}">{said}</text>')
     for tick in ticks(frame.y, about):
         at = frame.py(tick)
         parts.append(f'<line class="grid" x1="{frame.left}" y1="{at:.1f}" x2="{frame.right}" y2="{at:.1f}"/>')
         parts.append(
-            f'<text x="{frame.left - 6}" y="{at + 4:.1f}" text-anchor="end">{tick_text(tick)}</text>'
+            f'<text x="{frame.left - 6}" y="{at + 4:.1f}" text-anchor="end">{frame.y.text(tick)}</text>'
         )
     if x_labels:
         middle = (frame.left + frame.right) / 2

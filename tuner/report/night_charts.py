@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from html import escape
 
@@ -10,7 +10,7 @@ from tuner.conclusions import Difference
 from tuner.history.best_per_night import Night
 from tuner.report.charts import NONE, Axis, Frame, fitted, grid, legend, svg, upright
 from tuner.report.words import change as words_of
-from tuner.report.words import heading, measured
+from tuner.report.words import heading, measured, percent
 
 COLOURS = ("winner", "front", "three", "four")
 
@@ -69,18 +69,18 @@ class NightMark:
 
 def gains(found: Sequence[Night], metric: str, marks: Sequence[NightMark]) -> str:
     """The change from the baseline of each night of one place, in per cent, with its interval; a line for
-    each mark. Points set the scale: an interval that is wider than all of them is cut at the edge.
+    each mark. Points set the scale: an interval that is wider than all of them is cut at the edge. Where they
+    are far apart, equal factors are equally far apart, so that one large gain does not flatten the others.
     """
     shown = [(n, n.best.change) for n in found if n.best.change and n.best.change.change is not None]
     if not shown:
         return NONE.format("No night has compared this with the baseline yet.")
-    values = [100 * (c.change or 0.0) for _, c in shown]
-    room = 0.15 * max(5.0, *map(abs, values))
-    y = Axis(name=f"{metric}: change (%)", low=min(0.0, *values) - room, high=max(0.0, *values) + room)
+    factors = [0.95, 1.05, *(1 + (c.change or 0.0) for _, c in shown)]
+    y = replace(fitted("", factors), text=lambda factor: percent(factor - 1))
     days = sorted({n.date for n in found} | {m.date for m in marks})
     frame = Frame(x=Axis(name="", low=days[0].toordinal() - 0.7, high=days[-1].toordinal() + 0.7), y=y)
     parts = [p for p in grid(frame, x_labels=False) if not upright(p)] + _days(days, frame)
-    zero = frame.py(0.0)
+    zero = frame.py(1.0)
     parts.append(f'<line class="zero" x1="{frame.left}" x2="{frame.right}" y1="{zero:.1f}" y2="{zero:.1f}"/>')
     for place, mark in enumerate(marks):
         parts += _night_mark(mark, frame, place)
@@ -113,11 +113,11 @@ def _night_mark(mark: NightMark, frame: Frame, place: int) -> list[str]:
 def _gain(night: Night, change: Difference, frame: Frame) -> list[str]:
     at, reach = frame.px(night.date.toordinal()), (frame.y.low, frame.y.high)
     low, high = (
-        frame.py(min(reach[1], max(reach[0], 100 * v if v is not None else end)))
+        frame.py(min(reach[1], max(reach[0], 1 + v if v is not None else end)))
         for v, end in ((change.low, reach[0]), (change.high, reach[1]))
     )
     title = escape(f"{night.date}: {words_of(change)}")
-    spot = f'cx="{at:.1f}" cy="{frame.py(100 * (change.change or 0.0)):.1f}"'
+    spot = f'cx="{at:.1f}" cy="{frame.py(1 + (change.change or 0.0)):.1f}"'
     return [
         f'<line class="span {change.word}" x1="{at:.1f}" x2="{at:.1f}" y1="{low:.1f}" y2="{high:.1f}"/>',
         f'<circle class="gain {change.word}" {spot} r="5"><title>{title}</title></circle>',

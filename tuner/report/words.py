@@ -50,9 +50,12 @@ def saving(found: Saving) -> str:
     return (
         f"at {number(found.price_per_gpu_hour)} per GPU-hour the winner saves {number(found.monthly)} a month"
         f" ({found.fraction * 100:.0f} % of the GPU-hours, if the traffic is served with that much more"
-        f" {found.metric} per GPU); tuning cost {number(found.tuning)}, repaid after"
-        f" {number(found.nights_to_repay)} nights"
+        f" {found.metric} per GPU); tuning cost {number(found.tuning)}, repaid {_when(found.nights_to_repay)}"
     )
+
+
+def _when(nights: float) -> str:
+    return "within one night" if nights <= 1 else f"after {number(nights)} nights"
 
 
 def percent(change: float | None) -> str:

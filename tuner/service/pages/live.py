@@ -43,7 +43,7 @@ class LiveRun:
     ends: datetime | None
     left_s: float | None
     confirming: tuple[int, int] | None
-    curves: Markup
+    curves: Sequence[Markup]
     log: Sequence[str]
     said: str
 
@@ -104,10 +104,11 @@ def left_s(run: Run, trials: Sequence[Trial], found: RunNow | None, now: datetim
     return left if until is None else min(left, max(0.0, until))
 
 
-def _curves(found: RunNow | None) -> Markup:
+def _curves(found: RunNow | None) -> Sequence[Markup]:
+    """Two drawings of two strips each, beside each other where the screen is wide."""
     at = [v or 0.0 for v in found.engine.get("at_s", [])] if found else []
     if found is None or len(at) < 2:
-        return Markup("")
+        return ()
     shown = [
         Panel(
             name=name,
@@ -119,9 +120,8 @@ def _curves(found: RunNow | None) -> Markup:
         for key, (name, scale, kind) in CURVES.items()
         if (row := found.engine.get(key)) and len(row) == len(at)
     ]
-    return marked(
-        panels(shown, "seconds since the window began", max(found.total_s, at[-1]), "the engine now")
-    )
+    span, name = max(found.total_s, at[-1]), "seconds since the window began"
+    return [marked(panels(shown[n : n + 2], name, span, "the engine now")) for n in range(0, len(shown), 2)]
 
 
 def _log(store: Store, run: Run, current: Trial | None) -> Sequence[str]:

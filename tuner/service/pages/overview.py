@@ -69,6 +69,12 @@ def machines(store: Store) -> tuple[Machine, ...]:
     )
 
 
+def comparable(found: Sequence[Machine]) -> Sequence[str]:
+    """The names of the nodes with a result that can be compared, where there are at least two."""
+    names = [m.name for m in found if any(p.card and p.card.trial is not None for p in m.places)]
+    return names if len(names) > 1 else ()
+
+
 def _place(store: Store, key: ProfileKey, node: Node | None) -> ServedProfile:
     event = store.alias(key, CHAMPION)
     champion = version_of(store, event)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from difflib import unified_diff
+from difflib import ndiff
 
 from tuner.errors import BadInput
 from tuner.history.best_per_night import Change
@@ -93,9 +93,9 @@ def moves_to(store: Store, profile: Profile) -> list[AliasEvent]:
 
 
 def argv_diff(before: Profile, after: Profile) -> list[str]:
-    """The command lines, line by line, as a unified diff without its head."""
-    left, right = (list(p.argv) for p in (before, after))
-    return [line.rstrip("\n") for line in unified_diff(left, right, lineterm="", n=2)][2:]
+    """The command lines, line by line: `- ` before what went, `+ ` before what came; empty for none."""
+    found = [line for line in ndiff(before.argv, after.argv) if line[0] != "?"]
+    return found if before.argv != after.argv else []
 
 
 def promote(looks: Visitor, profile: Profile, fields: Mapping[str, str]) -> AliasEvent:

@@ -98,7 +98,9 @@ def leave(request: Request, looks: Looks, fields: SignedForm) -> Response:
 def show_overview(looks: Looks) -> Response:
     """Every node with its champion."""
     store = looks.service.store
-    return page(looks, "overview.html", machines=overview.machines(store), age_s=overview.age_s)
+    found = overview.machines(store)
+    named = overview.comparable(found)
+    return page(looks, "overview.html", machines=found, compared=named, age_s=overview.age_s)
 
 
 @router.get("/studies")

@@ -10,12 +10,19 @@
   const put = (html) => {
     const held = document.activeElement;
     const link = part.contains(held) ? held.getAttribute("href") : null;
-    const open = part.querySelector(".wide") ? part.querySelector(".wide").scrollLeft : 0;
+    const left = part.querySelector(".wide")?.scrollLeft || 0;
+    const said = (each) => each.querySelector("summary").textContent;
+    const state = new Map([...part.querySelectorAll("details")].map((each) => [said(each), each.open]));
+    const folded = held && held.matches("summary") && part.contains(held) ? held.textContent : "";
     part.innerHTML = html;
     globalThis.localTimes(part);
     globalThis.copyButtons(part);
     globalThis.liveMarks(part);
-    if (part.querySelector(".wide")) part.querySelector(".wide").scrollLeft = open;
+    if (part.querySelector(".wide")) part.querySelector(".wide").scrollLeft = left;
+    for (const each of part.querySelectorAll("details")) {
+      if (state.has(said(each))) each.open = state.get(said(each));
+      if (folded && said(each) === folded) each.querySelector("summary").focus({ preventScroll: true });
+    }
     if (link) {
       const same = [...part.querySelectorAll("a")].find((a) => a.getAttribute("href") === link);
       if (same) same.focus({ preventScroll: true });
