@@ -29,13 +29,12 @@ from tuner.simulator.predict import Predictor
 from tuner.tuning.attempt import MeasureOptions, perform
 from tuner.tuning.attribution import PAYS, Attributing
 from tuner.tuning.calibrated_predictor import StudyPredictor, scene_of
-from tuner.tuning.confirm import Confirmation
+from tuner.tuning.confirm import Confirmation, label_of
 from tuner.tuning.context import RunContext, silent
-from tuner.tuning.reconcile import register
-from tuner.tuning.rounds import label_of
+from tuner.tuning.execution import register
+from tuner.tuning.finalists import worse_by
 from tuner.tuning.study import Prepared, prepare
 from tuner.tuning.studyfile import parse
-from tuner.tuning.verdict import worse_by
 from tuner.tuning.virtual import HIDDEN, on_virtual_time
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)

@@ -9,11 +9,37 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Literal, Self
 
 from pydantic import TypeAdapter
 
 from tuner.records import JSON, Knobs, Value
+
+_ADAPTERS: dict[Any, TypeAdapter[Any]] = {}
+
+
+def adapter(kind: Any) -> TypeAdapter[Any]:
+    """What reads and writes the records of a kind: one for each, since making one takes milliseconds."""
+    if kind not in _ADAPTERS:
+        _ADAPTERS[kind] = TypeAdapter(kind)
+    return _ADAPTERS[kind]
+
+
+class JsonRecord:
+    """A record that is stored as JSON."""
+
+    __slots__ = ()
+
+    def to_json(self) -> dict[str, JSON]:
+        """The whole record as JSON."""
+        found: dict[str, JSON] = adapter(type(self)).dump_python(self, mode="json")
+        return found
+
+    @classmethod
+    def from_json(cls, text: JSON) -> Self:
+        """The record that `to_json` gave. ValidationError for anything else."""
+        found: Self = adapter(cls).validate_python(text)
+        return found
 
 
 class Judgement(StrEnum):
@@ -164,7 +190,7 @@ class PublishedProfile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conclusion:
+class Conclusion(JsonRecord):
     """What a run found. `sentence` is the text that every surface prints unchanged.
 
     `baseline` is today's configuration, with `dropped` if it did not serve (None: never tried). `winner`,
@@ -211,16 +237,8 @@ class Conclusion:
 
     def to_json(self) -> dict[str, JSON]:
         """The whole record as JSON, with `confirmed` beside it for readers."""
-        found: dict[str, JSON] = _CODEC.dump_python(self, mode="json")
-        return {**found, "confirmed": self.confirmed}
+        return {**JsonRecord.to_json(self), "confirmed": self.confirmed}
 
-    @staticmethod
-    def from_json(text: JSON) -> "Conclusion":
-        """The record that `to_json` gave. ValidationError for anything else."""
-        return _CODEC.validate_python(text)
-
-
-_CODEC = TypeAdapter(Conclusion)
 
 How = Literal["measured", "predicted", "not asked"]
 """How the gain of a knob is known: by launches without it, by the calibrated simulator, or not at all."""
@@ -244,7 +262,7 @@ class KnobGain:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attribution:
+class Attribution(JsonRecord):
     """Which knobs of a run's winner pay, found after its confirmation. `reduced` is the trial number of the
     configuration without the others (None: nothing was left out), `published` whether the profile is that
     one; `last` holds its differences from the winner in a last comparison. `seconds` is what this held the
@@ -263,18 +281,6 @@ class Attribution:
     seconds: float = 0.0
     search_s: float = 0.0
 
-    def to_json(self) -> dict[str, JSON]:
-        """The record as JSON."""
-        found: dict[str, JSON] = _ATTRIBUTIONS.dump_python(self, mode="json")
-        return found
-
-    @staticmethod
-    def from_json(text: JSON) -> "Attribution":
-        """The record that `to_json` gave."""
-        return _ATTRIBUTIONS.validate_python(text)
-
-
-_ATTRIBUTIONS = TypeAdapter(Attribution)
 
 Advice = Literal["stay", "move", "move with these pins", "re-tune", "measure longer"]
 Fault = Literal["code", "default", "both", "none", "start", "open"]
@@ -307,7 +313,7 @@ class MovedDefault:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UpgradeFinding:
+class UpgradeFinding(JsonRecord):
     """What an upgrade check found beside its conclusion: `compiles` is whether the new version takes the
     configuration as it is, `worse` the measurements that are clearly worse there.
     """
@@ -323,18 +329,6 @@ class UpgradeFinding:
     advice: Advice = "measure longer"
     sentence: str = ""
 
-    def to_json(self) -> dict[str, JSON]:
-        """The record as JSON."""
-        found: dict[str, JSON] = _UPGRADES.dump_python(self, mode="json")
-        return found
-
-    @staticmethod
-    def from_json(text: JSON) -> "UpgradeFinding":
-        """The record that `to_json` gave."""
-        return _UPGRADES.validate_python(text)
-
-
-_UPGRADES = TypeAdapter(UpgradeFinding)
 
 HOURS_PER_MONTH = 730.0
 """365 days × 24 hours / 12."""

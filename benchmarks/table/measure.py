@@ -43,7 +43,7 @@ from tuner.knobs.discover import facts_of_version
 from tuner.records import Candidate, EngineFacts, LaunchSpec, Outcome, Slice, Slo, Value
 from tuner.replay.plan import Load
 from tuner.replay.timeline import measure, replay
-from tuner.simulator.release import VERSION as SIMULATED
+from tuner.simulator.options import VERSION as SIMULATED
 from tuner.traffic.trace import Trace
 
 KEYS = ("table", "about", "model", "traffic", "requests", "speed", "slo", "args", "env", "launches")

@@ -4,7 +4,7 @@ import numpy as np
 from sqlalchemy import Connection, insert
 
 from tests.browser import world
-from tuner.history.rows import row_of
+from tuner.history.base import row_of
 from tuner.history.store import Store
 from tuner.history.tables import measurements, trials
 from tuner.records import Candidate, Run, Trial, TrialState

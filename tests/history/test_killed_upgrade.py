@@ -30,8 +30,8 @@ from tests.history.released import tables
 from tests.tuning.studies import WATCHDOG_S, environment
 from tuner.errors import Conflict
 from tuner.fleet.handover import handed_over
+from tuner.history.base import row_of
 from tuner.history.database import Database
-from tuner.history.rows import row_of
 from tuner.history.store import Store
 from tuner.history.tables import REVISIONS, measurements, trials
 from tuner.records import Node

@@ -11,7 +11,7 @@ from tests.history.records import a_study
 from tests.service.world import World
 from tests.tuning.test_reconcile import HERE, left
 from tuner.records import Node, RunState, TrialState
-from tuner.tuning.reconcile import locked
+from tuner.tuning.execution import locked
 
 Cancel = Callable[[World, str], None]
 

@@ -12,7 +12,7 @@ from tuner.conclusions import Conclusion, Judgement
 from tuner.errors import BadInput, NotFound
 from tuner.history.store import Store
 from tuner.records import Candidate, Value
-from tuner.tuning import seeds
+from tuner.tuning import next_trial as seeds
 from tuner.tuning.arms import arm_of
 from tuner.tuning.comparison import compared
 from tuner.tuning.study import Prepared, load

@@ -217,7 +217,7 @@ def test_the_front_is_told_beside_the_baseline(killed: Path) -> None:
 
 
 def test_a_study_that_is_being_tuned_is_not_tuned_twice(killed: Path) -> None:
-    from tuner.tuning.reconcile import locked
+    from tuner.tuning.execution import locked
 
     with locked(killed, trials_of(killed)[0].study_id):
         done = tuner(killed, "tune", killed / "study.yaml")

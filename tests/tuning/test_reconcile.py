@@ -12,7 +12,7 @@ from tests.tuning.studies import STUDY, write
 from tuner.errors import BadInput
 from tuner.history.store import Store
 from tuner.records import JSON, Launch, Study, Trial, TrialState
-from tuner.tuning.reconcile import locked, reconcile
+from tuner.tuning.execution import locked, reconcile
 from tuner.tuning.study import Prepared, load
 
 HERE = socket.gethostname()

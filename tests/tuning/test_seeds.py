@@ -18,8 +18,14 @@ from tuner.records import Candidate, Measurement, RunState, Study, Trial, TrialS
 from tuner.simulator.cost import Coefficients, coefficients_of
 from tuner.traffic.statistics import describe, sequences_for
 from tuner.tuning.calibrated_predictor import StudyPredictor
-from tuner.tuning.next_trial import first_candidates, minimal, propose
-from tuner.tuning.seeds import by_concurrency, fronts_of, last_calibration
+from tuner.tuning.next_trial import (
+    by_concurrency,
+    first_candidates,
+    fronts_of,
+    last_calibration,
+    minimal,
+    propose,
+)
 from tuner.tuning.study import Prepared, load
 
 NIGHT = datetime(2026, 3, 1, 22, 0, tzinfo=UTC)

@@ -7,7 +7,7 @@ import pytest
 from tuner.conclusions import Arm, Difference, Judgement, Where, Word
 from tuner.records import Candidate
 from tuner.report import words
-from tuner.tuning.verdict import Verdict, exceeding, judge
+from tuner.tuning.finalists import Verdict, exceeding, judge
 
 
 def difference(metric: str, change: float | None, word: Word, where: Where = "confirm") -> Difference:

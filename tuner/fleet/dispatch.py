@@ -18,9 +18,9 @@ from tuner.fleet.dispatch_ray import Hand, Member, Remote
 from tuner.history.store import Store
 from tuner.records import Node, Run, Study, digest_of
 from tuner.tuning.context import RunEvent, Tell
-from tuner.tuning.reconcile import stop_command_of
+from tuner.tuning.execution import stop_command_of
+from tuner.tuning.next_trial import Seed, fronts_of
 from tuner.tuning.run import RunLimits, tune
-from tuner.tuning.seeds import Seed, fronts_of
 from tuner.tuning.study import Clock, Prepared, prepare
 from tuner.tuning.studyfile import StudyFile
 

@@ -21,7 +21,7 @@ from tuner.fleet.hooks import Hook, hooks, path_of
 from tuner.fleet.nodes import LEASE_S, held, holder, is_dead, release_dead
 from tuner.history.store import Store
 from tuner.records import JSON, Node
-from tuner.tuning.reconcile import Say, reconcile, silent
+from tuner.tuning.execution import Say, reconcile, silent
 
 Clock = Callable[[], datetime]
 TRIES = 3

@@ -10,9 +10,8 @@ from datetime import datetime, timedelta
 from sqlalchemy import Connection, delete, insert, select, update
 
 from tuner.errors import BadInput, Conflict, NotFound, nearest
-from tuner.history.base import StorePart
+from tuner.history.base import StorePart, record_of, row_of
 from tuner.history.entities import SCOPES, AuditEntry, Token
-from tuner.history.rows import record_of, row_of
 from tuner.history.tables import answers, audit, tokens
 from tuner.records import JSON
 

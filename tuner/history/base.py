@@ -1,19 +1,68 @@
-"""What every part of the Store builds on: transactions that prove the lease, queries that give records."""
+"""What every part of the Store builds on: transactions that prove the lease, and records from rows and back.
+One TypeAdapter for each kind of record reads and writes it; the record itself (`tuner.records`) defines how a
+field is written: a measured +inf is null, for example.
+"""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, TypeVar
 
-from sqlalchemy import Column, ColumnElement, Connection, Select, Table, insert, select, update
+from pydantic_core import PydanticSerializationError
+from sqlalchemy import (
+    Column,
+    ColumnElement,
+    Connection,
+    Result,
+    RowMapping,
+    Select,
+    Table,
+    insert,
+    select,
+    update,
+)
 
+from tuner.conclusions import adapter
 from tuner.errors import BadInput, Conflict, NotFound, nearest
 from tuner.history.database import Database
 from tuner.history.entities import Lease
-from tuner.history.rows import first_of, records_of
 from tuner.history.tables import leases
 from tuner.records import ProfileKey
 
 T = TypeVar("T")
+
+
+def row_of(record: object, *without: str) -> dict[str, Any]:
+    """A record as a row, its profile key as three columns. BadInput for a number that no row can hold."""
+    try:
+        row = adapter(type(record)).dump_python(record, exclude=set(without), warnings=False)
+    except PydanticSerializationError as error:
+        raise BadInput(str(error.__cause__ or error)) from error
+    if "key" in row:
+        row |= row.pop("key")
+    return dict(row)
+
+
+def record_of(kind: type[T], row: Mapping[str, Any] | RowMapping) -> T:
+    """The record of a row; columns that it has no field for are left out."""
+    values = dict(row)
+    found: T = adapter(kind).validate_python({**values, "key": values})
+    return found
+
+
+def plain(result: Result[Any]) -> list[dict[str, Any]]:
+    """Rows by name, as plain dictionaries: several times quicker to read than SQLAlchemy's mappings."""
+    names = tuple(result.keys())
+    return [dict(zip(names, row, strict=True)) for row in result.all()]
+
+
+def records_of(kind: type[T], connection: Connection, query: Select[Any]) -> tuple[T, ...]:
+    """The records of a query over their table."""
+    return tuple(record_of(kind, row) for row in plain(connection.execute(query)))
+
+
+def first_of(kind: type[T], connection: Connection, query: Select[Any]) -> T | None:
+    """The first record of a query; None where it finds nothing."""
+    return next(iter(records_of(kind, connection, query.limit(1))), None)
 
 
 class StorePart:

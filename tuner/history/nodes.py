@@ -8,9 +8,8 @@ from typing import Literal
 from sqlalchemy import Connection, delete, insert, select, update
 
 from tuner.errors import Conflict, NotFound
-from tuner.history.base import StorePart, find, hold
+from tuner.history.base import StorePart, find, hold, row_of
 from tuner.history.entities import Lease, Schedule, TraceInfo
-from tuner.history.rows import row_of
 from tuner.history.tables import leases, nodes, schedules, traces
 from tuner.records import JSON, Node
 

@@ -7,8 +7,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, RowMapping, Table, and_, func, insert, select, update
 
 from tuner.errors import BadInput, Conflict, NotFound
-from tuner.history.base import StorePart, equal
-from tuner.history.rows import first_of, record_of, row_of
+from tuner.history.base import StorePart, equal, first_of, record_of, row_of
 from tuner.history.tables import alias_events, aliases, profiles
 from tuner.records import JSON, AliasEvent, Candidate, Profile, ProfileKey, digest_of
 

@@ -24,8 +24,7 @@ from sqlalchemy import (
 from tuner.conclusions import Attribution, Conclusion, Judgement
 from tuner.errors import Conflict, NotFound
 from tuner.history import run_best
-from tuner.history.base import StorePart, equal, find
-from tuner.history.rows import first_of, row_of
+from tuner.history.base import StorePart, equal, find, first_of, row_of
 from tuner.history.tables import attributions, conclusions, runs, studies, trials
 from tuner.records import Run, RunState, Study, TrialState
 

@@ -9,8 +9,7 @@ from sqlalchemy import Connection, Select, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from tuner.errors import BadInput, Conflict, NotFound
-from tuner.history.base import StorePart, equal
-from tuner.history.rows import plain, record_of, row_of
+from tuner.history.base import StorePart, equal, plain, record_of, row_of
 from tuner.history.studies import find_run
 from tuner.history.tables import launches, measurements, profiles, run_bests, runs, studies, trials
 from tuner.records import Candidate, Launch, Measurement, RunState, Trial, TrialState

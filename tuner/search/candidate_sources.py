@@ -1,7 +1,7 @@
 """The next candidate: the baseline, the seeds, a step back after a lack of memory, then the study's sampler.
 
 It is a function of space, trials, seed and number: the same in any process, and nothing is kept between
-calls.
+calls. Candidates that earlier failures rule out are left out.
 """
 
 from collections import Counter

@@ -1,4 +1,6 @@
-"""Whether one configuration is better than another: paired by request, resampled in blocks of time."""
+"""Whether one configuration is better than another (paired by request, resampled in blocks of time), and how
+much launches of one configuration differ.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

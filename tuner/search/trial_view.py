@@ -1,4 +1,6 @@
-"""A study's trials as the search sees them: one for each number, with objectives as costs."""
+"""A study's trials as the search sees them: one for each number, a point of flat integers, with objectives as
+costs.
+"""
 
 import hashlib
 import math

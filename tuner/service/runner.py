@@ -24,7 +24,7 @@ from tuner.fleet import nodes
 from tuner.history.store import Store
 from tuner.records import Run, RunState, Study, TrialState
 from tuner.settings import Settings
-from tuner.tuning.reconcile import locked, reconcile
+from tuner.tuning.execution import locked, reconcile
 
 log = logging.getLogger("tuner.service")
 RESTARTS = 2

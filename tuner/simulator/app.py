@@ -4,7 +4,7 @@ Settings that vLLM does not have come from the environment: TUNER_SIM_CARD (a pr
 many), TUNER_SIM_COEFFICIENTS (JSON, from a calibration), TUNER_SIM_SPEED (2 = twice real time),
 TUNER_SIM_NOISE (relative, one standard deviation per step), TUNER_SIM_SEED, TUNER_SIM_STARTUP_S (how long it
 pretends to load), TUNER_SIM_BLIND=1 (every step takes 10 ms whatever the knobs say) and TUNER_SIM_RELEASE
-(JSON: another release, see `tuner.simulator.release`).
+(JSON: another release, see `tuner.simulator.options`).
 """
 
 import asyncio
@@ -26,8 +26,7 @@ from tuner.simulator.boot import Booted, NotStarted, announce, boot, cache_confi
 from tuner.simulator.cost import Memory
 from tuner.simulator.engine import Engine, RealPace
 from tuner.simulator.http import REASONS, ClientConnection, Completion, Rejected, read_order
-from tuner.simulator.options import Options
-from tuner.simulator.release import release_of
+from tuner.simulator.options import Options, release_of
 from tuner.simulator.scheduler import Scheduler
 from tuner.simulator.state import SchedulerLimits
 

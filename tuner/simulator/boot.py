@@ -13,8 +13,7 @@ from typing import Any
 from tuner.errors import TunerError
 from tuner.knobs.model import ModelFacts, read
 from tuner.simulator.cost import GIB, Card, Coefficients, Memory, StepCost, card_of, preset, profile
-from tuner.simulator.options import Options, StartRefused, host_blocks, parser, resolve
-from tuner.simulator.release import VERSION, release_of
+from tuner.simulator.options import VERSION, Options, StartRefused, host_blocks, parser, release_of, resolve
 
 _SOURCES = {"APIServer": "api_server.py:1", "EngineCore": "core.py:1", "Worker": "gpu_worker.py:1"}
 

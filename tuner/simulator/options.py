@@ -1,16 +1,79 @@
-"""The engine's command line: names, defaults and refusals of vLLM 0.32's OpenAI server (see `release`)."""
+"""The engine's command line: names, defaults and refusals of vLLM 0.32's OpenAI server, or of another
+`Release`.
+"""
 
 import argparse
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
+from pydantic import Field, field_validator
+
+from tuner import yamltext
+from tuner.errors import BadInput, nearest
 from tuner.knobs.model import ModelFacts
-from tuner.records import Value
+from tuner.records import Value, canonical_json
 from tuner.simulator.cost import Budget, Card, Coefficients, StepCost
-from tuner.simulator.release import Release, release_of
 from tuner.simulator.state import SchedulerLimits
+
+VERSION = "0.32.0"
+
+# The environment variable that makes the simulated engine another release: its JSON.
+VARIABLE = "TUNER_SIM_RELEASE"
+
+Flag = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]+$")]
+
+
+class Release(yamltext.Section):
+    """A release of the simulated engine beside the usual one. `slower` multiplies every step's time,
+    `defaults` maps flags (without dashes in front) to their new default, `renamed` old flags to new ones,
+    `gone` lists flags that it no longer takes.
+    """
+
+    version: Annotated[str, Field(pattern=r"^\d+\.\d+[0-9a-z.+]*$")] = VERSION
+    slower: float = Field(default=1.0, gt=0, le=100)
+    defaults: dict[Flag, Value] = Field(default_factory=dict)
+    renamed: dict[Flag, Flag] = Field(default_factory=dict)
+    gone: tuple[Flag, ...] = ()
+
+    @field_validator("defaults", "renamed", "gone", mode="before")
+    @classmethod
+    def _dashes(cls, found: object) -> object:
+        if isinstance(found, dict):
+            return {str(name).replace("_", "-"): value for name, value in found.items()}
+        return [str(name).replace("_", "-") for name in found] if isinstance(found, list | tuple) else found
+
+    def environment(self) -> dict[str, str]:
+        """What starts the simulated engine as this release."""
+        return {VARIABLE: canonical_json(self.model_dump(mode="json", exclude_defaults=True))}
+
+    def check(self, flags: Mapping[str, object]) -> None:
+        """BadInput for a flag that the engine never had; `flags` with dashes."""
+        for name in (*self.defaults, *self.renamed, *self.gone):
+            if f"--{name}" not in flags:
+                known = [flag.removeprefix("--") for flag in flags]
+                raise BadInput(f"{VARIABLE}: the simulated engine has no flag '{name}'{nearest(name, known)}")
+
+
+def release_of(env: Mapping[str, str]) -> Release:
+    """The release that an environment asks for. BadInput where its JSON is none."""
+    text = env.get(VARIABLE)
+    if not text:
+        return Release()
+    try:
+        return yamltext.validated(Release, json.loads(text), VARIABLE)
+    except ValueError as error:
+        raise BadInput(f"{VARIABLE} is no JSON: {error}") from error
+
+
+def read_release(path: Path) -> Release:
+    """A release from a YAML or JSON file. BadInput names the file and the key."""
+    found = yamltext.load(yamltext.read(path, "the release file"), str(path))
+    return yamltext.validated(Release, found.value, str(path))
+
 
 PROG = "api_server.py"
 

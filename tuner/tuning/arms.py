@@ -15,7 +15,7 @@ from tuner.knobs import manifests
 from tuner.knobs.arguments import compile_candidate, fixed
 from tuner.knobs.baseline import from_arguments
 from tuner.records import JSON, Candidate, Profile, ProfileKey
-from tuner.simulator import release
+from tuner.simulator.options import read_release
 from tuner.tuning.study import ComparedArm, Prepared, flag_name, survey
 from tuner.tuning.studyfile import Argument, EngineFile
 
@@ -185,7 +185,7 @@ def engine_file(
     if adapter_of(engine.kind).simulated:
         if not path.is_file():
             raise BadInput(f"'{text}' is no release file of the simulated engine (docs/compare.md)")
-        return engine.model_copy(update={"env": {**engine.env, **release.read(path).environment()}})
+        return engine.model_copy(update={"env": {**engine.env, **read_release(path).environment()}})
     if path.is_file() or shutil.which(text):
         python = str(path) if path.is_file() else str(shutil.which(text))
         return engine.model_copy(update={"python": python, "command": (), "stop_command": ()})

@@ -16,11 +16,19 @@ from tuner.search.acquisition import Predict
 from tuner.simulator.options import parser
 from tuner.tuning.attempt import MeasureOptions, perform
 from tuner.tuning.concluding import Repeats, WinnerCriteria, differences, noise_before, spreads_of
-from tuner.tuning.confirm import asked_of
+from tuner.tuning.confirm import (
+    LEAST_ROUNDS,
+    Rounds,
+    asked_of,
+    cost_of,
+    folder_of,
+    kept,
+    label_of,
+    launches_of,
+)
 from tuner.tuning.context import RunContext
+from tuner.tuning.finalists import worse_by
 from tuner.tuning.next_trial import next_number
-from tuner.tuning.rounds import LEAST_ROUNDS, Rounds, cost_of, folder_of, kept, label_of, launches_of
-from tuner.tuning.verdict import worse_by
 
 # A knob of which the simulator expects less than this (a share, in every objective) is inert; a loss of more
 # than SURE without it is sure. What lies between is measured: the calibrated simulator is a few per cent off.

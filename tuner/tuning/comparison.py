@@ -17,12 +17,11 @@ from tuner.tuning.concluding import (
     spreads_of,
     unmeasured,
 )
-from tuner.tuning.confirm import asked_of
+from tuner.tuning.confirm import LEAST_ROUNDS, End, Rounds, asked_of, cost_of, folder_of, label_of
 from tuner.tuning.context import ABORTED_RETRIES, RunContext
 from tuner.tuning.ending import summary_of_conclusion
 from tuner.tuning.execution import Execution
 from tuner.tuning.next_trial import next_number
-from tuner.tuning.rounds import LEAST_ROUNDS, End, Rounds, cost_of, folder_of, label_of
 from tuner.tuning.study import ComparedArm, ComparisonPlan, Prepared
 
 MOST_ARMS = 5

@@ -30,8 +30,8 @@ from tuner.search.compare import (
     spread_of,
     together,
 )
+from tuner.tuning.finalists import Verdict, exceeding, judge
 from tuner.tuning.trial import MAX_SPEED
-from tuner.tuning.verdict import Verdict, exceeding, judge
 
 LEVEL = 0.95
 

@@ -15,10 +15,20 @@ from tuner.search.acquisition import Predict
 from tuner.tuning import quality
 from tuner.tuning.attribution import Attributing, attribute
 from tuner.tuning.concluding import remeasured, unconfirmed
-from tuner.tuning.confirm import Confirmation, asked_of, pending, planned, without_finalists
+from tuner.tuning.confirm import (
+    LEAST_ROUNDS,
+    Confirmation,
+    asked_of,
+    cost_of,
+    kept,
+    label_of,
+    launches_of,
+    pending,
+    planned,
+    without_finalists,
+)
 from tuner.tuning.context import RunContext, RunEvent
 from tuner.tuning.finalists import finalists
-from tuner.tuning.rounds import LEAST_ROUNDS, cost_of, kept, label_of, launches_of
 
 
 class Ending:

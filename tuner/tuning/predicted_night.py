@@ -22,8 +22,8 @@ from tuner.simulator.calibrate import Calibration
 from tuner.simulator.cost import CARDS, Card, Coefficients, preset
 from tuner.tuning.calibrated_predictor import StudyPredictor, card_for
 from tuner.tuning.context import ready_of
+from tuner.tuning.next_trial import fronts_of
 from tuner.tuning.run import RunLimits, tune
-from tuner.tuning.seeds import fronts_of
 from tuner.tuning.study import Prepared, flag_name, prepare, survey
 from tuner.tuning.studyfile import EngineFile, StudyFile
 from tuner.tuning.virtual import HIDDEN, STARTUP_S

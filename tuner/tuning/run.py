@@ -37,21 +37,22 @@ from tuner.tuning.context import (
     silent,
 )
 from tuner.tuning.ending import Ending, summary_of_conclusion
-from tuner.tuning.execution import Execution
+from tuner.tuning.execution import Execution, cancelled, gpus_of, locked, reconcile, register
 from tuner.tuning.finalists import finalists, idle_cards
 from tuner.tuning.live import ScreeningEngine
 from tuner.tuning.next_trial import (
     RELAUNCHED,
+    Seed,
     expected_gain,
+    fronts_of,
     judge_of,
+    last_calibration,
     minimal,
     next_number,
     propose,
     screens,
 )
 from tuner.tuning.now import path_of, told_live
-from tuner.tuning.reconcile import cancelled, gpus_of, locked, reconcile, register
-from tuner.tuning.seeds import Seed, fronts_of, last_calibration
 from tuner.tuning.study import Clock, Prepared
 from tuner.tuning.upgrade import Upgrading
 from tuner.tuning.virtual import on_virtual_time

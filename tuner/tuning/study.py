@@ -31,7 +31,7 @@ from tuner.search import ladder
 from tuner.settings import Settings, shipped
 from tuner.simulator.cost import card_of
 from tuner.simulator.options import parser as simulated_flags
-from tuner.simulator.release import release_of
+from tuner.simulator.options import release_of
 from tuner.traffic import importers, slices, trace_files
 from tuner.traffic import trace as traces
 from tuner.traffic.capture import files as captures

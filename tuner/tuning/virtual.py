@@ -29,7 +29,7 @@ from tuner.replay.timeline import Judge, Replayed
 from tuner.simulator import virtual
 from tuner.simulator.boot import Booted, NotStarted, announce, boot, cache_config, server_info
 from tuner.simulator.exposition import Counters
-from tuner.simulator.release import release_of
+from tuner.simulator.options import release_of
 from tuner.simulator.virtual import VirtualPace
 from tuner.tuning.context import HostContext, LaunchJob, Measured, Note, Pass, RunContext, Serving
 from tuner.tuning.trial import GateFailed, load_of, measurement_of, send_pass, with_speed
