@@ -75,7 +75,7 @@ def main() -> None:
         for line in lines:
             words = ["-m", "tuner", "lint", f"vllm serve {line}", *AGAINST, "--trace", str(path)]
             wall, busy, said = timed(*words, "--hf-config", str(SHAPE))
-            rows.append((wall, busy, "predicted p95" in said))
+            rows.append((wall, busy, "predicted for" in said))
             mark = "simulated" if rows[-1][2] else "-"
             print(f"{wall:6.2f} s wall {busy:6.2f} s processor  {mark:9}  {line[:60]}", flush=True)
         walls, worked = [row[0] for row in rows], [row[1] for row in rows]

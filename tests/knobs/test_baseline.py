@@ -250,7 +250,10 @@ def test_what_a_file_leaves_out_is_said(tmp_path: Path) -> None:
     assert made.env == {"HF_HOME": "/srv/hf", "VLLM_USE_V1": "1"}
     assert made.notes == ("EnvironmentFile /etc/default/vllm is not read; give what it sets",)
     assert read(str(chart)).args == {"disable-log-stats": True}
-    assert read(str(chart)).notes == ("HF_TOKEN comes from elsewhere in the cluster and is left out",)
+    assert read(str(chart)).notes == (
+        "HF_TOKEN comes from elsewhere in the cluster and is left out",
+        "vLLM gets '--kv-cache-dtype auto' as one argument; write --kv-cache-dtype and auto as items",
+    )
 
 
 def test_of_several_engines_one_is_picked(tmp_path: Path) -> None:

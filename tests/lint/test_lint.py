@@ -19,6 +19,7 @@ from benchmarks.lint import pages
 from benchmarks.table import load as tables
 from tests.lint.test_planted import GOOD, MODEL, TABLE, Planted, linted, repeating
 from tuner.cli import app
+from tuner.commands.common import plain
 from tuner.commands.trace import open_part
 from tuner.errors import BadInput, Unavailable
 from tuner.knobs import manifests
@@ -27,7 +28,8 @@ from tuner.knobs.model import shapes
 from tuner.lint import load, run, subject
 from tuner.lint.findings import RULES, SEVERITIES, in_order, reaches
 from tuner.lint.flags import IDLE
-from tuner.lint.traffic import busiest, steady, window
+from tuner.lint.traffic import busiest, p95s, steady, window
+from tuner.records import Slo
 from tuner.simulator.cost import CARDS, Coefficients
 from tuner.traffic import trace as traces
 from tuner.traffic.trace import build
@@ -269,6 +271,37 @@ def test_replicas_share_the_traffic() -> None:
         lint(f"{GOOD} --max-num-seqs 8 -dp {n}", card="h100-80", gpus=2, trace=made.trace) for n in (1, 2)
     )
     assert two.predicted["e2e_p95_ms"] < 0.7 * one.predicted["e2e_p95_ms"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "count", "said", "limit"),
+    [
+        ("--max-num-seqs 1", 200, "of the requests get no answer in 600 s", "limit-sequences"),
+        ("--num-gpu-blocks-override 300 --max-model-len 4096", 200, "get no answer", "limit-kv-memory"),
+        ("--max-num-seqs 4", 300, "s for requests that arrive within 2 s", "limit-sequences"),
+    ],
+)
+def test_an_overloaded_engine_is_called_so_and_its_limit_is_named(
+    flags: str, count: int, said: str, limit: str
+) -> None:
+    """p95 E2E is infinite where more than one request in 20 is not answered; no sentence says so in numbers."""
+    made = steady(200, 3000, 800, count)
+    found = lint(f"{GOOD} {flags}", card="h100-80", trace=made.trace, slo=Slo(ttft_ms=500))
+    (overload,) = [each for each in found.findings if each.id == "overloaded"]
+    assert said in overload.sentence
+    assert {limit, "slo-missed"} <= ids(found)
+    sentences = " ".join(f"{each.sentence} {each.evidence} {p95s(found.predicted)}" for each in found.findings)
+    assert not re.search(r"\b(inf|nan)\b", sentences)
+    assert json.loads(json.dumps(plain(found)), parse_constant=pytest.fail)
+    if limit == "limit-sequences":
+        (gain,) = [each.sentence for each in found.findings if each.id == "study-gain"]
+        assert "fewer requests without an answer" in gain or "p95 E2E" in gain
+
+
+def test_an_engine_that_keeps_up_is_not_called_overloaded() -> None:
+    assert "overloaded" not in ids(lint(GOOD, card="h100-80", trace=steady(8, 1500, 250, 300).trace))
+    burst = steady(500, 300, 1, 300)
+    assert "overloaded" not in ids(lint(GOOD, card="h100-80", trace=burst.trace))
 
 
 def test_predictions_say_what_they_are() -> None:

@@ -177,10 +177,9 @@ def _show(one: "LintedEngine") -> None:
             typer.echo(f"          fix: {each.fix}")
         typer.echo(f"          why: {each.evidence} ({each.page})")
     if one.predicted:
-        numbers = ", ".join(
-            f"{n.upper()} {one.predicted.get(f'{n}_p95_ms', 0):,.0f} ms" for n in ("ttft", "tpot", "e2e")
-        )
-        typer.echo(f"  predicted p95 for {one.traffic}: {numbers}; {one.basis}")
+        from tuner.lint.traffic import p95s
+
+        typer.echo(f"  predicted for {one.traffic}: {p95s(one.predicted)}; {one.basis}")
     for note in one.unread:
         typer.echo(f"  not read: {note}")
     for why in dict.fromkeys(one.missing.values()):

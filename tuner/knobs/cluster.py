@@ -8,6 +8,7 @@ and ray-cluster.yaml, llm-d-modelservice's templates/_helpers.tpl. A note says w
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from tuner.errors import BadInput
@@ -48,6 +49,7 @@ def engines_of(document: Mapping[str, Any], where: str) -> Iterator[FoundEngine]
 
 
 def _compose(services: Mapping[str, Any], where: str) -> Iterator[FoundEngine]:
+    dotenv, _ = engine_starts.read_env_files([str(Path(where).parent / ".env")])
     for name, service in services.items():
         if not isinstance(service, Mapping):
             continue
@@ -55,14 +57,29 @@ def _compose(services: Mapping[str, Any], where: str) -> Iterator[FoundEngine]:
         files = service.get("env_file") or []
         files = [files] if isinstance(files, str | Mapping) else files
         from_files, more = engine_starts.read_env_files([str(at(item, "path") or item) for item in files])
-        env = {key: shell.expanded(value, {}).replace("$$", "$") for key, value in env.items()}
+        env = {key: shell.expanded(value, dotenv).replace("$$", "$") for key, value in env.items()}
         raw = [word for key in ("entrypoint", "command") for word in _split(service.get(key), where)]
-        filled = [shell.expanded(word.replace("$$", shell.DOLLAR), {}) for word in raw]
+        filled = [shell.expanded(word.replace("$$", shell.DOLLAR), dotenv) for word in raw]
+        lists = [key for key in ("entrypoint", "command") if isinstance(service.get(key), list)]
+        misread = [each for key in lists for each in _refused(key, service[key])]
         words = words_of([word.replace(shell.DOLLAR, "$") for word in filled], where)
         image = str(service.get("image") or (name if service.get("build") else ""))
         image = "" if service.get("entrypoint") else image
         for found in engine_starts.in_words(words, where, {**from_files, **env}, image):
-            yield replace(found, name=str(name), notes=(*notes, *more, *found.notes))
+            said = (*notes, *more, *found.notes)
+            yield replace(found, name=str(name), notes=said, misread=(*misread, *found.misread))
+
+
+def _refused(key: str, raw: object) -> Iterator[tuple[str, str]]:
+    """What of a list of arguments Kubernetes and compose refuse: a text in its place, and items of another
+    kind.
+    """
+    if isinstance(raw, str):
+        yield f"{key} is one text, and Kubernetes takes a list", f"{key} as a list of words"
+    for item in raw if isinstance(raw, list) else ():
+        if not isinstance(item, str):
+            value = canonical_json(item)
+            yield f"{key} has the item {value}, which is no text and is refused", f'"{value}"'
 
 
 def _split(raw: object, where: str) -> list[str]:
@@ -119,7 +136,8 @@ def container_starts(container: Mapping[str, Any], where: str, *, always: bool =
             f"{where}: container {container.get('name')} starts '{' '.join(command)}', which is not in the"
             " file; give the command line that it ends in"
         )
-    return [replace(each, notes=(*notes, *each.notes)) for each in found]
+    misread = [each for key in ("command", "args") for each in _refused(key, container.get(key))]
+    return [replace(e, notes=(*notes, *e.notes), misread=(*misread, *e.misread)) for e in found]
 
 
 def _list(raw: object) -> list[Any]:
@@ -199,18 +217,12 @@ def local_model(uri: object) -> str | None:
 
 
 def words_of(args: Sequence[str], where: str) -> list[str]:
-    """Arguments as words: an item such as `--max-num-seqs 8` gives two words, a command line many."""
+    """Arguments as words: an item that is a command line gives many."""
     words: list[str] = []
     for place, arg in enumerate(args):
         after_c = place > 0 and re.fullmatch(r"-[a-z]*c", args[place - 1]) is not None
-        flag = re.match(r"(--?[A-Za-z][\w.-]*)\s+([{\[].*)$", arg.strip(), re.DOTALL)
-        line = re.match(r"--?[A-Za-z][\w.-]*(?:=\S*)?\s", arg.strip()) or shell.START.search(arg)
-        if after_c or not re.search(r"\s", arg.strip()) or not line:
-            words.append(arg)
-        elif flag and flag[2].rstrip().endswith(("}", "]")):
-            words += [flag[1], flag[2].strip()]
-        else:
-            words += shell.split(arg, where)
+        line = not after_c and re.search(r"\s", arg.strip()) and shell.START.search(arg)
+        words += shell.split(arg, where) if line else [arg]
     return words
 
 
@@ -261,6 +273,26 @@ def _values(document: Mapping[str, Any], where: str) -> Iterator[FoundEngine]:
         part = document.get(role)
         if isinstance(part, Mapping) and isinstance(part.get("containers"), list):
             yield from _llm_d(document, role, where)
+    if "kind" in document:
+        return
+    image = document.get("image")
+    if isinstance(image, Mapping) and image.get("repository"):
+        yield from _image_values(document, image, where)
+    for chart in document.values():  # values of charts in an umbrella chart
+        if isinstance(chart, Mapping):
+            yield from _values(chart, where)
+
+
+def _image_values(document: Mapping[str, Any], image: Mapping[str, Any], where: str) -> Iterator[FoundEngine]:
+    """The engine of values that name an image, with its command (vLLM's own chart) or arguments."""
+    container = {
+        "image": f"{image['repository']}:{image.get('tag') or 'latest'}",
+        "command": image.get("command") or document.get("command"),
+        "args": [*_list(document.get("args")), *_list(document.get("extraArgs"))],
+        "env": document.get("env"),
+    }
+    for found in container_starts(container, where):
+        yield replace(found, name="values", model=local_model(document.get("model")))
 
 
 def _production_stack(

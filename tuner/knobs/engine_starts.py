@@ -3,10 +3,12 @@ directly.
 """
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from tuner import masking
 from tuner.knobs import shell
 from tuner.knobs.versions import table
 
@@ -46,7 +48,8 @@ class FoundEngine:
     """One engine found in a file or a command line, before its arguments are read.
 
     `words` are vLLM's own arguments, a positional model first. `model` is what the file names beside the
-    arguments. `env` holds the variables that are set for the engine.
+    arguments. `env` holds the variables that are set for the engine. `misread` says, of words that vLLM gets
+    otherwise than they were meant, what it gets and what to write; `words` has them as they were meant.
     """
 
     where: str
@@ -55,6 +58,7 @@ class FoundEngine:
     env: Mapping[str, str] = field(default_factory=dict)
     model: str | None = None
     notes: tuple[str, ...] = ()
+    misread: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +97,7 @@ def in_words(
 
 def looks_like_arguments(words: Sequence[str]) -> bool:
     """Whether words are arguments of vLLM: `--model`, and at least one more of vLLM's flags."""
-    flags = {word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")}
+    flags = {re.split(r"[=\s]", word)[0].replace("_", "-") for word in words if word.startswith("--")}
     return "--model" in flags and bool((flags - {"--model", "--host", "--port"}) & set(table().flags))
 
 
@@ -102,17 +106,36 @@ def is_vllm(image: str) -> bool:
     return bool(_IMAGE.search(image)) and not _OTHER_IMAGES.search(image.rsplit("/", 1)[-1])
 
 
+def as_meant(found: FoundEngine) -> FoundEngine:
+    """The engine with each word as it was meant: an item such as `--dtype auto` gives two words, and blanks
+    and quotes that a list item keeps are taken off. vLLM's own parser does none of that.
+    """
+    words: list[str] = []
+    misread = list(found.misread)
+    for word in found.words:
+        bare = re.sub(r"^(--?[\w.-]+=|)([\"'])(.*)\2$", r"\1\3", word.strip(), flags=re.DOTALL) or word
+        joined = re.match(r"(--?[A-Za-z][\w.-]*)\s+([{\[].*[}\]]$)?|--[\w.-]+=\S*\s+--[a-z]", bare, re.DOTALL)
+        if joined:
+            parts = [joined[1], joined[2]] if joined[2] else shell.split(bare, found.where)
+            misread.append((f"vLLM gets {word.strip()!r} as one argument", f"{' and '.join(parts)} as items"))
+        elif bare != word and not re.search(r"\d\s+$", word):  # int() takes blanks
+            misread.append((f"vLLM gets {word!r} with its blanks and quotes", bare))
+        words += parts if joined else [bare]
+    told = tuple((masking.text(what), masking.text(fix)) for what, fix in misread)
+    return replace(found, words=tuple(words), misread=told)
+
+
 def _in_command(command: shell.Command, where: str) -> Iterator[FoundEngine]:
     words = command.words
     if (container := _container_of(words)) is not None:
         yield from _in_container(container, command, where)
         return
     if (script := _script(words)) is not None:
-        text, arguments = script
+        text, arguments, misread = script
         inner = {**command.exported, "@": shell.array(arguments)}
         for each in shell.commands(text, where, inner):
             for found in _in_command(each, where):
-                yield replace(found, notes=(*command.notes, *found.notes))
+                yield replace(found, notes=(*command.notes, *found.notes), misread=(*misread, *found.misread))
         return
     if (at := _arguments_at(words)) is not None:
         given = {
@@ -146,14 +169,21 @@ def _by_entrypoint(container: _Container, where: str) -> list[FoundEngine]:
     return [FoundEngine(where=where, words=words, env=container.env)]
 
 
-def _script(words: Sequence[str]) -> tuple[str, tuple[str, ...]] | None:
-    """The text after a shell's `-c`, and the arguments after it (`$1`, `$2` …)."""
+def _script(words: Sequence[str]) -> tuple[str, tuple[str, ...], tuple[tuple[str, str], ...]] | None:
+    """The text after a shell's `-c`, the arguments after it (`$1`, `$2` …), and what is misread where they
+    were meant for a part of the text.
+    """
     for at, word in enumerate(words):
         if word.rsplit("/", 1)[-1] not in _SHELLS:
             continue
         for position in range(at + 1, len(words) - 1):
             if re.fullmatch(r"-[a-z]*c", words[position]):
-                return words[position + 1], tuple(words[position + 3 :])
+                text, after = words[position + 1], words[position + 2 :]
+                if re.search(r"\$\{?[@*0-9]", text) or not any(re.match("--?[A-Za-z]", w) for w in after):
+                    return text, tuple(after[1:]), ()
+                whole = [shlex.quote(w) if re.search(r"[{\"']", w) else w for w in after]
+                lost = f"after -c the shell runs only '{text.strip()}', without '{' '.join(after)}'"
+                return " ".join((text, *whole)), (), ((lost, "the whole script as one item"),)
             if not words[position].startswith(("-", "+")) and words[position - 1] not in ("-o", "+o"):
                 break
     return None

@@ -35,12 +35,17 @@ def read(what: str, *, pick: str | None = None, facts: EngineFacts | None = None
         raise BadInput(f"{found[0].where}: pick one engine of {names}{close if pick else ''}")
     source = chosen[0]
     made = from_arguments(source.words, env=source.env, source=source.where, name=source.name, facts=facts)
-    notes = tuple(dict.fromkeys((*source.notes, *made.notes)))
+    misread = [f"{what}; write {fix}" for what, fix in source.misread]
+    notes = tuple(dict.fromkeys((*source.notes, *misread, *made.notes)))
     return replace(made, model=made.model or source.model, notes=notes)
 
 
 def sources(what: str) -> tuple[FoundEngine, ...]:
     """Every engine in a file, or the one of a command line."""
+    return tuple(engine_starts.as_meant(each) for each in _engines(what))
+
+
+def _engines(what: str) -> tuple[FoundEngine, ...]:
     path = Path(what).expanduser()
     if os.path.exists(path) and what.strip():  # a text that cannot be a file's name gives False
         text, where = file_kinds.text_of(path), str(path)
@@ -64,7 +69,8 @@ def sources(what: str) -> tuple[FoundEngine, ...]:
         if not found:
             raise file_kinds.without_vllm(text, where)
         return _unlike(found)
-    started = engine_starts.in_text(text, where) if shell.START.search(text) or _words(text) else ()
+    words = shell.START.search(text) or re.search(r"(?m)^\s*--|\brun\b|vllm", text)  # an image starts vLLM
+    started = engine_starts.in_text(text, where) if words else ()
     return _named(_some(started, text, where), "command")
 
 
@@ -77,11 +83,6 @@ def _of_form(text: str, path: Path, where: str) -> tuple[FoundEngine, ...] | Non
     if re.search(r"(?im)^FROM\s+\S+", text) and path.name:
         return _named(_some(_image(text, where), text, where), "image")
     return None
-
-
-def _words(text: str) -> bool:
-    """Whether a text may be a command line or its arguments, in which an image's name starts vLLM."""
-    return bool(re.search(r"(?m)^\s*--|\brun\b|vllm", text))
 
 
 def _some(found: Sequence[FoundEngine], text: str, where: str) -> Sequence[FoundEngine]:

@@ -102,7 +102,7 @@ def check(source: FoundEngine, facts: EngineFacts, unread: list[str]) -> tuple[I
     does not give, such as the value of a variable, is added to `unread`.
     """
     given, loose = _given(source, unread)
-    findings = list(_by_chart(source))
+    findings = list(_by_source(source))
     kept: list[WrittenFlag] = []
     for each in given:
         exact, wrong = _name(each, facts)
@@ -123,8 +123,12 @@ def check(source: FoundEngine, facts: EngineFacts, unread: list[str]) -> tuple[I
     return imported, findings
 
 
-def _by_chart(source: FoundEngine) -> Iterator[Finding]:
-    """Keys of Helm values that the chart does not read."""
+def _by_source(source: FoundEngine) -> Iterator[Finding]:
+    """Words that vLLM gets otherwise than they were meant, and keys of Helm values that the chart does not
+    read.
+    """
+    for sentence, fix in source.misread:
+        yield found("flag-misread", sentence, "how the words are passed on", f"write {fix}")
     for note in source.notes:
         if (ignored := re.match(r"(\S+) is no key that the chart reads", note)) is not None:
             sentence = f"{ignored[1]} does nothing: the chart does not read it"

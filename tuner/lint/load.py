@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from tuner.knobs.arguments import number
-from tuner.knobs.catalogue import CATALOGUE
+from tuner.knobs.arguments import compile_candidate
 from tuner.knobs.space import SearchSpace
 from tuner.knobs.versions import negation
 from tuner.lint.findings import Finding, found
 from tuner.lint.memory import EngineFit, size
 from tuner.lint.subject import LintSubject
-from tuner.lint.traffic import busiest, dealt, with_traffic
+from tuner.lint.traffic import DEADLINE_S, busiest, dealt, p95s, with_traffic
 from tuner.records import Slo, Value
 from tuner.simulator.cost import Coefficients
 from tuner.simulator.options import Options, StartRefused
@@ -31,8 +30,10 @@ UNCOVERED = 0.10
 """Share of steps without a graph that is worth a word."""
 REPEATS = 0.05
 """Share of input tokens found again from which the prefix cache is missed."""
+OVERLOAD, BURST_S = 2.0, 10.0
+"""An overloaded engine needs so many times as long as its traffic lasts, and so many seconds more."""
 GAINS = 0.05
-"""Share by which the best prediction must beat today's p95 E2E."""
+"""Share by which the best prediction must beat today's."""
 FEW = 250
 """Requests on which the space is searched; what is found is simulated on all of them."""
 TURNED = (
@@ -44,6 +45,17 @@ TURNED = (
 )
 """Knobs of the space that are turned one after another, the one that moves most first."""
 WORST = "e2e_p95_ms"
+UNANSWERED = "unanswered"
+"""Share of the requests that get no answer within DEADLINE_S. More than one in 20 make p95 E2E infinite."""
+SAYS = {
+    WORST: ("p95 E2E", "p95 E2E {:,.0f} ms", "gain {} p95 E2E"),
+    UNANSWERED: (
+        f"the share unanswered after {DEADLINE_S:.0f} s",
+        f"{{:.0%}} unanswered after {DEADLINE_S:.0f} s",
+        "leave {} fewer requests without an answer",
+    ),
+}
+"""What limits and candidates are judged by: its name, a value of it, and a gain in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +78,8 @@ class TrafficSimulation:
         self._known: dict[object, list[SimulatedSlice]] = {}
         self._slack: Slack | None = None
         self.run = self.runs(fit.options)[0]
-        self.values = fold([self.run], trace)
+        self.values = measured([self.run], trace)
+        self.judged = WORST if np.isfinite(self.values.get(WORST, 0.0)) else UNANSWERED
         self._slack = Slack(fit.options.limits, at_once(self, self.run), self.run, trace)
 
     def runs(
@@ -88,9 +101,19 @@ class TrafficSimulation:
         return self._known[key]
 
     def tail(self, limits: SchedulerLimits | None = None, coefficients: Coefficients | None = None) -> float:
-        """p95 E2E in ms with other limits or coefficients."""
+        """What the run is judged by, with other limits or coefficients."""
         runs = self.runs(self.fit.options, limits, coefficients)
-        return fold(runs, self.scene.trace).get(WORST, float("nan"))
+        return measured(runs, self.scene.trace).get(self.judged, float("nan"))
+
+    def says(self, value: float) -> str:
+        """A value of what the run is judged by, in words."""
+        return SAYS[self.judged][1].format(value)
+
+
+def measured(runs: list[SimulatedSlice], trace: Trace) -> dict[str, float]:
+    """The measurements of simulated runs, with the share that is not answered."""
+    values = fold(runs, trace)
+    return values | {UNANSWERED: values.get("failed", 0.0) / max(values.get("requests", 0.0), 1.0)}
 
 
 class Slack:
@@ -140,8 +163,10 @@ def check(subject: LintSubject, simulation: TrafficSimulation) -> Iterator[Findi
 
 
 def _binding(simulation: TrafficSimulation) -> Iterator[Finding]:
-    """The limit whose lifting shortens p95 E2E most, if it does so by enough."""
-    limits, before = simulation.fit.options.limits, simulation.values.get(WORST, float("nan"))
+    """The limit whose lifting shortens p95 E2E most, if it does so by enough; under overload, the one whose
+    lifting leaves the fewest requests without an answer.
+    """
+    limits, before = simulation.fit.options.limits, simulation.values.get(simulation.judged, float("nan"))
     free = simulation.basis.coefficients.scaled(dict.fromkeys(("layer_s", "sync_s"), 1e-6))
     lifted = {name: before for name in ("limit-sequences", "limit-step-tokens", "limit-kv-memory")}
     for name, other in _touched(simulation).items():
@@ -152,8 +177,9 @@ def _binding(simulation: TrafficSimulation) -> Iterator[Finding]:
     if not change[name] <= -BINDS:
         return
     said = ", ".join(f"{each.removeprefix('limit-')} {value:+.0%}" for each, value in change.items())
-    evidence = f"p95 E2E {before:,.0f} ms as configured; with each limit lifted: {said}"
-    yield found(name, _binds(name, change[name], limits), evidence, _more(name, simulation))
+    evidence = f"{simulation.says(before)} as configured; with each limit lifted: {said}"
+    sentence = f"{_limit(name, limits)} makes the trace wait: without it {SAYS[simulation.judged][0]} is"
+    yield found(name, f"{sentence} {-change[name]:.0%} better", evidence, _more(name, simulation))
 
 
 def _touched(simulation: TrafficSimulation) -> dict[str, SchedulerLimits]:
@@ -165,19 +191,21 @@ def _touched(simulation: TrafficSimulation) -> dict[str, SchedulerLimits]:
         found["limit-sequences"] = replace(limits, max_num_seqs=4096, max_num_active_seqs=None)
     if _steps(simulation.run)[0].max() >= limits.max_num_batched_tokens:
         found["limit-step-tokens"] = replace(limits, max_num_batched_tokens=wide)
-    if values.get("preemptions", 0.0) > 0 or values.get("kv_usage_max", 1.0) > 0.9:
+    usage, trace = np.array(simulation.run.course.levels).reshape(-1, 5)[:, 2], simulation.scene.trace
+    longest = int((trace.input_len.astype("int64") + trace.output_len).max(initial=0))
+    full = usage.max(initial=0.0) + longest / simulation.fit.tokens > 0.9
+    if values.get("preemptions", 0.0) > 0 or full:
         found["limit-kv-memory"] = replace(limits, num_blocks=8 * limits.num_blocks)
     return found
 
 
-def _binds(name: str, change: float, limits: SchedulerLimits) -> str:
-    what = {
+def _limit(name: str, limits: SchedulerLimits) -> str:
+    return {
         "limit-sequences": f"max_num_seqs {limits.max_num_active_seqs or limits.max_num_seqs}",
         "limit-step-tokens": f"max_num_batched_tokens {limits.max_num_batched_tokens}",
         "limit-kv-memory": f"the KV cache of {limits.num_blocks * limits.block_size:,} tokens",
         "limit-host": "the host, which prepares and launches steps,",
     }[name]
-    return f"{what} makes the trace wait: without it p95 E2E is {-change:.0%} better"
 
 
 def _more(name: str, simulation: TrafficSimulation) -> str:
@@ -256,9 +284,8 @@ def _preempted(subject: LintSubject, simulation: TrafficSimulation) -> Iterator[
         return
     count, requests = simulation.values.get("preemptions", 0.0), len(simulation.scene.trace)
     if count > 0:
-        usage = simulation.values.get("kv_usage_max", 1.0)
         sentence = f"{count:,.0f} preemptions in {requests:,} requests are predicted"
-        evidence = f"KV cache at most {usage:.0%} full, {simulation.fit.tokens:,} tokens"
+        evidence = f"the KV cache of {simulation.fit.tokens:,} tokens is full at times"
         yield found("preemption-risk", sentence, evidence, _room(simulation))
 
 
@@ -277,10 +304,11 @@ def _prefixes(subject: LintSubject, simulation: TrafficSimulation) -> Iterator[F
     if share < REPEATS:
         return
     on = simulation.tail(replace(options.limits, enable_prefix_caching=True))
-    before = simulation.values[WORST]
+    before = simulation.values[simulation.judged]
     sentence = f"the prefix cache is off, and {share:.0%} of the input tokens repeat an earlier prompt"
     evidence = (
-        f"predicted p95 E2E {before:,.0f} ms, with the cache {on:,.0f} ms ({(on - before) / before:+.0%})"
+        f"predicted {simulation.says(before)}; with the cache, {simulation.says(on)}"
+        f" ({(on - before) / before:+.0%})"
     )
     written = negation("--enable-prefix-caching")
     off = "--enable-prefix-caching" not in subject.source.words and subject.imported.candidate.get(
@@ -304,45 +332,65 @@ def replicas(subject: LintSubject, simulation: TrafficSimulation, trace: Trace) 
         return
     fit = EngineFit(scene=simulation.fit.scene, knobs=alone, options=options, memory=memory)
     other = TrafficSimulation(fit, dealt(trace, split * copies), simulation.scene.slo, simulation.basis)
-    before, after = simulation.values[WORST], other.values[WORST]
+    before, after = simulation.values[simulation.judged], other.values[simulation.judged]
     if after > before * (1 - 0.1):
         return
     sentence = (
         f"{split} copies on a card each are predicted to serve the trace"
-        f" {(before - after) / before:.0%} better in p95 E2E than one engine split over them"
+        f" better than one engine split over them: {SAYS[simulation.judged][0]} is"
+        f" {(before - after) / before:.0%} better"
     )
-    evidence = f"p95 E2E {before:,.0f} ms split, {after:,.0f} ms dealt in turns; none was ever measured"
+    evidence = (
+        f"{simulation.says(before)} split, {simulation.says(after)} dealt in turns; none was ever measured"
+    )
     fix = f"--tensor-parallel-size 1 --data-parallel-size {split * copies}"
     yield found("replicas-serve-more", sentence, evidence, fix, flag="--tensor-parallel-size")
 
 
 def attainment(simulation: TrafficSimulation, best: "BestPrediction | None") -> Iterator[Finding]:
     """Whether the SLO is predicted to be kept, and what a study would probably gain."""
+    yield from _overload(simulation, best)
     slo, share = simulation.scene.slo, simulation.values.get("slo_attainment")
     limited = any((slo.ttft_ms, slo.tpot_ms, slo.e2e_ms))
     if limited and share is not None and share < slo.attainment:
         sentence = f"{share:.1%} of the requests are predicted to keep the SLO; {slo.attainment:.0%} should"
         beside = f"; best predicted of the shipped space {best.attainment:.1%}" if best else ""
-        evidence = ", ".join(
-            f"p95 {name.upper()} {simulation.values[f'{name}_p95_ms']:,.0f} ms"
-            for name in ("ttft", "tpot", "e2e")
-        )
-        yield found("slo-missed", sentence, evidence + beside, best.flags if best else "")
+        yield found("slo-missed", sentence, p95s(simulation.values) + beside, best.flags if best else "")
     if best is not None and best.least >= GAINS:
-        gain = f"{best.least:.0%} to {best.most:.0%} p95 E2E"
-        sentence = f"a study would probably gain {gain}; start it with {best.flags}"
+        gain = " to ".join(dict.fromkeys((f"{best.least:.0%}", f"{best.most:.0%}")))
+        says = SAYS[simulation.judged][2].format(gain)
+        sentence = f"a study would probably {says}; start it with {best.flags}"
         evidence = (
-            f"predicted p95 E2E {simulation.values[WORST]:,.0f} ms, with these {best.tail:,.0f} ms; the best"
-            f" of {best.tried} of the space {best.space}, one knob after another"
+            f"predicted {simulation.says(simulation.values[simulation.judged])}; with these,"
+            f" {simulation.says(best.tail)}; the best of {best.tried} of the space {best.space}, one knob"
+            " after another"
         )
         yield found("study-gain", sentence, evidence, best.flags)
 
 
+def _overload(simulation: TrafficSimulation, best: "BestPrediction | None") -> Iterator[Finding]:
+    """Whether the queue grows for as long as the traffic lasts."""
+    trace, part = simulation.scene.trace, simulation.work.parts[0]
+    ends = np.array(part.at_s)[part.measured] + simulation.run.requests.e2e / 1e3
+    lasts, takes = trace.duration_s, float(np.max(ends, where=np.isfinite(ends), initial=0.0)) - part.start_s
+    late = simulation.judged == UNANSWERED
+    if not late and (len(trace) < FEW or takes < OVERLOAD * lasts + BURST_S):
+        return
+    share = f"{simulation.values[UNANSWERED]:.0%} of the requests get no answer in {DEADLINE_S:.0f} s"
+    sentence = f"the engine needs {takes:,.0f} s for requests that arrive within {lasts:,.0f} s"
+    sentence = f"the traffic is more than the engine serves: {share}" if late else sentence
+    evidence = (
+        f"{np.isfinite(ends).sum():,} of {len(trace):,} requests are answered, the last after {takes:,.0f} s"
+    )
+    yield found("overloaded", sentence, evidence, best.flags if best else "")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BestPrediction:
-    """The best prediction of the space: what it turns, p95 E2E in ms, its gain as a share, least and most."""
+    """The best prediction of the space: what it turns, what it is judged by (`tail`), and its least and
+    most gain as a share.
+    """
 
-    candidate: Mapping[str, Value]
     flags: str
     tail: float
     attainment: float
@@ -366,17 +414,17 @@ def best_of(subject: LintSubject, simulation: TrafficSimulation, space: SearchSp
             tried += 1
             if values is not None and (rank := _rank(values, simulation.scene.slo)) < best:
                 best, chosen = rank, {**chosen, name: level}
-    if not chosen or (values := _values(simulation, chosen)) is None:
+    if not chosen or (options := _options(simulation, chosen)) is None:
         return None
-    plain = (simulation.values[WORST] - values[WORST]) / simulation.values[WORST]
-    gains = [plain]
+    values = measured(simulation.runs(options), simulation.scene.trace)
+    before = simulation.values[simulation.judged]
+    gains = [(before - values[simulation.judged]) / before]
     for factor in (1 + simulation.basis.error, 1 / (1 + simulation.basis.error)):
         if min(gains) >= GAINS:  # below, no gain is spoken of
-            gains.append(_gain(simulation, chosen, factor))
+            gains.append(_gain(simulation, options, factor))
     return BestPrediction(
-        candidate=chosen,
-        flags=" ".join(_written(name, value) for name, value in chosen.items()),
-        tail=values[WORST],
+        flags=" ".join(compile_candidate(chosen, subject.facts).argv),
+        tail=values[simulation.judged],
         attainment=values.get("slo_attainment", 0.0),
         least=min(gains),
         most=max(gains),
@@ -396,27 +444,22 @@ def _options(simulation: TrafficSimulation, knobs: Mapping[str, Value]) -> Optio
 
 def _values(simulation: TrafficSimulation, knobs: Mapping[str, Value]) -> dict[str, float] | None:
     options = _options(simulation, knobs)
-    return None if options is None else fold(simulation.runs(options), simulation.scene.trace)
+    return None if options is None else measured(simulation.runs(options), simulation.scene.trace)
 
 
-def _gain(simulation: TrafficSimulation, knobs: Mapping[str, Value], slower: float) -> float:
-    """Share by which p95 E2E falls on an engine whose steps take `slower` times as long."""
-    options = _options(simulation, knobs)
-    if options is None:
-        return 0.0
+def _gain(simulation: TrafficSimulation, options: Options, slower: float) -> float:
+    """Share by which p95 E2E (under overload, the unanswered share) falls on an engine whose steps take
+    `slower` times as long.
+    """
     changed = scaled(simulation.basis.coefficients, slower)
-    before = fold(simulation.runs(simulation.fit.options, None, changed), simulation.scene.trace)[WORST]
-    after = fold(simulation.runs(options, None, changed), simulation.scene.trace)[WORST]
-    return (before - after) / before if np.isfinite(before) and np.isfinite(after) else 0.0
+    before = simulation.tail(coefficients=changed)
+    after = measured(simulation.runs(options, None, changed), simulation.scene.trace)[simulation.judged]
+    return (before - after) / before if 0 < before < np.inf and np.isfinite(after) else 0.0
 
 
-def _rank(values: Mapping[str, float], slo: Slo) -> tuple[float, float]:
-    """Lowest is best: the share that keeps the SLO up to what is wanted, then the tail."""
-    return -round(min(values.get("slo_attainment", 0.0), slo.attainment), 2), values.get(WORST, float("inf"))
-
-
-def _written(name: str, value: Value) -> str:
-    flag = CATALOGUE[name].flags[0]
-    if isinstance(value, bool):
-        return flag if value else negation(flag)
-    return f"{flag} {number(value) if isinstance(value, int | float) else value}"
+def _rank(values: Mapping[str, float], slo: Slo) -> tuple[float, ...]:
+    """Lowest is best: the share that keeps the SLO up to what is wanted, then p95 E2E, then what is not
+    answered.
+    """
+    kept = round(min(values.get("slo_attainment", 0.0), slo.attainment), 2)
+    return -kept, values.get(WORST, float("inf")), values[UNANSWERED]

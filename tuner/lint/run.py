@@ -17,6 +17,7 @@ from tuner.records import EngineFacts, Slo, Value
 if TYPE_CHECKING:
     from tuner.history.store import Store
     from tuner.lint.load import StepTimeBasis
+    from tuner.lint.memory import EngineFit
     from tuner.simulator.cost import Card
     from tuner.traffic.trace import Trace
 
@@ -175,14 +176,15 @@ def _with_memory(
         why = "the engine does not come up" if stops else "there is no --trace and no --rate"
         missing |= {"traffic": why, "SLO": why}
         return replace(base, findings=in_order(findings), missing=missing)
-    return _with_traffic(base, subject, fit, against, (findings, missing))
+    return _with_traffic(base, subject, fit, against, against.trace, (findings, missing))
 
 
 def _with_traffic(
     base: LintedEngine,
     subject: LintSubject,
-    fit: "object",
+    fit: "EngineFit",
     against: LintOptions,
+    whole: "Trace",
     so_far: tuple[list[Finding], dict[str, str]],
 ) -> LintedEngine:
     from tuner.knobs import space as spaces
@@ -190,13 +192,11 @@ def _with_traffic(
     from tuner.lint.traffic import dealt
 
     findings, missing = so_far
-    assert isinstance(fit, memory.EngineFit)
-    assert against.trace is not None
     basis = basis_of(subject, fit.scene.card, against.store)
-    trace = dealt(against.trace, memory.size(subject, "data_parallel_size"))
+    trace = dealt(whole, memory.size(subject, "data_parallel_size"))
     simulation = load.TrafficSimulation(fit, trace, against.slo, basis)
     findings += load.check(subject, simulation)
-    findings += load.replicas(subject, simulation, against.trace)
+    findings += load.replicas(subject, simulation, whole)
     try:
         space = spaces.load(SPACE).restricted(subject.facts)
         best = load.best_of(subject, simulation, space)

@@ -20,7 +20,7 @@ from tuner.knobs.model import ModelFacts
 from tuner.knobs.versions import parse, table
 from tuner.records import Candidate, EngineFacts
 
-_IMAGE = re.compile(r"vllm[\w./-]*:v?(\d+\.\d+(?:\.\d+)?(?:\.post\d+)?)")
+_IMAGE = re.compile(r"vllm[\w./-]*(?::|[\"']?\s+tag:\s*[\"']?)v?(\d+\.\d+(?:\.\d+)?(?:\.post\d+)?)")
 _QUANTISED = re.compile(r"(?i)awq|gptq|fp8|fp4|int4|int8|w4a16|w8a8|bnb|gguf|4bit|8bit")
 _TIMEOUT_S = 5.0
 
@@ -31,7 +31,6 @@ class ServerNumbers:
 
     tokens: int | None = None
     preemptions: float | None = None
-    running_s: float | None = None
     finished: float | None = None
 
 

@@ -1,5 +1,6 @@
 """The traffic that a configuration is held against: the busiest requests of a trace, or a steady rate."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -62,6 +63,15 @@ def steady(rate: float, inputs: int, outputs: int, count: int = MOST) -> LintTra
     }
     about = f"{count:,} requests of {inputs:,} + {outputs:,} tokens, {rate:g} a second on average (Poisson)"
     return LintTraffic(trace=build(columns), about=about)
+
+
+def p95s(values: Mapping[str, float]) -> str:
+    """p95 TTFT, TPOT and E2E in words; infinite ones come from requests that are never answered."""
+    if not np.isfinite(values.get("e2e_p95_ms", np.inf)):
+        return f"more than one request in 20 gets no answer in {DEADLINE_S:.0f} s"
+    return ", ".join(
+        f"p95 {n.upper()} {values.get(f'{n}_p95_ms', 0):,.0f} ms" for n in ("ttft", "tpot", "e2e")
+    )
 
 
 def dealt(traffic: Trace, copies: int) -> Trace:
