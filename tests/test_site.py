@@ -2,6 +2,8 @@
 
 import ast
 import re
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -11,12 +13,14 @@ import yaml
 from benchmarks.site.environment import VARIABLES
 from benchmarks.site.reference import anchor, docstrings, helps, meanings, pages
 from tests.test_documented_commands import BLOCK
-from tuner.cli import app
+from tuner.cli import app, main
+from tuner.commands.study import why
 from tuner.doctor import EXIT_CODES as DOCTOR
 from tuner.engine.failures import KINDS
-from tuner.errors import EXIT_CODES, TunerError
+from tuner.errors import EXIT_CODES, StudyFailed, TunerError, page_of
 from tuner.measures import MEASURES
 from tuner.profiles.export import FORMATS
+from tuner.records import Candidate, Trial
 from tuner.replay.plan import Plan
 from tuner.settings import shipped
 from tuner.tuning import studyfile
@@ -203,3 +207,37 @@ def test_the_site_loads_nothing_over_the_network_and_breaks_no_link() -> None:
     assert found["theme"]["font"] is False
     assert {found["validation"][name] for name in ("not_found", "anchors", "unrecognized_links")} == {"warn"}
     assert found["hooks"] == ["benchmarks/site/hooks.py"]
+
+
+@pytest.mark.parametrize(
+    "symptom", sorted({*KINDS, *causes_raised(), *(f"doctor-{name}" for name in DOCTOR)})
+)
+def test_the_page_that_is_printed_with_a_failure_has_its_entry(symptom: str) -> None:
+    page = re.fullmatch(r" \(docs/troubleshooting\.md#(\S+)\)", page_of(symptom))
+    assert page is not None
+    assert page[1] in entries()
+    assert page_of(None) == ""
+
+
+def test_a_failed_trial_a_command_and_the_doctor_print_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at = datetime(2026, 1, 1, tzinfo=UTC)
+    trial = Trial(id=1, study_id="s", run_id="r", number=1, candidate=Candidate(), started_at=at)
+    trial = replace(trial, cause="oom", reason="out of memory")
+    assert why(trial) == f"oom: out of memory{page_of('oom')}"
+    (tmp_path / "home").write_text("a file")
+    monkeypatch.setenv("TUNER_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("sys.argv", ["tuner", "doctor"])
+    with pytest.raises(SystemExit):
+        main()
+    told = capsys.readouterr()
+    assert page_of("doctor-home") in told.out + told.err
+
+    def fails(**_: object) -> None:
+        raise StudyFailed("the engine lacks a Python package: xyz", cause="package")
+
+    monkeypatch.setattr("tuner.cli.app", fails)
+    with pytest.raises(SystemExit, match="7"):
+        main()
+    assert page_of("package") in capsys.readouterr().err

@@ -141,11 +141,11 @@ def main() -> None:
         _refuse_other_service()
         app(prog_name="tuner")
     except Exception as error:
-        from tuner.errors import TunerError, Unavailable
+        from tuner.errors import TunerError, Unavailable, page_of
 
         if isinstance(error, OSError):  # of the disk, the home or a pipe, which the tuner does not control
             error = Unavailable(f"{error.filename or 'the system'}: {error.strerror or error}")
         if not isinstance(error, TunerError):
             raise
-        typer.echo(f"tuner: {error}", err=True)
+        typer.echo(f"tuner: {error}{page_of(getattr(error, 'cause', None))}", err=True)
         sys.exit(error.exit_code)

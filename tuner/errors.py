@@ -107,6 +107,13 @@ class StudyFailed(EngineError):
     exit_code = 7
 
 
+def page_of(symptom: str | None) -> str:
+    """The part of the documentation on a failure kind or a check of `tuner doctor` (`doctor-disk`), in
+    brackets. Empty without a symptom.
+    """
+    return f" (docs/troubleshooting.md#{symptom.replace(' ', '-')})" if symptom else ""
+
+
 LONGEST_NAME = 200
 """Characters beyond which no name is compared with others: the time grows with the length."""
 

@@ -252,7 +252,7 @@ def test_what_a_file_leaves_out_is_said(tmp_path: Path) -> None:
     assert read(str(chart)).args == {"disable-log-stats": True}
     assert read(str(chart)).notes == (
         "HF_TOKEN comes from elsewhere in the cluster and is left out",
-        "vLLM gets '--kv-cache-dtype auto' as one argument; write --kv-cache-dtype and auto as items",
+        "vLLM gets '--kv-cache-dtype auto' as one argument; write each word as an item",
     )
 
 

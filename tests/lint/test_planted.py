@@ -92,6 +92,7 @@ TABLE = [
     Planted("flag-ignored", f"{GOOD} --kv-offloading-backend native"),
     Planted("flag-ignored", f"{GOOD} --long-prefill-token-threshold-adaptive"),
     Planted("flag-overridden", f"{GOOD} --kv-cache-memory-bytes 8G --gpu-memory-utilization 0.9"),
+    Planted("flag-misread", f"{GOOD} '--dtype auto'"),
     Planted("flag-overridden", f"{GOOD} --num-gpu-blocks-override 4096 --gpu-memory-utilization 0.9"),
     Planted("flag-default", f"{GOOD} --enable-chunked-prefill"),
     # exclude each other
@@ -112,6 +113,7 @@ TABLE = [
     Planted("cards-missing", f"{GOOD} -tp 2 -pp 2", {"gpus": 2}),
     Planted("heads-not-divided", f"{GOOD} -tp 3", {"gpus": 4}),
     # traffic
+    Planted("overloaded", f"{GOOD} --max-num-seqs 1", RATE),
     Planted("limit-sequences", f"{GOOD} --max-num-seqs 8", RATE),
     Planted("limit-step-tokens", f"{GOOD} --max-num-batched-tokens 256 --max-num-seqs 128", FAST),
     Planted("limit-kv-memory", f"{GOOD} --num-gpu-blocks-override 1100", RATE),
@@ -128,7 +130,7 @@ A4500: Mapping[str, object] = {"card": "a4500"}
 REASONING = "vllm serve m --enable-reasoning --reasoning-parser deepseek_r1"
 EIGHT_B = "vllm serve meta-llama/Llama-3.1-8B-Instruct"
 PUBLIC = {
-    "vllm 8273": Planted("flag-unknown", "vllm serve m '--host 127.0.0.1' '--port 6379'"),
+    "vllm 8273": Planted("flag-misread", "vllm serve m '--host 127.0.0.1' '--port 6379'"),
     "vllm 10537": Planted("flag-removed", "vllm serve m --use-v2-block-manager"),
     "vllm 10537, rope": Planted("flag-removed", 'vllm serve m --rope-scaling \'{"type": "dynamic"}\''),
     "vllm 6689": Planted("flag-value", "vllm serve m -q awq --enable-chunked-prefill=false"),
@@ -142,7 +144,7 @@ PUBLIC = {
         {"version": "0.10.2"},
     ),
     "vllm 22072": Planted(
-        "flag-unknown",
+        "flag-misread",
         "services: {vllm: {image: 'vllm/vllm-openai:v0.10.0',\n command: [serve, m, --dtype auto]}}",
     ),
     "vllm 23430": Planted("flag-unknown", "vllm serve m --no-reasoning-parser"),

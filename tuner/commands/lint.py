@@ -168,9 +168,10 @@ def _history() -> "Store | None":
 
 
 def _show(one: "LintedEngine") -> None:
-    counts = [f"{sum(f.severity == s for f in one.findings)} {s}s" for s in ("error", "warning", "note")]
+    found = {s: sum(f.severity == s for f in one.findings) for s in ("error", "warning", "note")}
+    counts = ", ".join(f"{n} {s}{'s' * (n != 1)}" for s, n in found.items())
     name = one.model or one.name
-    typer.echo(f"{name} on vLLM {one.version} ({one.where}): {', '.join(_count(c) for c in counts)}")
+    typer.echo(f"{name} on vLLM {one.version} ({one.where}): {counts}")
     for each in one.findings:
         typer.echo(f"  {each.severity:<8}{each.id}: {each.sentence}")
         if each.fix:
@@ -185,7 +186,3 @@ def _show(one: "LintedEngine") -> None:
     for why in dict.fromkeys(one.missing.values()):
         kinds = ", ".join(kind for kind, reason in one.missing.items() if reason == why)
         typer.echo(f"  not computed: {kinds} ({why})")
-
-
-def _count(said: str) -> str:
-    return said[:-1] if said.startswith("1 ") else said

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from tuner.commands.common import escaped, knobs, say, text, wrapped
-from tuner.errors import Unavailable
+from tuner.errors import Unavailable, page_of
 from tuner.records import Trial
 from tuner.report.words import seconds
 from tuner.tuning.context import RunEvent, Tell
@@ -192,7 +192,7 @@ def describe(event: RunEvent, objectives: tuple[str, ...]) -> str | None:
 
 def _outcome(trial: Trial, objectives: tuple[str, ...]) -> str:
     if trial.reason:
-        return trial.reason
+        return trial.reason + page_of(trial.cause)
     values = trial.measurement.values if trial.measurement else {}
     return ", ".join(f"{name} {text(values.get(name))}" for name in objectives)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tuner.commands.common import Json, StudyRef, knobs, open_store, print_json, print_table, settings
-from tuner.errors import BadInput, NotFound
+from tuner.errors import BadInput, NotFound, page_of
 
 if TYPE_CHECKING:
     from tuner.records import Trial
@@ -161,5 +161,5 @@ def show_log(
 
 
 def why(trial: "Trial") -> str:
-    """Why a trial failed: its cause, where one is known, and the reason."""
-    return f"{trial.cause}: {trial.reason}" if trial.cause else str(trial.reason)
+    """Why a trial failed: its cause, where one is known, the reason, and what to read."""
+    return f"{trial.cause}: {trial.reason}{page_of(trial.cause)}" if trial.cause else str(trial.reason)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from tuner.commands.common import Json, now, open_store, plain, print_json, print_table, say, settings
-from tuner.errors import BadInput, NotFound
+from tuner.errors import BadInput, NotFound, page_of
 
 if TYPE_CHECKING:
     from tuner.history.store import Store
@@ -33,7 +33,7 @@ def doctor(
     else:
         print_table(
             ["<check", "<verdict", "<found", "<what to do"],
-            ([c.name, c.verdict, c.found, c.mend] for c in checks),
+            ([c.name, c.verdict, c.found, c.mend and c.mend + page_of(f"doctor-{c.name}")] for c in checks),
         )
     if code := exit_code(checks):
         raise typer.Exit(code)

@@ -60,8 +60,8 @@ def _compose(services: Mapping[str, Any], where: str) -> Iterator[FoundEngine]:
         env = {key: shell.expanded(value, dotenv).replace("$$", "$") for key, value in env.items()}
         raw = [word for key in ("entrypoint", "command") for word in _split(service.get(key), where)]
         filled = [shell.expanded(word.replace("$$", shell.DOLLAR), dotenv) for word in raw]
-        lists = [key for key in ("entrypoint", "command") if isinstance(service.get(key), list)]
-        misread = [each for key in lists for each in _refused(key, service[key])]
+        lists = {key: service[key] for key in ("entrypoint", "command") if isinstance(service.get(key), list)}
+        misread = [each for key, items in lists.items() for each in _refused(key, items)]
         words = words_of([word.replace(shell.DOLLAR, "$") for word in filled], where)
         image = str(service.get("image") or (name if service.get("build") else ""))
         image = "" if service.get("entrypoint") else image
@@ -278,9 +278,8 @@ def _values(document: Mapping[str, Any], where: str) -> Iterator[FoundEngine]:
     image = document.get("image")
     if isinstance(image, Mapping) and image.get("repository"):
         yield from _image_values(document, image, where)
-    for chart in document.values():  # values of charts in an umbrella chart
-        if isinstance(chart, Mapping):
-            yield from _values(chart, where)
+    for chart in [each for each in document.values() if isinstance(each, Mapping)]:  # of an umbrella chart
+        yield from _values(chart, where)
 
 
 def _image_values(document: Mapping[str, Any], image: Mapping[str, Any], where: str) -> Iterator[FoundEngine]:
@@ -291,8 +290,8 @@ def _image_values(document: Mapping[str, Any], image: Mapping[str, Any], where: 
         "args": [*_list(document.get("args")), *_list(document.get("extraArgs"))],
         "env": document.get("env"),
     }
-    for found in container_starts(container, where):
-        yield replace(found, name="values", model=local_model(document.get("model")))
+    model = local_model(document.get("model"))
+    yield from (replace(e, name="values", model=model) for e in container_starts(container, where))
 
 
 def _production_stack(
@@ -359,14 +358,15 @@ def _after(spec: Mapping[str, Any]) -> list[str]:
 
 
 def _unread(spec: Mapping[str, Any]) -> list[str]:
-    notes = []
-    if at(spec, "lmcacheConfig", "enabled"):
-        notes.append("lmcacheConfig: the chart also sets LMCACHE_… variables, which are left out")
-    if spec.get("chatTemplate"):
-        notes.append("chatTemplate lies in the chart's own volume and is left out")
-    if name := at(spec, "envFromSecret", "name"):
-        notes.append(f"envFromSecret {name} is not read")
-    return notes
+    secret = at(spec, "envFromSecret", "name")
+    notes = {
+        "lmcacheConfig: the chart also sets LMCACHE_… variables, which are left out": at(
+            spec, "lmcacheConfig", "enabled"
+        ),
+        "chatTemplate lies in the chart's own volume and is left out": spec.get("chatTemplate"),
+        f"envFromSecret {secret} is not read": secret,
+    }
+    return [note for note, applies in notes.items() if applies]
 
 
 def _llm_d(document: Mapping[str, Any], role: str, where: str) -> Iterator[FoundEngine]:

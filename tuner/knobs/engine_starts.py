@@ -115,14 +115,21 @@ def as_meant(found: FoundEngine) -> FoundEngine:
     for word in found.words:
         bare = re.sub(r"^(--?[\w.-]+=|)([\"'])(.*)\2$", r"\1\3", word.strip(), flags=re.DOTALL) or word
         joined = re.match(r"(--?[A-Za-z][\w.-]*)\s+([{\[].*[}\]]$)?|--[\w.-]+=\S*\s+--[a-z]", bare, re.DOTALL)
+        said = masking.text(word)
         if joined:
             parts = [joined[1], joined[2]] if joined[2] else shell.split(bare, found.where)
-            misread.append((f"vLLM gets {word.strip()!r} as one argument", f"{' and '.join(parts)} as items"))
+            misread.append((f"vLLM gets {said.strip()!r} as one argument", "each word as an item"))
+        elif word.isspace():
+            misread.append(
+                (
+                    "an argument is a blank; after a backslash, it ends the command",
+                    "the backslash last in its line",
+                )
+            )
         elif bare != word and not re.search(r"\d\s+$", word):  # int() takes blanks
-            misread.append((f"vLLM gets {word!r} with its blanks and quotes", bare))
+            misread.append((f"vLLM gets {said!r} with its blanks and quotes", masking.text(bare)))
         words += parts if joined else [bare]
-    told = tuple((masking.text(what), masking.text(fix)) for what, fix in misread)
-    return replace(found, words=tuple(words), misread=told)
+    return replace(found, words=tuple(words), misread=tuple(misread))
 
 
 def _in_command(command: shell.Command, where: str) -> Iterator[FoundEngine]:
@@ -183,7 +190,8 @@ def _script(words: Sequence[str]) -> tuple[str, tuple[str, ...], tuple[tuple[str
                     return text, tuple(after[1:]), ()
                 whole = [shlex.quote(w) if re.search(r"[{\"']", w) else w for w in after]
                 lost = f"after -c the shell runs only '{text.strip()}', without '{' '.join(after)}'"
-                return " ".join((text, *whole)), (), ((lost, "the whole script as one item"),)
+                misread = ((masking.text(lost), "the whole script as one item"),)
+                return " ".join((text, *whole)), (), misread
             if not words[position].startswith(("-", "+")) and words[position - 1] not in ("-o", "+o"):
                 break
     return None

@@ -14,6 +14,11 @@ READ = (
     "a command line in quotes, a shell script, a systemd unit, a compose file, a Kubernetes manifest,"
     " Helm values, vLLM's --config file, or Markdown with such commands"
 )
+_SUFFIXES = {
+    **dict.fromkeys((".md", ".markdown", ".rst", ".txt", ".html"), "a document"),
+    **dict.fromkeys((".csv", ".tsv", ".jsonl"), "a table (is it a trace? that goes to --trace)"),
+    **{each: f"a {each} file" for each in (".py", ".toml", ".ini", ".rs", ".go", ".js", ".ts")},
+}
 _BINARY = {
     b"PAR1": "Parquet (is it a trace? that goes to --trace)",
     b"\x7fELF": "a program",
@@ -56,14 +61,10 @@ def _kind(text: str, where: str) -> str:
     name, suffix = Path(where).name, Path(where).suffix.lower()
     if where == "command line":
         return ""
-    if suffix in (".md", ".markdown", ".rst", ".txt", ".html"):
-        return "a document"
-    if suffix in (".csv", ".tsv", ".jsonl"):
-        return "a table (is it a trace? that goes to --trace)"
+    if suffix in _SUFFIXES:
+        return _SUFFIXES[suffix]
     if "{{" in text and suffix in (".yaml", ".yml", ".tpl"):
         return "a template of a Helm chart; give its values, or what `helm template` prints"
-    if suffix in (".py", ".toml", ".ini", ".rs", ".go", ".js", ".ts"):
-        return f"a .{suffix[1:]} file"
     if name == "Chart.yaml":
         return "the description of a Helm chart; give its values.yaml"
     return _kind_of_keys(text, where)

@@ -64,7 +64,8 @@ def split(text: str, where: str, *, by_shell: bool = True) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise BadInput(f"{where}: cannot be split into words ({error})") from None
+        why = "a line ends with a backslash and a blank" if "escaped" in str(error) else error
+        raise BadInput(f"{where}: cannot be split into words ({why})") from None
 
 
 def expanded(word: str, env: Mapping[str, str]) -> str:

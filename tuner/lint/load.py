@@ -45,13 +45,13 @@ TURNED = (
 )
 """Knobs of the space that are turned one after another, the one that moves most first."""
 WORST = "e2e_p95_ms"
-UNANSWERED = "unanswered"
-"""Share of the requests that get no answer within DEADLINE_S. More than one in 20 make p95 E2E infinite."""
+UNANSWERED = "failed"
+"""Requests that get no answer within DEADLINE_S. More than one in 20 make p95 E2E infinite."""
 SAYS = {
     WORST: ("p95 E2E", "p95 E2E {:,.0f} ms", "gain {} p95 E2E"),
     UNANSWERED: (
-        f"the share unanswered after {DEADLINE_S:.0f} s",
-        f"{{:.0%}} unanswered after {DEADLINE_S:.0f} s",
+        f"the number of requests without an answer in {DEADLINE_S:.0f} s",
+        f"{{:,.0f}} requests without an answer in {DEADLINE_S:.0f} s",
         "leave {} fewer requests without an answer",
     ),
 }
@@ -78,7 +78,7 @@ class TrafficSimulation:
         self._known: dict[object, list[SimulatedSlice]] = {}
         self._slack: Slack | None = None
         self.run = self.runs(fit.options)[0]
-        self.values = measured([self.run], trace)
+        self.values = fold([self.run], trace)
         self.judged = WORST if np.isfinite(self.values.get(WORST, 0.0)) else UNANSWERED
         self._slack = Slack(fit.options.limits, at_once(self, self.run), self.run, trace)
 
@@ -103,17 +103,11 @@ class TrafficSimulation:
     def tail(self, limits: SchedulerLimits | None = None, coefficients: Coefficients | None = None) -> float:
         """What the run is judged by, with other limits or coefficients."""
         runs = self.runs(self.fit.options, limits, coefficients)
-        return measured(runs, self.scene.trace).get(self.judged, float("nan"))
+        return fold(runs, self.scene.trace).get(self.judged, float("nan"))
 
     def says(self, value: float) -> str:
         """A value of what the run is judged by, in words."""
         return SAYS[self.judged][1].format(value)
-
-
-def measured(runs: list[SimulatedSlice], trace: Trace) -> dict[str, float]:
-    """The measurements of simulated runs, with the share that is not answered."""
-    values = fold(runs, trace)
-    return values | {UNANSWERED: values.get("failed", 0.0) / max(values.get("requests", 0.0), 1.0)}
 
 
 class Slack:
@@ -168,10 +162,11 @@ def _binding(simulation: TrafficSimulation) -> Iterator[Finding]:
     """
     limits, before = simulation.fit.options.limits, simulation.values.get(simulation.judged, float("nan"))
     free = simulation.basis.coefficients.scaled(dict.fromkeys(("layer_s", "sync_s"), 1e-6))
-    lifted = {name: before for name in ("limit-sequences", "limit-step-tokens", "limit-kv-memory")}
-    for name, other in _touched(simulation).items():
-        lifted[name] = simulation.tail(other)
-    lifted["limit-host"] = simulation.tail(coefficients=free)
+    lifted = {
+        **dict.fromkeys(("limit-sequences", "limit-step-tokens", "limit-kv-memory"), before),
+        **{name: simulation.tail(other) for name, other in _touched(simulation).items()},
+        "limit-host": simulation.tail(coefficients=free),
+    }
     change = {name: (after - before) / before for name, after in lifted.items()}
     name = min(change, key=lambda each: change[each] if np.isfinite(change[each]) else 0.0)
     if not change[name] <= -BINDS:
@@ -333,6 +328,7 @@ def replicas(subject: LintSubject, simulation: TrafficSimulation, trace: Trace) 
     fit = EngineFit(scene=simulation.fit.scene, knobs=alone, options=options, memory=memory)
     other = TrafficSimulation(fit, dealt(trace, split * copies), simulation.scene.slo, simulation.basis)
     before, after = simulation.values[simulation.judged], other.values[simulation.judged]
+    after *= split if simulation.judged == UNANSWERED else 1  # each copy has its part of the requests
     if after > before * (1 - 0.1):
         return
     sentence = (
@@ -358,8 +354,8 @@ def attainment(simulation: TrafficSimulation, best: "BestPrediction | None") -> 
         yield found("slo-missed", sentence, p95s(simulation.values) + beside, best.flags if best else "")
     if best is not None and best.least >= GAINS:
         gain = " to ".join(dict.fromkeys((f"{best.least:.0%}", f"{best.most:.0%}")))
-        says = SAYS[simulation.judged][2].format(gain)
-        sentence = f"a study would probably {says}; start it with {best.flags}"
+        gains = SAYS[simulation.judged][2].format(gain)
+        sentence = f"a study would probably {gains}; start it with {best.flags}"
         evidence = (
             f"predicted {simulation.says(simulation.values[simulation.judged])}; with these,"
             f" {simulation.says(best.tail)}; the best of {best.tried} of the space {best.space}, one knob"
@@ -376,11 +372,12 @@ def _overload(simulation: TrafficSimulation, best: "BestPrediction | None") -> I
     late = simulation.judged == UNANSWERED
     if not late and (len(trace) < FEW or takes < OVERLOAD * lasts + BURST_S):
         return
-    share = f"{simulation.values[UNANSWERED]:.0%} of the requests get no answer in {DEADLINE_S:.0f} s"
+    share = 1 - np.isfinite(ends).mean()
     sentence = f"the engine needs {takes:,.0f} s for requests that arrive within {lasts:,.0f} s"
-    sentence = f"the traffic is more than the engine serves: {share}" if late else sentence
+    if late:
+        sentence = f"{share:.0%} of the requests get no answer in {DEADLINE_S:.0f} s: the engine is too slow"
     evidence = (
-        f"{np.isfinite(ends).sum():,} of {len(trace):,} requests are answered, the last after {takes:,.0f} s"
+        f"{len(trace):,} requests, {len(trace) / lasts:.3g} a second; the last answer after {takes:,.0f} s"
     )
     yield found("overloaded", sentence, evidence, best.flags if best else "")
 
@@ -416,7 +413,7 @@ def best_of(subject: LintSubject, simulation: TrafficSimulation, space: SearchSp
                 best, chosen = rank, {**chosen, name: level}
     if not chosen or (options := _options(simulation, chosen)) is None:
         return None
-    values = measured(simulation.runs(options), simulation.scene.trace)
+    values = fold(simulation.runs(options), simulation.scene.trace)
     before = simulation.values[simulation.judged]
     gains = [(before - values[simulation.judged]) / before]
     for factor in (1 + simulation.basis.error, 1 / (1 + simulation.basis.error)):
@@ -444,7 +441,7 @@ def _options(simulation: TrafficSimulation, knobs: Mapping[str, Value]) -> Optio
 
 def _values(simulation: TrafficSimulation, knobs: Mapping[str, Value]) -> dict[str, float] | None:
     options = _options(simulation, knobs)
-    return None if options is None else measured(simulation.runs(options), simulation.scene.trace)
+    return None if options is None else fold(simulation.runs(options), simulation.scene.trace)
 
 
 def _gain(simulation: TrafficSimulation, options: Options, slower: float) -> float:
@@ -453,7 +450,7 @@ def _gain(simulation: TrafficSimulation, options: Options, slower: float) -> flo
     """
     changed = scaled(simulation.basis.coefficients, slower)
     before = simulation.tail(coefficients=changed)
-    after = measured(simulation.runs(options, None, changed), simulation.scene.trace)[simulation.judged]
+    after = fold(simulation.runs(options, None, changed), simulation.scene.trace)[simulation.judged]
     return (before - after) / before if 0 < before < np.inf and np.isfinite(after) else 0.0
 
 

@@ -20,7 +20,7 @@ from tuner.knobs.model import ModelFacts
 from tuner.knobs.versions import parse, table
 from tuner.records import Candidate, EngineFacts
 
-_IMAGE = re.compile(r"vllm[\w./-]*(?::|[\"']?\s+tag:\s*[\"']?)v?(\d+\.\d+(?:\.\d+)?(?:\.post\d+)?)")
+_IMAGE = re.compile(r"vllm[\w./-]*(?::|[\"']?[\s,]+tag:\s*[\"']?)v?(\d+\.\d+(?:\.\d+)?(?:\.post\d+)?)")
 _QUANTISED = re.compile(r"(?i)awq|gptq|fp8|fp4|int4|int8|w4a16|w8a8|bnb|gguf|4bit|8bit")
 _TIMEOUT_S = 5.0
 
@@ -74,9 +74,8 @@ def engines(what: str, pick: str | None = None) -> tuple[EngineToLint, ...]:
     if not found:
         raise BadInput(f"--pick {pick}: there are {', '.join(each.name for each in everything)}")
     path = Path(what).expanduser()
-    text = yamltext.read(path) if os.path.isfile(path) else what  # False for text that is no possible name
-    tags = sorted(set(_IMAGE.findall(text)))
-    version = tags[0] if len(tags) == 1 else None
+    tags = set(_IMAGE.findall(yamltext.read(path) if os.path.isfile(path) else what))
+    version = tags.pop() if len(tags) == 1 else None
     return tuple(EngineToLint(source=each, version=version) for each in found)
 
 
