@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -14,8 +15,8 @@ from tuner.metrics import LATENCY_MS
 from tuner.records import Candidate, Trial, TrialState
 from tuner.replay import outcomes
 from tuner.report import evidence
-from tuner.report.board import beliefs, failures, spent, worst_lateness
-from tuner.report.charts import MARKED, Point, scatter
+from tuner.report.board import beliefs, board, failures, spent, worst_lateness
+from tuner.report.charts import MARKED
 from tuner.report.words import difference, measured, seconds, step, unit
 
 NOW = datetime(2026, 3, 1, tzinfo=UTC)
@@ -95,18 +96,25 @@ def test_scrapes_survive_their_file(tmp_path: Path) -> None:
     assert outcomes.read_series(path) == {}
 
 
-def test_thousands_of_points_are_one_path() -> None:
-    points = [Point(x=n + 1.0, y=9.0, kind="other", label=f"t{n}", href="#x") for n in range(MARKED + 1)]
-    drawing = scatter(
-        [*points, Point(x=1, y=1, kind="winner", label="best", href="#b")], "ttft_p95_ms", "ready_s"
-    )
-    assert drawing.count("<circle") == 0
+def test_thousands_of_points_are_one_path(tmp_path: Path) -> None:
+    there = world.fill(tmp_path)
+    made = there.study
+    one = there.store.trials(made.id)[1]
+    values = [{"ttft_p95_ms": n + 2.0, "tpot_p95_ms": 9.0, "goodput_rps": 1.0} for n in range(MARKED + 1)]
+    values[0] |= {"ttft_p95_ms": 1.0, "tpot_p95_ms": 1.0, "goodput_rps": 9.0}
+    trials = [
+        replace(one, id=n + 1, number=n + 1, measurements=(replace(one.measurements[0], values=v),))
+        for n, v in enumerate(values)
+    ]
+    drawing = board(made, trials, []).drawing("ttft_p95_ms", "tpot_p95_ms", lambda t: f"#{t.number}")
+    assert drawing.count("<circle") == 1, "only the front has a mark of its own"
     spots = re.findall(r"M[\d.]+ [\d.]+h0", drawing)
     assert len(spots) == len(set(spots)) > MARKED / 2
-    assert f"<title>{MARKED + 1} other trials</title>" in drawing
+    assert f"<title>{MARKED + 1} trials</title>" in drawing
     assert drawing.count("<a ") == 1
-    few = scatter(points[:3], "ttft_p95_ms", "ready_s")
+    few = board(made, trials[:3], []).drawing("ttft_p95_ms", "tpot_p95_ms", lambda t: "#x")
     assert few.count('<a href="#x"') == 3
+    there.store.close()
 
 
 def test_budget_failures_and_belief_add_up(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from tuner.errors import Unavailable, page_of
 from tuner.records import Trial
 from tuner.report.words import seconds
 from tuner.tuning.context import RunEvent, Tell
+from tuner.tuning.now import time_left_s
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -86,13 +87,13 @@ class LiveLine:
         if self.estimate is None:
             return None
         now, known = self.clock(), self.estimate
-        ends = [] if known.window_s is None else [known.window_s - (now - self.begun)]
-        if self.total is not None:
-            each = self._each(known)
-            since = min(each, now - self._moved)
-            later = known.confirm_s if self.stage == SEARCH else 0.0
-            ends.append(max(0.0, each * (self.total - self.done) - since) + later)
-        return max(0.0, min(ends)) if ends else None
+        return time_left_s(
+            self._each(known),
+            None if self.total is None else self.total - self.done,
+            None if known.window_s is None else known.window_s - (now - self.begun),
+            since_s=now - self._moved,
+            later_s=known.confirm_s if self.stage == SEARCH else 0.0,
+        )
 
     def _each(self, known: RunEstimate) -> float:
         """Seconds of a trial or launch: as measured in this stage, else as estimated."""

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations
 
 import numpy as np
@@ -42,7 +43,7 @@ class Beside:
         return self.arm.change(name) if self.arm else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Board:
     """The trials of a study, with their front, baseline and winner.
 
@@ -97,7 +98,7 @@ class Board:
         """Whether the winner is on the front, which is of first measurements."""
         return self.chosen is not None and any(t.id == self.chosen.id for t in self.front)
 
-    @property
+    @cached_property
     def on_front(self) -> frozenset[int]:
         """The ids of the trials on the front."""
         return frozenset(t.id for t in self.front)
@@ -120,17 +121,10 @@ class Board:
         found = self.confirmation
         return [Beside(trial=t, kind=self.kind(t), arm=found.arm(t.number) if found else None) for t in rows]
 
-    def points(self, x: str, y: str, href: Callable[[Trial], str]) -> list[Point]:
-        """Every completed trial that has both measurements, with its knobs and numbers as words.
-
-        Where many trials are off the front, they are dots without words, and the front has shorter words.
-        """
-        return self._points(self.trials, x, y, href)
-
     def drawing(self, x: str, y: str, href: Callable[[Trial], str]) -> str:
         """The picture of two measurements, with the SLO's limits and the noise; many trials are dots."""
         if len(self.trials) <= MARKED:
-            return scatter(self.points(x, y, href), x, y, guides=self.guides(x, y))
+            return scatter(self._points(self.trials, x, y, href), x, y, guides=self.guides(x, y))
         done = [values(t) for t in self.trials if t.state is TrialState.COMPLETE]
         pairs = np.array([(v[x], v[y]) for v in done if x in v and y in v]).reshape(-1, 2)
         cloud = Cloud(kind="", x=pairs[:, 0], y=pairs[:, 1], title=f"{len(pairs)} trials")
@@ -139,31 +133,25 @@ class Board:
     def marked_points(
         self, x: str, y: str, href: Callable[[Trial], str], also: Collection[int] = ()
     ) -> list[Point]:
-        """The front, the baseline, the winner, and the trials `also`, as `points`."""
+        """The front, the baseline, the winner, and the trials `also`, with their numbers as words."""
         named = {t.id for t in self.front} | ({self.base.id} if self.base else set())
         wanted = {*also, self.winner}
         return self._points([t for t in self.trials if t.id in named or t.number in wanted], x, y, href)
 
     def _points(self, trials: Sequence[Trial], x: str, y: str, href: Callable[[Trial], str]) -> list[Point]:
-        kinds = {t.id: "front" for t in self.front}
-        crowd = len(self.trials) - len(kinds) > MARKED
+        crowd = len(self.trials) - len(self.front) > MARKED
         found = []
         for trial in trials:
             numbers = values(trial)
             if trial.state is not TrialState.COMPLETE or x not in numbers or y not in numbers:
                 continue
-            kind = kinds.get(trial.id, "other")
-            if trial.is_baseline or trial.number == self.winner:
-                kind = self.kind(trial)
-            if kind == "other" and crowd and trials is self.trials:
-                found.append(Point(x=numbers[x], y=numbers[y], kind=kind))
-                continue
+            kind = self.kind(trial)
             whole = kind in ("baseline", "winner") or (kind == "front" and not crowd)
             label = self._words(trial, kind, numbers) if whole else _short(trial, x, y)
             found.append(
                 Point(
                     x=numbers[x], y=numbers[y], kind=kind, label=label, href=href(trial),
-                    front=trial.id in kinds, name={"baseline": "today"}.get(kind, str(trial.number)),
+                    front=trial.id in self.on_front, name={"baseline": "today"}.get(kind, str(trial.number)),
                 )
             )  # fmt: skip
         return found

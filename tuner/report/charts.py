@@ -201,16 +201,12 @@ def scatter(
     frame = Frame(x=x, y=y)
     others = [p for p in shown if p.kind == "other"]
     marked = sorted((p for p in shown if p.kind != "other"), key=lambda p: _ORDER.index(p.kind))
-    bare = len(others) > MARKED or any(not p.label for p in others)
-    crowd = others if bare else []
     parts = [
         *grid(frame),
         *(_cloud(cloud, cx, cy, frame) for cloud, cx, cy in crowds),
-        _dots(crowd, frame),
         *_guides(guides, frame),
         _front_line([p for p in shown if p.front], frame),
-        *(_mark(p, frame) for p in ([] if crowd else others)),
-        *(_mark(p, frame) for p in marked),
+        *(_mark(p, frame) for p in (*others, *marked)),
         *_labels(marked, frame),
     ]
     label = f"{y_name} over {x_name}: {count} trials, {len(marked)} of them named"
@@ -243,19 +239,24 @@ def _guides(guides: Guides, frame: Frame) -> list[str]:
             f'<ellipse class="noise" cx="{a:.1f}" cy="{b:.1f}" rx="{rx:.1f}" ry="{ry:.1f}">{said}</ellipse>'
         )
     if (limit := guides.x_limit) is not None and frame.x.low < limit < frame.x.high:
-        at, said = frame.px(limit), f"SLO {tick_text(limit)}"
-        parts.append(f'<line class="slo" x1="{at:.1f}" x2="{at:.1f}" y1="{frame.top}" y2="{frame.bottom}"/>')
-        side = ' text-anchor="end"' if at > (frame.left + frame.right) / 2 else ""
-        parts.append(
-            f'<text class="slo" x="{at - 4 if side else at + 4:.1f}" y="{frame.top + 12}"{side}>{said}</text>'
-        )
+        parts += upright_mark(frame, frame.px(limit), "slo", f"SLO {tick_text(limit)}", frame.top + 12)
     if (limit := guides.y_limit) is not None and frame.y.low < limit < frame.y.high:
         at, said = frame.py(limit), f"SLO {tick_text(limit)}"
-        parts.append(f'<line class="slo" x1="{frame.left}" x2="{frame.right}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        parts.append(
-            f'<text class="slo" x="{frame.right - 4}" y="{at - 4:.1f}" text-anchor="end">{said}</text>'
-        )
+        parts += [
+            f'<line class="slo" x1="{frame.left}" x2="{frame.right}" y1="{at:.1f}" y2="{at:.1f}"/>',
+            f'<text class="slo" x="{frame.right - 4}" y="{at - 4:.1f}" text-anchor="end">{said}</text>',
+        ]
     return parts
+
+
+def upright_mark(frame: Frame, at: float, kind: str, said: str, y: float) -> list[str]:
+    """An upright line with words beside it, on the side where there is more room."""
+    side = ' text-anchor="end"' if at > (frame.left + frame.right) / 2 else ""
+    x, word = at - 4 if side else at + 4, kind.partition(" ")[0]
+    return [
+        f'<line class="{kind}" x1="{at:.1f}" x2="{at:.1f}" y1="{frame.top}" y2="{frame.bottom}"/>',
+        f'<text class="{word}" x="{x:.1f}" y="{y}"{side}>{escape(said)}</text>',
+    ]
 
 
 LABELLED = 24
@@ -285,15 +286,6 @@ def _ends(frame: Frame, x_name: str, y_name: str) -> str:
         "right": frame.right, "top": frame.top, "bottom": frame.bottom,
     }  # fmt: skip
     return " data-brush" + "".join(f' data-{name}="{escape(str(value))}"' for name, value in told.items())
-
-
-def _dots(points: Sequence[Point], frame: Frame) -> str:
-    """Thousands of trials as one path of round dots; those on the same spot of the drawing are one dot."""
-    if not points:
-        return ""
-    spots = sorted({(round(frame.px(p.x)), round(frame.py(p.y))) for p in points})
-    places = "".join(f"M{x} {y}h0" for x, y in spots)
-    return f'<path class="dots" d="{places}"><title>{len(points)} other trials</title></path>'
 
 
 def _front_line(front: Sequence[Point], frame: Frame) -> str:

@@ -49,15 +49,16 @@ class ReportData:
 
 def render(data: ReportData) -> str:
     """The HTML text. Failed requests count as infinite latency and are written as ∞."""
-    return _environment(html=True).get_template("report.html.j2").render(_context(data, _Pictures(data)))
+    return environment(html=True).get_template("report.html.j2").render(_context(data, _Pictures(data)))
 
 
 def markdown(data: ReportData) -> str:
     """The same in Markdown, without pictures."""
-    return _environment(html=False).get_template("report.md.j2").render(_context(data, None))
+    return environment(html=False).get_template("report.md.j2").render(_context(data, None))
 
 
-def _environment(*, html: bool) -> Environment:
+def environment(*, html: bool) -> Environment:
+    """What templates of this folder are rendered with."""
     found = Environment(
         loader=FileSystemLoader(HERE), autoescape=html, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,

@@ -1,5 +1,6 @@
 """Charts of outcomes: cumulative latencies with bands, and a replay over time."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -191,7 +192,7 @@ def strips(rows: Sequence[Outcome], window_s: float, engine: Mapping[str, Sequen
         Panel(name="waiting for the first token (requests)", style="line", kind="baseline",
               x=edges[1:].tolist(), y=waiting.tolist()),
         Panel(name="being answered (requests)", style="line", x=edges[1:].tolist(), y=answering.tolist()),
-        *_engine_panels(engine),
+        *engine_panels(engine),
     ]  # fmt: skip
 
 
@@ -212,10 +213,19 @@ ENGINE = {
 }
 
 
-def _engine_panels(engine: Mapping[str, Sequence[float]]) -> list[Panel]:
-    at = engine.get("at_s", ())
+def engine_panels(
+    engine: Mapping[str, Sequence[float | None]], shown: Mapping[str, tuple[str, float, str]] = ENGINE
+) -> list[Panel]:
+    """What the engine said of itself: a line for each name of `shown` (name, scale, colour) that it has."""
+    at = [v or 0.0 for v in engine.get("at_s", ())]
     return [
-        Panel(name=name, style="line", kind=kind, x=at, y=[v * scale for v in engine[key]])
-        for key, (name, scale, kind) in ENGINE.items()
+        Panel(
+            name=name,
+            style="line",
+            kind=kind,
+            x=at,
+            y=[math.nan if v is None else v * scale for v in engine[key]],
+        )
+        for key, (name, scale, kind) in shown.items()
         if key in engine and len(engine[key]) == len(at)
     ]

@@ -8,36 +8,24 @@ from html import escape
 
 from tuner.conclusions import Difference
 from tuner.history.best_per_night import Night
-from tuner.report.charts import NONE, Axis, Frame, fitted, grid, legend, svg, upright
+from tuner.report.charts import NONE, Axis, Frame, fitted, grid, legend, svg, upright, upright_mark
 from tuner.report.words import change as words_of
 from tuner.report.words import heading, measured, percent
 
-COLOURS = ("winner", "front", "three", "four")
-
 
 def over_nights(nights: Sequence[Night], metric: str) -> str:
-    """Values with the span of their repeats, and the baseline as a short bar."""
+    """Values of one place with the span of their repeats, and the baseline as a short bar."""
     shown = [n for n in nights if math.isfinite(n.best.value)]
     if not shown:
         return NONE.format("No night has measured this yet.")
     days = sorted({n.date for n in shown})
-    places = sorted({(n.best.node, n.best.workload) for n in shown})
     values = [v for n in shown for v in (n.best.value, n.best.low, n.best.high) if math.isfinite(v)]
     values += [n.best.baseline for n in shown if n.best.baseline and math.isfinite(n.best.baseline)]
     first, last = days[0].toordinal(), days[-1].toordinal()
     frame = Frame(x=Axis(name="", low=first - 0.5, high=last + 0.5), y=fitted(heading(metric), values))
-    parts = [p for p in grid(frame, x_labels=False) if f'y1="{frame.top}"' not in p]
-    step = max(1, -(-len(days) // 5))
-    for day in days[::step]:
-        at = frame.px(day.toordinal())
-        parts.append(f'<text x="{at:.1f}" y="{frame.bottom + 18}" text-anchor="middle">{day:%m-%d}</text>')
-    for place, kind in zip(places, COLOURS * len(places), strict=False):
-        parts += _night_line(
-            [n for n in shown if (n.best.node, n.best.workload) == place], kind, metric, frame
-        )
-    names = [(kind, " for ".join(place)) for place, kind in zip(places, COLOURS * len(places), strict=False)]
-    label = f"best {metric} of every night"
-    return svg(parts, label) + legend([*names, ("baseline", "the baseline")])
+    parts = [*_days(days, frame), *_night_line(shown, "winner", metric, frame)]
+    names = [("winner", "the best"), ("baseline", "the baseline")]
+    return svg(parts, f"best {metric} of every night") + legend(names)
 
 
 def _night_line(found: Sequence[Night], kind: str, metric: str, frame: Frame) -> list[str]:
@@ -79,7 +67,7 @@ def gains(found: Sequence[Night], metric: str, marks: Sequence[NightMark]) -> st
     y = replace(fitted("", factors), text=lambda factor: percent(factor - 1))
     days = sorted({n.date for n in found} | {m.date for m in marks})
     frame = Frame(x=Axis(name="", low=days[0].toordinal() - 0.7, high=days[-1].toordinal() + 0.7), y=y)
-    parts = [p for p in grid(frame, x_labels=False) if not upright(p)] + _days(days, frame)
+    parts = _days(days, frame)
     zero = frame.py(1.0)
     parts.append(f'<line class="zero" x1="{frame.left}" x2="{frame.right}" y1="{zero:.1f}" y2="{zero:.1f}"/>')
     for place, mark in enumerate(marks):
@@ -90,8 +78,10 @@ def gains(found: Sequence[Night], metric: str, marks: Sequence[NightMark]) -> st
 
 
 def _days(days: Sequence[date], frame: Frame) -> list[str]:
+    """The grid, with days instead of numbers along it."""
     step = max(1, -(-len(days) // 6))
-    return [
+    lines = [part for part in grid(frame, x_labels=False) if not upright(part)]
+    return lines + [
         f'<text x="{at:.1f}" y="{frame.bottom + 18}" text-anchor="middle">{day:%m-%d}</text>'
         for day in days[::step]
         for at in [frame.px(day.toordinal())]
@@ -103,11 +93,7 @@ def _night_mark(mark: NightMark, frame: Frame, place: int) -> list[str]:
         frame.px(mark.date.toordinal() + 0.5 * (mark.kind != "promotion")),
         frame.top + 12 + 14 * (place % 4),
     )
-    side = ' text-anchor="end"' if at > (frame.left + frame.right) / 2 else ""
-    return [
-        f'<line class="mark {mark.kind}" x1="{at:.1f}" x2="{at:.1f}" y1="{frame.top}" y2="{frame.bottom}"/>',
-        f'<text class="mark" x="{at - 4 if side else at + 4:.1f}" y="{y}"{side}>{escape(mark.text)}</text>',
-    ]
+    return upright_mark(frame, at, f"mark {mark.kind}", mark.text, y)
 
 
 def _gain(night: Night, change: Difference, frame: Frame) -> list[str]:

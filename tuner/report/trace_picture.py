@@ -1,20 +1,17 @@
 """The page of `trace show --html`: a trace in pictures, one HTML file that needs no network."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from numpy.typing import NDArray
 
 from tuner.report.charts import Curve, Panel, bars, curves, fitted, from_zero, panels
-from tuner.report.words import number
+from tuner.report.document import HERE, environment
 from tuner.traffic.statistics import CAPACITIES, Statistics, series
 from tuner.traffic.structure import reuse_by_capacity
 from tuner.traffic.trace import Trace
 
-HERE = Path(__file__).parent
 STEPS = 120
 """Points of a cumulative curve."""
 STRIPS = (
@@ -27,20 +24,20 @@ STRIPS = (
 
 def render(trace: Trace, numbers: Statistics, name: str) -> str:
     """The page; `numbers` are the trace's."""
-    environment = Environment(
-        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True
-    )
-    environment.filters["number"] = number
-    return environment.get_template("trace.html.j2").render(
-        name=name,
-        digest=trace.digest,
-        numbers=numbers,
-        style=Markup((HERE / "style.css").read_text(encoding="utf-8")),
-        over_time=Markup(_over_time(trace)),
-        lengths=Markup(_cumulative({"prompt": trace.input_len, "answer": trace.output_len}, "tokens")),
-        gaps=Markup(_cumulative({"between arrivals": np.diff(trace.arrival_s) * 1e3}, "milliseconds")),
-        reuse=Markup(_reuse(trace)),
-        table=_table(numbers),
+    return (
+        environment(html=True)
+        .get_template("trace.html.j2")
+        .render(
+            name=name,
+            digest=trace.digest,
+            numbers=numbers,
+            style=Markup((HERE / "style.css").read_text(encoding="utf-8")),
+            over_time=Markup(_over_time(trace)),
+            lengths=Markup(_cumulative({"prompt": trace.input_len, "answer": trace.output_len}, "tokens")),
+            gaps=Markup(_cumulative({"between arrivals": np.diff(trace.arrival_s) * 1e3}, "milliseconds")),
+            reuse=Markup(_reuse(trace)),
+            table=_table(numbers),
+        )
     )
 
 

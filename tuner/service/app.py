@@ -7,7 +7,6 @@ import logging.config
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from datetime import datetime, timedelta
-from importlib import util
 from typing import Any
 
 import structlog
@@ -23,7 +22,7 @@ from tuner.errors import TunerError
 from tuner.fleet import notify
 from tuner.fleet.schedule import Happening, loop
 from tuner.history.store import Store
-from tuner.service import problems
+from tuner.service import pages, problems
 from tuner.service.auth import Guard
 from tuner.service.context import ServiceContext
 from tuner.service.metrics import Watcher
@@ -85,7 +84,7 @@ def create(
     problems.install(app)
     for router in ROUTERS:
         app.include_router(router)
-    _pages(app)
+    pages.install(app)
     app.add_middleware(GZipMiddleware, minimum_size=COMPRESS_FROM, compresslevel=COMPRESS_HOW)
     app.add_middleware(RequestMiddleware, pulls=pulls, registry=registry)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
@@ -94,14 +93,6 @@ def create(
 
 def _operation(route: APIRoute) -> str:
     return route.name
-
-
-def _pages(app: FastAPI) -> None:
-    """The pages for people, where this build has them."""
-    if util.find_spec("tuner.service.pages") is not None:
-        from tuner.service import pages
-
-        pages.install(app)
 
 
 @asynccontextmanager

@@ -20,6 +20,14 @@ NEWEST = 50
 """How many runs, the newest first, are looked through for the last one of each node."""
 
 
+def gauge(name: str, about: str, labels: str, rows: Iterable[tuple[Sequence[str], float]]) -> Metric:
+    """A gauge with a value for each row of labels; `labels` are their names, parted by blanks."""
+    found = GaugeMetricFamily(name, about, labels=labels.split())
+    for values, number in rows:
+        found.add_metric(values, number)
+    return found
+
+
 class Watcher(Collector):
     """Reads the history at each scrape; ended trials are counted once and remembered."""
 
@@ -34,14 +42,11 @@ class Watcher(Collector):
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        store = self._store
-        runs = GaugeMetricFamily("tuner_runs", "Runs by state.", labels=["state"])
-        counted = store.run_counts()
-        for state in RunState:
-            runs.add_metric([state.value], counted.get(state.value, 0))
-        yield runs
+        counted = self._store.run_counts()
+        states = [([state.value], counted.get(state.value, 0)) for state in RunState]
+        yield gauge("tuner_runs", "Runs by state.", "state", states)
         yield self._trials()
-        yield from nights(store, self._clock())
+        yield from nights(self._store, self._clock())
         yield self._orphans()
         yield from self._last_runs()
         yield from found_by(self._store)
@@ -71,25 +76,23 @@ class Watcher(Collector):
 
     def _last_runs(self) -> Iterable[Metric]:
         """The last run of each node: its phases, the volume of its study's front, its window."""
-        phases = GaugeMetricFamily(
-            "tuner_phase_seconds", "Start-up phases of the last run, summed.", labels=["node", "phase"]
-        )
-        volume = GaugeMetricFamily(
-            "tuner_hypervolume", "Volume of the study's front (log latencies).", labels=["node", "study"]
-        )
-        left = GaugeMetricFamily("tuner_window_left_seconds", "Until the run must end.", labels=["node"])
-        for study, run in _last(self._store):
-            spent: Counter[str] = Counter()
+        last = _last(self._store)
+        spent: Counter[tuple[str, str]] = Counter()
+        for study, run in last:
             for launch in self._store.launches(study.id):
                 if launch.started_at >= run.started_at:
-                    spent.update({name: round(value * 1000) for name, value in launch.timeline.items()})
-            for name, milliseconds in sorted(spent.items()):
-                phases.add_metric([study.node, name], milliseconds / 1000)
-            if (found := self._volume(study, run)) is not None:
-                volume.add_metric([study.node, study.name], found)
-            if run.state is RunState.RUNNING and run.deadline is not None:
-                left.add_metric([study.node], (run.deadline - self._clock()).total_seconds())
-        yield from (phases, volume, left)
+                    spent.update({(study.node, n): round(v * 1000) for n, v in launch.timeline.items()})
+        phases = [(key, milliseconds / 1000) for key, milliseconds in sorted(spent.items())]
+        yield gauge("tuner_phase_seconds", "Start-up phases of the last run, summed.", "node phase", phases)
+        volumes = [((s.node, s.name), v) for s, run in last if (v := self._volume(s, run)) is not None]
+        about = "Volume of the study's front (log latencies)."
+        yield gauge("tuner_hypervolume", about, "node study", volumes)
+        left = [
+            ([study.node], (run.deadline - self._clock()).total_seconds())
+            for study, run in last
+            if run.state is RunState.RUNNING and run.deadline is not None
+        ]
+        yield gauge("tuner_window_left_seconds", "Until the run must end.", "node", left)
 
     def _volume(self, study: Study, run: Run) -> float | None:
         """The volume of a study's front; that of an ended run is reckoned once."""
@@ -110,29 +113,36 @@ def _last(store: Store) -> Sequence[tuple[Study, Run]]:
 
 def found_by(store: Store) -> Iterable[Metric]:
     """What the newest conclusion of each node found: gain of the winner, values of today's and the best."""
-    gain = GaugeMetricFamily(
+    told = [(s, said) for s, _ in _last(store) if (said := store.latest_conclusion(s.id)) is not None]
+    won = [(study, winner) for study, said in told if (winner := said.arm(said.winner)) is not None]
+    arms = [
+        (study, name, arm)
+        for study, said in told
+        for name, arm in (("today", said.baseline), ("best", said.arm(said.winner) or said.baseline))
+        if arm is not None
+    ]
+    yield gauge(
         "tuner_gain_ratio",
         "Change that the newest run's winner makes, (after - before) / before.",
-        labels=["node", "workload", "measurement"],
+        "node workload measurement",
+        (
+            ((study.node, study.workload, each.metric), each.change)
+            for study, winner in won
+            for each in winner.changes
+            if each.where == "confirm" and each.change is not None
+        ),
     )
-    value = GaugeMetricFamily(
+    yield gauge(
         "tuner_confirmed_value",
         "What the newest run's confirmation measured, of today's configuration and of the best.",
-        labels=["node", "workload", "measurement", "configuration"],
+        "node workload measurement configuration",
+        (
+            ((study.node, study.workload, metric, name), number)
+            for study, name, arm in arms
+            for metric, number in arm.confirmed.items()
+            if number is not None
+        ),
     )
-    for study, _ in _last(store):
-        said = store.latest_conclusion(study.id)
-        if said is None:
-            continue
-        winner = said.arm(said.winner)
-        for name, arm in (("today", said.baseline), ("best", winner or said.baseline)):
-            for metric, number in (arm.confirmed if arm else {}).items():
-                if number is not None:
-                    value.add_metric([study.node, study.workload, metric, name], number)
-        for change in winner.changes if winner else ():
-            if change.where == "confirm" and change.change is not None:
-                gain.add_metric([study.node, study.workload, change.metric], change.change)
-    yield from (gain, value)
 
 
 def hypervolume(study: Study, trials: Sequence[Trial]) -> float | None:
@@ -147,28 +157,24 @@ LATE = timedelta(minutes=15)
 
 def nights(store: Store, now: datetime) -> Iterable[Metric]:
     """Per node when a run last ended, and last with a usable conclusion; per schedule what did not begin."""
-    success = GaugeMetricFamily(
+    enabled = [each for each in store.schedules() if each.enabled]
+    yield gauge(
         "tuner_last_success_timestamp_seconds",
         "When a run last ended with a winner, or with today's configuration that stays.",
-        labels=["node"],
+        "node",
+        (([node], at.timestamp()) for node, at in store.last_success().items()),
     )
-    for node, at in store.last_success().items():
-        success.add_metric([node], at.timestamp())
-    ended = GaugeMetricFamily("tuner_last_run_timestamp_seconds", "When a run last ended.", labels=["node"])
-    for node, at in store.last_end().items():
-        ended.add_metric([node], at.timestamp())
-    enabled = [each for each in store.schedules() if each.enabled]
-    scheduled = GaugeMetricFamily("tuner_schedules", "Schedules that are on.", labels=["node"])
-    for node, count in sorted(Counter(each.node for each in enabled).items()):
-        scheduled.add_metric([node], count)
-    missed = GaugeMetricFamily(
+    ended = (([node], at.timestamp()) for node, at in store.last_end().items())
+    yield gauge("tuner_last_run_timestamp_seconds", "When a run last ended.", "node", ended)
+    counts = sorted(Counter(each.node for each in enabled).items())
+    scheduled = (([node], count) for node, count in counts)
+    yield gauge("tuner_schedules", "Schedules that are on.", "node", scheduled)
+    yield gauge(
         "tuner_schedule_not_started",
         "1 where the last due time did not become a run.",
-        labels=["schedule", "node"],
+        "schedule node",
+        (([each.name, each.node], float(not_started(store, each, now))) for each in enabled),
     )
-    for each in enabled:
-        missed.add_metric([each.name, each.node], float(not_started(store, each, now)))
-    yield from (success, ended, scheduled, missed)
 
 
 def not_started(store: Store, schedule: Schedule, now: datetime) -> bool:

@@ -51,35 +51,24 @@ def status_of(error: TunerError) -> int:
     return next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), 409)
 
 
-async def _on_tuner_error(request: Request, error: Exception) -> JSONResponse:
-    status = status_of(error) if isinstance(error, TunerError) else 500
-    return problem(request, status, str(error), {"Retry-After": "1"} if status == 503 else None)
-
-
-async def _on_http(request: Request, error: Exception) -> JSONResponse:
-    if not isinstance(error, HTTPException):
-        return problem(request, 500, "internal error")
-    return problem(request, error.status_code, str(error.detail), error.headers)
-
-
-async def _on_validation(request: Request, error: Exception) -> JSONResponse:
-    found = error.errors() if isinstance(error, RequestValidationError) else []
-    plain = [{"at": [str(part) for part in each["loc"]], "problem": each["msg"]} for each in found]
-    first = plain[0] if plain else {"at": [], "problem": "not valid"}
-    told = f"{'.'.join(first['at'])}: {first['problem']}"
-    return problem(request, 422, told, errors=jsonable_encoder(plain))
-
-
-async def _on_surprise(request: Request, error: Exception) -> JSONResponse:
+async def _refused(request: Request, error: Exception) -> JSONResponse:
+    if isinstance(error, TunerError):
+        status = status_of(error)
+        return problem(request, status, str(error), {"Retry-After": "1"} if status == 503 else None)
+    if isinstance(error, HTTPException):
+        return problem(request, error.status_code, str(error.detail), error.headers)
+    if isinstance(error, RequestValidationError):
+        plain = [{"at": [*map(str, each["loc"])], "problem": each["msg"]} for each in error.errors()]
+        first = plain[0] if plain else {"at": [], "problem": "not valid"}
+        said = f"{'.'.join(first['at'])}: {first['problem']}"
+        return problem(request, 422, said, errors=jsonable_encoder(plain))
     log.error("internal error", exc_info=error, extra={"request_id": request.scope.get("request_id")})
     return problem(request, 500, "internal error; the service's log has it under this request_id")
 
 
 def install(app: FastAPI) -> None:
-    app.add_exception_handler(TunerError, _on_tuner_error)
-    app.add_exception_handler(HTTPException, _on_http)
-    app.add_exception_handler(RequestValidationError, _on_validation)
-    app.add_exception_handler(Exception, _on_surprise)
+    for kind in (TunerError, HTTPException, RequestValidationError, Exception):
+        app.add_exception_handler(kind, _refused)
 
 
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:

@@ -36,22 +36,12 @@ class PullResponse:
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    pulse: int
-    until: datetime
-    etag: bytes
-    whole: list[tuple[bytes, bytes]]
-    unchanged: list[tuple[bytes, bytes]]
-    body: bytes
-
-
 class Pulls:
     """The answers in memory. `forget` after every change made in this process."""
 
     def __init__(self, pulse: Callable[[], int], clock: Callable[[], datetime]) -> None:
         self._pulse, self._clock = pulse, clock
-        self._kept: dict[bytes, _Kept] = {}
+        self._kept: dict[bytes, tuple[PullResponse, int, datetime]] = {}
 
     def pulse(self) -> int:
         return self._pulse()
@@ -64,32 +54,24 @@ class Pulls:
         until = self._clock() + LIFE
         if len(self._kept) >= KEPT:
             self._kept.clear()
-        whole = [
-            (b"content-type", answer.media.encode()),
-            (b"content-length", str(len(answer.body)).encode()),
-            *answer.headers(),
-        ]
-        self._kept[_key(scope)] = _Kept(
-            pulse=pulse,
-            until=until if expires_at is None else min(until, expires_at),
-            etag=answer.etag.encode(),
-            whole=whole,
-            unchanged=answer.headers(),
-            body=answer.body,
-        )
+        self._kept[_key(scope)] = answer, pulse, min(until, expires_at or until)
 
     async def answered(self, scope: Scope, receive: Receive, send: Send) -> int | None:
         """Sends what is kept for a request and returns its status; None when nothing is."""
         if scope["path"] != PATH or scope["method"] != "GET":
             return None
         kept = self._kept.get(_key(scope))
-        if kept is None or kept.pulse != self._pulse() or kept.until <= self._clock():
+        if kept is None or kept[1] != self._pulse() or kept[2] <= self._clock():
             return None
-        same = matches(_header(scope, b"if-none-match"), kept.etag)
-        status = 304 if same else 200
-        headers = [*(kept.unchanged if same else kept.whole), (b"x-request-id", scope["request_id"].encode())]
+        answer = kept[0]
+        same = matches(_header(scope, b"if-none-match"), answer.etag.encode())
+        status, headers = 304 if same else 200, answer.headers()
+        if not same:
+            headers.append((b"content-type", answer.media.encode()))
+            headers.append((b"content-length", str(len(answer.body)).encode()))
+        headers.append((b"x-request-id", scope["request_id"].encode()))
         await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": b"" if same else kept.body})
+        await send({"type": "http.response.body", "body": b"" if same else answer.body})
         return status
 
 

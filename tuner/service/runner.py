@@ -5,7 +5,6 @@ After any death the orders are read again: a run whose controller is gone gets a
 """
 
 import logging
-import os
 import socket
 import sys
 import threading
@@ -23,13 +22,15 @@ from tuner.errors import Conflict, Unavailable
 from tuner.fleet import nodes
 from tuner.history.store import Store
 from tuner.records import Run, RunState, Study, TrialState
+from tuner.report.logs import tail
+from tuner.service.study_requests import write_private
 from tuner.settings import Settings
 from tuner.tuning.execution import locked, reconcile
 
 log = logging.getLogger("tuner.service")
 RESTARTS = 2
 SHORTEST_H = 1 / 3600
-TAIL = 4000
+TAIL = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +68,7 @@ class Controllers:
             if (run := self._begun(order)) is not None:
                 return run, False
             self._refuse_second(order.study_id)
-            self._write(order)
+            write_private(self._order_file(order.study_id), ORDERS.dump_json(order))
             run = self._store.open_run(
                 order.study_id,
                 trials_limit=order.trials,
@@ -126,16 +127,6 @@ class Controllers:
             return ORDERS.validate_json(self._order_file(study_id).read_bytes())
         except (OSError, ValueError):
             return None
-
-    def _write(self, order: RunOrder) -> None:
-        path = self._order_file(order.study_id)
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(".partial")
-            partial.write_bytes(ORDERS.dump_json(order))
-            os.replace(partial, path)
-        except OSError as error:
-            raise Unavailable(f"cannot write {path}: {error.strerror or error}") from error
 
     def look_after(self) -> list[Run]:
         """Gives every run of our orders that has lost its controller a new one; returns those runs.
@@ -215,12 +206,7 @@ class Controllers:
         )
 
     def _last_words(self, run_id: str, code: int | None) -> str:
-        try:
-            with self.log_of(run_id).open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
-                lines = file.read().decode(errors="replace").split("\n")
-        except OSError:
-            lines = []
+        lines = tail(self.log_of(run_id), TAIL)
         said = [line for line in lines if line.startswith("tuner: ")] or [line for line in lines if line]
         told = f": {said[-1].removeprefix('tuner: ')}" if said else ""
         return f"its controller ended with exit code {code}{told}"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from datetime import date
 from operator import attrgetter
-from typing import Annotated, Any, Generic, Self, TypeVar
+from typing import Annotated, Any, Generic, Self, TypeVar, cast
 
 from fastapi import Query
 from pydantic import BaseModel, Field, JsonValue, create_model
@@ -40,6 +40,7 @@ LARGEST = 2**31 - 1
 S = TypeVar("S", bound="Schema")
 T = TypeVar("T")
 R = TypeVar("R")
+K = TypeVar("K", int, str)
 Cursor = Annotated[str | None, Query(max_length=400, description="`next` of the page before.")]
 Limit = Annotated[int, Query(ge=1, le=500, description="How many to a page.")]
 
@@ -100,6 +101,12 @@ def unpack(cursor: str | None, *kinds: type) -> tuple[int | str, ...] | None:
     ):
         raise BadInput("cursor: not one that this service gave out; begin with the first page")
     return tuple(found)
+
+
+def after(cursor: str | None, kind: type[K]) -> K | None:
+    """What a cursor of one value holds; None on the first page."""
+    place = unpack(cursor, kind)
+    return cast(K, place[0]) if place else None
 
 
 def page(

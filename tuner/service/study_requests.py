@@ -224,11 +224,11 @@ class StudyFiles:
             check(knob, [value], node.models, "baseline")
         space, trace = self._space(asked.space, node.models), self._store.trace(asked.trace)
         body: dict[str, JSON] = asked.model_dump(mode="json")
-        body |= {"trace": trace.digest, "space": space, "engine": _engine(node.engine)}
+        body |= {"trace": trace.digest, "space": space, "engine": node.engine.model_dump(mode="json")}
         text = json.dumps(body, indent=1)
         file = studyfile.parse(text, name="study")
         prepared = studies.prepare(file, name="study", base=self.folder, store=self._store, now=self._clock())
-        _write(self.folder / f"{prepared.study.id}.yaml", text)
+        write_private(self.folder / f"{prepared.study.id}.yaml", text.encode())
         self._keep(prepared)
         return prepared
 
@@ -254,7 +254,7 @@ class StudyFiles:
         for knob, levels in spaces.parse(text, where="space").levels.items():
             check(knob, levels, models, "space")
         name = f"space-{digest_of(text)[:32]}.yaml"
-        _write(self.folder / name, text)
+        write_private(self.folder / name, text.encode())
         return name
 
     def known(self, ref: str) -> tuple[str | None, Path]:
@@ -290,18 +290,14 @@ class StudyFiles:
         return self._keep(studies.load(path, store=self._store, now=self._clock()))
 
 
-def _engine(engine: studyfile.EngineFile) -> JSON:
-    found: JSON = engine.model_dump(mode="json")
-    return found
-
-
-def _write(path: Path, text: str) -> None:
+def write_private(path: Path, content: bytes) -> None:
+    """Writes a file that only its owner reads, whole or not at all. Unavailable where that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}.partial")
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
         os.replace(partial, path)
     except OSError as error:
         raise Unavailable(f"cannot write {path.name}: {error.strerror or error}") from error

@@ -71,6 +71,18 @@ def write(path: Path, now: RunNow) -> None:
         return
 
 
+def time_left_s(
+    each_s: float, left: int | None, until_s: float | None, *, since_s: float = 0.0, later_s: float = 0.0
+) -> float | None:
+    """About how many seconds a run still takes: `left` trials or launches of `each_s` seconds, the first of
+    which began `since_s` ago, then what comes `later_s`; never more than `until_s`. None: not known.
+    """
+    ends = [] if until_s is None else [until_s]
+    if left is not None:
+        ends.append(max(0.0, each_s * left - min(each_s, max(0.0, since_s))) + later_s)
+    return max(0.0, min(ends)) if ends else None
+
+
 def told_live(home: Path, run_id: str, plan: Plan, tell: Tell, clock: Clock) -> Tell:
     """A listener that passes events on and keeps the run's file up to date."""
     held = _Held(path_of(home, run_id), RunNow(run=run_id, at=clock(), to_confirm=_launches(plan)))

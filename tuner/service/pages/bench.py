@@ -4,10 +4,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Annotated
 from urllib.parse import urlencode
 
 import pyarrow as pa
 import pyarrow.compute as pc
+from fastapi import Query
 from markupsafe import Markup
 
 from tuner.errors import BadInput, nearest
@@ -18,6 +20,7 @@ from tuner.report.board import Board, values
 from tuner.report.charts import Cloud, bars, parallel, scatter
 from tuner.report.effects import doubt, effects
 from tuner.report.trial_table import as_csv, as_json, as_parquet, table_of
+from tuner.service.pages.query import PageNumber, Text, measurement
 from tuner.service.pages.render import marked
 
 PAGE = 100
@@ -39,13 +42,13 @@ class BenchQuery:
     the largest first; `columns` are shown (empty: the usual ones); `picked` are ticked trials.
     """
 
-    where: str = ""
-    sort: str = "-number"
-    columns: tuple[str, ...] = ()
-    x: str = ""
-    y: str = ""
-    page: int = 1
-    picked: tuple[int, ...] = ()
+    where: Annotated[str, Query(max_length=2000)] = ""
+    sort: Text = "-number"
+    columns: Annotated[tuple[str, ...], Query(alias="col", max_length=60)] = ()
+    x: Text = ""
+    y: Text = ""
+    page: PageNumber = 1
+    picked: Annotated[tuple[int, ...], Query(alias="pick", max_length=60)] = ()
 
     def address(self, **changes: object) -> str:
         """The query string of this view with some parts changed."""
@@ -233,11 +236,7 @@ def view(bench: Bench, asked: BenchQuery, link: Callable[[Trial], str]) -> Bench
 
 def _axes(bench: Bench, asked: BenchQuery) -> tuple[str, str]:
     ours = [*bench.board.study.objectives, *bench.board.study.objectives]
-    x, y = asked.x or ours[0], asked.y or ours[1]
-    for name in (x, y):
-        if name not in NAMES:
-            raise BadInput(f"'{name}' is not a measurement{nearest(name, NAMES)}")
-    return x, y
+    return measurement(asked.x or ours[0]), measurement(asked.y or ours[1])
 
 
 def _row(board: Board, trial: Trial, shown: Sequence[str], picked: Sequence[int]) -> BenchRow:

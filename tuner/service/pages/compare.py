@@ -1,8 +1,10 @@
 """Two to five trials, profiles, nights or nodes side by side: knobs, numbers, latencies and timelines."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Annotated
 
+from fastapi import Query
 from markupsafe import Markup
 
 from tuner.errors import BadInput, NotFound
@@ -10,6 +12,7 @@ from tuner.history.store import Store
 from tuner.measures import MEASURES, NAMES
 from tuner.records import Candidate, Profile, Study, Trial
 from tuner.report import evidence
+from tuner.service.pages.query import Text
 from tuner.service.pages.render import marked
 from tuner.service.pages.studies import board_of, find, link
 
@@ -21,11 +24,11 @@ COLOURS = ("front", "winner", "three", "four", "baseline")
 class CompareQuery:
     """What is to be compared: trials of a study by number, or profiles, runs (nights) or nodes."""
 
-    study: str = ""
-    trials: tuple[int, ...] = ()
-    profiles: tuple[int, ...] = ()
-    runs: tuple[str, ...] = ()
-    nodes: tuple[str, ...] = ()
+    study: Text = ""
+    trials: Annotated[tuple[int, ...], Query(alias="trial", max_length=60)] = ()
+    profiles: Annotated[tuple[int, ...], Query(alias="profile", max_length=60)] = ()
+    runs: Annotated[tuple[str, ...], Query(alias="run", max_length=60)] = ()
+    nodes: Annotated[tuple[str, ...], Query(alias="node", max_length=60)] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,10 +136,7 @@ def _of_run(store: Store, ref: str, name: str = "") -> Side:
         raise NotFound(f"the run of {run.started_at:%Y-%m-%d} has no result that could be compared")
     side = _of_trial(store, study, number, name or f"{run.started_at:%Y-%m-%d}, trial {number}")
     arm = said.arm(number)
-    return Side(
-        name=side.name, href=side.href, study=study, trial=side.trial, candidate=side.candidate,
-        values={**side.values, **(arm.confirmed if arm else {})},
-    )  # fmt: skip
+    return replace(side, values={**side.values, **(arm.confirmed if arm else {})})
 
 
 def _of_node(store: Store, node: str) -> Side:

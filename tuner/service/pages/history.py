@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 
 from markupsafe import Markup
 
-from tuner.errors import BadInput, nearest
+from tuner.errors import BadInput
 from tuner.history.best_per_night import Night, moment, nights, trend
 from tuner.history.store import Store
 from tuner.measures import NAMES
@@ -15,6 +15,7 @@ from tuner.records import ProfileKey
 from tuner.report.card import AnswerCard, card
 from tuner.report.explain import gave
 from tuner.report.night_charts import NightMark, gains, over_nights
+from tuner.service.pages.query import Text, measurement
 from tuner.service.pages.render import marked
 
 NODES = 4
@@ -25,12 +26,12 @@ LOOK_BACK = timedelta(days=31)
 class HistoryQuery:
     """What the page is asked for; empty texts ask nothing. `after` is the last node of the page before."""
 
-    model: str = ""
-    node: str = ""
-    workload: str = ""
-    metric: str = "goodput_rps"
-    since: str = ""
-    after: str = ""
+    model: Text = ""
+    node: Text = ""
+    workload: Text = ""
+    metric: Text = "goodput_rps"
+    since: Text = ""
+    after: Text = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +63,7 @@ class HistoryView:
 
 def tell(store: Store, asked: HistoryQuery) -> HistoryView:
     """The nights of a model on some nodes: the newest run's model and its last month, unless told else."""
-    if asked.metric not in NAMES:
-        raise BadInput(f"'{asked.metric}' is not a measurement{nearest(asked.metric, NAMES)}")
+    metric = measurement(asked.metric)
     places, newest = store.places(), next(iter(store.runs(limit=1)), None)
     if newest is not None:
         model = asked.model or store.study(newest.study_id).model
@@ -77,7 +77,7 @@ def tell(store: Store, asked: HistoryQuery) -> HistoryView:
     found = nights(
         store.bests(
             model=asked.model, node=shown, workload=asked.workload or None, since=_since(asked.since),
-            metric=asked.metric,
+            metric=metric,
         )
     )  # fmt: skip
     return HistoryView(
@@ -87,7 +87,7 @@ def tell(store: Store, asked: HistoryQuery) -> HistoryView:
         workloads=sorted({place.workload for place in ours}),
         metrics=sorted(NAMES),
         nights=found[::-1],
-        places=_places(store, found, asked.metric),
+        places=_places(store, found, metric),
         following=shown[-1] if len(left) > len(shown) else "",
     )
 

@@ -10,11 +10,11 @@ from markupsafe import Markup
 
 from tuner.history.store import Store
 from tuner.records import Run, Trial, TrialState
-from tuner.report import words
-from tuner.report.charts import Panel, panels
+from tuner.report.charts import panels
+from tuner.report.evidence import engine_panels
 from tuner.report.logs import log_path, tail
 from tuner.service.pages.render import marked
-from tuner.tuning.now import RunNow, read
+from tuner.tuning.now import RunNow, read, time_left_s
 
 TAIL = 20
 QUIET = timedelta(minutes=2)
@@ -90,38 +90,26 @@ def left_s(run: Run, trials: Sequence[Trial], found: RunNow | None, now: datetim
     """Seconds until the whole run, confirmation included, will have ended: by what its trials took. None
     without an ended trial or a limit; never beyond the deadline.
     """
-    ended = [t for t in trials if t.ended_at is not None and t.state is not TrialState.ABORTED]
+    ended = [t for t in trials if t.state is not TrialState.ABORTED]
     spans = [(t.ended_at - t.started_at).total_seconds() for t in ended if t.ended_at is not None]
     until = (run.deadline - now).total_seconds() if run.deadline is not None else None
     if not spans or run.trials_limit is None:
-        return until
-    each, done = fmean(spans), len({t.number for t in ended})
+        return time_left_s(0.0, None, until)
+    each, done = fmean(spans), len({t.number for t in ended if t.ended_at is not None})
     if found is not None and found.confirming is not None:
         before, whole = found.confirming
-        left = max(0, whole - before) * each
-    else:
-        left = (max(0, run.trials_limit - done) + (found.to_confirm if found else 0)) * each
-    return left if until is None else min(left, max(0.0, until))
+        return time_left_s(each, max(0, whole - before), until)
+    later = each * found.to_confirm if found else 0.0
+    return time_left_s(each, max(0, run.trials_limit - done), until, later_s=later)
 
 
 def _curves(found: RunNow | None) -> Sequence[Markup]:
     """Two drawings of two strips each, beside each other where the screen is wide."""
-    at = [v or 0.0 for v in found.engine.get("at_s", [])] if found else []
-    if found is None or len(at) < 2:
+    strips = engine_panels(found.engine, CURVES) if found else []
+    if found is None or not strips or len(strips[0].x) < 2:
         return ()
-    shown = [
-        Panel(
-            name=name,
-            style="line",
-            kind=kind,
-            x=at,
-            y=[float("nan") if v is None else v * scale for v in row],
-        )
-        for key, (name, scale, kind) in CURVES.items()
-        if (row := found.engine.get(key)) and len(row) == len(at)
-    ]
-    span, name = max(found.total_s, at[-1]), "seconds since the window began"
-    return [marked(panels(shown[n : n + 2], name, span, "the engine now")) for n in range(0, len(shown), 2)]
+    span, name = max(found.total_s, strips[0].x[-1]), "seconds since the window began"
+    return [marked(panels(strips[n : n + 2], name, span, "the engine now")) for n in range(0, len(strips), 2)]
 
 
 def _log(store: Store, run: Run, current: Trial | None) -> Sequence[str]:
@@ -131,8 +119,3 @@ def _log(store: Store, run: Run, current: Trial | None) -> Sequence[str]:
     if ours:
         return tail(Path(ours[-1].directory or "") / "engine.log", TAIL)
     return tail(log_path(current, launches), TAIL) if current is not None else ()
-
-
-def eta(left: float | None) -> str:
-    """How long that is, for people."""
-    return "not known until a trial has ended" if left is None else f"about {words.seconds(round(left))}"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date, datetime
 
-from tuner.conclusions import Conclusion, Difference, PublishedProfile
+from tuner.conclusions import PublishedProfile
 from tuner.errors import BadInput, NotFound
 from tuner.fleet.window import Window, blacked_out, next_due, terms, window
 from tuner.history.entities import Schedule
@@ -137,7 +137,8 @@ def newest_card(store: Store, key: ProfileKey, studies: Sequence[Study]) -> tupl
 
 def card_of_profile(store: Store, profile: Profile, alias: str) -> AnswerCard | None:
     """The card of the run that published a profile; None where no run is known."""
-    said, number = concluded(store, profile), profile.evidence.get("trial_number")
+    run_id, number = profile.evidence.get("run"), profile.evidence.get("trial_number")
+    said = store.conclusion(run_id) if isinstance(run_id, str) else None
     if said is None:
         return None
     made = PublishedProfile(id=profile.id, version=profile.version)
@@ -151,19 +152,6 @@ def version_of(store: Store, event: AliasEvent | None) -> Profile | None:
     if event is None or event.to_version is None:
         return None
     return store.profile_version(event.key, event.to_version)
-
-
-def concluded(store: Store, profile: Profile) -> Conclusion | None:
-    """What the run found that published a profile."""
-    run_id = profile.evidence.get("run")
-    return store.conclusion(run_id) if isinstance(run_id, str) else None
-
-
-def gains(profile: Profile, said: Conclusion | None) -> Sequence[Difference]:
-    """The differences from the baseline by which a profile won."""
-    number = profile.evidence.get("trial_number")
-    arm = said.arm(number) if said is not None and isinstance(number, int) else None
-    return [c for c in arm.changes if c.where == "confirm"] if arm is not None else ()
 
 
 def age_s(moment: datetime, now: datetime) -> float:

@@ -18,7 +18,7 @@ from tuner.report.logs import log_path, root_cause, tail
 from tuner.service.auth import client_of
 from tuner.service.context import service_of
 from tuner.service.pages import bench, compare, history, overview, profiles, studies
-from tuner.service.pages.live import eta
+from tuner.service.pages.query import PageNumber, Text
 from tuner.service.pages.render import HEADERS, HERE, PageRoute, bare, file_of, page, see, text_of
 from tuner.service.pages.session import COOKIE, OVER, Form, Looks, SignedForm, local
 from tuner.service.pages.studies import board_of
@@ -36,8 +36,6 @@ STATIC = {
     "marks.js": (Path(document.__file__).parent / "report.js", "text/javascript"),
 }
 LOG_LINES = 60
-Page = Annotated[int, Query(alias="page", ge=1, le=1_000_000)]
-Text = Annotated[str, Query(max_length=200)]
 
 
 @router.get("/static/{name}")
@@ -117,7 +115,7 @@ def list_studies(looks: Looks, after: Text = "") -> Response:
 
 
 @router.get("/studies/{ref}")
-def show_study(looks: Looks, ref: str, x: Text = "", y: Text = "", number: Page = 1) -> Response:
+def show_study(looks: Looks, ref: str, x: Text = "", y: Text = "", number: PageNumber = 1) -> Response:
     """A study: its answer, its live part, its front. `page` is of an older address: all trials are apart."""
     store = looks.service.store
     study = studies.find(store, ref)
@@ -136,7 +134,6 @@ def show_study(looks: Looks, ref: str, x: Text = "", y: Text = "", number: Page 
         failures=failures(live.board.trials),
         link=studies.link,
         links=studies.card_links(study, live.board),
-        eta=eta,
     )
 
 
@@ -161,27 +158,12 @@ def show_live(request: Request, looks: Looks, ref: str, x: Text = "", y: Text = 
     live = studies.live(looks.service, study, axes)
     headers |= {"ETag": live.tag, "X-Running": "1" if live.running else "0"}
     context: dict[str, object] = {"study": study, "live": live, "link": studies.link}
-    context |= {"now": looks.service.clock(), "eta": eta}
+    context["now"] = looks.service.clock()
     context["links"] = studies.card_links(study, live.board)
     return HTMLResponse(text_of("live.html", context), headers=headers)
 
 
-def bench_query(
-    where: Annotated[str, Query(max_length=2000)] = "",
-    sort: Text = "-number",
-    col: Annotated[list[str] | None, Query(max_length=60)] = None,
-    x: Text = "",
-    y: Text = "",
-    number: Page = 1,
-    pick: Annotated[list[int] | None, Query(max_length=60)] = None,
-) -> bench.BenchQuery:
-    """The state of a workbench, from its address."""
-    return bench.BenchQuery(
-        where=where, sort=sort, columns=tuple(col or ()), x=x, y=y, page=number, picked=tuple(pick or ())
-    )
-
-
-Asked = Annotated[bench.BenchQuery, Depends(bench_query)]
+Asked = Annotated[bench.BenchQuery, Depends()]
 
 
 @router.get("/studies/{ref}/trials")
@@ -232,36 +214,14 @@ def show_trial(looks: Looks, ref: str, number: int, attempt: int | None = None) 
 
 
 @router.get("/history")
-def show_history(
-    looks: Looks,
-    model: Text = "",
-    node: Text = "",
-    workload: Text = "",
-    metric: Text = "goodput_rps",
-    since: Text = "",
-    after: Text = "",
-) -> Response:
+def show_history(looks: Looks, asked: Annotated[history.HistoryQuery, Depends()]) -> Response:
     """What each night found, some nodes to a page; `after` is the last node of the page before."""
-    asked = history.HistoryQuery(
-        model=model, node=node, workload=workload, metric=metric, since=since, after=after
-    )
     return page(looks, "history.html", told=history.tell(looks.service.store, asked))
 
 
 @router.get("/compare")
-def show_comparison(
-    looks: Looks,
-    study: Text = "",
-    trial: Annotated[list[int] | None, Query(max_length=60)] = None,
-    profile: Annotated[list[int] | None, Query(max_length=60)] = None,
-    run: Annotated[list[str] | None, Query(max_length=60)] = None,
-    node: Annotated[list[str] | None, Query(max_length=60)] = None,
-) -> Response:
+def show_comparison(looks: Looks, asked: Annotated[compare.CompareQuery, Depends()]) -> Response:
     """Two to five trials, profiles, nights or nodes side by side."""
-    asked = compare.CompareQuery(
-        study=study, trials=tuple(trial or ()), profiles=tuple(profile or ()), runs=tuple(run or ()),
-        nodes=tuple(node or ()),
-    )  # fmt: skip
     return page(looks, "compare.html", told=compare.compare(looks.service.store, asked))
 
 
@@ -302,7 +262,7 @@ def show_diff(looks: Looks, one: int, other: int) -> Response:
         after=after,
         changes=registry.diff(before, after),
         lines=profiles.argv_diff(before, after),
-        gains=overview.gains(after, overview.concluded(store, after)),
+        card=overview.card_of_profile(store, after, ""),
         moves=profiles.moves_to(store, after),
     )
 

@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from tuner.errors import BadInput, NotFound, nearest
 from tuner.history.store import Store
-from tuner.measures import MEASURES, NAMES
+from tuner.measures import MEASURES
 from tuner.records import Run, RunState, Study, Trial, TrialState
 from tuner.report import board as boards
 from tuner.report import evidence
@@ -21,6 +21,7 @@ from tuner.service.pages import bench
 from tuner.service.pages.bench import Bench
 from tuner.service.pages.kept import kept
 from tuner.service.pages.live import LiveRun, live_run
+from tuner.service.pages.query import measurement
 from tuner.service.pages.render import marked
 from tuner.service.pages.session import Visitor, reason_of
 from tuner.tuning.now import path_of
@@ -145,10 +146,7 @@ def axes_of(x: str, y: str) -> tuple[str, str] | None:
     """Two measurements asked for by name; None for the study's own pairs."""
     if not x and not y:
         return None
-    for name in (x, y):
-        if name not in NAMES:
-            raise BadInput(f"'{name}' is not a measurement{nearest(name, NAMES)}")
-    return x, y
+    return measurement(x), measurement(y)
 
 
 def measured_names(board: Board) -> list[str]:

@@ -10,7 +10,7 @@ from tuner.history.entities import AuditEntry
 from tuner.service.auth import Admin, Reader
 from tuner.service.context import Here
 from tuner.service.problems import documented
-from tuner.service.schemas import Cursor, Limit, Page, page, unpack
+from tuner.service.schemas import Cursor, Limit, Page, after, page
 
 router = APIRouter(tags=["health"])
 
@@ -49,6 +49,5 @@ def metrics(request: Request, actor: Reader) -> Response:
 
 @router.get("/v1/audit", tags=["audit"], summary="Every change, the newest first", responses=documented(400))
 def list_audit(here: Here, actor: Admin, cursor: Cursor = None, limit: Limit = 100) -> Page[AuditEntry]:
-    place = unpack(cursor, int)
-    found = here.store.audit(after=int(place[0]) if place else None, limit=limit + 1)
+    found = here.store.audit(after=after(cursor, int), limit=limit + 1)
     return page(found, limit, lambda entry: entry, lambda entry: (entry.id,))

@@ -14,7 +14,7 @@ from tuner.service import schemas
 from tuner.service.auth import Reader
 from tuner.service.context import Here, ServiceContext
 from tuner.service.problems import documented
-from tuner.service.schemas import Cursor, pack, unpack
+from tuner.service.schemas import Cursor, after, pack
 
 router = APIRouter(prefix="/v1/history", tags=["history"])
 LOOK_BACK = timedelta(days=92)
@@ -58,11 +58,11 @@ def _nodes(
     here: ServiceContext, model: str, node: str | None, cursor: str | None, limit: int
 ) -> tuple[Sequence[str], str | None]:
     """The nodes of one page, and the cursor of the next one."""
-    place = unpack(cursor, str)
+    last = after(cursor, str)
     if node is not None:
         return [node], None
     known = sorted({key.target for key in here.store.places(model)})
-    left = [each for each in known if place is None or each > str(place[0])]
+    left = [each for each in known if last is None or each > last]
     return left[:limit], pack(left[limit - 1]) if len(left) > limit else None
 
 

@@ -15,7 +15,7 @@ from tuner.service.auth import Promoter, Reader
 from tuner.service.context import Here
 from tuner.service.problems import documented
 from tuner.service.pulls import PullResponse, matches
-from tuner.service.schemas import Cursor, Limit, Page, page, unpack
+from tuner.service.schemas import Cursor, Limit, Page, after, page
 from tuner.settings import NAME
 
 router = APIRouter(prefix="/v1/profiles", tags=["profiles"])
@@ -56,9 +56,7 @@ def list_profiles(
     cursor: Cursor = None,
     limit: Limit = 50,
 ) -> Page[schemas.ProfileSchema]:
-    place = unpack(cursor, int)
-    after = int(place[0]) if place else None
-    found = here.store.profiles(model=model, after=after, limit=limit + 1)
+    found = here.store.profiles(model=model, after=after(cursor, int), limit=limit + 1)
     return page(found, limit, schemas.profile, lambda profile: (profile.id,))
 
 

@@ -14,7 +14,7 @@ from tuner.service.auth import Actor, Reader, Runner
 from tuner.service.context import Here, ServiceContext
 from tuner.service.problems import documented
 from tuner.service.runner import RunOrder
-from tuner.service.schemas import Cursor, Limit, Page, page, unpack
+from tuner.service.schemas import Cursor, Limit, Page, after, page
 from tuner.tuning.studyfile import MOST_TRIALS
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"])
@@ -103,9 +103,7 @@ def list_runs(
     limit: Limit = 50,
 ) -> Page[schemas.RunSchema]:
     study_id = here.store.study(study).id if study else None
-    place = unpack(cursor, str)
-    after = str(place[0]) if place else None
-    found = here.store.runs(study_id, state=state, after=after, limit=limit + 1)
+    found = here.store.runs(study_id, state=state, after=after(cursor, str), limit=limit + 1)
     return page(found, limit, schemas.run, lambda run: (run.id,))
 
 

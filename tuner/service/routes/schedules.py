@@ -5,7 +5,6 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Response
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
-from tuner.errors import NotFound
 from tuner.history.entities import Schedule
 from tuner.service.auth import Reader, Runner
 from tuner.service.context import Here
@@ -54,10 +53,7 @@ def show_schedule(here: Here, actor: Reader, name: ScheduleName) -> Schedule:
 
 @router.put("/{name}", summary="Make or change a schedule", responses=documented(400, 404, 409))
 def put_schedule(here: Here, actor: Runner, name: ScheduleName, asked: ScheduleRequest) -> Schedule:
-    try:
-        before = here.store.schedule(name)
-    except NotFound:
-        before = None
+    before = next((each for each in here.store.schedules() if each.name == name), None)
     found = Schedule(
         name=name,
         node=asked.node,

@@ -10,7 +10,7 @@ from tuner.service import schemas
 from tuner.service.auth import Reader, Runner
 from tuner.service.context import Here
 from tuner.service.problems import documented
-from tuner.service.schemas import Cursor, Limit, Page, page, unpack
+from tuner.service.schemas import Cursor, Limit, Page, after, page, unpack
 from tuner.service.study_requests import StudyRequest
 
 router = APIRouter(prefix="/v1/studies", tags=["studies"])
@@ -50,9 +50,7 @@ def list_studies(
     cursor: Cursor = None,
     limit: Limit = 50,
 ) -> Page[schemas.StudySchema]:
-    place = unpack(cursor, str)
-    after = str(place[0]) if place else None
-    found = here.store.studies(model=model, node=node, after=after, limit=limit + 1)
+    found = here.store.studies(model=model, node=node, after=after(cursor, str), limit=limit + 1)
     return page(found, limit, schemas.study, lambda study: (study.id,))
 
 
