@@ -12,7 +12,7 @@ import pytest
 
 from tests.tuning.studies import STUDY, write
 from tuner.conclusions import Conclusion, Judgement
-from tuner.errors import Infeasible
+from tuner.errors import Aborted, Infeasible
 from tuner.history.store import Store
 from tuner.knobs.catalogue import CATALOGUE
 from tuner.records import (
@@ -68,6 +68,7 @@ class Night:
         self.store.add_study(self.prepared.study)
         self.home, self.news = folder, list[str]()
         self.cut_after: int | None = None
+        self.cut_by: Exception = Closed()
 
     def run(self, deadline: datetime | None = None) -> Run:
         return self.store.open_run(
@@ -106,7 +107,7 @@ class Night:
 
     async def work(self, order: LaunchJob, note: Note) -> list[Measured]:
         if self.cut_after is not None and len(self.launched) >= self.cut_after:
-            raise Closed
+            raise self.cut_by
         seqs = order.spec.asked["max_num_seqs"]
         assert isinstance(seqs, int)
         note(Serving(effective={"max_num_seqs": seqs}, timeline={"ready_s": 30.0}, kv_tokens=None))
@@ -196,6 +197,26 @@ def test_repeats_are_added_only_while_the_window_lasts(tmp_path: Path) -> None:
     night = Night(tmp_path, noisy)
     said = night.whole(NOW + timedelta(minutes=13))
     assert said.repeats == 4
+
+
+@pytest.mark.parametrize(("planned", "launches", "whole"), [(1, 5, 1), (1, 8, 2), (2, 7, 2), (1, 11, 3)])
+def test_a_launch_over_the_budget_in_an_added_repeat_leaves_the_repeats_before_it(
+    tmp_path: Path, planned: int, launches: int, whole: int
+) -> None:
+    night = Night(tmp_path, noisy, plan=f"{{base: brief, repeats: {planned}, most_repeats: 6}}")
+    night.cut_after, night.cut_by = launches, Aborted("the budget of 9 launches is spent", cause="budget")
+    said = night.whole()
+    assert said.outcome in (Judgement.NO_CLEAR_WINNER, Judgement.BASELINE_STAYS)
+    assert said.repeats == whole
+
+
+def test_a_launch_over_the_budget_in_a_planned_repeat_leaves_the_answer_open(tmp_path: Path) -> None:
+    night = Night(tmp_path, noisy, plan="{base: brief, repeats: 3, most_repeats: 6}")
+    night.cut_after, night.cut_by = 8, Aborted("the budget of 9 launches is spent", cause="budget")
+    run = night.run()
+    night.search(run)
+    with pytest.raises(Aborted):
+        night.end(run)
 
 
 def test_one_repeat_decides_nothing_on_a_node_whose_noise_is_not_known(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def conclude(asked: WinnerCriteria, run: Run, found: Repeats, cost: RunCost, now
     """The conclusion of a confirmation that was measured to its end. No profile is published yet."""
     spreads = spreads_of(asked, found)
     base, arms = arms_of(asked, found, spreads)
-    repeats = max((m.repeat for rows in found.measured.values() for m in rows), default=0)
+    repeats = min((max(m.repeat for m in rows) for rows in found.measured.values()), default=0)
     drift = drifts(asked, found, spreads)
     verdict = _verdict(asked, found, base, arms, drift)
     winner = next((arm for arm in arms if arm.trial == verdict.winner), None)
@@ -385,7 +385,7 @@ def unconfirmed(
     outcome, sentence = Judgement.NOT_CONFIRMED, f"Not confirmed: {why}."
     if finalists:
         names = ", ".join(str(t.number) for t in finalists)
-        done = f" after {repeats} of {asked.plan.repeats} repeats" if repeats else ""
+        done = f" after {repeats} of {max(repeats, asked.plan.repeats)} repeats" if repeats else ""
         sentence = f"Not confirmed: {why}{done}. The next run measures the finalists (trials {names}) first."
     elif not served:
         outcome, sentence = Judgement.NOTHING_SERVED, nothing_served(trials, why)

@@ -72,9 +72,14 @@ class Rounds:
             wanted = [t for t in arms if t.number not in self.dropped and not self.has(t, repeat)]
             if repeat > LEAST_ROUNDS and self.context.budget.left < len(wanted):
                 return "launches"
-            for trial in wanted if repeat % 2 else reversed(wanted):
-                self._tell(arms, trial, repeat, (least, most))
-                await self._again(trial, repeat)
+            try:
+                for trial in wanted if repeat % 2 else reversed(wanted):
+                    self._tell(arms, trial, repeat, (least, most))
+                    await self._again(trial, repeat)
+            except Aborted as error:  # a round that was added may stay half done: those before it are whole
+                if repeat > least and error.cause == "budget":
+                    return "launches"
+                raise
         return "rounds" if left() else "decided"
 
     def _fits(self, arms: int) -> bool:
