@@ -341,7 +341,8 @@ class ReadBack:
     `path` is the dotted place in the configuration, `metric` the label of the metric (absent: the last word
     of a path in `cache_config`), `log` a pattern of a log line whose first group is the value. `null` is the
     value that null stands for, `number` how a number is written (`offload:{:g}`). `cut_to` is a knob that
-    bounds the value, which may also be up to `cut_by` less than that bound.
+    bounds the value, which may also be up to `cut_by` less than that bound. `lost` is a pattern of a log line
+    which says that the engine does not use the value, whatever its configuration still has.
     """
 
     path: str | None = None
@@ -351,6 +352,7 @@ class ReadBack:
     number: str | None = None
     cut_to: str | None = None
     cut_by: int = 0
+    lost: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

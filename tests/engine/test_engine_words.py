@@ -119,6 +119,18 @@ def test_M18_the_attention_backend_that_the_engine_chose_is_read_from_its_log(
     assert effective.from_log(line, catalogue.read_back()).get("attention_backend") == backend
 
 
+def test_M40_a_backend_that_the_log_says_is_not_used_is_a_difference(tmp_path: Path) -> None:
+    """The CPU build keeps `--attention-backend FLASHINFER` in its configuration and computes with its own."""
+    asked = Candidate({"attention_backend": "FLASHINFER"})
+    launch = spec(tmp_path, asked=dict(asked), read_back=catalogue.read_back())
+    info: JSON = {"vllm_config": {"attention_config": {"backend": "FLASHINFER"}}}
+    line = "INFO [cpu.py:178] Cannot use AttentionBackendEnum.FLASHINFER backend on CPU.\n"
+    silent = metrics.parse("")
+    assert effective.differences(asked, effective.read(launch, silent, info, "INFO ready\n")) == {}
+    lost = effective.read(launch, silent, info, line)
+    assert effective.differences(asked, lost) == {"attention_backend": ("FLASHINFER", None)}
+
+
 def test_the_effective_configuration_is_held_against_what_was_asked() -> None:
     baseline = {"block_size": 128, "max_num_seqs": 16, "watermark": 0.0, "enable_prefix_caching": True}
     asked = Candidate({"block_size": 16, "max_num_seqs": 64, "watermark": 0.05, "unheard_of": 1})

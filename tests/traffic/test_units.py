@@ -121,6 +121,13 @@ def test_every_time_of_a_row_is_in_the_unit(tmp_path: Path, unit: str) -> None:
         assert read_any(put(tmp_path, text), unit=unit).duration_s == pytest.approx(1.5)
 
 
+def test_years_between_two_requests_are_taken_where_the_file_names_the_unit(tmp_path: Path) -> None:
+    written = "arrival_s,input_len,output_len\n5,5,5\n100000000,5,5\n"
+    assert read_any(put(tmp_path, written)).duration_s == pytest.approx(99_999_995)
+    dates = "time,input_tokens,output_tokens\n1300000000,5,5\n1400000000,5,5\n"
+    assert read_any(put(tmp_path, dates), unit="s").duration_s == pytest.approx(100_000_000)
+
+
 def test_a_stamp_since_1970_in_nanoseconds_is_exact(tmp_path: Path) -> None:
     trace = read_any(put(tmp_path, mooncake([1_780_000_000_000_000_001 + 7 * at for at in range(3)])))
     assert np.diff(trace.arrival_s).tolist() == pytest.approx([7e-9, 7e-9])

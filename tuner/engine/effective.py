@@ -21,9 +21,10 @@ _KV_TOKENS = "kv_cache_size_tokens"
 
 def read(spec: LaunchSpec, metrics: EngineMetrics, info: JSON, log: str) -> dict[str, Value]:
     """Knob → value as a ready engine reports it: its configuration, and for knobs that this leaves open, its
-    log.
+    log. A value that the log says is lost is None.
     """
     said = {**from_metrics(metrics, spec.read_back), **from_server_info(info, spec.read_back, spec.kind)}
+    said |= {name: None for name, rule in spec.read_back.items() if rule.lost and re.search(rule.lost, log)}
     chosen = from_log(log, spec.read_back)
     return {**said, **{name: value for name, value in chosen.items() if said.get(name) is None}}
 

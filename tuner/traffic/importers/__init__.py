@@ -17,7 +17,7 @@ from typing import Any
 from tuner.errors import BadInput, nearest
 from tuner.traffic import trace as canonical
 from tuner.traffic.importers.reading import head
-from tuner.traffic.importers.stamps import LONGEST_TRACE_S, UNITS_NS, check_unit
+from tuner.traffic.importers.stamps import LONGEST_TRACE_S, UNITS_NS, check_unit, date_unit
 from tuner.traffic.importers.trace_builder import ImportOptions
 from tuner.traffic.trace import Trace
 
@@ -100,7 +100,9 @@ def read_any(
     )
     _check(source, chosen, options)
     found = chosen.read(source, options)
-    if chosen.takes_unit and unit is None and found.duration_s > LONGEST_TRACE_S:
+    start = int(str(found.meta.get("start_ns") or 0))
+    dated = date_unit(start, start) == "ns"
+    if chosen.takes_unit and dated and unit is None and found.duration_s > LONGEST_TRACE_S:
         raise BadInput(
             f"{source}: its first and last request are {found.duration_s / 86_400:,.0f} days apart; are its"
             f" times dates since 1970? Name their unit: --unit {'|'.join(UNITS_NS)} (written dates stay as"
