@@ -4,12 +4,12 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tuner.settings import Settings
     from tuner.traffic.trace import Trace
 
+T = TypeVar("T")
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 StudyRef = Annotated[str, typer.Argument(metavar="STUDY", help="A study's name, id, or beginning of the id.")]
 
@@ -56,6 +57,16 @@ def open_store(*, create: bool = False) -> "Store":
     if (path := store.database.path) is not None:
         masking.tighten_files(path.with_name(path.name + end) for end in ("", "-wal", "-shm"))
     return store
+
+
+def store_if_any() -> "Store | None":
+    """The history; None where there is none yet."""
+    from tuner.errors import NotFound
+
+    try:
+        return open_store()
+    except NotFound:
+        return None
 
 
 def plain(value: object) -> object:
@@ -117,6 +128,21 @@ def print_table(
     console = Console(highlight=False)
     for line in [*([Text(title, "bold")] if title else []), *table(columns, cells, width)]:
         console.print(line, soft_wrap=True)
+
+
+def print_records(
+    records: Sequence[T],
+    columns: Sequence[str],
+    row: Callable[[T], Sequence[object]],
+    *,
+    as_json: bool,
+    title: str | None = None,
+) -> None:
+    """Records as JSON, or as a table with a `row` for each (see `print_table`)."""
+    if as_json:
+        print_json(records)
+        return
+    print_table(columns, map(row, records), title=title)
 
 
 def escaped(line: str) -> str:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from tuner.commands.common import now, open_store, print_json, print_table, say, settings
+from tuner.commands.common import now, open_store, print_json, print_table, say, settings, store_if_any
 from tuner.commands.running import interruptible
-from tuner.errors import NotFound
 
 if TYPE_CHECKING:
     from tuner.fleet.dispatch import ClusterJob, NodeResult
@@ -65,17 +64,9 @@ def tune_on(asked: ClusterOptions) -> None:
         raise error
 
 
-def _store_if_any() -> "Store | None":
-
-    try:
-        return open_store()
-    except NotFound:
-        return None
-
-
 def _known() -> "Sequence[Node]":
     """The registered nodes; none where there is no history yet."""
-    store = _store_if_any()
+    store = store_if_any()
     return store.nodes() if store else ()
 
 
@@ -86,7 +77,7 @@ def placement(job: "ClusterJob", picked: "Sequence[Member]", *, as_json: bool) -
     from tuner.commands import plan
     from tuner.fleet import dispatch
 
-    plans = interruptible(dispatch.asked_of(job, picked, _store_if_any(), now), lambda event: None)
+    plans = interruptible(dispatch.asked_of(job, picked, store_if_any(), now), lambda event: None)
     trials = job.limits.trials
     if as_json:
         print_json(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tuner.commands.common import Json, open_store, print_json, print_table, say, write_file
+from tuner.commands.common import Json, open_store, print_records, say, write_file
 from tuner.errors import BadInput, TunerError
 
 if TYPE_CHECKING:
@@ -308,14 +308,12 @@ def objectives(as_json: Json = False) -> None:
     from tuner.measures import MEASURES
 
     rows = [
-        (m.name, "higher" if m.direction == "maximize" else "lower", m.unit, m.words)
+        {"name": m.name, "better": "higher" if m.direction == "maximize" else "lower", "unit": m.unit,
+         "words": m.words}
         for m in MEASURES.values()
-    ]
-    names = ("name", "better", "unit", "words")
-    if as_json:
-        print_json([dict(zip(names, row, strict=True)) for row in rows])
-        return
-    print_table(["<objective", "<better", "<unit", "<what it is"], rows)
+    ]  # fmt: skip
+    heads = ["<objective", "<better", "<unit", "<what it is"]
+    print_records(rows, heads, lambda row: list(row.values()), as_json=as_json)
 
 
 def plans(as_json: Json = False) -> None:
@@ -325,13 +323,12 @@ def plans(as_json: Json = False) -> None:
     """
     from tuner.replay.plan import PLANS
 
-    if as_json:
-        print_json(list(PLANS.values()))
-        return
-    rows = [
-        (p.name, p.slices, p.slice_s, p.load_warmup_s, p.finalists, f"{p.repeats} to {p.most}",
-         "to look at" if p.demonstration else "to act on")
-        for p in PLANS.values()
-    ]  # fmt: skip
-    heads = ["<plan", "slices", "seconds each", "warm-up s", "finalists", "<repeats", "<the numbers are"]
-    print_table(heads, rows)
+    print_records(
+        list(PLANS.values()),
+        ["<plan", "slices", "seconds each", "warm-up s", "finalists", "<repeats", "<the numbers are"],
+        lambda p: (
+            p.name, p.slices, p.slice_s, p.load_warmup_s, p.finalists, f"{p.repeats} to {p.most}",
+            "to look at" if p.demonstration else "to act on",
+        ),
+        as_json=as_json,
+    )  # fmt: skip

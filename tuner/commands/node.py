@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tuner.commands.common import Json, now, open_store, print_json, print_table, say, settings
+from tuner.commands.common import Json, now, open_store, print_records, say, settings
 from tuner.errors import BadInput, NotFound, TunerError
 
 if TYPE_CHECKING:
@@ -47,14 +47,13 @@ def list_nodes(as_json: Json = False) -> None:
                 "labels": dict(node.labels),
             }
         )
-    if as_json:
-        print_json(rows)
-        return
-    cells = (
-        (r["node"], r["class"], r["host"], r["state"], r["holder"], "; ".join(r["hooks"]), r["to_restore"])
-        for r in rows
-    )
-    print_table(["<node", "<class", "<host", "<state", "<holder", "<hooks", "<to restore"], cells)
+    print_records(
+        rows, ["<node", "<class", "<host", "<state", "<holder", "<hooks", "<to restore"],
+        lambda r: (
+            r["node"], r["class"], r["host"], r["state"], r["holder"], "; ".join(r["hooks"]), r["to_restore"],
+        ),
+        as_json=as_json,
+    )  # fmt: skip
 
 
 @app.command("add")

@@ -12,14 +12,13 @@ from tuner.commands.common import (
     Json,
     knobs,
     now,
-    open_store,
     print_json,
     print_table,
     print_windows,
     say,
+    store_if_any,
     windows,
 )
-from tuner.errors import NotFound
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,11 +35,7 @@ def prepared_study(path: Path, *, check_rules: bool = False) -> "Prepared":
 
     from tuner.tuning import study
 
-    try:
-        store = open_store()
-    except NotFound:
-        store = None
-    prepared = study.load(path, store=store, now=now())
+    prepared = study.load(path, store=store_if_any(), now=now())
     return replace(prepared, rules=not check_rules)
 
 
@@ -96,10 +91,7 @@ def confirmation(prepared: "Prepared") -> "dict[str, JSON]":
     """The planned confirmation, and the repeats that earlier confirmations of this node suggest."""
     from tuner.tuning import confirm
 
-    try:
-        store = open_store()
-    except NotFound:
-        store = None
+    store = store_if_any()
     launches = store.launches(prepared.study.id) if store else ()
     plan = confirm.planned(prepared, launches)
     return {
@@ -185,11 +177,8 @@ def seconds(prepared: "Prepared", past: "Sequence[Trial]") -> dict[str, float]:
 
 def trials_so_far(prepared: "Prepared") -> "Sequence[Trial]":
     """The study's trials so far; none where there is no history."""
-
-    try:
-        return open_store().trials(prepared.study.id)
-    except NotFound:
-        return ()
+    store = store_if_any()
+    return store.trials(prepared.study.id) if store else ()
 
 
 def predict(
@@ -225,11 +214,7 @@ def _predict_night(prepared: "Prepared", path: Path, *, as_json: bool) -> None:
     from tuner.tuning.predicted_night import as_data, predict_night
     from tuner.tuning.run import RunLimits
 
-    try:
-        store = open_store()
-    except NotFound:
-        store = None
-    begun, budget = now(), prepared.file.budget
+    store, begun, budget = store_if_any(), now(), prepared.file.budget
     end = begun + timedelta(hours=budget.hours) if budget.hours else None
     limits = RunLimits(trials=budget.trials, deadline=end)
     found = asyncio.run(predict_night(prepared, store, base=path.parent, now=begun, limits=limits))

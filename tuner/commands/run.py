@@ -4,7 +4,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tuner.commands.common import Json, now, open_store, print_json, print_table, say, settings, text
+from tuner.commands.common import (
+    Json,
+    now,
+    open_store,
+    print_json,
+    print_records,
+    print_table,
+    say,
+    settings,
+    text,
+)
 from tuner.errors import BadInput, NotFound, nearest
 
 if TYPE_CHECKING:
@@ -22,29 +32,20 @@ def list_runs(
 ) -> None:
     """List runs, the newest first."""
     from tuner.commands.front import find_study
-
-    store = open_store()
-    runs = store.runs(find_study(store, study).id if study else None)
-    if as_json:
-        print_json(runs)
-        return
     from tuner.report.words import state
 
+    store = open_store()
     names = {s.id: s.name for s in store.studies()}
     said = {c.run_id: c for c in store.conclusions()}
-    rows = [
-        (
-            r.id,
-            names.get(r.study_id, ""),
-            r.state,
-            state(said.get(r.id), r),
-            r.started_at,
-            r.ended_at,
+    print_records(
+        store.runs(find_study(store, study).id if study else None),
+        ["<run", "<study", "<state", "<outcome", "<started", "<ended", "<reason"],
+        lambda r: (
+            r.id, names.get(r.study_id, ""), r.state, state(said.get(r.id), r), r.started_at, r.ended_at,
             r.reason,
-        )
-        for r in runs
-    ]  # fmt: skip
-    print_table(["<run", "<study", "<state", "<outcome", "<started", "<ended", "<reason"], rows)
+        ),
+        as_json=as_json,
+    )  # fmt: skip
 
 
 def find_run(store: "Store", ref: str) -> "Run":

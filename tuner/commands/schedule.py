@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tuner.commands.common import Json, now, open_store, print_json, print_table, say, settings
+from tuner.commands.common import Json, now, open_store, print_json, print_records, print_table, say, settings
 from tuner.commands.running import ends_by_signal
 from tuner.errors import BadInput, NotFound, TunerError
 
@@ -114,27 +114,26 @@ def list_schedules(as_json: Json = False) -> None:
     for each in open_store().schedules():
         due = window.next_due(each, now()) if each.enabled else None
         end = window.window(each, due).end if due else None
-        rows.append({**_plain(each), "next_due": due, "next_end": end})
-    if as_json:
-        print_json(rows)
-        return
-    columns = ["<schedule", "<node", "<cron", "<zone", "<next", "<until", "<last due", "<last run"]
+        rows.append(
+            {
+                **{name: getattr(each, name) for name in each.__dataclass_fields__},
+                "next_due": due,
+                "next_end": end,
+            }
+        )
     names = ("name", "node", "cron", "timezone", "next_due", "next_end", "last_due", "last_run_id")
     moments = {"next_due", "next_end", "last_due"}
-    print_table(
-        columns,
-        ([_local(row[n], row["timezone"]) if n in moments else row[n] for n in names] for row in rows),
-    )
+    print_records(
+        rows, ["<schedule", "<node", "<cron", "<zone", "<next", "<until", "<last due", "<last run"],
+        lambda row: [_local(row[n], row["timezone"]) if n in moments else row[n] for n in names],
+        as_json=as_json,
+    )  # fmt: skip
 
 
 def _local(moment: Any, timezone: str) -> str | None:
     from tuner.fleet import window
 
     return f"{moment.astimezone(window.zone(timezone)):%Y-%m-%d %H:%M}" if moment else None
-
-
-def _plain(schedule: "Schedule") -> dict[str, object]:
-    return {name: getattr(schedule, name) for name in type(schedule).__dataclass_fields__}
 
 
 @app.command("remove")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tuner.commands.common import Json, now, open_store, print_json, print_table, say, settings
+from tuner.commands.common import Json, now, open_store, print_json, print_records, say, settings
 from tuner.errors import BadInput, Conflict, Unavailable
 
 if TYPE_CHECKING:
@@ -193,16 +193,14 @@ def _audit(store: "Store", action: str, target: str, reason: str, **detail: str)
 @token_app.command("list")
 def list_tokens(as_json: Json = False) -> None:
     """List all tokens, revoked and expired ones too."""
-    found = open_store().tokens()
-    if as_json:
-        print_json(found)
-        return
-    rows = [
-        [t.id, t.name, " ".join(t.scopes), t.created_at, t.expires_at, t.revoked_at, t.last_used_at]
-        for t in found
-    ]
-    heads = ["<id", "<name", "<scopes", "<made", "<expires", "<revoked", "<last used"]
-    print_table(heads, rows)
+    print_records(
+        open_store().tokens(),
+        ["<id", "<name", "<scopes", "<made", "<expires", "<revoked", "<last used"],
+        lambda t: (
+            t.id, t.name, " ".join(t.scopes), t.created_at, t.expires_at, t.revoked_at, t.last_used_at,
+        ),
+        as_json=as_json,
+    )  # fmt: skip
 
 
 @token_app.command("revoke")

@@ -5,7 +5,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tuner.commands.common import Json, StudyRef, knobs, open_store, print_json, print_table, settings
+from tuner.commands.common import (
+    Json,
+    StudyRef,
+    knobs,
+    open_store,
+    print_json,
+    print_records,
+    print_table,
+    settings,
+)
 from tuner.errors import BadInput, NotFound, page_of
 
 if TYPE_CHECKING:
@@ -17,19 +26,10 @@ app = typer.Typer(help="List, show and export studies.", no_args_is_help=True)
 @app.command("list")
 def list_studies(as_json: Json = False) -> None:
     """List all studies, the newest first."""
-    store = open_store()
-    studies = store.studies()
-    if as_json:
-        print_json([{k: v for k, v in _row(s).items()} for s in studies])
-        return
-    names = ("id", "name", "model", "node", "engine_version", "workload", "created_at")
-    print_table([f"<{n}" for n in names], ([_row(s)[n] for n in names] for s in studies))
-
-
-def _row(study: object) -> dict[str, object]:
     names = ("name", "model", "node", "gpu_class", "engine_version", "workload", "objectives", "created_at")
-    row: dict[str, object] = {n: getattr(study, n) for n in names}
-    return {"id": str(getattr(study, "id"))[:12], **row}  # noqa: B009
+    rows = [{"id": s.id[:12], **{name: getattr(s, name) for name in names}} for s in open_store().studies()]
+    shown = ("id", "name", "model", "node", "engine_version", "workload", "created_at")
+    print_records(rows, [f"<{n}" for n in shown], lambda row: [row[n] for n in shown], as_json=as_json)
 
 
 @app.command("show")

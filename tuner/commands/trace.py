@@ -16,10 +16,12 @@ from tuner.commands.common import (
     now,
     open_store,
     print_json,
+    print_records,
     print_table,
     print_windows,
     say,
     settings,
+    store_if_any,
     text,
     windows,
     write_file,
@@ -86,12 +88,8 @@ def _file(ref: str) -> Path:
 
 def _stored(ref: str, path: Path) -> "TraceInfo":
     """A known trace by name or digest. NotFound names the nearest one."""
-    try:
-        store = open_store()
-    except NotFound:
-        raise NotFound(
-            f"there is no file {path}, and no known trace yet; `tuner trace import` makes one"
-        ) from None
+    if (store := store_if_any()) is None:
+        raise NotFound(f"there is no file {path}, and no known trace yet; `tuner trace import` makes one")
     try:
         return store.trace(ref.removeprefix("latest:"))
     except NotFound:
@@ -236,12 +234,10 @@ def _columns(pairs: list[str]) -> dict[str, str] | None:
 @app.command("list")
 def list_traces(as_json: Json = False) -> None:
     """List the known traces, the newest first."""
-    traces = open_store().traces()
-    if as_json:
-        print_json(traces)
-        return
-    rows = ([t.name, t.digest[:12], t.meta.get("requests"), t.created_at, t.path] for t in traces)
-    print_table(["<name", "<digest", "requests", "<taken in", "<taken from"], rows)
+    print_records(
+        open_store().traces(), ["<name", "<digest", "requests", "<taken in", "<taken from"],
+        lambda t: (t.name, t.digest[:12], t.meta.get("requests"), t.created_at, t.path), as_json=as_json,
+    )  # fmt: skip
 
 
 @app.command("show")

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tuner.commands.common import Json, now, open_store, plain, print_json, print_table, say, settings
+from tuner.commands.common import (
+    Json,
+    now,
+    open_store,
+    plain,
+    print_json,
+    print_records,
+    say,
+    settings,
+)
 from tuner.errors import BadInput, NotFound, page_of
 
 if TYPE_CHECKING:
@@ -28,13 +37,13 @@ def doctor(
     from tuner.doctor import examine, exit_code
 
     checks = list(examine(settings(), study, clock=now))
-    if as_json:
-        print_json(checks)
-    else:
-        print_table(
-            ["<check", "<verdict", "<found", "<what to do"],
-            ([c.name, c.verdict, c.found, c.mend and c.mend + page_of(f"doctor-{c.name}")] for c in checks),
-        )
+    heads = ["<check", "<verdict", "<found", "<what to do"]
+    print_records(
+        checks,
+        heads,
+        lambda c: (c.name, c.verdict, c.found, c.mend and c.mend + page_of(f"doctor-{c.name}")),
+        as_json=as_json,
+    )
     if code := exit_code(checks):
         raise typer.Exit(code)
 
