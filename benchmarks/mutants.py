@@ -3,8 +3,13 @@
     python -m benchmarks.mutants search [--count 200] [--seed 1] [--seconds 3600] [-o FILE]
 
 A mutant changes one place: a comparison, an arithmetic or boolean operator, a number, a condition, or what is
-returned. Places are drawn from the seed. Each mutant runs the room's tests in a copy of the tree until the
-first failure; one that fails none has survived and is printed, to be read. Prints and writes the share.
+returned. Places are drawn from the seed.
+
+First the room's tests run once under coverage, which says which tests run each line and how long each takes;
+that is kept under build/ until the room or its tests change. Each mutant then runs the tests of its own line
+in a copy of the tree, the quick ones first, until the first failure (a line that only an import runs: the
+tests of its file). One that fails none has survived and is printed, to be read. Prints and writes the share.
+Processes are forked from one that has imported pytest and the libraries, so a mutant costs little but tests.
 """
 
 import argparse
@@ -13,13 +18,16 @@ import json
 import os
 import random
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+import traceback
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {"search": ("tests/search",), "tuning": ("tests/tuning",), "history": ("tests/history",)}
@@ -43,10 +51,13 @@ COMPUTED = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.
 
 @dataclass(frozen=True)
 class Mutant:
-    """One changed place: the file below the tree, its line, what stood there, what stands there now."""
+    """One changed place: the file below the tree, its line, what stood there, what stands there now. `lines`
+    are those of the place and the first of its statement: a test that runs one of them may notice.
+    """
 
     path: str
     line: int
+    lines: frozenset[int]
     before: str
     after: str
     source: str
@@ -74,13 +85,28 @@ def mutants(path: Path) -> Iterator[Mutant]:
     """Every mutant of a file."""
     text = path.read_text()
     tree = ast.parse(text)
+    begins = {
+        id(part): each.lineno for each in ast.walk(tree) if isinstance(each, ast.stmt) for part in _own(each)
+    }
     for node in ast.walk(tree):
         for other in changed(node):
             start, end = _place(text, node)
             made = f"({ast.unparse(other)})" if isinstance(other, ast.expr) else ast.unparse(other)
             source = text.encode()[:start].decode() + made + text.encode()[end:].decode()
-            before = ast.unparse(node)[:80]
-            yield Mutant(str(path.relative_to(ROOT)), node.lineno, before, made[:80], source)  # type: ignore[attr-defined]
+            first, last = node.lineno, node.end_lineno or node.lineno  # type: ignore[attr-defined]
+            yield Mutant(
+                path=str(path.relative_to(ROOT)), line=first, before=ast.unparse(node)[:80], after=made[:80],
+                lines=frozenset({begins.get(id(node), first), *range(first, last + 1)}), source=source,
+            )  # fmt: skip
+
+
+def _own(statement: ast.stmt) -> Iterator[ast.AST]:
+    """A statement's own expressions, not those of the statements in it."""
+    left: list[ast.AST] = [statement]
+    while left:
+        part = left.pop()
+        yield part
+        left += [each for each in ast.iter_child_nodes(part) if not isinstance(each, ast.stmt)]
 
 
 def _place(text: str, node: ast.AST) -> tuple[int, int]:
@@ -92,20 +118,130 @@ def _place(text: str, node: ast.AST) -> tuple[int, int]:
     return starts[first - 1] + node.col_offset, starts[last - 1] + node.end_col_offset  # type: ignore[attr-defined]
 
 
-def survives(mutant: Mutant, tree: Path, tests: tuple[str, ...], limit_s: float) -> bool:
+@dataclass(frozen=True)
+class TestsOfLines:
+    """Which tests run each line of a room's files, and each test's seconds."""
+
+    lines: Mapping[str, Mapping[str, Sequence[str]]]
+    seconds: Mapping[str, float]
+
+    def of(self, mutant: Mutant, most_s: float) -> list[str]:
+        """The tests that may notice a mutant, the quick ones first, of together at most so many seconds."""
+        ours = self.lines.get(mutant.path, {})
+        found = {test for line in mutant.lines for test in ours.get(str(line), ())}
+        found = found or {test for tests in ours.values() for test in tests}
+        chosen, left = list[str](), most_s
+        for test in sorted(found & self.seconds.keys(), key=lambda each: (self.seconds[each], each)):
+            left -= self.seconds[test]
+            if left < 0 and chosen:
+                break
+            chosen.append(test)
+        return chosen
+
+
+def tests_of_lines(room: str, tree: Path) -> TestsOfLines:
+    """By one run of the room's tests under coverage, or what is kept of it."""
+    kept = ROOT / "build" / f"mutants-{room}.json"
+    code = [p for folder in ("tuner", "tests") for p in (ROOT / folder / room).rglob("*.py")]
+    if not kept.is_file() or kept.stat().st_mtime < max(each.stat().st_mtime for each in code):
+        kept.parent.mkdir(exist_ok=True)
+        kept.write_text(json.dumps(_covered(room, tree)))
+    lines, seconds = json.loads(kept.read_text())
+    return TestsOfLines(lines, seconds)
+
+
+def _covered(room: str, tree: Path) -> tuple[dict[str, dict[str, list[str]]], dict[str, float]]:
+    from coverage import CoverageData
+
+    report, data = tree / "seconds.xml", tree / "lines.coverage"
+    (tree / "coveragerc").write_text(f"[run]\ndata_file = {data}\nsource = tuner/{room}\n")
+    words = ["--cov", "--cov-context=test", "--cov-report=", "--cov-config=coveragerc", "--cov-fail-under=0"]
+    in_fork(tree, ["-q", f"--junitxml={report}", *words, *ROOMS[room]], 7200)
+    seconds = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        if len(case) == 0:  # neither failed nor skipped
+            place = case.get("classname", "").split(".")
+            whole = next(
+                n for n in range(len(place), 0, -1) if (tree / f"{'/'.join(place[:n])}.py").is_file()
+            )
+            name = "::".join(["/".join(place[:whole]) + ".py", *place[whole:], case.get("name", "")])
+            seconds[name] = float(case.get("time", 0))
+    found = CoverageData(str(data))
+    found.read()
+    lines: dict[str, dict[str, list[str]]] = defaultdict(dict)
+    for path in found.measured_files():
+        for line, contexts in found.contexts_by_lineno(path).items():
+            tests = sorted({each.partition("|")[0] for each in contexts if each})
+            if tests:
+                lines[str(Path(path).relative_to(tree))][str(line)] = tests
+    return lines, seconds
+
+
+def in_fork(tree: Path, words: Sequence[str], limit_s: float) -> int | None:
+    """pytest's exit code in a process of its own, in a tree; None where it took longer and was killed."""
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        os.chdir(tree)
+        sys.path.insert(0, str(tree))
+        os.environ.update({"PYTHONPATH": str(tree), "CI": "1"})
+        said = os.open(tree / "pytest.log", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        os.dup2(said, 1)
+        os.dup2(said, 2)
+        import pytest
+
+        code = 3
+        try:
+            quiet = ["-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+            code = int(pytest.main([*quiet, *words]))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    ends = time.monotonic() + limit_s
+    while time.monotonic() < ends:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+def survives(mutant: Mutant, tree: Path, tests: Sequence[str], limit_s: float) -> bool:
     """Whether the tests pass with the mutant in place; one that hangs is caught."""
     path = tree / mutant.path
     whole = path.read_text()
-    path.write_text(mutant.source)
-    words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
-    env = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "CI": "1"}
+    _write(path, mutant.source)
     try:
-        done = subprocess.run(words, cwd=tree, env=env, capture_output=True, timeout=limit_s)
-        return done.returncode == 0
-    except subprocess.TimeoutExpired:
-        return False
+        return in_fork(tree, ["-q", "-x", *tests], limit_s) == 0
     finally:
-        path.write_text(whole)
+        _write(path, whole)
+
+
+def _write(path: Path, source: str) -> None:
+    """Change a file; what Python compiled of it before could be taken for it within the same second."""
+    path.write_text(source)
+    for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
+        compiled.unlink()
+
+
+def preload() -> None:
+    """Import what every test needs and no mutant is in."""
+    import numpy
+    import optuna
+    import pyarrow.parquet
+    import pydantic
+    import pytest
+    import schemathesis
+    import sqlalchemy
+    import starlette
+    import typer
+
+    assert all((numpy, optuna, pyarrow, pydantic, pytest, schemathesis, sqlalchemy, starlette, typer))
 
 
 def main() -> int:
@@ -115,30 +251,34 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=36000, help="Stop after so many seconds.")
-    parser.add_argument("--tests", nargs="*", help="Instead of the room's own tests.")
+    parser.add_argument("--most", type=float, default=120, help="Seconds of tests for one mutant.")
     parser.add_argument("-o", "--output", type=Path)
     asked = parser.parse_args()
-    tests = tuple(asked.tests or ROOMS[asked.room])
     found = [m for path in sorted((ROOT / "tuner" / asked.room).glob("*.py")) for m in mutants(path)]
     drawn = random.Random(asked.seed).sample(found, min(asked.count, len(found)))
-    begun, ran, left = time.monotonic(), 0, []
+    preload()
+    begun, ran, left, untested = time.monotonic(), 0, list[Mutant](), 0
     with tempfile.TemporaryDirectory(prefix="tuner-mutants-") as folder:
-        tree = Path(folder)
+        tree = Path(folder).resolve()
         for name in CARRIED:
             copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
             copy(ROOT / name, tree / name)
+        known = tests_of_lines(asked.room, tree)
         for mutant in drawn:
             if time.monotonic() - begun > asked.seconds:
                 break
             ran += 1
-            if survives(mutant, tree, tests, 900):
+            tests = known.of(mutant, asked.most)
+            untested += not tests
+            if not tests or survives(mutant, tree, tests, 900):
                 left.append(mutant)
                 print(f"{mutant.path}:{mutant.line}: {mutant.before} → {mutant.after}", flush=True)
     share = len(left) / ran if ran else 0.0
-    print(f"{asked.room}: {len(left)} of {ran} mutants survived ({share:.0%}), of {len(found)} places")
+    told = f"{len(left)} of {ran} mutants survived ({share:.0%}), {untested} of them untested"
+    print(f"{asked.room}: {told}; {len(found)} places")
     if asked.output:
         rows = [f"{m.path}:{m.line}: {m.before} → {m.after}" for m in left]
-        about = {"room": asked.room, "seed": asked.seed, "tests": tests, "ran": ran, "survived": rows}
+        about = {"room": asked.room, "seed": asked.seed, "places": len(found), "ran": ran, "survived": rows}
         asked.output.write_text(json.dumps(about, indent=1, ensure_ascii=False) + "\n")
     return int(share > 0.2)
 

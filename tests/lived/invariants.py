@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
@@ -63,6 +64,16 @@ class Now:
             if study.id in recent:
                 yield study, self.trials(study), self.launches(study)
 
+    def latest(self, study: Study) -> Conclusion | None:
+        """The newest conclusion of a study, by when it was drawn."""
+        return max(self.store.conclusions(study.id), key=lambda said: said.at, default=None)
+
+    def page(self, name: str) -> Iterator[tuple[dict[str, str], float]]:
+        """What /metrics tells under a name: labels and number."""
+        text = self.world.client().get("/metrics").text
+        for family in text_string_to_metric_families(text):
+            yield from ((each.labels, each.value) for each in family.samples if each.name == name)
+
 
 Invariant = Callable[[Now], None]
 INVARIANTS: list[Invariant] = []
@@ -92,7 +103,7 @@ def check(world: World, seen: Seen, *, whole: bool = True) -> None:
 def one_conclusion(now: Now) -> None:
     """Every surface tells the same conclusion."""
     for study in now.studies:
-        said = now.store.latest_conclusion(study.id)
+        said = now.latest(study)
         if said is None or said.run_id in now.seen.checked:
             continue
         now.seen.checked.add(said.run_id)
@@ -103,6 +114,29 @@ def one_conclusion(now: Now) -> None:
         assert front["conclusion"] == status["conclusion"] == page["conclusion"] == told, said.run_id
         if now.whole:
             assert_one_truth(now.world.home, study, said)
+
+
+@invariant
+def metrics_are_of_the_last_night(now: Now) -> None:
+    """/metrics tells what the newest conclusion of a node's last study measured."""
+    if not now.whole:
+        return
+    studies, last = {study.id: study for study in now.studies}, dict[str, Study]()
+    for run in now.runs:
+        last.setdefault(studies[run.study_id].node, studies[run.study_id])
+    wanted: dict[tuple[str, str, str], float] = {}
+    for node, study in last.items():
+        said = now.latest(study)
+        best = said and (said.arm(said.winner) or said.baseline)
+        for name, arm in (("today", said and said.baseline), ("best", best)):
+            for metric, value in (arm.confirmed if arm else {}).items():
+                if value is not None:
+                    wanted[node, metric, name] = pytest.approx(value)
+    told = {
+        (labels["node"], labels["measurement"], labels["configuration"]): value
+        for labels, value in now.page("tuner_confirmed_value")
+    }
+    assert told == wanted
 
 
 def _row(value: Any) -> str:
@@ -146,12 +180,13 @@ def past_stays(now: Now) -> None:
 @invariant
 def whole_candidates(now: Now) -> None:
     """A candidate is today's configuration with knobs of the space turned, and nothing else."""
-    for _, trials, _ in now.each():
+    for study, trials, _ in now.each():
+        running = now.world.today(study.node)
         for trial in trials:
             kept = {name: value for name, value in trial.candidate.items() if name not in TURNED}
-            today = {name: value for name, value in BASELINE.items() if name not in TURNED}
+            today = {name: value for name, value in running.items() if name not in TURNED}
             assert kept == today, (trial.number, dict(trial.candidate))
-            assert not trial.is_baseline or dict(trial.candidate) == BASELINE, dict(trial.candidate)
+            assert not trial.is_baseline or dict(trial.candidate) == running, dict(trial.candidate)
 
 
 @invariant
@@ -221,7 +256,10 @@ def budgets_hold(now: Now) -> None:
             end = run.ended_at or datetime.max.replace(tzinfo=run.started_at.tzinfo)
             own = [each for each in launches if run.started_at <= each.started_at < end]
             assert len(own) <= 3 * run.trials_limit, (run.id, len(own))
+            begun, closes = now.world.window(study.node, run.started_at)
             assert run.deadline is not None
+            assert begun <= run.started_at, (run, begun)
+            assert run.deadline <= closes, (run, closes)
             for each in own:
                 assert each.ended_at is None or each.ended_at <= run.deadline + SLACK, (each, run.deadline)
             assert run.ended_at is None or run.ended_at <= run.deadline + SLACK, run
@@ -265,12 +303,7 @@ def success_is_usable(now: Now) -> None:
     """A success is a conclusion that a pipeline can use."""
     if not now.whole:
         return
-    page = now.world.client().get("/metrics").text
-    told: dict[str, float] = {}
-    for family in text_string_to_metric_families(page):
-        for sample in family.samples:
-            if sample.name == "tuner_last_success_timestamp_seconds":
-                told[sample.labels["node"]] = sample.value
+    told = {labels["node"]: value for labels, value in now.page("tuner_last_success_timestamp_seconds")}
     truth: dict[str, float] = {}
     nodes = {study.id: study.node for study in now.studies}
     for run in now.runs:
@@ -360,7 +393,9 @@ def no_secret_is_told(now: Now) -> None:
 def changes_are_signed(now: Now) -> None:
     """A change is (after - before) / before, "better" is better, and the SLO is met where enough is good."""
     for said in now.store.conclusions():
-        for arm in said.finalists:
+        for told in said.drift:
+            _check_drift(told)
+        for arm in (*([said.baseline] if said.baseline else []), *said.finalists):
             if arm.attainment is not None and said.attainment is not None:
                 assert arm.slo_met == (arm.attainment >= said.attainment), arm
             for made in arm.changes:
@@ -371,11 +406,19 @@ def changes_are_signed(now: Now) -> None:
                 assert made.word == "open" or (made.word == "better") == ((made.change > 0) == up), made
 
 
+def _check_drift(told: str) -> None:
+    """A sentence about a machine that changed calls a latency that rose worse."""
+    found = re.search(r"baseline's (\w+) was ([\d.,e+]+) .* and ([\d.,e+]+) .*%, (better|worse);", told)
+    assert found is not None, told
+    before, after = (float(found[place].replace(",", "")) for place in (2, 3))
+    assert (found[4] == "better") == ((after > before) == (found[1] == "goodput_rps")), told
+
+
 @invariant
 def confirmed_by_repeats(now: Now) -> None:
     """A conclusion's values are those of its own repeats."""
     for study, trials, _ in now.each():
-        said = now.store.latest_conclusion(study.id)
+        said = now.latest(study)
         for arm in said.finalists if said is not None else ():
             trial = max((t for t in trials if t.number == arm.trial), key=lambda t: t.attempt)
             again = [m.values for m in trial.measurements if m.purpose == "confirm"]
@@ -392,7 +435,7 @@ def winner_is_published(now: Now) -> None:
     """What is published is the winner, for its own node, card and engine; without one nothing is."""
     cards = {truth.name: f"sim-{truth.card}" for truth in now.world.nodes}
     for study, trials, _ in now.each():
-        said = now.store.latest_conclusion(study.id)
+        said = now.latest(study)
         if said is None:
             continue
         assert ("challenger" in said.profiles) == (said.winner is not None), said

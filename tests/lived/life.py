@@ -12,7 +12,7 @@ from tuner.records import Trial
 
 FAULTS = (
     "slow", "crashes", "every launch crashes", "killed", "killed early", "disk full", "no database",
-    "two controllers", "a slow path", "a short window",
+    "two controllers", "a slow path", "a short window", "a window of one trial", "slow from the middle on",
 )  # fmt: skip
 
 
@@ -63,6 +63,8 @@ def _day(world: World, draw: random.Random) -> None:
     for truth in world.nodes:
         if draw.random() < 0.4:
             world.promote(truth.name)
+        if draw.random() < 0.05:
+            world.promote_unproved(truth.name)
         if draw.random() < 0.05:
             world.rollback(truth.name)
         if draw.random() < 0.4:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.lived.world import BASELINE, MODEL, Truth, World
+from tests.lived.world import MODEL, Truth, World
 from tuner.conclusions import Conclusion
 from tuner.history.store import Store
 from tuner.knobs import space as spaces
@@ -79,7 +79,8 @@ class Oracle:
 
     def gains(self, study: Study, candidate: Mapping[str, Value]) -> list[float]:
         """The true gain over today's configuration per objective, positive is better."""
-        before, after = self.values(study, BASELINE), self.values(study, candidate)
+        today = self._world.today(study.node)
+        before, after = self.values(study, today), self.values(study, candidate)
         if not after:
             return [-1.0] * len(study.objectives)
         return [
@@ -122,7 +123,7 @@ def _quiet(store: Store) -> Iterator[tuple[Study, list[Conclusion]]]:
 def _has_gain(oracle: Oracle, study: Study, world: World) -> bool:
     space = spaces.load(str(world.home / "space.yaml"))
     for value in space.levels["max_num_seqs"]:
-        gains = oracle.gains(study, {**BASELINE, "max_num_seqs": value})
+        gains = oracle.gains(study, {**world.today(study.node), "max_num_seqs": value})
         if max(gains) >= GAIN and min(gains) > -EQUAL:
             return True
     return False

@@ -270,7 +270,8 @@ def story(home: Path) -> None:
         seen = Seen()
         for node, fault in (
             ("n1", None), ("n4", None), ("n1", "two controllers"), ("n1", "killed"), ("n4", "a short window"),
-            ("n1", "no database"), ("n4", "crashes"),
+            ("n1", "no database"), ("n4", "crashes"), ("n4", "killed"), ("n1", "slow from the middle on"),
+            ("n4", "a window of one trial"),
         ):  # fmt: skip
             _one(world, seen, node, fault)
         world.capture(rate=1.25)
@@ -285,6 +286,7 @@ def _one(world: World, seen: Seen, node: str, fault: str | None) -> None:
     step_of_night(world, seen, node, fault, whole=True)
     world.morning()
     world.promote(node)
+    world.promote_unproved(node)
     pulled_is_champion(world, node)
     check(world, seen, whole=False)
 

@@ -30,12 +30,14 @@ from tuner import cli, commands
 from tuner.fleet import handover
 from tuner.history.database import Database
 from tuner.history.store import Store
+from tuner.records import digest_of
+from tuner.simulator.predict import Predictor
 from tuner.tuning.virtual import HIDDEN
 
 MODEL = "Qwen/Qwen2.5-7B-Instruct"
 SECRET = "canary-8d1f42"
 BASELINE = {"max_num_seqs": 4, "block_size": 32, "enable_prefix_caching": False}
-"""What runs today. The space turns the first knob; the others must stay."""
+"""What runs on most nodes. The space turns the first knob; the others must stay."""
 SPACE = """\
 about: What the fleet may turn.
 vllm: ">=0.10"
@@ -72,20 +74,23 @@ HOURS = 3.0
 
 @dataclass(frozen=True, kw_only=True)
 class Truth:
-    """What a node hides: its card, and how much slower than the data sheet it is."""
+    """What a node hides: its card, and how much slower than the data sheet it is. `today` is what runs there:
+    on some nodes little is left to gain, and there a gain by chance would be a regression.
+    """
 
     name: str
     card: str
     slower: float
+    today: Mapping[str, Any] = field(default_factory=lambda: BASELINE)
 
 
 FLEET = (
     Truth(name="n1", card="h100-80", slower=1.0),
-    Truth(name="n2", card="h100-80", slower=1.15),
+    Truth(name="n2", card="h100-80", slower=1.15, today={**BASELINE, "max_num_seqs": 64}),
     Truth(name="n3", card="a100-80", slower=1.0),
     Truth(name="n4", card="a100-80", slower=1.3),
     Truth(name="n5", card="l40s", slower=1.0),
-    Truth(name="n6", card="l40s", slower=0.9),
+    Truth(name="n6", card="l40s", slower=0.9, today={**BASELINE, "max_num_seqs": 128}),
 )
 
 
@@ -130,7 +135,7 @@ class World:
     captured: datetime = MONTH
     release: str = ""
     trails: dict[str, list[int]] = field(default_factory=dict)
-    tags: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
+    tags: dict[tuple[str, str], tuple[str, str, int]] = field(default_factory=dict)
     _stack: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> "World":
@@ -143,6 +148,7 @@ class World:
                 enter(patch.object(module, "now", lambda: self.now))
         # The watcher follows the real clock; the stories on the real clock kill controllers beside it.
         enter(patch.object(handover, "_watch", lambda *_: SimpleNamespace(kill=int, wait=int)))
+        enter(patch.object(Predictor, "values", remembered(Predictor.values)))
         self._others = frozenset(each.pid for each in psutil.Process().children())
         self._nursery = Nursery(self)
         self._begin()
@@ -185,7 +191,7 @@ class World:
 
     def write_study(self, truth: Truth) -> None:
         text = STUDY.format(
-            node=truth.name, model=MODEL, card=truth.card, secret=SECRET, baseline=json.dumps(BASELINE),
+            node=truth.name, model=MODEL, card=truth.card, secret=SECRET, baseline=json.dumps(truth.today),
             trials=self.trials, seed=self.seed, release=self.release,
         )  # fmt: skip
         self.study_file(truth.name).write_text(text)
@@ -231,20 +237,38 @@ class World:
         hidden = [
             {"slower": truth.slower, "launch_noise": 0.01},
             *self.stretches,
-            *NIGHTS.get(fault or "", []),
+            *({**each, **self._from(each)} for each in NIGHTS.get(fault or "", [])),
         ]
         with patch.dict(os.environ, {HIDDEN: json.dumps(hidden)}), ExitStack() as around:
             if fault == "two controllers":
                 around.enter_context(self._held_elsewhere(name))
             if fault == "no database":
                 around.enter_context(self._database_away())
-            if fault == "a short window":
-                self.schedule(name, 0.05)
+            if fault in WINDOWS:
+                self.now -= timedelta(minutes=1)  # a schedule knows no due time before it was added
+                self.schedule(name, WINDOWS[fault])
+                self.now = begun
                 around.callback(self.schedule, name, HOURS)
             said = self.say("schedule", "run", f"night-{name}", expect=EXPECTED.get(fault, (0,)), fault=fault)
         night = Night(node=name, at=begun, fault=fault, said=said)
         self.nights.append(night)
         return night
+
+    def _from(self, stretch: Mapping[str, Any]) -> dict[str, float]:
+        """When a stretch begins that begins so many seconds into its night."""
+        after = stretch.get("after_s")
+        return {} if after is None else {"from_s": self.now.timestamp() + after}
+
+    def today(self, node: str) -> Mapping[str, Any]:
+        """What runs on a node."""
+        return next(each.today for each in self.nodes if each.name == node)
+
+    def window(self, node: str, at: datetime) -> tuple[datetime, datetime]:
+        """(when it began, when it ends) of the window of a node's night in which a moment lies."""
+        due = at.replace(hour=1, minute=0, second=0, microsecond=0)
+        faults = {each.fault for each in self.nights if each.node == node and each.at.date() == due.date()}
+        hours = min((WINDOWS.get(each, HOURS) for each in faults), default=HOURS)
+        return due, due + timedelta(hours=hours)
 
     def next_night(self) -> None:
         """01:00 of the next day."""
@@ -299,6 +323,18 @@ class World:
             self.refused.append(node)
         return said
 
+    def promote_unproved(self, node: str) -> Said:
+        """A person tries to promote the version that holds today's configuration: no gain of it is proved."""
+        self.step(f"promote today's configuration of {node}")
+        rows = json.loads(self.say("profile", "list", "--json").out)
+        versions = [
+            row["profile"]["version"]
+            for row in rows
+            if row["profile"]["key"]["target"] == node and row["profile"]["evidence"]["verdict"] == "baseline"
+        ]
+        words = ("profile", "promote", "--model", MODEL, "--node", node, "--workload", "chat")
+        return self.say(*words, "--version", max(versions, default=1), expect=(5,) if versions else (4, 5))
+
     def rollback(self, node: str) -> Said:
         """Or goes back."""
         self.step(f"rollback {node}")
@@ -338,13 +374,23 @@ class World:
         return answer.status_code, answer.text
 
     def _check_tag(self, asked: Mapping[str, str], tag: str, text: str) -> None:
-        """A pipeline that gives its last tag gets 304 exactly while nothing has moved."""
+        """A pipeline that gives its last tag gets 304 exactly while nothing has moved: a version that is
+        champion again after another one has a tag of its own.
+        """
         place = (asked["node"], asked["alias"])
-        before, known = self.tags.get(place, ("", ""))
-        assert (before == tag) == (known == text), "the tag of a pull and its content differ"
+        before, known, moved = self.tags.get(place, ("", "", 0))
+        store = self.store()
+        moves = sum(
+            len(store.alias_events(key, alias=place[1]))
+            for key in store.profile_keys()
+            if key.target == place[0]
+        )
+        store.close()
+        assert (before == tag) == (moved == moves), "a pull's tag stays exactly while its alias does"
+        assert before != tag or known == text, "a pull's tag stayed and its content has changed"
         again = self.client().get("/v1/profiles/resolve", params=asked, headers={"If-None-Match": tag})
         assert again.status_code == 304, again.status_code
-        self.tags[place] = (tag, text)
+        self.tags[place] = (tag, text, moves)
 
     # ---- reading
 
@@ -370,10 +416,13 @@ class World:
 
 NIGHTS: Mapping[str, list[dict[str, Any]]] = {
     "slow": [{"slower": 1.6}],
+    "slow from the middle on": [{"slower": 1.8, "after_s": 12.0}],
     "crashes": [{"crashes": 0.4}],
     "every launch crashes": [{"crashes": 1.0}],
     "a slow path": [{"knobs": {"max_num_batched_tokens": 8192}, "slower": 1.5}],
 }
+WINDOWS: Mapping[str | None, float] = {"a short window": 0.05, "a window of one trial": 0.004}
+"""The hours of nights that are short: three minutes hold a search; 14 seconds end within its first trial."""
 EXPECTED: Mapping[str | None, Sequence[int]] = {
     "two controllers": (9,),
     "no database": (6,),
@@ -383,6 +432,25 @@ EXPECTED: Mapping[str | None, Sequence[int]] = {
     "every launch crashes": (0, 7),
 }
 """What `schedule run` ends with, by the README's table; 0 where nothing is said."""
+
+
+PREDICTED: dict[str, dict[str, float]] = {}
+
+
+def remembered(whole: Callable[..., dict[str, float]]) -> Callable[..., dict[str, float]]:
+    """Predictions depend on nothing but what is asked, and nights of one study ask the same: half of the
+    time of a month would go into them.
+    """
+
+    def values(self: Predictor, options: object, slower: float = 1.0) -> dict[str, float]:
+        scene = self.scene
+        fixed = (scene.trace.digest, scene.slices, scene.card, scene.plan, scene.args, scene.env, scene.slo)
+        asked = digest_of([repr(fixed), repr(options), repr(self.coefficients), slower])
+        if asked not in PREDICTED:
+            PREDICTED[asked] = whole(self, options, slower)
+        return dict(PREDICTED[asked])
+
+    return values
 
 
 def killed_after(writes: int) -> Callable[[], None]:

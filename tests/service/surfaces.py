@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 
 from tests.commands.test_care import call
 from tests.service.world import World
-from tuner.conclusions import Conclusion
+from tuner.conclusions import Conclusion, Judgement
 from tuner.history.store import Store
 from tuner.records import Study
 from tuner.report import words
@@ -74,7 +74,9 @@ def _said(home: Path, *given: object) -> str:
 
 def _pages(study: Study, said: Conclusion) -> dict[str, str]:
     found = {"study": f"/studies/{study.id}"}
-    found |= {f"history {n}": f"/history?metric={n}&model={study.model}" for n in study.objectives}
+    found |= {
+        f"history {n}": f"/history?metric={n}&model={study.model}&node={study.node}" for n in study.objectives
+    }
     if (made := said.profiles.get("challenger")) is not None:
         found["profile"] = f"/profiles/{made.id}"
     return found
@@ -84,7 +86,7 @@ def _nights(client: TestClient, study: Study) -> list[Any]:
     """The history's row of each run and objective."""
     found: list[Any] = []
     for name in study.objectives:
-        asked = {"model": study.model, "metric": name}
+        asked = {"model": study.model, "metric": name, "node": study.node}
         for place in client.get("/v1/history", params=asked).json()["places"]:
             found += place["nights"]
     return found
@@ -110,10 +112,11 @@ def assert_one_truth(home: Path, study: Study, said: Conclusion) -> None:
     head = plain(words.headline(said))
     for name in WHOLE:
         assert head in shown.texts[name], (name, head, shown.texts[name])
-    places = ["run list", "history"]
-    if any(
-        row["run_id"] == said.run_id for row in shown.data["api nights"]
-    ):  # else a better run of that night
+    shown_of_night = any(row["run_id"] == said.run_id for row in shown.data["api nights"])
+    places = ["run list"]
+    if shown_of_night or said.outcome is not Judgement.NOTHING_SERVED:
+        places.append("history")
+    if shown_of_night:  # else a better run of that night
         places.append(f"page history {study.objectives[0]}")
     for name in places:
         assert words.outcome(said) in shown.texts[name], (name, words.outcome(said), shown.texts[name])
@@ -127,8 +130,14 @@ def _assert_winner(shown: Shown, study: Study, said: Conclusion) -> None:
     arm = said.arm(said.winner)
     assert arm is not None
     rows = {row["metric"]: row for row in shown.data["api nights"] if row["run_id"] == said.run_id}
+    served = said.baseline is not None and said.baseline.dropped is None
     for name in study.objectives:
         made = arm.change(name)
+        if not served:  # there is nothing to compare with, and no surface tells a change
+            assert made is None, name
+            assert rows[name]["from_baseline"] is None, rows[name]
+            assert rows[name]["number"] == said.winner
+            continue
         assert made is not None
         places = [
             "front",
