@@ -27,7 +27,7 @@ USABLE = {
     Judgement.CLEAR_WINNER, Judgement.TRADE_OFF, Judgement.BASELINE_FAILED, Judgement.SLO_MISSED,
     Judgement.BASELINE_STAYS, Judgement.NO_CLEAR_WINNER,
 }  # fmt: skip
-SLACK = timedelta(seconds=2)
+SLACK = timedelta(seconds=1)
 
 
 @dataclass
@@ -124,7 +124,7 @@ def metrics_are_of_the_last_night(now: Now) -> None:
     studies, last = {study.id: study for study in now.studies}, dict[str, Study]()
     for run in now.runs:
         last.setdefault(studies[run.study_id].node, studies[run.study_id])
-    wanted: dict[tuple[str, str, str], float] = {}
+    wanted: dict[tuple[str, str, str], object] = {}
     for node, study in last.items():
         said = now.latest(study)
         best = said and (said.arm(said.winner) or said.baseline)

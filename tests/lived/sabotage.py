@@ -271,11 +271,13 @@ def story(home: Path) -> None:
         for node, fault in (
             ("n1", None), ("n4", None), ("n1", "two controllers"), ("n1", "killed"), ("n4", "a short window"),
             ("n1", "no database"), ("n4", "crashes"), ("n4", "killed"), ("n1", "slow from the middle on"),
-            ("n4", "a window of one trial"),
         ):  # fmt: skip
             _one(world, seen, node, fault)
         world.capture(rate=1.25)
-        for node, fault in (("n4", "every launch crashes"), ("n1", None), ("n4", None)):
+        # The first night on new traffic: nobody knows yet how long a trial takes, so the window closes in it.
+        for node, fault in (
+            ("n4", "a window of one trial"), ("n4", "every launch crashes"), ("n1", None), ("n4", None),
+        ):  # fmt: skip
             _one(world, seen, node, fault)
         world.rollback("n1")
         pulled_is_champion(world, "n1")

@@ -43,15 +43,6 @@ def test_a_month_holds_every_invariant(tmp_path: Path, seed: int) -> None:
     assert all(each.holds or each.bad <= 1 for each in found.values()), (seed, found)
 
 
-def test_no_rate_over_the_seeds_that_were_lived_is_above_one_in_twenty() -> None:
-    """docs/results/month.jsonl has what each seed of a month came to; a seed is not taken twice."""
-    lived = [json.loads(line) for line in (ROOT / "docs/results/month.jsonl").read_text().splitlines()]
-    assert len({each["seed"] for each in lived}) == len(lived) > 0
-    for name in ("regressions", "missed", "growing_regret"):
-        total = sum((rates.Count(of=each[name][1], bad=each[name][0]) for each in lived), rates.Count())
-        assert total.holds, (name, total)
-
-
 def test_the_list_of_planted_faults_is_long_enough() -> None:
     names = [each.name for each in SABOTAGES]
     assert len(names) == len(set(names)) >= 40

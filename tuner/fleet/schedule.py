@@ -121,7 +121,11 @@ def _medians(launches: Sequence[Launch]) -> TrialTimes:
 
 
 def too_short(found: TrialTimes | None, left_s: float, min_trials: int) -> str | None:
-    """Why the minimum number of trials does not fit into a window; None when it fits or nothing is known."""
+    """Why the minimum number of trials does not fit into a window; None when it fits or nothing is known. A
+    window without time left holds no run at all.
+    """
+    if left_s <= 0:
+        return "the window ends before the node could be given back"
     if found is None or min_trials * found.trial_s <= left_s:
         return None
     relaunch = "" if found.relaunch_s is None else f" ({found.relaunch_s:.0f} s of it to relaunch)"
