@@ -39,6 +39,13 @@ class Axis:
         low, high, value = (math.log10(v) if self.log else v for v in (self.low, self.high, value))
         return (value - low) / (high - low)
 
+    def spread(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """`at` of many values."""
+        low, high = self.low, self.high
+        if self.log:
+            low, high, values = math.log10(low), math.log10(high), np.log10(values)
+        return (values - low) / (high - low)
+
 
 def fitted(name: str, values: Sequence[float]) -> Axis:
     """The axis that shows all of some finite values with a little room."""
@@ -215,14 +222,10 @@ def scatter(
 
 
 def _cloud(cloud: Cloud, xs: NDArray[np.float64], ys: NDArray[np.float64], frame: Frame) -> str:
-    """Dots as one path; those on the same spot of the drawing are one dot."""
-    at = [
-        (np.log10(values / axis.low) / math.log10(axis.high / axis.low)) if axis.log
-        else (values - axis.low) / (axis.high - axis.low)
-        for values, axis in ((xs, frame.x), (ys, frame.y))
-    ]  # fmt: skip
-    px = np.rint(frame.left + at[0] * (frame.right - frame.left)).astype(np.int64)
-    py = np.rint(frame.bottom - at[1] * (frame.bottom - frame.top)).astype(np.int64)
+    """Dots, five wide, as one path; those within a square of two by two are one dot."""
+    right, up = frame.x.spread(xs), frame.y.spread(ys)
+    px = 2 * np.rint((frame.left + right * (frame.right - frame.left)) / 2).astype(np.int64)
+    py = 2 * np.rint((frame.bottom - up * (frame.bottom - frame.top)) / 2).astype(np.int64)
     spots = np.unique(px * 10_000 + py)
     places = "".join(f"M{spot // 10_000} {spot % 10_000}h0" for spot in spots.tolist())
     return f'<path class="dots {cloud.kind}" d="{places}"><title>{escape(cloud.title)}</title></path>'
@@ -419,10 +422,10 @@ def parallel(columns: Mapping[str, Sequence[object]], kinds: Sequence[str]) -> s
     if len(axes) < 2:
         return NONE.format("Fewer than two of the shown columns differ.")
     step = (WIDTH - 2 * SIDE) / (len(axes) - 1)
-    parts = []
+    parts, across = [], [SIDE + i * step for i in range(len(axes))]
     rows = zip(*(at for at, *_ in axes.values()), strict=True)
     for kind, row in sorted(zip(kinds, rows, strict=True), key=lambda pair: _ORDER.index(pair[0])):
-        line = " ".join(f"{SIDE + i * step:.1f},{_down(at):.1f}" for i, at in enumerate(row))
+        line = " ".join([f"{x:.0f},{_down(at):.0f}" for x, at in zip(across, row, strict=True)])
         parts.append(f'<polyline class="row {kind}" points="{line}"/>')
     for i, (name, (_, ticks_at, scale)) in enumerate(axes.items()):
         parts += _parallel_axis(SIDE + i * step, name, ticks_at, scale, i)
@@ -443,9 +446,10 @@ def _places(values: Sequence[object]) -> tuple[list[float], _Ticks, str] | None:
     if len(set(map(str, known))) < 2:
         return None
     if all(isinstance(v, int | float) and not isinstance(v, bool) for v in known):
-        axis = fitted("", [float(str(v)) for v in known])
-        held = {id(v) for v in known}
-        at = [axis.at(float(str(v))) if id(v) in held else 0.0 for v in values]
+        numbers = np.array(values, np.float64)  # None becomes not a number
+        there = np.isfinite(numbers)
+        axis = fitted("", [float(numbers[there].min()), float(numbers[there].max())])
+        at = np.where(there, axis.spread(np.where(there, numbers, axis.low)), 0.0).tolist()
         scale = f' data-low="{axis.low}" data-high="{axis.high}" data-log="{int(axis.log)}"'
         return at, [(axis.at(t), tick_text(t)) for t in ticks(axis, 4)], scale
     names = sorted(set(map(str, known)))

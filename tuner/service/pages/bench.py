@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Annotated
 from urllib.parse import urlencode
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from fastapi import Query
@@ -24,6 +25,7 @@ from tuner.service.pages.query import PageNumber, Text, measurement
 from tuner.service.pages.render import marked
 
 PAGE = 100
+PICTURES = 32
 KNOBS_SHOWN = 5
 """How many knobs that were turned are columns unless other columns are chosen."""
 PLAIN = ("state", "origin", "cause", "reason", "gpu_seconds", "attempt", "started_at")
@@ -70,6 +72,8 @@ class Bench:
     rows: Sequence[Trial]
     table: pa.Table
     effects_of: dict[str, tuple[str, Markup]] = field(default_factory=dict)
+    pictures: dict[tuple[object, ...], tuple[Markup, Markup]] = field(default_factory=dict)
+    """Front and lines by what they show: another order or page draws nothing anew."""
 
     @cached_property
     def names(self) -> list[str]:
@@ -219,6 +223,14 @@ def view(bench: Bench, asked: BenchQuery, link: Callable[[Trial], str]) -> Bench
     page = min(max(1, asked.page), pages)
     axes = _axes(bench, asked)
     rows = [bench.rows[place] for place in order[(page - 1) * PAGE : page * PAGE]]
+    what = (asked.where, axes, asked.picked, *shown)
+    drawn = bench.pictures.get(what)
+    if drawn is None:
+        places = sorted(order)
+        drawn = _front(bench, places, axes, asked.picked, link), _lines(bench, places, shown)
+        if len(bench.pictures) >= PICTURES:
+            bench.pictures.clear()
+        bench.pictures[what] = drawn
     return BenchView(
         asked=replace(asked, page=page),
         shown=shown,
@@ -229,8 +241,8 @@ def view(bench: Bench, asked: BenchQuery, link: Callable[[Trial], str]) -> Bench
         pages=pages,
         axes=axes,
         measured=[name for name in bench.names if name in NAMES],
-        front=_front(bench, order, axes, asked.picked, link),
-        lines=_lines(bench, order, shown),
+        front=drawn[0],
+        lines=drawn[1],
     )
 
 
@@ -269,22 +281,22 @@ def _front(
     board, (x, y) = bench.board, axes
     if x not in bench.table.column_names or y not in bench.table.column_names:
         return marked(scatter([], x, y))
-    kept = set(order)
     marks = board.marked_points(x, y, link, also=picked)
-    drawn = scatter(marks, x, y, clouds=_clouds(bench, kept, x, y), guides=board.guides(x, y), brush=True)
+    drawn = scatter(marks, x, y, clouds=_clouds(bench, order, x, y), guides=board.guides(x, y), brush=True)
     return marked(drawn)
 
 
-def _clouds(bench: Bench, kept: set[int], x: str, y: str) -> list[Cloud]:
-    xs, ys = (bench.table[name].to_numpy(zero_copy_only=False) for name in (x, y))
-    states = bench.table["state"].to_pylist()
-    sides: tuple[list[int], list[int]] = ([], [])
-    for place, state in enumerate(states):
-        if state == "COMPLETE":
-            sides[place in kept].append(place)
-    faint, chosen = sides
-    named = [("faint", faint, "trials that are filtered out"), ("chosen", chosen, "trials")]
-    return [Cloud(kind=kind, x=xs[at], y=ys[at], title=f"{len(at)} {text}") for kind, at, text in named if at]
+def _clouds(bench: Bench, order: Sequence[int], x: str, y: str) -> list[Cloud]:
+    xs, ys = (bench.table[name].to_numpy() for name in (x, y))
+    done = pc.equal(bench.table["state"], "COMPLETE").to_numpy()
+    kept = np.zeros(len(done), bool)
+    kept[np.asarray(order, int)] = True
+    named = [("faint", done & ~kept, "trials that are filtered out"), ("chosen", done & kept, "trials")]
+    return [
+        Cloud(kind=kind, x=xs[at], y=ys[at], title=f"{int(at.sum())} {text}")
+        for kind, at, text in named
+        if at.any()
+    ]
 
 
 MOST_LINES = 400
