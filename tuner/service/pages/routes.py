@@ -18,6 +18,7 @@ from tuner.report.logs import log_path, root_cause, tail
 from tuner.service.auth import client_of
 from tuner.service.context import service_of
 from tuner.service.pages import bench, compare, history, overview, profiles, studies
+from tuner.service.pages.kept import kept
 from tuner.service.pages.query import PageNumber, Text
 from tuner.service.pages.render import HEADERS, HERE, PageRoute, bare, file_of, page, see, text_of
 from tuner.service.pages.session import COOKIE, OVER, Form, Looks, SignedForm, local
@@ -216,7 +217,9 @@ def show_trial(looks: Looks, ref: str, number: int, attempt: int | None = None) 
 @router.get("/history")
 def show_history(looks: Looks, asked: Annotated[history.HistoryQuery, Depends()]) -> Response:
     """What each night found, some nodes to a page; `after` is the last node of the page before."""
-    return page(looks, "history.html", told=history.tell(looks.service.store, asked))
+    store = looks.service.store
+    told, _ = kept(store, f"history {asked}", lambda: history.tell(store, asked))
+    return page(looks, "history.html", told=told)
 
 
 @router.get("/compare")
