@@ -100,7 +100,9 @@ def test_thousands_of_points_are_one_path(tmp_path: Path) -> None:
     there = world.fill(tmp_path)
     made = there.study
     one = there.store.trials(made.id)[1]
-    values = [{"ttft_p95_ms": n + 2.0, "tpot_p95_ms": 9.0, "goodput_rps": 1.0} for n in range(MARKED + 1)]
+    values = [
+        {"ttft_p95_ms": n + 2.0, "tpot_p95_ms": 9.0 + n % 7, "goodput_rps": 1.0} for n in range(MARKED + 1)
+    ]
     values[0] |= {"ttft_p95_ms": 1.0, "tpot_p95_ms": 1.0, "goodput_rps": 9.0}
     trials = [
         replace(one, id=n + 1, number=n + 1, measurements=(replace(one.measurements[0], values=v),))
