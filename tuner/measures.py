@@ -60,7 +60,8 @@ CLASS = re.compile(r"interactive|bulk|adapter\d+|tenant\d+")
 
 
 class _Entries(dict[str, Measure]):
-    """Entries by name. That of a number of one class of requests is made from the number's own."""
+    """Entries by name. The entry of a class of requests (`interactive.ttft_p95_ms`) is made from that of all
+    requests."""
 
     def __contains__(self, name: object) -> bool:
         one, _, metric = str(name).rpartition(".")

@@ -71,8 +71,8 @@ class Stopped:
 
 
 class Process:
-    """The leader of one process tree. Its exit code, and whether it ended without being asked to, are stored
-    when they are first seen.
+    """The leader of one process tree. The first look after its end stores its exit code, and whether it ended
+    without being asked to.
     """
 
     def __init__(

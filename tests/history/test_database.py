@@ -213,10 +213,8 @@ def test_a_document_comes_back_as_it_was(tmp_path: Path) -> None:
 def test_a_copy_is_the_same_history(tmp_path: Path) -> None:
     source, target = Store(url(tmp_path / "a.db")), Store(url(tmp_path / "b.db"))
     fill(source)
-    told: list[tuple[str, int]] = []
-    rows = copy(source.database, target.database, progress=lambda table, done: told.append((table, done)))
+    rows = copy(source.database, target.database)
     assert rows["trials"] == len(source.trials(a_study().id))
-    assert ("trials", rows["trials"]) in told
     assert snapshot(target) == snapshot(source)
     with pytest.raises(Conflict, match="not empty"):
         copy(source.database, target.database)

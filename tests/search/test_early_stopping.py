@@ -1,4 +1,4 @@
-"""Curtailment is exact, rungs are paired, margins are learned, estimates keep to the bounds."""
+"""Curtailment is exact, and estimates keep to the bounds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -54,10 +54,10 @@ def full(case: Case, outcomes: Sequence[Outcome]) -> dict[str, float]:
     return {**values, "goodput_rps": float(columns.good.sum()) / WINDOW}
 
 
-EMPTY = Case(objectives=OBJECTIVES, slo=SLO, planned=COUNT, window_s=WINDOW, corner={}, rungs=())
+EMPTY = Case(objectives=OBJECTIVES, slo=SLO, planned=COUNT, window_s=WINDOW, corner={})
 
 
-def case_against(*rivals: float, rungs: tuple[tuple[float, float], ...] = (), **more: frozenset[int]) -> Case:
+def case_against(*rivals: float) -> Case:
     found = [
         Rival(number=i, values=full(EMPTY, o), columns=EMPTY.rows(o).columns())
         for i, o in enumerate(replayed(slowness, 50 + n) for n, slowness in enumerate(rivals))
@@ -70,8 +70,6 @@ def case_against(*rivals: float, rungs: tuple[tuple[float, float], ...] = (), **
         window_s=WINDOW,
         corner=dict(zip(OBJECTIVES, trial_view.corner_of(OBJECTIVES, baseline, SLO), strict=True)),
         rivals=tuple(found),
-        rungs=rungs,
-        **more,  # type: ignore[arg-type]
     )
 
 
@@ -147,37 +145,16 @@ def test_ages_count_before_a_request_ends() -> None:
     assert stuck["goodput_rps"] == 2.0
 
 
-def test_a_rung_stops_what_is_worse_on_the_same_requests() -> None:
-    case = case_against(1.0, rungs=((0.25, 0.12),))
-    reason, share, judge = run(case, replayed(1.4, 1))
-    assert reason is not None
-    assert "better in every objective by more than 12%" in reason
-    assert 0.25 <= share < 0.5
+def test_an_estimate_scales_a_finished_trial_by_the_same_requests() -> None:
+    case = case_against(1.0)
+    judge = Judge(case)
+    judge(Seen(PEAK, 60.0, replayed(1.4, 1)[:200]))
     estimate = judge.estimate()
     assert estimate["ttft_p95_ms"] == pytest.approx(1.4 * case.rivals[0].values["ttft_p95_ms"], rel=0.25)
-    assert run(case, replayed(0.9, 1))[0] is None
-
-
-def test_a_rung_waits_for_the_peak() -> None:
-    case = case_against(1.0, rungs=((0.25, 0.12),), peak=frozenset(range(200, 240)))
-    _, share, _ = run(case, replayed(1.4, 1))
-    assert share > 0.5
-
-
-def test_margins_are_learned_from_finished_pairs() -> None:
-    assert module.learned_margin(case_against(1.0, 0.9), 0.25, 0.12) == 0.12
-    quiet = case_against(1.0, 0.9, 0.8, 1.1, 1.2)
-    learned = module.learned_margin(quiet, 0.25, 0.12)
-    assert module.LIMITS[0] <= learned < 0.5
-    assert learned != 0.12
-    columns = [EMPTY.rows(replayed(1.0, i, tail=1 + i)).columns() for i in range(5)]
-    rivals = tuple(Rival(number=i, values={}, columns=c) for i, c in enumerate(columns))
-    wild = replace(EMPTY, rivals=rivals)
-    assert module.learned_margin(wild, 0.25, 0.12) > learned
 
 
 def test_an_estimate_is_never_better_than_what_is_possible() -> None:
-    case = case_against(1.0, rungs=((0.25, 0.12),))
+    case = case_against(1.0)
     judge = Judge(case)
     outcomes = [o for o in replayed(3.0, 1, tail=5.0)][:300]
     judge(Seen(PEAK, 90.0, outcomes))

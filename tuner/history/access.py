@@ -45,7 +45,7 @@ class AccessStore(StorePart):
         return token, f"{PREFIX}_{token.id}_{secret}"
 
     def verify_token(self, text: str, *, now: datetime) -> Token | None:
-        """The token that a text belongs to, while it is valid; its last use is written to the minute."""
+        """The token of a text; None if it is not valid. Its last use is stored, once a minute at most."""
         head, _, rest = text.partition("_")
         token_id, _, secret = rest.partition("_")
         query = select(tokens).where(tokens.c.id == token_id)

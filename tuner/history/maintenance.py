@@ -5,7 +5,7 @@ import shutil
 import sqlite3
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,7 +26,6 @@ LOCK = 0x7475_6E65_72
 
 # Rows that a copy holds in memory: trials with their measurements are a few kB each.
 BATCH = 1000
-Progress = Callable[[str, int], None]
 
 
 def upgrade(database: Database, to: str = "head") -> tuple[str | None, str]:
@@ -115,18 +114,17 @@ def backup(database: Database, target: Path, *, now: datetime) -> Path:
     return whole
 
 
-def copy(source: Database, target: Database, *, progress: Progress | None = None) -> dict[str, int]:
+def copy(source: Database, target: Database) -> dict[str, int]:
     """Copies every row, ids included, in one transaction of each side; returns rows per table.
 
     Both must be at this release's revision and the target empty: Conflict otherwise, and nothing is written.
-    `progress` is called with a table and its rows so far.
     """
     source.check()
     target.check()
 
     def work(there: Connection) -> dict[str, int]:
         _refuse_full(there)
-        return source.read(lambda here: _copy_all(here, there, progress))
+        return source.read(lambda here: _copy_all(here, there))
 
     return target.write(work)
 
@@ -139,7 +137,7 @@ def _refuse_full(connection: Connection) -> None:
             )
 
 
-def _copy_all(here: Connection, there: Connection, progress: Progress | None) -> dict[str, int]:
+def _copy_all(here: Connection, there: Connection) -> dict[str, int]:
     copied: dict[str, int] = {}
     for table in metadata.sorted_tables:
         copied[table.name] = 0
@@ -147,8 +145,6 @@ def _copy_all(here: Connection, there: Connection, progress: Progress | None) ->
         for rows in found.mappings().partitions(BATCH):
             there.execute(insert(table), [dict(row) for row in rows])
             copied[table.name] += len(rows)
-            if progress is not None:
-                progress(table.name, copied[table.name])
         _advance(there, table)
     return copied
 

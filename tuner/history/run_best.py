@@ -101,8 +101,8 @@ def concluded_on(conclusion: Conclusion | None) -> Arm | None:
 def of_run(
     connection: Connection, run_id: str, metrics: Iterable[str], conclusion: Conclusion | None = None
 ) -> list[dict[str, object]]:
-    """One row per metric: of the configuration that the run ended with, as it was measured again; where
-    nothing was, the best of the run's own first measurements.
+    """One row per metric: the repeats of the configuration that the run ended with. If nothing was measured
+    again, it is the best of the run's own first measurements.
     """
     chosen = concluded_on(conclusion)
     base = conclusion.baseline if conclusion is not None and chosen is not None else None

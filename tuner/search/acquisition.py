@@ -376,19 +376,29 @@ def choose(
     While the simulator has at least half of the weight, points that it cannot tell apart from a measured one
     are left out, and knobs of which it expects no gain keep the baseline's level.
     """
-    points = [p for p in candidates(problem, seed) if allowed(p)]
-    if not points or not problem.known:
+    points, found, trusted = _scored(problem, seed, allowed, rng)
+    if not points or found.max() <= 0:
         return None
-    expected = mixtures(problem, points)
-    found = gains(problem, points, expected, rng)
-    if found.max() <= 0:
-        return None
-    new = found if say(expected) < 0.5 else found * _apart(problem, points)
-    if problem.predict is None or say(expected) < 0.5 or new.max() <= 0:
+    new = found * _apart(problem, points) if trusted else found
+    if not trusted or new.max() <= 0:
         return points[int(found.argmax())], "gp"
     best = points[int(new.argmax())]
     simpler = without_idle_knobs(problem, best)
     return (simpler if allowed(simpler) else best), "simulator"
+
+
+def _scored(
+    problem: SearchState, seed: int, allowed: Callable[[Point], bool], rng: np.random.Generator
+) -> tuple[list[Point], Matrix, bool]:
+    """(the points that are looked at, the expected gain of each, whether the simulator has at least half of
+    the weight). No points while nothing was measured.
+    """
+    points = [p for p in candidates(problem, seed) if allowed(p)] if problem.known else []
+    if not points:
+        return [], np.zeros(0), False
+    expected = mixtures(problem, points)
+    trusted = problem.predict is not None and say(expected) >= 0.5
+    return points, gains(problem, points, expected, rng), trusted
 
 
 def _apart(problem: SearchState, points: Sequence[Point]) -> NDArray[np.bool_]:
@@ -402,11 +412,8 @@ def _apart(problem: SearchState, points: Sequence[Point]) -> NDArray[np.bool_]:
 def best_gain(
     problem: SearchState, seed: int, allowed: Callable[[Point], bool], rng: np.random.Generator
 ) -> float | None:
-    """The most hypervolume that a point is expected to add; None where the simulator has less than half a
-    say.
+    """The most hypervolume that a point is expected to add; None where the simulator has less than half of
+    the weight.
     """
-    points = [p for p in candidates(problem, seed) if allowed(p)]
-    if problem.predict is None or not points or not problem.known:
-        return None
-    expected = mixtures(problem, points)
-    return float(gains(problem, points, expected, rng).max()) if say(expected) >= 0.5 else None
+    points, found, trusted = _scored(problem, seed, allowed, rng)
+    return float(found.max()) if points and trusted else None

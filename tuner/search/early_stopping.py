@@ -1,8 +1,7 @@
 """When to stop: a replay whose result can no longer matter, and a search that can gain no more.
 
-A replay is stopped for one of two reasons. Exact: the requests so far bound what it can still reach, and even
-that changes nothing; this is never wrong. Rungs: on the same requests one other trial is better in every
-objective, by more than a margin that is learned from pairs of finished trials.
+A replay is stopped when the requests so far bound what it can still reach, and even that changes nothing. So
+it never stops a trial that would have joined the front.
 """
 
 import math
@@ -21,16 +20,9 @@ from tuner.search import pareto, trial_view
 
 Array = NDArray[np.float64]
 
-# (share of the planned requests that have ended, margin while there are too few pairs to learn one). Half as
-# many requests have 1.4 times the noise; the margins differ by a little more than that.
-RUNGS = ((0.25, 0.12), (0.5, 0.07))
-
 # How much better another trial must be to stop a replay for sure: about the noise of one measurement
 # (`NOISE`).
 EPSILON = 0.03
-
-# Bounds of a learned margin: never less than EPSILON; at a half no replay is stopped any more.
-LIMITS = (0.03, 0.5)
 
 
 class RunningReplay(Protocol):
@@ -110,9 +102,8 @@ class Case:
     """What a replay is compared with.
 
     `planned` counts the requests of all slices and `window_s` sums their windows. `corner` holds the worst
-    value of each objective that still counts (`trial_view.corner_of`). `peak` names rows that a rung must
-    have seen. `rungs` are (share, margin); empty = exact curtailment only. `by_slo`: the SLO decides the
-    winner, else the front does.
+    value of each objective that still counts (`trial_view.corner_of`). `epsilon` is how much better another
+    trial must be. `by_slo`: the SLO decides the winner, else the front does.
     """
 
     objectives: tuple[str, ...]
@@ -121,8 +112,6 @@ class Case:
     window_s: float
     corner: Mapping[str, float]
     rivals: tuple[Rival, ...] = ()
-    peak: frozenset[int] = frozenset()
-    rungs: tuple[tuple[float, float], ...] = RUNGS
     epsilon: float = EPSILON
     by_slo: bool = True
 
@@ -193,20 +182,6 @@ def _may_be_picked(case: Case, best: Mapping[str, float]) -> bool:
     return best["goodput_rps"] > top * (1 - case.epsilon)
 
 
-def rung(case: Case, ended: Columns, margin: float) -> str | None:
-    """Why another trial is better in every objective on the requests that ended, or None."""
-    for rival in case.rivals:
-        ratios = log_ratios(case, ended, rival.columns) if rival.columns else None
-        if ratios is not None and all(
-            (-r if is_maximized(n) else r) > math.log1p(margin) for n, r in ratios.items()
-        ):
-            return (
-                f"on {len(ended.row)} of {case.planned} requests trial {rival.number} is better in every"
-                f" objective by more than {margin:.0%}"
-            )
-    return None
-
-
 def log_ratios(case: Case, mine: Columns, theirs: Columns) -> dict[str, float] | None:
     """log(mine / theirs) for each objective on the requests of both; None where one is not a number."""
     a, b = mine.among(theirs), theirs.among(mine)
@@ -217,24 +192,6 @@ def log_ratios(case: Case, mine: Columns, theirs: Columns) -> dict[str, float] |
             return None
         found[name] = math.log(left / right)
     return found
-
-
-def learned_margin(case: Case, share: float, fallback: float) -> float:
-    """How far the log ratio of two trials on the first `share` of the requests is from the ratio on all of
-    them: the 99 % quantile over all pairs of rivals, `fallback` while there are fewer than ten pairs.
-    """
-    whole = [r.columns for r in case.rivals if r.columns and len(r.columns.row) >= 0.9 * case.planned]
-    errors = []
-    for i, left in enumerate(whole):
-        for right in whole[:i]:
-            limit = left.row[min(int(share * case.planned), len(left.row) - 1)]
-            early = log_ratios(case, left.take(left.row < limit), right.take(right.row < limit))
-            late = log_ratios(case, left, right)
-            if early is not None and late is not None:
-                errors.append(max(abs(early[n] - late[n]) for n in case.objectives))
-    if len(errors) < 10:
-        return fallback
-    return min(max(float(np.quantile(errors, 0.99)), LIMITS[0]), LIMITS[1])
 
 
 def estimate(case: Case, ended: Columns, cancelled: int = 0) -> dict[str, float]:
@@ -253,13 +210,12 @@ def estimate(case: Case, ended: Columns, cancelled: int = 0) -> dict[str, float]
 class Judge:
     """Follows a replay and says when to stop it; a replay takes it as its `judge`.
 
-    It runs in the sender's thread, so it is cheap: each request is computed once, it looks after every
-    hundredth of the plan, and each rung is compared once.
+    It runs in the sender's thread, so it is cheap: each request is computed once, and it looks after every
+    hundredth of the plan.
     """
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self._rungs = [(share, learned_margin(case, share, margin)) for share, margin in sorted(case.rungs)]
         self._rows = case.rows()
         self._taken: dict[str, int] = {}
         self._looked = 0
@@ -279,22 +235,11 @@ class Judge:
     def look(self, ended: Columns, ages_s: Sequence[float]) -> str | None:
         """Why to stop, by what has ended so far and the ages of what is in flight; None to go on."""
         self._ended = ended
-        best = bounds(self.case, ended, ages_s, self._cancelled)
-        return curtail(self.case, best) or self._climb(ended)
+        return curtail(self.case, bounds(self.case, ended, ages_s, self._cancelled))
 
     @property
     def _cancelled(self) -> int:
         return sum(self._taken.values()) - len(self._rows)
-
-    def _climb(self, ended: Columns) -> str | None:
-        """The next rung, once enough has ended and every row of the peak among it."""
-        done = len(ended.row) + self._cancelled
-        if not self._rungs or done < self._rungs[0][0] * self.case.planned:
-            return None
-        if not self.case.peak <= set(ended.row.tolist()):
-            return None
-        _, margin = self._rungs.pop(0)
-        return rung(self.case, ended, margin)
 
     def estimate(self) -> dict[str, float]:
         """What the objectives would have ended at (see `estimate`), as of the last look."""

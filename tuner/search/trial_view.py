@@ -32,7 +32,8 @@ Point = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoding:
-    """Candidate ↔ point. Trials are kept by value, so they survive a change of the level lists."""
+    """Turns candidates into points and back. Trials store values and no points, so the levels of a space may
+    change between runs."""
 
     space: Space
     names: tuple[str, ...]

@@ -4,7 +4,7 @@ import functools
 import json
 import math
 from argparse import Namespace
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -314,14 +314,3 @@ def violation_of(options: Options, memory: Memory, card: Card) -> tuple[Violatio
     fits = options.limits.block_size % (32 if card.platform == "cpu" else 16) == 0
     oom = memory.missing_gib if card.platform == "cuda" else -0.3
     return Violation(kv=kv, oom=oom, err=None), kv <= 0 and oom <= 0 and fits and memory.kv_gib > 0
-
-
-def predict(
-    scene: Scene,
-    candidates: Iterable[Candidate],
-    coefficients: Coefficients,
-    *,
-    error: float = UNCALIBRATED,
-) -> tuple[Prediction, ...]:
-    """What each candidate would measure on the scene, by one predictor."""
-    return Predictor(scene, coefficients, error=error)(tuple(candidates))

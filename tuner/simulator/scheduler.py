@@ -135,7 +135,7 @@ class Scheduler:
         return bool(self.decoding) and not self.prefilling and (not self.waiting or self.slots_full)
 
     def advance(self, most: int) -> int:
-        """Schedule up to `most` pure decode steps at once, none of which ends a request; how many were."""
+        """Schedule up to `most` pure decode steps at once, none of which ends a request. Returns how many."""
         count = min(most, self.next_end() - self.tick - 1)
         while count > 0 and (need := self._blocks_ahead(count)) > self.pool.free:
             count = min(count - 1, count * max(self.pool.free, 0) // max(need, 1))

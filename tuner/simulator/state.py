@@ -114,8 +114,8 @@ class BlockPool:
                     self._nodes.pop(node.key, None)
 
     def remember(self, table: BlockTable, full: int) -> None:
-        """Put the shared part of a prompt into the cache; `full` complete blocks of it are computed, or will
-        be in this step.
+        """Put the shared part of a prompt into the cache. Its first `full` blocks are computed by the end of
+        this step.
         """
         start = table.whole_blocks
         for index in range(table.whole, len(table.segments)):

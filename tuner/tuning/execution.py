@@ -214,7 +214,7 @@ class Execution:
         raise NotImplementedError
 
     async def to_the_end(self) -> Run:
-        """Work and conclude; the run's row tells how it ended, unless it is to be resumed."""
+        """Work and conclude. The run's row says how it ended; a run that can be resumed stays RUNNING."""
         self._tell("run", f"run {self._run.id} of study {self._context.prepared.study.name}")
         try:
             return self._end(RunState.FINISHED, *await self.work())

@@ -13,7 +13,7 @@ from tuner.engine.effective import same
 from tuner.errors import BadInput, NotFound
 from tuner.history.store import Store
 from tuner.knobs.space import SearchSpace
-from tuner.records import Candidate, Prediction, Slice, Slo, Study, Trial, TrialState, Value
+from tuner.records import Candidate, Prediction, Slo, Study, Trial, TrialState, Value
 from tuner.replay import outcomes
 from tuner.search import acquisition, early_stopping, ladder, pareto, trial_view
 from tuner.search.acquisition import Predict
@@ -23,7 +23,6 @@ from tuner.search.trial_view import encode
 from tuner.simulator.cost import Coefficients, coefficients_of
 from tuner.traffic import slices
 from tuner.traffic.statistics import describe, sequences_for
-from tuner.traffic.trace import Trace
 from tuner.tuning.calibrated_predictor import StudyPredictor, failed, pool_of
 from tuner.tuning.live import changeable
 from tuner.tuning.study import Prepared
@@ -78,7 +77,7 @@ def _by(moment: datetime, before: datetime | None) -> bool:
 
 
 def _front(store: Store, study: Study, trials: Sequence[Trial]) -> list[Trial]:
-    """A study's winner first (of its last run, else by the SLO), then the rest of its front."""
+    """A study's winner (of its last run, or the SLO policy's pick), then the rest of its front."""
     members = [t for t in pareto.front(trials, study.objectives) if not t.is_baseline]
     winners = [each.winner for each in store.conclusions(study.id) if each.winner is not None]
     try:
@@ -117,7 +116,8 @@ def by_concurrency(prepared: Prepared) -> tuple[Seed, ...]:
 
 def last_calibration(store: Store, prepared: Prepared, before: datetime | None) -> Coefficients | None:
     """The coefficients that the last run of another study on this node, else on its GPU class, fitted for the
-    same model and engine version. None without a readable one. `before` as above.
+    same model and engine version. None where there is none that can
+    be read. `before`: only what had ended by then counts.
     """
     study = prepared.study
     alike = [
@@ -174,10 +174,6 @@ RIVALS = 6
 # How much better than a screened trial another one must be to stop it: three times the usual margin, since
 # screened and relaunched measurements of one candidate differ by more than two relaunched ones.
 SCREENED_EPSILON = 0.10
-
-# Seconds (of replay time) of the busiest stretch of the traffic, which a rung waits for: a candidate with too
-# little room shows it in a burst, so a replay without the worst one says too little.
-PEAK_S = 5.0
 
 
 def propose(
@@ -465,8 +461,6 @@ def case_of(
         planned=sum(len(slices.rows(prepared.trace, s)) for s in searched),
         window_s=sum(s.duration_s for s in searched) / file.speed,
         corner=dict(zip(study.objectives, corner, strict=True)),
-        peak=peak(prepared.trace, searched, file.speed),
-        rungs=tuple((share, max(margin, epsilon)) for share, margin in early_stopping.RUNGS),
         epsilon=epsilon,
         by_slo=file.winner == "slo",
     )
@@ -489,17 +483,3 @@ def _columns(case: Case, trial: Trial) -> Columns | None:
         except BadInput:
             return None
     return rows.columns() if len(rows) else None
-
-
-def peak(trace: Trace, searched: Sequence[Slice], speed: float) -> frozenset[int]:
-    """The rows that arrive in the busiest PEAK_S seconds (of replay time) of the slices."""
-    best: np.ndarray = np.empty(0, np.int64)
-    for part in searched:
-        rows = slices.rows(trace, part)
-        at = trace.arrival_s[rows] / speed
-        ends = np.searchsorted(at, at + PEAK_S, side="left")
-        if len(rows):
-            first = int(np.argmax(ends - np.arange(len(at))))
-            found = rows[first : int(ends[first])]
-            best = found if len(found) > len(best) else best
-    return frozenset(int(row) for row in best)

@@ -50,7 +50,7 @@ def startup_of(job: LaunchJob) -> float:
 
 
 class VirtualTime:
-    """A clock that moves only by `pass_by`, and no further than `end` (None: no end)."""
+    """A clock that only `pass_by` moves. It stops at `end` (None: never)."""
 
     def __init__(self, start: datetime, end: datetime | None = None) -> None:
         self._start, self._end, self._passed = start, end, 0.0
@@ -85,7 +85,7 @@ def on_virtual_time(context: RunContext, deadline: datetime | None = None) -> Ru
 
 
 class VirtualEngine:
-    """Does orders on the simulated engine's core; an `Executor` that lets virtual time pass."""
+    """Does launch jobs on the simulated engine's core; an `Executor` that lets virtual time pass."""
 
     def __init__(self, host: HostContext, time: VirtualTime) -> None:
         self._host, self._time = host, time
