@@ -81,7 +81,8 @@ class Difference:
 
     `before` is the baseline's value, `after` the finalist's, each over `repeats` launches (None: an earlier
     release did not store it). `change` is between `low` and `high` (None: no upper bound). `word` is about
-    the finalist; `open`: the interval contains both better and worse.
+    the finalist; `open`: the interval contains both better and worse. `within` is the share that the change
+    does not exceed either way (None: not known); a narrower claim than the interval's, so it is known sooner.
     """
 
     metric: str
@@ -93,6 +94,7 @@ class Difference:
     high: float | None
     word: Word
     repeats: int
+    within: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -130,6 +130,54 @@ def test_equal_finalists_are_seldom_called_winners() -> None:
     assert wrong <= 1
 
 
+def looked_at(true: float, noise: float, seed: int) -> tuple[bool, bool]:
+    """(called different, called the same) in any look at two metrics over six rounds; the first metric truly
+    differs by the log ratio, the second does not.
+    """
+    rng = np.random.default_rng(seed)
+    logs = noise * rng.standard_normal((2, 2, 6))
+    logs[0, 1] += true
+    differs, same = False, [False, False]
+    for rounds in range(2, 7):
+        for metric in range(2):
+            base, other = np.exp(logs[metric, :, :rounds])
+            spread = spread_of([list(base), list(other)])
+            found = module.compare_values(
+                "ttft_p50_ms", list(base), list(other), spread=spread, family=2 * 5, metrics=2
+            )
+            assert found is not None
+            differs |= found.word != "open"
+            same[metric] |= found.within < 0.10
+    return differs, all(same)
+
+
+def test_looking_after_every_round_seldom_calls_the_same_what_differs_nor_differs_what_is_the_same() -> None:
+    """Both errors stay below 5 % over all looks and metrics together, here as shares of 400 comparisons."""
+    edge = [looked_at(math.log(1.10), 0.03, seed)[1] for seed in range(400)]
+    assert sum(edge) <= 0.05 * 400, "a difference of the margin itself is called the same"
+    equal = [looked_at(0.0, 0.03, seed) for seed in range(400)]
+    assert sum(differs for differs, _ in equal) <= 0.05 * 400
+    assert sum(same for _, same in equal) >= 0.6 * 400, "equal sides are seldom called the same"
+
+
+def test_the_same_is_known_sooner_than_a_difference_is_clear() -> None:
+    """Each one-sided test may err with the whole share, and metrics are not charged for each other."""
+    base, other = [1.0, 1.02, 0.98], [1.01, 1.0, 1.0]
+    found = module.compare_values(
+        "ttft_p50_ms", base, other, spread=spread_of([base, other]), family=10, metrics=2
+    )
+    assert found is not None
+    assert found.within < math.expm1(found.high)
+    alone = module.compare_values(
+        "ttft_p50_ms", base, other, spread=spread_of([base, other]), family=10, metrics=1
+    )
+    assert alone is not None
+    assert found.within < alone.within
+    unknown = module.compare_values("ttft_p50_ms", [1.0], [1.0], spread=Spread())
+    assert unknown is not None
+    assert unknown.within == math.inf
+
+
 def test_more_candidates_need_more_evidence() -> None:
     one, many = ttft(0.95), ttft(0.95, family=8)
     assert many.low <= one.low

@@ -1,6 +1,7 @@
 """`tuner compare`: arms launched in turns on the virtual clock, until every difference is known."""
 
 import json
+import math
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -8,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests.tuning.studies import STUDY, tuner, write
-from tuner.conclusions import Conclusion, Judgement
+from tuner.conclusions import Conclusion, Difference, Judgement
 from tuner.errors import BadInput, NotFound
 from tuner.history.store import Store
 from tuner.records import Candidate, Value
 from tuner.tuning import next_trial as seeds
 from tuner.tuning.arms import arm_of
-from tuner.tuning.comparison import compared
+from tuner.tuning.comparison import compared, tells_more
 from tuner.tuning.study import Prepared, load
 
 CALM = (
@@ -70,6 +71,8 @@ def test_a_configuration_beside_itself_raises_no_alarm_and_is_settled(folder: Pa
     (arm,) = said.finalists
     assert {c.word for c in arm.changes} == {"open"}
     assert said.repeats < 6
+    assert all(c.within is not None and c.within < 0.15 for c in arm.changes)
+    assert "what is not clear is smaller than 15 % either way" in said.sentence
     assert said.winner is None
 
 
@@ -119,6 +122,29 @@ def test_a_comparison_seeds_no_study_and_leaves_the_studys_own_trials_alone(fold
     prepared = load(folder / "study.yaml", store=store, now=store.studies()[0].created_at)
     assert prepared.study.id not in {s.id for s in store.studies()}
     assert seeds.fronts_of(store, prepared) == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "within", "reach", "more"),
+    [
+        (0.01, 0.06, 0.08, False),  # smaller than the margin, and it leans to no side
+        (0.05, 0.08, 0.06, True),  # smaller than the margin, and leans: it may become clear
+        (-0.05, 0.08, 0.06, True),
+        (0.05, 0.08, 0.03, False),  # leans, but not for the noise between launches
+        (0.01, 0.019, 0.03, False),  # nobody changes an engine for so little
+        (0.01, 0.20, 0.08, True),  # not yet smaller than the margin
+        (0.01, 0.20, 0.04, False),  # the requests differ too much
+        (0.01, None, math.inf, True),
+    ],
+)
+def test_another_round_is_measured_only_where_it_may_tell_more(
+    change: float, within: float | None, reach: float, more: bool
+) -> None:
+    found = Difference(
+        metric="tpot_p50_ms", before=1.0, after=1.0 + change, change=change, low=-1.0, high=None, word="open",
+        repeats=2, within=within,
+    )  # fmt: skip
+    assert tells_more(found, reach, 0.10) is more
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,8 @@ def test_the_old_history_is_not_touched_and_one_engine_is_no_upgrade(tmp_path: P
 
 def difference(metric: str, change: float, word: Word) -> Difference:
     return Difference(metric=metric, before=100.0, after=100.0 * (1 + change), change=change,
-                      low=change - 0.02, high=change + 0.02, word=word, repeats=3)  # fmt: skip
+                      low=change - 0.02, high=change + 0.02, within=abs(change) + 0.02, word=word,
+                      repeats=3)  # fmt: skip
 
 
 def concluded(*changes: float | None) -> Conclusion:

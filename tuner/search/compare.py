@@ -158,7 +158,8 @@ LEAST = 0.02
 class Comparison:
     """log(other / base) of a metric with its interval; `word` speaks of the other one.
 
-    `base` and `other` are geometric means over the repeats, so that their ratio is `change`.
+    `base` and `other` are geometric means over the repeats, so that their ratio is `change`. `within` is the
+    share that the difference does not exceed either way (infinite where that is not known).
     """
 
     metric: str
@@ -170,6 +171,7 @@ class Comparison:
     repeats: int
     rows: int
     word: Word
+    within: float
 
     @property
     def change(self) -> float:
@@ -201,13 +203,15 @@ def compare(
     seed: int = 0,
     level: float = 0.95,
     family: int = 1,
+    metrics: int = 1,
 ) -> Comparison:
     """Compare on the same rows: `base[r]` and `other[r]` are repeat r, side by side in time.
 
     The interval is the wider one of two: blocks of time (and repeats) resampled together on both sides, and
     Student's by the noise between launches (`spread`; unbounded where that is not known). `family` is how
-    many comparisons one verdict rests on (finalists × metrics × looks; Bonferroni). Throughput-like metrics
-    count per row; their window cancels in the ratio. BadInput where nothing pairs.
+    many comparisons one verdict rests on (finalists × metrics × looks; Bonferroni), `metrics` how many of
+    them are of one pair (`sameness`). Throughput-like metrics count per row; their window cancels in the
+    ratio. BadInput where nothing pairs.
     """
     fold, value = _statistic(metric.rpartition(".")[2], slo)
     pairs = _pair(base, other, value, class_of(metric))
@@ -216,17 +220,37 @@ def compare(
     alpha, repeats = (1.0 - level) / family, int(pairs.repeat.max()) + 1
     before, after, centre = _centre(fold, pairs, repeats)
     whole = float(_log_ratio(fold, pairs, np.ones((1, len(pairs.base))))[0])
-    low, high = _interval(fold, pairs, seed, alpha)
-    if math.isfinite(centre):
+    drawn = _log_ratio(fold, pairs, _weights(pairs, np.random.default_rng(seed)))
+
+    def interval(alpha: float) -> tuple[float, float]:
+        low, high = _ends(drawn, alpha)
+        if not math.isfinite(centre):
+            return (low, high) if spread.freedom else (-math.inf, math.inf)
         inside = (whole - low, high - whole) if math.isfinite(whole) else (math.inf, math.inf)
         reach = spread.reach(alpha, repeats)
-        low, high = centre - max(inside[0], reach), centre + max(inside[1], reach)
-    elif not spread.freedom:
-        low, high = -math.inf, math.inf
+        return centre - max(inside[0], reach), centre + max(inside[1], reach)
+
+    low, high = interval(alpha)
     return Comparison(
         metric=metric, base=before, other=after, log_ratio=centre, low=low, high=high, repeats=repeats,
         rows=len(pairs.base), word=word_of(metric, centre, low, high),
+        within=_within(*interval(sameness(alpha, metrics))),
     )  # fmt: skip
+
+
+def sameness(alpha: float, metrics: int) -> float:
+    """The alpha of the interval that must lie within a margin for two configurations to be the same, by the
+    alpha of the interval that must exclude zero for a difference.
+
+    Two one-sided tests, so each end may err with the whole alpha; and two are the same only if all their
+    `metrics` are (an intersection-union test), so these are not charged for each other.
+    """
+    return min(1.0, 2 * alpha * metrics)
+
+
+def _within(low: float, high: float) -> float:
+    """The share that a change between two log ratios does not exceed either way."""
+    return max(-math.expm1(low), math.expm1(high)) if high < EXPONENT else math.inf
 
 
 def compare_values(
@@ -237,6 +261,7 @@ def compare_values(
     spread: Spread,
     level: float = 0.95,
     family: int = 1,
+    metrics: int = 1,
     least: float = 0.0,
 ) -> Comparison | None:
     """Compare a number of whole replays, one per repeat: Student's interval of the mean log ratio by the
@@ -246,12 +271,13 @@ def compare_values(
     if not logs:
         return None
     centre = math.fsum(logs) / len(logs)
-    reach = max(spread.reach((1 - level) / family, len(logs)), least)
+    alpha = (1 - level) / family
+    reach, near = (max(spread.reach(a, len(logs)), least) for a in (alpha, sameness(alpha, metrics)))
     low, high = centre - reach, centre + reach
     before, after = (math.exp(math.fsum(map(math.log, v)) / len(v)) for v in _paired(base, other))
     return Comparison(
         metric=metric, base=before, other=after, log_ratio=centre, low=low, high=high, repeats=len(logs),
-        rows=0, word=word_of(metric, centre, low, high),
+        rows=0, word=word_of(metric, centre, low, high), within=_within(centre - near, centre + near),
     )  # fmt: skip
 
 
@@ -274,9 +300,8 @@ def _centre(fold: Fold, pairs: _Pairs, repeats: int) -> tuple[float, float, floa
     return float(fold(pairs.base, ones)[0]), float(fold(pairs.other, ones)[0]), ratio
 
 
-def _interval(fold: Fold, pairs: _Pairs, seed: int, alpha: float) -> tuple[float, float]:
+def _ends(drawn: Array, alpha: float) -> tuple[float, float]:
     """Percentiles of the resampled log ratios; unbounded once both sides are infinite in a resample."""
-    drawn = _log_ratio(fold, pairs, _weights(pairs, np.random.default_rng(seed)))
     if np.isnan(drawn).any():
         return -math.inf, math.inf
     low, high = np.quantile(np.clip(drawn, -99.0, 99.0), [alpha / 2, 1 - alpha / 2])

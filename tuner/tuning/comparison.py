@@ -7,6 +7,7 @@ from tuner.conclusions import Arm, Conclusion, Difference, Judgement, UpgradeFin
 from tuner.errors import Aborted, BadInput, StudyFailed
 from tuner.records import JSON, Run, Trial, TrialState, digest_of
 from tuner.report.words import difference
+from tuner.search.compare import LEAST
 from tuner.tuning.attempt import MeasureOptions, perform
 from tuner.tuning.concluding import (
     LEVEL,
@@ -29,8 +30,8 @@ MOST_ARMS = 5
 # Origin of the trials that are not the first arm.
 ARM = "compared"
 
-# How often each arm is launched at most, unless it is said.
-ROUNDS = 6
+# How often each arm is launched at most, and the share that a difference is to exceed, unless it is said.
+ROUNDS, MARGIN = 6, 0.10
 
 
 def compared(
@@ -81,10 +82,21 @@ def undecided(arms: Sequence[Arm], margin: float) -> Iterator[tuple[Arm, Differe
     """The differences of which it is open whether they are clear or smaller than the margin."""
     for arm in arms:
         for each in arm.changes:
-            inside = each.low is not None and each.high is not None
-            inside = inside and -margin < (each.low or 0.0) and (each.high or 0.0) < margin
-            if each.word == "open" and not inside:
+            if each.word == "open" and (each.within is None or each.within >= margin):
                 yield arm, each
+
+
+def tells_more(each: Difference, reach: float, margin: float) -> bool:
+    """Whether further launches may tell more of a difference that is not clear; `reach` is half the width of
+    its interval by the noise between launches.
+
+    Where that is small already it is the requests that differ too much. What is smaller than the margin is
+    measured on while it leans: while one side is so much likelier that it may become clear.
+    """
+    if each.within is None or each.within >= margin:
+        return reach > margin / 2
+    size = abs(each.change or 0.0)
+    return max(LEAST, each.within / 2) < size < reach
 
 
 class Comparing(Execution):
@@ -92,9 +104,10 @@ class Comparing(Execution):
 
     It may look at its answer after every round from the second on. Each look is charged an equal part of the
     5 % of false alarms (`WinnerCriteria.family`: Bonferroni over arms, objectives and looks, the simplest
-    alpha spending). Student's interval of each look is exact at the two to eight launches that there are, so
-    the answer is valid however often it was looked at. A confidence sequence would be valid for looks without
-    end, but is wider than this for so few.
+    alpha spending), and an equal part of the 5 % of arms that are called the same and differ by more than the
+    margin (`search.compare.sameness`). Student's interval of each look is exact at the two to eight launches
+    that there are, so the answer is valid however often it was looked at. A confidence sequence would be
+    valid for looks without end, but is wider than this for so few.
     """
 
     def __init__(self, context: RunContext, run: Run) -> None:
@@ -201,11 +214,12 @@ class Comparing(Execution):
         spreads = spreads_of(self._asked, found)
         _, arms = arms_of(self._asked, found, spreads)
         alpha = (1 - LEVEL) / self._asked.family(len(arms))
-        # Launches add nothing where their noise is small already: it is the requests that differ too much.
         unsure = [
             (arm.trial, each.metric)
-            for arm, each in undecided(arms, self._margin)
-            if spreads[each.metric, each.where].reach(alpha, each.repeats) > self._margin / 2
+            for arm in arms
+            for each in arm.changes
+            if each.word == "open"
+            and tells_more(each, spreads[each.metric, each.where].reach(alpha, each.repeats), self._margin)
         ]
         return arms, unsure
 
@@ -248,7 +262,9 @@ class Comparing(Execution):
         if left:
             parts.append(f"Open after {said.repeats} rounds ({why or self._ended}): {', '.join(left)}.")
         else:
-            parts.append(f"Every difference is known after {said.repeats} rounds.")
+            small = any(c.word == "open" for arm in said.finalists for c in arm.changes)
+            rest = f"; what is not clear is smaller than {100 * self._margin:g} % either way" if small else ""
+            parts.append(f"Every difference is known after {said.repeats} rounds{rest}.")
         return " ".join(parts)
 
     @property

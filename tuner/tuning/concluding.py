@@ -225,12 +225,14 @@ def _compared(
     try:
         return compare(
             _passes(base), _passes(other), name, spread=spread, slo=study.slo, seed=study.seed, level=LEVEL,
-            family=family,
+            family=family, metrics=len(asked.metrics),
         )  # fmt: skip
     except BadInput:  # an objective of the engine's own numbers has no rows to pair
         values = [[m.values[name] for m in rows if name in m.values] for rows in (base, other)]
         least = math.log1p(TOLERANCE) if name == MAX_SPEED else 0.0
-        return compare_values(name, *values, spread=spread, level=LEVEL, family=family, least=least)
+        return compare_values(
+            name, *values, spread=spread, level=LEVEL, family=family, metrics=len(asked.metrics), least=least
+        )
 
 
 def _passes(measured: Sequence[Measurement]) -> Passes:
@@ -255,6 +257,7 @@ def _difference(made: Comparison, where: Where, before: float | None, after: flo
     return Difference(
         metric=made.metric, where=where, before=before, after=after, change=change,
         low=-1.0 if low is None else low, high=high, word=made.word, repeats=made.repeats,
+        within=finite(made.within),
     )  # fmt: skip
 
 
