@@ -12,18 +12,14 @@ prediction of the same engine with and without it.
 
 import argparse
 import asyncio
-import json
-import os
 import random
-import tempfile
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 
+from benchmarks import planted as shared
 from tuner.conclusions import Attribution
 from tuner.history.store import Store
 from tuner.records import JSON, Candidate, Run, Trial, TrialState, Value
-from tuner.settings import shipped
 from tuner.simulator.cost import card_of, preset
 from tuner.simulator.predict import Predictor
 from tuner.tuning.attempt import MeasureOptions, perform
@@ -33,30 +29,9 @@ from tuner.tuning.confirm import Confirmation, label_of
 from tuner.tuning.context import RunContext, silent
 from tuner.tuning.execution import register
 from tuner.tuning.finalists import worse_by
-from tuner.tuning.study import Prepared, prepare
-from tuner.tuning.studyfile import parse
-from tuner.tuning.virtual import HIDDEN, on_virtual_time
+from tuner.tuning.study import Prepared
+from tuner.tuning.virtual import on_virtual_time
 
-NOW = datetime(2026, 1, 1, tzinfo=UTC)
-TRACE = shipped("data", "traces", "azure-conversation-slice.parquet")
-STUDY = """\
-name: case
-model: Qwen/Qwen2.5-7B-Instruct
-trace: {trace}
-space: bursty-mixed
-engine:
-  kind: simulated
-  clock: virtual
-  args: {{max-model-len: 16384}}
-  env: {{TUNER_SIM_STARTUP_S: "{ready}"}}
-baseline: {baseline}
-slices: [{{start_s: {start}, duration_s: {duration}}}]
-plan: brief
-slo: {{ttft_ms: 5000, tpot_ms: 100}}
-objectives: [{objective}]
-speed: 1.0
-seed: {seed}
-"""
 SEARCH = 24
 INERT: dict[str, Value] = {
     "watermark": 0.01, "gpu_memory_utilization": 0.9, "long_prefill_token_threshold": 16000,
@@ -84,14 +59,11 @@ def without_simulator(number: int) -> bool:
 
 def prepared_of(number: int, folder: Path) -> tuple[Prepared, Candidate]:
     """The study of a case, and its winner."""
-    draw = random.Random(1000 + number)
     today, winner, objective = planted(number)
-    duration = 25 + draw.randrange(10)
-    text = STUDY.format(
-        trace=TRACE, ready=f"{30 + draw.random():.3f}", baseline=json.dumps(today), objective=objective,
-        start=draw.randrange(100 - duration), duration=duration, seed=draw.randrange(10**6),
-    )  # fmt: skip
-    return prepare(parse(text, name="case"), name="case", base=folder, store=None, now=NOW), Candidate(winner)
+    more: dict[str, JSON] = {
+        "baseline": dict(today), "slo": {"ttft_ms": 5000, "tpot_ms": 100}, "objectives": [objective],
+    }  # fmt: skip
+    return shared.study(random.Random(1000 + number), folder, more), Candidate(winner)
 
 
 async def measured(number: int, folder: Path) -> tuple[Attribution, Prepared, Trial, Trial]:
@@ -99,7 +71,7 @@ async def measured(number: int, folder: Path) -> tuple[Attribution, Prepared, Tr
     prepared, winner = prepared_of(number, folder)
     store = Store("sqlite://")
     context = on_virtual_time(
-        RunContext(prepared=prepared, store=store, home=folder, clock=lambda: NOW, tell=silent)
+        RunContext(prepared=prepared, store=store, home=folder, clock=lambda: shared.NOW, tell=silent)
     )
     register(context)
     run = store.open_run(
@@ -178,15 +150,7 @@ def main() -> None:
     asked.add_argument("--cases", type=int, default=24)
     asked.add_argument("--out", type=Path, default=Path("docs/results/attribution.jsonl"))
     given = asked.parse_args()
-    os.environ[HIDDEN] = json.dumps([{"launch_noise": 0.01}])
-    rows = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
-    done = {row["case"] for row in rows}
-    for number in range(given.cases):
-        if number in done:
-            continue
-        with tempfile.TemporaryDirectory() as folder, given.out.open("a") as file:
-            rows.append(row_of(number, Path(folder)))
-            file.write(json.dumps(rows[-1], sort_keys=True) + "\n")
+    rows = shared.rows(given.out, "case", list(range(given.cases)), row_of)
     print("\n".join(report(rows)))
 
 

@@ -11,48 +11,25 @@ A/A cases nothing but the version. Rows are appended to the file; what is there 
 
 import argparse
 import asyncio
-import json
-import os
 import random
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 
 import yaml
 
+from benchmarks import planted
 from tuner.conclusions import UpgradeFinding
 from tuner.history.store import Store
 from tuner.records import JSON, Run
-from tuner.settings import shipped
+from tuner.tuning.comparison import MARGIN, ROUNDS
 from tuner.tuning.run import RunLimits, tune
-from tuner.tuning.study import prepare
-from tuner.tuning.studyfile import parse
 from tuner.tuning.upgrade import upgrade_check
-from tuner.tuning.virtual import HIDDEN
 
-NOW = datetime(2026, 1, 1, tzinfo=UTC)
-TRACE = shipped("data", "traces", "azure-conversation-slice.parquet")
-NOISE, ROUNDS, MARGIN = 0.01, 6, 0.10
-STUDY = """\
-name: case
-model: Qwen/Qwen2.5-7B-Instruct
-trace: {trace}
-space: bursty-mixed
-engine:
-  kind: simulated
-  clock: virtual
-  args: {{max-model-len: 16384}}
-  env: {{TUNER_SIM_STARTUP_S: "{ready}"}}
-baseline: {baseline}
-slices: [{{start_s: {start}, duration_s: {duration}}}]
-plan: brief
-slo: {{ttft_ms: 500, tpot_ms: 50}}
-objectives: [ttft_p50_ms, tpot_p50_ms]
-seed: {seed}
-"""
+STUDY: Mapping[str, JSON] = {
+    "slo": {"ttft_ms": 500, "tpot_ms": 50}, "objectives": ["ttft_p50_ms", "tpot_p50_ms"],
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,21 +73,17 @@ def cases(regressions: int, same: int) -> Iterator[Case]:
 
 def run_case(case: Case, folder: Path) -> dict[str, JSON]:
     """The row of one case."""
-    draw = random.Random(case.name)
-    duration = 25 + draw.randrange(10)
-    text = STUDY.format(
-        trace=TRACE, ready=f"{30 + draw.random():.3f}", baseline=json.dumps(dict(case.baseline)),
-        start=draw.randrange(100 - duration), duration=duration, seed=draw.randrange(10**6),
-    )  # fmt: skip
+    prepared = planted.study(random.Random(case.name), folder, {**STUDY, "baseline": dict(case.baseline)})
     release = folder / "release.yaml"
     release.write_text(yaml.safe_dump({"version": "0.33.0", **case.release}))
     store = Store("sqlite://")
-    prepared = prepare(parse(text, name="case"), name="case", base=folder, store=None, now=NOW)
     check = upgrade_check(
         prepared, store, old="", new=str(release), configuration="today", base=folder, rounds=ROUNDS,
         margin=MARGIN,
     )  # fmt: skip
-    run = asyncio.run(tune(check, store, home=folder / case.name, limits=RunLimits(), clock=lambda: NOW))
+    run = asyncio.run(
+        tune(check, store, home=folder / case.name, limits=RunLimits(), clock=lambda: planted.NOW)
+    )
     return row_of(case, store, run)
 
 
@@ -157,15 +130,9 @@ def main() -> None:
     asked.add_argument("--same", type=int, default=100)
     asked.add_argument("--out", type=Path, default=Path("docs/results/upgrade.jsonl"))
     given = asked.parse_args()
-    os.environ[HIDDEN] = json.dumps([{"launch_noise": NOISE}])
-    rows = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
-    done = {row["name"] for row in rows}
-    for case in cases(given.regressions, given.same):
-        if case.name in done:
-            continue
-        with tempfile.TemporaryDirectory() as folder, given.out.open("a") as file:
-            rows.append(run_case(case, Path(folder)))
-            file.write(json.dumps(rows[-1], sort_keys=True) + "\n")
+    asked_for = list(cases(given.regressions, given.same))
+    names = [case.name for case in asked_for]
+    rows = planted.rows(given.out, "name", names, lambda place, folder: run_case(asked_for[place], folder))
     print("\n".join(report(rows)))
 
 
