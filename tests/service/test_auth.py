@@ -44,6 +44,8 @@ NEEDS = {
         "GET /v1/trials/{trial_id}",
     },
     "run": {
+        "POST /v1/comparisons",
+        "POST /v1/upgrade-checks",
         "DELETE /v1/schedules/{name}",
         "DELETE /v1/traces/uploads/{upload_id}",
         "PATCH /v1/traces/uploads/{upload_id}",

@@ -1,8 +1,11 @@
-"""`tuner compare`: configurations and engines compared fairly on one's own traffic."""
+"""`tuner compare` and `tuner upgrade-check`: configurations and engines compared on one's own traffic."""
 
 import shlex
+from dataclasses import dataclass
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -11,7 +14,7 @@ from tuner.commands.running import ends_by_signal
 from tuner.errors import BadInput
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from tuner.conclusions import Arm, Conclusion
     from tuner.history.store import Store
@@ -22,103 +25,127 @@ if TYPE_CHECKING:
 WORSE, UNDECIDED = 22, 23
 """Exit codes of `--fail-if`: an arm is worse than the limit or did not serve; a difference is open."""
 
-ArmTexts = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="ARM ARM [ARM…]",
-        help="[NAME=]WHAT[@ENGINE]: today, defaults, an alias, a profile's id, a file or a command line;"
-        " the engine is an interpreter or an image.",
-    ),
-]
-Study = Annotated[
-    Path, typer.Option("--study", metavar="STUDY.yaml", help="Trace, slices, SLO, objectives and engine.")
-]
-Rounds = Annotated[int, typer.Option(min=2, max=100, help="Launches of each arm, at most.")]
-Hours = Annotated[float | None, typer.Option(help="Hours, at most.")]
-Until = Annotated[str | None, typer.Option(metavar="HH:MM", help="Be done by this local time.")]
-FailIf = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="worse:SHARE|open",
-        help="Exit code 22 where an arm is clearly worse than the first by more than the share (worse:5%) or"
-        " does not serve; open: 23 where a difference stays open (repeat).",
-    ),
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the command lines; launch nothing.")]
-RunId = Annotated[
-    str | None, typer.Option("--run", hidden=True, help="The run that the service began for this process.")
-]
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonOptions:
+    """The options of every command that compares. The service gives `run`, the run that it began for this
+    process, and `registered`: neither a path nor a command line is taken.
+    """
+
+    rounds: Annotated[int, typer.Option(min=2, max=100, help="Launches of each arm, at most.")] = 6
+    hours: Annotated[float | None, typer.Option(help="Hours, at most.")] = None
+    until: Annotated[str | None, typer.Option(metavar="HH:MM", help="Be done by this local time.")] = None
+    fail_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="worse:SHARE|open",
+            help="Exit code 22 where an arm is clearly worse than the first by more than the share (worse:5%)"
+            " or does not serve; open: 23 where a difference stays open (repeat).",
+        ),
+    ] = None
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print commands; launch nothing.")] = False
+    run: Annotated[str | None, typer.Option("--run", hidden=True)] = None
+    registered: Annotated[bool, typer.Option("--registered", hidden=True)] = False
+    as_json: Json = False
 
 
-@ends_by_signal()
-def compare(
-    arms: ArmTexts,
-    study: Study,
-    rounds: Rounds = 6,
-    hours: Hours = None,
-    until: Until = None,
-    fail_if: FailIf = None,
-    dry_run: DryRun = False,
-    run: RunId = None,
-    as_json: Json = False,
+class Asked(NamedTuple):
+    """A study, and how it is to be compared: `margin` is the smallest difference that matters."""
+
+    prepared: "Prepared"
+    store: "Store"
+    engines: "dict[str, EngineFile]"
+    options: ComparisonOptions
+    margin: float
+
+
+def _command(study: Any) -> "Callable[[Callable[..., Prepared]], Callable[..., None]]":
+    """Makes a command of a function that makes a comparison: its parameters are `study` (as typer is to read
+    it), the function's own, and the options of every comparison.
+    """
+
+    def decorated(make: "Callable[..., Prepared]") -> "Callable[..., None]":
+        shared, (_, *own) = signature(ComparisonOptions).parameters, signature(make).parameters.values()
+
+        @ends_by_signal()
+        @wraps(make)
+        def command(study: Path, **given: Any) -> None:
+            options = ComparisonOptions(**{name: given.pop(name) for name in shared})
+            _carried_out(make, study, options, given)
+
+        first = Parameter("study", Parameter.KEYWORD_ONLY, annotation=study)
+        found = [first, *(each.replace(kind=first.kind) for each in (*own, *shared.values()))]
+        command.__annotations__ = {each.name: each.annotation for each in found}
+        command.__dict__["__signature__"] = Signature(found)
+        return command
+
+    return decorated
+
+
+def _carried_out(
+    make: "Callable[..., Prepared]", study: Path, options: ComparisonOptions, given: "dict[str, object]"
 ) -> None:
+    """Measure a comparison and show it; with `dry_run` only show its command lines. Ends with the code of
+    `--fail-if`.
+    """
+    from tuner.commands import plan, tune
+    from tuner.tuning.comparison import MARGIN
+    from tuner.tuning.run import RunLimits
+
+    share, strict = gates(options.fail_if or ())
+    prepared, store = plan.prepared_study(study), open_store(create=True)
+    asked = Asked(prepared, store, registered_engines(prepared), options, share or MARGIN)
+    comparison = make(asked, **given)
+    if options.dry_run:
+        for name, line in command_lines(comparison):
+            typer.echo(f"{name}: {shlex.join(line)}")
+        return
+    tune.refuse(hours=options.hours, alone=False, idle=False)
+    limits = RunLimits(deadline=tune.deadline(options.hours, options.until), run=options.run)
+    done = tune.on_its_node(comparison, store, limits, quiet=options.as_json)
+    said = store.conclusion(done.id)
+    show(store, done, said, as_json=options.as_json)
+    if (code := exit_code(said, share, strict=strict)) is not None:
+        raise typer.Exit(code)
+
+
+@_command(
+    Annotated[
+        Path, typer.Option("--study", metavar="STUDY.yaml", help="Trace, slices, SLO, objectives and engine.")
+    ]
+)
+def compare(
+    asked: Asked,
+    arms: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="ARM ARM [ARM…]",
+            help="[NAME=]WHAT[@ENGINE]: today, defaults, an alias, a profile's id, a file or a command line;"
+            " the engine is an interpreter or an image.",
+        ),
+    ],
+) -> "Prepared":
     """Compare configurations or engines in turns.
 
     Each round launches every arm and replays the same requests, until every difference is known or the budget
     is spent. The first arm is what the others are compared with.
     """
-    from tuner.commands import plan
     from tuner.tuning.arms import arm_of
     from tuner.tuning.comparison import compared
 
-    share, strict = gates(fail_if or ())
-    prepared, store = plan.prepared_study(study), open_store(create=True)
-    engines = registered_engines(prepared)
-    made = [arm_of(text, prepared, store, base=Path(), engines=engines) for text in arms]
-    comparison = compared(made, rounds=rounds, margin=MARGIN if share is None else share)
-    carried_out(
-        comparison, store, Bounds(hours, until, run), Gate(share, strict), dry=dry_run, as_json=as_json
-    )
+    made = [
+        arm_of(
+            text, asked.prepared, asked.store, base=Path(), engines=asked.engines,
+            files=not asked.options.registered,
+        )
+        for text in arms
+    ]  # fmt: skip
+    return compared(made, rounds=asked.options.rounds, margin=asked.margin)
 
 
-class Bounds(NamedTuple):
-    """When a comparison must end, and the run that the service began for it."""
-
-    hours: float | None
-    until: str | None
-    run: str | None
-
-
-class Gate(NamedTuple):
-    """What `--fail-if` asks: the share that nothing may be worse by, and whether everything must be known."""
-
-    share: float | None
-    strict: bool
-
-
-def carried_out(
-    comparison: "Prepared", store: "Store", bounds: Bounds, gate: Gate, *, dry: bool, as_json: bool
-) -> None:
-    """Measure a comparison and show it; or, `dry`, its command lines. Ends with the code of `--fail-if`."""
-    from tuner.commands import tune
-    from tuner.tuning.run import RunLimits
-
-    if dry:
-        for name, line in command_lines(comparison):
-            typer.echo(f"{name}: {shlex.join(line)}")
-        return
-    tune.refuse(hours=bounds.hours, alone=False, idle=False)
-    limits = RunLimits(deadline=tune.deadline(bounds.hours, bounds.until), run=bounds.run)
-    done = tune.on_its_node(comparison, store, limits, quiet=as_json)
-    said = store.conclusion(done.id)
-    show(store, done, said, as_json=as_json)
-    if (code := exit_code(said, gate.share, strict=gate.strict)) is not None:
-        raise typer.Exit(code)
-
-
-@ends_by_signal()
+@_command(Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="The study file.")])
 def upgrade_check(
-    study: Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="The study file.")],
+    asked: Asked,
     new: Annotated[str, typer.Option("--to", metavar="PY|IMAGE", help="The new version.")],
     old: Annotated[
         str, typer.Option("--from", metavar="PY|IMAGE", help="The old version. Default: the study's engine.")
@@ -126,33 +153,19 @@ def upgrade_check(
     alias: Annotated[
         str, typer.Option(help="What runs: an alias, a profile's id, a file, today or defaults.")
     ] = "champion",
-    rounds: Rounds = 6,
-    hours: Hours = None,
-    until: Until = None,
-    fail_if: FailIf = None,
-    dry_run: DryRun = False,
-    run: RunId = None,
-    as_json: Json = False,
-) -> None:
+) -> "Prepared":
     """Say whether a new vLLM serves your traffic as well.
 
     The configuration runs on both versions in turns, and a third time on the new one with every default that
     moved pinned to its old value, so that the cause is named: the code, or a default.
     """
-    from tuner.commands import plan
     from tuner.tuning.upgrade import upgrade_check as checked
 
-    share, strict = gates(fail_if or ())
-    prepared, store = plan.prepared_study(study), open_store(create=True)
-    check = checked(
-        prepared, store, old=old, new=new, configuration=alias, base=Path(), rounds=rounds,
-        margin=MARGIN if share is None else share, engines=registered_engines(prepared),
+    return checked(
+        asked.prepared, asked.store, old=old, new=new, configuration=alias, base=Path(),
+        rounds=asked.options.rounds, margin=asked.margin, engines=asked.engines,
+        files=not asked.options.registered,
     )  # fmt: skip
-    carried_out(check, store, Bounds(hours, until, run), Gate(share, strict), dry=dry_run, as_json=as_json)
-
-
-MARGIN = 0.10
-"""Differences below this share are not sought, unless `--fail-if` names a smaller one."""
 
 
 def gates(texts: "Sequence[str]") -> tuple[float | None, bool]:
@@ -211,7 +224,7 @@ def show(store: "Store", run: "Run", said: "Conclusion | None", *, as_json: bool
 
 def exit_code(said: "Conclusion | None", share: float | None, *, strict: bool) -> int | None:
     """What `--fail-if` makes of a conclusion; None where nothing fails."""
-    from tuner.tuning.comparison import undecided
+    from tuner.tuning.comparison import MARGIN, undecided
 
     arms: Sequence[Arm] = () if said is None else said.finalists
     if share is not None and any(arm.dropped is not None or _worse(arm, share) for arm in arms):

@@ -51,6 +51,18 @@ def add(
     reserve: Annotated[
         float, typer.Option(min=0, help="Seconds at the end of the window that are kept to stop the engine.")
     ] = 60.0,
+    upgrade_to: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PY|IMAGE",
+            help="Do not tune, but check this engine once when it is new (upgrade-check --to); of a pattern"
+            " such as '/opt/vllm-*/bin/python' the newest.",
+        ),
+    ] = None,
+    upgrade_from: Annotated[
+        str, typer.Option(metavar="PY|IMAGE", help="Compare it with this one. Default: the study's engine.")
+    ] = "",
+    alias: Annotated[str, typer.Option(help="What runs on both: an alias or a profile's id.")] = "champion",
     disabled: Annotated[bool, typer.Option("--disabled", help="Store it, but do not start runs.")] = False,
 ) -> None:
     """Add a schedule, or change the schedule of that name. `tuner serve` or a timer (deploy/) starts its
@@ -64,6 +76,9 @@ def add(
         "study": str(study.absolute()), "until": until, "hours": hours, "missed": missed, "grace_s": grace,
         "blackout": list(blackout or []), "min_trials": min_trials, "trials": trials, "reserve_s": reserve,
     }  # fmt: skip
+    if upgrade_to is not None:
+        engines = {"to": _absolute(upgrade_to), "from": _absolute(upgrade_from)}
+        spec["upgrade"] = {**engines, "alias": alias}
     made = Schedule(
         name=name,
         node=_node_of(study),
@@ -83,6 +98,12 @@ def add(
         pass
     store.put_schedule(made)
     say(f"schedule {name}: {before}{_next_line(made)}")
+
+
+def _absolute(engine: str) -> str:
+    """A path that holds wherever the schedule is run; other names as they are."""
+    there = engine and ("*" in engine or Path(engine).expanduser().exists())
+    return str(Path(engine).expanduser().absolute()) if there else engine
 
 
 def _node_of(path: Path) -> str:
@@ -215,15 +236,20 @@ def run_now(
     schedule.record(store, schedule.ended(found, run, now()))
     if as_json:
         print_json(run)
-    else:
+    elif run is not None:
         say(f"schedule {name}: {run.state.value}: {run.reason}")
 
 
-def _run(store: "Store", firing: "Firing") -> "Run":
-    """Run the study until the end of the window, minus the time to give production back."""
+def _run(store: "Store", firing: "Firing") -> "Run | None":
+    """Run the study until the end of the window, minus the time to give production back. None where it checks
+    upgrades and no version is new.
+    """
     from tuner.commands import tune
+    from tuner.fleet.schedule import nothing_begun
+    from tuner.service.study_requests import engines_of
     from tuner.tuning import study
     from tuner.tuning.run import RunLimits
+    from tuner.tuning.upgrade import NothingNew, unchecked
 
     prepared = study.load(Path(firing.terms.study), store=store, now=now())
     if prepared.study.node != firing.schedule.node:
@@ -231,6 +257,22 @@ def _run(store: "Store", firing: "Firing") -> "Run":
             f"schedule {firing.schedule.name} is for node {firing.schedule.node}, its study for node"
             f" {prepared.study.node}: add it again"
         )
+    if (upgrade := firing.terms.upgrade) is not None:
+        engines = engines_of(settings().home, prepared.study.node)
+        try:
+            prepared = unchecked(
+                prepared,
+                store,
+                engines,
+                new=upgrade.to,
+                old=upgrade.old,
+                configuration=upgrade.alias,
+                files=True,
+            )
+        except NothingNew as same:
+            nothing_begun(store, firing)
+            say(f"schedule {firing.schedule.name}: {same}")
+            return None
     budget = prepared.file.budget
     ends = [firing.deadline, *([now() + timedelta(hours=budget.hours)] if budget.hours else [])]
     limits = RunLimits(trials=firing.terms.trials or budget.trials, deadline=min(ends))

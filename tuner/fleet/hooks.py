@@ -17,8 +17,8 @@ from tuner.records import JSON
 from tuner.settings import NAME
 
 TIMEOUT_S, MOST_S = 300.0, 86_400
-SECTIONS = ("handover", "engine", "models")
-"""Keys of a node's file; `service.engines` checks what `engine` and `models` hold."""
+SECTIONS = ("handover", "engine", "engines", "models")
+"""Keys of a node's file; `service.study_requests.NodeFile` checks what all but `handover` hold."""
 KINDS = ("command", "systemd", "kubectl")
 FORMS = {
     "systemd": ("a unit's name such as vllm.service", r"[A-Za-z0-9:_.@\\-]+"),

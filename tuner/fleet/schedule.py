@@ -52,7 +52,7 @@ class Happening:
 
 
 StartRun = Callable[[Firing], Awaitable[Run | None]]
-"""Runs a study to its end and returns the run, None when it never began; it hands the run's id to
+"""Runs a study to its end and returns the run, None when there is nothing to do; it hands the run's id to
 `store.scheduled_run` as soon as there is one. Raises TunerError. Cancelled with the message CLOSING when the
 window is about to close: it must then have stopped the engine, and given production back, before it returns.
 Cancelled with another message when the loop itself ends."""
@@ -329,8 +329,12 @@ def _ending(firing: Firing, task: "asyncio.Task[Run | None]", now: datetime) -> 
     if error is not None:
         name = "" if isinstance(error, TunerError) else f"{type(error).__name__}: "
         return failed(firing, f"{name}{error}", now)
-    run = task.result()
-    return failed(firing, "it ended before a run began", now) if run is None else ended(firing, run, now)
+    return ended(firing, task.result(), now)
+
+
+def nothing_begun(store: Store, firing: Firing) -> None:
+    """Write that a claimed due time needs no run, so that no process begins it again."""
+    store.scheduled_run(firing.schedule.name, firing.schedule.last_run_id or None)
 
 
 def failed(firing: Firing, sentence: str, now: datetime) -> Happening:
@@ -338,7 +342,9 @@ def failed(firing: Firing, sentence: str, now: datetime) -> Happening:
     return _happened(firing, "failed", sentence, now)
 
 
-def ended(firing: Firing, run: Run, now: datetime) -> Happening:
-    """How a firing's run ended."""
+def ended(firing: Firing, run: Run | None, now: datetime) -> Happening:
+    """How a firing's run ended; None: there was nothing to do."""
+    if run is None:
+        return _happened(firing, "ended", "no version of the engine is new", now)
     kind: Kind = "failed" if run.state is RunState.FAILED else "ended"
     return _happened(firing, kind, f"{run.state.value}: {run.reason or 'no reason given'}", now)

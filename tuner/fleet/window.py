@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError, available_timezones
 
 from apscheduler.triggers.cron import CronTrigger
-from pydantic import BeforeValidator, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from tuner import yamltext
 from tuner.errors import BadInput, nearest
@@ -72,12 +72,23 @@ def _ranges(value: object) -> tuple[tuple[date, date], ...]:
 Number = Annotated[float, BeforeValidator(_number)]
 
 
+class UpgradeTerms(yamltext.Section):
+    """What a schedule of upgrade checks watches: `to` is the engine that may be new, as `upgrade-check --to`
+    takes it, `old` (`from`) the one that it is compared with (empty: the study's), `alias` what runs.
+    """
+
+    to: str = Field(min_length=1)
+    old: str = Field(default="", alias="from")
+    alias: str = "champion"
+
+
 class Terms(yamltext.Section):
     """The `spec` of a schedule. Exactly one of `until` (local time of day) and `hours` is set.
 
     `study` is the path of a study file where the schedule was made on the command line. `min_trials` must fit
     into the window. `trials` limits a run; without it the study's own budget does. `reserve_s` seconds at the
     end of the window are kept to stop the engine. `blackout` are ranges of local dates, both ends included.
+    With `upgrade` it does not tune, but checks a new version of the engine once.
     """
 
     study: str
@@ -89,6 +100,7 @@ class Terms(yamltext.Section):
     min_trials: Annotated[int, BeforeValidator(lambda value: int(_number(value)))] = 3
     trials: Annotated[int | None, BeforeValidator(_count)] = None
     reserve_s: Number = 60.0
+    upgrade: UpgradeTerms | None = None
 
     @field_validator("study", mode="before")
     @classmethod
@@ -112,7 +124,8 @@ class Terms(yamltext.Section):
 
     def spec(self) -> dict[str, JSON]:
         """The JSON that `terms` reads back."""
-        kept: dict[str, JSON] = self.model_dump(mode="json", exclude={"until", "blackout"})
+        without = {"until", "blackout"} | ({"upgrade"} if self.upgrade is None else set())
+        kept: dict[str, JSON] = self.model_dump(mode="json", by_alias=True, exclude=without)
         return {
             **kept,
             "until": None if self.until is None else f"{self.until:%H:%M}",

@@ -130,6 +130,6 @@ class NodeStore(StorePart):
         change = update(schedules).where(schedules.c.name == name, unclaimed).values(last_due=due)
         return self._change(change) == 1
 
-    def scheduled_run(self, name: str, run_id: str) -> None:
-        """Writes which run the last firing became."""
+    def scheduled_run(self, name: str, run_id: str | None) -> None:
+        """Writes which run the last firing became; None: it became none."""
         self._change(update(schedules).where(schedules.c.name == name).values(last_run_id=run_id))

@@ -39,8 +39,8 @@ WATCH_S = 2.0
 COMPRESS_FROM, COMPRESS_HOW = 1024, 3
 log = logging.getLogger("tuner.service")
 ROUTERS = (
-    health.router, runs.router, studies.router, studies.trials, history.router, profiles.router,
-    profiles.aliases, schedules.router, nodes.router, traces.router,
+    health.router, runs.router, runs.comparisons, studies.router, studies.trials, history.router,
+    profiles.router, profiles.aliases, schedules.router, nodes.router, traces.router,
 )  # fmt: skip
 ABOUT = """Tunes vLLM on your own traffic, keeps what was best on which night, and gives the winning
 configuration to deploy pipelines. See docs/api.md."""

@@ -29,13 +29,17 @@ from tuner.tuning.execution import locked, reconcile
 
 log = logging.getLogger("tuner.service")
 RESTARTS = 2
+COMMANDS = {"tune", "demo", "compare", "upgrade-check"}
+"""What a controller may be told to do."""
 SHORTEST_H = 1 / 3600
 TAIL = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOrder:
-    """What somebody asked for: a run of a study within limits. `key` tells a repeated request."""
+    """What somebody asked for: a run of a study within limits. `key` tells a repeated request. `words` are
+    the controller's command where it does not tune the study but compares or checks an upgrade.
+    """
 
     study_id: str
     study_file: Path
@@ -44,6 +48,7 @@ class RunOrder:
     actor: str
     at: datetime
     key: str | None = None
+    words: tuple[str, ...] = ()
 
 
 ORDERS = TypeAdapter(RunOrder)
@@ -96,7 +101,8 @@ class Controllers:
                 raise Conflict(f"node '{node}' is busy with run '{run.id}'; cancel it, or wait")
 
     def _spawn(self, run: Run, order: RunOrder) -> Run:
-        words = [sys.executable, "-m", "tuner", "tune", str(order.study_file), "--json", "--run", run.id]
+        what = order.words or ("tune", str(order.study_file))
+        words = [sys.executable, "-m", "tuner", *what, "--json", "--run", run.id]
         if order.trials is not None:
             words += ["--trials", str(order.trials)]
         if order.deadline is not None:
@@ -222,7 +228,7 @@ def is_controller(pid: int) -> bool:
 
 def _is_ours(process: psutil.Process) -> bool:
     words = process.cmdline()
-    ours = any(Path(word).name == "tuner" for word in words) and bool({"tune", "demo"} & set(words))
+    ours = any(Path(word).name == "tuner" for word in words) and bool(COMMANDS & set(words))
     return ours and process.status() != psutil.STATUS_ZOMBIE
 
 

@@ -3,17 +3,22 @@
 import asyncio
 import re
 from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
 
 from anyio import to_thread
 
-from tuner.errors import BadInput
-from tuner.fleet.schedule import ACTOR, CLOSING, Firing
+from tuner.errors import BadInput, NotFound, nearest
+from tuner.fleet.schedule import ACTOR, CLOSING, Firing, nothing_begun
 from tuner.fleet.window import check, terms
 from tuner.history.entities import Schedule
 from tuner.records import Run, RunState
+from tuner.service.comparison_requests import upgrade_words
 from tuner.service.context import ServiceContext
 from tuner.service.runner import RunOrder
+from tuner.service.study_requests import engines_of
 from tuner.settings import NAME
+from tuner.tuning.upgrade import NothingNew, unchecked
 
 
 def checked(schedule: Schedule, here: ServiceContext) -> Schedule:
@@ -26,6 +31,13 @@ def checked(schedule: Schedule, here: ServiceContext) -> Schedule:
             f"spec.study: '{found.study}' is not a study's name or id; a path is not taken over HTTP"
         )
     here.studies.known(found.study)
+    if found.upgrade is not None:
+        engines = engines_of(here.settings.home, schedule.node)
+        for name in filter(None, (found.upgrade.to, found.upgrade.old)):
+            if name not in engines:
+                raise NotFound(
+                    f"spec.upgrade: no engine '{name}' is registered for this node{nearest(name, engines)}"
+                )
     here.store.node(schedule.node)
     check(schedule)
     return schedule
@@ -37,8 +49,22 @@ POLL_S = 1.0
 def starter(here: ServiceContext) -> Callable[[Firing], Awaitable[Run | None]]:
     """The `start_run` of the schedule loop."""
 
-    def begin(firing: Firing) -> Run:
-        study_id, path = here.studies.find_scheduled(firing.terms.study)
+    def begin(firing: Firing) -> Run | None:
+        study, words = firing.terms.study, tuple[str, ...]()
+        if (upgrade := firing.terms.upgrade) is None:
+            study_id, path = here.studies.find_scheduled(study)
+        else:
+            files = Path(study).is_absolute()
+            try:
+                asked = partial(
+                    unchecked, new=upgrade.to, old=upgrade.old, configuration=upgrade.alias, files=files
+                )
+                study_id, path = here.studies.compared(study, asked)
+            except NothingNew:
+                nothing_begun(here.store, firing)
+                return None
+            words = upgrade_words(path, upgrade.to, upgrade.old, upgrade.alias)
+            words += () if files else ("--registered",)
         order = RunOrder(
             study_id=study_id,
             study_file=path,
@@ -46,6 +72,7 @@ def starter(here: ServiceContext) -> Callable[[Firing], Awaitable[Run | None]]:
             deadline=firing.deadline,
             actor=f"{ACTOR}:{firing.schedule.name}",
             at=here.clock(),
+            words=words,
         )
         run, _ = here.runner.start(order)
         here.store.scheduled_run(firing.schedule.name, run.id)
@@ -53,6 +80,8 @@ def starter(here: ServiceContext) -> Callable[[Firing], Awaitable[Run | None]]:
 
     async def start(firing: Firing) -> Run | None:
         run = await to_thread.run_sync(begin, firing)
+        if run is None:
+            return None
         try:
             return await _ended(here, run)
         except asyncio.CancelledError as end:

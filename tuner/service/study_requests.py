@@ -9,7 +9,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -201,6 +201,10 @@ class StudyRequest(BaseModel):
     seed: int = Field(default=0, ge=0, lt=2**63)
 
 
+# (a study, the history, the engines that are registered for its node) → a comparison of it.
+Making = Callable[[Prepared, Store, Mapping[str, EngineFile]], Prepared]
+
+
 class StudyFiles:
     """The study files of this service: those sent over HTTP, and those that an administrator put there."""
 
@@ -285,6 +289,12 @@ class StudyFiles:
         """As `find`; a schedule that was made by command line may name a file by its path."""
         path = Path(ref)
         return (self._prepared(path), path) if path.is_absolute() else self.find(ref)
+
+    def compared(self, ref: str, make: Making) -> tuple[str, Path]:
+        """(the id of the comparison that `make` makes of a study, the study's file)."""
+        path = Path(ref) if Path(ref).is_absolute() else self.known(ref)[1]
+        prepared = studies.load(path, store=self._store, now=self._clock())
+        return self._keep(make(prepared, self._store, engines_of(self._home, prepared.study.node))), path
 
     def _prepared(self, path: Path) -> str:
         return self._keep(studies.load(path, store=self._store, now=self._clock()))

@@ -1,5 +1,6 @@
 """The arms of a comparison as people write them: what runs, and on which engine."""
 
+import glob
 import os
 import re
 import shutil
@@ -176,12 +177,17 @@ def engine_file(
     engines: Mapping[str, EngineFile] | None = None,
     files: bool = True,
 ) -> EngineFile:
-    """The engine of a study with another interpreter, image or release."""
+    """The engine of a study with another interpreter, image or release; of a pattern the newest match."""
     if engines and text in engines:
         return engines[text]
     if not files:
         raise NotFound(f"no engine '{text}' is registered for this node{nearest(text, engines or ())}")
     path = base / Path(text).expanduser()
+    if "*" in text:
+        found = glob.glob(str(path))
+        if not found:
+            raise BadInput(f"nothing matches {path}")
+        path = Path(max(found, key=lambda each: os.lstat(each).st_mtime))
     if adapter_of(engine.kind).simulated:
         if not path.is_file():
             raise BadInput(f"'{text}' is no release file of the simulated engine (docs/compare.md)")

@@ -12,10 +12,10 @@ from tuner.history.store import Store
 from tuner.knobs.arguments import compile_candidate, refusal
 from tuner.knobs.baseline import GONE
 from tuner.knobs.catalogue import CATALOGUE
-from tuner.records import JSON, Candidate, EngineFacts, Run, Trial, Value
+from tuner.records import JSON, Candidate, EngineFacts, Run, RunState, Trial, Value
 from tuner.search.trial_view import DERIVED
 from tuner.tuning.arms import ArmConfiguration, named_configuration, on_engine, with_configuration
-from tuner.tuning.comparison import ROUNDS, Comparing, compared, undecided
+from tuner.tuning.comparison import MARGIN, ROUNDS, Comparing, compared, undecided
 from tuner.tuning.context import RunContext
 from tuner.tuning.study import ComparedArm, Prepared
 from tuner.tuning.studyfile import Argument, EngineFile
@@ -27,6 +27,10 @@ UNDONE = 0.5
 
 # Two defaults at most are also pinned one by one: more arms would make every one of them less sure.
 ONE_BY_ONE = 2
+
+
+class NothingNew(BadInput):
+    """There is no other version to check, or it was checked before."""
 
 
 def upgrade_check(
@@ -50,7 +54,7 @@ def upgrade_check(
     before = on_engine(prepared, old, base=base, engines=engines, files=files) if old else prepared
     after = on_engine(prepared, new, base=base, engines=engines, files=files)
     if (before.command, before.file.engine.env) == (after.command, after.file.engine.env):
-        raise BadInput(f"--from and --to name the same engine ({before.facts.version})")
+        raise NothingNew(f"--from and --to name the same engine ({before.facts.version})")
     asked = named_configuration(configuration, prepared, store, base, files)
     fitting, lost = fitted(asked, prepared.file.engine.args, before.facts, after.facts)
     engine = after.file.engine.model_copy(update={"args": {}})
@@ -64,6 +68,35 @@ def upgrade_check(
         lost=lost,
     )  # fmt: skip
     return compared(arms, rounds=rounds, margin=margin, upgrade=found)
+
+
+def unchecked(
+    prepared: Prepared,
+    store: Store,
+    engines: Mapping[str, EngineFile],
+    *,
+    new: str,
+    old: str,
+    configuration: str,
+    files: bool,
+) -> Prepared:
+    """The upgrade check of a study as a schedule begins it; NothingNew where both versions are the same, or
+    where the same configuration was checked on both before, on whichever traffic, and nothing stayed open.
+    """
+    check = upgrade_check(
+        prepared, store, old=old, new=new, configuration=configuration, base=Path(), margin=MARGIN,
+        engines=engines, files=files,
+    )  # fmt: skip
+    ours = check.study
+    for study in store.studies(node=ours.node, model=ours.model):
+        if (study.name, study.spec.get("arms")) != (ours.name, ours.spec["arms"]):
+            continue
+        for run in store.runs(study.id, state=RunState.FINISHED):
+            found = run.summary.get("upgrade")
+            if isinstance(found, dict) and found.get("fault") != "open":
+                when = f"{run.started_at:%Y-%m-%d}"
+                raise NothingNew(f"{found['new']} was checked on {when} already: {found['advice']}")
+    return check
 
 
 def fitted(

@@ -1,6 +1,7 @@
 """Runs: asked for, watched, cancelled. Carried out by controllers that outlive the service."""
 
 from datetime import datetime, timedelta
+from pathlib import Path as FilePath
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Path, Query, Response
@@ -11,6 +12,7 @@ from tuner.errors import BadInput
 from tuner.records import Run, RunState, digest_of
 from tuner.service import events, schemas
 from tuner.service.auth import Actor, Reader, Runner
+from tuner.service.comparison_requests import ComparisonRequest, UpgradeRequest
 from tuner.service.context import Here, ServiceContext
 from tuner.service.problems import documented
 from tuner.service.runner import RunOrder
@@ -18,6 +20,7 @@ from tuner.service.schemas import Cursor, Limit, Page, after, page
 from tuner.tuning.studyfile import MOST_TRIALS
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"])
+comparisons = APIRouter(tags=["comparisons"])
 RunId = Annotated[str, Path(max_length=32, pattern=r"^[0-9a-z]+$", examples=["4f0c1d2e3a5b6c7d"])]
 
 
@@ -43,36 +46,75 @@ class CancelRequest(BaseModel):
     reason: str = Field(default="cancelled over HTTP", max_length=500)
 
 
-@router.post(
-    "",
-    status_code=202,
-    summary="Start a run",
-    responses={202: {"headers": {"Location": {"schema": {"type": "string"}}}}, **documented(400, 404, 409)},
-)
+Key = Annotated[
+    str | None, Header(alias="idempotency-key", min_length=1, max_length=200, pattern=r"^[!-~]+$")
+]
+STARTED: dict[int | str, dict[str, object]] = {
+    202: {"headers": {"Location": {"schema": {"type": "string"}}}}, **documented(400, 404, 409)
+}  # fmt: skip
+AnyRequest = RunRequest | ComparisonRequest | UpgradeRequest
+
+
+@router.post("", status_code=202, summary="Start a run", responses=STARTED)
 def start_run(
-    here: Here,
-    actor: Runner,
-    asked: RunRequest,
-    response: Response,
-    idempotency_key: Annotated[str | None, Header(min_length=1, max_length=200, pattern=r"^[!-~]+$")] = None,
+    here: Here, actor: Runner, asked: RunRequest, response: Response, key: Key = None
 ) -> schemas.RunSchema:
     """With an `Idempotency-Key` the same request again gives the same run, also after a crash in between."""
-    found = start(here, actor, asked, idempotency_key)
+    return _started(here, actor, asked, response, key)
+
+
+@comparisons.post(
+    "/v1/comparisons", status_code=202, summary="Compare profiles and engines", responses=STARTED
+)
+def start_comparison(
+    here: Here, actor: Runner, asked: ComparisonRequest, response: Response, key: Key = None
+) -> schemas.RunSchema:
+    """A run that launches every arm in turns, as `tuner compare` does; its `conclusion` has the differences.
+    No path, command or interpreter is taken.
+    """
+    return _started(here, actor, asked, response, key)
+
+
+@comparisons.post(
+    "/v1/upgrade-checks", status_code=202, summary="Check an upgrade of the engine", responses=STARTED
+)
+def start_upgrade_check(
+    here: Here, actor: Runner, asked: UpgradeRequest, response: Response, key: Key = None
+) -> schemas.RunSchema:
+    """A run of one configuration on two registered engines, as `tuner upgrade-check` does; its
+    `summary.upgrade` has the advice. No path, command or interpreter is taken.
+    """
+    return _started(here, actor, asked, response, key)
+
+
+def _started(
+    here: ServiceContext, actor: Actor, asked: AnyRequest, response: Response, key: str | None
+) -> schemas.RunSchema:
+    found = start(here, actor, asked, key)
     response.headers["Location"] = f"/v1/runs/{found.id}"
     return schemas.run(found)
 
 
-def start(here: ServiceContext, actor: Actor, asked: RunRequest, key: str | None) -> Run:
+def _ordered(here: ServiceContext, asked: AnyRequest) -> tuple[str, FilePath, tuple[str, ...]]:
+    """(the study's id, its file, the controller's command where that does not tune)."""
+    if isinstance(asked, RunRequest):
+        return (*here.studies.find(asked.study), ())
+    study_id, path = here.studies.compared(asked.study, asked.made)
+    return study_id, path, asked.words(path)
+
+
+def start(here: ServiceContext, actor: Actor, asked: AnyRequest, key: str | None) -> Run:
     """The run of a request; the one it became before, where the key says that it was made already."""
     digest = digest_of(asked.model_dump(mode="json"))
     if key is not None and isinstance(kept := here.store.answer(key, digest), str):
         return here.store.run(kept)
     now = here.clock()
     deadline = _deadline(asked, now)
-    study_id, path = here.studies.find(asked.study)
+    study_id, path, words = _ordered(here, asked)
+    trials = asked.trials if isinstance(asked, RunRequest) else None
     order = RunOrder(
-        study_id=study_id, study_file=path, trials=asked.trials, deadline=deadline, actor=actor.name, at=now,
-        key=None if key is None else f"{key} {digest}",
+        study_id=study_id, study_file=path, trials=trials, deadline=deadline, actor=actor.name, at=now,
+        key=None if key is None else f"{key} {digest}", words=words,
     )  # fmt: skip
     run, fresh = here.runner.start(order)
     if fresh:
@@ -83,7 +125,7 @@ def start(here: ServiceContext, actor: Actor, asked: RunRequest, key: str | None
     return here.store.run(first) if isinstance(first, str) else run
 
 
-def _deadline(asked: RunRequest, now: datetime) -> datetime | None:
+def _deadline(asked: AnyRequest, now: datetime) -> datetime | None:
     ends = [now + timedelta(hours=asked.hours)] if asked.hours else []
     ends += [asked.deadline] if asked.deadline else []
     if ends and min(ends) <= now:
