@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from pydantic import Field
 
 from tuner import yamltext
 from tuner.errors import BadInput
@@ -51,3 +52,21 @@ def test_a_file_that_cannot_be_read_is_named(path: str, tmp_path: Path) -> None:
     (tmp_path / "latin").write_bytes(b"a: \xff")
     with pytest.raises(BadInput, match=r"latin is not a UTF-8 text file|cannot read the study file "):
         yamltext.read(tmp_path / path, "the study file")
+
+
+class _Inner(yamltext.Section):
+    old: str = Field(default="", alias="from")
+    alias: str = ""
+
+
+class _Outer(yamltext.Section):
+    trials: int = 1
+    inner: _Inner | None = None
+
+
+def test_an_unknown_key_of_a_section_names_the_nearest_key_of_that_section() -> None:
+    for wrong, right in (("alais", "alias"), ("form", "from")):
+        with pytest.raises(BadInput, match=f"unknown key '{wrong}' .did you mean '{right}'"):
+            yamltext.validated(_Outer, {"inner": {wrong: "x"}}, "outer")
+    with pytest.raises(BadInput, match=r"unknown key 'trails' .did you mean 'trials'"):
+        yamltext.validated(_Outer, {"trails": 1}, "outer")

@@ -3,10 +3,10 @@ fault.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -80,7 +80,8 @@ def validated(kind: type[M], raw: object, where: str) -> M:
         return kind.model_validate(raw)
     except ValidationError as error:
         found = min(error.errors(), key=lambda each: each["type"] not in _UNKNOWN_KEY)
-    known = [field.alias or name for name, field in kind.model_fields.items()]
+    inside = found["loc"][:-1] if found["type"] in _UNKNOWN_KEY else ()
+    known = _keys(kind, inside)
     listed = ", ".join(known)
     place = ": ".join([where, *map(str, found["loc"])])
     message = found["msg"].removeprefix("Value error, ")
@@ -92,6 +93,15 @@ def validated(kind: type[M], raw: object, where: str) -> M:
     elif found["type"] == "literal_error":
         message = f"{found['ctx']['expected'].replace(chr(39), '')}, not {found['input']!r}"
     raise BadInput(f"{place}: {message}")
+
+
+def _keys(kind: type[BaseModel], inside: Sequence[int | str]) -> list[str]:
+    """The keys of a model, or of the one that lies `inside` it."""
+    for key in inside:
+        found = [f.annotation for name, f in kind.model_fields.items() if key in (name, f.alias)]
+        models = [each for kept in found for each in (kept, *get_args(kept)) if isinstance(each, type)]
+        kind = next((each for each in models if issubclass(each, BaseModel)), kind)
+    return [field.alias or name for name, field in kind.model_fields.items()]
 
 
 class _Loader(yaml.SafeLoader):

@@ -11,7 +11,7 @@ import pytest
 from tests.history import records
 from tuner.errors import BadInput, Unavailable
 from tuner.fleet import schedule as schedules
-from tuner.fleet.schedule import CLOSING, Firing, Happening, Keeper, claim, loop, trial_times
+from tuner.fleet.schedule import CLOSING, Firing, Happening, Keeper, claim, loop, nothing_begun, trial_times
 from tuner.history.entities import Schedule
 from tuner.history.store import Store
 from tuner.records import JSON, Launch, Run, RunState
@@ -105,6 +105,27 @@ def test_a_night_starts_once_and_its_end_is_told(store: Store) -> None:
     assert world.kinds() == ["start", "ended"]
     assert audited(store) == ["schedule.start", "schedule.ended"]
     assert store.schedule("nightly").last_due == DUE
+
+
+def test_25_3_a_due_time_without_anything_new_ends_and_no_process_begins_it_again(store: Store) -> None:
+    store.put_schedule(nightly(upgrade={"to": "next"}))
+    world = World(store)
+
+    async def night() -> None:
+        keeper = await at_moments(world, DUE)
+        nothing_begun(store, world.started[0])
+        world.gates["nightly"].set_result(None)  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        await keeper.tick()
+        await keeper.close()
+
+    asyncio.run(night())
+    assert world.kinds() == ["start", "ended"]
+    assert world.said[-1].sentence == "no version of the engine is new"
+    assert store.schedule("nightly").last_run_id is None
+    again = World(store, now=DUE + timedelta(minutes=5))
+    asyncio.run(at_moments(again, again.now))
+    assert not again.started
 
 
 def test_what_still_runs_when_the_window_closes_is_cancelled_before_its_end(store: Store) -> None:

@@ -25,7 +25,7 @@ engines:
   slow: {kind: simulated, clock: virtual, args: {max-model-len: 16384}, env: {TUNER_SIM_RELEASE: SLOW}}
   own: {kind: simulated, clock: virtual, args: {max-model-len: 16384}}
 models: [Qwen/Qwen2.5-7B-Instruct]
-""".replace("SLOW", "'" + json.dumps({"version": "0.33.0", "slower": 1.4}) + "'")
+""".replace("SLOW", "'" + json.dumps({"version": "0.33.0", "slower": 1.25}) + "'")
 
 
 @pytest.fixture(scope="module")
@@ -35,16 +35,19 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     digest = prepare(home)
     (home / "nodes" / "local.yaml").write_text(NODE)
     found = World(home)
-    made = found.client().post("/v1/studies", json={**STUDY, "trace": digest, "baseline": {}})
+    longer = {"baseline": {}, "plan": "brief", "slices": [{"start_s": 20, "duration_s": 8}]}
+    made = found.client().post("/v1/studies", json={**STUDY, **longer, "trace": digest})
     assert made.status_code == 201, made.text
     yield found
     found.store.close()
 
 
 def ended(world: World, run_id: str) -> Run:
-    """The run, once its controller has ended it."""
+    """The run, once its controller has ended it and itself."""
     wait_for(lambda: world.store.run(run_id).state is not RunState.RUNNING)
-    return world.store.run(run_id)
+    run = world.store.run(run_id)
+    wait_for(lambda: not world.runner.alive(run))
+    return run
 
 
 def posted(client: TestClient, path: str, **body: object) -> str:
@@ -153,7 +156,7 @@ GUARDED = (
 
 def test_25_3_a_nightly_schedule_checks_each_new_version_once(tmp_path: Path) -> None:
     home, study = tmp_path / "home", write(tmp_path, GUARDED)
-    (tmp_path / "release-1.yaml").write_text("version: 0.32.0\n")
+    (tmp_path / "release-1.yaml").write_text("version: 0.33.0\nslower: 1.3\n")
     words = ("add", "guard", "--study", study, "--cron", "0 1 * * *", "--hours", 4, "--alias", "today")
     done = tuner(home, "schedule", *words, "--upgrade-to", "release-*.yaml", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -169,14 +172,14 @@ def test_25_3_a_nightly_schedule_checks_each_new_version_once(tmp_path: Path) ->
         assert told.returncode == 0, told.stderr
         return told.stderr
 
-    assert "same engine" in night(), "the newest release is what the study runs already"
-    assert not store.runs()
-    assert store.schedule("guard").last_run_id is None
-    (tmp_path / "release-2.yaml").write_text("version: 0.33.0\nslower: 1.3\n")
     assert "FINISHED" in night()
-    (run,) = store.runs()
-    assert UpgradeFinding.from_json(run.summary["upgrade"]).new == "0.33.0"
-    assert store.schedule("guard").last_run_id == run.id
+    (first,) = store.runs()
+    assert UpgradeFinding.from_json(first.summary["upgrade"]).new == "0.33.0"
     assert "0.33.0 was checked on" in night()
-    assert [each.id for each in store.runs()] == [run.id], "it was not checked again"
+    assert [each.id for each in store.runs()] == [first.id], "it was not checked again"
+    assert store.schedule("guard").last_run_id == first.id
+    (tmp_path / "release-2.yaml").write_text("version: 0.34.0\n")
+    assert "FINISHED" in night()
+    newest = store.runs(limit=1)[0]
+    assert UpgradeFinding.from_json(newest.summary["upgrade"]).new == "0.34.0"
     store.close()

@@ -10,7 +10,7 @@ from anyio import to_thread
 
 from tuner.errors import BadInput, NotFound, nearest
 from tuner.fleet.schedule import ACTOR, CLOSING, Firing, nothing_begun
-from tuner.fleet.window import check, terms
+from tuner.fleet.window import Terms, check, terms
 from tuner.history.entities import Schedule
 from tuner.records import Run, RunState
 from tuner.service.comparison_requests import upgrade_words
@@ -46,25 +46,28 @@ def checked(schedule: Schedule, here: ServiceContext) -> Schedule:
 POLL_S = 1.0
 
 
+def _what(here: ServiceContext, found: Terms) -> tuple[str, Path, tuple[str, ...]]:
+    """(the study's id, its file, the controller's command where that does not tune). NothingNew where a check
+    of upgrades has nothing to check. Files are taken where the schedule was made by command line.
+    """
+    if (upgrade := found.upgrade) is None:
+        return (*here.studies.find_scheduled(found.study), ())
+    files = Path(found.study).is_absolute()
+    asked = partial(unchecked, new=upgrade.to, old=upgrade.old, configuration=upgrade.alias, files=files)
+    study_id, path = here.studies.compared(found.study, asked)
+    words = upgrade_words(path, upgrade.to, upgrade.old, upgrade.alias)
+    return study_id, path, words if files else (*words, "--registered")
+
+
 def starter(here: ServiceContext) -> Callable[[Firing], Awaitable[Run | None]]:
     """The `start_run` of the schedule loop."""
 
     def begin(firing: Firing) -> Run | None:
-        study, words = firing.terms.study, tuple[str, ...]()
-        if (upgrade := firing.terms.upgrade) is None:
-            study_id, path = here.studies.find_scheduled(study)
-        else:
-            files = Path(study).is_absolute()
-            try:
-                asked = partial(
-                    unchecked, new=upgrade.to, old=upgrade.old, configuration=upgrade.alias, files=files
-                )
-                study_id, path = here.studies.compared(study, asked)
-            except NothingNew:
-                nothing_begun(here.store, firing)
-                return None
-            words = upgrade_words(path, upgrade.to, upgrade.old, upgrade.alias)
-            words += () if files else ("--registered",)
+        try:
+            study_id, path, words = _what(here, firing.terms)
+        except NothingNew:
+            nothing_begun(here.store, firing)
+            return None
         order = RunOrder(
             study_id=study_id,
             study_file=path,
