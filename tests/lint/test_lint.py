@@ -351,6 +351,19 @@ def test_the_range_of_a_gain_is_of_slower_and_faster_engines() -> None:
 # -- releases ---------------------------------------------------------------------------------------------
 
 
+def test_a_card_is_known_without_its_memory() -> None:
+    assert lint(GOOD, card="H100").kv_tokens == lint(GOOD, card="h100-80").kv_tokens
+    with pytest.raises(BadInput, match="a100-40, a100-80"):
+        lint(GOOD, card="a100")
+
+
+def test_what_the_engine_refuses_is_said_in_one_sentence() -> None:
+    found = lint(f"{GOOD} --max-num-batched-tokens 512 --max-num-seqs 1024", card="a100-40")
+    assert re.search(
+        r"configuration: max_num_batched_tokens \(512\) must be .*\d\)\.?$", found.missing["fit"]
+    )
+
+
 def test_the_release_is_the_given_one_else_the_images_else_the_newest() -> None:
     image = f"docker run vllm/vllm-openai:v0.20.0 --model {MODEL}"
     assert lint(image).version == "0.20.0"

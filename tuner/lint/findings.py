@@ -57,8 +57,9 @@ RULES: Mapping[str, LintRule] = _table()
 
 def found(rule: str, sentence: str, evidence: str, fix: str = "", *, flag: str = "") -> Finding:
     """A finding of a rule, with the rule's severity."""
-    severity = RULES[rule].severity
-    return Finding(id=rule, severity=severity, sentence=sentence, evidence=evidence, fix=fix, flag=flag)
+    return Finding(
+        id=rule, severity=RULES[rule].severity, sentence=sentence, evidence=evidence, fix=fix, flag=flag
+    )
 
 
 def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:

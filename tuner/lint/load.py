@@ -143,9 +143,8 @@ class Slack:
 
 def scaled(coefficients: Coefficients, slower: float) -> Coefficients:
     """Coefficients of an engine whose steps all take `slower` times as long."""
-    rates = {name: 1 / slower for name in ("compute", "memory", "attention")}
-    times = {name: slower for name in ("step_s", "seq_s", "layer_s", "sync_s")}
-    return coefficients.scaled(rates | times)
+    rates = dict.fromkeys(("compute", "memory", "attention"), 1 / slower)
+    return coefficients.scaled(rates | dict.fromkeys(("step_s", "seq_s", "layer_s", "sync_s"), slower))
 
 
 def check(subject: LintSubject, simulation: TrafficSimulation) -> Iterator[Finding]:
@@ -407,9 +406,12 @@ def best_of(subject: LintSubject, simulation: TrafficSimulation, space: SearchSp
         for level in space.levels.get(name, ()):
             if level is None or level == simulation.fit.knobs.get(name):
                 continue
-            values = _values(small, {**chosen, name: level})
+            options = _options(small, {**chosen, name: level})
             tried += 1
-            if values is not None and (rank := _rank(values, simulation.scene.slo)) < best:
+            if (
+                options is not None
+                and (rank := _rank(fold(small.runs(options), few), small.scene.slo)) < best
+            ):
                 best, chosen = rank, {**chosen, name: level}
     if not chosen or (options := _options(simulation, chosen)) is None:
         return None
@@ -437,11 +439,6 @@ def _options(simulation: TrafficSimulation, knobs: Mapping[str, Value]) -> Optio
     except StartRefused:
         return None
     return options if violation_of(options, memory, simulation.scene.card)[1] else None
-
-
-def _values(simulation: TrafficSimulation, knobs: Mapping[str, Value]) -> dict[str, float] | None:
-    options = _options(simulation, knobs)
-    return None if options is None else fold(simulation.runs(options), simulation.scene.trace)
 
 
 def _gain(simulation: TrafficSimulation, options: Options, slower: float) -> float:

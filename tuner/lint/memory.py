@@ -1,5 +1,6 @@
 """Whether weights, KV cache, activations and graphs fit on the card, and how the cards are used."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -37,7 +38,7 @@ def fit_of(subject: LintSubject, scene: Scene) -> EngineFit | str:
     try:
         options, memory = options_of(scene, knobs)
     except StartRefused as refused:
-        return str(refused).splitlines()[-1].strip()
+        return re.sub(r"^Value error, | \[type=.*", "", str(refused).splitlines()[-1].strip())
     return EngineFit(scene=scene, knobs=knobs, options=options, memory=memory)
 
 

@@ -124,9 +124,10 @@ def _releases(
 def _card(name: str | None) -> "Card | None":
     if name is None:
         return None
-    from tuner.simulator.cost import card_of
+    from tuner.simulator.cost import CARDS, card_of
 
-    return card_of(name)
+    meant = [each for each in CARDS if name.lower() in (each, each.partition("-")[0])]  # a100 has two
+    return card_of(meant[0] if len(meant) == 1 else name)
 
 
 def _with_memory(
