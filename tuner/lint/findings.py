@@ -45,14 +45,11 @@ class Finding:
         return f"docs/lint/{self.id}.md"
 
 
-def _table() -> dict[str, LintRule]:
-    raw = yaml.load(
-        shipped("lint", "rules.yaml").read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    )
-    return {name: LintRule(id=name, **entry) for name, entry in raw.items()}
-
-
-RULES: Mapping[str, LintRule] = _table()
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+RULES: Mapping[str, LintRule] = {
+    name: LintRule(id=name, **entry)
+    for name, entry in yaml.load(shipped("lint", "rules.yaml").read_text(), Loader=_LOADER).items()
+}
 
 
 def found(rule: str, sentence: str, evidence: str, fix: str = "", *, flag: str = "") -> Finding:
