@@ -12,7 +12,7 @@ NAMES = {
     "MY_API_KEY": "12345", "apiKey": "x1y", "APIKEY": "zz", "DB_PASS": "hunter2",
     "PGPASSWORD": "123456", "db.password": "pw", "VLLM_API_KEY": "q", "smtp-passwd": "p", "DB_PWD": "hunter2",
     "COOKIE": "a=b", "AUTH_TOKENS": "x,y", "GOOGLE_CREDENTIALS": "{}", "--api-key": "s", "--hf-token": "s",
-    "sslpassword": "s",
+    "sslpassword": "s", "AZURE_STORAGE_CONNECTION_STRING": "Endpoint=https", "connectionString": "x",
 }  # fmt: skip
 HARMLESS = {
     "TOKENIZERS_PARALLELISM": "false", "VLLM_MAX_TOKENS_PER_EXPERT_FP4_MOE": "163840",
@@ -20,6 +20,7 @@ HARMLESS = {
     "MONKEY": "banana", "--long-prefill-token-threshold": "2048", "VLLM_USE_TOKEN": "1", "KEYBOARD": "us",
     "SSL_KEY_FILE": "/etc/ssl/key.pem", "HF_TOKEN_PATH": "/run/secrets/hf", "--skip-tokenizer-init": "x",
     "VLLM_ATTENTION_BACKEND": "FLASH_ATTN", "COMPASS": "north", "AUTHOR": "me",
+    "--max-num-batched-tokens": "8_192", "--max-num-queued-tokens": "1T",
 }  # fmt: skip
 SHAPES = [
     ("postgresql://tuner:hunter2@db:5432/tuner", "hunter2", "@db:5432/tuner"),

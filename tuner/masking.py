@@ -22,14 +22,14 @@ OTHERS = 0o077
 FOLDERS = ("logs", "traces", "captures", "uploads", "trials", "nodes", "studies", "controllers", "work")
 _users_mask: int | None = None
 _ALWAYS = re.compile(
-    r"(?:^|-)(?:[a-z]*(?:password|passwd|passphrase|secret|credential)s?|pass|authorization|cookie|jwt"
+    r"(?:^|-)(?:[a-z]*(?:password|passwd|passphrase|secret|credential)s?|pass|authorization|cookie|jwt|connection-string"
     r"|(?:api|access|secret|private|signing|license|auth|bearer|hf|hub|session)-?(?:key|token)s?)(?:-|$)"
 )
 
 # Such names may also have a value that is no secret: a number or a switch (`MAX_TOKENS=8`).
 _OFTEN = re.compile(r"(?:^|-)(?:tokens?|keys?|pwd|sas)(?:-|$)")
 _NOT_NAMES = frozenset(("pwd", "oldpwd"))
-_HARMLESS = re.compile(r"-?[\d.]*[kmg]?|true|false|yes|no|on|off|none|null|auto", re.IGNORECASE)
+_HARMLESS = re.compile(r"-?[\d._]*[kmgt]?|true|false|yes|no|on|off|none|null|auto", re.IGNORECASE)
 _PATHS = ("-file", "-path", "-dir")
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 
