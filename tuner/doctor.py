@@ -88,10 +88,11 @@ def _python() -> Check:
 
 
 def _home(home: Path) -> Iterator[Check]:
-    existing = next(p for p in (home, *home.parents) if p.exists())
+    existing = next(p for p in (home, *home.parents) if p.exists() or p.is_symlink())
     if not existing.is_dir():
-        mend = f"set TUNER_HOME to a folder, or move the file {existing} away"
-        yield Check(name="home", verdict="error", found=f"{existing} is a file, not a folder", mend=mend)
+        mend = f"set TUNER_HOME to a folder, or move {existing} away"
+        is_one = "a link that leads to no folder" if existing.is_symlink() else "a file, not a folder"
+        yield Check(name="home", verdict="error", found=f"{existing} is {is_one}", mend=mend)
         return
     if not os.access(existing, os.W_OK):
         yield Check(

@@ -47,6 +47,15 @@ def test_doctor_on_a_home_that_is_a_file(tmp_path: Path, below: bool) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("to", ["home", "nowhere", "file"])
+def test_doctor_on_a_home_that_is_a_link_to_no_folder(tmp_path: Path, to: str) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    (tmp_path / "home").symlink_to(tmp_path / to)
+    done = tuner(tmp_path / "home", "doctor", "--json")
+    assert done.returncode == 11, done.stderr
+    assert f"{tmp_path / 'home'} is a " in done.stdout
+
+
 def test_what_the_simulated_engine_lacks_is_not_vllms_fault(tmp_path: Path) -> None:
     shown = tuner(tmp_path, "knobs").stdout
     assert "the simulated engine does not have it" in shown
