@@ -154,11 +154,6 @@ def version_of(store: Store, event: AliasEvent | None) -> Profile | None:
     return store.profile_version(event.key, event.to_version)
 
 
-def age_s(moment: datetime, now: datetime) -> float:
-    """Seconds since a moment."""
-    return max(0.0, (now - moment).total_seconds())
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleView:
     """A schedule as people read it. `problem` says why it can never run."""

@@ -99,7 +99,7 @@ def show_overview(looks: Looks) -> Response:
     store = looks.service.store
     found = overview.machines(store)
     named = overview.comparable(found)
-    return page(looks, "overview.html", machines=found, compared=named, age_s=overview.age_s)
+    return page(looks, "overview.html", machines=found, compared=named)
 
 
 @router.get("/studies")
@@ -207,7 +207,6 @@ def show_trial(looks: Looks, ref: str, number: int, attempt: int | None = None) 
         attempts=attempts,
         latencies=latencies,
         timelines=timelines,
-        took_s=studies.took_s(trial, looks.service.clock()),
         log=tail(log, LOG_LINES),
         root=root_cause(trial, log) if trial.reason else "",
         rows=studies.numbers(board, trial),

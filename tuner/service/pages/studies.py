@@ -1,9 +1,8 @@
 """What the pages of a study and of a trial show."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
 from markupsafe import Markup
@@ -177,14 +176,16 @@ def pictures(board: Board, trial: Trial) -> tuple[list[tuple[str, Markup]], list
 
 def budget(board: Board) -> Markup:
     """Seconds of trials by how they ended, as bars."""
-    states = [s for s in TrialState if any(t.state is s for t in board.trials)]
-    found = {
-        f"{sum(t.state is s for t in board.trials)} {s.value}": sum(
-            t.gpu_seconds for t in board.trials if t.state is s
-        )
-        for s in states
-    }
-    return marked(bars(found, "gpu_seconds"))
+    found = boards.spent(board.trials, ())
+    named = {f"{count} {state}": found.trial_seconds[state] for state, count in found.trials.items()}
+    return marked(bars(named, "gpu_seconds"))
+
+
+def in_order(known: Collection[str], objectives: Iterable[str]) -> tuple[list[str], list[str]]:
+    """(the known objectives, all other known names), in the order of the catalogue, what it lacks last."""
+    ours = [name for name in dict.fromkeys(objectives) if name in known]
+    rest = [name for name in MEASURES if name in known and name not in ours]
+    return ours, [*rest, *sorted({*known} - {*ours, *rest})]
 
 
 INTERNAL = ("kv_", "blocks_", "batch_", "step_", "queue_", "offload_", "gpu_", "energy_", "prefix_")
@@ -194,13 +195,6 @@ INTERNAL = ("kv_", "blocks_", "batch_", "step_", "queue_", "offload_", "gpu_", "
 def numbers(board: Board, trial: Trial) -> Mapping[str, Sequence[str]]:
     """The names that some pass of a trial measured: objectives, what users feel, the engine's inside."""
     known = {name for m in trial.measurements for name in m.values}
-    ours = [name for name in board.study.objectives if name in known]
-    rest = [name for name in MEASURES if name in known and name not in ours]
-    rest += sorted(known - {*ours, *rest})
+    ours, rest = in_order(known, board.study.objectives)
     inside = [name for name in rest if name.startswith(INTERNAL)]
     return {"Numbers": [*ours, *(n for n in rest if n not in inside)], "Inside the engine": inside}
-
-
-def took_s(trial: Trial, now: datetime) -> float:
-    """Seconds from its start to its end, or until now."""
-    return ((trial.ended_at or now) - trial.started_at).total_seconds()
