@@ -214,6 +214,25 @@ class StoreConformance:
         assert [trial.number for trial in store.orphans()] == [2, 0]
         assert store.orphans(host="elsewhere") == ()
 
+    def test_a_page_goes_on_with_the_later_attempts_of_its_last_number(self, store: Store) -> None:
+        run = a_run(store, a_study())
+        for number, attempt in ((0, 0), (0, 1), (0, 2), (1, 0)):
+            start(store, run, number, attempt=attempt)
+        found = store.trials(run.study_id, after=(0, 1))
+        assert [(trial.number, trial.attempt) for trial in found] == [(0, 2), (1, 0)]
+
+    def test_trials_of_two_studies_have_numbers_of_their_own(self, store: Store) -> None:
+        one, other = a_run(store, a_study("one")), a_run(store, a_study("other"))
+        assert start(store, one, 0).id != start(store, other, 0).id
+        assert [trial.study_id for trial in store.trials(other.study_id)] == [other.study_id]
+
+    def test_runs_are_counted_by_state(self, store: Store) -> None:
+        assert store.run_counts() == {}
+        run = a_run(store, a_study("one"))
+        a_run(store, a_study("other"))
+        store.save_run(replace(run, state=RunState.FINISHED, ended_at=NOW))
+        assert store.run_counts() == {RunState.FINISHED: 1, RunState.RUNNING: 1}
+
     def test_what_cannot_be_an_id_is_nobody_s(self, store: Store) -> None:
         for wrong in ("", "\x00", "ü" * 200, "%", "'; drop table studies"):
             with pytest.raises(NotFound):

@@ -83,6 +83,14 @@ class ServiceConformance:
         assert store.alias_events(KEY) == (one, two, gone)
         assert store.aliases() == ()
 
+    def test_an_alias_is_frozen_until_it_is_free_again(self, store: Store) -> None:
+        a_profile(store)
+        moved(store, 1, expected=0)
+        for frozen in (True, False):
+            store.freeze_alias(KEY, "champion", frozen, actor="me", reason="", now=NOW)
+            assert store.alias_frozen(KEY, "champion") is frozen
+        assert store.alias_frozen(KEY, "challenger") is False
+
     def test_an_alias_points_at_a_version_that_exists(self, store: Store) -> None:
         a_profile(store)
         with pytest.raises(NotFound, match="no version 9"):

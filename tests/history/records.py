@@ -68,13 +68,15 @@ def replace_fields(measured: Measurement, changes: dict[str, object]) -> Measure
     return Measurement(**(fields | changes))
 
 
-def start(store: Store, run: Run, number: int = 0, *, origin: str = "search", **knobs: int) -> Trial:
+def start(
+    store: Store, run: Run, number: int = 0, *, attempt: int = 0, origin: str = "search", **knobs: int
+) -> Trial:
     return store.start_trial(
         study_id=run.study_id,
         run_id=run.id,
         candidate=Candidate({"max_num_seqs": 64 + number, **knobs}),
         number=number,
-        attempt=0,
+        attempt=attempt,
         seed=number,
         origin=origin,
         now=run.started_at + timedelta(minutes=number),

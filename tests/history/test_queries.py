@@ -1,7 +1,7 @@
 """What was best on which night, and why."""
 
 from dataclasses import replace
-from datetime import date, timedelta
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -286,6 +286,37 @@ def test_noise_is_not_a_regression() -> None:
     assert [night.compared for night in queries.nights(bests)] == ["first", "same"]
     assert queries.nights(bests)[0].sure == "confirmed, 3 repeats, 90 to 112"
     assert [night.compared for night in queries.nights([a_best(0, 100.0), a_best(1, 104.0)])][1] == "same"
+
+
+def test_one_measurement_has_no_spread_that_could_overlap() -> None:
+    once, again = a_best(0, 100.0, low=90.0, high=120.0), {"repeats": 3, "confirmed": True}
+    assert queries.nights([once, a_best(1, 110.0, low=99.0, high=120.0, **again)])[1].compared == "worse"
+    assert (
+        queries.nights(
+            [a_best(0, 110.0, low=99.0, high=120.0, **again), replace(once, started_at=NOW + DAY)]
+        )[1].compared
+        == "better"
+    )
+
+
+def test_a_moment_is_utc_where_it_names_no_zone() -> None:
+    assert queries.moment("2026-03-01") == datetime(2026, 3, 1, tzinfo=UTC)
+    assert queries.moment("2026-03-01T02:00+02:00") == datetime(2026, 3, 1, tzinfo=UTC)
+    assert queries.moment("2026-03-01T02:00+02:00").utcoffset() == timedelta(hours=2)
+
+
+def test_arguments_are_compared_only_where_both_sides_know_theirs() -> None:
+    best = a_best(0, 100.0)
+    known = queries.Configuration(
+        engine_version=best.engine_version, trace_digest=best.trace_digest, gpu_class=best.gpu_class,
+        candidate=best.candidate, arguments={"max-model-len": "4096"}, environment={"A": "1"},
+    )  # fmt: skip
+    assert queries.changes(best, known) == queries.changes(known, best) == ()
+    other = replace(known, arguments={"max-model-len": "8192"}, environment={})
+    assert [(each.kind, each.name) for each in queries.changes(known, other)] == [
+        ("argument", "max-model-len"),
+        ("environment", "A"),
+    ]
 
 
 def test_a_night_that_is_not_to_be_trusted_is_compared_with_none() -> None:
