@@ -1,5 +1,6 @@
 """What may go wrong at times, as rates over seeds: the tuner against the hidden truth of each node."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,20 +78,27 @@ class Oracle:
         except NotStarted:
             return None
 
-    def gains(self, study: Study, candidate: Mapping[str, Value]) -> list[float]:
-        """The true gain over today's configuration per objective, positive is better."""
-        today = self._world.today(study.node)
+    def gains(
+        self, study: Study, candidate: Mapping[str, Value], over: Mapping[str, Value] | None = None
+    ) -> list[float]:
+        """The true gain over a configuration (None: today's) per objective, positive is better."""
+        today = self._world.today(study.node) if over is None else over
         before, after = self.values(study, today), self.values(study, candidate)
-        if not after:
-            return [-1.0] * len(study.objectives)
-        return [
-            after[n] / before[n] - 1 if n == "goodput_rps" else before[n] / after[n] - 1
-            for n in study.objectives
-        ]
+        if not before or not after:  # what does not start serves nothing
+            return [(not before) - (not after) + 0.0] * len(study.objectives)
+        return [gain(before[n], after[n], n == "goodput_rps") for n in study.objectives]
+
+
+def gain(before: float, after: float, maximized: bool) -> float:
+    """How many times better, minus 1; a request that was not served waits for ever."""
+    low, high = (before, after) if maximized else (after, before)
+    if low == high:
+        return 0.0
+    return high / low - 1 if low > 0 else math.inf
 
 
 def regressions(world: World) -> Count:
-    """Promoted versions that are truly worse than what ran before in an objective, and better in none."""
+    """Promoted versions: truly worse than today's configuration in an objective, and better in none."""
     store = world.store()
     oracle, bad, of = Oracle(world, store), 0, 0
     for key in store.profile_keys():
@@ -137,8 +145,7 @@ def growing_regret(world: World) -> Count:
         winners = [arm for each in said if (arm := each.arm(each.winner)) is not None]
         if len(winners) < 2:
             continue
-        first, last = (oracle.gains(study, arm.candidate) for arm in (winners[0], winners[-1]))
-        differences = [(1 + b) / (1 + a) - 1 for a, b in zip(first, last, strict=True)]
+        differences = oracle.gains(study, winners[-1].candidate, over=winners[0].candidate)
         of, bad = of + 1, bad + (min(differences) < -EQUAL and max(differences) < EQUAL)
     store.close()
     return Count(of=of, bad=bad)

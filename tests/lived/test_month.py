@@ -3,6 +3,7 @@
 """
 
 import json
+import math
 import os
 import re
 import time
@@ -41,6 +42,29 @@ def test_a_month_holds_every_invariant(tmp_path: Path, seed: int) -> None:
     with KEPT.open("a") as kept:
         kept.write(json.dumps(row) + "\n")
     assert all(each.holds or each.bad <= 1 for each in found.values()), (seed, found)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "maximized", "wanted"),
+    [
+        (100.0, 50.0, False, 1.0), (50.0, 100.0, False, -0.5), (math.inf, 50.0, False, math.inf),
+        (50.0, math.inf, False, -1.0), (math.inf, math.inf, False, 0.0), (2.0, 3.0, True, 0.5),
+        (0.0, 3.0, True, math.inf), (3.0, 0.0, True, -1.0), (0.0, 0.0, True, 0.0),
+    ],
+)  # fmt: skip
+def test_a_true_gain_counts_what_was_never_served(
+    before: float, after: float, maximized: bool, wanted: float
+) -> None:
+    assert rates.gain(before, after, maximized) == pytest.approx(wanted)
+
+
+def test_no_rate_over_the_seeds_that_were_lived_is_above_one_in_twenty() -> None:
+    """docs/results/month.jsonl has what each seed of a month came to; a seed is not taken twice."""
+    lived = [json.loads(line) for line in (ROOT / "docs/results/month.jsonl").read_text().splitlines()]
+    assert len({each["seed"] for each in lived}) == len(lived) > 0
+    for name in ("regressions", "missed", "growing_regret"):
+        total = sum((rates.Count(of=each[name][1], bad=each[name][0]) for each in lived), rates.Count())
+        assert total.holds, (name, total)
 
 
 def test_the_list_of_planted_faults_is_long_enough() -> None:
