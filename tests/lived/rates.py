@@ -20,6 +20,7 @@ from tuner.traffic import trace as traces
 EQUAL = 0.05
 """A true difference below this is none."""
 GAIN = 0.2
+E2E = "e2e_p95_ms"
 NIGHTS = 3
 
 
@@ -47,7 +48,7 @@ class Oracle:
         self._known: dict[tuple[object, ...], Mapping[str, float]] = {}
 
     def values(self, study: Study, candidate: Mapping[str, Value]) -> Mapping[str, float]:
-        """The objectives; empty where the engine does not start."""
+        """The objectives, and E2E; empty where the engine does not start."""
         key = (study.node, study.trace_digest, tuple(sorted(candidate.items())))
         if key not in self._known:
             self._known[key] = self._measured(study, candidate)
@@ -65,7 +66,7 @@ class Oracle:
             found, trace, parts, PLANS["brief"], load, VirtualPace(slower=truth.slower)
         )
         values = measure(replayed, study.slo).values
-        return {name: values[name] for name in study.objectives}
+        return {name: values[name] for name in (*study.objectives, E2E)}
 
     @staticmethod
     def _booted(truth: Truth, candidate: Mapping[str, Value]) -> Booted | None:
@@ -138,14 +139,25 @@ def _has_gain(oracle: Oracle, study: Study, world: World) -> bool:
 
 
 def growing_regret(world: World) -> Count:
-    """Studies whose last winner is truly worse than their first in an objective and better in none."""
+    """Studies whose last winner is truly worse than their first, by the rule that picks it: goodput within
+    the SLO, then the 95th percentile of E2E.
+    """
     store = world.store()
     oracle, bad, of = Oracle(world, store), 0, 0
     for study, said in _quiet(store):
         winners = [arm for each in said if (arm := each.arm(each.winner)) is not None]
         if len(winners) < 2:
             continue
-        differences = oracle.gains(study, winners[-1].candidate, over=winners[0].candidate)
-        of, bad = of + 1, bad + (min(differences) < -EQUAL and max(differences) < EQUAL)
+        first, last = (oracle.values(study, arm.candidate) for arm in (winners[0], winners[-1]))
+        of, bad = of + 1, bad + is_worse(first, last)
     store.close()
     return Count(of=of, bad=bad)
+
+
+def is_worse(first: Mapping[str, float], last: Mapping[str, float]) -> bool:
+    """Whether less is good at the last, or as much and the slowest take longer."""
+    if not first or not last:
+        return bool(first)
+    good = gain(first["goodput_rps"], last["goodput_rps"], maximized=True)
+    slow = gain(first[E2E], last[E2E], maximized=False)
+    return good < -EQUAL or (good <= EQUAL and slow < -EQUAL)

@@ -58,6 +58,15 @@ def test_a_true_gain_counts_what_was_never_served(
     assert rates.gain(before, after, maximized) == pytest.approx(wanted)
 
 
+def test_a_later_winner_is_worse_by_goodput_and_then_by_its_slowest_requests() -> None:
+    first = {"goodput_rps": 10.0, rates.E2E: 1000.0}
+    assert not rates.is_worse(first, first)
+    assert not rates.is_worse(first, {"goodput_rps": 12.0, rates.E2E: 2000.0})
+    assert rates.is_worse(first, {"goodput_rps": 9.0, rates.E2E: 500.0})
+    assert rates.is_worse(first, {"goodput_rps": 10.0, rates.E2E: 1100.0})
+    assert rates.is_worse(first, {})
+
+
 def test_no_rate_over_the_seeds_that_were_lived_is_above_one_in_twenty() -> None:
     """docs/results/month.jsonl has what each seed of a month came to; a seed is not taken twice."""
     lived = [json.loads(line) for line in (ROOT / "docs/results/month.jsonl").read_text().splitlines()]
