@@ -101,7 +101,7 @@ def test_the_log_of_a_failed_trial_begins_with_the_root_cause(tmp_path: Path) ->
     )
     store.close()
     first, second, rule, *rest = call(tmp_path, "trial", "log", "chat", 1, "--lines", 2).stdout.splitlines()
-    assert first == "no_kv_memory: no memory left for the KV cache"
+    assert first == "no_kv_memory: no memory left for the KV cache (docs/troubleshooting.md#no_kv_memory)"
     assert second.startswith("root cause: (EngineCore pid=7) ValueError: No available memory")
     assert (rule, rest) == ("---", ENGINE_LOG.splitlines()[-2:])
     assert call(tmp_path, "trial", "log", "chat", 2, "--lines", 1).stdout.splitlines()[:2] == [
