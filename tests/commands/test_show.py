@@ -105,7 +105,7 @@ def test_the_log_of_a_failed_trial_begins_with_the_root_cause(tmp_path: Path) ->
     assert second.startswith("root cause: (EngineCore pid=7) ValueError: No available memory")
     assert (rule, rest) == ("---", ENGINE_LOG.splitlines()[-2:])
     assert call(tmp_path, "trial", "log", "chat", 2, "--lines", 1).stdout.splitlines()[:2] == [
-        f"stopped: {why}",
+        f"stopped: {why} (docs/troubleshooting.md#stopped)",
         "---",
     ]
 
