@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from selenium import webdriver
+from selenium.common.exceptions import WebDriverException
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
-from selenium.webdriver.support.expected_conditions import staleness_of
 from selenium.webdriver.support.ui import WebDriverWait
 
 from tests.browser.screenshots import login
@@ -51,11 +51,12 @@ class Site:
 
     def press(self, selector: str) -> None:
         """Press what leads to another page, until that page is there."""
-        before = self.one("html")
+        self.driver.execute_script("window.before = true")
         self.one(selector).click()
-        wait = WebDriverWait(self.driver, PATIENCE_S)
-        wait.until(staleness_of(before))
-        wait.until(lambda driver: driver.execute_script("return document.readyState") == "complete")
+        there = "return !window.before && document.readyState === 'complete'"
+        # Between two pages there is none that could answer.
+        wait = WebDriverWait(self.driver, PATIENCE_S, ignored_exceptions=[WebDriverException])
+        wait.until(lambda driver: driver.execute_script(there))
 
     def wait_for(self, text: str) -> None:
         """Until the page says it."""

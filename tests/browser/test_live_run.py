@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from selenium import webdriver
 from selenium.webdriver.common.by import By
-from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
 from tests.browser.chromium import DESKTOP, resize
@@ -66,22 +65,16 @@ def watch(browser: webdriver.Chrome) -> tuple[set[str], bool, bool, bool]:
 
 def the_log_stays_open(browser: webdriver.Chrome) -> None:
     """A log that a reader has opened is still open after the page has followed the run."""
-    found = "section.now details"
-    browser.execute_script(f"document.querySelector('{found}').open = true")
-    before = browser.find_element(By.CSS_SELECTOR, found)
-    WebDriverWait(browser, PATIENCE_S).until(lambda _: renewed(browser, before))
-    assert browser.execute_script(f"return document.querySelector('{found}').open") is True
-
-
-def renewed(browser: webdriver.Chrome, before: WebElement) -> bool:
-    """Whether the live part was drawn anew since, with a log in it."""
-    fresh = "const d = document.querySelector('section.now details'); return Boolean(d) && d !== arguments[0]"
-    try:
-        return bool(browser.execute_script(fresh, before))
-    except Exception as gone:  # the element that was held is no longer in the page
-        if "stale" not in str(gone):
-            raise
-        return bool(browser.find_elements(By.CSS_SELECTOR, "section.now details"))
+    found = "document.querySelector('section.now details')"
+    opened = (
+        f"const d = {found}; if (!d) return false; const fold = d.querySelector('summary');"
+        "if (d.open) fold.click(); fold.click(); return Boolean(d.dataset.before = '1')"
+    )
+    anew = f"const d = {found}; return Boolean(d) && !d.dataset.before"
+    wait = WebDriverWait(browser, PATIENCE_S)
+    wait.until(lambda _: browser.execute_script(opened))  # between two launches there is no log for a moment
+    wait.until(lambda _: browser.execute_script(anew))
+    assert browser.execute_script(f"return {found}.open") is True
 
 
 def stop(browser: webdriver.Chrome) -> None:

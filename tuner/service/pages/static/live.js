@@ -7,12 +7,16 @@
   const every = Number(part.dataset.every) || 2000;
   let tag = part.dataset.tag || "";
   const say = (text) => { if (status && status.textContent !== text) status.textContent = text; };
+  const state = new Map();
+  const said = (each) => each.querySelector("summary").textContent;
+  part.addEventListener("click", (event) => {
+    const fold = event.target.closest("summary")?.parentElement;
+    if (fold) state.set(said(fold), !fold.open);
+  });
   const put = (html) => {
     const held = document.activeElement;
     const link = part.contains(held) ? held.getAttribute("href") : null;
     const left = part.querySelector(".wide")?.scrollLeft || 0;
-    const said = (each) => each.querySelector("summary").textContent;
-    const state = new Map([...part.querySelectorAll("details")].map((each) => [said(each), each.open]));
     const folded = held && held.matches("summary") && part.contains(held) ? held.textContent : "";
     part.innerHTML = html;
     globalThis.localTimes(part);
