@@ -1,4 +1,4 @@
-"""Slices by hand and chosen, rungs that extend each other, and traces made faster, thinner or denser."""
+"""Slices by hand and chosen, and traces made faster, thinner or denser."""
 
 import itertools
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from tuner.errors import BadInput
 from tuner.records import Slice
 from tuner.traffic.importers import read_any
 from tuner.traffic.reshape import groups, merged, scaled, superposed, thinned
-from tuner.traffic.slices import Limits, choose, rows, rungs
+from tuner.traffic.slices import Limits, choose, rows
 from tuner.traffic.statistics import dispersion
 from tuner.traffic.structure import reuse_by_capacity
 from tuner.traffic.trace import Trace, build, bundled
@@ -111,18 +111,6 @@ def test_slices_by_hand() -> None:
 def test_a_wrong_slice_is_named(given: Any, words: str) -> None:
     with pytest.raises(BadInput, match=words):
         choose(poisson([2.0]), given)
-
-
-def test_rungs_extend_each_other_and_contain_the_peak() -> None:
-    trace = poisson([2, 2, 2, 10, 2, 2, 3, 3, 2, 2])
-    chosen = choose(trace, "auto", limits=Limits(min_s=50))
-    ladder = rungs(chosen)
-    sets = [set(np.concatenate([rows(trace, one) for one in rung]).tolist()) for rung in ladder]
-    assert sets[0] < sets[1] < sets[2]
-    assert ladder[0][0].name == "peak"
-    assert ladder[2] == tuple(one for one in chosen if not one.held_out)
-    total = sum(one.duration_s for one in ladder[2])
-    assert [sum(one.duration_s for one in rung) / total for rung in ladder] == pytest.approx([0.25, 0.5, 1.0])
 
 
 def test_scaling_keeps_order_and_dispersion() -> None:

@@ -1,7 +1,7 @@
-"""Which windows of a trace are replayed: by hand or chosen, and rungs of them that extend each other."""
+"""Which windows of a trace are replayed: by hand or chosen."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -69,28 +69,6 @@ def rows(trace: Trace, window: Slice) -> NDArray[np.int64]:
     edges = [window.start_s, window.start_s + window.duration_s]
     first, last = np.searchsorted(trace.arrival_s, edges, side="left")
     return np.arange(first, last, dtype=np.int64)
-
-
-def rungs(
-    slices: Sequence[Slice], shares: Sequence[float] = (0.25, 0.5, 1.0)
-) -> tuple[tuple[Slice, ...], ...]:
-    """Nested, growing parts of the measured slices: each rung contains the rows of the rung before.
-
-    The first slice (the peak of `auto`) fills first, then the next ones, each from its start; the last share
-    should be 1. Held-out slices are in no rung.
-    """
-    measured = [one for one in slices if not one.held_out]
-    total = sum(one.duration_s for one in measured)
-    made = []
-    for share in shares:
-        left, rung = share * total, []
-        for one in measured:
-            length = min(one.duration_s, left)
-            if length > 1e-9:
-                rung.append(replace(one, duration_s=length))
-            left -= length
-        made.append(tuple(rung))
-    return tuple(made)
 
 
 def _by_hand(trace: Trace, given: Mapping[str, object], place: int) -> Slice:
