@@ -17,14 +17,14 @@ PREEMPTION = (
     (
         "0.8 to 0.9",
         "V1, and V0 on request",
-        "--preemption-mode falls back to V0 without a word to the user",
+        "--preemption-mode falls back to V0 without a message",
         "known and refused: too old",
     ),
     (
         "0.10",
         "V1, and V0 with VLLM_USE_V1=0",
         "as before; with VLLM_USE_V1=1 it is an error",
-        "recompute; swap:<GiB> only where engine.env pins VLLM_USE_V1=0 for the baseline too",
+        "recompute; swap:<GiB> only if engine.env sets VLLM_USE_V1=0, also for the baseline",
     ),
     ("0.11.0", "V1", "--preemption-mode is gone", "recompute"),
     (
@@ -44,8 +44,8 @@ def document() -> str:
         "## The shipped spaces",
         _table(("space", "for", "vLLM", "knobs"), _spaces()),
         "## Every knob",
-        f"Releases are those of the data, {table().versions[0]} to {table().versions[-1]}; the first named "
-        "has the flag and the one before it in the data does not.",
+        f"The data has the releases {table().versions[0]} to {table().versions[-1]}. The column says which of "
+        "them have the flag.",
         _table(KNOB_HEAD, map(_row, CATALOGUE.values())),
         "## Marks",
         _marks(),
@@ -140,12 +140,15 @@ def _marks() -> str:
     never = "\n".join(f"- `{entry.name}`: {entry.never}" for entry in knobs if entry.never)
     sources = "\n".join(f"- `{entry.name}`: {entry.source}" for entry in knobs)
     return (
-        f"A change makes the engine compile or capture again, so grids are coarse: {recompiles}.\n\n"
-        f"A change may change what the model answers, so a study needs a `quality` section: {changes}.\n\n"
-        f"Only the users' own prompts can judge it: {raw}.\n\n"
-        f"Each knob is read back from the running engine, except these; a profile that has one says so:\n\n"
-        f"{unproved}\n\n"
-        f"No shipped space has these knobs; a space of your own must name them under `accept`:\n\n{never}\n\n"
+        "If one of these knobs changes, the engine compiles or captures again. So give them only a few "
+        f"values: {recompiles}.\n\n"
+        "These knobs can change the answers of the model. So a study that has one needs a `quality` section: "
+        f"{changes}.\n\n"
+        f"This can only be judged with the users' own prompts: {raw}.\n\n"
+        "The tuner reads each knob back from the running engine, except these. A profile that has one of them "
+        f"says so:\n\n{unproved}\n\n"
+        "No shipped space has these knobs. If your own space has one, name it under `accept`:\n\n"
+        f"{never}\n\n"
         f"The source of each:\n\n{sources}"
     )
 
@@ -154,14 +157,14 @@ def _terms() -> Iterable[Sequence[str]]:
     for entry in terms():
         knobs = entry["knobs"] if isinstance(entry["knobs"], list) else []
         named = ", ".join(f"`{name}`" for name in knobs) or "none"
-        since = f" Nothing does this since {entry['since']}." if "since" in entry else ""
+        since = f" The last engine with this was {entry['since']}." if "since" in entry else ""
         yield (str(entry["term"]), named, f"{entry['says']}{since}")
 
 
 def _release() -> str:
     return (
-        "A new release is data. Its wheel is read, neither installed nor run, and its flags are added to\n"
-        "`tuner/data/vllm_flags.json`:\n\n"
+        "A new release needs only new data. This reads the wheel (it is not installed and not run) and adds "
+        "its flags to\n`tuner/data/vllm_flags.json`:\n\n"
         "```\npip download --no-deps vllm==0.33.0\n"
         "python -m benchmarks.knobs.release vllm-0.33.0-*.whl\n```\n\n"
         "A new knob, a new list of values or a new default is an entry in `tuner/knobs/catalogue.yaml`."
