@@ -44,8 +44,8 @@ def document() -> str:
         "## The shipped spaces",
         _table(("space", "for", "vLLM", "knobs"), _spaces()),
         "## Every knob",
-        f"The data has the releases {table().versions[0]} to {table().versions[-1]}. The column says which of "
-        "them have the flag.",
+        f"The data has the releases {table().versions[0]} to {table().versions[-1]}. The column says which "
+        "of them have the flag.",
         _table(KNOB_HEAD, map(_row, CATALOGUE.values())),
         "## Marks",
         _marks(),
@@ -145,8 +145,8 @@ def _marks() -> str:
         "These knobs can change the answers of the model. So a study that has one needs a `quality` section: "
         f"{changes}.\n\n"
         f"This can only be judged with the users' own prompts: {raw}.\n\n"
-        "The tuner reads each knob back from the running engine, except these. A profile that has one of them "
-        f"says so:\n\n{unproved}\n\n"
+        "The tuner reads each knob back from the running engine, except these. A profile that has one of "
+        f"them says so:\n\n{unproved}\n\n"
         "No shipped space has these knobs. If your own space has one, name it under `accept`:\n\n"
         f"{never}\n\n"
         f"The source of each:\n\n{sources}"
