@@ -12,7 +12,7 @@ LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{chr(98 + n)}: &{chr(98 + n)} [{', '.join([f'*{chr(97 + n)}'] * 9)}]\n" for n in range(9)
 )
 BAD = {
-    "two of a key": ("a: 1\nb: {c: 1, c: 2}", "f line 2: key 'c' stands twice"),
+    "two of a key": ("a: 1\nb: {c: 1, c: 2}", "f line 2: key 'c' occurs twice"),
     "a mapping as a key": ("? {a: b}\n: 1", "f line 1: a key is one word"),
     "no such day": ("x: 1\na: 2026-99-99", "f line 2: not YAML: '2026-99-99' is no timestamp"),
     "no integer": ("a: !!int x", "f line 1: not YAML: 'x' is no int"),

@@ -145,7 +145,7 @@ def _lines(node: yaml.Node, where: str) -> Iterator[tuple[Key, int]]:
                 if not isinstance(key, yaml.ScalarNode):
                     raise BadInput(f"{where} line {line}: a key is one word, not a list or mapping")
                 if key.value in seen:
-                    raise BadInput(f"{where} line {line}: key '{key.value}' stands twice")
+                    raise BadInput(f"{where} line {line}: key '{key.value}' occurs twice")
                 seen.add(key.value)
                 yield (*at, key.value), line
                 left.append((value, (*at, key.value), inside))

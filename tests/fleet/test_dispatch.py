@@ -81,7 +81,7 @@ def test_a_study_that_needs_more_gpus_than_a_node_has_is_refused_before_anything
 
 
 def test_a_study_that_names_its_node_is_not_for_many(file: StudyFile) -> None:
-    with pytest.raises(BadInput, match="leave node out of the study file"):
+    with pytest.raises(BadInput, match="remove node from the study file"):
         dispatch.choose(CLUSTER, selector([]), (), file.model_copy(update={"node": "large"}))
 
 

@@ -207,7 +207,7 @@ def test_a_file_of_several_commands_asks_which() -> None:
         ("vllm serve m --max-num-seqs $(nproc)", "--max-num-seqs needs nproc, which is not given here"),
         ("vllm serve m --max-num-seqs 4 $EXTRA", "'$EXTRA' is not given here; what it holds is missing"),
         ("vllm serve m --trust-remote-code $EXTRA", "'$EXTRA' is not given here; what it holds is missing"),
-        ("vllm serve m --max-num-seqs 4 --max-num-seqs 8", "--max-num-seqs stands twice; the last one counts"),
+        ("vllm serve m --max-num-seqs 4 --max-num-seqs 8", "--max-num-seqs occurs twice; the last one counts"),
         ("vllm serve m --swap-space 4", "recomputes what it preempts"),
         ("vllm serve m --num-scheduler-steps 8", "steps overlap by --async-scheduling"),
         ("vllm serve m --disable-log-requests", "requests are not logged unless"),

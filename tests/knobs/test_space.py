@@ -67,12 +67,12 @@ ERRORS = [
     ("knobs: {max_num_seqs: {from: 8, to: 4, step: 1}}", "the range is empty: from 8 is above to 4"),
     ("knobs: {max_num_seqs: {from: 8, to: 16}}", "give either 'step' (linear) or 'per_octave'"),
     ("knobs: {max_num_seqs: {from: 8, to: 16, step: 0}}", "no number above 0"),
-    ("knobs: {max_num_seqs: {from: 8, to: many, step: 1}}", "'to' is no number"),
+    ("knobs: {max_num_seqs: {from: 8, to: many, step: 1}}", "'to' is not a number"),
     ("knobs: {max_num_seqs: {from: 0, to: 8, per_octave: 1}}", "a geometric range starts above 0"),
     ("knobs: {max_num_seqs: {from: 1, to: 100000, step: 1}}", "more than 4096 levels"),
     ("knobs: {max_num_seqs: {values: [1], from: 1, to: 2}}", "give either 'values' or 'from' and 'to'"),
     ("knobs: {max_num_seqs: {when: {block_size: 16}}}", "give either 'values' or 'from' and 'to'"),
-    ("knobs: {max_num_seqs: [8, 8]}", "max_num_seqs: a value stands twice"),
+    ("knobs: {max_num_seqs: [8, 8]}", "max_num_seqs: a value occurs twice"),
     ("knobs: {max_num_seqs: [8k]}", "max_num_seqs: '8k' is not a whole number"),
     ("knobs: {gpu_memory_utilization: [1.2]}", "gpu_memory_utilization: 1.2 is above 1"),
     ("knobs: {scheduling_policy: [lifo]}", "lifo is not offered; it takes fcfs, priority"),
@@ -88,11 +88,11 @@ ERRORS = [
     ("- 1", "expected keys and values"),
     (
         "knobs: {block_size: {values: [16], when: {blok: 1}}}",
-        "block_size: when names 'blok' (did you mean 'block_size'?), not a knob here",
+        "block_size: when: 'blok' is no knob here (did you mean 'block_size'?)",
     ),
     (
         "knobs: {block_size: {values: [16], when: {max_num_seqs: 9}}, max_num_seqs: [8]}",
-        "block_size: when: max_num_seqs never is 9",
+        "block_size: when: max_num_seqs never has the value 9",
     ),
     (
         "knobs: {block_size: {values: [16], when: {max_num_seqs: 8}}, "

@@ -98,7 +98,7 @@ def test_25_3_an_upgrade_is_checked_over_http(world: World) -> None:
         ("/v1/comparisons", {"arms": ["today", "space.yaml"]}, 404, "no alias"),
         ("/v1/comparisons", {"arms": ["today", "today@slwo"]}, 404, "did you mean 'slow'"),
         ("/v1/comparisons", {"arms": ["today"]}, 422, "arms"),
-        ("/v1/comparisons", {"arms": ["today", "today"]}, 400, "two arms are named"),
+        ("/v1/comparisons", {"arms": ["today", "today"]}, 400, "two arms have the name"),
         ("/v1/comparisons", {"arms": ["today", "chmpion"]}, 404, "an arm is a profile's id"),
         ("/v1/comparisons", {"study": "none", "arms": ["today", "defaults"]}, 404, "none"),
         ("/v1/upgrade-checks", {"to": "/opt/vllm/bin/python"}, 422, "to"),

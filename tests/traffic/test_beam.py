@@ -84,7 +84,7 @@ def test_a_study_of_beam_searches_is_refused_and_of_their_samples_is_not(tmp_pat
     study = write(tmp_path, STUDY.replace(str(TRACE), "beams.parquet"))
     refused = tuner(tmp_path / "home", "tune", study, "--dry-run")
     assert refused.returncode == 2
-    assert "beam searches, which vLLM does not stream" in refused.stderr
+    assert "beam searches. vLLM does not stream them" in refused.stderr
     done = tuner(tmp_path / "home", "trace", "reshape", tmp_path / "beams.parquet", "--beam", "sample", "-o",
                  tmp_path / "beams.parquet")  # fmt: skip
     assert done.returncode == 0, done.stderr

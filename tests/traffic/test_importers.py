@@ -265,7 +265,7 @@ def test_our_own_parquet_is_read_as_it_is(tmp_path: Path) -> None:
         (AZURE, {"format": "azur"}, "did you mean 'azure'"),
         (AZURE, {"columns": {"arival_s": "TIMESTAMP"}}, "did you mean 'arrival_s'"),
         (AZURE, {"columns": {"arrival": "TIMESTAMPS"}}, "did you mean 'TIMESTAMP'"),
-        (AZURE, {"format": "azure", "columns": {"arrival": "TIMESTAMP"}}, "columns can be named for"),
+        (AZURE, {"format": "azure", "columns": {"arrival": "TIMESTAMP"}}, "columns can be mapped only for"),
         (AZURE.replace("2023-11-16 18:15:51", "2023-13-16 18:15:51"), {}, "line 4: 'TIMESTAMP' is '2023-13"),
         (b"\xff\xfe\x00", {}, "not UTF-8"),
         (b"\x1f\x8b\x08broken", {}, "cannot be unpacked"),

@@ -58,7 +58,7 @@ def test_the_command_line_takes_a_database(database: str, tmp_path: Path) -> Non
 
 
 def test_what_is_no_such_database_is_told_without_its_password(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="no database that can be read"):
+    with pytest.raises(BadInput, match="this database cannot be read"):
         litellm_db.export("oracle://u:pw@host/db", tmp_path / "x")
     with sqlite3.connect(tmp_path / "empty.db") as connection:
         connection.execute("CREATE TABLE a (b)")

@@ -151,7 +151,7 @@ def test_another_round_is_measured_only_where_it_may_tell_more(
     ("words", "part"),
     [
         (("today",), "two to 5 arms"),
-        (("today", "today"), "two arms are named 'today'"),
+        (("today", "today"), "two arms have the name 'today'"),
         (("today", "todya"), "did you mean 'today'?"),
         (("today", "today@nowhere.yaml"), "no release file"),
         (("today", "--max-num-seq 4 --nonsense 1"), "nonsense"),
@@ -208,5 +208,5 @@ def test_a_comparison_is_a_study_of_its_own_for_each_choice_of_arms(folder: Path
     )
     ids = {compared(arms, margin=0.1).study.id for arms in ([one, two], [two, one], [one, slow])}
     assert len({prepared.study.id, *ids}) == 4
-    with pytest.raises(BadInput, match="2 rounds at least"):
+    with pytest.raises(BadInput, match="at least 2 rounds"):
         compared([one, two], margin=0.1, rounds=1)

@@ -191,7 +191,7 @@ REFUSED = {
     "more cards than there are": (("{max_num_seqs: 4}", "{tensor_parallel_size: 16}"),
                                   "needs 16 GPUs and there are 1"),
     "more cards, fixed": (("len: 16384", "len: 16384, pipeline-parallel-size: 2"), "needs 2 GPUs"),
-    "a head for three cards": (("{max_num_seqs: 4}", "{tensor_parallel_size: 3}"), "today cannot start"),
+    "a head for three cards": (("{max_num_seqs: 4}", "{tensor_parallel_size: 3}"), "baseline cannot start"),
     "a budget below the sequences": (("{max_num_seqs: 4}", "{max_num_seqs: 4, max_num_batched_tokens: 1}"),
                                      "max_num_batched_tokens 1 is below max_num_seqs 4"),
     "a weight": (("seed: 3", "winner: {weights: {ttft_p95: 2}}"), "'ttft_p95' is no objective of this study"),

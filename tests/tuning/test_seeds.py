@@ -283,5 +283,5 @@ def test_M11_the_ladder_turns_one_knob_over_today_s_configuration(tonight: Prepa
 
 def test_M11_a_ladder_needs_the_knob_that_it_climbs(tmp_path: Path) -> None:
     path = write(tmp_path, STUDY + "sampler: ladder\n", "knobs: {block_size: [16, 32]}")
-    with pytest.raises(BadInput, match="sampler: ladder climbs max_num_seqs"):
+    with pytest.raises(BadInput, match="sampler: ladder changes max_num_seqs"):
         load(path, store=None, now=NIGHT)

@@ -45,7 +45,7 @@ BAD = {
         GOOD + "plan: fast\n",
         "line 8: plan: Input should be 'quick', 'brief', 'standard' or 'thorough', not 'fast'",
     ),
-    "twice": (GOOD + "name: b\n", "line 8: key 'name' stands twice"),
+    "twice": (GOOD + "name: b\n", "line 8: key 'name' occurs twice"),
     "no yaml": ("name: [", "not YAML"),
     "a list": ("- name", "a study file is a mapping"),
     "empty": ("", "a study file is a mapping"),

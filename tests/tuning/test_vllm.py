@@ -355,5 +355,5 @@ def test_19_7_a_beam_search_is_refused_before_a_launch(tuned: Path) -> None:
     asked = put(tuned, "beams.yaml", STUDY.replace("latest:conversation", "beams.parquet"))
     done = tuner(tuned, "tune", asked)
     assert done.returncode == 2
-    assert "beam searches, which vLLM does not stream" in done.stderr
+    assert "beam searches. vLLM does not stream them" in done.stderr
     assert len(launches_of(tuned)) == before

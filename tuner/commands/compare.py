@@ -34,7 +34,9 @@ class ComparisonOptions:
 
     rounds: Annotated[int, typer.Option(min=2, max=100, help="Launches of each arm, at most.")] = 6
     hours: Annotated[float | None, typer.Option(help="Hours, at most.")] = None
-    until: Annotated[str | None, typer.Option(metavar="HH:MM", help="Be done by this local time.")] = None
+    until: Annotated[
+        str | None, typer.Option(metavar="HH:MM", help="End at this local time at the latest.")
+    ] = None
     fail_if: Annotated[
         list[str] | None,
         typer.Option(
@@ -111,7 +113,10 @@ def _carried_out(
 
 @_command(
     Annotated[
-        Path, typer.Option("--study", metavar="STUDY.yaml", help="Trace, slices, SLO, objectives and engine.")
+        Path,
+        typer.Option(
+            "--study", metavar="STUDY.yaml", help="The study file: trace, slices, SLO, objectives and engine."
+        ),
     ]
 )
 def compare(
@@ -151,7 +156,8 @@ def upgrade_check(
         str, typer.Option("--from", metavar="PY|IMAGE", help="The old version. Default: the study's engine.")
     ] = "",
     alias: Annotated[
-        str, typer.Option(help="What runs: an alias, a profile's id, a file, today or defaults.")
+        str,
+        typer.Option(help="The configuration to check: an alias, a profile's id, a file, today or defaults."),
     ] = "champion",
 ) -> "Prepared":
     """Say whether a new vLLM serves your traffic as well.

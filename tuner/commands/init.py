@@ -75,14 +75,14 @@ def init(
         "study.yaml"
     ),
     from_url: Annotated[
-        str | None, typer.Option(metavar="URL", help="A running vLLM server: what runs today.")
+        str | None, typer.Option(metavar="URL", help="The URL of the vLLM server that runs today.")
     ] = None,
     from_file: Annotated[
         str | None,
         typer.Option(
             "--from",
             metavar="FILE|COMMAND",
-            help="Or what starts it: a command in quotes, unit, compose file, manifest or Helm values.",
+            help="Or what starts vLLM: a command in quotes, unit, compose file, manifest or Helm values.",
         ),
     ] = None,
     model: Annotated[str | None, typer.Option(help="The model. Default: what runs today.")] = None,

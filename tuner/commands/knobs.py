@@ -85,7 +85,8 @@ def check(
     space: Annotated[str, typer.Argument(metavar="SPACE", help="A shipped space's name, or a file.")],
     python: Python = None,
     model: Annotated[
-        str | None, typer.Option(help="A model: combinations that are known to fail with it count too.")
+        str | None,
+        typer.Option(help="A model. Then combinations that fail with this model are reported, too."),
     ] = None,
     max_model_len: Annotated[int | None, typer.Option(min=1, help="The engine's --max-model-len.")] = None,
     as_json: Json = False,

@@ -50,7 +50,7 @@ HfConfig = Annotated[
     typer.Option(metavar="FILE", help="The config.json of a model that the tuner does not know."),
 ]
 Pick = Annotated[
-    str | None, typer.Option(metavar="NAME", help="The engine to check, where the input has several.")
+    str | None, typer.Option(metavar="NAME", help="The engine to check, if the input has several.")
 ]
 FailOn = Annotated[str, typer.Option(help="Exit 1 from this severity on: error, warning, note, never.")]
 Sarif = Annotated[bool, typer.Option("--sarif", help="Print SARIF 2.1.0 for code scanning.")]

@@ -73,11 +73,12 @@ def add(
     kubectl: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAMESPACE/deployment/NAME", help="Production is scaled to 0 and back (repeat)."
+            metavar="NAMESPACE/deployment/NAME",
+            help="Production is this workload; it is scaled to 0 and back (repeat).",
         ),
     ] = None,
     drain: Annotated[str | None, typer.Option(help="The command that stops production.")] = None,
-    restore: Annotated[str | None, typer.Option(help="The command that starts it again.")] = None,
+    restore: Annotated[str | None, typer.Option(help="The command that starts production again.")] = None,
     ready: Annotated[
         str | None, typer.Option(help="A command that exits with 0 once production serves.")
     ] = None,

@@ -249,7 +249,7 @@ def _show(found: "Forecast") -> None:
     say(
         f"calibrated on {calibrated.trials} trials, step times known to {calibrated.error:.0%}"
         if calibrated
-        else "not calibrated: nothing of this study was measured yet, so these are the card's datasheet"
+        else "not calibrated: this study has no measurement yet, so these use the card's datasheet"
     )
     rows = [
         [mark, *(_with_spread(each.prediction, name) for name in names), knobs(each.candidate)]

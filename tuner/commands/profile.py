@@ -41,7 +41,7 @@ def _formats(begun: str) -> "list[str]":
 Format = Annotated[
     str,
     typer.Option(
-        help="vllm-yaml, args, env or json, and the charts of docs/profiles.md.", autocompletion=_formats
+        help="vllm-yaml, args, env, json, or another format of docs/profiles.md.", autocompletion=_formats
     ),
 ]
 Reason = Annotated[str, typer.Option(help="The reason, which is stored with the event.")]
@@ -135,7 +135,7 @@ def _changes(rows: "list[JSON]") -> "Iterator[tuple[str, JSON]]":
 @app.command("diff")
 def diff(
     one: Annotated[int, typer.Argument(help="A profile's id.")],
-    other: Annotated[int, typer.Argument(help="Another's.")],
+    other: Annotated[int, typer.Argument(help="The id of another profile.")],
     as_json: Json = False,
 ) -> None:
     """Show the differences of two versions.

@@ -29,11 +29,16 @@ def add(
     name: Name,
     study: Annotated[Path, typer.Option(metavar="STUDY.yaml", help="The study file to run.")],
     cron: Annotated[str, typer.Option(help="Minute hour day month weekday, such as '0 1 * * 1-5'.")],
-    zone: Annotated[str, typer.Option(metavar="ZONE", help="Its time zone, such as Europe/Berlin.")] = "UTC",
+    zone: Annotated[
+        str, typer.Option(metavar="ZONE", help="The time zone of the schedule, such as Europe/Berlin.")
+    ] = "UTC",
     until: Annotated[
-        str | None, typer.Option(metavar="HH:MM", help="Production is back by this local time.")
+        str | None,
+        typer.Option(metavar="HH:MM", help="The end of the window: production is back at this local time."),
     ] = None,
-    hours: Annotated[float | None, typer.Option(help="Or: the window's length.")] = None,
+    hours: Annotated[
+        float | None, typer.Option(help="The length of the window in hours, instead of --until.")
+    ] = None,
     missed: Annotated[str, typer.Option(help="What to do with a missed start: run (late) or skip.")] = "run",
     grace: Annotated[
         float, typer.Option(min=0, help="A start that is late by up to this many seconds is not missed.")
@@ -55,15 +60,20 @@ def add(
         str | None,
         typer.Option(
             metavar="PY|IMAGE",
-            help="Do not tune, but check this engine once when it is new (upgrade-check --to); of a pattern"
-            " such as '/opt/vllm-*/bin/python' the newest.",
+            help="Do not tune. Check this engine once, when it is new (see upgrade-check --to). For a pattern"
+            " such as '/opt/vllm-*/bin/python', the newest match counts.",
         ),
     ] = None,
     upgrade_from: Annotated[
-        str, typer.Option(metavar="PY|IMAGE", help="Compare it with this one. Default: the study's engine.")
+        str,
+        typer.Option(metavar="PY|IMAGE", help="Compare it with this engine. Default: the study's engine."),
     ] = "",
-    alias: Annotated[str, typer.Option(help="What runs on both: an alias or a profile's id.")] = "champion",
-    disabled: Annotated[bool, typer.Option("--disabled", help="Store it, but do not start runs.")] = False,
+    alias: Annotated[
+        str, typer.Option(help="The configuration to check: an alias or a profile's id.")
+    ] = "champion",
+    disabled: Annotated[
+        bool, typer.Option("--disabled", help="Store the schedule, but do not start runs.")
+    ] = False,
 ) -> None:
     """Add a schedule, or change the schedule of that name. `tuner serve` or a timer (deploy/) starts its
     runs.
@@ -198,7 +208,7 @@ def upcoming(
 def run_now(
     name: Name,
     at_once: Annotated[
-        bool, typer.Option("--now", help="Start a run now, also when none is due. Its window begins now.")
+        bool, typer.Option("--now", help="Start a run now, even if none is due. Its window begins now.")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -254,8 +264,8 @@ def _run(store: "Store", firing: "Firing") -> "Run | None":
     prepared = study.load(Path(firing.terms.study), store=store, now=now())
     if prepared.study.node != firing.schedule.node:
         raise BadInput(
-            f"schedule {firing.schedule.name} is for node {firing.schedule.node}, its study for node"
-            f" {prepared.study.node}: add it again"
+            f"schedule {firing.schedule.name} is for node {firing.schedule.node}, but its study is for node"
+            f" {prepared.study.node}: add the schedule again"
         )
     if (upgrade := firing.terms.upgrade) is not None:
         engines = engines_of(settings().home, prepared.study.node)

@@ -61,10 +61,10 @@ def export_study(
     study: StudyRef,
     optuna: Annotated[
         str,
-        typer.Option(help="Write it into this Optuna storage, such as sqlite:///study.db."),
+        typer.Option(help="Write the study into this Optuna storage, such as sqlite:///study.db."),
     ] = "",
     csv: Annotated[Path | None, typer.Option(help="Write every trial as a row of this CSV file.")] = None,
-    parquet: Annotated[Path | None, typer.Option(help="The same as a Parquet file.")] = None,
+    parquet: Annotated[Path | None, typer.Option(help="Write the same rows into this Parquet file.")] = None,
 ) -> None:
     """Write a study and all its trials for other tools."""
     from tuner.commands.front import find_study
@@ -87,7 +87,7 @@ def export_study(
         from tuner.search import sampler
 
         if optuna == settings().url:
-            raise BadInput("--optuna: this is the tuner's own database; give Optuna one of its own")
+            raise BadInput("--optuna: this is the tuner's own database; give another database for Optuna")
         name = sampler.export(found, trials, optuna)
         typer.echo(f"study {name} is in {optuna}; look at it with: optuna-dashboard {optuna}", err=True)
 

@@ -120,16 +120,16 @@ def import_trace(
         str,
         typer.Argument(
             metavar="FILE",
-            help="A file of any known format, which its content shows; or postgresql://... of LiteLLM.",
+            help="A file in any known format (found by its content), or LiteLLM's postgresql://...",
         ),
     ],
     name: Annotated[
         str | None, typer.Option(help="The name of the trace. Default: the name of the file.")
     ] = None,
-    format: Annotated[str | None, typer.Option(help="The format. Default: what the content shows.")] = None,
+    format: Annotated[str | None, typer.Option(help="The format. Default: found by the content.")] = None,
     column: Annotated[
         list[str] | None,
-        typer.Option(metavar="OURS=THEIRS", help="A column under another name; repeatable."),
+        typer.Option(metavar="OURS=THEIRS", help="A column that has another name in the file; repeatable."),
     ] = None,
     output: Annotated[
         Path | None,
@@ -137,12 +137,12 @@ def import_trace(
     ] = None,
     unit: Annotated[
         str | None,
-        typer.Option(metavar="s|ms|us|ns", help="The unit of times that the file gives as plain numbers."),
+        typer.Option(metavar="s|ms|us|ns", help="The unit of times, if the file has plain numbers."),
     ] = None,
     max_len: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Leave out longer requests (tokens of prompt and answer); they are counted."
+            min=1, help="Leave out requests with more tokens of prompt and answer; they are counted."
         ),
     ] = None,
     tokenizer: Annotated[
@@ -339,7 +339,7 @@ def reshape(
     also: Annotated[
         list[str] | None,
         typer.Option(
-            "--with", metavar="TRACE", help="Another trace to add, both from the same start; repeatable."
+            "--with", metavar="TRACE", help="Another trace to merge, from the same start time; repeatable."
         ),
     ] = None,
     sessions: Annotated[
@@ -349,7 +349,7 @@ def reshape(
         str | None,
         typer.Option(
             metavar="sample|drop",
-            help="Beam searches, which cannot be replayed: as sampled answers, or left out.",
+            help="Beam searches cannot be replayed: turn them into samples, or drop them.",
         ),
     ] = None,
     share: Annotated[
@@ -362,7 +362,7 @@ def reshape(
         int, typer.Option(help="Number of copies to add together, shifted in time, each with its own blocks.")
     ] = 1,
     speed: Annotated[
-        float, typer.Option(callback=finite, help="Send the same requests this many times as fast.")
+        float, typer.Option(callback=finite, help="Speed factor: 2 sends the same requests in half the time.")
     ] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed for --share and for the shifts of the copies.")] = 0,
 ) -> None:
@@ -430,18 +430,18 @@ Upstream = Annotated[str, typer.Option(help="Where requests go: http://HOST:PORT
 Out = Annotated[
     Path | None,
     typer.Option(
-        help="The file to write; with --name, or if it is one, a directory. Default: TUNER_HOME/captures."
+        help="The file to write; a directory with --name, or if it exists. Default: TUNER_HOME/captures."
     ),
 ]
 CaptureName = Annotated[
     str | None,
-    typer.Option(help="Write NAME-<time>.jsonl; a study's `trace: latest:NAME` takes the newest."),
+    typer.Option(help="Write NAME-<time>.jsonl. In a study, `trace: latest:NAME` uses the newest file."),
 ]
 Every = Annotated[
     Literal["hour", "day"] | None, typer.Option(help="Begin a new file each hour or day (UTC).")
 ]
 MaxSize = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="Begin a new file beyond this: 500MB, 2GB.")
+    str | None, typer.Option(metavar="SIZE", help="Begin a new file at this size, such as 500MB.")
 ]
 Keep = Annotated[
     int | None, typer.Option(min=1, help="Number of closed files to keep; the oldest are removed.")

@@ -28,7 +28,7 @@ Trials = Annotated[
 Hours = Annotated[
     float | None, typer.Option(help="Hours of this run. Default: the budget of the study file.")
 ]
-Until = Annotated[str | None, typer.Option(metavar="HH:MM", help="Be done by this local time.")]
+Until = Annotated[str | None, typer.Option(metavar="HH:MM", help="End at this local time at the latest.")]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print command lines, slices and times; launch nothing.")
 ]
@@ -51,12 +51,14 @@ Cluster = Annotated[
 ]
 Nodes = Annotated[
     list[str] | None,
-    typer.Option(metavar="KEY=VALUE", help="Only these nodes of it: gpu=, name=, class=, host=, a label."),
+    typer.Option(
+        metavar="KEY=VALUE", help="Only these nodes of the cluster: gpu=, name=, class=, host=, or a label."
+    ),
 ]
 Isolated = Annotated[
     bool,
     typer.Option(
-        "--isolated", help="Nodes that share a host replay at the same time; this is another study."
+        "--isolated", help="Nodes that share a host replay at the same time. This makes it another study."
     ),
 ]
 RunId = Annotated[

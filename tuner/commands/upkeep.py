@@ -181,7 +181,7 @@ def upgrade() -> None:
 
 @database_app.command("backup")
 def backup(
-    to: Annotated[Path, typer.Argument(help="A new file, or a folder to put one in.")],
+    to: Annotated[Path, typer.Argument(help="A new file, or a folder for it.")],
     full: Annotated[
         bool,
         typer.Option("--full", help="Write an archive with traces, nodes and notifications too."),
@@ -237,7 +237,7 @@ def restore(
 
 @database_app.command("copy")
 def copy_to(
-    url: Annotated[str, typer.Argument(metavar="URL", help="A new, empty database, which is made.")],
+    url: Annotated[str, typer.Argument(metavar="URL", help="The URL of a new database, which is created.")],
 ) -> None:
     """Copy the history into another database.
 

@@ -80,9 +80,7 @@ def choose(
 ) -> tuple[Member, ...]:
     """The selected nodes. BadInput where a node cannot run the study, NotFound where none matches."""
     if file.node != "local":
-        raise BadInput(
-            f"node: {file.node} names one node and --on means many: leave node out of the study file"
-        )
+        raise BadInput(f"node: {file.node} is one node, but --on tunes many: remove node from the study file")
     with_gpus = [member for member in found if member.gpus] or list(found)
     classes = {node.name: node.gpu_class for node in known}
     facts = {m.name: _facts(m, classes.get(m.name)) for m in (with_gpus if not wanted.pairs else found)}

@@ -165,7 +165,7 @@ def members() -> tuple[Member, ...]:
     for name in names:
         if names.count(name) > 1:
             raise BadInput(
-                f"two nodes of the cluster are called {name}: give each a name of its own"
+                f"two nodes of the cluster have the name {name}: give each another name"
                 " (ray start --labels node=NAME)"
             )
     return tuple(found)

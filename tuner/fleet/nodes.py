@@ -64,7 +64,7 @@ def register(store: Store, node: Node) -> Node:
     if known.gpu_class != node.gpu_class:
         raise BadInput(
             f"node {node.name} was registered as {known.gpu_class} and is {node.gpu_class} now:"
-            " give the new machine a name of its own"
+            " register the new machine under another name"
         )
     return store.add_node(replace(node, labels={**known.labels, **node.labels}, state=known.state))
 

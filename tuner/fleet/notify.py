@@ -120,7 +120,7 @@ def targets(home: Path) -> tuple[Target, ...]:
         return ()
     found = yamltext.load(yamltext.read(path), str(path)).value
     if not isinstance(found, list):
-        raise BadInput(f"{path}: a list of targets, each with on, and webhook or command, is expected")
+        raise BadInput(f"{path}: expected a list of targets, each with 'on', and 'webhook' or 'command'")
     return tuple(yamltext.validated(Target, item, f"{path}: [{n}]") for n, item in enumerate(found))
 
 

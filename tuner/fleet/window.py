@@ -192,7 +192,7 @@ def _weekdays(field: str, cron: str) -> str:
     for part in field.split(","):
         match = re.fullmatch(r"(\*|\w+)(?:-(\w+))?(?:/([1-9]\d*))?", part)
         if match is None:
-            raise BadInput(f"cron '{cron}': '{part}' is no day of the week")
+            raise BadInput(f"cron '{cron}': '{part}' is not a day of the week")
         first, last, step = match.groups()
         begin = 0 if first == "*" else _weekday(first, cron)
         final = 6 if first == "*" or (step and not last) else begin
@@ -208,7 +208,7 @@ def _weekday(word: str, cron: str) -> int:
         return DAYS.index(word)
     if word.isdigit() and int(word) <= 7:
         return int(word)
-    raise BadInput(f"cron '{cron}': '{word}' is no day of the week{nearest(word, DAYS)}")
+    raise BadInput(f"cron '{cron}': '{word}' is not a day of the week{nearest(word, DAYS)}")
 
 
 def dues(schedule: Schedule, after: datetime, until: datetime) -> Iterator[datetime]:
@@ -241,7 +241,7 @@ def check(schedule: Schedule) -> None:
     terms(schedule.spec)
     trigger(schedule.cron, schedule.timezone)
     if next_due(schedule, schedule.created_at) is None:
-        raise BadInput(f"cron '{schedule.cron}' names no moment of the next five years")
+        raise BadInput(f"cron '{schedule.cron}' is never due in the next five years")
 
 
 def next_due(schedule: Schedule, after: datetime) -> datetime | None:

@@ -257,7 +257,7 @@ class Database:
             except OverflowError as error:
                 raise BadInput(f"a number is too large: {error}") from error
             except StatementError as error:
-                raise BadInput(f"what was to be written is not valid: {error.orig}") from error
+                raise BadInput(f"the record is not valid: {error.orig}") from error
             except SQLAlchemyError as error:
                 raise Unavailable(f"database {self.name}: {error}") from error
             step = pause * random.uniform(0.5, 1.5)
@@ -282,7 +282,7 @@ class Database:
         if isinstance(error, IntegrityError):
             return Conflict(f"database {self.name} refused the change: {words}")
         if isinstance(error, DataError):
-            return BadInput(f"what was to be written does not fit: {words}")
+            return BadInput(f"the record does not fit into the database: {words}")
         if self.sqlite:
             for sign, sentence in _SQLITE_WORDS.items():
                 if sign in words.lower():

@@ -83,7 +83,7 @@ def _whole(target: Path, ending: str, now: datetime) -> Iterator[tuple[Path, Pat
     if target.is_dir():
         target = target / f"tuner-{now:%Y%m%dT%H%M%SZ}{ending}"
     if target.exists():
-        raise BadInput(f"{target} exists: a backup does not write over anything")
+        raise BadInput(f"{target} exists: a backup never overwrites a file")
     part = target.with_name(f".{target.name}.part")
     try:
         part.unlink(missing_ok=True)
@@ -204,7 +204,7 @@ def unpack(archive: Path, home: Path, url: str) -> int:
             with tarfile.open(archive, "r:gz") as found:
                 found.extractall(inside, filter="data")
             if not (inside / "tuner.db").is_file():
-                raise BadInput(f"{archive}: no backup of `tuner db backup --full`: it holds no tuner.db")
+                raise BadInput(f"{archive}: not a backup of `tuner db backup --full`: it has no tuner.db")
             files = [path for path in sorted(inside.rglob("*")) if path.is_file()]
             files.remove(inside / "tuner.db")
             for path in files:

@@ -131,7 +131,7 @@ class TrialStore(StorePart):
         Raises Conflict when it is not RUNNING any more: nothing is written then.
         """
         if trial.state == TrialState.RUNNING:
-            raise BadInput(f"trial {trial.number} is still RUNNING in the record that should finish it")
+            raise BadInput(f"the record that should finish trial {trial.number} still says RUNNING")
 
         def work(connection: Connection) -> Trial:
             old = _one(connection, trial.id)

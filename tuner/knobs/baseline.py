@@ -278,7 +278,7 @@ def _given(
             _nest(objects.setdefault(exact, {}), rest.split("."), values)
         else:
             if exact in given and given[exact] != values:
-                notes.append(f"{exact} stands twice; the last one counts, as vLLM takes it")
+                notes.append(f"{exact} occurs twice; the last one counts, as vLLM takes it")
             given[exact] = values
     return {**given, **{flag: [json.dumps(value)] for flag, value in objects.items()}}
 
@@ -393,14 +393,14 @@ def _json(text: str, flag: str, source: str) -> Value:
     try:
         return written(json.loads(text))
     except ValueError:
-        raise BadInput(f"{source}: {flag}: '{text}' is no JSON") from None
+        raise BadInput(f"{source}: {flag}: '{text}' is not JSON") from None
 
 
 def _number(text: str, flag: str, source: str) -> int | float:
     """A number as Python and vLLM read it: `.9`, `9e-1`, `1_000`; 8k is 8000, 8K is 8192."""
     found = re.fullmatch(r"([-+]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)([kmgtKMGT]?)", text.strip())
     if not found:
-        raise BadInput(f"{source}: {flag}: '{text}' is no number")
+        raise BadInput(f"{source}: {flag}: '{text}' is not a number")
     value = float(found[1]) * _SUFFIX.get(found[2], 1)
     return int(value) if value.is_integer() else value
 

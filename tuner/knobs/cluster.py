@@ -134,7 +134,7 @@ def container_starts(container: Mapping[str, Any], where: str, *, always: bool =
     if not found and command and is_script and is_vllm(str(container.get("image") or "")):
         raise BadInput(
             f"{where}: container {container.get('name')} starts '{' '.join(command)}', which is not in the"
-            " file; give the command line that it ends in"
+            " file; give the vllm command line that this script runs"
         )
     misread = [each for key in ("command", "args") for each in _refused(key, container.get(key))]
     return [replace(e, notes=(*notes, *e.notes), misread=(*misread, *e.misread)) for e in found]

@@ -279,7 +279,7 @@ def parse(text: str, *, where: str, name: str = "space") -> SearchSpace:
         raise BadInput(f"{where}: 'knobs' is empty; list at least one knob with its values")
     name = name if file.name is None else str(file.name)
     if not re.fullmatch(NAME, name):
-        raise BadInput(f"{where}: name: '{name}': letters, digits, '.', '_' and '-' make a name")
+        raise BadInput(f"{where}: name: '{name}': use only letters, digits, '.', '_' and '-'")
     specifier(str(file.vllm), f"{where}: vllm")
     levels: dict[str, tuple[Value, ...]] = {}
     conditions: dict[str, dict[str, tuple[Value, ...]]] = {}
@@ -317,7 +317,7 @@ def _levels(found: Knob, body: Mapping[str, Any], where: str) -> tuple[Value, ..
     if not values:
         raise BadInput(f"{where}: the range is empty; give at least one value")
     if len({(type(value), value) for value in values}) != len(values):
-        raise BadInput(f"{where}: a value stands twice")
+        raise BadInput(f"{where}: a value occurs twice")
     default = bool(file.default) or any(item in (DEFAULT, None) for item in items)
     return (None, *values) if default else tuple(values)
 
@@ -336,16 +336,16 @@ def _range(found: Knob, file: KnobFile, where: str) -> list[Value]:
     low, high, multiple = file.start, file.stop, file.multiple
     for key, bound in (("from", low), ("to", high)):
         if not _is_number(bound):
-            raise BadInput(f"{where}: '{key}' is no number")
+            raise BadInput(f"{where}: '{key}' is not a number")
     if low > high:
         raise BadInput(f"{where}: the range is empty: from {low} is above to {high}")
     if (file.step is None) == (file.per_octave is None):
         raise BadInput(f"{where}: give either 'step' (linear) or 'per_octave' (geometric)")
     pace = file.per_octave if file.step is None else file.step
     if not _is_number(pace) or pace <= 0:
-        raise BadInput(f"{where}: the pace {pace!r} is no number above 0")
+        raise BadInput(f"{where}: the step {pace!r} is not a number above 0")
     if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
-        raise BadInput(f"{where}: 'multiple' is no whole number above 0")
+        raise BadInput(f"{where}: 'multiple' is not a whole number above 0")
     if file.step is None and low <= 0:
         raise BadInput(f"{where}: a geometric range starts above 0")
     steps = (math.log2(high / low) * pace) if file.step is None else (high - low) / pace
@@ -368,7 +368,7 @@ def _is_number(value: object) -> bool:
 
 def _condition(raw: object, where: str) -> dict[str, tuple[Value, ...]]:
     if not isinstance(raw, dict) or not raw:
-        raise BadInput(f"{where}: expected a knob and the value or values with which this one is turned")
+        raise BadInput(f"{where}: expected KNOB: VALUE or KNOB: [VALUES], for which this knob is used")
     condition: dict[str, tuple[Value, ...]] = {}
     for key, wanted in raw.items():
         items = wanted if isinstance(wanted, list) else [wanted]
@@ -382,11 +382,11 @@ def _check_conditions(space: SearchSpace, where: str) -> None:
         for parent, wanted in condition.items():
             if parent not in space.levels:
                 raise BadInput(
-                    f"{where}: {name}: when names '{parent}'{nearest(parent, space.levels)}, not a knob here"
+                    f"{where}: {name}: when: '{parent}' is no knob here{nearest(parent, space.levels)}"
                 )
             stray = [value for value in wanted if value not in space.levels[parent]]
             if stray and stray != [None]:
-                raise BadInput(f"{where}: {name}: when: {parent} never is {stray[0]}")
+                raise BadInput(f"{where}: {name}: when: {parent} never has the value {stray[0]}")
         list(space.ancestors(name))
     for name in space.conditions:
         if (why := space.never_active(name)) is not None:
@@ -396,6 +396,4 @@ def _check_conditions(space: SearchSpace, where: str) -> None:
         both = [set(space.ancestors(name)) for name in pair]
         free = None in space.levels[pair[0]] or None in space.levels[pair[1]]
         if not free and pair[1] not in both[0] and pair[0] not in both[1]:
-            raise BadInput(
-                f"{where}: {pair[1]} overrides {pair[0]}: make one conditional on the other's default"
-            )
+            raise BadInput(f"{where}: {pair[1]} overrides {pair[0]}: use one only where the other is default")

@@ -40,8 +40,8 @@ def check_size(trace: Trace, part: Slice, *, speed: float, around_s: float) -> N
     count = len(slices.rows(trace, part)) * (1 + around_s * speed / part.duration_s)
     if count > MOST:
         raise BadInput(
-            f"slice {part.name} at speed {speed:g} with {around_s:g} s of traffic before and after it is"
-            f" {count:.3g} requests, at most {MOST:,} can be replayed: lower speed, or the plan's seconds"
+            f"slice {part.name} at speed {speed:g}, with {around_s:g} s of traffic before and after it, has"
+            f" {count:.3g} requests, at most {MOST:,} can be replayed: use a lower speed, or a shorter plan"
         )
 
 

@@ -125,11 +125,9 @@ def _object(knob: str, text: str, models: Collection[str], where: str) -> None:
     try:
         found: JSON = json.loads(text)
     except ValueError:
-        raise BadInput(f"{where}: '{text[:80]}' is no JSON object") from None
+        raise BadInput(f"{where}: '{text[:80]}' is not a JSON object") from None
     if not known or not isinstance(found, dict):
-        raise BadInput(
-            f"{where} is not taken over HTTP: whoever runs the node writes it in a study file there"
-        )
+        raise BadInput(f"{where} cannot be set over HTTP: write it in a study file on the node")
     for key, value in found.items():
         if key not in known:
             raise BadInput(f"{where}: '{key[:80]}' is not taken over HTTP{nearest(key, known)}")

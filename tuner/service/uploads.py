@@ -92,7 +92,9 @@ class Uploads:
         if offset != upload.offset:
             raise Conflict(f"the next piece begins at {upload.offset}, not {offset}")
         if upload.offset + piece.seek(0, os.SEEK_END) > upload.size:
-            raise BadInput(f"the piece goes beyond the {upload.size} bytes that were announced")
+            raise BadInput(
+                f"with this piece the upload has more than the {upload.size} bytes that were announced"
+            )
         try:
             with self._part(upload_id).open("r+b") as file:
                 file.seek(offset)

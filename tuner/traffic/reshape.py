@@ -91,7 +91,7 @@ def merged(traces: Sequence[Trace]) -> Trace:
     """
     sizes = {one.block_size for one in traces if len(one.blocks)}
     if not traces or len(sizes) > 1:
-        raise BadInput(f"traces of one block size can be merged, got {sorted(sizes)}")
+        raise BadInput(f"only traces with the same block size can be merged, got {sorted(sizes)}")
     columns: dict[str, list[NDArray[Any]]] = {name: [] for name in COLUMNS}
     bases = {"client": 0, "session": 0, "parent": 0}
     blocks, lengths, base = [], [], 0

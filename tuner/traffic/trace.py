@@ -305,7 +305,7 @@ def _check_footer(source: Path) -> None:
         file.seek(max(0, source.stat().st_size - 8))
         footer = int.from_bytes(file.read(4), "little")
     if footer > LARGEST_FOOTER:
-        raise BadInput(f"{source}: the account of its columns has {footer:,} bytes; not a trace")
+        raise BadInput(f"{source}: its Parquet footer has {footer:,} bytes; this is not a trace")
 
 
 def _check_schema(parquet: "pq.ParquetFile", source: Path) -> None:

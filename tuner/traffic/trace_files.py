@@ -123,7 +123,7 @@ def _fetched(digest: str, artifacts: str) -> tuple[Trace, Path] | None:
         except Exception as error:  # each kind of store has errors of its own
             raise Unavailable(f"TUNER_ARTIFACTS {artifacts}: the trace cannot be read: {error}") from error
         if (found := _read(part, digest)) is None:
-            raise BadInput(f"{source} of TUNER_ARTIFACTS is not the trace {digest[:12]}: delete it")
+            raise BadInput(f"{source} in TUNER_ARTIFACTS is not the trace {digest[:12]}: delete this file")
         path = home / f"trace-{digest[:12]}.parquet"
         os.replace(part, path)
         return found, path
@@ -144,7 +144,7 @@ def _filesystem(artifacts: str) -> "tuple[fs.FileSystem, str]":
         files, folder = fsspec.core.url_to_fs(artifacts)
     except (ImportError, OSError, ValueError) as error:
         raise BadInput(
-            f"TUNER_ARTIFACTS {artifacts}: no such store can be opened: {error};"
-            " pip install 'vllm-config-tuner[artifacts]' brings fsspec, which opens more than s3:// and gs://"
+            f"TUNER_ARTIFACTS {artifacts}: cannot be opened: {error};"
+            " for URLs other than s3:// and gs://: pip install 'vllm-config-tuner[artifacts]'"
         ) from error
     return fs.PyFileSystem(fs.FSSpecHandler(files)), f"{str(folder).rstrip('/')}/traces"

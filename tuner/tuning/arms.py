@@ -198,5 +198,5 @@ def engine_file(
     if engine.command and not engine.command[-1].startswith(("-", "{")):
         return engine.model_copy(update={"command": (*engine.command[:-1], text)})
     raise BadInput(
-        f"there is no interpreter at {path}; for an image the study's engine.command must end in one"
+        f"there is no interpreter at {path}; for an image, engine.command of the study must end in an image"
     )

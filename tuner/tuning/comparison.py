@@ -46,9 +46,11 @@ def compared(
         raise BadInput(f"a comparison has two to {MOST_ARMS} arms, not {len(arms)}")
     names = [arm.name for arm in arms]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise BadInput(f"two arms are named '{twice}'; name one of them, as in b={twice}")
+        raise BadInput(f"two arms have the name '{twice}'; give one another name, such as b={twice}")
     if rounds < LEAST_ROUNDS:
-        raise BadInput(f"a comparison takes {LEAST_ROUNDS} rounds at least: one says nothing of the noise")
+        raise BadInput(
+            f"a comparison needs at least {LEAST_ROUNDS} rounds: one round does not show the noise"
+        )
     first, kind = arms[0].prepared, "compare" if upgrade is None else "upgrade"
     told: list[JSON] = [_told(arm) for arm in arms]
     slices = tuple(s for s in first.study.slices if not s.held_out)

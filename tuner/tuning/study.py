@@ -330,12 +330,12 @@ def _check_slices(
         check_size(trace, part, speed=file.speed, around_s=plan.load_warmup_s + plan.tail_limit_s)
         rows = slices.rows(trace, part)
         if not len(rows):
-            raise BadInput(f"{name}: slice {part.name} from {part.start_s:g} s on holds no request")
+            raise BadInput(f"{name}: slice {part.name}, from {part.start_s:g} s on, has no request")
         if beams := int((trace.beam[rows] > 0).sum()):
             raise BadInput(
-                f"{name}: slice {part.name} has {beams} beam searches, which vLLM does not stream: their"
-                " tokens cannot be timed; `tuner trace reshape TRACE --beam sample -o FILE` makes sampled"
-                " answers of them, `--beam drop` leaves them out"
+                f"{name}: slice {part.name} has {beams} beam searches. vLLM does not stream them, so their"
+                " tokens cannot be timed. `tuner trace reshape TRACE --beam sample -o FILE` turns them into"
+                " sampled answers; `--beam drop` leaves them out"
             )
         longest = int((trace.input_len[rows] + trace.output_len[rows]).max())
         if longest > max_model_len:
@@ -367,7 +367,9 @@ def _turned(
     """What of the space this study can turn."""
     found = space.restricted(facts, env=file.engine.env, baseline=baseline, unjudged=no_judgement(file))
     if file.sampler == "ladder" and ladder.KNOB not in found.levels:
-        raise BadInput(f"{name}: sampler: ladder climbs {ladder.KNOB}; space '{space.name}' does not turn it")
+        raise BadInput(
+            f"{name}: sampler: ladder changes {ladder.KNOB}, but space '{space.name}' does not have it"
+        )
     return found
 
 
@@ -380,7 +382,7 @@ def _check_baseline(
         raise BadInput(f"{name}: baseline: {error}") from error
     sizes = {flag_name(key)[2:].replace("-", "_"): v for key, v in file.engine.args.items() if type(v) is int}
     if refused := refusals({**sizes, **baseline}, facts, None, model):
-        raise BadInput(f"{name}: what runs today cannot start: {refused[0]}")
+        raise BadInput(f"{name}: the baseline cannot start: {refused[0]}")
 
 
 def named(file: StudyFile, host: Surveyed, store: Store | None) -> Surveyed:
@@ -394,8 +396,8 @@ def named(file: StudyFile, host: Surveyed, store: Store | None) -> Surveyed:
     missing = [uuid for uuid in node.gpus if uuid not in host.node.gpus]
     if missing and not adapter_of(host.facts.kind).simulated:
         raise BadInput(
-            f"node: {node.name} has GPU {missing[0]}, which is not to be seen here: type this on its host"
-            f" {node.host}, or register this one under a name of its own ('tuner node add')"
+            f"node: {node.name} has GPU {missing[0]}, which this host does not have: type this on host"
+            f" {node.host}, or register this host under another name ('tuner node add')"
         )
     return replace(host, node=node)
 

@@ -65,7 +65,7 @@ def cancel(looks: Visitor, study: Study, fields: Mapping[str, str]) -> None:
     reason, store = reason_of(fields), looks.service.store
     run = store.run(fields.get("run", ""))
     if run.study_id != study.id:
-        raise BadInput("This run is another study's: load the page again.")
+        raise BadInput("This run belongs to another study: load the page again.")
     looks.service.runner.cancel(run.id)
     looks.service.audit(looks.actor, "cancel", run.id, reason)
 

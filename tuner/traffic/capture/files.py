@@ -31,7 +31,9 @@ class Sink:
 
     def __init__(self, path: Path, name: str | None = None, rotation: Rotation | None = None) -> None:
         if name is not None and (not name or set(name) & set("/\\\0") or name.startswith(".")):
-            raise BadInput(f"capture name '{name}': expected a plain word: it becomes part of a file name")
+            raise BadInput(
+                f"capture name '{name}': expected a plain word, because it becomes part of a file name"
+            )
         self.rotation = rotation or Rotation()
         self._base, self._name = path, name
         self._swept = False

@@ -104,9 +104,9 @@ def read_any(
     dated = date_unit(start, start) == "ns"
     if chosen.takes_unit and dated and unit is None and found.duration_s > LONGEST_TRACE_S:
         raise BadInput(
-            f"{source}: its first and last request are {found.duration_s / 86_400:,.0f} days apart; are its"
-            f" times dates since 1970? Name their unit: --unit {'|'.join(UNITS_NS)} (written dates stay as"
-            " they are)"
+            f"{source}: its first and last request are {found.duration_s / 86_400:,.0f} days apart. If its"
+            f" times are numbers since 1970, give their unit: --unit {'|'.join(UNITS_NS)} (written dates stay"
+            " as they are)"
         )
     return found
 
@@ -122,7 +122,7 @@ def _check(path: Path, chosen: Importer, options: ImportOptions) -> None:
     """BadInput where an option is of no use for the format."""
     if options.columns and not chosen.columns:
         mapped = " and ".join(name for name, each in importers().items() if each.columns)
-        raise BadInput(f"{path}: columns can be named for {mapped}, not for '{chosen.format}'")
+        raise BadInput(f"{path}: columns can be mapped only for {mapped}, not for '{chosen.format}'")
     for wanted in options.columns:
         if wanted not in chosen.columns:
             close = nearest(wanted, chosen.columns)

@@ -55,7 +55,7 @@ def read(path: Path, options: ImportOptions) -> Trace:
         if resolved is None:
             resolved = _resolve(record, names)
             if options.unit is not None and "arrival" not in resolved:
-                raise BadInput(f"{path}: the name of its column gives the unit of times; leave --unit out")
+                raise BadInput(f"{path}: its column name already gives the unit of times; leave --unit out")
         _add(builder, record, resolved, turns, options.unit)
     return builder.trace("generic")
 

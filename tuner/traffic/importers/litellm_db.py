@@ -26,7 +26,7 @@ def export(url: str, target: Path) -> int:
     try:
         engine = sa.create_engine(_driver(url))
     except (sa.exc.ArgumentError, ImportError) as error:
-        raise BadInput(f"{_shown(url)}: no database that can be read: {error}") from error
+        raise BadInput(f"{_shown(url)}: this database cannot be read: {error}") from error
     try:
         with engine.connect().execution_options(stream_results=True, yield_per=2000) as connection:
             table = _table(connection, url)

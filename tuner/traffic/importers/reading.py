@@ -199,7 +199,7 @@ def lines(path: Path) -> Iterator[tuple[int, str, bool]]:
     except UnicodeDecodeError as error:
         raise BadInput(f"{path}: line {number}: not UTF-8 text: {error.reason}") from error
     except (OSError, EOFError, zlib.error) as error:
-        raise BadInput(f"{path}: line {number + 1}: cannot be read on: {error}") from error
+        raise BadInput(f"{path}: line {number + 1}: reading failed here: {error}") from error
 
 
 def _pieces(path: Path, read: Callable[[BinaryIO], bytes]) -> Iterator[bytes]:
@@ -352,7 +352,7 @@ class _Ahead:
         except UnicodeDecodeError as error:
             raise BadInput(f"{self._path}: not UTF-8 text: {error.reason}") from error
         except (OSError, EOFError, zlib.error) as error:
-            raise BadInput(f"{self._path}: cannot be read on: {error}") from error
+            raise BadInput(f"{self._path}: reading failed: {error}") from error
         self._text = "".join(pieces)
         return len(pieces) > 1
 

@@ -216,7 +216,7 @@ class TraceBuilder:
         longest = max(abs(first), float(np.abs(stamps).max())) * scale
         if longest > LIMIT_NS:
             raise BadInput(
-                f"{self.path}: '{self._clock.key}' in {unit} is beyond the times that a trace stores"
+                f"{self.path}: '{self._clock.key}' in {unit} is outside the times that a trace can store"
             )
         notes: dict[str, JSON] = {"unit": unit, "unit_known_by": why}
         return np.rint(stamps * scale).astype(np.int64) + round(first * scale), notes
