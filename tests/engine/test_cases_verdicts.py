@@ -45,7 +45,17 @@ def test_a_worker_that_died_of_a_signal_is_named() -> None:
     )
     found = classify(text, 0, "startup")
     assert (found.kind, found.outcome) == ("engine_dead", "infeasible")
-    assert found.reason == "the engine died: VllmWorker-0 ended first, killed by signal 4"
+    ended = "VllmWorker-0 ended first, killed by signal 4: this processor lacks an instruction"
+    ended += " that the build uses"
+    assert found.reason == f"the engine died: {ended}"
+    under_load = text + (
+        "(EngineCore pid=7) ERROR 11-28 02:02:03 [core.py:1512] Traceback (most recent call last):\n"
+        '(EngineCore pid=7) ERROR 11-28 02:02:03 [core.py:1512]   File "shm.py", line 867, in read\n'
+        '(EngineCore pid=7) ERROR 11-28 02:02:03 [core.py:1512]     raise RuntimeError("cancelled")\n'
+        "(EngineCore pid=7) ERROR 11-28 02:02:03 [core.py:1512] RuntimeError: cancelled\n"
+    )
+    assert classify(under_load, 0, "run").reason == f"the engine died: {ended}"
+    assert "cancelled" in classify(under_load.split("\n", 1)[1], 0, "run").reason, "nothing better is known"
 
 
 def test_case_07_a_first_boot_with_less_kv_cache_is_booted_again(tmp_path: Path) -> None:

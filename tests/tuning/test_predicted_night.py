@@ -1,7 +1,10 @@
 """`tuner predict STUDY --night`: a whole run that is computed, marked as simulated, and leaves nothing."""
 
+import asyncio
 import hashlib
 import json
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,9 @@ import pytest
 from tests.commands.test_care import call
 from tests.tuning import studies
 from tuner.errors import BadInput
+from tuner.tuning.predicted_night import predict_night
+from tuner.tuning.run import RunLimits
+from tuner.tuning.study import load
 from tuner.tuning.virtual import HIDDEN
 
 
@@ -66,4 +72,14 @@ def test_a_night_over_several_cards_is_refused(tmp_path: Path) -> None:
     study = studies.write(tmp_path, studies.STUDY.replace("max_num_seqs: 4}", "tensor_parallel_size: 2}"))
     done = call(tmp_path / "home", "predict", study, "--night")
     assert isinstance(done.exception, BadInput)
-    assert "one card" in str(done.exception)
+    assert "needs 2 GPUs and there are 1" in str(done.exception)
+
+
+def test_a_night_of_a_node_with_two_cards_is_refused_where_today_uses_both(tmp_path: Path) -> None:
+    path = studies.write(tmp_path, studies.STUDY)
+    now = datetime(2026, 5, 1, 1, tzinfo=UTC)
+    prepared = load(path, store=None, now=now)
+    both = prepared.file.model_copy(update={"baseline": {"tensor_parallel_size": 2}})
+    night = predict_night(replace(prepared, file=both), None, base=tmp_path, now=now, limits=RunLimits())
+    with pytest.raises(BadInput, match="the simulated engine has one card"):
+        asyncio.run(night)

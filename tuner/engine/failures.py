@@ -1,13 +1,14 @@
 """Why a launch failed: the kind of failure (by log and exit code), whose fault it is, and how bad it is."""
 
 import re
+import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Literal
 
 from tuner.adapters import adapter_of
-from tuner.engine.rootcause import RootCause, root_cause, split
+from tuner.engine.rootcause import RootCause, root_cause, secondary, split
 from tuner.errors import Aborted, EngineError, Infeasible, StudyFailed
 from tuner.records import Violation
 
@@ -360,6 +361,8 @@ def classify(
             kind = "oom"
         return _blame(failed(kind, detail=_detail(kind, line), evidence=line, phase=phase), list(asked))
     own = None if cause is None or words.general(cause.line) else cause.line
+    if own is not None and secondary(own):  # it only follows from the end of a worker, which left no words
+        own = _worker_words(text) or own
     return _unknown(text, exit_code, phase, found, own, oom_killed=oom_killed)
 
 
@@ -512,6 +515,8 @@ def _asks_too_much(line: str, held_gib: float) -> bool:
 def _exit_words(code: int | None) -> str:
     if code is None:
         return ""
+    if code == -signal.SIGILL:
+        return f"killed by signal {-code}: this processor lacks an instruction that the build uses"
     return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
 
 

@@ -106,15 +106,16 @@ class _Chain:
     @property
     def own(self) -> bool:
         """Whether it contains more than the failure of another process."""
-        return any(not _secondary(message[0]) for message in self.messages)
+        return any(not secondary(message[0]) for message in self.messages)
 
     def told(self) -> RootCause:
-        firsts = [m for m in self.messages if not _secondary(m[0])] or list(self.messages)
+        firsts = [m for m in self.messages if not secondary(m[0])] or list(self.messages)
         words = "\n".join(_plain(line) for message in self.messages for line in message)
         return RootCause(line=_sentence(firsts[-1]), words=words)
 
 
-def _secondary(line: str) -> bool:
+def secondary(line: str) -> bool:
+    """Whether a line only repeats another process's error, or follows from its end."""
     return _WRAPPER.search(line) is not None or _CONSEQUENCE.search(line) is not None
 
 
@@ -174,7 +175,7 @@ def _logged(lines: Sequence[Line]) -> RootCause | None:
     for line in sorted(lines, key=lambda each: _depth(each.process)):
         text = line.text.strip()
         loud = line.level in ("ERROR", "CRITICAL", "FATAL") and line.text[:1].strip()
-        general = text.startswith(("Traceback", "File ")) or _FATAL.search(text) or _secondary(text)
+        general = text.startswith(("Traceback", "File ")) or _FATAL.search(text) or secondary(text)
         if loud and not general:
             return RootCause(line=text[:MOST], words=text)
     return None
