@@ -1,5 +1,9 @@
 """One rule says what is a secret: by its name, and by its shape."""
 
+import os
+import stat
+from pathlib import Path
+
 import pytest
 
 from tuner import masking
@@ -117,3 +121,17 @@ def test_no_sentence_of_ours_has_a_secret() -> None:
     assert (
         str(BadInput("cannot open postgresql://u:hunter2@db/x")) == f"cannot open postgresql://u:{MASK}@db/x"
     )
+
+
+def test_only_files_and_folders_are_closed_to_others(tmp_path: Path) -> None:
+    """A home such as /dev/null would be closed for every program of the machine."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    pipe.chmod(0o666)
+    masking.tighten(pipe)
+    masking.tighten_files([pipe])
+    assert stat.S_IMODE(pipe.stat().st_mode) == 0o666
+    plain = tmp_path / "plain"
+    plain.touch(0o644)
+    masking.tighten_files([plain, tmp_path])
+    assert [stat.S_IMODE(path.stat().st_mode) & 0o077 for path in (plain, tmp_path)] == [0, 0]

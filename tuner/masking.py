@@ -166,8 +166,8 @@ def users_mask() -> int:
 
 
 def publish(path: Path) -> None:
-    """Give a file that a person asked for the permissions of the user's own mask."""
-    if _users_mask is not None:
+    """Give a file that a person asked for the permissions of the user's own mask; a device keeps its own."""
+    if _users_mask is not None and path.is_file():
         path.chmod(0o666 & ~_users_mask)
 
 
@@ -190,7 +190,8 @@ def tighten_files(paths: Iterable[Path]) -> None:
     for path in paths:
         with suppress(OSError):
             found = path.lstat()
-            if found.st_mode & OTHERS and found.st_uid == os.geteuid() and not stat.S_ISLNK(found.st_mode):
+            ours = stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)
+            if ours and found.st_mode & OTHERS and found.st_uid == os.geteuid():
                 path.chmod(stat.S_IMODE(found.st_mode) & ~OTHERS)
 
 

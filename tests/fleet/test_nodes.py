@@ -103,5 +103,5 @@ def test_a_node_s_study_is_not_run_on_a_host_without_its_gpus(store: Store) -> N
         return named(file, Surveyed(command=(), facts=facts, node=here), store)
 
     assert on("GPU-a", "GPU-b", "GPU-c").node.gpus == ("GPU-a", "GPU-b")
-    with pytest.raises(BadInput, match=r"node: gpu-1 has GPU GPU-b, .* type this on its host far"):
+    with pytest.raises(BadInput, match=r"node: gpu-1 has GPU GPU-b, .* type this on host far"):
         on("GPU-a", "GPU-c")

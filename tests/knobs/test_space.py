@@ -66,7 +66,7 @@ ERRORS = [
     ("knobs: {max_num_seqs: [default]}", "max_num_seqs: the range is empty"),
     ("knobs: {max_num_seqs: {from: 8, to: 4, step: 1}}", "the range is empty: from 8 is above to 4"),
     ("knobs: {max_num_seqs: {from: 8, to: 16}}", "give either 'step' (linear) or 'per_octave'"),
-    ("knobs: {max_num_seqs: {from: 8, to: 16, step: 0}}", "no number above 0"),
+    ("knobs: {max_num_seqs: {from: 8, to: 16, step: 0}}", "not a number above 0"),
     ("knobs: {max_num_seqs: {from: 8, to: many, step: 1}}", "'to' is not a number"),
     ("knobs: {max_num_seqs: {from: 0, to: 8, per_octave: 1}}", "a geometric range starts above 0"),
     ("knobs: {max_num_seqs: {from: 1, to: 100000, step: 1}}", "more than 4096 levels"),
