@@ -244,6 +244,7 @@ def test_20_attack_a_body_is_not_read_before_a_valid_token(world: World, sent: d
 
 @pytest.mark.parametrize(("method", "most"), [("POST", 1), ("PUT", 1), ("PATCH", 16)])
 def test_20_attack_json_has_a_mebibyte_at_most(world: World, method: str, most: int) -> None:
-    where = {"POST": "/v1/studies", "PUT": "/v1/schedules/x", "PATCH": f"/v1/traces/uploads/{'0' * 32}"}[method]
+    piece = f"/v1/traces/uploads/{'0' * 32}"
+    where = {"POST": "/v1/studies", "PUT": "/v1/schedules/x", "PATCH": piece}[method]
     refused = world.client("run").request(method, where, content=b" " * (most * 1024**2 + 1))
     assert refused.status_code == (413 if method != "PATCH" else 422)
