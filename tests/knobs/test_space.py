@@ -1,6 +1,8 @@
 """Search spaces: what a file may say, what an error says, and what of a space an engine can turn."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -444,3 +446,46 @@ def test_M18_a_space_without_graphs_sizes_none() -> None:
     made = SHIPPED["kernels"]
     eager = made.canonical({"enforce_eager": True, "max_cudagraph_capture_size": 2048})
     assert "max_cudagraph_capture_size" not in eager
+
+
+def _each(*values: Value) -> dict[str, Value]:
+    """Every knob that a space may turn, with the first of the values that it takes."""
+    found = {
+        name: value
+        for name, knob in CATALOGUE.items()
+        for value in values[::-1]
+        if not knob.never and name != "kv_cache_memory_bytes" and knob.complaint(value) is None
+    }
+    return {name: next(v for v in values if CATALOGUE[name].complaint(v) is None) for name in found}
+
+
+def test_20_attack_conditions_that_share_their_parents_are_followed_once() -> None:
+    knobs, names = {}, list(found := _each(True, 2, 0.5, "auto", "fcfs", "sha256", "balanced"))
+    for place, name in enumerate(names):
+        knobs[name] = {"values": [found[name]], "when": {n: found[n] for n in names[:place]} or None}
+    made = space(json.dumps({"knobs": knobs}))
+    assert len(made.levels) > 30
+    assert made.active(names[-1], found)
+    assert not made.active(names[-1], {**found, names[0]: None})
+
+
+def test_20_attack_a_condition_on_many_levels_is_judged_at_once() -> None:
+    names = [name for name, value in _each(1024).items() if CATALOGUE[name].complaint(4096) is None]
+    first, second, last, *others = names
+    knobs: dict[str, Any] = {name: {"from": 1024, "to": 4096, "step": 1} for name in others}
+    knobs |= {first: [1024, 2048], second: {"values": [1024], "when": {first: 2048}}}
+    knobs[last] = {"values": [1024], "when": {first: 1024, second: 1024, **dict.fromkeys(others, 4096)}}
+    assert len(others) > 4
+    with pytest.raises(BadInput, match="contradictory conditions"):
+        space(json.dumps({"knobs": knobs}))
+
+
+def test_20_attack_a_condition_that_takes_too_long_to_judge_is_refused() -> None:
+    *others, last = (found := _each(True, 2, 0.5))
+    first, *rest = others
+    knobs: dict[str, Any] = {name: {"values": ["default", found[name]]} for name in rest}
+    knobs[first] = {"values": [found[first]], "when": {rest[0]: found[rest[0]], rest[1]: "default"}}
+    knobs[last] = {"values": [found[last]], "when": dict.fromkeys(rest[2:], "default")}
+    knobs[last]["when"] |= {first: found[first], rest[1]: found[rest[1]]}
+    with pytest.raises(BadInput, match="depends on too many knobs"):
+        space(json.dumps({"knobs": knobs}))

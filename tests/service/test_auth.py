@@ -1,5 +1,6 @@
 """Who may do what: every route of the app against every scope, and against none."""
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -215,3 +216,35 @@ def test_force_needs_admin(filled: World) -> None:
     refused = filled.client("promote").put(where, json=body, headers={"If-Match": '"2"'})
     assert refused.status_code == 403
     assert filled.client("admin").put(where, json=body, headers={"If-Match": '"2"'}).status_code == 200
+
+
+@pytest.mark.parametrize("sent", [{}, {"authorization": "Bearer tuner_no"}, {"authorization": "Basic eDp5"}])
+def test_20_attack_a_body_is_not_read_before_a_valid_token(world: World, sent: dict[str, str]) -> None:
+    world.token("read")
+    given = {"host": "localhost", "content-type": "application/json", **sent}
+    headers = [(name.encode(), value.encode()) for name, value in given.items()]
+    answers: list[int] = []
+
+    async def receive() -> dict[str, Any]:
+        pytest.fail("the body was read")
+
+    async def send(message: Any) -> None:
+        answers.extend([message["status"]] if "status" in message else [])
+
+    paths = world.app.openapi()["paths"]
+    asked = [(path, method.upper()) for path, methods in paths.items() for method in methods]
+    for path, method in asked:
+        scope = {"type": "http", "method": method, "path": path.replace("{", "").replace("}", ""),
+                 "query_string": b"", "headers": headers, "client": ("127.0.0.1", 1)}  # fmt: skip
+        if method not in ("GET", "HEAD"):
+            asyncio.run(world.app(scope, receive, send))  # type: ignore[arg-type]
+    assert len(answers) > 12
+    assert set(answers) == {401}
+
+
+@pytest.mark.parametrize(("method", "most"), [("POST", 1), ("PUT", 1), ("PATCH", 16)])
+def test_20_attack_json_has_a_mebibyte_at_most(world: World, method: str, most: int) -> None:
+    piece = f"/v1/traces/uploads/{'0' * 32}"
+    where = {"POST": "/v1/studies", "PUT": "/v1/schedules/x", "PATCH": piece}[method]
+    refused = world.client("run").request(method, where, content=b" " * (most * 1024**2 + 1))
+    assert refused.status_code == (413 if method != "PATCH" else 422)

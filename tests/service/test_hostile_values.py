@@ -145,3 +145,78 @@ def test_readyz_tells_no_password(tmp_path: Path) -> None:
         assert answer.status_code == 503
         assert "hunter2" not in answer.text
     world.store.close()
+
+
+HALF = "\ud800"
+SCHEDULE: dict[str, Any] = {
+    "node": "local",
+    "cron": "0 22 * * *",
+    "spec": {"study": "tiny", "hours": 1, "upgrade": {"to": "x"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "path", "body"),
+    [
+        ("PUT", "/v1/schedules/s", {**SCHEDULE, "spec": {**SCHEDULE["spec"], "upgrade": {"alias": HALF}}}),
+        ("PUT", "/v1/schedules/s", {**SCHEDULE, "spec": {**SCHEDULE["spec"], "study": HALF}}),
+        ("PUT", "/v1/schedules/s", {**SCHEDULE, "spec": {**SCHEDULE["spec"], "blackout": [HALF]}}),
+        ("PUT", "/v1/schedules/s", {**SCHEDULE, "timezone": HALF}),
+        ("POST", "/v1/studies", {**STUDY, "baseline": {HALF: 1}}),
+        ("POST", "/v1/studies", {**STUDY, "baseline": {"quantization": HALF}}),
+        ("POST", "/v1/studies", {**STUDY, "objectives": [HALF]}),
+        ("POST", "/v1/studies", {**STUDY, "space": {"about": HALF, "knobs": {"max_num_seqs": [4]}}}),
+        ("POST", "/v1/runs", {"study": HALF}),
+        ("POST", "/v1/comparisons", {"study": "tiny", "arms": ["today", HALF]}),
+        ("POST", "/v1/upgrade-checks", {"study": "tiny", "to": "x", "alias": HALF}),
+        ("POST", "/v1/traces/uploads", {"name": HALF, "size": 1, "sha256": "0" * 64}),
+    ],
+    ids=lambda each: str(sorted(each) if isinstance(each, dict) else each),
+)
+def test_20_attack_a_text_that_no_answer_can_show_is_refused(
+    tmp_path: Path, way: str, path: str, body: dict[str, Any]
+) -> None:
+    world = World(tmp_path)
+    given = {"trace": "0", **body} if path == "/v1/studies" else body
+    for media in ("application/json", "text/plain"):
+        headers = {"Content-Type": media}
+        refused = world.client("run").request(way, path, content=json.dumps(given), headers=headers)
+        assert refused.status_code == 422, refused.text
+    world.store.close()
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ({"blackout": ["2026-01-01"] * 1001}, "at most 1000 dates"),
+        ({"upgrade": {"to": "x", "alias": "a" * 4097}}, "at most 4096 characters"),
+        ({"upgrade": {"to": "x" * 4097}}, "at most 4096 characters"),
+        ({"upgrade": {"to": "x", "from": "x" * 4097}}, "at most 4096 characters"),
+    ],
+    ids=lambda each: str(each)[:30],
+)
+def test_20_attack_a_schedule_that_takes_long_to_read_is_refused(
+    tmp_path: Path, spec: dict[str, Any], said: str
+) -> None:
+    world = World(tmp_path)
+    body = {**SCHEDULE, "spec": {"study": "tiny", "hours": 1, **spec}}
+    refused = world.client("run").put("/v1/schedules/s", json=body)
+    assert (refused.status_code, said in refused.text) == (400, True), refused.text
+    world.store.close()
+
+
+@pytest.mark.parametrize("change", [{"slo": {"classes": {f"tenant{n}": {} for n in range(101)}}},
+                                    {"winner": {"weights": {f"x{n}": 1 for n in range(101)}}}],
+                         ids=["classes", "weights"])  # fmt: skip
+def test_20_attack_a_study_that_takes_long_to_read_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    world = World(tmp_path)
+    refused = world.client("run").post("/v1/studies", json={**STUDY, "trace": "0", **change})
+    assert "at most 100 items" in refused.text
+    world.store.close()
+
+
+def test_20_attack_a_moment_before_the_calendar_is_a_bad_request(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    for asked in ("until=0001-01-01T00:00:00Z", "since=0001-01-01T00:00:00%2B14:00"):
+        assert world.client("read").get(f"/v1/history?model=x&{asked}").status_code in (200, 400), asked
+    world.store.close()

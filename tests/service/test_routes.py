@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from starlette.testclient import TestClient
@@ -20,6 +21,7 @@ from tuner.commands import profile as cli_profile
 from tuner.history.store import Store
 from tuner.profiles import export, registry
 from tuner.records import JSON, ProfileKey
+from tuner.service import uploads
 from tuner.service.schemas import pack
 
 MODEL = "Qwen/Qwen2.5-7B-Instruct"
@@ -378,3 +380,17 @@ def test_an_unknown_export_format_is_refused_with_the_nearest(filled: World, adm
     refused = admin.get(f"/v1/profiles/{profile.id}/export?format=kserv")
     assert refused.status_code == 422
     assert "did you mean 'kserve'" in detail(refused)
+
+
+def test_20_attack_uploads_under_way_and_the_history_keep_their_room(
+    filled: World, admin: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mib, free = 1024**2, 3 * 1024**3
+    monkeypatch.setattr(uploads.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    begin = {"name": "sent", "size": 600 * mib, "sha256": "0" * 64}
+    first = admin.post("/v1/traces/uploads", json=begin)
+    assert first.status_code == 201
+    assert "no room" in detail(admin.post("/v1/traces/uploads", json=begin))
+    assert admin.delete(f"/v1/traces/uploads/{first.json()['id']}").status_code == 204
+    free = 1024**3
+    assert "no room" in detail(admin.post("/v1/traces/uploads", json={**begin, "size": 1}))

@@ -245,7 +245,7 @@ class Keeper:
         schedules = await asyncio.to_thread(self._store.schedules)
         for schedule in schedules:
             await self._consider(schedule, now)
-        return self._pause_s(schedules, now)
+        return await asyncio.to_thread(self._pause_s, schedules, now)
 
     async def _look_after(self, node: str, now: datetime) -> None:
         """Report a run that ended; stop one whose window is about to close."""

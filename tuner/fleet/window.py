@@ -21,6 +21,8 @@ GRACE_S = 300.0
 """Seconds that a start may be late before it counts as missed."""
 MOST = 1_000_000_000
 """Seconds and trials beyond this (32 years) are a mistake."""
+MOST_RANGES, LONGEST_TEXT = 1000, 4096
+"""Blackout ranges, and characters of a text; every look at a schedule reads them all."""
 _TICK = timedelta(microseconds=1)
 # A time of day that does not exist is due after the clocks went forward: by an hour at most, a day where a
 # country changed its side of the date line.
@@ -54,8 +56,8 @@ def _time_of_day(value: object) -> time | None:
 
 
 def _ranges(value: object) -> tuple[tuple[date, date], ...]:
-    if not isinstance(value, list):
-        raise ValueError("a list of dates such as 2026-12-24 or 2026-12-24/2026-12-26")
+    if not isinstance(value, list) or len(value) > MOST_RANGES:
+        raise ValueError(f"a list of at most {MOST_RANGES} dates such as 2026-12-24 or 2026-12-24/2026-12-26")
     found = []
     for item in value:
         first, _, last = str(item).partition("/")
@@ -77,9 +79,9 @@ class UpgradeTerms(yamltext.Section):
     takes it, `old` (`from`) the one that it is compared with (empty: the study's), `alias` what runs.
     """
 
-    to: str = Field(min_length=1)
-    old: str = Field(default="", alias="from")
-    alias: str = "champion"
+    to: str = Field(min_length=1, max_length=LONGEST_TEXT)
+    old: str = Field(default="", max_length=LONGEST_TEXT, alias="from")
+    alias: str = Field(default="champion", max_length=LONGEST_TEXT)
 
 
 class Terms(yamltext.Section):

@@ -4,10 +4,10 @@ has.
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -31,6 +31,9 @@ DEFAULT = "default"
 
 # No search can use more levels of one knob: more of them are a mistake in `step`.
 _MOST_LEVELS = 4096
+
+# Combinations of levels that are tried to meet a condition; those of people need a few.
+_MOST_COMBINATIONS = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,12 +85,15 @@ class SearchSpace:
         """The knobs of the space that need the real prompts (`history: raw`) to be judged."""
         return tuple(name for name in self.levels if CATALOGUE[name].needs_raw)
 
-    def active(self, name: str, values: Mapping[str, Value]) -> bool:
-        """Whether a knob is turned, given the values of the others."""
+    def active(self, name: str, values: Mapping[str, Value], found: dict[str, bool] | None = None) -> bool:
+        """Whether a knob is turned, given the values of the others. `found` has those that are judged."""
+        found = {} if found is None else found
         for parent, wanted in self.conditions.get(name, {}).items():
             value = self.inherited.get(parent)
             if parent in self.levels:
-                value = values.get(parent) if self.active(parent, values) else None
+                if parent not in found:
+                    found[parent] = self.active(parent, values, found)
+                value = values.get(parent) if found[parent] else None
             if value not in wanted:
                 return False
         return True
@@ -180,19 +186,36 @@ class SearchSpace:
     def never_active(self, name: str) -> str | None:
         """Why no combination of the other knobs turns this one, or None."""
         parents = sorted(set(self.ancestors(name)) & self.levels.keys())
-        for values in product(*(self.levels[parent] for parent in parents)):
+        combinations = product(*(self._told_apart(parent) for parent in parents))
+        for values in islice(combinations, _MOST_COMBINATIONS):
             if self.active(name, dict(zip(parents, values, strict=True))):
                 return None
+        if next(combinations, None) is not None:
+            raise BadInput(f"space '{self.name}': {name} depends on too many knobs: give it fewer conditions")
         condition = canonical_json({key: list(wanted) for key, wanted in self.conditions[name].items()})
         return f"{name}: nothing in the space makes its condition {condition} true"
 
-    def ancestors(self, name: str, below: tuple[str, ...] = ()) -> Iterator[str]:
-        """The knobs that the conditions of a knob depend on. BadInput when they form a circle."""
-        if name in below:
-            raise BadInput(f"space '{self.name}': conditions go in a circle: {' → '.join((*below, name))}")
-        for parent in self.conditions.get(name, {}):
-            yield parent
-            yield from self.ancestors(parent, (*below, name))
+    def _told_apart(self, parent: str) -> list[Value]:
+        """A level of a knob for each set of conditions that a level of it meets."""
+        wanted = [set(found[parent]) for found in self.conditions.values() if parent in found]
+        return list({tuple(v in each for each in wanted): v for v in self.levels[parent]}.values())
+
+    def ancestors(self, name: str) -> list[str]:
+        """The knobs that the conditions of a knob depend on. BadInput when it depends on itself."""
+        found: dict[str, str] = {}
+        left = [name]
+        while left:
+            child = left.pop()
+            for parent in self.conditions.get(child, {}):
+                if parent not in found:
+                    found[parent] = child
+                    left.append(parent)
+        if name in found:
+            circle = [name, found[name]]
+            while circle[-1] != name:
+                circle.append(found[circle[-1]])
+            raise BadInput(f"space '{self.name}': conditions go in a circle: {' → '.join(circle[::-1])}")
+        return list(found)
 
 
 def _refusal(name: str, value: Value, facts: EngineFacts, env: Mapping[str, str] | None) -> str | None:
@@ -384,10 +407,11 @@ def _check_conditions(space: SearchSpace, where: str) -> None:
                 raise BadInput(
                     f"{where}: {name}: when: '{parent}' is no knob here{nearest(parent, space.levels)}"
                 )
-            stray = [value for value in wanted if value not in space.levels[parent]]
+            known = set(space.levels[parent])
+            stray = [value for value in wanted if value not in known]
             if stray and stray != [None]:
                 raise BadInput(f"{where}: {name}: when: {parent} never has the value {stray[0]}")
-        list(space.ancestors(name))
+        space.ancestors(name)
     for name in space.conditions:
         if (why := space.never_active(name)) is not None:
             raise BadInput(f"{where}: contradictory conditions: {why}")

@@ -90,6 +90,26 @@ def _hostname(host: str) -> str:
     return host.rpartition(":")[0] if host.count(":") == 1 else host
 
 
+def authenticated(request: Request, given: HTTPAuthorizationCredentials | None) -> Actor:
+    """Who sent a request with these credentials. 401 without a valid token."""
+    guard: Guard = request.app.state.service.guard
+    if given is not None:
+        actor = guard.identify(given.credentials)
+        if actor is None:
+            request.app.state.service.refused(client_of(request), request.url.path)
+    elif "authorization" in request.headers:
+        actor = None
+    else:
+        actor = guard.anonymous(request.headers.get("host", ""))
+    if actor is None:
+        raise HTTPException(
+            401,
+            "a valid token is needed: Authorization: Bearer … ('tuner token create' makes one)",
+            {"WWW-Authenticate": "Bearer"},
+        )
+    return replace(actor, client=client_of(request))
+
+
 class Requires:
     """A route's dependency: the actor, who must have the scope. 401 without a valid token, 403 without it."""
 
@@ -99,24 +119,10 @@ class Requires:
     def __call__(
         self, request: Request, given: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]
     ) -> Actor:
-        guard: Guard = request.app.state.service.guard
-        if given is not None:
-            actor = guard.identify(given.credentials)
-            if actor is None:
-                request.app.state.service.refused(client_of(request), request.url.path)
-        elif "authorization" in request.headers:
-            actor = None
-        else:
-            actor = guard.anonymous(request.headers.get("host", ""))
-        if actor is None:
-            raise HTTPException(
-                401,
-                "a valid token is needed: Authorization: Bearer … ('tuner token create' makes one)",
-                {"WWW-Authenticate": "Bearer"},
-            )
+        actor = authenticated(request, given)
         if not actor.may(self.scope):
             raise HTTPException(403, f"this needs scope '{self.scope}'; the token has {_said(actor)}")
-        return replace(actor, client=client_of(request))
+        return actor
 
 
 def _said(actor: Actor) -> str:

@@ -5,15 +5,21 @@ import re
 import secrets
 import time
 
+from anyio import to_thread
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tuner.errors import TunerError
+from tuner.service.auth import authenticated, bearer
+from tuner.service.problems import status_of
 from tuner.service.pulls import PATH, Pulls
 
 log = logging.getLogger("tuner.http")
-LARGEST_BODY = 16 * 1024**2
+LARGEST_BODY, LARGEST_UPLOAD = 1024**2, 16 * 1024**2
+"""Bytes of a body: JSON takes up to thirty times as much once it is read. Pieces of uploads are not JSON."""
 GIVEN_ID = re.compile(rb"[A-Za-z0-9._-]{8,64}")
 SAFE = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
 
@@ -39,7 +45,7 @@ class RequestMiddleware:
             return
         scope["request_id"] = _request_id(scope)
         began = time.perf_counter()
-        receive = _limited(receive)
+        receive = _limited(scope, receive)
         if (status := await self._pulls.answered(scope, receive, send)) is not None:
             self._count(PATH, "GET", status, time.perf_counter() - began)
             return
@@ -71,19 +77,33 @@ class RequestMiddleware:
         self._seconds.labels(path).observe(taken)
 
 
-def _limited(receive: Receive) -> Receive:
-    """Ends a request whose body goes on and on; what routes take is far below the limit."""
-    taken = 0
+def _limited(scope: Scope, receive: Receive) -> Receive:
+    """Ends a request whose body goes on and on; what routes take is far below the limit. A body sent to the
+    API is read only from who has a valid token: a route would read it before it asks for one.
+    """
+    taken, most = 0, LARGEST_UPLOAD if scope["method"] == "PATCH" else LARGEST_BODY
+    known = scope["method"] in ("GET", "HEAD") or not scope["path"].startswith("/v1/")
 
     async def limited() -> Message:
-        nonlocal taken
+        nonlocal taken, known
+        if not known:
+            await _authenticate(scope)
+            known = True
         message = await receive()
         taken += len(message.get("body", b""))
-        if taken > LARGEST_BODY:
-            raise HTTPException(413, f"a request has at most {LARGEST_BODY} bytes")
+        if taken > most:
+            raise HTTPException(413, f"a request has at most {most} bytes")
         return message
 
     return limited
+
+
+async def _authenticate(scope: Scope) -> None:
+    request = Request(scope)
+    try:
+        await to_thread.run_sync(authenticated, request, await bearer(request))
+    except TunerError as error:
+        raise HTTPException(status_of(error), str(error), {"Retry-After": "1"}) from error
 
 
 def _request_id(scope: Scope) -> str:

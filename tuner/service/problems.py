@@ -1,5 +1,6 @@
 """Every refusal is an `application/problem+json` (RFC 9457) with one sentence in `detail`."""
 
+import json
 import logging
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -29,6 +30,17 @@ class ProblemDetails(BaseModel):
     detail: str = Field(examples=["there is no run '0a1b'"])
     request_id: str = Field(examples=["6f1c0d2e9b7a4c58"])
     errors: list[dict[str, Any]] | None = Field(default=None, description="Which part of the request.")
+
+
+def unicode_only(value: Any) -> Any:
+    """What was sent as JSON, for models with free-form parts. ValueError where a text holds half of a
+    character: no answer could show it.
+    """
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        raise ValueError("a text is not Unicode: it holds half of a surrogate pair") from None
+    return value
 
 
 def problem(

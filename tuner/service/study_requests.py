@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from tuner.errors import BadInput, Conflict, NotFound, Unavailable, nearest
 from tuner.fleet import hooks
@@ -23,6 +23,7 @@ from tuner.history.store import Store
 from tuner.knobs import space as spaces
 from tuner.knobs.catalogue import CATALOGUE
 from tuner.records import JSON, Value, digest_of
+from tuner.service.problems import unicode_only
 from tuner.settings import NAME, Settings
 from tuner.tuning import study as studies
 from tuner.tuning import studyfile
@@ -196,6 +197,8 @@ class StudyRequest(BaseModel):
     quality: QualityFile | Literal["off"] = Field(default_factory=QualityFile)
     price_per_gpu_hour: float | None = Field(default=None, ge=0)
     budget: BudgetFile = Field(default_factory=BudgetFile)
+
+    _unicode_only = model_validator(mode="before")(unicode_only)
     seed: int = Field(default=0, ge=0, lt=2**63)
 
 

@@ -11,6 +11,7 @@ import secrets
 import shutil
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
@@ -22,8 +23,11 @@ from tuner.traffic.upload_reader import Taken
 LARGEST = 2 * 1024**3
 LARGEST_PIECE = 8 * 1024**2
 LIFE_S = 24 * 3600.0
+SPARE = 1024**3
+"""Bytes of the disk that uploads leave free: the history and the logs of runs are on it too."""
 AT_ONCE = 32
 READ_AT_ONCE = 2
+_beginning = threading.Lock()
 _readers = threading.BoundedSemaphore(READ_AT_ONCE)
 UPLOAD_ID = re.compile(r"[0-9a-f]{32}")
 
@@ -51,19 +55,32 @@ class Uploads:
 
     def begin(self, *, name: str, size: int, sha256: str, unit: str | None = None) -> Upload:
         """A new upload; those that nobody has touched for a day are thrown away first."""
+        upload = Upload(id=secrets.token_hex(16), name=name, size=size, sha256=sha256, unit=unit)
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._clear_old()
-            if len(list(self._folder.glob("*.json"))) >= AT_ONCE:
-                raise Conflict(f"{AT_ONCE} uploads are under way; finish or abandon one")
-            if shutil.disk_usage(self._folder).free < size * 2:
-                raise Conflict(f"there is no room on the service's disk for {size} bytes")
-            upload = Upload(id=secrets.token_hex(16), name=name, size=size, sha256=sha256, unit=unit)
-            self._part(upload.id).touch(mode=0o600)
-            self._card(upload.id).write_text(json.dumps(asdict(upload)), encoding="utf-8")
+            with _beginning:
+                self._clear_old()
+                self._refuse_more(size)
+                self._part(upload.id).touch(mode=0o600)
+                self._card(upload.id).write_text(json.dumps(asdict(upload)), encoding="utf-8")
         except OSError as error:
             raise Unavailable(f"uploads cannot be written: {error.strerror or error}") from error
         return upload
+
+    def _refuse_more(self, size: int) -> None:
+        """Conflict where too many uploads are under way, or their bytes and these do not fit on the disk. Each
+        is there twice while it is read.
+        """
+        known = [path.stem for path in self._folder.glob("*.json")]
+        if len(known) >= AT_ONCE:
+            raise Conflict(f"{AT_ONCE} uploads are under way; finish or abandon one")
+        begun: list[Upload] = []
+        for upload_id in known:
+            with suppress(NotFound, ValueError):  # it has just ended, or was cut off by a crash
+                begun.append(self.upload(upload_id))
+        wanted = size * 2 + sum(each.size * 2 - each.offset for each in begun)
+        if shutil.disk_usage(self._folder).free < wanted + SPARE:
+            raise Conflict(f"there is no room on the service's disk for {size} bytes")
 
     def _clear_old(self) -> None:
         for path in self._folder.iterdir():

@@ -141,7 +141,7 @@ class SloFile(LimitsFile):
 
     attainment: float = Field(default=0.95, gt=0, le=1)
     classes: dict[Annotated[str, Field(pattern=f"^({CLASS.pattern})$")], LimitsFile] = Field(
-        default_factory=dict
+        default_factory=dict, max_length=100
     )
 
 
@@ -161,7 +161,7 @@ class BudgetFile(_Strict):
 class WeightsFile(_Strict):
     """The winner by a weighted sum of log ratios to the baseline."""
 
-    weights: dict[str, float]
+    weights: dict[str, float] = Field(max_length=100)
 
 
 PlanName = Literal["quick", "brief", "standard", "thorough"]

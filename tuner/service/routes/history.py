@@ -8,6 +8,7 @@ from fastapi import APIRouter, Query
 from fastapi.responses import JSONResponse
 from pydantic import AwareDatetime
 
+from tuner.errors import BadInput
 from tuner.history.best_per_night import Night, nights, trend
 from tuner.records import JSON
 from tuner.service import schemas
@@ -42,7 +43,10 @@ def show_history(
     it stays; the change from the baseline; what had changed since the night before (knobs, engine, traffic,
     GPU), how sure it is, and whether it is a regression.
     """
-    begin = since or (until or here.clock()) - LOOK_BACK
+    try:
+        begin = since or (until or here.clock()) - LOOK_BACK
+    except OverflowError:
+        raise BadInput(f"until: {until} is too early") from None
     some, following = _nodes(here, model, node, cursor, limit)
     found = here.store.bests(
         model=model, metric=metric, node=some, workload=workload, since=begin, until=until

@@ -3,12 +3,12 @@
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Response
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from tuner.history.entities import Schedule
 from tuner.service.auth import Reader, Runner
 from tuner.service.context import Here
-from tuner.service.problems import documented
+from tuner.service.problems import documented, unicode_only
 from tuner.service.schedules import checked
 from tuner.settings import NAME
 
@@ -39,6 +39,8 @@ class ScheduleRequest(BaseModel):
     spec: dict[str, JsonValue]
     enabled: bool = True
     reason: str = Field(default="set over HTTP", max_length=500)
+
+    _unicode_only = model_validator(mode="before")(unicode_only)
 
 
 @router.get("", summary="Schedules by name", responses=documented())
