@@ -237,7 +237,7 @@ def test_20_attack_a_body_is_not_read_before_a_valid_token(world: World, sent: d
         scope = {"type": "http", "method": method, "path": path.replace("{", "").replace("}", ""),
                  "query_string": b"", "headers": headers, "client": ("127.0.0.1", 1)}  # fmt: skip
         if method not in ("GET", "HEAD"):
-            asyncio.run(world.app(scope, receive, send))  # type: ignore[arg-type]
+            asyncio.run(world.app(scope, receive, send))
     assert len(answers) > 12
     assert set(answers) == {401}
 

@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -21,7 +22,6 @@ from tuner.commands import profile as cli_profile
 from tuner.history.store import Store
 from tuner.profiles import export, registry
 from tuner.records import JSON, ProfileKey
-from tuner.service import uploads
 from tuner.service.schemas import pack
 
 MODEL = "Qwen/Qwen2.5-7B-Instruct"
@@ -386,7 +386,7 @@ def test_20_attack_uploads_under_way_and_the_history_keep_their_room(
     filled: World, admin: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mib, free = 1024**2, 3 * 1024**3
-    monkeypatch.setattr(uploads.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     begin = {"name": "sent", "size": 600 * mib, "sha256": "0" * 64}
     first = admin.post("/v1/traces/uploads", json=begin)
     assert first.status_code == 201

@@ -68,8 +68,8 @@ class Uploads:
         return upload
 
     def _refuse_more(self, size: int) -> None:
-        """Conflict where too many uploads are under way, or their bytes and these do not fit on the disk. Each
-        is there twice while it is read.
+        """Conflict where too many uploads are under way, or where their bytes and these do not fit on the
+        disk: each is there twice while it is read.
         """
         known = [path.stem for path in self._folder.glob("*.json")]
         if len(known) >= AT_ONCE:
