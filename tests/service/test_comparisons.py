@@ -69,6 +69,10 @@ def test_25_1_registered_engines_are_compared_over_http(world: World) -> None:
     assert "worse" in {change["word"] for change in arm["changes"]}
     assert run.summary["margin"] == 0.2
     assert run_id in {row.target for row in world.store.audit() if row.action == "run"}
+    shown = client.get(f"/v1/studies/{run.study_id}").json()["spec"]
+    assert {arm["engine"]["version"] for arm in shown["arms"]} == {"0.32.0", "0.33.0"}
+    for engine in (shown["engine"], *(arm["engine"] for arm in shown["arms"])):
+        assert not engine.keys() & {"env", "python", "command", "stop_command"}, "20_attack: this host's"
 
 
 def test_25_3_an_upgrade_is_checked_over_http(world: World) -> None:

@@ -33,8 +33,8 @@ from tuner.records import (
 )
 from tuner.report import words
 
-HIDDEN = ("env", "python", "command")
-"""What the API leaves out of a study's engine: these are this host's."""
+HIDDEN = ("env", "python", "command", "stop_command")
+"""What the API leaves out of every engine of a study: these are this host's."""
 LARGEST = 2**31 - 1
 """The largest number in a cursor: PostgreSQL's integer columns hold no larger one."""
 S = TypeVar("S", bound="Schema")
@@ -123,10 +123,19 @@ class StudySchema(Schema):
 
 
 def study(of: Study) -> StudySchema:
-    spec: dict[str, Any] = masking.tree(of.spec)
-    if isinstance(engine := spec.get("engine"), dict):
-        spec["engine"] = {key: value for key, value in engine.items() if key not in HIDDEN}
-    return StudySchema.of(of, spec=spec)
+    return StudySchema.of(of, spec=_without_host(masking.tree(of.spec)))
+
+
+def _without_host(found: Any) -> Any:
+    """A spec without what its engines, also those of a comparison's arms, have of this host."""
+    if isinstance(found, list | tuple):
+        return [_without_host(each) for each in found]
+    if not isinstance(found, dict):
+        return found
+    shown = {name: _without_host(each) for name, each in found.items()}
+    if isinstance(engine := shown.get("engine"), dict):
+        shown["engine"] = {name: each for name, each in engine.items() if name not in HIDDEN}
+    return shown
 
 
 @fields_of(Run, without=("pid", "host"))
