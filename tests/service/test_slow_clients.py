@@ -106,3 +106,33 @@ def test_20_attack_requests_that_wait_are_counted() -> None:
     assert asyncio.run(talked(b"", WHOLE * 1000, slow)).count(b"200 OK") <= 1
     few = WHOLE * 3 + WHOLE.replace(b"Host", b"Connection: close\r\nHost")
     assert asyncio.run(talked(b"", few)).count(b"200 OK") == 4
+
+
+def test_20_attack_an_answer_that_is_not_taken_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "TAKE_S", 0.2, raising=False)
+    part, ended = b"a" * 2**20, asyncio.Event()
+
+    async def large(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(64):
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+        ended.set()
+
+    async def deaf() -> int:
+        """How much is there to read for a client that reads once the service has given up."""
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            config = uvicorn.Config(large, http=connections.TimedHead, lifespan="off", log_config=None)
+            server = uvicorn.Server(config)
+            task = asyncio.ensure_future(server.serve(sockets=[listener]))
+            while not server.started:
+                await asyncio.sleep(0.01)
+            client = socket.create_connection(listener.getsockname())
+            client.sendall(WHOLE)
+            await asyncio.wait_for(ended.wait(), 20)
+            client.close()
+            server.should_exit = True
+            await task
+        return len(server.server_state.connections)
+
+    assert asyncio.run(deaf()) == 0

@@ -9,6 +9,8 @@ HEAD_S = 20.0
 on the network could hold connections open until the service has no file descriptor left."""
 BODY_S = 300.0
 """Seconds from the end of the headers to the end of the body, for the same reason."""
+TAKE_S = 60.0
+"""Seconds in which a client takes some of an answer that waits for it, for the same reason."""
 LARGEST_HEAD = 64 * 1024
 """Bytes of a request's head, beyond the piece that it begins in. Neither uvicorn nor httptools limits it."""
 LARGEST_REQUEST = 64 * 1024**2
@@ -19,10 +21,11 @@ MOST_WAITING = 16
 
 class TimedHead(HttpToolsProtocol):
     """Closes a connection whose request line and headers, or whose body, do not come in time or do not end,
-    and one that sends requests faster than it takes answers.
+    and one that sends requests faster than it takes answers, or does not take them.
     """
 
     _overdue: asyncio.TimerHandle | None = None
+    _untaken: asyncio.TimerHandle | None = None
     _in_head = _began = True
     _taken = 0
 
@@ -32,7 +35,24 @@ class TimedHead(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._done()
+        self._taking()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The client does not take its answer as fast as it comes."""
+        self._taking()
+        self._untaken = self.loop.call_later(TAKE_S, self.transport.abort)
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        """It has taken most of what waited."""
+        self._taking()
+        super().resume_writing()
+
+    def _taking(self) -> None:
+        if self._untaken is not None:
+            self._untaken.cancel()
+            self._untaken = None
 
     def data_received(self, data: bytes) -> None:
         """More bytes; those of the piece that a request begins in are not counted."""
