@@ -173,5 +173,5 @@ def test_merging_keeps_parts_apart() -> None:
     for row in range(4):
         above = int(both.parent[row])
         assert above < 0 or both.session[above] == both.session[row]
-    with pytest.raises(BadInput, match="one block size"):
+    with pytest.raises(BadInput, match="the same block size"):
         merged([one, make([32], ids=[[1]], block_size=32)])
