@@ -166,8 +166,8 @@ def users_mask() -> int:
 
 
 def publish(path: Path) -> None:
-    """Give a file that a person asked for the permissions of the user's own mask; a device keeps its own."""
-    if _users_mask is not None and path.is_file():
+    """Give a file that a person asked for the permissions of the user's own mask."""
+    if _users_mask is not None:
         path.chmod(0o666 & ~_users_mask)
 
 

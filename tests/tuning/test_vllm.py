@@ -78,14 +78,10 @@ EVENING = (
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A home in which the study was tuned to its end, its controller killed once in the middle of trial 1."""
-    if not INTERPRETER or not Path(INTERPRETER).exists():
-        pytest.skip("TUNER_TEST_VLLM names no interpreter; `make test-vllm` installs one")
-    home = tmp_path_factory.mktemp("cpu")
+    home = fresh(tmp_path_factory, "cpu")
     model(home / "model")
     (home / "space.yaml").write_text(SPACE)
     study = put(home, "study.yaml", STUDY)
-    taken = tuner(home, "trace", "import", TRACE, "--name", "conversation", "--max-len", 600)
-    assert taken.returncode == 0, taken.stderr
     with (home / "first.log").open("w") as log:
         controller = subprocess.Popen(
             command("tune", study, *WORDS), env=environment(home), stderr=log, stdout=log
@@ -98,6 +94,16 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
             controller.wait()
     wait_for(lambda: not ours(home))
     tune(home, study)
+    return home
+
+
+def fresh(folders: pytest.TempPathFactory, name: str) -> Path:
+    """A home that has the trace; skips where there is no vLLM."""
+    if not INTERPRETER or not Path(INTERPRETER).exists():
+        pytest.skip("TUNER_TEST_VLLM names no interpreter; `make test-vllm` installs one")
+    home = folders.mktemp(name)
+    taken = tuner(home, "trace", "import", TRACE, "--name", "conversation", "--max-len", 600)
+    assert taken.returncode == 0, taken.stderr
     return home
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.real import INTERPRETER, random_weights
-from tests.tuning.studies import TRACE, tuner
-from tests.tuning.test_vllm import STUDY, put, said_of, trials_of, tune
+from tests.engine.real import random_weights
+from tests.tuning.studies import tuner
+from tests.tuning.test_vllm import STUDY, fresh, put, said_of, trials_of, tune
 from tuner.records import TrialState
 
 pytestmark = pytest.mark.vllm
@@ -35,13 +35,9 @@ BROKEN = (
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A home in which the study was tuned to its end."""
-    if not INTERPRETER or not Path(INTERPRETER).exists():
-        pytest.skip("TUNER_TEST_VLLM names no interpreter; `make test-vllm` installs one")
-    home = tmp_path_factory.mktemp("broken")
+    home = fresh(tmp_path_factory, "broken")
     random_weights(home / "weights")
     (home / "ordered.yaml").write_text(ORDERED)
-    taken = tuner(home, "trace", "import", TRACE, "--name", "conversation", "--max-len", 600)
-    assert taken.returncode == 0, taken.stderr
     (home / "broken.log").write_text(tune(home, put(home, "broken.yaml", BROKEN)))
     return home
 
