@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# benchmarks/h100.sh STUDY SECONDS OUT [TRACES]: one piece of study a, b, c, d or e of benchmarks/h100 on a GPU host.
+# benchmarks/h100.sh STUDY SECONDS OUT [TRACES]: one piece of study a, b, c, d, e or f of benchmarks/h100 on a GPU host.
 #
 # Runs `tuner tune`, stops it after SECONDS as a person would (SIGTERM), and packs the history, the report, the front and
 # the logs into OUT. The next piece goes on from the history: in TUNER_HOME where the host keeps it, else from the archive
@@ -7,7 +7,7 @@
 # public traces (AzureLLMInferenceTrace_conv.csv and _code.csv, servegen_m_small_peak.csv). PYTHON must have vLLM and the
 # tuner's dependencies.
 set -euo pipefail
-study=${1:?a, b, c, d or e} seconds=${2:?seconds} out=${3:?folder for the results} traces=${4:-traces}
+study=${1:?a, b, c, d, e or f} seconds=${2:?seconds} out=${3:?folder for the results} traces=${4:-traces}
 root=$(cd "$(dirname "$0")/.." && pwd)
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" TUNER_HOME=${TUNER_HOME:-$HOME/.cache/tuner-h100-$study}
 tuner() { "${PYTHON:-python3}" -m tuner "$@"; }
@@ -15,11 +15,11 @@ tuner() { "${PYTHON:-python3}" -m tuner "$@"; }
 mkdir -p "$out" "$TUNER_HOME"
 if [ -n "${RESUME:-}" ]; then tar -C "$TUNER_HOME" -xJf "$RESUME"; fi
 case $study in
-  a|d|e) file=AzureLLMInferenceTrace_conv.csv name=azure-conv columns=() ;;
+  a|d|e|f) file=AzureLLMInferenceTrace_conv.csv name=azure-conv columns=() ;;
   b) file=AzureLLMInferenceTrace_code.csv name=azure-code columns=() ;;
   c) file=servegen_m_small_peak.csv name=servegen-voice
      columns=(--column arrival_s=arrival_s --column input_len=input_tokens --column output_len=output_tokens) ;;
-  *) echo "no study '$study': a, b, c, d or e" >&2; exit 2 ;;
+  *) echo "no study '$study': a, b, c, d, e or f" >&2; exit 2 ;;
 esac
 if ! tuner trace show "$name" >/dev/null 2>&1; then
   tuner trace import "$traces/$file" --name "$name" "${columns[@]}" >/dev/null

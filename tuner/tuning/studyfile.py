@@ -186,7 +186,7 @@ class PlanFile(_Strict):
     tail_limit_s: float | None = Field(default=None, gt=0, le=MOST_S)
     lateness_ms: float | None = Field(default=None, gt=0)
     lateness_share: float | None = Field(default=None, gt=0)
-    attribution: float | None = Field(default=None, ge=0, le=1)
+    attribution: float | None = Field(default=None, ge=0, le=100)
 
     def overrides(self) -> dict[str, int | float]:
         """What the file sets, by the plan's own names."""
