@@ -232,6 +232,11 @@ class Conclusion(JsonRecord):
         """Whether finalists were measured again, to the end, on a machine that stayed as it was."""
         return self.outcome not in UNMEASURED and any(arm.changes or arm.confirmed for arm in self.finalists)
 
+    @property
+    def compared(self) -> bool:
+        """Whether `tuner compare` or `tuner upgrade-check` made it: its arms have names."""
+        return any(arm is not None and arm.name is not None for arm in (self.baseline, *self.finalists))
+
     def arm(self, number: int | None) -> Arm | None:
         """The baseline or the finalist of a trial number; None where it was not measured again."""
         arms = (*([self.baseline] if self.baseline else []), *self.finalists)

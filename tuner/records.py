@@ -435,6 +435,11 @@ class Study:
     spec: JsonObject
     created_at: datetime
 
+    @property
+    def compares(self) -> bool:
+        """Whether its trials are the arms of `tuner compare` or `tuner upgrade-check`."""
+        return "compare" in self.identity
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:

@@ -16,7 +16,7 @@ FLAGS = (
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
     "--disable-dev-shm-usage", "--force-device-scale-factor=1", "--hide-scrollbars",
 )  # fmt: skip
-WIDE, DESKTOP, PHONE = (1440, 900), (1280, 900), (390, 844)
+WIDE, DESKTOP, PHONE, PAPER = (1440, 900), (1280, 900), (390, 844), (718, 1031)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import httpx
 from selenium import webdriver
 
 from tests.browser import world
-from tests.browser.chromium import DESKTOP, PHONE, WIDE, chromium, overlaps, resize
+from tests.browser.chromium import DESKTOP, PAPER, PHONE, WIDE, chromium, overlaps, resize
 from tuner.records import Candidate, Launch
 from tuner.report.document import ReportData, render
 from tuner.service.pages.session import COOKIE
@@ -20,7 +20,7 @@ KEPT = {
     "desktop": ("overview", "study", "trial", "history", "profile", "report"),
     "phone": ("overview", "study"),
 }
-"""What docs/pages.md shows; `--all` takes every page at three widths, light and dark, and the prints."""
+"""What docs/pages.md shows; `--all` takes every page at three widths, light and dark, and as printed."""
 
 
 def paths(there: world.World) -> dict[str, str]:
@@ -38,6 +38,8 @@ def paths(there: world.World) -> dict[str, str]:
         "trial": f"/studies/{ref}/trials/3",
         "trial-infeasible": f"/studies/{ref}/trials/8",
         "history": "/history?metric=goodput_rps",
+        "nights": "/compare?" + "&".join(f"run={p.evidence['run']}" for p in profiles[:2]),
+        "upgrade": f"/studies/{world.upgrade_study().id[:16]}",
         "profiles": "/profiles",
         "profile": f"/profiles/{profiles[1].id}",
         "champion": f"/profiles/{profiles[0].id}",
@@ -48,8 +50,9 @@ def paths(there: world.World) -> dict[str, str]:
 
 
 def running(there: world.World) -> None:
-    """A run in the middle of its night, for the pictures of a live study."""
+    """An upgrade check that has ended, and a run in the middle of its night, for the pictures."""
     store, made = there.store, there.study
+    world.an_upgrade_check(store, there.home / "trials" / "upgrade")
     run = store.open_run(
         made.id,
         trials_limit=12,
@@ -134,6 +137,10 @@ def main() -> None:
                         shoot(driver, folder / f"{name}-{label}{'-dark' if dark else ''}.png", size[0])
                     for each in overlaps(driver):
                         print(f"{name} {label}: {each}")
+            for name in ("overview", "study", "history", "nights", "report") if every else ():
+                resize(driver, PAPER, paper=True)
+                driver.get(pages[name])
+                shoot(driver, folder / f"{name}-print.png", PAPER[0], 3 * PAPER[1])
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 
 from tests.browser import world
-from tests.browser.chromium import DESKTOP, PHONE, WIDE, overlaps, resize, serious
+from tests.browser.chromium import DESKTOP, PAPER, PHONE, WIDE, overlaps, resize, serious
 from tests.browser.screenshots import paths, report_of, running
 from tests.browser.site import Site
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.browser
 def test_I27_7_the_overview_answers_for_each_node(site: Site) -> None:
     site.get("/")
     card = site.one(".answer")
-    for said in ("better in some objectives", "−46 %", "Confidence", "medium", "max_num_seqs"):
+    for said in ("better in some objectives", "−80 %", "Confidence", "medium", "max_num_seqs"):
         assert said in card.text
     assert "tuner profile resolve" in card.find_element("css selector", "code.copy").text
     assert [a.text for a in site.all(".answer a[download]")] == ["download"]
@@ -57,6 +57,25 @@ def test_I27_2_profiles_and_nodes_are_ticked_and_compared(site: Site, what: str)
     site.get({"profile": "/profiles", "node": "/"}[what])
     site.press("#picks button")
     assert "2 to 5 trials, profiles, nights or nodes can be compared, not 0" in site.text()
+
+
+def test_I27_3_a_comparison_is_found_from_the_history_and_is_no_night(site: Site) -> None:
+    site.get("/history?metric=ttft_p95_ms")
+    nights, card = len(site.all("#main table.nights tbody tr")), site.one(".answer h3").text
+    world.an_upgrade_check(site.world.store, site.world.home / "upgrade")
+    site.get("/history?metric=ttft_p95_ms")
+    assert (len(site.all("#main table.nights tbody tr")), site.one(".answer h3").text) == (nights, card)
+    site.press("section.nights > p a")
+    shown = site.text()
+    assert shown.index("Advice: stay.") < shown.index("new version is worse than old version")
+    assert "engine 0.32.0 → 0.33.0" in shown
+    assert "The front" not in shown, "arms were chosen by hand: there is no front"
+    site.press("p a[href^='/compare?study=']")
+    assert [a.text for a in site.all(".compared thead a")][:2] == ["old version", "new version"]
+    assert "0.33.0" in site.text()
+    site.get("/")
+    assert "version is worse" not in site.text(), "an upgrade check is no answer for its node"
+    assert site.errors() == []
 
 
 def test_I27_7_why_a_trial_failed_is_on_its_page(site: Site) -> None:
@@ -117,7 +136,16 @@ def test_I27_5_answers_fit_their_screen(site: Site, axe: str, size: tuple[int, i
     running(site.world)
     resize(site.driver, size, dark=dark)
     found = []
-    for name in ("overview", "study", "trials", "compare", "history", "trial-infeasible"):
+    for name in (
+        "overview",
+        "study",
+        "trials",
+        "compare",
+        "history",
+        "trial-infeasible",
+        "nights",
+        "upgrade",
+    ):
         site.get(paths(site.world)[name])
         found += [f"{name}: {each}" for each in (*overlaps(site.driver), *serious(site.driver, axe))]
     assert found == []
@@ -143,7 +171,7 @@ def test_I27_8_pages_and_report_print_well(site: Site, tmp_path: Path, name: str
         assert top < 3 * DESKTOP[1], "more than three screens before the details"
     else:
         site.get(paths(site.world)[name])
-    resize(site.driver, (718, 1031), paper=True)
+    resize(site.driver, PAPER, paper=True)
     assert site.driver.execute_script(ON_PAPER) == []
     printed = site.driver.execute_cdp_cmd("Page.printToPDF", {"paperWidth": 8.27, "paperHeight": 11.69})
     pages = len(re.findall(rb"/Type\s*/Page\b", base64.b64decode(printed["data"])))

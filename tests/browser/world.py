@@ -12,7 +12,17 @@ from pathlib import Path
 import numpy as np
 import uvicorn
 
-from tuner.conclusions import Arm, Conclusion, Difference, Judgement, PublishedProfile, RunCost, Where, saving
+from tuner.conclusions import (
+    Arm,
+    Conclusion,
+    Difference,
+    Judgement,
+    PublishedProfile,
+    RunCost,
+    Where,
+    Word,
+    saving,
+)
 from tuner.history.entities import Schedule
 from tuner.history.store import Store
 from tuner.profiles import registry
@@ -48,6 +58,8 @@ OBJECTIVES = ("ttft_p95_ms", "tpot_p95_ms", "goodput_rps")
 WINDOW_S = 60.0
 COST = RunCost(search_s=1400.0, confirm_s=560.0, gpus=1)
 PLACES: tuple[Where, ...] = ("confirm", "held_out")
+SPREAD = 0.06
+"""Half the width of every interval."""
 
 
 def study(name: str = "chat-h100", *, node: str = "gpu-01", engine: str = "0.32.0", day: int = 1) -> Study:
@@ -138,7 +150,7 @@ def measured(
     return Measurement(values=dict(values), slices=(part,), purpose=purpose, repeat=repeat, fidelity=fidelity)
 
 
-LEVELS = ((16, 2048), (64, 2048), (256, 2048), (128, 8192), (32, 512), (128, 1024), (256, 8192), (64, 512))
+LEVELS = ((28, 2048), (64, 2048), (256, 2048), (128, 8192), (32, 512), (128, 1024), (256, 8192), (64, 512))
 
 
 def begin(store: Store, run: Run, number: int, candidate: Candidate, origin: str = "tpe") -> Trial:
@@ -158,7 +170,7 @@ def end(store: Store, trial: Trial, *found: Measurement, **changes: object) -> T
 
 def complete(store: Store, run: Run, number: int, folder: Path | None = None, night: int = 0) -> Trial:
     """One more measured trial."""
-    sequences, tokens = LEVELS[number % len(LEVELS)]
+    sequences, tokens = LEVELS[number % 10 % len(LEVELS)]
     chosen = Candidate({"max_num_seqs": sequences, "max_num_batched_tokens": tokens})
     trial = begin(store, run, number, chosen, "baseline" if number == 0 else "tpe")
     values = numbers(sequences, tokens, night)
@@ -178,23 +190,23 @@ def a_night(store: Store, made: Study, folder: Path, night: int) -> Profile:
     end(store, memory, state=TrialState.INFEASIBLE, reason=reason, cause="oom", effective={})
     port = begin(store, run, number + 1, Candidate({"max_num_seqs": 96}))
     end(store, port, state=TrialState.ABORTED, reason="port 8001 was taken", cause="port", effective={})
-    winner = trials[3]
+    base = next(trial for trial in store.trials(made.id) if trial.is_baseline)
+    winner = trials[(5, 1, 2)[night]]
     for repeat in (1, 2):
-        for trial in (trials[0], winner):
+        for trial in (base, winner):
             values = trial.measurement.values if trial.measurement else {}
             again = {name: value * (1 + 0.02 * repeat) for name, value in values.items()}
             place = folder / f"n{night}" / str(trial.number)
             store.add_measurement(trial.id, measured(again, place, purpose="confirm", repeat=repeat))
     _launches(store, made, run, number + 2)
-    said = _conclusion(run, winner, trials[0], started + timedelta(hours=2))
+    said = _conclusion(run, winner, base, started + timedelta(hours=2))
     evidence: dict[str, JSON] = {
         "run": run.id, "verdict": said.outcome.value, "sentence": said.sentence, "confirmed": night != 2,
         "slo_met": True, "repeats": 2,
     }  # fmt: skip
-    argv = [f"--max-num-seqs={64 + night * 32}", "--max-num-batched-tokens=8192", "--max-model-len=16384"]
-    fresh = winner.candidate.with_values(max_num_seqs=64 + night * 32)
+    argv = [f"--{name.replace('_', '-')}={value}" for name, value in winner.candidate.items()]
     made_profile = registry.publish(
-        store, study=made, trial=replace(winner, candidate=fresh), argv=argv, env={}, evidence=evidence,
+        store, study=made, trial=winner, argv=[*argv, "--max-model-len=16384"], env={}, evidence=evidence,
         now=started + timedelta(hours=2),
     )  # fmt: skip
     published = PublishedProfile(id=made_profile.id, version=made_profile.version)
@@ -226,26 +238,66 @@ def _conclusion(run: Run, winner: Trial, base: Trial, at: datetime) -> Conclusio
         for name in OBJECTIVES:
             change = (mine[name] - theirs[name]) / theirs[name]
             better = change > 0 if name == "goodput_rps" else change < 0
+            word: Word = "open" if abs(change) < SPREAD else "better" if better else "worse"
             rows.append(
                 Difference(
                     metric=name, where=where, before=theirs[name], after=mine[name], change=change,
-                    low=change - 0.06, high=change + 0.06, word="better" if better else "worse", repeats=2,
+                    low=change - SPREAD, high=change + SPREAD, word=word, repeats=2,
                 )
             )  # fmt: skip
     told = ", ".join(words.difference(r) for r in rows[: len(OBJECTIVES)])
-    shown = ({name: values[name] for name in OBJECTIVES} for values in (theirs, mine))
+    traded = any(row.word == "worse" for row in rows)
+    outcome = Judgement.TRADE_OFF if traded else Judgement.CLEAR_WINNER
+    knobs = {name: (base.candidate[name], value) for name, value in winner.candidate.items()}
     arms = [
-        Arm(trial=t.number, candidate=t.candidate, attainment=0.97, misses_slo_by=0.0, confirmed=confirmed,
-            changed={} if t is base else {"max_num_seqs": (16, 128)},
+        Arm(trial=t.number, candidate=t.candidate, attainment=min(1.0, values["slo_attainment"]),
+            misses_slo_by=max(0.0, 0.95 - values["slo_attainment"]),
+            confirmed={name: values[name] for name in OBJECTIVES},
+            changed={} if t is base else {k: pair for k, pair in knobs.items() if pair[0] != pair[1]},
             changes=() if t is base else tuple(rows))
-        for t, confirmed in zip((base, winner), shown, strict=True)
+        for t, values in ((base, theirs), (winner, mine))
     ]  # fmt: skip
     return Conclusion(
-        run_id=run.id, study_id=run.study_id, at=at, outcome=Judgement.TRADE_OFF, winner=winner.number,
-        sentence=f"A trade-off: trial {winner.number} against the baseline: {told}. It meets the SLO.",
+        run_id=run.id, study_id=run.study_id, at=at, winner=winner.number,
+        outcome=outcome,
+        sentence=f"A {outcome.value}: trial {winner.number} against the baseline: {told}. It meets the SLO.",
         baseline=arms[0], finalists=(arms[1],), attainment=0.95, repeats=2,
         cost=COST, saving=saving(arms[1], 2.5, COST),
     )  # fmt: skip
+
+
+def upgrade_study() -> Study:
+    made = study("chat-h100-upgrade", day=6)
+    identity: dict[str, JSON] = {**made.identity, "compare": {"arms": [], "kind": "upgrade"}}
+    return replace(made, id=digest_of(identity), identity=identity)
+
+
+def an_upgrade_check(store: Store, folder: Path, at: datetime = NOW) -> Study:
+    """A run that holds two engine versions against each other: the new one is a little slower."""
+    made = upgrade_study()
+    store.add_study(made)
+    run = store.open_run(made.id, trials_limit=None, deadline=None, now=at, pid=None, host="gpu-01")
+    chosen = Candidate({"max_num_seqs": 128, "max_num_batched_tokens": 1024})
+    fast, found = numbers(128, 1024), []
+    slow = {**fast, "ttft_p95_ms": 1.2 * fast["ttft_p95_ms"], "tpot_p95_ms": 1.25 * fast["tpot_p95_ms"]}
+    for number, values in enumerate((fast, slow)):
+        trial = begin(store, run, number, chosen, "compared" if number else "baseline")
+        again = measured(values, folder / str(number), purpose="confirm", repeat=1)
+        found.append(end(store, trial, measured(values, folder / str(number)), again))
+    said = _conclusion(run, found[1], found[0], at + timedelta(minutes=20))
+    assert said.baseline is not None
+    old = replace(said.baseline, name="old version", engine="0.32.0")
+    rows = tuple(row for row in said.finalists[0].changes if row.where == "confirm")
+    new = replace(said.finalists[0], name="new version", engine="0.33.0", changed={}, changes=rows)
+    told = (
+        "Advice: stay. 0.33.0 is worse than 0.32.0 in tpot_p95_ms. The code is the cause: no default moved."
+    )
+    said = replace(
+        said, outcome=Judgement.BASELINE_STAYS, winner=None, baseline=old, finalists=(new,), saving=None,
+        sentence=told, cost=RunCost(confirm_s=1300.0, gpus=1),
+    )  # fmt: skip
+    store.save_run(replace(run, state=RunState.FINISHED, ended_at=said.at, reason="all is known"), said)
+    return made
 
 
 class Clock:

@@ -156,7 +156,9 @@ def test_units_are_told() -> None:
         ("ttft_p95_ms", 0.5, "+50 % (worse)"),
         ("goodput_rps", 0.5, "+50 % (better)"),
         ("goodput_rps", -0.89, "−89 % (worse)"),
-        ("goodput_rps", 0.0, "+0 %"),
+        ("goodput_rps", 0.0, "0 %"),
+        ("goodput_rps", -0.004, "0 %"),
+        ("goodput_rps", 12.99, "+1,299 % (better)"),
         ("goodput_rps", None, ""),
     ],
 )

@@ -68,6 +68,15 @@ def test_25_1_registered_engines_are_compared_over_http(world: World) -> None:
     assert (said["baseline"]["name"], arm["name"], arm["engine"]) == ("today", "new", "0.33.0")
     assert "worse" in {change["word"] for change in arm["changes"]}
     assert run.summary["margin"] == 0.2
+    page = client.get(f"/studies/{run.study_id[:16]}").text
+    for part in ("new is worse than today", "today → new", "0.32.0 → <strong>0.33.0", "side by side"):
+        assert part in page, "I27: a comparison has its page, with a card for each arm"
+    assert 'class="answer' not in client.get("/").text, "I27: it is no answer for its node"
+    nights = client.get("/v1/history", params={"model": "Qwen/Qwen2.5-7B-Instruct", "metric": "ttft_p95_ms"})
+    assert nights.json()["places"] == [], "I27: and no night"
+    told = client.get("/metrics").text
+    assert "# TYPE tuner_confirmed_value" in told
+    assert "tuner_confirmed_value{" not in told, "I27: nor a gain of its node"
     assert run_id in {row.target for row in world.store.audit() if row.action == "run"}
     shown = client.get(f"/v1/studies/{run.study_id}").json()["spec"]
     assert {arm["engine"]["version"] for arm in shown["arms"]} == {"0.32.0", "0.33.0"}
@@ -80,6 +89,8 @@ def test_25_3_an_upgrade_is_checked_over_http(world: World) -> None:
     run = ended(world, posted(world.client(), "/v1/upgrade-checks", **asked))
     found = UpgradeFinding.from_json(run.summary["upgrade"])
     assert (found.old, found.new, found.advice, found.fault) == ("0.32.0", "0.33.0", "stay", "code")
+    page = world.client().get(f"/studies/{run.study_id[:16]}").text
+    assert page.index("Advice: stay.") < page.index("new version is worse than old version"), "I27"
 
     def again(configuration: str) -> None:
         """What a schedule asks of the same versions."""

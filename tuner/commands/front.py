@@ -57,7 +57,7 @@ def show(store: "Store", study: "Study", program: str | None = None) -> None:
     from tuner.report.words import headline
 
     found = board_of(store, study)
-    if (card := found.card) is not None:
+    for card in found.cards:
         typer.echo("\n".join(lines(card, program or running.program())))
     if found.confirmation is not None and found.confirmation is not found.conclusion:
         last = found.confirmation

@@ -258,6 +258,7 @@ def regressions(store: Store, study: Study, run: Run, at: datetime) -> Sequence[
             workload=study.workload,
             metric=metric,
             since=at - LOOK_BACK,
+            compared=False,
         )
         for night in nights(bests)[-1:]:
             if night.compared != "worse" or night.best.run_id != run.id or night.step is None:

@@ -208,6 +208,10 @@ def _running(connection: Connection, metric: str, where: Sequence[ColumnElement[
     return found
 
 
+ARMS = '"compare":{"arms":'
+"""What the identity of a comparison has in its text, and no other: quotes of values are escaped there."""
+
+
 class BestStore(StorePart):
     """The best of each run, and where there are any."""
 
@@ -224,10 +228,11 @@ class BestStore(StorePart):
         workload: str | None = None,
         since: datetime | None = None,
         until: datetime | None = None,
+        compared: bool = True,
     ) -> tuple[RunBest, ...]:
         """The best of every run of a model that measured the metric, the oldest first; running ones too.
 
-        `node` is one node, or several.
+        `node` is one node, or several. `compared`: also the runs of comparisons and upgrade checks.
         """
         if metric not in NAMES:
             raise BadInput(f"'{metric}' is not a measurement{nearest(metric, NAMES)}")
@@ -236,6 +241,7 @@ class BestStore(StorePart):
             where.append(studies.c.node == node if isinstance(node, str) else studies.c.node.in_(node))
         where += [runs.c.started_at >= since] if since is not None else []
         where += [runs.c.started_at < until] if until is not None else []
+        where += [] if compared else [~type_coerce(studies.c.identity, Text).contains(ARMS)]
 
         def work(connection: Connection) -> tuple[RunBest, ...]:
             found = _ended(connection, metric, where) + _running(connection, metric, where)

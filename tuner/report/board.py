@@ -12,7 +12,7 @@ from tuner.conclusions import Arm, Attribution, Conclusion, Difference
 from tuner.history.store import Store
 from tuner.measures import measure_of
 from tuner.records import Launch, Study, Trial, TrialState
-from tuner.report.card import AnswerCard, card, key_of
+from tuner.report.card import AnswerCard, cards, key_of
 from tuner.report.charts import MARKED, Cloud, Guides, Point, scatter
 from tuner.report.explain import gave
 from tuner.report.words import knobs, measured, published
@@ -65,11 +65,11 @@ class Board:
         return self.confirmation.winner if self.confirmation else None
 
     @property
-    def card(self) -> AnswerCard | None:
-        """The answer card of what the newest run concluded; None before the first conclusion."""
+    def cards(self) -> tuple[AnswerCard, ...]:
+        """The answer of the newest run: one card, or one for each arm of a comparison; none before it."""
         if self.conclusion is None:
-            return None
-        return card(self.conclusion, key_of(self.study), gave=gave(self.attribution))
+            return ()
+        return cards(self.conclusion, key_of(self.study), gave=gave(self.attribution))
 
     @property
     def published(self) -> str:
@@ -151,10 +151,15 @@ class Board:
             found.append(
                 Point(
                     x=numbers[x], y=numbers[y], kind=kind, label=label, href=href(trial),
-                    front=trial.id in self.on_front, name={"baseline": "today"}.get(kind, str(trial.number)),
+                    front=trial.id in self.on_front, name=self._name(trial, kind),
                 )
             )  # fmt: skip
         return found
+
+    def _name(self, trial: Trial, kind: str) -> str:
+        """What a mark is called: an arm of a comparison by its name."""
+        arm = self.confirmation.arm(trial.number) if self.confirmation else None
+        return (arm.name if arm else None) or {"baseline": "today"}.get(kind, str(trial.number))
 
     def guides(self, x: str, y: str) -> Guides:
         """The SLO's limits of two measurements, and the noise around baseline and winner, where known."""

@@ -15,6 +15,7 @@ from tuner.records import ProfileKey, Run, RunState, Study, Value
 from tuner.report import words
 
 Confidence = Literal["high", "medium", "low", "none"]
+Tone = Literal["better", "none", "doubt", "failed"]
 ENOUGH = 3
 """Repeats of each configuration from which a comparison counts as well repeated."""
 BAR = 100.0
@@ -58,18 +59,21 @@ class ChangedKnob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerCard:
-    """The answer of one run. `trial` is the trial that the rows show, `profile` what was published of it.
+    """The answer of one run, or of one arm of a comparison, which has no `sentence`. `trial` is the trial
+    that the rows show, `profile` what was published of it.
 
-    `tone` is one of better (a winner), none (today's configuration stays), doubt and failed.
+    `tone` is one of better (a winner), none (today's configuration stays), doubt and failed. `names` are what
+    the two values of a row are of.
     """
 
     title: str
-    tone: Literal["better", "none", "doubt", "failed"]
+    tone: Tone
     sentence: str
     at: datetime
     confidence: Confidence
     because: str
     trial: int | None = None
+    names: tuple[str, str] = ("today", "")
     rows: tuple[CardRow, ...] = ()
     slo: str = ""
     slo_met: bool | None = None
@@ -83,6 +87,15 @@ class AnswerCard:
     def first_only(self) -> bool:
         """Whether the rows are of single measurements, which no repeat confirmed."""
         return bool(self.rows) and all(row.change is None for row in self.rows)
+
+
+def cards(
+    said: Conclusion, key: ProfileKey | None = None, *, gave: Mapping[str, str] | None = None
+) -> tuple[AnswerCard, ...]:
+    """What a run found: one card, or one for each arm that a comparison held against the first one."""
+    if not said.compared or not said.finalists:
+        return (card(said, key, gave=gave),)
+    return tuple(card(said, key, trial=arm.trial) for arm in said.finalists)
 
 
 def card(
@@ -102,19 +115,26 @@ def card(
     arm = said.arm(trial) if trial is not None else _shown(said)
     other = trial is not None and trial != said.winner
     confidence, because = confidence_of(said)
+    title, tone = _title(said, arm), _tone(said)
+    if said.compared and arm is not None:
+        title, tone = _against(said, arm)
+        confidence, because = ("none", arm.dropped) if arm.dropped else (confidence, because)
+    elif other:
+        title, tone = f"Trial {trial} beside today's configuration", "none"
     profile = profile or (None if other else said.profiles.get("challenger"))
     return AnswerCard(
-        title=f"Trial {trial} beside today's configuration" if other else _title(said, arm),
-        tone="none" if other else _tone(said),
-        sentence=words.headline(said),
+        title=title,
+        tone=tone,
+        sentence="" if said.compared else words.headline(said),
         at=said.at,
         confidence=confidence,
         because=because,
         trial=arm.trial if arm else None,
+        names=(_today(said, "today"), arm.title if arm else ""),
         rows=_rows(said, arm) if arm else (),
         slo=_slo(said, arm) if arm else "",
         slo_met=arm.slo_met if arm else None,
-        changed=_changed(arm, gave or {}) if arm else (),
+        changed=_changed(said, arm, gave or {}) if arm else (),
         profile=profile,
         pull=_pull(key, alias, profile) if profile and key else "",
         cost=words.cost(said.cost),
@@ -172,13 +192,36 @@ PLAIN = {
 }
 
 
+def _today(said: Conclusion, otherwise: str) -> str:
+    """What the others were held against: a comparison's first arm by its name."""
+    return said.baseline.title if said.compared and said.baseline else otherwise
+
+
+def _against(said: Conclusion, arm: Arm) -> tuple[str, Tone]:
+    """(title, tone) of one arm of a comparison."""
+    name, base = arm.title, _today(said, "the first arm")
+    if arm.dropped is not None:
+        return f"{name} did not serve this traffic", "failed"
+    if said.outcome is Judgement.BASELINE_FAILED:
+        return f"{name} serves this traffic; {base} does not", "better"
+    if said.outcome in UNMEASURED or not arm.changes:
+        return f"{name} was not compared with {base}", "doubt"
+    found = {each.word for each in arm.changes}
+    if {"better", "worse"} <= found:
+        return f"{name} is better than {base} in some objectives and worse in others", "doubt"
+    if found == {"open"}:
+        return f"No measurable difference between {name} and {base}", "none"
+    word: Tone = "better" if "better" in found else "failed"
+    return f"{name} is {'better' if word == 'better' else 'worse'} than {base}", word
+
+
 def _title(said: Conclusion, arm: Arm | None) -> str:
     if said.outcome is Judgement.SLO_MISSED:
         return "No configuration meets the SLO" + (f"; trial {said.winner} is nearer" if said.winner else "")
     return PLAIN[said.outcome].format(arm.trial if arm else "–")
 
 
-def _tone(said: Conclusion) -> Literal["better", "none", "doubt", "failed"]:
+def _tone(said: Conclusion) -> Tone:
     if said.outcome is Judgement.NOTHING_SERVED:
         return "failed"
     if said.outcome in UNMEASURED or said.demonstration or said.outcome is Judgement.SLO_MISSED:
@@ -196,11 +239,13 @@ def confidence_of(said: Conclusion) -> tuple[Confidence, str]:
         return "none", why.get(said.outcome, "nothing could be compared")
     if said.demonstration:
         return "low", "a demonstration: its windows are too short to act on"
-    times = f"measured {said.repeats} times in turns with today's configuration"
+    times = f"measured {said.repeats} times in turns with " + _today(said, "today's configuration")
     if said.repeats < ENOUGH:
         return "low" if said.repeats < 2 else "medium", f"{times}; {ENOUGH} or more would say more"
     arm = _shown(said)
     held = [c for c in arm.changes if c.where == "held_out"] if arm else []
+    if said.compared:
+        return "high", times
     if said.winner is None:
         return _of_none(said, times)
     if not held:
@@ -260,22 +305,25 @@ def _slo(said: Conclusion, arm: Arm) -> str:
     if arm.slo_met is None or arm.attainment is None:
         return ""
     base = said.baseline
-    today = f" (today {base.attainment * 100:.3g} %)" if base and base.attainment is not None else ""
+    name = _today(said, "today")
+    today = f" ({name} {base.attainment * 100:.3g} %)" if base and base.attainment is not None else ""
     asked = f", {said.attainment * 100:.4g} % are asked for" if said.attainment is not None else ""
     word = "yes" if arm.slo_met else "no"
     return f"{word}: {arm.attainment * 100:.3g} % of requests keep it{today}{asked}"
 
 
-def _changed(arm: Arm, gave: Mapping[str, str]) -> tuple[ChangedKnob, ...]:
+def _changed(said: Conclusion, arm: Arm, gave: Mapping[str, str]) -> tuple[ChangedKnob, ...]:
+    base = said.baseline.engine if said.baseline else None
+    engine = {"engine": (base, arm.engine)} if base != arm.engine else {}
     return tuple(
         ChangedKnob(name=name, before=before, after=after, gave=gave.get(name, ""))
-        for name, (before, after) in arm.changed.items()
+        for name, (before, after) in {**engine, **arm.changed}.items()
     )
 
 
 def lines(found: AnswerCard, program: str = "tuner") -> Iterator[str]:
-    """The card as text, the stored sentence first."""
-    yield found.sentence
+    """The card as text, the stored sentence first; of an arm of a comparison its title."""
+    yield found.sentence or found.title
     for row in found.rows:
         yield f"  {row.name} ({row.metric}): {row_text(row)}"
     if found.first_only:

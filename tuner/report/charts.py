@@ -428,7 +428,8 @@ def parallel(columns: Mapping[str, Sequence[object]], kinds: Sequence[str]) -> s
         line = " ".join([f"{x:.0f},{_down(at):.0f}" for x, at in zip(across, row, strict=True)])
         parts.append(f'<polyline class="row {kind}" points="{line}"/>')
     for i, (name, (_, ticks_at, scale)) in enumerate(axes.items()):
-        parts += _parallel_axis(SIDE + i * step, name, ticks_at, scale, i)
+        side = " first" if i == 0 else " last" if i == len(axes) - 1 else ""
+        parts += _parallel_axis(SIDE + i * step, name, ticks_at, scale, i, side)
     return svg(parts, f"parallel coordinates of {', '.join(axes)}", height=HEIGHT + 20)
 
 
@@ -457,8 +458,11 @@ def _places(values: Sequence[object]) -> tuple[list[float], _Ticks, str] | None:
     return [spread.get(str(v), 0.0) for v in values], [(at, name) for name, at in spread.items()], ""
 
 
-def _parallel_axis(x: float, name: str, ticks_at: _Ticks, scale: str, place: int) -> list[str]:
-    """One axis: its line, with an area beside it that a script may brush, its ticks and its name."""
+def _parallel_axis(x: float, name: str, ticks_at: _Ticks, scale: str, place: int, side: str) -> list[str]:
+    """One axis: its line, with an area beside it that a script may brush, its ticks and its name. `side`: the
+    names of the outermost axes begin or end at the edge of the drawing.
+    """
+    at = {" first": 2.0, " last": WIDTH - 2.0}.get(side, x)
     top, bottom = _down(1.0), _down(0.0)
     height = HEIGHT + 10 if place % 2 else HEIGHT - 6
     short = name.removeprefix("knob.")
@@ -467,10 +471,10 @@ def _parallel_axis(x: float, name: str, ticks_at: _Ticks, scale: str, place: int
         f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{top:.1f}" y2="{bottom:.1f}"/>',
         f'<rect class="axis" data-axis="{escape(short)}"{scale} x="{x - 12:.1f}" y="{top:.1f}" width="24"'
         f' height="{bottom - top:.1f}"/>',
-        f'<text class="axis column" x="{x:.1f}" y="{height:.1f}">{escape(said)}</text>',
+        f'<text class="axis column{side}" x="{at:.1f}" y="{height:.1f}">{escape(said)}</text>',
     ]
-    for at, said in ticks_at[:8]:
-        parts.append(f'<text x="{x + 4:.1f}" y="{_down(at) + 4:.1f}">{escape(said[:12])}</text>')
+    for tick, said in ticks_at[:8]:
+        parts.append(f'<text x="{x + 4:.1f}" y="{_down(tick) + 4:.1f}">{escape(said[:12])}</text>')
     return parts
 
 

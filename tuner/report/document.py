@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from tuner import masking
 from tuner.conclusions import Attribution, Conclusion
@@ -65,8 +65,22 @@ def environment(*, html: bool) -> Environment:
     )  # fmt: skip
     for name in FILTERS:
         found.filters[name] = getattr(words, name)
+    if html:
+        found.filters["knobs"] = knobs
     found.filters |= {"cell": cell, "row_text": row_text, "knob_text": knob_text}
     return found
+
+
+def breakable(text: object) -> Markup:
+    """Names of knobs and measurements that may be broken at their underscores, rather than anywhere."""
+    return escape(text).replace("_", Markup("_<wbr>"))
+
+
+def knobs(candidate: Mapping[str, object]) -> Markup:
+    """A candidate in the words of the command line, broken between knobs rather than in them."""
+    one = Markup('<span class="knob">{}</span>')
+    each = [one.format(breakable(words.knobs({name: value}))) for name, value in candidate.items()]
+    return Markup(" ").join(each) or escape(words.knobs({}))
 
 
 def cell(text: object) -> str:
@@ -85,7 +99,6 @@ def _context(data: ReportData, pictures: "_Pictures | None") -> Mapping[str, obj
         "board": found,
         "confirmation": found.confirmation,
         "links": {"trial": "#trial-", "download": "", "profile": ""},
-        "card": found.card,
         "commands": data.commands,
         "generated_at": data.generated_at.strftime("%Y-%m-%d %H:%M UTC"),
         "directions": {name: direction_of(name) for name in data.study.objectives},

@@ -8,7 +8,7 @@ from html import escape
 
 from tuner.conclusions import Difference
 from tuner.history.best_per_night import Night
-from tuner.report.charts import NONE, Axis, Frame, fitted, grid, legend, svg, upright, upright_mark
+from tuner.report.charts import LEFT, NONE, Axis, Frame, fitted, grid, legend, svg, upright, upright_mark
 from tuner.report.words import change as words_of
 from tuner.report.words import heading, measured, percent
 
@@ -66,7 +66,8 @@ def gains(found: Sequence[Night], metric: str, marks: Sequence[NightMark]) -> st
     factors = [0.95, 1.05, *(1 + (c.change or 0.0) for _, c in shown)]
     y = replace(fitted("", factors), text=lambda factor: percent(factor - 1))
     days = sorted({n.date for n in found} | {m.date for m in marks})
-    frame = Frame(x=Axis(name="", low=days[0].toordinal() - 0.7, high=days[-1].toordinal() + 0.7), y=y)
+    x = Axis(name="", low=days[0].toordinal() - 0.7, high=days[-1].toordinal() + 0.7)
+    frame = Frame(x=x, y=y, left=LEFT + 24)
     parts = _days(days, frame)
     zero = frame.py(1.0)
     parts.append(f'<line class="zero" x1="{frame.left}" x2="{frame.right}" y1="{zero:.1f}" y2="{zero:.1f}"/>')

@@ -64,7 +64,11 @@ def percent(change: float | None) -> str:
 
 
 def _signed(change: float | None, unbounded: str = "?") -> str:
-    return unbounded if change is None else f"{change * 100:+.0f}".replace("-", "−")
+    """Whole per cent with a sign; what rounds to zero has none."""
+    if change is None:
+        return unbounded
+    whole = round(change * 100)
+    return f"{whole:+,}".replace("-", "−") if whole else "0"
 
 
 WORDS = {"better": "better", "worse": "worse", "open": "no measurable difference"}
@@ -87,7 +91,7 @@ def step(metric: str, share: float | None) -> str:
     if share is None:
         return ""
     word = "better" if (share > 0) == (is_maximized(metric)) else "worse"
-    return percent(share) + (f" ({word})" if share else "")
+    return percent(share) + (f" ({word})" if round(share * 100) else "")
 
 
 def outcome(found: Conclusion) -> str:
@@ -117,7 +121,7 @@ def headline(found: Conclusion) -> str:
 
 def published(found: Conclusion, on_front: bool) -> str:
     """The sentence on a winner beside a front; empty where there is no winner."""
-    if found.winner is None:
+    if found.winner is None or found.compared:
         return ""
     said = f"Trial {found.winner} is the published winner"
     if on_front:
@@ -129,9 +133,11 @@ def published(found: Conclusion, on_front: bool) -> str:
 
 
 def cost(found: RunCost) -> str:
-    """The cost of a run, of search and confirmation separately; GPU-hours only where it ran on GPUs."""
+    """The cost of a run, of search and confirmation separately (a part that took nothing is left out);
+    GPU-hours only where it ran on GPUs."""
     spans = ((found.search_s, "search"), (found.confirm_s, "confirmation"))
-    return ", ".join(f"{span / 3600:.3g} {found.unit} of {name}" for span, name in spans)
+    spent = [pair for pair in spans if pair[0]] or spans
+    return ", ".join(f"{span / 3600:.3g} {found.unit} of {name}" for span, name in spent)
 
 
 def seconds(value: float | None) -> str:

@@ -103,17 +103,20 @@ class Watcher(Collector):
         return kept[1]
 
 
-def _last(store: Store) -> Sequence[tuple[Study, Run]]:
+def _last(store: Store, *, compared: bool = True) -> Sequence[tuple[Study, Run]]:
+    """The newest run of each node; `compared`: also a comparison or an upgrade check."""
     found: dict[str, tuple[Study, Run]] = {}
     for run in store.runs(limit=NEWEST):
         study = store.study(run.study_id)
-        found.setdefault(study.node, (study, run))
+        if compared or not study.compares:
+            found.setdefault(study.node, (study, run))
     return list(found.values())
 
 
 def found_by(store: Store) -> Iterable[Metric]:
     """What the newest conclusion of each node found: gain of the winner, values of today's and the best."""
-    told = [(s, said) for s, _ in _last(store) if (said := store.latest_conclusion(s.id)) is not None]
+    newest = _last(store, compared=False)
+    told = [(s, said) for s, _ in newest if (said := store.latest_conclusion(s.id)) is not None]
     won = [(study, winner) for study, said in told if (winner := said.arm(said.winner)) is not None]
     arms = [
         (study, name, arm)

@@ -61,7 +61,7 @@ def _last_studies(store: Store, mine: Study, before: datetime | None) -> list[St
         alike = (each.engine_version, each.workload) == (mine.engine_version, mine.workload)
         if each.id == mine.id or not alike or each.node in found or not _by(each.created_at, before):
             continue
-        if "compare" in each.identity:  # its arms were chosen by hand, on whichever engine
+        if each.compares:  # its arms were chosen by hand, on whichever engine
             continue
         ended = [r.ended_at for r in store.runs(each.id) if r.ended_at is not None]
         over = each.node == mine.node or any(_by(moment, before) for moment in ended)

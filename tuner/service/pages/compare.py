@@ -12,6 +12,7 @@ from tuner.history.store import Store
 from tuner.measures import NAMES
 from tuner.records import Candidate, Profile, Study, Trial
 from tuner.report import evidence
+from tuner.service.pages.overview import LOOKED_THROUGH
 from tuner.service.pages.query import Text
 from tuner.service.pages.render import marked
 from tuner.service.pages.studies import board_of, find, in_order, link
@@ -38,6 +39,7 @@ class Side:
     name: str
     href: str
     study: Study
+    engine: str
     trial: Trial | None
     candidate: Candidate
     values: Mapping[str, float | None]
@@ -98,11 +100,12 @@ def _of_trial(
         raise NotFound(f"study {study.name} has no trial {number}")
     arm = board.confirmation.arm(number) if board.confirmation else None
     first = trial.measurement.values if trial.measurement else {}
-    role = {"baseline": " (today's)", "winner": " (winner)"}.get(board.kind(trial), "")
+    role = {"baseline": " (today)", "winner": " (winner)"}.get(board.kind(trial), "")
     return Side(
-        name=name or f"trial {number}{role}",
+        name=name or (arm.name if arm else None) or f"trial {number}{role}",
         href=f"/profiles/{profile.id}" if profile else link(study, trial),
         study=study,
+        engine=(arm.engine if arm else None) or study.engine_version,
         trial=trial,
         candidate=profile.candidate if profile else trial.candidate,
         values={**first, **(arm.confirmed if arm else {})},
@@ -119,6 +122,7 @@ def _of_profile(store: Store, profile: Profile) -> Side:
         name=name,
         href=f"/profiles/{profile.id}",
         study=study,
+        engine=profile.engine_version,
         trial=None,
         candidate=profile.candidate,
         values={},
@@ -141,7 +145,8 @@ def _of_run(store: Store, ref: str, name: str = "") -> Side:
 
 def _of_node(store: Store, node: str) -> Side:
     """What the newest run of a node with a conclusion ended with."""
-    found = [said for s in store.studies(node=node, limit=5) if (said := store.latest_conclusion(s.id))]
+    studies = [s for s in store.studies(node=node, limit=LOOKED_THROUGH) if not s.compares][:5]
+    found = [said for s in studies if (said := store.latest_conclusion(s.id))]
     if not found:
         raise NotFound(f"no run on node '{node}' has a result yet")
     return _of_run(store, max(found, key=lambda said: said.at).run_id, node)
@@ -150,7 +155,7 @@ def _of_node(store: Store, node: str) -> Side:
 def _facts(sides: Sequence[Side]) -> list[tuple[str, Sequence[object], bool]]:
     told = {
         "node": [s.study.node for s in sides], "model": [s.study.model for s in sides],
-        "workload": [s.study.workload for s in sides], "engine": [s.study.engine_version for s in sides],
+        "workload": [s.study.workload for s in sides], "engine": [s.engine for s in sides],
         "traffic": [s.study.trace_digest[:12] for s in sides], "GPU": [s.study.gpu_class for s in sides],
     }  # fmt: skip
     return [(name, row, len(set(row)) > 1) for name, row in told.items()]

@@ -11,14 +11,16 @@ from tuner.history.best_per_night import Night, moment, nights, trend
 from tuner.history.store import Store
 from tuner.measures import NAMES
 from tuner.profiles.registry import CHAMPION
-from tuner.records import ProfileKey
+from tuner.records import ProfileKey, Run, Study
 from tuner.report.card import AnswerCard, card
 from tuner.report.explain import gave
 from tuner.report.night_charts import NightMark, gains, over_nights
+from tuner.service.pages.overview import LOOKED_THROUGH
 from tuner.service.pages.query import Text, measurement
 from tuner.service.pages.render import marked
 
 NODES = 4
+COMPARISONS = 5
 LOOK_BACK = timedelta(days=31)
 
 
@@ -36,11 +38,12 @@ class HistoryQuery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceHistory:
-    """One node and workload: its nights drawn, the newest one's card, the change per night (None: too
-    few).
+    """One node and workload: its nights drawn, the newest one's card, its newest comparisons, the change per
+    night (None: too few).
     """
 
     name: str
+    comparisons: Sequence[tuple[Study, Run]]
     drawing: Markup
     card: AnswerCard | None
     study_id: str
@@ -77,7 +80,7 @@ def tell(store: Store, asked: HistoryQuery) -> HistoryView:
     found = nights(
         store.bests(
             model=asked.model, node=shown, workload=asked.workload or None, since=_since(asked.since),
-            metric=metric,
+            metric=metric, compared=False,
         )
     )  # fmt: skip
     return HistoryView(
@@ -109,11 +112,19 @@ def _place(store: Store, name: tuple[str, str], found: Sequence[Night], metric: 
     said = next((each for each in told if each is not None), None)
     return PlaceHistory(
         name=" for ".join(name),
+        comparisons=_comparisons(store, key),
         drawing=marked(drawn),
         card=card(said, key, gave=gave(store.attribution(said.run_id))) if said is not None else None,
         study_id=said.study_id if said is not None else newest.study_id,
         trend=trend(found),
     )
+
+
+def _comparisons(store: Store, key: ProfileKey) -> list[tuple[Study, Run]]:
+    """The newest comparisons and upgrade checks of a node and workload, each with its newest run."""
+    known = store.studies(model=key.model, node=key.target, workload=key.workload, limit=LOOKED_THROUGH)
+    found = [study for study in known if study.compares][:COMPARISONS]
+    return [(study, run) for study in found for run in store.runs(study.id, limit=1)]
 
 
 def _marks(store: Store, key: ProfileKey, found: Sequence[Night]) -> list[NightMark]:

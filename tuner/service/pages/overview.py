@@ -46,8 +46,10 @@ class Machine:
     running: tuple[tuple[Run, Study], ...]
 
 
-NEWEST_STUDIES = 3
-"""How many studies of a place, the newest first, are looked through for its newest run."""
+NEWEST_STUDIES, LOOKED_THROUGH = 3, 20
+"""How many studies of a place, the newest first, are looked through for its newest run, and how many are read
+to find these: comparisons are no answer.
+"""
 
 
 def machines(store: Store) -> tuple[Machine, ...]:
@@ -78,7 +80,8 @@ def comparable(found: Sequence[Machine]) -> Sequence[str]:
 def _place(store: Store, key: ProfileKey, node: Node | None) -> ServedProfile:
     event = store.alias(key, CHAMPION)
     champion = version_of(store, event)
-    studies = store.studies(model=key.model, node=key.target, workload=key.workload, limit=NEWEST_STUDIES)
+    known = store.studies(model=key.model, node=key.target, workload=key.workload, limit=LOOKED_THROUGH)
+    studies = [study for study in known if not study.compares][:NEWEST_STUDIES]
     challenger = version_of(store, store.alias(key, "challenger"))
     newer = challenger if challenger and (not champion or challenger.version > champion.version) else None
     answer, news = _answers(store, key, studies, champion)

@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, RedirectResponse
 from fastapi.routing import APIRoute
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from tuner import __version__
 from tuner.errors import TunerError
@@ -44,7 +44,7 @@ def _environment() -> Environment:
     for name in (*document.FILTERS, "outcome_of"):
         found.filters[name] = getattr(words, name)
     found.filters |= {"at": at, "part": part, "query": urlencode}
-    found.filters |= {"breakable": breakable, "knobs": knobs}
+    found.filters |= {"breakable": document.breakable, "knobs": document.knobs}
     return found
 
 
@@ -55,18 +55,6 @@ def at(moment: datetime | None) -> Markup | str:
     utc = moment.astimezone(UTC)
     said = f"{utc:%Y-%m-%d %H:%M} UTC"
     return Markup('<time datetime="{}" title="{}">{}</time>').format(f"{utc:%Y-%m-%dT%H:%M:%SZ}", said, said)
-
-
-def breakable(text: object) -> Markup:
-    """Names of knobs and measurements that may be broken at their underscores, rather than anywhere."""
-    return escape(text).replace("_", Markup("_<wbr>"))
-
-
-def knobs(candidate: Mapping[str, object]) -> Markup:
-    """A candidate in the words of the command line, broken between knobs rather than in them."""
-    one = Markup('<span class="knob">{}</span>')
-    each = [one.format(breakable(words.knobs({name: value}))) for name, value in candidate.items()]
-    return Markup(" ").join(each) or escape(words.knobs({}))
 
 
 def part(text: object) -> str:

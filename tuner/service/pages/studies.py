@@ -86,7 +86,7 @@ def link(study: Study, trial: Trial) -> str:
 
 def card_links(study: Study, board: Board) -> dict[str, str]:
     """Where the answer card of a study leads: to its trial, and to its profile as a file."""
-    made = board.card.profile if board.card else None
+    made = board.cards[0].profile if board.cards else None
     return {
         "trial": f"/studies/{study.id[:16]}/trials/",
         "download": f"/profiles/{made.id}/file" if made else "",

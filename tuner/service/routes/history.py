@@ -49,7 +49,7 @@ def show_history(
         raise BadInput(f"until: {until} is too early") from None
     some, following = _nodes(here, model, node, cursor, limit)
     found = here.store.bests(
-        model=model, metric=metric, node=some, workload=workload, since=begin, until=until
+        model=model, metric=metric, node=some, workload=workload, since=begin, until=until, compared=False
     )
     places: dict[tuple[str, str], list[Night]] = {}
     for night in nights(found):
