@@ -79,16 +79,14 @@ def test_I27_3_a_comparison_is_found_from_the_history_and_is_no_night(site: Site
 
 
 def test_I27_7_why_a_trial_failed_is_on_its_page(site: Site) -> None:
-    log = site.world.home / "failed"
-    log.mkdir()
-    (log / "engine.log").write_text("INFO starting\nERROR torch.OutOfMemoryError: CUDA out of memory\n")
     site.get(site.study)
     assert "out of memory" in site.text()
     site.press("table a[href$='/trials/28'], table a[href*='/trials/']:last-of-type")
     assert site.one("h1").text.startswith("Trial ")
     site.get(f"{site.study}/trials/8")
     assert "1.2 GiB were asked for" in site.text()
-    assert "The engine's log" in site.text()
+    assert "Tried to allocate 1.20 GiB" in site.one("pre[aria-label='Engine log']").text, "the log is open"
+    assert "Root cause" in site.text()
     assert "Latencies beside the baseline" not in site.text(), "no curves of another trial"
     assert site.errors() == []
 
@@ -149,6 +147,20 @@ def test_I27_5_answers_fit_their_screen(site: Site, axe: str, size: tuple[int, i
         site.get(paths(site.world)[name])
         found += [f"{name}: {each}" for each in (*overlaps(site.driver), *serious(site.driver, axe))]
     assert found == []
+
+
+CUT = """
+return [...document.querySelectorAll('.compared')].filter(e => e.scrollWidth > e.clientWidth + 1)
+  .map(e => e.getAttribute('aria-label'));
+"""
+
+
+@pytest.mark.parametrize("name", ["profile", "diff", "nights", "trial-infeasible"])
+def test_I27_5_both_sides_of_a_comparison_are_seen_on_a_phone(site: Site, name: str) -> None:
+    resize(site.driver, PHONE)
+    site.get(paths(site.world)[name])
+    assert site.all(".compared") != []
+    assert site.driver.execute_script(CUT) == []
 
 
 ON_PAPER = """

@@ -177,6 +177,13 @@ def complete(store: Store, run: Run, number: int, folder: Path | None = None, ni
     return end(store, trial, measured(values, folder / str(number) if folder else None))
 
 
+LOG = """\
+INFO 03-01 22:32:07 [gpu_model_runner.py:2338] Starting to load model Qwen/Qwen2.5-7B-Instruct...
+INFO 03-01 22:32:31 [gpu_model_runner.py:2392] Model loading took 14.2717 GiB and 22.916 seconds
+ERROR 03-01 22:32:44 [core.py:710] torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.20 GiB.
+"""
+
+
 def a_night(store: Store, made: Study, folder: Path, night: int) -> Profile:
     """A run with a front, two failures, a confirmation and a challenger."""
     store.add_study(made)
@@ -187,7 +194,11 @@ def a_night(store: Store, made: Study, folder: Path, night: int) -> Profile:
     number = first + len(LEVELS)
     memory = begin(store, run, number, Candidate({"gpu_memory_utilization": 0.98, "max_num_seqs": 512}))
     reason = "CUDA out of memory while the KV cache was made: 1.2 GiB were asked for, 0.4 GiB were free"
-    end(store, memory, state=TrialState.INFEASIBLE, reason=reason, cause="oom", effective={})
+    place = folder / f"n{night}" / "oom"
+    place.mkdir(parents=True)
+    (place / "engine.log").write_text(LOG)
+    end(store, memory, state=TrialState.INFEASIBLE, reason=reason, cause="oom", effective={},
+        directory=str(place))  # fmt: skip
     port = begin(store, run, number + 1, Candidate({"max_num_seqs": 96}))
     end(store, port, state=TrialState.ABORTED, reason="port 8001 was taken", cause="port", effective={})
     base = next(trial for trial in store.trials(made.id) if trial.is_baseline)

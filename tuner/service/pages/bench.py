@@ -18,7 +18,7 @@ from tuner.measures import NAMES
 from tuner.records import Trial
 from tuner.report import words
 from tuner.report.board import Board, values
-from tuner.report.charts import Cloud, bars, parallel, scatter
+from tuner.report.charts import Cloud, Point, bars, parallel, scatter
 from tuner.report.effects import doubt, effects
 from tuner.report.trial_table import as_csv, as_json, as_parquet, table_of
 from tuner.service.pages.query import PageNumber, Text, measurement
@@ -74,6 +74,8 @@ class Bench:
     effects_of: dict[str, tuple[str, Markup]] = field(default_factory=dict)
     pictures: dict[tuple[object, ...], tuple[Markup, Markup]] = field(default_factory=dict)
     """Front and lines by what they show: another order or page draws nothing anew."""
+    marks: dict[tuple[object, ...], list[Point]] = field(default_factory=dict)
+    """The named marks of the front by axes and ticked trials: no filter changes them."""
 
     @cached_property
     def names(self) -> list[str]:
@@ -281,7 +283,11 @@ def _front(
     board, (x, y) = bench.board, axes
     if x not in bench.table.column_names or y not in bench.table.column_names:
         return marked(scatter([], x, y))
-    marks = board.marked_points(x, y, link, also=picked)
+    marks = bench.marks.get((axes, picked))
+    if marks is None:
+        marks = board.marked_points(x, y, link, also=picked)
+        bench.marks.clear()
+        bench.marks[axes, picked] = marks
     drawn = scatter(marks, x, y, clouds=_clouds(bench, order, x, y), guides=board.guides(x, y), brush=True)
     return marked(drawn)
 

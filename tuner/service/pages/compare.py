@@ -98,7 +98,8 @@ def _of_trial(
     trial = next((t for t in reversed(board.trials) if t.number == number), None)
     if trial is None:
         raise NotFound(f"study {study.name} has no trial {number}")
-    arm = board.confirmation.arm(number) if board.confirmation else None
+    again = [arm for c in store.conclusions(study.id) if c.measured_again and (arm := c.arm(number))]
+    arm = again[-1] if again else None
     first = trial.measurement.values if trial.measurement else {}
     role = {"baseline": " (today)", "winner": " (winner)"}.get(board.kind(trial), "")
     return Side(
