@@ -107,9 +107,12 @@ def test_I27_1_confidence_is_a_word_with_its_reason() -> None:
 
 
 def test_I27_1_without_a_comparison_the_rows_say_so_and_show_no_change() -> None:
-    arm = replace(won().finalists[0], changes=(), confirmed={}, searched={"ttft_p95_ms": 100.0})
+    arm = replace(
+        won().finalists[0], changes=(), confirmed={}, searched={"goodput_rps": 1.0, "ttft_p95_ms": 100.0}
+    )
     found = card(won(winner=None, outcome=Judgement.NOT_CONFIRMED, finalists=(arm,), profiles={}), KEY)
     assert found.first_only
+    assert [row.metric for row in found.rows] == ["ttft_p95_ms", "goodput_rps"], "as the catalogue has them"
     assert (found.rows[0].after, found.rows[0].change, found.rows[0].bar) == (100.0, None, None)
     assert "none was measured again" in "\n".join(lines(found))
 

@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
@@ -173,6 +174,18 @@ def test_I27_1_overview_study_and_profile_show_the_answer_card(filled: World) ->
         assert 'class="answer ' in shown, path
         assert "Confidence" in shown, path
         assert "time to the first token" in shown, path
+
+
+def test_I27_1_the_overview_says_why_the_newest_run_failed(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    made = world.store.add_study(a_study())
+    run = world.store.open_run(made.id, trials_limit=3, deadline=None, now=NOW, pid=None, host="gpu-09")
+    ended = replace(run, state=RunState.FAILED, ended_at=NOW, reason="vllm: command not found")
+    world.store.save_run(ended)
+    shown = world.client().get("/").text
+    assert "The run failed" in shown
+    assert "<details open>" in shown.partition("vllm: command not found")[0]
+    world.store.close()
 
 
 def test_I27_1_a_profile_is_downloaded_in_any_format(filled: World) -> None:

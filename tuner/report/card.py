@@ -11,6 +11,7 @@ from datetime import datetime
 from typing import Literal
 
 from tuner.conclusions import UNMEASURED, Arm, Conclusion, Difference, Judgement, PublishedProfile
+from tuner.measures import MEASURES
 from tuner.records import ProfileKey, Run, RunState, Study, Value
 from tuner.report import words
 
@@ -270,7 +271,8 @@ def _rows(said: Conclusion, arm: Arm) -> tuple[CardRow, ...]:
     before = {**base.searched, **base.confirmed} if base else {}
     after = {**arm.searched, **arm.confirmed}
     found = []
-    for name in made or after:
+    order = {name: place for place, name in enumerate(MEASURES)}
+    for name in made or sorted(after, key=lambda name: order.get(name, len(order))):
         change = made.get(name)
         found.append(
             CardRow(

@@ -133,7 +133,11 @@ def newest_card(store: Store, key: ProfileKey, studies: Sequence[Study]) -> tupl
         if ended is None:
             continue
         said = store.conclusion(ended.id)
-        made = card_of_run(ended) if said is None else card(said, key, gave=gave(store.attribution(ended.id)))
+        broken = ended.state is not RunState.FINISHED and said is not None and not said.measured_again
+        if said is None or broken:
+            made = card_of_run(ended)
+        else:
+            made = card(said, key, gave=gave(store.attribution(ended.id)))
         found += [(made, study.id)] if made is not None else []
     return max(found, key=lambda each: each[0].at, default=None)
 
