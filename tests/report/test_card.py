@@ -7,7 +7,7 @@ import pytest
 from tests.report.test_report import NOW, RUN, data, said
 from tuner.conclusions import Difference, Judgement, Noise, PublishedProfile
 from tuner.records import ProfileKey, RunState
-from tuner.report.card import card, card_of_run, confidence_of, lines
+from tuner.report.card import card, card_of_run, confidence_of, lines, run_lines
 from tuner.report.document import markdown, render
 from tuner.report.words import headline
 
@@ -126,6 +126,21 @@ def test_I27_1_an_interval_without_an_end_reaches_the_edge() -> None:
     assert row.bar is not None
     assert row.bar[2] == 100.0
     assert row.bar[0] < 0 < row.bar[1]
+
+
+def test_I27_1_a_comparison_has_a_card_for_each_arm_below_its_sentence() -> None:
+    base = replace(won().baseline, name="old", engine="0.32.0")
+    arm = replace(won().finalists[0], name="new", engine="0.33.0", changed={})
+    gone = replace(arm, name="newest", trial=9, dropped="it does not start", changes=())
+    found = won(baseline=base, finalists=(arm, gone), winner=None, profiles={}, sentence="Advice: move.")
+    text = list(run_lines(found, KEY))
+    assert (text[0], text[1]) == ("Advice: move.", "new is better than old")
+    assert "newest did not serve this traffic" in text
+    assert "confidence: none (it does not start)" in text
+    assert "changed: engine 0.32.0 → 0.33.0" in text
+    page = render(data(found))
+    assert page.index("Advice: move.") < page.index("old → new")
+    assert "published winner" not in page
 
 
 def test_I27_1_a_run_without_a_conclusion_has_a_card_once_it_ended() -> None:

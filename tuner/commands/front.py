@@ -53,12 +53,14 @@ def show(store: "Store", study: "Study", program: str | None = None) -> None:
     """
     from tuner.commands import running
     from tuner.report.board import board_of
-    from tuner.report.card import lines
+    from tuner.report.card import key_of, run_lines
+    from tuner.report.explain import gave
     from tuner.report.words import headline
 
     found = board_of(store, study)
-    for card in found.cards:
-        typer.echo("\n".join(lines(card, program or running.program())))
+    if (said := found.conclusion) is not None:
+        given = gave(found.attribution)
+        typer.echo("\n".join(run_lines(said, key_of(study), given, program or running.program())))
     if found.confirmation is not None and found.confirmation is not found.conclusion:
         last = found.confirmation
         typer.echo(f"Last confirmed {text(last.at)}: {headline(last)}")

@@ -76,7 +76,7 @@ def status(
 ) -> None:
     """Show the progress of a run, and its answer card."""
     from tuner.commands.running import program
-    from tuner.report.card import cards, key_of, lines
+    from tuner.report.card import key_of, run_lines
 
     store = open_store()
     found = newest_run(store) if run is None else find_run(store, run)
@@ -93,8 +93,8 @@ def status(
     )
     typer.echo(found.reason or _limits(found))
     if said is not None:
-        for each in cards(said, key_of(store.study(found.study_id))):
-            typer.echo("\n".join(lines(each, program())))
+        key = key_of(store.study(found.study_id))
+        typer.echo("\n".join(run_lines(said, key, program=program())))
 
 
 def _limits(run: "Run") -> str:

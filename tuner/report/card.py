@@ -323,6 +323,19 @@ def _changed(said: Conclusion, arm: Arm, gave: Mapping[str, str]) -> tuple[Chang
     )
 
 
+def run_lines(
+    said: Conclusion,
+    key: ProfileKey | None = None,
+    gave: Mapping[str, str] | None = None,
+    program: str = "tuner",
+) -> Iterator[str]:
+    """What a run found as text: its card, or the sentence of a comparison and the card of each arm."""
+    if said.compared:
+        yield said.sentence
+    for each in cards(said, key, gave=gave):
+        yield from lines(each, program)
+
+
 def lines(found: AnswerCard, program: str = "tuner") -> Iterator[str]:
     """The card as text, the stored sentence first; of an arm of a comparison its title."""
     yield found.sentence or found.title
