@@ -11,12 +11,12 @@ import pytest
 
 from benchmarks.attribution import measured
 from tests.tuning.studies import tuner
-from tests.tuning.test_confirm import Night
+from tests.tuning.test_confirm import Closed, Night
 from tuner.conclusions import Attribution, Conclusion
 from tuner.records import Candidate, Run, RunState, Trial
 from tuner.report.explain import gave, lines, mechanism
 from tuner.service.pages.overview import newest_card
-from tuner.tuning.context import LaunchJob, Measured, Note
+from tuner.tuning.context import LaunchJob, Measured, Note, budget_of
 from tuner.tuning.ending import Ending
 from tuner.tuning.virtual import HIDDEN
 
@@ -80,13 +80,17 @@ class Padded(Night):
             patch.setattr(self.store, "start_trial", start)
             super().search(run, seqs)
 
-    def attributed(self) -> tuple[Conclusion, Attribution | None]:
-        """The end of a run, as the loop has it."""
-        run = self.run()
-        self.search(run)
-        ending = Ending(self.bench, run)
+    def attributed(self, run: Run | None = None) -> tuple[Conclusion, Attribution | None]:
+        """The end of a run, as the loop has it; `run`: one that was interrupted."""
+        if run is None:
+            run = self.run()
+            self.search(run)
+        budget = budget_of(replace(run, trials_limit=24), self.bench.launches())
+        context = replace(self.bench, budget=budget)
+        ending = Ending(context, run)
 
         async def go() -> None:
+            await ending.what_is_pending()
             assert await ending.confirm() is None
             await ending.attribute(None)
 
@@ -149,6 +153,30 @@ def test_a_reduced_configuration_that_is_worse_is_not_published(tmp_path: Path) 
     profile = night.store.profile(said.profiles["challenger"].id)
     assert profile.candidate == Candidate({"max_num_seqs": 16, "watermark": 0.01})
     assert "published as it is" in found.sentence
+
+
+@pytest.mark.parametrize("more", range(5))
+def test_a_run_that_is_stopped_while_it_asks_goes_on_where_it_was(tmp_path: Path, more: int) -> None:
+    """Two launches without a knob (one is the reduced configuration), the winner, then both again."""
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "cut").mkdir()
+    whole = Padded(tmp_path / "whole")
+    _, expected = whole.attributed()
+    assert expected is not None
+    night = Padded(tmp_path / "cut")
+    run = night.run()
+    night.search(run)
+    night.cut_after = len(whole.launched) - 5 + more
+    with pytest.raises(Closed):
+        night.attributed(run)
+    night.cut_after = None
+    said, found = night.attributed(run)
+    assert found is not None
+    assert len(night.launched) == len(whole.launched), "nothing is launched twice"
+    assert said.confirmed
+    assert [(g.name, g.kept) for g in found.knobs] == [(g.name, g.kept) for g in expected.knobs]
+    assert found.published
+    assert found.search_s == expected.search_s == said.cost.search_s, "its launches are none of the search"
 
 
 def test_it_is_not_asked_where_the_search_was_too_short_or_the_plan_says_so(tmp_path: Path) -> None:

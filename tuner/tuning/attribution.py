@@ -67,7 +67,7 @@ class Attributing:
     @property
     def own(self) -> str:
         """The label of the attribution's own launches."""
-        return f"{label_of(self.run.id)}.3"
+        return attribution_of(self.run.id)
 
     @property
     def names(self) -> list[str]:
@@ -100,7 +100,10 @@ class Attributing:
         return 2 * LEAST_ROUNDS + any(s.held_out for s in self.context.prepared.study.slices)
 
     def launches_left(self) -> int:
-        """How many launches the share of the search, the run's own limit and its window leave."""
+        """How many launches, those made before an interruption included, the share of the search, the run's
+        own limit and its window leave.
+        """
+        made = len(launches_of(self.context, self.own))
         cost = cost_of(self.context, self.run, self.label)
         spans = [
             (each.ended_at - each.started_at).total_seconds()
@@ -110,9 +113,13 @@ class Attributing:
         if not spans or not cost.confirm_s:
             return 0
         each = cost.confirm_s / len(spans)
-        limits = [cost.search_s * self.context.prepared.plan.attribution / each, self.context.budget.left]
+        limits = [
+            cost.search_s * self.context.prepared.plan.attribution / each,
+            made + self.context.budget.left,
+        ]
         if self.run.deadline is not None:
-            limits.append((self.run.deadline - self.context.clock()).total_seconds() / fmean(spans))
+            left_s = (self.run.deadline - self.context.clock()).total_seconds()
+            limits.append(made + left_s / fmean(spans))
         return math.floor(min(limits))
 
     def without(self, names: Sequence[str]) -> Candidate:
@@ -192,14 +199,20 @@ class Attributing:
         return replace(gain, how="measured", kept=pays, gains=gains, mechanism=told if pays else "", why=why)
 
     async def _trial(self, candidate: Candidate, origin: str) -> Trial:
-        """A trial of the study, launched under the attribution's label."""
-        store, study = self.context.store, self.context.prepared.study
-        number = next_number(store.trials(study.id))
+        """A trial of the study, launched under the attribution's label, unless it was already."""
+        store, study, folder = self.context.store, self.context.prepared.study, folder_of(self.own, 1, 0)
+        trials = store.trials(study.id)
+        for done in trials:
+            ours = done.run_id == self.run.id and (done.directory or "").endswith(folder)
+            ended = done.state in (TrialState.COMPLETE, TrialState.INFEASIBLE)
+            if ours and ended and done.candidate == candidate:
+                return done
+        number = next_number(trials)
         trial = store.start_trial(
             study_id=study.id, run_id=self.run.id, candidate=candidate, number=number, attempt=0, seed=0,
-            origin=origin, now=self.context.clock(), directory=None,
+            origin=origin, now=self.context.clock(), directory=str(self.context.directory(number, folder)),
         )  # fmt: skip
-        return await perform(self.context, trial, [], MeasureOptions(folder=folder_of(self.own, 1, 0)))
+        return await perform(self.context, trial, [], MeasureOptions(folder=folder))
 
     def _together(self, gains: Sequence[KnobGain]) -> list[KnobGain]:
         """Knobs that do nothing alone may do something together: while the simulator expects the reduced
@@ -275,6 +288,11 @@ class Attributing:
             search_s=cost_of(self.context, self.run, self.label).search_s,
         )  # fmt: skip
         return replace(found, sentence=sentence_of(found, why))
+
+
+def attribution_of(run_id: str) -> str:
+    """The label of the launches with which a run attributes its winner."""
+    return f"{label_of(run_id)}.3"
 
 
 def _seen() -> frozenset[str]:

@@ -191,10 +191,11 @@ def kept(context: RunContext, label: str, trial_id: int) -> list[Measurement]:
 
 
 def cost_of(context: RunContext, run: Run, label: str | None = None) -> RunCost:
-    """What a run's trials and its confirmation held the node for."""
+    """What a run's search and some rounds held the node for (default: its confirmation)."""
     facts = context.prepared.facts
     real = adapter_of(facts.kind).uses_gpus(facts.platform)
-    ours = [t for t in context.store.trials(run.study_id) if t.run_id == run.id]
+    trials = context.store.trials(run.study_id)
+    ours = [t for t in trials if t.run_id == run.id and "-confirm-" not in (t.directory or "")]
     search = sum(t.gpu_seconds / (1 if real else context.gpus_held(t.candidate)) for t in ours)
     spans = [
         max(0.0, (each.ended_at - each.started_at).total_seconds()) * (gpus_held(each.argv) if real else 1)
@@ -309,6 +310,12 @@ class Confirmation:
     def rounds_done(self) -> int:
         """How many repeats are measured of the baseline and every finalist."""
         return self._rounds.done(self.arms)
+
+    @property
+    def missing(self) -> int:
+        """The fewest launches with which it is done, or begins."""
+        least = min(LEAST_ROUNDS, self.context.prepared.plan.repeats)
+        return sum(not self._rounds.has(t, r) for t in self.arms for r in range(1, least + 1))
 
     def conclusion(self) -> Conclusion:
         """The conclusion of a confirmation that was measured to its end."""

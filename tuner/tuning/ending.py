@@ -13,10 +13,9 @@ from tuner.records import JSON, Profile, Run, Trial, TrialState
 from tuner.search import trial_view
 from tuner.search.acquisition import Predict
 from tuner.tuning import quality
-from tuner.tuning.attribution import Attributing, attribute
+from tuner.tuning.attribution import Attributing, attribute, attribution_of
 from tuner.tuning.concluding import remeasured, unconfirmed
 from tuner.tuning.confirm import (
-    LEAST_ROUNDS,
     Confirmation,
     asked_of,
     cost_of,
@@ -45,13 +44,14 @@ class Ending:
         found = self._begun() or pending(self._context)
         if found is None or not found[1]:
             return
-        label, chosen = found
-        names = ", ".join(str(t.number) for t in chosen)
-        if (why := self.too_short(chosen)) is not None:
+        going = self._confirmation(*found)
+        names = ", ".join(str(t.number) for t in going.chosen)
+        if (why := self.too_short(going)) is not None:
             self._say(f"the confirmation of trials {names} is still to be done: {why}")
             return
-        self._say(f"first the confirmation of trials {names}, which was interrupted")
-        await self._measure(label, chosen)
+        if going.missing:
+            self._say(f"first the confirmation of trials {names}, which was interrupted")
+        await self._measure(going)
 
     async def confirm(self) -> str | None:
         """At the end of the search: measure the finalists again, unless that was done. Returns why not, where
@@ -59,16 +59,17 @@ class Ending:
         """
         chosen = finalists(self._context.prepared, self._trials(), self._run.id)
         done = {t.number for t in self._done.chosen} if self._done else set()
-        if self._done is not None and {t.number for t in chosen} <= done:
+        if self._done is not None and (self.attributing or {t.number for t in chosen} <= done):
             return None
         if not chosen:
             return None
-        while len(chosen) > 1 and self._launches_of(len(chosen)) > self._context.budget.left:
-            chosen = chosen[:-1]
-        if (why := self.too_short(chosen)) is not None:
-            self._going = self._confirmation(self._next_label(), chosen)
+        going = self._confirmation(self._next_label(), chosen)
+        while len(going.chosen) > 1 and going.missing > self._context.budget.left:
+            going = self._confirmation(going.label, going.chosen[:-1])
+        if (why := self.too_short(going)) is not None:
+            self._going = going
             return why
-        await self._measure(self._next_label(), chosen)
+        await self._measure(going)
         return None
 
     async def attribute(self, predict: Predict | None) -> None:
@@ -86,28 +87,29 @@ class Ending:
         if why:
             self._say(why)
 
-    def too_short(self, chosen: Sequence[Trial]) -> str | None:
-        """Why the confirmation of these does not fit into the rest of the run; None if it does."""
-        left, wanted = self._context.budget.left, self._launches_of(len(chosen))
+    @property
+    def attributing(self) -> bool:
+        """Whether this run had begun to find out which knobs of its winner pay: its search is over."""
+        return bool(launches_of(self._context, attribution_of(self._run.id)))
+
+    def too_short(self, going: Confirmation) -> str | None:
+        """Why a confirmation does not fit into the rest of the run; None if it does."""
+        left, wanted = self._context.budget.left, going.missing
         if wanted > left:
             return f"it takes {wanted} launches at least and the run may make {left:.0f} more"
         end = self._run.deadline
-        if end is None:
+        if end is None or not wanted:
             return None
-        needed = planned(self._context.prepared, self._context.launches(), len(chosen)).seconds
+        needed = planned(self._context.prepared, self._context.launches(), len(going.chosen)).seconds
         seconds = (end - self._context.clock()).total_seconds()
         if needed <= seconds:
             return None
         return f"it takes about {needed / 60:.0f} min and the window has {max(0.0, seconds) / 60:.0f} left"
 
-    def _launches_of(self, count: int) -> int:
-        """The fewest launches with which a confirmation of so many finalists begins."""
-        return (1 + count) * min(LEAST_ROUNDS, self._context.prepared.plan.repeats)
-
-    async def _measure(self, label: str, chosen: Sequence[Trial]) -> None:
-        self._going = self._confirmation(label, chosen)
-        await self._going.measure()
-        self._done, self._going = self._going, None
+    async def _measure(self, going: Confirmation) -> None:
+        self._going = going
+        await going.measure()
+        self._done, self._going = going, None
 
     def _confirmation(self, label: str, chosen: Sequence[Trial]) -> Confirmation:
         return Confirmation(context=self._context, run=self._run, chosen=chosen, label=label)
@@ -211,7 +213,7 @@ def publish(
     if said.winner is not None:
         number, own = said.winner, label
         if attribution is not None and attribution.published and attribution.reduced is not None:
-            number, own = attribution.reduced, f"{label_of(run.id)}.3"
+            number, own = attribution.reduced, attribution_of(run.id)
         found[registry.CHALLENGER] = _profile(
             context, run, said, latest[number], registry.CHALLENGER, own, attribution
         )

@@ -160,7 +160,7 @@ class _Loop(Execution):
             self._tell("note", idle)
         await self._guarded(self._ending.what_is_pending())
         try:
-            reason = "only to confirm" if self._limits.confirm_only else await self._search()
+            reason = self._over() or await self._search()
         finally:
             await self._live.close()
         self._tell("note", f"the search ends: {reason}")
@@ -169,6 +169,12 @@ class _Loop(Execution):
             known = self._predictor.calibrated(self._trials())
             await self._guarded(self._ending.attribute(known.predict if known else None))
         return reason, why
+
+    def _over(self) -> str | None:
+        """Why nothing is to be searched; None: there is."""
+        if self._limits.confirm_only:
+            return "only to confirm"
+        return "it was over before the run was interrupted" if self._ending.attributing else None
 
     def conclusion(self, why: str | None) -> Conclusion | None:
         """The conclusion of the confirmation; its profiles are published."""
