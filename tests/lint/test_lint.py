@@ -4,6 +4,8 @@ import json
 import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -225,7 +227,12 @@ def typer_ok(*words: str) -> bool:
 
 @pytest.mark.parametrize(
     ("line", "repeats"),
-    [(f"{GOOD} --max-num-seqs 8", False), (f"{GOOD} --num-gpu-blocks-override 1100", False), (GOOD, True)],
+    [
+        (f"{GOOD} --max-num-seqs 8", False),
+        (f"{GOOD} --num-gpu-blocks-override 1100", False),
+        (f"{GOOD} --num-gpu-blocks-override 3000 --max-num-seqs 64", True),
+        (GOOD, True),
+    ],
 )
 def test_what_is_not_simulated_again_would_be_the_same(
     monkeypatch: pytest.MonkeyPatch, line: str, repeats: bool
@@ -236,6 +243,44 @@ def test_what_is_not_simulated_again_would_be_the_same(
     monkeypatch.setattr(load.Slack, "alike", lambda self, other: other)
     slow = lint(line, card="h100-80", version="0.32.0", trace=made)
     assert quick == slow
+
+
+@pytest.mark.parametrize("flags", ["--max-num-seqs 16", "--max-num-batched-tokens 256 --max-num-seqs 64"])
+def test_a_gain_without_a_range_is_that_of_slower_and_faster_steps_too(
+    monkeypatch: pytest.MonkeyPatch, flags: str
+) -> None:
+    """Both engines have a backlog all the time, so slower and faster ones are not simulated."""
+    made = steady(100, 3000, 100, 400)
+    against = {"card": "h100-80", "version": "0.32.0", "trace": made.trace}
+
+    def gains() -> tuple[str, str]:
+        (each,) = [each for each in lint(f"{GOOD} {flags}", **against).findings if each.id == "study-gain"]
+        found = re.search(r"gain (\d+)%(?: to (\d+)%)?", each.sentence)
+        assert found is not None
+        return found[1], found[2] or found[1]
+
+    one, same = gains()
+    assert one == same
+    monkeypatch.setattr(load, "BACKLOG", float("inf"))
+    assert all(abs(int(each) - int(one)) <= 1 for each in gains())
+
+
+def test_lint_loads_no_database_and_no_importer_and_collects_no_garbage(tmp_path: Path) -> None:
+    """What takes a quarter of its time or more."""
+    trace = ROOT / "tuner" / "data" / "traces" / "azure-conversation-slice.parquet"
+    program = (
+        "import gc, sys\nfrom tuner.__main__ import main\n"
+        f"sys.argv = ['tuner', '--no-color', 'lint', {GOOD!r}, '--card', 'h100-80']\n"
+        f"sys.argv += ['--trace', {str(trace)!r}]\n"
+        "try:\n    main()\nfinally:\n    print(gc.isenabled(), *sorted(sys.modules))"
+    )
+    env, command = {**os.environ, "TUNER_HOME": str(tmp_path)}, (sys.executable, "-c", program)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    collects, *loaded = done.stdout.splitlines()[-1].split()
+    assert "predicted for all 851 requests" in done.stdout
+    assert collects == "False"
+    assert not {"sqlalchemy", "pyarrow.compute", "jinja2", "tuner.traffic.importers"} & set(loaded)
+    assert "tuner.lint.load" in loaded
 
 
 def test_all_limits_lifted_in_turn_and_only_the_reached_ones_are_run() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -118,18 +119,41 @@ def test_one_that_leaves_by_itself_does_not_end_the_work() -> None:
     ahead=st.booleans(),
     seqs=st.integers(1, 8),
     blocks=st.integers(32, 100),
+    shared=st.integers(0, 3),
+    more=st.fixed_dictionaries(
+        {
+            "watermark": st.sampled_from([0.0, 0.1]),
+            "policy": st.sampled_from(["fcfs", "priority"]),
+            "scheduler_reserve_full_isl": st.booleans(),
+            "swap_blocks": st.sampled_from([0, 20]),
+        }
+    ),
 )
 def test_stretches_of_decode_steps_change_nothing(
-    lengths: list[tuple[int, int]], gaps: list[float], ahead: bool, seqs: int, blocks: int
+    lengths: list[tuple[int, int]],
+    gaps: list[float],
+    ahead: bool,
+    seqs: int,
+    blocks: int,
+    shared: int,
+    more: dict[str, Any],
 ) -> None:
-    """Many steps at once give the same times as one after the other."""
-    limits = replace(SMALL, max_num_seqs=seqs, async_scheduling=ahead, num_blocks=blocks)
+    """Many steps at once give the same times as one after the other, also while a request waits for room."""
+    limits = replace(SMALL, max_num_seqs=seqs, async_scheduling=ahead, num_blocks=blocks, **more)
 
     def times(single: bool) -> np.ndarray:
         at = np.cumsum(gaps)
-        requests = [EngineRequest(i, float(at[i]), ls) for i, ls in enumerate(lengths)]
-        watch = (lambda now, step: None) if single else None
-        course = Clock(Scheduler(limits), COST).run(requests, watch)
+        prefix = tuple((key, 1) for key in range(shared))
+        requests = [
+            EngineRequest(i, float(at[i]), ls, prefix[: ls[0] // limits.block_size], i % 3)
+            for i, ls in enumerate(lengths)
+        ]
+        scheduler = Scheduler(limits)
+
+        def ask_again(now: float, step: Step) -> None:
+            scheduler._blocked = None
+
+        course = Clock(scheduler, COST).run(requests, ask_again if single else None)
         return np.array([(r.first, r.last) for r in requests] + [(course.steps, course.tokens)])
 
     np.testing.assert_allclose(times(True), times(False), rtol=1e-9)

@@ -65,12 +65,14 @@ def open_part(ref: str, choose: "Callable[[NDArray[np.float64]], tuple[int, int]
     """Rows of a trace as `open_trace` finds it, and how many it has. `choose` gives the first row and the one
     after the last by all arrivals; a file in Parquet is not read whole.
     """
-    from tuner.traffic import importers, trace, trace_files
+    from tuner.traffic import trace, trace_files
 
     path = _file(ref)
     if path.is_file():
-        if importers.detect(path) == "parquet":
+        if trace.is_parquet(path):
             return trace.read_part(path, choose)
+        from tuner.traffic import importers
+
         whole = importers.read_any(path)
     else:
         stored = _stored(ref, path)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
@@ -27,15 +28,20 @@ class Seconds(Protocol):
 @dataclass(slots=True)
 class Course:
     """What a run looked like. `gaps` are (end of stretch, seconds per step, steps), `levels` (time,
-    waiting, KV usage, yielding steps and tokens so far).
+    waiting, KV usage, yielding steps and tokens so far); at most `most_running` requests ran at once.
     """
 
     steps: int = 0
     yielding: int = 0  # of the steps, those that gave a token
     tokens: int = 0
     end_s: float = 0.0
+    most_running: int = 0
     gaps: list[tuple[float, float, int]] = field(default_factory=list)
     levels: list[tuple[float, int, float, int, int]] = field(default_factory=list)
+
+    def table(self) -> NDArray[np.float64]:
+        """`levels` as an array of (moment, column)."""
+        return np.fromiter(chain.from_iterable(self.levels), float, 5 * len(self.levels)).reshape(-1, 5)
 
 
 class Clock:
@@ -63,12 +69,13 @@ class Clock:
         ahead = scheduler.limits.async_scheduling
         pending: Step | None = None
         at, count = 0, len(requests)
+        arrival = requests[0].arrival if requests else FOREVER
         while self.now < self.until:
-            while at < count and requests[at].arrival <= self.now:
+            while arrival <= self.now:
                 scheduler.add(requests[at])
                 at += 1
-            arrival = requests[at].arrival if at < count else FOREVER
-            if not single and (pending is not None or not ahead):
+                arrival = requests[at].arrival if at < count else FOREVER
+            if not single and (not ahead if pending is None else pending.steady):
                 pending = self._stretch(pending, arrival, stretches)
                 if self.now >= arrival:
                     continue
@@ -81,7 +88,7 @@ class Clock:
                 if at >= count:
                     break
                 self.now = max(self.now, arrival)
-        course.end_s = self.now
+        course.end_s, course.most_running = self.now, scheduler.most_running
         return course
 
     def _execute(self, step: Step, watch: Callable[[float, Step], None] | None) -> None:
@@ -118,15 +125,15 @@ class Clock:
         stretches: Callable[[NDArray[np.float64], float], None] | None,
     ) -> Step | None:
         """Compute many pure decode steps at once where nothing can happen between them; the step then
-        pending."""
+        pending. The one that is pending now is steady."""
         scheduler = self.scheduler
-        if not scheduler.still() or (pending is not None and not pending.steady):
+        if not scheduler.still():
             return pending
         number = len(scheduler.decoding)
         if pending is not None and pending.decodes != number:
             return pending
         bound = arrival
-        if scheduler.waiting and scheduler.limits.policy == "fcfs" and stretches is None:
+        if scheduler.waiting and scheduler.slots_full and scheduler.limits.policy == "fcfs" and not stretches:
             bound = FOREVER  # in a queue that waits for a slot, an arrival changes only the queue
         first = scheduler.context if pending is not None else scheduler.context + number
         base, slope = self.cost.decode_line(number, first)

@@ -220,13 +220,17 @@ class StepCost:
         sums = 2 * facts.layers if card.ranks > 1 else 0
         share = 2 * (card.ranks - 1) / card.ranks * facts.hidden * facts.dtype_bytes / card.link
         self.sums_s, self.sum_token_s = sums * _HOP_S, sums * share
+        self._known: dict[tuple[int, int], float] = {}
 
     def _dense(self, tokens: int, sampled: int) -> float:
         """The layers' matrix products: bound by reading the weights for few tokens, by compute for many."""
-        padded = self.sizes[bisect_left(self.sizes, tokens)] if self._captured(tokens) else tokens
-        compute = padded * self.token_s + sampled * self.head_s
-        dense = float((compute**4 + self.weights_s**4) ** 0.25)
-        return dense + self.sums_s + padded * self.sum_token_s
+        found = self._known.get((tokens, sampled))
+        if found is None:
+            padded = self.sizes[bisect_left(self.sizes, tokens)] if self._captured(tokens) else tokens
+            compute = padded * self.token_s + sampled * self.head_s
+            dense = float((compute**4 + self.weights_s**4) ** 0.25)
+            found = self._known[tokens, sampled] = dense + self.sums_s + padded * self.sum_token_s
+        return found
 
     def _captured(self, tokens: int) -> bool:
         return bool(self.sizes) and tokens <= self.sizes[-1]
@@ -241,9 +245,10 @@ class StepCost:
         return around + dense, self.kv_s
 
     def __call__(self, step: Step) -> float:
-        busy = self._dense(step.tokens, step.decodes + len(step.sampling))
+        tokens = step.decodes + step.prefill_tokens
+        busy = self._dense(tokens, step.decodes + len(step.sampling))
         busy += (step.context + step.prefill_context) * self.kv_s + step.pairs * self.pair_s
-        if not self._captured(step.tokens):
+        if not self._captured(tokens):
             busy = max(busy, self.floor_s)
         sequences = step.decodes + step.prefills
         return self.coefficients.step_s + sequences * self.seq_s + busy + step.swapped_blocks * self.swap_s

@@ -3,11 +3,13 @@
 """
 
 import argparse
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import Field, field_validator
@@ -262,8 +264,14 @@ def host_blocks(facts: ModelFacts, options: Options, gib: float | None = None) -
     return int((options.offload_gib if gib is None else gib) * 2**30 // per_block)
 
 
-def _non_default(args: argparse.Namespace, release: Release) -> dict[str, Value | list[str]]:
-    plain = vars(parser(release).parse_args([]))
+@functools.cache
+def plain_arguments(release: str | None = None) -> Mapping[str, Any]:
+    """Every argument at its default, in the release that VARIABLE would name so."""
+    return MappingProxyType(vars(parser(release_of({VARIABLE: release or ""})).parse_args([])))
+
+
+def _non_default(args: argparse.Namespace, env: Mapping[str, str]) -> dict[str, Value | list[str]]:
+    plain = plain_arguments(env.get(VARIABLE))
     return {name: value for name, value in vars(args).items() if value != plain.get(name)}
 
 
@@ -309,7 +317,7 @@ def settle(
         stream_interval=max(1, args.stream_interval),
         offload_gib=args.kv_offloading_size or 0.0,
         ranks=args.tensor_parallel_size,
-        given=_non_default(args, release_of(env)),
+        given=_non_default(args, env),
         replicas=replicas,
         whole=vars(args),
     )

@@ -1,6 +1,5 @@
 """What a candidate would measure: a study's slices in virtual time, under the names of measurements."""
 
-import functools
 import json
 import math
 from argparse import Namespace
@@ -19,7 +18,7 @@ from tuner.records import Candidate, Prediction, Slice, Slo, Value, Violation
 from tuner.replay.plan import PLANS, Plan
 from tuner.simulator.clock import Clock, Course
 from tuner.simulator.cost import Card, Coefficients, Memory, StepCost, profile
-from tuner.simulator.options import Options, StartRefused, host_blocks, parser, settle
+from tuner.simulator.options import Options, StartRefused, host_blocks, plain_arguments, settle
 from tuner.simulator.scheduler import Scheduler
 from tuner.simulator.state import EngineRequest, SchedulerLimits
 from tuner.simulator.workload import PreparedSlice, Workload
@@ -68,11 +67,6 @@ class Scene:
         return self.deadline_s or max(60.0, 4 * (self.slo.e2e_ms or 0.0) / 1000)
 
 
-@functools.cache
-def _plain() -> Mapping[str, object]:
-    return MappingProxyType(vars(parser().parse_args([])))
-
-
 def _plainly(value: Value) -> Any:
     """A list as itself; a knob's value has it as canonical JSON."""
     return json.loads(value) if isinstance(value, str) and value.startswith("[") else value
@@ -85,7 +79,7 @@ def options_of(scene: Scene, knobs: Mapping[str, Value]) -> tuple[Options, Memor
     """
     both = {**scene.args, **knobs}
     given = {name.lstrip("-").replace("-", "_"): _plainly(value) for name, value in both.items()}
-    known = dict(_plain())
+    known = dict(plain_arguments())
     known.update({name: value for name, value in given.items() if name in known and value is not None})
     known |= {"model": scene.facts.name, "data_parallel_size": given.get("data_parallel_size")}
     options = settle(Namespace(**known), scene.card, scene.facts, scene.env, scene.gpus)
@@ -206,7 +200,7 @@ def _fold(
 
 def _engine(course: Course, scheduler: Scheduler, part: PreparedSlice) -> dict[str, float]:
     """The counters that change between a scrape at the window's start and one at its end."""
-    levels = np.array(course.levels).reshape(-1, 5)
+    levels = course.table()
     found = {"preemptions": float(scheduler.preemptions)}
     if scheduler.queries:
         found |= {"prefix_hits": float(scheduler.hits), "prefix_queries": float(scheduler.queries)}

@@ -35,11 +35,12 @@ class Scheduler:
         self.draining: set[EngineRequest] = set()
         self.tick = 0
         self.context = 0
-        self.preemptions = self.queries = self.hits = 0
+        self.preemptions = self.queries = self.hits = self.most_running = 0
         self.swap_free = limits.swap_blocks
         self._tell = tell
         self._phase = [0] * limits.block_size
         self._ends: list[tuple[int, int, EngineRequest]] = []
+        self._blocked: EngineRequest | None = None  # found no room; pure decode steps make none
 
     # ---- requests come and go
 
@@ -62,7 +63,7 @@ class Scheduler:
         """Drop a request in any state and free what it holds."""
         if request.done:
             return
-        request.done = True
+        request.done, self._blocked = True, None
         if request in self.running:
             self._leave(request)
             self.pool.release(request.table, request.computed)
@@ -79,7 +80,7 @@ class Scheduler:
             self.draining.discard(request)
             self.pool.release(request.table, request.computed)
             del self.running[request]
-            request.done = True
+            request.done, self._blocked = True, None
 
     def tokens_of(self, request: EngineRequest) -> tuple[int, int]:
         """(computed, made) of a request as of the steps scheduled so far."""
@@ -103,7 +104,9 @@ class Scheduler:
             return
         del self.decoding[request]
         self._phase[(request.base - request.computed) % self.limits.block_size] -= 1
-        request.computed, request.made = self.tokens_of(request)
+        ahead = self.tick - request.base
+        request.computed += ahead
+        request.made += ahead
         request.base = -1
         request.table.blocks = -(-request.computed // self.limits.block_size)
         self.context -= request.computed
@@ -132,15 +135,17 @@ class Scheduler:
 
     def still(self) -> bool:
         """Whether the next steps are pure decode until a request arrives or ends."""
-        return bool(self.decoding) and not self.prefilling and (not self.waiting or self.slots_full)
+        if not self.decoding or self.prefilling:
+            return False
+        return not self.waiting or self.waiting[0] is self._blocked or self.slots_full
 
     def advance(self, most: int) -> int:
         """Schedule up to `most` pure decode steps at once, none of which ends a request. Returns how many."""
-        count = min(most, self.next_end() - self.tick - 1)
+        count, need = min(most, self.next_end() - self.tick - 1), 0
         while count > 0 and (need := self._blocks_ahead(count)) > self.pool.free:
             count = min(count - 1, count * max(self.pool.free, 0) // max(need, 1))
         if count > 0:
-            self.pool.take(self._blocks_ahead(count))
+            self.pool.take(need)
             self.tick += count
             self.context += count * len(self.decoding)
         return max(count, 0)
@@ -168,11 +173,14 @@ class Scheduler:
         budget = self.limits.max_num_batched_tokens
         threshold = self._threshold()
         if self._roomy(budget, threshold):
-            budget -= self._schedule_decodes(step)
-            budget = self._schedule_prefills(step, budget, threshold)
+            if need := self._phase[self.tick % self.limits.block_size]:
+                self.pool.take(need)
+            budget -= self._step_decodes(step)
+            if self.prefilling:
+                budget = self._schedule_prefills(step, budget, threshold)
         else:
             budget = self._schedule_in_order(step, budget, threshold)
-        if not step.preempted:
+        if self.waiting and self.waiting[0] is not self._blocked and not step.preempted:
             self._schedule_waiting(step, budget, threshold)
         for request in step.sampling:
             self._sampled(request, step)
@@ -180,9 +188,9 @@ class Scheduler:
 
     def _threshold(self) -> int:
         """The most tokens of one prompt in this step, 0 = no limit beside the budget."""
-        limits, present = self.limits, len(self.running) + len(self.waiting)
+        limits = self.limits
         most = limits.long_prefill_token_threshold
-        if most <= 0 or present <= 1:
+        if most <= 0 or (present := len(self.running) + len(self.waiting)) <= 1:
             return 0
         if limits.long_prefill_token_threshold_adaptive:
             most = max(most, limits.max_num_batched_tokens // present)
@@ -190,17 +198,14 @@ class Scheduler:
 
     def _roomy(self, budget: int, threshold: int) -> bool:
         """Whether all running requests get their blocks, so that their order does not matter."""
-        size, need = self.limits.block_size, self._phase[self.tick % self.limits.block_size]
+        size = self.limits.block_size
+        need = self._phase[self.tick % size]
         budget -= len(self.decoding)
         for request in self.prefilling:
             chunk = min(request.tokens - request.computed, threshold or budget, budget)
             need += max(0, -(-(request.computed + chunk) // size) - request.table.blocks)
             budget -= chunk
         return need <= self.pool.free
-
-    def _schedule_decodes(self, step: Step) -> int:
-        self.pool.take(self._phase[self.tick % self.limits.block_size])
-        return self._step_decodes(step)
 
     def _step_decodes(self, step: Step) -> int:
         """One token for every decoding request; its block has been taken."""
@@ -212,7 +217,7 @@ class Scheduler:
         self.context += count
         step.decodes, step.context = count, self.context
         self.tick += 1
-        while self.next_end() == self.tick:
+        while self._ends and self._ends[0][0] <= self.tick and self.next_end() == self.tick:
             request = heapq.heappop(self._ends)[2]
             self._leave(request)
             self.draining.add(request)
@@ -241,9 +246,9 @@ class Scheduler:
                 continue
             decodes = request.base >= 0
             chunk = 1 if decodes else min(request.tokens - request.computed, threshold or budget, budget)
-            need = int(self.tokens_of(request)[0] % size == 0)
+            need = int(decodes and (request.computed + self.tick - request.base) % size == 0)
             while request in self.running and not (
-                self._take(need) if decodes else self._grow(request, chunk)
+                not need or self._take(need) if decodes else self._grow(request, chunk)
             ):
                 victim = self._victim()
                 if victim in extra:
@@ -279,10 +284,12 @@ class Scheduler:
 
     def _schedule_waiting(self, step: Step, budget: int, threshold: int) -> None:
         limits, pool = self.limits, self.pool
-        while budget > 0 and self.waiting and len(self.running) < limits.active:
+        active = limits.active
+        while budget > 0 and self.waiting and len(self.running) < active:
             request = self.waiting[0]
             if request.swapped:
                 if not self._swap_in(request, step):
+                    self._blocked = request
                     return
                 continue
             hit, found = pool.lookup(request.table, (request.tokens - 1) // limits.block_size)
@@ -292,6 +299,7 @@ class Scheduler:
                 return
             chunk = min(chunk, budget)
             if not self._admissible(request, hit, found, chunk):
+                self._blocked = request if limits.scheduler_reserve_full_isl else None
                 return
             self.waiting.popleft()
             self._admit(request, hit, found, step)
@@ -318,6 +326,7 @@ class Scheduler:
             self.hits += request.computed
         self.running[request] = None
         self.prefilling[request] = None
+        self.most_running = max(self.most_running, len(self.running))
         step.admitted.append(request)
 
     def _grow(self, request: EngineRequest, chunk: int) -> bool:
@@ -335,6 +344,7 @@ class Scheduler:
         step.pairs += chunk * request.computed + chunk * (chunk + 1) // 2
         request.computed += chunk
         step.prefill_context += request.computed
+        self._blocked = None
         if self.limits.enable_prefix_caching and request.table.segments:
             self.pool.remember(request.table, request.computed // self.limits.block_size)
         if request.computed >= request.tokens:
@@ -364,7 +374,7 @@ class Scheduler:
     def _preempt(self, request: EngineRequest, step: Step) -> None:
         last = request in self.draining
         self._leave(request)
-        step.preempted = True
+        step.preempted, self._blocked = True, None
         self.preemptions += 1
         request.preempted += 1
         swapped = request.table.blocks if not last and 0 < request.table.blocks <= self.swap_free else 0
@@ -393,6 +403,7 @@ class Scheduler:
         step.swapped_blocks += request.swapped
         request.swapped = 0
         self.running[request] = None
+        self.most_running = max(self.most_running, len(self.running))
         if request.computed >= request.tokens and request.made:
             self._start_decoding(request)
         else:

@@ -56,7 +56,7 @@ class BlockPool:
 
     @property
     def usage(self) -> float:
-        return 1.0 - self.free / self.total if self.total else 0.0
+        return 1.0 - (self.plain + self.idle) / self.total if self.total else 0.0
 
     def lookup(self, table: BlockTable, limit: int) -> tuple[int, list[BlockRun]]:
         """(how many leading blocks are cached, at most `limit`; the runs that contain them)."""
@@ -66,8 +66,7 @@ class BlockPool:
             return 0, found
         for key, size in table.segments:
             node = self._nodes.get(key)
-            use = min(node.cached, size, limit - got) if node else 0
-            if node is None or use <= 0:
+            if node is None or (use := min(node.cached, size, limit - got)) <= 0:
                 return got, found
             found.append(node)
             got += use
@@ -117,21 +116,21 @@ class BlockPool:
         """Put the shared part of a prompt into the cache. Its first `full` blocks are computed by the end of
         this step.
         """
-        start = table.whole_blocks
+        start, nodes = table.whole_blocks, table.nodes
         for index in range(table.whole, len(table.segments)):
             key, size = table.segments[index]
             done = min(full - start, size)
             if done <= 0:
                 return
-            node = self._nodes.get(key)
+            node, held = self._nodes.get(key), len(nodes)
             if node is None:
-                if index != len(table.nodes):
+                if index != held:
                     return
                 node = self._nodes[key] = BlockRun(key, size)
-            mine = index < len(table.nodes) and table.nodes[index] is node
-            if not mine and index == len(table.nodes) and (node.refs > 0 or not node.cached):
+            mine = index < held and nodes[index] is node
+            if not mine and index == held and (node.refs > 0 or not node.cached):
                 node.refs += 1
-                table.nodes.append(node)
+                nodes.append(node)
                 mine = True
             if mine and done > node.cached:
                 table.shared += done - node.cached

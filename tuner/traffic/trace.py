@@ -56,6 +56,9 @@ MOST_CLASSES = 8
 # The most bytes of a Parquet file's footer, which lists its columns.
 LARGEST_FOOTER = 16 * 1024**2
 
+# What a Parquet file begins with.
+MAGIC = "PAR1"
+
 # Rows that a file keeps together: a reader of some rows of a long trace reads their groups alone.
 GROUP_ROWS = 65_536
 _METADATA = b"tuner"
@@ -244,6 +247,15 @@ def read(path: str | Path) -> Trace:
     return trace
 
 
+def is_parquet(path: Path) -> bool:
+    """Whether a file begins as Parquet does: known without the importers, which take time to load."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC.encode()
+    except OSError:
+        return False
+
+
 def read_part(
     path: str | Path, choose: Callable[[NDArray[np.float64]], tuple[int, int]]
 ) -> tuple[Trace, int]:
@@ -372,7 +384,7 @@ def _from_table(table: "pa.Table", notes: Mapping[str, Any], start: int = 0) -> 
         **columns,
         block_size=notes["block_size"],
         block_offsets=offsets - offsets[0],
-        blocks=lists.flatten().to_numpy(zero_copy_only=False),
+        blocks=lists.values.to_numpy(zero_copy_only=False)[offsets[0] : offsets[-1]],
         meta=cast(Mapping[str, JSON], notes["meta"]),
     )
 

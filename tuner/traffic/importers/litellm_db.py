@@ -4,10 +4,12 @@ import json
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-
-import sqlalchemy as sa
+from typing import TYPE_CHECKING
 
 from tuner.errors import BadInput, NotFound, Unavailable
+
+if TYPE_CHECKING:
+    from sqlalchemy import ColumnClause, Connection
 
 TABLE = "LiteLLM_SpendLogs"
 COLUMNS = (
@@ -23,6 +25,8 @@ def export(url: str, target: Path) -> int:
     BadInput: no such kind of database. NotFound: no such table, or another one of that name. Unavailable: the
     database does not answer. Nothing is written to the database.
     """
+    import sqlalchemy as sa  # here, since every look for a file's format imports this module
+
     try:
         engine = sa.create_engine(_driver(url))
     except (sa.exc.ArgumentError, ImportError) as error:
@@ -30,7 +34,7 @@ def export(url: str, target: Path) -> int:
     try:
         with engine.connect().execution_options(stream_results=True, yield_per=2000) as connection:
             table = _table(connection, url)
-            chosen: list[sa.ColumnClause[object]] = [sa.column(name) for name in COLUMNS if name in table]
+            chosen: list[ColumnClause[object]] = [sa.column(name) for name in COLUMNS if name in table]
             query = sa.select(*chosen).select_from(sa.table(TABLE)).order_by(sa.column("startTime"))
             with target.open("w", encoding="utf-8") as file:
                 count = 0
@@ -53,14 +57,18 @@ def _driver(url: str) -> str:
 
 def _shown(url: str) -> str:
     """The URL without its password."""
+    import sqlalchemy as sa
+
     try:
         return sa.make_url(url).render_as_string(hide_password=True)
     except sa.exc.ArgumentError:
         return url.partition("://")[0] + "://..."
 
 
-def _table(connection: sa.Connection, url: str) -> frozenset[str]:
+def _table(connection: "Connection", url: str) -> frozenset[str]:
     """The names of the table's columns."""
+    import sqlalchemy as sa
+
     try:
         found = frozenset(column["name"] for column in sa.inspect(connection).get_columns(TABLE))
     except sa.exc.NoSuchTableError:

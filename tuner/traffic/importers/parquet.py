@@ -7,7 +7,7 @@ import numpy as np
 from tuner.records import JSON
 from tuner.traffic.importers import Importer, register
 from tuner.traffic.importers.trace_builder import ImportOptions
-from tuner.traffic.trace import Trace
+from tuner.traffic.trace import MAGIC, Trace
 from tuner.traffic.trace import read as read_trace
 
 
@@ -24,4 +24,4 @@ def read(path: Path, options: ImportOptions) -> Trace:
     return trace.take(np.flatnonzero(~over)).with_meta(quality=quality)
 
 
-register(Importer(format="parquet", read=read, fits=lambda start: start.text.startswith("PAR1")))
+register(Importer(format="parquet", read=read, fits=lambda start: start.text.startswith(MAGIC)))
