@@ -134,7 +134,8 @@ def test_I27_1_a_comparison_has_a_card_for_each_arm_below_its_sentence() -> None
     gone = replace(arm, name="newest", trial=9, dropped="it does not start", changes=())
     found = won(baseline=base, finalists=(arm, gone), winner=None, profiles={}, sentence="Advice: move.")
     text = list(run_lines(found, KEY))
-    assert (text[0], text[1]) == ("Advice: move.", "new is better than old")
+    assert (text[0], text[1]) == (headline(found), "new is better than old")
+    assert text[0].endswith("Advice: move.")
     assert "newest did not serve this traffic" in text
     assert "confidence: none (it does not start)" in text
     assert "changed: engine 0.32.0 → 0.33.0" in text

@@ -329,9 +329,9 @@ def run_lines(
     gave: Mapping[str, str] | None = None,
     program: str = "tuner",
 ) -> Iterator[str]:
-    """What a run found as text: its card, or the sentence of a comparison and the card of each arm."""
+    """What a run found as text: its card, or the headline of a comparison and the card of each arm."""
     if said.compared:
-        yield said.sentence
+        yield words.headline(said)
     for each in cards(said, key, gave=gave):
         yield from lines(each, program)
 
