@@ -68,10 +68,11 @@ class Commands(TyperGroup):
 def command(name: str) -> Any:
     """The command of that name, with the examples of `commands/examples.py` in its help."""
     module, _, attribute = PLACES[name].partition(":")
-    found = getattr(import_module(f"tuner.commands.{module}"), attribute)
+    home = import_module(f"tuner.commands.{module}")
+    found = getattr(home, attribute)
     around = typer.Typer(rich_markup_mode=None, add_completion=False)
     if not isinstance(found, typer.Typer):
-        around.command(name, epilog=_examples(name))(found)
+        around.command(name, cls=getattr(home, "COMMAND", None), epilog=_examples(name))(found)
         return typer.main.get_command(around)
     for each in found.registered_commands:
         each.epilog = _examples(f"{name} {each.name}")

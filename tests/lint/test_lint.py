@@ -836,6 +836,49 @@ def test_a_switch_with_a_value_is_refused_in_the_same_words_everywhere() -> None
     assert "flag-value" not in {each.id for each in old}
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--model", "m", "--max-num-seqs", "8"],
+        ["vllm", "serve", "m", "--max_num_seqs=8", "--card", "h100-80"],
+        ["m", "-tp", "2"],
+        ["m", "--no-enable-prefix-caching"],
+        ["vllm", "serve", "m"],
+    ],
+)
+def test_a_command_line_without_quotes_is_refused_with_the_way_to_write_it(words: list[str]) -> None:
+    done = typed(*words)
+    assert done.exit_code == 2
+    assert "Put vLLM's command line in quotes" in " ".join(done.output.split())
+    assert "in quotes" not in typed(GOOD, "--crad", "h100-80").output
+
+
+@pytest.mark.parametrize(
+    ("flag", "good", "bad"),
+    [
+        ("--max-num-seqs", "64 1_000 +8", "1e3 1k 1K 8.0 lots"),
+        ("--max-num-batched-tokens", "8192 8k 1.5k 8K", "1e4 1.5K 8kb"),
+        ("--max-model-len", "4096 16k auto", "1e4 4.5K none"),
+        ("--kv-cache-memory-bytes", "8G 8000000000", "1e9 8.5G"),
+        ("--block-size", "16", "16k 1e1"),
+        ("--cudagraph-capture-sizes", "8", "1e1 8k"),
+        ("--seed", "3", "1e3 1k 1.0"),
+        ("--max-lora-rank", "16", "1e1 16k"),
+        ("--shutdown-timeout", "10", "10s 1e1"),
+        ("--gpu-memory-utilization", "0.9 .9 9e-1", "0.9k 90% 0,9"),
+        ("--mm-processor-cache-gb", "4 0.5 1e0", "4G 1k"),
+        ("--kv-offloading-size", "8 1e1", "8G"),
+    ],
+)
+def test_numbers_are_taken_as_vllms_parser_takes_them(flag: str, good: str, bad: str) -> None:
+    """By vLLM 0.32.0's own parser: int() refuses 1e3, five flags take units, float() takes none."""
+    for value in (*good.split(), *bad.split()):
+        found = lint(f"vllm serve m {flag} {value}", version="0.32.0").findings
+        said = [each.sentence for each in found if each.id == "flag-value"]
+        assert bool(said) == (value in bad.split()), (value, said)
+        assert all(flag in each and value in each for each in said)
+
+
 def test_a_model_that_stands_last_is_the_model_everywhere() -> None:
     line = "vllm serve --max-num-seqs 8 --enable-prefix-caching org/model"
     made = manifests.read(line)

@@ -3,9 +3,11 @@
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer._click.exceptions import NoSuchOption, UsageError
+from typer.core import TyperCommand
 
 from tuner.commands.common import Json, print_json
 
@@ -54,6 +56,40 @@ Pick = Annotated[
 ]
 FailOn = Annotated[str, typer.Option(help="Exit 1 from this severity on: error, warning, note, never.")]
 Sarif = Annotated[bool, typer.Option("--sarif", help="Print SARIF 2.1.0 for code scanning.")]
+
+
+class LintCommand(TyperCommand):
+    """`tuner lint`. A command line of vLLM without quotes is refused with the way to write it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words = list(args)
+        try:
+            rest = super().parse_args(ctx, args)
+        except NoSuchOption as error:
+            if (flag := self._of_vllm(words)) is not None:
+                error.message = f"{flag} is an argument of vLLM, not of tuner lint. {QUOTES}"
+                error.possibilities = None
+            raise
+        what: list[str] = list(ctx.params.get("what") or ())
+        if len(what) > 1 and what[0] == "vllm" and not Path("vllm").exists():
+            raise UsageError(f"'vllm' is no file. {QUOTES}", ctx)
+        return rest
+
+    def _of_vllm(self, words: list[str]) -> str | None:
+        """The first word that is a flag of a vLLM release and none of this command."""
+        from tuner.knobs.baseline import long_form
+        from tuner.knobs.versions import table
+
+        mine = {name for each in self.params for name in each.opts}
+        for word in words:
+            flag = long_form([word])[0].partition("=")[0].replace("_", "-").replace("--no-", "--")
+            if flag in table().flags and flag not in mine:
+                return word.partition("=")[0]
+        return None
+
+
+QUOTES = "Put vLLM's command line in quotes: tuner lint 'vllm serve MODEL --max-num-seqs 64'"
+COMMAND = LintCommand
 
 
 def lint(
