@@ -32,6 +32,7 @@ def main() -> None:
             signal.signal(number, _leave)
     if is_run(sys.argv[1:], LINT):  # it answers and ends; the collector would take a quarter of its time
         gc.disable()
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start threads that it does not need
     from tuner.cli import main as command_line
 
     try:
