@@ -146,6 +146,8 @@ def test_units_are_told() -> None:
     fields = {"metric": "ttft_p95_ms", "before": 100.0, "after": 52.0, "change": -0.48, "repeats": 3}
     row = Difference(**fields, low=-0.52, high=None, word="better")  # type: ignore[arg-type]
     assert difference(row) == "ttft_p95_ms −48 % (−52 … +∞, better)"
+    row = Difference(**fields, low=-1.0, high=None, word="open")  # type: ignore[arg-type]
+    assert difference(row) == "ttft_p95_ms −48 % (interval not known, no measurable difference)"
     row = Difference(**fields, low=-0.1, high=0.2, word="open")  # type: ignore[arg-type]
     assert difference(row) == "ttft_p95_ms −48 % (−10 … +20, no measurable difference)"
 

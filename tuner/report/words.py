@@ -78,7 +78,9 @@ WORDS = {"better": "better", "worse": "worse", "open": "no measurable difference
 def change(found: Difference) -> str:
     """A difference from the baseline with its interval: `−48 % (−52 … −43, better)`."""
     low, high = _signed(found.low), _signed(found.high, unbounded="+∞")
-    return f"{percent(found.change)} ({low} … {high}, {WORDS[found.word]})"
+    known = high != "+∞" or (found.low is not None and found.low > -1)
+    interval = f"{low} … {high}" if known else "interval not known"
+    return f"{percent(found.change)} ({interval}, {WORDS[found.word]})"
 
 
 def difference(found: Difference) -> str:
