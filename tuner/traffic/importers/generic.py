@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +52,24 @@ def read(path: Path, options: ImportOptions) -> Trace:
     names, builder = options.columns, TraceBuilder(path, options)
     turns: Counter[object] = Counter()
     resolved: dict[str, str] | None = None
-    for record in records(path, builder.quality):
+    for record in map(_flat, records(path, builder.quality)):
         if resolved is None:
             resolved = _resolve(record, names)
             if options.unit is not None and "arrival" not in resolved:
                 raise BadInput(f"{path}: its column name already gives the unit of times; leave --unit out")
         _add(builder, record, resolved, turns, options.unit)
     return builder.trace("generic")
+
+
+def _flat(record: Record) -> Record:
+    """What lies in an object inside the line gets a path as its name: `usage.prompt_tokens`."""
+    inner = {
+        f"{name}.{key}": value
+        for name, object_ in record.data.items()
+        if isinstance(object_, dict)
+        for key, value in object_.items()
+    }
+    return replace(record, data={**record.data, **inner}) if inner else record
 
 
 def _resolve(record: Record, names: Mapping[str, str]) -> dict[str, str]:
