@@ -288,6 +288,38 @@ def test_columns_can_be_named(tmp_path: Path) -> None:
     assert trace.turn.tolist() == [0, 0, 1]
 
 
+@pytest.mark.parametrize("key", ["received_at", "arrival", "ts", "timestamp"])
+def test_a_gateways_log_is_read_by_its_usual_names(tmp_path: Path, key: str) -> None:
+    """Dates with a zone, HTTP status codes, a column that nothing is known of."""
+    codes = {
+        200: "ok",
+        204: "ok",
+        499: "cancelled",
+        504: "timeout",
+        408: "timeout",
+        429: "error",
+        503: "error",
+    }
+    rows = [f"r-{i},2026-11-20T09:00:0{i}.65{i}+00:00,45,12,{code},x" for i, code in enumerate(codes)]
+    text = "\n".join([f"request_id,{key},prompt_tokens,completion_tokens,status,zone", *rows]) + "\n"
+    trace = read_any(put(tmp_path, text))
+    assert [STATUSES[code] for code in trace.status.tolist()] == list(codes.values())
+    named = read_any(put(tmp_path, text), {"arrival_s": key})
+    assert named.arrival_s.tolist() == trace.arrival_s.tolist()
+    assert trace.arrival_s.tolist() == pytest.approx([1.001 * i for i in range(7)])
+
+
+def test_lengths_inside_an_object_have_a_path(tmp_path: Path) -> None:
+    one = {"ts": 1764000000.5, "usage": {"prompt_tokens": 7, "completion_tokens": 3, "of": {"x": 1}}}
+    two = {"ts": 1764000002.5, "usage": {"prompt_tokens": 9}, "made": {"n": 4}}
+    names = {"arrival": "ts", "input_len": "usage.prompt_tokens", "output_len": "usage.completion_tokens"}
+    trace = read_any(put(tmp_path, json.dumps(one)), names)
+    assert (trace.input_len.tolist(), trace.output_len.tolist()) == ([7], [3])
+    with pytest.raises(BadInput, match=r"line 2: 'usage\.completion_tokens' is missing"):
+        read_any(put(tmp_path, json.dumps(one) + "\n" + json.dumps(two)), names)
+    assert read_any(put(tmp_path, json.dumps(one)), format="generic").input_len.tolist() == [7]
+
+
 def test_an_exchange_is_found_where_it_is_mapped(tmp_path: Path) -> None:
     one = {
         "at": "2026-06-01T10:00:00Z",

@@ -1,5 +1,6 @@
 """CSV or JSONL of any origin, its columns named by the user or known by their usual names."""
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,7 +10,7 @@ from typing import Any
 from tuner.errors import BadInput, nearest
 from tuner.traffic.importers import Importer, register
 from tuner.traffic.importers.reading import Record, records
-from tuner.traffic.importers.stamps import UNITS_NS
+from tuner.traffic.importers.stamps import UNITS_NS, parse_stamp
 from tuner.traffic.importers.trace_builder import ImportOptions, Row, TraceBuilder
 from tuner.traffic.trace import STATUSES, Trace
 
@@ -18,13 +19,39 @@ ARRIVALS = {f"arrival_{unit}": ns for unit, ns in UNITS_NS.items()}
 
 # What a column may be, and the names that are known to mean it.
 WANTED: Mapping[str, tuple[str, ...]] = {
-    "arrival": ("timestamp", "TIMESTAMP", "Timestamp", "time", "start_time", "startTime", "created_at"),
+    "arrival": (
+        "timestamp",
+        "TIMESTAMP",
+        "Timestamp",
+        "time",
+        "start_time",
+        "startTime",
+        "created_at",
+        "received_at",
+        "request_time",
+        "datetime",
+        "ts",
+    ),
     "arrival_s": ("timestamp_s", "arrival_time_s"),
     "arrival_ms": ("timestamp_ms", "timestamp_start_unix_ms"),
     "arrival_us": ("timestamp_us",),
     "arrival_ns": ("timestamp_ns", "arrival_time_ns"),
-    "input_len": ("input_length", "input_tokens", "prompt_tokens", "input_toks", "ContextTokens"),
-    "output_len": ("output_length", "output_tokens", "completion_tokens", "output_toks", "GeneratedTokens"),
+    "input_len": (
+        "input_length",
+        "input_tokens",
+        "prompt_tokens",
+        "input_toks",
+        "ContextTokens",
+        "usage.prompt_tokens",
+    ),
+    "output_len": (
+        "output_length",
+        "output_tokens",
+        "completion_tokens",
+        "output_toks",
+        "GeneratedTokens",
+        "usage.completion_tokens",
+    ),
     "max_tokens": (),
     "client": ("client_id", "user", "tenant"),
     "session": ("session_id", "conversation_id"),
@@ -43,11 +70,15 @@ WANTED: Mapping[str, tuple[str, ...]] = {
 }
 
 
+_CODES = {408: "timeout", 499: "cancelled", 504: "timeout"}
+"""HTTP status codes that say more than success or error; 499 is nginx's for a client that went away."""
+
+
 def read(path: Path, options: ImportOptions) -> Trace:
     """`columns` maps what is looked for (`arrival_s`, `input_len`, ...) to the file's own column names.
 
-    `arrival` is a time of day (ISO 8601 or epoch), or a number in `unit`; `arrival_s|ms|us|ns` have their
-    unit in the name.
+    `arrival` is a date and time (ISO 8601 or since 1970), or a number in `unit`; `arrival_s|ms|us|ns` have
+    their unit in the name, and may be ISO 8601 too. A status is a word of STATUSES or an HTTP status.
     """
     names, builder = options.columns, TraceBuilder(path, options)
     turns: Counter[object] = Counter()
@@ -143,7 +174,8 @@ def _add(
 def _arrival(record: Record, names: Mapping[str, str], unit: str | None) -> int:
     for wanted, ns in ARRIVALS.items():
         if wanted in names:
-            return record.nanoseconds(names[wanted], ns)
+            stamp = parse_stamp(str(record.data.get(names[wanted])))  # a date needs no unit
+            return record.nanoseconds(names[wanted], ns) if stamp is None else record.moment(names[wanted])
     return record.moment(names["arrival"], unit)
 
 
@@ -151,10 +183,12 @@ def _status(record: Record, names: Mapping[str, str]) -> int:
     if "status" not in names or not record.has(names["status"]):
         return 0
     word = str(record.data[names["status"]]).lower()
+    if re.fullmatch(r"[1-5]\d\d(\.0)?", word):
+        code = int(word[:3])
+        word = _CODES.get(code, "ok" if 200 <= code < 300 else "error")
     if word not in STATUSES:
-        raise record.bad(
-            names["status"], f"is '{word}', expected one of {list(STATUSES)}{nearest(word, STATUSES)}"
-        )
+        expected = f"expected an HTTP status or one of {list(STATUSES)}{nearest(word, STATUSES)}"
+        raise record.bad(names["status"], f"is '{word}', {expected}")
     return STATUSES.index(word)
 
 
