@@ -265,6 +265,15 @@ def test_a_gain_without_a_range_is_that_of_slower_and_faster_steps_too(
     assert all(abs(int(each) - int(one)) <= 1 for each in gains())
 
 
+@pytest.mark.parametrize(("slo", "kept"), [("ttft=500,tpot=50", True), ("ttft=1", False), (None, False)])
+def test_an_slo_that_is_kept_is_told(slo: str | None, kept: bool) -> None:
+    given = ["--card", "h100-80", "--rate", "2", "--input", "500", "--output", "100", "--fail-on", "never"]
+    done = CliRunner().invoke(app, ["lint", GOOD, *given, *(["--slo", slo] if slo else [])])
+    assert done.exit_code == 0, done.output
+    assert ("100.0% of the requests keep the SLO" in done.output) is kept
+    assert ("slo-missed" in done.output) is (slo == "ttft=1")
+
+
 def test_lint_loads_no_database_and_no_importer_and_collects_no_garbage(tmp_path: Path) -> None:
     """What takes a quarter of its time or more."""
     trace = ROOT / "tuner" / "data" / "traces" / "azure-conversation-slice.parquet"

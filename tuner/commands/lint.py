@@ -129,12 +129,12 @@ def lint(
     found = [each for one in what for each in subject.engines(one, pick)]
     linted = [run.lint(each, against, os.environ) for each in found]
     failed = findings.reaches([f for each in linted for f in each.findings], fail_on)
-    _print(linted, as_json, as_sarif)
+    _print(linted, as_json, as_sarif, limited=bool(slo))
     if failed:
         raise typer.Exit(1)
 
 
-def _print(linted: "list[LintedEngine]", as_json: bool, as_sarif: bool) -> None:
+def _print(linted: "list[LintedEngine]", as_json: bool, as_sarif: bool, *, limited: bool) -> None:
     if as_sarif:
         from tuner.lint import sarif
 
@@ -143,7 +143,7 @@ def _print(linted: "list[LintedEngine]", as_json: bool, as_sarif: bool) -> None:
         print_json({"engines": linted})
     else:
         for each in linted:
-            _show(each)
+            _show(each, limited=limited)
 
 
 def _traffic(
@@ -203,7 +203,7 @@ def _history() -> "Store | None":
         return None
 
 
-def _show(one: "LintedEngine") -> None:
+def _show(one: "LintedEngine", *, limited: bool) -> None:
     found = {s: sum(f.severity == s for f in one.findings) for s in ("error", "warning", "note")}
     counts = ", ".join(f"{n} {s}{'s' * (n != 1)}" for s, n in found.items())
     name = one.model or one.name
@@ -216,7 +216,10 @@ def _show(one: "LintedEngine") -> None:
     if one.predicted:
         from tuner.lint.traffic import p95s
 
-        typer.echo(f"  predicted for {one.traffic}: {p95s(one.predicted)}; {one.basis}")
+        said = p95s(one.predicted)
+        if limited and all(each.id != "slo-missed" for each in one.findings):
+            said += f"; {one.predicted.get('slo_attainment', 0.0):.1%} of the requests keep the SLO"
+        typer.echo(f"  predicted for {one.traffic}: {said}; {one.basis}")
     for note in one.unread:
         typer.echo(f"  not read: {note}")
     for why in dict.fromkeys(one.missing.values()):
