@@ -56,3 +56,16 @@ def test_a_name_that_turns_from_an_import_to_a_capture_and_back_is_said(tmp_path
     assert "latest:chat is the import" in third.stderr
     assert f"the run before this one took the capture {capture.stem}" in third.stderr
     assert "champion's trace" not in third.stderr
+
+
+def test_slices_with_very_few_requests_are_said_by_tune_and_by_the_dry_run(tmp_path: Path) -> None:
+    few = write(tmp_path, VIRTUAL)
+    for words in (("--trials", 1), ("--dry-run",), ("--dry-run", "--json")):
+        done = tuner(tmp_path, "tune", few, *words)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("WARNING: the slices hold 8 requests in all (1 s of replay)") == 1, words
+    held = "{start_s: 40, duration_s: 60, held_out: true}"
+    write(tmp_path, VIRTUAL.replace("duration_s: 1.0}", "duration_s: 1.0}, " + held))
+    assert "hold 8 requests" in tuner(tmp_path, "tune", few, "--dry-run").stderr
+    write(tmp_path, VIRTUAL.replace("duration_s: 1.0}", "duration_s: 6.0}"))
+    assert "WARNING" not in tuner(tmp_path, "tune", few, "--dry-run").stderr

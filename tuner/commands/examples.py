@@ -1,7 +1,11 @@
 """Examples of every command, which its help shows, and the exit codes. A test runs or parses each line."""
 
 EXAMPLES: dict[str, tuple[str, ...]] = {
-    "demo": ("tuner demo", "tuner demo --trials 5 --home try"),
+    "demo": (
+        "tuner demo",
+        "tuner demo --trials 5 --home try",
+        "tuner demo --python ~/vllm-cpu/bin/python --trace chat",
+    ),
     "lint": (
         "tuner lint 'vllm serve Qwen/Qwen2.5-7B-Instruct' --card h100-80",
         "tuner lint compose.yaml --trace latest:chat --slo ttft=500,tpot=50",

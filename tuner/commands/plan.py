@@ -43,6 +43,11 @@ def print_plan(prepared: "Prepared", trials: int | None, *, as_json: bool = Fals
     """Print the command lines (baseline and next candidate), the slices to replay, and the time of
     a trial.
     """
+    from tuner.tuning.run import idle_of
+    from tuner.tuning.traffic_notes import few_requests
+
+    if (few := few_requests(prepared)) is not None:
+        say(few)
     if as_json:
         print_json(plan_of(prepared, trials))
         return
@@ -51,8 +56,6 @@ def print_plan(prepared: "Prepared", trials: int | None, *, as_json: bool = Fals
     parts = windows(prepared.trace, prepared.study.slices)
     for line in lines.values():
         typer.echo(shlex.join(line))
-    from tuner.tuning.run import idle_of
-
     if (idle := idle_of(prepared)) is not None:
         say(idle)
     for name, reason in prepared.space.dropped.items():

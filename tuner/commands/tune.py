@@ -261,39 +261,63 @@ def conclude(store: "Store", prepared: "Prepared", run: "Run", *, as_json: bool)
     show_end(store, study, run)
 
 
+DemoTrials = Annotated[
+    int | None, typer.Option(min=2, help="How many trials. Default: 10, with --python 3, with --trace 4.")
+]
+DemoHome = Annotated[
+    Path | None,
+    typer.Option(help="The folder to use. Default: TUNER_HOME/demo, with --python TUNER_HOME/demo-cpu."),
+]
+DemoPython = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="PY", help="Tune this interpreter's vLLM on a tiny model: a real engine, no GPU needed."
+    ),
+]
+DemoTrace = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TRACE",
+        help="With --python: on your own traffic. A file, the name of a known trace, or latest:CAPTURE.",
+    ),
+]
+
+
 @ends_by_signal()
 def demo(
-    trials: Annotated[
-        int | None, typer.Option(min=2, help="How many trials. Default: 10, with --python 3.")
-    ] = None,
-    home: Annotated[
-        Path | None,
-        typer.Option(help="The folder to use. Default: TUNER_HOME/demo, with --python TUNER_HOME/demo-cpu."),
-    ] = None,
-    python: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PY", help="Tune this interpreter's vLLM on a tiny model: a real engine, no GPU needed."
-        ),
-    ] = None,
+    trials: DemoTrials = None, home: DemoHome = None, python: DemoPython = None, trace: DemoTrace = None
 ) -> None:
     """Tune a simulated engine on a slice of a real trace; a minute."""
     from tuner.commands import front, report
     from tuner.commands.demo_files import write_study
+    from tuner.commands.trace import open_trace
     from tuner.tuning.run import RunLimits
     from tuner.tuning.study import load
 
+    if trace is not None and python is None:
+        raise BadInput("--trace needs --python PY: the interpreter that has vLLM, for a GPU or a CPU")
+    own = None if trace is None else open_trace(trace)[0]  # before the home changes
     if python is not None:  # not resolved: a virtual environment's Python is a link
         python = python.expanduser().absolute()
     place = (home or settings().home / ("demo" if python is None else "demo-cpu")).resolve()
     os.environ["TUNER_HOME"] = str(place)
     os.environ.pop("TUNER_DATABASE_URL", None)
-    study_file = write_study(place, python)
+    study_file = write_study(place, python, own)
+    say(f"the study file is {study_file}")
     store = open_store(create=True)
     prepared = load(study_file, store=store, now=now())
-    execute(prepared, store, RunLimits(trials=trials or (10 if python is None else 3), early=False))
-    typer.echo(f"DEMONSTRATION on {'a simulated engine' if python is None else 'a tiny model'}.\n")
+    limit = trials or prepared.file.budget.trials
+    if own is not None:
+        print_plan(prepared, limit)
+    execute(prepared, store, RunLimits(trials=limit, early=False))
+    typer.echo(said_of_demo(python, own is not None))
     front.show(store, prepared.study, f"TUNER_HOME={place} {program()}")
     written = report.write(store, prepared.study, place / "report.html")
     typer.echo(f"report: {written}")
-    say(f"the study file is {study_file}")
+
+
+def said_of_demo(python: Path | None, own: bool) -> str:
+    """What the numbers of a demo are worth, in one sentence."""
+    if own:
+        return "YOUR TRAFFIC on a tiny model: what wins here may lose with your model and card.\n"
+    return f"DEMONSTRATION on {'a simulated engine' if python is None else 'a tiny model'}.\n"

@@ -21,6 +21,20 @@ def scaled(trace: Trace, speed: float) -> Trace:
     return trace.changed(arrival_s=trace.arrival_s / speed).with_meta(speed=speed)
 
 
+def up_to(trace: Trace, most: int) -> Trace:
+    """The trace without requests of more than `most` tokens (prompt and answer); its quality report counts
+    them.
+    """
+    over = trace.input_len.astype(np.int64) + trace.output_len > most
+    if not over.any():
+        return trace
+    counts = trace.meta.get("quality")
+    quality: dict[str, JSON] = dict(counts) if isinstance(counts, dict) else {"rows_read": len(trace)}
+    before = quality.get("dropped_over_length", 0)
+    quality["dropped_over_length"] = int(over.sum()) + (before if isinstance(before, int) else 0)
+    return trace.take(np.flatnonzero(~over)).with_meta(quality=quality)
+
+
 def without_beams(trace: Trace, how: str) -> Trace:
     """The trace with its beam searches as sampled answers, one per beam (`sample`), or without them
     (`drop`).

@@ -1,5 +1,5 @@
-"""Notes on a study's trace before a run: where `latest:` found it, what moved since the champion's trace, and
-which knobs it cannot judge.
+"""Notes on a study's trace before a run: where `latest:` found it, what moved since the champion's trace, too
+few requests, and which knobs it cannot judge.
 """
 
 import re
@@ -12,11 +12,14 @@ from tuner.history.entities import TraceInfo
 from tuner.history.store import Store
 from tuner.knobs.catalogue import CATALOGUE
 from tuner.records import ProfileKey, Study
-from tuner.traffic import shift, trace_files
+from tuner.traffic import shift, slices, trace_files
 from tuner.tuning.study import Prepared
 
 # How the name of a capture ends, under which its trace is registered.
 CAPTURE = re.compile(r"-\d{8}T\d{6}Z(\.\d+)?$")
+
+# Fewer requests than this in all searched slices give no percentile: p95 of 20 is the slowest one.
+FEW = 20
 
 # How many runs back the one before is looked for.
 RUNS = 100
@@ -25,6 +28,8 @@ RUNS = 100
 def traffic_notes(prepared: Prepared, store: Store) -> Iterator[str]:
     """Sentences; none where the trace is the one that was tuned on before and `latest:` names one thing."""
     yield from _sources(prepared, store)
+    if (few := few_requests(prepared)) is not None:
+        yield few
     champion = _champions(prepared, store)
     if champion is None or champion.trace_digest == prepared.trace.digest:
         return
@@ -38,6 +43,20 @@ def traffic_notes(prepared: Prepared, store: Store) -> Iterator[str]:
         yield "the champion was found on another trace, which differs in nothing that matters"
     for sentence in moved:
         yield f"since the champion's trace has moved: {sentence}"
+
+
+def few_requests(prepared: Prepared) -> str | None:
+    """A warning where the searched slices hold fewer than `FEW` requests in all."""
+    searched = [s for s in prepared.study.slices if not s.held_out]
+    count = sum(len(slices.rows(prepared.trace, s)) for s in searched)
+    if count >= FEW:
+        return None
+    lasts = sum(s.duration_s for s in searched) / prepared.file.speed
+    return (
+        f"WARNING: the slices hold {count} request{'s' * (count != 1)} in all ({lasts:.3g} s of replay), too"
+        " few to find the better configuration: act on no number of this study; take longer slices, `plan:"
+        " brief` or longer with `slices: auto`, or a higher `speed`"
+    )
 
 
 def _champions(prepared: Prepared, store: Store) -> Study | None:
