@@ -7,6 +7,7 @@ import pytest
 
 from tests.tuning.studies import SPACE, STUDY, TRACE, answer, tuner, write
 from tuner.records import Slice
+from tuner.report.words import seconds
 from tuner.traffic import slices
 from tuner.traffic.trace import read
 
@@ -143,4 +144,4 @@ def test_dry_run_shows_the_slices_and_how_long_a_trial_takes(tmp_path: Path) -> 
     each = times["replay"] + times["launch"]
     assert f"takes about {each:.0f} s; the replay is {times['replay']:.0f} s of it" in done.stdout
     assert "Trials: at most 400" in done.stdout
-    assert f"about {400 * each / 3600:.1f} h, less where trials are screened" in done.stdout
+    assert f"about {seconds(400 * each)}, less where trials are screened" in " ".join(done.stdout.split())

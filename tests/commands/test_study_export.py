@@ -2,15 +2,18 @@
 
 import csv
 import json
+import os
+import re
 import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +22,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.commands.test_care import call
-from tests.history.records import NOW, a_measurement, a_run, a_study, finished, start
+from tests.history.records import NOW, a_conclusion, a_measurement, a_run, a_study, finished, start
+from tuner.conclusions import PublishedProfile
 from tuner.errors import BadInput
 from tuner.history.store import Store
-from tuner.records import Candidate, TrialState, Violation
+from tuner.records import Candidate, RunState, TrialState, Violation
+from tuner.report.card import key_of
 
 
 @pytest.fixture
@@ -78,6 +83,55 @@ def test_an_export_says_what_it_can_write_and_never_touches_our_own_database(hom
     bad = call(home, "study", "export", a_study().name, "--optuna", "nonsense://x")
     assert bad.exit_code != 0
     assert isinstance(bad.exception, BadInput)
+
+
+def test_an_export_prints_no_warning_of_optuna(home: Path) -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        done = call(home, "study", "export", a_study().name, "--optuna", f"sqlite:///{home / 'optuna.db'}")
+    assert done.exit_code == 0, done.output
+    assert [each for each in seen if issubclass(each.category, optuna.exceptions.ExperimentalWarning)] == []
+
+
+def test_a_run_without_a_process_is_stopped_and_one_with_a_process_runs(home: Path) -> None:
+    store = Store(f"sqlite:///{home / 'tuner.db'}")
+    (run,) = store.runs()
+    here = replace(run, pid=os.getpid(), host=socket.gethostname())
+    asked = (("run", "list"), ("history",), ("run", "status"))
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    for row, lost in ((run, True), (replace(here, pid=ended.pid), True), (here, False),
+                      (replace(here, pid=None), True), (replace(run, host=""), False)):  # fmt: skip
+        store.save_run(row)
+        for words in asked:
+            told = " ".join(call(home, *words).output.split())
+            assert ("the same command continues it" in told, "running" in told.lower()) == (lost, not lost)
+        assert json.loads(call(home, "run", "list", "--json").output)[0]["state"] == "RUNNING"
+    store.acquire_lease(a_study().node, "other", now=datetime.now(UTC), ttl_s=3600)
+    store.save_run(run)
+    assert "RUNNING" in call(home, "run", "list").output, "another host has the node's lease"
+    store.close()
+
+
+@pytest.mark.parametrize("aliases", [("challenger", "baseline"), ("baseline",), ()])
+def test_a_report_pulls_only_what_its_run_published(home: Path, aliases: tuple[str, ...]) -> None:
+    store = Store(f"sqlite:///{home / 'tuner.db'}")
+    (run,) = store.runs()
+    profiles = {name: PublishedProfile(id=number, version=number) for number, name in enumerate(aliases, 1)}
+    winner = 2 if "challenger" in aliases else None
+    store.add_profile(
+        key=key_of(a_study()), candidate=Candidate(), engine_version="0.32.0", gpu_class="h100-80x1",
+        study_id=run.study_id, trial_id=None, argv=(), env={}, evidence={}, now=NOW,
+    )  # fmt: skip
+    store.save_run(
+        replace(run, state=RunState.FINISHED, ended_at=NOW),
+        a_conclusion(run, winner=winner, profiles=profiles),
+    )
+    for format in ("md", "html"):
+        told = call(home, "report", a_study().name, "-o", "-", "--format", format).output
+        use = told.partition("Use and repeat")[2]
+        assert re.findall(r"profile resolve .*--alias (\w+)", use) == list(aliases[:1])
+    store.close()
 
 
 @pytest.fixture

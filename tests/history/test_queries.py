@@ -128,6 +128,20 @@ def test_a_run_whose_baseline_stays_shows_the_baseline(tmp_path: Path) -> None:
     store.close()
 
 
+def test_a_baseline_that_stays_without_repeats_is_the_row_of_every_metric(tmp_path: Path) -> None:
+    """Trial 1 has the better TTFT, and was no finalist: nothing was measured again."""
+    store = Store(f"sqlite:///{tmp_path}/tuner.db")
+    today = Arm(trial=0, candidate=Candidate(), searched={"ttft_p95_ms": 190.0})
+    ended(
+        store, a_study(), 0, 190.0, 100.0, outcome=Judgement.BASELINE_STAYS, winner=None, baseline=today,
+        finalists=(), repeats=0,
+    )  # fmt: skip
+    for metric, value in (("ttft_p95_ms", 190.0), ("goodput_rps", 3.5)):
+        (found,) = store.bests(model=a_study().model, metric=metric)
+        assert (found.number, found.value, found.repeats, found.trials) == (0, value, 1, 2)
+    store.close()
+
+
 def test_a_night_that_is_not_to_be_trusted_shows_how_the_machine_was(tmp_path: Path) -> None:
     """Also one that had nothing left to try."""
     store = Store(f"sqlite:///{tmp_path}/tuner.db")

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from tests.report.test_report import NOW, RUN, data, said
-from tuner.conclusions import Difference, Judgement, Noise, PublishedProfile
+from tuner.conclusions import Difference, Judgement, Noise, PublishedProfile, RunCost
 from tuner.records import ProfileKey, RunState
 from tuner.report.card import card, card_of_run, confidence_of, lines, run_lines
 from tuner.report.document import markdown, render
-from tuner.report.words import headline
+from tuner.report.words import cost, headline
 
 KEY = ProfileKey(model="m/7b", target="local", workload="chat")
 
@@ -164,3 +164,27 @@ def test_I27_7_the_report_s_details_come_after_the_card_and_the_front() -> None:
     assert text.index("<h1>") < card_at < front < details
     assert text[card_at:details].count("<table") == 1, "only the card's own table stands before the details"
     assert text.index("Cost of the study") > details
+
+
+@pytest.mark.parametrize("outcome", [Judgement.BASELINE_STAYS, Judgement.NO_CLEAR_WINNER])
+def test_a_trial_that_did_not_win_differs_and_nothing_is_called_changed(outcome: Judgement) -> None:
+    found = won(outcome=outcome, **NONE)
+    assert "trial 1 differs in: max_num_seqs not set → 8" in list(lines(card(found, KEY)))
+    for page in (render(data(found)), markdown(data(found))):
+        assert "rial 1 differs in" in page
+        assert "changed:" not in page
+        assert "<dt>Changed" not in page
+    assert "changed: max_num_seqs not set → 8" in list(lines(card(won(), KEY)))
+    assert "<dt>Changed</dt>" in render(data(won()))
+    other = card(won(winner=2), KEY, trial=1)
+    assert other.changed_title == "trial 1 differs in", "shown beside the winner"
+    assert (
+        card(won(winner=2), KEY, trial=1, profile=PublishedProfile(id=9, version=1)).changed_title
+        == "changed"
+    )
+
+
+def test_what_a_run_took_is_time_without_gpus() -> None:
+    short = RunCost(search_s=76.7, confirm_s=8.2)
+    assert "took 1 min 17 s of search, 8.2 s of confirmation" in list(lines(card(won(cost=short), KEY)))
+    assert cost(replace(short, gpus=2)) == "0.0213 GPU-hours of search, 0.00228 GPU-hours of confirmation"

@@ -21,6 +21,7 @@ from tuner.records import (
     Trial,
     TrialState,
 )
+from tuner.report.board import failures
 from tuner.report.document import ReportData, cell, markdown, render
 from tuner.report.words import number
 
@@ -173,3 +174,10 @@ def test_the_winner_is_served_by_its_profile_s_command() -> None:
 )
 def test_numbers_for_reading(value: object, shown: str) -> None:
     assert number(value) == shown
+
+
+def test_a_trial_in_whose_middle_the_run_was_stopped_did_not_fail() -> None:
+    stopped = replace(trial(4, {}, TrialState.ABORTED), cause="stopped", reason="the run was stopped")
+    found = failures([*TRIALS, stopped])
+    assert [(cause.state, len(cause.trials)) for cause in found] == [("INFEASIBLE", 1)]
+    assert [cause.cause for cause in failures([replace(stopped, cause="node_lost")])] == ["node_lost"]

@@ -236,8 +236,12 @@ def test_a_signal_leaves_a_run_that_goes_on(tmp_path: Path) -> None:
     assert controller.returncode == 8, told
     assert "the same command continues this run" in told
     assert ours(tmp_path) == []
-    assert [(t.state, t.cause) for t in trials_of(tmp_path)] == [(TrialState.ABORTED, "stopped")]
+    (trial,) = trials_of(tmp_path)
+    assert (trial.state, trial.cause) == (TrialState.ABORTED, "stopped")
+    assert trial.ended_at is not None
+    assert 0 < trial.gpu_seconds <= (trial.ended_at - trial.started_at).total_seconds() + 1
     assert run_of(tmp_path).state is RunState.RUNNING
+    assert "stopped" in tuner(tmp_path, "run", "status").stdout
 
 
 def test_a_run_is_cancelled_on_request(tmp_path: Path) -> None:

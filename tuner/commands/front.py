@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tuner.commands.common import Json, StudyRef, knobs, model_name, open_store, print_json, print_table, text
+from tuner.commands.common import (
+    CONTINUES,
+    Json,
+    StudyRef,
+    knobs,
+    model_name,
+    open_store,
+    print_json,
+    print_table,
+    stopped,
+    text,
+)
 from tuner.errors import BadInput, NotFound, nearest
 
 if TYPE_CHECKING:
@@ -177,7 +188,9 @@ def history(
     heads = ["<ended", "<model", "<node", "<workload", "<engine", metric, "baseline", "change", "<outcome"]
     asked = f" since {since}" if since else ""
     print_table(
-        [*heads, "trial", "<configuration"], map(_row, rows), empty=f"no run has measured {metric}{asked} yet"
+        [*heads, "trial", "<configuration"],
+        [_row(store, b) for b in rows],
+        empty=f"no run has measured {metric}{asked} yet",
     )
 
 
@@ -194,12 +207,14 @@ def _models(store: "Store", asked: dict[str, str | None]) -> list[str]:
     return sorted({key.model for key in left})
 
 
-def _row(best: "RunBest") -> list[object]:
+def _row(store: "Store", best: "RunBest") -> list[object]:
     from tuner.report.words import change, outcome_of
 
+    lost = best.ended_at is None and stopped(store, store.run(best.run_id))
     return [
         best.ended_at, best.model, best.node, best.workload, best.engine_version, best.value, best.baseline,
-        change(best.change) if best.change else "", outcome_of(best), best.number, knobs(best.candidate),
+        change(best.change) if best.change else "", f"stopped; {CONTINUES}" if lost else outcome_of(best),
+        best.number, knobs(best.candidate),
     ]  # fmt: skip
 
 

@@ -136,16 +136,17 @@ four of a confirmation with two rounds and one finalist."""
 
 
 def budget_words(trials: int, each_s: float) -> list[str]:
-    """What a run of that many trials may use: trial numbers, launches, hours."""
+    """What a run of that many trials may use: trial numbers, launches, time."""
+    from tuner.report.words import seconds
     from tuner.tuning.context import BESIDE, most_launches
 
     most = most_launches(trials)
     spare = f" Fewer than {ENOUGH_TRIALS} trials may leave no launches for the confirmation."
     return [
         f"Trials: at most {trials}, the baseline and relaunched finalists included; about"
-        f" {trials * each_s / 3600:.1f} h, less where trials are screened in a running engine.",
+        f" {seconds(trials * each_s)}, less where trials are screened in a running engine.",
         f"Launches: at most {most:.0f} (one per trial; {BESIDE * trials} for retries, discarded first boots"
-        f" and the confirmation); {most * each_s / 3600:.1f} h, unless --hours or --until ends it earlier."
+        f" and the confirmation); {seconds(most * each_s)}, unless --hours or --until ends it earlier."
         + spare
         * (trials < ENOUGH_TRIALS),
     ]

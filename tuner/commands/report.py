@@ -55,13 +55,14 @@ def text(store: "Store", study: "Study", format: Format = Format.HTML) -> str:
 
     conclusions = store.conclusions(study.id)
     confirmation = next((c for c in reversed(conclusions) if c.measured_again), None)
-    made = confirmation.profiles.get("challenger") if confirmation else None
+    published = confirmation.profiles if confirmation else {}
+    made = published.get("challenger")
     data = ReportData(
         study=study,
         trials=store.trials(study.id),
         conclusions=conclusions,
         launches=store.launches(study.id),
-        commands=commands(study),
+        commands=commands(study, [name for name in ("challenger", "baseline") if name in published][:1]),
         generated_at=now(),
         winner=store.profile(made.id) if made else None,
         attribution=store.attribution(conclusions[-1].run_id) if conclusions else None,
@@ -75,13 +76,13 @@ def write(store: "Store", study: "Study", output: Path, format: Format = Format.
     return output
 
 
-def commands(study: "Study") -> list[str]:
-    """The commands that show the study again."""
+def commands(study: "Study", aliases: list[str]) -> list[str]:
+    """The commands that show the study again, and pull what it published under `aliases`."""
     from tuner.report.card import key_of, pull_command
 
     return [
         f"tuner front {study.id[:12]}",
         f"tuner study show {study.id[:12]}",
         f"tuner report {study.id[:12]} -o report.html",
-        pull_command(key_of(study), "challenger"),
+        *(pull_command(key_of(study), alias) for alias in aliases),
     ]

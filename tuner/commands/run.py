@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tuner.commands.common import (
+    CONTINUES,
     Json,
     now,
     open_store,
@@ -13,6 +14,7 @@ from tuner.commands.common import (
     print_table,
     say,
     settings,
+    stopped,
     text,
 )
 from tuner.errors import BadInput, NotFound, nearest
@@ -37,15 +39,19 @@ def list_runs(
     store = open_store()
     names = {s.id: s.name for s in store.studies()}
     said = {c.run_id: c for c in store.conclusions()}
+
+    def row(r: "Run") -> list[object]:
+        lost = stopped(store, r)
+        word, outcome = ("stopped", "") if lost else (r.state, state(said.get(r.id), r))
+        reason = CONTINUES if lost else r.reason
+        return [r.id, names.get(r.study_id, ""), word, outcome, r.started_at, r.ended_at, reason]
+
     print_records(
         store.runs(find_study(store, study).id if study else None),
         ["<run", "<study", "<state", "<outcome", "<started", "<ended", "<reason"],
-        lambda r: (
-            r.id, names.get(r.study_id, ""), r.state, state(said.get(r.id), r), r.started_at, r.ended_at,
-            r.reason,
-        ),
+        row,
         as_json=as_json,
-    )  # fmt: skip
+    )
 
 
 def find_run(store: "Store", ref: str) -> "Run":
@@ -88,10 +94,10 @@ def status(
         print_json({"run": found, "trials": states, "conclusion": told})
         return
     done = ", ".join(f"{count} {state.value}" for state, count in states.items()) or "no trial yet"
-    typer.echo(
-        f"{found.id} {found.state.value}{' (cancel asked for)' if found.cancel_requested else ''}: {done}"
-    )
-    typer.echo(found.reason or _limits(found))
+    lost = stopped(store, found)
+    state = "stopped" if lost else found.state.value
+    typer.echo(f"{found.id} {state}{' (cancel asked for)' if found.cancel_requested else ''}: {done}")
+    typer.echo(found.reason or (f"{CONTINUES}; " if lost else "") + _limits(found))
     if said is not None:
         key = key_of(store.study(found.study_id))
         typer.echo("\n".join(run_lines(said, key, program=program())))

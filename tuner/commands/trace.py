@@ -238,7 +238,8 @@ def list_traces(as_json: Json = False) -> None:
     """List the known traces, the newest first."""
     print_records(
         open_store().traces(), ["<name", "<digest", "requests", "<taken in", "<taken from"],
-        lambda t: (t.name, t.digest[:12], t.meta.get("requests"), t.created_at, t.path), as_json=as_json,
+        lambda t: (t.name, t.digest[:12], t.meta.get("requests"), t.created_at, t.meta.get("file") or t.path),
+        as_json=as_json,
     )  # fmt: skip
 
 

@@ -65,7 +65,7 @@ def _measured(connection: Connection, run_id: str, arms: Sequence[int]) -> list[
 
 
 def _first(metric: str, measured: Sequence[_Measured]) -> dict[str, object] | None:
-    """The best of the run's own first measurements; of equal ones the earliest."""
+    """The best of some trials' first measurements; of equal ones the earliest."""
     scored = [(t, v) for t in measured if math.isfinite(v := t.search.get(metric, math.inf))]
     if not scored:
         return None
@@ -102,15 +102,17 @@ def of_run(
     connection: Connection, run_id: str, metrics: Iterable[str], conclusion: Conclusion | None = None
 ) -> list[dict[str, object]]:
     """One row per metric: the repeats of the configuration that the run ended with. If nothing was measured
-    again, it is the best of the run's own first measurements.
+    again, it is the first measurement of a baseline that stays, else the best of the run's own.
     """
     chosen = concluded_on(conclusion)
     base = conclusion.baseline if conclusion is not None and chosen is not None else None
-    measured = _measured(connection, run_id, [arm.trial for arm in (chosen, base) if arm is not None])
+    stays = conclusion.baseline if conclusion and conclusion.outcome is Judgement.BASELINE_STAYS else None
+    measured = _measured(connection, run_id, [arm.trial for arm in (chosen, base, stays) if arm is not None])
     ours = [trial for trial in measured if trial.ours]
+    first = ours if stays is None else [trial for trial in measured if trial.number == stays.trial]
     rows: list[dict[str, object]] = []
     for metric in metrics:
-        row = _first(metric, ours) if chosen is None else _again(metric, measured, chosen)
+        row = _first(metric, first) if chosen is None else _again(metric, measured, chosen)
         before = _again(metric, measured, base)
         if row is not None:
             rows.append({

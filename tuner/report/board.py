@@ -257,10 +257,11 @@ class Cause:
 
 
 def failures(trials: Sequence[Trial]) -> list[Cause]:
-    """The causes of failed trials, the most frequent first. PRUNED trials did not fail."""
+    """The causes of failed trials, the most frequent first. Neither PRUNED trials failed, nor those in whose
+    middle the user stopped the run."""
     groups: dict[tuple[str, str], list[Trial]] = {}
     for trial in trials:
-        if trial.state in (TrialState.INFEASIBLE, TrialState.ABORTED):
+        if trial.state in (TrialState.INFEASIBLE, TrialState.ABORTED) and trial.cause != "stopped":
             groups.setdefault((trial.cause or "not known", trial.state.value), []).append(trial)
     found = [
         Cause(cause=cause, state=state, trials=tuple(rows), reason=rows[-1].reason or "")

@@ -64,7 +64,8 @@ class AnswerCard:
     that the rows show, `profile` what was published of it.
 
     `tone` is one of better (a winner), none (today's configuration stays), doubt and failed. `names` are what
-    the two values of a row are of.
+    the two values of a row are of. `changed` are the knobs that differ from today's configuration;
+    `changed_title` says "changed" only of a winner, a published profile or an arm of a comparison.
     """
 
     title: str
@@ -79,6 +80,7 @@ class AnswerCard:
     slo: str = ""
     slo_met: bool | None = None
     changed: tuple[ChangedKnob, ...] = ()
+    changed_title: str = "changed"
     profile: PublishedProfile | None = None
     pull: str = ""
     cost: str = ""
@@ -123,6 +125,7 @@ def card(
     elif other:
         title, tone = f"Trial {trial} beside today's configuration", "none"
     profile = profile or (None if other else said.profiles.get("challenger"))
+    applies = said.compared or profile is not None or (said.winner is not None and not other)
     return AnswerCard(
         title=title,
         tone=tone,
@@ -136,6 +139,7 @@ def card(
         slo=_slo(said, arm) if arm else "",
         slo_met=arm.slo_met if arm else None,
         changed=_changed(said, arm, gave or {}) if arm else (),
+        changed_title=f"{arm.title} differs in" if arm and not applies else "changed",
         profile=profile,
         pull=_pull(key, alias, profile) if profile and key else "",
         cost=words.cost(said.cost),
@@ -347,7 +351,7 @@ def lines(found: AnswerCard, program: str = "tuner") -> Iterator[str]:
         yield f"keeps the SLO: {found.slo}"
     yield f"confidence: {found.confidence} ({found.because})"
     if found.changed:
-        yield f"changed: {', '.join(knob_text(each) for each in found.changed)}"
+        yield f"{found.changed_title}: {', '.join(knob_text(each) for each in found.changed)}"
     if found.cost:
         yield f"took {found.cost}"
     if found.saving:

@@ -135,11 +135,14 @@ def published(found: Conclusion, on_front: bool) -> str:
 
 
 def cost(found: RunCost) -> str:
-    """The cost of a run, of search and confirmation separately (a part that took nothing is left out);
-    GPU-hours only where it ran on GPUs."""
+    """The cost of a run, of search and confirmation separately (a part that took nothing is left out):
+    GPU-hours where it ran on GPUs, else the time."""
     spans = ((found.search_s, "search"), (found.confirm_s, "confirmation"))
     spent = [pair for pair in spans if pair[0]] or spans
-    return ", ".join(f"{span / 3600:.3g} {found.unit} of {name}" for span, name in spent)
+    return ", ".join(
+        f"{f'{span / 3600:.3g} {found.unit}' if found.gpus else seconds(span)} of {name}"
+        for span, name in spent
+    )
 
 
 def seconds(value: float | None) -> str:

@@ -9,6 +9,7 @@ The one module that samples with optuna; import it late, that takes a second.
 import copy
 import importlib
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -318,7 +319,9 @@ def export(study: Study, trials: Sequence[Trial], url: str) -> str:
     made = optuna.create_study(
         study_name=name, storage=storage, directions=[direction_of(n) for n in study.objectives]
     )
-    made.set_metric_names(list(study.objectives))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        made.set_metric_names(list(study.objectives))
     for key in ("model", "node", "gpu_class", "workload", "engine_version", "trace_digest"):
         made.set_user_attr(key, getattr(study, key))
     defaults = trial_view.defaults_of(trials)

@@ -59,13 +59,14 @@ async def perform(context: RunContext, trial: Trial, earlier: Sequence[Trial], h
         found, screened = await _measure(context, trial, passes, how, causes)
     except EngineError as raised:
         error = blamed(context.prepared, raised, served=bool(ready_of(context.launches())))
-        gpu_seconds = (context.seconds() - started) * context.gpus_held(trial.candidate)
-        failed = _close(context, _failed(trial, error, causes, gpu_seconds))
+        trial = replace(trial, gpu_seconds=_held(context, trial, started))
+        failed = _close(context, _failed(trial, error, causes))
         if isinstance(error, StudyFailed):
             raise error from raised
         return failed
     except asyncio.CancelledError:
         reason = "the run was stopped in the middle of this trial"
+        trial = replace(trial, gpu_seconds=_held(context, trial, started))
         _close(context, replace(trial, state=TrialState.ABORTED, reason=reason, cause="stopped"))
         raise
     ended = replace(_judged(context, trial, found), screened=screened)
@@ -90,13 +91,18 @@ async def _measure(
     return await launch(context, trial, passes, directory), False
 
 
+def _held(context: RunContext, trial: Trial, started: float) -> float:
+    """The GPU seconds of an attempt that did not end well."""
+    return (context.seconds() - started) * context.gpus_held(trial.candidate)
+
+
 def _close(context: RunContext, trial: Trial) -> Trial:
     return context.store.finish_trial(replace(trial, ended_at=context.clock()))
 
 
-def _failed(trial: Trial, error: EngineError, causes: Sequence[str | None], gpu_seconds: float) -> Trial:
+def _failed(trial: Trial, error: EngineError, causes: Sequence[str | None]) -> Trial:
     """INFEASIBLE once the cause has no retries left, else ABORTED: the trial is repeated."""
-    ended = replace(trial, reason=str(error), cause=error.cause, gpu_seconds=gpu_seconds)
+    ended = replace(trial, reason=str(error), cause=error.cause)
     if isinstance(error, GateFailed):
         ended = replace(ended, measurements=(replace(error.measurement, launch_id=None, kind="partial"),))
     if not isinstance(error, Infeasible):
