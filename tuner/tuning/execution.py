@@ -24,6 +24,7 @@ from tuner.records import JSON, Run, RunState, Study, Trial, TrialState
 from tuner.traffic import trace_files
 from tuner.tuning.context import EventKind, RunContext, RunEvent, numbers_of
 from tuner.tuning.study import Clock, Prepared
+from tuner.tuning.traffic_notes import few_requests
 
 Say = Callable[[str], object]
 
@@ -216,6 +217,8 @@ class Execution:
     async def to_the_end(self) -> Run:
         """Work and conclude. The run's row says how it ended; a run that can be resumed stays RUNNING."""
         self._tell("run", f"run {self._run.id} of study {self._context.prepared.study.name}")
+        if (few := few_requests(self._context.prepared)) is not None:
+            self._tell("note", few)
         try:
             return self._end(RunState.FINISHED, *await self.work())
         except Cut as cut:

@@ -28,8 +28,6 @@ RUNS = 100
 def traffic_notes(prepared: Prepared, store: Store) -> Iterator[str]:
     """Sentences; none where the trace is the one that was tuned on before and `latest:` names one thing."""
     yield from _sources(prepared, store)
-    if (few := few_requests(prepared)) is not None:
-        yield few
     champion = _champions(prepared, store)
     if champion is None or champion.trace_digest == prepared.trace.digest:
         return
