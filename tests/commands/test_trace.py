@@ -144,3 +144,12 @@ def test_a_diff_names_what_moved(tmp_path: Path) -> None:
     found = json.loads(call(tmp_path, "diff", before, after, "--json").stdout)
     assert [each["name"] for each in found if each["moved"]] == ["request rate"]
     assert "- nothing has moved" in call(tmp_path, "diff", before, before).stdout
+
+
+def test_the_list_names_the_file_that_a_trace_was_taken_from(tmp_path: Path) -> None:
+    source = Path(__file__).parents[1] / "data" / "public" / "burstgpt_1_head.csv"
+    done = call(tmp_path, "import", source, "--name", "burst", "--unit", "s")
+    assert done.exit_code == 0, done.output
+    told = call(tmp_path, "list").output
+    assert source.name in told
+    assert ".parquet" not in told, "where the copy is"

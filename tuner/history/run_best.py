@@ -109,7 +109,7 @@ def of_run(
     stays = conclusion.baseline if conclusion and conclusion.outcome is Judgement.BASELINE_STAYS else None
     measured = _measured(connection, run_id, [arm.trial for arm in (chosen, base, stays) if arm is not None])
     ours = [trial for trial in measured if trial.ours]
-    first = ours if stays is None else [trial for trial in measured if trial.number == stays.trial]
+    first = [trial for trial in measured if stays is not None and trial.number == stays.trial] or ours
     rows: list[dict[str, object]] = []
     for metric in metrics:
         row = _first(metric, first) if chosen is None else _again(metric, measured, chosen)
