@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -91,8 +92,9 @@ def test_a_command_of_the_second_page_works(line: str, demo: Path) -> None:
 
 def test_the_first_study_of_the_pages_works(tmp_path: Path) -> None:
     """As written, but for the interpreter: the simulated engine stands in for it."""
-    rows = "".join(f"{n * 0.4},{200 + n % 300},{20 + n % 50}\n" for n in range(2000))
-    (tmp_path / "gateway.csv").write_text("ts,prompt_tokens,answer_tokens\n" + rows)
+    at = [datetime(2026, 11, 20, 9, tzinfo=UTC) + timedelta(seconds=0.4 * n) for n in range(2000)]
+    rows = "".join(f"{when.isoformat()},{200 + n % 300},{20 + n % 50}\n" for n, when in enumerate(at))
+    (tmp_path / "gateway.csv").write_text("when,prompt_tokens,answer_tokens\n" + rows)
     home = tmp_path / "home"
     for start in ("tuner trace import", "tuner trace show chat"):
         done = run_line(typed(start), home, tmp_path)

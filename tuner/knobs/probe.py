@@ -54,7 +54,9 @@ def identity() -> dict[str, Any]:
     if package is None:
         return {"error": "no package named vllm"}
     times = [
-        path.stat().st_mtime_ns for path in (package, package / "engine" / "arg_utils.py") if path.exists()
+        path.stat().st_mtime_ns
+        for path in (package / "__init__.py", package / "engine" / "arg_utils.py")
+        if path.exists()
     ]
     return {"package": str(package), "version": version_of(package), "written": times}
 
