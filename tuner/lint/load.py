@@ -37,7 +37,7 @@ GAINS = 0.05
 """Share by which the best prediction must beat today's."""
 BACKLOG = 4.0
 """Where today's engine needs so many times as long as its traffic lasts, the gain has no range: slower and
-faster engines are not simulated. Where both engines do, it would be less than one point (15 cases; a test).
+faster engines are not simulated. If both engines need so long, the range would be narrower than one point.
 """
 FEW = 250
 """Requests on which the space is searched; what is found is simulated on all of them."""
@@ -141,8 +141,7 @@ class Slack:
     @cached_property
     def blocks(self) -> int:
         """No more blocks were ever in use at once."""
-        longest = int((self.trace.input_len.astype("int64") + self.trace.output_len).max(initial=0))
-        return (self.running + 1) * (longest // self.limits.block_size + 2)
+        return (self.running + 1) * (_longest(self.trace) // self.limits.block_size + 2)
 
     def alike(self, other: SchedulerLimits) -> SchedulerLimits:
         """The same limits, with those of the run where neither value is reached."""
@@ -200,6 +199,11 @@ def _binding(simulation: TrafficSimulation) -> Iterator[Finding]:
     yield found(name, f"{sentence} {-change[name]:.0%} better", evidence, _more(name, simulation))
 
 
+def _longest(trace: Trace) -> int:
+    """Tokens of the longest request, prompt and answer."""
+    return int((trace.input_len.astype("int64") + trace.output_len).max(initial=0))
+
+
 def _touched(simulation: TrafficSimulation) -> dict[str, SchedulerLimits]:
     """The limits that the simulated run reached, each lifted; what was never reached cannot bind."""
     limits, values = simulation.fit.options.limits, simulation.values
@@ -209,9 +213,8 @@ def _touched(simulation: TrafficSimulation) -> dict[str, SchedulerLimits]:
         found["limit-sequences"] = replace(limits, max_num_seqs=4096, max_num_active_seqs=None)
     if _steps(simulation.run)[0].max() >= limits.max_num_batched_tokens:
         found["limit-step-tokens"] = replace(limits, max_num_batched_tokens=wide)
-    usage, trace = simulation.run.course.table()[:, 2], simulation.scene.trace
-    longest = int((trace.input_len.astype("int64") + trace.output_len).max(initial=0))
-    full = usage.max(initial=0.0) + longest / simulation.fit.tokens > 0.9
+    usage = simulation.run.course.table()[:, 2]
+    full = usage.max(initial=0.0) + _longest(simulation.scene.trace) / simulation.fit.tokens > 0.9
     if values.get("preemptions", 0.0) > 0 or full:
         found["limit-kv-memory"] = replace(limits, num_blocks=8 * limits.num_blocks)
     return found
@@ -219,7 +222,7 @@ def _touched(simulation: TrafficSimulation) -> dict[str, SchedulerLimits]:
 
 def _limit(name: str, limits: SchedulerLimits) -> str:
     return {
-        "limit-sequences": f"max_num_seqs {limits.max_num_active_seqs or limits.max_num_seqs}",
+        "limit-sequences": f"max_num_seqs {limits.active}",
         "limit-step-tokens": f"max_num_batched_tokens {limits.max_num_batched_tokens}",
         "limit-kv-memory": f"the KV cache of {limits.num_blocks * limits.block_size:,} tokens",
         "limit-host": "the host, which prepares and launches steps,",

@@ -257,8 +257,9 @@ class Cause:
 
 
 def failures(trials: Sequence[Trial]) -> list[Cause]:
-    """The causes of failed trials, the most frequent first. Neither PRUNED trials failed, nor those in whose
-    middle the user stopped the run."""
+    """The causes of failed trials, the most frequent first. PRUNED trials did not fail, nor did those
+    that the user stopped.
+    """
     groups: dict[tuple[str, str], list[Trial]] = {}
     for trial in trials:
         if trial.state in (TrialState.INFEASIBLE, TrialState.ABORTED) and trial.cause != "stopped":

@@ -13,7 +13,7 @@ from tuner.measures import is_maximized
 from tuner.records import Candidate, Prediction, Run, Trial, TrialState
 from tuner.report.explain import mechanism, sentence_of
 from tuner.search.acquisition import Predict
-from tuner.simulator.options import parser
+from tuner.simulator.options import plain_arguments
 from tuner.tuning.attempt import MeasureOptions, perform
 from tuner.tuning.concluding import Repeats, WinnerCriteria, differences, noise_before, spreads_of
 from tuner.tuning.confirm import (
@@ -297,7 +297,7 @@ def attribution_of(run_id: str) -> str:
 
 def _seen() -> frozenset[str]:
     """The knobs that the simulator acts on."""
-    return frozenset(vars(parser().parse_args([]))) - frozenset(UNSEEN)
+    return frozenset(plain_arguments()) - frozenset(UNSEEN)
 
 
 async def attribute(work: Attributing) -> tuple[Attribution | None, str]:

@@ -194,7 +194,7 @@ def cost_of(context: RunContext, run: Run, label: str | None = None) -> RunCost:
     """What a run's search and some rounds held the node for (default: its confirmation)."""
     facts = context.prepared.facts
     real = adapter_of(facts.kind).uses_gpus(facts.platform)
-    trials = context.store.trials(run.study_id)
+    trials = context.store.trials(run.study_id)  # those of an attribution lie in folders of rounds
     ours = [t for t in trials if t.run_id == run.id and "-confirm-" not in (t.directory or "")]
     search = sum(t.gpu_seconds / (1 if real else context.gpus_held(t.candidate)) for t in ours)
     spans = [

@@ -51,9 +51,9 @@ def few_requests(prepared: Prepared) -> str | None:
         return None
     lasts = sum(s.duration_s for s in searched) / prepared.file.speed
     return (
-        f"WARNING: the slices hold {count} request{'s' * (count != 1)} in all ({lasts:.3g} s of replay), too"
-        " few to find the better configuration: act on no number of this study; take longer slices, `plan:"
-        " brief` or longer with `slices: auto`, or a higher `speed`"
+        f"WARNING: the slices hold {count} request{'s' * (count != 1)} in all ({lasts:.3g} s of replay). That"
+        " is too few to compare configurations, so do not act on these numbers. Take longer slices (with"
+        " `slices: auto`: `plan: brief` or a longer plan) or a higher `speed`"
     )
 
 
