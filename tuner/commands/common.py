@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from tuner.history.store import Store
-    from tuner.records import Run, Slice
+    from tuner.records import Slice
     from tuner.settings import Settings
     from tuner.traffic.trace import Trace
 
@@ -144,24 +143,6 @@ def print_records(
         print_json(records)
         return
     print_table(columns, map(row, records), title=title)
-
-
-CONTINUES = "the same command continues it"
-
-
-def stopped(store: "Store", run: "Run") -> bool:
-    """Whether a run that has no end has lost its process, as far as this host can know: by its process here,
-    by its node's lease where another host has it.
-    """
-    from tuner.leftovers import lives
-    from tuner.records import RunState
-
-    if run.state is not RunState.RUNNING or run.cancel_requested or not run.host:
-        return False
-    if run.host == socket.gethostname():
-        return run.pid is None or not lives(run.pid)
-    node = store.study(run.study_id).node
-    return all(lease.node != node for lease in store.leases(now=now()))
 
 
 def escaped(line: str) -> str:

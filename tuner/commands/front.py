@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tuner.commands.common import (
-    CONTINUES,
     Json,
     StudyRef,
     knobs,
     model_name,
+    now,
     open_store,
     print_json,
     print_table,
-    stopped,
     text,
 )
 from tuner.errors import BadInput, NotFound, nearest
@@ -185,11 +184,12 @@ def history(
     if as_json:
         print_json(rows)
         return
+    stopped = store.stopped_runs(now=now())
     heads = ["<ended", "<model", "<node", "<workload", "<engine", metric, "baseline", "change", "<outcome"]
     asked = f" since {since}" if since else ""
     print_table(
         [*heads, "trial", "<configuration"],
-        [_row(store, b) for b in rows],
+        [_row(b, stopped) for b in rows],
         empty=f"no run has measured {metric}{asked} yet",
     )
 
@@ -207,13 +207,14 @@ def _models(store: "Store", asked: dict[str, str | None]) -> list[str]:
     return sorted({key.model for key in left})
 
 
-def _row(store: "Store", best: "RunBest") -> list[object]:
-    from tuner.report.words import change, outcome_of
+def _row(best: "RunBest", stopped: frozenset[str]) -> list[object]:
+    from tuner.report.words import CONTINUES, STOPPED, change, outcome_of
 
-    lost = best.ended_at is None and stopped(store, store.run(best.run_id))
+    outcome = outcome_of(best, stopped)
+    told = f"{outcome}; {CONTINUES}" if outcome == STOPPED else outcome
     return [
         best.ended_at, best.model, best.node, best.workload, best.engine_version, best.value, best.baseline,
-        change(best.change) if best.change else "", f"stopped; {CONTINUES}" if lost else outcome_of(best),
+        change(best.change) if best.change else "", told,
         best.number, knobs(best.candidate),
     ]  # fmt: skip
 

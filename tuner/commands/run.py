@@ -1,20 +1,18 @@
 """`tuner run`: executions of studies."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from tuner.commands.common import (
-    CONTINUES,
     Json,
     now,
     open_store,
+    plain,
     print_json,
-    print_records,
     print_table,
     say,
     settings,
-    stopped,
     text,
 )
 from tuner.errors import BadInput, NotFound, nearest
@@ -34,24 +32,29 @@ def list_runs(
 ) -> None:
     """List runs, the newest first."""
     from tuner.commands.front import find_study
-    from tuner.report.words import state
+    from tuner.report.words import CONTINUES, run_state, state
 
     store = open_store()
     names = {s.id: s.name for s in store.studies()}
     said = {c.run_id: c for c in store.conclusions()}
+    stopped = store.stopped_runs(now=now())
+    found = store.runs(find_study(store, study).id if study else None)
+    if as_json:
+        print_json([_as_data(r, stopped) for r in found])
+        return
 
     def row(r: "Run") -> list[object]:
-        lost = stopped(store, r)
-        word, outcome = ("stopped", "") if lost else (r.state, state(said.get(r.id), r))
-        reason = CONTINUES if lost else r.reason
+        lost, word = r.id in stopped, run_state(r, stopped)
+        outcome, reason = ("", CONTINUES) if lost else (state(said.get(r.id), r), r.reason)
         return [r.id, names.get(r.study_id, ""), word, outcome, r.started_at, r.ended_at, reason]
 
-    print_records(
-        store.runs(find_study(store, study).id if study else None),
-        ["<run", "<study", "<state", "<outcome", "<started", "<ended", "<reason"],
-        row,
-        as_json=as_json,
-    )
+    heads = ["<run", "<study", "<state", "<outcome", "<started", "<ended", "<reason"]
+    print_table(heads, map(row, found))
+
+
+def _as_data(run: "Run", stopped: "frozenset[str]") -> dict[str, object]:
+    """A run as the API tells it: its stored state, and whether its process is gone."""
+    return {**cast(dict[str, object], plain(run)), "stopped": run.id in stopped}
 
 
 def find_run(store: "Store", ref: str) -> "Run":
@@ -83,19 +86,19 @@ def status(
     """Show the progress of a run, and its answer card."""
     from tuner.commands.running import program
     from tuner.report.card import key_of, run_lines
+    from tuner.report.words import CONTINUES, run_state
 
     store = open_store()
     found = newest_run(store) if run is None else find_run(store, run)
     trials = [t for t in store.trials(found.study_id) if t.run_id == found.id]
     states = {s: sum(1 for t in trials if t.state == s) for s in sorted({t.state for t in trials})}
-    said = store.conclusion(found.id)
+    said, stopped = store.conclusion(found.id), store.stopped_runs(now=now())
     if as_json:
         told = None if said is None else said.to_json()
-        print_json({"run": found, "trials": states, "conclusion": told})
+        print_json({"run": _as_data(found, stopped), "trials": states, "conclusion": told})
         return
     done = ", ".join(f"{count} {state.value}" for state, count in states.items()) or "no trial yet"
-    lost = stopped(store, found)
-    state = "stopped" if lost else found.state.value
+    state, lost = run_state(found, stopped), found.id in stopped
     typer.echo(f"{found.id} {state}{' (cancel asked for)' if found.cancel_requested else ''}: {done}")
     typer.echo(found.reason or (f"{CONTINUES}; " if lost else "") + _limits(found))
     if said is not None:

@@ -1,5 +1,6 @@
 """The Store: everything that is remembered, over SQLite or PostgreSQL."""
 
+import socket
 from collections.abc import Callable
 from datetime import datetime
 
@@ -13,6 +14,8 @@ from tuner.history.profiles import ProfileStore
 from tuner.history.run_best import BestStore
 from tuner.history.studies import StudyStore
 from tuner.history.trials import TrialStore
+from tuner.leftovers import lives
+from tuner.records import Run, RunState
 
 
 class Store(StudyStore, TrialStore, BestStore, ProfileStore, NodeStore, AccessStore):
@@ -47,6 +50,21 @@ class Store(StudyStore, TrialStore, BestStore, ProfileStore, NodeStore, AccessSt
     def change_token(self) -> int:
         """A number that changes once another connection has written; the same number: nothing has changed."""
         return self._database.change_token()
+
+    def stopped_runs(self, *, now: datetime) -> frozenset[str]:
+        """The ids of the runs that have no end and lost their process, as far as this host can know: by their
+        process here, by their node's lease where another host has them.
+        """
+        here = socket.gethostname()
+        left = [r for r in self.runs(state=RunState.RUNNING) if r.host and not r.cancel_requested]
+        leased = {lease.node for lease in self.leases(now=now)} if left else ()
+
+        def lost(run: Run) -> bool:
+            if run.host == here:
+                return run.pid is None or not lives(run.pid)
+            return self.study(run.study_id).node not in leased
+
+        return frozenset(run.id for run in left if lost(run))
 
     def close(self) -> None:
         self._database.close()

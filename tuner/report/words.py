@@ -1,7 +1,7 @@
 """How numbers, configurations and results are written for people, the same on every surface."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from tuner.conclusions import Conclusion, Difference, RunCost, Saving
 from tuner.history.entities import RunBest
@@ -101,6 +101,15 @@ def outcome(found: Conclusion) -> str:
     return found.outcome.value + (" (a demonstration)" if found.demonstration else "")
 
 
+CONTINUES = "the same command continues it"
+STOPPED = "stopped"
+
+
+def run_state(run: Run, stopped: Collection[str]) -> str:
+    """The state of a run in one word. `stopped` are the ids of `Store.stopped_runs`: history says RUNNING."""
+    return STOPPED if run.id in stopped else run.state.value
+
+
 def state(found: Conclusion | None, run: Run) -> str:
     """The outcome of any run; a run that ended without a conclusion is not confirmed."""
     if found is not None:
@@ -108,10 +117,12 @@ def state(found: Conclusion | None, run: Run) -> str:
     return "running" if run.state is RunState.RUNNING else "not confirmed"
 
 
-def outcome_of(best: RunBest) -> str:
-    """The outcome of a row of the history."""
+def outcome_of(best: RunBest, stopped: Collection[str]) -> str:
+    """The outcome of a row of the history. `stopped` are the ids of `Store.stopped_runs`."""
+    if best.outcome is None and best.ended_at is None:
+        return STOPPED if best.run_id in stopped else "running"
     if best.outcome is None:
-        return "running" if best.ended_at is None else "not confirmed"
+        return "not confirmed"
     return best.outcome.value + (" (a demonstration)" if best.demonstration else "")
 
 

@@ -42,6 +42,10 @@ class ServiceContext:
         """The studies that can be run here."""
         return StudyFiles(self.store, self.settings, self.clock)
 
+    def stopped_runs(self) -> frozenset[str]:
+        """The ids of the runs without an end that lost their process; see `Store.stopped_runs`."""
+        return self.store.stopped_runs(now=self.clock())
+
     def audit(self, actor: Actor, action: str, target: str, reason: str, **detail: JSON) -> None:
         """One row per change, with the address that it came from."""
         if actor.client:

@@ -13,6 +13,7 @@ from tuner.fleet.window import blacked_out, last_due, window
 from tuner.history.entities import Schedule
 from tuner.history.store import Store
 from tuner.records import Run, RunState, Study, Trial
+from tuner.report import words
 from tuner.search import pareto, trial_view
 from tuner.service.runner import Controllers
 
@@ -43,8 +44,11 @@ class Watcher(Collector):
 
     def collect(self) -> Iterable[Metric]:
         counted = self._store.run_counts()
-        states = [([state.value], counted.get(state.value, 0)) for state in RunState]
-        yield gauge("tuner_runs", "Runs by state.", "state", states)
+        counted = Counter({state.value: counted.get(state.value, 0) for state in RunState})
+        stopped = len(self._store.stopped_runs(now=self._clock()))
+        counted.update({RunState.RUNNING.value: -stopped, words.STOPPED: stopped})
+        states = [([state], count) for state, count in counted.items()]
+        yield gauge("tuner_runs", "Runs by state; stopped: without an end or a process.", "state", states)
         yield self._trials()
         yield from nights(self._store, self._clock())
         yield self._orphans()

@@ -23,6 +23,7 @@ from tuner.fleet import nodes
 from tuner.history.store import Store
 from tuner.records import Run, RunState, Study, TrialState
 from tuner.report.logs import tail
+from tuner.report.words import CONTINUES
 from tuner.service.study_requests import write_private
 from tuner.settings import Settings
 from tuner.tuning.execution import locked, reconcile
@@ -94,11 +95,13 @@ class Controllers:
 
     def _refuse_second(self, study_id: str) -> None:
         node = self._store.study(study_id).node
+        stopped = self._store.stopped_runs(now=self._clock())
         for run in self._store.runs(state=RunState.RUNNING):
+            way = f"it was stopped: {CONTINUES}, or cancel it" if run.id in stopped else "cancel it, or wait"
             if run.study_id == study_id:
-                raise Conflict(f"run '{run.id}' of this study is going on; cancel it, or wait")
+                raise Conflict(f"run '{run.id}' of this study has not ended; {way}")
             if self._store.study(run.study_id).node == node:
-                raise Conflict(f"node '{node}' is busy with run '{run.id}'; cancel it, or wait")
+                raise Conflict(f"node '{node}' is busy with run '{run.id}'; {way}")
 
     def _spawn(self, run: Run, order: RunOrder) -> Run:
         what = order.words or ("tune", str(order.study_file))

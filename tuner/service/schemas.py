@@ -6,7 +6,7 @@ A measured +inf is null; this host's paths, environments and process ids are lef
 import base64
 import binascii
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, fields
 from datetime import date
 from operator import attrgetter
@@ -143,14 +143,20 @@ class RunSchema(Schema):
     """One execution of a study."""
 
     id: str = Field(examples=["4f0c1d2e3a5b6c7d"])
+    stopped: bool = Field(description="Whether a RUNNING run has lost its process: it waits to be continued.")
     trials: dict[str, int] | None = Field(default=None, description="How many trials, by state.")
     conclusion: dict[str, JsonValue] | None = Field(
         default=None, description="What it found, written once; null in lists and while it goes on."
     )
 
 
-def run(of: Run, trials: dict[str, int] | None = None, said: Conclusion | None = None) -> RunSchema:
-    return RunSchema.of(of, trials=trials, conclusion=conclusion(said))
+def run(
+    of: Run,
+    stopped: Collection[str],
+    trials: dict[str, int] | None = None,
+    said: Conclusion | None = None,
+) -> RunSchema:
+    return RunSchema.of(of, stopped=of.id in stopped, trials=trials, conclusion=conclusion(said))
 
 
 def conclusion(of: Conclusion | None) -> dict[str, Any] | None:
@@ -232,7 +238,9 @@ class NightSchema(Schema):
     """What one night found, what had changed since the night before, and how sure that is."""
 
     date: date
-    outcome: str = Field(examples=["clear winner"], description="What the run concluded.")
+    outcome: str = Field(
+        examples=["clear winner"], description="What the run concluded; before that, running or stopped."
+    )
     from_baseline: Difference | None = Field(
         description="The change from the baseline, (after − before) / before, by the run's repeats, with its"
         " 95 % interval; `high` null: unbounded."
@@ -245,13 +253,13 @@ class NightSchema(Schema):
     runs: int
 
 
-def night(of: Night) -> dict[str, JSON]:
+def night(of: Night, stopped: Collection[str]) -> dict[str, JSON]:
     """A NightSchema as plain JSON: an answer holds hundreds, and models of them take long to make."""
     return {
         "date": of.date.isoformat(),
         **dict(zip(_OF_BEST, _of_best(of.best), strict=True)),
         **dict(zip(_OF_NIGHT, _of_night(of), strict=True)),
-        "outcome": words.outcome_of(of.best),
+        "outcome": words.outcome_of(of.best, stopped),
         "from_baseline": asdict(of.best.change) if of.best.change else None,
         "from_last_night": of.step,
         "candidate": dict(of.best.candidate),

@@ -41,7 +41,8 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    for name in (*document.FILTERS, "outcome_of"):
+    found.globals["continues"] = words.CONTINUES
+    for name in (*document.FILTERS, "outcome_of", "run_state"):
         found.filters[name] = getattr(words, name)
     found.filters |= {"at": at, "part": part, "query": urlencode}
     found.filters |= {"breakable": document.breakable, "knobs": document.knobs}

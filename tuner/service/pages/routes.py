@@ -99,7 +99,7 @@ def show_overview(looks: Looks) -> Response:
     store = looks.service.store
     found = overview.machines(store)
     named = overview.comparable(found)
-    return page(looks, "overview.html", machines=found, compared=named)
+    return page(looks, "overview.html", machines=found, compared=named, stopped=looks.service.stopped_runs())
 
 
 @router.get("/studies")
@@ -111,7 +111,14 @@ def list_studies(looks: Looks, after: Text = "") -> Response:
     runs = {study.id: next(iter(store.runs(study.id, limit=1)), None) for study in shown}
     said = {run.id: store.conclusion(run.id) for run in runs.values() if run is not None}
     return page(
-        looks, "studies.html", studies=shown, runs=runs, said=said, after=after, more=len(found) > len(shown)
+        looks,
+        "studies.html",
+        studies=shown,
+        runs=runs,
+        said=said,
+        after=after,
+        more=len(found) > len(shown),
+        stopped=looks.service.stopped_runs(),
     )
 
 
@@ -152,12 +159,12 @@ def show_live(request: Request, looks: Looks, ref: str, x: Text = "", y: Text = 
     store = looks.service.store
     study = studies.find(store, ref)
     axes = studies.axes_of(x, y)
-    tag, running = studies.tag_of(looks.service, study)
-    headers = {**HEADERS, "ETag": tag, "X-Running": "1" if running else "0"}
+    tag, unended = studies.tag_of(looks.service, study)
+    headers = {**HEADERS, "ETag": tag, "X-Running": "1" if unended else "0"}
     if request.headers.get("if-none-match") == tag:
         return Response(status_code=304, headers=headers)
     live = studies.live(looks.service, study, axes)
-    headers |= {"ETag": live.tag, "X-Running": "1" if live.running else "0"}
+    headers |= {"ETag": live.tag, "X-Running": "1" if live.unended else "0"}
     context: dict[str, object] = {"study": study, "live": live, "link": studies.link}
     context["now"] = looks.service.clock()
     context["links"] = studies.card_links(study, live.board)
@@ -210,6 +217,7 @@ def show_trial(looks: Looks, ref: str, number: int, attempt: int | None = None) 
         log=tail(log, LOG_LINES),
         root=root_cause(trial, log) if trial.reason else "",
         rows=studies.numbers(board, trial),
+        stopped=looks.service.stopped_runs(),
     )
 
 
@@ -218,7 +226,7 @@ def show_history(looks: Looks, asked: Annotated[history.HistoryQuery, Depends()]
     """What each night found, some nodes to a page; `after` is the last node of the page before."""
     store = looks.service.store
     told, _ = kept(store, f"history {asked}", lambda: history.tell(store, asked))
-    return page(looks, "history.html", told=told)
+    return page(looks, "history.html", told=told, stopped=looks.service.stopped_runs())
 
 
 @router.get("/compare")
@@ -286,4 +294,5 @@ def rollback(looks: Looks, fields: SignedForm, profile_id: int) -> Response:
 @router.get("/schedules")
 def show_schedules(looks: Looks) -> Response:
     """Every schedule with its next window."""
-    return page(looks, "schedules.html", plans=overview.plans(looks.service.store, looks.service.clock()))
+    plans = overview.plans(looks.service.store, looks.service.clock())
+    return page(looks, "schedules.html", plans=plans, stopped=looks.service.stopped_runs())

@@ -15,6 +15,7 @@ from tuner.report import board as boards
 from tuner.report import evidence
 from tuner.report.board import Board, values
 from tuner.report.charts import bars
+from tuner.report.words import run_state
 from tuner.service.context import ServiceContext
 from tuner.service.pages import bench
 from tuner.service.pages.bench import Bench
@@ -52,11 +53,17 @@ class LivePart:
     newest: Sequence[Trial]
     pictures: Sequence[Markup]
     tag: str
+    stopped: frozenset[str]
     now: LiveRun | None = None
 
     @property
-    def running(self) -> bool:
+    def unended(self) -> bool:
+        """Whether the run goes on, or may be continued."""
         return self.run is not None and self.run.state is RunState.RUNNING
+
+    @property
+    def running(self) -> bool:
+        return self.unended and self.run is not None and self.run.id not in self.stopped
 
 
 def cancel(looks: Visitor, study: Study, fields: Mapping[str, str]) -> None:
@@ -102,7 +109,8 @@ def live(service: ServiceContext, study: Study, axes: tuple[str, str] | None) ->
     ours = [t for t in board.trials if run is not None and t.run_id == run.id]
     pairs = [axes] if axes else board.pairs
     drawn = [_drawing(store, board, x, y) for x, y in pairs]
-    going = run is not None and run.state is RunState.RUNNING
+    stopped = service.stopped_runs()
+    going = run is not None and run.state is RunState.RUNNING and run.id not in stopped
     return LivePart(
         board=board,
         run=run,
@@ -111,7 +119,8 @@ def live(service: ServiceContext, study: Study, axes: tuple[str, str] | None) ->
         current=next((t for t in ours if t.state is TrialState.RUNNING), None),
         newest=[t for t in reversed(ours) if t.state is not TrialState.RUNNING][:NEWEST],
         pictures=drawn,
-        tag=_tag(pulse, run, home),
+        tag=_tag(pulse, run, home, stopped),
+        stopped=stopped,
         now=live_run(store, home, run, ours, service.clock()) if going and run is not None else None,
     )
 
@@ -124,21 +133,20 @@ def _drawing(store: Store, board: Board, x: str, y: str) -> Markup:
 
 
 def tag_of(service: ServiceContext, study: Study) -> tuple[str, bool]:
-    """The live part's validator, and whether a run goes on; costs no drawing."""
+    """The live part's validator, and whether a run has no end yet; costs no drawing."""
     store = service.store
     run = next(iter(store.runs(study.id)), None)
-    return _tag(
-        store.change_token(), run, service.settings.home
-    ), run is not None and run.state is RunState.RUNNING
+    tag = _tag(store.change_token(), run, service.settings.home, service.stopped_runs())
+    return tag, run is not None and run.state is RunState.RUNNING
 
 
-def _tag(pulse: int, run: Run | None, home: Path) -> str:
+def _tag(pulse: int, run: Run | None, home: Path, stopped: frozenset[str]) -> str:
     """Another one as soon as the history, the run's state, or what the run does right now changes."""
     try:
         now = path_of(home, run.id).stat().st_mtime_ns if run and run.state is RunState.RUNNING else 0
     except OSError:
         now = 0
-    return f'"{pulse}-{run.state.value if run else "none"}-{now}"'
+    return f'"{pulse}-{run_state(run, stopped) if run else "none"}-{now}"'
 
 
 def axes_of(x: str, y: str) -> tuple[str, str] | None:

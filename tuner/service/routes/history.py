@@ -54,7 +54,8 @@ def show_history(
     places: dict[tuple[str, str], list[Night]] = {}
     for night in nights(found):
         places.setdefault((night.best.node, night.best.workload), []).append(night)
-    told = [_place(*key, some) for key, some in sorted(places.items())]
+    stopped = here.stopped_runs()
+    told = [_place(*key, some, stopped) for key, some in sorted(places.items())]
     return JSONResponse({"model": model, "metric": metric, "places": told, "next": following})
 
 
@@ -70,6 +71,6 @@ def _nodes(
     return left[:limit], pack(left[limit - 1]) if len(left) > limit else None
 
 
-def _place(node: str, workload: str, found: Sequence[Night]) -> dict[str, JSON]:
-    told: list[JSON] = [schemas.night(night) for night in found]
+def _place(node: str, workload: str, found: Sequence[Night], stopped: frozenset[str]) -> dict[str, JSON]:
+    told: list[JSON] = [schemas.night(night, stopped) for night in found]
     return {"node": node, "workload": workload, "change_per_night": trend(found), "nights": told}

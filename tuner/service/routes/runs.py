@@ -92,7 +92,7 @@ def _started(
 ) -> schemas.RunSchema:
     found = start(here, actor, asked, key)
     response.headers["Location"] = f"/v1/runs/{found.id}"
-    return schemas.run(found)
+    return schemas.run(found, here.stopped_runs())
 
 
 def _ordered(here: ServiceContext, asked: AnyRequest) -> tuple[str, FilePath, tuple[str, ...]]:
@@ -146,7 +146,8 @@ def list_runs(
 ) -> Page[schemas.RunSchema]:
     study_id = here.store.study(study).id if study else None
     found = here.store.runs(study_id, state=state, after=after(cursor, str), limit=limit + 1)
-    return page(found, limit, schemas.run, lambda run: (run.id,))
+    stopped = here.stopped_runs()
+    return page(found, limit, lambda run: schemas.run(run, stopped), lambda run: (run.id,))
 
 
 @router.get("/{run_id}", summary="A run", responses=documented(404))
@@ -155,7 +156,7 @@ def show_run(here: Here, actor: Reader, run_id: RunId) -> schemas.RunSchema:
     counted: dict[str, int] = {}
     for trial in here.store.trials(found.study_id, run_id=run_id):
         counted[trial.state.value] = counted.get(trial.state.value, 0) + 1
-    return schemas.run(found, counted, here.store.conclusion(run_id))
+    return schemas.run(found, here.stopped_runs(), counted, here.store.conclusion(run_id))
 
 
 @router.post("/{run_id}/cancel", status_code=202, summary="Ask a run to stop", responses=documented(404, 409))
@@ -167,7 +168,7 @@ def cancel_run(
     """
     found = here.runner.cancel(run_id)
     here.audit(actor, "cancel", run_id, asked.reason if asked else "cancelled over HTTP")
-    return schemas.run(found)
+    return schemas.run(found, here.stopped_runs())
 
 
 @router.get(

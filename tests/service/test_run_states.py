@@ -1,0 +1,118 @@
+"""One word for the state of a run: on the command line, on every page, in the API and in the metrics."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from tests.commands.test_care import call
+from tests.history.records import a_measurement, a_run, a_study, finished, start
+from tests.service.world import World
+from tuner.errors import Conflict
+from tuner.history.entities import Schedule
+from tuner.records import RunState
+from tuner.service.runner import RunOrder
+
+HERE = socket.gethostname()
+
+
+GONE = -1
+"""In a row of RUNS: the number of a process that has ended."""
+RUNS: Mapping[str, tuple[str, dict[str, object], bool]] = {
+    "its process is gone": ("stopped", {"pid": GONE, "host": HERE}, False),
+    "it was stopped by a signal": ("stopped", {"pid": None, "host": HERE}, False),
+    "its host has no lease any more": ("stopped", {"pid": 17, "host": "elsewhere"}, False),
+    "its process lives": ("running", {"pid": os.getpid(), "host": HERE}, False),
+    "its host has the lease": ("running", {"pid": 17, "host": "elsewhere"}, True),
+    "it was asked to stop": ("running", {"pid": GONE, "host": HERE, "cancel_requested": True}, False),
+    "it ended": ("finished", {"state": RunState.FINISHED}, False),
+    "it failed": ("failed", {"state": RunState.FAILED, "reason": "no disk"}, False),
+    "it was cancelled": ("cancelled", {"state": RunState.CANCELLED}, False),
+}
+
+
+@pytest.mark.parametrize("why", RUNS)
+def test_I29_1_a_run_s_state_is_the_same_word_everywhere(why: str, world: World, tmp_path: Path) -> None:
+    word, changes, leased = RUNS[why]
+    study, store, client = a_study(), world.store, world.client("read")
+    client.post("/login", data={"token": world.token("read")})
+    begun = world.clock() - timedelta(hours=3)
+    run = a_run(store, study, now=begun)
+    finished(store, start(store, run, 1), a_measurement(90.0))
+    current = start(store, run, 2)
+    ended = begun + timedelta(hours=1) if "state" in changes else None
+    with subprocess.Popen(["true"]) as process:
+        pass
+    changes = {name: process.pid if value is GONE else value for name, value in changes.items()}
+    store.save_run(replace(run, **changes, ended_at=ended))  # type: ignore[arg-type]
+    store.put_schedule(
+        Schedule(
+            name="nightly",
+            node="n1",
+            cron="0 1 * * *",
+            timezone="UTC",
+            spec={"study": "chat.yaml", "hours": 6.0},
+            last_run_id=run.id,
+            created_at=begun,
+        )
+    )
+    if leased:
+        store.acquire_lease(study.node, "elsewhere", now=datetime.now(UTC), ttl_s=3600)
+
+    lost, over = word == "stopped", ended is not None
+    shown = client.get(f"/v1/runs/{run.id}").json()
+    assert (shown["state"], shown["stopped"]) == (changes.get("state", "RUNNING"), lost)
+    assert client.get("/v1/runs").json()["items"][0]["stopped"] is lost
+    for told in (
+        json.loads(call(tmp_path, "run", "list", "--json").output)[0],
+        json.loads(call(tmp_path, "run", "status", "--json").output)["run"],
+    ):
+        assert (told["state"], told["stopped"]) == (shown["state"], lost)
+
+    def page(path: str) -> str:
+        answer = client.get(path, headers={"accept": "text/html"})
+        assert answer.status_code == 200, path
+        return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", answer.text)).lower()
+
+    texts = {
+        "run list": call(tmp_path, "run", "list").output.splitlines()[1],
+        "run status": call(tmp_path, "run", "status").output,
+        "studies": page("/studies").partition(study.id[:12])[2],
+        "study": page(f"/studies/{study.id[:16]}").partition("slices")[2].partition("the front")[0],
+        "live": page(f"/studies/{study.id[:16]}/live"),
+        "schedules": page("/schedules").partition("nightly")[2],
+    }
+    if not over:
+        texts["overview"] = page("/").partition("registered node")[2]
+        texts["trial"] = page(f"/studies/{study.id[:16]}/trials/{current.number}").partition("started")[2]
+        texts["history"] = call(tmp_path, "history").output
+        texts["history page"] = page("/history").partition("configuration")[2]
+        nights = client.get("/v1/history", params={"model": study.model}).json()["places"][0]["nights"]
+        texts["history API"] = nights[0]["outcome"]
+    states = {"running", "stopped", "finished", "failed", "cancelled"}
+    for name, text in texts.items():
+        found = set(re.findall("|".join(states), re.sub(r"\b\d running", "", text.lower())))
+        assert found == {word}, (name, text)
+    counted = dict(re.findall(r'tuner_runs\{state="(\w+)"\} (\S+)', client.get("/metrics").text))
+    assert {state.lower(): float(n) for state, n in counted.items() if float(n)} == {word: 1.0}
+
+
+@pytest.mark.parametrize(("pid", "way"), [(None, "the same command continues it"), (os.getpid(), "or wait")])
+def test_I29_1_who_asks_for_a_second_run_is_told_whether_waiting_helps(
+    pid: int | None, way: str, world: World
+) -> None:
+    run = a_run(world.store, a_study())
+    world.store.save_run(replace(run, pid=pid, host=HERE))
+    order = RunOrder(
+        study_id=run.study_id, study_file=world.home / "chat.yaml", trials=3, deadline=None, actor="me",
+        at=world.clock(),
+    )  # fmt: skip
+    with pytest.raises(Conflict, match=way):
+        world.runner.start(order)
