@@ -1,4 +1,5 @@
-"""Kills controllers, workers, raylets and PostgreSQL at random moments; checks what must hold after each.
+"""Kills controllers, workers, raylets and PostgreSQL at random moments, spread over some hours; checks what must
+hold after each.
 
     python -m benchmarks.soak OUT [--kills 50] [--hours 2] [--seed 1]
 
@@ -42,8 +43,6 @@ HEAD = f"ray start --head --port {PORT} --num-gpus 0 --include-dashboard false -
 JOIN = f"ray start --address 127.0.0.1:{PORT} --num-gpus 2 --min-worker-port 21000 --max-worker-port 29999"
 """Ports of its own: another cluster may be at work on this host."""
 KINDS = ("controller", "worker", "raylet", "postgres")
-PAUSE_S = (15.0, 60.0)
-"""Between two kills, besides the time that the checks take."""
 ORPHAN_S = 30.0
 RETURN_S = 3.0
 """How long a raylet or PostgreSQL stays away."""
@@ -351,16 +350,16 @@ def main() -> int:
     parser.add_argument("--hours", type=float, default=2.0)
     parser.add_argument("--seed", type=int, default=1)
     asked = parser.parse_args()
-    asked.out.write_text(f"$ python -m benchmarks.soak OUT --kills {asked.kills} --seed {asked.seed}\n")
+    line = f"--kills {asked.kills} --hours {asked.hours:g} --seed {asked.seed}"
+    asked.out.write_text(f"$ python -m benchmarks.soak OUT {line}\n")
     with world(asked.out, asked.seed) as soak:
-        end = time.monotonic() + asked.hours * 3600
-        number = 0
-        while number < asked.kills and time.monotonic() < end:
-            soak.spend(soak.draw.uniform(*PAUSE_S))
-            number += 1
+        share_s = asked.hours * 3600 / asked.kills
+        for number in range(1, asked.kills + 1):
+            due = soak.begun + (number - 1 + soak.draw.random()) * share_s
+            soak.spend(max(0.0, due - time.monotonic()))
             soak.kill(number)
         soak.finish(600.0)
-        soak.write(f"{number} kills, {soak.violations} violations")
+        soak.write(f"{asked.kills} kills, {soak.violations} violations")
         return 1 if soak.violations else 0
 
 
