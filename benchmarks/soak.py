@@ -1,4 +1,4 @@
-"""Kills controllers, workers, raylets and PostgreSQL at random moments, spread over some hours; checks what must
+"""Kills controllers, workers, raylets and PostgreSQL at random moments, spread over hours; checks what must
 hold after each.
 
     python -m benchmarks.soak OUT [--kills 50] [--hours 2] [--seed 1]
