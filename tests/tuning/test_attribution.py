@@ -179,6 +179,38 @@ def test_a_run_that_is_stopped_while_it_asks_goes_on_where_it_was(tmp_path: Path
     assert found.search_s == expected.search_s == said.cost.search_s, "its launches are none of the search"
 
 
+@pytest.mark.parametrize("launches", [0, 1, 5])
+def test_a_winner_that_a_later_run_confirms_is_asked_by_the_search_that_found_it(
+    tmp_path: Path, launches: int
+) -> None:
+    night = Padded(tmp_path)
+    first = night.run()
+    night.search(first)
+    night.cut_after = launches
+    assert not night.end(first).confirmed
+    night.cut_after = None
+    said, found = night.attributed(night.run())
+    assert said.confirmed
+    assert said.cost.search_s == 0
+    assert found is not None
+    assert found.published, found.sentence
+    assert [(g.name, g.kept) for g in found.knobs] == [("max_num_seqs", True), ("watermark", False)]
+    assert 0 < found.seconds <= 0.3 * found.search_s
+    assert found.search_s == 24 * 60.0, "what the first run searched"
+
+
+def test_a_search_pays_for_one_attribution(tmp_path: Path) -> None:
+    night = Padded(tmp_path)
+    said, found = night.attributed()
+    assert found is not None
+    assert found.published
+    run = night.store.run(found.run_id)
+    night.store.save_run(replace(run, state=RunState.FINISHED, ended_at=said.at), said)
+    _, again = night.attributed(night.run())
+    assert again is not None
+    assert "there is room for 0 launches" in again.sentence
+
+
 def test_it_is_not_asked_where_the_search_was_too_short_or_the_plan_says_so(tmp_path: Path) -> None:
     class Short(Padded):
         def search(self, run: Run, seqs: Sequence[int] = (4, 16, 64)) -> None:

@@ -93,6 +93,16 @@ class Attributing:
         return await self._last(gains, self.without(dropped))
 
     @property
+    def search_s(self) -> float:
+        """GPU-seconds of the search that found the winner: this run's, and an earlier run's whose winner it
+        confirms and which did not ask itself.
+        """
+        spent, earlier = cost_of(self.context, self.run, self.label).search_s, self.winner.run_id
+        if earlier != self.run.id and self.context.store.attribution(earlier) is None:
+            spent += cost_of(self.context, self.context.store.run(earlier)).search_s
+        return spent
+
+    @property
     def _needed(self) -> int:
         """Launches of the last comparison. The reduced configuration's own trial is one of them where no
         slice is held out.
@@ -114,7 +124,7 @@ class Attributing:
             return 0
         each = cost.confirm_s / len(spans)
         limits = [
-            cost.search_s * self.context.prepared.plan.attribution / each,
+            self.search_s * self.context.prepared.plan.attribution / each,
             made + self.context.budget.left,
         ]
         if self.run.deadline is not None:
@@ -285,7 +295,7 @@ class Attributing:
             run_id=self.run.id, study_id=self.run.study_id, at=self.context.clock(),
             winner=self.winner.number, reduced=reduced.number if reduced else None, published=published,
             knobs=tuple(gains), last=tuple(last), seconds=seconds,
-            search_s=cost_of(self.context, self.run, self.label).search_s,
+            search_s=self.search_s,
         )  # fmt: skip
         return replace(found, sentence=sentence_of(found, why))
 

@@ -106,7 +106,7 @@ async def tune(
             store, home, node=study.node, clock=clock, own=prepared, here=work is None,
             say=lambda sentence: tell(RunEvent(kind="note", text=sentence)),
         ):  # fmt: skip
-            tell(RunEvent(kind="note", text=f"trial {trial.number} was interrupted: aborted", trial=trial))
+            tell(RunEvent(kind="note", text="was interrupted: aborted", trial=trial))
         if (over := cancelled(store, limits.run, clock)) is not None:
             return over
         run = store.open_run(
