@@ -54,14 +54,16 @@ def serve(
     if where not in LOOPBACK and tls_cert is None:
         say(f"warning: tokens are sent to {where} unencrypted: give --tls-cert and --tls-key, or use a proxy")
     listener = listen(where, port)
+    allow_files()
     recover_all(store, home=ours.home, clock=now, say=say)
     configure()
     app = create(store, ours, clock=now, runner=Controllers(store, ours, now), loopback=where in LOOPBACK)
     page = link(where, port, secure=tls_cert is not None)
     say(f"open {page}  (listening on {where}; Ctrl-C stops the service, not its runs)")
     server = uvicorn.Server(uvicorn.Config(
-        app, host=where, port=port, access_log=False, log_config=None, loop="uvloop", http=TimedHead,
-        server_header=False, timeout_graceful_shutdown=5, ssl_certfile=tls_cert, ssl_keyfile=tls_key,
+        app, host=where, port=port, access_log=False, log_config=None, loop="tuner.service.connections:Loop",
+        http=TimedHead, server_header=False, timeout_graceful_shutdown=5, ssl_certfile=tls_cert,
+        ssl_keyfile=tls_key,
     ))  # fmt: skip
     server.run(sockets=[listener])
     if not server.started:
@@ -95,6 +97,18 @@ def listen(host: str, port: int) -> "socket.socket":
         raise BadInput(
             f"cannot listen on {host}, port {port}: {reason}; give another --host or --port"
         ) from error
+
+
+def allow_files(most: int = 8192) -> None:
+    """Open as many file descriptors as this process may, at most so many: each connection needs one, also
+    while its TLS handshake lasts.
+    """
+    import resource
+
+    now, may = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = most if may == resource.RLIM_INFINITY else min(may, most)
+    if now != resource.RLIM_INFINITY and now < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, may))
 
 
 def check_tls(cert: Path | None, key: Path | None) -> None:

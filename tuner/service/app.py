@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import json
 import logging
 import logging.config
 from collections.abc import AsyncIterator, Callable
@@ -11,7 +12,7 @@ from typing import Any
 
 import structlog
 from anyio import to_thread
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry
@@ -63,7 +64,7 @@ def create(
         description=ABOUT,
         docs_url=None,
         redoc_url=None,
-        openapi_url="/v1/openapi.json",
+        openapi_url=None,
         lifespan=_lifespan,
         generate_unique_id_function=_operation,
     )
@@ -78,12 +79,14 @@ def create(
         sessions=Sessions(clock),
         logins=Attempts(clock, most=5, span=timedelta(minutes=1)),
         refusals=Attempts(clock, most=1, span=timedelta(hours=1)),
+        audited=Attempts(clock, most=200, span=timedelta(hours=1)),
     )
     registry.register(Watcher(store, clock, runner))
     app.state.registry = registry
     problems.install(app)
     for router in ROUTERS:
         app.include_router(router)
+    app.add_route("/v1/openapi.json", _schema, include_in_schema=False)
     pages.install(app)
     app.add_middleware(GZipMiddleware, minimum_size=COMPRESS_FROM, compresslevel=COMPRESS_HOW)
     app.add_middleware(RequestMiddleware, pulls=pulls, registry=registry)
@@ -130,6 +133,14 @@ async def _look_after(service: ServiceContext) -> None:
         except TunerError as error:
             log.error("looking after runs: %s", error)
         await asyncio.sleep(WATCH_S)
+
+
+async def _schema(request: Request) -> Response:
+    """The OpenAPI document, written once: it is large, and anyone may ask for it."""
+    state = request.app.state
+    if not hasattr(state, "schema"):
+        state.schema = json.dumps(request.app.openapi(), ensure_ascii=False, separators=(",", ":")).encode()
+    return Response(state.schema, media_type="application/json")
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

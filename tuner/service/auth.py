@@ -1,9 +1,11 @@
 """Who asks: bearer tokens with scopes. Without any token the service trusts the loopback it is bound to."""
 
 import hashlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from ipaddress import IPv6Address, ip_address
 from typing import Annotated
 
 from fastapi import Depends, HTTPException, Request
@@ -15,6 +17,8 @@ from tuner.history.store import Store
 INCLUDES = {"read": {"read"}, "run": {"read", "run"}, "promote": {"read", "promote"}, "admin": set(SCOPES)}
 """What each scope of a token allows."""
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+PROXY_HEADERS = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip")
+_PLAIN = re.compile(r"[\w.:%-]{1,64}", re.ASCII)
 RECHECK = timedelta(seconds=60)
 KEPT = 1024
 
@@ -63,25 +67,47 @@ class Guard:
         found = kept[0]
         return actor_of(found) if found is not None and found.valid(now) else None
 
-    def is_open(self, host: str) -> bool:
+    def is_open(self, request: Request) -> bool:
         """Whether no token was ever made and the service is bound to loopback, so that whoever is on this
-        host is trusted. `host` is the request's Host header: another name is a page that rebinds its own.
+        host is trusted: not the clients of a proxy here, nor a page that sends forms to another site or
+        gives its own name our address (the Host header).
         """
-        if not self._loopback or _hostname(host) not in LOOPBACK:
+        given = request.headers
+        proxied = any(name in given for name in PROXY_HEADERS)
+        if not self._loopback or proxied or _hostname(given.get("host", "")) not in LOOPBACK:
+            return False
+        if request.method not in ("GET", "HEAD") and not same_site(request):
             return False
         pulse = self._store.change_token()
         if self._open is None or self._open[0] != pulse:
             self._open = (pulse, not self._store.tokens())
         return self._open[1]
 
-    def anonymous(self, host: str) -> Actor | None:
+    def anonymous(self, request: Request) -> Actor | None:
         """Who asks without a token: `local` while the service is open, else nobody."""
-        return LOCAL if self.is_open(host) else None
+        return LOCAL if self.is_open(request) else None
 
 
 def client_of(request: Request) -> str:
-    """The address that a request comes from: a proxy's client where the proxy is on this host."""
-    return request.client.host if request.client else ""
+    """The address that a request comes from: a proxy's client where the proxy is on this host. Empty where
+    a proxy names none.
+    """
+    said = request.client.host if request.client else ""
+    try:
+        address = ip_address(said)
+    except ValueError:
+        return said if _PLAIN.fullmatch(said) else ""
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return str(mapped or address)
+
+
+def same_site(request: Request) -> bool:
+    """Whether the browser says that a request comes from our own pages (or does not say)."""
+    given = request.headers
+    if given.get("sec-fetch-site", "none") not in ("same-origin", "none"):
+        return False
+    origin = given.get("origin")
+    return origin is None or origin.partition("://")[2] == given.get("host", "")
 
 
 def _hostname(host: str) -> str:
@@ -100,7 +126,7 @@ def authenticated(request: Request, given: HTTPAuthorizationCredentials | None) 
     elif "authorization" in request.headers:
         actor = None
     else:
-        actor = guard.anonymous(request.headers.get("host", ""))
+        actor = guard.anonymous(request)
     if actor is None:
         raise HTTPException(
             401,

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Annotated
+from urllib.parse import quote
 
 from fastapi import Depends, Request
 
@@ -20,6 +21,8 @@ from tuner.service.study_requests import StudyFiles
 from tuner.settings import Settings
 
 log = logging.getLogger("tuner.service")
+LONGEST_PATH = 200
+"""Characters of a refused request's path in log and audit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +38,7 @@ class ServiceContext:
     sessions: Sessions
     logins: Attempts
     refusals: Attempts
+    audited: Attempts
     poll_s: float = 0.5
 
     @property
@@ -110,7 +114,11 @@ class ServiceContext:
             self._wrong_token(client, path)
 
     def _wrong_token(self, client: str, path: str) -> None:
+        path = quote(path)[:LONGEST_PATH]
         log.warning("a token that is not valid was tried", extra={"client": client, "path": path})
+        if self.audited.wait_s(""):
+            return
+        self.audited.failed("")
         nobody = Actor(name="nobody", scopes=frozenset(), client=client)
         self.audit(nobody, "login.failed", path, "the token has expired, was revoked, or is not known")
 

@@ -4,6 +4,7 @@ import logging
 import re
 import secrets
 import time
+from urllib.parse import urlsplit
 
 from anyio import to_thread
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -13,7 +14,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tuner.errors import TunerError
-from tuner.service.auth import authenticated, bearer
+from tuner.service.auth import authenticated, bearer, client_of
 from tuner.service.problems import status_of
 from tuner.service.pulls import PATH, Pulls
 
@@ -58,6 +59,8 @@ class RequestMiddleware:
                 headers["X-Request-Id"] = scope["request_id"]
                 for name, value in SAFE.items():
                     headers.setdefault(name, value)
+                if "location" in headers:
+                    headers["location"] = _here(headers["location"])
             await send(message)
 
         try:
@@ -68,13 +71,19 @@ class RequestMiddleware:
             status = statuses[0] if statuses else 500
             self._count(path, scope["method"], status, taken)
             facts = {"request_id": scope["request_id"], "method": scope["method"], "route": path}
-            facts["client"] = (scope.get("client") or ("",))[0]
+            facts["client"] = client_of(Request(scope))
             log.info("request", extra={**facts, "status": status, "ms": round(taken * 1000, 2)})
 
     def _count(self, path: str, method: str, status: int, taken: float) -> None:
         known = method if method in ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD") else "other"
         self._requests.labels(path, known, status).inc()
         self._seconds.labels(path).observe(taken)
+
+
+def _here(location: str) -> str:
+    """A redirect within this site: the framework makes one to whatever name a request gave as its host."""
+    parts = urlsplit(location)
+    return f"/{parts.path.lstrip('/')}" + (f"?{parts.query}" if parts.query else "")
 
 
 def _limited(scope: Scope, receive: Receive) -> Receive:

@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from tuner import masking
 from tuner.errors import BadInput, Conflict, NotFound, TunerError, Unavailable
@@ -67,6 +68,8 @@ async def _refused(request: Request, error: Exception) -> JSONResponse:
     if isinstance(error, TunerError):
         status = status_of(error)
         return problem(request, status, str(error), {"Retry-After": "1"} if status == 503 else None)
+    if isinstance(error, ClientDisconnect):
+        return problem(request, 400, "the connection ended before the request did")
     if isinstance(error, HTTPException):
         return problem(request, error.status_code, str(error.detail), error.headers)
     if isinstance(error, RequestValidationError):
@@ -79,7 +82,7 @@ async def _refused(request: Request, error: Exception) -> JSONResponse:
 
 
 def install(app: FastAPI) -> None:
-    for kind in (TunerError, HTTPException, RequestValidationError, Exception):
+    for kind in (TunerError, ClientDisconnect, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, _refused)
 
 

@@ -22,7 +22,9 @@ def install(app: FastAPI) -> None:
     async def on_http(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException) and is_for_people(request):
             missing = f"There is no page {request.url.path}."
-            return failure(request, error.status_code, missing if error.status_code == 404 else error.detail)
+            return await failure(
+                request, error.status_code, missing if error.status_code == 404 else error.detail
+            )
         return await _answer(plain[HTTPException], request, error)
 
     async def on_surprise(request: Request, error: Exception) -> Response:
@@ -30,7 +32,7 @@ def install(app: FastAPI) -> None:
         if not is_for_people(request):
             return answer
         told = f"The service's log has it under request {request.scope.get('request_id')}."
-        return failure(request, 500, told)
+        return await failure(request, 500, told)
 
     app.add_exception_handler(HTTPException, on_http)
     app.add_exception_handler(Exception, on_surprise)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
+from anyio import to_thread
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, RedirectResponse
@@ -107,11 +108,11 @@ class PageRoute(APIRoute):
             except Away as away:
                 return _away(request, away)
             except NotAllowed as refused:
-                return failure(request, refused.status, str(refused))
+                return await failure(request, refused.status, str(refused))
             except TunerError as error:
-                return failure(request, status_of(error), str(error))
+                return await failure(request, status_of(error), str(error))
             except RequestValidationError as error:
-                return failure(request, 422, invalid(error))
+                return await failure(request, 422, invalid(error))
 
         return answer
 
@@ -134,8 +135,12 @@ TITLES = {
 }
 
 
-def failure(request: Request, status: int, sentence: str) -> HTMLResponse:
-    """An error as a page; with the navigation, where the visitor is known."""
+async def failure(request: Request, status: int, sentence: str) -> HTMLResponse:
+    """An error as a page; with the navigation, where the visitor is known. A thread reads who that is."""
+    return await to_thread.run_sync(_failure, request, status, sentence)
+
+
+def _failure(request: Request, status: int, sentence: str) -> HTMLResponse:
     told = {"title": TITLES.get(status, "Not now"), "sentence": sentence}
     try:
         return page(visitor(request), "error.html", status=status, **told)

@@ -5,12 +5,12 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated
-from urllib.parse import parse_qs, quote, urlsplit
+from urllib.parse import parse_qs, quote
 
 from fastapi import Depends, Request
 
 from tuner.errors import BadInput, TunerError
-from tuner.service.auth import Actor, client_of
+from tuner.service.auth import Actor, client_of, same_site
 from tuner.service.context import ServiceContext, service_of
 
 COOKIE = "tuner_session"
@@ -66,7 +66,7 @@ def visitor(request: Request) -> Visitor:
         token = service.sessions.token(word)
         actor = service.guard.identify(token) if token is not None else None
     else:
-        actor = service.guard.anonymous(request.headers.get("host", ""))
+        actor = service.guard.anonymous(request)
     if actor is None:
         raise Away(OVER if word else "", target if request.method == "GET" else "/")
     actor = replace(actor, client=client_of(request))
@@ -89,14 +89,6 @@ async def form(request: Request) -> dict[str, str]:
             raise NotAllowed("This form is too large.", 413)
     fields = parse_qs(body.decode("utf-8", "replace"), keep_blank_values=True)
     return {name: values[0] for name, values in fields.items()}
-
-
-def same_site(request: Request) -> bool:
-    """Whether the browser says that a form comes from our own pages (or does not say)."""
-    origin = request.headers.get("origin")
-    if origin is None:
-        return True
-    return urlsplit(origin).netloc == request.headers.get("host", "")
 
 
 async def signed_form(request: Request, looks: Looks) -> dict[str, str]:
