@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from tests.service.world import World
 from tuner.service import auth
 from tuner.service.pages.session import COOKIE
+from tuner.service.sessions import Attempts
 
 
 @pytest.mark.parametrize("header", ["forwarded", "via", "x-forwarded-for", "x-forwarded-proto", "x-real-ip"])
@@ -89,7 +91,10 @@ def test_20_attack_an_address_is_an_address_in_the_audit(world: World, sent: str
 
 def test_20_attack_addresses_of_one_mapped_network_do_not_lock_out_each_other(world: World) -> None:
     """::ffff:192.0.2.7 and ::ffff:192.0.2.8 share the first 64 bits, as all of IPv4 does."""
-    assert auth.client_of(_from("::ffff:192.0.2.7")) != auth.client_of(_from("::ffff:192.0.2.8"))
+    attempts = Attempts(world.clock, most=1, span=timedelta(minutes=1))
+    attempts.failed(auth.client_of(_from("::ffff:192.0.2.7")))
+    assert attempts.wait_s(auth.client_of(_from("::ffff:192.0.2.7"))) == 60
+    assert attempts.wait_s(auth.client_of(_from("::ffff:192.0.2.8"))) == 0
 
 
 def _from(address: str) -> Any:
