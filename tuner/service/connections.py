@@ -167,7 +167,9 @@ class TimedHead(HttpToolsProtocol):
 class Loop(uvloop.Loop):
     """An event loop whose servers wait half as long for a TLS handshake as for a request's head."""
 
-    async def create_server(self, *words: Any, **named: Any) -> asyncio.AbstractServer:
+    async def create_server(  # type: ignore[override]
+        self, *words: Any, **named: Any
+    ) -> asyncio.AbstractServer:
         """As uvloop's. Its own limit is a minute, in which a connection is none yet."""
         if named.get("ssl") is not None:
             named |= {"ssl_handshake_timeout": HEAD_S / 2, "ssl_shutdown_timeout": HEAD_S / 2}
