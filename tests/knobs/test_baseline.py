@@ -1,5 +1,7 @@
 """What runs today, read from wherever it is written down."""
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from tuner.errors import BadInput
 from tuner.knobs.arguments import compile_candidate, fixed
 from tuner.knobs.manifests import read, sources
 from tuner.knobs.space import load
-from tuner.records import Candidate
+from tuner.records import Candidate, Value
 
 KNOBS = Candidate({"enable_prefix_caching": False, "gpu_memory_utilization": 0.88, "max_num_seqs": 128})
 FLAGS = "--max-num-seqs 128 --gpu-memory-utilization=0.88 --no-enable-prefix-caching --max-model-len 16384"
@@ -309,3 +311,67 @@ def test_a_flag_that_the_engine_lacks_is_refused() -> None:
     with pytest.raises(BadInput, match="no vLLM has the argument --swap-space"):
         read("vllm serve m --swap-space 4", facts=engine("0.32.0"))
     assert yaml.safe_dump(read(LINES[0], facts=engine("0.32.0")).study())
+
+
+@pytest.mark.parametrize(
+    ("flag", "good", "bad"),
+    [
+        ("--max-num-seqs", {"64": 64, "1_000": 1000, " 64 ": 64, "+64": 64},
+         ("1e3", "0x40", "64.0", "1k", "1K", "90%", "", " ", "1 0", "1__0")),
+        ("--max-num-batched-tokens", {"8192": 8192, "8k": 8000, "1.5k": 1500, " 8K ": 8192, "1_000": 1000},
+         ("1e4", "1.5K", "8kb", "8 k", "")),
+        ("--max-model-len", {"16k": 16000, "16K": 16384, "25.6k": 25600}, ("1e4", "4.5K", "none", "")),
+        ("--kv-cache-memory-bytes", {"8G": 2**33, "1.5g": 1_500_000_000}, ("1e9", "8.5G", "8GiB")),
+        ("--gpu-memory-utilization", {".9": 0.9, "9e-1": 0.9, " 0.9 ": 0.9, "1": 1.0},
+         ("90%", "0.9k", "0,9", "", "nan", "inf", "1e999")),
+        ("--cudagraph-capture-sizes", {"+8": "[8]"}, ("1e1", "8k", "[1,2]", "1,2")),
+        ("--kv-offloading-size", {"8": "offload:8", "1e1": "offload:10"}, ("8G", "many")),
+    ],
+)  # fmt: skip
+def test_I29_2_an_import_takes_the_numbers_that_vllms_parser_takes(
+    flag: str, good: dict[str, Value], bad: tuple[str, ...]
+) -> None:
+    """Each was tried on the parser of vLLM 0.32.0; `tuner lint` asks the same function."""
+    for text, value in good.items():
+        assert list(read(f"vllm serve m {flag} '{text}'").candidate.values()) == [value], text
+    for text in bad:
+        with pytest.raises(BadInput, match=rf"{flag}: '{re.escape(text)}' is not a number"):
+            read(f"vllm serve m {flag} '{text}'")
+
+
+def test_I29_2_flags_that_are_no_knobs_take_the_same_numbers() -> None:
+    for text in (
+        "--seed 1e3",
+        "--max-lora-rank 0x10",
+        "--shutdown-timeout 10s",
+        "--mm-processor-cache-gb 4G",
+    ):
+        with pytest.raises(BadInput, match="is not a number"):
+            read(f"vllm serve m {text}")
+    made = read("vllm serve m --seed 1_000 --mm-processor-cache-gb 1e0 --max-lora-rank 16")
+    assert made.args == {"seed": "1_000", "mm-processor-cache-gb": 1.0, "max-lora-rank": 16}
+
+
+def test_I29_2_what_vllm_takes_for_not_given_is_not_given() -> None:
+    made = read(
+        "vllm serve m --kv-cache-memory-bytes '' --num-gpu-blocks-override None --kv-offloading-size ''"
+    )
+    assert (dict(made.candidate), dict(made.args)) == ({}, {})
+    for text in ("auto", "AUTO", "-1"):
+        made = read(f"vllm serve m --max-model-len {text}")
+        assert (dict(made.candidate), dict(made.args)) == ({}, {"max-model-len": "auto"}), text
+
+
+def test_I29_2_numbers_inside_an_object_are_read_as_vllm_reads_them(tmp_path: Path) -> None:
+    made = read(
+        "vllm serve m --kv-transfer-config.kv_buffer_size 5G --compilation-config.custom_ops+ none,+rms_norm"
+    )
+    assert json.loads(str(made.args["kv-transfer-config"])) == {"kv_buffer_size": 5 * 2**30}
+    assert json.loads(str(made.args["compilation-config"])) == {"custom_ops": ["none", "+rms_norm"]}
+    for name, text in (
+        ("engine.yaml", "max-num-seqs: 1e3"),
+        ("other.yaml", "max-num-batched-tokens: 8192.0"),
+    ):
+        (tmp_path / name).write_text(f"model: m\n{text}\n")
+        with pytest.raises(BadInput, match="it takes a whole number"):
+            read(f"vllm serve --config {tmp_path / name}")

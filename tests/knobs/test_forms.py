@@ -54,7 +54,7 @@ LINES = {
     "assignments": f"VLLM_LOGGING_LEVEL=INFO OMP_NUM_THREADS=8 {SERVE}",
     "a default of a variable": "vllm serve ${MODEL:-org/model} --max-num-seqs ${SEQS:-64} --gpu-memory-utilization 0.9",
     "bare arguments": f"--model org/model {FLAGS}",
-    "numbers as Python writes them": "vllm serve org/model --max-num-seqs 6.4e1 --gpu-memory-utilization .9",
+    "numbers as Python writes them": "vllm serve org/model --max-num-seqs +6_4 --gpu-memory-utilization .9",
     "a continued line of PowerShell": SERVE.replace(" --", " `\n    --"),
     "a continued line of cmd": SERVE.replace(" --", " ^\r\n    --"),
     "eval": f'eval "{SERVE}"',
@@ -300,5 +300,7 @@ def test_environment_files_that_can_be_read_are(tmp_path: Path) -> None:
 
 
 def test_quotes_comments_and_dollars_are_those_of_a_shell() -> None:
-    made = read('vllm serve m --hf-overrides \'{"a": "$x"}\' --chat-template "./it\'s #1.jinja" --seed 1#2')
-    assert made.args == {"hf-overrides": '{"a":"$x"}', "chat-template": "./it's #1.jinja", "seed": "1#2"}
+    made = read(
+        'vllm serve m --hf-overrides \'{"a": "$x"}\' --chat-template "./it\'s #1.jinja" --revision 1#2'
+    )
+    assert made.args == {"hf-overrides": '{"a":"$x"}', "chat-template": "./it's #1.jinja", "revision": "1#2"}

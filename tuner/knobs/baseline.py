@@ -9,7 +9,7 @@ from typing import Any
 
 from tuner import masking, yamltext
 from tuner.errors import BadInput, nearest
-from tuner.knobs import shell
+from tuner.knobs import numbers, shell
 from tuner.knobs.catalogue import CATALOGUE, Knob, written
 from tuner.knobs.configfile import argv_of_mapping, documents
 from tuner.knobs.space import SearchSpace
@@ -48,7 +48,6 @@ ALIASES = {
 
 # Flags that the tuner sets for every launch, or that do not belong into a study.
 OURS = re.compile(r"--(model|host|port|uds|served-model-name|api-key|ssl-.+|root-path|config)")
-_SUFFIX = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 # Flags that vLLM has removed, and their successors.
 GONE = {
@@ -286,7 +285,13 @@ def _given(
 def _nest(into: dict[str, Any], path: Sequence[str], values: Sequence[str]) -> None:
     for key in path[:-1]:
         into = into.setdefault(key, {})
-    into[path[-1]] = _plain(values)
+    key, text = path[-1], values[0] if len(values) == 1 else ""
+    if key.endswith("+"):
+        into[key[:-1]] = text.split(",")
+    elif re.fullmatch(r"[\d.]+[kmgtKMGT]", text):
+        into[key] = numbers.human_readable_int(text)
+    else:
+        into[key] = _plain(values)
 
 
 def _exact(flag: str, known: frozenset[str], notes: list[str], source: str) -> str:
@@ -323,7 +328,7 @@ def _sorted_out(
 ) -> tuple[dict[str, Value], dict[str, Argument]]:
     """The knobs, and the other arguments."""
     by_flag = {flag: entry for entry in CATALOGUE.values() for flag in entry.flags}
-    knobs: dict[str, Value] = _preemption(given)
+    knobs: dict[str, Value] = _preemption(given, source)
     args: dict[str, Argument] = {}
     for flag, values in given.items():
         positive = "--" + flag.removeprefix("--no-")
@@ -336,12 +341,14 @@ def _sorted_out(
                 notes.append(f"{flag} is set by the tuner for every launch")
         elif flag in _PREEMPTION_FLAGS:
             continue
-        elif masking.arguments((flag, *values)) != (flag, *values):
+        elif (read := _numbers(flag, entry.kind if entry else "", values, source)) == [None]:
+            args |= {"max-model-len": "auto"} if flag == "--max-model-len" else {}
+        elif not read and masking.arguments((flag, *values)) != (flag, *values):
             notes.append(f"{flag} is a secret and stays where it is")
-        elif entry is None or (entry.name == "max_model_len" and values in (["auto"], ["-1"])):
+        elif entry is None:
             args[flag[2:]] = _plain(values)
         else:
-            knobs[entry.name] = _knob_value(entry, flag, values, source)
+            knobs[entry.name] = _knob_value(entry, flag, values, read, source)
     return knobs, args
 
 
@@ -358,32 +365,35 @@ def _vanished(flag: str) -> list[str]:
 _PREEMPTION_FLAGS = ("--preemption-mode", "--swap-space", "--kv-offloading-size", "--kv-offloading-backend")
 
 
-def _preemption(given: Mapping[str, list[str]]) -> dict[str, Value]:
+def _preemption(given: Mapping[str, list[str]], source: str) -> dict[str, Value]:
+    def size(flag: str, otherwise: str) -> int | float | None:
+        return next(iter(_numbers(flag, "float", given.get(flag, [otherwise]), source)), None)
+
     if "--kv-offloading-size" in given:
-        return {"preemption": f"offload:{given['--kv-offloading-size'][0]}"}
+        size_gib = size("--kv-offloading-size", "")
+        return {} if size_gib is None else {"preemption": f"offload:{size_gib:g}"}
     mode = given.get("--preemption-mode")
     if mode == ["swap"]:
-        return {"preemption": f"swap:{given.get('--swap-space', ['4'])[0]}"}
+        return {"preemption": f"swap:{size('--swap-space', '4'):g}"}
     return {"preemption": "recompute"} if mode else {}
 
 
-def _knob_value(entry: Knob, flag: str, values: Sequence[str], source: str) -> Value:
+def _knob_value(
+    entry: Knob, flag: str, values: Sequence[str], read: Sequence[int | float | None], source: str
+) -> Value:
     if entry.kind == "bool":
         word = (values[0] if values else "true").lower()
         said = word in ("true", "1", "yes")
         return said != flag.startswith("--no-")
     if not values:
         raise BadInput(f"{source}: {flag} has no value")
-    value: Value
+    value: Value = values[0]
     if entry.kind == "ints":
-        value = written([int(item) for item in values if item.isdigit()])
+        value = written(list(read))
     elif entry.kind == "json":
         value = _json(values[0], flag, source)
-    elif entry.kind in ("int", "float"):
-        value = _number(values[0], flag, source)
-        value = float(value) if entry.kind == "float" else value
-    else:
-        value = values[0]
+    elif read:
+        value = read[0]
     if (wrong := entry.complaint(value)) is not None:
         raise BadInput(f"{source}: {flag}: {wrong}")
     return value
@@ -396,13 +406,19 @@ def _json(text: str, flag: str, source: str) -> Value:
         raise BadInput(f"{source}: {flag}: '{text}' is not JSON") from None
 
 
-def _number(text: str, flag: str, source: str) -> int | float:
-    """A number as Python and vLLM read it: `.9`, `9e-1`, `1_000`; 8k is 8000, 8K is 8192."""
-    found = re.fullmatch(r"([-+]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)([kmgtKMGT]?)", text.strip())
-    if not found:
-        raise BadInput(f"{source}: {flag}: '{text}' is not a number")
-    value = float(found[1]) * _SUFFIX.get(found[2], 1)
-    return int(value) if value.is_integer() else value
+def _numbers(flag: str, kind: str, values: Sequence[str], source: str) -> list[int | float | None]:
+    """The numbers of a flag as vLLM's parser reads them; none where it takes none. `kind`: of its knob."""
+    if (wanted := numbers.wanted(flag, kind)) is None:
+        return []
+    found: list[int | float | None] = []
+    for text in values if kind == "ints" else values[:1]:
+        try:
+            found.append(numbers.read(flag, kind, text))
+        except ValueError:
+            raise BadInput(
+                f"{source}: {flag}: '{text}' is not a number as vLLM reads it; it takes {wanted}"
+            ) from None
+    return found
 
 
 def _plain(values: Sequence[str]) -> Argument:

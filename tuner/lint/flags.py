@@ -10,7 +10,7 @@ from itertools import takewhile
 import yaml
 
 from tuner.errors import BadInput, nearest
-from tuner.knobs import baseline, constraints, shell
+from tuner.knobs import baseline, constraints, numbers, shell
 from tuner.knobs.baseline import ALIASES, GONE, Imported
 from tuner.knobs.catalogue import CATALOGUE, Knob
 from tuner.knobs.engine_starts import FoundEngine
@@ -37,42 +37,6 @@ _SEVERAL = frozenset(
     )
 )
 """Flags that take several values, by the parsers of 0.10 to 0.33."""
-
-
-def _flags(names: str) -> frozenset[str]:
-    return frozenset(f"--{name}" for name in names.split())
-
-
-_INTEGERS = _flags(
-    """
-    port grpc-port data-parallel-supervisor-port dp-supervisor-probe-failure-threshold max-log-len
-    sse-keep-alive-interval ssl-cert-reqs h11-max-incomplete-event-size h11-max-header-count seed max-logprobs
-    renderer-num-workers safetensors-prefetch-num-threads safetensors-prefetch-block-size nnodes node-rank
-    mamba-cache-philox-rounds master-port distributed-timeout-seconds cpu-distributed-timeout-seconds
-    numa-bind-nodes dcp-kv-cache-interleave-size cp-kv-cache-interleave-size prefill-context-parallel-size
-    data-parallel-rank data-parallel-start-rank data-parallel-size-local data-parallel-rpc-port ubatch-size
-    elastic-ep-max-dp-size dbo-decode-token-threshold dbo-prefill-token-threshold dp-sync-interval
-    max-parallel-loading-workers prefix-cache-retention-interval mamba-block-size prefix-match-unit
-    replayssm-buffer-len offload-group-size offload-num-in-group offload-prefetch-step max-loras max-lora-rank
-    max-cpu-loras max-lora-cls-labels mm-shm-cache-max-object-size-mb spec-tokens shutdown-timeout
-    """
-)
-"""Flags of whole numbers that are no knobs, by the parser of 0.32."""
-_FLOATS = _flags(
-    """
-    dp-supervisor-probe-interval-s dp-supervisor-probe-timeout-s device-memory-utilization kv-offloading-size
-    mm-processor-cache-gb mm-encoder-fp8-scale-save-margin video-pruning-rate mm-ipc-gpu-memory-gb
-    kv-cache-metrics-sample
-    """
-)
-"""Flags of numbers that are no knobs, by the same parser."""
-_WITH_UNIT = _flags(
-    """
-    max-model-len max-num-batched-tokens max-num-scheduled-tokens max-num-queued-tokens kv-cache-memory-bytes
-    safetensors-prefetch-block-size
-    """
-)
-"""Flags of whole numbers that take 1k, 1.5k (thousands) and 1K (1,024) too; all others refuse a unit."""
 
 
 _PARSER = "0.32.0"
@@ -294,22 +258,14 @@ def _misread_number(flag: str, values: Sequence[str]) -> Finding | None:
     """A value that vLLM's parser does not take for a number, where it wants one."""
     entry = _knob(flag)
     kind = entry.kind if entry else ""
-    read: type[int] | type[float]
-    if kind in ("int", "ints") or flag in _INTEGERS:
-        read, what = int, "whole number"
-    elif kind == "float" or flag in _FLOATS:
-        read, what = float, "number"
-    else:
+    if (wanted := numbers.wanted(flag, kind)) is None:
         return None
     for text in values:
         try:
-            read(text)
+            numbers.read(flag, kind, text)
         except ValueError:
-            unit = flag in _WITH_UNIT and re.fullmatch(r"\d+(\.\d+)?[kmgt]|\d+[KMGT]", text.strip())
-            if unit or (flag, text) == ("--max-model-len", "auto"):
-                continue
-            why = f"vLLM's parser: invalid {read.__name__} value"
-            return found("flag-value", f"{flag} takes a {what}, and got {text}", why, flag=flag)
+            why = f"vLLM's parser: invalid {'int' if 'whole' in wanted else 'float'} value"
+            return found("flag-value", f"{flag} takes {wanted}, and got {text or 'nothing'}", why, flag=flag)
     return None
 
 

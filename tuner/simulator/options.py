@@ -5,7 +5,6 @@
 import argparse
 import functools
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from pydantic import Field, field_validator
 from tuner import yamltext
 from tuner.errors import BadInput, nearest
 from tuner.knobs.model import ModelFacts
+from tuner.knobs.numbers import human_readable_int
 from tuner.records import Value, canonical_json
 from tuner.simulator.cost import Budget, Card, Coefficients, StepCost
 from tuner.simulator.state import SchedulerLimits
@@ -82,18 +82,9 @@ PROG = "api_server.py"
 # The one `--scheduler-cls` that is known here (see `live`).
 LIVE_LIMITS = "live_limits.LiveLimits"
 
-# vLLM's: small letters are powers of ten, capitals powers of two.
-_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-
-
-def human_readable_int(text: str) -> int:
-    """« 8k » is 8000, « 8K » 8192, as vLLM reads them. ValueError otherwise."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgGtT])", text.strip())
-    return int(float(match[1]) * _UNITS[match[2]]) if match else int(text)
-
 
 def _optional_int(text: str) -> int | None:
-    return None if text == "None" else human_readable_int(text)
+    return None if text in ("", "None") else human_readable_int(text)
 
 
 # vLLM's flags with a value: (type, default).
