@@ -135,3 +135,82 @@ def test_only_files_and_folders_are_closed_to_others(tmp_path: Path) -> None:
     plain.touch(0o644)
     masking.tighten_files([plain, tmp_path])
     assert [stat.S_IMODE(path.stat().st_mode) & 0o077 for path in (plain, tmp_path)] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x-api-key: abcdefgh",
+        "> X-Auth-Token: abcdefgh",
+        "api-key: abcdefgh",
+        "api_key: abcdefgh",
+        "apiKey: abcdefgh",
+        "Ocp-Apim-Subscription-Key: abcdefgh",
+        "proxy-authorization: abcdefgh",
+        "headers: x-api-key: abcdefgh, a: b",
+        'curl -H "x-api-key: abcdefgh" http://h',
+        "curl --header=x-api-key:abcdefgh http://h",
+        "-H 'X-Token:abcdefgh'",
+        "Cookie: theme=dark; session=abcdefgh",
+        "Set-Cookie: a=b; sid=abcdefgh; Path=/",
+        'curl -b "a=b; c=abcdefgh" h',
+        "curl -s -u me:abcdefgh http://h",
+        "curl \\\n  --user 'me:abcdefgh' h",
+        "curl --oauth2-bearer abcdefgh h",
+        "Authorization: Basic abcdefgh",
+        '{"Authorization": "Bearer abcdefgh"}',
+        '{"api_key": "two abcdefgh"}',
+        '{\\"api_key\\": \\"abcdefgh\\"}',
+        "[(b'host', b'h'), (b'x-api-key', b'abcdefgh')]",
+        '["vllm", "--api-key", "abcdefgh"]',
+        "api_key=['one', 'abcdefgh'], port=8",
+        "HF_TOKEN: abcdefgh",
+        '{"name": "HF_TOKEN", "value": "abcdefgh"}',
+        "- name: HF_TOKEN\n  value: abcdefgh",
+        "api_key=abcdefgh",
+        'export HF_TOKEN="two abcdefgh"',
+        "  password: abcdefgh",
+        "token: abcdefgh\nport: 8",
+        "client_secret: abcdefgh",
+        "docker run -e HF_TOKEN=abcdefgh image",
+        "Environment=VLLM_API_KEY=abcdefgh",
+        'ENV HF_TOKEN="abcdefgh"',
+    ],
+)
+def test_I29_4_a_secret_without_a_digit_is_masked_in_every_form(line: str) -> None:
+    shown = masking.text(line)
+    assert "abcdefgh" not in shown
+    assert MASK in shown
+    assert masking.text(shown) == shown
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "api key: see docs",
+        "api_key: see docs",
+        "x-api-key: is missing",
+        "the api-key: must be given",
+        "HF_TOKEN: not set",
+        "password: required",
+        "wrong password: try again",
+        "there is no token: laptop",
+        "sort-key: name",
+        "secretName: my-secret",
+        "secretKeyRef: {name: hf, key: token}",
+        "imagePullSecrets: [regcred]",
+        "curl -b cookies.txt http://h",
+        "curl -u me http://h",
+        "missing keys: [model.layers, lm_head]",
+        "Cookie: is not valid here",
+        '{"name": "max_num_seqs", "value": "many"}',
+        "KeyError: 'rope_scaling'",
+    ],
+)
+def test_I29_4_words_in_sentences_stay_readable(line: str) -> None:
+    assert masking.text(line) == line
+
+
+def test_I29_4_an_item_of_a_kubernetes_environment_is_masked_by_its_name() -> None:
+    env = [{"name": "HF_TOKEN", "value": "abcdefgh"}, {"name": "PORT", "value": "eight"}]
+    assert masking.tree({"env": env})["env"] == [{"name": "HF_TOKEN", "value": MASK}, env[1]]

@@ -23,14 +23,15 @@ FOLDERS = ("logs", "traces", "captures", "uploads", "trials", "nodes", "studies"
 _users_mask: int | None = None
 _ALWAYS = re.compile(
     r"(?:^|-)(?:[a-z]*(?:password|passwd|passphrase|secret|credential)s?|pass|authorization|cookie|jwt|connection-string"
-    r"|(?:api|access|secret|private|signing|license|auth|bearer|hf|hub|session)-?(?:key|token)s?)(?:-|$)"
+    r"|(?:api|access|secret|private|signing|license|auth|bearer|hf|hub|session|subscription)-?(?:key|token)s?|oauth-2-bearer)(?:-|$)"
 )
 
 # Such names may also have a value that is no secret: a number or a switch (`MAX_TOKENS=8`).
 _OFTEN = re.compile(r"(?:^|-)(?:tokens?|keys?|pwd|sas)(?:-|$)")
-_NOT_NAMES = frozenset(("pwd", "oldpwd"))
+_NOT_NAMES = frozenset(("pwd", "oldpwd", "image-pull-secrets"))
 _HARMLESS = re.compile(r"-?[\d._]*[kmgt]?|true|false|yes|no|on|off|none|null|auto", re.IGNORECASE)
 _PATHS = ("-file", "-path", "-dir")
+_NO_SECRETS = ("-name", "-ref", "-error")
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 
 _QUERY = (
@@ -45,6 +46,8 @@ _TOKENS = (
     r"|AIza[\w-]{30,}|nvapi-[\w-]{20,}|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{30,}|dckr_pat_[\w-]{20,}"
     r"|tuner_[0-9a-f]{12}_[\w-]{20,}"
 )
+_CURL = r"\bcurl\b(?:[^\n|]|\\\n)*?\s"
+_MASKED = r"(?:(?:bearer|basic|token)\s+)?" + re.escape(MASK) + r".*"
 _SHAPES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(shape, re.IGNORECASE if instead else re.DOTALL), instead + MASK + after)
     for shape, instead, after in (
@@ -56,6 +59,13 @@ _SHAPES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         ),
         (r"((?:https?|git\+https?)://)[^\s/:@'\"]+@", r"\1", "@"),
         (rf"([?&](?:{_QUERY})=)[^&\s'\"]+", r"\1", ""),
+        (r"((?<![\w.])(?:set-)?cookie2?['\"]?\s*[:=]\s*b?['\"]?)(?=[^\s=;'\"]+=)[^'\"\r\n]+", r"\1", ""),
+        (rf"({_CURL}(?:-u|-U|--user|--proxy-user)(?:\s+|=)?['\"]?[^\s:'\"]+:)[^\s'\"]+", r"\1", ""),
+        (
+            rf"({_CURL}(?:-b|--cookie)(?:\s+|=)?)(?:'[^'\n]*=[^'\n]*'|\"[^\"\n]*=[^\"\n]*\"|[^\s'\"=]+=\S+)",
+            r"\1",
+            "",
+        ),
         (r"(https://hooks\.slack\.com/(?:services|workflows)/)[^\s'\"]+", r"\1", ""),
         (
             r"(authorization['\"]?\s*[:=]\s*['\"]?(?:(?:bearer|basic|token)\s+)?)(?!\s|\*|(?:bearer|basic|token)\s)[^\s'\",]+",
@@ -67,11 +77,31 @@ _SHAPES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (rf"(?<![A-Za-z0-9])(?:{_TOKENS})(?![A-Za-z0-9])", "", ""),
     )
 )
+_VALUE = r"(?P<list>\[)?(?P<quote>\\?['\"])?(?P<value>(?(list)[^\]\n]+|(?(quote)(?:(?!(?P=quote)).)+|{})))"
+_BARE = r"(?![\w.-]+:\s)[^\s'\",\]}&]+"
 _NAMED = re.compile(
-    r"(?<![\w.-])(?P<name>-{0,2}[A-Za-z_][\w.-]*)(?P<sign>['\"]?\s*[=:]\s*\[?)(?P<quote>['\"]?)(?P<value>[^\s'\",\]}&]+)"
+    r"(?<![\w.-])(?P<name>-{0,2}[A-Za-z_][\w.-]*)(?P<sign>\\?['\"]?\s*[=:]\s*b?)" + _VALUE.format(_BARE)
 )
-_FLAG = re.compile(
-    r"(?<!\S)(?P<name>--?[a-z][\w.-]*)(?P<sign>\s+)(?P<quote>['\"]?)(?P<value>(?!-)[^\s'\",\]]+)"
+_FLAG = re.compile(r"(?<!\S)(?P<name>--?[a-z][\w.-]*)(?P<sign>\s+)" + _VALUE.format(r"(?!-)[^\s'\",\]]+"))
+
+# A name and its value as two texts: `("x-api-key", "it")`, `"--api-key", "it"`, `name: API_KEY, value: it`.
+_PAIR = re.compile(
+    r"(?:\(b?['\"]|(?<=['\"])(?=--)|(?P<env>\bname\\?['\"]?\s*[:=]\s*\\?['\"]?))(?P<name>-{0,2}[A-Za-z_][\w.-]*)"
+    r"(?P<sign>(?(env)\\?['\"]?\s*,?\s*\\?['\"]?value\\?['\"]?\s*[:=]\s*|['\"]\s*,\s*b?(?=['\"])))"
+    + _VALUE.format(_BARE)
+)
+
+# A word after a name and a colon that begins a sentence, and is no secret.
+_SENTENCE = frozenset(
+    re.findall(
+        r"\w+",
+        """
+    a an and any are as at be but by can cannot empty expected expired failed for found from given has have
+    hidden how if in incorrect invalid is it its like look may missing must name need needed needs no none not
+    null of on only or optional please provide provided read refused rejected required see set should some
+    such that the this to unknown unset use used using was were what when where which will with wrong you your
+    """,
+    )
 )
 
 
@@ -81,7 +111,11 @@ def is_secret(name: str, value: object = None) -> bool:
     """
     words = "-".join(word.lower() for word in _WORD.findall(name))
     said = "" if value is None else str(value).strip()
-    if words in _NOT_NAMES or (words.endswith(_PATHS) and (value is None or "/" in said)):
+    if (
+        words in _NOT_NAMES
+        or words.endswith(_NO_SECRETS)
+        or (words.endswith(_PATHS) and (value is None or "/" in said))
+    ):
         return False
     if _ALWAYS.search(words):
         return value is None or said.lower() not in ("", "none", "null", "true", "false")
@@ -92,17 +126,41 @@ def text(words: str) -> str:
     """A text with its secrets masked: by their shape, or by the name before them (`NAME=it`, `--name it`)."""
     for shape, instead in _SHAPES:
         words = shape.sub(instead, words)
-    return _FLAG.sub(_hidden, _NAMED.sub(_hidden, words))
+    for named in (_NAMED, _PAIR, _FLAG):
+        words = named.sub(_hidden, words)
+    return words
 
 
 def _hidden(found: re.Match[str]) -> str:
-    name, sign, quote, value = found["name"], found["sign"], found["quote"], found["value"]
-    quoted = bool(quote) or sign[:1] in "'\""
+    name, value = found["name"], found["value"]
+    items = re.split(r"['\"]?,\s*['\"]?", value) if found["list"] else [value]
+    plain = not found["quote"] and found["sign"][:1] not in "'\"\\"
     prose = name.lower() in ("key", "keys") or value.lower() in ("bearer", "basic")
-    prose |= ":" in sign and not quoted and not re.search(r"[\d_=/+]", value)
-    if prose or value.startswith(MASK) or not is_secret(name, value):
-        return found[0]
-    return f"{name}{sign}{quote}{MASK}"
+    prose |= plain and ":" in found["sign"] and _is_sentence(found, name, value)
+    shown = MASK
+    if (
+        prose
+        or re.fullmatch(_MASKED, value, re.IGNORECASE)
+        or not any(is_secret(name, item) for item in items)
+    ):
+        shown = _NAMED.sub(_hidden, value) if re.search(r"[:=]", value) else value
+    start = found.start("quote" if found["list"] and found["quote"] and shown == MASK else "value")
+    return found[0][: start - found.start()] + shown
+
+
+def _is_sentence(found: re.Match[str], name: str, value: str) -> bool:
+    """Whether the word after `name:` is one of a sentence and no secret: a secret has digits or signs, or
+    stands after the name of a header or of a setting, or alone with its name on the line.
+    """
+    if re.search(r"[\d_=/+]", value):
+        return False
+    words, (start, end) = "-".join(word.lower() for word in _WORD.findall(name)), found.span()
+    before, after = found.string[:start].rpartition("\n")[2], found.string[end:].partition("\n")[0]
+    alone = not before.strip(" \t<>*-{[") and after.strip()[:1] in ("", ",", ";", "}", "]")
+    setting = "-" in words and (name.lower().startswith("x-") or bool(_ALWAYS.search(words)))
+    return value.lower().rstrip(".,;!") in _SENTENCE or not (
+        setting or (alone and (_ALWAYS.search(words) or words in ("token", "pwd")))
+    )
 
 
 def value(name: str, given: str) -> str:
@@ -129,7 +187,8 @@ def arguments(argv: Iterable[str]) -> tuple[str, ...]:
 def tree(given: Any, name: str = "") -> Any:
     """A JSON value with its secrets masked, each text by its key."""
     if isinstance(given, Mapping):
-        return {key: tree(item, str(key)) for key, item in given.items()}
+        named = str(given.get("name", "value"))  # an item of a Kubernetes environment
+        return {key: tree(item, named if key == "value" else str(key)) for key, item in given.items()}
     if isinstance(given, list | tuple):
         if all(isinstance(item, str) for item in given) and not is_secret(name):
             return list(arguments(given))
