@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tuner import masking
-from tuner.knobs import shell
+from tuner.knobs import shell, windows
 from tuner.knobs.versions import table
 
 _SHELLS = frozenset(("sh", "bash", "dash", "zsh", "ksh", "ash"))
@@ -77,7 +77,12 @@ def in_text(text: str, where: str) -> list[FoundEngine]:
     """The engines that a script, a command line or a line of `ps` starts. Bare arguments are one engine."""
     if "\n" not in text.strip() and _PS.search(text) and shell.START.search(text):
         return in_words(_rejoined(text.split()), where)
-    commands = shell.commands(re.sub(r"[ \t]+[`^][ \t]*\r?\n", " ", text), where)  # of PowerShell and cmd
+    suffix = Path(where).suffix.lower() if where != "command line" else ""
+    if windows.is_batch(text, suffix):
+        text = windows.of_batch(text)
+    elif windows.is_powershell(text, suffix):
+        text = windows.of_powershell(text)
+    commands = shell.commands(text, where)
     found = [each for command in commands for each in _in_command(command, where)]
     if not found and len(commands) == 1 and commands[0].words[0].startswith("--"):
         return [FoundEngine(where=where, words=commands[0].words)]

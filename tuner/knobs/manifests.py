@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner.errors import BadInput, nearest
-from tuner.knobs import engine_starts, file_kinds, shell
+from tuner.knobs import engine_starts, file_kinds, shell, windows
 from tuner.knobs.baseline import Imported, from_arguments
 from tuner.knobs.cluster import engines_of
 from tuner.knobs.configfile import argv_of_mapping, documents
@@ -75,9 +75,11 @@ def _engines(what: str) -> tuple[FoundEngine, ...]:
 
 
 def _of_form(text: str, path: Path, where: str) -> tuple[FoundEngine, ...] | None:
-    """The engines of a file that its name or its first words tell: Markdown, a unit, a Dockerfile."""
+    """The engines of a file that its name or its first words tell: Markdown, script, unit, Dockerfile."""
     if path.suffix.lower() in (".md", ".markdown"):
         return _named(_markdown(text, where), "command")
+    if path.suffix.lower() in (*windows.BATCH, *windows.SHELL, ".ps1"):
+        return _named(_some(engine_starts.in_text(text, where), text, where), "command")
     if re.search(r"^\[(?:Service|Container)\]", text, re.MULTILINE):
         return _named(_unit(text, where), "unit")
     if re.search(r"(?im)^FROM\s+\S+", text) and path.name:
@@ -99,6 +101,11 @@ def _markdown(text: str, where: str) -> Sequence[FoundEngine]:
     return _some(found, text, where)
 
 
+_SHELL_BLOCKS = frozenset(
+    ("", "sh", "bash", "shell", "console", "zsh", "text", "bat", "batch", "cmd", "powershell", "pwsh", "ps1")
+)
+
+
 def _of_block(language: str, block: str, where: str) -> Sequence[FoundEngine]:
     """The engines of a code block; none where it is neither shell nor YAML."""
     try:
@@ -108,7 +115,7 @@ def _of_block(language: str, block: str, where: str) -> Sequence[FoundEngine]:
                 for document in documents(textwrap.dedent(block), "")
                 for each in _document(document, where)
             ]
-        if language in ("", "sh", "bash", "shell", "console", "zsh", "text"):
+        if language in _SHELL_BLOCKS:
             return engine_starts.in_text(re.sub(r"(?m)^\s*[$#>] (?=\S)", "", block), where)
     except BadInput:
         pass  # not what it is called

@@ -81,7 +81,8 @@ def expanded(word: str, env: Mapping[str, str]) -> str:
         return f"{UNKNOWN}{name}{UNKNOWN}"
 
     filled = _VARIABLE.sub(fill, word.replace("$$(", f"{DOLLAR}("))  # Kubernetes writes $( for it
-    return re.sub(r"\$\(([^()]*)\)|`([^`]*)`", lambda m: f"{UNKNOWN}$({m[1] or m[2]}){UNKNOWN}", filled)
+    code = rf"(?<!{UNKNOWN})\$\(([^()]*)\)|`([^`]*)`"
+    return re.sub(code, lambda m: f"{UNKNOWN}$({m[1] or m[2]}){UNKNOWN}", filled)
 
 
 def unknown(word: str) -> list[str]:

@@ -1,0 +1,71 @@
+"""What starts vLLM in other files: batch files, PowerShell, Dockerfiles, playbooks, ConfigMaps."""
+
+# ruff: noqa: E501
+
+from pathlib import Path
+
+import pytest
+
+from tests.knobs.test_forms import FLAGS, IMAGE, MODULE, SAID
+from tuner.knobs.manifests import read
+
+FILES = {
+    "handed.bat": "@echo off\nREM start\nset MODEL=org/model\nset \"SEQS=64\"\nvllm serve %MODEL% ^\n  --max-num-seqs %SEQS% ^\n  --gpu-memory-utilization 0.9\npause\n",
+    "docker.cmd": f"@echo off\nsetlocal\n:: image\nset MODEL=org/model\ndocker run --rm -e HF_TOKEN=%HF_TOKEN% {IMAGE} ^\n --model %MODEL% {FLAGS} > log.txt 2>&1\n",
+    "added.bat": "set MODEL=org/model\nset ARGS=--max-num-seqs 64\nset ARGS=%ARGS% --gpu-memory-utilization 0.9\nvllm serve %MODEL% %ARGS%\n",
+    "blocks.bat": f"if not defined MODEL set MODEL=org/model\nif exist C:\\venv (\n  call C:\\venv\\Scripts\\activate.bat\n) else (\n  echo no\n)\nstart \"vllm\" /b C:\\venv\\Scripts\\{MODULE} --model %MODEL% {FLAGS}\n",
+    "late.cmd": f"setlocal enabledelayedexpansion\nset MODEL=org/model\ncall conda activate vllm && vllm serve !MODEL! {FLAGS} & echo done\n",
+    "linux.cmd": f'wsl -d Ubuntu bash -lc "vllm serve org/model {FLAGS}"\n',
+    "handed.ps1": "$env:MODEL = 'org/model'\n$seqs = 64\nvllm serve $env:MODEL `\n  --max-num-seqs $seqs `\n  --gpu-memory-utilization 0.9\n",
+    "splat.ps1": "# start\n$Model = \"org/model\"\n$vllmArgs = @(\n  '--max-num-seqs', 64,  # sequences\n  '--gpu-memory-utilization', 0.9\n)\n& vllm serve $model @VllmArgs\n",
+    "parameters.ps1": "<# starts #>\nparam(\n  [string]$Model = 'org/model',\n  [int]$Seqs = 64\n)\nvllm serve $Model --max-num-seqs $Seqs --gpu-memory-utilization 0.9 2>&1 | Tee-Object log.txt\n",
+    "docker.ps1": f"docker run --rm -e HF_TOKEN=$env:HF_TOKEN -v ${{PWD}}:/w {IMAGE} `\n  --model org/model `\n  {FLAGS}\n",
+    "started.ps1": f"if (-not $env:MODEL) {{ $env:MODEL = 'org/model' }}\nif ($true) {{\n  Write-Host \"use $($env:MODEL)\"\n}}\nStart-Process -FilePath vllm -ArgumentList \"serve $env:MODEL {FLAGS}\" -NoNewWindow\n",
+    "list.ps1": "$a = @('serve', 'org/model', '--max-num-seqs', '64')\n$a += @('--gpu-memory-utilization', '0.9')\n& vllm $a\n",
+    "block.md": f"# Start\n```powershell\n$m = 'org/model'\nvllm serve $m `\n  {FLAGS}\n```\n",
+    "pasted.txt": f"vllm serve org/model ^\n  {FLAGS}\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ends", ["\n", "\r\n"])
+@pytest.mark.parametrize("name", FILES)
+def test_I29_3_a_start_file_of_windows(tmp_path: Path, name: str, ends: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(FILES[name].replace("\n", ends).encode())
+    made = read(str(path))
+    assert (made.model, made.candidate, made.args) == ("org/model", SAID, {})
+
+
+def test_I29_3_objects_and_paths_keep_their_quotes_and_backslashes(tmp_path: Path) -> None:
+    batch, power = tmp_path / "a.bat", tmp_path / "b.ps1"
+    batch.write_text('vllm serve m --hf-overrides "{\\"a\\": \\"$x\\"}" --download-dir C:\\models\\it\'s\n')
+    power.write_text('vllm serve m --hf-overrides \'{"a": "$x"}\' --download-dir "C:\\models\\it\'s"\n')
+    for path in (batch, power):
+        assert read(str(path)).args == {"hf-overrides": '{"a":"$x"}', "download-dir": "C:\\models\\it's"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "missing"),
+    [
+        ("a.bat", "vllm serve %MODEL% --max-num-seqs 64\n", "the model $MODEL is not given here"),
+        ("b.bat", "set MODEL=%1\nvllm serve %MODEL%\n", "the model $1 is not given here"),
+        (
+            "c.cmd",
+            "set /p SEQS=How many: \nvllm serve m --max-num-seqs %SEQS%\n",
+            "--max-num-seqs needs SEQS",
+        ),
+        ("d.ps1", "vllm serve $env:MODEL --max-num-seqs 64\n", "the model $MODEL is not given here"),
+        ("e.ps1", "$n = Get-Random\nvllm serve m --max-num-seqs $n\n", "--max-num-seqs needs $(Get-Random)"),
+        ("f.ps1", "vllm serve $cfg.Model --max-num-seqs (32 * 2)\n", "--max-num-seqs needs $(32 * 2)"),
+        ("g.sh", "N=$(nproc)\nvllm serve m --max-num-seqs $N\n", "--max-num-seqs needs nproc"),
+    ],
+)
+def test_I29_3_what_is_not_given_is_named_and_left_out(
+    tmp_path: Path, name: str, text: str, missing: str
+) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    made = read(str(path))
+    assert any(note.startswith(missing) for note in made.notes), made.notes
+    assert "max_num_seqs" not in made.candidate or made.candidate["max_num_seqs"] == 64
+    assert made.model in (None, "m")
