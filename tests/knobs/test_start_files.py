@@ -69,3 +69,49 @@ def test_I29_3_what_is_not_given_is_named_and_left_out(
     assert any(note.startswith(missing) for note in made.notes), made.notes
     assert "max_num_seqs" not in made.candidate or made.candidate["max_num_seqs"] == 64
     assert made.model in (None, "m")
+
+
+ITEMS = '"--max-num-seqs", "64", "--gpu-memory-utilization", "0.9"'
+IMAGES = {
+    "handed": f"ARG BASE={IMAGE}\nFROM ${{BASE}}\nARG MODEL=org/model\nENV MODEL=$MODEL\nENTRYPOINT [\"vllm\", \"serve\"]\nCMD [\"$MODEL\", {ITEMS}]\n",
+    "shell form": "FROM x/y:1\nARG MODEL=org/model\nENV MODEL=${MODEL} SEQS=64\nENTRYPOINT exec vllm serve $MODEL --max-num-seqs ${SEQS} --gpu-memory-utilization 0.9\n",
+    "comments and empty lines between": f"FROM {IMAGE}\nENTRYPOINT [\"python3\", \"-m\", \\\n# ours\n  \"vllm.entrypoints.openai.api_server\", \\\n\n  # model\n  \"--model\", \"org/model\"]\nCMD [{ITEMS}]\n",
+    "a shell form in lines": "FROM x\nCMD vllm serve org/model \\\n# sequences\n  --max-num-seqs 64 \\\n\n  --gpu-memory-utilization 0.9\n",
+    "sh -c": f"FROM {IMAGE}\nENV MODEL=org/model\nENTRYPOINT [\"/bin/sh\", \"-c\"]\nCMD [\"exec vllm serve $MODEL {FLAGS}\"]\n",
+    "variables in ENV": f"FROM x\nENV MODEL org/model\nENV ARGS=\"--model $MODEL {FLAGS}\"\nCMD python3 -m vllm.entrypoints.openai.api_server $ARGS\n",
+    "a backtick escapes": "# escape=`\nFROM x\nCMD vllm serve org/model `\n --max-num-seqs 64 `\n --gpu-memory-utilization 0.9\n",
+    "a stage that continues another": f"ARG TAG=v0.20.0\nFROM vllm/vllm-openai:${{TAG}} AS base\nENV MODEL=org/model\nENTRYPOINT [\"vllm\", \"serve\"]\nFROM base\nCMD [\"org/model\", {ITEMS}]\n",
+    "an argument before FROM": f"ARG MODEL=org/model\nFROM x\nARG MODEL\nENV MODEL=$MODEL\nCMD vllm serve $MODEL {FLAGS}\n",
+    "a script in the file": f"FROM {IMAGE}\nENV MODEL=org/model\nRUN <<EOF\necho vllm serve other\nEOF\nCOPY <<'EOF' /start.sh\n#!/bin/sh\nexec vllm serve $MODEL {FLAGS}\nEOF\nENTRYPOINT [\"/start.sh\"]\n",
+    "arguments of the image": f"FROM {IMAGE}\nCMD --model org/model {FLAGS}\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ends", ["\n", "\r\n"])
+@pytest.mark.parametrize("name", IMAGES)
+def test_I29_3_a_dockerfile(tmp_path: Path, name: str, ends: str) -> None:
+    path = tmp_path / "Dockerfile.sh"
+    path.write_bytes(IMAGES[name].replace("\n", ends).encode())
+    made = read(str(path))
+    assert (made.model, made.candidate, made.args) == ("org/model", SAID, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "missing"),
+    [
+        ("FROM x\nARG MODEL\nENV MODEL=$MODEL\nCMD vllm serve $MODEL\n", "the model $MODEL is not given here"),
+        ("FROM x\nARG MODEL=m\nCMD vllm serve $MODEL\n", "MODEL is an ARG, which has no value when the image runs"),
+        (f"FROM {IMAGE}\nENV M=m\nCMD [\"--model\", \"$M\"]\n", "Docker fills in nothing in a JSON list: vLLM gets $M"),
+        (f"FROM {IMAGE}\nCMD --model m\n", "CMD is no JSON list, so the entrypoint gets sh -c and one text"),
+        ("FROM x\nCMD vllm serve m --max-num-seqs $SEQS\n", "--max-num-seqs needs SEQS"),
+    ],
+)  # fmt: skip
+def test_I29_3_what_docker_passes_otherwise_or_not_at_all_is_named(
+    tmp_path: Path, text: str, missing: str
+) -> None:
+    path = tmp_path / "Dockerfile"
+    path.write_text(text)
+    made = read(str(path))
+    assert any(note.startswith(missing) for note in made.notes), made.notes
+    assert made.model in (None, "m")
+    assert not made.candidate

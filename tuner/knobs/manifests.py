@@ -2,7 +2,6 @@
 files, Kubernetes manifests, Helm values, vLLM's own `--config` file.
 """
 
-import json
 import os.path
 import re
 import textwrap
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner.errors import BadInput, nearest
-from tuner.knobs import engine_starts, file_kinds, shell, windows
+from tuner.knobs import dockerfile, engine_starts, file_kinds, shell, windows
 from tuner.knobs.baseline import Imported, from_arguments
 from tuner.knobs.cluster import engines_of
 from tuner.knobs.configfile import argv_of_mapping, documents
@@ -78,12 +77,13 @@ def _of_form(text: str, path: Path, where: str) -> tuple[FoundEngine, ...] | Non
     """The engines of a file that its name or its first words tell: Markdown, script, unit, Dockerfile."""
     if path.suffix.lower() in (".md", ".markdown"):
         return _named(_markdown(text, where), "command")
-    if path.suffix.lower() in (*windows.BATCH, *windows.SHELL, ".ps1"):
+    image = path.name.lower().startswith(("dockerfile", "containerfile"))
+    if not image and path.suffix.lower() in (*windows.BATCH, *windows.SHELL, ".ps1"):
         return _named(_some(engine_starts.in_text(text, where), text, where), "command")
     if re.search(r"^\[(?:Service|Container)\]", text, re.MULTILINE):
         return _named(_unit(text, where), "unit")
     if re.search(r"(?im)^FROM\s+\S+", text) and path.name:
-        return _named(_some(_image(text, where), text, where), "image")
+        return _named(_some(dockerfile.engines(text, where), text, where), "image")
     return None
 
 
@@ -149,31 +149,6 @@ def _unlike(found: Sequence[FoundEngine]) -> tuple[FoundEngine, ...]:
         seen[each.name] += 1
         made.append(replace(each, name=f"{each.name}-{seen[each.name]}") if often[each.name] > 1 else each)
     return tuple(made)
-
-
-def _image(text: str, where: str) -> Sequence[FoundEngine]:
-    """The engine that a Dockerfile's last image starts."""
-    base, env, words = "", dict[str, str](), {"ENTRYPOINT": list[str](), "CMD": list[str]()}
-    for line in re.sub(r"\\\n(?:[ \t]*#.*\n)*", " ", re.sub(r"(?m)^[ \t]*#.*\n", "", text)).splitlines():
-        name, _, rest = line.strip().partition(" ")
-        if name.upper() == "FROM":
-            base, words = rest.split()[0], {"ENTRYPOINT": [], "CMD": []}
-        elif name.upper() == "ENV":
-            pairs = _split(rest, where) if "=" in rest else ["=".join(rest.split(maxsplit=1))]
-            env |= dict(pair.split("=", maxsplit=1) for pair in pairs if "=" in pair)
-        elif name.upper() in words:
-            words[name.upper()] = _exec_form(rest) or ["sh", "-c", rest]
-    image = "" if words["ENTRYPOINT"] or not words["CMD"] else base
-    return engine_starts.in_words([*words["ENTRYPOINT"], *words["CMD"]], where, env, image)
-
-
-def _exec_form(rest: str) -> list[str]:
-    """The words of a JSON list; none where Docker hands the text to a shell."""
-    try:
-        found = json.loads(rest)
-    except ValueError:
-        return []
-    return [str(word) for word in found] if isinstance(found, list) else []
 
 
 def _unit(text: str, where: str) -> Sequence[FoundEngine]:
