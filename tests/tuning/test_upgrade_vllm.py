@@ -32,7 +32,7 @@ def test_25_an_upgrade_between_two_real_builds_names_every_default_that_moved(tm
     model(tmp_path / "model")
     (tmp_path / "space.yaml").write_text(SPACE)
     (tmp_path / "study.yaml").write_text(
-        STUDY.replace("PYTHON", OLD).replace("baseline: {max_num_seqs: 1}", "baseline: {max_num_seqs: 16}")
+        STUDY.replace("PYTHON", OLD).replace("baseline: {max_num_seqs: 1,", "baseline: {max_num_seqs: 16,")
     )
     taken = tuner(tmp_path, "trace", "import", TRACE, "--name", "conversation", "--max-len", 600)
     assert taken.returncode == 0, taken.stderr
