@@ -115,3 +115,64 @@ def test_I29_3_what_docker_passes_otherwise_or_not_at_all_is_named(
     assert any(note.startswith(missing) for note in made.notes), made.notes
     assert made.model in (None, "m")
     assert not made.candidate
+
+
+PLAY = f"- hosts: gpu\n  vars:\n    model: org/model\n    seqs: 64\n    image: {IMAGE}\n    flags: '--max-num-seqs {{{{ seqs }}}} --gpu-memory-utilization 0.9'\n  tasks:\n"
+TASKS = {
+    "command": "  - name: start\n    ansible.builtin.command: vllm serve {{ model }} {{ flags }}\n",
+    "command with a list": "  - command:\n      argv: [vllm, serve, '{{ model }}', --max-num-seqs, '{{ seqs }}', --gpu-memory-utilization, \"{{ util | default(0.9) }}\"]\n",
+    "command with its own arguments": "  - command: chdir=/srv creates=/x vllm serve {{ model | quote }} {{ flags }}\n",
+    "shell": "  - shell: |\n      source /opt/venv/bin/activate\n      nohup vllm serve {{ model }} {{ flags }} > log 2>&1 &\n    args: {chdir: /srv}\n",
+    "shell with an environment": "  - shell: vllm serve $MODEL {{ flags }}\n    environment: {MODEL: '{{ model }}'}\n",
+    "docker_container with a list": "  - community.docker.docker_container:\n      name: vllm\n      image: '{{ image }}'\n      command: [--model, '{{ model }}', --max-num-seqs, '{{ seqs }}', --gpu-memory-utilization, '0.9']\n",
+    "docker_container with a text": "  - docker_container:\n      image: '{{ image }}'\n      command: >-\n        --model {{ model }}\n        {{ flags }}\n",
+    "podman_container with an entrypoint": "  - containers.podman.podman_container:\n      image: x/y:1\n      entrypoint: vllm serve\n      command: '{{ model }} {{ flags }}'\n",
+    "a list in a variable": "  - set_fact:\n      words: [--max-num-seqs, 64, --gpu-memory-utilization, 0.9]\n  - docker_container: {image: '{{ image }}', command: \"{{ ['--model', model] + words }}\"}\n",
+    "a condition": "  - shell: vllm serve {{ model }} {% if seqs %}{{ flags }}{% endif %}\n",
+    "a block": "  - block:\n    - shell: vllm serve {{ m }} {{ flags }}\n    vars: {m: '{{ model }}'}\n",
+    "a unit": "  - copy:\n      dest: /etc/systemd/system/vllm.service\n      content: |\n        [Service]\n        Environment=MODEL={{ model }}\n        ExecStart=/opt/bin/vllm serve ${MODEL} {{ flags }}\n",
+    "a manifest": "  - kubernetes.core.k8s:\n      definition:\n        kind: Pod\n        spec: {containers: [{name: v, image: '{{ image }}', args: [--model, '{{ model }}', --max-num-seqs, '{{ seqs }}', --gpu-memory-utilization, '0.9']}]}\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_I29_3_an_ansible_playbook(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "site.yml"
+    path.write_text(PLAY + TASKS[name])
+    made = read(str(path))
+    assert (made.model, made.candidate, made.args) == ("org/model", SAID, {})
+
+
+def test_I29_3_a_file_of_tasks_and_the_files_of_its_variables(tmp_path: Path) -> None:
+    (tmp_path / "main.yml").write_text(
+        f"- name: one\n  shell: vllm serve org/model {FLAGS}\n- name: two\n  command: vllm serve b\n"
+    )
+    assert read(str(tmp_path / "main.yml"), pick="one").candidate == SAID
+    play = "- hosts: all\n  vars_files: [v.yml, w.yml]\n  tasks:\n  - command: vllm serve {{ vllm.model }} --max-num-seqs {{ seqs }}\n"
+    (tmp_path / "play.yml").write_text(play)
+    (tmp_path / "v.yml").write_text("vllm: {model: org/model}\n")
+    made = read(str(tmp_path / "play.yml"))
+    assert (made.model, dict(made.candidate)) == ("org/model", {})
+    assert any("w.yml is not read" in note for note in made.notes)
+    assert any(note.startswith("--max-num-seqs needs seqs") for note in made.notes)
+
+
+@pytest.mark.parametrize(
+    ("task", "missing"),
+    [
+        ("command: vllm serve {{ model }}", "the model $model is not given here"),
+        ("command: vllm serve {{ vllm.model }}", "the model $vllm is not given here"),
+        ("shell: vllm serve m --max-num-seqs {{ lookup('env', 'N') }}", "--max-num-seqs needs lookup"),
+        ("shell: vllm serve m --max-num-seqs {{ seqs | no_such_filter }}", "--max-num-seqs needs seqs"),
+        ("docker_container: {image: vllm/vllm-openai, command: '--model m --max-num-seqs {{ item }}'}", "--max-num-seqs needs item"),
+    ],
+)  # fmt: skip
+def test_I29_3_a_variable_of_ansible_without_a_value_is_named(
+    tmp_path: Path, task: str, missing: str
+) -> None:
+    path = tmp_path / "tasks.yaml"
+    path.write_text(f"- {task}\n")
+    made = read(str(path))
+    assert any(note.startswith(missing) for note in made.notes), made.notes
+    assert made.model in (None, "m")
+    assert not made.candidate

@@ -238,9 +238,8 @@ def _scripts(document: Mapping[str, Any], where: str) -> Iterator[FoundEngine]:
             continue
         beside = at(document, *path[:-1]) if path else None
         env, _ = environment(at(beside, "envs") or at(beside, "env"))
-        for command in shell.commands(value, where, env):
-            for found in engine_starts.in_words(command.words, where, {**env, **command.exported}):
-                yield replace(found, name=".".join(path), notes=(*command.notes, *found.notes))
+        for found in engine_starts.in_script(value, where, env):
+            yield replace(found, name=".".join(path))
 
 
 # Keys of production-stack's `vllmConfig` that its Deployment writes as flags; it ignores all others.

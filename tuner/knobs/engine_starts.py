@@ -89,6 +89,13 @@ def in_text(text: str, where: str) -> list[FoundEngine]:
     return found
 
 
+def in_script(text: str, where: str, env: Mapping[str, str] | None = None) -> Iterator[FoundEngine]:
+    """The engines that a script for a shell starts, with these variables in its environment."""
+    for command in shell.commands(text, where, env):
+        for found in in_words(command.words, where, {**(env or {}), **command.exported}):
+            yield replace(found, notes=(*command.notes, *found.notes))
+
+
 def in_words(
     words: Sequence[str], where: str, env: Mapping[str, str] | None = None, image: str = ""
 ) -> list[FoundEngine]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner.errors import BadInput, nearest
-from tuner.knobs import dockerfile, engine_starts, file_kinds, shell, windows
+from tuner.knobs import ansible, dockerfile, engine_starts, file_kinds, shell, windows
 from tuner.knobs.baseline import Imported, from_arguments
 from tuner.knobs.cluster import engines_of
 from tuner.knobs.configfile import argv_of_mapping, documents
@@ -55,6 +55,8 @@ def _engines(what: str) -> tuple[FoundEngine, ...]:
         text, where = what, "command line"
     if not text.strip():
         raise BadInput(f"{where}: it is empty; give {file_kinds.READ}")
+    if plays := ansible.engines(text, where, _unit):
+        return _unlike(plays)
     if (found := _of_form(text, path if where != "command line" else Path(), where)) is not None:
         return found
     try:
