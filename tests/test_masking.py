@@ -205,6 +205,7 @@ def test_I29_4_a_secret_without_a_digit_is_masked_in_every_form(line: str) -> No
         "Cookie: is not valid here",
         '{"name": "max_num_seqs", "value": "many"}',
         "KeyError: 'rope_scaling'",
+        "--max-num-batched-tokens: '1e4' is no number",
     ],
 )
 def test_I29_4_words_in_sentences_stay_readable(line: str) -> None:

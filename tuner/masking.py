@@ -28,6 +28,9 @@ _ALWAYS = re.compile(
 
 # Such names may also have a value that is no secret: a number or a switch (`MAX_TOKENS=8`).
 _OFTEN = re.compile(r"(?:^|-)(?:tokens?|keys?|pwd|sas)(?:-|$)")
+_COUNTS = re.compile(
+    r"(?:^|-)(?:max|min|num|prompt|completion|input|output|batched|total|prefill|decode)-(?:.*-)?tokens"
+)
 _NOT_NAMES = frozenset(("pwd", "oldpwd", "image-pull-secrets"))
 _HARMLESS = re.compile(r"-?[\d._]*[kmgt]?|true|false|yes|no|on|off|none|null|auto", re.IGNORECASE)
 _PATHS = ("-file", "-path", "-dir")
@@ -119,7 +122,9 @@ def is_secret(name: str, value: object = None) -> bool:
         return False
     if _ALWAYS.search(words):
         return value is None or said.lower() not in ("", "none", "null", "true", "false")
-    return bool(_OFTEN.search(words)) and (value is None or not _HARMLESS.fullmatch(said))
+    return bool(_OFTEN.search(words) and not _COUNTS.search(words)) and (
+        value is None or not _HARMLESS.fullmatch(said)
+    )
 
 
 def text(words: str) -> str:
