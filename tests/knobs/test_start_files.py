@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.knobs.test_forms import FLAGS, IMAGE, MODULE, SAID
+from tuner.errors import BadInput
 from tuner.knobs.manifests import read
 
 FILES = {
@@ -176,3 +177,54 @@ def test_I29_3_a_variable_of_ansible_without_a_value_is_named(
     assert any(note.startswith(missing) for note in made.notes), made.notes
     assert made.model in (None, "m")
     assert not made.candidate
+
+
+def config_map(*data: str, name: str = "s") -> str:
+    return f"apiVersion: v1\nkind: ConfigMap\nmetadata: {{name: {name}}}\ndata:\n" + "".join(data)
+
+
+def pod(container: str, volume: str = "configMap: {name: s}") -> str:
+    return f"---\nkind: Deployment\nspec:\n  template:\n    spec:\n      containers:\n      - name: v\n        image: {IMAGE}\n        {container}\n        volumeMounts: [{{name: c, mountPath: /etc/vllm}}]\n      volumes: [{{name: c, {volume}}}]\n"
+
+
+CONFIG = "  config.yaml: |\n    max-num-seqs: 64\n    gpu_memory_utilization: 0.9\n"
+SCRIPT = f"  start.sh: |\n    #!/bin/bash\n    exec vllm serve $MODEL {FLAGS}\n"
+MAPS = {
+    "a script": config_map(SCRIPT.replace("$MODEL", "org/model")),
+    "a script and its variables": config_map("  MODEL: org/model\n", SCRIPT),
+    "a config file": config_map(CONFIG, "  other: text\n").replace("config.yaml: |\n", "config.yaml: |\n    model: org/model\n"),
+    "a script with its config file": config_map("  run.sh: exec vllm serve org/model --config /etc/vllm/config.yaml --max-num-seqs 64\n", CONFIG.replace("64", "8")),
+    "arguments": config_map(f"  VLLM_ARGS: --model org/model {FLAGS}\n"),
+    "a mounted config file": config_map(CONFIG) + pod("args: [--model, org/model, --config=/etc/vllm/config.yaml]"),
+    "a mounted script": config_map(SCRIPT) + pod("command: [bash, /etc/vllm/start.sh]\n        env: [{name: MODEL, value: org/model}]"),
+    "a script behind sh -c": config_map(SCRIPT) + pod("command: [sh, -c]\n        args: ['/etc/vllm/start.sh --x']\n        env: [{name: MODEL, value: org/model}]"),
+    "a script with arguments": config_map("  start.sh: exec vllm serve \"$@\"\n") + pod(f"command: [bash, /etc/vllm/start.sh, org/model, {ITEMS}]"),
+    "an item under another path": config_map(CONFIG) + pod("args: [--model, org/model, --config, /etc/vllm/v.yaml]", "configMap: {name: s, items: [{key: config.yaml, path: v.yaml}]}"),
+    "a projected volume": config_map(CONFIG) + pod("args: [--model, org/model, --config, /etc/vllm/config.yaml]", "projected: {sources: [{configMap: {name: s}}]}"),
+    "variables of a ConfigMap": config_map("  MODEL: org/model\n  SEQS: '64'\n") + pod("command: [sh, -c, 'vllm serve $MODEL --max-num-seqs $SEQS --gpu-memory-utilization 0.9']\n        envFrom: [{configMapRef: {name: s}}]"),
+    "one variable of a ConfigMap": config_map("  model: org/model\n") + pod(f"args: [--model, $(MODEL), {ITEMS}]\n        env: [{{name: MODEL, valueFrom: {{configMapKeyRef: {{name: s, key: model}}}}}}]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_I29_3_a_config_map(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "all.yaml"
+    path.write_text(MAPS[name])
+    made = read(str(path))
+    assert (made.model, made.candidate, made.args) == ("org/model", SAID, {})
+    assert not any("not read" in note for note in made.notes)
+
+
+def test_I29_3_what_another_config_map_has_is_named_and_not_guessed(tmp_path: Path) -> None:
+    path = tmp_path / "pod.yaml"
+    path.write_text(
+        config_map(CONFIG, name="other") + pod("args: [--model, m, --config, /etc/vllm/config.yaml]")
+    )
+    made = read(str(path), pick="Deployment")
+    assert dict(made.candidate) == {}
+    assert any("--config /etc/vllm/config.yaml is not readable here" in note for note in made.notes)
+    path.write_text(pod("command: [bash, /etc/vllm/start.sh]"))
+    with pytest.raises(BadInput, match=r"starts 'bash /etc/vllm/start.sh', which is not in the file"):
+        read(str(path))
+    path.write_text(config_map(SCRIPT))
+    assert "the model $MODEL is not given here; write its name" in read(str(path)).notes

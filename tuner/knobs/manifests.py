@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner.errors import BadInput, nearest
-from tuner.knobs import ansible, dockerfile, engine_starts, file_kinds, shell, windows
+from tuner.knobs import ansible, config_maps, dockerfile, engine_starts, file_kinds, shell, windows
 from tuner.knobs.baseline import Imported, from_arguments
 from tuner.knobs.cluster import engines_of
 from tuner.knobs.configfile import argv_of_mapping, documents
@@ -66,7 +66,7 @@ def _engines(what: str) -> tuple[FoundEngine, ...]:
             raise file_kinds.without_vllm(text, where) from None
         raise
     if mappings:
-        found = tuple(source for document in mappings for source in _document(document, where))
+        found = tuple(config_maps.engines(mappings, where, _document))
         if not found:
             raise file_kinds.without_vllm(text, where)
         return _unlike(found)
