@@ -103,3 +103,12 @@ def test_every_entry_has_words_and_a_unit_that_its_users_print() -> None:
         if name.endswith("_ms"):
             assert entry.unit == "ms"
     assert measure_of("lateness_p50_ms").unit == "ms"
+
+
+def test_names_are_in_the_order_of_their_entries_and_each_is_once() -> None:
+    some = list(measures.MEASURES)[:3]
+    names = ["chat.ttft_p95_ms", *reversed(some), "a.ttft_p95_ms", *some]
+    found = measures.in_order(names)
+    assert found[:-2] == some
+    assert found[-2:] == ["a.ttft_p95_ms", "chat.ttft_p95_ms"]
+    assert measures.in_order(names, first=[some[2], "not_measured"])[:2] == [some[2], some[0]]

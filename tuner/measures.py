@@ -4,7 +4,7 @@ An entry is what a study needs to name the number as an objective (docs/extendin
 """
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -111,6 +111,16 @@ def measure_of(name: str) -> Measure:
     kind, _, _ = name.partition("_")
     unit = next((unit for ending, unit in UNITS.items() if name.endswith(ending)), "")
     return Measure(name=name, unit=unit, limit=_limit_of(kind))
+
+
+def in_order(names: Iterable[str], first: Iterable[str] = ()) -> list[str]:
+    """Names of measurements, each once: those of `first` in their order, then in the order of the entries;
+    what has none of its own comes last, by name.
+    """
+    known = set(names)
+    ours = [name for name in dict.fromkeys(first) if name in known]
+    places = {name: place for place, name in enumerate(MEASURES)}
+    return [*ours, *sorted(known - {*ours}, key=lambda name: (places.get(name, len(places)), name))]
 
 
 def class_of(name: str) -> str:

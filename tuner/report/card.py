@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Literal
 
 from tuner.conclusions import UNMEASURED, Arm, Conclusion, Difference, Judgement, PublishedProfile
-from tuner.measures import MEASURES
+from tuner.measures import in_order
 from tuner.records import ProfileKey, Run, RunState, Study, Value
 from tuner.report import words
 
@@ -275,8 +275,7 @@ def _rows(said: Conclusion, arm: Arm) -> tuple[CardRow, ...]:
     before = {**base.searched, **base.confirmed} if base else {}
     after = {**arm.searched, **arm.confirmed}
     found = []
-    order = {name: place for place, name in enumerate(MEASURES)}
-    for name in made or sorted(after, key=lambda name: order.get(name, len(order))):
+    for name in made or in_order(after):
         change = made.get(name)
         found.append(
             CardRow(

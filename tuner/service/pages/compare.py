@@ -9,13 +9,13 @@ from markupsafe import Markup
 
 from tuner.errors import BadInput, NotFound
 from tuner.history.store import Store
-from tuner.measures import NAMES
+from tuner.measures import NAMES, in_order
 from tuner.records import Candidate, Profile, Study, Trial
 from tuner.report import evidence
 from tuner.service.pages.overview import LOOKED_THROUGH
 from tuner.service.pages.query import Text
 from tuner.service.pages.render import marked
-from tuner.service.pages.studies import board_of, find, in_order, link
+from tuner.service.pages.studies import board_of, find, link
 
 FEWEST, MOST = 2, 5
 COLOURS = ("front", "winner", "three", "four", "baseline")
@@ -171,5 +171,6 @@ def _rows(found: Sequence[Mapping[str, object]]) -> list[tuple[str, Sequence[obj
 def _numbers(sides: Sequence[Side]) -> list[tuple[str, Sequence[float | None], bool]]:
     """Objectives first, then everything else that some side measured, in the order of the catalogue."""
     known = {name for side in sides for name in side.values if name in NAMES}
-    ours, rest = in_order(known, (name for side in sides for name in side.study.objectives))
-    return [(name, [side.values.get(name) for side in sides], name in ours) for name in (*ours, *rest)]
+    ours = [name for side in sides for name in side.study.objectives]
+    shown = in_order(known, first=ours)
+    return [(name, [side.values.get(name) for side in sides], name in ours) for name in shown]

@@ -1,7 +1,7 @@
 """What the pages of a study and of a trial show."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from tuner.errors import BadInput, NotFound, nearest
 from tuner.history.store import Store
-from tuner.measures import MEASURES
+from tuner.measures import in_order
 from tuner.records import Run, RunState, Study, Trial, TrialState
 from tuner.report import board as boards
 from tuner.report import evidence
@@ -189,13 +189,6 @@ def budget(board: Board) -> Markup:
     return marked(bars(named, "gpu_seconds"))
 
 
-def in_order(known: Collection[str], objectives: Iterable[str]) -> tuple[list[str], list[str]]:
-    """(the known objectives, all other known names), in the order of the catalogue, what it lacks last."""
-    ours = [name for name in dict.fromkeys(objectives) if name in known]
-    rest = [name for name in MEASURES if name in known and name not in ours]
-    return ours, [*rest, *sorted({*known} - {*ours, *rest})]
-
-
 INTERNAL = ("kv_", "blocks_", "batch_", "step_", "queue_", "offload_", "gpu_", "energy_", "prefix_")
 """Beginnings of names that speak of the engine's inside; shown apart from what a user feels."""
 
@@ -203,6 +196,7 @@ INTERNAL = ("kv_", "blocks_", "batch_", "step_", "queue_", "offload_", "gpu_", "
 def numbers(board: Board, trial: Trial) -> Mapping[str, Sequence[str]]:
     """The names that some pass of a trial measured: objectives, what users feel, the engine's inside."""
     known = {name for m in trial.measurements for name in m.values}
-    ours, rest = in_order(known, board.study.objectives)
-    inside = [name for name in rest if name.startswith(INTERNAL)]
-    return {"Numbers": [*ours, *(n for n in rest if n not in inside)], "Inside the engine": inside}
+    objectives = board.study.objectives
+    names = in_order(known, first=objectives)
+    inside = [name for name in names if name.startswith(INTERNAL) and name not in objectives]
+    return {"Numbers": [name for name in names if name not in inside], "Inside the engine": inside}
