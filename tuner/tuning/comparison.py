@@ -84,8 +84,12 @@ def undecided(arms: Sequence[Arm], margin: float) -> Iterator[tuple[Arm, Differe
     """The differences of which it is open whether they are clear or smaller than the margin."""
     for arm in arms:
         for each in arm.changes:
-            if each.word == "open" and (each.within is None or each.within >= margin):
+            if each.word == "open" and _may_exceed(each, margin):
                 yield arm, each
+
+
+def _may_exceed(each: Difference, margin: float) -> bool:
+    return each.within is None or each.within >= margin
 
 
 def tells_more(each: Difference, reach: float, margin: float) -> bool:
@@ -95,10 +99,10 @@ def tells_more(each: Difference, reach: float, margin: float) -> bool:
     Where that is small already it is the requests that differ too much. What is smaller than the margin is
     measured on while it leans: while one side is so much likelier that it may become clear.
     """
-    if each.within is None or each.within >= margin:
+    if (within := each.within) is None or _may_exceed(each, margin):
         return reach > margin / 2
     size = abs(each.change or 0.0)
-    return max(LEAST, each.within / 2) < size < reach
+    return max(LEAST, within / 2) < size < reach
 
 
 class Comparing(Execution):
