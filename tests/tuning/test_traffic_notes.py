@@ -3,10 +3,14 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.history.records import NOW
 from tests.tuning.studies import TRACE, VIRTUAL, tuner, write
+from tuner.commands import plan
 from tuner.history.store import Store
 from tuner.records import ProfileKey
+from tuner.tuning.study import load
 
 
 def a_capture(place: Path, length: int) -> None:
@@ -58,12 +62,21 @@ def test_a_name_that_turns_from_an_import_to_a_capture_and_back_is_said(tmp_path
     assert "champion's trace" not in third.stderr
 
 
-def test_slices_with_very_few_requests_are_said_by_tune_and_by_the_dry_run(tmp_path: Path) -> None:
+def test_slices_with_very_few_requests_are_said_by_tune_and_by_the_dry_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TUNER_HOME", str(tmp_path))
     few = write(tmp_path, VIRTUAL)
     for words in (("--trials", 1), ("--dry-run",), ("--dry-run", "--json")):
         done = tuner(tmp_path, "tune", few, *words)
         assert done.returncode == 0, done.stderr
         assert done.stderr.count("WARNING: the slices hold 8 requests in all (1 s of replay)") == 1, words
+    prepared = load(few, store=None, now=NOW)
+    for then_runs in (True, False):
+        plan.print_plan(prepared, 1, then_runs=then_runs)
+        assert capsys.readouterr().err.count("WARNING") == (not then_runs), (
+            "tuner demo --trace: the run warns"
+        )
     held = "{start_s: 40, duration_s: 60, held_out: true}"
     write(tmp_path, VIRTUAL.replace("duration_s: 1.0}", "duration_s: 1.0}, " + held))
     assert "hold 8 requests" in tuner(tmp_path, "tune", few, "--dry-run").stderr

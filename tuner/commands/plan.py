@@ -39,14 +39,16 @@ def prepared_study(path: Path, *, check_rules: bool = False) -> "Prepared":
     return replace(prepared, rules=not check_rules)
 
 
-def print_plan(prepared: "Prepared", trials: int | None, *, as_json: bool = False) -> None:
-    """Print the command lines (baseline and next candidate), the slices to replay, and the time of
-    a trial.
+def print_plan(
+    prepared: "Prepared", trials: int | None, *, as_json: bool = False, then_runs: bool = False
+) -> None:
+    """Print the command lines (baseline and next candidate), the slices to replay, and the time of a trial.
+    `then_runs`: a run follows at once, which warns by itself of few requests.
     """
     from tuner.tuning.run import idle_of
     from tuner.tuning.traffic_notes import few_requests
 
-    if (few := few_requests(prepared)) is not None:
+    if not then_runs and (few := few_requests(prepared)) is not None:
         say(few)
     if as_json:
         print_json(plan_of(prepared, trials))

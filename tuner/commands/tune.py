@@ -308,7 +308,7 @@ def demo(
     prepared = load(study_file, store=store, now=now())
     limit = trials or prepared.file.budget.trials
     if own is not None:
-        print_plan(prepared, limit)
+        print_plan(prepared, limit, then_runs=True)
     execute(prepared, store, RunLimits(trials=limit, early=False))
     typer.echo(said_of_demo(python, own is not None))
     front.show(store, prepared.study, f"TUNER_HOME={place} {program()}")
