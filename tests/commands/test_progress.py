@@ -10,7 +10,7 @@ from rich.console import Console
 from tests.commands.test_tables import on_a_terminal
 from tests.history.records import a_run, a_study, start
 from tests.tuning.studies import VIRTUAL, tuner, write
-from tuner.commands.progress import LiveLine, RunEstimate
+from tuner.commands.progress import LiveLine, RunEstimate, listener
 from tuner.history.store import Store
 from tuner.replay.timeline import Progress
 from tuner.tuning.context import RunEvent
@@ -114,6 +114,25 @@ def test_a_pipe_gets_plain_lines_with_how_far_the_run_is(tmp_path: Path) -> None
     assert all(c.isprintable() or c == "\n" for c in done.stdout + done.stderr)
     assert "(search 3/3 trials)" in done.stderr
     assert re.search(r"confirmation: launch 1 of \d+.*\(confirmation 0/\d+ launches\)", done.stderr)
+
+
+def test_a_pipe_gets_a_line_between_each_launch_and_its_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = Store(f"sqlite:///{tmp_path / 'tuner.db'}")
+    trial = start(store, a_run(store, a_study()), 7)
+    store.close()
+    at = Progress(phase="warm-up", slice="peak", done_s=0.0, total_s=3.0)
+    loading, replaying = (
+        replace(event("phase", text="x"), trial=trial, progress=each) for each in (None, at)
+    )
+    phases = (loading, replaying)
+    with listener(tmp_path, ("ttft_p95_ms",)) as tell:
+        for each in (replace(event("started"), trial=trial), *phases, *phases, event("confirm"), *phases):
+            tell(each)
+    said = capsys.readouterr().err.splitlines()
+    assert said.count("trial 7 the engine is ready, the replay begins") == 2
+    assert [n for n, line in enumerate(said) if "the replay begins" in line] == [1, 3]
 
 
 def test_a_terminal_gets_one_live_line_and_a_ci_none(tmp_path: Path) -> None:

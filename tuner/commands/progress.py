@@ -139,9 +139,17 @@ def listener(
                 yield tell
             return
 
+        launching = False
+
         def lines(event: RunEvent) -> None:
+            nonlocal launching
             log(event)
             line.take(event)
+            if event.kind in ("started", "confirm"):
+                launching = True
+            elif not quiet and launching and event.progress is not None:
+                launching = False
+                say(escaped(f"{_who(event.trial)} the engine is ready, the replay begins"))
             if not quiet and (shown := describe(event, objectives)) is not None:
                 far = f" ({line.how_far()})" if event.kind in ("finished", "confirm") else ""
                 say(escaped(shown) + far)
