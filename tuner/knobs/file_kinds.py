@@ -11,9 +11,9 @@ from tuner.errors import BadInput
 from tuner.knobs.configfile import documents
 
 READ = (
-    "a command line in quotes, a shell script, a batch file, a PowerShell script, a systemd unit, a Dockerfile,"
-    " a compose file, a Kubernetes manifest, an Ansible playbook, Helm values, vLLM's --config file,"
-    " or Markdown with such commands"
+    "a command line in quotes, a shell script, a batch file, a PowerShell script, a systemd unit,"
+    " a Dockerfile, a compose file, a Kubernetes manifest, an Ansible playbook, Helm values,"
+    " vLLM's --config file, or Markdown with such commands"
 )
 _SUFFIXES = {
     **dict.fromkeys((".md", ".markdown", ".rst", ".txt", ".html"), "a document"),

@@ -11,7 +11,7 @@ BATCH = (".bat", ".cmd")
 SHELL = (".sh", ".bash", ".zsh", ".sbatch", ".slurm")
 _BATCH_NAME = r"%(?P<batch>\w+)%|!(?P<late>\w+)!|%(?P<place>[*\d])|%(?P<lost>~?[\w:~,=+-]+)%?"
 _PS_NAME = (
-    r"\$env:(?P<env>\w+)|\$\{(?:env:)?(?P<brace>\w+)\}|\$(?P<name>\w+)(?P<part>[.\[(]?)"
+    r"\$(?i:env:)(?P<env>\w+)|\$\{(?i:env:)(?P<inside>\w+)\}|\$\{(?P<brace>\w+)\}|\$(?P<name>\w+)(?P<part>[.\[(]?)"
     r"|\$\((?P<code>[^()]*)\)|(?<!\S)@(?P<splat>\w+)"
 )
 
@@ -26,12 +26,15 @@ def is_powershell(text: str, suffix: str) -> bool:
     """Whether a text is for PowerShell: by its file's name, or by `$env:NAME` and a backtick that ends a
     line.
     """
-    return suffix == ".ps1" or (suffix not in SHELL and bool(re.search(r"\$env:\w|\s`[ \t]*\r?\n", text)))
+    return suffix == ".ps1" or (suffix not in SHELL and bool(re.search(r"(?i)\$env:\w|\s`[ \t]*\r?\n", text)))
 
 
 def of_batch(text: str) -> str:
-    """A batch file as a shell script."""
-    lines = re.sub(r"\^[ \t]*\r?\n", " ", text).splitlines()
+    """A batch file as a shell script. Names of variables have capitals: case does not matter."""
+    text = re.sub(r"\^[ \t]*\r?\n", " ", text)
+    lines = re.sub(
+        r"(?<![>^])&+(?=(?:[^\"\n]*\"[^\"\n]*\")*[^\"\n]*$)", "\n", text, flags=re.MULTILINE
+    ).splitlines()
     return "\n".join(_batch_line(line.strip().lstrip("@").strip()) for line in lines)
 
 
@@ -42,21 +45,15 @@ def _batch_line(line: str) -> str:
     if block:
         return block
     if found := re.match(r"(?i)if\s+not\s+defined\s+(\w+)\s+set\s+\"?\1=(.*?)\"?$", line):
-        return _assignment(found[1], f"${{{found[1]}:-{found[2]}}}", "")
+        return f'export {found[1].upper()}="${{{found[1].upper()}:-{found[2]}}}"'
     if found := re.match(r"(?i)if\s+(?:.*?==\s*\S+|(?:not\s+)?(?:exist|defined)\s+\S+)\s+(.*)", line):
         return f"if :; then {_batch_line(found[1])}\nfi"
     if found := re.match(r"(?i)set\s+(/[ap])\s+\"?(\w+)=?", line):
-        return f"{found[2]}=$({found[2]})"
+        return f"{found[2].upper()}=$({found[2].upper()})"
     if found := re.match(r"(?i)set\s+(?:\"(\w+)=(.*)\"|(\w+)=(.*))", line):
-        return _assignment(found[1] or found[3], found[2] or found[4] or "", "%")
+        value = (found[2] or found[4] or "").replace('"', '\\"')
+        return f"export {(found[1] or found[3]).upper()}=" + _filled(f'"{value}"', _BATCH_NAME, "", "$`")
     return _filled(re.sub(r"(?i)^call\s+", "", line), _BATCH_NAME, "^", "'$`;#")
-
-
-def _assignment(name: str, value: str, mark: str) -> str:
-    if mark:
-        value = _filled('"' + value.replace('"', '\\"') + '"', _BATCH_NAME, "", "$`")
-        return f"export {name}={value}"
-    return f'export {name}="{value}"'
 
 
 def _block(line: str, opens: str, turns: str, closes: str) -> str:
@@ -94,9 +91,9 @@ def _filled(line: str, names: str, escape: str, literal: str) -> str:
 def _variable(found: re.Match[str]) -> str:
     """A variable for the shell; `$( )`, which has no value there, where it is more than a name."""
     groups = {name: text for name, text in found.groupdict().items() if text}
-    for kind in ("batch", "late", "env"):
+    for kind in ("batch", "late", "env", "inside"):
         if kind in groups:
-            return f"${{{groups[kind]}}}"
+            return f"${{{groups[kind].upper()}}}"
     if "splat" in groups:
         return f"${{{groups['splat'].lower()}[@]}}"
     if groups.get("part"):
@@ -180,10 +177,10 @@ def _ps_line(line: str) -> str:
         return block
     unset = r"(?is)if\s*\(\s*-not\s+\$(env:)?(\w+)\s*\)\s*\{\s*\$(?:env:)?\2\s*=\s*(.*?)\s*\}$"
     if found := re.match(unset, line):
-        name = found[2] if found[1] else found[2].lower()
+        name = found[2].upper() if found[1] else found[2].lower()
         return f"export {name}=${{{name}:-{_words([found[3]])}}}"
     if found := re.match(r"(?is)(?:\[[\w.\[\]]+\]\s*)*\$(env:)?(\w+)\s*(\+?=)\s*(.+)$", line):
-        name = found[2] if found[1] else found[2].lower()
+        name = found[2].upper() if found[1] else found[2].lower()
         return f"{'export ' if found[1] else ''}{name}{found[3]}{_value(found[4].strip())}"
     if found := re.match(r"(?is)Start-Process\b(.*?)-ArgumentList\s+(.*?)(\s-[A-Z]\w+.*)?$", line):
         program = re.sub(r"(?i)-FilePath|-NoNewWindow|-Wait|-PassThru", "", found[1]).strip()
