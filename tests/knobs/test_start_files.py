@@ -167,7 +167,7 @@ def test_I29_3_a_file_of_tasks_and_the_files_of_its_variables(tmp_path: Path) ->
     [
         ("command: vllm serve {{ model }}", "the model $model is not given here"),
         ("command: vllm serve {{ vllm.model }}", "the model $vllm is not given here"),
-        ("shell: vllm serve m --max-num-seqs {{ lookup('env', 'N') }}", "--max-num-seqs needs lookup"),
+        ("shell: vllm serve m --max-num-seqs {{ lookup('env', 'N') }}", "--max-num-seqs needs N"),
         ("shell: vllm serve m --max-num-seqs {{ seqs | no_such_filter }}", "--max-num-seqs needs seqs"),
         ("docker_container: {image: vllm/vllm-openai, command: '--model m --max-num-seqs {{ item }}'}", "--max-num-seqs needs item"),
     ],
@@ -232,3 +232,22 @@ def test_I29_3_what_another_config_map_has_is_named_and_not_guessed(tmp_path: Pa
         read(str(path))
     path.write_text(config_map(SCRIPT))
     assert "the model $MODEL is not given here; write its name" in read(str(path)).notes
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("Dockerfile", "FROM x\nCOPY s.sh /\nENTRYPOINT [\"/s.sh\"]\n", "the image starts /s.sh, which is not in the file"),
+        ("site.yml", "- hosts: gpu\n  roles: [vllm]\n", "this is an Ansible playbook .roles and included files are not read"),
+        ("map.yaml", config_map("  nginx.conf: 'server {}'\n"), "this is Kubernetes: ConfigMap, and no vLLM is started there"),
+        ("run.ps1", "Write-Host 'no'\n", "no vLLM is started there"),
+        ("run.bat", "echo no\n", "no vLLM is started there"),
+    ],
+)  # fmt: skip
+def test_I29_3_a_file_that_starts_no_vllm_says_what_to_give(
+    tmp_path: Path, name: str, text: str, said: str
+) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(BadInput, match=said):
+        read(str(path))

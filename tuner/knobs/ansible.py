@@ -167,6 +167,10 @@ def _jinja() -> "SandboxedEnvironment":
         def __str__(self) -> str:
             return _unknown(self._undefined_name or "a variable")
 
+    def lookup(kind: str, *terms: object, **options: object) -> Missing:
+        return Missing(name=str(terms[-1]) if terms else kind)
+
     made = SandboxedEnvironment(undefined=Missing, keep_trailing_newline=True)
+    made.globals |= {"lookup": lookup, "query": lookup, "q": lookup}
     made.filters |= {"quote": lambda text: shlex.quote(str(text)), "to_json": json.dumps, "bool": bool}
     return made

@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 
+from tuner.errors import BadInput
 from tuner.knobs import engine_starts, shell
 from tuner.knobs.engine_starts import FoundEngine
 
@@ -123,9 +124,9 @@ def _started(stage: _Stage, where: str) -> list[FoundEngine]:
     words = [*entry, *command]
     files = {path: text for path, text in stage.files.items() if shell.START.search(text)}
     for at, word in enumerate(words):
-        script = next((files[path] for path in files if _same(path, word)), None)
-        if script is not None:
-            words = ["sh", "-c", script, *words[at:]]
+        text = next((files[path] for path in files if _same(path, word)), None)
+        if text is not None:
+            words = ["sh", "-c", text, *words[at:]]
             break
     used = sorted({name for word in words for name in re.findall(r"\$\{?(\w+)", word)})
     if used and not any(re.fullmatch(r"-[a-z]*c", word) for word in words):
@@ -136,6 +137,12 @@ def _started(stage: _Stage, where: str) -> list[FoundEngine]:
         (f"{name} is an ARG, which has no value when the image runs", f"ENV {name}=…") for name in only
     ]
     found = engine_starts.in_words(words, where, {**stage.arguments, **stage.env}, image)
+    script = next((word for word in words if word.endswith(".sh")), "")
+    if not found and script:
+        raise BadInput(
+            f"{where}: the image starts {script}, which is not in the file; give the vllm command line that"
+            " this script runs"
+        )
     build = stage.arguments.keys() - stage.env.keys()
     return [
         replace(

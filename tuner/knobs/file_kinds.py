@@ -64,6 +64,8 @@ def _kind(text: str, where: str) -> str:
         return ""
     if suffix in _SUFFIXES:
         return _SUFFIXES[suffix]
+    if suffix in (".yaml", ".yml") and re.search(r"(?m)^[ -] *(hosts|tasks|roles)\s*:", text):
+        return "an Ansible playbook (roles and included files are not read: give the file of their tasks)"
     if "{{" in text and suffix in (".yaml", ".yml", ".tpl"):
         return "a template of a Helm chart; give its values, or what `helm template` prints"
     if name == "Chart.yaml":
