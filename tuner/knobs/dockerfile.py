@@ -112,30 +112,16 @@ def _list(rest: str) -> list[str]:
 
 
 def _started(stage: _Stage, where: str) -> list[FoundEngine]:
-    entry, command, misread = stage.entrypoint or [], stage.command, list[tuple[str, str]]()
-    image = "" if entry or not command else stage.base
-    if stage.by_shell and command:
-        by_shell = shell.START.search(command[0]) is not None and not entry
-        meant = not by_shell and (entry or engine_starts.is_vllm(stage.base))
-        command = shell.split(stage.filled(command[0]), where) if meant else [*stage.shell, *command]
-        if meant:
-            lost = f"CMD is no JSON list, so the entrypoint gets {' '.join(stage.shell)} and one text"
-            misread.append((lost, "CMD as a JSON list"))
-    words = [*entry, *command]
-    files = {path: text for path, text in stage.files.items() if shell.START.search(text)}
-    for at, word in enumerate(words):
-        text = next((files[path] for path in files if _same(path, word)), None)
-        if text is not None:
-            words = ["sh", "-c", text, *words[at:]]
-            break
+    image = "" if stage.entrypoint or not stage.command else stage.base
+    command, misread = _command(stage, where)
+    words = _with_script([*(stage.entrypoint or []), *command], stage.files)
     used = sorted({name for word in words for name in re.findall(r"\$\{?(\w+)", word)})
     if used and not any(re.fullmatch(r"-[a-z]*c", word) for word in words):
         said = f"Docker fills in nothing in a JSON list: vLLM gets ${', $'.join(used)} as it is"
         misread.append((said, "the value"))
-    only = [name for name in used if name in stage.arguments.keys() - stage.env.keys()]
-    misread += [
-        (f"{name} is an ARG, which has no value when the image runs", f"ENV {name}=…") for name in only
-    ]
+    build = stage.arguments.keys() - stage.env.keys()
+    without = "is an ARG, which has no value when the image runs"
+    misread += [(f"{name} {without}", f"ENV {name}=…") for name in used if name in build]
     found = engine_starts.in_words(words, where, {**stage.arguments, **stage.env}, image)
     script = next((word for word in words if word.endswith(".sh")), "")
     if not found and script:
@@ -143,7 +129,6 @@ def _started(stage: _Stage, where: str) -> list[FoundEngine]:
             f"{where}: the image starts {script}, which is not in the file; give the vllm command line that"
             " this script runs"
         )
-    build = stage.arguments.keys() - stage.env.keys()
     return [
         replace(
             each,
@@ -154,6 +139,22 @@ def _started(stage: _Stage, where: str) -> list[FoundEngine]:
     ]
 
 
-def _same(path: str, word: str) -> bool:
-    """Whether a word of the command names a file of the image; a folder ends in a slash."""
-    return PurePosixPath(word) == PurePosixPath(path)
+def _command(stage: _Stage, where: str) -> tuple[list[str], list[tuple[str, str]]]:
+    """The words of CMD as they were meant, and what Docker makes of them where that is something else."""
+    if not stage.by_shell or not stage.command:
+        return stage.command, []
+    text = stage.command[0]
+    starts = shell.START.search(text) is not None and not stage.entrypoint
+    if starts or not (stage.entrypoint or engine_starts.is_vllm(stage.base)):
+        return [*stage.shell, text], []
+    lost = f"CMD is no JSON list, so the entrypoint gets {' '.join(stage.shell)} and one text"
+    return shell.split(stage.filled(text), where), [(lost, "CMD as a JSON list")]
+
+
+def _with_script(words: list[str], files: dict[str, str]) -> list[str]:
+    """A command with the text of the script in place of its path, where that is a file of the image."""
+    for at, word in enumerate(words):
+        for path, text in files.items():
+            if PurePosixPath(word) == PurePosixPath(path) and shell.START.search(text):
+                return ["sh", "-c", text, *words[at:]]
+    return words
