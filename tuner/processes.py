@@ -8,6 +8,7 @@ import asyncio
 import ctypes
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -49,6 +50,16 @@ _PR_SET_CHILD_SUBREAPER = 36
 STOP_S = 60.0
 _started: set[int] = set()
 Detached = subprocess.Popen[bytes]
+
+
+def allow_files(most: int = 8192) -> None:
+    """Let this process open as many files as it may, at most so many: each connection of a server is one,
+    also while its TLS handshake lasts.
+    """
+    now, may = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = most if may == resource.RLIM_INFINITY else min(may, most)
+    if now != resource.RLIM_INFINITY and now < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, may))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

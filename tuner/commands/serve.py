@@ -41,6 +41,7 @@ def serve(
     import uvicorn
 
     from tuner.fleet.handover import recover_all
+    from tuner.processes import allow_files
     from tuner.service.app import configure, create
     from tuner.service.connections import TimedHead
     from tuner.service.runner import Controllers
@@ -97,18 +98,6 @@ def listen(host: str, port: int) -> "socket.socket":
         raise BadInput(
             f"cannot listen on {host}, port {port}: {reason}; give another --host or --port"
         ) from error
-
-
-def allow_files(most: int = 8192) -> None:
-    """Open as many file descriptors as this process may, at most so many: each connection needs one, also
-    while its TLS handshake lasts.
-    """
-    import resource
-
-    now, may = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = most if may == resource.RLIM_INFINITY else min(may, most)
-    if now != resource.RLIM_INFINITY and now < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, may))
 
 
 def check_tls(cert: Path | None, key: Path | None) -> None:

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import httptools
 import uvloop
 
+from tuner import processes
 from tuner.errors import BadInput, Unavailable
 from tuner.traffic.capture.files import Rotation, Sink
 from tuner.traffic.capture.recorder import RECORDED, RecordedExchange, Recorder
@@ -33,6 +34,18 @@ HOP = frozenset(
 
 # How long answers under way may still take after the signal.
 PATIENCE_S = 10.0
+
+# Anyone on the network may be a client: what it may send, how long it may take, how many there may be.
+HEAD_S, BODY_S, IDLE_S, TAKE_S = 20.0, 300.0, 75.0, 300.0
+LARGEST_HEAD, MOST_HEADERS = 64 * 1024, 200
+LARGEST_BODY, MOST_HELD = 128 << 20, 512 << 20
+"""Bytes of a body, and of all bodies that have come and whose answers have not ended."""
+MOST_WAITING = 16
+"""Requests that a client may send on one connection before the answer to the first one."""
+MOST_CLIENTS = 2000
+SMALL = 4096
+"""Bytes of a piece of a body below which the next one is put to it: a chunk may be a byte."""
+REASONS = {400: b"Bad Request", 413: b"Content Too Large", 502: b"Bad Gateway", 503: b"Service Unavailable"}
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -57,6 +70,7 @@ class Proxy:
         self.recorder = recorder
         self.free: list[UpstreamConnection] = []
         self.clients: set[ProxiedConnection] = set()
+        self.held = 0
 
     async def listen(self, host: str, port: int) -> asyncio.Server:
         """A server that can be started; port 0 takes a free one. OSError when the port is taken."""
@@ -78,6 +92,14 @@ class Proxy:
         await asyncio.sleep(0)  # connection_lost of what was aborted
 
 
+class _Refused(Exception):
+    """A request that is more than a client may send."""
+
+    def __init__(self, status: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.status = status
+
+
 class ProxiedConnection(asyncio.Protocol):
     """A client's connection. Requests are served one after another, in order."""
 
@@ -96,44 +118,113 @@ class ProxiedConnection(asyncio.Protocol):
         self._target = b""
         self._headers: Headers = []
         self._next = Request(b"")
+        self._in_head = self._began = True
+        self._head_bytes = self._taken = self._held = 0
+        self._overdue: asyncio.TimerHandle | None = None
+        self._untaken: asyncio.TimerHandle | None = None
+        self._since = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
         peer = transport.get_extra_info("peername")
         self._peer = str(peer[0]) if peer else None
         self.proxy.clients.add(self)
+        if len(self.proxy.clients) > MOST_CLIENTS:
+            waiting = (each for each in self.proxy.clients if each._overdue or each._untaken)
+            longest = min(waiting, key=lambda each: each._since, default=self)
+            longest._go_on()
+            longest._took()
+            longest.abort()
+        self._wait(IDLE_S)
+
+    def _wait(self, most_s: float) -> None:
+        """Ends the connection unless its client goes on in time."""
+        self._go_on()
+        loop = asyncio.get_running_loop()
+        self._overdue, self._since = loop.call_later(most_s, self.abort), loop.time()
+
+    def _go_on(self) -> None:
+        if self._overdue is not None:
+            self._overdue.cancel()
+            self._overdue = None
+
+    def _must_take(self) -> None:
+        """Ends the connection unless its client takes what waits for it in time."""
+        if self._untaken is None:
+            loop = asyncio.get_running_loop()
+            self._untaken, self._since = loop.call_later(TAKE_S, self.abort), loop.time()
+
+    def _took(self) -> None:
+        if self._untaken is not None:
+            self._untaken.cancel()
+            self._untaken = None
+
+    def _close(self) -> None:
+        """Ends the connection once its client has taken what waits: a close alone would wait for ever."""
+        self.transport.close()
+        self._must_take()
 
     def data_received(self, data: bytes) -> None:
-        if self._owed:
-            data = self._take_owed(data)
+        size, self._began = len(data), False
+        while data and not self.transport.is_closing():
+            data = self._parsed(self._take_owed(data) if self._owed else data)
+        self._taken = 0 if self._began else self._taken + size
+        if self._in_head and self._taken > LARGEST_HEAD:
+            self.abort()
+
+    def _parsed(self, data: bytes) -> bytes:
+        """What the parser leaves of a piece."""
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as error:  # an upgrade is not forwarded: it goes on as HTTP/1.1
             self._parser = httptools.HttpRequestParser(self)
-            if rest := data[int(error.args[0]) :]:
-                self.data_received(rest)
-        except httptools.HttpParserError:
-            self.refuse(400, "this is not HTTP")
+            return data[int(error.args[0]) :]
+        except httptools.HttpParserError as error:
+            if isinstance(error.__context__, _Refused):
+                self.refuse(error.__context__.status, str(error.__context__))
+            else:
+                self.refuse(400, "this is not HTTP")
+        return b""
 
     def _take_owed(self, data: bytes) -> bytes:
         """The body of a request that offered an upgrade: the parser leaves it to us. The rest."""
         body, rest = data[: self._owed], data[self._owed :]
         self._owed -= len(body)
-        self._next.body.append(body)
+        try:
+            self.on_body(body)
+        except _Refused as refused:
+            self.refuse(refused.status, str(refused))
+            return b""
         if not self._owed:
             self._whole()
         return rest
 
     def on_message_begin(self) -> None:
         self._target, self._headers = b"", []
+        self._in_head = self._began = True
+        self._head_bytes = 0
+        self._wait(HEAD_S)
 
     def on_url(self, url: bytes) -> None:
+        self._more_head(len(url))
         self._target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name.lower(), value))
+        """A header. What comes after the body must not become one of the head."""
+        self._more_head(len(name) + len(value))
+        if self._in_head:
+            self._headers.append((name.lower(), value))
+
+    def _more_head(self, size: int) -> None:
+        self._head_bytes += size
+        if self._head_bytes > LARGEST_HEAD or len(self._headers) >= MOST_HEADERS:
+            raise _Refused(400, f"a head has at most {LARGEST_HEAD} bytes and {MOST_HEADERS} headers")
 
     def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._wait(BODY_S)
+        if len(self._waiting) >= MOST_WAITING:
+            raise _Refused(400, f"more than {MOST_WAITING} requests wait for an answer")
         method = self._parser.get_method()
         keep = self._parser.should_keep_alive()
         one = self._next = Request(method, keep=keep)
@@ -144,7 +235,21 @@ class ProxiedConnection(asyncio.Protocol):
             self.transport.write(CONTINUE)
 
     def on_body(self, body: bytes) -> None:
-        self._next.body.append(body)
+        one = self._next
+        one.size += len(body)
+        self._hold(len(body))
+        if one.size > LARGEST_BODY:
+            raise _Refused(413, f"a request has at most {LARGEST_BODY} bytes")
+        if self.proxy.held > MOST_HELD:
+            raise _Refused(503, "too much is under way; try again")
+        if one.body and len(one.body[-1]) < SMALL:
+            one.body[-1] += body
+        else:
+            one.body.append(body)
+
+    def _hold(self, size: int) -> None:
+        self._held += size
+        self.proxy.held += size
 
     def on_message_complete(self) -> None:
         self._version = self._parser.get_http_version()
@@ -158,6 +263,7 @@ class ProxiedConnection(asyncio.Protocol):
 
     def _whole(self) -> None:
         """A request has arrived completely."""
+        self._go_on()
         one = self._next
         one.head = self._head(one, self._version)
         self._waiting.append(one)
@@ -183,7 +289,9 @@ class ProxiedConnection(asyncio.Protocol):
         """Forward the next request over an idle connection, or a new one."""
         if not self._waiting:
             if self._last:
-                self.transport.close()
+                self._close()
+            if self._overdue is None:
+                self._wait(IDLE_S)
             return
         self.request = self._waiting.popleft()
         while self.proxy.free:
@@ -217,10 +325,11 @@ class ProxiedConnection(asyncio.Protocol):
         if request is None:
             return
         self._record(request, whole)
+        self._hold(-request.size)
         if not whole:
             self.transport.abort()
         elif not request.keep:
-            self.transport.close()
+            self._close()
         else:
             self._serve()
 
@@ -236,7 +345,7 @@ class ProxiedConnection(asyncio.Protocol):
         body = json.dumps({"error": {"message": sentence, "type": "proxy", "code": status}}).encode()
         head = b"HTTP/1.1 %d %b\r\nconnection: close\r\ncontent-type: application/json\r\n" % (
             status,
-            b"Bad Gateway" if status == 502 else b"Bad Request",
+            REASONS[status],
         )
         self.transport.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
         if self.request is not None:
@@ -244,7 +353,7 @@ class ProxiedConnection(asyncio.Protocol):
             if self.request.exchange is not None:
                 self.request.exchange.code = status
             self.answered(whole=True)
-        self.transport.close()
+        self._close()
 
     def finish(self) -> None:
         """Close once nothing is under way."""
@@ -257,16 +366,22 @@ class ProxiedConnection(asyncio.Protocol):
         self.transport.abort()
 
     def pause_writing(self) -> None:
+        self._must_take()
         if self.upstream is not None:
             self.upstream.transport.pause_reading()
 
     def resume_writing(self) -> None:
+        if not self.transport.is_closing():
+            self._took()
         if self.upstream is not None:
             self.upstream.transport.resume_reading()
 
     def connection_lost(self, error: Exception | None) -> None:
         """The client is gone: break off the upstream too, so that the engine sees it."""
         self.proxy.clients.discard(self)
+        self._go_on()
+        self._took()
+        self._hold(-self._held)
         if self._connecting is not None:
             self._connecting.cancel()
         upstream, request, self.upstream, self.request = self.upstream, self.request, None, None
@@ -299,6 +414,7 @@ def run(
 
     `ready` is called with the port. A second signal cuts running answers.
     """
+    processes.allow_files()
     recorder = Recorder(Sink(out, name, rotation), tokenizer=tokenizer, raw=raw)
     proxy = Proxy(upstream, recorder)
     sys.setswitchinterval(0.0005)  # the recorder's thread must not hold up a chunk for longer

@@ -17,11 +17,14 @@ END = b"\r\n\r\n"
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request of a client as it came; `head` is what goes to the upstream, ready to be sent."""
+    """One request of a client as it came; `head` is what goes to the upstream, ready to be sent, `size` the
+    bytes of the body.
+    """
 
     method: bytes
     head: bytes = b""
     body: list[bytes] = field(default_factory=list)
+    size: int = 0
     keep: bool = True
     exchange: RecordedExchange | None = None
 
