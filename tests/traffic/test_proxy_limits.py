@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.traffic.test_proxy import BODY, WATCHDOG_S, WHOLE, ask, between, talk
-from tuner.traffic.capture import proxy
+from tuner.traffic.capture import proxy, upstream
 
 CLOSE = b"connection: close\r\n"
 CHUNKED = b"Transfer-Encoding: chunked\r\n"
@@ -108,13 +108,13 @@ def test_20_attack_a_body_of_tiny_chunks_is_a_few_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pieces: list[int] = []
-    send = proxy.UpstreamConnection.send
+    send = upstream.UpstreamConnection.send
 
-    def seen(self: proxy.UpstreamConnection, client: proxy.ProxiedConnection, request: proxy.Request) -> None:
+    def seen(self: upstream.UpstreamConnection, client: upstream.Client, request: upstream.Request) -> None:
         pieces.append(len(request.body))
         send(self, client, request)
 
-    monkeypatch.setattr(proxy.UpstreamConnection, "send", seen)
+    monkeypatch.setattr(upstream.UpstreamConnection, "send", seen)
     tiny = b"".join(b"1\r\n%c\r\n" % one for one in BODY) + b"0\r\n\r\n"
     chunked = b"POST /v1/completions HTTP/1.1\r\n" + CLOSE + CHUNKED + b"\r\n"
     got, _, _ = attacked(tmp_path / "c.jsonl", sends(chunked + tiny))
