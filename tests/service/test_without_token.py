@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.service.world import World
+from tuner.errors import Unavailable
 from tuner.service import auth
 from tuner.service.pages.session import COOKIE
 from tuner.service.sessions import Attempts
@@ -186,3 +187,27 @@ def test_20_attack_an_error_page_reads_the_history_in_a_thread(
         assert client.get(path, headers=headers, follow_redirects=False).status_code >= 300
     assert loops
     assert not any(loops)
+
+
+def test_20_attack_an_error_of_the_database_does_not_name_it(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The refusals named its user, host and driver's words, also to who had no token."""
+    world.token("read")
+    words = "database postgresql://owner@db7.example/t failed: connection to server at 10.0.0.5 refused"
+
+    def fails(*_: object, **__: object) -> int:
+        raise Unavailable(words)
+
+    for name in ("change_token", "verify_token", "tokens", "add_audit"):
+        with monkeypatch.context() as here:
+            here.setattr(world.store, name, fails)
+            here.setattr(world.store.database, "check", fails)
+            client = world.client()
+            answers = [client.get("/readyz"), client.get("/"), client.get("/v1/runs"), client.get("/nothing")]
+            answers += [client.get("/v1/runs", headers={"authorization": f"Bearer {name}"})]
+            answers += [client.post("/v1/studies", headers={"authorization": f"Bearer {name} x"})]
+            answers += [client.post("/login", data={"token": name})]
+        assert not [each.text for each in answers if "db7" in each.text or "10.0.0.5" in each.text]
+        assert answers[0].status_code == 503
+    assert "db7" in caplog.text

@@ -1,8 +1,10 @@
 """Who asks: bearer tokens with scopes. Without any token the service trusts the loopback it is bound to."""
 
 import hashlib
+import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from ipaddress import IPv6Address, ip_address
@@ -11,6 +13,7 @@ from typing import Annotated
 from fastapi import Depends, HTTPException, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
+from tuner.errors import TunerError
 from tuner.history.entities import SCOPES, Token
 from tuner.history.store import Store
 
@@ -18,11 +21,23 @@ INCLUDES = {"read": {"read"}, "run": {"read", "run"}, "promote": {"read", "promo
 """What each scope of a token allows."""
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 PROXY_HEADERS = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip")
+AWAY = "the database cannot be used now; the service's log says why"
+log = logging.getLogger("tuner.service")
 _PLAIN = re.compile(r"[\w.:%-]{1,64}", re.ASCII)
 RECHECK = timedelta(seconds=60)
 KEPT = 1024
 
 bearer = HTTPBearer(auto_error=False, description="A token of `tuner token create`.")
+
+
+@contextmanager
+def unnamed_database() -> Iterator[None]:
+    """What a database's error says goes to the log: who has no token must not read its name and address."""
+    try:
+        yield
+    except TunerError as error:
+        log.error("database: %s", error)
+        raise type(error)(AWAY) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +71,14 @@ class Guard:
 
     def identify(self, text: str) -> Actor | None:
         """Whom a token text belongs to while it is valid; the comparison is constant in time."""
-        now, pulse = self._clock(), self._store.change_token()
+        now = self._clock()
+        with unnamed_database():
+            pulse = self._store.change_token()
         key = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
         kept = self._known.get(key)
         if kept is None or kept[1] != pulse or now - kept[2] >= RECHECK:
-            token = self._store.verify_token(text, now=now)
+            with unnamed_database():
+                token = self._store.verify_token(text, now=now)
             if len(self._known) >= KEPT:
                 self._known.clear()
             kept = self._known[key] = (token, pulse, now)
@@ -78,9 +96,10 @@ class Guard:
             return False
         if request.method not in ("GET", "HEAD") and not same_site(request):
             return False
-        pulse = self._store.change_token()
-        if self._open is None or self._open[0] != pulse:
-            self._open = (pulse, not self._store.tokens())
+        with unnamed_database():
+            pulse = self._store.change_token()
+            if self._open is None or self._open[0] != pulse:
+                self._open = (pulse, not self._store.tokens())
         return self._open[1]
 
     def anonymous(self, request: Request) -> Actor | None:

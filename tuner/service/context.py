@@ -13,7 +13,7 @@ from tuner.fleet import notify
 from tuner.history.store import Store
 from tuner.profiles import registry
 from tuner.records import JSON, AliasEvent, Profile, ProfileKey
-from tuner.service.auth import Actor, Guard
+from tuner.service.auth import Actor, Guard, unnamed_database
 from tuner.service.pulls import Pulls
 from tuner.service.runner import Controllers
 from tuner.service.sessions import Attempts, Sessions
@@ -120,7 +120,8 @@ class ServiceContext:
             return
         self.audited.failed("")
         nobody = Actor(name="nobody", scopes=frozenset(), client=client)
-        self.audit(nobody, "login.failed", path, "the token has expired, was revoked, or is not known")
+        with unnamed_database():
+            self.audit(nobody, "login.failed", path, "the token has expired, was revoked, or is not known")
 
 
 def service_of(request: Request) -> ServiceContext:

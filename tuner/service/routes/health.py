@@ -7,7 +7,7 @@ from pydantic import BaseModel, Field
 
 from tuner import __version__
 from tuner.history.entities import AuditEntry
-from tuner.service.auth import Admin, Reader
+from tuner.service.auth import Admin, Reader, unnamed_database
 from tuner.service.context import Here
 from tuner.service.problems import documented
 from tuner.service.schemas import Cursor, Limit, Page, after, page
@@ -33,7 +33,8 @@ async def healthz() -> Health:
     responses={status: body for status, body in documented(404, 409).items() if status in (404, 409, 503)},
 )
 def readyz(here: Here) -> Health:
-    here.store.database.check()
+    with unnamed_database():
+        here.store.database.check()
     return Health(status="ready", version=__version__)
 
 
