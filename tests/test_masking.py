@@ -215,3 +215,11 @@ def test_I29_4_words_in_sentences_stay_readable(line: str) -> None:
 def test_I29_4_an_item_of_a_kubernetes_environment_is_masked_by_its_name() -> None:
     env = [{"name": "HF_TOKEN", "value": "abcdefgh"}, {"name": "PORT", "value": "eight"}]
     assert masking.tree({"env": env})["env"] == [{"name": "HF_TOKEN", "value": MASK}, env[1]]
+
+
+@pytest.mark.parametrize("part", ["a=[", "a='", "a=", "key=[", "token: ", "('a', ", "tokens: [1, "])
+def test_a_line_of_many_names_is_read_once(part: str) -> None:
+    """A line of a log may have 64 KiB, and hold whatever a client sent."""
+    shown = masking.text(part * 5000 + " api_key=abcdefgh")
+    assert "abcdefgh" not in shown
+    assert shown.endswith(MASK)

@@ -49,7 +49,7 @@ _TOKENS = (
     r"|AIza[\w-]{30,}|nvapi-[\w-]{20,}|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{30,}|dckr_pat_[\w-]{20,}"
     r"|tuner_[0-9a-f]{12}_[\w-]{20,}"
 )
-_CURL = r"\bcurl\b(?:[^\n|]|\\\n)*?\s"
+_CURL = r"\bcurl\b(?:[^\n|]|\\\n){0,200}?\s"
 _MASKED = r"(?:(?:bearer|basic|token)\s+)?" + re.escape(MASK) + r".*"
 _SHAPES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(shape, re.IGNORECASE if instead else re.DOTALL), instead + MASK + after)
@@ -82,16 +82,25 @@ _SHAPES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 )
 _VALUE = r"(?P<list>\[)?(?P<quote>\\?['\"])?(?P<value>(?(list)[^\]\n]+|(?(quote)(?:(?!(?P=quote)).)+|{})))"
 _BARE = r"(?![\w.-]+:\s)[^\s'\",\]}&]+"
-_NAMED = re.compile(
-    r"(?<![\w.-])(?P<name>-{0,2}[A-Za-z_][\w.-]*)(?P<sign>\\?['\"]?\s*[=:]\s*b?)" + _VALUE.format(_BARE)
-)
-_FLAG = re.compile(r"(?<!\S)(?P<name>--?[a-z][\w.-]*)(?P<sign>\s+)" + _VALUE.format(r"(?!-)[^\s'\",\]]+"))
-
-# A name and its value as two texts: `("x-api-key", "it")`, `"--api-key", "it"`, `name: API_KEY, value: it`.
-_PAIR = re.compile(
-    r"(?:\(b?['\"]|(?<=['\"])(?=--)|(?P<env>\bname\\?['\"]?\s*[:=]\s*\\?['\"]?))(?P<name>-{0,2}[A-Za-z_][\w.-]*)"
-    r"(?P<sign>(?(env)\\?['\"]?\s*,?\s*\\?['\"]?value\\?['\"]?\s*[:=]\s*|['\"]\s*,\s*b?(?=['\"])))"
-    + _VALUE.format(_BARE)
+# Where a name stands before its value, and the value: `NAME=it`, `NAME: it`; then as two texts,
+# `("x-api-key", "it")`, `"--api-key", "it"` or `name: API_KEY, value: it`; then `--name it`.
+_NAMED = (
+    (
+        re.compile(r"(?<![\w.-])(?P<name>-{0,2}[A-Za-z_][\w.-]*)(?P<sign>\\?['\"]?\s*[=:]\s*b?)"),
+        re.compile(_VALUE.format(_BARE)),
+    ),
+    (
+        re.compile(
+            r"(?:\(b?['\"]|(?<=['\"])(?=--)|(?P<env>\bname\\?['\"]?\s*[:=]\s*\\?['\"]?))"
+            r"(?P<name>-{0,2}[A-Za-z_][\w.-]*)"
+            r"(?P<sign>(?(env)\\?['\"]?\s*,?\s*\\?['\"]?value\\?['\"]?\s*[:=]\s*|['\"]\s*,\s*b?(?=['\"])))"
+        ),
+        re.compile(_VALUE.format(_BARE)),
+    ),
+    (
+        re.compile(r"(?<!\S)(?P<name>--?[a-z][\w.-]*)(?P<sign>\s+)"),
+        re.compile(_VALUE.format(r"(?!-)[^\s'\",\]]+")),
+    ),
 )
 
 # A word after a name and a colon that begins a sentence, and is no secret.
@@ -131,36 +140,56 @@ def text(words: str) -> str:
     """A text with its secrets masked: by their shape, or by the name before them (`NAME=it`, `--name it`)."""
     for shape, instead in _SHAPES:
         words = shape.sub(instead, words)
-    for named in (_NAMED, _PAIR, _FLAG):
-        words = named.sub(_hidden, words)
+    for before, after in _NAMED:
+        words = _without_named(words, before, after)
     return words
 
 
-def _hidden(found: re.Match[str]) -> str:
-    name, value = found["name"], found["value"]
-    items = re.split(r"['\"]?,\s*['\"]?", value) if found["list"] else [value]
-    plain = not found["quote"] and found["sign"][:1] not in "'\"\\"
-    prose = name.lower() in ("key", "keys") or value.lower() in ("bearer", "basic")
-    prose |= plain and ":" in found["sign"] and _is_sentence(found, name, value)
-    shown = MASK
-    if (
-        prose
-        or re.fullmatch(_MASKED, value, re.IGNORECASE)
-        or not any(is_secret(name, item) for item in items)
-    ):
-        shown = _NAMED.sub(_hidden, value) if re.search(r"[:=]", value) else value
-    start = found.start("quote" if found["list"] and found["quote"] and shown == MASK else "value")
-    return found[0][: start - found.start()] + shown
+def _without_named(words: str, before: re.Pattern[str], after: re.Pattern[str]) -> str:
+    """A text without the secret values that stand after their names. What follows a name that is none of a
+    secret is searched again, since it may hold one.
+    """
+    made, at = [], 0
+    while (named := before.search(words, at)) is not None:
+        end = named.end()
+        made.append(words[at:end])
+        given = after.match(words, end) if _may_be_secret(named["name"]) else None
+        if given is not None and _hides(named, given):
+            made.append(
+                words[end : given.start("quote" if given["list"] and given["quote"] else "value")] + MASK
+            )
+            end = given.end()
+        at = end
+    return "".join((*made, words[at:]))
 
 
-def _is_sentence(found: re.Match[str], name: str, value: str) -> bool:
+def _may_be_secret(name: str) -> bool:
+    words = "-".join(word.lower() for word in _WORD.findall(name))
+    return name.lower() not in ("key", "keys") and bool(_ALWAYS.search(words) or _OFTEN.search(words))
+
+
+def _hides(named: re.Match[str], given: re.Match[str]) -> bool:
+    """Whether the value after a name is a secret."""
+    name, value = named["name"], given["value"]
+    items = re.split(r"['\"]?,\s*['\"]?", value) if given["list"] else [value]
+    if value.lower() in ("bearer", "basic") or re.fullmatch(_MASKED, value, re.IGNORECASE):
+        return False
+    plain = not given["quote"] and named["sign"][:1] not in "'\"\\"
+    if plain and ":" in named["sign"] and _is_sentence(named, given):
+        return False
+    return any(is_secret(name, item) for item in items)
+
+
+def _is_sentence(named: re.Match[str], given: re.Match[str]) -> bool:
     """Whether the word after `name:` is one of a sentence and no secret: a secret has digits or signs, or
     stands after the name of a header or of a setting, or alone with its name on the line.
     """
+    name, value, text = named["name"], given["value"], named.string
     if re.search(r"[\d_=/+]", value):
         return False
-    words, (start, end) = "-".join(word.lower() for word in _WORD.findall(name)), found.span()
-    before, after = found.string[:start].rpartition("\n")[2], found.string[end:].partition("\n")[0]
+    words = "-".join(word.lower() for word in _WORD.findall(name))
+    before = text[text.rfind("\n", 0, named.start()) + 1 : named.start()]
+    after = text[given.end() : given.end() + 200].partition("\n")[0]
     alone = not before.strip(" \t<>*-{[") and after.strip()[:1] in ("", ",", ";", "}", "]")
     setting = "-" in words and (name.lower().startswith("x-") or bool(_ALWAYS.search(words)))
     return value.lower().rstrip(".,;!") in _SENTENCE or not (

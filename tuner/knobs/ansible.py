@@ -38,7 +38,7 @@ def engines(text: str, where: str, unit: Reader) -> list[FoundEngine]:
     """The engines of a playbook or of a file of tasks; none where the text is something else. `unit` reads
     the text of a systemd unit.
     """
-    if not re.match(r"(?:\s*(?:#[^\n]*|---[^\n]*)?\n)*\s*- ", text):
+    if not re.match(r"(?:[ \t\r]*(?:#[^\n]*|---[^\n]*)?\n)*[ \t]*- ", text):
         return []
     try:
         found = [each.value for each in yamltext.documents(text, where)]
