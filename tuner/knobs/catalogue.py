@@ -145,7 +145,7 @@ def _type_complaint(kind: Kind, value: Value) -> str | None:
 def _decoded(text: str, kind: type) -> bool:
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     if kind is list and isinstance(found, list):
         return bool(found) and all(type(item) is int and item > 0 for item in found)

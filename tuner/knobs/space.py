@@ -32,6 +32,9 @@ DEFAULT = "default"
 # No search can use more levels of one knob: more of them are a mistake in `step`.
 _MOST_LEVELS = 4096
 
+# No knob is as large as this.
+_MOST_NUMBER = 2.0**63
+
 # Combinations of levels that are tried to meet a condition; those of people need a few.
 _MOST_COMBINATIONS = 100_000
 
@@ -367,14 +370,14 @@ def _range(found: Knob, file: KnobFile, where: str) -> list[Value]:
     pace = file.per_octave if file.step is None else file.step
     if not _is_number(pace) or pace <= 0:
         raise BadInput(f"{where}: the step {pace!r} is not a number above 0")
-    if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
+    if isinstance(multiple, bool) or not isinstance(multiple, int) or not 1 <= multiple < _MOST_NUMBER:
         raise BadInput(f"{where}: 'multiple' is not a whole number above 0")
     if file.step is None and low <= 0:
         raise BadInput(f"{where}: a geometric range starts above 0")
     steps = (math.log2(high / low) * pace) if file.step is None else (high - low) / pace
-    count = math.floor(steps + 1e-9) + 1
-    if count > _MOST_LEVELS:
+    if steps + 1e-9 >= _MOST_LEVELS:
         raise BadInput(f"{where}: more than {_MOST_LEVELS} levels; take a bigger step")
+    count = math.floor(steps + 1e-9) + 1
     grid = (low * 2 ** (i / pace) if file.step is None else low + i * pace for i in range(count))
     return list(dict.fromkeys(_rounded(found, value, multiple) for value in grid))
 
@@ -386,7 +389,8 @@ def _rounded(found: Knob, value: float, multiple: int) -> Value:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether a value is a number that a grid can be computed with."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MOST_NUMBER
 
 
 def _condition(raw: object, where: str) -> dict[str, tuple[Value, ...]]:

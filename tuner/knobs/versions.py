@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
@@ -14,6 +14,9 @@ from tuner.settings import shipped
 
 # Older engines are refused; the data knows them only to explain what they lack.
 OLDEST = Version("0.10")
+
+# Characters of a version range; ranges are kept in memory, and a service takes them from requests.
+LONGEST_RANGE = 200
 
 # The first and the last release with a flag; None: the newest release in the data has it.
 Interval = tuple[str, str | None]
@@ -79,16 +82,19 @@ def parse(version: str) -> Version:
         return Version("9999")
 
 
-@cache
+@lru_cache(maxsize=4096)
 def specifier(text: str, where: str) -> SpecifierSet:
     """A version range such as `>=0.10,<0.33`. BadInput names the place of a wrong one."""
     try:
+        if len(text) > LONGEST_RANGE:
+            raise InvalidSpecifier
         return SpecifierSet(text)
     except InvalidSpecifier:
-        raise BadInput(f"{where}: '{text}' is no version range; write one like '>=0.10,<0.33'") from None
+        shown = text if len(text) <= LONGEST_RANGE else f"{text[:LONGEST_RANGE]}…"
+        raise BadInput(f"{where}: '{shown}' is no version range; write one like '>=0.10,<0.33'") from None
 
 
-@cache
+@lru_cache(maxsize=4096)
 def matches(version: str, wanted: str) -> bool:
     """Whether a version, pre-releases included, is in a range; every version is in an empty range."""
     return specifier(wanted, "version range").contains(parse(version), prereleases=True)

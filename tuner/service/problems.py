@@ -1,6 +1,5 @@
 """Every refusal is an `application/problem+json` (RFC 9457) with one sentence in `detail`."""
 
-import json
 import logging
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -19,6 +18,10 @@ from tuner.errors import BadInput, Conflict, NotFound, TunerError, Unavailable
 
 MEDIA = "application/problem+json"
 STATUS: Mapping[type[TunerError], int] = {BadInput: 400, NotFound: 404, Conflict: 409, Unavailable: 503}
+LONGEST_TEXT, LARGEST_NUMBER = 16 * 1024, 2**63
+"""What the free-form parts of a request may hold."""
+MOST_ERRORS, LONGEST_DETAIL = 20, 2000
+"""What an answer says of a wrong request: a request of 1 MiB can be wrong in 200,000 places."""
 log = logging.getLogger("tuner.service")
 
 
@@ -33,15 +36,31 @@ class ProblemDetails(BaseModel):
     errors: list[dict[str, Any]] | None = Field(default=None, description="Which part of the request.")
 
 
-def unicode_only(value: Any) -> Any:
+def plain_values(value: Any) -> Any:
     """What was sent as JSON, for models with free-form parts. ValueError where a text holds half of a
-    character: no answer could show it.
+    character (no answer could show it) or is too long, or where a number is too large to compute with.
     """
+    left = [value]
+    while left:
+        here = left.pop()
+        if isinstance(here, Mapping):
+            left += [*here, *here.values()]
+        elif isinstance(here, list):
+            left += here
+        elif isinstance(here, str):
+            _check_text(here)
+        elif isinstance(here, int | float) and not abs(here) < LARGEST_NUMBER:
+            raise ValueError(f"a number below {LARGEST_NUMBER:g} is expected")
+    return value
+
+
+def _check_text(text: str) -> None:
+    if len(text) > LONGEST_TEXT:
+        raise ValueError(f"a text has {len(text):,} characters; at most {LONGEST_TEXT:,} are taken")
     try:
-        json.dumps(value, ensure_ascii=False, default=str).encode()
+        text.encode()
     except UnicodeEncodeError:
         raise ValueError("a text is not Unicode: it holds half of a surrogate pair") from None
-    return value
 
 
 def problem(
@@ -52,11 +71,20 @@ def problem(
         "type": "about:blank",
         "title": HTTPStatus(status).phrase,
         "status": status,
-        "detail": masking.text(detail),
+        "detail": _shown(request, detail),
         "request_id": str(request.scope.get("request_id", "")),
         **masking.tree(more),
     }
     return JSONResponse(body, status, dict(headers or {}), media_type=MEDIA)
+
+
+def _shown(request: Request, detail: str) -> str:
+    """A sentence without secrets, without this host's paths, and not longer than a person reads. What is cut
+    off is masked before: half of a secret has no shape.
+    """
+    home = str(request.app.state.service.settings.home)
+    plain = masking.text(detail[: 2 * LONGEST_DETAIL]).replace(home, "TUNER_HOME")
+    return plain if len(plain) <= LONGEST_DETAIL else f"{plain[:LONGEST_DETAIL]}…"
 
 
 def status_of(error: TunerError) -> int:
@@ -73,7 +101,13 @@ async def _refused(request: Request, error: Exception) -> JSONResponse:
     if isinstance(error, HTTPException):
         return problem(request, error.status_code, str(error.detail), error.headers)
     if isinstance(error, RequestValidationError):
-        plain = [{"at": [*map(str, each["loc"])], "problem": each["msg"]} for each in error.errors()]
+        plain = [
+            {
+                "at": [_shown(request, str(part)) for part in each["loc"]],
+                "problem": _shown(request, each["msg"]),
+            }
+            for each in error.errors()[:MOST_ERRORS]
+        ]
         first = plain[0] if plain else {"at": [], "problem": "not valid"}
         said = f"{'.'.join(first['at'])}: {first['problem']}"
         return problem(request, 422, said, errors=jsonable_encoder(plain))

@@ -23,7 +23,7 @@ from tuner.history.store import Store
 from tuner.knobs import space as spaces
 from tuner.knobs.catalogue import CATALOGUE
 from tuner.records import JSON, Value, digest_of
-from tuner.service.problems import unicode_only
+from tuner.service.problems import LARGEST_NUMBER, plain_values
 from tuner.settings import NAME, Settings
 from tuner.tuning import study as studies
 from tuner.tuning import studyfile
@@ -82,7 +82,7 @@ def engines_of(home: Path, node: str) -> dict[str, EngineFile]:
 
 WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_+-]{0,63}")
 """A value that is a text: one word, which is no path, no address, no module and no flag."""
-MOST, LONGEST_VALUE = 2**63, 4000
+LONGEST_VALUE = 4000
 MODEL_KEYS = frozenset(("model", "draft_model"))
 OBJECTS = {
     "speculative_config": {
@@ -109,8 +109,8 @@ def check(knob: str, values: Iterable[Value], models: Collection[str], where: st
     if entry is None:
         raise BadInput(f"{where}: '{knob}' is not a knob{nearest(knob, CATALOGUE)}")
     for value in values:
-        if not isinstance(value, str) and value is not None and not abs(value) < MOST:
-            raise BadInput(f"{where}: {knob}: a number below {MOST:g} is expected")
+        if not isinstance(value, str) and value is not None and not abs(value) < LARGEST_NUMBER:
+            raise BadInput(f"{where}: {knob}: a number below {LARGEST_NUMBER:g} is expected")
         if isinstance(value, str) and len(value) > LONGEST_VALUE:
             raise BadInput(f"{where}: {knob}: longer than {LONGEST_VALUE} characters")
         if not isinstance(value, str) or entry.kind in ("preemption", "ints"):
@@ -125,7 +125,7 @@ def _object(knob: str, text: str, models: Collection[str], where: str) -> None:
     known = OBJECTS.get(knob, {})
     try:
         found: JSON = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise BadInput(f"{where}: '{text[:80]}' is not a JSON object") from None
     if not known or not isinstance(found, dict):
         raise BadInput(f"{where} cannot be set over HTTP: write it in a study file on the node")
@@ -138,6 +138,8 @@ def _object(knob: str, text: str, models: Collection[str], where: str) -> None:
             raise BadInput(f"{where}: {key}: a {known[key].__name__} is expected")
         if isinstance(value, str):
             _text(key, value, models, where)
+        elif isinstance(value, int) and not abs(value) < LARGEST_NUMBER:
+            raise BadInput(f"{where}: {key}: a number below {LARGEST_NUMBER:g} is expected")
 
 
 def _text(key: str, value: str, models: Collection[str], where: str) -> None:
@@ -198,7 +200,7 @@ class StudyRequest(BaseModel):
     price_per_gpu_hour: float | None = Field(default=None, ge=0)
     budget: BudgetFile = Field(default_factory=BudgetFile)
 
-    _unicode_only = model_validator(mode="before")(unicode_only)
+    _plain_values = model_validator(mode="before")(plain_values)
     seed: int = Field(default=0, ge=0, lt=2**63)
 
 

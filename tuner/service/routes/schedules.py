@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from tuner.history.entities import Schedule
 from tuner.service.auth import Reader, Runner
 from tuner.service.context import Here
-from tuner.service.problems import documented, unicode_only
+from tuner.service.problems import documented, plain_values
 from tuner.service.schedules import checked
 from tuner.settings import NAME
 
@@ -40,7 +40,7 @@ class ScheduleRequest(BaseModel):
     enabled: bool = True
     reason: str = Field(default="set over HTTP", max_length=500)
 
-    _unicode_only = model_validator(mode="before")(unicode_only)
+    _plain_values = model_validator(mode="before")(plain_values)
 
 
 @router.get("", summary="Schedules by name", responses=documented())
