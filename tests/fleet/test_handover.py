@@ -201,6 +201,67 @@ def test_a_journal_of_another_host_is_left_to_it(store: Store, home: Path, produ
         recover(store, "gpu-1", home=home, clock=clock)
 
 
+def left_by_a_pod(store: Store, home: Path, production: Production) -> str:
+    """Production is down, and a pod that is gone has the journal of it. Returns the pod."""
+    with handed_over(store, NODE, home=home, clock=clock):
+        journal = store.handover("gpu-1")
+    assert isinstance(journal, dict)
+    store.set_handover("gpu-1", {**journal, "host": "tuner-29471-x7k2p", "holder": "tuner-29471-x7k2p pid 1"})
+    (production.place / "state").write_text("down")
+    (production.place / "log").write_text("")
+    return "tuner-29471-x7k2p"
+
+
+def test_20_what_a_dead_pod_drained_is_restored_by_the_next_one_when_told_so(
+    store: Store, home: Path, production: Production
+) -> None:
+    pod = left_by_a_pod(store, home, production)
+    refused = tuner(home, "node", "restore", "gpu-1")
+    assert refused.returncode == 5
+    assert f"'tuner node restore gpu-1 --from {pod}'" in refused.stderr
+    refused = tuner(home, "node", "restore", "gpu-1", "--from", "another")
+    assert (refused.returncode, f"--from {pod}" in refused.stderr) == (5, True)
+    assert not production.up
+    production.trouble("restore", 9)
+    failed = tuner(home, "node", "restore", "gpu-1", "--from", pod)
+    assert (failed.returncode, "is NOT restored" in failed.stderr) == (6, True)
+    assert "host tuner-29471-x7k2p" in json.dumps(store.handover("gpu-1")).replace('": "', " "), (
+        "kept for a try"
+    )
+    (production.place / "no-restore").unlink()
+    done = tuner(home, "node", "restore", "gpu-1", "--from", pod)
+    assert done.returncode == 0, done.stderr
+    assert f"drained from host {pod} at 20" in done.stderr
+    assert f"production.py restore {production.place}" in done.stderr, "it says what it will run"
+    assert done.stderr.endswith("node gpu-1: production is back\n")
+    assert production.up
+    assert (store.handover("gpu-1"), store.node("gpu-1").state) == (None, "free")
+    row = store.audit(limit=1)[0]
+    assert (row.action, row.target, pod in row.reason) == ("node.restore", "gpu-1", True)
+    again = tuner(home, "node", "restore", "gpu-1", "--from", pod)
+    assert (again.returncode, "nothing to restore" in again.stderr) == (0, True)
+
+
+def test_20_a_journal_is_forgotten_when_production_was_brought_back_by_hand(
+    store: Store, home: Path, production: Production
+) -> None:
+    pod = left_by_a_pod(store, home, production)
+    lease = store.acquire_lease("gpu-1", f"{pod} pid 1", now=clock(), ttl_s=3600.0)
+    held = tuner(home, "node", "restore", "gpu-1", "--forget")
+    assert "a running run holds it" in held.stderr
+    assert store.handover("gpu-1") is not None
+    store.release_lease(lease)
+    done = tuner(home, "node", "restore", "gpu-1", "--forget")
+    assert done.returncode == 0, done.stderr
+    assert f"drained from host {pod}" in done.stderr
+    assert done.stderr.endswith("node gpu-1: the journal is cleared, and nothing was run\n")
+    assert production.log == []
+    assert (store.handover("gpu-1"), store.node("gpu-1").state) == (None, "free")
+    assert store.audit(limit=1)[0].action == "node.forget"
+    for wrong in (("--all", "--forget"), ("--all", "--from", pod), ("gpu-1", "--forget", "--from", pod)):
+        assert tuner(home, "node", "restore", *wrong).returncode == 2
+
+
 def test_a_lease_that_ran_out_while_nobody_came_does_not_keep_production_down(
     store: Store, home: Path, production: Production
 ) -> None:

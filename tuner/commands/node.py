@@ -1,5 +1,6 @@
 """`tuner node`: machines with GPUs, and how production gives them up and takes them back."""
 
+import getpass
 import shlex
 import time
 from dataclasses import replace
@@ -162,13 +163,22 @@ def restore_production(
     mended: Annotated[
         bool, typer.Option("--mended", help="The node was in state fault and is repaired.")
     ] = False,
+    host: Annotated[
+        str,
+        typer.Option("--from", metavar="HOST", help="Restore here what HOST drained. HOST (a pod) is gone."),
+    ] = "",
+    forget: Annotated[
+        bool, typer.Option("--forget", help="Run nothing: production was brought back by hand.")
+    ] = False,
     after: Annotated[str | None, typer.Option(metavar="HOLDER", hidden=True)] = None,
 ) -> None:
     """Bring production back on a node whose run has died. A node with a living run is left alone."""
     from tuner.fleet import handover
 
-    if (node is None) == (not all_nodes):
-        raise BadInput("name one node, or give --all")
+    if (node is None) == (not all_nodes) or (node is None and (host or forget)):
+        raise BadInput("name one node, or give --all; --from and --forget are for one node")
+    if host and forget:
+        raise BadInput("--from runs the hooks here, --forget runs nothing: give one of them")
     home = settings().home
     try:
         store = open_store()
@@ -187,11 +197,28 @@ def restore_production(
     known = store.node(node)
     if known.state == "fault" and mended:
         store.set_node_state(node, "free")
-    done = handover.recover(store, node, home=home, clock=now, say=say)
+    _restore(store, node, host, forget)
+
+
+def _restore(store: "Store", node: str, host: str, forget: bool) -> None:
+    """Say what the journal of a node has, undo or forget it, and say how that ended."""
+    from tuner.fleet import handover
+
+    found = handover.found(store, node)
+    for line in found:
+        say(line)
+    if forget:
+        done = handover.forget(store, node, clock=now)
+    else:
+        done = handover.recover(store, node, home=settings().home, clock=now, say=say, host=host)
+    if done and (forget or host):
+        action = "node.forget" if forget else "node.restore"
+        store.add_audit(
+            actor=getpass.getuser(), action=action, target=node, reason="; ".join(found), now=now()
+        )
     held = not done and store.handover(node) is not None
-    state = (
-        "a running run holds it" if held else "production is back" if done else "there was nothing to restore"
-    )
+    back = "the journal is cleared, and nothing was run" if forget else "production is back"
+    state = "a running run holds it" if held else back if done else "there was nothing to restore"
     say(f"node {node}: {state}")
 
 

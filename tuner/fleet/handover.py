@@ -4,6 +4,7 @@ Hooks come only from TUNER_HOME/nodes/NAME.yaml, which a person or `tuner node a
 can set them.
 """
 
+import shlex
 import signal
 import socket
 import sys
@@ -15,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from types import FrameType
 
-from tuner import processes
+from tuner import masking, processes
 from tuner.errors import Conflict, NotFound, TunerError, Unavailable
 from tuner.fleet.hooks import Hook, hooks, path_of
 from tuner.fleet.nodes import LEASE_S, held, holder, is_dead, release_dead
@@ -103,9 +104,9 @@ def handed_over(
                 place.undo()
 
 
-def recover(store: Store, node: str, *, home: Path, clock: Clock, say: Say = silent) -> bool:
+def recover(store: Store, node: str, *, home: Path, clock: Clock, say: Say = silent, host: str = "") -> bool:
     """Undo what a dead controller left on a node: first its engines, then its hooks. True when there was
-    work.
+    work. `host` is where it was (empty: here); the hooks run here.
 
     A node that somebody holds is left alone (False). Conflict when the node is in state fault or the journal
     is of another host. Unavailable when a hook fails; the journal stays for the next try.
@@ -113,7 +114,34 @@ def recover(store: Store, node: str, *, home: Path, clock: Clock, say: Say = sil
     if store.handover(node) is None or is_held(store, node, clock):
         return False
     with Deferred(), held(store, node, clock=clock):
-        return _Place(store, node, home, clock, say).undo()
+        return _Place(store, node, home, clock, say, host).undo()
+
+
+def forget(store: Store, node: str, *, clock: Clock) -> bool:
+    """Clear the journal of a node, whatever its host, and run nothing: production was brought back by hand.
+    True when there was one. A node that somebody holds is left alone (False).
+    """
+    if store.handover(node) is None or is_held(store, node, clock):
+        return False
+    with held(store, node, clock=clock):
+        store.set_handover(node, None)
+        if store.node(node).state != "fault":
+            store.set_node_state(node, "free")
+        return True
+
+
+def found(store: Store, node: str) -> list[str]:
+    """What the journal of a node says, a line for each fact. Empty where nothing is to be undone."""
+    journal = store.handover(node)
+    if not isinstance(journal, dict):
+        return []
+    entries = journal.get("hooks")
+    left = [each for each in entries if isinstance(each, dict)] if isinstance(entries, list) else []
+    return [
+        f"node {node}: production was drained from host {journal.get('host')} at {journal.get('at', '?')}"
+        f" by {journal.get('holder')}",
+        *(f"  {e.get('name')}: {shlex.join(masking.arguments(_words(e.get('restore'))))}" for e in left),
+    ]
 
 
 def recover_all(store: Store, *, home: Path, clock: Clock, say: Say = silent) -> bool:
@@ -181,8 +209,9 @@ _watchers: dict[str, list[processes.Detached]] = {}
 class _Place:
     """A node whose lease this process holds."""
 
-    def __init__(self, store: Store, node: str, home: Path, clock: Clock, say: Say) -> None:
+    def __init__(self, store: Store, node: str, home: Path, clock: Clock, say: Say, host: str = "") -> None:
         self._store, self._node, self._home, self._clock, self._say = store, node, home, clock, say
+        self._host = host or socket.gethostname()
         self._drained: list[dict[str, JSON]] = []
         self._drainer = holder()
 
@@ -255,8 +284,11 @@ class _Place:
         journal = self._store.handover(self._node)
         if not isinstance(journal, dict):
             return []
-        if journal.get("host") != socket.gethostname():
-            raise Conflict(f"production on node {self._node} was drained from host {journal.get('host')}")
+        if (host := journal.get("host")) != self._host:
+            raise Conflict(
+                f"production on node {self._node} was drained from host {host}: restore it there, or if that"
+                f" host is gone (a pod), here with 'tuner node restore {self._node} --from {host}'"
+            )
         entries, self._drainer = journal.get("hooks"), str(journal.get("holder"))
         if self._store.node(self._node).state == "fault":
             raise Conflict(f"production is NOT restored: {faulty(self._node)}")
@@ -264,7 +296,7 @@ class _Place:
 
     def _write(self, entries: Sequence[Mapping[str, JSON]]) -> None:
         journal: dict[str, JSON] = {
-            "host": socket.gethostname(),
+            "host": self._host,
             "holder": self._drainer,
             "at": self._clock().isoformat(),
             "hooks": [dict(entry) for entry in entries],
