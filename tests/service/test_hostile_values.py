@@ -257,6 +257,7 @@ def test_20_attack_what_is_said_of_a_wrong_request_is_short(
     refused = client.post(path, json=body)
     assert refused.status_code in (400, 422), refused.text[:500]
     assert len(refused.content) < 250_000
+    assert len(refused.json().get("errors", ())) <= 1
     assert searched < 500_000
     world.store.close()
 

@@ -111,7 +111,7 @@ def test_the_login_is_throttled_and_its_failures_are_in_the_audit(world: World) 
     assert "guess" not in json.dumps([entry.reason for entry in failed])
     world.clock.forward(minutes=1)
     assert client.post("/login", data={"token": token}).status_code == 303
-    assert events(world, "login")[0].detail == {"client": "testclient"}
+    assert events(world, "login")[0].detail == {"client": "testclient", "token": token.split("_")[1]}
 
 
 def test_one_address_does_not_lock_out_another_and_64_bits_are_one(world: World) -> None:

@@ -161,9 +161,9 @@ def zone(name: str) -> ZoneInfo:
         raise BadInput(f"there is no time zone '{name}'{close}; give a name such as Europe/Berlin") from None
 
 
-def trigger(cron: str, timezone: str) -> CronTrigger:
+def trigger(cron: str, timezone: str, until: datetime | None = None) -> CronTrigger:
     """A crontab line of five fields as APScheduler's trigger: minute hour day month weekday (0 or 7 =
-    Sunday).
+    Sunday). Without `until` it looks for the 30th of February up to the year 9999.
     """
     fields = cron.split()
     if len(fields) != 5:
@@ -179,6 +179,7 @@ def trigger(cron: str, timezone: str) -> CronTrigger:
             month=month,
             day_of_week=_weekdays(weekday.lower(), cron),
             timezone=zone(timezone),
+            end_date=until,
         )
     except ValueError as error:
         raise BadInput(f"cron '{cron}': {error}") from error
@@ -224,7 +225,8 @@ def dues(schedule: Schedule, after: datetime, until: datetime) -> Iterator[datet
     # Times of day are counted on a clock that is never set: APScheduler adds 24 hours to reach the next day,
     # and so skips the midnight after a day of 23 hours. Every hour is counted on the zone's own clock.
     clock = local if hourly else UTC
-    cron = trigger(schedule.cron, str(clock))
+    # A local time counted in UTC may be a day beyond the moment.
+    cron = trigger(schedule.cron, str(clock), until + 2 * _GAP)
     begin = (after.astimezone(local) - _GAP).replace(tzinfo=clock)
     newest = after
     while True:
@@ -254,8 +256,8 @@ def next_due(schedule: Schedule, after: datetime) -> datetime | None:
 def last_due(schedule: Schedule, now: datetime) -> datetime | None:
     """The newest due time up to now that came after the schedule was made and was not claimed yet."""
     begin = max(filter(None, (schedule.created_at, schedule.last_due)))
-    for days in (1, 8, 32, 5 * 366):
-        start = max(begin, now - timedelta(days=days))
+    for hours in (1, 24, 8 * 24, 32 * 24, 5 * 366 * 24):
+        start = max(begin, now - timedelta(hours=hours))
         found = max(dues(schedule, start, now), default=None)
         if found is not None or start == begin:
             return found

@@ -90,8 +90,16 @@ class AccessStore(StorePart):
         query = select(audit).order_by(audit.c.id.desc()).limit(limit)
         return self._records(AuditEntry, query if after is None else query.where(audit.c.id < after))
 
+    def actors(self, action: str, targets: Sequence[str], *, first: bool = False) -> Mapping[str, str]:
+        """Who did something last, or first, to each of the targets to which it was done."""
+        ours = (audit.c.action == action, audit.c.target.in_(targets))
+        order = audit.c.id.desc() if first else audit.c.id
+        query = select(audit.c.target, audit.c.actor).where(*ours).order_by(order)
+        return {row[0]: row[1] for row in self._read(lambda connection: connection.execute(query).all())}
+
     def answer(self, key: str, request_digest: str) -> JSON:
-        """What was answered to a request with this idempotency key; None when it is new.
+        """What was answered to a request with this idempotency key; None when it is new. The caller puts into
+        the key whose it is.
 
         Raises Conflict when the key came with another request before.
         """
@@ -119,6 +127,6 @@ def _answer(connection: Connection, key: str, request_digest: str) -> JSON:
     if row is None:
         return None
     if row["request_digest"] != request_digest:
-        raise Conflict(f"idempotency key '{key}' was used for another request")
+        raise Conflict(f"idempotency key '{key.split()[-1]}' was used for another request")
     found: JSON = row["answer"]
     return found

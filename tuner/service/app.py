@@ -37,6 +37,8 @@ from tuner.settings import Settings
 
 THREADS = 12
 WATCH_S = 2.0
+MOST_CHANGES = 600
+"""Changes that a token may make in a minute: each is a row of the audit."""
 COMPRESS_FROM, COMPRESS_HOW = 1024, 3
 log = logging.getLogger("tuner.service")
 ROUTERS = (
@@ -78,6 +80,7 @@ def create(
         pulls=pulls,
         sessions=Sessions(clock),
         logins=Attempts(clock, most=5, span=timedelta(minutes=1)),
+        changes=Attempts(clock, most=MOST_CHANGES, span=timedelta(minutes=1)),
         refusals=Attempts(clock, most=1, span=timedelta(hours=1)),
         audited=Attempts(clock, most=200, span=timedelta(hours=1)),
     )

@@ -42,12 +42,20 @@ def unnamed_database() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Actor:
-    """Who asks, and what they may. The audit keeps `name`, and the address `client` that asked."""
+    """Who asks, and what they may. The audit keeps `name`, the `token` (its id: several tokens may have one
+    name), and the address `client` that asked.
+    """
 
     name: str
     scopes: frozenset[str]
+    token: str = ""
     expires_at: datetime | None = None
     client: str = ""
+
+    @property
+    def id(self) -> str:
+        """Whose bounds and idempotency keys count: the token's, or those of everybody on an open service."""
+        return self.token or self.name
 
     def may(self, scope: str) -> bool:
         return scope in self.scopes
@@ -58,7 +66,7 @@ LOCAL = Actor(name="local", scopes=frozenset(SCOPES))
 
 def actor_of(token: Token) -> Actor:
     allowed = frozenset().union(*(INCLUDES[scope] for scope in token.scopes))
-    return Actor(name=f"token:{token.name}", scopes=allowed, expires_at=token.expires_at)
+    return Actor(name=f"token:{token.name}", scopes=allowed, token=token.id, expires_at=token.expires_at)
 
 
 class Guard:
@@ -167,6 +175,11 @@ class Requires:
         actor = authenticated(request, given)
         if not actor.may(self.scope):
             raise HTTPException(403, f"this needs scope '{self.scope}'; the token has {_said(actor)}")
+        if request.method != "GET" and (wait_s := request.app.state.service.changes.wait_s(actor.id)):
+            raise HTTPException(
+                429, f"this token made too many changes within a minute; try again in {wait_s} s",
+                {"Retry-After": str(wait_s)},
+            )  # fmt: skip
         return actor
 
 

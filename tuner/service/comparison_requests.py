@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
+from pydantic import AwareDatetime, ConfigDict, Field
 
 from tuner.history.store import Store
+from tuner.service.problems import RequestBody
 from tuner.settings import NAME
 from tuner.tuning.arms import arm_of
 from tuner.tuning.comparison import MARGIN, MOST_ARMS, ROUNDS, compared
@@ -19,7 +20,7 @@ ArmText = Annotated[str, Field(pattern=rf"^({PART}=)?{PART}(@{PART})?$", max_len
 EngineName = Annotated[str, Field(pattern=NAME, max_length=100, description="A registered engine's name.")]
 
 
-class _Request(BaseModel):
+class _Request(RequestBody):
     """What every comparison has; its configurations run in turns until every difference is known."""
 
     study: str = Field(min_length=1, max_length=100, description="A study's id or name.")
@@ -42,7 +43,6 @@ class ComparisonRequest(_Request):
     """
 
     model_config = ConfigDict(
-        extra="forbid",
         json_schema_extra={
             "examples": [{"study": "chat-nightly", "arms": ["champion", "new=champion@next"], "hours": 2}]
         },
@@ -66,7 +66,6 @@ class UpgradeRequest(_Request):
     """One configuration on two registered engines; `from` is the node's own engine unless it is given."""
 
     model_config = ConfigDict(
-        extra="forbid",
         json_schema_extra={"examples": [{"study": "chat-nightly", "to": "next", "alias": "champion"}]},
     )
 

@@ -1,8 +1,9 @@
 """What every route needs: the store, the clock, who may ask, and what starts runs."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Annotated
 from urllib.parse import quote
@@ -39,6 +40,9 @@ class ServiceContext:
     logins: Attempts
     refusals: Attempts
     audited: Attempts
+    changes: Attempts
+    streams: Counter[str] = field(default_factory=Counter)
+    """Open event streams of each token."""
     poll_s: float = 0.5
 
     @property
@@ -51,9 +55,9 @@ class ServiceContext:
         return self.store.stopped_runs(now=self.clock())
 
     def audit(self, actor: Actor, action: str, target: str, reason: str, **detail: JSON) -> None:
-        """One row per change, with the address that it came from."""
-        if actor.client:
-            detail["client"] = actor.client
+        """One row per change, with the token and the address that it came from; `changes` counts it."""
+        self.changes.failed(actor.id)
+        detail |= {name: found for name in ("token", "client") if (found := getattr(actor, name))}
         self.store.add_audit(
             actor=actor.name, action=action, target=target, reason=reason, now=self.clock(), detail=detail
         )

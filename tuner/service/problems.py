@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.encoders import jsonable_encoder
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -18,8 +18,8 @@ from tuner.errors import BadInput, Conflict, NotFound, TunerError, Unavailable
 
 MEDIA = "application/problem+json"
 STATUS: Mapping[type[TunerError], int] = {BadInput: 400, NotFound: 404, Conflict: 409, Unavailable: 503}
-LONGEST_TEXT, LARGEST_NUMBER = 16 * 1024, 2**63
-"""What the free-form parts of a request may hold."""
+LONGEST_TEXT, LARGEST_NUMBER, MOST_KEYS = 16 * 1024, 2**63, 200
+"""What a request may hold."""
 MOST_ERRORS, LONGEST_DETAIL = 20, 2000
 """What an answer says of a wrong request: a request of 1 MiB can be wrong in 200,000 places."""
 log = logging.getLogger("tuner.service")
@@ -36,22 +36,32 @@ class ProblemDetails(BaseModel):
     errors: list[dict[str, Any]] | None = Field(default=None, description="Which part of the request.")
 
 
-def plain_values(value: Any) -> Any:
-    """What was sent as JSON, for models with free-form parts. ValueError where a text holds half of a
-    character (no answer could show it) or is too long, or where a number is too large to compute with.
-    """
-    left = [value]
-    while left:
-        here = left.pop()
-        if isinstance(here, Mapping):
-            left += [*here, *here.values()]
-        elif isinstance(here, list):
-            left += here
-        elif isinstance(here, str):
-            _check_text(here)
-        elif isinstance(here, int | float) and not abs(here) < LARGEST_NUMBER:
-            raise ValueError(f"a number below {LARGEST_NUMBER:g} is expected")
-    return value
+class RequestBody(BaseModel):
+    """What every body sent as JSON is, before its parts are looked at. Unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain_values(cls, value: Any) -> Any:
+        """What was sent. ValueError where a text is too long or holds half of a character (no answer could
+        show it), a number is too large to compute with, or an object has so many keys that their errors would
+        take long to collect.
+        """
+        left = [value]
+        while left:
+            here = left.pop()
+            if isinstance(here, Mapping):
+                if len(here) > MOST_KEYS:
+                    raise ValueError(f"an object has {len(here):,} keys; at most {MOST_KEYS} are taken")
+                left += [*here, *here.values()]
+            elif isinstance(here, list):
+                left += here
+            elif isinstance(here, str):
+                _check_text(here)
+            elif isinstance(here, int | float) and not abs(here) < LARGEST_NUMBER:
+                raise ValueError(f"a number below {LARGEST_NUMBER:g} is expected")
+        return value
 
 
 def _check_text(text: str) -> None:
@@ -127,5 +137,5 @@ def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
             "description": HTTPStatus(status).phrase,
             "content": {MEDIA: {"schema": {"$ref": "#/components/schemas/Problem"}}},
         }
-        for status in sorted({400, 401, 403, 413, 422, 503, *statuses})
+        for status in sorted({400, 401, 403, 413, 422, 429, 503, *statuses})
     }

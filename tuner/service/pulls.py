@@ -11,7 +11,8 @@ from datetime import datetime, timedelta
 from starlette.types import Receive, Scope, Send
 
 PATH = "/v1/profiles/resolve"
-KEPT = 2048
+KEPT, LONGEST_KEY = 2048, 4096
+"""Answers in memory, and the bytes of a request that an answer is kept under: anyone may add a long query."""
 LIFE = timedelta(seconds=60)
 """How long at most, so that a token's last use is written."""
 
@@ -51,6 +52,8 @@ class Pulls:
 
     def keep(self, scope: Scope, answer: PullResponse, *, pulse: int, expires_at: datetime | None) -> None:
         """Keeps an answer that was made after `pulse` was read, until the asker's token expires."""
+        if len(_key(scope)) > LONGEST_KEY:
+            return
         until = self._clock() + LIFE
         if len(self._kept) >= KEPT:
             self._kept.clear()

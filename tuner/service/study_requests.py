@@ -8,22 +8,27 @@ space a shipped name or checked content. An administrator writes `TUNER_HOME/nod
 import json
 import os
 import re
+import shutil
 import socket
-from collections.abc import Callable, Collection, Iterable, Mapping
+import tempfile
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
-from tuner.errors import BadInput, Conflict, NotFound, Unavailable, nearest
+from tuner.errors import BadInput, Conflict, NotFound, TunerError, Unavailable, nearest
 from tuner.fleet import hooks
 from tuner.history.store import Store
 from tuner.knobs import space as spaces
 from tuner.knobs.catalogue import CATALOGUE
-from tuner.records import JSON, Value, digest_of
-from tuner.service.problems import LARGEST_NUMBER, plain_values
+from tuner.records import JSON, Study, Value, digest_of
+from tuner.service.problems import LARGEST_NUMBER, RequestBody
+from tuner.service.uploads import SPARE
 from tuner.settings import NAME, Settings
 from tuner.tuning import study as studies
 from tuner.tuning import studyfile
@@ -153,13 +158,15 @@ def _text(key: str, value: str, models: Collection[str], where: str) -> None:
 
 Name = Annotated[str, Field(pattern=NAME, max_length=100)]
 LARGEST_SPACE = 64 * 1024
+PREPARED_AT_ONCE, WAIT_S = 2, 10.0
+"""Studies that are prepared at once, and how long another one waits: the trace of each is read whole."""
+_preparing = threading.BoundedSemaphore(PREPARED_AT_ONCE)
 
 
-class StudyRequest(BaseModel):
+class StudyRequest(RequestBody):
     """A study, as in a study file but without an engine: that is the node's."""
 
     model_config = ConfigDict(
-        extra="forbid",
         json_schema_extra={
             "examples": [
                 {
@@ -200,7 +207,6 @@ class StudyRequest(BaseModel):
     price_per_gpu_hour: float | None = Field(default=None, ge=0)
     budget: BudgetFile = Field(default_factory=BudgetFile)
 
-    _plain_values = model_validator(mode="before")(plain_values)
     seed: int = Field(default=0, ge=0, lt=2**63)
 
 
@@ -218,8 +224,10 @@ class StudyFiles:
     def folder(self) -> Path:
         return self._home / "studies"
 
-    def add(self, asked: StudyRequest) -> Prepared:
-        """Checks a study as `tuner tune` would before its first launch, and keeps its file."""
+    def add(self, asked: StudyRequest, actor: str) -> Prepared:
+        """Checks a study as `tuner tune` would before its first launch, and keeps its file. Conflict where
+        that would take a name or change a study of another token, or where the disk is full.
+        """
         node = engine_of(self._home, asked.node)
         if asked.model not in node.models:
             known = ", ".join(node.models)
@@ -234,10 +242,32 @@ class StudyFiles:
         body |= {"trace": trace.digest, "space": space, "engine": node.engine.model_dump(mode="json")}
         text = json.dumps(body, indent=1)
         file = studyfile.parse(text, name="study")
-        prepared = studies.prepare(file, name="study", base=self.folder, store=self._store, now=self._clock())
+        with _one_of_few():
+            prepared = studies.prepare(
+                file, name="study", base=self.folder, store=self._store, now=self._clock()
+            )
+        self._refuse(prepared.study, text, actor)
         write_private(self.folder / f"{prepared.study.id}.yaml", text.encode())
         self._keep(prepared)
         return prepared
+
+    def _refuse(self, study: Study, text: str, actor: str) -> None:
+        """Conflict where another token's schedules and pipelines would run this study from now on: one of the
+        same name, or the same one with another budget.
+        """
+        named = study
+        with suppress(TunerError):  # none has that name, or several ids begin with it
+            named = self._store.study(study.name)
+        makers = self._store.actors("study", [named.id, study.id], first=True)
+        path = self.folder / f"{study.id}.yaml"
+        same = path.is_file() and path.read_bytes() == text.encode()
+        for found in (named, study):
+            maker = makers.get(found.id, actor)
+            if maker != actor and not same and found.name == study.name:
+                what = "the name of a study" if found is named else "a study"
+                raise Conflict(f"'{study.name}' is {what} that {maker} made; give it another name and seed")
+        if shutil.disk_usage(self._home).free < SPARE:
+            raise Conflict("there is less than 1 GiB of room on the service's disk")
 
     def _keep(self, prepared: Prepared) -> str:
         """The study's row, and its node's where nobody has registered that."""
@@ -296,21 +326,39 @@ class StudyFiles:
     def compared(self, ref: str, make: Making) -> tuple[str, Path]:
         """(the id of the comparison that `make` makes of a study, the study's file)."""
         path = Path(ref) if Path(ref).is_absolute() else self.known(ref)[1]
-        prepared = studies.load(path, store=self._store, now=self._clock())
-        return self._keep(make(prepared, self._store, engines_of(self._home, prepared.study.node))), path
+        with _one_of_few():
+            prepared = studies.load(path, store=self._store, now=self._clock())
+            made = make(prepared, self._store, engines_of(self._home, prepared.study.node))
+        return self._keep(made), path
 
     def _prepared(self, path: Path) -> str:
-        return self._keep(studies.load(path, store=self._store, now=self._clock()))
+        with _one_of_few():
+            prepared = studies.load(path, store=self._store, now=self._clock())
+        return self._keep(prepared)
+
+
+@contextmanager
+def _one_of_few() -> Iterator[None]:
+    """Room to read a study's trace. Unavailable where it does not come soon."""
+    if not _preparing.acquire(timeout=WAIT_S):
+        raise Unavailable(f"{PREPARED_AT_ONCE} studies are being prepared; try again")
+    try:
+        yield
+    finally:
+        _preparing.release()
 
 
 def write_private(path: Path, content: bytes) -> None:
     """Writes a file that only its owner reads, whole or not at all. Unavailable where that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}.partial")
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        os.replace(partial, path)
+        descriptor, partial = tempfile.mkstemp(".partial", f"{path.stem[:100]}.", path.parent)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+            os.replace(partial, path)
+        except BaseException:
+            os.unlink(partial)
+            raise
     except OSError as error:
         raise Unavailable(f"cannot write {path.name}: {error.strerror or error}") from error

@@ -25,7 +25,8 @@ LARGEST_PIECE = 8 * 1024**2
 LIFE_S = 24 * 3600.0
 SPARE = 1024**3
 """Bytes of the disk that uploads leave free: the history and the logs of runs are on it too."""
-AT_ONCE = 32
+AT_ONCE, OF_ONE = 32, 8
+"""Uploads under way, in all and of one token."""
 READ_AT_ONCE = 2
 _beginning = threading.Lock()
 _readers = threading.BoundedSemaphore(READ_AT_ONCE)
@@ -36,7 +37,8 @@ UPLOAD_ID = re.compile(r"[0-9a-f]{32}")
 class Upload:
     """A trace under way: what it is to be called, its size in bytes and the SHA-256 of its file.
 
-    `unit` is that of times which its file gives as numbers without one (s, ms, us, ns).
+    `unit` is that of times which its file gives as numbers without one (s, ms, us, ns), `owner` the token
+    that began it.
     """
 
     id: str
@@ -44,6 +46,7 @@ class Upload:
     size: int
     sha256: str
     unit: str | None = None
+    owner: str = ""
     offset: int = 0
 
 
@@ -53,21 +56,21 @@ class Uploads:
     def __init__(self, home: Path) -> None:
         self._folder, self._traces = home / "uploads", home / "traces"
 
-    def begin(self, *, name: str, size: int, sha256: str, unit: str | None = None) -> Upload:
+    def begin(self, *, name: str, size: int, sha256: str, unit: str | None = None, owner: str = "") -> Upload:
         """A new upload; those that nobody has touched for a day are thrown away first."""
-        upload = Upload(id=secrets.token_hex(16), name=name, size=size, sha256=sha256, unit=unit)
+        upload = Upload(id=secrets.token_hex(16), name=name, size=size, sha256=sha256, unit=unit, owner=owner)
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with _beginning:
                 self._clear_old()
-                self._refuse_more(size)
+                self._refuse_more(upload)
                 self._part(upload.id).touch(mode=0o600)
                 self._card(upload.id).write_text(json.dumps(asdict(upload)), encoding="utf-8")
         except OSError as error:
             raise Unavailable(f"uploads cannot be written: {error.strerror or error}") from error
         return upload
 
-    def _refuse_more(self, size: int) -> None:
+    def _refuse_more(self, asked: Upload) -> None:
         """Conflict where too many uploads are under way, or where their bytes and these do not fit on the
         disk: each is there twice while it is read.
         """
@@ -78,9 +81,11 @@ class Uploads:
         for upload_id in known:
             with suppress(NotFound, ValueError):  # it has just ended, or was cut off by a crash
                 begun.append(self.upload(upload_id))
-        wanted = size * 2 + sum(each.size * 2 - each.offset for each in begun)
+        if sum(each.owner == asked.owner for each in begun) >= OF_ONE:
+            raise Conflict(f"{OF_ONE} uploads of this token are under way; finish or abandon one")
+        wanted = asked.size * 2 + sum(each.size * 2 - each.offset for each in begun)
         if shutil.disk_usage(self._folder).free < wanted + SPARE:
-            raise Conflict(f"there is no room on the service's disk for {size} bytes")
+            raise Conflict(f"there is no room on the service's disk for {asked.size} bytes")
 
     def _clear_old(self) -> None:
         for path in self._folder.iterdir():

@@ -26,6 +26,8 @@ from tuner.service.pages.render import marked
 
 PAGE = 100
 PICTURES = 32
+MOST_TERMS = 20
+"""Terms of `where`: each looks at every trial."""
 KNOBS_SHOWN = 5
 """How many knobs that were turned are columns unless other columns are chosen."""
 PLAIN = ("state", "origin", "cause", "reason", "gpu_seconds", "attempt", "started_at")
@@ -125,8 +127,11 @@ class Bench:
 
     def chosen(self, where: str) -> pa.Array:
         """For each row, whether all terms hold. BadInput for a term that cannot be read."""
+        terms = where.split()
+        if len(terms) > MOST_TERMS:
+            raise BadInput(f"{len(terms)} terms; at most {MOST_TERMS} can be combined")
         mask = pa.array([True] * len(self.rows), pa.bool_())
-        for term in where.split():
+        for term in terms:
             mask = pc.and_(mask, self._term(term))
         return mask
 

@@ -59,16 +59,15 @@ class SideBySide:
 
 def compare(store: Store, asked: CompareQuery) -> SideBySide:
     """The comparison. BadInput for fewer than two or more than five, NotFound for what is not there."""
+    count = len(asked.trials) + len(asked.profiles) + len(asked.runs) + len(asked.nodes)
+    if not FEWEST <= count <= MOST:
+        raise BadInput(f"{FEWEST} to {MOST} trials, profiles, nights or nodes can be compared, not {count}")
     sides = [
         *(_of_trial(store, find(store, asked.study), number) for number in asked.trials),
         *(_of_profile(store, store.profile(number)) for number in asked.profiles),
         *(_of_run(store, ref) for ref in asked.runs),
         *(_of_node(store, name) for name in asked.nodes),
     ]
-    if not FEWEST <= len(sides) <= MOST:
-        raise BadInput(
-            f"{FEWEST} to {MOST} trials, profiles, nights or nodes can be compared, not {len(sides)}"
-        )
     shown = _named(sides)
     return SideBySide(
         sides=sides,

@@ -96,6 +96,8 @@ async def signed_form(request: Request, looks: Looks) -> dict[str, str]:
     fields = await form(request)
     if not hmac.compare_digest(fields.get("csrf", "").encode(), looks.csrf.encode()):
         raise NotAllowed("This form is out of date: go back, load the page again, and send it once more.")
+    if wait_s := looks.service.changes.wait_s(looks.actor.id):
+        raise NotAllowed(f"You made too many changes within a minute. Try again in {wait_s} s.", 429)
     return fields
 
 

@@ -3,23 +3,21 @@
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from tuner.service import schemas
 from tuner.service.auth import Admin, Reader
 from tuner.service.context import Here
-from tuner.service.problems import documented
+from tuner.service.problems import RequestBody, documented
 
 router = APIRouter(prefix="/v1/nodes", tags=["nodes"])
 NodeName = Annotated[str, Path(max_length=100, pattern=r"^[^/\x00]+$", examples=["gpu-1"])]
 
 
-class StateRequest(BaseModel):
+class StateRequest(RequestBody):
     """A node's state as an administrator sets it: free again after it was mended, or out of service."""
 
-    model_config = ConfigDict(
-        extra="forbid", json_schema_extra={"examples": [{"state": "free", "reason": "fan replaced"}]}
-    )
+    model_config = ConfigDict(json_schema_extra={"examples": [{"state": "free", "reason": "fan replaced"}]})
 
     state: Literal["free", "fault"]
     reason: str = Field(min_length=1, max_length=500)

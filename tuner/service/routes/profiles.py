@@ -4,7 +4,7 @@ import re
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, HTTPException, Path, Query, Request, Response
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
 
 from tuner.errors import BadInput, NotFound
 from tuner.history.best_per_night import Change
@@ -13,7 +13,7 @@ from tuner.records import AliasEvent, Profile, ProfileKey
 from tuner.service import schemas
 from tuner.service.auth import Promoter, Reader
 from tuner.service.context import Here
-from tuner.service.problems import documented
+from tuner.service.problems import RequestBody, documented
 from tuner.service.pulls import PullResponse, matches
 from tuner.service.schemas import Cursor, Limit, Page, after, page
 from tuner.settings import NAME
@@ -169,12 +169,10 @@ def _key(
 AliasKey = Annotated[ProfileKey, Depends(_key)]
 
 
-class Move(BaseModel):
+class Move(RequestBody):
     """Where an alias is to go, and why. `force` passes over the gates and needs scope admin."""
 
-    model_config = ConfigDict(
-        extra="forbid", json_schema_extra={"examples": [{"version": 2, "reason": "confirmed twice"}]}
-    )
+    model_config = ConfigDict(json_schema_extra={"examples": [{"version": 2, "reason": "confirmed twice"}]})
 
     version: int = Field(ge=1, le=2**31 - 1)
     reason: str = Field(min_length=1, max_length=500)
@@ -184,7 +182,7 @@ class Move(BaseModel):
     )
 
 
-class Why(BaseModel):
+class Why(RequestBody):
     """The reason that the event keeps."""
 
     model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"reason": "errors in prod"}]})

@@ -1,12 +1,14 @@
 """Runs: asked for, watched, cancelled. Carried out by controllers that outlive the service."""
 
+from collections import Counter
 from datetime import datetime, timedelta
 from pathlib import Path as FilePath
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Path, Query, Response
+from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
+from pydantic import AwareDatetime, ConfigDict, Field
+from starlette.types import Receive, Scope, Send
 
 from tuner.errors import BadInput
 from tuner.records import Run, RunState, digest_of
@@ -14,21 +16,23 @@ from tuner.service import events, schemas
 from tuner.service.auth import Actor, Reader, Runner
 from tuner.service.comparison_requests import ComparisonRequest, UpgradeRequest
 from tuner.service.context import Here, ServiceContext
-from tuner.service.problems import documented
+from tuner.service.problems import RequestBody, documented, problem
 from tuner.service.runner import RunOrder
 from tuner.service.schemas import Cursor, Limit, Page, after, page
 from tuner.tuning.studyfile import MOST_TRIALS
 
+MOST_STREAMS = 32
+"""Event streams that one token may have open."""
 router = APIRouter(prefix="/v1/runs", tags=["runs"])
 comparisons = APIRouter(tags=["comparisons"])
 RunId = Annotated[str, Path(max_length=32, pattern=r"^[0-9a-z]+$", examples=["4f0c1d2e3a5b6c7d"])]
 
 
-class RunRequest(BaseModel):
+class RunRequest(RequestBody):
     """A run of a study within a budget; what is left out is the study file's."""
 
     model_config = ConfigDict(
-        extra="forbid", json_schema_extra={"examples": [{"study": "chat-nightly", "trials": 20, "hours": 6}]}
+        json_schema_extra={"examples": [{"study": "chat-nightly", "trials": 20, "hours": 6}]}
     )
 
     study: str = Field(min_length=1, max_length=100, description="A study's id or name.")
@@ -38,12 +42,30 @@ class RunRequest(BaseModel):
     reason: str = Field(default="asked for over HTTP", max_length=500)
 
 
-class CancelRequest(BaseModel):
+class CancelRequest(RequestBody):
     """Why a run is to stop."""
 
-    model_config = ConfigDict(extra="forbid")
-
     reason: str = Field(default="cancelled over HTTP", max_length=500)
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. 429 where its `owner` has MOST_STREAMS open: each reads its run again and again."""
+
+    owner = ""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the events, and counts the stream for as long as it is open."""
+        request = Request(scope, receive)
+        opened: Counter[str] = request.app.state.service.streams
+        if opened[self.owner] >= MOST_STREAMS:
+            said = f"{MOST_STREAMS} event streams of this token are open; close one"
+            await problem(request, 429, said, {"Retry-After": "1"})(scope, receive, send)
+            return
+        opened[self.owner] += 1
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            opened[self.owner] -= 1
 
 
 Key = Annotated[
@@ -104,8 +126,11 @@ def _ordered(here: ServiceContext, asked: AnyRequest) -> tuple[str, FilePath, tu
 
 
 def start(here: ServiceContext, actor: Actor, asked: AnyRequest, key: str | None) -> Run:
-    """The run of a request; the one it became before, where the key says that it was made already."""
+    """The run of a request; the one it became before, where the key, which is the token's own, says that it
+    was made already.
+    """
     digest = digest_of(asked.model_dump(mode="json"))
+    key = None if key is None else f"{actor.id} {key}"
     if key is not None and isinstance(kept := here.store.answer(key, digest), str):
         return here.store.run(kept)
     now = here.clock()
@@ -174,10 +199,10 @@ def cancel_run(
 @router.get(
     "/{run_id}/events",
     summary="What happens in a run, live",
-    response_class=StreamingResponse,
+    response_class=EventStream,
     responses={
         200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}},
-        **documented(400, 404),
+        **documented(400, 404, 429),
     },
 )
 def run_events(
@@ -185,11 +210,13 @@ def run_events(
     actor: Reader,
     run_id: RunId,
     last_event_id: Annotated[str | None, Header(max_length=100)] = None,
-) -> StreamingResponse:
+) -> EventStream:
     """Server-sent events `started`, `finished` (trials) and `run` (its end, the last one). Everything that
     happened so far comes first, or what came after `Last-Event-ID`.
     """
     here.store.run(run_id)
     after = events.place_of(last_event_id)
     told = events.stream(here.store, run_id, after, poll_s=here.poll_s)
-    return StreamingResponse(told, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+    found = EventStream(told, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+    found.owner = actor.id
+    return found

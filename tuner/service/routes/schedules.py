@@ -3,24 +3,26 @@
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Response
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import ConfigDict, Field, JsonValue
 
+from tuner.errors import Conflict
 from tuner.history.entities import Schedule
 from tuner.service.auth import Reader, Runner
 from tuner.service.context import Here
-from tuner.service.problems import documented, plain_values
+from tuner.service.problems import RequestBody, documented
 from tuner.service.schedules import checked
 from tuner.settings import NAME
 
 router = APIRouter(prefix="/v1/schedules", tags=["schedules"])
+MOST_SCHEDULES = 20
+"""Schedules that one token may have set: every look at the time reads them all."""
 ScheduleName = Annotated[str, Path(max_length=100, pattern=NAME, examples=["nightly"])]
 
 
-class ScheduleRequest(BaseModel):
+class ScheduleRequest(RequestBody):
     """When which study runs. `spec` holds the study and the window; docs/api.md lists its keys."""
 
     model_config = ConfigDict(
-        extra="forbid",
         json_schema_extra={
             "examples": [
                 {
@@ -40,8 +42,6 @@ class ScheduleRequest(BaseModel):
     enabled: bool = True
     reason: str = Field(default="set over HTTP", max_length=500)
 
-    _plain_values = model_validator(mode="before")(plain_values)
-
 
 @router.get("", summary="Schedules by name", responses=documented())
 def list_schedules(here: Here, actor: Reader) -> list[Schedule]:
@@ -55,7 +55,12 @@ def show_schedule(here: Here, actor: Reader, name: ScheduleName) -> Schedule:
 
 @router.put("/{name}", summary="Make or change a schedule", responses=documented(400, 404, 409))
 def put_schedule(here: Here, actor: Runner, name: ScheduleName, asked: ScheduleRequest) -> Schedule:
-    before = next((each for each in here.store.schedules() if each.name == name), None)
+    known = here.store.schedules()
+    before = next((each for each in known if each.name == name), None)
+    if before is None and known:
+        setters = here.store.actors("schedule", [each.name for each in known])
+        if sum(setter == actor.name for setter in setters.values()) >= MOST_SCHEDULES:
+            raise Conflict(f"{MOST_SCHEDULES} schedules of {actor.name} are set; remove one first")
     found = Schedule(
         name=name,
         node=asked.node,

@@ -35,7 +35,7 @@ def add_study(here: Here, actor: Runner, asked: StudyRequest, response: Response
     """Checked as `tuner tune` would before its first launch. The engine is the one registered for the node;
     no path, command or environment is taken.
     """
-    found = here.studies.add(asked).study
+    found = here.studies.add(asked, actor.name).study
     here.audit(actor, "study", found.id, f"study {found.name} made over HTTP")
     response.headers["Location"] = f"/v1/studies/{found.id}"
     return schemas.study(found)

@@ -1,16 +1,17 @@
 """Traces: known ones, and uploads in pieces whose digest is checked."""
 
 from tempfile import SpooledTemporaryFile
-from typing import Annotated, Literal
+from typing import IO, Annotated, Literal
 
 from anyio import to_thread
 from fastapi import APIRouter, Header, HTTPException, Path, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
+from tuner.errors import NotFound
 from tuner.service import schemas
-from tuner.service.auth import Reader, Runner
+from tuner.service.auth import Actor, Reader, Runner
 from tuner.service.context import Here, ServiceContext
-from tuner.service.problems import documented
+from tuner.service.problems import RequestBody, documented
 from tuner.service.uploads import LARGEST, LARGEST_PIECE, Upload, Uploads
 from tuner.settings import NAME
 
@@ -19,11 +20,11 @@ router = APIRouter(prefix="/v1/traces", tags=["traces"])
 UploadId = Annotated[str, Path(pattern=r"^[0-9a-f]{32}$", examples=["0" * 32])]
 
 
-class UploadRequest(BaseModel):
+class UploadRequest(RequestBody):
     """What will be sent: any format that `tuner trace import` tells by its content."""
 
     model_config = ConfigDict(
-        extra="forbid", json_schema_extra={"examples": [{"name": "chat", "size": 65536, "sha256": "ab" * 32}]}
+        json_schema_extra={"examples": [{"name": "chat", "size": 65536, "sha256": "ab" * 32}]}
     )
 
     name: str = Field(pattern=NAME, max_length=100)
@@ -34,7 +35,7 @@ class UploadRequest(BaseModel):
     )
 
 
-@schemas.fields_of(Upload, without=("unit",))
+@schemas.fields_of(Upload, without=("unit", "owner"))
 class UploadSchema(schemas.Schema):
     """An upload under way; the next piece begins at `offset`."""
 
@@ -45,6 +46,14 @@ def _uploads(here: ServiceContext) -> Uploads:
     return Uploads(here.settings.home)
 
 
+def _own(here: ServiceContext, actor: Actor, upload_id: str) -> Uploads:
+    """The uploads, one of which is this token's. NotFound where it is another's."""
+    found = _uploads(here)
+    if found.upload(upload_id).owner != actor.token:
+        raise NotFound(f"there is no upload '{upload_id}' of this token")
+    return found
+
+
 @router.get("", summary="Known traces, the newest first", responses=documented())
 def list_traces(here: Here, actor: Reader) -> list[schemas.TraceSchema]:
     return [schemas.TraceSchema.of(each) for each in here.store.traces()]
@@ -52,7 +61,7 @@ def list_traces(here: Here, actor: Reader) -> list[schemas.TraceSchema]:
 
 @router.post("/uploads", status_code=201, summary="Begin an upload", responses=documented(409))
 def begin_upload(here: Here, actor: Runner, asked: UploadRequest) -> UploadSchema:
-    return UploadSchema.of(_uploads(here).begin(**asked.model_dump()))
+    return UploadSchema.of(_uploads(here).begin(**asked.model_dump(), owner=actor.token))
 
 
 @router.get("/uploads/{upload_id}", summary="How far an upload is", responses=documented(404))
@@ -84,8 +93,12 @@ async def add_piece(
             piece.write(part)
             if piece.tell() > LARGEST_PIECE:
                 raise HTTPException(413, f"a piece has at most {LARGEST_PIECE} bytes")
-        found = await to_thread.run_sync(_uploads(here).add, upload_id, upload_offset, piece)
+        found = await to_thread.run_sync(_add, here, actor, upload_id, upload_offset, piece)
     return UploadSchema.of(found)
+
+
+def _add(here: ServiceContext, actor: Actor, upload_id: str, offset: int, piece: IO[bytes]) -> Upload:
+    return _own(here, actor, upload_id).add(upload_id, offset, piece)
 
 
 @router.post(
@@ -95,7 +108,7 @@ async def add_piece(
     responses=documented(400, 404, 409),
 )
 def finish_upload(here: Here, actor: Runner, upload_id: UploadId) -> schemas.TraceSchema:
-    upload, taken, path = _uploads(here).finish(upload_id)
+    upload, taken, path = _own(here, actor, upload_id).finish(upload_id)
     found = here.store.add_trace(taken.digest, upload.name, str(path.resolve()), taken.meta, here.clock())
     here.audit(actor, "trace", taken.digest, f"trace {upload.name} uploaded")
     return schemas.TraceSchema.of(found)
@@ -105,7 +118,7 @@ def finish_upload(here: Here, actor: Runner, upload_id: UploadId) -> schemas.Tra
     "/uploads/{upload_id}", status_code=204, summary="Abandon an upload", responses=documented(404)
 )
 def abandon_upload(here: Here, actor: Runner, upload_id: UploadId) -> Response:
-    _uploads(here).abandon(upload_id)
+    _own(here, actor, upload_id).abandon(upload_id)
     return Response(status_code=204)
 
 
