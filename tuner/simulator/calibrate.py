@@ -35,7 +35,7 @@ PRIORS: Mapping[str, float] = {
     "compute": 0.25,
     "memory": 0.15,
     "attention": 0.3,
-    "step_s": 0.35,
+    "step_s": 0.15,
     "seq_s": 1.0,
     "request_s": 1.0,
     "layer_s": 0.03,

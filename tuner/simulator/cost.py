@@ -17,6 +17,8 @@ from tuner.simulator.state import Step
 
 GIB = float(1 << 30)
 _HOP_S = 4e-6  # latency of one all-reduce without data; fitted to benchmarks/table/h200-7b-two-cards
+# Of reading weights and computing, the share of the shorter that the longer does not hide (docs/simulator.md).
+_UNHIDDEN = 0.25
 _SHARED = (
     1.3  # the host's launches of a step that no graph covers take so much longer with all-reduces; same rows
 )
@@ -135,11 +137,11 @@ class Coefficients:
     compute: float = 0.62  # matrix products of the layers
     memory: float = 0.85  # reading weights and KV
     attention: float = 0.45  # query × key products of prompts
-    step_s: float = 0.0025  # per step: scheduling, launches, sampling
+    step_s: float = 0.0014  # per step: scheduling, launches, sampling
     seq_s: float = 8e-6  # per sequence of a step: input preparation, output handling
     request_s: float = 0.004  # per request, outside the engine's steps: HTTP, tokens in, first chunk out
     layer_s: float = (
-        0.00066  # per layer, for the host to launch its kernels where no CUDA graph holds the step
+        0.00068  # per layer, for the host to launch its kernels where no CUDA graph holds the step
     )
     sync_s: float = (
         3.8e-5  # per sequence, for the host between two steps where scheduling is not asynchronous
@@ -223,12 +225,13 @@ class StepCost:
         self._known: dict[tuple[int, int], float] = {}
 
     def _dense(self, tokens: int, sampled: int) -> float:
-        """The layers' matrix products: bound by reading the weights for few tokens, by compute for many."""
+        """The layers' matrix products: the longer of reading the weights and computing, and a share of the
+        other: no matrix product reads while its last tiles compute, or computes before its first are read."""
         found = self._known.get((tokens, sampled))
         if found is None:
             padded = self.sizes[bisect_left(self.sizes, tokens)] if self._captured(tokens) else tokens
             compute = padded * self.token_s + sampled * self.head_s
-            dense = float((compute**4 + self.weights_s**4) ** 0.25)
+            dense = max(compute, self.weights_s) + _UNHIDDEN * min(compute, self.weights_s)
             found = self._known[tokens, sampled] = dense + self.sums_s + padded * self.sum_token_s
         return found
 
