@@ -30,7 +30,8 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "sync_s": (1e-8, 0.02),
 }
 
-# How far a preset may be off: one standard deviation of the logarithm.
+# How far a preset may be off: one standard deviation of the logarithm. `step_s` has little room, because one
+# trial cannot tell it from the time of reading weights (docs/simulator.md).
 PRIORS: Mapping[str, float] = {
     "compute": 0.25,
     "memory": 0.15,

@@ -17,7 +17,7 @@ from tuner.simulator.state import Step
 
 GIB = float(1 << 30)
 _HOP_S = 4e-6  # latency of one all-reduce without data; fitted to benchmarks/table/h200-7b-two-cards
-# Of reading weights and computing, the share of the shorter that the longer does not hide (docs/simulator.md).
+# Of reading weights and computing, the share of the shorter that the longer does not hide: docs/simulator.md.
 _UNHIDDEN = 0.25
 _SHARED = (
     1.3  # the host's launches of a step that no graph covers take so much longer with all-reduces; same rows
