@@ -1,9 +1,11 @@
 """Sessions of the pages, failed logins, tokens that expire, and TLS."""
 
+import asyncio
 import json
 import re
 import ssl
 import subprocess
+import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from starlette.testclient import TestClient
 from tests.service.world import World, serving
 from tests.tuning.studies import answer, tuner
 from tuner.history.entities import AuditEntry
-from tuner.service import sessions
+from tuner.service import connections, sessions
 from tuner.service.pages.session import COOKIE, csrf_of
 from tuner.service.sessions import Attempts
 
@@ -204,3 +206,31 @@ def test_files_that_are_no_certificate_are_refused(tmp_path: Path, certificate: 
     ):
         done = tuner(tmp_path, "serve", *words)
         assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+
+
+def test_20_attack_a_tls_handshake_that_never_ends_is_not_waited_for(
+    certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection in its handshake is none yet: no other limit holds for it."""
+    monkeypatch.setattr(connections, "HEAD_S", 0.4)
+    terms = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    terms.load_cert_chain(*certificate)
+
+    async def silent() -> bytes:
+        server = await asyncio.get_running_loop().create_server(asyncio.Protocol, "127.0.0.1", 0, ssl=terms)
+        async with server:
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            got = await asyncio.wait_for(reader.read(), 30)
+            writer.close()
+        return got
+
+    with asyncio.Runner(loop_factory=connections.Loop) as runner:
+        assert runner.run(silent()) == b""
+
+
+def test_20_attack_a_server_may_open_more_files_than_a_process_usually_has() -> None:
+    words = "import resource; from tuner.processes import allow_files; kind = resource.RLIMIT_NOFILE; "
+    words += "resource.setrlimit(kind, (256, 2000)); allow_files(); print(resource.getrlimit(kind)); "
+    words += "allow_files(1000); print(resource.getrlimit(kind))"
+    done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:2] == ["(2000, 2000)"] * 2
