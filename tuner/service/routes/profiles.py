@@ -185,7 +185,7 @@ class Move(RequestBody):
 class Why(RequestBody):
     """The reason that the event keeps."""
 
-    model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"reason": "errors in prod"}]})
+    model_config = ConfigDict(json_schema_extra={"examples": [{"reason": "errors in prod"}]})
 
     reason: str = Field(min_length=1, max_length=500)
 
