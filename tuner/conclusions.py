@@ -5,6 +5,7 @@ computes no gain of its own. docs/tuning.md explains each outcome. Numbers are r
 is not finite (a failed request counts as +inf) is None. A change is (after − before) / before.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -131,6 +132,11 @@ class Arm:
         """Whether this run's repeats meet the SLO; None where there are none."""
         return None if self.misses_slo_by is None else self.misses_slo_by <= 0
 
+    @property
+    def measured_again(self) -> bool:
+        """Whether this run's repeats measured it."""
+        return bool(self.confirmed or self.changes) or self.misses_slo_by is not None
+
     def change(self, metric: str, where: Where = "confirm") -> Difference | None:
         """Its difference from the baseline in an objective."""
         return next((c for c in self.changes if (c.metric, c.where) == (metric, where)), None)
@@ -241,6 +247,18 @@ class Conclusion(JsonRecord):
         """The baseline or the finalist of a trial number; None where it was not measured again."""
         arms = (*([self.baseline] if self.baseline else []), *self.finalists)
         return next((arm for arm in arms if arm.trial == number), None)
+
+    def pair(self, arm: Arm) -> tuple[Values, Values]:
+        """(the baseline's values, the arm's): both by this run's repeats where these measured the arm, else
+        both by first measurements (math.inf: not finite). A pair never mixes the two.
+        """
+
+        def values(each: Arm | None) -> Values:
+            if each is None or arm.measured_again:
+                return each.confirmed if each else {}
+            return {name: math.inf if v is None else v for name, v in each.searched.items()}
+
+        return values(self.baseline), values(arm)
 
     def to_json(self) -> dict[str, JSON]:
         """The whole record as JSON, with `confirmed` beside it for readers."""

@@ -1,5 +1,6 @@
 """The answer card: winner or none, gains, SLO, confidence, what changed, how to pull it, and the cost."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -108,8 +109,9 @@ def test_I27_1_confidence_is_a_word_with_its_reason() -> None:
 
 def test_I27_1_without_a_comparison_the_rows_say_so_and_show_no_change() -> None:
     arm = replace(
-        won().finalists[0], changes=(), confirmed={}, searched={"goodput_rps": 1.0, "ttft_p95_ms": 100.0}
-    )
+        won().finalists[0], changes=(), confirmed={}, searched={"goodput_rps": 1.0, "ttft_p95_ms": 100.0},
+        attainment=None, misses_slo_by=None,
+    )  # fmt: skip
     found = card(won(winner=None, outcome=Judgement.NOT_CONFIRMED, finalists=(arm,), profiles={}), KEY)
     assert found.first_only
     assert [row.metric for row in found.rows] == ["ttft_p95_ms", "goodput_rps"], "as the catalogue has them"
@@ -188,3 +190,42 @@ def test_what_a_run_took_is_time_without_gpus() -> None:
     short = RunCost(search_s=76.7, confirm_s=8.2)
     assert "took 1 min 17 s of search, 8.2 s of confirmation" in list(lines(card(won(cost=short), KEY)))
     assert cost(replace(short, gpus=2)) == "0.0213 GPU-hours of search, 0.00228 GPU-hours of confirmation"
+
+
+def unserved(**changes: object):  # type: ignore[no-untyped-def]
+    """Today's configuration did not serve in the search; trial 1, the nearest, was measured twice more."""
+    found = won()
+    base = replace(
+        found.baseline, dropped="12 of 27 requests", confirmed={}, attainment=None, misses_slo_by=None,
+        searched={"ttft_p95_ms": None, "goodput_rps": 0.1},
+    )  # fmt: skip
+    arm = replace(
+        found.finalists[0], changes=(), attainment=0.63, misses_slo_by=0.32,
+        searched={"ttft_p95_ms": 502.1, "goodput_rps": 2.7},
+        confirmed={"ttft_p95_ms": 1275.0, "goodput_rps": 1.652},
+    )  # fmt: skip
+    fields = {
+        "baseline": base, "finalists": (arm,), "outcome": Judgement.SLO_MISSED, "nearest": 1, "repeats": 2,
+        "sentence": "No trial meets the SLO: trial 1 comes nearest.",
+    }  # fmt: skip
+    return replace(found, **(fields | changes))
+
+
+def test_a_pair_never_mixes_first_and_confirmed_values() -> None:
+    """The baseline was measured only in the search, the finalist again: no surface shows 0.1 → 1.652."""
+    found = unserved()
+    assert [(row.before, row.after) for row in card(found, KEY).rows] == [(None, 1275.0), (None, 1.652)]
+    texts = ["\n".join(run_lines(found, KEY)), render(data(found)), markdown(data(found)).replace("\\", "")]
+    for text in texts:
+        assert "– → 1.652 requests/s" in text
+        assert "0.1 →" not in text
+    again = replace(found.baseline, dropped=None, confirmed={"ttft_p95_ms": 410.0, "goodput_rps": 0.2})
+    dropped = replace(found.finalists[0], confirmed={}, misses_slo_by=None, dropped="it died")
+    first = card(unserved(baseline=again, finalists=(dropped,)), KEY).rows
+    assert [(row.before, row.after) for row in first] == [(math.inf, 502.1), (0.1, 2.7)], (
+        "both are first ones"
+    )
+    half = replace(found.finalists[0], confirmed={"goodput_rps": 1.652})
+    assert card(unserved(finalists=(half,)), KEY).rows[0].after is None, (
+        "the repeats of a failed request: none"
+    )

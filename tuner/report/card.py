@@ -271,11 +271,9 @@ def _rows(said: Conclusion, arm: Arm) -> tuple[CardRow, ...]:
     """One row for each objective, all bars on one scale."""
     made = {c.metric: c for c in arm.changes if c.where == "confirm"}
     widest = max((_reach(c) for c in made.values()), default=1.0)
-    base = said.baseline
-    before = {**base.searched, **base.confirmed} if base else {}
-    after = {**arm.searched, **arm.confirmed}
+    before, after = said.pair(arm)
     found = []
-    for name in made or in_order(after):
+    for name in made or in_order({**arm.searched, **arm.confirmed}):
         change = made.get(name)
         found.append(
             CardRow(
