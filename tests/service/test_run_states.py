@@ -104,7 +104,13 @@ def test_I29_1_a_run_s_state_is_the_same_word_everywhere(why: str, world: World,
     assert {state.lower(): float(n) for state, n in counted.items() if float(n)} == {word: 1.0}
 
 
-@pytest.mark.parametrize(("pid", "way"), [(None, "the same command continues it"), (os.getpid(), "or wait")])
+@pytest.mark.parametrize(
+    ("pid", "way"),
+    [
+        pytest.param(None, "the same command continues it", id="stopped"),
+        pytest.param(os.getpid(), "or wait", id="running"),
+    ],
+)
 def test_I29_1_who_asks_for_a_second_run_is_told_whether_waiting_helps(
     pid: int | None, way: str, world: World
 ) -> None:
