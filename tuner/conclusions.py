@@ -243,6 +243,11 @@ class Conclusion(JsonRecord):
         """Whether `tuner compare` or `tuner upgrade-check` made it: its arms have names."""
         return any(arm is not None and arm.name is not None for arm in (self.baseline, *self.finalists))
 
+    @property
+    def against_baseline(self) -> bool:
+        """Whether any finalist was compared with the baseline, by repeats of both."""
+        return any(arm.changes for arm in self.finalists)
+
     def arm(self, number: int | None) -> Arm | None:
         """The baseline or the finalist of a trial number; None where it was not measured again."""
         arms = (*([self.baseline] if self.baseline else []), *self.finalists)

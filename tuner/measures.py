@@ -113,6 +113,12 @@ def measure_of(name: str) -> Measure:
     return Measure(name=name, unit=unit, limit=_limit_of(kind))
 
 
+def many(count: float, what: str) -> str:
+    """A count with its noun: `1 request`, `2,000 requests`, `3 launches`."""
+    ending = "" if count == 1 else "es" if what.endswith("ch") else "s"
+    return f"{count:,.0f} {what}{ending}"
+
+
 def in_order(names: Iterable[str], first: Iterable[str] = ()) -> list[str]:
     """Names of measurements, each once: those of `first` in their order, then in the order of the entries;
     what has none of its own comes last, by name.

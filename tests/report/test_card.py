@@ -72,7 +72,7 @@ OUTCOMES = [
     (Judgement.SLO_MISSED, NONE, "No configuration meets the SLO", "doubt"),
     (Judgement.SLO_MISSED, {}, "No configuration meets the SLO; trial 1 is nearer", "doubt"),
     (Judgement.NOT_TRUSTED, NONE, "No result: the machine changed during the run", "doubt"),
-    (Judgement.NOT_CONFIRMED, NONE, "No result yet: no trial was measured again", "doubt"),
+    (Judgement.NOT_CONFIRMED, NONE | {"repeats": 0}, "No result yet: no trial was measured again", "doubt"),
     (Judgement.NOTHING_SERVED, NONE | {"finalists": ()}, "No candidate served this traffic", "failed"),
     (Judgement.TRADE_OFF, {}, "Trial 1 is better in some objectives and worse in others", "better"),
     (Judgement.BASELINE_FAILED, {}, "Trial 1 serves this traffic; today's configuration does not", "better"),
@@ -112,7 +112,11 @@ def test_I27_1_without_a_comparison_the_rows_say_so_and_show_no_change() -> None
         won().finalists[0], changes=(), confirmed={}, searched={"goodput_rps": 1.0, "ttft_p95_ms": 100.0},
         attainment=None, misses_slo_by=None,
     )  # fmt: skip
-    found = card(won(winner=None, outcome=Judgement.NOT_CONFIRMED, finalists=(arm,), profiles={}), KEY)
+    unconfirmed = won(
+        winner=None, outcome=Judgement.NOT_CONFIRMED, finalists=(arm,), profiles={}, repeats=0,
+        baseline=replace(won().baseline, confirmed={}, misses_slo_by=None),
+    )  # fmt: skip
+    found = card(unconfirmed, KEY)
     assert found.first_only
     assert [row.metric for row in found.rows] == ["ttft_p95_ms", "goodput_rps"], "as the catalogue has them"
     assert (found.rows[0].after, found.rows[0].change, found.rows[0].bar) == (100.0, None, None)
@@ -229,3 +233,50 @@ def test_a_pair_never_mixes_first_and_confirmed_values() -> None:
     assert card(unserved(finalists=(half,)), KEY).rows[0].after is None, (
         "the repeats of a failed request: none"
     )
+
+
+@pytest.mark.parametrize("outcome", [Judgement.SLO_MISSED, Judgement.BASELINE_FAILED])
+@pytest.mark.parametrize("gone", [False, True], ids=["it did not serve", "it was never measured"])
+def test_what_was_measured_again_is_never_called_a_first_measurement(outcome: Judgement, gone: bool) -> None:
+    found = unserved(outcome=outcome, **({"baseline": None} if gone else {}))
+    why = "was never measured" if gone else "did not serve this traffic"
+    wanted = f"measured 2 times in this run, not compared, because today's configuration {why}"
+    assert not card(found, KEY).first_only
+    html = render(data(found)).replace("&#39;", "'")
+    for text in ("\n".join(run_lines(found, KEY)), markdown(data(found)), html):
+        assert wanted in text.replace("Measured 2", "measured 2")
+        assert "none was measured again" not in text
+        assert "these are first measurements" not in text
+        assert "first measurement, not compared" not in text
+        assert "beside the baseline; the" not in text
+    assert "measured again, not compared" in html
+    assert '<td data-name="finalist">1.652</td>' in html
+    assert "| goodput\\_rps | – | 1.652 | not compared | 2 |" in markdown(data(found))
+    assert "measured once in this run" in "\n".join(run_lines(replace(found, repeats=1), KEY))
+
+
+def test_first_measurements_say_why_nothing_confirmed_them() -> None:
+    first = replace(unserved().finalists[0], confirmed={}, misses_slo_by=None)
+    base = replace(won().baseline, searched={"ttft_p95_ms": 1.0})
+    dropped = unserved(baseline=base, finalists=(replace(first, dropped="it died"),))
+    assert "first measurements; trial 1 failed when it was measured again" in card(dropped, KEY).uncompared
+    ended = unserved(winner=None, finalists=(first,), outcome=Judgement.NOT_CONFIRMED, repeats=1)
+    told = card(ended, KEY)
+    assert told.title == "No result yet: the confirmation did not end"
+    assert told.uncompared == "these are first measurements; the confirmation ended after 1 repeat"
+    assert (told.confidence, told.because) == ("none", "the confirmation ended after 1 repeat")
+    nearest = card(won(outcome=Judgement.SLO_MISSED, winner=None, nearest=0), KEY)
+    assert nearest.uncompared == "measured 3 times in this run: it is today's configuration itself"
+    assert nearest.confidence != "none", "another arm was compared with it"
+
+
+@pytest.mark.parametrize("demonstration", [False, True])
+@pytest.mark.parametrize("repeats", [1, 2, 3, 9])
+def test_where_nothing_was_compared_the_confidence_is_none(repeats: int, demonstration: bool) -> None:
+    for outcome in (Judgement.SLO_MISSED, Judgement.BASELINE_FAILED):
+        found = unserved(outcome=outcome, repeats=repeats, demonstration=demonstration)
+        why = "nothing was compared: today's configuration did not serve this traffic"
+        assert confidence_of(found) == ("none", why)
+        assert f"confidence: none ({why})" in list(run_lines(found, KEY))
+    alone = won(outcome=Judgement.BASELINE_STAYS, finalists=(), repeats=0, **NONE)
+    assert confidence_of(alone) == ("none", "nothing was compared: no trial was measured again")

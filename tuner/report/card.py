@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Literal
 
 from tuner.conclusions import UNMEASURED, Arm, Conclusion, Difference, Judgement, PublishedProfile
-from tuner.measures import in_order
+from tuner.measures import in_order, many
 from tuner.records import ProfileKey, Run, RunState, Study, Value
 from tuner.report import words
 
@@ -63,6 +63,9 @@ class AnswerCard:
     """The answer of one run, or of one arm of a comparison, which has no `sentence`. `trial` is the trial
     that the rows show, `profile` what was published of it.
 
+    `uncompared` says what the rows' values are where they have no change; empty where they have one.
+    `first_only`: they are of single measurements, which no repeat confirmed.
+
     `tone` is one of better (a winner), none (today's configuration stays), doubt and failed. `names` are what
     the two values of a row are of. `changed` are the knobs that differ from today's configuration;
     `changed_title` says "changed" only of a winner, a published profile or an arm of a comparison.
@@ -85,11 +88,8 @@ class AnswerCard:
     pull: str = ""
     cost: str = ""
     saving: str = ""
-
-    @property
-    def first_only(self) -> bool:
-        """Whether the rows are of single measurements, which no repeat confirmed."""
-        return bool(self.rows) and all(row.change is None for row in self.rows)
+    uncompared: str = ""
+    first_only: bool = False
 
 
 def cards(
@@ -117,8 +117,9 @@ def card(
     """
     arm = said.arm(trial) if trial is not None else _shown(said)
     other = trial is not None and trial != said.winner
-    confidence, because = confidence_of(said)
+    confidence, because = confidence_of(said, arm)
     title, tone = _title(said, arm), _tone(said)
+    rows = _rows(said, arm) if arm else ()
     if said.compared and arm is not None:
         title, tone = _against(said, arm)
         confidence, because = ("none", arm.dropped) if arm.dropped else (confidence, because)
@@ -135,7 +136,7 @@ def card(
         because=because,
         trial=arm.trial if arm else None,
         names=(_today(said, "today"), arm.title if arm else ""),
-        rows=_rows(said, arm) if arm else (),
+        rows=rows,
         slo=_slo(said, arm) if arm else "",
         slo_met=arm.slo_met if arm else None,
         changed=_changed(said, arm, gave or {}) if arm else (),
@@ -144,7 +145,43 @@ def card(
         pull=_pull(key, alias, profile) if profile and key else "",
         cost=words.cost(said.cost),
         saving=words.saving(said.saving) if said.saving else "",
+        uncompared=_uncompared(said, arm) if arm and rows else "",
+        first_only=bool(arm and rows and not arm.measured_again),
     )
+
+
+def _uncompared(said: Conclusion, arm: Arm) -> str:
+    """What the values of an arm without a difference are, and why it has none; empty where it has one."""
+    if arm.changes:
+        return ""
+    if arm.measured_again:
+        times = f"measured {_times(said)} in this run"
+        if arm is said.baseline:
+            return f"{times}: it is {_today(said, TODAY)} itself"
+        return f"{times}, not compared, because {_obstacle(said, arm)}"
+    first = "these are first measurements"
+    if said.outcome is Judgement.NOT_CONFIRMED and said.repeats:
+        return f"{first}; the confirmation ended after {many(said.repeats, 'repeat')}"
+    if arm.dropped is not None and arm is not said.baseline:
+        return f"{first}; {arm.title} failed when it was measured again"
+    others = any(each.measured_again for each in (said.baseline, *said.finalists) if each)
+    return f"{first}; {arm.title if others else 'none'} was {'not ' if others else ''}measured again"
+
+
+def _times(said: Conclusion) -> str:
+    return "once" if said.repeats == 1 else f"{said.repeats} times"
+
+
+def _obstacle(said: Conclusion, arm: Arm | None) -> str:
+    """Why an arm was not compared with the baseline, as a clause."""
+    today = _today(said, TODAY)
+    if said.baseline is None:
+        return f"{today} was never measured"
+    if said.baseline.dropped is not None:
+        return f"{today} did not serve this traffic"
+    if arm is not None and arm.dropped is not None:
+        return f"{arm.title} failed when it was measured again"
+    return "no trial was measured again"
 
 
 def card_of_run(run: Run) -> AnswerCard | None:
@@ -185,6 +222,7 @@ def _shown(said: Conclusion) -> Arm | None:
     return chosen or next(iter([*compared, *said.finalists]), None)
 
 
+TODAY = "today's configuration"
 PLAIN = {
     Judgement.CLEAR_WINNER: "Trial {} is better than today's configuration",
     Judgement.TRADE_OFF: "Trial {} is better in some objectives and worse in others",
@@ -223,6 +261,8 @@ def _against(said: Conclusion, arm: Arm) -> tuple[str, Tone]:
 def _title(said: Conclusion, arm: Arm | None) -> str:
     if said.outcome is Judgement.SLO_MISSED:
         return "No configuration meets the SLO" + (f"; trial {said.winner} is nearer" if said.winner else "")
+    if said.outcome is Judgement.NOT_CONFIRMED and said.repeats:
+        return "No result yet: the confirmation did not end"
     return PLAIN[said.outcome].format(arm.trial if arm else "–")
 
 
@@ -234,20 +274,27 @@ def _tone(said: Conclusion) -> Tone:
     return "better" if said.winner is not None else "none"
 
 
-def confidence_of(said: Conclusion) -> tuple[Confidence, str]:
-    """(one word, its reason): by repeats, held-out traffic, and what kind of plan measured."""
+def confidence_of(said: Conclusion, arm: Arm | None = None) -> tuple[Confidence, str]:
+    """(one word, its reason): by repeats, held-out traffic, and what kind of plan measured; of `arm`, or of
+    the one that a run's card shows.
+    """
+    arm = arm or _shown(said)
+    own = arm is not None and arm is not said.baseline
     if said.outcome in UNMEASURED:
         why = {
             Judgement.NOT_TRUSTED: "the machine was not the same in the search and in the confirmation",
-            Judgement.NOT_CONFIRMED: "each trial was measured once",
+            Judgement.NOT_CONFIRMED: f"the confirmation ended after {many(said.repeats, 'repeat')}"
+            if said.repeats
+            else "each trial was measured once",
         }
         return "none", why.get(said.outcome, "nothing could be compared")
+    if not (arm.changes if own and arm else said.against_baseline):
+        return "none", f"nothing was compared: {_obstacle(said, arm)}"
     if said.demonstration:
         return "low", "a demonstration: its windows are too short to act on"
-    times = f"measured {said.repeats} times in turns with " + _today(said, "today's configuration")
+    times = f"measured {_times(said)} in turns with {_today(said, TODAY)}"
     if said.repeats < ENOUGH:
         return "low" if said.repeats < 2 else "medium", f"{times}; {ENOUGH} or more would say more"
-    arm = _shown(said)
     held = [c for c in arm.changes if c.where == "held_out"] if arm else []
     if said.compared:
         return "high", times
@@ -342,8 +389,8 @@ def lines(found: AnswerCard, program: str = "tuner") -> Iterator[str]:
     yield found.sentence or found.title
     for row in found.rows:
         yield f"  {row.name} ({row.metric}): {row_text(row)}"
-    if found.first_only:
-        yield "  these are first measurements; none was measured again"
+    if found.uncompared:
+        yield f"  {found.uncompared}"
     if found.slo:
         yield f"keeps the SLO: {found.slo}"
     yield f"confidence: {found.confidence} ({found.because})"
