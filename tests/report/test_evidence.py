@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 
 from tests.browser import world
+from tests.report.test_report import TRIALS, data, said
 from tuner.conclusions import Difference
 from tuner.metrics import LATENCY_MS
-from tuner.records import Candidate, Trial, TrialState
+from tuner.records import Candidate, Fidelity, Measurement, Purpose, Trial, TrialState
 from tuner.replay import outcomes
 from tuner.report import evidence
 from tuner.report.board import beliefs, board, failures, spent, worst_lateness
 from tuner.report.charts import MARKED
+from tuner.report.document import markdown, render
 from tuner.report.words import difference, measured, seconds, step, unit
 
 NOW = datetime(2026, 3, 1, tzinfo=UTC)
@@ -168,3 +170,21 @@ def test_a_change_is_signed_and_says_which_way_is_better(
     metric: str, change: float | None, said: str
 ) -> None:
     assert step(metric, change) == said
+
+
+def test_the_lateness_of_every_replay_counts_also_of_the_confirmation() -> None:
+    def replay(purpose: Purpose, late: float, *warnings: str, launch: str | None = None) -> Measurement:
+        kept = Fidelity(values={"lateness_p99_ms": late}, warnings=warnings)
+        repeat = 0 if purpose == "search" else 1
+        return Measurement(values={}, purpose=purpose, repeat=repeat, fidelity=kept, launch_id=launch)
+
+    made = (replay("search", 34.9), replay("confirm", 12.0), replay("held_out", 44.6, "it was late"))
+    trials = (replace(TRIALS[1], measurements=made), replace(TRIALS[2], measurements=made[:1]))
+    given = replace(data(said()), trials=trials)
+    for text in (render(given), markdown(given)):
+        assert "The p99 lateness of sending was at most 44.6 ms in 4 replays." in " ".join(text.split())
+    assert "<li>trial 1 (held-out slice, repeat 1): it was late</li>" in render(given)
+    one = replace(given, trials=trials[1:])
+    assert "34.9 ms in 1 replay." in " ".join(render(one).split())
+    twice = (replay("search", 3.0, launch="a"), replay("confirm", 3.0, launch="a"))
+    assert len(beliefs([replace(TRIALS[1], measurements=twice)])) == 1, "one replay that counts for both"

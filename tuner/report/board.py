@@ -11,7 +11,7 @@ import numpy as np
 from tuner.conclusions import Arm, Attribution, Conclusion, Difference
 from tuner.history.store import Store
 from tuner.measures import measure_of
-from tuner.records import Launch, Study, Trial, TrialState
+from tuner.records import Launch, Measurement, Study, Trial, TrialState
 from tuner.report.card import AnswerCard, cards, key_of
 from tuner.report.charts import MARKED, Cloud, Guides, Point, scatter
 from tuner.report.explain import gave
@@ -273,29 +273,43 @@ def failures(trials: Sequence[Trial]) -> list[Cause]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Belief:
-    """How well the replay of one trial kept its schedule."""
+    """How well one replay of a trial kept its schedule. `when` is empty for a replay of the search."""
 
     trial: Trial
+    when: str
     values: dict[str, float | None]
     failed: tuple[str, ...]
     warnings: tuple[str, ...]
 
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """The checks that failed, then the warnings."""
+        return self.failed + self.warnings
 
+
+WHEN = {"confirm": "confirmation", "held_out": "held-out slice"}
 LATENESS = ("lateness_p50_ms", "lateness_p99_ms", "lateness_allowed_ms", "sender_cpu")
 
 
 def beliefs(trials: Sequence[Trial]) -> list[Belief]:
-    """One row per trial that was measured, the latest replay first."""
+    """One row per replay, those of the confirmation too; the latest trial first."""
     return [
         Belief(
             trial=t,
+            when="" if m.purpose == "search" else f"{WHEN[m.purpose]}, repeat {m.repeat}",
             values={name: m.fidelity.values.get(name) for name in LATENESS},
             failed=m.fidelity.failed,
             warnings=m.fidelity.warnings,
         )
         for t in reversed(trials)
-        if (m := t.measurement) is not None and m.fidelity.values
+        for place, m in enumerate(t.measurements)
+        if m.fidelity.values and not any(_same_replay(m, other) for other in t.measurements[:place])
     ]
+
+
+def _same_replay(one: Measurement, other: Measurement) -> bool:
+    """Whether two measurements are of one replay, which may count for the search and for a comparison."""
+    return one.launch_id is not None and (one.launch_id, one.fidelity) == (other.launch_id, other.fidelity)
 
 
 def worst_lateness(found: Sequence[Belief]) -> float | None:

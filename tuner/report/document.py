@@ -13,7 +13,7 @@ from markupsafe import Markup, escape
 
 from tuner import masking
 from tuner.conclusions import Attribution, Conclusion
-from tuner.measures import direction_of
+from tuner.measures import direction_of, many
 from tuner.records import Launch, Profile, Study, Trial
 from tuner.report import evidence, words
 from tuner.report.board import Board, beliefs, board, failures, spent, worst_lateness
@@ -67,7 +67,7 @@ def environment(*, html: bool) -> Environment:
         found.filters[name] = getattr(words, name)
     if html:
         found.filters["knobs"] = knobs
-    found.filters |= {"cell": cell, "row_text": row_text, "knob_text": knob_text}
+    found.filters |= {"many": many, "cell": cell, "row_text": row_text, "knob_text": knob_text}
     return found
 
 
