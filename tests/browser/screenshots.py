@@ -53,14 +53,7 @@ def running(there: world.World) -> None:
     """An upgrade check that has ended, and a run in the middle of its night, for the pictures."""
     store, made = there.store, there.study
     world.an_upgrade_check(store, there.home / "trials" / "upgrade")
-    run = store.open_run(
-        made.id,
-        trials_limit=12,
-        deadline=world.NOW + timedelta(hours=2),
-        now=world.NOW,
-        pid=None,
-        host="gpu-01",
-    )
+    run = world.living_run(store, made, 12, world.NOW + timedelta(hours=2))
     first = len(store.trials(made.id))
     for number in range(first, first + 5):
         world.complete(store, run, number, there.home / "trials" / "live")

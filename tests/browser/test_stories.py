@@ -21,7 +21,7 @@ pytestmark = pytest.mark.browser
 
 def test_a_live_run_moves_without_a_reload(site: Site) -> None:
     store, made = site.world.store, site.world.study
-    run = store.open_run(made.id, trials_limit=3, deadline=None, now=world.NOW, pid=None, host="gpu-01")
+    run = world.living_run(store, made, 3)
     first = len(store.trials(made.id))
     site.get(site.study)
     site.driver.execute_script("window.kept = true")
@@ -115,7 +115,7 @@ def test_who_was_overtaken_is_told_and_nothing_moves(site: Site) -> None:
 
 def test_an_expired_token_leads_to_the_login_and_back(site: Site) -> None:
     store, made = site.world.store, site.world.study
-    store.open_run(made.id, trials_limit=3, deadline=None, now=world.NOW, pid=None, host="gpu-01")
+    world.living_run(store, made, 3)
     site.use(site.world.tokens["soon"])
     site.get(site.study)
     assert "Running since" in site.text()
@@ -155,7 +155,7 @@ def test_a_hostile_name_runs_no_script(site: Site, tmp_path: Path) -> None:
     store = site.world.store
     made = replace(world.study(HOSTILE), workload=HOSTILE, model=HOSTILE, node=HOSTILE)
     profile = world.a_night(store, made, tmp_path, 2)
-    store.open_run(made.id, trials_limit=3, deadline=None, now=world.NOW, pid=None, host="gpu-01")
+    world.living_run(store, made, 3)
     ref = made.id[:16]
     paths = ["/", "/studies", f"/studies/{ref}", f"/studies/{ref}/trials/3", f"/profiles/{profile.id}"]
     paths += ["/history", "/profiles", "/history?model=" + "%3Cscript%3Ewindow.owned%3D1%3C/script%3E"]

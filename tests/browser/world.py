@@ -277,6 +277,12 @@ def _conclusion(run: Run, winner: Trial, base: Trial, at: datetime) -> Conclusio
     )  # fmt: skip
 
 
+def living_run(store: Store, made: Study, trials: int, deadline: datetime | None = None) -> Run:
+    """A run whose process, on its node, holds the lease."""
+    store.acquire_lease(made.node, "gpu-01 pid 17", now=NOW, ttl_s=30 * 86400)
+    return store.open_run(made.id, trials_limit=trials, deadline=deadline, now=NOW, pid=17, host="gpu-01")
+
+
 def upgrade_study() -> Study:
     made = study("chat-h100-upgrade", day=6)
     identity: dict[str, JSON] = {**made.identity, "compare": {"arms": [], "kind": "upgrade"}}
