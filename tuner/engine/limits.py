@@ -76,8 +76,8 @@ def changeable(
     was launched; a knob that is not among `knobs` must be equal.
     """
     differ = {k for k in {*launched, *wanted} if launched.get(k) != wanted.get(k)}
-    if not differ <= set(knobs):
-        return None
+    if not differ <= set(knobs) or any(wanted.get(name) is None for name in differ):
+        return None  # what is left out returns to its launched value, which is another one
     for name in ("max_num_seqs", "max_num_batched_tokens"):
         most, asked = launched.get(name), wanted.get(name)
         if name in differ and (

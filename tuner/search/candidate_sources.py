@@ -14,7 +14,7 @@ import numpy as np
 from tuner.records import Candidate, Slo, Trial, TrialState, Value
 from tuner.search import acquisition, trial_view
 from tuner.search.acquisition import Predict
-from tuner.search.trial_view import EncodedTrial, Encoding, Point, Scale, Space, encode
+from tuner.search.trial_view import DERIVED, EncodedTrial, Encoding, Point, Scale, Space, encode
 
 # Knob → +1 where a larger level makes the failure worse, −1 where it makes it better.
 Direction = Mapping[str, int]
@@ -196,12 +196,14 @@ class StudyView:
     @cached_property
     def seen(self) -> frozenset[str]:
         """The keys of all configurations that engines ran: as they were asked for, and as the engines
-        reported.
+        reported (of one that was only screened, the knobs that it was asked for).
         """
         found = set()
         for trial in self.latest:
             asked = trial.candidate
-            ran = Candidate({name: trial.effective.get(name, value) for name, value in asked.items()})
+            names = asked.keys() if trial.screened else {*asked, *self.encoding.names} - {*DERIVED}
+            whole = {**asked, **{n: trial.effective[n] for n in names if n in trial.effective}}
+            ran = Candidate(whole)
             found |= {self.key(asked), self.key(ran)}
         return frozenset(found)
 

@@ -57,7 +57,9 @@ class Encoding:
         """
         found = []
         for name, values in zip(self.names, self.levels, strict=True):
-            index = _place(candidate[name], values) if name in candidate else self._default(name, values)
+            own = own_budget(self.defaults, candidate) if name == BUDGET else None
+            value = candidate.get(name, own)
+            index = _place(value, values) if name in candidate or own else self._default(name, values)
             if index is None:
                 return None
             found.append(index)
@@ -81,7 +83,10 @@ class Encoding:
             name: known[name] if value is None and name in known else value
             for name, value in candidate.items()
         }
-        return Candidate({name: _plain(value) for name, value in {**known, **asked}.items()})
+        whole = {**known, **asked}
+        if BUDGET in known and candidate.get(BUDGET) is None:
+            whole[BUDGET] = own_budget(self.defaults, whole)
+        return Candidate({name: _plain(value) for name, value in whole.items()})
 
     def random(self, rng: np.random.Generator) -> Point:
         return tuple(int(rng.integers(len(values))) for values in self.levels)
@@ -147,6 +152,50 @@ def baseline_of(trials: Sequence[Trial]) -> Trial | None:
 DERIVED = ("max_cudagraph_capture_size", "cudagraph_capture_sizes")
 
 
+# vLLM's own BUDGET follows SEQS: it is cut to SEQS prompts of LENGTH. MODES change it too.
+BUDGET, SEQS, LENGTH = "max_num_batched_tokens", "max_num_seqs", "max_model_len"
+MODES = (LENGTH, "enable_chunked_prefill", "performance_mode")
+
+
+def own_budget(defaults: Mapping[str, Value], asked: Mapping[str, Value]) -> Value:
+    """The max_num_batched_tokens of a fresh engine that is asked for everything but that; None: no launch of
+    the study has shown it. `defaults` is what `defaults_of` gives.
+    """
+    if UNCUT not in defaults:
+        return defaults.get(BUDGET)
+    if any(asked.get(name) not in (None, defaults.get(name)) for name in MODES):
+        return None
+    seqs, length, uncut = asked.get(SEQS) or defaults.get(SEQS), defaults[LENGTH], defaults[UNCUT]
+    if (shown := defaults.get(f"{BUDGET}@{seqs}")) is not None:
+        return shown
+    if not (isinstance(uncut, int) and isinstance(seqs, int) and isinstance(length, int)):
+        return None
+    return uncut if uncut <= seqs * length else None
+
+
+# In `defaults_of`: the engine's own BUDGET where it was not cut, None where no launch showed that.
+UNCUT = f"{BUDGET}@uncut"
+
+
+def _own_budgets(base: Trial, trials: Sequence[Trial]) -> dict[str, Value]:
+    """The engine's own BUDGET by SEQS, as the launches of a study showed it. Nothing where the baseline sets
+    it, or its engine does not report what it depends on.
+    """
+    if BUDGET in base.candidate or not {BUDGET, SEQS, LENGTH} <= base.effective.keys():
+        return {}
+    found: dict[str, Value] = {UNCUT: None}
+    for trial in latest(trials):
+        ran = trial.effective
+        alike = all(ran.get(name) == base.effective.get(name) for name in MODES)
+        budget, seqs, length = ran.get(BUDGET), ran.get(SEQS), ran.get(LENGTH)
+        if trial.screened or BUDGET in trial.candidate or not alike or not isinstance(budget, int):
+            continue
+        found[f"{BUDGET}@{seqs}"] = budget
+        if isinstance(seqs, int) and isinstance(length, int) and budget != seqs * length:
+            found[UNCUT] = budget
+    return found
+
+
 def _introduced(trials: Sequence[Trial]) -> Trial | None:
     """The first baseline whose engine reported its configuration, whether or not it served the traffic."""
     return next((t for t in latest(trials) if t.is_baseline and t.effective), None)
@@ -168,7 +217,7 @@ def defaults_of(trials: Sequence[Trial]) -> Mapping[str, Value]:
     known.
     """
     base = _introduced(trials)
-    return {} if base is None else {**own_of(trials), **base.candidate}
+    return {} if base is None else {**own_of(trials), **base.candidate, **_own_budgets(base, trials)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

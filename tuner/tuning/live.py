@@ -16,9 +16,9 @@ from tuner.engine import limits
 from tuner.engine.failures import KINDS
 from tuner.errors import Aborted, EngineError, Infeasible, StudyFailed
 from tuner.records import Candidate, Launch, LaunchSpec, Trial, Value
-from tuner.search.trial_view import encode
+from tuner.search.trial_view import BUDGET, SEQS, UNCUT, encode, own_budget
 from tuner.tuning.context import EngineHost, LaunchJob, LaunchResult, Pass, RunContext, held, largest_kv
-from tuner.tuning.study import Prepared
+from tuner.tuning.study import Prepared, flag_name
 from tuner.tuning.trial import (
     LaunchRecorder,
     LimitsRefused,
@@ -81,12 +81,28 @@ def widest(prepared: Prepared, candidate: Candidate) -> tuple[Candidate, ...]:
 
 
 def fits(
-    prepared: Prepared, launched: Candidate, candidate: Candidate, defaults: Mapping[str, Value]
+    prepared: Prepared,
+    launched: Candidate,
+    candidate: Candidate,
+    defaults: Mapping[str, Value],
+    effective: Mapping[str, Value] | None = None,
 ) -> dict[str, Value] | None:
-    """The limits that turn a running engine into the candidate; None where that is not enough."""
-    encoding = encode(prepared.space, defaults)
+    """The limits that turn a running engine, which reports `effective`, into what a launch of the candidate
+    would be; None where that is not enough, or not known.
+    """
+    unset = {name for name in prepared.baseline if name not in candidate}  # today's value is not the engine's
+    encoding = encode(prepared.space, {n: v for n, v in defaults.items() if n not in unset})
     knobs = adapter_of(prepared.facts.kind).live_knobs
-    return limits.changeable(encoding.completed(launched), encoding.completed(candidate), knobs)
+    before, after = encoding.completed(launched), encoding.completed(candidate)
+    found = limits.changeable(before, after, knobs)
+    set_by_hand = BUDGET in candidate or flag_name(BUDGET) in masking.arguments(prepared.fixed)
+    moved = BUDGET in launched or before.get(SEQS) != after.get(SEQS)
+    if found is None or set_by_hand or not moved or UNCUT not in defaults:
+        return found
+    own, most = own_budget(defaults, after), launched.get(BUDGET, (effective or {}).get(BUDGET))
+    if not isinstance(own, int) or not isinstance(most, int) or own > most:
+        return None
+    return {**found, BUDGET: own}
 
 
 class ScreeningEngine:
@@ -178,7 +194,8 @@ class ScreeningEngine:
         """What turns the running engine into the candidate; None where that is not enough."""
         if self._spec is None or not await host.holds(self._spec.launch_id):
             return None
-        return fits(self._context.prepared, self._launched, candidate, defaults)
+        effective = {} if self._row is None else self._row.row.effective
+        return fits(self._context.prepared, self._launched, candidate, defaults, effective)
 
     async def _launch(self, host: EngineHost, trial: Trial, own: bool) -> None:
         """Launch the trial's own engine, or the widest that it can be screened in. CannotScreen when none

@@ -363,8 +363,10 @@ def minimal(space: SearchSpace, trials: Sequence[Trial], candidate: Candidate) -
     """The candidate without values that the engine uses by itself, as the baseline's engine reported them.
     Knobs that the baseline sets stay, and so do knobs that a condition of the space needs.
     """
-    own = trial_view.own_of(trials)
-    kept = {n: v for n, v in candidate.items() if n not in own or not same(v, own[n])}
+    own = dict(trial_view.own_of(trials))
+    if trial_view.BUDGET in own:
+        own[trial_view.BUDGET] = trial_view.own_budget(trial_view.defaults_of(trials), candidate)
+    kept = {n: v for n, v in candidate.items() if own.get(n) is None or not same(v, own[n])}
     asked = list(kept)
     while asked:
         for parent in space.conditions.get(asked.pop(), {}):
