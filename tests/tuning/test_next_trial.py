@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +17,7 @@ from tuner.search import trial_view
 from tuner.search.trial_view import encode
 from tuner.traffic import slices
 from tuner.tuning.calibrated_predictor import StudyPredictor, card_for, forecast
-from tuner.tuning.live import widest
+from tuner.tuning.live import fits, widest
 from tuner.tuning.next_trial import (
     RELAUNCHED,
     best,
@@ -30,6 +31,7 @@ from tuner.tuning.next_trial import (
     view_of,
     winner,
 )
+from tuner.tuning.run import summary_of
 from tuner.tuning.study import Prepared, load
 
 SPACE = """\
@@ -353,3 +355,82 @@ def test_layout_knobs_that_one_card_leaves_at_one_do_not_end_predictions(prepare
         assert (found if isinstance(found, str) else found.name) == (
             card or "the simulator does not predict pipeline parallel engines"
         )
+
+
+def ran(number: int, seqs: int, budget: int, **more: object) -> Trial:
+    """A trial that left max_num_batched_tokens to an engine with max_model_len 1024."""
+    own = {"max_model_len": 1024, "max_num_seqs": seqs, "max_num_batched_tokens": budget, "block_size": 16}
+    asked = Candidate({"max_num_seqs": seqs})
+    return measured(number, asked, values(900.0), **{"effective": own, **more})
+
+
+WIDE = Candidate({"max_num_seqs": 64, "max_num_batched_tokens": 8192, "block_size": 16})
+
+
+def test_A10_a_limit_that_the_engine_derives_is_screened_as_a_launch_would_have_it(
+    prepared: Prepared,
+) -> None:
+    asked, today = Candidate({"max_num_seqs": 16}), replace(prepared, baseline=Candidate({"max_num_seqs": 1}))
+    cut = trial_view.defaults_of([ran(0, 1, 1024)])  # cut to one prompt: what 16 have is not known
+    assert fits(today, WIDE, asked, cut) is None
+    assert fits(today, WIDE, asked.with_values(max_num_batched_tokens=2048), cut) is not None
+    screened = ran(1, 16, 1024, screened=True)  # an engine whose limits were set shows nothing of a launch
+    assert fits(today, WIDE, asked, trial_view.defaults_of([ran(0, 1, 1024), screened])) is None
+    for later in (ran(1, 16, 2048), ran(1, 64, 2048)):  # of the same sequences, or one that was not cut
+        found = fits(today, WIDE, asked, trial_view.defaults_of([ran(0, 1, 1024), later]))
+        assert found is not None
+        assert found["max_num_batched_tokens"] == 2048
+    own = Candidate({"max_num_seqs": 16})  # an engine of its own that left it open, too
+    assert fits(today, own, Candidate({"max_num_seqs": 4}), cut, {"max_num_batched_tokens": 2048}) is None
+    fewer = trial_view.defaults_of([ran(0, 16, 2048), ran(1, 1, 1024)])
+    found = fits(today, own, Candidate({"max_num_seqs": 1}), fewer, {"max_num_batched_tokens": 2048})
+    assert found is not None
+    assert found["max_num_batched_tokens"] == 1024
+
+
+def test_A10_it_holds_where_the_space_does_not_turn_the_derived_limit(prepared: Prepared) -> None:
+    levels = {n: v for n, v in prepared.space.levels.items() if n != "max_num_batched_tokens"}
+    small = replace(prepared, space=replace(prepared.space, levels=levels))
+    wide, asked = Candidate({"max_num_seqs": 64}), Candidate({"max_num_seqs": 1})
+    running = {"max_num_batched_tokens": 2048}
+    assert fits(small, wide, asked, trial_view.defaults_of([ran(0, 4, 2048)]), running) is None
+    found = fits(small, wide, asked, trial_view.defaults_of([ran(0, 1, 1024)]), running)
+    assert found is not None
+    assert found["max_num_batched_tokens"] == 1024
+    by_hand = replace(small, fixed=("--max-num-batched-tokens", "2048"))
+    assert fits(by_hand, wide, asked, trial_view.defaults_of([ran(0, 4, 2048)]), running) is not None
+
+
+def test_A10_a_limit_that_goes_back_to_the_engine_s_own_value_needs_a_launch(prepared: Prepared) -> None:
+    marked = Candidate({"max_num_seqs": 64, "long_prefill_token_threshold": 256})
+    levels = {**prepared.space.levels, "long_prefill_token_threshold": (None, 256)}
+    wider = replace(prepared, space=replace(prepared.space, levels=levels))
+    plain = Candidate({"max_num_seqs": 64})
+    assert fits(wider, marked, plain, {}) is None
+    assert fits(wider, marked, plain, {"long_prefill_token_threshold": 0}) is not None
+    today = replace(wider, baseline=marked)  # that value is today's, not the engine's own
+    assert fits(today, marked, plain, {"long_prefill_token_threshold": 256}) is None
+
+
+def test_A10_what_an_engine_ran_counts_as_measured_however_it_was_asked_for(prepared: Prepared) -> None:
+    history = [ran(0, 1, 1024), ran(1, 16, 2048)]
+    for name, value in (("max_num_batched_tokens", 2048), ("block_size", 16)):
+        same = Candidate({"max_num_seqs": 16, name: value})
+        whole = prepared.space.canonical({"max_num_batched_tokens": 2048, "block_size": 16, **same})
+        assert not view_of(prepared, history).is_new(whole, lambda candidate: None)
+        assert minimal(prepared.space, history, whole) == Candidate({"max_num_seqs": 16})
+    other = prepared.space.canonical({"max_num_seqs": 16, "max_num_batched_tokens": 512, "block_size": 16})
+    assert view_of(prepared, history).is_new(other, lambda candidate: None)
+    unknown = Candidate({"max_num_seqs": 4, "max_num_batched_tokens": 1024})  # the baseline's own value
+    assert minimal(prepared.space, history[:1], unknown) == unknown
+
+
+def test_A6_the_summary_of_a_run_is_of_that_run_alone(prepared: Prepared) -> None:
+    live = SimpleNamespace(failures=[])
+    first = measured(1, Candidate({"max_num_seqs": 16}), values(400.0), screened=True, gpu_seconds=616.2)
+    second = replace(first, number=2, run_id="later", screened=False, gpu_seconds=368.4)
+    facts = replace(prepared.facts, kind="vllm", platform="cuda")
+    found = summary_of(replace(prepared, facts=facts), "later", [first, second], live)  # type: ignore[arg-type]
+    assert (found["gpu_seconds"], found["screened"], found["live_limits"]) == (368.4, 0, "not used")
+    cpu = replace(prepared, facts=replace(facts, platform="cpu"))
+    assert summary_of(cpu, "later", [first, second], live)["gpu_seconds"] == 0.0  # type: ignore[arg-type]

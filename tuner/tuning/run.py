@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
+from tuner.adapters import adapter_of
 from tuner.conclusions import Conclusion
 from tuner.engine import boots
 from tuner.engine.failures import NODE_FAULTS
@@ -182,11 +183,16 @@ class _Loop(Execution):
 
     def summary(self, said: Conclusion | None) -> dict[str, JSON]:
         """Calibration, live limits, GPU time, first boots, and what readers of earlier releases expect."""
-        summary = summary_of(self._context.prepared, self._trials(), self._predictor, self._live)
-        summary |= summary_of_conclusion(self._context, said) if said else {}
-        return summary | {
-            "first_boots": boots.about_first([each.timeline for each in self._context.launches()])
+        trials, known = self._trials(), self._predictor.calibrated(self._trials())
+        summary = summary_of(self._context.prepared, self._run.id, trials, self._live)
+        summary |= {
+            "calibration": known.calibration.to_json() if known and known.calibration else None,
+            "predictor": self._predictor.why_not or _trusted(known),
+            "quality": quality.summary(self._context.prepared, trials),
         }
+        summary |= summary_of_conclusion(self._context, said) if said else {}
+        ours = [each for each in self._context.launches() if each.started_at >= self._run.started_at]
+        return summary | {"first_boots": boots.about_first([each.timeline for each in ours])}
 
     async def _search(self) -> str:
         while True:
@@ -363,18 +369,16 @@ def _noise(trials: Sequence[Trial], objectives: Sequence[str]) -> float | None:
 
 
 def summary_of(
-    prepared: Prepared, trials: Sequence[Trial], predictor: StudyPredictor, live: ScreeningEngine
+    prepared: Prepared, run_id: str, trials: Sequence[Trial], live: ScreeningEngine
 ) -> dict[str, JSON]:
-    """The run's summary beside its conclusion: calibration, live limits, GPU time, quality, idle GPUs."""
-    known = predictor.calibrated(trials)
-    screened = [t for t in trials if t.screened]
+    """A run's summary beside its conclusion, by its own of the study's trials: live limits, GPU time."""
+    ours = [t for t in trials if t.run_id == run_id]
+    screened = [t for t in ours if t.screened]
+    with_gpus = adapter_of(prepared.facts.kind).uses_gpus(prepared.facts.platform)
     return {
-        "calibration": known.calibration.to_json() if known and known.calibration else None,
-        "predictor": predictor.why_not or _trusted(known),
         "screened": len(screened),
         "live_limits": list(live.failures) or ("used" if screened else "not used"),
-        "gpu_seconds": round(sum(t.gpu_seconds for t in trials), 1),
-        "quality": quality.summary(prepared, trials),
+        "gpu_seconds": round(sum(t.gpu_seconds for t in ours), 1) if with_gpus else 0.0,
         "idle_gpus": idle_of(prepared),
     }
 
