@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from benchmarks.attribution import measured
+from tests.report.test_report import said as example
 from tests.tuning.studies import tuner
 from tests.tuning.test_confirm import Closed, Night
-from tuner.conclusions import Attribution, Conclusion
+from tuner.conclusions import Attribution, Conclusion, Judgement
 from tuner.records import Candidate, Run, RunState, Trial
-from tuner.report.explain import gave, lines, mechanism
+from tuner.report.explain import gave, lines, mechanism, why_none
 from tuner.service.pages.overview import newest_card
 from tuner.tuning.context import LaunchJob, Measured, Note, budget_of
 from tuner.tuning.ending import Ending
@@ -246,3 +247,39 @@ def test_the_mechanism_is_told_from_what_the_simulator_counts(
     told = mechanism(before, after)
     assert said in told
     assert bool(said) == bool(told)
+
+
+def test_explain_says_the_one_reason_where_nobody_asked(tmp_path: Path) -> None:
+    """Today's configuration fails when it is measured again, and the winner is published all the same."""
+    night = Night(tmp_path, lambda seqs, purpose, _: {"failed": 5.0 * (purpose == "confirm" and seqs == 4)})
+    said = night.whole()
+    made = said.profiles["challenger"].id
+    done = tuner(tmp_path, "explain", made)
+    assert done.returncode == 4
+    assert done.stderr.strip().endswith(
+        "did not ask which knobs pay: today's configuration did not serve this traffic, so there is no gain"
+        " to attribute"
+    ), done.stderr
+
+
+REASONS: list[tuple[dict[str, Any], Any, bool, str]] = [
+    ({"winner": None, "outcome": Judgement.BASELINE_STAYS}, "brief", False, "nothing won (baseline stays)"),
+    ({"baseline": None}, "brief", False, "today's configuration was never measured"),
+    ({"demonstration": True}, "quick", False, "it was a demonstration"),
+    ({}, "quick", False, "its plan does not ask"),
+    ({}, {"base": "brief", "attribution": 0}, False, "its plan does not ask"),
+    ({}, {"base": "quick", "attribution": None}, False, "its plan does not ask"),
+    ({}, {"base": "quick", "attribution": 1.0}, True, "the launches for it did not come to an end"),
+    ({}, {"base": "brief"}, False, "an earlier release made it"),
+    ({}, {"base": "brief", "attribution": None}, False, "it ended before it asked"),
+]
+
+
+@pytest.mark.parametrize(("changes", "plan", "begun", "why"), REASONS)
+def test_each_reason_why_nobody_asked_is_told_alone(
+    changes: dict[str, Any], plan: Any, begun: bool, why: str
+) -> None:
+    told = why_none(example(**changes), plan, begun=begun)
+    assert told.startswith(why)
+    assert " or " not in told
+    assert why_none(None, plan, begun=begun) == "it ended without a conclusion"

@@ -42,8 +42,11 @@ def attribution_of(store: "Store", profile: "Profile") -> "Attribution":
         raise BadInput(f"profile {profile.id} was not published by a run")
     found = store.attribution(run)
     if found is None:
-        raise NotFound(
-            f"run {run} did not find out which knobs of its winner pay: nothing won, the plan does not ask"
-            " (plan: attribution), or an earlier release published it"
-        )
+        from tuner.report.explain import why_none
+        from tuner.tuning.attribution import attribution_of as label_of
+
+        began = f"-confirm-{label_of(run)}-"
+        begun = any(began in (each.directory or "") for each in store.launches(profile.study_id))
+        why = why_none(store.conclusion(run), store.study(profile.study_id).spec.get("plan"), begun=begun)
+        raise NotFound(f"run {run} did not ask which knobs pay: {why}")
     return found

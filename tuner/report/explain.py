@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator, Mapping
 
-from tuner.conclusions import Attribution, KnobGain
+from tuner.conclusions import Attribution, Conclusion, KnobGain
+from tuner.records import JSON
+from tuner.replay.plan import PLANS
 from tuner.report import words
 
 
@@ -17,6 +19,35 @@ def _gave(gain: KnobGain) -> str:
     told = [words.difference(d) for d in gain.gains if d.word != "open"]
     how = "" if gain.how != "predicted" else ", by the simulator"
     return f"{told[0]}{how}" if told else gain.why or "not measured by itself"
+
+
+def why_none(said: Conclusion | None, plan: JSON, *, begun: bool) -> str:
+    """The reason why a run did not ask which knobs pay. `plan` is that of the study's file, `begun`: whether
+    it had launched an engine for it.
+    """
+    if said is None:
+        return "it ended without a conclusion"
+    if said.winner is None:
+        return f"nothing won ({words.outcome(said)})"
+    if said.baseline is None:
+        return "today's configuration was never measured, so there is no gain to attribute"
+    if said.baseline.dropped is not None:
+        return "today's configuration did not serve this traffic, so there is no gain to attribute"
+    if said.demonstration:
+        return "it was a demonstration"
+    changed: dict[str, JSON] = plan if isinstance(plan, dict) else {"base": plan, "attribution": None}
+    share = changed.get("attribution")
+    known = PLANS.get(str(changed.get("base")))
+    if share == 0 or (share is None and known is not None and known.attribution <= 0):
+        return "its plan does not ask (attribution: 0)"
+    winner = said.arm(said.winner)
+    if winner is not None and winner.candidate == said.baseline.candidate:
+        return "the winner has the knobs of today's configuration"
+    if begun:
+        return "the launches for it did not come to an end"
+    if "attribution" not in changed:
+        return "an earlier release made it, which did not ask"
+    return "it ended before it asked"
 
 
 def lines(found: Attribution) -> Iterator[str]:
