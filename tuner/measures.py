@@ -114,9 +114,9 @@ def measure_of(name: str) -> Measure:
 
 
 def many(count: float, what: str) -> str:
-    """A count with its noun: `1 request`, `2,000 requests`, `3 launches`."""
+    """A count with its noun: `1 request`, `2000 requests`, `3 launches`."""
     ending = "" if count == 1 else "es" if what.endswith("ch") else "s"
-    return f"{count:,.0f} {what}{ending}"
+    return f"{count:.0f} {what}{ending}"
 
 
 def in_order(names: Iterable[str], first: Iterable[str] = ()) -> list[str]:

@@ -404,3 +404,23 @@ def test_M15_the_distribution_of_step_tokens_and_the_offload_transfer_are_read()
     assert metrics.between(metrics.parse(""), metrics.parse("a 1\n"))["batch_tokens_p50"] is None
     assert observe.fold([(0.0, before), (4.0, after)])["offload_gib_per_s"] == pytest.approx(0.5)
     assert "offload_gib_per_s" not in observe.fold([(0.0, metrics.parse("a 1\n"))] * 2)
+
+
+@pytest.mark.parametrize(("ones", "eights"), [(100, 100), (96, 100), (60, 100), (10, 100), (0, 100)])
+def test_a_step_has_at_least_one_token(ones: int, eights: int) -> None:
+    """A lone decode is one token a step: vLLM's first bucket, up to 1, holds no fraction of a token."""
+
+    def page(one: int, eight: int) -> metrics.EngineMetrics:
+        bucket = 'vllm:iteration_tokens_total_bucket{engine="0",le='
+        return metrics.parse(
+            f'{bucket}"1.0"}} {one}\n{bucket}"8.0"}} {eight}\n{bucket}"+Inf"}} {eight}\n'
+            'vllm:iteration_tokens_total_sum{engine="0"} 1\n'
+        )
+
+    found = metrics.between(page(0, 0), page(ones, eights))
+    low, high = found["batch_tokens_p50"], found["batch_tokens_p95"]
+    assert low is not None
+    assert high is not None
+    assert 1.0 <= low <= high <= 8.0
+    assert (low == 1.0) == (ones >= 50)
+    assert (high == 1.0) == (ones >= 95)

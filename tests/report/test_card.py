@@ -7,6 +7,7 @@ import pytest
 
 from tests.report.test_report import NOW, RUN, data, said
 from tuner.conclusions import Difference, Judgement, Noise, PublishedProfile, RunCost
+from tuner.measures import many
 from tuner.records import ProfileKey, RunState
 from tuner.report.card import card, card_of_run, confidence_of, lines, run_lines
 from tuner.report.document import markdown, render
@@ -280,3 +281,14 @@ def test_where_nothing_was_compared_the_confidence_is_none(repeats: int, demonst
         assert f"confidence: none ({why})" in list(run_lines(found, KEY))
     alone = won(outcome=Judgement.BASELINE_STAYS, finalists=(), repeats=0, **NONE)
     assert confidence_of(alone) == ("none", "nothing was compared: no trial was measured again")
+
+
+@pytest.mark.parametrize("outcome", list(Judgement))
+def test_a_headline_says_its_outcome_once(outcome: Judgement) -> None:
+    sentence = f"{outcome.value[0].upper()}{outcome.value[1:]}: trial 2."
+    assert headline(won(outcome=outcome, sentence=sentence)) == sentence
+
+
+def test_a_count_of_one_has_a_noun_without_s() -> None:
+    assert [many(n, "trial") for n in (0, 1, 2)] == ["0 trials", "1 trial", "2 trials"]
+    assert [many(n, "launch") for n in (1.0, 2000)] == ["1 launch", "2000 launches"]

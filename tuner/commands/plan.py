@@ -19,6 +19,7 @@ from tuner.commands.common import (
     store_if_any,
     windows,
 )
+from tuner.measures import many
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -234,7 +235,9 @@ def _show_night(found: "PredictedNight", names: tuple[str, ...]) -> None:
     from tuner.report.card import card, lines
 
     known = found.calibration
-    fitted = f"calibrated on {known.trials} trials" if known else "by its datasheet, nothing was measured yet"
+    fitted = "by its datasheet, nothing was measured yet"
+    if known:
+        fitted = f"calibrated on {many(known.trials, 'trial')}"
     say(f"SIMULATED on {found.card}, {fitted}: nothing was launched, stored or published")
     if found.left_out:
         say(f"left out, because the simulated engine does not take it: {', '.join(found.left_out)}")
@@ -242,7 +245,7 @@ def _show_night(found: "PredictedNight", names: tuple[str, ...]) -> None:
     for t in found.trials:
         values = t.measurement.values if t.measurement else {}
         rows.append([t.number, t.state, t.origin, *map(values.get, names), knobs(t.candidate)])
-    title = f"simulated night of {found.study}: {found.launches} launches, {found.hours:.2f} h"
+    title = f"simulated night of {found.study}: {many(found.launches, 'launch')}, {found.hours:.2f} h"
     print_table(["trial", "<state", "<origin", *names, "<configuration"], rows, title=title)
     typer.echo(f"simulated: {found.run.reason}")
     for line in lines(card(found.conclusion)) if found.conclusion else ():
@@ -253,7 +256,7 @@ def _show(found: "Forecast") -> None:
     names = found.objectives
     calibrated = found.calibration
     say(
-        f"calibrated on {calibrated.trials} trials, step times known to {calibrated.error:.0%}"
+        f"calibrated on {many(calibrated.trials, 'trial')}, step times known to {calibrated.error:.0%}"
         if calibrated
         else "not calibrated: this study has no measurement yet, so these use the card's datasheet"
     )

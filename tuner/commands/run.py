@@ -16,6 +16,7 @@ from tuner.commands.common import (
     text,
 )
 from tuner.errors import BadInput, NotFound, nearest
+from tuner.measures import many
 
 if TYPE_CHECKING:
     from tuner.history.store import Store
@@ -107,7 +108,9 @@ def status(
 
 
 def _limits(run: "Run") -> str:
-    trials = "no limit of trials" if run.trials_limit is None else f"limit {run.trials_limit} trials"
+    trials = "no limit of trials"
+    if run.trials_limit is not None:
+        trials = f"limit {many(run.trials_limit, 'trial')}"
     return f"{trials}, {f'until {text(run.deadline)}' if run.deadline else 'no deadline'}"
 
 
@@ -122,9 +125,11 @@ def show_end(store: "Store", study: "Study", run: "Run") -> None:
     if rows := ladder.table(store.trials(study.id)):
         title = f"the ladder: max_num_seqs doubled until p95 is worse by {ladder.WORSE:.0%}, then bisected"
         print_table(ladder.COLUMNS, rows, title=title)
-    if screened := run.summary.get("screened"):
+    screened = run.summary.get("screened")
+    if isinstance(screened, int) and screened:
         typer.echo(
-            f"{screened} trials were only screened in a running engine; the front shows relaunched trials"
+            f"{many(screened, 'trial')} {'was' if screened == 1 else 'were'} only screened in a running"
+            " engine; the front shows relaunched trials"
         )
     made = said.profiles.get("challenger") if said is not None else None
     if made is not None:

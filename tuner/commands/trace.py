@@ -27,6 +27,7 @@ from tuner.commands.common import (
     write_file,
 )
 from tuner.errors import BadInput, NotFound, Unavailable, nearest
+from tuner.measures import many
 
 if TYPE_CHECKING:
     import numpy as np
@@ -170,7 +171,8 @@ def import_trace(
         print_json({"name": chosen, "digest": trace.digest, "path": path, "requests": len(trace), **told})
         return
     typer.echo(
-        f"{chosen}: {len(trace)} requests over {trace.duration_s:.0f} s, digest {trace.digest[:12]}, {path}"
+        f"{chosen}: {many(len(trace), 'request')} over {trace.duration_s:.0f} s, digest"
+        f" {trace.digest[:12]}, {path}"
     )
     if "unit" in trace.meta:
         typer.echo(f"times: read as {trace.meta['unit']} ({trace.meta['unit_known_by']})")
@@ -390,7 +392,9 @@ def reshape(
         found = reshape.scaled(found, speed)
     name = output.name.split(".")[0]
     _keep(found, output, name)
-    typer.echo(f"{name}: {len(found)} requests over {found.duration_s:.0f} s, digest {found.digest[:12]}")
+    typer.echo(
+        f"{name}: {many(len(found), 'request')} over {found.duration_s:.0f} s, digest {found.digest[:12]}"
+    )
 
 
 @app.command("diff")
@@ -500,7 +504,7 @@ def capture(
         ready=ready,
     )
     say(
-        f"recorded {counts.taken} requests; {counts.dropped} dropped, "
+        f"recorded {many(counts.taken, 'request')}; {counts.dropped} dropped, "
         f"{counts.not_understood} not understood, {counts.unwritten} not written"
     )
 

@@ -201,14 +201,14 @@ def between(before: EngineMetrics, after: EngineMetrics) -> dict[str, float | No
 
 def _step_percentiles(before: Mapping[float, float], after: Mapping[float, float]) -> dict[str, float | None]:
     """Tokens in a step, by linear interpolation in the histogram's buckets; None if no step was counted.
-    Values above the highest bound count as that bound.
+    A step has at least one token; values above the highest bound count as that bound.
     """
     bounds = sorted(after)
     counts = [after[bound] - before.get(bound, 0.0) for bound in bounds]
     names = {"batch_tokens_p50": 0.5, "batch_tokens_p95": 0.95}
     if len(bounds) < 2 or counts[-1] <= 0 or min(counts) < 0:
         return dict.fromkeys(names)
-    edges, steps = [0.0, *bounds[:-1], bounds[-2]], [0.0, *counts]
+    edges, steps = [min(1.0, bounds[0]), *bounds[:-1], bounds[-2]], [0.0, *counts]
     return {name: float(np.interp(share * counts[-1], steps, edges)) for name, share in names.items()}
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from tuner.conclusions import Judgement
 from tuner.history.entities import RunBest
-from tuner.measures import direction_of
+from tuner.measures import direction_of, many
 from tuner.records import Candidate
 
 NOON = timedelta(hours=12)
@@ -73,7 +73,7 @@ class Night:
             return f"not confirmed, one measurement{kind}"
         said = "confirmed" if best.confirmed else "measured again"
         said = "not to be trusted" if best.outcome is Judgement.NOT_TRUSTED else said
-        repeats = "1 repeat" if best.repeats == 1 else f"{best.repeats} repeats"
+        repeats = many(best.repeats, "repeat")
         return f"{said}{kind}, {repeats}, {best.low:.4g} to {best.high:.4g}"
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from tuner.conclusions import Arm, Attribution, Conclusion, Difference
 from tuner.history.store import Store
-from tuner.measures import measure_of
+from tuner.measures import many, measure_of
 from tuner.records import Launch, Measurement, Study, Trial, TrialState
 from tuner.report.card import AnswerCard, cards, key_of
 from tuner.report.charts import MARKED, Cloud, Guides, Point, scatter
@@ -127,7 +127,7 @@ class Board:
             return scatter(self._points(self.trials, x, y, href), x, y, guides=self.guides(x, y))
         done = [values(t) for t in self.trials if t.state is TrialState.COMPLETE]
         pairs = np.array([(v[x], v[y]) for v in done if x in v and y in v]).reshape(-1, 2)
-        cloud = Cloud(kind="", x=pairs[:, 0], y=pairs[:, 1], title=f"{len(pairs)} trials")
+        cloud = Cloud(kind="", x=pairs[:, 0], y=pairs[:, 1], title=many(len(pairs), "trial"))
         return scatter(self.marked_points(x, y, href), x, y, clouds=[cloud], guides=self.guides(x, y))
 
     def marked_points(

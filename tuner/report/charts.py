@@ -12,6 +12,7 @@ from html import escape
 import numpy as np
 from numpy.typing import NDArray
 
+from tuner.measures import many
 from tuner.report.words import heading, measured
 
 WIDTH, HEIGHT = 620, 380
@@ -216,7 +217,7 @@ def scatter(
         *(_mark(p, frame) for p in (*others, *marked)),
         *_labels(marked, frame),
     ]
-    label = f"{y_name} over {x_name}: {count} trials, {len(marked)} of them named"
+    label = f"{y_name} over {x_name}: {many(count, 'trial')}, {len(marked)} of them named"
     ends = _ends(frame, x_name, y_name) if brush else ""
     return svg(parts, label, interactive=any(p.href for p in shown), more=ends)
 

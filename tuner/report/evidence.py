@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tuner.errors import BadInput
+from tuner.measures import many
 from tuner.metrics import CANCELLED, LATENCY_MS, counted, resampled, ttft_ms
 from tuner.records import Measurement, Outcome, SliceMeasurement, Trial
 from tuner.replay import outcomes
@@ -162,7 +163,7 @@ def timelines(shown: Sequence[Named]) -> list[tuple[str, str]]:
             rows = read_slice(part)
             if rows:
                 series = outcomes.read_series(part.outcomes_file or "")
-                said = f"slice {part.name}, {part.window_s:.4g} s of replay, {len(rows)} requests"
+                said = f"slice {part.name}, {part.window_s:.4g} s of replay, {many(len(rows), 'request')}"
                 caption = f"{each.name.capitalize()}: {said}"
                 found.append((caption, part.window_s, strips(rows, part.window_s, series)))
     span = max((window for _, window, _ in found), default=1.0)

@@ -129,7 +129,11 @@ def outcome_of(best: RunBest, stopped: Collection[str]) -> str:
 def headline(found: Conclusion) -> str:
     """The first line about a run: the outcome, then the sentence of the conclusion."""
     begins = found.sentence.lower().removeprefix("a ")
-    return found.sentence if begins.startswith(found.outcome.value) else f"{outcome(found)}: {found.sentence}"
+    return (
+        found.sentence
+        if begins.startswith(found.outcome.value.lower())
+        else f"{outcome(found)}: {found.sentence}"
+    )
 
 
 def published(found: Conclusion, on_front: bool) -> str:

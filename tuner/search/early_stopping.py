@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tuner.measures import is_maximized, measure_of
+from tuner.measures import is_maximized, many, measure_of
 from tuner.metrics import LATENCY_MS, counted, is_good, statistic
 from tuner.records import Outcome, Slice, Slo, Trial, TrialState
 from tuner.search import pareto, trial_view
@@ -279,7 +279,7 @@ def reason_to_stop(
     `spread_of`).
     """
     if limit is not None and done >= limit:
-        return f"the budget of {limit} trials is spent"
+        return f"the budget of {many(limit, 'trial')} is spent"
     if now is not None and deadline is not None and now + timedelta(seconds=needed_s) >= deadline:
         return f"the window ends at {deadline:%H:%M}, too soon for another trial and the confirmation"
     scale = trial_view.scale_of(trials, objectives, slo)

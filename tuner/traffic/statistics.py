@@ -7,6 +7,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
+from tuner.measures import many
 from tuner.records import JSON
 from tuner.traffic.structure import new_tokens, prefers_live_history, reuse_by_capacity
 from tuner.traffic.trace import STATUSES, Trace
@@ -339,4 +340,5 @@ def _data_advice(numbers: Statistics) -> Iterator[str]:
         )
     bad = numbers.requests - numbers.statuses.get("ok", 0)
     if bad:
-        yield f"{bad} requests did not end well in production; they are kept and flagged"
+        kept = "it is" if bad == 1 else "they are"
+        yield f"{many(bad, 'request')} did not end well in production; {kept} kept and flagged"

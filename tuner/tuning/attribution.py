@@ -9,7 +9,7 @@ from statistics import fmean
 
 from tuner.conclusions import Attribution, Conclusion, Difference, KnobGain
 from tuner.errors import EngineError
-from tuner.measures import is_maximized
+from tuner.measures import is_maximized, many
 from tuner.records import Candidate, Prediction, Run, Trial, TrialState
 from tuner.report.explain import mechanism, sentence_of
 from tuner.search.acquisition import Predict
@@ -81,7 +81,7 @@ class Attributing:
             return None
         allowed = self.launches_left()
         if allowed < self._needed:
-            room = f"there is room for {max(0, allowed)} launches, and it takes {self._needed}"
+            room = f"there is room for {many(max(0, allowed), 'launch')}, and it takes {self._needed}"
             return self._record((), why=f"which knobs pay was not asked: {room}")
         gains = []
         for name in self.names:

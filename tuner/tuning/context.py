@@ -17,6 +17,7 @@ from tuner.engine.gpu import Gpus
 from tuner.errors import Aborted
 from tuner.history.store import Store
 from tuner.knobs.arguments import compile_candidate, gpus_held
+from tuner.measures import many
 from tuner.records import (
     Candidate,
     Launch,
@@ -111,7 +112,7 @@ class LaunchBudget:
     def take(self) -> None:
         """Count one more. Aborted (cause `budget`) when none is left."""
         if self.left < 1:
-            sentence = f"the budget of {self.most:.0f} launches is spent: one per trial and two beside it"
+            sentence = f"the budget of {many(self.most, 'launch')} is spent: one per trial and two beside it"
             raise Aborted(sentence, cause="budget")
         self.begun += 1
 

@@ -8,6 +8,7 @@ from tuner.conclusions import Arm, Attribution, Conclusion, PublishedProfile
 from tuner.engine import effective
 from tuner.knobs.arguments import compile_candidate
 from tuner.knobs.catalogue import CATALOGUE
+from tuner.measures import many
 from tuner.profiles import registry
 from tuner.records import JSON, Profile, Run, Trial, TrialState
 from tuner.search import trial_view
@@ -96,7 +97,7 @@ class Ending:
         """Why a confirmation does not fit into the rest of the run; None if it does."""
         left, wanted = self._context.budget.left, going.missing
         if wanted > left:
-            return f"it takes {wanted} launches at least and the run may make {left:.0f} more"
+            return f"it takes {many(wanted, 'launch')} at least and the run may make {left:.0f} more"
         end = self._run.deadline
         if end is None or not wanted:
             return None

@@ -17,6 +17,7 @@ from tuner.engine.gpu import Gpus
 from tuner.errors import Aborted
 from tuner.history.store import Store
 from tuner.knobs.arguments import compile_candidate
+from tuner.measures import many
 from tuner.records import JSON, Candidate, Run, Trial, TrialState
 from tuner.search import trial_view
 from tuner.search.compare import spread_of
@@ -257,7 +258,7 @@ class _Loop(Execution):
 
     def _reason(self, trials: Sequence[Trial]) -> str | None:
         if self._context.budget.left < 1:
-            return f"the budget of {self._context.budget.most:.0f} launches is spent"
+            return f"the budget of {many(self._context.budget.most, 'launch')} is spent"
         if trials and trials[-1].state is TrialState.ABORTED and not self._is_over():
             return None
         return reason_to_stop(
