@@ -74,3 +74,10 @@ def test_there_are_many_and_a_wrong_one_would_be_found() -> None:
     assert len(LINES) > 60
     assert complaint(["db", "copi", "URL"]) == "db has no command copi"
     assert complaint(["tune", "STUDY.yaml", "--tirals", "3"]) == "tune has no option --tirals"
+
+
+def test_a_documented_pull_names_a_node_or_a_gpu_class() -> None:
+    """The service answers 400 to a pull of neither."""
+    pulls = [p for page in PAGES for p in re.findall(r"/v1/profiles/resolve\?([^\s\"]+)", page.read_text())]
+    assert len(pulls) >= 3
+    assert [p for p in pulls if not re.search(r"(^|&)(node|gpu_class)=", p)] == []

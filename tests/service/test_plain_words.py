@@ -26,6 +26,7 @@ from tuner.history.entities import Schedule
 from tuner.history.store import Store
 from tuner.profiles import registry
 from tuner.records import JSON, Node, RunState, Study, TrialState
+from tuner.service.pages import render
 
 FORBIDDEN = re.compile(r"\b(None|nan|NaN|inf|Infinity)\b")
 WAYS = ("cancelled", "failed", "unconfirmed", "gone", "running", "endless", "empty")
@@ -178,3 +179,11 @@ def test_the_path_of_a_missing_log_is_said(home: World, tmp_path: Path) -> None:
     done = call(home.home, "trial", "log", "unconfirmed", 0)
     assert done.exit_code != 0
     assert not FORBIDDEN.search(str(done.exception)), done.exception
+
+
+def test_B11_equal_profiles_are_said_to_be_equal_in_the_words_of_the_page(home: World) -> None:
+    profile = str(home.store.profiles()[0].id)
+    said = call(home.home, "profile", "diff", profile, profile).output.strip()
+    page = Path(render.__file__).parent / "templates" / "diff.html"
+    assert said
+    assert f"<p>{said}</p>" in page.read_text()

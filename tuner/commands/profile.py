@@ -150,7 +150,8 @@ def diff(
         print_json(changes)
         return
     rows = [[change.kind, change.name, change.before, change.after] for change in changes]
-    print_table(["<kind", "<name", f"<{one}", f"<{other}"], rows)
+    empty = "No knob, engine, traffic or GPU differs."
+    print_table(["<kind", "<name", f"<{one}", f"<{other}"], rows, empty=empty)
 
 
 @app.command("resolve")
