@@ -6,14 +6,15 @@ from typing import Any, cast
 import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from tuner.traffic.capture.clients import TimedClient
+
 HEAD_S = 20.0
 """Seconds from the connection, the last answer or a request's first byte to the end of its headers, and twice
-those of a TLS handshake. Without a limit, anyone on the network could hold connections open until the
-service has no file descriptor left."""
+those of a TLS handshake."""
 BODY_S = 300.0
-"""Seconds from the end of the headers to the end of the body, for the same reason."""
+"""Seconds from the end of the headers to the end of the body."""
 TAKE_S = 60.0
-"""Seconds in which a client takes some of an answer that waits for it, for the same reason."""
+"""Seconds in which a client takes some of an answer that waits for it."""
 MOST_CONNECTIONS = 800
 """Open connections, below the 1024 file descriptors that a process usually has."""
 LARGEST_HEAD, MOST_HEADERS = 32 * 1024, 100
@@ -24,35 +25,28 @@ MOST_WAITING = 4
 """Requests that a client may send on one connection before the answer to the first one."""
 
 
-class TimedHead(HttpToolsProtocol):
+class TimedHead(TimedClient, HttpToolsProtocol):
     """Closes a connection whose request line and headers, or whose body, do not come in time or do not end,
     and one that sends requests faster than it takes answers, or does not take them. Where too many are open,
     the one that has waited longest for its client ends.
     """
 
-    _overdue: asyncio.TimerHandle | None = None
-    _untaken: asyncio.TimerHandle | None = None
     _in_head = _began = True
     _taken = _head = 0
-    _since = 0.0
+
+    @property
+    def take_s(self) -> float:
+        """Of all answers."""
+        return TAKE_S
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > MOST_CONNECTIONS:
-            self._make_room()
+            self._make_room(cast(TimedHead, each) for each in self.connections)
         self._wait(HEAD_S)
 
-    def _make_room(self) -> None:
-        """Ends the connection that has waited longest for its client, or this one where none waits."""
-        others = (cast(TimedHead, each) for each in self.connections)
-        waiting = (each for each in others if each._overdue or each._untaken)
-        longest = min(waiting, key=lambda each: each._since, default=self)
-        longest._done()
-        longest._took()
-        longest.transport.abort()
-
     def connection_lost(self, exc: Exception | None) -> None:
-        self._done()
+        self._go_on()
         self._took()
         super().connection_lost(exc)
 
@@ -66,21 +60,6 @@ class TimedHead(HttpToolsProtocol):
         if not self.transport.is_closing():
             self._took()
         super().resume_writing()
-
-    def _must_take(self) -> None:
-        if self._untaken is None:
-            self._untaken = self.loop.call_later(TAKE_S, self.transport.abort)
-            self._since = self.loop.time()
-
-    def _took(self) -> None:
-        if self._untaken is not None:
-            self._untaken.cancel()
-            self._untaken = None
-
-    def _close(self) -> None:
-        """Ends the connection once its client has taken what waits: a close alone would wait for ever."""
-        self.transport.close()
-        self._must_take()
 
     def data_received(self, data: bytes) -> None:
         """More bytes; those of the piece that a request begins in are not counted."""
@@ -130,7 +109,7 @@ class TimedHead(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The body is whole."""
-        self._done()
+        self._go_on()
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -152,16 +131,6 @@ class TimedHead(HttpToolsProtocol):
     def _unsupported_upgrade_warning(self) -> None:
         """Another protocol is not spoken: the answer is the last one. What comes after it cannot be read."""
         self.cycle.keep_alive = False
-
-    def _wait(self, most_s: float) -> None:
-        self._done()
-        self._overdue = self.loop.call_later(most_s, self._close)
-        self._since = self.loop.time()
-
-    def _done(self) -> None:
-        if self._overdue is not None:
-            self._overdue.cancel()
-            self._overdue = None
 
 
 class Loop(uvloop.Loop):

@@ -22,6 +22,7 @@ import uvloop
 
 from tuner import processes
 from tuner.errors import BadInput, Unavailable
+from tuner.traffic.capture.clients import TimedClient
 from tuner.traffic.capture.files import Rotation, Sink
 from tuner.traffic.capture.recorder import RECORDED, RecordedExchange, Recorder
 from tuner.traffic.capture.upstream import END, Headers, Request, UpstreamConnection
@@ -100,12 +101,11 @@ class _Refused(Exception):
         self.status = status
 
 
-class ProxiedConnection(asyncio.Protocol):
+class ProxiedConnection(TimedClient, asyncio.Protocol):
     """A client's connection. Requests are served one after another, in order."""
 
     def __init__(self, proxy: Proxy) -> None:
         self.proxy = proxy
-        self.transport: asyncio.Transport
         self.upstream: UpstreamConnection | None = None
         self.request: Request | None = None
         self._parser = httptools.HttpRequestParser(self)
@@ -120,9 +120,6 @@ class ProxiedConnection(asyncio.Protocol):
         self._next = Request(b"")
         self._in_head = self._began = True
         self._head_bytes = self._taken = self._held = 0
-        self._overdue: asyncio.TimerHandle | None = None
-        self._untaken: asyncio.TimerHandle | None = None
-        self._since = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
@@ -130,39 +127,17 @@ class ProxiedConnection(asyncio.Protocol):
         self._peer = str(peer[0]) if peer else None
         self.proxy.clients.add(self)
         if len(self.proxy.clients) > MOST_CLIENTS:
-            waiting = (each for each in self.proxy.clients if each._overdue or each._untaken)
-            longest = min(waiting, key=lambda each: each._since, default=self)
-            longest._go_on()
-            longest._took()
-            longest.abort()
+            self._make_room(self.proxy.clients)
         self._wait(IDLE_S)
 
-    def _wait(self, most_s: float) -> None:
-        """Ends the connection unless its client goes on in time."""
-        self._go_on()
-        loop = asyncio.get_running_loop()
-        self._overdue, self._since = loop.call_later(most_s, self.abort), loop.time()
+    @property
+    def take_s(self) -> float:
+        """Of all answers."""
+        return TAKE_S
 
-    def _go_on(self) -> None:
-        if self._overdue is not None:
-            self._overdue.cancel()
-            self._overdue = None
-
-    def _must_take(self) -> None:
-        """Ends the connection unless its client takes what waits for it in time."""
-        if self._untaken is None:
-            loop = asyncio.get_running_loop()
-            self._untaken, self._since = loop.call_later(TAKE_S, self.abort), loop.time()
-
-    def _took(self) -> None:
-        if self._untaken is not None:
-            self._untaken.cancel()
-            self._untaken = None
-
-    def _close(self) -> None:
-        """Ends the connection once its client has taken what waits: a close alone would wait for ever."""
-        self.transport.close()
-        self._must_take()
+    def late(self) -> None:
+        """The client did not go on in time: cut at once."""
+        self.abort()
 
     def data_received(self, data: bytes) -> None:
         size, self._began = len(data), False
