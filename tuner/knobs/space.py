@@ -33,7 +33,7 @@ DEFAULT = "default"
 _MOST_LEVELS = 4096
 
 # No knob is as large as this.
-_MOST_NUMBER = 2.0**63
+LARGEST_NUMBER = 2.0**63
 
 # Combinations of levels that are tried to meet a condition; those of people need a few.
 _MOST_COMBINATIONS = 100_000
@@ -370,7 +370,7 @@ def _range(found: Knob, file: KnobFile, where: str) -> list[Value]:
     pace = file.per_octave if file.step is None else file.step
     if not _is_number(pace) or pace <= 0:
         raise BadInput(f"{where}: the step {pace!r} is not a number above 0")
-    if isinstance(multiple, bool) or not isinstance(multiple, int) or not 1 <= multiple < _MOST_NUMBER:
+    if isinstance(multiple, bool) or not isinstance(multiple, int) or not 1 <= multiple < LARGEST_NUMBER:
         raise BadInput(f"{where}: 'multiple' is not a whole number above 0")
     if file.step is None and low <= 0:
         raise BadInput(f"{where}: a geometric range starts above 0")
@@ -390,7 +390,7 @@ def _rounded(found: Knob, value: float, multiple: int) -> Value:
 
 def _is_number(value: object) -> bool:
     """Whether a value is a number that a grid can be computed with."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MOST_NUMBER
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST_NUMBER
 
 
 def _condition(raw: object, where: str) -> dict[str, tuple[Value, ...]]:

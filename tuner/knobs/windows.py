@@ -116,19 +116,18 @@ def of_powershell(text: str) -> str:
         end = _closing(text, found.end() - 1)
         given = _items(text[found.end() : end])
         text = text[: found.start()] + "\n".join(given) + text[end + 1 :]
-    return "\n".join(_ps_line(line) for line in _statements(text))
+    return "\n".join(_ps_line(line) for line in _split(text, "\n;"))
 
 
-def _statements(text: str) -> list[str]:
-    """The lines of a script; what stands in brackets or quotes is one line."""
+def _split(text: str, between: str) -> list[str]:
+    """The parts of a text between some characters, outside of quotes and brackets."""
     found, at, begun = list[str](), 0, 0
     while at < len(text):
-        char = text[at]
-        if char in "\"'":
+        if text[at] in "\"'":
             at = _quote_end(text, at)
-        elif char == "(":
+        elif text[at] == "(":
             at = _closing(text, at)
-        elif char in "\n;":
+        elif text[at] in between:
             found.append(text[begun:at])
             begun = at + 1
         at += 1
@@ -156,18 +155,8 @@ def _closing(text: str, at: int) -> int:
 
 
 def _items(text: str) -> list[str]:
-    """The parts of a list between its commas and line breaks, outside of quotes and brackets."""
-    found, at, begun = list[str](), 0, 0
-    while at < len(text):
-        if text[at] in "\"'":
-            at = _quote_end(text, at)
-        elif text[at] == "(":
-            at = _closing(text, at)
-        elif text[at] in ",\n":
-            found.append(text[begun:at])
-            begun = at + 1
-        at += 1
-    return [each.strip() for each in (*found, text[begun:]) if each.strip()]
+    """The items of a list, which stand between commas or line breaks."""
+    return [each.strip() for each in _split(text, ",\n") if each.strip()]
 
 
 def _ps_line(line: str) -> str:

@@ -15,10 +15,11 @@ from starlette.requests import ClientDisconnect
 
 from tuner import masking
 from tuner.errors import BadInput, Conflict, NotFound, TunerError, Unavailable
+from tuner.knobs.space import LARGEST_NUMBER
 
 MEDIA = "application/problem+json"
 STATUS: Mapping[type[TunerError], int] = {BadInput: 400, NotFound: 404, Conflict: 409, Unavailable: 503}
-LONGEST_TEXT, LARGEST_NUMBER, MOST_KEYS = 16 * 1024, 2**63, 200
+LONGEST_TEXT, MOST_KEYS = 16 * 1024, 200
 """What a request may hold."""
 MOST_ERRORS, LONGEST_DETAIL = 20, 2000
 """What an answer says of a wrong request: a request of 1 MiB can be wrong in 200,000 places."""

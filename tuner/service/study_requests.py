@@ -27,7 +27,7 @@ from tuner.history.store import Store
 from tuner.knobs import space as spaces
 from tuner.knobs.catalogue import CATALOGUE
 from tuner.records import JSON, Study, Value, digest_of
-from tuner.service.problems import LARGEST_NUMBER, RequestBody
+from tuner.service.problems import RequestBody
 from tuner.service.uploads import SPARE
 from tuner.settings import NAME, Settings
 from tuner.tuning import study as studies
@@ -114,8 +114,8 @@ def check(knob: str, values: Iterable[Value], models: Collection[str], where: st
     if entry is None:
         raise BadInput(f"{where}: '{knob}' is not a knob{nearest(knob, CATALOGUE)}")
     for value in values:
-        if not isinstance(value, str) and value is not None and not abs(value) < LARGEST_NUMBER:
-            raise BadInput(f"{where}: {knob}: a number below {LARGEST_NUMBER:g} is expected")
+        if not isinstance(value, str) and value is not None and not abs(value) < spaces.LARGEST_NUMBER:
+            raise BadInput(f"{where}: {knob}: a number below {spaces.LARGEST_NUMBER:g} is expected")
         if isinstance(value, str) and len(value) > LONGEST_VALUE:
             raise BadInput(f"{where}: {knob}: longer than {LONGEST_VALUE} characters")
         if not isinstance(value, str) or entry.kind in ("preemption", "ints"):
@@ -143,8 +143,8 @@ def _object(knob: str, text: str, models: Collection[str], where: str) -> None:
             raise BadInput(f"{where}: {key}: a {known[key].__name__} is expected")
         if isinstance(value, str):
             _text(key, value, models, where)
-        elif isinstance(value, int) and not abs(value) < LARGEST_NUMBER:
-            raise BadInput(f"{where}: {key}: a number below {LARGEST_NUMBER:g} is expected")
+        elif isinstance(value, int) and not abs(value) < spaces.LARGEST_NUMBER:
+            raise BadInput(f"{where}: {key}: a number below {spaces.LARGEST_NUMBER:g} is expected")
 
 
 def _text(key: str, value: str, models: Collection[str], where: str) -> None:

@@ -184,7 +184,8 @@ class _Loop(Execution):
 
     def summary(self, said: Conclusion | None) -> dict[str, JSON]:
         """Calibration, live limits, GPU time, first boots, and what readers of earlier releases expect."""
-        trials, known = self._trials(), self._predictor.calibrated(self._trials())
+        trials = self._trials()
+        known = self._predictor.calibrated(trials)
         summary = summary_of(self._context.prepared, self._run.id, trials, self._live)
         summary |= {
             "calibration": known.calibration.to_json() if known and known.calibration else None,
