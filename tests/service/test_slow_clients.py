@@ -2,7 +2,8 @@
 
 import asyncio
 import socket
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -18,16 +19,24 @@ async def fine(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b"ok"})
 
 
-async def talked(first: bytes, more: bytes, app: Any = fine) -> bytes:
-    """What a client gets that sends `first`, waits for an answer to it, and then sends `more` and no end."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+@asynccontextmanager
+async def served(app: Any) -> AsyncIterator[tuple[uvicorn.Server, Any]]:
+    """(an application's server, its address) for as long as the block lasts."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
         config = uvicorn.Config(app, http=connections.TimedHead, lifespan="off", log_config=None)
         server = uvicorn.Server(config)
         task = asyncio.ensure_future(server.serve(sockets=[listener]))
         while not server.started:
             await asyncio.sleep(0.01)
-        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        yield server, listener.getsockname()
+        server.should_exit = True
+        await task
+
+
+async def talked(first: bytes, more: bytes, app: Any = fine) -> bytes:
+    """What a client gets that sends `first`, waits for an answer to it, and then sends `more` and no end."""
+    async with served(app) as (_, address):
+        reader, writer = await asyncio.open_connection(*address)
         got = b""
         if first:
             writer.write(first)
@@ -36,8 +45,6 @@ async def talked(first: bytes, more: bytes, app: Any = fine) -> bytes:
         with suppress(ConnectionError):
             got += await asyncio.wait_for(reader.read(), 30)
         writer.close()
-        server.should_exit = True
-        await task
         return got
 
 
@@ -121,18 +128,11 @@ def test_20_attack_an_answer_that_is_not_taken_is_not_kept(monkeypatch: pytest.M
 
     async def deaf() -> int:
         """How much is there to read for a client that reads once the service has given up."""
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            config = uvicorn.Config(large, http=connections.TimedHead, lifespan="off", log_config=None)
-            server = uvicorn.Server(config)
-            task = asyncio.ensure_future(server.serve(sockets=[listener]))
-            while not server.started:
-                await asyncio.sleep(0.01)
-            client = socket.create_connection(listener.getsockname())
+        async with served(large) as (server, address):
+            client = socket.create_connection(address)
             client.sendall(WHOLE)
             await asyncio.wait_for(ended.wait(), 20)
             client.close()
-            server.should_exit = True
-            await task
         return len(server.server_state.connections)
 
     assert asyncio.run(deaf()) == 0
@@ -180,24 +180,17 @@ async def crowded(count: int, first: bytes) -> tuple[int, bytes]:
     """How many connections are open where `count` clients send the first bytes and no more, and what the
     next client gets.
     """
-    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
-        config = uvicorn.Config(patient, http=connections.TimedHead, lifespan="off", log_config=None)
-        server = uvicorn.Server(config)
-        task = asyncio.ensure_future(server.serve(sockets=[listener]))
-        while not server.started:
-            await asyncio.sleep(0.01)
-        held = [await asyncio.open_connection(*listener.getsockname()) for _ in range(count)]
+    async with served(patient) as (server, address):
+        held = [await asyncio.open_connection(*address) for _ in range(count)]
         for _, writer in held:
             writer.write(first)
         await asyncio.sleep(0.2)
         most = len(server.server_state.connections)
-        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        reader, writer = await asyncio.open_connection(*address)
         writer.write(WHOLE)
         got = await asyncio.wait_for(reader.read(1000), 10)
         for _, each in [*held, (reader, writer)]:
             each.close()
-        server.should_exit = True
-        await task
         return most, got
 
 
@@ -231,13 +224,8 @@ def test_20_attack_the_rest_of_the_last_answer_is_not_kept(monkeypatch: pytest.M
             assert transport.get_write_buffer_size() < 60_000
             await send({"type": "http.response.body", "body": b""})
 
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            config = uvicorn.Config(large, http=connections.TimedHead, lifespan="off", log_config=None)
-            server = uvicorn.Server(config)
-            task = asyncio.ensure_future(server.serve(sockets=[listener]))
-            while not server.started:
-                await asyncio.sleep(0.01)
-            client = socket.create_connection(listener.getsockname())
+        async with served(large) as (server, address):
+            client = socket.create_connection(address)
             client.sendall(WHOLE.replace(b"Host", b"Connection: close\r\nHost"))
             end = asyncio.get_running_loop().time() + 5
             await asyncio.sleep(0.2)
@@ -245,8 +233,6 @@ def test_20_attack_the_rest_of_the_last_answer_is_not_kept(monkeypatch: pytest.M
                 await asyncio.sleep(0.05)
             left = len(server.server_state.connections)
             client.close()
-            server.should_exit = True
-            await task
             return left
 
     assert asyncio.run(deaf()) == 0
