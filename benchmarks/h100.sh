@@ -4,8 +4,8 @@
 # Runs `tuner tune`, stops it after SECONDS as a person would (SIGTERM), and packs the history, the report, the front and
 # the logs into OUT. The next piece goes on from the history: in TUNER_HOME where the host keeps it, else from the archive
 # that RESUME names. TRIALS ends the search after so many trials; the confirmation follows. TRACES is the folder with the
-# public traces (AzureLLMInferenceTrace_conv.csv and _code.csv, servegen_m_small_peak.csv). PYTHON must have vLLM and the
-# tuner's dependencies.
+# public traces (AzureLLMInferenceTrace_conv.csv and _code.csv, servegen_deepseek_r1_reasoning.csv). PYTHON must have vLLM
+# and the tuner's dependencies.
 set -euo pipefail
 study=${1:?a, b, c, d, e or f} seconds=${2:?seconds} out=${3:?folder for the results} traces=${4:-traces}
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -17,8 +17,8 @@ if [ -n "${RESUME:-}" ]; then tar -C "$TUNER_HOME" -xJf "$RESUME"; fi
 case $study in
   a|d|e|f) file=AzureLLMInferenceTrace_conv.csv name=azure-conv columns=() ;;
   b) file=AzureLLMInferenceTrace_code.csv name=azure-code columns=() ;;
-  c) file=servegen_m_small_peak.csv name=servegen-voice
-     columns=(--column arrival_s=arrival_s --column input_len=input_tokens --column output_len=output_tokens) ;;
+  c) file=servegen_deepseek_r1_reasoning.csv name=servegen-reasoning
+     columns=(--column arrival_s=arrival_s --column input_len=input_tokens --column output_len=output_tokens --max-len 3000) ;;
   *) echo "no study '$study': a, b, c, d, e or f" >&2; exit 2 ;;
 esac
 if ! tuner trace show "$name" >/dev/null 2>&1; then
