@@ -15,10 +15,14 @@ import pytest
 from tests.commands.test_care import call
 from tests.history.records import a_measurement, a_run, a_study, finished, start
 from tests.service.world import World
+from tuner.commands.progress import LiveLine
 from tuner.errors import Conflict
 from tuner.history.entities import Schedule
 from tuner.records import RunState
+from tuner.replay.plan import PLANS
 from tuner.service.runner import RunOrder
+from tuner.tuning.context import RunEstimate, RunEvent
+from tuner.tuning.now import left_of, told_live
 
 HERE = socket.gethostname()
 
@@ -122,3 +126,32 @@ def test_I29_1_who_asks_for_a_second_run_is_told_whether_waiting_helps(
     )  # fmt: skip
     with pytest.raises(Conflict, match=way):
         world.runner.start(order)
+
+
+def test_A9_every_surface_says_the_same_time_left(world: World) -> None:
+    """The line of the command, `run status`, the page and the API: one computation, in the run's process."""
+    study, store = a_study(), world.store
+    run = replace(a_run(store, study, now=world.clock()), pid=os.getpid(), host=HERE)
+    store.save_run(run)
+    finished(store, start(store, run, 1), a_measurement(90.0))
+    line = LiveLine(clock=lambda: 100.0)
+    known = RunEstimate(trial_s=600.0, confirm_s=3000.0, confirm_launch_s=500.0)
+    tell = told_live(
+        world.home, run.id, PLANS["quick"], line.take, world.clock, estimate=lambda: known, seconds=line.clock
+    )
+    tell(RunEvent(kind="run", text="", done=0, total=10))
+    tell(RunEvent(kind="started", text="tpe", done=1, total=10, trial=store.trials(study.id)[0]))
+    world.clock.forward(seconds=60)
+    expected = 10 * 600 + 3000 - 60.0
+    assert line.left_s() == expected + 60.0
+    told = world.client("read").get(f"/v1/runs/{run.id}").json()
+    assert told["left_s"] == expected
+    assert left_of(store, world.home, run, world.clock()) == expected
+    world.clock.forward(seconds=-60)
+    page = world.client("read")
+    page.post("/login", data={"token": world.token("read")})
+    shown = page.get(f"/studies/{study.id[:16]}").text
+    assert "in about 2 h 30 min" in shown
+    assert ", about 2 h 30 min left" in line.how_far()
+    tell(RunEvent(kind="confirm", text="confirmation: launch 1 of 4", done=0, total=4))
+    assert line.left_s() == 4 * 500 == page.get(f"/v1/runs/{run.id}").json()["left_s"]

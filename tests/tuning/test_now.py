@@ -1,23 +1,27 @@
 """What a run does right now is in a file while it runs, and nowhere once it has ended."""
 
 import json
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
-from tests.history.records import a_run, a_study
+from tests.history.records import a_launch, a_run, a_study, start
 from tests.tuning.studies import SPACE, STUDY, write
 from tuner.commands import plan, tune
 from tuner.history.store import Store
-from tuner.records import Candidate, RunState, Trial
+from tuner.records import Candidate, RunState, Study, Trial, TrialState
 from tuner.replay.observe import SHOWN, _shown
 from tuner.replay.plan import PLANS
 from tuner.replay.prepare import Progress
+from tuner.report.words import seconds
 from tuner.tuning import now as right_now
-from tuner.tuning.context import RunEvent
+from tuner.tuning.confirm import expected
+from tuner.tuning.context import LAUNCH_S, SIMULATED_LAUNCH_S, RunEvent, usual_launch_s
 from tuner.tuning.now import path_of, read, told_live
 from tuner.tuning.run import RunLimits
+from tuner.tuning.study import load
 
 AT = datetime(2026, 3, 1, tzinfo=UTC)
 TRIAL = Trial(id=1, study_id="s", run_id="r", number=7, candidate=Candidate(), started_at=AT)
@@ -101,9 +105,9 @@ def test_I27_3_a_run_leaves_no_file_when_it_ended(tmp_path: Path, monkeypatch: p
 
 
 def test_I27_3_the_end_of_the_whole_run_counts_the_confirmation(tmp_path: Path) -> None:
-    from tests.history.records import finished, start
-    from tuner.service.pages.live import left_s, phase_of
-    from tuner.tuning.now import RunNow
+    from tests.history.records import finished
+    from tuner.service.pages.live import phase_of
+    from tuner.tuning.now import RunNow, left_s
 
     store = Store(f"sqlite:///{tmp_path / 'tuner.db'}")
     run = a_run(store, a_study())
@@ -120,3 +124,63 @@ def test_I27_3_the_end_of_the_whole_run_counts_the_confirmation(tmp_path: Path) 
     assert phase_of(confirming) == "confirming 3 of 6: replaying peak, 34 of 60 s"
     assert left_s(run, (), searching, later) is None, "nothing is known before a trial has ended"
     store.close()
+
+
+def ready(store: Store, study: Study, name: str, took: float) -> None:
+    store.add_study(study)
+    store.add_launch(replace(a_launch(study, name), timeline={"ready_s": took}))
+
+
+def test_A9_a_launch_is_expected_to_take_what_launches_took_on_this_node(tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path / 'tuner.db'}")
+    path = write(tmp_path, STUDY, SPACE)
+    prepared = load(path, store=store, now=AT)
+    real = replace(prepared, facts=replace(prepared.facts, kind="vllm"))
+    assert usual_launch_s(None, prepared) == usual_launch_s(store, prepared) == SIMULATED_LAUNCH_S
+    assert usual_launch_s(store, real) == LAUNCH_S
+    engine = prepared.study.engine_version
+    ready(store, a_study("far", node="elsewhere", engine=engine), "L1", 900.0)
+    ready(store, a_study("old", node=prepared.study.node, engine="0.1"), "L2", 800.0)
+    assert usual_launch_s(store, real) == LAUNCH_S, "neither another node nor another version counts"
+    other = replace(a_study("other", node=prepared.study.node, engine=engine), model="another")
+    ready(store, other, "L3", 150.0)
+    assert usual_launch_s(store, real) == 150.0
+    ready(store, prepared.study, "L4", 30.0)
+    assert usual_launch_s(store, real) == 30.0, "the study's own count first"
+    store.close()
+
+
+def test_A9_the_confirmation_is_expected_to_take_what_trials_took(tmp_path: Path) -> None:
+    """A demo said six minutes for half a minute: its confirmation was planned with a guess of 57 s a launch
+    while its trials took 9 s each."""
+    store = Store(f"sqlite:///{tmp_path / 'tuner.db'}")
+    prepared = load(write(tmp_path, STUDY, SPACE), store=store, now=AT)
+    store.add_study(prepared.study)
+    run = store.open_run(prepared.study.id, trials_limit=10, deadline=None, now=AT, pid=1, host="here")
+    before, _ = expected(prepared, store)
+    for number, took in enumerate((9.0, 8.0, 400.0)):
+        trial = start(store, run, number)
+        screened = took > 100
+        ended = trial.started_at + timedelta(seconds=took)
+        store.finish_trial(replace(trial, state=TrialState.COMPLETE, ended_at=ended, screened=screened))
+    after, plan = expected(prepared, store)
+    assert (after.trial_s, after.confirm_launch_s) == (8.5, 8.5)
+    assert after.confirm_s == plan.seconds == 8.5 * 2 * (1 + prepared.plan.finalists)
+    assert before.trial_s > after.trial_s
+    store.close()
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_A9_the_dry_run_has_one_sum(tmp_path: Path, held_out: bool) -> None:
+    """Trials and a confirmation that uses up the launches beside them take what all launches take."""
+    part = ", {start_s: 40, duration_s: 9, held_out: true}" if held_out else ""
+    study = STUDY.replace("duration_s: 1.0}", "duration_s: 1.0}" + part)
+    study = study.replace("plan: quick", "plan: {base: quick, repeats: 3, finalists: 1}")
+    prepared = load(write(tmp_path, study, SPACE), store=None, now=AT)
+    each = sum(plan.seconds(prepared).values())
+    foreseen = plan.confirmation(prepared)
+    trials, launches = plan.budget_words(3, each, foreseen)
+    whole = 3 * each + float(str(foreseen["seconds"]))
+    assert f"confirmation); {seconds(whole)}, unless" in launches
+    assert f"about {seconds(3 * each)}, less" in trials
+    assert f"about {seconds(float(str(foreseen['seconds'])))}. It adds" in plan.confirmation_words(foreseen)

@@ -55,7 +55,7 @@ def print_plan(
         print_json(plan_of(prepared, trials))
         return
     past = trials_so_far(prepared)
-    lines, times, foreseen = commands(prepared, past), seconds(prepared, past), confirmation(prepared)
+    lines, times, foreseen = commands(prepared, past), seconds(prepared), confirmation(prepared)
     parts = windows(prepared.trace, prepared.study.slices)
     for line in lines.values():
         typer.echo(shlex.join(line))
@@ -69,7 +69,7 @@ def print_plan(
     replay, each = times["replay"], times["replay"] + times["launch"]
     typer.echo(f"\nA trial with its own launch takes about {each:.0f} s; the replay is {replay:.0f} s of it.")
     if trials is not None:
-        for line in budget_words(trials, each):
+        for line in budget_words(trials, each, foreseen):
             typer.echo(line)
     typer.echo(confirmation_words(foreseen))
 
@@ -83,7 +83,7 @@ def plan_of(prepared: "Prepared", trials: int | None) -> dict[str, object]:
     return {
         "commands": commands(prepared, past),
         "slices": windows(prepared.trace, prepared.study.slices),
-        "seconds": seconds(prepared, past),
+        "seconds": seconds(prepared),
         "space": prepared.space.levels,
         "dropped": prepared.space.dropped,
         "unjudged": unjudged(prepared),
@@ -98,8 +98,7 @@ def confirmation(prepared: "Prepared") -> "dict[str, JSON]":
     from tuner.tuning import confirm
 
     store = store_if_any()
-    launches = store.launches(prepared.study.id) if store else ()
-    plan = confirm.planned(prepared, launches)
+    _, plan = confirm.expected(prepared, store)
     return {
         "finalists": plan.arms - 1,
         "repeats": plan.rounds,
@@ -112,12 +111,14 @@ def confirmation(prepared: "Prepared") -> "dict[str, JSON]":
 
 def confirmation_words(found: "Mapping[str, JSON]") -> str:
     """The planned confirmation as sentences."""
+    from tuner.report.words import seconds
+
     needed = found["repeats_for_ten_percent"]
-    minutes = [float(str(found[name])) / 60 for name in ("seconds", "most_seconds")]
+    least, most = (seconds(float(str(found[name]))) for name in ("seconds", "most_seconds"))
     said = (
         f"The confirmation launches the baseline and the finalists (at most {found['finalists']}),"
-        f" {found['repeats']} times each, about {minutes[0]:.0f} min. It adds repeats, up to"
-        f" {found['most_repeats']} ({minutes[1]:.0f} min), while the answer is open and time is left."
+        f" {found['repeats']} times each, about {least}. It adds repeats, up to"
+        f" {found['most_repeats']} ({most}), while the answer is open and time is left."
     )
     if not isinstance(needed, dict) or not needed:
         return f"{said} How much launches differ on this node is not known, so one repeat decides nothing."
@@ -138,18 +139,22 @@ ENOUGH_TRIALS = 4
 four of a confirmation with two rounds and one finalist."""
 
 
-def budget_words(trials: int, each_s: float) -> list[str]:
-    """What a run of that many trials may use: trial numbers, launches, time."""
+def budget_words(trials: int, each_s: float, foreseen: "Mapping[str, JSON]") -> list[str]:
+    """What a run of that many trials may use: trial numbers, launches, time. A launch beside the trials is
+    taken to last as long as one of the confirmation.
+    """
     from tuner.report.words import seconds
     from tuner.tuning.context import BESIDE, most_launches
 
     most = most_launches(trials)
+    arms, rounds, confirm_s = (float(str(foreseen[name])) for name in ("finalists", "repeats", "seconds"))
+    most_s = trials * each_s + BESIDE * trials * max(each_s, confirm_s / ((1 + arms) * rounds))
     spare = f" Fewer than {ENOUGH_TRIALS} trials may leave no launches for the confirmation."
     return [
         f"Trials: at most {trials}, the baseline and relaunched finalists included; about"
         f" {seconds(trials * each_s)}, less where trials are screened in a running engine.",
         f"Launches: at most {most:.0f} (one per trial; {BESIDE * trials} for retries, discarded first boots"
-        f" and the confirmation); {seconds(most * each_s)}, unless --hours or --until ends it earlier."
+        f" and the confirmation); {seconds(most_s)}, unless --hours or --until ends it earlier."
         + spare
         * (trials < ENOUGH_TRIALS),
     ]
@@ -174,12 +179,13 @@ def commands(prepared: "Prepared", past: "Sequence[Trial]") -> "dict[str, Sequen
     return {name: masking.arguments(arguments(spec, 8000, "tuner-nonce")) for name, spec in specs.items()}
 
 
-def seconds(prepared: "Prepared", past: "Sequence[Trial]") -> dict[str, float]:
-    """About how long a trial takes: its replay, and its launch by the past launches of the study."""
-    from tuner.tuning.next_trial import launch_s, replay_s
+def seconds(prepared: "Prepared") -> dict[str, float]:
+    """About how long a trial takes: its replay, and its launch."""
+    from tuner.tuning.confirm import expected, replays_s
 
-    replay = replay_s(prepared)
-    return {"replay": replay, "launch": launch_s(past, replay)}
+    replay = replays_s(prepared, [s for s in prepared.study.slices if not s.held_out])
+    estimate, _ = expected(prepared, store_if_any())
+    return {"replay": replay, "launch": max(0.0, estimate.trial_s - replay)}
 
 
 def trials_so_far(prepared: "Prepared") -> "Sequence[Trial]":

@@ -3,10 +3,9 @@
 import os
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,96 +14,34 @@ import structlog
 from tuner.commands.common import escaped, knobs, say, text, wrapped
 from tuner.errors import Unavailable, page_of
 from tuner.records import Trial
-from tuner.report.words import seconds
+from tuner.report.words import seconds, time_left
 from tuner.tuning.context import RunEvent, Tell
-from tuner.tuning.now import time_left_s
+from tuner.tuning.now import SEARCH, Pace
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-SEARCH = "search"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunEstimate:
-    """What is known before the first trial: seconds of a trial and of the confirmation; and the seconds until
-    the run's deadline, counted from now.
-    """
-
-    trial_s: float
-    confirm_s: float = 0.0
-    window_s: float | None = None
-
 
 @dataclass(slots=True, kw_only=True)
-class LiveLine:
-    """One line for a whole run: its stage, how far it is, the time left, and what goes on now.
-
-    Stages are the search, which counts trials, and those of `confirm` events (the confirmation, and others
-    whose text begins with their name), which count launches. Without an estimate no time left is told.
-    `clock` reads seconds that only go forward.
+class LiveLine(Pace):
+    """One line for a whole run: its stage, how far it is, the time left, and what goes on now. Without an
+    estimate it shows no time left.
     """
 
-    estimate: RunEstimate | None = None
-    clock: Callable[[], float] = time.monotonic
-    stage: str = SEARCH
-    done: int = 0
-    total: int | None = None
     detail: str = ""
-    begun: float = field(init=False)
-    _stage_begun: float = field(init=False)
-    _first: int = 0
-    _moved: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.begun = self._stage_begun = self._moved = self.clock()
 
     def take(self, event: RunEvent) -> None:
         """Follow an event. Notes move nothing."""
-        if event.kind in ("run", "started", "finished"):
-            # A trial that has started is counted by its event, but not done.
-            self._move(SEARCH, event.done - (event.kind == "started"), event.total)
-            if event.kind == "run":  # what an earlier process did says nothing of this one's pace
-                self._first = self.done
-        elif event.kind == "confirm":
-            self._move(event.text.partition(":")[0], event.done, event.total)
+        Pace.take(self, event)
         if event.kind not in ("note", "verdict"):
             shown = "" if event.kind == "confirm" else event.text
             self.detail = " ".join(part for part in (_who(event.trial), shown) if part)
-
-    def _move(self, stage: str, done: int, total: int | None) -> None:
-        now = self.clock()
-        if stage != self.stage:
-            self.stage, self._first, self._stage_begun, self._moved = stage, done, now, now
-        if done != self.done:
-            self._moved = now
-        self.done, self.total = max(done, 0), None if total is None else max(total, done)
-
-    def left_s(self) -> float | None:
-        """About how many seconds the run still takes: this stage by its own pace, a confirmation that is to
-        come, at most until the deadline. None: not known.
-        """
-        if self.estimate is None:
-            return None
-        now, known = self.clock(), self.estimate
-        return time_left_s(
-            self._each(known),
-            None if self.total is None else self.total - self.done,
-            None if known.window_s is None else known.window_s - (now - self.begun),
-            since_s=now - self._moved,
-            later_s=known.confirm_s if self.stage == SEARCH else 0.0,
-        )
-
-    def _each(self, known: RunEstimate) -> float:
-        """Seconds of a trial or launch: as measured in this stage, else as estimated."""
-        count = self.done - self._first
-        return (self._moved - self._stage_begun) / count if count > 0 else known.trial_s
 
     def how_far(self) -> str:
         """`search 3/40 trials, about 12 min left`."""
         unit = "trials" if self.stage == SEARCH else "launches"
         count = f"{self.done}" if self.total is None else f"{self.done}/{self.total}"
-        return f"{self.stage} {count} {unit}{_left(self.left_s())}"
+        return f"{self.stage} {count} {unit}{time_left(self.left_s())}"
 
     def __rich__(self) -> "Text":
         from rich.text import Text
@@ -115,24 +52,10 @@ class LiveLine:
         return line
 
 
-def _left(span: float | None) -> str:
-    """`, about 15 min left`: in whole minutes from two minutes on."""
-    if span is None:
-        return ""
-    rounded = seconds(round(span / 60) * 60 if span >= 120 else round(span))
-    return (
-        f", about {rounded.removesuffix(' 0 s').removesuffix(' 0 min')} left"
-        if span >= 1
-        else ", nearly done"
-    )
-
-
 @contextmanager
-def listener(
-    home: Path, objectives: tuple[str, ...], *, quiet: bool = False, estimate: RunEstimate | None = None
-) -> Iterator[Tell]:
+def listener(home: Path, objectives: tuple[str, ...], *, quiet: bool = False) -> Iterator[Tell]:
     """A listener that shows events on standard error. All events but phases also go into the log."""
-    line = LiveLine(estimate=estimate)
+    line = LiveLine()
     with log_to(home) as log:
         if not quiet and is_live():
             with _live(log, line, objectives) as tell:

@@ -87,21 +87,24 @@ def status(
     """Show the progress of a run, and its answer card."""
     from tuner.commands.running import program
     from tuner.report.card import key_of, run_lines
-    from tuner.report.words import CONTINUES, run_state
+    from tuner.report.words import CONTINUES, run_state, time_left
+    from tuner.tuning.now import left_of
 
     store = open_store()
     found = newest_run(store) if run is None else find_run(store, run)
     trials = [t for t in store.trials(found.study_id) if t.run_id == found.id]
     states = {s: sum(1 for t in trials if t.state == s) for s in sorted({t.state for t in trials})}
     said, stopped = store.conclusion(found.id), store.stopped_runs(now=now())
+    left = left_of(store, settings().home, found, now())
     if as_json:
         told = None if said is None else said.to_json()
-        print_json({"run": _as_data(found, stopped), "trials": states, "conclusion": told})
+        shown = {"run": _as_data(found, stopped), "trials": states, "conclusion": told, "left_s": left}
+        print_json(shown)
         return
     done = ", ".join(f"{count} {state.value}" for state, count in states.items()) or "no trial yet"
     state, lost = run_state(found, stopped), found.id in stopped
     typer.echo(f"{found.id} {state}{' (cancel asked for)' if found.cancel_requested else ''}: {done}")
-    typer.echo(found.reason or (f"{CONTINUES}; " if lost else "") + _limits(found))
+    typer.echo(found.reason or (f"{CONTINUES}; " if lost else "") + _limits(found) + time_left(left))
     if said is not None:
         key = key_of(store.study(found.study_id))
         typer.echo("\n".join(run_lines(said, key, program=program())))

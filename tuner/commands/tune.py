@@ -13,7 +13,6 @@ from tuner.commands.running import ends_by_signal, interruptible, program
 from tuner.errors import BadInput, Conflict
 
 if TYPE_CHECKING:
-    from tuner.commands.progress import RunEstimate
     from tuner.history.store import Store
     from tuner.records import Run
     from tuner.tuning.context import RunEvent, Tell
@@ -215,28 +214,10 @@ def execute(
     from tuner.tuning.run import tune as loop
 
     home = settings().home
-    estimate = estimate_of(prepared, store, limits)
-    with listener(home, prepared.study.objectives, quiet=quiet, estimate=estimate) as shown:
+    with listener(home, prepared.study.objectives, quiet=quiet) as shown:
         tell = shown if listen is None else both(shown, listen)
         work = loop(prepared, store, home=home, limits=limits, clock=steady(now), tell=tell)
         return interruptible(work, tell)
-
-
-def estimate_of(prepared: "Prepared", store: "Store", limits: "RunLimits") -> "RunEstimate | None":
-    """How long a trial and the confirmation take, as known before the run; None on a virtual clock."""
-    from tuner.commands.plan import seconds
-    from tuner.commands.progress import RunEstimate
-    from tuner.tuning.confirm import planned
-
-    if prepared.file.engine.clock == "virtual":
-        return None
-    study = prepared.study.id
-    each = seconds(prepared, store.trials(study))
-    return RunEstimate(
-        trial_s=each["replay"] + each["launch"],
-        confirm_s=planned(prepared, store.launches(study)).seconds,
-        window_s=None if limits.deadline is None else (limits.deadline - now()).total_seconds(),
-    )
 
 
 def both(one: "Tell", other: "Tell") -> "Tell":

@@ -171,6 +171,15 @@ def seconds(value: float | None) -> str:
     return " ".join(parts) or "0 s"
 
 
+def time_left(span: float | None) -> str:
+    """`, about 15 min left`: in whole minutes from two minutes on; empty where it is not known."""
+    if span is None:
+        return ""
+    rounded = seconds(round(span / 60) * 60 if span >= 120 else round(span))
+    short = rounded.removesuffix(" 0 s").removesuffix(" 0 min")
+    return f", about {short} left" if span >= 1 else ", nearly done"
+
+
 def _parts(whole: int) -> Iterator[str]:
     started = False
     for size, name in ((86400, "d"), (3600, "h"), (60, "min"), (1, "s")):

@@ -148,6 +148,11 @@ class RunSchema(Schema):
     conclusion: dict[str, JsonValue] | None = Field(
         default=None, description="What it found, written once; null in lists and while it goes on."
     )
+    left_s: float | None = Field(
+        default=None,
+        description="About how many seconds it still takes; null in lists, where that is not known, and when"
+        " it is not at work.",
+    )
 
 
 def run(
@@ -155,8 +160,10 @@ def run(
     stopped: Collection[str],
     trials: dict[str, int] | None = None,
     said: Conclusion | None = None,
+    left_s: float | None = None,
 ) -> RunSchema:
-    return RunSchema.of(of, stopped=of.id in stopped, trials=trials, conclusion=conclusion(said))
+    concluded = conclusion(said)
+    return RunSchema.of(of, stopped=of.id in stopped, trials=trials, conclusion=concluded, left_s=left_s)
 
 
 def conclusion(of: Conclusion | None) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from tuner.conclusions import Conclusion, Judgement, RunCost
 from tuner.errors import Aborted, Infeasible
 from tuner.history.store import Store
 from tuner.knobs.arguments import gpus_held
-from tuner.records import JSON, Launch, Measurement, Run, Trial
+from tuner.records import JSON, Launch, Measurement, Run, Slice, Trial, TrialState
 from tuner.search import trial_view
 from tuner.search.compare import repeats_needed
 from tuner.tuning.attempt import errors_of, failing, retries_of, unlike
@@ -29,9 +29,18 @@ from tuner.tuning.concluding import (
     nothing_served,
     unmeasured,
 )
-from tuner.tuning.context import ABORTED_RETRIES, Pass, RunContext, RunEvent, ready_of
+from tuner.tuning.context import (
+    ABORTED_RETRIES,
+    LAUNCH_S,
+    Pass,
+    RunContext,
+    RunEstimate,
+    RunEvent,
+    ready_of,
+    usual_launch_s,
+)
 from tuner.tuning.finalists import left_out
-from tuner.tuning.next_trial import LAUNCH_S, SETTLE_S, policy
+from tuner.tuning.next_trial import SETTLE_S, policy
 from tuner.tuning.study import Prepared
 from tuner.tuning.trial import launch
 
@@ -249,13 +258,45 @@ class Planned:
 
 def planned(prepared: Prepared, launches: Sequence[Launch], finalists: int | None = None) -> Planned:
     """The confirmation of so many finalists (default: the plan's), by how long engines took to be ready."""
-    plan, ready = prepared.plan, ready_of(launches)
-    slices = prepared.study.slices
-    replay = sum(s.duration_s for s in slices) / prepared.file.speed
-    replay += len(slices) * (plan.load_warmup_s + min(SETTLE_S, plan.warmup_limit_s + plan.tail_limit_s))
+    ready = ready_of(launches)
+    each = replays_s(prepared, prepared.study.slices) + (median(ready) if ready else LAUNCH_S)
+    return _plan_of(prepared, each, finalists)
+
+
+def replays_s(prepared: Prepared, slices: Sequence[Slice]) -> float:
+    """About how many seconds the replays of these slices take in one engine."""
+    plan = prepared.plan
+    outside = plan.load_warmup_s + min(SETTLE_S, plan.warmup_limit_s + plan.tail_limit_s)
+    return sum(s.duration_s for s in slices) / prepared.file.speed + len(slices) * outside
+
+
+def _plan_of(prepared: Prepared, launch_s: float, finalists: int | None = None) -> Planned:
+    plan = prepared.plan
     arms = 1 + (plan.finalists if finalists is None else finalists)
-    each = replay + (median(ready) if ready else LAUNCH_S)
-    return Planned(arms=arms, rounds=plan.repeats, most=plan.most, round_s=arms * each)
+    return Planned(arms=arms, rounds=plan.repeats, most=plan.most, round_s=arms * launch_s)
+
+
+def estimate_of(context: RunContext, run: Run) -> RunEstimate | None:
+    """How long the parts of a run take, by what is known now; None on a virtual clock."""
+    if context.prepared.file.engine.clock == "virtual":
+        return None
+    window = None if run.deadline is None else (run.deadline - context.clock()).total_seconds()
+    return replace(expected(context.prepared, context.store)[0], window_s=window)
+
+
+def expected(prepared: Prepared, store: Store | None) -> tuple[RunEstimate, Planned]:
+    """(how long the parts of a run take, the planned confirmation), by the study's trials so far; while it
+    has none, by what launches took on this node.
+    """
+    trials = store.trials(prepared.study.id) if store is not None else ()
+    alone = [t for t in trials if t.state is TrialState.COMPLETE and not t.screened and t.ended_at]
+    spans = [(t.ended_at - t.started_at).total_seconds() for t in alone if t.ended_at]
+    searched = [s for s in prepared.study.slices if not s.held_out]
+    held_out = [s for s in prepared.study.slices if s.held_out]
+    trial_s = median(spans) if spans else replays_s(prepared, searched) + usual_launch_s(store, prepared)
+    launch_s = trial_s + replays_s(prepared, held_out)
+    plan = _plan_of(prepared, launch_s)
+    return RunEstimate(trial_s=trial_s, confirm_s=plan.seconds, confirm_launch_s=launch_s), plan
 
 
 @dataclass(slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
+from statistics import median
 from typing import Literal, Protocol, runtime_checkable
 
 from tuner import masking
@@ -37,6 +38,9 @@ from tuner.replay.timeline import Judge
 from tuner.tuning.quality import CanaryAnswer
 from tuner.tuning.study import Clock, Prepared
 
+# How many of a node's studies say how long a launch takes where the study itself has none.
+LAST_STUDIES = 5
+
 # Sender processes at most, one for every eight cores; every other core is left to the engine.
 SENDERS = 4
 
@@ -57,13 +61,25 @@ def split_cores(available: Sequence[int]) -> Cores:
     return Cores(engine=engine, sender=sender)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEstimate:
+    """How long a run's parts take, in seconds, by what is known now: a trial with its own launch, the whole
+    confirmation, one of its launches (None: as a trial); and until the deadline (None: there is none).
+    """
+
+    trial_s: float
+    confirm_s: float = 0.0
+    confirm_launch_s: float | None = None
+    window_s: float | None = None
+
+
 EventKind = Literal["run", "started", "phase", "finished", "confirm", "verdict", "note"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEvent:
     """One line of progress of a run: `done` of `total` trials. `trial` is the trial that it is about; an
-    earlier run may have begun it. `progress` is where its replay is.
+    earlier run may have begun it. `progress` is where its replay is. `estimate`: what is known from now on.
     """
 
     kind: EventKind
@@ -73,6 +89,7 @@ class RunEvent:
     trial: Trial | None = None
     run: str | None = None
     progress: Progress | None = None
+    estimate: RunEstimate | None = None
 
 
 Tell = Callable[[RunEvent], None]
@@ -180,6 +197,28 @@ def readied(store: Store, study: Study, launches: Sequence[Launch]) -> list[floa
     others = [s for s in store.studies(node=study.node, model=study.model) if s.id != study.id]
     alike = [s for s in others if s.engine_version == study.engine_version]
     return found + [t for each in alike for t in ready_of(store.launches(each.id))]
+
+
+# Seconds of a launch while no trial says: a guess, replaced by what launches took.
+LAUNCH_S = 57.0
+
+# The same for the simulated engine, which has nothing to load.
+SIMULATED_LAUNCH_S = 2.0
+
+
+def usual_launch_s(store: Store | None, prepared: Prepared) -> float:
+    """About how many seconds a launch takes on this node: the median of the study's own launches and of those
+    that are like them; else of the node's last studies on this engine version; else a guess.
+    """
+    study = prepared.study
+    if store is not None:
+        found = readied(store, study, store.launches(study.id))
+        if not found:
+            others = [s for s in store.studies(node=study.node) if s.engine_version == study.engine_version]
+            found = [t for each in others[:LAST_STUDIES] for t in ready_of(store.launches(each.id))]
+        if found:
+            return median(found)
+    return SIMULATED_LAUNCH_S if prepared.facts.kind == "simulated" else LAUNCH_S
 
 
 def ready_of(launches: Sequence[Launch]) -> list[float]:

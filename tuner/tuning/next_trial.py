@@ -24,6 +24,7 @@ from tuner.simulator.cost import Coefficients, coefficients_of
 from tuner.traffic import slices
 from tuner.traffic.statistics import describe, sequences_for
 from tuner.tuning.calibrated_predictor import StudyPredictor, failed, pool_of
+from tuner.tuning.context import LAUNCH_S
 from tuner.tuning.live import changeable
 from tuner.tuning.study import Prepared
 
@@ -159,9 +160,6 @@ SECURED = 0.05
 # Trials with an engine of their own after which a study that screened none, though it should have, is taken
 # to be one that cannot screen: as many failures as `live.FAILURES` allows.
 ENOUGH = 3
-
-# Seconds of a launch while no trial says: a guess, replaced by the median of the study's own launches.
-LAUNCH_S = 57.0
 
 # About how many seconds of a replay are not its window: warm-up requests before it, open requests after it.
 # Used to estimate times only, so its error moves no decision by more than one replay.

@@ -5,18 +5,22 @@ It is for people who watch. The history has what lasts; a run that ended leaves 
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
+from statistics import fmean
 
 from pydantic import TypeAdapter, ValidationError
 
+from tuner.history.store import Store
+from tuner.records import Run, RunState, Trial, TrialState
 from tuner.replay.plan import Plan
 from tuner.replay.prepare import Progress
-from tuner.tuning.context import RunEvent, Tell
+from tuner.tuning.context import RunEstimate, RunEvent, Tell
 from tuner.tuning.study import Clock
 
+SEARCH = "search"
 EVERY_S = 1.0
 MOST_POINTS = 2000
 
@@ -28,7 +32,8 @@ class RunNow:
     `phase` is launching, warm-up, priming, window (of `slice`: `done_s` of `total_s` seconds) or another word
     of the tuner. `confirming` is (launches done, all) while finalists are measured again; `stage` names the
     confirmation, or what follows it. `to_confirm` is how many launches that usually takes. `engine` is what
-    the engine said of itself in this slice: `at_s` and a list for each name.
+    the engine said of itself in this slice: `at_s` and a list for each name. `left_s`: about how many seconds
+    the whole run still takes from `at` on (None: not known).
     """
 
     run: str
@@ -41,6 +46,7 @@ class RunNow:
     confirming: tuple[int, int] | None = None
     stage: str = ""
     to_confirm: int = 0
+    left_s: float | None = None
     engine: Mapping[str, list[float | None]] = field(default_factory=dict)
 
 
@@ -71,7 +77,99 @@ def write(path: Path, now: RunNow) -> None:
         return
 
 
-def time_left_s(
+def left_s(run: Run, trials: Sequence[Trial], found: RunNow | None, now: datetime) -> float | None:
+    """About how many seconds a whole run still takes, confirmation included, never beyond its deadline: as
+    its own process says in `found`; else by what its trials took (None: none has ended, or no limit is set).
+    """
+    if found is not None and found.left_s is not None:
+        return max(0.0, found.left_s - (now - found.at).total_seconds())
+    ended = [t for t in trials if t.state is not TrialState.ABORTED]
+    spans = [(t.ended_at - t.started_at).total_seconds() for t in ended if t.ended_at is not None]
+    until = (run.deadline - now).total_seconds() if run.deadline is not None else None
+    if not spans or run.trials_limit is None:
+        return _time_left_s(0.0, None, until)
+    each, done = fmean(spans), len({t.number for t in ended if t.ended_at is not None})
+    if found is not None and found.confirming is not None:
+        before, whole = found.confirming
+        return _time_left_s(each, max(0, whole - before), until)
+    later = each * found.to_confirm if found else 0.0
+    return _time_left_s(each, max(0, run.trials_limit - done), until, later_s=later)
+
+
+def left_of(store: Store, home: Path, run: Run, now: datetime) -> float | None:
+    """`left_s` of a run by its id; None unless a process is at work on it."""
+    if run.state is not RunState.RUNNING or run.id in store.stopped_runs(now=now):
+        return None
+    return left_s(run, store.trials(run.study_id, run_id=run.id), read(home, run.id), now)
+
+
+@dataclass(slots=True, kw_only=True)
+class Pace:
+    """How far a run is and how long it still takes, by its events.
+
+    Stages are the search, which counts trials, and those of `confirm` events (the confirmation, and others
+    whose text begins with their name), which count launches. `clock` reads seconds that only go forward.
+    """
+
+    estimate: RunEstimate | None = None
+    clock: Callable[[], float] = time.monotonic
+    stage: str = SEARCH
+    done: int = 0
+    total: int | None = None
+    begun: float = field(init=False)
+    _estimated: float = field(init=False)
+    _stage_begun: float = field(init=False)
+    _first: int = 0
+    _moved: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.begun = self._estimated = self._stage_begun = self._moved = self.clock()
+
+    def take(self, event: RunEvent) -> None:
+        """Follow an event. Notes move nothing."""
+        if event.estimate is not None:
+            self.estimate, self._estimated = event.estimate, self.clock()
+        if event.kind in ("run", "started", "finished"):
+            # A trial that has started is counted by its event, but not done.
+            self._move(SEARCH, event.done - (event.kind == "started"), event.total)
+            if event.kind == "run":  # what an earlier process did says nothing of this one's pace
+                self._first = self.done
+        elif event.kind == "confirm":
+            self._move(event.text.partition(":")[0], event.done, event.total)
+
+    def _move(self, stage: str, done: int, total: int | None) -> None:
+        now = self.clock()
+        if stage != self.stage:
+            self.stage, self._first, self._stage_begun, self._moved = stage, done, now, now
+        if done != self.done:
+            self._moved = now
+        self.done, self.total = max(done, 0), None if total is None else max(total, done)
+
+    def left_s(self) -> float | None:
+        """About how many seconds the run still takes: this stage by its own pace, a confirmation that is to
+        come, at most until the deadline. None: not known.
+        """
+        if self.estimate is None:
+            return None
+        now, known = self.clock(), self.estimate
+        return _time_left_s(
+            self._each(known),
+            None if self.total is None else self.total - self.done,
+            None if known.window_s is None else known.window_s - (now - self._estimated),
+            since_s=now - self._moved,
+            later_s=known.confirm_s if self.stage == SEARCH else 0.0,
+        )
+
+    def _each(self, known: RunEstimate) -> float:
+        """Seconds of a trial or launch: as measured in this stage, else as estimated."""
+        count = self.done - self._first
+        if count > 0:
+            return (self._moved - self._stage_begun) / count
+        launch_s = None if self.stage == SEARCH else known.confirm_launch_s
+        return known.trial_s if launch_s is None else launch_s
+
+
+def _time_left_s(
     each_s: float, left: int | None, until_s: float | None, *, since_s: float = 0.0, later_s: float = 0.0
 ) -> float | None:
     """About how many seconds a run still takes: `left` trials or launches of `each_s` seconds, the first of
@@ -83,11 +181,25 @@ def time_left_s(
     return max(0.0, min(ends)) if ends else None
 
 
-def told_live(home: Path, run_id: str, plan: Plan, tell: Tell, clock: Clock) -> Tell:
-    """A listener that passes events on and keeps the run's file up to date."""
-    held = _Held(path_of(home, run_id), RunNow(run=run_id, at=clock(), to_confirm=_launches(plan)))
+def told_live(
+    home: Path,
+    run_id: str,
+    plan: Plan,
+    tell: Tell,
+    clock: Clock,
+    estimate: Callable[[], RunEstimate | None] = lambda: None,
+    *,
+    seconds: Callable[[], float] = time.monotonic,
+) -> Tell:
+    """A listener that passes events on and keeps the run's file up to date. Each trial that ends renews the
+    `estimate`, so that the file and all who listen know the same.
+    """
+    begun = RunNow(run=run_id, at=clock(), to_confirm=_launches(plan))
+    held = _Held(path_of(home, run_id), begun, Pace(clock=seconds))
 
     def told(event: RunEvent) -> None:
+        if event.kind in ("run", "finished"):
+            event = replace(event, estimate=estimate())
         held.take(event, clock)
         tell(event)
 
@@ -102,11 +214,12 @@ def _launches(plan: Plan) -> int:
 class _Held:
     """The state of one run and its file."""
 
-    def __init__(self, path: Path, now: RunNow) -> None:
-        self.path, self.now, self._written = path, now, -EVERY_S
+    def __init__(self, path: Path, now: RunNow, pace: Pace) -> None:
+        self.path, self.now, self._written, self._pace = path, now, -EVERY_S, pace
 
     def take(self, event: RunEvent, clock: Clock) -> None:
         before, number = self.now, event.trial.number if event.trial else self.now.trial
+        self._pace.take(event)
         if event.kind == "confirm":
             stage = event.text.partition(":")[0]
             self.now = replace(before, confirming=(event.done, event.total or event.done), stage=stage)
@@ -117,7 +230,7 @@ class _Held:
         fresh = self.now.phase != before.phase or event.kind != "phase"
         if fresh or time.monotonic() - self._written >= EVERY_S:
             self._written = time.monotonic()
-            self.now = replace(self.now, at=clock())
+            self.now = replace(self.now, at=clock(), left_s=self._pace.left_s())
             write(self.path, self.now)
 
 

@@ -26,7 +26,7 @@ from tuner.tuning import quality
 from tuner.tuning.attempt import MeasureOptions, check_start, never_started, perform
 from tuner.tuning.calibrated_predictor import CalibratedPredictor, StudyPredictor
 from tuner.tuning.comparison import Comparing
-from tuner.tuning.confirm import planned
+from tuner.tuning.confirm import estimate_of, planned
 from tuner.tuning.context import (
     ABORTED_RETRIES,
     Executor,
@@ -122,7 +122,7 @@ async def tune(
         seeds = (*fronts_of(store, prepared, run.started_at), *seeds)
         start = last_calibration(store, prepared, run.started_at)
         predictor = StudyPredictor(prepared=prepared, start=start)
-        told = told_live(home, run.id, prepared.plan, tell, clock)
+        told = told_live(home, run.id, prepared.plan, tell, clock, lambda: estimate_of(context, run))
         context = replace(
             context,
             budget=budget_of(run, context.launches()),

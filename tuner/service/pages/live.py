@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
-from statistics import fmean
 
 from markupsafe import Markup
 
@@ -14,7 +13,7 @@ from tuner.report.charts import panels
 from tuner.report.evidence import engine_panels
 from tuner.report.logs import log_path, tail
 from tuner.service.pages.render import marked
-from tuner.tuning.now import RunNow, read, time_left_s
+from tuner.tuning.now import RunNow, left_s, read
 
 TAIL = 20
 QUIET = timedelta(minutes=2)
@@ -84,23 +83,6 @@ def phase_of(now: RunNow | None) -> str:
         stage = {"": "confirming", "confirmation": "confirming"}.get(now.stage, now.stage)
         told = f"{stage} {min(done + 1, whole)} of {whole}: {told}"
     return told
-
-
-def left_s(run: Run, trials: Sequence[Trial], found: RunNow | None, now: datetime) -> float | None:
-    """Seconds until the whole run, confirmation included, will have ended: by what its trials took. None
-    without an ended trial or a limit; never beyond the deadline.
-    """
-    ended = [t for t in trials if t.state is not TrialState.ABORTED]
-    spans = [(t.ended_at - t.started_at).total_seconds() for t in ended if t.ended_at is not None]
-    until = (run.deadline - now).total_seconds() if run.deadline is not None else None
-    if not spans or run.trials_limit is None:
-        return time_left_s(0.0, None, until)
-    each, done = fmean(spans), len({t.number for t in ended if t.ended_at is not None})
-    if found is not None and found.confirming is not None:
-        before, whole = found.confirming
-        return time_left_s(each, max(0, whole - before), until)
-    later = each * found.to_confirm if found else 0.0
-    return time_left_s(each, max(0, run.trials_limit - done), until, later_s=later)
 
 
 def _curves(found: RunNow | None) -> Sequence[Markup]:

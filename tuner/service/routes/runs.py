@@ -19,6 +19,7 @@ from tuner.service.context import Here, ServiceContext
 from tuner.service.problems import RequestBody, documented, problem
 from tuner.service.runner import RunOrder
 from tuner.service.schemas import Cursor, Limit, Page, after, page
+from tuner.tuning.now import left_of
 from tuner.tuning.studyfile import MOST_TRIALS
 
 MOST_STREAMS = 32
@@ -181,7 +182,8 @@ def show_run(here: Here, actor: Reader, run_id: RunId) -> schemas.RunSchema:
     counted: dict[str, int] = {}
     for trial in here.store.trials(found.study_id, run_id=run_id):
         counted[trial.state.value] = counted.get(trial.state.value, 0) + 1
-    return schemas.run(found, here.stopped_runs(), counted, here.store.conclusion(run_id))
+    left = left_of(here.store, here.settings.home, found, here.clock())
+    return schemas.run(found, here.stopped_runs(), counted, here.store.conclusion(run_id), left)
 
 
 @router.post("/{run_id}/cancel", status_code=202, summary="Ask a run to stop", responses=documented(404, 409))
