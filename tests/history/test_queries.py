@@ -294,6 +294,48 @@ def test_the_best_of_a_night_and_what_changed() -> None:
     assert [change.kind for change in found[3].changes] == ["engine", "traffic", "knob"]
 
 
+def test_all_metrics_of_a_night_are_of_the_newest_run_that_concluded() -> None:
+    """Run 1 has the better goodput, run 2 the better TTFT; a third is cancelled, a fourth goes on."""
+    said = {"outcome": Judgement.SLO_MISSED, "repeats": 2}
+    for metric, one, two in (("goodput_rps", 1.65, 1.56), ("ttft_p95_ms", 1275.0, 738.0)):
+        runs = [
+            a_best(0, value, metric=metric, run_id=f"r{hour}", started_at=NOW + timedelta(hours=hour),
+                   ended_at=NOW + timedelta(hours=hour + 1), **said)
+            for hour, value in enumerate((one, two))
+        ]  # fmt: skip
+        cut = replace(runs[1], run_id="cut", value=9e9, outcome=Judgement.NOT_CONFIRMED,
+                      ended_at=NOW + timedelta(hours=4))  # fmt: skip
+        going = replace(cut, run_id="going", outcome=None, ended_at=None)
+        for others in ([], [cut], [cut, going]):
+            (night,) = queries.nights([*runs, *others])
+            assert (night.best, night.runs) == (runs[1], 2 + len(others)), metric
+            assert {row.best.run_id for row in queries.rows([*runs, *others])} == {
+                each.run_id for each in (*runs, *others)
+            }
+
+
+def test_no_row_of_a_past_night_changes_when_a_later_run_ends() -> None:
+    """Not a second run of its night, nor one of the night before that was continued and ended later."""
+    ended = {"outcome": Judgement.CLEAR_WINNER, "repeats": 3}
+    first = a_best(0, 100.0, ended_at=NOW + timedelta(hours=1), **ended)
+    second = a_best(1, 120.0, ended_at=NOW + DAY + timedelta(hours=1), **ended)
+    before = queries.rows([first, second])
+    again = replace(second, run_id="again", value=50.0, started_at=NOW + DAY + timedelta(hours=2),
+                    ended_at=NOW + DAY + timedelta(hours=3))  # fmt: skip
+    late = replace(
+        first, run_id="late", value=10.0, started_at=NOW + timedelta(hours=2), ended_at=NOW + 2 * DAY
+    )
+    for later in ([again], [late], [again, late]):
+        after = {
+            row.best.run_id: row
+            for row in queries.rows(sorted([first, second, *later], key=lambda b: b.started_at))
+        }
+        for row in before:
+            now = after[row.best.run_id]
+            assert (now.best, now.step, now.compared) == (row.best, row.step, row.compared)
+    assert before[1].compared == "worse"
+
+
 def test_noise_is_not_a_regression() -> None:
     noisy = {"repeats": 3, "confirmed": True, "outcome": Judgement.CLEAR_WINNER}
     bests = [a_best(0, 100.0, low=90.0, high=112.0, **noisy), a_best(1, 110.0, low=99.0, high=120.0, **noisy)]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands.test_care import call
-from tests.history.records import a_measurement, a_run, a_study, finished, start
+from tests.history.records import NOW, a_measurement, a_run, a_study, finished, start
 from tests.service.world import World
 from tuner.commands.progress import LiveLine
 from tuner.errors import Conflict
@@ -155,3 +155,27 @@ def test_A9_every_surface_says_the_same_time_left(world: World) -> None:
     assert ", about 2 h 30 min left" in line.how_far()
     tell(RunEvent(kind="confirm", text="confirmation: launch 1 of 4", done=0, total=4))
     assert line.left_s() == 4 * 500 == page.get(f"/v1/runs/{run.id}").json()["left_s"]
+
+
+def test_two_runs_of_one_night_are_rows_of_their_own_and_one_point(world: World) -> None:
+    """The point of every metric is of the newest run; the other keeps its row, on the page and in the API."""
+    study, store, client = a_study(), world.store, world.client("read")
+    client.post("/login", data={"token": world.token("read")})
+    made: list[str] = []
+    for hour, values in enumerate(((1275.0, 1.65), (738.0, 1.56))):
+        run = a_run(store, study, now=NOW + timedelta(hours=hour))
+        both = {"ttft_p95_ms": values[0], "goodput_rps": values[1]}
+        finished(store, start(store, run, hour), replace(a_measurement(1.0), values=both))
+        store.save_run(replace(run, state=RunState.FINISHED, ended_at=run.started_at + timedelta(minutes=9)))
+        made.append(run.id)
+    for metric, values in (("goodput_rps", ("1.65", "1.56")), ("ttft_p95_ms", ("1,275", "738"))):
+        asked = {"model": study.model, "metric": metric, "since": f"{NOW:%Y-%m-%dT00:00:00Z}"}
+        (place,) = client.get("/v1/history", params=asked).json()["places"]
+        assert [row["run_id"] for row in (*place["other_runs"], *place["nights"])] == made, metric
+        page = client.get(f"/history?metric={metric}", headers={"accept": "text/html"}).text
+        drawing, table = page.partition("<tbody>")[::2]
+        assert f": {values[1]}" in drawing
+        assert f": {values[0]}" not in drawing
+        assert [table.count(f'value="{each}"') for each in made] == [1, 1]
+        for value in values:
+            assert f"→ {value}</td>" in table, value

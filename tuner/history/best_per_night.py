@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, timedelta, tzinfo
 from itertools import combinations
 from statistics import median
-from typing import Literal
+from typing import Literal, TypedDict
 
 from tuner.conclusions import Judgement
 from tuner.history.entities import RunBest
@@ -19,6 +19,14 @@ NOON = timedelta(hours=12)
 TREND = 92
 Kind = Literal["knob", "engine", "traffic", "gpu", "argument", "environment"]
 Compared = Literal["first", "better", "worse", "same", "not comparable"]
+
+
+class Step(TypedDict):
+    """What a Night says of the night before."""
+
+    changes: tuple["Change", ...]
+    step: float | None
+    compared: Compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,16 +53,18 @@ class Configuration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Night:
-    """What one night shows for one node and workload.
+    """What one run shows of its night, for one node and workload; all numbers are of that run.
 
-    `date` is the evening's: a night goes from noon to noon. `step` is the change of the value since the
-    night before, (after − before) / before. `compared` judges it, beyond noise; with another engine, trace or
-    GPU in between, or where a run is not to be trusted, it is "not comparable". `regression`: worse, and
-    nothing but the knobs or the machine to blame.
+    `newest`: it is the run that a page shows where it has one point per night. `runs`: how many runs the
+    night had. `date` is the evening's: a night goes from noon to noon. `step` is the change of the value
+    since the night before, (after − before) / before. `compared` judges it, beyond noise; with another
+    engine, trace or GPU in between, or where a run is not to be trusted, it is "not comparable".
+    `regression`: worse, and nothing but the knobs or the machine to blame.
     """
 
     date: date
     best: RunBest
+    newest: bool
     runs: int
     changes: tuple[Change, ...]
     step: float | None
@@ -69,7 +79,7 @@ class Night:
         """How sure the value is, in words."""
         best = self.best
         kind = " (a demonstration)" if best.demonstration else ""
-        if best.outcome in (None, Judgement.NOT_CONFIRMED, Judgement.NOTHING_SERVED):
+        if not _concluded(best):
             return f"not confirmed, one measurement{kind}"
         said = "confirmed" if best.confirmed else "measured again"
         said = "not to be trusted" if best.outcome is Judgement.NOT_TRUSTED else said
@@ -112,10 +122,18 @@ def night_of(best: RunBest, zone: tzinfo = UTC) -> date:
     return (best.started_at.astimezone(zone) - NOON).date()
 
 
-def _better(one: RunBest, other: RunBest) -> bool:
-    if one.confirmed != other.confirmed:
-        return one.confirmed
-    return one.value > other.value if direction_of(one.metric) == "maximize" else one.value < other.value
+def _concluded(best: RunBest) -> bool:
+    """Whether the run measured its result again."""
+    return best.outcome not in (None, Judgement.NOT_CONFIRMED, Judgement.NOTHING_SERVED)
+
+
+def _newest(of_night: Sequence[RunBest]) -> RunBest:
+    """The newest run that concluded; without one the newest that ended; else the newest. The metric plays no
+    part, so that all metrics of a night come from one run.
+    """
+    return max(
+        reversed(of_night), key=lambda b: (_concluded(b), b.ended_at is not None, b.ended_at or b.started_at)
+    )
 
 
 def _compare(before: RunBest, after: RunBest, step: float | None, tolerance: float) -> Compared:
@@ -133,7 +151,12 @@ def _comparable(before: RunBest, after: RunBest, changed: Sequence[Change]) -> b
 
 
 def nights(bests: Sequence[RunBest], *, zone: tzinfo = UTC, tolerance: float = 0.05) -> tuple[Night, ...]:
-    """One Night per evening, model, node and workload that had a run, by these.
+    """One Night per evening, model, node and workload that had a run: that of its newest run."""
+    return tuple(night for night in rows(bests, zone=zone, tolerance=tolerance) if night.newest)
+
+
+def rows(bests: Sequence[RunBest], *, zone: tzinfo = UTC, tolerance: float = 0.05) -> tuple[Night, ...]:
+    """A Night per run, the oldest first, beside the night before: no row changes when a later run ends.
 
     `tolerance` is the relative change that counts as none; where both nights were confirmed, overlapping
     repeats count as none too.
@@ -144,26 +167,35 @@ def nights(bests: Sequence[RunBest], *, zone: tzinfo = UTC, tolerance: float = 0
         place.setdefault(night_of(best, zone), []).append(best)
     found: list[Night] = []
     for place in groups.values():
-        before: RunBest | None = None
+        earlier: list[Sequence[RunBest]] = []
         for evening in sorted(place):
-            night = _night(evening, place[evening], before, tolerance)
-            found.append(night)
-            before = night.best
+            of_night = place[evening]
+            newest = _newest(of_night)
+            for best in of_night:
+                compared = _beside(_before(earlier, best), best, tolerance)
+                found.append(
+                    Night(date=evening, best=best, newest=best is newest, runs=len(of_night), **compared)
+                )
+            earlier.append(of_night)
     return tuple(sorted(found, key=lambda night: (night.date, night.best.node, night.best.workload)))
 
 
-def _night(evening: date, of_night: Sequence[RunBest], before: RunBest | None, tolerance: float) -> Night:
-    changed: tuple[Change, ...] = ()
-    compared: Compared = "first"
-    step: float | None = None
-    best = of_night[0]
-    for other in of_night[1:]:
-        best = other if _better(other, best) else best
-    if before is not None:
-        step, changed = change_of(before.value, best.value), changes(before, best)
-        alike = _comparable(before, best, changed)
-        compared = _compare(before, best, step, tolerance) if alike else "not comparable"
-    return Night(date=evening, best=best, runs=len(of_night), changes=changed, step=step, compared=compared)
+def _before(earlier: Sequence[Sequence[RunBest]], best: RunBest) -> RunBest | None:
+    """What the night before showed when the run began."""
+    for of_night in reversed(earlier):
+        known = [each for each in of_night if each.ended_at is None or each.ended_at <= best.started_at]
+        if known:
+            return _newest(known)
+    return None
+
+
+def _beside(before: RunBest | None, best: RunBest, tolerance: float) -> Step:
+    if before is None:
+        return {"changes": (), "step": None, "compared": "first"}
+    step, changed = change_of(before.value, best.value), changes(before, best)
+    alike = _comparable(before, best, changed)
+    compared = _compare(before, best, step, tolerance) if alike else "not comparable"
+    return {"changes": changed, "step": step, "compared": compared}
 
 
 def trend(found: Sequence[Night]) -> float | None:

@@ -242,7 +242,7 @@ _of_best, _of_night = attrgetter(*_OF_BEST), attrgetter(*_OF_NIGHT)
 
 @fields_of(RunBest, *_OF_BEST, "candidate")
 class NightSchema(Schema):
-    """What one night found, what had changed since the night before, and how sure that is."""
+    """What a run found in its night, what had changed since the night before, and how sure that is."""
 
     date: date
     outcome: str = Field(
@@ -278,12 +278,15 @@ def night(of: Night, stopped: Collection[str]) -> dict[str, JSON]:
 
 
 class PlaceSchema(BaseModel):
-    """One node and workload over the nights; `change_per_night` is the median change of the value."""
+    """One node and workload over the nights; `change_per_night` is the median change of the value. `nights`
+    has the newest run of each night, `other_runs` their other runs.
+    """
 
     node: str
     workload: str
     change_per_night: float | None
     nights: list[NightSchema]
+    other_runs: list[NightSchema]
 
 
 class HistorySchema(BaseModel):

@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from markupsafe import Markup
 
 from tuner.errors import BadInput
-from tuner.history.best_per_night import Night, moment, nights, trend
+from tuner.history.best_per_night import Night, moment, rows, trend
 from tuner.history.store import Store
 from tuner.measures import NAMES
 from tuner.profiles.registry import CHAMPION
@@ -52,14 +52,16 @@ class PlaceHistory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryView:
-    """The answer, and what else may be asked for. `following`: the `after` of the next page, if any."""
+    """The answer, and what else may be asked for. `runs` are the newest first.
+    `following`: the `after` of the next page, if any.
+    """
 
     asked: HistoryQuery
     models: Sequence[str]
     nodes: Sequence[str]
     workloads: Sequence[str]
     metrics: Sequence[str]
-    nights: Sequence[Night]
+    runs: Sequence[Night]
     places: Sequence[PlaceHistory]
     following: str
 
@@ -77,7 +79,7 @@ def tell(store: Store, asked: HistoryQuery) -> HistoryView:
     nodes = sorted({place.target for place in wanted})
     left = [asked.node] if asked.node else [node for node in nodes if node > asked.after]
     shown = left[:NODES]
-    found = nights(
+    found = rows(
         store.bests(
             model=asked.model, node=shown, workload=asked.workload or None, since=_since(asked.since),
             metric=metric, compared=False,
@@ -89,7 +91,7 @@ def tell(store: Store, asked: HistoryQuery) -> HistoryView:
         nodes=nodes,
         workloads=sorted({place.workload for place in ours}),
         metrics=sorted(NAMES),
-        nights=found[::-1],
+        runs=found[::-1],
         places=_places(store, found, metric),
         following=shown[-1] if len(left) > len(shown) else "",
     )
@@ -99,7 +101,8 @@ def _places(store: Store, found: Sequence[Night], metric: str) -> list[PlaceHist
     """Each node and workload with its nights, by name."""
     places: dict[tuple[str, str], list[Night]] = {}
     for night in found:
-        places.setdefault((night.best.node, night.best.workload), []).append(night)
+        if night.newest:
+            places.setdefault((night.best.node, night.best.workload), []).append(night)
     return [_place(store, name, some, metric) for name, some in sorted(places.items())]
 
 

@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 from pydantic import AwareDatetime
 
 from tuner.errors import BadInput
-from tuner.history.best_per_night import Night, nights, trend
+from tuner.history.best_per_night import Night, rows, trend
 from tuner.records import JSON
 from tuner.service import schemas
 from tuner.service.auth import Reader
@@ -39,9 +39,10 @@ def show_history(
     cursor: Cursor = None,
     limit: Annotated[int, Query(ge=1, le=100, description="How many nodes to a page.")] = 3,
 ) -> JSONResponse:
-    """By node and workload, what the run of each night concluded: the winner's value, or the baseline's where
-    it stays; the change from the baseline; what had changed since the night before (knobs, engine, traffic,
-    GPU), how sure it is, and whether it is a regression.
+    """By node and workload, what the newest run of each night concluded: the winner's value, or the
+    baseline's where it stays; the change from the baseline; what had changed since the night before (knobs,
+    engine, traffic, GPU), how sure it is, and whether it is a regression. `other_runs` has the same of the
+    nights' other runs.
     """
     try:
         begin = since or (until or here.clock()) - LOOK_BACK
@@ -52,7 +53,7 @@ def show_history(
         model=model, metric=metric, node=some, workload=workload, since=begin, until=until, compared=False
     )
     places: dict[tuple[str, str], list[Night]] = {}
-    for night in nights(found):
+    for night in rows(found):
         places.setdefault((night.best.node, night.best.workload), []).append(night)
     stopped = here.stopped_runs()
     told = [_place(*key, some, stopped) for key, some in sorted(places.items())]
@@ -72,5 +73,8 @@ def _nodes(
 
 
 def _place(node: str, workload: str, found: Sequence[Night], stopped: frozenset[str]) -> dict[str, JSON]:
-    told: list[JSON] = [schemas.night(night, stopped) for night in found]
-    return {"node": node, "workload": workload, "change_per_night": trend(found), "nights": told}
+    newest = [night for night in found if night.newest]
+    told: list[JSON] = [schemas.night(night, stopped) for night in newest]
+    others: list[JSON] = [schemas.night(night, stopped) for night in found if not night.newest]
+    return {"node": node, "workload": workload, "change_per_night": trend(newest), "nights": told,
+            "other_runs": others}  # fmt: skip
