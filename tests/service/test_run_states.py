@@ -18,7 +18,7 @@ from tests.service.world import World
 from tuner.commands.progress import LiveLine
 from tuner.errors import Conflict
 from tuner.history.entities import Schedule
-from tuner.records import RunState
+from tuner.records import RunState, TrialState
 from tuner.replay.plan import PLANS
 from tuner.service.runner import RunOrder
 from tuner.tuning.context import RunEstimate, RunEvent
@@ -168,14 +168,74 @@ def test_two_runs_of_one_night_are_rows_of_their_own_and_one_point(world: World)
         finished(store, start(store, run, hour), replace(a_measurement(1.0), values=both))
         store.save_run(replace(run, state=RunState.FINISHED, ended_at=run.started_at + timedelta(minutes=9)))
         made.append(run.id)
-    for metric, values in (("goodput_rps", ("1.65", "1.56")), ("ttft_p95_ms", ("1,275", "738"))):
+    for metric, shown in (("goodput_rps", ("1.65", "1.56")), ("ttft_p95_ms", ("1,275", "738"))):
         asked = {"model": study.model, "metric": metric, "since": f"{NOW:%Y-%m-%dT00:00:00Z}"}
         (place,) = client.get("/v1/history", params=asked).json()["places"]
         assert [row["run_id"] for row in (*place["other_runs"], *place["nights"])] == made, metric
         page = client.get(f"/history?metric={metric}", headers={"accept": "text/html"}).text
         drawing, table = page.partition("<tbody>")[::2]
-        assert f": {values[1]}" in drawing
-        assert f": {values[0]}" not in drawing
+        assert f": {shown[1]}" in drawing
+        assert f": {shown[0]}" not in drawing
         assert [table.count(f'value="{each}"') for each in made] == [1, 1]
-        for value in values:
+        for value in shown:
             assert f"→ {value}</td>" in table, value
+
+
+def test_a_trial_of_a_stopped_run_is_interrupted_in_words_and_says_how_to_go_on(
+    world: World, tmp_path: Path
+) -> None:
+    """B2, B3, B4: after a kill nothing says that a trial runs; a screened trial is named beside the front."""
+    study, store, client = a_study(), world.store, world.client("read")
+    client.post("/login", data={"token": world.token("read")})
+    with subprocess.Popen(["true"]) as process:
+        pass
+    run = a_run(store, study)
+    alive = store.save_run(replace(run, pid=os.getpid(), host=HERE))
+    finished(store, start(store, run, 0, origin="baseline"), a_measurement(9.0), state=TrialState.INFEASIBLE)
+    screened = finished(store, replace(start(store, run, 1), screened=True), a_measurement(90.0))
+    current = start(store, run, 2)
+    ref = f"/studies/{study.id[:16]}"
+
+    def texts() -> dict[str, str]:
+        given = {
+            "study show": ("study", "show", study.id[:12]),
+            "trial show": ("trial", "show", study.id[:12], str(current.number)),
+            "run status": ("run", "status"),
+            "report": ("report", study.id[:12], "-o", "-"),
+            "markdown": ("report", study.id[:12], "--format", "md", "-o", "-"),
+        }
+        found = {name: call(tmp_path, *words).output for name, words in given.items()}
+        for name, path in (
+            ("study page", ref),
+            ("trial page", f"{ref}/trials/2"),
+            ("bench", f"{ref}/trials"),
+        ):
+            found[name] = client.get(path, headers={"accept": "text/html"}).text
+        return found
+
+    for name, text in texts().items():
+        assert "interrupted" not in text, name
+        assert "RUNNING" in text, name
+    assert "no run has ended yet. The newest run goes on." in call(tmp_path, "history").output
+    store.save_run(replace(alive, pid=process.pid))
+    for name, text in texts().items():
+        assert "interrupted" in text, name
+        assert "RUNNING" not in text.replace("state=RUNNING", ""), name
+        assert "the same command continues it" in text or name == "bench", name
+    assert "no run has ended yet. The newest run was stopped; the same" in call(tmp_path, "history").output
+    assert (
+        json.loads(call(tmp_path, "trial", "show", study.id[:12], "2", "--json").output)["state"] == "RUNNING"
+    )
+
+    said = "trial 1 was only screened in a running engine; the front shows relaunched trials"
+    shown = {name: text for name, text in texts().items() if name in ("report", "markdown", "study page")}
+    for name, text in {**shown, "front": call(tmp_path, "front", study.id[:12]).output}.items():
+        assert said in text, name
+    number = str(screened.number)
+    for name, text in {
+        "study show": call(tmp_path, "study", "show", study.id[:12]).output,
+        "trial show": call(tmp_path, "trial", "show", study.id[:12], number).output,
+        "trial page": client.get(f"{ref}/trials/{number}", headers={"accept": "text/html"}).text,
+        "bench": client.get(f"{ref}/trials", headers={"accept": "text/html"}).text,
+    }.items():
+        assert "COMPLETE, screened" in text, name

@@ -83,8 +83,9 @@ def show(store: "Store", study: "Study", program: str | None = None) -> None:
     ]  # fmt: skip
     title = f"front of {study.name} ({study.id[:12]}), by first measurements"
     print_table([*heads, "<configuration"], table, title=title, empty="nothing was measured yet")
-    if found.published:
-        typer.echo(found.published)
+    for sentence in (found.screened, found.published):
+        if sentence:
+            typer.echo(sentence)
 
 
 def _cells(row: "Beside", names: "Sequence[str]") -> "Iterator[object]":
@@ -190,8 +191,23 @@ def history(
     print_table(
         [*heads, "trial", "<configuration"],
         [_row(b, stopped) for b in rows],
-        empty=f"no run has measured {metric}{asked} yet",
+        empty=_unended(store, models, node, workload, stopped) or f"no run has measured {metric}{asked} yet",
     )
+
+
+def _unended(
+    store: "Store", models: Sequence[str], node: str | None, workload: str | None, stopped: frozenset[str]
+) -> str:
+    """A sentence where all runs of some studies have no end yet; empty elsewhere."""
+    from tuner.records import RunState
+    from tuner.report.words import unended
+
+    ours = [s.id for m in models for s in store.studies(model=m, node=node, workload=workload)]
+    runs = [run for study_id in ours for run in store.runs(study_id)]
+    if not runs or any(run.state is not RunState.RUNNING for run in runs):
+        return ""
+    newest = max(runs, key=lambda run: run.started_at)
+    return f"no run has ended yet. {unended(newest, stopped)}"
 
 
 def _models(store: "Store", asked: dict[str, str | None]) -> list[str]:

@@ -58,6 +58,8 @@ def text(store: "Store", study: "Study", format: Format = Format.HTML) -> str:
     published = confirmation.profiles if confirmation else {}
     made = published.get("challenger")
     data = ReportData(
+        run=next(iter(store.runs(study.id, limit=1)), None),
+        stopped=store.stopped_runs(now=now()),
         study=study,
         trials=store.trials(study.id),
         conclusions=conclusions,

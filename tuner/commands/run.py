@@ -1,5 +1,6 @@
 """`tuner run`: executions of studies."""
 
+from collections import Counter
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
@@ -87,21 +88,22 @@ def status(
     """Show the progress of a run, and its answer card."""
     from tuner.commands.running import program
     from tuner.report.card import key_of, run_lines
-    from tuner.report.words import CONTINUES, run_state, time_left
+    from tuner.report.words import CONTINUES, run_state, time_left, trial_state
     from tuner.tuning.now import left_of
 
     store = open_store()
     found = newest_run(store) if run is None else find_run(store, run)
     trials = [t for t in store.trials(found.study_id) if t.run_id == found.id]
-    states = {s: sum(1 for t in trials if t.state == s) for s in sorted({t.state for t in trials})}
     said, stopped = store.conclusion(found.id), store.stopped_runs(now=now())
     left = left_of(store, settings().home, found, now())
     if as_json:
         told = None if said is None else said.to_json()
-        shown = {"run": _as_data(found, stopped), "trials": states, "conclusion": told, "left_s": left}
+        counts = Counter(sorted(t.state for t in trials))
+        shown = {"run": _as_data(found, stopped), "trials": counts, "conclusion": told, "left_s": left}
         print_json(shown)
         return
-    done = ", ".join(f"{count} {state.value}" for state, count in states.items()) or "no trial yet"
+    states = Counter(sorted(trial_state(t, stopped) for t in trials))
+    done = ", ".join(f"{count} {state}" for state, count in states.items()) or "no trial yet"
     state, lost = run_state(found, stopped), found.id in stopped
     typer.echo(f"{found.id} {state}{' (cancel asked for)' if found.cancel_requested else ''}: {done}")
     typer.echo(found.reason or (f"{CONTINUES}; " if lost else "") + _limits(found) + time_left(left))
@@ -128,12 +130,6 @@ def show_end(store: "Store", study: "Study", run: "Run") -> None:
     if rows := ladder.table(store.trials(study.id)):
         title = f"the ladder: max_num_seqs doubled until p95 is worse by {ladder.WORSE:.0%}, then bisected"
         print_table(ladder.COLUMNS, rows, title=title)
-    screened = run.summary.get("screened")
-    if isinstance(screened, int) and screened:
-        typer.echo(
-            f"{many(screened, 'trial')} {'was' if screened == 1 else 'were'} only screened in a running"
-            " engine; the front shows relaunched trials"
-        )
     made = said.profiles.get("challenger") if said is not None else None
     if made is not None:
         unproved = store.profile(made.id).evidence.get("unproved")

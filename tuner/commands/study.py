@@ -9,6 +9,7 @@ from tuner.commands.common import (
     Json,
     StudyRef,
     knobs,
+    now,
     open_store,
     print_json,
     print_records,
@@ -36,6 +37,7 @@ def list_studies(as_json: Json = False) -> None:
 def show_study(study: StudyRef, as_json: Json = False) -> None:
     """Show a study and its trials."""
     from tuner.commands.front import find_study
+    from tuner.report.words import trial_word, unended
 
     store = open_store()
     found = find_study(store, study)
@@ -47,12 +49,24 @@ def show_study(study: StudyRef, as_json: Json = False) -> None:
         f"{found.name} ({found.id[:12]}): {found.model} on {found.gpu_class}, vLLM {found.engine_version}"
     )
     typer.echo(f"trace {found.trace_digest[:12]}, slices {', '.join(s.name for s in found.slices)}")
+    stopped = store.stopped_runs(now=now())
+    if said := unended(next(iter(store.runs(found.id, limit=1)), None), stopped):
+        typer.echo(said)
     rows = []
     for trial in trials:
         values = trial.measurement.values if trial.measurement else {}
         shown = [values.get(name) for name in found.objectives]
         label = f"{trial.number}.{trial.attempt}" if trial.attempt else str(trial.number)
-        rows.append([label, trial.state, trial.origin, *shown, knobs(trial.candidate), trial.reason or ""])
+        rows.append(
+            [
+                label,
+                trial_word(trial, stopped),
+                trial.origin,
+                *shown,
+                knobs(trial.candidate),
+                trial.reason or "",
+            ]
+        )
     print_table(["trial", "<state", "<origin", *found.objectives, "<configuration", "<reason"], rows)
 
 
@@ -113,15 +127,18 @@ def find_trial(study: str, number: int, attempt: int | None) -> "Trial":
 @trial_app.command("show")
 def show_trial(study: StudyRef, number: Number, attempt: Attempt = None, as_json: Json = False) -> None:
     """Show a trial's configuration, measurements and end."""
+    from tuner.report.words import CONTINUES, trial_word
     from tuner.settings import under_home
 
     trial = find_trial(study, number, attempt)
     if as_json:
         print_json(trial)
         return
-    typer.echo(
-        f"trial {trial.number}.{trial.attempt} {trial.state.value} ({trial.origin}): {knobs(trial.candidate)}"
-    )
+    stopped = open_store().stopped_runs(now=now())
+    label, word = f"trial {trial.number}.{trial.attempt}", trial_word(trial, stopped)
+    typer.echo(f"{label} {word} ({trial.origin}): {knobs(trial.candidate)}")
+    if word == "interrupted":
+        typer.echo(f"its run was stopped; {CONTINUES}")
     if trial.reason:
         typer.echo(why(trial))
     where = under_home(trial.directory) if trial.directory else "not on this host"

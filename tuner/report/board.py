@@ -15,7 +15,7 @@ from tuner.records import Launch, Measurement, Study, Trial, TrialState
 from tuner.report.card import AnswerCard, cards, key_of
 from tuner.report.charts import MARKED, Cloud, Guides, Point, scatter
 from tuner.report.explain import gave
-from tuner.report.words import knobs, measured, published
+from tuner.report.words import knobs, measured, published, trial_state
 from tuner.search import pareto
 
 SHOWN = ("slo_attainment", "request_rps", "failed", "preemptions", "prefix_hit_rate", "ready_s")
@@ -75,6 +75,23 @@ class Board:
     def published(self) -> str:
         """The sentence on the winner beside the front; empty where there is none."""
         return published(self.confirmation, self.chosen_on_front) if self.confirmation else ""
+
+    @property
+    def screened(self) -> str:
+        """The sentence on trials that the front leaves out; empty where there is none."""
+        own = {knobs(t.candidate) for t in self.trials if not t.screened}
+        left = sorted({t.number for t in self.trials if t.screened and knobs(t.candidate) not in own})
+        named = (
+            f"trial{'s' if left[1:] else ''} {', '.join(map(str, left))}"
+            if left[:9] == left
+            else f"{len(left)} trials"
+        )
+        was = "were" if left[1:] else "was"
+        return (
+            f"{named} {was} only screened in a running engine; the front shows relaunched trials"
+            if left
+            else ""
+        )
 
     @property
     def columns(self) -> list[str]:
@@ -231,14 +248,15 @@ class Spent:
     measuring_s: float
 
 
-def spent(trials: Sequence[Trial], launches: Sequence[Launch]) -> Spent:
-    """Adds up a study's trials and launches."""
-    states = [s.value for s in TrialState if any(t.state is s for t in trials)]
+def spent(trials: Sequence[Trial], launches: Sequence[Launch], stopped: Collection[str] = ()) -> Spent:
+    """Adds up a study's trials and launches. `stopped` are the ids of `Store.stopped_runs`."""
+    said = [(trial_state(t, stopped), t) for t in trials]
+    states = sorted({state for state, _ in said}, key=["interrupted", *TrialState].index)
     ready = [each.timeline.get("ready_s", 0.0) for each in launches]
     whole = [(each.ended_at - each.started_at).total_seconds() if each.ended_at else 0.0 for each in launches]
     return Spent(
-        trials={s: sum(t.state.value == s for t in trials) for s in states},
-        trial_seconds={s: sum(t.gpu_seconds for t in trials if t.state.value == s) for s in states},
+        trials={s: sum(state == s for state, _ in said) for s in states},
+        trial_seconds={s: sum(t.gpu_seconds for state, t in said if state == s) for s in states},
         launches=len(launches),
         failed_launches=sum(each.verdict is not None for each in launches),
         ready_s=sum(ready),

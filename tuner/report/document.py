@@ -1,7 +1,7 @@
 """The report: one HTML file that needs no network, or Markdown, from stored records alone."""
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -14,7 +14,7 @@ from markupsafe import Markup, escape
 from tuner import masking
 from tuner.conclusions import Attribution, Conclusion
 from tuner.measures import direction_of, many
-from tuner.records import Launch, Profile, Study, Trial
+from tuner.records import Launch, Profile, Run, Study, Trial
 from tuner.report import evidence, words
 from tuner.report.board import Board, beliefs, board, failures, spent, worst_lateness
 from tuner.report.card import knob_text, row_text
@@ -23,7 +23,7 @@ from tuner.report.effects import Effect, better, doubt, effects
 
 HERE = Path(__file__).parent
 FILTERS = ("number", "measured", "knobs", "heading", "unit", "seconds", "percent", "change", "difference",
-           "headline", "outcome", "state", "cost", "saving", "step", "title")  # fmt: skip
+           "headline", "outcome", "state", "trial_word", "cost", "saving", "step", "title")  # fmt: skip
 """What templates take from `words`."""
 FRONT_CURVES = 2
 SLICES = 3
@@ -34,7 +34,8 @@ ROWS = 400
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportData:
     """The data of a report. `conclusions` are those of the study, the oldest first. `winner` is the profile
-    of the winner, `attribution` what each of its knobs gives. `commands` show the study again.
+    of the winner, `attribution` what each of its knobs gives. `commands` show the study again. `run` is the
+    newest run, `stopped` the ids of `Store.stopped_runs`.
     """
 
     study: Study
@@ -45,6 +46,8 @@ class ReportData:
     generated_at: datetime
     winner: Profile | None = None
     attribution: Attribution | None = None
+    run: Run | None = None
+    stopped: Collection[str] = ()
 
 
 def render(data: ReportData) -> str:
@@ -102,7 +105,9 @@ def _context(data: ReportData, pictures: "_Pictures | None") -> Mapping[str, obj
         "commands": data.commands,
         "generated_at": data.generated_at.strftime("%Y-%m-%d %H:%M UTC"),
         "directions": {name: direction_of(name) for name in data.study.objectives},
-        "spent": spent(found.trials, data.launches),
+        "spent": spent(found.trials, data.launches, data.stopped),
+        "unended": words.unended(data.run, data.stopped),
+        "stopped": data.stopped,
         "failures": failures(found.trials),
         "beliefs": believed,
         "worst_late": worst_lateness(believed),

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from tuner.conclusions import Conclusion, Difference, RunCost, Saving
 from tuner.history.entities import RunBest
 from tuner.measures import is_maximized, measure_of
-from tuner.records import Run, RunState
+from tuner.records import Run, RunState, Trial, TrialState
 
 
 def unit(name: str) -> str:
@@ -108,6 +108,26 @@ STOPPED = "stopped"
 def run_state(run: Run, stopped: Collection[str]) -> str:
     """The state of a run in one word. `stopped` are the ids of `Store.stopped_runs`: history says RUNNING."""
     return STOPPED if run.id in stopped else run.state.value
+
+
+def unended(run: Run | None, stopped: Collection[str]) -> str:
+    """A sentence on a newest run that has no end yet; empty where it has one."""
+    if run is None or run.state is not RunState.RUNNING:
+        return ""
+    return f"The newest run was stopped; {CONTINUES}." if run.id in stopped else "The newest run goes on."
+
+
+def trial_state(trial: Trial, stopped: Collection[str] = ()) -> str:
+    """The state of a trial in one word. Of a run that was stopped (`Store.stopped_runs`) a trial without an
+    end is interrupted: history says RUNNING.
+    """
+    lost = trial.state is TrialState.RUNNING and trial.run_id in stopped
+    return "interrupted" if lost else trial.state.value
+
+
+def trial_word(trial: Trial, stopped: Collection[str] = ()) -> str:
+    """The same, and whether the trial was only screened in an engine that ran already."""
+    return trial_state(trial, stopped) + (", screened" if trial.screened else "")
 
 
 def state(found: Conclusion | None, run: Run) -> str:

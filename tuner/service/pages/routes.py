@@ -138,7 +138,7 @@ def show_study(looks: Looks, ref: str, x: Text = "", y: Text = "", number: PageN
         live=live,
         axes=axes,
         names=studies.measured_names(live.board),
-        budget=studies.budget(live.board),
+        budget=studies.budget(live.board, live.stopped),
         failures=failures(live.board.trials),
         link=studies.link,
         links=studies.card_links(study, live.board),
@@ -180,12 +180,21 @@ def show_trials(request: Request, looks: Looks, asked: Asked, ref: str) -> Respo
     study = studies.find(looks.service.store, ref)
     held = studies.bench_of(looks.service.store, study)
     seen = bench.view(held, asked, lambda trial: studies.link(study, trial))
-    files = list(bench.FILES)
+    files, stopped = list(bench.FILES), looks.service.stopped_runs()
     if request.headers.get("x-live"):
-        part = {"study": study, "seen": seen, "link": studies.link, "files": files}
+        part = {"study": study, "seen": seen, "link": studies.link, "files": files, "stopped": stopped}
         return HTMLResponse(text_of("bench_part.html", part), headers=HEADERS)
     effects = {name: held.importance(name) for name in study.objectives}
-    return page(looks, "bench.html", study=study, seen=seen, link=studies.link, files=files, effects=effects)
+    return page(
+        looks,
+        "bench.html",
+        study=study,
+        seen=seen,
+        link=studies.link,
+        files=files,
+        effects=effects,
+        stopped=stopped,
+    )
 
 
 @router.get("/studies/{ref}/trials.{ending}")

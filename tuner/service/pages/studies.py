@@ -15,7 +15,7 @@ from tuner.report import board as boards
 from tuner.report import evidence
 from tuner.report.board import Board, values
 from tuner.report.charts import bars
-from tuner.report.words import run_state
+from tuner.report.words import run_state, trial_state
 from tuner.service.context import ServiceContext
 from tuner.service.pages import bench
 from tuner.service.pages.bench import Bench
@@ -115,7 +115,7 @@ def live(service: ServiceContext, study: Study, axes: tuple[str, str] | None) ->
         board=board,
         run=run,
         done=len({t.number for t in ours if t.state not in (TrialState.RUNNING, TrialState.ABORTED)}),
-        states=Counter(t.state.value for t in ours),
+        states=Counter(trial_state(t, stopped) for t in ours),
         current=next((t for t in ours if t.state is TrialState.RUNNING), None),
         newest=[t for t in reversed(ours) if t.state is not TrialState.RUNNING][:NEWEST],
         pictures=drawn,
@@ -182,9 +182,9 @@ def pictures(board: Board, trial: Trial) -> tuple[list[tuple[str, Markup]], list
     return lines, [(name, marked(text)) for name, text in evidence.timelines(shown)]
 
 
-def budget(board: Board) -> Markup:
+def budget(board: Board, stopped: frozenset[str]) -> Markup:
     """Seconds of trials by how they ended, as bars."""
-    found = boards.spent(board.trials, ())
+    found = boards.spent(board.trials, (), stopped)
     named = {f"{count} {state}": found.trial_seconds[state] for state, count in found.trials.items()}
     return marked(bars(named, "gpu_seconds"))
 
