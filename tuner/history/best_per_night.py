@@ -21,7 +21,7 @@ Kind = Literal["knob", "engine", "traffic", "gpu", "argument", "environment"]
 Compared = Literal["first", "better", "worse", "same", "not comparable"]
 
 
-class Step(TypedDict):
+class NightStep(TypedDict):
     """What a Night says of the night before."""
 
     changes: tuple["Change", ...]
@@ -189,7 +189,7 @@ def _before(earlier: Sequence[Sequence[RunBest]], best: RunBest) -> RunBest | No
     return None
 
 
-def _beside(before: RunBest | None, best: RunBest, tolerance: float) -> Step:
+def _beside(before: RunBest | None, best: RunBest, tolerance: float) -> NightStep:
     if before is None:
         return {"changes": (), "step": None, "compared": "first"}
     step, changed = change_of(before.value, best.value), changes(before, best)
