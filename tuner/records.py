@@ -458,6 +458,11 @@ class Run:
     pid: int | None = None
     host: str = ""
 
+    @property
+    def at(self) -> datetime:
+        """When it ended; its start before that."""
+        return self.ended_at or self.started_at
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileKey:

@@ -1,5 +1,6 @@
 """What was best on which night, and why."""
 
+import math
 from dataclasses import replace
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
@@ -92,6 +93,7 @@ def won(run: Run, base: int, number: int, **changes: object) -> Conclusion:
 
 
 TTFT: dict[str, Any] = {"model": a_study().model, "metric": "ttft_p95_ms"}
+GOODPUT: dict[str, Any] = TTFT | {"metric": "goodput_rps"}
 
 
 def test_each_run_shows_what_it_concluded(tmp_path: Path) -> None:
@@ -312,6 +314,62 @@ def test_all_metrics_of_a_night_are_of_the_newest_run_that_concluded() -> None:
             assert {row.best.run_id for row in queries.rows([*runs, *others])} == {
                 each.run_id for each in (*runs, *others)
             }
+
+
+def test_a_night_whose_newest_run_lacks_a_metric_has_no_point_of_it(tmp_path: Path) -> None:
+    """Its other metrics are that run's; the night before the next one is the last that showed the metric."""
+    store = Store(f"sqlite:///{tmp_path}/tuner.db")
+    one, two = a_study("one"), a_study("two")
+    for night in (0, 1):
+        ended(store, one, night, 190.0, 100.0, confirm=(95.0 + night,))
+    later = a_run(store, two, now=NOW + DAY + timedelta(hours=4))
+    for number in range(2):
+        finished(store, start(store, later, number), a_measurement(math.inf, 3.9))
+    end = replace(later, state=RunState.FINISHED, ended_at=later.started_at + timedelta(hours=1))
+    arms = [Arm(trial=n, candidate=Candidate(), confirmed={"goodput_rps": 3.0 + 0.9 * n}) for n in range(2)]
+    store.save_run(end, won(end, 0, 1, baseline=arms[0], finalists=(arms[1],)))
+    ended(store, one, 2, 190.0, 100.0, confirm=(99.0,))
+    running = a_run(store, two, now=NOW + 3 * DAY)
+    finished(store, start(store, running, 7), a_measurement(math.inf, 4.0))
+
+    def shown(metric: dict[str, Any]) -> list[tuple[int, bool, float]]:
+        rows = queries.rows(store.bests(**metric, absent=True))
+        return [((row.date - NOW.date()).days, row.newest, row.best.value) for row in rows]
+
+    assert shown(TTFT) == [(0, True, 95.0), (1, False, 95.0), (2, True, 95.0)]
+    assert shown(GOODPUT) == [(0, True, 3.5), (1, False, 3.5), (1, True, 3.9), (2, True, 3.5), (3, True, 4.0)]
+    nights = queries.nights(store.bests(**TTFT, absent=True))
+    assert [(night.compared, night.step) for night in nights] == [("first", None), ("same", 0.0)]
+    newest = [[best.run_id for best in queries.newest_runs(store.bests(**each, absent=True))]
+              for each in (TTFT, GOODPUT)]  # fmt: skip
+    assert newest[0] == newest[1]
+    assert newest[0][1::2] == [later.id, running.id]
+    assert all(math.isfinite(best.value) for best in store.bests(**TTFT))
+    store.close()
+
+
+def test_a_run_that_was_continued_days_later_belongs_to_the_night_in_which_it_ended(tmp_path: Path) -> None:
+    """Until then it stands in the night in which it began, and no ended run is compared with it."""
+    store = Store(f"sqlite:///{tmp_path}/tuner.db")
+    one, two = a_study("one"), a_study("two")
+    stopped = a_run(store, two)
+    finished(store, start(store, stopped), a_measurement(400.0))
+    ended(store, one, 1, 190.0, 100.0, confirm=(95.0,))
+    before = queries.rows(store.bests(**TTFT))
+    assert [(row.best.run_id == stopped.id, row.compared) for row in before] == [
+        (True, "first"),
+        (False, "first"),
+    ]
+    again = store.open_run(two.id, trials_limit=9, deadline=None, now=NOW + 4 * DAY, pid=18, host="here")
+    assert again.id == stopped.id
+    store.save_run(replace(again, state=RunState.FINISHED, ended_at=NOW + 4 * DAY + timedelta(hours=3)))
+    after = queries.rows(store.bests(**TTFT))
+    assert [(row.date - NOW.date()).days for row in after] == [1, 4]
+    assert after[0] == before[1]
+    assert (after[1].best.run_id, after[1].compared) == (stopped.id, "worse")
+    assert [best.run_id for best in store.bests(**TTFT, since=NOW + 2 * DAY)] == [stopped.id]
+    assert stopped.id not in [best.run_id for best in store.bests(**TTFT, until=NOW + 2 * DAY)]
+    store.close()
 
 
 def test_no_row_of_a_past_night_changes_when_a_later_run_ends() -> None:

@@ -259,6 +259,7 @@ def regressions(store: Store, study: Study, run: Run, at: datetime) -> Sequence[
             metric=metric,
             since=at - LOOK_BACK,
             compared=False,
+            absent=True,
         )
         for night in nights(bests)[-1:]:
             if night.compared != "worse" or night.best.run_id != run.id or night.step is None:

@@ -11,7 +11,7 @@ from typing import Literal, TypedDict
 from tuner.conclusions import Judgement
 from tuner.history.entities import RunBest
 from tuner.measures import direction_of, many
-from tuner.records import Candidate
+from tuner.records import Candidate, Run
 
 NOON = timedelta(hours=12)
 
@@ -117,9 +117,9 @@ def _named(kind: Kind, before: Mapping[str, object], after: Mapping[str, object]
     return [Change(kind=kind, name=name, before=a, after=b) for name, a, b in pairs if a != b]
 
 
-def night_of(best: RunBest, zone: tzinfo = UTC) -> date:
-    """The evening that a run belongs to; a run at 01:00 belongs to the evening before."""
-    return (best.started_at.astimezone(zone) - NOON).date()
+def night_of(run: Run | RunBest, zone: tzinfo = UTC) -> date:
+    """The evening of the night in which a run ended; 01:00 belongs to the evening before."""
+    return (run.at.astimezone(zone) - NOON).date()
 
 
 def _concluded(best: RunBest) -> bool:
@@ -127,13 +127,15 @@ def _concluded(best: RunBest) -> bool:
     return best.outcome not in (None, Judgement.NOT_CONFIRMED, Judgement.NOTHING_SERVED)
 
 
+def _measured(best: RunBest) -> bool:
+    return not math.isnan(best.value)
+
+
 def _newest(of_night: Sequence[RunBest]) -> RunBest:
     """The newest run that concluded; without one the newest that ended; else the newest. The metric plays no
     part, so that all metrics of a night come from one run.
     """
-    return max(
-        reversed(of_night), key=lambda b: (_concluded(b), b.ended_at is not None, b.ended_at or b.started_at)
-    )
+    return max(reversed(of_night), key=lambda b: (_concluded(b), b.ended_at is not None, b.at))
 
 
 def _compare(before: RunBest, after: RunBest, step: float | None, tolerance: float) -> Compared:
@@ -155,23 +157,33 @@ def nights(bests: Sequence[RunBest], *, zone: tzinfo = UTC, tolerance: float = 0
     return tuple(night for night in rows(bests, zone=zone, tolerance=tolerance) if night.newest)
 
 
-def rows(bests: Sequence[RunBest], *, zone: tzinfo = UTC, tolerance: float = 0.05) -> tuple[Night, ...]:
-    """A Night per run, the oldest first, beside the night before: no row changes when a later run ends.
+def newest_runs(bests: Sequence[RunBest], *, zone: tzinfo = UTC) -> tuple[RunBest, ...]:
+    """The newest run of each night of each place, the oldest night first; also one without a value."""
+    return tuple(_newest(of_night) for place in _evenings(bests, zone) for _, of_night in place)
 
-    `tolerance` is the relative change that counts as none; where both nights were confirmed, overlapping
-    repeats count as none too.
-    """
+
+def _evenings(bests: Sequence[RunBest], zone: tzinfo) -> list[list[tuple[date, list[RunBest]]]]:
+    """The runs of each evening, the first evening first, for each model, node and workload."""
     groups: dict[tuple[str, str, str], dict[date, list[RunBest]]] = {}
     for best in bests:
         place = groups.setdefault((best.model, best.node, best.workload), {})
         place.setdefault(night_of(best, zone), []).append(best)
+    return [sorted(place.items()) for place in groups.values()]
+
+
+def rows(bests: Sequence[RunBest], *, zone: tzinfo = UTC, tolerance: float = 0.05) -> tuple[Night, ...]:
+    """A Night per run, the oldest first, beside the night before: no row changes when a later run ends.
+
+    A run without a value has no row. Where it is the newest of its night, no other run stands in for it.
+    `tolerance` is the relative change that counts as none; where both nights were confirmed, overlapping
+    repeats count as none too.
+    """
     found: list[Night] = []
-    for place in groups.values():
+    for place in _evenings(bests, zone):
         earlier: list[Sequence[RunBest]] = []
-        for evening in sorted(place):
-            of_night = place[evening]
+        for evening, of_night in place:
             newest = _newest(of_night)
-            for best in of_night:
+            for best in filter(_measured, of_night):
                 compared = _beside(_before(earlier, best), best, tolerance)
                 found.append(
                     Night(date=evening, best=best, newest=best is newest, runs=len(of_night), **compared)
@@ -181,11 +193,13 @@ def rows(bests: Sequence[RunBest], *, zone: tzinfo = UTC, tolerance: float = 0.0
 
 
 def _before(earlier: Sequence[Sequence[RunBest]], best: RunBest) -> RunBest | None:
-    """What the night before showed when the run began."""
+    """What the last night that showed a value showed. A run that ended is compared with such runs alone: what
+    another one shows may still change.
+    """
     for of_night in reversed(earlier):
-        known = [each for each in of_night if each.ended_at is None or each.ended_at <= best.started_at]
-        if known:
-            return _newest(known)
+        known = [each for each in of_night if each.ended_at is not None or best.ended_at is None]
+        if known and _measured(newest := _newest(known)):
+            return newest
     return None
 
 

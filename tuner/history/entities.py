@@ -83,8 +83,9 @@ class RunBest:
     `value` is that of the configuration that the run ended with (its winner, else the baseline that stays),
     by the run's own repeats, whose span is `low` to `high`; where nothing was measured again it is the best
     first measurement. `baseline` is the baseline's value by the same repeats. `outcome` is the conclusion's
-    (None: the run goes on), `change` the difference from the baseline where the metric is an objective.
-    `confirmed`: the gain over the baseline was proved, by a plan that is no `demonstration`.
+    (None: the run has no end yet), `change` the difference from the baseline where the metric is an
+    objective. `confirmed`: the gain over the baseline was proved, by a plan that is no `demonstration`. A
+    `value` of NaN: the run measured other metrics, and not this one (where `Store.bests` is asked for it).
     """
 
     run_id: str
@@ -111,3 +112,8 @@ class RunBest:
     demonstration: bool = False
     outcome: Judgement | None = None
     change: Difference | None = None
+
+    @property
+    def at(self) -> datetime:
+        """When the run ended; its start before that."""
+        return self.ended_at or self.started_at

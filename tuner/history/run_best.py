@@ -3,12 +3,13 @@
 import json
 import math
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from datetime import datetime
 from functools import lru_cache
 from statistics import median
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, Text, insert, select, type_coerce
+from sqlalchemy import ColumnElement, Connection, Row, Text, func, insert, select, type_coerce
 
 from tuner.conclusions import Arm, Conclusion, Difference, Judgement
 from tuner.errors import BadInput, nearest
@@ -185,7 +186,12 @@ def _candidate(text: str) -> Candidate:
     return Candidate(json.loads(text))
 
 
-def _ended(connection: Connection, metric: str, where: Sequence[ColumnElement[bool]]) -> list[RunBest]:
+_UNMEASURED: dict[str, Any] = {"value": math.nan, "low": math.nan, "high": math.nan, "baseline": None}
+
+
+def _ended(
+    connection: Connection, metric: str, where: Sequence[ColumnElement[bool]], *, absent: bool
+) -> list[RunBest]:
     query = (
         select(*_BEST)
         .select_from(runs)
@@ -193,17 +199,28 @@ def _ended(connection: Connection, metric: str, where: Sequence[ColumnElement[bo
         .join(run_bests, run_bests.c.run_id == runs.c.id)
         .join(trials, trials.c.id == run_bests.c.trial_id)
         .outerjoin(conclusions, conclusions.c.run_id == runs.c.id)
-        .where(run_bests.c.metric == metric, *where)
+        .where(*where)
     )
-    return [_best_of(row) for row in connection.execute(query).all()]
+    found = [_best_of(row) for row in connection.execute(query.where(run_bests.c.metric == metric)).all()]
+    if not absent:
+        return found
+    other = run_bests.alias()
+    measured = select(other.c.run_id).where(other.c.run_id == runs.c.id, other.c.metric == metric).exists()
+    first = select(func.min(other.c.metric)).where(other.c.run_id == runs.c.id).scalar_subquery()
+    rest = connection.execute(query.where(run_bests.c.metric == first, ~measured)).all()
+    return found + [replace(_best_of(row), metric=metric, change=None, **_UNMEASURED) for row in rest]
 
 
-def _running(connection: Connection, metric: str, where: Sequence[ColumnElement[bool]]) -> list[RunBest]:
+def _running(
+    connection: Connection, metric: str, where: Sequence[ColumnElement[bool]], *, absent: bool
+) -> list[RunBest]:
     query = select(*_FACTS).select_from(runs).join(studies, studies.c.id == runs.c.study_id)
     query = query.where(runs.c.state == RunState.RUNNING.value, *where)
     found: list[RunBest] = []
     for facts in connection.execute(query).mappings().all():
-        for best in of_run(connection, facts["run_id"], [metric]):
+        measured = of_run(connection, facts["run_id"], sorted({*NAMES, metric}) if absent else [metric])
+        here = [best for best in measured if best["metric"] == metric]
+        for best in here or [{**best, "metric": metric, **_UNMEASURED} for best in measured[:1]]:
             wanted = select(trials.c.number, trials.c.candidate).where(trials.c.id == best["trial_id"])
             trial = connection.execute(wanted).mappings().one()
             found.append(RunBest(**{**facts, **best, **trial, "candidate": Candidate(trial["candidate"])}))
@@ -231,22 +248,27 @@ class BestStore(StorePart):
         since: datetime | None = None,
         until: datetime | None = None,
         compared: bool = True,
+        absent: bool = False,
     ) -> tuple[RunBest, ...]:
         """The best of every run of a model that measured the metric, the oldest first; running ones too.
 
-        `node` is one node, or several. `compared`: also the runs of comparisons and upgrade checks.
+        `node` is one node, or several. `since` and `until` bound the end of a run, or the start of one that
+        has no end yet. `compared`: also the runs of comparisons and upgrade checks. `absent`: also the runs
+        that measured other metrics only, with the value NaN.
         """
         if metric not in NAMES:
             raise BadInput(f"'{metric}' is not a measurement{nearest(metric, NAMES)}")
         where = equal((studies.c.model, model), (studies.c.workload, workload))
         if node is not None:
             where.append(studies.c.node == node if isinstance(node, str) else studies.c.node.in_(node))
-        where += [runs.c.started_at >= since] if since is not None else []
-        where += [runs.c.started_at < until] if until is not None else []
+        at = func.coalesce(runs.c.ended_at, runs.c.started_at)
+        where += [at >= since] if since is not None else []
+        where += [at < until] if until is not None else []
         where += [] if compared else [~type_coerce(studies.c.identity, Text).contains(ARMS)]
 
         def work(connection: Connection) -> tuple[RunBest, ...]:
-            found = _ended(connection, metric, where) + _running(connection, metric, where)
-            return tuple(sorted(found, key=lambda best: (best.started_at, best.run_id)))
+            found = _ended(connection, metric, where, absent=absent)
+            found += _running(connection, metric, where, absent=absent)
+            return tuple(sorted(found, key=lambda best: (best.at, best.run_id)))
 
         return self._read(work)

@@ -73,7 +73,7 @@ def _give_up(connection: Connection, run: Run) -> Conclusion | None:
     outcome = Judgement.NOT_CONFIRMED if done else Judgement.NOTHING_SERVED
     begins = "Not confirmed" if done else "No candidate completed"
     said = Conclusion(
-        run_id=run.id, study_id=run.study_id, at=run.ended_at or run.started_at, outcome=outcome,
+        run_id=run.id, study_id=run.study_id, at=run.at, outcome=outcome,
         sentence=f"{begins}: {(run.reason or 'the run ended').rstrip('.')}.",
     )  # fmt: skip
     _conclude(connection, said)

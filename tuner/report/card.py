@@ -193,7 +193,7 @@ def card_of_run(run: Run) -> AnswerCard | None:
         title=title.get(run.state, "The run ended without a result"),
         tone="failed",
         sentence=run.reason or "It left no reason.",
-        at=run.ended_at or run.started_at,
+        at=run.at,
         confidence="none",
         because="nothing was compared with today's configuration",
     )

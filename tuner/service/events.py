@@ -69,7 +69,7 @@ def events(store: Store, run_id: str) -> tuple[Sequence[StreamedEvent], bool]:
             found.append(StreamedEvent((_stamp(ended), 1, trial.id), data))
     over = run.state is not RunState.RUNNING
     if over:
-        last = max([_stamp(run.ended_at or run.started_at), *(event.place[0] for event in found)])
+        last = max([_stamp(run.at), *(event.place[0] for event in found)])
         said = store.conclusion(run_id)
         found.append(StreamedEvent((last, 2, 0), schemas.run(run, (), said=said).model_dump(mode="json")))
     return sorted(found, key=lambda event: event.place), over

@@ -7,7 +7,8 @@ from datetime import datetime, timedelta
 from markupsafe import Markup
 
 from tuner.errors import BadInput
-from tuner.history.best_per_night import Night, moment, rows, trend
+from tuner.history.best_per_night import Night, moment, newest_runs, rows, trend
+from tuner.history.entities import RunBest
 from tuner.history.store import Store
 from tuner.measures import NAMES
 from tuner.profiles.registry import CHAMPION
@@ -79,12 +80,11 @@ def tell(store: Store, asked: HistoryQuery) -> HistoryView:
     nodes = sorted({place.target for place in wanted})
     left = [asked.node] if asked.node else [node for node in nodes if node > asked.after]
     shown = left[:NODES]
-    found = rows(
-        store.bests(
-            model=asked.model, node=shown, workload=asked.workload or None, since=_since(asked.since),
-            metric=metric, compared=False,
-        )
+    bests = store.bests(
+        model=asked.model, node=shown, workload=asked.workload or None, since=_since(asked.since),
+        metric=metric, compared=False, absent=True,
     )  # fmt: skip
+    found = rows(bests)
     return HistoryView(
         asked=asked,
         models=sorted({place.model for place in places}),
@@ -92,26 +92,32 @@ def tell(store: Store, asked: HistoryQuery) -> HistoryView:
         workloads=sorted({place.workload for place in ours}),
         metrics=sorted(NAMES),
         runs=found[::-1],
-        places=_places(store, found, metric),
+        places=_places(store, bests, found, metric) if found else (),
         following=shown[-1] if len(left) > len(shown) else "",
     )
 
 
-def _places(store: Store, found: Sequence[Night], metric: str) -> list[PlaceHistory]:
+def _places(
+    store: Store, bests: Sequence[RunBest], found: Sequence[Night], metric: str
+) -> list[PlaceHistory]:
     """Each node and workload with its nights, by name."""
-    places: dict[tuple[str, str], list[Night]] = {}
+    places: dict[tuple[str, str], tuple[list[RunBest], list[Night]]] = {}
+    for best in newest_runs(bests):
+        places.setdefault((best.node, best.workload), ([], []))[0].append(best)
     for night in found:
         if night.newest:
-            places.setdefault((night.best.node, night.best.workload), []).append(night)
-    return [_place(store, name, some, metric) for name, some in sorted(places.items())]
+            places[night.best.node, night.best.workload][1].append(night)
+    return [_place(store, name, *some, metric) for name, some in sorted(places.items())]
 
 
-def _place(store: Store, name: tuple[str, str], found: Sequence[Night], metric: str) -> PlaceHistory:
-    newest = found[-1].best
+def _place(
+    store: Store, name: tuple[str, str], runs: Sequence[RunBest], found: Sequence[Night], metric: str
+) -> PlaceHistory:
+    newest = runs[-1]
     key = ProfileKey(model=newest.model, target=newest.node, workload=newest.workload)
     compared = any(night.best.change is not None for night in found)
     drawn = gains(found, metric, _marks(store, key, found)) if compared else over_nights(found, metric)
-    told = (store.conclusion(night.best.run_id) for night in reversed(found))
+    told = (store.conclusion(best.run_id) for best in reversed(runs))
     said = next((each for each in told if each is not None), None)
     return PlaceHistory(
         name=" for ".join(name),

@@ -50,7 +50,14 @@ def show_history(
         raise BadInput(f"until: {until} is too early") from None
     some, following = _nodes(here, model, node, cursor, limit)
     found = here.store.bests(
-        model=model, metric=metric, node=some, workload=workload, since=begin, until=until, compared=False
+        model=model,
+        metric=metric,
+        node=some,
+        workload=workload,
+        since=begin,
+        until=until,
+        compared=False,
+        absent=True,
     )
     places: dict[tuple[str, str], list[Night]] = {}
     for night in rows(found):
