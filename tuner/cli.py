@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 import typer
+from typer._click.exceptions import UsageError
 from typer.core import TyperGroup
 
 from tuner import SERVICE_VERSION, __version__, masking
@@ -64,6 +65,18 @@ class Commands(TyperGroup):
                 formatter.write_dl(list(rows))
 
 
+class Group(TyperGroup):
+    """A group that answers an unknown command with the near ones, or with all that it has."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(ctx, args)
+        except UsageError as error:
+            if "Did you mean" not in error.message:
+                error.message += f" There are: {', '.join(self.commands)}."
+            raise
+
+
 @cache
 def command(name: str) -> Any:
     """The command of that name, with the examples of `commands/examples.py` in its help."""
@@ -76,7 +89,7 @@ def command(name: str) -> Any:
         return typer.main.get_command(around)
     for each in found.registered_commands:
         each.epilog = _examples(f"{name} {each.name}")
-    around.add_typer(found, name=name, epilog=_examples(name))
+    around.add_typer(found, name=name, cls=Group, epilog=_examples(name))
     around.callback()(lambda: None)
     return typer.main.get_command(around).commands[name]  # type: ignore[attr-defined]
 

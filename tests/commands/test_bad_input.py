@@ -145,3 +145,15 @@ def test_dry_run_shows_the_slices_and_how_long_a_trial_takes(tmp_path: Path) -> 
     assert f"takes about {each:.0f} s; the replay is {times['replay']:.0f} s of it" in done.stdout
     assert "Trials: at most 400" in done.stdout
     assert f"about {seconds(400 * each)}, less where trials are screened" in " ".join(done.stdout.split())
+
+
+def test_an_unknown_command_of_any_group_is_answered_with_those_that_there_are(tmp_path: Path) -> None:
+    from tests.commands.test_care import call
+    from tuner.cli import PLACES, command
+
+    groups = [name for name in PLACES if hasattr(command(name), "commands")]
+    assert "run" in groups
+    for name in groups:
+        done = call(tmp_path, name, "zzz")
+        assert done.exit_code == 2, name
+        assert f"There are: {', '.join(command(name).commands)}." in " ".join(done.output.split()), name

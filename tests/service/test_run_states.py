@@ -10,16 +10,19 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.commands.test_care import call
-from tests.history.records import NOW, a_measurement, a_run, a_study, finished, start
+from tests.history.records import NOW, a_launch, a_measurement, a_run, a_study, finished, start
 from tests.service.world import World
 from tuner.commands.progress import LiveLine
 from tuner.errors import Conflict
+from tuner.fleet.nodes import held
 from tuner.history.entities import Schedule
-from tuner.records import RunState, TrialState
+from tuner.records import Node, RunState, TrialState
 from tuner.replay.plan import PLANS
+from tuner.report.card import key_of
 from tuner.service.runner import RunOrder
 from tuner.tuning.context import RunEstimate, RunEvent
 from tuner.tuning.now import left_of, told_live
@@ -239,3 +242,75 @@ def test_a_trial_of_a_stopped_run_is_interrupted_in_words_and_says_how_to_go_on(
         "bench": client.get(f"{ref}/trials", headers={"accept": "text/html"}).text,
     }.items():
         assert "COMPLETE, screened" in text, name
+
+
+def test_a_node_s_state_is_the_same_word_everywhere(world: World, tmp_path: Path) -> None:
+    """A8: free only while nobody holds it; the holder's start is a date."""
+    store, client = world.store, world.client("read")
+    client.post("/login", data={"token": world.token("read")})
+    store.add_node(Node(name="n1", gpu_class="cpu"))
+
+    def words() -> list[str]:
+        page = client.get("/", headers={"accept": "text/html"}).text
+        return [
+            client.get("/v1/nodes").json()[0]["state"],
+            client.get("/v1/nodes/n1").json()["state"],
+            call(tmp_path, "node", "list").output.splitlines()[1].split()[2],
+            json.loads(call(tmp_path, "node", "list", "--json").output)[0]["state"],
+            page.partition("cpu, ")[2].partition("<")[0],
+        ]
+
+    assert words() == ["free"] * 5
+    with held(store, "n1", clock=lambda: datetime.now(UTC), ttl_s=1e6):
+        assert words() == ["leased"] * 5
+        begun = datetime.fromtimestamp(psutil.Process().create_time(), UTC)
+        holder = f"{HERE} pid {os.getpid()} since {begun:%Y-%m-%d %H:%M}"
+        shown = (call(tmp_path, "node", "list"), call(tmp_path, "node", "list", "--json"))
+        assert all(holder in each.output for each in shown)
+        assert client.get("/v1/nodes/n1").json()["lease"].startswith(holder)
+        store.set_node_state("n1", "fault")
+        assert words() == ["fault"] * 5
+
+
+@pytest.mark.parametrize(
+    ("evidence", "said"),
+    [({"confirmed": False, "slo_met": True}, "its gates refuse to promote it: its gain over the baseline"),
+     ({"confirmed": True, "slo_met": True}, "waits to be promoted")],
+)  # fmt: skip
+def test_the_overview_says_whether_the_gates_let_a_version_be_promoted(
+    evidence: dict[str, bool], said: str, world: World
+) -> None:
+    """B14: a version that the gates refuse does not wait to be promoted."""
+    store, client = world.store, world.client("read")
+    client.post("/login", data={"token": world.token("read")})
+    study = store.add_study(a_study())
+    trial = finished(store, start(store, a_run(store, study), 1), a_measurement(90.0))
+    key = key_of(study)
+    store.add_profile(
+        key=key, candidate=trial.candidate, engine_version="0.32.0", gpu_class=study.gpu_class,
+        study_id=study.id, trial_id=trial.id, argv=(), env={}, evidence=evidence, now=world.clock(),
+    )  # fmt: skip
+    store.move_alias(key, "challenger", 1, expected=0, actor="me", reason="found", now=world.clock())
+    page = client.get("/", headers={"accept": "text/html"}).text
+    assert said in page
+    assert ("waits to be promoted" in page) is evidence["confirmed"]
+
+
+def test_repeats_of_several_nights_are_told_apart(world: World, tmp_path: Path) -> None:
+    """B9: the second confirmation of a trial has columns of its own, with its time."""
+    study, store, client = a_study(), world.store, world.client("read")
+    client.post("/login", data={"token": world.token("read")})
+    trial = finished(store, start(store, a_run(store, study), 1), a_measurement(90.0))
+    for night in (1, 2):
+        launch = replace(a_launch(study, f"L{night}"), started_at=NOW + timedelta(days=night))
+        store.add_launch(launch)
+        store.add_measurement(trial.id, a_measurement(95.0, purpose="confirm", repeat=1, launch_id=launch.id))
+        shown = (
+            call(tmp_path, "trial", "show", study.id[:12], "1").output,
+            client.get(f"/studies/{study.id[:16]}/trials/1", headers={"accept": "text/html"}).text,
+        )
+        for text in shown:
+            for each in (1, 2):
+                bare = re.sub(r"<[^>]+>", "", text)
+                named = f"1, {NOW + timedelta(days=each):%Y-%m-%d %H:%M}" in bare
+                assert named is (night == 2), bare

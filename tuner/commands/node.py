@@ -30,19 +30,21 @@ TRIES = 20
 def list_nodes(as_json: Json = False) -> None:
     """List nodes with their holder and their hand-over hooks."""
     from tuner.fleet.hooks import hooks
+    from tuner.report.words import node_state
 
     store, home = open_store(), settings().home
     leases = {lease.node: lease for lease in store.leases(now=now())}
     rows: list[dict[str, Any]] = []
     for node in store.nodes():
         lease = leases.get(node.name)
+        holder = lease.holder if lease else None
         rows.append(
             {
                 "node": node.name,
                 "class": node.gpu_class,
                 "host": node.host,
-                "state": node.state,
-                "holder": lease.holder if lease else None,
+                "state": node_state(node, holder),
+                "holder": holder,
                 "hooks": [hook.name for hook in hooks(home, node.name)],
                 "to_restore": store.handover(node.name) is not None,
                 "labels": dict(node.labels),

@@ -15,6 +15,7 @@ from tuner.commands.common import (
     print_records,
     print_table,
     settings,
+    text,
 )
 from tuner.errors import BadInput, NotFound, page_of
 
@@ -127,6 +128,7 @@ def find_trial(study: str, number: int, attempt: int | None) -> "Trial":
 @trial_app.command("show")
 def show_trial(study: StudyRef, number: Number, attempt: Attempt = None, as_json: Json = False) -> None:
     """Show a trial's configuration, measurements and end."""
+    from tuner.report.board import measured_at
     from tuner.report.words import CONTINUES, trial_word
     from tuner.settings import under_home
 
@@ -144,7 +146,11 @@ def show_trial(study: StudyRef, number: Number, attempt: Attempt = None, as_json
     where = under_home(trial.directory) if trial.directory else "not on this host"
     typer.echo(f"directory: {where}")
     names = sorted({name for m in trial.measurements for name in m.values})
-    heads = [f"{m.purpose} {m.repeat}" for m in trial.measurements]
+    times = measured_at(trial, open_store().launches(trial.study_id))
+    heads = [
+        f"{m.purpose} {m.repeat}" + (f", {text(at)}" if at else "")
+        for m, at in zip(trial.measurements, times, strict=True)
+    ]
     print_table(
         ["<measurement", *heads],
         ([n, *(m.values.get(n) for m in trial.measurements)] for n in names),
@@ -173,8 +179,8 @@ def show_log(
         if cause := root_cause(trial, path):
             typer.echo(f"root cause: {cause}")
         typer.echo("---")
-    text = path.read_text(errors="replace").splitlines()
-    typer.echo("\n".join(text[-lines:] if lines else text))
+    found = path.read_text(errors="replace").splitlines()
+    typer.echo("\n".join(found[-lines:] if lines else found))
 
 
 def why(trial: "Trial") -> str:

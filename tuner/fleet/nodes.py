@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 import psutil
@@ -145,7 +145,11 @@ def held(
 
 def holder() -> str:
     """This process by host, pid and start time, so that others on the host can see whether it still runs."""
-    return f"{socket.gethostname()} pid {os.getpid()} since {psutil.Process().create_time():.0f}"
+    return f"{socket.gethostname()} pid {os.getpid()} since {_begun(psutil.Process())}"
+
+
+def _begun(process: psutil.Process) -> str:
+    return f"{datetime.fromtimestamp(round(process.create_time()), UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def is_dead(holder: str) -> bool:
@@ -156,7 +160,9 @@ def is_dead(holder: str) -> bool:
         return False
     try:
         process = psutil.Process(int(pid))
-        return f"{process.create_time():.0f}" != since or process.status() == psutil.STATUS_ZOMBIE
+        # Leases of earlier releases have the seconds since 1970.
+        known = (_begun(process), f"{process.create_time():.0f}")
+        return since not in known or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
 

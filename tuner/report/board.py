@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from itertools import combinations
 
@@ -232,6 +233,14 @@ def board_of(store: Store, study: Study) -> Board:
     said = store.conclusions(study.id)
     found = store.attribution(said[-1].run_id) if said else None
     return board(study, store.trials(study.id), said, found)
+
+
+def measured_at(trial: Trial, launches: Sequence[Launch]) -> list[datetime | None]:
+    """When the launch of each measurement began, if several nights measured the trial again; else None."""
+    begun = {launch.id: launch.started_at for launch in launches}
+    named = [(m.purpose, m.repeat) for m in trial.measurements]
+    several = len(set(named)) < len(named)
+    return [begun.get(m.launch_id or "") if several else None for m in trial.measurements]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from tuner.conclusions import Conclusion, Difference, RunCost, Saving
 from tuner.history.entities import RunBest
 from tuner.measures import is_maximized, measure_of
-from tuner.records import Run, RunState, Trial, TrialState
+from tuner.records import Node, Run, RunState, Trial, TrialState
 
 
 def unit(name: str) -> str:
@@ -128,6 +128,11 @@ def trial_state(trial: Trial, stopped: Collection[str] = ()) -> str:
 def trial_word(trial: Trial, stopped: Collection[str] = ()) -> str:
     """The same, and whether the trial was only screened in an engine that ran already."""
     return trial_state(trial, stopped) + (", screened" if trial.screened else "")
+
+
+def node_state(node: Node, holder: str | None) -> str:
+    """The state of a node in one word: a free one that somebody holds is leased."""
+    return "leased" if holder is not None and node.state == "free" else node.state
 
 
 def state(found: Conclusion | None, run: Run) -> str:

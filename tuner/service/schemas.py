@@ -311,5 +311,4 @@ class NodeSchema(Schema):
 
 
 def node(of: Node, holder: str | None = None) -> NodeSchema:
-    state = "leased" if holder is not None and of.state == "free" else of.state
-    return NodeSchema.of(of, state=state, lease=holder)
+    return NodeSchema.of(of, state=words.node_state(of, holder), lease=holder)

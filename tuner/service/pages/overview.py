@@ -10,10 +10,11 @@ from tuner.errors import BadInput, NotFound
 from tuner.fleet.window import Window, blacked_out, next_due, terms, window
 from tuner.history.entities import Schedule
 from tuner.history.store import Store
-from tuner.profiles.registry import CHAMPION, stale_reasons
+from tuner.profiles.registry import CHAMPION, Gates, gate_failures, stale_reasons
 from tuner.records import AliasEvent, Node, Profile, ProfileKey, Run, RunState, Study
 from tuner.report.card import AnswerCard, card, card_of_run
 from tuner.report.explain import gave
+from tuner.report.words import node_state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +23,8 @@ class ServedProfile:
 
     `card` is the answer, of study `study_id`: what the newest run found, or, where that found nothing better
     than the champion, what the champion's own run found. `news` is the card of a newer run beside it.
-    `waiting` is a challenger newer than the champion, `before` what the champion's last move came from.
+    `waiting` is a challenger newer than the champion, `refused` why its gates do not let
+    it be promoted, `before` what the champion's last move came from.
     """
 
     key: ProfileKey
@@ -33,17 +35,21 @@ class ServedProfile:
     event: AliasEvent | None
     stale: tuple[str, ...]
     waiting: Profile | None
+    refused: tuple[str, ...]
     before: Profile | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A node (None: a GPU class, or a name nobody registered), what is served there, what runs now."""
+    """A node (None: a GPU class, or a name nobody registered), what is served there, what runs now; `state`
+    in one word.
+    """
 
     name: str
     node: Node | None
     places: tuple[ServedProfile, ...]
     running: tuple[tuple[Run, Study], ...]
+    state: str
 
 
 NEWEST_STUDIES, LOOKED_THROUGH = 3, 20
@@ -52,8 +58,9 @@ to find these: comparisons are no answer.
 """
 
 
-def machines(store: Store) -> tuple[Machine, ...]:
+def machines(store: Store, now: datetime) -> tuple[Machine, ...]:
     """Every node, and every target of a study or profile, by name."""
+    held = {lease.node: lease.holder for lease in store.leases(now=now)}
     nodes = {node.name: node for node in store.nodes()}
     running = [(run, store.study(run.study_id)) for run in store.runs(state=RunState.RUNNING)]
     keys = sorted(
@@ -64,8 +71,9 @@ def machines(store: Store) -> tuple[Machine, ...]:
         Machine(
             name=name,
             node=nodes.get(name),
-            places=tuple(_place(store, key, nodes.get(name)) for key in keys if key.target == name),
+            places=tuple(_place(store, key, nodes.get(name), now) for key in keys if key.target == name),
             running=tuple((run, study) for run, study in running if study.node == name),
+            state=node_state(nodes[name], held.get(name)) if name in nodes else "",
         )
         for name in names
     )
@@ -77,7 +85,7 @@ def comparable(found: Sequence[Machine]) -> Sequence[str]:
     return names if len(names) > 1 else ()
 
 
-def _place(store: Store, key: ProfileKey, node: Node | None) -> ServedProfile:
+def _place(store: Store, key: ProfileKey, node: Node | None, now: datetime) -> ServedProfile:
     event = store.alias(key, CHAMPION)
     champion = version_of(store, event)
     known = store.studies(model=key.model, node=key.target, workload=key.workload, limit=LOOKED_THROUGH)
@@ -94,6 +102,7 @@ def _place(store: Store, key: ProfileKey, node: Node | None) -> ServedProfile:
         event=event,
         stale=_stale(champion, node, studies),
         waiting=newer,
+        refused=gate_failures(newer, Gates(), now=now) if newer else (),
         before=store.profile_version(key, event.from_version) if event and event.from_version else None,
     )
 

@@ -13,7 +13,7 @@ from tuner.profiles import export, registry
 from tuner.profiles.charts import slug
 from tuner.records import ProfileKey
 from tuner.report import document
-from tuner.report.board import failures
+from tuner.report.board import failures, measured_at
 from tuner.report.logs import log_path, root_cause, tail
 from tuner.service.auth import client_of
 from tuner.service.context import service_of
@@ -97,7 +97,7 @@ def leave(request: Request, looks: Looks, fields: SignedForm) -> Response:
 def show_overview(looks: Looks) -> Response:
     """Every node with its champion."""
     store = looks.service.store
-    found = overview.machines(store)
+    found = overview.machines(store, looks.service.clock())
     named = overview.comparable(found)
     return page(looks, "overview.html", machines=found, compared=named, stopped=looks.service.stopped_runs())
 
@@ -213,7 +213,8 @@ def show_trial(looks: Looks, ref: str, number: int, attempt: int | None = None) 
     board, _ = board_of(store, study)
     trial, attempts = studies.trial_of(board, number, attempt)
     latencies, timelines = studies.pictures(board, trial)
-    log = log_path(trial, store.launches(study.id))
+    launches = store.launches(study.id)
+    log = log_path(trial, launches)
     return page(
         looks,
         "trial.html",
@@ -226,6 +227,7 @@ def show_trial(looks: Looks, ref: str, number: int, attempt: int | None = None) 
         log=tail(log, LOG_LINES),
         root=root_cause(trial, log) if trial.reason else "",
         rows=studies.numbers(board, trial),
+        times=measured_at(trial, launches),
         stopped=looks.service.stopped_runs(),
     )
 
