@@ -24,6 +24,7 @@ from tests.fleet.raycluster import (
     trials_of,
     wait_for,
 )
+from tests.history.records import newest_conclusion
 from tuner import processes
 from tuner.conclusions import UNMEASURED
 from tuner.errors import INTERRUPTED, Conflict, NotFound
@@ -119,7 +120,7 @@ def told(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Told:
 
 def _drifted(cluster: Cluster) -> list[str]:
     """The nodes whose newest run is not to be trusted: what else this host did changed what it measured."""
-    newest = {node: cluster.store().latest_conclusion(study_of(cluster, node).id) for node in NODES}
+    newest = {node: newest_conclusion(cluster.store(), study_of(cluster, node).id) for node in NODES}
     return [node for node, said in newest.items() if said is None or said.outcome in UNMEASURED]
 
 

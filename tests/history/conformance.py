@@ -6,7 +6,17 @@ from datetime import timedelta
 
 import pytest
 
-from tests.history.records import NOW, a_conclusion, a_launch, a_measurement, a_run, a_study, finished, start
+from tests.history.records import (
+    NOW,
+    a_conclusion,
+    a_launch,
+    a_measurement,
+    a_run,
+    a_study,
+    finished,
+    newest_conclusion,
+    start,
+)
 from tuner.errors import BadInput, Conflict, NotFound
 from tuner.history.store import Store
 from tuner.records import (
@@ -93,11 +103,11 @@ class StoreConformance:
         study = a_study()
         run = a_run(store, study)
         assert store.conclusion(run.id) is None
-        assert store.latest_conclusion(study.id) is None
+        assert newest_conclusion(store, study.id) is None
         said = a_conclusion(run)
         store.save_run(replace(run, state=RunState.FINISHED, ended_at=NOW), said)
         assert store.conclusion(run.id) == said
-        assert store.latest_conclusion(study.id) == said
+        assert newest_conclusion(store, study.id) == said
         assert store.conclusions(study.id) == (said,)
         assert store.conclusions("elsewhere") == ()
 
@@ -120,7 +130,7 @@ class StoreConformance:
             said.append(a_conclusion(run, sentence=f"night {day}"))
             store.save_run(replace(run, state=RunState.FINISHED, ended_at=said[-1].at), said[-1])
         assert store.conclusions(study.id) == tuple(said)
-        assert store.latest_conclusion(study.id) == said[-1]
+        assert newest_conclusion(store, study.id) == said[-1]
 
     def test_a_trial_comes_back_as_it_went_in(self, store: Store) -> None:
         run = a_run(store, a_study())

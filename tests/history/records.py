@@ -48,6 +48,11 @@ def a_study(name: str = "chat", *, now: datetime = NOW, node: str = "n1", engine
     )
 
 
+def newest_conclusion(store: Store, study_id: str) -> Conclusion | None:
+    """The study's newest conclusion, by when it was drawn."""
+    return max(store.conclusions(study_id), key=lambda said: said.at, default=None)
+
+
 def a_run(store: Store, study: Study, *, now: datetime = NOW) -> Run:
     store.add_study(study)
     return store.open_run(study.id, trials_limit=40, deadline=None, now=now, pid=17, host="here")

@@ -6,7 +6,7 @@ import re
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timedelta
+from datetime import date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.history.records import newest_conclusion
 from tests.lived.world import BASELINE, KILLED, SECRET, World
 from tests.service.surfaces import assert_one_truth
 from tuner.conclusions import Conclusion, Judgement
@@ -68,7 +69,7 @@ class Now:
 
     def latest(self, study: Study) -> Conclusion | None:
         """The newest conclusion of a study, by when it was drawn."""
-        return max(self.store.conclusions(study.id), key=lambda said: said.at, default=None)
+        return newest_conclusion(self.store, study.id)
 
     def page(self, name: str) -> Iterator[tuple[dict[str, str], float]]:
         """What /metrics tells under a name: labels and number."""
@@ -120,17 +121,15 @@ def one_conclusion(now: Now) -> None:
 
 @invariant
 def metrics_are_of_the_last_night(now: Now) -> None:
-    """/metrics tells what the newest conclusion of a node's last study measured."""
+    """/metrics tells what the newest run of a node's last night measured: of that night's runs that measured
+    anything the last one that reached a verdict; without one the last that ended.
+    """
     if not now.whole:
         return
-    studies, last = {study.id: study for study in now.studies}, dict[str, Study]()
-    for run in now.runs:
-        last.setdefault(studies[run.study_id].node, studies[run.study_id])
     wanted: dict[tuple[str, str, str], object] = {}
-    for node, study in last.items():
-        said = now.latest(study)
-        best = said and (said.arm(said.winner) or said.baseline)
-        for name, arm in (("today", said and said.baseline), ("best", best)):
+    for node, said in _last_nights(now).items():
+        best = said.arm(said.winner) or said.baseline
+        for name, arm in (("today", said.baseline), ("best", best)):
             for metric, value in (arm.confirmed if arm else {}).items():
                 if value is not None:
                     wanted[node, metric, name] = pytest.approx(value)
@@ -139,6 +138,23 @@ def metrics_are_of_the_last_night(now: Now) -> None:
         for labels, value in now.page("tuner_confirmed_value")
     }
     assert told == wanted
+
+
+def _last_nights(now: Now) -> dict[str, Conclusion]:
+    """Node → the conclusion of its last night."""
+    nights: dict[str, dict[date, list[Conclusion]]] = {}
+    for study in now.studies:
+        rows = [best for name in study.objectives for best in now.store.bests(model=study.model, metric=name)]
+        for best in {best.run_id: best for best in rows if best.study_id == study.id}.values():
+            said = now.store.conclusion(best.run_id)
+            if said is not None and best.ended_at is not None and not study.compares:
+                evening = (best.ended_at - timedelta(hours=12)).date()
+                nights.setdefault(study.node, {}).setdefault(evening, []).append(said)
+    open_ones = (Judgement.NOT_CONFIRMED, Judgement.NOTHING_SERVED)
+    return {
+        node: max(evenings[max(evenings)], key=lambda said: (said.outcome not in open_ones, said.at))
+        for node, evenings in nights.items()
+    }
 
 
 def _row(value: Any) -> str:

@@ -20,6 +20,7 @@ from tuner.fleet import schedule as nights
 from tuner.history import studies
 from tuner.history.nodes import NodeStore
 from tuner.history.profiles import ProfileStore
+from tuner.history.run_best import BestStore
 from tuner.history.studies import StudyStore
 from tuner.history.trials import TrialStore
 from tuner.profiles import registry
@@ -54,6 +55,11 @@ class Sabotage:
 def constant(value: Any) -> Make:
     """Whatever it is asked, it answers the same."""
     return lambda whole: lambda *args, **more: value
+
+
+def _first_nights(store: Any) -> dict[tuple[str, str], conclusions.Conclusion]:
+    found = {(each.node, each.workload): store.conclusions(each.id)[:1] for each in reversed(store.studies())}
+    return {place: said[0] for place, said in found.items() if said}
 
 
 def altered(change: Callable[[Any], Any]) -> Make:
@@ -191,8 +197,8 @@ SABOTAGES = (
     Sabotage("the front names another winner", "surfaces", front, "as_data",
              altered(lambda data: {**data, "conclusion": _forgets(data["conclusion"])})),
     Sabotage("the service tells another winner", "surfaces", schemas, "conclusion", altered(_forgets)),
-    Sabotage("a surface tells the first night for ever", "surfaces", StudyStore, "latest_conclusion",
-             lambda whole: lambda self, study: next(iter(self.conclusions(study)), None)),
+    Sabotage("a surface tells the first night for ever", "surfaces", BestStore, "last_conclusions",
+             lambda whole: lambda self, node=None: _first_nights(self)),
     Sabotage("a later run rewrites an earlier one", "past", StudyStore, "save_run", _rewrites),
     Sabotage("a confirmation is invented", "confirmation", concluding, "mean_of", lambda whole: _of_all),
     Sabotage("the SLO is always met", "conclusion", conclusions.Arm, "slo_met",

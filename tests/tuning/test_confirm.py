@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.history.records import newest_conclusion
 from tests.tuning.studies import STUDY, write
 from tuner.conclusions import Conclusion, Judgement
 from tuner.errors import Aborted, Infeasible
@@ -359,7 +360,7 @@ def test_a_second_run_changes_no_earlier_conclusion(tmp_path: Path) -> None:
     assert second.run_id != first.run_id
     assert night.store.conclusion(first.run_id) == kept == first
     assert night.store.conclusions(first.study_id) == (first, second)
-    assert night.store.latest_conclusion(first.study_id) == second
+    assert newest_conclusion(night.store, first.study_id) == second
 
 
 def test_everybody_who_fails_again_falls_out(tmp_path: Path) -> None:

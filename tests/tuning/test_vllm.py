@@ -17,6 +17,7 @@ import yaml
 
 from benchmarks.tiny import ENV
 from tests.engine.real import INTERPRETER, model
+from tests.history.records import newest_conclusion
 from tests.service.surfaces import assert_one_truth, frozen
 from tests.tuning.studies import TRACE, command, environment, tuner, wait_for
 from tests.tuning.test_end_to_end import ours, run_of, store_of
@@ -127,7 +128,7 @@ def tune(home: Path, study: Path, *words: object) -> str:
 def said_of(home: Path, name: str) -> Conclusion:
     """The last conclusion of a study."""
     store = store_of(home)
-    found = store.latest_conclusion(store.study(name).id)
+    found = newest_conclusion(store, store.study(name).id)
     store.close()
     assert found is not None
     return found

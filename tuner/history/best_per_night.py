@@ -81,6 +81,8 @@ class Night:
         kind = " (a demonstration)" if best.demonstration else ""
         if not _concluded(best):
             return f"not confirmed, one measurement{kind}"
+        if best.outcome is Judgement.BASELINE_STAYS and best.baseline is None:
+            return f"one measurement{kind}"
         said = "confirmed" if best.confirmed else "measured again"
         said = "not to be trusted" if best.outcome is Judgement.NOT_TRUSTED else said
         repeats = many(best.repeats, "repeat")
@@ -123,7 +125,7 @@ def night_of(run: Run | RunBest, zone: tzinfo = UTC) -> date:
 
 
 def _concluded(best: RunBest) -> bool:
-    """Whether the run measured its result again."""
+    """Whether the run reached a verdict."""
     return best.outcome not in (None, Judgement.NOT_CONFIRMED, Judgement.NOTHING_SERVED)
 
 

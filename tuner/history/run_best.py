@@ -2,18 +2,19 @@
 
 import json
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from functools import lru_cache
 from statistics import median
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, Text, func, insert, select, type_coerce
+from sqlalchemy import ColumnElement, Connection, Row, Select, Text, func, insert, select, type_coerce
 
 from tuner.conclusions import Arm, Conclusion, Difference, Judgement
 from tuner.errors import BadInput, nearest
 from tuner.history.base import StorePart, equal
+from tuner.history.best_per_night import newest_runs
 from tuner.history.entities import RunBest
 from tuner.history.tables import conclusions, launches, measurements, run_bests, runs, studies, trials
 from tuner.measures import NAMES, direction_of
@@ -189,10 +190,15 @@ def _candidate(text: str) -> Candidate:
 _UNMEASURED: dict[str, Any] = {"value": math.nan, "low": math.nan, "high": math.nan, "baseline": None}
 
 
-def _ended(
-    connection: Connection, metric: str, where: Sequence[ColumnElement[bool]], *, absent: bool
-) -> list[RunBest]:
-    query = (
+_ANY = run_bests.alias()
+_FIRST = (
+    run_bests.c.metric == select(func.min(_ANY.c.metric)).where(_ANY.c.run_id == runs.c.id).scalar_subquery()
+)
+"""One row of each run that measured anything."""
+
+
+def _query(*where: ColumnElement[bool]) -> Select[Any]:
+    return (
         select(*_BEST)
         .select_from(runs)
         .join(studies, studies.c.id == runs.c.study_id)
@@ -201,13 +207,17 @@ def _ended(
         .outerjoin(conclusions, conclusions.c.run_id == runs.c.id)
         .where(*where)
     )
-    found = [_best_of(row) for row in connection.execute(query.where(run_bests.c.metric == metric)).all()]
+
+
+def _ended(
+    connection: Connection, metric: str, where: Sequence[ColumnElement[bool]], *, absent: bool
+) -> list[RunBest]:
+    query = _query(run_bests.c.metric == metric, *where)
+    found = [_best_of(row) for row in connection.execute(query).all()]
     if not absent:
         return found
-    other = run_bests.alias()
-    measured = select(other.c.run_id).where(other.c.run_id == runs.c.id, other.c.metric == metric).exists()
-    first = select(func.min(other.c.metric)).where(other.c.run_id == runs.c.id).scalar_subquery()
-    rest = connection.execute(query.where(run_bests.c.metric == first, ~measured)).all()
+    measured = select(_ANY.c.run_id).where(_ANY.c.run_id == runs.c.id, _ANY.c.metric == metric).exists()
+    rest = connection.execute(_query(_FIRST, ~measured, *where)).all()
     return found + [replace(_best_of(row), metric=metric, change=None, **_UNMEASURED) for row in rest]
 
 
@@ -229,6 +239,9 @@ def _running(
 
 ARMS = '"compare":{"arms":'
 """What the identity of a comparison has in its text, and no other: quotes of values are escaped there."""
+_TUNED = ~type_coerce(studies.c.identity, Text).contains(ARMS)
+NEWEST = 50
+"""How many runs, the newest first, are looked through for the last night of each place."""
 
 
 class BestStore(StorePart):
@@ -264,11 +277,27 @@ class BestStore(StorePart):
         at = func.coalesce(runs.c.ended_at, runs.c.started_at)
         where += [at >= since] if since is not None else []
         where += [at < until] if until is not None else []
-        where += [] if compared else [~type_coerce(studies.c.identity, Text).contains(ARMS)]
+        where += [] if compared else [_TUNED]
 
         def work(connection: Connection) -> tuple[RunBest, ...]:
             found = _ended(connection, metric, where, absent=absent)
             found += _running(connection, metric, where, absent=absent)
             return tuple(sorted(found, key=lambda best: (best.at, best.run_id)))
+
+        return self._read(work)
+
+    def last_conclusions(self, node: str | None = None) -> Mapping[tuple[str, str], Conclusion]:
+        """(node, workload) → what the newest run of its last night concluded (`newest_runs`). A run that
+        measured nothing, or that goes on, is no night; nor is a comparison or an upgrade check.
+        """
+        query = _query(_FIRST, _TUNED, conclusions.c.document.is_not(None), *equal((studies.c.node, node)))
+        query = query.order_by(runs.c.started_at.desc()).limit(NEWEST)
+
+        def work(connection: Connection) -> Mapping[tuple[str, str], Conclusion]:
+            rows = connection.execute(query).all()
+            documents = {row.run_id: row.document for row in rows}
+            newest = newest_runs(sorted(map(_best_of, rows), key=lambda best: (best.at, best.run_id)))
+            last = {(b.node, b.workload): b.run_id for b in sorted(newest, key=lambda best: best.at)}
+            return {place: Conclusion.from_json(documents[run_id]) for place, run_id in last.items()}
 
         return self._read(work)

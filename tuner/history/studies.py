@@ -216,7 +216,9 @@ class StudyStore(StorePart):
 
     def conclusion(self, run_id: str) -> Conclusion | None:
         """What a run concluded; None while it has not."""
-        return self._conclusion(select(conclusions.c.document).where(conclusions.c.run_id == run_id))
+        query = select(conclusions.c.document).where(conclusions.c.run_id == run_id)
+        found = self._read(lambda connection: connection.execute(query).scalar())
+        return None if found is None else Conclusion.from_json(found)
 
     def conclusions(self, study_id: str | None = None) -> tuple[Conclusion, ...]:
         """The conclusions of a study, or of all, the oldest first."""
@@ -243,15 +245,6 @@ class StudyStore(StorePart):
         query = select(attributions.c.document).where(attributions.c.run_id == run_id)
         found = self._read(lambda connection: connection.execute(query).scalar())
         return None if found is None else Attribution.from_json(found)
-
-    def latest_conclusion(self, study_id: str) -> Conclusion | None:
-        """What the study's newest run that has ended concluded; None where none has."""
-        query = select(conclusions.c.document).where(conclusions.c.study_id == study_id)
-        return self._conclusion(query.order_by(conclusions.c.at.desc(), conclusions.c.run_id.desc()).limit(1))
-
-    def _conclusion(self, query: Select[Any]) -> Conclusion | None:
-        found = self._read(lambda connection: connection.execute(query).scalar())
-        return None if found is None else Conclusion.from_json(found)
 
     def run_counts(self) -> Mapping[str, int]:
         """Runs by state."""

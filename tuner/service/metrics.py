@@ -11,14 +11,12 @@ from prometheus_client.registry import Collector
 from tuner.errors import BadInput, NotFound
 from tuner.fleet.window import blacked_out, last_due, window
 from tuner.history.entities import Schedule
+from tuner.history.run_best import NEWEST
 from tuner.history.store import Store
 from tuner.records import Run, RunState, Study, Trial
 from tuner.report import words
 from tuner.search import pareto, trial_view
 from tuner.service.runner import Controllers
-
-NEWEST = 50
-"""How many runs, the newest first, are looked through for the last one of each node."""
 
 
 def gauge(name: str, about: str, labels: str, rows: Iterable[tuple[Sequence[str], float]]) -> Metric:
@@ -107,45 +105,43 @@ class Watcher(Collector):
         return kept[1]
 
 
-def _last(store: Store, *, compared: bool = True) -> Sequence[tuple[Study, Run]]:
-    """The newest run of each node; `compared`: also a comparison or an upgrade check."""
+def _last(store: Store) -> Sequence[tuple[Study, Run]]:
+    """The newest run of each node."""
     found: dict[str, tuple[Study, Run]] = {}
     for run in store.runs(limit=NEWEST):
         study = store.study(run.study_id)
-        if compared or not study.compares:
-            found.setdefault(study.node, (study, run))
+        found.setdefault(study.node, (study, run))
     return list(found.values())
 
 
 def found_by(store: Store) -> Iterable[Metric]:
-    """What the newest conclusion of each node found: gain of the winner, values of today's and the best."""
-    newest = _last(store, compared=False)
-    told = [(s, said) for s, _ in newest if (said := store.latest_conclusion(s.id)) is not None]
-    won = [(study, winner) for study, said in told if (winner := said.arm(said.winner)) is not None]
+    """What each node and workload's last night found: the winner's gain, values of today's and the best."""
+    told = store.last_conclusions()
+    won = [(place, winner) for place, said in told.items() if (winner := said.arm(said.winner)) is not None]
     arms = [
-        (study, name, arm)
-        for study, said in told
+        (place, name, arm)
+        for place, said in told.items()
         for name, arm in (("today", said.baseline), ("best", said.arm(said.winner) or said.baseline))
         if arm is not None
     ]
     yield gauge(
         "tuner_gain_ratio",
-        "Change that the newest run's winner makes, (after - before) / before.",
+        "Change that the winner of the last night makes, (after - before) / before.",
         "node workload measurement",
         (
-            ((study.node, study.workload, each.metric), each.change)
-            for study, winner in won
+            ((*place, each.metric), each.change)
+            for place, winner in won
             for each in winner.changes
             if each.where == "confirm" and each.change is not None
         ),
     )
     yield gauge(
         "tuner_confirmed_value",
-        "What the newest run's confirmation measured, of today's configuration and of the best.",
+        "What the last night's confirmation measured, of today's configuration and of the best.",
         "node workload measurement configuration",
         (
-            ((study.node, study.workload, metric, name), number)
-            for study, name, arm in arms
+            ((*place, metric, name), number)
+            for place, name, arm in arms
             for metric, number in arm.confirmed.items()
             if number is not None
         ),

@@ -8,11 +8,11 @@ from fastapi import Query
 from markupsafe import Markup
 
 from tuner.errors import BadInput, NotFound
+from tuner.history.best_per_night import night_of
 from tuner.history.store import Store
 from tuner.measures import NAMES, in_order
 from tuner.records import Candidate, Profile, Study, Trial
 from tuner.report import evidence
-from tuner.service.pages.overview import LOOKED_THROUGH
 from tuner.service.pages.query import Text
 from tuner.service.pages.render import marked
 from tuner.service.pages.studies import board_of, find, link
@@ -137,19 +137,18 @@ def _of_run(store: Store, ref: str, name: str = "") -> Side:
     if number is None and said is not None and said.baseline is not None:
         number = said.baseline.trial
     if said is None or number is None:
-        raise NotFound(f"the run of {run.started_at:%Y-%m-%d} has no result that could be compared")
-    side = _of_trial(store, study, number, name or f"{run.started_at:%Y-%m-%d}, trial {number}")
+        raise NotFound(f"the run of the night of {night_of(run)} has no result that could be compared")
+    side = _of_trial(store, study, number, name or f"{night_of(run)}, trial {number}")
     arm = said.arm(number)
     return replace(side, values={**side.values, **(arm.confirmed if arm else {})})
 
 
 def _of_node(store: Store, node: str) -> Side:
-    """What the newest run of a node with a conclusion ended with."""
-    studies = [s for s in store.studies(node=node, limit=LOOKED_THROUGH) if not s.compares][:5]
-    found = [said for s in studies if (said := store.latest_conclusion(s.id))]
+    """What the last night of a node ended with."""
+    found = store.last_conclusions(node)
     if not found:
         raise NotFound(f"no run on node '{node}' has a result yet")
-    return _of_run(store, max(found, key=lambda said: said.at).run_id, node)
+    return _of_run(store, max(found.values(), key=lambda said: said.at).run_id, node)
 
 
 def _facts(sides: Sequence[Side]) -> list[tuple[str, Sequence[object], bool]]:
