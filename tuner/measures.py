@@ -129,6 +129,14 @@ def in_order(names: Iterable[str], first: Iterable[str] = ()) -> list[str]:
     return [*ours, *sorted(known - {*ours}, key=lambda name: (places.get(name, len(places)), name))]
 
 
+def counts_requests(name: str) -> bool:
+    """Whether a number is a sum over requests per second or per request, so that repeats are one long replay:
+    all their good requests by all their time.
+    """
+    entry = measure_of(name.rpartition(".")[2])
+    return entry.name in ("goodput_rps", "slo_attainment") or entry.per_request is not None
+
+
 def class_of(name: str) -> str:
     """The class of requests that a measurement name is about, "" for all requests."""
     return name.rpartition(".")[0]

@@ -9,7 +9,7 @@ from tuner.errors import BadInput
 from tuner.metrics import percentiles
 from tuner.records import Outcome, Slo
 from tuner.search import compare as module
-from tuner.search.compare import Comparison, Passes, Spread, compare, spread_of
+from tuner.search.compare import Comparison, Passes, Spread, compare, compare_values, spread_of
 
 QUIET = Spread(share=0.005, freedom=6)
 
@@ -217,3 +217,17 @@ def test_what_it_refuses() -> None:
         compare(passes(1, 1), passes(1, 2), "tft_p95_ms", spread=QUIET)
     with pytest.raises(BadInput, match="no request in common"):
         compare(passes(1, 1), [{"other": []}], "ttft_p95_ms", spread=QUIET)
+
+
+@pytest.mark.parametrize("metric", ["goodput_rps", "slo_attainment", "request_rps"])
+def test_A5_what_counts_requests_is_compared_by_all_requests_of_the_repeats(metric: str) -> None:
+    """(9, 27) good requests of two repeats are more than (21, 13), whatever their geometric means are."""
+    base, other = ([passes(1.0, 1, failed=n)[0] for n in failed] for failed in ((60, 140), (180, 0)))
+    spread = Spread(share=0.01, freedom=50)
+    found = compare(base, other, metric, slo=Slo(ttft_ms=1e6), spread=spread)
+    assert found.change == pytest.approx((1200 - 180) / (1200 - 200) - 1)
+    assert found.low < found.log_ratio < found.high
+    values = compare_values(metric, [21.0, 13.0], [9.0, 27.0], spread=spread)
+    assert values is not None
+    assert (values.base, values.other) == (17.0, 18.0)
+    assert values.change == pytest.approx(1 / 17)

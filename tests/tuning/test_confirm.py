@@ -1,6 +1,7 @@
 """Finalists against the baseline: how sure a conclusion is, who falls out, what an interruption leaves."""
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -28,6 +29,7 @@ from tuner.records import (
     Violation,
 )
 from tuner.tuning.attempt import failing, retries_of
+from tuner.tuning.concluding import mean_of
 from tuner.tuning.confirm import pending, repeats_for_ten_percent
 from tuner.tuning.context import LaunchJob, Measured, Note, RunContext, Serving
 from tuner.tuning.ending import Ending, unproved_of
@@ -499,3 +501,57 @@ def test_repeats_for_ten_per_cent_are_known_once_a_confirmation_was_measured(tmp
     known = repeats_for_ten_percent(night.prepared, night.store)
     assert known["ttft_p95_ms"] in range(1, 4)
     assert repeats_for_ten_percent(Night(tmp_path, extra="speed: 2.0\n").prepared, night.store) == {}
+
+
+def repeat_of(good: int, requests: int = 27, seconds: float = 10.0, **more: float) -> Measurement:
+    values = {"slo_attainment": good / requests, "goodput_rps": good / seconds, "requests": float(requests)}
+    return Measurement(values={**values, **more}, purpose="confirm")
+
+
+@pytest.mark.parametrize("among", ["", "interactive."])
+@pytest.mark.parametrize(
+    ("before", "after"), [((21, 13), (9, 27)), ((20, 20), (1, 39)), ((5, 5, 20), (12, 12, 7)), ((3,), (4,))]
+)
+def test_A5_goodput_and_the_share_within_the_slo_move_the_same_way(
+    before: tuple[int, ...], after: tuple[int, ...], among: str
+) -> None:
+    """The share of two repeats went from 63 to 66.7 % while their goodput fell from 1.65 to 1.56."""
+
+    def of(name: str, goods: tuple[int, ...]) -> float:
+        rows = [repeat_of(good, 40) for good in goods]
+        rows = [replace(m, values={f"{among}{n}": v for n, v in m.values.items()}) for m in rows]
+        found = mean_of(f"{among}{name}", rows)
+        assert found is not None
+        return found
+
+    share, goodput = (of(n, after) / of(n, before) for n in ("slo_attainment", "goodput_rps"))
+    assert share == pytest.approx(goodput)
+    assert of("slo_attainment", after) == pytest.approx(sum(after) / 40 / len(after))
+
+
+def test_A5_repeats_are_pooled_by_their_requests_and_latencies_are_not() -> None:
+    rows = [repeat_of(10, 10, request_rps=1.0, ttft_p95_ms=100.0),
+            repeat_of(0, 30, request_rps=3.0, ttft_p95_ms=400.0)]  # fmt: skip
+    assert mean_of("slo_attainment", rows) == 10 / 40, "the longer repeat counts more"
+    assert (mean_of("goodput_rps", rows), mean_of("request_rps", rows)) == (0.5, 2.0)
+    assert mean_of("ttft_p95_ms", rows) == pytest.approx(200.0)
+
+
+def test_A5_the_conclusion_s_goodput_is_its_share_of_the_requests(tmp_path: Path) -> None:
+    """Baseline, finalist, change and interval: each by all requests of the repeats."""
+    good = {4: (0.5, 0.6), 16: (0.2, 0.98), 64: (0.4, 0.4)}
+
+    def speed(seqs: int, purpose: str, repeat: int) -> Mapping[str, float]:
+        share = good[seqs][(repeat - 1) % 2] if purpose == "confirm" else 0.5
+        return {"good": share, "goodput_rps": share}
+
+    said = Night(tmp_path, speed, extra="objectives: [ttft_p95_ms, goodput_rps]\n").whole()
+    assert said.baseline is not None
+    for arm in (said.baseline, *said.finalists):
+        assert arm.attainment is not None
+        assert arm.confirmed["goodput_rps"] == pytest.approx(BASE["goodput_rps"] * arm.attainment)
+        for change in (c for c in arm.changes if c.metric == "goodput_rps" and c.where == "confirm"):
+            assert change.after == arm.confirmed["goodput_rps"]
+            assert change.low is not None
+            assert change.change is not None
+            assert change.low < change.change < (change.high or math.inf)

@@ -6,14 +6,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from statistics import NormalDist
+from statistics import NormalDist, fmean, geometric_mean
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tuner.conclusions import Word
 from tuner.errors import BadInput, nearest
-from tuner.measures import NAMES, class_of, is_maximized, measure_of
+from tuner.measures import NAMES, class_of, counts_requests, is_maximized, measure_of
 from tuner.metrics import LATENCY_MS, counted, is_good, percentiles, resampled
 from tuner.records import Outcome, Slo
 
@@ -158,7 +158,7 @@ LEAST = 0.02
 class Comparison:
     """log(other / base) of a metric with its interval; `word` speaks of the other one.
 
-    `base` and `other` are geometric means over the repeats, so that their ratio is `change`. `within` is the
+    `base` and `other` are those of `_centre`, so that their ratio is `change`. `within` is the
     share that the difference does not exceed either way (infinite where that is not known).
     """
 
@@ -264,35 +264,30 @@ def compare_values(
     metrics: int = 1,
     least: float = 0.0,
 ) -> Comparison | None:
-    """Compare a number of whole replays, one per repeat: Student's interval of the mean log ratio by the
-    noise between launches, no narrower than `least` (a log ratio). None where nothing pairs.
+    """Compare a number of whole replays, one per repeat: Student's interval of the log ratio by the noise
+    between launches, no narrower than `least` (a log ratio). None where nothing pairs.
     """
-    logs = [math.log(b / a) for a, b in zip(base, other, strict=False) if a > 0 and b > 0]
-    if not logs:
+    pairs = [(a, b) for a, b in zip(base, other, strict=False) if a > 0 and b > 0]
+    if not pairs:
         return None
-    centre = math.fsum(logs) / len(logs)
-    alpha = (1 - level) / family
-    reach, near = (max(spread.reach(a, len(logs)), least) for a in (alpha, sameness(alpha, metrics)))
+    mean = fmean if counts_requests(metric) else geometric_mean
+    before, after = (mean(values) for values in zip(*pairs, strict=True))
+    centre, alpha = math.log(after / before), (1 - level) / family
+    reach, near = (max(spread.reach(a, len(pairs)), least) for a in (alpha, sameness(alpha, metrics)))
     low, high = centre - reach, centre + reach
-    before, after = (math.exp(math.fsum(map(math.log, v)) / len(v)) for v in _paired(base, other))
     return Comparison(
-        metric=metric, base=before, other=after, log_ratio=centre, low=low, high=high, repeats=len(logs),
+        metric=metric, base=before, other=after, log_ratio=centre, low=low, high=high, repeats=len(pairs),
         rows=0, word=word_of(metric, centre, low, high), within=_within(centre - near, centre + near),
     )  # fmt: skip
 
 
-def _paired(base: Sequence[float], other: Sequence[float]) -> tuple[list[float], list[float]]:
-    kept = [(a, b) for a, b in zip(base, other, strict=False) if a > 0 and b > 0]
-    return [a for a, _ in kept], [b for _, b in kept]
-
-
 def _centre(fold: Fold, pairs: _Pairs, repeats: int) -> tuple[float, float, float]:
-    """(base, other, log ratio): geometric means of the repeats' own values; of all rows pooled where a repeat
-    has none that is positive and finite.
+    """(base, other, log ratio): of means over requests those of all rows pooled; else geometric means of the
+    repeats' own values, and of all rows pooled where a repeat has none that is positive and finite.
     """
     masks = np.array([(pairs.repeat == r).astype(np.float64) for r in range(repeats)])
     both = [fold(rows, masks[masks.sum(axis=1) > 0]) for rows in (pairs.base, pairs.other)]
-    if all(np.all(np.isfinite(v) & (v > 0)) for v in both):
+    if fold is not _mean and all(np.all(np.isfinite(v) & (v > 0)) for v in both):
         before, after = (float(np.mean(np.log(v))) for v in both)
         return math.exp(before), math.exp(after), after - before
     ones = np.ones((1, len(pairs.base)))

@@ -12,7 +12,7 @@ from tuner.conclusions import Arm, Conclusion, Difference, Judgement, Noise, Run
 from tuner.engine.effective import same
 from tuner.errors import BadInput
 from tuner.history.store import Store
-from tuner.measures import is_maximized
+from tuner.measures import counts_requests, is_maximized
 from tuner.records import JSON, Measurement, Outcome, Run, Study, Trial, TrialState, Value
 from tuner.replay import outcomes
 from tuner.replay.plan import Plan
@@ -267,15 +267,20 @@ def finite(value: float) -> float | None:
 
 
 def mean_of(name: str, measured: Sequence[Measurement]) -> float | None:
-    """One number for the repeats of one configuration: the mean of a share, the geometric mean of everything
-    else; None where it was not measured or is not finite.
+    """One number for the repeats of one configuration: of what counts requests that of all repeats pooled, so
+    that goodput and the share within the SLO say the same; the geometric mean of everything else. None where
+    it was not measured or is not finite.
     """
-    values = [m.values[name] for m in measured if name in m.values]
+    rows = [m.values for m in measured if name in m.values]
+    values = [each[name] for each in rows]
     if not values or not all(map(math.isfinite, values)):
         return None
-    if name == "slo_attainment" or min(values) <= 0 or min(values) == max(values):
+    if name.endswith("slo_attainment"):
+        counts = [each.get(name.removesuffix("slo_attainment") + "requests", 0.0) for each in rows]
+        return statistics.fmean(values, counts if all(counts) else None)
+    if counts_requests(name) or min(values) <= 0 or min(values) == max(values):
         return statistics.fmean(values)
-    return math.exp(statistics.fmean(map(math.log, values)))
+    return statistics.geometric_mean(values)
 
 
 def remeasured(trial: Trial, measured: Sequence[Measurement]) -> Trial:
@@ -335,8 +340,9 @@ def drifts(asked: WinnerCriteria, found: Repeats, spreads: Spreads) -> tuple[str
         spread = spreads[name, "confirm"]
         change = drifted(before, again, spread, metrics=len(asked.study.objectives))
         if change is not None:
+            after = mean_of(name, rows) or before * (1 + change)
+            change = after / before - 1
             word = "better" if (change > 0) == (is_maximized(name)) else "worse"
-            after = before * (1 + change)
             said.append(
                 f"the baseline's {name} was {before:,.4g} in the search and {after:,.4g} in the confirmation"
                 f" ({change:+.0%}, {word}; noise between launches {spread.share:.1%})".replace("-", "−")
