@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 
 from tests.commands.test_care import call
+from tests.history import records
 from tests.tuning import studies
 from tuner.errors import BadInput
+from tuner.history.store import Store
+from tuner.records import TrialState
 from tuner.tuning.predicted_night import predict_night
 from tuner.tuning.run import RunLimits
 from tuner.tuning.study import load
@@ -83,3 +86,38 @@ def test_a_night_of_a_node_with_two_cards_is_refused_where_today_uses_both(tmp_p
     night = predict_night(replace(prepared, file=both), None, base=tmp_path, now=now, limits=RunLimits())
     with pytest.raises(BadInput, match="the simulated engine has one card"):
         asyncio.run(night)
+
+
+@pytest.mark.parametrize("kind", ["h100-80", "cpu"])
+@pytest.mark.parametrize("tried", ["nothing", "a baseline that was stopped", "a baseline that did not serve"])
+def test_A7_predict_says_what_its_numbers_rest_on(tmp_path: Path, kind: str, tried: str) -> None:
+    """A baseline that did not serve calibrates nothing, whatever else was measured; a CPU has no card."""
+    home = tmp_path / "home"
+    text = studies.STUDY.replace("  kind: simulated\n", f"  kind: simulated\n  card: {kind}\n")
+    assert text != studies.STUDY
+    path = studies.write(tmp_path, text)
+    store = Store(f"sqlite:///{home / 'tuner.db'}")
+    prepared = load(path, store=store, now=records.NOW)
+    if tried != "nothing":
+        run = records.a_run(store, prepared.study)
+        served = "not serve" in tried
+        state = TrialState.INFEASIBLE if served else TrialState.ABORTED
+        records.finished(store, records.start(store, run, 0, origin="baseline"), state=state)
+        if served:
+            records.finished(store, records.start(store, run, 1), records.a_measurement(90.0))
+    store.close()
+    why = {
+        "nothing": "nothing was measured yet",
+        "a baseline that was stopped": "the baseline was not measured yet",
+        "a baseline that did not serve": "the baseline did not serve: nothing was measured",
+    }[tried]
+    source = "assumed speeds of a CPU" if kind == "cpu" else "the card's datasheet"
+    for words in ([], ["--night"]):
+        done = call(home, "predict", path, *words)
+        assert done.exit_code == 0, done.output
+        said = " ".join(done.stderr.split())
+        assert f"not calibrated: {why}" in said
+        assert f"these numbers use {source}" in said
+        assert ("datasheet" in said) == (kind != "cpu")
+    told = json.loads(call(home, "predict", path, "--json").stdout)
+    assert f"not calibrated: {why}" in told["basis"]

@@ -240,11 +240,7 @@ def _predict_night(prepared: "Prepared", path: Path, *, as_json: bool) -> None:
 def _show_night(found: "PredictedNight", names: tuple[str, ...]) -> None:
     from tuner.report.card import card, lines
 
-    known = found.calibration
-    fitted = "by its datasheet, nothing was measured yet"
-    if known:
-        fitted = f"calibrated on {many(known.trials, 'trial')}"
-    say(f"SIMULATED on {found.card}, {fitted}: nothing was launched, stored or published")
+    say(f"SIMULATED on {found.card}: nothing was launched, stored or published; {found.basis}")
     if found.left_out:
         say(f"left out, because the simulated engine does not take it: {', '.join(found.left_out)}")
     rows = []
@@ -260,12 +256,7 @@ def _show_night(found: "PredictedNight", names: tuple[str, ...]) -> None:
 
 def _show(found: "Forecast") -> None:
     names = found.objectives
-    calibrated = found.calibration
-    say(
-        f"calibrated on {many(calibrated.trials, 'trial')}, step times known to {calibrated.error:.0%}"
-        if calibrated
-        else "not calibrated: this study has no measurement yet, so these use the card's datasheet"
-    )
+    say(found.basis)
     rows = [
         [mark, *(_with_spread(each.prediction, name) for name in names), knobs(each.candidate)]
         for mark, each in [("baseline", found.baseline), *(("front", each) for each in found.front)]

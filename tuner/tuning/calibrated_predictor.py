@@ -8,7 +8,7 @@ import numpy as np
 from tuner.adapters import adapter_of
 from tuner.errors import BadInput
 from tuner.knobs.space import SearchSpace
-from tuner.measures import class_of, is_maximized, measure_of
+from tuner.measures import class_of, is_maximized, many, measure_of
 from tuner.records import Candidate, Prediction, Trial, TrialState
 from tuner.search import acquisition, pareto, trial_view
 from tuner.search.trial_view import encode
@@ -124,6 +124,19 @@ class StudyPredictor:
             return None
         return CalibratedPredictor(predict=Batch(predictor_of(scene, calibration)), calibration=calibration)
 
+    def basis(self, trials: Sequence[Trial], card: Card) -> str:
+        """What the predictions rest on, in words."""
+        known = self.calibrated(trials)
+        if known is not None and (made := known.calibration) is not None:
+            return f"calibrated on {many(made.trials, 'trial')}, step times known to {made.error:.0%}"
+        why = "nothing was measured yet"
+        if trials:
+            why = "the baseline was not measured yet"
+        if failed(trials):
+            why = "the baseline did not serve: nothing was measured that the simulator can be calibrated on"
+        source = "assumed speeds of a CPU" if card.platform == "cpu" else "the card's datasheet"
+        return f"not calibrated: {self.why_not or why}; these numbers use {source}"
+
     def fit(self, scene: Scene, base: Trial) -> Calibration:
         """The calibration on the baseline. BadInput where it has no latency."""
         values = base.measurement.values if base.measurement else {}
@@ -154,11 +167,14 @@ class Expected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What the simulator expects of a study. `measured` pairs the measured trials with their predictions."""
+    """What the simulator expects of a study. `measured` pairs the measured trials with their predictions,
+    `basis` says what the predictions rest on.
+    """
 
     study: str
     objectives: tuple[str, ...]
     calibration: Calibration | None
+    basis: str
     asked: int
     feasible: int
     baseline: Expected
@@ -174,7 +190,8 @@ def forecast(prepared: Prepared, trials: Sequence[Trial], *, count: int) -> Fore
     if isinstance(card, str):
         raise BadInput(f"study {prepared.study.name} cannot be predicted: {card}")
     objectives = prepared.study.objectives
-    known = StudyPredictor(prepared=prepared).calibrated(trials)
+    predictor = StudyPredictor(prepared=prepared)
+    known = predictor.calibrated(trials)
     calibration = known.calibration if known else None
     scene = scene_of(prepared, card)
     coefficients = calibration.coefficients if calibration else preset(card)
@@ -189,6 +206,7 @@ def forecast(prepared: Prepared, trials: Sequence[Trial], *, count: int) -> Fore
         study=prepared.study.name,
         objectives=objectives,
         calibration=calibration,
+        basis=predictor.basis(trials, card),
         asked=len(pool),
         feasible=len(works),
         baseline=_sure(full, prepared.baseline),

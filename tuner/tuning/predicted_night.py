@@ -34,12 +34,14 @@ LAYOUTS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedNight:
     """A run that was only computed. `hours` are virtual; `left_out` are arguments and knobs that the
-    simulated engine does not take; `calibration` None: by the card's datasheet.
+    simulated engine does not take; `basis` says what the simulator rests on (`calibration` None: on nothing
+    that was measured).
     """
 
     study: str
     card: str
     calibration: Calibration | None
+    basis: str
     run: Run
     trials: tuple[Trial, ...]
     conclusion: Conclusion | None
@@ -60,7 +62,8 @@ async def predict_night(
     if isinstance(card, str):
         raise BadInput(f"study {prepared.study.name} cannot be predicted: {card}")
     past = store.trials(prepared.study.id) if store else ()
-    known = StudyPredictor(prepared=prepared).calibrated(past)
+    predictor = StudyPredictor(prepared=prepared)
+    known = predictor.calibrated(past)
     calibration = known.calibration if known else None
     ready = ready_of(store.launches(prepared.study.id)) if store else []
     startup_s = statistics.median(ready) if ready else STARTUP_S
@@ -79,6 +82,7 @@ async def predict_night(
                 study=prepared.study.name,
                 card=card.title,
                 calibration=calibration,
+                basis=predictor.basis(past, card),
                 run=run,
                 trials=tuple(thrown_away.trials(run.study_id)),
                 conclusion=thrown_away.conclusion(run.id),
@@ -147,6 +151,7 @@ def as_data(found: PredictedNight) -> dict[str, JSON]:
         "study": found.study,
         "card": found.card,
         "calibration": found.calibration.to_json() if found.calibration else None,
+        "basis": found.basis,
         "reason": found.run.reason,
         "hours": found.hours,
         "launches": found.launches,

@@ -394,4 +394,4 @@ def idle_of(prepared: Prepared) -> str | None:
 def _trusted(known: CalibratedPredictor | None) -> str:
     if known is None:
         return "not used"
-    return "calibrated" if known.calibration else "uncalibrated: nothing was measured"
+    return "calibrated" if known.calibration else "uncalibrated: the baseline did not serve"
