@@ -105,7 +105,8 @@ class Arm:
     `name` is what the user of a comparison calls it (None: the trial's number names it), `engine` the version
     that ran it in a comparison. `changed` holds the knobs that differ from today's configuration, name →
     (before, after). `dropped` is why it left, if it did. `searched` are the objectives as the search measured
-    them first, `confirmed` as this run's repeats did, `attainment` the share of good requests in these.
+    them first, `confirmed` as this run's repeats did, `attainment` the share of good requests in these;
+    `held_out` holds the same numbers and `slo_attainment` on the held-out slice, by the same repeats.
     `misses_slo_by`: how much of that share is missing, 0 where the SLO is met; None where it was not measured
     again.
     """
@@ -120,6 +121,7 @@ class Arm:
     misses_slo_by: float | None = None
     searched: Values = field(default_factory=dict)
     confirmed: Values = field(default_factory=dict)
+    held_out: Values = field(default_factory=dict)
     changes: tuple[Difference, ...] = ()
 
     @property

@@ -3,18 +3,19 @@
 import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.history.records import a_conclusion, a_measurement, a_run, a_study, finished, start
 from tests.service.surfaces import assert_one_truth, frozen, plain, read
 from tests.tuning.studies import SPACE, STUDY, write
 from tuner.commands import plan, tune
-from tuner.conclusions import Conclusion, Judgement
+from tuner.conclusions import Conclusion, Difference, Judgement
 from tuner.history.store import Store
-from tuner.records import Study
+from tuner.records import RunState, Study
 from tuner.report import words
 from tuner.tuning.context import RunEvent
 from tuner.tuning.run import RunLimits
@@ -121,3 +122,36 @@ def test_what_a_simulated_engine_takes_is_no_gpu_hours(told: Told) -> None:
     assert cost.search_s > 0
     assert cost.confirm_s > 0
     assert "GPU-hours" not in words.cost(cost)
+
+
+@pytest.mark.parametrize("compared", [False, True])
+def test_B7_the_held_out_slice_is_shown_on_every_surface(tmp_path: Path, compared: bool) -> None:
+    """Its repeats were measured and shown nowhere where today's configuration had not served."""
+    store = Store(f"sqlite:///{tmp_path / 'tuner.db'}")
+    study = a_study()
+    run = a_run(store, study)
+    finished(store, start(store, run, 0, origin="baseline"), a_measurement(210.0))
+    finished(store, start(store, run, 2), a_measurement(88.0))
+    made = a_conclusion(run, profiles={})
+    arm, base = made.finalists[0], made.baseline
+    assert base is not None
+    held = Difference(metric="ttft_p95_ms", where="held_out", before=300.0, after=231.0, change=-0.23,
+                      low=-0.3, high=-0.2, word="better", repeats=3)  # fmt: skip
+    arm = replace(arm, held_out={"ttft_p95_ms": 231.0, "slo_attainment": 0.873})
+    if compared:
+        arm = replace(arm, changes=(*arm.changes, held))
+    else:
+        arm = replace(arm, changes=())
+        base = replace(base, dropped="it did not serve", attainment=None, misses_slo_by=None, confirmed={})
+        made = replace(made, outcome=Judgement.BASELINE_FAILED)
+    said = replace(made, finalists=(arm,), baseline=base)
+    store.save_run(replace(run, state=RunState.FINISHED, ended_at=said.at), said)
+    assert store.conclusion(run.id) == said
+    store.close()
+    shown = read(tmp_path, study, said)
+    for name in ("front", "run status", "report", "markdown", "page study"):
+        text = shown.texts[name]
+        assert "87.3 %" in text, name
+        assert ("−23 %" in text) == compared, name
+        assert ("231 ms" in text) != compared, name
+        assert "the held-out slice" in text or name in ("front", "run status"), name

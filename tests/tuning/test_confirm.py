@@ -29,8 +29,8 @@ from tuner.records import (
     Violation,
 )
 from tuner.tuning.attempt import failing, retries_of
-from tuner.tuning.concluding import mean_of
-from tuner.tuning.confirm import pending, repeats_for_ten_percent
+from tuner.tuning.concluding import Repeats, arms_of, mean_of, spreads_of
+from tuner.tuning.confirm import asked_of, pending, repeats_for_ten_percent
 from tuner.tuning.context import LaunchJob, Measured, Note, RunContext, Serving
 from tuner.tuning.ending import Ending, unproved_of
 from tuner.tuning.finalists import finalists
@@ -555,3 +555,20 @@ def test_A5_the_conclusion_s_goodput_is_its_share_of_the_requests(tmp_path: Path
             assert change.low is not None
             assert change.change is not None
             assert change.low < change.change < (change.high or math.inf)
+
+
+def test_B7_a_conclusion_holds_what_the_held_out_slice_measured(tmp_path: Path) -> None:
+    """Also where today's configuration did not serve, so that nothing was compared."""
+    night = Night(tmp_path)
+    run = night.run()
+    night.search(run)
+    trials = night.store.trials(run.study_id)
+    again = [night.measurement(16, where, n) for n in (1, 2) for where in ("confirm", "held_out")]
+    rows = [replace(m, values={**m.values, "slo_attainment": 0.9 if m.purpose == "confirm" else 0.25})
+            for m in again]  # fmt: skip
+    failed = replace(trials[0], state=TrialState.INFEASIBLE, measurements=())
+    found = Repeats(base=failed, finalists=[trials[1]], measured={1: rows}, dropped={}, earlier={})
+    asked = asked_of(night.prepared)
+    arm = arms_of(asked, found, spreads_of(asked, found))[1][0]
+    assert (arm.attainment, arm.held_out["slo_attainment"], arm.changes) == (0.9, 0.25, ())
+    assert arm.held_out["ttft_p95_ms"] == arm.confirmed["ttft_p95_ms"] == pytest.approx(100.0, rel=0.02)

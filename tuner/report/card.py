@@ -28,19 +28,27 @@ class CardRow:
     """One objective: the baseline's value, the shown trial's, and the difference that the run found.
 
     `change` is None where nothing was compared; `held_out` is the difference on traffic that the search never
-    saw. `bar` is (low, middle, high) of the interval in −100 … 100 of the drawing; None without an interval.
+    saw, or where nothing was compared the shown trial's value there. `bar` is (low, middle, high) of the
+    interval in −100 … 100 of the drawing; None without an interval.
     """
 
     metric: str
     before: float | None
     after: float | None
     change: Difference | None
-    held_out: Difference | None = None
+    held_out: Difference | float | None = None
     bar: tuple[float, float, float] | None = None
 
     @property
     def name(self) -> str:
         return words.title(self.metric)
+
+    @property
+    def held_out_text(self) -> str:
+        """What held-out traffic said; empty without any."""
+        if isinstance(self.held_out, Difference):
+            return words.change(self.held_out)
+        return "" if self.held_out is None else words.measured(self.metric, self.held_out)
 
     @property
     def word(self) -> str:
@@ -328,7 +336,7 @@ def _rows(said: Conclusion, arm: Arm) -> tuple[CardRow, ...]:
                 before=change.before if change and change.before is not None else before.get(name),
                 after=change.after if change and change.after is not None else after.get(name),
                 change=change,
-                held_out=arm.change(name, "held_out"),
+                held_out=arm.change(name, "held_out") or arm.held_out.get(name),
                 bar=_bar(change, widest) if change else None,
             )
         )
@@ -358,8 +366,9 @@ def _slo(said: Conclusion, arm: Arm) -> str:
     name = _today(said, "today")
     today = f" ({name} {base.attainment * 100:.3g} %)" if base and base.attainment is not None else ""
     asked = f", {said.attainment * 100:.4g} % are asked for" if said.attainment is not None else ""
-    word = "yes" if arm.slo_met else "no"
-    return f"{word}: {arm.attainment * 100:.3g} % of requests keep it{today}{asked}"
+    word, held = "yes" if arm.slo_met else "no", arm.held_out.get("slo_attainment")
+    unseen = "" if held is None else f"; on held-out traffic {held * 100:.3g} %"
+    return f"{word}: {arm.attainment * 100:.3g} % of requests keep it{today}{asked}{unseen}"
 
 
 def _changed(said: Conclusion, arm: Arm, gave: Mapping[str, str]) -> tuple[ChangedKnob, ...]:
@@ -410,7 +419,7 @@ def row_text(row: CardRow) -> str:
     if row.change is not None:
         told += f", {words.change(row.change)}"
     if row.held_out is not None:
-        told += f"; on held-out traffic {words.change(row.held_out)}"
+        told += f"; on held-out traffic {row.held_out_text}"
     return told
 
 

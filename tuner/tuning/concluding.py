@@ -34,6 +34,7 @@ from tuner.tuning.finalists import Verdict, exceeding, judge
 from tuner.tuning.trial import MAX_SPEED
 
 LEVEL = 0.95
+GOOD = "slo_attainment"
 
 # An interval that reaches this many times the baseline's value is shown without an upper end.
 ENDLESS = 1e4
@@ -163,8 +164,9 @@ def arms_of(asked: WinnerCriteria, found: Repeats, spreads: Spreads) -> tuple[Ar
 
 
 def _arm(asked: WinnerCriteria, found: Repeats, trial: Trial, *, changes: tuple[Difference, ...]) -> Arm:
-    rows = [m for m in found.measured.get(trial.number, ()) if m.purpose == "confirm"]
-    good = mean_of("slo_attainment", rows)
+    every = found.measured.get(trial.number, ())
+    rows, held_out = ([m for m in every if m.purpose == where] for where in PLACES)
+    good = mean_of(GOOD, rows)
     first = trial.measurement.values if trial.measurement else {}
     dropped = found.dropped.get(trial.number)
     if dropped is None and trial.state is not TrialState.COMPLETE:
@@ -178,6 +180,7 @@ def _arm(asked: WinnerCriteria, found: Repeats, trial: Trial, *, changes: tuple[
         misses_slo_by=None if good is None else max(0.0, asked.study.slo.attainment - good),
         searched={name: finite(first[name]) for name in asked.metrics if name in first},
         confirmed={n: v for n in asked.metrics if (v := mean_of(n, rows)) is not None},
+        held_out={n: v for n in (*asked.metrics, GOOD) if (v := mean_of(n, held_out)) is not None},
         changes=changes,
     )
 
@@ -275,8 +278,8 @@ def mean_of(name: str, measured: Sequence[Measurement]) -> float | None:
     values = [each[name] for each in rows]
     if not values or not all(map(math.isfinite, values)):
         return None
-    if name.endswith("slo_attainment"):
-        counts = [each.get(name.removesuffix("slo_attainment") + "requests", 0.0) for each in rows]
+    if name.endswith(GOOD):
+        counts = [each.get(name.removesuffix(GOOD) + "requests", 0.0) for each in rows]
         return statistics.fmean(values, counts if all(counts) else None)
     if counts_requests(name) or min(values) <= 0 or min(values) == max(values):
         return statistics.fmean(values)
