@@ -230,6 +230,11 @@ class Conclusion(JsonRecord):
     demonstration: bool = False
 
     @property
+    def outcome_words(self) -> str:
+        """What it found, in a few words that never leave out that it was a demonstration."""
+        return self.outcome.value + (" (a demonstration)" if self.demonstration else "")
+
+    @property
     def confirmed(self) -> bool:
         """Whether the winner's gain over the baseline was proved, by a plan that is meant to be acted on."""
         beside = self.baseline is not None and self.baseline.dropped is None

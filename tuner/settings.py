@@ -1,12 +1,17 @@
 """The settings of the tuner from `TUNER_*`, and the paths of its shipped files."""
 
 import os
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
 
+def _default_home() -> Path:
+    return Path.home() / ".local" / "share" / "tuner"
+
+
 def _home() -> Path:
-    return Path(os.environ.get("TUNER_HOME") or Path.home() / ".local" / "share" / "tuner")
+    return Path(os.environ.get("TUNER_HOME") or _default_home())
 
 
 def _database_url() -> str:
@@ -36,6 +41,15 @@ class Settings:
     def url(self) -> str:
         """SQLAlchemy URL of the history database."""
         return self.database_url or f"sqlite:///{self.home / 'tuner.db'}"
+
+
+def runnable(command: str, program: str = "tuner") -> str:
+    """A command that begins with `tuner`, as it works in any shell of this host: with TUNER_HOME where that
+    is not the default. `program` is how this host calls the tuner.
+    """
+    home = Settings().home.absolute()
+    before = "" if home == _default_home() else f"TUNER_HOME={shlex.quote(str(home))} "
+    return f"{before}{program}{command.removeprefix('tuner')}"
 
 
 def under_home(stored: str, home: Path | None = None) -> Path:

@@ -1,6 +1,8 @@
 """What the commands that show things print."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,12 +13,13 @@ import pytest
 
 from tests.commands.test_care import call
 from tests.history.records import NOW, a_launch, a_measurement, a_run, a_study, finished, start
-from tests.tuning.studies import environment
+from tests.tuning.studies import VIRTUAL, environment, tuner, write
 from tuner.commands.common import text, write_file
 from tuner.errors import Unavailable
 from tuner.history.store import Store
 from tuner.profiles import registry
 from tuner.records import JSON, Launch, RunState, Study, TrialState
+from tuner.settings import runnable
 
 
 def test_a_profile_s_evidence_is_shown_line_by_line(tmp_path: Path) -> None:
@@ -147,3 +150,52 @@ def test_a_file_that_was_asked_for_is_written_whole_and_can_be_read_by_others(tm
         stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert made.stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize("kind", ["a demonstration", "a real run"])
+def test_6_a_demonstration_s_verdict_says_so_beside_its_evidence(tmp_path: Path, kind: str) -> None:
+    """`clear winner` stood beside `confirmed False`."""
+    store = Store(f"sqlite:///{tmp_path / 'tuner.db'}")
+    study, shown = a_study(), kind == "a demonstration"
+    trial = finished(store, start(store, a_run(store, study), 1), a_measurement(90.0))
+    evidence: dict[str, JSON] = {"verdict": "clear winner", "confirmed": not shown, "demonstration": shown}
+    made = registry.publish(
+        store, study=study, trial=trial, argv=(), env={"VLLM_CPU_KVCACHE_SPACE": "1", "A": "b"},
+        evidence=evidence, now=NOW, alias=None,
+    )  # fmt: skip
+    store.close()
+    said = call(tmp_path, "profile", "show", made.id).stdout
+    assert ("clear winner (a demonstration)" in said) == shown
+    assert "in the environment: A=b VLLM_CPU_KVCACHE_SPACE=1" in said
+
+
+def test_6_a_printed_command_has_the_home_that_is_not_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("TUNER_HOME", raising=False)
+    assert runnable("tuner front chat", "bin/tuner") == "bin/tuner front chat"
+    monkeypatch.setenv("TUNER_HOME", str(tmp_path / ".local" / "share" / "tuner"))
+    assert runnable("tuner front chat") == "tuner front chat"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TUNER_HOME", "my home")
+    assert runnable("tuner front chat") == f"TUNER_HOME='{tmp_path}/my home' tuner front chat"
+
+
+def test_6_printed_commands_run_as_printed(tmp_path: Path) -> None:
+    """Pasted into a shell that knows nothing of the home: the pull command, and those of the report."""
+    home = tmp_path / "my home"
+    done = tuner(home, "tune", write(tmp_path, VIRTUAL), "--trials", 3, "--all-trials")
+    assert done.returncode == 0, done.stderr
+    printed = re.findall(r"^pull the winner: (.*)$", done.stdout, re.MULTILINE)
+    report = tuner(home, "report", "tiny", "--format", "md", "-o", "-").stdout
+    printed += re.findall(r"^- pull the winner: `(.*)`$", report, re.MULTILINE)
+    assert len(printed) == 2
+    shown = re.findall(r"^ *(TUNER_HOME=.* tuner (?:front|study show) \w+)$", report, re.MULTILINE)
+    assert len(shown) == 2
+    bare = {n: v for n, v in os.environ.items() if not n.startswith("TUNER_")}
+    bare["PATH"] = f"{Path(sys.executable).parent}:{bare['PATH']}"
+    for line in (*printed, *shown):
+        ran = subprocess.run(line, shell=True, env=bare, cwd=tmp_path, capture_output=True, text=True)
+        assert ran.returncode == 0, (line, ran.stderr)
+        assert "max-num-seqs" in ran.stdout or line in shown, line

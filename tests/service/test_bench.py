@@ -4,18 +4,23 @@ import csv
 import io
 import json
 import re
+from dataclasses import replace
+from datetime import timedelta
 
 import pyarrow.parquet as pq
 import pytest
 
 from tests.browser import world as browser_world
+from tests.history.records import a_run
 from tests.service.test_pages import visitor
 from tests.service.world import World
 from tuner.errors import BadInput
 from tuner.history.store import Store
+from tuner.records import RunState
 from tuner.report.board import board
 from tuner.service.pages import bench
 from tuner.service.pages.bench import Bench, BenchQuery
+from tuner.service.pages.compare import CompareQuery, compare
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +132,33 @@ def test_I27_2_two_to_five_are_compared(filled: World) -> None:
         f"/compare?run={_run(filled.store)}&run={_run(filled.store)}",
     ):
         assert client.get(path).status_code == 200, path
+
+
+def test_B10_confirmed_numbers_and_those_of_the_search_share_no_row(filled: World) -> None:
+    """Goodput by the repeats stood beside the search's share within the SLO, in one column."""
+    client, _ = visitor(filled, "read")
+    for path in ("/compare?study=chat&trial=1&trial=2", f"/compare?run={_run(filled.store)}&node=n1"):
+        shown = client.get(path).text
+        parts = shown.partition("Confirmed numbers</h2>")[2].partition("Numbers of the search</h2>")
+        confirmed, search = (re.sub(r"<[^>]*>", " ", part).split() for part in parts[::2])
+        assert "90" in confirmed, path
+        assert "0.97" in confirmed, "the share of good requests is of the same repeats"
+        assert {"90", "3.5"} <= {*search}, "what the search measured"
+        assert "3.5" not in confirmed, "a number of the search among the confirmed ones"
+
+
+def test_B10_a_night_is_compared_by_its_own_repeats(filled: World) -> None:
+    store = filled.store
+    study = store.study("chat")
+    first = store.conclusions(study.id)[0]
+    later = a_run(store, study, now=filled.clock())
+    arm = first.finalists[0]
+    again = replace(first, run_id=later.id, at=later.started_at + timedelta(hours=1),
+                    finalists=(replace(arm, confirmed={"ttft_p95_ms": 71.5}),))  # fmt: skip
+    store.save_run(replace(later, state=RunState.FINISHED, ended_at=again.at), again)
+    sides = compare(store, CompareQuery(runs=(first.run_id, later.id))).sides
+    assert [side.confirmed["ttft_p95_ms"] for side in sides] == [90.0, 71.5]
+    assert [side.values["ttft_p95_ms"] for side in sides] == [90.0, 90.0], "the search measured it once"
 
 
 def _run(store: Store) -> str:

@@ -188,6 +188,22 @@ def test_I27_1_the_overview_says_why_the_newest_run_failed(tmp_path: Path) -> No
     world.store.close()
 
 
+def test_B12_a_profile_s_page_shows_its_environment(filled: World) -> None:
+    """Beside the arguments; a profile without any says that it needs none."""
+    client, _ = visitor(filled, "read")
+    store = filled.store
+    one = store.profile(1)
+    made = store.add_profile(
+        key=one.key, candidate=one.candidate, engine_version=one.engine_version, gpu_class=one.gpu_class,
+        study_id=one.study_id, trial_id=one.trial_id, argv=one.argv,
+        env={"VLLM_CPU_KVCACHE_SPACE": "1", "HF_TOKEN": "<b>"}, evidence={}, now=NOW,
+    )  # fmt: skip
+    shown = client.get(f"/profiles/{made.id}").text
+    assert "HF_TOKEN=&lt;b&gt;\nVLLM_CPU_KVCACHE_SPACE=1\n</pre>" in shown
+    assert "the other formats set them" in shown
+    assert "It needs no environment variable." in client.get("/profiles/1").text
+
+
 def test_I27_1_a_profile_is_downloaded_in_any_format(filled: World) -> None:
     client, _ = visitor(filled, "read")
     got = client.get("/profiles/1/file?format=json")

@@ -57,10 +57,8 @@ def find_study(store: "Store", ref: str) -> "Study":
     return store.study(ref)
 
 
-def show(store: "Store", study: "Study", program: str | None = None) -> None:
-    """Print the answer card of the newest run, then the table of the front. `program`: how the card's pull
-    command calls this program.
-    """
+def show(store: "Store", study: "Study") -> None:
+    """Print the answer card of the newest run, then the table of the front."""
     from tuner.commands import running
     from tuner.report.board import board_of
     from tuner.report.card import key_of, run_lines
@@ -70,7 +68,7 @@ def show(store: "Store", study: "Study", program: str | None = None) -> None:
     found = board_of(store, study)
     if (said := found.conclusion) is not None:
         given = gave(found.attribution)
-        typer.echo("\n".join(run_lines(said, key_of(study), given, program or running.program())))
+        typer.echo("\n".join(run_lines(said, key_of(study), given, running.program())))
     if found.confirmation is not None and found.confirmation is not found.conclusion:
         last = found.confirmation
         typer.echo(f"Last confirmed {text(last.at)}: {headline(last)}")

@@ -1,6 +1,7 @@
 """`tuner init` writes a study file. `tuner objectives` and `tuner plans` list what it may name."""
 
 import re
+import shlex
 import shutil
 import sys
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ import typer
 
 from tuner.commands.common import Json, open_store, print_records, say, write_file
 from tuner.errors import BadInput, TunerError
+from tuner.settings import runnable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -140,7 +142,9 @@ def _check(file: Path) -> None:
     except TunerError as error:
         say(f"the study cannot run here yet: {error}")
         return
-    say(f"next: tuner doctor {file}, then tuner tune {file} --dry-run, then tuner tune {file}")
+    path, home = shlex.quote(str(file)), runnable("tuner").removesuffix("tuner").strip()
+    steps = f"tuner doctor {path}, then tuner tune {path} --dry-run, then tuner tune {path}"
+    say(f"next: {steps}" + (f", each with {home}" if home else ""))
 
 
 def _asked(given: StudyAnswers) -> StudyAnswers:

@@ -104,6 +104,8 @@ def show(profile: Annotated[int, typer.Argument(help="The profile's id.")], as_j
         f"engine {found.engine_version}, {found.gpu_class}, study {found.study_id[:12]}:"
         f" {knobs(found.candidate)}"
     )
+    if found.env:
+        typer.echo(f"in the environment: {knobs(dict(sorted(found.env.items())))}")
     print_table(["<evidence", "<value"], _lines(found.evidence))
     rows = [[e.at, e.alias, e.from_version, e.to_version, e.actor, e.reason] for e in events]
     print_table(["<at", "<alias", "from", "to", "<by", "<why"], rows)
@@ -116,6 +118,8 @@ def _lines(evidence: "Mapping[str, JSON]", above: str = "") -> "Iterator[tuple[s
             yield from _changes(value)
         elif isinstance(value, dict) and value:
             yield from _lines(value, f"{above}{name}.")
+        elif name == "verdict" and evidence.get("demonstration") is True:
+            yield name, f"{value} (a demonstration)"
         else:
             yield f"{above}{name}", math.inf if value is None and above == "values." else value
 

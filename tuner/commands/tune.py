@@ -9,7 +9,7 @@ import typer
 
 from tuner.commands.common import Json, now, open_store, print_json, say, settings
 from tuner.commands.plan import prepared_study, print_plan, say_unjudged, trials_so_far
-from tuner.commands.running import ends_by_signal, interruptible, program
+from tuner.commands.running import ends_by_signal, interruptible
 from tuner.errors import BadInput, Conflict
 
 if TYPE_CHECKING:
@@ -292,7 +292,7 @@ def demo(
         print_plan(prepared, limit, then_runs=True)
     execute(prepared, store, RunLimits(trials=limit, early=False))
     typer.echo(said_of_demo(python, own is not None))
-    front.show(store, prepared.study, f"TUNER_HOME={place} {program()}")
+    front.show(store, prepared.study)
     written = report.write(store, prepared.study, place / "report.html")
     typer.echo(f"report: {written}")
 

@@ -14,6 +14,7 @@ from tuner.conclusions import UNMEASURED, Arm, Conclusion, Difference, Judgement
 from tuner.measures import in_order, many
 from tuner.records import ProfileKey, Run, RunState, Study, Value
 from tuner.report import words
+from tuner.settings import runnable
 
 Confidence = Literal["high", "medium", "low", "none"]
 Tone = Literal["better", "none", "doubt", "failed"]
@@ -410,7 +411,7 @@ def lines(found: AnswerCard, program: str = "tuner") -> Iterator[str]:
     if found.saving:
         yield found.saving
     if found.pull:
-        yield f"pull the winner: {program}{found.pull.removeprefix('tuner')}"
+        yield f"pull the winner: {runnable(found.pull, program)}"
 
 
 def row_text(row: CardRow) -> str:

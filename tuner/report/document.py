@@ -20,6 +20,7 @@ from tuner.report.board import Board, beliefs, board, failures, spent, worst_lat
 from tuner.report.card import knob_text, row_text
 from tuner.report.charts import bars, levels
 from tuner.report.effects import Effect, better, doubt, effects
+from tuner.settings import runnable
 
 HERE = Path(__file__).parent
 FILTERS = ("number", "measured", "knobs", "heading", "unit", "seconds", "percent", "change", "difference",
@@ -71,6 +72,7 @@ def environment(*, html: bool) -> Environment:
     if html:
         found.filters["knobs"] = knobs
     found.filters |= {"many": many, "cell": cell, "row_text": row_text, "knob_text": knob_text}
+    found.filters["runnable"] = runnable
     return found
 
 

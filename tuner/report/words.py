@@ -98,7 +98,7 @@ def step(metric: str, share: float | None) -> str:
 
 def outcome(found: Conclusion) -> str:
     """What a run found, in a few words."""
-    return found.outcome.value + (" (a demonstration)" if found.demonstration else "")
+    return found.outcome_words
 
 
 CONTINUES = "the same command continues it"

@@ -240,7 +240,7 @@ def _profile(
             **({} if attribution is None else {"attribution": attribution.to_json()}),
         },
         alias=alias,
-        reason=f"run {run.id}: {said.outcome.value}",
+        reason=f"run {run.id}: {said.outcome_words}",
         now=context.clock(),
     )
 

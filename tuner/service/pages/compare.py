@@ -1,7 +1,7 @@
 """Two to five trials, profiles, nights or nodes side by side: knobs, numbers, latencies and timelines."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from fastapi import Query
@@ -34,7 +34,9 @@ class CompareQuery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One thing that is compared. `trial` is the trial that measured it; None where history has none."""
+    """One thing that is compared. `trial` is the trial that measured it; None where history has none.
+    `values` are of its search, `confirmed` by the repeats of one confirmation.
+    """
 
     name: str
     href: str
@@ -42,16 +44,20 @@ class Side:
     engine: str
     trial: Trial | None
     candidate: Candidate
-    values: Mapping[str, float | None]
+    values: Mapping[str, float | None] = field(default_factory=dict)
+    confirmed: Mapping[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideBySide:
-    """Rows of (name, a value for each side, whether the sides differ), and pictures with captions."""
+    """Rows of (name, a value for each side, whether the sides differ or it is an objective), and pictures
+    with captions.
+    """
 
     sides: Sequence[Side]
     facts: Sequence[tuple[str, Sequence[object], bool]]
     knobs: Sequence[tuple[str, Sequence[object], bool]]
+    confirmed: Sequence[tuple[str, Sequence[float | None], bool]]
     numbers: Sequence[tuple[str, Sequence[float | None], bool]]
     latencies: Sequence[tuple[str, Markup]]
     timelines: Sequence[tuple[str, Markup]]
@@ -68,12 +74,13 @@ def compare(store: Store, asked: CompareQuery) -> SideBySide:
         *(_of_run(store, ref) for ref in asked.runs),
         *(_of_node(store, name) for name in asked.nodes),
     ]
-    shown = _named(sides)
+    shown, ours = _named(sides), [name for side in sides for name in side.study.objectives]
     return SideBySide(
         sides=sides,
         facts=_facts(sides),
         knobs=_rows([dict(side.candidate) for side in sides]),
-        numbers=_numbers(sides),
+        confirmed=_numbers([side.confirmed for side in sides], ours),
+        numbers=_numbers([side.values for side in sides], ours),
         latencies=[(name, marked(text)) for name, text in evidence.latencies(shown)],
         timelines=[(name, marked(text)) for name, text in evidence.timelines(shown)],
     )
@@ -90,16 +97,23 @@ def _named(sides: Sequence[Side]) -> list[evidence.Named]:
 
 
 def _of_trial(
-    store: Store, study: Study, number: int, name: str = "", profile: Profile | None = None
+    store: Store,
+    study: Study,
+    number: int,
+    name: str = "",
+    *,
+    profile: Profile | None = None,
+    run: object = None,
 ) -> Side:
-    """A trial of a study by its last attempt, its confirmed values before those of the search."""
+    """A trial of a study by its last attempt, and the repeats of its newest confirmation, or of `run`'s."""
     board, _ = board_of(store, study)
     trial = next((t for t in reversed(board.trials) if t.number == number), None)
     if trial is None:
         raise NotFound(f"study {study.name} has no trial {number}")
-    again = [arm for c in store.conclusions(study.id) if c.measured_again and (arm := c.arm(number))]
+    concluded = [c for c in store.conclusions(study.id) if run in (None, c.run_id)]
+    again = [arm for c in concluded if c.measured_again and (arm := c.arm(number))]
     arm = again[-1] if again else None
-    first = trial.measurement.values if trial.measurement else {}
+    share = {} if arm is None or arm.attainment is None else {"slo_attainment": arm.attainment}
     role = {"baseline": " (today)", "winner": " (winner)"}.get(board.kind(trial), "")
     return Side(
         name=name or (arm.name if arm else None) or f"trial {number}{role}",
@@ -108,7 +122,8 @@ def _of_trial(
         engine=(arm.engine if arm else None) or study.engine_version,
         trial=trial,
         candidate=profile.candidate if profile else trial.candidate,
-        values={**first, **(arm.confirmed if arm else {})},
+        values=trial.measurement.values if trial.measurement else {},
+        confirmed={**share, **arm.confirmed} if arm else {},
     )
 
 
@@ -117,7 +132,7 @@ def _of_profile(store: Store, profile: Profile) -> Side:
     number = profile.evidence.get("trial_number")
     study = store.study(profile.study_id)
     if isinstance(number, int):
-        return _of_trial(store, study, number, name, profile)
+        return _of_trial(store, study, number, name, profile=profile, run=profile.evidence.get("run"))
     return Side(
         name=name,
         href=f"/profiles/{profile.id}",
@@ -125,7 +140,6 @@ def _of_profile(store: Store, profile: Profile) -> Side:
         engine=profile.engine_version,
         trial=None,
         candidate=profile.candidate,
-        values={},
     )
 
 
@@ -138,9 +152,7 @@ def _of_run(store: Store, ref: str, name: str = "") -> Side:
         number = said.baseline.trial
     if said is None or number is None:
         raise NotFound(f"the run of the night of {night_of(run)} has no result that could be compared")
-    side = _of_trial(store, study, number, name or f"{night_of(run)}, trial {number}")
-    arm = said.arm(number)
-    return replace(side, values={**side.values, **(arm.confirmed if arm else {})})
+    return _of_trial(store, study, number, name or f"{night_of(run)}, trial {number}", run=run.id)
 
 
 def _of_node(store: Store, node: str) -> Side:
@@ -166,9 +178,10 @@ def _rows(found: Sequence[Mapping[str, object]]) -> list[tuple[str, Sequence[obj
     return [(name, row, len(set(map(str, row))) > 1) for name, row in rows]
 
 
-def _numbers(sides: Sequence[Side]) -> list[tuple[str, Sequence[float | None], bool]]:
+def _numbers(
+    found: Sequence[Mapping[str, float | None]], ours: Sequence[str]
+) -> list[tuple[str, Sequence[float | None], bool]]:
     """Objectives first, then everything else that some side measured, in the order of the catalogue."""
-    known = {name for side in sides for name in side.values if name in NAMES}
-    ours = [name for side in sides for name in side.study.objectives]
+    known = {name for each in found for name in each if name in NAMES}
     shown = in_order(known, first=ours)
-    return [(name, [side.values.get(name) for side in sides], name in ours) for name in shown]
+    return [(name, [each.get(name) for each in found], name in ours) for name in shown]

@@ -19,6 +19,7 @@ from tuner.errors import TunerError
 from tuner.report import document, words
 from tuner.service.pages.session import COOKIE, Away, NotAllowed, Visitor, login_url, visitor
 from tuner.service.problems import status_of
+from tuner.settings import runnable
 
 HERE = Path(__file__).parent
 POLICY = (
@@ -45,7 +46,7 @@ def _environment() -> Environment:
     found.globals["continues"] = words.CONTINUES
     for name in (*document.FILTERS, "outcome_of", "run_state"):
         found.filters[name] = getattr(words, name)
-    found.filters |= {"at": at, "part": part, "query": urlencode}
+    found.filters |= {"runnable": runnable, "at": at, "part": part, "query": urlencode}
     found.filters |= {"breakable": document.breakable, "knobs": document.knobs}
     return found
 
