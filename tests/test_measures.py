@@ -1,6 +1,8 @@
 """What one entry in tuner/measures.py gives: an objective. The entry is the example of docs/extending.md."""
 
+import ast
 import asyncio
+import itertools
 import re
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -112,3 +114,41 @@ def test_names_are_in_the_order_of_their_entries_and_each_is_once() -> None:
     assert found[:-2] == some
     assert found[-2:] == ["a.ttft_p95_ms", "chat.ttft_p95_ms"]
     assert measures.in_order(names, first=[some[2], "not_measured"])[:2] == [some[2], some[0]]
+
+
+COUNTED = ("request", "launch", "trial", "repeat", "run", "row", "node", "file", "time", "study", "session",
+           "finding", "engine", "slice", "profile", "conversation", "day", "knob", "candidate", "answer",
+           "night", "card", "GPU", "core", "preemption", "arm", "configuration", "step")  # fmt: skip
+PLURAL = re.compile(rf" (?:{'|'.join(re.escape(measures.many(2, what)[2:]) for what in COUNTED)})\b")
+NEVER_ONE = {
+    "more", "need", "len(all_of_it)", "tokens / length", "used", "gpus", "count", "said.repeats", "needed",
+    "repeats", "one", "word", "number(nights)", "found.duration_s / 86400", "rows / seconds", "hasty",
+    "facts.num_rows", "len(trace)", "there",
+}  # fmt: skip
+"""What stands before a plural and is a larger number wherever the sentence is said, or no number."""
+
+
+def test_5_a_count_of_one_has_no_plural() -> None:
+    """`1 requests`, `1 launches`: every number that may be one goes through `many`."""
+    files = Path(measures.__file__).parent.rglob("*.py")
+    trees = [(path, ast.walk(ast.parse(path.read_text()))) for path in files]
+    places = [(path, node) for path, tree in trees for node in tree if isinstance(node, ast.JoinedStr)]
+    assert len(places) > 1000
+    found = set()
+    for path, node in places:
+        for value, after in itertools.pairwise(node.values):
+            if not isinstance(value, ast.FormattedValue) or not isinstance(after, ast.Constant):
+                continue
+            told = ast.unparse(value.value)
+            if PLURAL.match(str(after.value)) and not told.isupper() and told not in NEVER_ONE:
+                found.add((path.name, told, after.value))
+    assert found == set()
+
+
+def test_5_counts_are_told_with_their_noun() -> None:
+    said = [
+        measures.many(*each)
+        for each in ((1, "request"), (1, "study"), (2, "study"), (0, "launch"), (2, "day"))
+    ]
+    assert said == ["1 request", "1 study", "2 studies", "0 launches", "2 days"]
+    assert measures.many(12000, "request", ",.0f") == "12,000 requests"

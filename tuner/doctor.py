@@ -18,6 +18,7 @@ from tuner.engine.http import fresh_port
 from tuner.errors import TunerError
 from tuner.history.store import Store
 from tuner.leftovers import shared_files
+from tuner.measures import many
 from tuner.settings import Settings
 from tuner.tuning import study as studies
 
@@ -128,7 +129,7 @@ def _database(url: str) -> Check:
         missing = error.exit_code == 4
         mend = "" if missing else "run `tuner db upgrade`, or correct TUNER_DATABASE_URL"
         return Check(name="database", verdict="ok" if missing else "error", found=str(error), mend=mend)
-    return Check(name="database", verdict="ok", found=f"{shown}, {count} studies")
+    return Check(name="database", verdict="ok", found=f"{shown}, {many(count, 'study')}")
 
 
 def _cores() -> Check:
@@ -136,7 +137,7 @@ def _cores() -> Check:
     if count < 2:
         mend = "give the host a second core: on one, the sender slows the engine and latencies are too high"
         return Check(name="cores", verdict="warning", found="1 core", mend=mend)
-    return Check(name="cores", verdict="ok", found=f"{count} cores")
+    return Check(name="cores", verdict="ok", found=many(count, "core"))
 
 
 def _launched(url: str, running: Mapping[str, object]) -> set[str]:
@@ -258,8 +259,8 @@ def _study(path: Path, settings: Settings, clock: Callable[[], datetime]) -> Ite
     yield Check(
         name="study",
         verdict="ok",
-        found=f"{prepared.study.name}: model {prepared.model.name}, {len(prepared.trace)} requests,"
-        f" {prepared.space.size} configurations",
+        found=f"{prepared.study.name}: model {prepared.model.name}, {many(len(prepared.trace), 'request')},"
+        f" {many(prepared.space.size, 'configuration')}",
     )
     yield Check(name="engine", verdict="ok", found=f"{facts.kind} {facts.version} on {facts.platform}")
     yield flags(prepared.space.dropped)

@@ -113,10 +113,12 @@ def measure_of(name: str) -> Measure:
     return Measure(name=name, unit=unit, limit=_limit_of(kind))
 
 
-def many(count: float, what: str) -> str:
-    """A count with its noun: `1 request`, `2000 requests`, `3 launches`."""
+def many(count: float, what: str, form: str = ".0f") -> str:
+    """A count with its noun: `1 request`, `2000 requests`, `3 launches`, `2 studies`, in a `form`."""
     ending = "" if count == 1 else "es" if what.endswith("ch") else "s"
-    return f"{count:.0f} {what}{ending}"
+    if ending and what.endswith("dy"):
+        what, ending = what[:-1], "ies"
+    return f"{count:{form}} {what}{ending}"
 
 
 def in_order(names: Iterable[str], first: Iterable[str] = ()) -> list[str]:

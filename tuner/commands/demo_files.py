@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tuner.commands.common import say
 from tuner.errors import BadInput
+from tuner.measures import many
 from tuner.settings import shipped
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def _own(folder: Path, own: "Trace") -> str:
     if not len(kept):
         raise BadInput(f"every request of the trace has more than the {LONGEST} tokens that the model takes")
     if left_out := len(own) - len(kept):
-        say(f"left out: {left_out} of {len(own)} requests, longer than the model's {LONGEST} tokens")
+        say(f"left out: {left_out} of {many(len(own), 'request')}, longer than the model's {LONGEST} tokens")
     traces.write(kept, folder / "own-traffic.parquet")
     speed, slice_s = pace(kept)
     return OWN.replace("SPEED", f"{speed:g}").replace("SLICE", f"{slice_s:g}")

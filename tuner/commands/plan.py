@@ -117,7 +117,7 @@ def confirmation_words(found: "Mapping[str, JSON]") -> str:
     least, most = (seconds(float(str(found[name]))) for name in ("seconds", "most_seconds"))
     said = (
         f"The confirmation launches the baseline and the finalists (at most {found['finalists']}),"
-        f" {found['repeats']} times each, about {least}. It adds repeats, up to"
+        f" {many(float(str(found['repeats'])), 'time')} each, about {least}. It adds repeats, up to"
         f" {found['most_repeats']} ({most}), while the answer is open and time is left."
     )
     if not isinstance(needed, dict) or not needed:
@@ -261,7 +261,9 @@ def _show(found: "Forecast") -> None:
         [mark, *(_with_spread(each.prediction, name) for name in names), knobs(each.candidate)]
         for mark, each in [("baseline", found.baseline), *(("front", each) for each in found.front)]
     ]
-    title = f"predicted front of {found.study}: {found.feasible} of {found.asked} candidates would run"
+    title = (
+        f"predicted front of {found.study}: {found.feasible} of {many(found.asked, 'candidate')} would run"
+    )
     print_table(["<role", *(f"<{name}" for name in names), "<configuration"], rows, title=title)
     if found.measured:
         table = [_beside(trial, prediction, names) for trial, prediction in found.measured]

@@ -191,7 +191,7 @@ def _fetched(source: str) -> Iterator[Path]:
 
     with TemporaryDirectory() as directory:
         file = Path(directory) / "litellm.jsonl"
-        say(f"read {litellm_db.export(source, file)} rows")
+        say(f"read {many(litellm_db.export(source, file), 'row')}")
         yield file
 
 

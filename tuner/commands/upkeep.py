@@ -19,6 +19,7 @@ from tuner.commands.common import (
     settings,
 )
 from tuner.errors import BadInput, NotFound, page_of
+from tuner.measures import many
 
 if TYPE_CHECKING:
     from tuner.history.store import Store
@@ -200,7 +201,7 @@ def backup(
         return
     files = _kept_files(store, settings().home)
     wrote = maintenance.pack(store.database, files, to, now=now())
-    say(f"wrote {wrote}: the history and {len(files)} files; keep it safe, it holds secrets")
+    say(f"wrote {wrote}: the history and {many(len(files), 'file')}; keep it safe, it holds secrets")
 
 
 def _kept_files(store: "Store", home: Path) -> dict[str, Path]:
@@ -232,7 +233,7 @@ def restore(
     from tuner.history.maintenance import unpack
 
     count = unpack(archive, settings().home, settings().url)
-    say(f"restored the history and {count} files into {settings().home}")
+    say(f"restored the history and {many(count, 'file')} into {settings().home}")
 
 
 @database_app.command("copy")
@@ -249,4 +250,4 @@ def copy_to(
     source = open_store()
     target = Store(url, create=True).database
     rows = copy(source.database, target)
-    say(f"copied {sum(rows.values())} rows of {len(rows)} tables into {target.name}")
+    say(f"copied {many(sum(rows.values()), 'row')} of {many(len(rows), 'table')} into {target.name}")

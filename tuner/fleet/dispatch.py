@@ -16,6 +16,7 @@ from tuner.errors import Aborted, BadInput, Conflict, TunerError, Unavailable
 from tuner.fleet import dispatch_ray, nodes
 from tuner.fleet.dispatch_ray import Hand, Member, Remote
 from tuner.history.store import Store
+from tuner.measures import many
 from tuner.records import Node, Run, Study, digest_of
 from tuner.tuning.context import RunEvent, Tell
 from tuner.tuning.execution import stop_command_of
@@ -90,7 +91,7 @@ def choose(
     for member in picked:
         if needed > member.gpus and not (needed == 1 and adapter_of(file.engine.kind).simulated):
             raise BadInput(
-                f"node {member.name} has {member.gpus} GPUs in the cluster, the study needs {needed}"
+                f"node {member.name} has {many(member.gpus, 'GPU')} in the cluster, the study needs {needed}"
             )
     return picked
 

@@ -21,6 +21,7 @@ from typing import Any
 from tuner import __version__
 from tuner.errors import Aborted, BadInput, Conflict, Unavailable
 from tuner.fleet.node_worker import Done, NodeAnswer, NodeWorker
+from tuner.measures import many
 from tuner.records import LaunchSpec, Measurement
 from tuner.tuning.context import LaunchJob, Measured, Note
 from tuner.tuning.study import Prepared, Surveyed
@@ -222,7 +223,7 @@ async def hire(member: Member, engine: EngineFile, base: Path) -> Hand:
     except TimeoutError:
         _end(actor)
         raise Conflict(
-            f"node {member.name} did not give its {member.gpus} GPUs within {GRANT_S:.0f} s:"
+            f"node {member.name} did not give its {many(member.gpus, 'GPU')} within {GRANT_S:.0f} s:"
             " another job of the cluster holds them"
         ) from None
     except Aborted as error:

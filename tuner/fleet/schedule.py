@@ -13,6 +13,7 @@ from tuner.errors import TunerError, Unavailable
 from tuner.fleet.window import Terms, Window, blacked_out, last_due, next_due, terms, window
 from tuner.history.entities import Schedule
 from tuner.history.store import Store
+from tuner.measures import many
 from tuner.records import Launch, Run, RunState
 
 Clock = Callable[[], datetime]
@@ -130,8 +131,9 @@ def too_short(found: TrialTimes | None, left_s: float, min_trials: int) -> str |
         return None
     relaunch = "" if found.relaunch_s is None else f" ({found.relaunch_s:.0f} s of it to relaunch)"
     return (
-        f"{left_s / 60:.0f} min are left and {min_trials} trials take {min_trials * found.trial_s / 60:.0f}:"
-        f" a trial takes {found.trial_s:.0f} s{relaunch} by {found.launches} launches on this node"
+        f"{left_s / 60:.0f} min are left and {many(min_trials, 'trial')} would take"
+        f" {min_trials * found.trial_s / 60:.0f}:"
+        f" a trial takes {found.trial_s:.0f} s{relaunch} by {many(found.launches, 'launch')} on this node"
     )
 
 

@@ -16,6 +16,7 @@ from sqlalchemy import Connection, Integer, Table, func, insert, select, text
 from tuner.errors import BadInput, Conflict, NotFound, Unavailable
 from tuner.history.database import Database
 from tuner.history.tables import REVISIONS, leases, metadata
+from tuner.measures import many
 from tuner.settings import shipped
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def _refuse_full(connection: Connection) -> None:
     for table in metadata.sorted_tables:
         if rows := connection.execute(select(func.count()).select_from(table)).scalar():
             raise Conflict(
-                f"the target is not empty ({rows} rows in '{table.name}'): copy into a new database"
+                f"the target is not empty ({many(rows, 'row')} in '{table.name}'): copy into a new database"
             )
 
 

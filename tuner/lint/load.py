@@ -16,6 +16,7 @@ from tuner.lint.findings import Finding, found
 from tuner.lint.memory import EngineFit, size
 from tuner.lint.subject import LintSubject
 from tuner.lint.traffic import DEADLINE_S, busiest, dealt, p95s, with_traffic
+from tuner.measures import many
 from tuner.records import Slo, Value
 from tuner.simulator.cost import Coefficients
 from tuner.simulator.options import Options, StartRefused
@@ -291,7 +292,7 @@ def _graphs(simulation: TrafficSimulation) -> Iterator[Finding]:
         if most
         else "run without a captured graph"
     )
-    evidence = f"{counts.sum():,.0f} simulated steps, the largest of {tokens.max():,.0f} tokens"
+    evidence = f"{many(counts.sum(), 'simulated step', ',.0f')}, the largest of {tokens.max():,.0f} tokens"
     fix = _wider(simulation) if most else "take --enforce-eager out"
     yield found("graphs-uncovered", f"{share:.0%} of the steps {what}", evidence, fix)
 
@@ -299,13 +300,13 @@ def _graphs(simulation: TrafficSimulation) -> Iterator[Finding]:
 def _preempted(subject: LintSubject, simulation: TrafficSimulation) -> Iterator[Finding]:
     live = subject.live
     if live and live.preemptions:
-        share = f" in {live.finished:,.0f} requests" if live.finished else ""
-        sentence = f"the server has preempted {live.preemptions:,.0f} times{share}"
+        share = f" in {many(live.finished, 'request', ',.0f')}" if live.finished else ""
+        sentence = f"the server has preempted {many(live.preemptions, 'time', ',.0f')}{share}"
         yield found("preemption-risk", sentence, "the server's own /metrics", _room(simulation))
         return
     count, requests = simulation.values.get("preemptions", 0.0), len(simulation.scene.trace)
     if count > 0:
-        sentence = f"{count:,.0f} preemptions in {requests:,} requests are predicted"
+        sentence = f"predicted: {many(count, 'preemption', ',.0f')} in {many(requests, 'request', ',.0f')}"
         evidence = f"the KV cache of {simulation.fit.tokens:,} tokens is full at times"
         yield found("preemption-risk", sentence, evidence, _room(simulation))
 
@@ -402,7 +403,8 @@ def _overload(simulation: TrafficSimulation, best: "BestPrediction | None") -> I
     if late:
         sentence = f"{share:.0%} of the requests get no answer in {DEADLINE_S:.0f} s: the engine is too slow"
     evidence = (
-        f"{len(trace):,} requests, {len(trace) / lasts:.3g} a second; the last answer after {takes:,.0f} s"
+        f"{many(len(trace), 'request', ',.0f')}, {len(trace) / lasts:.3g} a second; the last answer after"
+        f" {takes:,.0f} s"
     )
     yield found("overloaded", sentence, evidence, best.flags if best else "")
 

@@ -8,6 +8,7 @@ from tuner.knobs.arguments import number
 from tuner.knobs.model import ModelFacts
 from tuner.lint.findings import Finding, found
 from tuner.lint.subject import LintSubject
+from tuner.measures import many
 from tuner.records import Candidate, Value
 from tuner.simulator.cost import Card, Memory
 from tuner.simulator.options import Options, StartRefused
@@ -92,9 +93,13 @@ def layout(subject: LintSubject, gpus: int | None) -> Iterator[Finding]:
         size(subject, f"{kind}_parallel_size") for kind in ("tensor", "pipeline", "data")
     )
     used = split * stages * copies
-    said = f"{split} x {stages} x {copies} (tensor x pipeline x data parallel), {gpus} cards"
+    said = f"{split} x {stages} x {copies} (tensor x pipeline x data parallel), {many(gpus or 0, 'card')}"
     if gpus is not None and used > gpus:
-        yield found("cards-missing", f"the layout needs {used} cards and there are {gpus}", said)
+        yield found(
+            "cards-missing",
+            f"the layout needs {used} cards and there {'is' if gpus == 1 else 'are'} {gpus}",
+            said,
+        )
     elif gpus is not None and used < gpus:
         most = gpus // (split * stages)
         fix = f"--data-parallel-size {most}" if most > copies else ""
@@ -175,7 +180,9 @@ def _room(fit: EngineFit, trace: Trace | None, parts: str) -> Iterator[Finding]:
         sentence += f"; {int(tokens / mean):,} of the trace's at once (mean {mean:,.0f}, longest {longest:,})"
         over = int((whole > length).sum())
         if over:
-            said = f"{over} of {len(trace)} requests; the longest has {longest:,} tokens with its answer"
+            said = (
+                f"{over} of {many(len(trace), 'request')}; the longest has {longest:,} tokens with its answer"
+            )
             wrong = f"{over / len(trace):.1%} of the requests are longer than max_model_len {length:,}"
             yield found(
                 "requests-too-long", wrong, said, f"--max-model-len {longest}", flag="--max-model-len"

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tuner.errors import BadInput
+from tuner.measures import many
 from tuner.records import Slice, Slo
 from tuner.replay.plan import PLANS
 from tuner.simulator.predict import Scene
@@ -45,9 +46,12 @@ def busiest(trace: Trace, most: int = MOST) -> LintTraffic:
 
 def part(cut: Trace, whole: int) -> LintTraffic:
     """The busiest requests, already cut out of a trace that has `whole`."""
-    which = f"the busiest {len(cut):,} of {whole:,}" if len(cut) < whole else f"all {whole:,}"
+    which = f"the busiest {len(cut):,} of " if len(cut) < whole else "all " * (whole > 1)
     rate = len(cut) / max(cut.duration_s, 1e-9)
-    return LintTraffic(trace=cut, about=f"{which} requests ({cut.duration_s:,.0f} s, {rate:.3g} a second)")
+    return LintTraffic(
+        trace=cut,
+        about=f"{which}{many(whole, 'request', ',.0f')} ({cut.duration_s:,.0f} s, {rate:.3g} a second)",
+    )
 
 
 def steady(rate: float, inputs: int, outputs: int, count: int = MOST) -> LintTraffic:

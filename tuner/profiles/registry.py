@@ -11,7 +11,7 @@ from tuner.errors import BadInput, Conflict, NotFound, nearest
 from tuner.history.best_per_night import Change, Configuration, changes
 from tuner.history.store import Store
 from tuner.knobs.catalogue import CATALOGUE
-from tuner.measures import is_maximized
+from tuner.measures import is_maximized, many
 from tuner.profiles.flags import split
 from tuner.records import JSON, AliasEvent, Node, Profile, ProfileKey, Study, Trial, pack_values
 
@@ -145,7 +145,7 @@ def gate_failures(profile: Profile, gates: Gates, *, now: datetime) -> tuple[str
     if gates.engine_version is not None and not same_engine(gates.engine_version, profile.engine_version):
         failed.append(f"it was measured on engine {profile.engine_version}, not {gates.engine_version}")
     if gates.max_age is not None and now - profile.created_at > gates.max_age:
-        failed.append(f"it is older than {gates.max_age.days} days")
+        failed.append(f"it is older than {many(gates.max_age.days, 'day')}")
     return tuple(failed)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from tuner.measures import many
 from tuner.metrics import CANCELLED
 from tuner.records import Fidelity, Outcome
 from tuner.replay.jobs import Sent
@@ -150,8 +151,8 @@ def _tokens(
         first = wrong[0]
         failed.append(
             f"prompt_tokens: the engine counted {first.input_tokens} prompt tokens where "
-            f"{first.expected_input} were sent (row {first.row}; {len(wrong)} rows): something changes them; "
-            "send to the engine directly, without added special tokens"
+            f"{first.expected_input} were sent (row {first.row}; {many(len(wrong), 'row')}): "
+            "something changes them; send to the engine directly, without added special tokens"
         )
     if not answered:
         return
@@ -178,7 +179,7 @@ def _conservation(evidence: Evidence, values: dict[str, float | None], failed: l
     values["lost"] = float(lost)
     if lost and not evidence.curtailed:
         failed.append(
-            f"conservation: {evidence.planned} requests were planned and {len(counted)} accounted for: "
+            f"conservation: {len(counted)} of {many(evidence.planned, 'planned request')} accounted for: "
             "the sender was stopped or broke off; repeat the trial"
         )
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tuner.measures import direction_of
+from tuner.measures import direction_of, many
 from tuner.records import Trial, TrialState
 from tuner.report.board import values
 
@@ -59,7 +59,7 @@ def doubt(found: Sequence[Effect]) -> str:
     needed = 1 + PER_LEVEL * sum(len(each.levels) - 1 for each in found)
     if found[0].trials < needed:
         return (
-            f"No shares: {found[0].trials} trials completed, and {len(found)} knobs with"
+            f"No shares: {many(found[0].trials, 'trial')} completed, and {many(len(found), 'knob')} with"
             f" {sum(len(each.levels) for each in found)} values need at least {needed}."
         )
     if (whole := sum(each.share for each in found)) > 1.0:

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tuner.errors import BadInput
+from tuner.measures import many
 from tuner.records import JSON
 from tuner.traffic.trace import COLUMNS, Trace, build
 
@@ -82,7 +83,7 @@ def superposed(trace: Trace, copies: int, seed: int = 0) -> Trace:
     if copies < 1:
         raise BadInput(f"copies is {copies}, expected at least 1")
     if copies * len(trace) > MOST:
-        raise BadInput(f"{copies} copies of {len(trace)} requests are more than {MOST:,} requests")
+        raise BadInput(f"{copies} copies of {many(len(trace), 'request')} are more than {MOST:,} requests")
     span = trace.duration_s + trace.duration_s / max(len(trace) - 1, 1)
     shifts = np.concatenate([[0.0], np.random.default_rng(seed).random(copies - 1) * span])
     columns: dict[str, Any] = {name: np.tile(getattr(trace, name), copies) for name in COLUMNS}

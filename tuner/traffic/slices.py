@@ -115,9 +115,10 @@ class _Windows:
 
 def _auto(trace: Trace, limits: Limits) -> tuple[Slice, ...]:
     if not trace.duration_s:
+        which = "the only request" if len(trace) == 1 else f"all {len(trace)} requests"
         raise BadInput(
-            f"slices: all {len(trace)} requests of the trace arrive at one moment: it has no rate to replay;"
-            " give a window by hand: [{start_s: 0, duration_s: SECONDS}]"
+            f"slices: {which} of the trace arrive{'s' * (len(trace) == 1)} at one moment: it has no rate to"
+            " replay; give a window by hand: [{start_s: 0, duration_s: SECONDS}]"
         )
     wanted = limits.slices + limits.held_out
     end = float(np.nextafter(trace.duration_s, np.inf))

@@ -11,6 +11,7 @@ from tuner.engine import boots, effective, failures
 from tuner.engine.failures import KINDS, refused_flags
 from tuner.errors import EngineError, Infeasible, StudyFailed
 from tuner.knobs.catalogue import read_back
+from tuner.measures import many
 from tuner.metrics import CANCELLED, CUT
 from tuner.records import Candidate, Launch, Measurement, Run, Trial, TrialState, Value, Violation
 from tuner.replay import outcomes
@@ -124,7 +125,7 @@ def failing(values: Mapping[str, float], errors: Mapping[str, int] = MappingProx
     """
     if _error_rate(values) <= ERROR_RATE:
         return None
-    failed, whole = f"{values['failed']:.0f} of {values['requests']:.0f} requests", values["failed"]
+    failed, whole = f"{values['failed']:.0f} of {many(values['requests'], 'request')}", values["failed"]
     if len(errors) == 1 and sum(errors.values()) == whole:
         return f"{failed}: {next(iter(errors))}"
     if errors:

@@ -12,7 +12,7 @@ from tuner.conclusions import Arm, Conclusion, Difference, Judgement, Noise, Run
 from tuner.engine.effective import same
 from tuner.errors import BadInput
 from tuner.history.store import Store
-from tuner.measures import counts_requests, is_maximized
+from tuner.measures import counts_requests, is_maximized, many
 from tuner.records import JSON, Measurement, Outcome, Run, Study, Trial, TrialState, Value
 from tuner.replay import outcomes
 from tuner.replay.plan import Plan
@@ -357,7 +357,7 @@ def drifts(asked: WinnerCriteria, found: Repeats, spreads: Spreads) -> tuple[str
 def _clocks(before: Measurement, after: Sequence[Measurement]) -> str:
     """The GPUs' clocks and throttling then and now, where they tell."""
     said = []
-    for name, words, unit, many in (
+    for name, words, unit, factor in (
         ("gpu_clock_min_mhz", "lowest clock", " MHz", 1.0),
         ("gpu_throttled", "throttled", " % of the time", 100.0),
         ("gpu_temperature_max_c", "hottest", " °C", 1.0),
@@ -365,7 +365,7 @@ def _clocks(before: Measurement, after: Sequence[Measurement]) -> str:
         then = before.fidelity.values.get(name)
         now = [v for m in after if (v := m.fidelity.values.get(name)) is not None]
         if then is not None and now:
-            said.append(f"{words} {then * many:,.0f} → {statistics.fmean(now) * many:,.0f}{unit}")
+            said.append(f"{words} {then * factor:,.0f} → {statistics.fmean(now) * factor:,.0f}{unit}")
     return f" [{', '.join(said)}]" if said else ""
 
 
@@ -397,7 +397,7 @@ def unconfirmed(
     outcome, sentence = Judgement.NOT_CONFIRMED, f"Not confirmed: {why}."
     if finalists:
         names = ", ".join(str(t.number) for t in finalists)
-        done = f" after {repeats} of {max(repeats, asked.plan.repeats)} repeats" if repeats else ""
+        done = f" after {repeats} of {many(max(repeats, asked.plan.repeats), 'repeat')}" if repeats else ""
         sentence = f"Not confirmed: {why}{done}. The next run measures the finalists (trials {names}) first."
     elif not served:
         outcome, sentence = Judgement.NOTHING_SERVED, nothing_served(trials, why)

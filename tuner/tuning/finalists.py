@@ -10,7 +10,7 @@ from tuner.conclusions import Arm, Difference, Judgement
 from tuner.engine.effective import same
 from tuner.errors import BadInput
 from tuner.knobs.arguments import gpus_held
-from tuner.measures import is_maximized
+from tuner.measures import is_maximized, many
 from tuner.records import EngineFacts, Outcome, Trial, TrialState, Value
 from tuner.replay import outcomes
 from tuner.report.words import difference
@@ -255,14 +255,16 @@ def _sequences(before: Value, after: Value, seen: Sequence[Crowd]) -> str | None
     most = max(each.requests for each in seen)
     if not _all_at_least(most, before, after):
         return None
-    return f"max_num_seqs {after} cannot act, {most} requests at most were on their way at once"
+    return f"max_num_seqs {after} cannot act: never more than {many(most, 'request')} on the way at once"
 
 
 def _budget(before: Value, after: Value, seen: Sequence[Crowd]) -> str | None:
     most = max(each.tokens + each.requests for each in seen)
     if not _all_at_least(most, before, after):
         return None
-    return f"max_num_batched_tokens {after} cannot act, {most} tokens at most were on their way at once"
+    return (
+        f"max_num_batched_tokens {after} cannot act: never more than {many(most, 'token')} on the way at once"
+    )
 
 
 def _long_prompts(before: Value, after: Value, seen: Sequence[Crowd]) -> str | None:

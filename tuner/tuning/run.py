@@ -348,7 +348,7 @@ class _Loop(Execution):
         if last.cause in NODE_FAULTS:
             store.set_node_state(node.name, "fault")
         raise Aborted(
-            f"trial {last.number} was aborted {len(ours)} times, last: {last.reason};"
+            f"trial {last.number} was aborted {many(len(ours), 'time')}, last: {last.reason};"
             + (f" node {node.name} is flagged" if last.cause in NODE_FAULTS else " mend that first"),
             cause=last.cause or "aborted",
         )

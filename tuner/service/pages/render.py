@@ -16,6 +16,7 @@ from markupsafe import Markup
 
 from tuner import __version__
 from tuner.errors import TunerError
+from tuner.measures import many
 from tuner.report import document, words
 from tuner.service.pages.session import COOKIE, Away, NotAllowed, Visitor, login_url, visitor
 from tuner.service.problems import status_of
@@ -46,7 +47,7 @@ def _environment() -> Environment:
     found.globals["continues"] = words.CONTINUES
     for name in (*document.FILTERS, "outcome_of", "run_state"):
         found.filters[name] = getattr(words, name)
-    found.filters |= {"runnable": runnable, "at": at, "part": part, "query": urlencode}
+    found.filters |= {"many": many, "runnable": runnable, "at": at, "part": part, "query": urlencode}
     found.filters |= {"breakable": document.breakable, "knobs": document.knobs}
     return found
 

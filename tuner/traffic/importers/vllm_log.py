@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from tuner.errors import BadInput
+from tuner.measures import many
 from tuner.traffic.fingerprint import TOKEN_BLOCK, Fingerprints
 from tuner.traffic.importers import FileStart, Importer, register
 from tuner.traffic.importers.reading import lines
@@ -65,8 +66,8 @@ def read(path: Path, options: ImportOptions) -> Trace:
         _add(builder, name, one)
     if not len(builder):
         raise BadInput(
-            f"{path}: {len(seen)} requests, none with its prompt length: vLLM logs lengths only at DEBUG "
-            "(VLLM_LOGGING_LEVEL=DEBUG); `tuner capture` records them without the text"
+            f"{path}: {many(len(seen), 'request')}, none with its prompt length: vLLM logs lengths only at "
+            "DEBUG (VLLM_LOGGING_LEVEL=DEBUG); `tuner capture` records them without the text"
         )
     return builder.trace("vllm-log", known_step_s=1.0, year_guessed=True)
 
