@@ -1,15 +1,18 @@
 """Comparisons and upgrade checks over HTTP and by schedule, carried out by real controllers."""
 
 import json
+import os
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
 
+from tests.history.records import a_study
 from tests.service.world import STUDY, World, prepare
 from tests.tuning.studies import STUDY as STUDY_FILE
 from tests.tuning.studies import tuner, wait_for, write
@@ -19,6 +22,7 @@ from tuner.records import Run, RunState
 from tuner.service.comparison_requests import ComparisonRequest, UpgradeRequest
 from tuner.tuning.upgrade import NothingNew, unchecked
 
+HERE = socket.gethostname()
 NODE = """\
 engine: {kind: simulated, clock: virtual, args: {max-model-len: 16384}}
 engines:
@@ -197,4 +201,40 @@ def test_25_3_a_nightly_schedule_checks_each_new_version_once(tmp_path: Path) ->
     assert "FINISHED" in night()
     newest = store.runs(limit=1)[0]
     assert UpgradeFinding.from_json(newest.summary["upgrade"]).new == "0.34.0"
+    store.close()
+
+
+@pytest.mark.parametrize("asked", [
+    ("/v1/comparisons", {"study": "tiny", "arms": ["today", "defaults"], "rounds": 3}),
+    ("/v1/upgrade-checks", {"study": "tiny", "to": "slow", "alias": "today", "rounds": 3}),
+    ("/v1/runs", {"study": "placed"}),
+])  # fmt: skip
+def test_8_what_is_refused_because_its_node_is_busy_leaves_no_study(
+    world: World, asked: tuple[str, dict[str, object]]
+) -> None:
+    store, client = world.store, world.client()
+    tiny = json.loads((world.home / "studies" / f"{store.study('tiny').id}.yaml").read_text())
+    placed = {**tiny, "name": "placed", "seed": 99}
+    (world.home / "studies" / "placed.yaml").write_text(json.dumps(placed))
+    other = store.add_study(replace(a_study("other"), node="local"))
+    run = store.open_run(
+        other.id, trials_limit=3, deadline=None, now=world.clock(), pid=os.getpid(), host=HERE
+    )
+    before = [study.id for study in store.studies()]
+    path, body = asked
+    refused = client.post(path, json=body)
+    assert refused.status_code == 409, refused.text
+    assert f"node 'local' is busy with run '{run.id}'" in refused.text
+    assert [study.id for study in store.studies()] == before
+    store.save_run(replace(run, state=RunState.FINISHED, ended_at=world.clock()))
+
+
+def test_8_a_comparison_by_command_on_a_leased_node_leaves_no_study(tmp_path: Path) -> None:
+    study = write(tmp_path, STUDY_FILE)
+    store = Store(f"sqlite:///{tmp_path / 'home' / 'tuner.db'}")
+    store.acquire_lease("local", "someone", now=datetime.now(UTC), ttl_s=3600)
+    done = tuner(tmp_path / "home", "compare", "today", "defaults", "--study", study)
+    assert done.returncode == 5, done.stderr
+    assert "is leased to 'someone'" in done.stderr
+    assert (list(store.studies()), list(store.runs())) == ([], [])
     store.close()

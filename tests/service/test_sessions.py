@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import uvicorn
 from starlette.testclient import TestClient
 
 from tests.service.world import World, serving
@@ -234,3 +235,23 @@ def test_20_attack_a_server_may_open_more_files_than_a_process_usually_has() -> 
     words += "allow_files(1000); print(resource.getrlimit(kind))"
     done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True)
     assert done.stdout.split("\n")[:2] == ["(2000, 2000)"] * 2
+
+
+@pytest.mark.parametrize("believed", ["", "10.9.9.9", "10.9.9.9,10.1.0.0/16"])
+def test_8_clients_of_a_proxy_share_one_login_limit_until_the_proxy_is_named(
+    world: World, monkeypatch: pytest.MonkeyPatch, believed: str
+) -> None:
+    """FORWARDED_ALLOW_IPS of docs/api.md names the proxy, which is on another host here."""
+    monkeypatch.setenv("FORWARDED_ALLOW_IPS", believed)
+    if not believed:
+        monkeypatch.delenv("FORWARDED_ALLOW_IPS")
+    world.token("read")
+    served = uvicorn.Config(world.app, log_config=None)
+    served.load()
+    proxy = TestClient(served.loaded_app, base_url="http://localhost", client=("10.1.2.3", 4000))
+    answers = [
+        proxy.post("/login", data={"token": "wrong"}, headers={"X-Forwarded-For": f"192.0.2.{n}"}).status_code
+        for n in range(7)
+    ]
+    assert answers == ([401] * 7 if "10.1" in believed else [401] * 5 + [429] * 2)
+    assert "FORWARDED_ALLOW_IPS" in (Path(__file__).parents[2] / "docs" / "api.md").read_text()

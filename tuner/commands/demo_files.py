@@ -101,7 +101,7 @@ budget: {trials: 4}
 # 8 sequences at once, so that bursts fit.
 TOKENS_S, REQUESTS_S = 1500.0, 2.0
 
-# The slice lasts a minute, or until it holds so many requests.
+# A slice lasts at most so many seconds, or as long as so many requests take if that is longer.
 SLICE_S, REQUESTS = 60.0, 40
 
 SPACE = """\

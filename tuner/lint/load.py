@@ -196,8 +196,9 @@ def _binding(simulation: TrafficSimulation) -> Iterator[Finding]:
         return
     said = ", ".join(f"{each.removeprefix('limit-')} {value:+.0%}" for each, value in change.items())
     evidence = f"{simulation.says(before)} as configured; with each limit lifted: {said}"
-    sentence = f"{_limit(name, limits)} makes the trace wait: without it {SAYS[simulation.judged][0]} is"
-    yield found(name, f"{sentence} {-change[name]:.0%} better", evidence, _more(name, simulation))
+    sentence = f"{_limit(name, limits)} delays requests most: with this limit lifted,"
+    sentence += f" {SAYS[simulation.judged][0]} would be {-change[name]:.0%} better"
+    yield found(name, sentence, evidence, _more(name, simulation))
 
 
 def _longest(trace: Trace) -> int:

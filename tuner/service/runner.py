@@ -73,7 +73,7 @@ class Controllers:
         with self._lock:
             if (run := self._begun(order)) is not None:
                 return run, False
-            self._refuse_second(order.study_id)
+            self.refuse_busy(self._store.study(order.study_id))
             write_private(self._order_file(order.study_id), ORDERS.dump_json(order))
             run = self._store.open_run(
                 order.study_id,
@@ -93,12 +93,13 @@ class Controllers:
         runs = self._store.runs(order.study_id, limit=1)
         return next((run for run in runs if run.started_at >= before.at), None)
 
-    def _refuse_second(self, study_id: str) -> None:
-        node = self._store.study(study_id).node
+    def refuse_busy(self, study: Study) -> None:
+        """Conflict when the study or its node has another run."""
+        node = study.node
         stopped = self._store.stopped_runs(now=self._clock())
         for run in self._store.runs(state=RunState.RUNNING):
             way = f"it was stopped: {CONTINUES}, or cancel it" if run.id in stopped else "cancel it, or wait"
-            if run.study_id == study_id:
+            if run.study_id == study.id:
                 raise Conflict(f"run '{run.id}' of this study has not ended; {way}")
             if self._store.study(run.study_id).node == node:
                 raise Conflict(f"node '{node}' is busy with run '{run.id}'; {way}")

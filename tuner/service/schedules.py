@@ -51,10 +51,10 @@ def _what(here: ServiceContext, found: Terms) -> tuple[str, Path, tuple[str, ...
     of upgrades has nothing to check. Files are taken where the schedule was made by command line.
     """
     if (upgrade := found.upgrade) is None:
-        return (*here.studies.find_scheduled(found.study), ())
+        return (*here.studies.find_scheduled(found.study, here.runner.refuse_busy), ())
     files = Path(found.study).is_absolute()
     asked = partial(unchecked, new=upgrade.to, old=upgrade.old, configuration=upgrade.alias, files=files)
-    study_id, path = here.studies.compared(found.study, asked)
+    study_id, path = here.studies.compared(found.study, asked, here.runner.refuse_busy)
     words = upgrade_words(path, upgrade.to, upgrade.old, upgrade.alias)
     return study_id, path, words if files else (*words, "--registered")
 

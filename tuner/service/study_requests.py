@@ -212,6 +212,8 @@ class StudyRequest(RequestBody):
 
 # (a study, the history, the engines that are registered for its node) → a comparison of it.
 Making = Callable[[Prepared, Store, Mapping[str, EngineFile]], Prepared]
+Free = Callable[[Study], None]
+"""Raises Conflict where a study cannot be run now."""
 
 
 class StudyFiles:
@@ -269,8 +271,15 @@ class StudyFiles:
         if shutil.disk_usage(self._home).free < SPARE:
             raise Conflict("there is less than 1 GiB of room on the service's disk")
 
-    def _keep(self, prepared: Prepared) -> str:
-        """The study's row, and its node's where nobody has registered that."""
+    def _keep(self, prepared: Prepared, free: Free | None = None) -> str:
+        """The study's row, and its node's where nobody has registered that. A new one is only kept where
+        `free` lets it pass.
+        """
+        if free is not None:
+            try:
+                self._store.study(prepared.study.id)
+            except NotFound:
+                free(prepared.study)
         try:
             self._store.node(prepared.node.name)
         except NotFound:
@@ -313,28 +322,32 @@ class StudyFiles:
             )
         return study.id, path
 
-    def find(self, ref: str) -> tuple[str, Path]:
-        """A study's id and file; a file that an administrator put there is prepared, so that it has an id."""
+    def find(self, ref: str, free: Free | None = None) -> tuple[str, Path]:
+        """A study's id and file; a file that an administrator put there is prepared, so that it has an id.
+        What `free` raises passes through.
+        """
         study_id, path = self.known(ref)
-        return study_id or self._prepared(path), path
+        return study_id or self._prepared(path, free), path
 
-    def find_scheduled(self, ref: str) -> tuple[str, Path]:
+    def find_scheduled(self, ref: str, free: Free | None = None) -> tuple[str, Path]:
         """As `find`; a schedule that was made by command line may name a file by its path."""
         path = Path(ref)
-        return (self._prepared(path), path) if path.is_absolute() else self.find(ref)
+        return (self._prepared(path, free), path) if path.is_absolute() else self.find(ref, free)
 
-    def compared(self, ref: str, make: Making) -> tuple[str, Path]:
-        """(the id of the comparison that `make` makes of a study, the study's file)."""
+    def compared(self, ref: str, make: Making, free: Free | None = None) -> tuple[str, Path]:
+        """(the id of the comparison that `make` makes of a study, the study's file). What `free` raises
+        passes through.
+        """
         path = Path(ref) if Path(ref).is_absolute() else self.known(ref)[1]
         with _one_of_few():
             prepared = studies.load(path, store=self._store, now=self._clock())
             made = make(prepared, self._store, engines_of(self._home, prepared.study.node))
-        return self._keep(made), path
+        return self._keep(made, free), path
 
-    def _prepared(self, path: Path) -> str:
+    def _prepared(self, path: Path, free: Free | None = None) -> str:
         with _one_of_few():
             prepared = studies.load(path, store=self._store, now=self._clock())
-        return self._keep(prepared)
+        return self._keep(prepared, free)
 
 
 @contextmanager

@@ -121,8 +121,8 @@ def _started(
 def _ordered(here: ServiceContext, asked: AnyRequest) -> tuple[str, FilePath, tuple[str, ...]]:
     """(the study's id, its file, the controller's command where that does not tune)."""
     if isinstance(asked, RunRequest):
-        return (*here.studies.find(asked.study), ())
-    study_id, path = here.studies.compared(asked.study, asked.made)
+        return (*here.studies.find(asked.study, here.runner.refuse_busy), ())
+    study_id, path = here.studies.compared(asked.study, asked.made, here.runner.refuse_busy)
     return study_id, path, asked.words(path)
 
 
