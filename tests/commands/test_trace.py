@@ -97,7 +97,10 @@ def test_requests_of_one_moment_have_no_rate(tmp_path: Path, count: int, flying:
     assert ",000" not in call(tmp_path, "show", tmp_path / "t.csv").stdout
     refused = call(tmp_path, "slice", tmp_path / "t.csv")
     assert refused.exit_code != 0
-    assert f"all {count} requests of the trace arrive at one moment" in str(refused.exception)
+    which = (
+        "the only request of the trace arrives" if count == 1 else f"all {count} requests of the trace arrive"
+    )
+    assert f"{which} at one moment" in str(refused.exception)
     assert call(tmp_path, "slice", tmp_path / "t.csv", "--start", 0, "--duration", 5).exit_code == 0
 
 
