@@ -123,7 +123,7 @@ PLURAL = re.compile(rf" (?:{'|'.join(re.escape(measures.many(2, what)[2:]) for w
 NEVER_ONE = {
     "more", "need", "len(all_of_it)", "tokens / length", "used", "gpus", "count", "said.repeats", "needed",
     "repeats", "one", "word", "number(nights)", "found.duration_s / 86400", "rows / seconds", "hasty",
-    "facts.num_rows", "len(trace)", "there",
+    "facts.num_rows", "len(trace)", "len(left)", "there",
 }  # fmt: skip
 """What stands before a plural and is a larger number wherever the sentence is said, or no number."""
 
