@@ -11,11 +11,12 @@ import pytest
 
 from benchmarks.attribution import measured
 from tests.report.test_report import said as example
-from tests.tuning.studies import tuner
+from tests.tuning.studies import SPACE, tuner
 from tests.tuning.test_confirm import Closed, Night
 from tuner.conclusions import Attribution, Conclusion, Judgement
-from tuner.records import Candidate, Run, RunState, Trial
+from tuner.records import Candidate, Prediction, Run, RunState, Trial
 from tuner.report.explain import gave, lines, mechanism, why_none
+from tuner.search.acquisition import Predict
 from tuner.service.pages.overview import newest_card
 from tuner.tuning.context import LaunchJob, Measured, Note, budget_of
 from tuner.tuning.ending import Ending
@@ -81,7 +82,9 @@ class Padded(Night):
             patch.setattr(self.store, "start_trial", start)
             super().search(run, seqs)
 
-    def attributed(self, run: Run | None = None) -> tuple[Conclusion, Attribution | None]:
+    def attributed(
+        self, run: Run | None = None, predict: Predict | None = None
+    ) -> tuple[Conclusion, Attribution | None]:
         """The end of a run, as the loop has it; `run`: one that was interrupted."""
         if run is None:
             run = self.run()
@@ -93,7 +96,7 @@ class Padded(Night):
         async def go() -> None:
             await ending.what_is_pending()
             assert await ending.confirm() is None
-            await ending.attribute(None)
+            await ending.attribute(predict)
 
         asyncio.run(go())
         said = ending.conclusion()
@@ -156,6 +159,76 @@ def test_a_reduced_configuration_that_is_worse_is_not_published(tmp_path: Path) 
     assert "published as it is" in found.sentence
 
 
+class Misled(Padded):
+    """One launch without the watermark is nearly as fast; without the threshold too, none is."""
+
+    padding: Mapping[str, float] = {"watermark": 0.01, "long_prefill_token_threshold": 16000}
+    space = SPACE + "  watermark: [0.0, 0.01]\n  long_prefill_token_threshold: [0, 16000]\n"
+
+    async def work(self, order: LaunchJob, note: Note) -> list[Measured]:
+        made = await super().work(order, note)
+        if order.number < 3 or "watermark" in order.spec.asked:
+            return made
+        factor = 1.02 if set(order.spec.asked) & set(self.padding) else 1.5
+        values = made[0].measurement.values
+        slower = {name: factor * values[name] for name in ("ttft_p95_ms", "e2e_p95_ms")}
+        return [
+            replace(m, measurement=replace(m.measurement, values={**m.measurement.values, **slower}))
+            for m in made
+        ]
+
+    @staticmethod
+    def predict(candidates: Sequence[Candidate]) -> list[Prediction]:
+        """The threshold does nothing; the watermark may: by less than the simulator is sure of."""
+        return [
+            Prediction(values={
+                "ttft_p95_ms": (100.0 if c.get("max_num_seqs") == 16 else 200.0)
+                * (1.0 if "watermark" in c else 1.012),
+            })
+            for c in candidates
+        ]  # fmt: skip
+
+
+def test_what_one_launch_said_is_not_left_out_after_the_last_comparison_was_lost(tmp_path: Path) -> None:
+    night = Misled(tmp_path)
+    run = night.run()
+    night.search(run, (4, 16, 64, *[8] * 45))
+    said, found = night.attributed(run, night.predict)
+    assert found is not None
+    assert found.published, found.sentence
+    assert [(g.name, g.kept, g.how) for g in found.knobs] == [
+        ("long_prefill_token_threshold", False, "predicted"), ("max_num_seqs", True, "predicted"),
+        ("watermark", True, "measured"),
+    ]  # fmt: skip
+    assert "the reduced configuration was" in found.knobs[2].why
+    profile = night.store.profile(said.profiles["challenger"].id)
+    assert profile.candidate == Candidate({"max_num_seqs": 16, "watermark": 0.01})
+    launches = {each.id: each.directory or "" for each in night.store.launches(profile.study_id)}
+    reduced = next(t for t in night.store.trials(profile.study_id) if t.number == found.reduced)
+    assert all(".4-" in launches[m.launch_id or ""] for m in reduced.measurements)
+    assert found.seconds <= 0.3 * found.search_s
+
+
+def test_a_later_run_does_not_lose_the_same_comparison_again(tmp_path: Path) -> None:
+    night = Misled(tmp_path)
+    run = night.run()
+    night.search(run)
+    said, found = night.attributed(run, night.predict)
+    assert found is not None
+    assert not found.published, "there is no room for a second comparison"
+    assert found.last
+    night.store.save_run(replace(run, state=RunState.FINISHED, ended_at=said.at), said)
+    later = night.run()
+    night.search(later, [8] * 24)
+    made = len(night.launched)
+    said, again = night.attributed(later, night.predict)
+    assert again is not None
+    assert again.published, again.sentence
+    assert [g.name for g in again.knobs if not g.kept] == ["long_prefill_token_threshold"]
+    asked = [number for number, _ in night.launched[made:]]
+    assert found.reduced not in asked
+
+
 @pytest.mark.parametrize("more", range(5))
 def test_a_run_that_is_stopped_while_it_asks_goes_on_where_it_was(tmp_path: Path, more: int) -> None:
     """Two launches without a knob (one is the reduced configuration), the winner, then both again."""
@@ -209,6 +282,14 @@ def test_a_search_pays_for_one_attribution(tmp_path: Path) -> None:
     night.store.save_run(replace(run, state=RunState.FINISHED, ended_at=said.at), said)
     _, again = night.attributed(night.run())
     assert again is not None
+    print(
+        "WON",
+        said.winner,
+        again.winner,
+        again.sentence,
+        [(g.name, g.kept, g.how, g.why) for g in again.knobs],
+        found.winner,
+    )
     assert "there is room for 0 launches" in again.sentence
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.history.records import newest_conclusion
-from tests.tuning.studies import STUDY, write
+from tests.tuning.studies import SPACE, STUDY, write
 from tuner.conclusions import Conclusion, Judgement
 from tuner.errors import Aborted, Infeasible
 from tuner.history.store import Store
@@ -60,11 +60,13 @@ def asked_once() -> Surveyed:
 class Night:
     """A study whose launches are answered by a function, so that its truth is known. Each takes a minute."""
 
+    space = SPACE
+
     def __init__(self, folder: Path, speed: Speed = quiet, plan: str = "brief", extra: str = "") -> None:
         self.speed, self.now, self.launched = speed, NOW, list[tuple[int, int]]()
         text = STUDY.replace("plan: quick", f"plan: {plan}") + extra
         self.store = Store(f"sqlite:///{folder / 'tuner.db'}")
-        path = write(folder, text)
+        path = write(folder, text, self.space)
         self.prepared = prepare(
             read(path), name="study.yaml", base=folder, store=self.store, now=NOW, surveyed=asked_once()
         )
@@ -87,7 +89,7 @@ class Night:
                 number=number, attempt=0, seed=0, origin="search" if number else "baseline", now=self.now,
                 directory=str(self.bench.directory(number, "0")),
             )  # fmt: skip
-            ended = replace(trial, state=TrialState.COMPLETE, effective={"max_num_seqs": value})
+            ended = replace(trial, state=TrialState.COMPLETE, effective=dict(trial.candidate))
             numbers = self.measurement(value, "search", 0)
             self.store.finish_trial(
                 replace(ended, measurements=(numbers,), ended_at=self.now, gpu_seconds=60.0)
@@ -113,7 +115,7 @@ class Night:
             raise self.cut_by
         seqs = order.spec.asked["max_num_seqs"]
         assert isinstance(seqs, int)
-        note(Serving(effective={"max_num_seqs": seqs}, timeline={"ready_s": 30.0}, kv_tokens=None))
+        note(Serving(effective=dict(order.spec.asked), timeline={"ready_s": 30.0}, kv_tokens=None))
         self.now += timedelta(minutes=1)
         self.launched.append((order.number, order.passes[0].repeat))
         made = [self.measurement(seqs, each.purpose, each.repeat) for each in order.passes]

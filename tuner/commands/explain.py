@@ -43,9 +43,9 @@ def attribution_of(store: "Store", profile: "Profile") -> "Attribution":
     found = store.attribution(run)
     if found is None:
         from tuner.report.explain import why_none
-        from tuner.tuning.attribution import attribution_of as label_of
+        from tuner.tuning.attribution import attribution_labels
 
-        began = f"-confirm-{label_of(run)}-"
+        began = f"-confirm-{attribution_labels(run)[0]}-"
         begun = any(began in (each.directory or "") for each in store.launches(profile.study_id))
         why = why_none(store.conclusion(run), store.study(profile.study_id).spec.get("plan"), begun=begun)
         raise NotFound(f"run {run} did not ask which knobs pay: {why}")

@@ -65,9 +65,9 @@ class Attributing:
         self._asked = asked_of(self.context.prepared)
 
     @property
-    def own(self) -> str:
-        """The label of the attribution's own launches."""
-        return attribution_of(self.run.id)
+    def own(self) -> tuple[str, str]:
+        """The labels of the attribution's own launches: of the first last comparison, and of a second one."""
+        return attribution_labels(self.run.id)
 
     @property
     def names(self) -> list[str]:
@@ -87,10 +87,37 @@ class Attributing:
         for name in self.names:
             gains.append(await self._gain(name, allowed))
         gains = self._together(gains)
-        dropped = [g.name for g in gains if not g.kept]
-        if not dropped:
+        if self._was_worse(gains):
+            gains = self._restored(gains)
+        if not _dropped(gains):
             return self._record(gains)
-        return await self._last(gains, self.without(dropped))
+        found = await self._last(gains, self.own[0])
+        fewer = self._restored(gains)
+        if found.published or not found.last or not _dropped(fewer) or self._room < self._needed:
+            return found
+        return await self._last(fewer, self.own[1])
+
+    def _was_worse(self, gains: Sequence[KnobGain]) -> bool:
+        """Whether an earlier run found the same reduced configuration worse than the winner."""
+        store, reduced = self.context.store, self.without(_dropped(gains))
+        for run in store.runs(self.run.study_id):
+            if run.id == self.run.id or (found := store.attribution(run.id)) is None:
+                continue
+            if found.winner != self.winner.number or found.published or not found.last:
+                continue
+            if any(t.number == found.reduced and t.candidate == reduced for t in store.trials(run.study_id)):
+                return True
+        return False
+
+    def _restored(self, gains: Sequence[KnobGain]) -> list[KnobGain]:
+        """What is left out after the reduced configuration was worse: one launch without a knob may mislead,
+        so the knobs that were measured are kept; only the one that lost most, where all were measured.
+        """
+        suspects = [g for g in gains if not g.kept and g.how == "measured"]
+        if len(suspects) == len(_dropped(gains)) > 1:
+            suspects = [max(suspects, key=lambda g: _loss_of(g.gains))]
+        why = "one launch was not worse without it, the reduced configuration was"
+        return [replace(g, kept=True, why=why) if g in suspects else g for g in gains]
 
     @property
     def search_s(self) -> float:
@@ -113,7 +140,7 @@ class Attributing:
         """How many launches, those made before an interruption included, the share of the search, the run's
         own limit and its window leave.
         """
-        made = len(launches_of(self.context, self.own))
+        made = self._made
         cost = cost_of(self.context, self.run, self.label)
         spans = [
             (each.ended_at - each.started_at).total_seconds()
@@ -131,6 +158,15 @@ class Attributing:
             left_s = (self.run.deadline - self.context.clock()).total_seconds()
             limits.append(made + left_s / fmean(spans))
         return math.floor(min(limits))
+
+    @property
+    def _made(self) -> int:
+        return sum(len(launches_of(self.context, label)) for label in self.own)
+
+    @property
+    def _room(self) -> int:
+        """How many more launches there is room for."""
+        return self.launches_left() - self._made
 
     def without(self, names: Sequence[str]) -> Candidate:
         """The winner with some knobs as today's configuration has them."""
@@ -165,11 +201,10 @@ class Attributing:
         if not less.feasible:
             return replace(gain, how="predicted", why="without it the simulator expects failures")
         gains = self._expected(less, whole)
-        losses = [worse_by(d.metric, d.after or 0.0, d.before or 0.0) for d in gains if d.after]
         found = replace(gain, how="predicted", gains=gains, mechanism=mechanism(less.values, whole.values))
         if gains and all(abs(d.change or 0.0) < INERT for d in gains):
             return replace(found, kept=False, why="nothing changes without it")
-        return found if max(losses, default=0.0) > SURE else None
+        return found if _loss_of(gains) > SURE else None
 
     def _expected(self, less: Prediction, whole: Prediction) -> tuple[Difference, ...]:
         """The winner against the winner without a knob, as predicted."""
@@ -178,19 +213,18 @@ class Attributing:
             before, after = less.values.get(name), whole.values.get(name)
             if not before or after is None or not (math.isfinite(before) and math.isfinite(after)):
                 continue
-            change = (after - before) / before
-            reach = abs(change) * 2 * whole.spread.get(name, 0.1)
+            change, reach = (after - before) / before, 2 * whole.spread.get(name, 0.1)
+            low, high = sorted((after / before) ** (1 + off) - 1 for off in (-reach, reach))
             better = (change > 0) == is_maximized(name)
             found.append(Difference(
-                metric=name, before=before, after=after, change=change, low=change - reach,
-                high=change + reach, repeats=0,
-                word="open" if abs(change) < INERT else "better" if better else "worse",
+                metric=name, before=before, after=after, change=change, low=low, high=high, repeats=0,
+                word="open" if abs(change) < INERT or reach >= 1 else "better" if better else "worse",
             ))  # fmt: skip
         return tuple(found)
 
     async def _measured(self, gain: KnobGain, candidate: Candidate) -> KnobGain:
         """One launch without the knob, beside the winner's launches of the confirmation."""
-        trial = await self._trial(candidate, f"without {gain.name}")
+        trial = await self._trial(candidate, f"without {gain.name}", self.own[0])
         if trial.state is not TrialState.COMPLETE or trial.measurement is None:
             return replace(gain, how="measured", why=f"without it: {trial.reason}")
         own = replace(trial.measurement, purpose="confirm", repeat=1)
@@ -201,16 +235,15 @@ class Attributing:
             measured={trial.number: [own], self.winner.number: rows},
         )  # fmt: skip
         gains = differences(self._asked, found, self.winner, spreads_of(self._asked, found))
-        losses = [worse_by(d.metric, d.after, d.before) for d in gains if d.after and d.before]
-        pays = max(losses, default=0.0) > PAYS
+        pays = _loss_of(gains) > PAYS
         whole, less = self.predict([self.winner.candidate, candidate]) if self.predict else (None, None)
         told = mechanism(less.values, whole.values) if whole and less else ""
         why = "" if pays else "nothing is worse without it"
         return replace(gain, how="measured", kept=pays, gains=gains, mechanism=told if pays else "", why=why)
 
-    async def _trial(self, candidate: Candidate, origin: str) -> Trial:
-        """A trial of the study, launched under the attribution's label, unless it was already."""
-        store, study, folder = self.context.store, self.context.prepared.study, folder_of(self.own, 1, 0)
+    async def _trial(self, candidate: Candidate, origin: str, label: str) -> Trial:
+        """A trial of the study, launched under a label of the attribution, unless it was already."""
+        store, study, folder = self.context.store, self.context.prepared.study, folder_of(label, 1, 0)
         trials = store.trials(study.id)
         for done in trials:
             ours = done.run_id == self.run.id and (done.directory or "").endswith(folder)
@@ -244,27 +277,21 @@ class Attributing:
         less = self.predict([candidate])[0]
         if not less.feasible:
             return math.inf
-        pairs = self._expected(less, whole)
-        return max(
-            (worse_by(d.metric, d.after, d.before) for d in pairs if d.after and d.before), default=0.0
-        )
+        return _loss_of(self._expected(less, whole))
 
-    async def _last(self, gains: Sequence[KnobGain], reduced: Candidate) -> Attribution:
+    async def _last(self, gains: Sequence[KnobGain], label: str) -> Attribution:
         """The reduced configuration beside the winner in turns; it is published only if it is not worse."""
-        trial = await self._trial(reduced, "reduced")
+        trial = await self._trial(self.without(_dropped(gains)), "reduced", label)
         if trial.state is not TrialState.COMPLETE or trial.measurement is None:
             return self._record(gains, reduced=trial, why=f"the reduced configuration failed: {trial.reason}")
         if not any(s.held_out for s in self.context.prepared.study.slices):
             again = replace(trial.measurement, purpose="confirm", repeat=1)
             self.context.store.add_measurement(trial.id, again)
-        rounds = Rounds(
-            context=self.context, run=self.run, label=self.own, dropped={}, what="last comparison"
-        )
+        rounds = Rounds(context=self.context, run=self.run, label=label, dropped={}, what="last comparison")
         arms = [self.winner, trial]
-        allowed = self.launches_left()
 
         def left() -> list[Trial]:
-            room = allowed - self._used - 2 * rounds.done(arms) >= len(arms)
+            room = self._room >= len(arms)
             return arms if room and self._doubtful(self._differences(rounds, arms)) else []
 
         await rounds.measure(arms, least=LEAST_ROUNDS, most=MOST_ROUNDS, left=left)
@@ -275,7 +302,7 @@ class Attributing:
 
     def _differences(self, rounds: Rounds, arms: Sequence[Trial]) -> tuple[Difference, ...]:
         measured, dropped = rounds.measured(arms)
-        earlier = noise_before(self.context.store, self._asked, without=self.own)
+        earlier = noise_before(self.context.store, self._asked, without=rounds.label)
         found = Repeats(base=arms[0], finalists=arms[1:], measured=measured, dropped=dropped, earlier=earlier)
         return differences(self._asked, found, arms[1], spreads_of(self._asked, found))
 
@@ -290,7 +317,7 @@ class Attributing:
     ) -> Attribution:  # fmt: skip
         if not published:
             gains = [g if g.kept else replace(g, kept=True, why=f"{g.why}; {why}") for g in gains]
-        seconds = cost_of(self.context, self.run, self.own).confirm_s
+        seconds = sum(cost_of(self.context, self.run, label).confirm_s for label in self.own)
         found = Attribution(
             run_id=self.run.id, study_id=self.run.study_id, at=self.context.clock(),
             winner=self.winner.number, reduced=reduced.number if reduced else None, published=published,
@@ -300,9 +327,20 @@ class Attributing:
         return replace(found, sentence=sentence_of(found, why))
 
 
-def attribution_of(run_id: str) -> str:
-    """The label of the launches with which a run attributes its winner."""
-    return f"{label_of(run_id)}.3"
+def _dropped(gains: Sequence[KnobGain]) -> list[str]:
+    return [g.name for g in gains if not g.kept]
+
+
+def _loss_of(changes: Sequence[Difference]) -> float:
+    """By how much the winner without a knob is worse, in the objective that loses most."""
+    return max((worse_by(d.metric, d.after, d.before) for d in changes if d.after and d.before), default=0.0)
+
+
+def attribution_labels(run_id: str) -> tuple[str, str]:
+    """The labels of the launches with which a run attributes its winner: the second is that of a comparison
+    with fewer knobs left out, after the first was lost.
+    """
+    return f"{label_of(run_id)}.3", f"{label_of(run_id)}.4"
 
 
 def _seen() -> frozenset[str]:

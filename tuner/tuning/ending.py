@@ -14,7 +14,7 @@ from tuner.records import JSON, Profile, Run, Trial, TrialState
 from tuner.search import trial_view
 from tuner.search.acquisition import Predict
 from tuner.tuning import quality
-from tuner.tuning.attribution import Attributing, attribute, attribution_of
+from tuner.tuning.attribution import Attributing, attribute, attribution_labels
 from tuner.tuning.concluding import remeasured, unconfirmed
 from tuner.tuning.confirm import (
     Confirmation,
@@ -91,7 +91,7 @@ class Ending:
     @property
     def attributing(self) -> bool:
         """Whether this run had begun to find out which knobs of its winner pay: its search is over."""
-        return bool(launches_of(self._context, attribution_of(self._run.id)))
+        return any(launches_of(self._context, label) for label in attribution_labels(self._run.id))
 
     def too_short(self, going: Confirmation) -> str | None:
         """Why a confirmation does not fit into the rest of the run; None if it does."""
@@ -214,7 +214,9 @@ def publish(
     if said.winner is not None:
         number, own = said.winner, label
         if attribution is not None and attribution.published and attribution.reduced is not None:
-            number, own = attribution.reduced, attribution_of(run.id)
+            number = attribution.reduced
+            labels = attribution_labels(run.id)
+            own = next((each for each in labels if kept(context, each, latest[number].id)), label)
         found[registry.CHALLENGER] = _profile(
             context, run, said, latest[number], registry.CHALLENGER, own, attribution
         )
