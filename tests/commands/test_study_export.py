@@ -26,8 +26,9 @@ from tests.history.records import NOW, a_conclusion, a_measurement, a_run, a_stu
 from tuner.conclusions import PublishedProfile
 from tuner.errors import BadInput
 from tuner.history.store import Store
-from tuner.records import Candidate, RunState, TrialState, Violation
+from tuner.records import Candidate, RunState, Trial, TrialState, Violation
 from tuner.report.card import key_of
+from tuner.search.sampler import export
 
 
 @pytest.fixture
@@ -70,6 +71,24 @@ def test_every_trial_is_a_row_of_csv_and_parquet(home: Path) -> None:
         pytest.approx(float(rows[0]["goodput_rps"])),
         None,
         None,
+    ]
+
+
+def test_23_a_knob_that_a_trial_left_to_its_engine_is_exported_as_the_engine_had_it(tmp_path: Path) -> None:
+    """Not as the baseline, which sets it, has it."""
+    study, url = a_study(), f"sqlite:///{tmp_path / 'optuna.db'}"
+    base = Trial(
+        id=1, study_id=study.id, run_id="r", number=0, candidate=Candidate({"max_num_seqs": 64}),
+        origin="baseline", effective={"max_num_seqs": 64, "block_size": 16}, started_at=NOW,
+    )  # fmt: skip
+    left = replace(
+        base, id=2, number=1, origin="tpe", candidate=Candidate({"block_size": 32}),
+        effective={"max_num_seqs": 256, "block_size": 32},
+    )  # fmt: skip
+    made = optuna.load_study(study_name=export(study, [base, left], url), storage=url)
+    assert [t.params for t in made.trials] == [
+        {"max_num_seqs": 64, "block_size": 16},
+        {"max_num_seqs": 256, "block_size": 32},
     ]
 
 

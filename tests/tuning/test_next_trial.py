@@ -20,6 +20,7 @@ from tuner.tuning.calibrated_predictor import StudyPredictor, card_for, forecast
 from tuner.tuning.live import fits, widest
 from tuner.tuning.next_trial import (
     RELAUNCHED,
+    at_levels,
     best,
     expected_gain,
     first_candidates,
@@ -340,6 +341,48 @@ def test_M2_recompute_is_the_engine_s_default_and_is_launched_no_second_time(pre
         assert key(asked.with_values(preemption="offload:8")) != key(prepared.baseline)
     held = measured(0, Candidate({"preemption": "offload:8"}), values(900.0))
     assert minimal(space, [held], asked) == Candidate({"preemption": "recompute"})
+
+
+def test_23_a_knob_that_today_sets_and_a_candidate_leaves_open_has_the_engine_s_value_not_today_s(
+    prepared: Prepared,
+) -> None:
+    levels = {**prepared.space.levels, "max_num_seqs": (None, 4, 16, 64)}
+    asked = replace(prepared, space=replace(prepared.space, levels=levels))
+    left, wide = (Candidate({"block_size": size, "max_num_batched_tokens": 512}) for size in (16, 32))
+    today = left.with_values(max_num_seqs=16)
+    base = measured(0, today, values(900.0))
+    view = view_of(asked, [base])
+    new = {c: view.is_new(c, lambda candidate: None) for c in (today, left, left.with_values(max_num_seqs=4))}
+    assert list(new.values()) == [False, True, True]
+    assert view.key(left) != view.key(today)
+    assert view.encoding.first == view.encoding.point(today) != view.encoding.point(left)
+    unset = measured(1, wide, values(800.0), effective={**EFFECTIVE, **wide, "max_num_seqs": 64})
+    both = view_of(asked, [base, unset])
+    assert not both.is_new(wide, lambda candidate: None)
+    assert not both.is_new(wide.with_values(max_num_seqs=64), lambda candidate: None)
+
+
+def test_23_a_mode_or_limit_of_today_that_is_left_open_tells_no_derived_limit(prepared: Prepared) -> None:
+    levels: dict[str, tuple[Value, ...]] = {**prepared.space.levels, "enable_chunked_prefill": (None, False)}
+    levels["max_num_seqs"] = (None, 4, 16)
+    space = replace(prepared.space, levels=levels)
+    base = ran(0, 16, 2048)
+    held = replace(
+        base,
+        candidate=Candidate({"max_num_seqs": 16, "enable_chunked_prefill": False}),
+        effective={**base.effective, "enable_chunked_prefill": False},
+    )
+    encoding = encode(space, trial_view.defaults_of([held]))
+    assert encoding.budget(held.candidate) == 2048
+    assert encoding.budget({"max_num_seqs": 16}) is None
+    assert encoding.budget({"enable_chunked_prefill": False}) is None
+
+
+def test_23_a_seed_leaves_open_what_it_left_open(prepared: Prepared) -> None:
+    levels = {**prepared.space.levels, "max_num_batched_tokens": (None, 512, 1024)}
+    asked = replace(prepared, space=replace(prepared.space, levels=levels))
+    seed = Candidate({"max_num_seqs": 16, "block_size": 16})
+    assert at_levels(asked, [ran(0, 16, 2048)], seed) == seed
 
 
 def test_layout_knobs_that_one_card_leaves_at_one_do_not_end_predictions(prepared: Prepared) -> None:

@@ -219,7 +219,7 @@ def problem_of(
     return SearchState(
         names=encoding.names,
         sizes=tuple(len(values) for values in encoding.levels),
-        first=encoding.point(Candidate()),
+        first=encoding.first,
         trials=trials,
         scale=scale,
         predict=None if predict is None else lambda points: predict([encoding.candidate(p) for p in points]),

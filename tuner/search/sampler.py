@@ -237,7 +237,7 @@ def propose(
     own = TunerSampler(
         objectives=scale.objectives,
         scale=scale,
-        baseline=dict(zip(encoding.names, encoding.point(Candidate()) or (), strict=False)),
+        baseline=dict(zip(encoding.names, encoding.first or (), strict=False)),
         predict=None if predict is None else lambda found: predict([at(c) for c in found]),
         allowed=lambda indices: allowed(at(indices)),
         seed=seed,
@@ -324,11 +324,9 @@ def export(study: Study, trials: Sequence[Trial], url: str) -> str:
         made.set_metric_names(list(study.objectives))
     for key in ("model", "node", "gpu_class", "workload", "engine_version", "trace_digest"):
         made.set_user_attr(key, getattr(study, key))
-    defaults = trial_view.defaults_of(trials)
-    named = {n for t in trials for n in t.candidate}
-    ran = {
-        t.id: Candidate({n: v for n, v in {**defaults, **t.candidate}.items() if n in named}) for t in trials
-    }
+    own, named = trial_view.own_of(trials), {n for t in trials for n in t.candidate}
+    wholes = {t.id: {**t.effective, **own, **t.candidate} for t in trials}
+    ran = {i: Candidate({n: v for n, v in whole.items() if n in named}) for i, whole in wholes.items()}
     space = _space(list(ran.values()))
     for trial in sorted(trials, key=lambda t: (t.number, t.attempt)):
         made.add_trial(_frozen(trial, study, ran[trial.id], space))

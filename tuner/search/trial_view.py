@@ -4,8 +4,9 @@ costs.
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -33,12 +34,15 @@ Point = tuple[int, ...]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoding:
     """Turns candidates into points and back. Trials store values and no points, so the levels of a space may
-    change between runs."""
+    change between runs. `defaults` is the baseline, `own` what an engine runs with that is not asked for a
+    knob, as far as known.
+    """
 
     space: Space
     names: tuple[str, ...]
     levels: tuple[tuple[Value, ...], ...]
-    defaults: Mapping[str, Value]
+    defaults: "Defaults"
+    own: Mapping[str, Value]
 
     @property
     def size(self) -> int:
@@ -57,7 +61,7 @@ class Encoding:
         """
         found = []
         for name, values in zip(self.names, self.levels, strict=True):
-            own = own_budget(self.defaults, candidate) if name == BUDGET else None
+            own = self.budget(candidate) if name == BUDGET else None
             value = candidate.get(name, own)
             index = _place(value, values) if name in candidate or own else self._default(name, values)
             if index is None:
@@ -66,10 +70,32 @@ class Encoding:
         return tuple(found)
 
     def _default(self, name: str, values: tuple[Value, ...]) -> int:
-        placed = _place(self.defaults[name], values) if name in self.defaults else None
+        placed = _place(self.own[name], values) if name in self.own else None
         if placed is not None:
             return placed
         return values.index(None) if None in values else 0
+
+    @property
+    def first(self) -> Point | None:
+        """Where the baseline lies."""
+        return replace(self, own=self.defaults).point({})
+
+    def budget(self, asked: Mapping[str, Value]) -> Value:
+        """The max_num_batched_tokens of a fresh engine that is asked for everything but that; None: no launch
+        of the study has shown it.
+        """
+        shown, uncut = self.defaults.budgets, self.defaults.uncut
+        if shown is None or BUDGET not in self.own:
+            return self.own.get(BUDGET)
+        whole = {**self.own, **{name: value for name, value in asked.items() if value is not None}}
+        if any(whole.get(name) != self.defaults.get(name) for name in MODES):
+            return None
+        seqs, length = whole.get(SEQS), whole.get(LENGTH)
+        if seqs in shown:
+            return shown[seqs]
+        if not (isinstance(uncut, int) and isinstance(seqs, int) and isinstance(length, int)):
+            return None
+        return uncut if uncut <= seqs * length else None
 
     def completed(self, candidate: Mapping[str, Value]) -> Candidate:
         """What the engine would run: the candidate over the known defaults, without what is then inactive.
@@ -78,26 +104,31 @@ class Encoding:
         return self._filled(self.space.canonical(self._filled(candidate)))
 
     def _filled(self, candidate: Mapping[str, Value]) -> Candidate:
-        known = {name: self.defaults[name] for name in self.names if name in self.defaults}
+        known = {name: self.own[name] for name in self.names if name in self.own}
         asked = {
             name: known[name] if value is None and name in known else value
             for name, value in candidate.items()
         }
         whole = {**known, **asked}
         if BUDGET in known and candidate.get(BUDGET) is None:
-            whole[BUDGET] = own_budget(self.defaults, whole)
+            whole[BUDGET] = self.budget(whole)
         return Candidate({name: _plain(value) for name, value in whole.items()})
 
     def random(self, rng: np.random.Generator) -> Point:
         return tuple(int(rng.integers(len(values))) for values in self.levels)
 
 
-def encode(space: Space, defaults: Mapping[str, Value]) -> Encoding:
-    """The encoding of a space; `defaults` is the baseline's effective configuration, as far as known."""
+def encode(space: Space, defaults: Mapping[str, Value], unset: Iterable[str] = ()) -> Encoding:
+    """The encoding of a space; `defaults` is the baseline's effective configuration, as far as known. The
+    engine's own value is not known of `unset`, nor of a knob that the baseline sets and the space may leave
+    unset.
+    """
     names = tuple(name for name, values in space.levels.items() if len(values) > 0)
-    return Encoding(
-        space=space, names=names, levels=tuple(tuple(space.levels[n]) for n in names), defaults=defaults
-    )
+    known = defaults if isinstance(defaults, Defaults) else Defaults(defaults)
+    unknown = {*unset, *(name for name in known.asked if None in space.levels.get(name, ()))}
+    own = {name: value for name, value in known.items() if name not in unknown}
+    levels = tuple(tuple(space.levels[n]) for n in names)
+    return Encoding(space=space, names=names, levels=levels, defaults=known, own=own)
 
 
 def _plain(value: Value) -> Value:
@@ -157,42 +188,39 @@ BUDGET, SEQS, LENGTH = "max_num_batched_tokens", "max_num_seqs", "max_model_len"
 MODES = (LENGTH, "enable_chunked_prefill", "performance_mode")
 
 
-def own_budget(defaults: Mapping[str, Value], asked: Mapping[str, Value]) -> Value:
-    """The max_num_batched_tokens of a fresh engine that is asked for everything but that; None: no launch of
-    the study has shown it. `defaults` is what `defaults_of` gives.
+class Defaults(dict[str, Value]):
+    """A baseline's whole configuration: what it sets (`asked`), and the engine's own values as far as known.
+
+    `budgets` are the engine's own BUDGET by SEQS, as the launches of the study showed it; None where the
+    baseline sets it, or its engine does not report what it depends on. `uncut` is the one that was not cut,
+    None where no launch showed it.
     """
-    if UNCUT not in defaults:
-        return defaults.get(BUDGET)
-    if any(asked.get(name) not in (None, defaults.get(name)) for name in MODES):
-        return None
-    seqs, length, uncut = asked.get(SEQS) or defaults.get(SEQS), defaults[LENGTH], defaults[UNCUT]
-    if (shown := defaults.get(f"{BUDGET}@{seqs}")) is not None:
-        return shown
-    if not (isinstance(uncut, int) and isinstance(seqs, int) and isinstance(length, int)):
-        return None
-    return uncut if uncut <= seqs * length else None
+
+    asked: Mapping[str, Value] = MappingProxyType({})
+    budgets: Mapping[Value, int] | None = None
+    uncut: int | None = None
 
 
-# In `defaults_of`: the engine's own BUDGET where it was not cut, None where no launch showed that.
-UNCUT = f"{BUDGET}@uncut"
-
-
-def _own_budgets(base: Trial, trials: Sequence[Trial]) -> dict[str, Value]:
-    """The engine's own BUDGET by SEQS, as the launches of a study showed it. Nothing where the baseline sets
-    it, or its engine does not report what it depends on.
+def defaults_of(trials: Sequence[Trial]) -> Defaults:
+    """The baseline's whole configuration: the knobs that it sets, and the engine's own values as far as
+    known.
     """
-    if BUDGET in base.candidate or not {BUDGET, SEQS, LENGTH} <= base.effective.keys():
-        return {}
-    found: dict[str, Value] = {UNCUT: None}
+    base = _introduced(trials)
+    found = Defaults() if base is None else Defaults({**own_of(trials), **base.candidate})
+    if base is not None:
+        found.asked = base.candidate
+    if base is None or BUDGET in base.candidate or not {BUDGET, SEQS, LENGTH} <= base.effective.keys():
+        return found
+    found.budgets = budgets = {}
     for trial in latest(trials):
         ran = trial.effective
         alike = all(ran.get(name) == base.effective.get(name) for name in MODES)
         budget, seqs, length = ran.get(BUDGET), ran.get(SEQS), ran.get(LENGTH)
         if trial.screened or BUDGET in trial.candidate or not alike or not isinstance(budget, int):
             continue
-        found[f"{BUDGET}@{seqs}"] = budget
+        budgets[seqs] = budget
         if isinstance(seqs, int) and isinstance(length, int) and budget != seqs * length:
-            found[UNCUT] = budget
+            found.uncut = budget
     return found
 
 
@@ -210,14 +238,6 @@ def own_of(trials: Sequence[Trial]) -> Mapping[str, Value]:
         return {}
     found = {"preemption": "recompute", **base.effective}
     return {name: value for name, value in found.items() if name not in {*base.candidate, *DERIVED}}
-
-
-def defaults_of(trials: Sequence[Trial]) -> Mapping[str, Value]:
-    """The baseline's whole configuration: the knobs that it sets, and the engine's own values as far as
-    known.
-    """
-    base = _introduced(trials)
-    return {} if base is None else {**own_of(trials), **base.candidate, **_own_budgets(base, trials)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from tuner.engine import limits
 from tuner.engine.failures import KINDS
 from tuner.errors import Aborted, EngineError, Infeasible, StudyFailed
 from tuner.records import Candidate, Launch, LaunchSpec, Trial, Value
-from tuner.search.trial_view import BUDGET, SEQS, UNCUT, encode, own_budget
+from tuner.search.trial_view import BUDGET, SEQS, encode
 from tuner.tuning.context import EngineHost, LaunchJob, LaunchResult, Pass, RunContext, held, largest_kv
 from tuner.tuning.study import Prepared, flag_name
 from tuner.tuning.trial import (
@@ -90,16 +90,16 @@ def fits(
     """The limits that turn a running engine, which reports `effective`, into what a launch of the candidate
     would be; None where that is not enough, or not known.
     """
-    unset = {name for name in prepared.baseline if name not in candidate}  # today's value is not the engine's
-    encoding = encode(prepared.space, {n: v for n, v in defaults.items() if n not in unset})
+    # What the candidate does not set is not today's value, but the engine's own.
+    encoding = encode(prepared.space, defaults, unset=prepared.baseline.keys() - candidate.keys())
     knobs = adapter_of(prepared.facts.kind).live_knobs
     before, after = encoding.completed(launched), encoding.completed(candidate)
     found = limits.changeable(before, after, knobs)
     set_by_hand = BUDGET in candidate or flag_name(BUDGET) in masking.arguments(prepared.fixed)
     moved = BUDGET in launched or before.get(SEQS) != after.get(SEQS)
-    if found is None or set_by_hand or not moved or UNCUT not in defaults:
+    if found is None or set_by_hand or not moved or encoding.defaults.budgets is None:
         return found
-    own, most = own_budget(defaults, after), launched.get(BUDGET, (effective or {}).get(BUDGET))
+    own, most = encoding.budget(after), launched.get(BUDGET, (effective or {}).get(BUDGET))
     if not isinstance(own, int) or not isinstance(most, int) or own > most:
         return None
     return {**found, BUDGET: own}

@@ -363,7 +363,7 @@ def minimal(space: SearchSpace, trials: Sequence[Trial], candidate: Candidate) -
     """
     own = dict(trial_view.own_of(trials))
     if trial_view.BUDGET in own:
-        own[trial_view.BUDGET] = trial_view.own_budget(trial_view.defaults_of(trials), candidate)
+        own[trial_view.BUDGET] = encode(space, trial_view.defaults_of(trials)).budget(candidate)
     kept = {n: v for n, v in candidate.items() if own.get(n) is None or not same(v, own[n])}
     asked = list(kept)
     while asked:
@@ -406,8 +406,8 @@ def at_levels(prepared: Prepared, trials: Sequence[Trial], candidate: Candidate 
     where the space allows that; every other knob has the level nearest to the value that the engine uses.
     """
     space, asked = prepared.space, prepared.baseline if candidate is None else candidate
-    ran = trial_view.defaults_of(trials)
-    encoding = encode(space, {name: v for name, v in ran.items() if None not in space.levels.get(name, ())})
+    free = [name for name, values in space.levels.items() if None in values]
+    encoding = encode(space, trial_view.defaults_of(trials), unset=free)
     point = encoding.point(space.canonical(asked))
     return asked if point is None else encoding.candidate(point)
 
