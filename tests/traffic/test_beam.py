@@ -14,7 +14,7 @@ from tests.traffic.test_importers import put, quality
 from tests.traffic.upstream import post
 from tests.tuning.studies import STUDY, TRACE, tuner, write
 from tuner.errors import BadInput
-from tuner.traffic import reshape
+from tuner.traffic import structure
 from tuner.traffic import trace as traces
 from tuner.traffic.importers import read_any
 from tuner.traffic.statistics import describe
@@ -68,11 +68,11 @@ def test_traces_of_before_keep_their_digest_and_beams_go_round(tmp_path: Path) -
 
 def test_beams_become_samples_or_go_when_that_is_asked_for() -> None:
     trace = make([9, 9, 9], columns={"n": [1, 2, 1], "beam": [4, 2, 0]})
-    sampled, left = reshape.without_beams(trace, "sample"), reshape.without_beams(trace, "drop")
+    sampled, left = structure.without_beams(trace, "sample"), structure.without_beams(trace, "drop")
     assert (sampled.n.tolist(), sampled.beam.tolist()) == ([4, 2, 1], [0, 0, 0])
     assert left.beam.tolist() == [0]
     with pytest.raises(BadInput, match="expected sample or drop"):
-        reshape.without_beams(trace, "keep")
+        structure.without_beams(trace, "keep")
     assert describe(trace).beam_share == pytest.approx(2 / 3)
 
 

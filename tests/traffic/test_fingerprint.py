@@ -14,10 +14,16 @@ from tests.traffic.upstream import Upstream, post, proxied, served
 from tuner.errors import BadInput
 from tuner.traffic.capture.files import Sink
 from tuner.traffic.capture.recorder import Recorder
-from tuner.traffic.exchange import count_tokens, read_request, read_response
-from tuner.traffic.fingerprint import Fingerprints, runs, unpacked
+from tuner.traffic.exchange import (
+    Fingerprints,
+    Tokenizer,
+    count_tokens,
+    read_request,
+    read_response,
+    runs,
+    unpacked,
+)
 from tuner.traffic.importers import read_any
-from tuner.traffic.tokenizer import Tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}"

@@ -7,7 +7,7 @@ import pytest
 
 from tests.tuning.studies import tuner
 from tuner.errors import BadInput, NotFound, Unavailable
-from tuner.traffic.importers import detect, litellm_db, read_any
+from tuner.traffic.importers import detect, litellm, read_any
 
 CREATE = """CREATE TABLE "LiteLLM_SpendLogs" (
   request_id TEXT PRIMARY KEY, call_type TEXT NOT NULL, api_key TEXT, spend REAL, total_tokens INTEGER,
@@ -38,7 +38,7 @@ def database(tmp_path: Path) -> str:
 
 def test_rows_come_without_their_text(database: str, tmp_path: Path) -> None:
     file = tmp_path / "out.jsonl"
-    assert litellm_db.export(database, file) == 4
+    assert litellm.export(database, file) == 4
     assert "secret" not in file.read_text()
     assert detect(file) == "litellm"
     trace = read_any(file)
@@ -59,13 +59,13 @@ def test_the_command_line_takes_a_database(database: str, tmp_path: Path) -> Non
 
 def test_what_is_no_such_database_is_told_without_its_password(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="this database cannot be read"):
-        litellm_db.export("oracle://u:pw@host/db", tmp_path / "x")
+        litellm.export("oracle://u:pw@host/db", tmp_path / "x")
     with sqlite3.connect(tmp_path / "empty.db") as connection:
         connection.execute("CREATE TABLE a (b)")
     connection.close()
     with pytest.raises(NotFound, match="no table LiteLLM_SpendLogs"):
-        litellm_db.export(f"sqlite:///{tmp_path / 'empty.db'}", tmp_path / "x")
+        litellm.export(f"sqlite:///{tmp_path / 'empty.db'}", tmp_path / "x")
     with pytest.raises(Unavailable) as found:
-        litellm_db.export("postgresql://u:hush@127.0.0.1:9/db", tmp_path / "x")
+        litellm.export("postgresql://u:hush@127.0.0.1:9/db", tmp_path / "x")
     assert "hush" not in str(found.value)
     assert "u:***@127.0.0.1:9/db" in str(found.value)

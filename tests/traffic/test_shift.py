@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.traffic.conftest import make
-from tuner.traffic.shift import Shift, compare
+from tuner.traffic.statistics import Shift, compare
 from tuner.traffic.trace import Trace, build, bundled
 
 

@@ -14,10 +14,9 @@ from tests.traffic.conftest import make
 from tuner.errors import BadInput
 from tuner.records import Slice
 from tuner.traffic.importers import read_any
-from tuner.traffic.reshape import groups, merged, scaled, superposed, thinned
 from tuner.traffic.slices import Limits, choose, rows
 from tuner.traffic.statistics import dispersion
-from tuner.traffic.structure import reuse_by_capacity
+from tuner.traffic.structure import groups, merged, reuse_by_capacity, scaled, superposed, thinned
 from tuner.traffic.trace import Trace, build, bundled
 
 

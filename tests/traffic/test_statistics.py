@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.traffic.conftest import make
 from tuner.traffic.importers import read_any
 from tuner.traffic.prompts import Prompts
-from tuner.traffic.statistics import ServiceTimes, describe, dispersion, series
+from tuner.traffic.statistics import PREFILL_S, describe, dispersion, series
 from tuner.traffic.structure import (
     infer_sessions,
     new_tokens,
@@ -50,7 +50,7 @@ def test_concurrency_is_exact_where_times_were_observed() -> None:
     assert numbers.concurrency["mean"] == pytest.approx(2.5, abs=0.05)
     estimated = describe(make([8000] * 100, output=0), speed=2.0)
     assert estimated.concurrency["mean"] == pytest.approx(2.0, abs=0.05)
-    assert ServiceTimes().prefill_s * 8000 == 1.0
+    assert PREFILL_S * 8000 == 1.0
 
 
 def test_dispersion_of_poisson_is_one_and_of_bursts_is_not() -> None:

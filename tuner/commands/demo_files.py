@@ -136,7 +136,7 @@ def write_study(folder: Path, python: Path | None, own: "Trace | None" = None) -
 def _own(folder: Path, own: "Trace") -> str:
     """Write the own trace; what the study says of it."""
     from tuner.traffic import trace as traces
-    from tuner.traffic.reshape import up_to
+    from tuner.traffic.structure import up_to
 
     kept = up_to(own, LONGEST)
     if not len(kept):

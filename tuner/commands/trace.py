@@ -187,11 +187,11 @@ def _fetched(source: str) -> Iterator[Path]:
     if "://" not in source:
         yield Path(source).expanduser()
         return
-    from tuner.traffic.importers import litellm_db
+    from tuner.traffic.importers import litellm
 
     with TemporaryDirectory() as directory:
         file = Path(directory) / "litellm.jsonl"
-        say(f"read {many(litellm_db.export(source, file), 'row')}")
+        say(f"read {many(litellm.export(source, file), 'row')}")
         yield file
 
 
@@ -375,21 +375,21 @@ def reshape(
 
     Traces are added, thinned, multiplied and sped up, in this order.
     """
-    from tuner.traffic import reshape, structure
+    from tuner.traffic import structure
 
     found = open_trace(trace)[0]
     if also:
-        found = reshape.merged([found, *(open_trace(one)[0] for one in also)])
+        found = structure.merged([found, *(open_trace(one)[0] for one in also)])
     if beam is not None:
-        found = reshape.without_beams(found, beam)
+        found = structure.without_beams(found, beam)
     if sessions:
         found = structure.infer_sessions(found)
     if share != 1.0:
-        found = reshape.thinned(found, share, seed)
+        found = structure.thinned(found, share, seed)
     if copies != 1:
-        found = reshape.superposed(found, copies, seed)
+        found = structure.superposed(found, copies, seed)
     if speed != 1.0:
-        found = reshape.scaled(found, speed)
+        found = structure.scaled(found, speed)
     name = output.name.split(".")[0]
     _keep(found, output, name)
     typer.echo(
@@ -403,9 +403,9 @@ def diff(before: Ref, after: Ref, as_json: Json = False) -> None:
 
     Rate, lengths, mix and reuse, each with the size of the change.
     """
-    from tuner.traffic import shift
+    from tuner.traffic import statistics
 
-    found = shift.compare(open_trace(before)[0], open_trace(after)[0])
+    found = statistics.compare(open_trace(before)[0], open_trace(after)[0])
     if as_json:
         print_json(found)
         return

@@ -1,12 +1,199 @@
-"""Reads one request and its answer in OpenAI's format: what a trace needs of them, without their text."""
+"""Reads one request and its answer in OpenAI's format: what a trace needs of them, without their text.
+
+Tokens are counted with the model's own file (`tokenizers` library) and its chat template. Equality of prompts
+is kept as keyed chained hashes of blocks, numbered as they appear; no key is stored.
+"""
 
 import json
-from collections.abc import Mapping
+import secrets
+from array import array
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
-from tuner.traffic.fingerprint import Fingerprints
-from tuner.traffic.tokenizer import Tokenizer, plain_text
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from tuner.errors import BadInput
+
+
+class Tokenizer:
+    """A model's tokenizer.json, and the chat template beside it if there is one.
+
+    Without a template only the messages' contents are counted; `exact_chat` shows which of the two it is.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """`path` is tokenizer.json or the directory that holds it. BadInput when it cannot be used."""
+        given = Path(path)
+        file = given / "tokenizer.json" if given.is_dir() else given
+        if not file.is_file():
+            raise BadInput(
+                f"{file}: no such tokenizer file; give the model's tokenizer.json or its directory"
+            )
+        try:
+            from tokenizers import Tokenizer as Library
+        except ImportError as error:
+            raise BadInput(
+                "a tokenizer needs the extra 'capture': pip install 'vllm-config-tuner[capture]'"
+            ) from error
+        try:
+            self._library = Library.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception for a bad file
+            raise BadInput(f"{file}: not a tokenizer file: {error}") from error
+        self.name = file.parent.name or file.name
+        self._config = _config(file.parent)
+        source = _template(file.parent, self._config)
+        sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        self._template = None if source is None else sandbox.from_string(source)
+
+    @property
+    def exact_chat(self) -> bool:
+        """Whether messages are rendered by the model's own template."""
+        return self._template is not None
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of a text; `special` adds what the tokenizer puts around a prompt."""
+        return list(self._library.encode(text, add_special_tokens=special).ids)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> list[int]:
+        """Token ids of a conversation as the engine would see it, the answer's opening included."""
+        if self._template is not None:
+            names = ("bos_token", "eos_token", "pad_token", "unk_token")
+            special = {name: _token_text(self._config.get(name)) for name in names}
+            try:
+                text = self._template.render(
+                    messages=messages, tools=tools, add_generation_prompt=True, **special
+                )
+                return self.encode(text, special=False)
+            except (TemplateError, TypeError, ValueError):
+                pass
+        return self.encode("\n".join(plain_text(one) for one in messages))
+
+
+def plain_text(message: Mapping[str, Any]) -> str:
+    """The text of one message, its parts joined; parts that are not text are left out."""
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return f"{message.get('role', '')}: {content or ''}"
+
+
+def _config(directory: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads((directory / "tokenizer_config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _template(directory: Path, config: Mapping[str, Any]) -> str | None:
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text()
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+        found = named.get("default")
+    return found if isinstance(found, str) else None
+
+
+def _token_text(value: Any) -> str:
+    return str(value.get("content", "")) if isinstance(value, dict) else str(value or "")
+
+
+TOKEN_BLOCK = 16  # vLLM's default block size, so that blocks fit those of the engine
+MOST_BLOCKS_OF_A_PROMPT = 4_000_000  # 64 million tokens: more is a damaged file
+
+# Without a tokenizer, so many bytes count as one token.
+BYTES_PER_TOKEN = 4
+
+
+class Fingerprints:
+    """Block and name numbers of one capture. After `destroy` nothing can be compared with it any more.
+
+    `most` bounds memory: the hashes used longest ago are forgotten (and get a new number when seen again).
+    """
+
+    def __init__(self, *, block_size: int = TOKEN_BLOCK, most: int = 2_000_000) -> None:
+        self.block_size = block_size
+        self._key = bytearray(secrets.token_bytes(32))
+        self._most = most
+        self._numbers: OrderedDict[bytes, int] = OrderedDict()
+        self._names: dict[str, dict[bytes, int]] = {}
+        self._next = 0
+
+    def blocks(self, tokens: Sequence[int], context: str = "") -> list[int]:
+        """Numbers of the complete blocks of these tokens; equal number, equal tokens from the very start.
+
+        `context` is what else the engine's cache depends on (adapter, cache salt). A partial last block is
+        left out.
+        """
+        try:
+            raw = array("q", tokens).tobytes()
+        except (TypeError, OverflowError):
+            return []
+        return self._chain(raw, 8 * self.block_size, context)
+
+    def text_blocks(self, text: bytes, context: str = "") -> list[int]:
+        """The same for text without a tokenizer: BYTES_PER_TOKEN bytes count as one token."""
+        return self._chain(text, BYTES_PER_TOKEN * self.block_size, context)
+
+    def name(self, kind: str, text: str) -> int:
+        """The number of a client, session or model by first appearance; the text itself is not stored."""
+        known = self._names.setdefault(kind, {})
+        digest = blake2b(f"{kind}\0{text}".encode("utf-8", "replace"), key=self._key, digest_size=16).digest()
+        return known.setdefault(digest, len(known))
+
+    def destroy(self) -> None:
+        """Overwrite the key and forget every hash."""
+        for place in range(len(self._key)):
+            self._key[place] = 0
+        self._numbers.clear()
+        self._names.clear()
+
+    def _chain(self, raw: bytes, width: int, context: str) -> list[int]:
+        link = blake2b(context.encode("utf-8", "replace"), key=self._key, digest_size=16).digest()
+        found: list[int] = []
+        for start in range(0, len(raw) - width + 1, width):
+            link = blake2b(link + raw[start : start + width], key=self._key, digest_size=16).digest()
+            number = self._numbers.get(link)
+            if number is None:
+                number = self._numbers[link] = self._next
+                self._next += 1
+                if len(self._numbers) > self._most:
+                    self._numbers.popitem(last=False)
+            else:
+                self._numbers.move_to_end(link)
+            found.append(number)
+        return found
+
+
+def runs(ids: Sequence[int]) -> list[list[int]]:
+    """Ids as [start, length] runs of consecutive numbers: short, because new blocks are numbered in turn."""
+    packed: list[list[int]] = []
+    for one in ids:
+        if packed and packed[-1][0] + packed[-1][1] == one:
+            packed[-1][1] += 1
+        else:
+            packed.append([one, 1])
+    return packed
+
+
+def unpacked(packed: Sequence[Sequence[int]]) -> list[int]:
+    """The ids of runs. ValueError when they are not pairs of small whole numbers."""
+    found: list[int] = []
+    for pair in packed:
+        start, length = pair
+        if type(start) is not int or type(length) is not int or start < 0 or not 0 < length < 10_000_000:
+            raise ValueError(f"run {pair!r}")
+        if len(found) + length > MOST_BLOCKS_OF_A_PROMPT:
+            raise ValueError(f"more than {MOST_BLOCKS_OF_A_PROMPT:,} blocks")
+        found.extend(range(start, start + length))
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,8 @@
-"""The numbers of a trace (rates, bursts, lengths, concurrency, prefix reuse), and advice on knobs."""
+"""The numbers of a trace (rates, bursts, lengths, concurrency, prefix reuse), advice on knobs, and what has
+moved between two traces.
+"""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import cast
@@ -18,13 +21,8 @@ PERCENTILES = (1, 10, 50, 90, 95, 99, 100)
 WINDOWS_S = (1, 10, 60)
 CAPACITIES = (100_000, 400_000, 1_600_000, 6_400_000, None)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceTimes:
-    """A rough time per request where the trace did not observe one: seconds per input and output token."""
-
-    prefill_s: float = 1 / 8000
-    decode_s: float = 0.025
+# A rough time per request where the trace did not observe one: seconds per input and output token.
+PREFILL_S, DECODE_S = 1 / 8000, 0.025
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +74,12 @@ class Statistics:
         return cast(dict[str, JSON], asdict(self) | {"advice": list(self.advice)})
 
 
-def describe(trace: Trace, *, service: ServiceTimes | None = None, speed: float = 1.0) -> Statistics:
+def describe(trace: Trace, *, speed: float = 1.0) -> Statistics:
     """Every number, for the trace replayed at `speed`."""
     arrival, span = trace.arrival_s / speed, trace.duration_s / speed
-    in_flight, source = concurrency(trace, service or ServiceTimes(), speed)
-    reuse = _reuse(trace)
-    known_cached, added = trace.obs_cached >= 0, new_tokens(trace)
+    in_flight, source = concurrency(trace, speed)
+    reuse = reuse_by_capacity(trace, CAPACITIES)
+    cached, gaps, added = trace.obs_cached >= 0, np.diff(arrival), new_tokens(trace)
     numbers = Statistics(
         requests=len(trace),
         duration_s=trace.duration_s / speed,
@@ -89,7 +87,7 @@ def describe(trace: Trace, *, service: ServiceTimes | None = None, speed: float 
         input_tokens_per_s=float(trace.input_len.sum(dtype=np.int64)) / span if span else None,
         output_tokens_per_s=float(trace.output_len.sum(dtype=np.int64)) / span if span else None,
         peak_rps={f"{window}s": _peak(arrival, window) for window in WINDOWS_S},
-        arrival_cv=_cv(np.diff(arrival)),
+        arrival_cv=float(gaps.std() / gaps.mean()) if len(gaps) and gaps.mean() > 0 else None,
         dispersion={f"{window}s": dispersion(arrival, window) for window in WINDOWS_S},
         input_len=percentiles(trace.input_len),
         output_len=percentiles(trace.output_len),
@@ -110,8 +108,14 @@ def describe(trace: Trace, *, service: ServiceTimes | None = None, speed: float 
         beam_share=_share(trace.beam > 0),
         adapters=len(np.unique(trace.lora[trace.lora >= 0])),
         block_size=trace.block_size,
-        reuse=reuse,
-        observed_cached_share=_cached_share(trace) if known_cached.any() else None,
+        reuse={"any" if size is None else str(size): share for size, share in reuse.items()}
+        if len(trace.blocks)
+        else None,
+        observed_cached_share=float(
+            trace.obs_cached[cached].sum() / max(1, trace.input_len[cached].sum(dtype=np.int64))
+        )
+        if cached.any()
+        else None,
         resolution_s=cast(float, trace.meta.get("resolution_s", 0.0)),
         quality=cast(Mapping[str, JSON], trace.meta.get("quality", {})),
     )
@@ -135,11 +139,12 @@ def dispersion(arrival_s: NDArray[np.float64], window_s: float) -> float | None:
     return float(counts.var() / counts.mean())
 
 
-def in_flight(
-    trace: Trace, service: ServiceTimes, speed: float = 1.0
-) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """(times in seconds, requests in flight after each of them) of the whole trace."""
-    took = service_times(trace, service)
+def in_flight(trace: Trace, speed: float = 1.0) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """(times in seconds, requests in flight after each of them) of the whole trace. How long each took is
+    observed where known, else estimated from its lengths.
+    """
+    estimate = trace.input_len * PREFILL_S + trace.output_len * DECODE_S
+    took = np.where(np.isnan(trace.obs_e2e_s), estimate, trace.obs_e2e_s)
     starts = trace.arrival_s / speed
     times = np.concatenate([starts, starts + took])
     steps = np.concatenate([np.ones(len(starts), np.int64), -np.ones(len(starts), np.int64)])
@@ -147,20 +152,14 @@ def in_flight(
     return times[order], np.cumsum(steps[order])
 
 
-def service_times(trace: Trace, service: ServiceTimes) -> NDArray[np.float64]:
-    """Seconds each request was in the engine: observed where known, else estimated from its lengths."""
-    estimate = trace.input_len * service.prefill_s + trace.output_len * service.decode_s
-    return np.asarray(np.where(np.isnan(trace.obs_e2e_s), estimate, trace.obs_e2e_s))
-
-
-def concurrency(trace: Trace, service: ServiceTimes, speed: float = 1.0) -> tuple[dict[str, float], str]:
+def concurrency(trace: Trace, speed: float = 1.0) -> tuple[dict[str, float], str]:
     """Time-weighted percentiles of requests in flight while requests arrive, and the source of times.
 
     Where all arrive at one moment, the time until the last one has ended counts.
     """
     if len(trace) < 2:
         return {}, "none"
-    times, level = in_flight(trace, service, speed)
+    times, level = in_flight(trace, speed)
     until = np.append(times[1:], times[-1])
     end = trace.duration_s / speed or float(times[-1])
     inside = np.clip(until, None, end) - np.clip(times, None, end)
@@ -179,13 +178,6 @@ def concurrency(trace: Trace, service: ServiceTimes, speed: float = 1.0) -> tupl
     return {"mean": mean, **found}, source
 
 
-def _reuse(trace: Trace) -> dict[str, float] | None:
-    if not len(trace.blocks):
-        return None
-    found = reuse_by_capacity(trace, CAPACITIES)
-    return {"any" if size is None else str(size): share for size, share in found.items()}
-
-
 def _counts(arrival_s: NDArray[np.float64], window_s: float) -> NDArray[np.int64]:
     whole = int(arrival_s[-1] // window_s) if len(arrival_s) else 0
     inside = arrival_s[arrival_s < whole * window_s]
@@ -197,10 +189,6 @@ def _peak(arrival_s: NDArray[np.float64], window_s: float) -> float | None:
     return float(counts.max() / window_s) if len(counts) else None
 
 
-def _cv(gaps: NDArray[np.float64]) -> float | None:
-    return float(gaps.std() / gaps.mean()) if len(gaps) and gaps.mean() > 0 else None
-
-
 def _known(values: NDArray[np.generic], known: NDArray[np.bool_]) -> dict[str, float] | None:
     return percentiles(values[known]) if known.any() else None
 
@@ -209,18 +197,13 @@ def _share(mask: NDArray[np.bool_]) -> float:
     return float(mask.mean()) if len(mask) else 0.0
 
 
-def _cached_share(trace: Trace) -> float:
-    known = trace.obs_cached >= 0
-    return float(trace.obs_cached[known].sum() / max(1, trace.input_len[known].sum(dtype=np.int64)))
-
-
-def series(trace: Trace, *, bins: int = 240, service: ServiceTimes | None = None) -> dict[str, list[float]]:
+def series(trace: Trace, *, bins: int = 240) -> dict[str, list[float]]:
     """What a picture of the trace is drawn from, per equal span of time: `start_s`, `request_rps`,
     `input_tokens_per_s`, `output_tokens_per_s`, and `concurrency` at the end of each span.
     """
     edges = np.linspace(0.0, max(trace.duration_s, 1e-9), bins + 1)
     span = edges[1] - edges[0]
-    times, level = in_flight(trace, service or ServiceTimes())
+    times, level = in_flight(trace)
     at = np.searchsorted(times, edges[1:], side="right") - 1
     drawn = {
         "request_rps": np.histogram(trace.arrival_s, edges)[0] / span,
@@ -237,11 +220,9 @@ def advise(numbers: Statistics) -> tuple[str, ...]:
         return ()
     return (
         *_batch_advice(numbers),
-        *_beam_advice(numbers),
         *_length_advice(numbers),
         *_burst_advice(numbers),
         *_reuse_advice(numbers),
-        *_turn_advice(numbers),
         *_data_advice(numbers),
     )
 
@@ -264,9 +245,6 @@ def _batch_advice(numbers: Statistics) -> Iterator[str]:
             f"{numbers.parallel_share:.1%} of requests ask for n > 1 answers: each answer takes a sequence "
             "of its own in max_num_seqs"
         )
-
-
-def _beam_advice(numbers: Statistics) -> Iterator[str]:
     if numbers.beam_share > 0:
         yield (
             f"{numbers.beam_share:.1%} of requests are beam searches, which vLLM does not stream: no study"
@@ -320,7 +298,7 @@ def _reuse_advice(numbers: Statistics) -> Iterator[str]:
     yield f"prefix reuse up to {best:.1%} of input tokens: {where}"
 
 
-def _turn_advice(numbers: Statistics) -> Iterator[str]:
+def _data_advice(numbers: Statistics) -> Iterator[str]:
     if numbers.prefers_live_history:
         yield (
             f"{numbers.multi_turn_share:.0%} of requests are later turns and answers are long: "
@@ -330,9 +308,6 @@ def _turn_advice(numbers: Statistics) -> Iterator[str]:
         yield (
             "block ids but no sessions: `tuner trace reshape --infer-sessions` finds conversations by them"
         )
-
-
-def _data_advice(numbers: Statistics) -> Iterator[str]:
     if numbers.resolution_s > 0.005:
         yield (
             f"the source stamps time in steps of {numbers.resolution_s:g} s: shorter bursts are lost, "
@@ -342,3 +317,116 @@ def _data_advice(numbers: Statistics) -> Iterator[str]:
     if bad:
         kept = "it is" if bad == 1 else "they are"
         yield f"{many(bad, 'request')} did not end well in production; {kept} kept and flagged"
+
+
+# A rate or length that changed by less has not moved.
+MATERIAL = 0.10
+
+# A share of requests or tokens that changed by less (of 1) has not moved.
+MATERIAL_SHARE = 0.05
+
+# Chance alone gives 3.3 standard errors once in a thousand comparisons.
+_SIGMAS = 3.3
+
+# The window in which bursts of arrivals are counted; `trace show` prints this one too.
+_WINDOW_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shift:
+    """One number of two traces. `change` = (after − before) / before, for a share after − before; None where
+    before is 0. `moved`: material, and more than chance explains.
+    """
+
+    name: str
+    unit: str
+    before: float
+    after: float
+    change: float | None
+    moved: bool
+
+    @property
+    def sentence(self) -> str:
+        """The number before and after, and the size of its change."""
+        if self.unit == "share":
+            return f"{self.name}: {self.before:.1%} → {self.after:.1%} of all"
+        size = "" if self.change is None else f" ({self.change:+.1%})"
+        return f"{self.name}: {self.before:,.4g} → {self.after:,.4g} {self.unit}{size}"
+
+
+def compare(before: Trace, after: Trace) -> tuple[Shift, ...]:
+    """Every number of both traces, in one order; `moved` marks those that differ. Empty traces: nothing."""
+    if not len(before) or not len(after):
+        return ()
+    return (
+        *_rates(before, after),
+        *_lengths("prompt length", before.input_len, after.input_len),
+        *_lengths("answer length", before.output_len, after.output_len),
+        *_shares(before, after),
+        *_reuse_moved(before, after),
+    )
+
+
+def _rates(before: Trace, after: Trace) -> Iterator[Shift]:
+    if not before.duration_s or not after.duration_s:
+        return
+    rates, noise = [], 0.0
+    for one in (before, after):
+        rate = len(one) / one.duration_s
+        uneven = max(1.0, dispersion(one.arrival_s, _WINDOW_S) or 1.0)
+        rates.append(rate)
+        noise += uneven * rate / one.duration_s
+    sure = abs(rates[1] - rates[0]) > _SIGMAS * math.sqrt(noise)
+    yield _of("request rate", "requests/s", rates[0], rates[1], sure)
+
+
+def _lengths(name: str, before: NDArray[np.int32], after: NDArray[np.int32]) -> Iterator[Shift]:
+    """Median and p95; sure where the distributions differ by more than chance (Kolmogorov-Smirnov, 0.1 %)."""
+    both = np.sort(np.concatenate([before, after]))
+    ranks = [np.searchsorted(np.sort(one), both, side="right") / len(one) for one in (before, after)]
+    distance = float(np.abs(ranks[0] - ranks[1]).max())
+    sure = distance > 1.95 * math.sqrt((len(before) + len(after)) / (len(before) * len(after)))
+    for percent in (50, 95):
+        values = (float(np.percentile(before, percent)), float(np.percentile(after, percent)))
+        yield _of(f"{name} p{percent}", "tokens", *values, sure)
+
+
+def _shares(before: Trace, after: Trace) -> Iterator[Shift]:
+    """Classes by priority, adapters, turns, parallel answers, failures: shares of requests."""
+    for priority in np.union1d(before.priority, after.priority).tolist():
+        yield _share_moved(
+            f"requests of priority {priority}", before.priority == priority, after.priority == priority
+        )
+    yield _share_moved("requests for an adapter", before.lora >= 0, after.lora >= 0)
+    yield _share_moved("later turns of a conversation", before.parent >= 0, after.parent >= 0)
+    yield _share_moved("requests for several answers", before.n > 1, after.n > 1)
+    ok = STATUSES.index("ok")
+    yield _share_moved("requests that did not end well", before.status != ok, after.status != ok)
+
+
+def _reuse_moved(before: Trace, after: Trace) -> Iterator[Shift]:
+    if not len(before.blocks) or not len(after.blocks):
+        return
+    found = [reuse_by_capacity(one, [None])[None] for one in (before, after)]
+    yield Shift(
+        name="prompt tokens that a prefix cache of any size finds",
+        unit="share",
+        before=found[0],
+        after=found[1],
+        change=found[1] - found[0],
+        moved=abs(found[1] - found[0]) >= MATERIAL_SHARE and min(len(before), len(after)) >= 20,
+    )
+
+
+def _share_moved(name: str, before: NDArray[np.bool_], after: NDArray[np.bool_]) -> Shift:
+    first, second = float(before.mean()), float(after.mean())
+    pooled = (before.sum() + after.sum()) / (len(before) + len(after))
+    noise = math.sqrt(pooled * (1 - pooled) * (1 / len(before) + 1 / len(after)))
+    moved = abs(second - first) >= MATERIAL_SHARE and abs(second - first) > _SIGMAS * noise
+    return Shift(name=name, unit="share", before=first, after=second, change=second - first, moved=moved)
+
+
+def _of(name: str, unit: str, before: float, after: float, sure: bool) -> Shift:
+    change = (after - before) / before if before else None
+    moved = sure and (change is None or abs(change) >= MATERIAL)
+    return Shift(name=name, unit=unit, before=before, after=after, change=change, moved=moved)

@@ -12,7 +12,7 @@ from tuner.history.entities import TraceInfo
 from tuner.history.store import Store
 from tuner.knobs.catalogue import CATALOGUE
 from tuner.records import ProfileKey, Study
-from tuner.traffic import shift, slices, trace_files
+from tuner.traffic import slices, statistics, trace_files
 from tuner.tuning.study import Prepared
 
 # How the name of a capture ends, under which its trace is registered.
@@ -36,7 +36,7 @@ def traffic_notes(prepared: Prepared, store: Store) -> Iterator[str]:
     except TunerError:  # the file may be on another host, or thrown away
         yield "the champion was found on another trace, whose file is not here to compare with"
         return
-    moved = [each.sentence for each in shift.compare(before, prepared.trace) if each.moved]
+    moved = [each.sentence for each in statistics.compare(before, prepared.trace) if each.moved]
     if not moved:
         yield "the champion was found on another trace, which differs in nothing that matters"
     for sentence in moved:

@@ -25,9 +25,16 @@ from typing import Any, BinaryIO
 from tuner.errors import TunerError
 from tuner.records import JSON
 from tuner.traffic.capture.files import Sink
-from tuner.traffic.exchange import ResponseFacts, count_tokens, read_request, read_response
-from tuner.traffic.fingerprint import TOKEN_BLOCK, Fingerprints, runs
-from tuner.traffic.tokenizer import Tokenizer
+from tuner.traffic.exchange import (
+    TOKEN_BLOCK,
+    Fingerprints,
+    ResponseFacts,
+    Tokenizer,
+    count_tokens,
+    read_request,
+    read_response,
+    runs,
+)
 
 FLUSH_S = 0.25  # what a kill of all processes can lose
 

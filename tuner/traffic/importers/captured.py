@@ -1,4 +1,6 @@
-"""Our own capture: a line when a request came, a line when its answer ended; readable however it was cut."""
+"""What the tuner has written itself: captures (a line when a request came, a line when its answer ended;
+readable however it was cut) and traces in Parquet.
+"""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -7,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from tuner.errors import BadInput
-from tuner.traffic.fingerprint import unpacked
+from tuner.traffic.exchange import unpacked
 from tuner.traffic.importers import Importer, register
 from tuner.traffic.importers.reading import Record, json_lines
 from tuner.traffic.importers.trace_builder import CANCELLED, ImportOptions, Row, TraceBuilder
-from tuner.traffic.trace import STATUSES, Trace
+from tuner.traffic.structure import up_to
+from tuner.traffic.trace import MAGIC, STATUSES, Trace
+from tuner.traffic.trace import read as read_trace
 
 VERSION = 1
 
@@ -145,3 +149,12 @@ def _row(began: _Unanswered, end: Record | None, builder: TraceBuilder) -> tuple
 
 
 register(Importer(format="capture", read=read, json_keys=(("capture",),)))
+
+
+def read_parquet(path: Path, options: ImportOptions) -> Trace:
+    """The trace without requests longer than `max_len` tokens, which are counted as other importers do."""
+    trace = read_trace(path)
+    return trace if options.max_len is None else up_to(trace, options.max_len)
+
+
+register(Importer(format="parquet", read=read_parquet, fits=lambda start: start.text.startswith(MAGIC)))

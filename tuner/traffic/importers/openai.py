@@ -5,12 +5,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tuner.traffic.exchange import RequestFacts, ResponseFacts, count_tokens, read_request, read_response
-from tuner.traffic.fingerprint import TOKEN_BLOCK, Fingerprints
+from tuner.traffic.exchange import (
+    TOKEN_BLOCK,
+    Fingerprints,
+    RequestFacts,
+    ResponseFacts,
+    Tokenizer,
+    count_tokens,
+    read_request,
+    read_response,
+)
 from tuner.traffic.importers import FileStart, Importer, register
 from tuner.traffic.importers.reading import Record, json_lines
 from tuner.traffic.importers.trace_builder import ERROR, OK, ImportOptions, Row, TraceBuilder
-from tuner.traffic.tokenizer import Tokenizer
 from tuner.traffic.trace import Trace
 
 # What is looked for, and the usual places; a dot steps into an object. A map overrides them.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tuner.errors import BadInput
 from tuner.measures import many
-from tuner.traffic.fingerprint import TOKEN_BLOCK, Fingerprints
+from tuner.traffic.exchange import TOKEN_BLOCK, Fingerprints
 from tuner.traffic.importers import FileStart, Importer, register
 from tuner.traffic.importers.reading import lines
 from tuner.traffic.importers.stamps import guess_year, parse_stamp
