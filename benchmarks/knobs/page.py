@@ -7,8 +7,7 @@ from pathlib import Path
 import yaml
 
 from tuner.knobs import space as spaces
-from tuner.knobs.catalogue import CATALOGUE, Knob, Rule
-from tuner.knobs.versions import table
+from tuner.knobs.catalogue import CATALOGUE, Knob, Rule, table
 
 HERE = Path(__file__).parent
 KNOB_HEAD = ("knob", "unit or values", "releases", "default", "what it trades")

@@ -14,7 +14,7 @@ from pathlib import Path
 from packaging.version import Version
 
 from tuner.errors import BadInput, TunerError
-from tuner.knobs.versions import FlagTable, Interval, read_table
+from tuner.knobs.catalogue import FlagTable, Interval, read_table
 from tuner.settings import shipped
 
 ENGINE_ARGS = "vllm/engine/arg_utils.py"

@@ -2,8 +2,8 @@
 
 from packaging.version import Version
 
+from tuner.knobs.catalogue import table
 from tuner.knobs.discover import GpuKind, Platform, facts_of_version
-from tuner.knobs.versions import table
 from tuner.records import EngineFacts
 
 H100 = GpuKind(name="NVIDIA H100 80GB HBM3", memory_gib=79.6, count=8)

@@ -14,10 +14,9 @@ from tuner.errors import BadInput, UnsupportedKnob
 from tuner.knobs import arguments
 from tuner.knobs import space as spaces
 from tuner.knobs.arguments import compile_candidate, fixed
-from tuner.knobs.catalogue import CATALOGUE
+from tuner.knobs.catalogue import CATALOGUE, matches, table
 from tuner.knobs.discover import facts_of_version
 from tuner.knobs.space import load
-from tuner.knobs.versions import matches, table
 
 EXPECTED: Mapping[str, Any] = yaml.safe_load((Path(__file__).parent / "expected.yaml").read_text())
 

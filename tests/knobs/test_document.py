@@ -8,10 +8,9 @@ from benchmarks.knobs.page import document, terms
 from tests.knobs.conftest import DRIVEN, engine
 from tuner.errors import BadInput
 from tuner.knobs import catalogue
-from tuner.knobs.catalogue import CATALOGUE, knob
+from tuner.knobs.catalogue import CATALOGUE, knob, table
 from tuner.knobs.check import check, rows
 from tuner.knobs.space import names, parse
-from tuner.knobs.versions import table
 
 PAGE = Path(__file__).parents[2] / "docs" / "knobs.md"
 ISSUE_TERMS = {

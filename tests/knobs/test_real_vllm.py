@@ -14,10 +14,9 @@ from benchmarks.knobs import release
 from tests.knobs.conftest import engine
 from tuner.engine.server import serve
 from tuner.knobs.arguments import compile_candidate
-from tuner.knobs.catalogue import CATALOGUE, read_back
+from tuner.knobs.catalogue import CATALOGUE, read_back, table
 from tuner.knobs.discover import discover
 from tuner.knobs.model import shapes
-from tuner.knobs.versions import table
 from tuner.records import Candidate, EngineFacts, LaunchSpec, Value
 
 PYTHON = os.environ.get("TUNER_TEST_VLLM", "")

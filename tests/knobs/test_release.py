@@ -7,9 +7,8 @@ import pytest
 
 from benchmarks.knobs import release
 from tuner.errors import BadInput
-from tuner.knobs.catalogue import CATALOGUE
+from tuner.knobs.catalogue import CATALOGUE, FlagTable, read_table, table
 from tuner.knobs.discover import facts_of_version
-from tuner.knobs.versions import FlagTable, read_table, table
 from tuner.settings import shipped
 
 DATA = FlagTable(

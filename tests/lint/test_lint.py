@@ -444,7 +444,7 @@ def test_the_v0_engine_swaps() -> None:
 
 
 def test_every_idle_flag_is_a_flag_of_some_release() -> None:
-    from tuner.knobs.versions import table
+    from tuner.knobs.catalogue import table
 
     assert {rule.flag for rule in IDLE} <= set(table().flags)
     for rule in IDLE:

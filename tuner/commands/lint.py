@@ -78,7 +78,7 @@ class LintCommand(TyperCommand):
     def _of_vllm(self, words: list[str]) -> str | None:
         """The first word that is a flag of a vLLM release and none of this command."""
         from tuner.knobs.baseline import long_form
-        from tuner.knobs.versions import table
+        from tuner.knobs.catalogue import table
 
         mine = {name for each in self.params for name in each.opts}
         for word in words:

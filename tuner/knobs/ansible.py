@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tuner import yamltext
 from tuner.errors import BadInput
 from tuner.knobs import engine_starts, shell
-from tuner.knobs.cluster import engines_of
+from tuner.knobs.cluster import engines_of, words_in
 from tuner.knobs.configfile import environment
 from tuner.knobs.engine_starts import FoundEngine
 
@@ -86,7 +86,7 @@ def _of_module(
             own = r"^(?:\s*(?:chdir|creates|removes|executable|stdin)=\S+)+"
             yield from engine_starts.in_script(re.sub(own, "", str(line)), where, env)
     elif module in _CONTAINERS and given:
-        words = [word for key in ("entrypoint", "command") for word in _split(given.get(key), where)]
+        words = [word for key in ("entrypoint", "command") for word in words_in(given.get(key), where)]
         image = "" if given.get("entrypoint") else str(given.get("image") or "")
         inner, notes = environment(given.get("env"))
         for each in engine_starts.in_words(words, where, inner, image):
@@ -102,10 +102,6 @@ def _of_module(
             else engine_starts.in_script
         )
         yield from read(content, where)
-
-
-def _split(raw: Any, where: str) -> list[str]:
-    return [str(word) for word in raw] if isinstance(raw, list) else shell.split(str(raw or ""), where)
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

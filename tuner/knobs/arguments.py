@@ -9,8 +9,17 @@ from dataclasses import dataclass, field
 
 from tuner.adapters import adapter_of
 from tuner.errors import BadInput, UnsupportedKnob, nearest
-from tuner.knobs.catalogue import CATALOGUE, PREEMPTION, Knob, knob
-from tuner.knobs.versions import OLDEST, matches, negation, parse, table
+from tuner.knobs.catalogue import (
+    CATALOGUE,
+    OLDEST,
+    PREEMPTION,
+    Knob,
+    knob,
+    matches,
+    negation,
+    parse_version,
+    table,
+)
 from tuner.records import EngineFacts, Value, canonical_json
 
 OFFLOAD_PLATFORMS = ("cuda", "rocm", "xpu")
@@ -80,7 +89,7 @@ def _absence(entry: Knob, facts: EngineFacts) -> str | None:
     if entry.flag_in(facts) is None and not _by_environment(entry, facts):
         history = _history(entry) if adapter_of(facts.kind).releases else ""
         return f"{here} does not have it{history}{_instead(entry, facts)}"
-    if parse(facts.version) < OLDEST:
+    if parse_version(facts.version) < OLDEST:
         return f"{here} is older than {OLDEST}, the oldest that is driven; upgrade it"
     if not matches(facts.version, entry.usable):
         why = entry.never or "it no longer acts"
@@ -214,7 +223,7 @@ def _preemption(value: str, facts: EngineFacts, env: Mapping[str, str]) -> list[
 def _preemption_refusal(value: str, facts: EngineFacts, env: Mapping[str, str]) -> str | None:
     offloads = facts.platform in OFFLOAD_PLATFORMS and "--kv-offloading-size" in facts.flags
     name = f"preemption: {value}: {title(facts)}"
-    if parse(facts.version) < OLDEST:
+    if parse_version(facts.version) < OLDEST:
         return f"{name} is older than {OLDEST}, the oldest that is driven; upgrade it"
     size = value.partition(":")[2]
     if value.startswith("swap"):

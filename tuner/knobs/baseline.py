@@ -2,18 +2,17 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tuner import masking, yamltext
 from tuner.errors import BadInput, nearest
-from tuner.knobs import numbers, shell
-from tuner.knobs.catalogue import CATALOGUE, Knob, written
+from tuner.knobs import catalogue, shell
+from tuner.knobs.catalogue import CATALOGUE, Knob, matches, negation, table, written
 from tuner.knobs.configfile import argv_of_mapping, documents
 from tuner.knobs.space import SearchSpace
-from tuner.knobs.versions import FlagTable, matches, negation, table
 from tuner.records import Candidate, EngineFacts, Value
 
 SHORT = {
@@ -97,12 +96,14 @@ class Imported:
         Knobs of the space are the baseline. The other knobs are fixed arguments, since every candidate keeps
         them. Without a space, knobs that change the answers or are never turned are fixed.
         """
-        turned = {name: value for name, value in self.candidate.items() if _is_turned(name, space)}
-        fixed = {
-            CATALOGUE[name].flags[0][2:]: _decoded(CATALOGUE[name], value)
-            for name, value in self.candidate.items()
-            if name not in turned
-        }
+        turned, fixed = dict[str, Value](), dict[str, Any]()
+        for name, value in self.candidate.items():
+            entry = CATALOGUE[name]
+            if name in space.levels if space else not entry.changes_output and entry.never is None:
+                turned[name] = value
+            else:
+                decoded = json.loads(str(value)) if entry.kind in ("ints", "json") else value
+                fixed[entry.flags[0][2:]] = decoded
         engine = {"args": {**fixed, **self.args}, "env": dict(self.env)}
         study: dict[str, Any] = {"model": self.model} if self.model else {}
         return {**study, "baseline": turned, "engine": {key: value for key, value in engine.items() if value}}
@@ -127,7 +128,7 @@ def from_arguments(
     added = shell.split(environment.pop("VLLM_ADDITIONAL_ARGS", ""), source, by_shell=False)
     arguments = [shell.expanded(word, environment) for word in (*words, *added)]
     positional = [arguments.pop(0)] if arguments and not arguments[0].startswith("-") else []
-    known = facts.flags if facts else _all_flags(table())
+    known = facts.flags if facts else {*table().flags, *map(negation, table().paired)}
     read = pairs(long_form(arguments), notes)
     if not positional and not any(flag == "--model" for flag, _ in read):
         positional = [last] if (last := model_at_the_end(read)) is not None else []
@@ -148,17 +149,6 @@ def from_arguments(
         env=kept,
         notes=tuple(notes),
     )
-
-
-def _is_turned(name: str, space: SearchSpace | None) -> bool:
-    if space is not None:
-        return name in space.levels
-    entry = CATALOGUE[name]
-    return not entry.changes_output and entry.never is None
-
-
-def _decoded(entry: Knob, value: Value) -> Any:
-    return json.loads(str(value)) if entry.kind in ("ints", "json") else value
 
 
 def _without_secrets(env: Mapping[str, str], notes: list[str]) -> dict[str, str]:
@@ -186,10 +176,6 @@ def long_form(words: Iterable[str]) -> list[str]:
         else:
             found.append(SHORT.get(word, word))
     return found
-
-
-def _all_flags(data: FlagTable) -> frozenset[str]:
-    return frozenset(data.flags) | {negation(flag) for flag in data.paired}
 
 
 def pairs(argv: Sequence[str], notes: list[str]) -> list[tuple[str, list[str]]]:
@@ -243,9 +229,7 @@ def model_at_the_end(given: list[tuple[str, list[str]]]) -> str | None:
         entry = next((k for k in CATALOGUE.values() if flag in k.flags), None)
         most = 0 if is_switch(flag) else 1
         if len(values) > most and (most == 0 or (entry is not None and entry.kind != "ints")):
-            if values[most].lower() in ("true", "false", "0", "1", "yes", "no") or values[most].startswith(
-                "-"
-            ):
+            if values[most].lower() in _SWITCH_WORDS or values[most].startswith("-"):
                 continue
             return values.pop(most)
     return None
@@ -264,7 +248,7 @@ def _check_switches(
 
 
 def _given(
-    read: Iterable[tuple[str, list[str]]], known: frozenset[str], notes: list[str], source: str
+    read: Iterable[tuple[str, list[str]]], known: Collection[str], notes: list[str], source: str
 ) -> dict[str, list[str]]:
     """Flag → values, with full names. Dotted flags (`--x.y 1`) are joined into one object."""
     given: dict[str, list[str]] = {}
@@ -289,12 +273,12 @@ def _nest(into: dict[str, Any], path: Sequence[str], values: Sequence[str]) -> N
     if key.endswith("+"):
         into[key[:-1]] = text.split(",")
     elif re.fullmatch(r"[\d.]+[kmgtKMGT]", text):
-        into[key] = numbers.human_readable_int(text)
+        into[key] = catalogue.human_readable_int(text)
     else:
         into[key] = _plain(values)
 
 
-def _exact(flag: str, known: frozenset[str], notes: list[str], source: str) -> str:
+def _exact(flag: str, known: Collection[str], notes: list[str], source: str) -> str:
     """The flag that vLLM would use: the flag itself, or the only flag that begins with it."""
     if flag in known or flag in ALIASES:
         return ALIASES.get(flag, flag)
@@ -308,7 +292,7 @@ def _exact(flag: str, known: frozenset[str], notes: list[str], source: str) -> s
 
 
 def _config(
-    given: Mapping[str, list[str]], known: frozenset[str], notes: list[str], source: str
+    given: Mapping[str, list[str]], known: Collection[str], notes: list[str], source: str
 ) -> dict[str, list[str]]:
     """The arguments of the file of `--config`, if it can be read here. The command line overrides them."""
     if "--config" not in given:
@@ -408,12 +392,12 @@ def _json(text: str, flag: str, source: str) -> Value:
 
 def _numbers(flag: str, kind: str, values: Sequence[str], source: str) -> list[int | float | None]:
     """The numbers of a flag as vLLM's parser reads them; none where it takes none. `kind`: of its knob."""
-    if (wanted := numbers.wanted(flag, kind)) is None:
+    if (wanted := catalogue.wanted_number(flag, kind)) is None:
         return []
     found: list[int | float | None] = []
     for text in values if kind == "ints" else values[:1]:
         try:
-            found.append(numbers.read(flag, kind, text))
+            found.append(catalogue.read_number(flag, kind, text))
         except ValueError:
             raise BadInput(
                 f"{source}: {flag}: '{text}' is not a number as vLLM reads it; it takes {wanted}"

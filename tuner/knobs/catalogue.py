@@ -1,17 +1,212 @@
-"""The knobs as data (catalogue.yaml): versions, values, defaults, and the effect of each knob."""
+"""The knobs as data (catalogue.yaml): versions, values, defaults, and the effect of each knob; the long flags
+of each vLLM release (data/vllm_flags.json); numbers as its parser reads them. Nothing here asks an engine.
+"""
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cache, cached_property, lru_cache
+from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.version import InvalidVersion, Version
 
 from tuner.errors import BadInput, nearest
-from tuner.knobs.versions import FlagTable, Interval, matches, table
 from tuner.records import EngineFacts, ReadBack, Value, canonical_json
 from tuner.settings import shipped
+
+
+def _flags(names: str) -> frozenset[str]:
+    return frozenset(f"--{name}" for name in names.split())
+
+
+_INTEGERS = _flags(
+    """
+    port grpc-port data-parallel-supervisor-port dp-supervisor-probe-failure-threshold max-log-len
+    sse-keep-alive-interval ssl-cert-reqs h11-max-incomplete-event-size h11-max-header-count seed max-logprobs
+    renderer-num-workers safetensors-prefetch-num-threads safetensors-prefetch-block-size nnodes node-rank
+    mamba-cache-philox-rounds master-port distributed-timeout-seconds cpu-distributed-timeout-seconds
+    numa-bind-nodes dcp-kv-cache-interleave-size cp-kv-cache-interleave-size prefill-context-parallel-size
+    data-parallel-rank data-parallel-start-rank data-parallel-size-local data-parallel-rpc-port ubatch-size
+    elastic-ep-max-dp-size dbo-decode-token-threshold dbo-prefill-token-threshold dp-sync-interval
+    max-parallel-loading-workers prefix-cache-retention-interval mamba-block-size prefix-match-unit
+    replayssm-buffer-len offload-group-size offload-num-in-group offload-prefetch-step max-loras max-lora-rank
+    max-cpu-loras max-lora-cls-labels mm-shm-cache-max-object-size-mb spec-tokens shutdown-timeout
+    """
+)
+"""Flags of whole numbers that are no knobs, by the parser of 0.32."""
+_FLOATS = _flags(
+    """
+    dp-supervisor-probe-interval-s dp-supervisor-probe-timeout-s device-memory-utilization kv-offloading-size
+    mm-processor-cache-gb mm-encoder-fp8-scale-save-margin video-pruning-rate mm-ipc-gpu-memory-gb
+    kv-cache-metrics-sample
+    """
+)
+"""Flags of numbers that are no knobs, by the same parser."""
+_WITH_UNIT = _flags(
+    """
+    max-model-len max-num-batched-tokens max-num-scheduled-tokens max-num-queued-tokens kv-cache-memory-bytes
+    safetensors-prefetch-block-size
+    """
+)
+"""Flags of whole numbers that take 1k, 1.5k (thousands) and 1K (1,024) too; all others refuse a unit."""
+_OPTIONAL = _flags(
+    """
+    distributed-timeout-seconds cpu-distributed-timeout-seconds kv-cache-memory-bytes kv-offloading-size
+    mamba-block-size max-cpu-loras max-lora-cls-labels max-num-active-seqs max-num-queued-reqs
+    max-num-queued-tokens max-num-scheduled-tokens max-parallel-loading-workers num-gpu-blocks-override
+    numa-bind-nodes prefix-cache-retention-interval prefix-match-unit video-pruning-rate
+    """
+)
+"""Flags for which an empty word and None mean: not given. All others refuse them."""
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def human_readable_int(text: str) -> int:
+    """`8k` is 8000, `1.5k` 1500, `8K` 8192. ValueError otherwise, also for `1.5K`."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT])", text.strip())
+    if found is None:
+        return int(text)
+    number, unit = found.groups()
+    return int(float(number) * _UNITS[unit]) if unit.islower() else int(number) * _UNITS[unit]
+
+
+def wanted_number(flag: str, kind: str) -> str | None:
+    """What a flag takes: a whole number, a number, or None for anything else. `kind` is that of its knob
+    (empty: it is no knob).
+    """
+    if kind in ("int", "ints") or flag in _INTEGERS:
+        return "a whole number"
+    return "a number" if kind == "float" or flag in _FLOATS else None
+
+
+def read_number(flag: str, kind: str, text: str) -> int | float | None:
+    """The number that a flag gets; None where vLLM takes the word for not given, or chooses (`auto`).
+    ValueError where vLLM's parser or its check of the value refuses it, such as `1e3` for a whole number.
+    """
+    if flag in _OPTIONAL and text in ("", "None"):
+        return None
+    if flag == "--max-model-len" and text.strip().lower() in ("auto", "-1"):
+        return None
+    try:
+        if wanted_number(flag, kind) == "a whole number":
+            return human_readable_int(text) if flag in _WITH_UNIT else int(text)
+        value = float(text)
+    except OverflowError:
+        value = math.inf
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is no finite number")
+    return value
+
+
+# Older engines are refused; the data knows them only to explain what they lack.
+OLDEST = Version("0.10")
+
+# Characters of a version range; ranges are kept in memory, and a service takes them from requests.
+LONGEST_RANGE = 200
+
+# The first and the last release with a flag; None: the newest release in the data has it.
+Interval = tuple[str, str | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlagTable:
+    """`versions` in order; `paired` flags have a `--no-` form (since 0.9), `bare` ones take no value."""
+
+    versions: tuple[str, ...]
+    flags: Mapping[str, tuple[Interval, ...]]
+    paired: frozenset[str]
+    bare: frozenset[str]
+
+    def floor(self, version: str) -> str:
+        """The newest release in the data that is not newer than the version (the oldest if none is)."""
+        known = [name for name, parsed in self._parsed if parsed <= parse_version(version)]
+        return known[-1] if known else self.versions[0]
+
+    def has(self, flag: str, version: str) -> bool:
+        """Whether the release at or before the version has a flag that is no `--no-` form."""
+        return flag in self._by_version[self.floor(version)]
+
+    def flags_of(self, version: str) -> frozenset[str]:
+        """Every long flag of the release at or before the version, `--no-` forms included."""
+        floor = self.floor(version)
+        present = self._by_version[floor]
+        if parse_version(floor) < parse_version("0.9"):
+            return present
+        return present | {negation(flag) for flag in present & self.paired}
+
+    @cached_property
+    def _parsed(self) -> list[tuple[str, Version]]:
+        return [(name, parse_version(name)) for name in self.versions]
+
+    @cached_property
+    def _by_version(self) -> dict[str, frozenset[str]]:
+        at = {name: position for position, name in enumerate(self.versions)}
+        newest = len(self.versions) - 1
+        return {
+            name: frozenset(
+                flag
+                for flag, spans in self.flags.items()
+                if any(
+                    at[first] <= at[name] <= (newest if last is None else at[last]) for first, last in spans
+                )
+            )
+            for name in self.versions
+        }
+
+
+def negation(flag: str) -> str:
+    """`--enforce-eager` → `--no-enforce-eager`."""
+    return f"--no-{flag.removeprefix('--')}"
+
+
+@cache
+def parse_version(version: str) -> Version:
+    """A version without its local part. A text that is no version (`dev`) counts as newer than all."""
+    try:
+        return Version(version.split("+", maxsplit=1)[0])
+    except InvalidVersion:
+        return Version("9999")
+
+
+@lru_cache(maxsize=4096)
+def specifier(text: str, where: str) -> SpecifierSet:
+    """A version range such as `>=0.10,<0.33`. BadInput names the place of a wrong one."""
+    try:
+        if len(text) > LONGEST_RANGE:
+            raise InvalidSpecifier
+        return SpecifierSet(text)
+    except InvalidSpecifier:
+        shown = text if len(text) <= LONGEST_RANGE else f"{text[:LONGEST_RANGE]}…"
+        raise BadInput(f"{where}: '{shown}' is no version range; write one like '>=0.10,<0.33'") from None
+
+
+@lru_cache(maxsize=4096)
+def matches(version: str, wanted: str) -> bool:
+    """Whether a version, pre-releases included, is in a range; every version is in an empty range."""
+    return specifier(wanted, "version range").contains(parse_version(version), prereleases=True)
+
+
+def read_table(path: Path) -> FlagTable:
+    """The table of a file in the shipped format."""
+    raw = json.loads(path.read_text())
+    return FlagTable(
+        versions=tuple(raw["versions"]),
+        flags={flag: tuple((first, last) for first, last in spans) for flag, spans in raw["flags"].items()},
+        paired=frozenset(raw["paired"]),
+        bare=frozenset(raw["bare"]),
+    )
+
+
+@cache
+def table() -> FlagTable:
+    """The shipped table."""
+    return read_table(shipped("data", "vllm_flags.json"))
+
 
 Kind = Literal["int", "float", "bool", "choice", "text", "json", "ints", "preemption"]
 PREEMPTION = re.compile(r"recompute|(swap|offload):(\d+(?:\.\d+)?)")
@@ -69,10 +264,9 @@ class Knob:
     unproved: str | None = None
     substitute: str | None = None
 
-    def spans(self, flags: FlagTable | None = None) -> tuple[Interval, ...]:
+    def spans(self) -> tuple[Interval, ...]:
         """The releases whose parser has the knob, under any of its spellings."""
-        data = flags or table()
-        return tuple(span for flag in self.flags for span in data.flags.get(flag, ()))
+        return tuple(span for flag in self.flags for span in table().flags.get(flag, ()))
 
     def flag_in(self, facts: EngineFacts) -> str | None:
         """The spelling that this engine has, or None."""
@@ -97,49 +291,36 @@ class Knob:
 
     def complaint(self, value: Value, version: str | None = None) -> str | None:
         """Why a knob does not take a value (in a version, if given), or None."""
-        if (wrong := _type_complaint(self.kind, value)) is not None:
-            return f"{self.name}: {wrong}"
-        if isinstance(value, int | float) and not isinstance(value, bool):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        text = isinstance(value, str)
+        fits, wanted = {
+            "int": (isinstance(value, int) and number, "a whole number"),
+            "float": (number, "a number"),
+            "bool": (isinstance(value, bool), "true or false"),
+            "choice": (text, "a word"),
+            "text": (text, "a word"),
+            "json": (text and _decoded(str(value), dict), "an object"),
+            "ints": (text and _decoded(str(value), list), "a list of whole numbers from 1"),
+            "preemption": (
+                text and PREEMPTION.fullmatch(str(value)) is not None,
+                "'recompute', 'swap:<GiB>' or 'offload:<GiB>'",
+            ),
+        }[self.kind]
+        if not fits:
+            return f"{self.name}: {value!r} is not {wanted}"
+        if isinstance(value, int | float) and number:
             if self.minimum is not None and value < self.minimum:
                 return f"{self.name}: {value} is below {self.minimum:g}"
             if self.maximum is not None and value > self.maximum:
                 return f"{self.name}: {value} is above {self.maximum:g}"
-        allowed = self.choices_for(version) if version else self._ever()
+        allowed = self.choices_for(version) if version else ()
+        if not version and self.kind == "choice":
+            allowed = tuple(dict.fromkeys(each for rule in self.choices for each in rule.values))
         if allowed and value not in allowed:
             listed = ", ".join(str(choice) for choice in allowed)
             where = f" in vLLM {version}" if version else ""
             return f"{self.name}: {value} is not offered{where}; it takes {listed}"
         return None
-
-    def _ever(self) -> tuple[Value, ...]:
-        if self.kind != "choice":
-            return ()
-        return tuple(dict.fromkeys(value for rule in self.choices for value in rule.values))
-
-
-def _type_complaint(kind: Kind, value: Value) -> str | None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    fits = {
-        "int": isinstance(value, int) and not isinstance(value, bool),
-        "float": number,
-        "bool": isinstance(value, bool),
-        "choice": isinstance(value, str),
-        "text": isinstance(value, str),
-        "json": isinstance(value, str) and _decoded(value, dict),
-        "ints": isinstance(value, str) and _decoded(value, list),
-        "preemption": isinstance(value, str) and PREEMPTION.fullmatch(value) is not None,
-    }
-    wanted = {
-        "int": "a whole number",
-        "float": "a number",
-        "bool": "true or false",
-        "choice": "a word",
-        "text": "a word",
-        "json": "an object",
-        "ints": "a list of whole numbers from 1",
-        "preemption": "'recompute', 'swap:<GiB>' or 'offload:<GiB>'",
-    }
-    return None if fits[kind] else f"{value!r} is not {wanted[kind]}"
 
 
 def _decoded(text: str, kind: type) -> bool:

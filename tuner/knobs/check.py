@@ -1,7 +1,6 @@
 """Lists the knobs of an engine, and checks a search space against an engine."""
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
 from math import prod
@@ -42,7 +41,7 @@ class SpaceFinding:
     text: str
 
 
-def rows(facts: EngineFacts, *, env: Mapping[str, str] | None = None) -> tuple[KnobRow, ...]:
+def rows(facts: EngineFacts) -> tuple[KnobRow, ...]:
     """Every knob of the catalogue on this engine, in the order of the catalogue."""
     return tuple(
         KnobRow(
@@ -50,7 +49,7 @@ def rows(facts: EngineFacts, *, env: Mapping[str, str] | None = None) -> tuple[K
             flag=entry.flag_in(facts),
             default=facts.defaults.get(name),
             choices=facts.choices.get(name) or entry.choices_for(facts.version),
-            why_not=refusal(name, sample(entry, facts), facts, env=env),
+            why_not=refusal(name, sample(entry, facts), facts),
             knob=entry,
         )
         for name, entry in CATALOGUE.items()
@@ -81,11 +80,10 @@ def check(
     *,
     max_model_len: int | None = None,
     model: ModelFacts | None = None,
-    env: Mapping[str, str] | None = None,
 ) -> tuple[SpaceFinding, ...]:
     """The findings on a space with an engine: errors, what is dropped, and notes."""
     try:
-        left = space.restricted(facts, env=env)
+        left = space.restricted(facts)
     except BadInput as error:
         return (SpaceFinding(kind="error", about=space.name, text=str(error)),)
     dropped = [SpaceFinding(kind="dropped", about=what, text=why) for what, why in left.dropped.items()]

@@ -13,7 +13,7 @@ from typing import Any
 
 from tuner.errors import BadInput
 from tuner.knobs import engine_starts, shell
-from tuner.knobs.configfile import argv_of_mapping, at, environment, walk
+from tuner.knobs.configfile import argv_of_mapping, as_list, at, environment, walk
 from tuner.knobs.engine_starts import FoundEngine, is_vllm
 from tuner.records import canonical_json
 
@@ -58,7 +58,7 @@ def _compose(services: Mapping[str, Any], where: str) -> Iterator[FoundEngine]:
         files = [files] if isinstance(files, str | Mapping) else files
         from_files, more = engine_starts.read_env_files([str(at(item, "path") or item) for item in files])
         env = {key: shell.expanded(value, dotenv).replace("$$", "$") for key, value in env.items()}
-        raw = [word for key in ("entrypoint", "command") for word in _split(service.get(key), where)]
+        raw = [word for key in ("entrypoint", "command") for word in words_in(service.get(key), where)]
         filled = [shell.expanded(word.replace("$$", shell.DOLLAR), dotenv) for word in raw]
         lists = {key: service[key] for key in ("entrypoint", "command") if isinstance(service.get(key), list)}
         misread = [each for key, items in lists.items() for each in _refused(key, items)]
@@ -82,7 +82,7 @@ def _refused(key: str, raw: object) -> Iterator[tuple[str, str]]:
             yield f"{key} has the item {value}, which is no text and is refused", f'"{value}"'
 
 
-def _split(raw: object, where: str) -> list[str]:
+def words_in(raw: object, where: str) -> list[str]:
     """Words of a compose command: a list as it is, a text as a shell splits it."""
     if isinstance(raw, list):
         return [str(word) for word in raw]
@@ -119,8 +119,8 @@ def _containers(document: Mapping[str, Any], where: str) -> Iterator[FoundEngine
 def container_starts(container: Mapping[str, Any], where: str, *, always: bool = False) -> list[FoundEngine]:
     """The engines that one container starts. `always`: its image is vLLM's, whatever its name is."""
     env, notes = environment(container.get("env"))
-    command = [str(word) for word in _list(container.get("command"))]
-    args = [str(word) for word in _list(container.get("args"))]
+    command = [str(word) for word in as_list(container.get("command"))]
+    args = [str(word) for word in as_list(container.get("args"))]
     words = words_of([*command, *args], where)
     image = str(container.get("image") or "")
     if command:
@@ -140,14 +140,10 @@ def container_starts(container: Mapping[str, Any], where: str, *, always: bool =
     return [replace(e, notes=(*notes, *e.notes), misread=(*misread, *e.misread)) for e in found]
 
 
-def _list(raw: object) -> list[Any]:
-    return raw if isinstance(raw, list) else [] if raw is None else [raw]
-
-
 def _environments(container: Mapping[str, Any]) -> list[str]:
     names = [
         str(at(item, kind, "name"))
-        for item in _list(container.get("envFrom"))
+        for item in as_list(container.get("envFrom"))
         for kind in ("configMapRef", "secretRef")
         if at(item, kind, "name")
     ]
@@ -162,7 +158,7 @@ def _predictor(raw: Mapping[str, Any], where: str, name: str) -> Iterator[FoundE
     if form.lower() not in ("vllm", "huggingface") and not container_starts(raw, where):
         return
     env, notes = environment(raw.get("env"))
-    words, model = _server(words_of([str(word) for word in _list(raw.get("args"))], where))
+    words, model = _server(words_of([str(word) for word in as_list(raw.get("args"))], where))
     if raw.get("runtime"):
         notes = (*notes, f"what the runtime {raw['runtime']} sets by itself is not in this file")
     model = model or local_model(raw.get("storageUri"))
@@ -286,7 +282,7 @@ def _image_values(document: Mapping[str, Any], image: Mapping[str, Any], where: 
     container = {
         "image": f"{image['repository']}:{image.get('tag') or 'latest'}",
         "command": image.get("command") or document.get("command"),
-        "args": [*_list(document.get("args")), *_list(document.get("extraArgs"))],
+        "args": [*as_list(document.get("args")), *as_list(document.get("extraArgs"))],
         "env": document.get("env"),
     }
     model = local_model(document.get("model"))

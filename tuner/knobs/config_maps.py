@@ -8,7 +8,7 @@ from typing import Any
 
 from tuner.errors import BadInput
 from tuner.knobs import engine_starts, shell
-from tuner.knobs.configfile import argv_of_mapping, at, documents
+from tuner.knobs.configfile import argv_of_mapping, as_list, at, documents
 from tuner.knobs.engine_starts import FoundEngine
 
 Reader = Callable[[Mapping[str, Any], str], Iterator[FoundEngine]]
@@ -99,7 +99,7 @@ def _container(
         used |= {str(at(ref, "name"))} & maps.keys()
     if env and not isinstance(container.get("env"), Mapping):
         made |= {"env": env, "envFrom": left}
-    words = [str(word) for key in ("command", "args") for word in _list(container.get(key))]
+    words = [str(word) for key in ("command", "args") for word in as_list(container.get(key))]
     for place, word in enumerate(words):
         first = word.split()[0] if word.split() else ""
         script = files.get(first, "")
@@ -107,10 +107,6 @@ def _container(
             rest = [*word.split()[1:], *words[place + 1 :]] if re.search(r"\$\{?[@*0-9]", script) else []
             return {**made, "command": ["sh", "-c", script, first, *rest], "args": []}
     return made
-
-
-def _list(raw: Any) -> list[Any]:
-    return raw if isinstance(raw, list) else [] if raw is None else [raw]
 
 
 def _alone(data: Mapping[str, str], where: str, read: Reader) -> Iterator[FoundEngine]:

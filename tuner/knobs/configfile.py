@@ -1,7 +1,11 @@
-"""YAML of engines: values inside documents, and mappings as a command line (vLLM's `--config`, charts)."""
+"""YAML of engines: values inside documents, and mappings as a command line (vLLM's `--config`, charts); and
+what a file is that starts no vLLM, for the message that says so.
+"""
 
+import json
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from tuner import yamltext
@@ -35,6 +39,11 @@ def argv_of_mapping(mapping: Mapping[str, Any]) -> list[str]:
         else:
             words += [flag, canonical_json(value) if isinstance(value, dict) else str(value)]
     return words
+
+
+def as_list(raw: object) -> list[Any]:
+    """A list as it is, anything else as its only item; empty for None."""
+    return raw if isinstance(raw, list) else [] if raw is None else [raw]
 
 
 def at(document: object, *path: str) -> Any:
@@ -73,3 +82,89 @@ def environment(raw: object) -> tuple[dict[str, str], tuple[str, ...]]:
         elif isinstance(item, Mapping) and item.get("name"):
             notes.append(f"{item.get('name')} comes from elsewhere in the cluster and is left out")
     return env, tuple(notes)
+
+
+READ = (
+    "a command line in quotes, a shell script, a batch file, a PowerShell script, a systemd unit,"
+    " a Dockerfile, a compose file, a Kubernetes manifest, an Ansible playbook, Helm values,"
+    " vLLM's --config file, or Markdown with such commands"
+)
+_SUFFIXES = {
+    **dict.fromkeys((".md", ".markdown", ".rst", ".txt", ".html"), "a document"),
+    **dict.fromkeys((".csv", ".tsv", ".jsonl"), "a table (is it a trace? that goes to --trace)"),
+    **{each: f"a {each} file" for each in (".py", ".toml", ".ini", ".rs", ".go", ".js", ".ts")},
+}
+_BINARY = {
+    b"PAR1": "Parquet (is it a trace? that goes to --trace)",
+    b"\x7fELF": "a program",
+    b"\x1f\x8b": "a gzip archive; unpack it first",
+    b"PK\x03\x04": "a zip archive; unpack it first",
+    b"SQLite format 3": "a SQLite database",
+    b"GGUF": "the weights of a model",
+    b"\x89PNG": "an image",
+    b"%PDF": "a PDF",
+}
+
+
+def text_of(path: Path) -> str:
+    """The text of a file. BadInput says what a file without text is."""
+    if path.is_dir():
+        raise BadInput(f"{path} is a folder; give a file in it, or {READ}")
+    try:
+        start = path.read_bytes()[:4096]
+    except OSError as error:
+        raise BadInput(f"cannot read the file {path}: {error.strerror or error}") from error
+    kind = next((kind for mark, kind in _BINARY.items() if start.startswith(mark)), None)
+    if kind or b"\0" in start:
+        raise BadInput(f"{path} is {kind or 'a binary file'}, and no vLLM is started there; give {READ}")
+    text = yamltext.read(path)
+    if not re.sub(r"(?m)^\s*#.*$", "", text).strip():
+        only = "it has nothing but comments" if text.strip() else "it is empty"
+        raise BadInput(f"{path}: {only}; give {READ}")
+    return text
+
+
+def without_vllm(text: str, where: str) -> BadInput:
+    """The error for a text in which nothing starts vLLM: what it is, and what can be read."""
+    kind = _kind(text, where)
+    said = f"this is {kind}, and no vLLM is started there" if kind else "no vLLM is started there"
+    return BadInput(f"{where}: {said} ('vllm serve …' or its api_server module); give {READ}")
+
+
+def _kind(text: str, where: str) -> str:
+    """In words what a text is; empty where nothing tells."""
+    name, suffix = Path(where).name, Path(where).suffix.lower()
+    if where == "command line":
+        return ""
+    if suffix in _SUFFIXES:
+        return _SUFFIXES[suffix]
+    if suffix in (".yaml", ".yml") and re.search(r"(?m)^[ -] *(hosts|tasks|roles)\s*:", text):
+        return "an Ansible playbook (roles and included files are not read: give the file of their tasks)"
+    if "{{" in text and suffix in (".yaml", ".yml", ".tpl"):
+        return "a template of a Helm chart; give its values, or what `helm template` prints"
+    if name == "Chart.yaml":
+        return "the description of a Helm chart; give its values.yaml"
+    return _kind_of_keys(text, where)
+
+
+def _kind_of_keys(text: str, where: str) -> str:
+    try:
+        found: Any = json.loads(text) if text.lstrip().startswith(("{", "[")) else None
+    except ValueError:
+        return ""
+    if isinstance(found, list):
+        return "a JSON list"
+    mappings: list[Mapping[str, Any]] = [found] if isinstance(found, dict) else list(documents(text, where))
+    if not mappings:
+        return ""
+    first = mappings[0]
+    if "architectures" in first or "model_type" in first:
+        return "the config.json of a model (that goes to --hf-config)"
+    if "runs" in first and "version" in first:
+        return "a SARIF report"
+    if isinstance(first.get("kind"), str):
+        return "Kubernetes: " + ", ".join(dict.fromkeys(str(each.get("kind")) for each in mappings))
+    if {"baseline", "traffic", "objectives", "workload"} & set(first):
+        return "a study file of this tuner"
+    keys = ", ".join(str(key) for key in list(first)[:5])
+    return f"{'JSON' if isinstance(found, dict) else 'YAML'} with the keys {keys}"

@@ -13,13 +13,13 @@ from typing import Any, Literal, cast
 
 from tuner.adapters import EngineAdapter, adapter_in
 from tuner.errors import BadInput, Unavailable
-from tuner.knobs.catalogue import CATALOGUE
+from tuner.knobs.catalogue import CATALOGUE, table
 from tuner.knobs.probe import MARK
-from tuner.knobs.versions import table
 from tuner.records import EngineFacts, digest_of
 from tuner.settings import Settings, shipped
 
 Platform = Literal["cuda", "cpu", "rocm", "xpu", "tpu"]
+# The variables that decide which devices the engine sees.
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "VLLM_TARGET_DEVICE")
 
 
@@ -45,9 +45,12 @@ def discover(
     if adapter.speaks_as is not None:
         return _facts_of_help(adapter, command, env or {}, timeout_s)
     who = _ask(interpreter, ("identity",), env, timeout_s)
-    key = digest_of({"command": list(interpreter), "who": who, "env": _seen(env or {}), "probe": _script()})
+    seen = {name: (env or {}).get(name, os.environ.get(name)) for name in _DEVICES}
+    key = digest_of({"command": list(interpreter), "who": who, "env": seen, "probe": _script()})
     kept = Settings().home / "cache" / "engines" / f"{key[:32]}.json"
-    answer = _remembered(kept)
+    answer: dict[str, Any] | None = None
+    with contextlib.suppress(OSError, ValueError):
+        answer = json.loads(kept.read_text())
     if answer is None:
         answer = _ask(interpreter, (), env, timeout_s)
         if answer.get("platform") == "cpu" or answer.get(
@@ -166,22 +169,9 @@ def _script() -> str:
     return shipped("knobs", "probe.py").read_text()
 
 
-def _seen(env: Mapping[str, str]) -> dict[str, str | None]:
-    """The variables that decide which devices the engine sees."""
-    return {name: env.get(name, os.environ.get(name)) for name in _DEVICES}
-
-
 def _last(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:200] if lines else "it printed nothing"
-
-
-def _remembered(path: Path) -> dict[str, Any] | None:
-    try:
-        kept: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return kept
 
 
 def _remember(path: Path, answer: Mapping[str, Any]) -> None:

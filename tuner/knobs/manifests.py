@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from tuner.errors import BadInput, nearest
-from tuner.knobs import ansible, config_maps, dockerfile, engine_starts, file_kinds, shell, windows
+from tuner.knobs import ansible, config_maps, configfile, engine_starts, shell
 from tuner.knobs.baseline import Imported, from_arguments
+from tuner.knobs.catalogue import table
 from tuner.knobs.cluster import engines_of
 from tuner.knobs.configfile import argv_of_mapping, documents
 from tuner.knobs.engine_starts import FoundEngine
-from tuner.knobs.versions import table
 from tuner.records import EngineFacts
 
 
@@ -47,14 +47,14 @@ def sources(what: str) -> tuple[FoundEngine, ...]:
 def _engines(what: str) -> tuple[FoundEngine, ...]:
     path = Path(what).expanduser()
     if os.path.exists(path) and what.strip():  # a text that cannot be a file's name gives False
-        text, where = file_kinds.text_of(path), str(path)
+        text, where = configfile.text_of(path), str(path)
     elif re.fullmatch(r"(?!--)\S+", what):  # one word is not a command line
         url = "; a server's URL begins with http://" if re.match(r"[\w.-]+:\d+\b|\w+://", what) else ""
         raise BadInput(f"there is no file {what}{url}")
     else:
         text, where = what, "command line"
     if not text.strip():
-        raise BadInput(f"{where}: it is empty; give {file_kinds.READ}")
+        raise BadInput(f"{where}: it is empty; give {configfile.READ}")
     if plays := ansible.engines(text, where, _unit):
         return _unlike(plays)
     if (found := _of_form(text, path if where != "command line" else Path(), where)) is not None:
@@ -63,12 +63,12 @@ def _engines(what: str) -> tuple[FoundEngine, ...]:
         mappings = documents(text, where) if where != "command line" or "\n" in text else []
     except BadInput:
         if "{{" in text:
-            raise file_kinds.without_vllm(text, where) from None
+            raise configfile.without_vllm(text, where) from None
         raise
     if mappings:
         found = tuple(config_maps.engines(mappings, where, _document))
         if not found:
-            raise file_kinds.without_vllm(text, where)
+            raise configfile.without_vllm(text, where)
         return _unlike(found)
     words = shell.START.search(text) or re.search(r"(?m)^\s*--|\brun\b|vllm", text)  # an image starts vLLM
     started = engine_starts.in_text(text, where) if words else ()
@@ -80,19 +80,19 @@ def _of_form(text: str, path: Path, where: str) -> tuple[FoundEngine, ...] | Non
     if path.suffix.lower() in (".md", ".markdown"):
         return _named(_markdown(text, where), "command")
     image = path.name.lower().startswith(("dockerfile", "containerfile"))
-    if not image and path.suffix.lower() in (*windows.BATCH, *windows.SHELL, ".ps1"):
+    if not image and path.suffix.lower() in (*shell.BATCH, *shell.SHELL, ".ps1"):
         return _named(_some(engine_starts.in_text(text, where), text, where), "command")
     if re.search(r"^\[(?:Service|Container)\]", text, re.MULTILINE):
         return _named(_unit(text, where), "unit")
     if re.search(r"(?im)^FROM\s+\S+", text) and path.name:
-        return _named(_some(dockerfile.engines(text, where), text, where), "image")
+        return _named(_some(engine_starts.in_dockerfile(text, where), text, where), "image")
     return None
 
 
 def _some(found: Sequence[FoundEngine], text: str, where: str) -> Sequence[FoundEngine]:
     """The engines found. BadInput, saying what the text is, where there is none."""
     if not found:
-        raise file_kinds.without_vllm(text, where)
+        raise configfile.without_vllm(text, where)
     return found
 
 

@@ -17,9 +17,8 @@ from pydantic import Field
 from tuner import yamltext
 from tuner.errors import BadInput, NotFound, nearest
 from tuner.knobs import arguments, constraints
-from tuner.knobs.catalogue import CATALOGUE, Knob, written
+from tuner.knobs.catalogue import CATALOGUE, Knob, matches, specifier, written
 from tuner.knobs.model import ModelFacts
-from tuner.knobs.versions import matches, specifier
 from tuner.records import Candidate, EngineFacts, Value, canonical_json, digest_of
 from tuner.settings import NAME, shipped
 
@@ -73,10 +72,7 @@ class SearchSpace:
     @property
     def size(self) -> int:
         """The number of combinations of levels. An upper bound: inactive knobs count too."""
-        total = 1
-        for values in self.levels.values():
-            total *= len(values)
-        return total
+        return math.prod(map(len, self.levels.values()))
 
     @property
     def changes_output(self) -> tuple[str, ...]:

@@ -10,11 +10,10 @@ from itertools import takewhile
 import yaml
 
 from tuner.errors import BadInput, nearest
-from tuner.knobs import baseline, constraints, numbers, shell
+from tuner.knobs import baseline, catalogue, constraints, shell
 from tuner.knobs.baseline import ALIASES, GONE, Imported
-from tuner.knobs.catalogue import CATALOGUE, Knob
+from tuner.knobs.catalogue import CATALOGUE, Knob, matches, negation, table
 from tuner.knobs.engine_starts import FoundEngine
-from tuner.knobs.versions import matches, negation, table
 from tuner.lint.findings import Finding, found
 from tuner.records import EngineFacts, Value
 from tuner.settings import shipped
@@ -258,11 +257,11 @@ def _misread_number(flag: str, values: Sequence[str]) -> Finding | None:
     """A value that vLLM's parser does not take for a number, where it wants one."""
     entry = _knob(flag)
     kind = entry.kind if entry else ""
-    if (wanted := numbers.wanted(flag, kind)) is None:
+    if (wanted := catalogue.wanted_number(flag, kind)) is None:
         return None
     for text in values:
         try:
-            numbers.read(flag, kind, text)
+            catalogue.read_number(flag, kind, text)
         except ValueError:
             why = f"vLLM's parser: invalid {'int' if 'whole' in wanted else 'float'} value"
             return found("flag-value", f"{flag} takes {wanted}, and got {text or 'nothing'}", why, flag=flag)

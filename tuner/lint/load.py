@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from tuner.knobs.arguments import compile_candidate
+from tuner.knobs.catalogue import negation
 from tuner.knobs.space import SearchSpace
-from tuner.knobs.versions import negation
 from tuner.lint.findings import Finding, found
 from tuner.lint.memory import EngineFit, size
 from tuner.lint.subject import LintSubject

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tuner.errors import BadInput
+from tuner.knobs.catalogue import parse_version, table
 from tuner.knobs.discover import GpuKind
-from tuner.knobs.versions import parse, table
 from tuner.lint import flags
 from tuner.lint.findings import Finding, found, in_order
 from tuner.lint.subject import EngineToLint, LintSubject, facts_for, shape_of, unlike
@@ -102,7 +102,7 @@ def lint(engine: EngineToLint, against: LintOptions, env: Mapping[str, str]) -> 
 def _notes(engine: EngineToLint, facts: EngineFacts) -> list[str]:
     """What the place where the engine was found does not give, and a release that is not known yet."""
     unread = list(engine.source.notes)
-    if parse(facts.version) > parse(table().versions[-1]):
+    if parse_version(facts.version) > parse_version(table().versions[-1]):
         unread.append(
             f"vLLM {facts.version} is newer than {table().versions[-1]}, by whose flags it is judged"
         )
@@ -116,7 +116,7 @@ def _releases(
     newest = table().versions[-1]
     runs = engine.version or against.version or newest
     other = against.version or newest
-    if parse(other) < parse(runs) or parse(other) == parse(runs):
+    if parse_version(other) < parse_version(runs) or parse_version(other) == parse_version(runs):
         other = newest
     return facts_for(runs, gpu, platform), facts_for(other, gpu, platform)
 

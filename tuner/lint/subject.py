@@ -12,12 +12,11 @@ from tuner import yamltext
 from tuner.errors import BadInput, NotFound, Unavailable
 from tuner.knobs import model as models
 from tuner.knobs.baseline import Imported
-from tuner.knobs.catalogue import read_back
+from tuner.knobs.catalogue import parse_version, read_back, table
 from tuner.knobs.discover import GpuKind, facts_of_version
 from tuner.knobs.engine_starts import FoundEngine
 from tuner.knobs.manifests import sources
 from tuner.knobs.model import ModelFacts
-from tuner.knobs.versions import parse, table
 from tuner.records import Candidate, EngineFacts
 
 _IMAGE = re.compile(r"vllm[\w./-]*(?::|[\"']?[\s,]+tag:\s*[\"']?)v?(\d+\.\d+(?:\.\d+)?(?:\.post\d+)?)")
@@ -86,7 +85,7 @@ def facts_for(version: str | None, gpu: GpuKind | None, platform: str) -> Engine
     named = version or table().versions[-1]
     if not re.match(r"\d+\.\d+", named):
         raise BadInput(f"--engine-version {named}: write a release, such as {table().versions[-1]}")
-    if parse(named) < parse(table().versions[0]):
+    if parse_version(named) < parse_version(table().versions[0]):
         raise BadInput(f"vLLM {named}: the oldest known release is {table().versions[0]}")
     return facts_of_version(named, "cpu" if platform == "cpu" else "cuda", gpu=gpu)
 

@@ -15,8 +15,8 @@ from pydantic import Field, field_validator
 
 from tuner import yamltext
 from tuner.errors import BadInput, nearest
+from tuner.knobs.catalogue import human_readable_int
 from tuner.knobs.model import ModelFacts
-from tuner.knobs.numbers import human_readable_int
 from tuner.records import Value, canonical_json
 from tuner.simulator.cost import Budget, Card, Coefficients, StepCost
 from tuner.simulator.state import SchedulerLimits
