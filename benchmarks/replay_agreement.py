@@ -23,7 +23,7 @@ from benchmarks.tiny import launch, write
 from tuner.engine.server import serve
 from tuner.metrics import tpot_ms
 from tuner.records import Slo
-from tuner.replay.bodies import Bodies
+from tuner.replay.feeder import Bodies
 from tuner.replay.fidelity import ttft_gaps_ms
 from tuner.replay.jobs import Job, Sent
 from tuner.replay.observe import Observer

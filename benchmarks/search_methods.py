@@ -15,10 +15,9 @@ from tuner.records import Candidate, Prediction, Trial, TrialState
 from tuner.search import acquisition, early_stopping, trial_view
 from tuner.search.acquisition import Predict
 from tuner.search.trial_view import encode
-from tuner.simulator.batch import Batch
 from tuner.simulator.cost import preset
 from tuner.simulator.options import Options
-from tuner.simulator.predict import Predictor
+from tuner.simulator.predict import Batch, Predictor
 from tuner.tuning.calibrated_predictor import CalibratedPredictor, StudyPredictor, predictor_of
 from tuner.tuning.live import fits, widest
 from tuner.tuning.next_trial import RELAUNCHED, case_of, propose, screens

@@ -31,8 +31,7 @@ from tuner.errors import Aborted
 from tuner.metrics import fold
 from tuner.records import Outcome, Slice, Slo
 from tuner.replay import fidelity
-from tuner.replay.bodies import Bodies
-from tuner.replay.feeder import Feeder
+from tuner.replay.feeder import Bodies, Feeder
 from tuner.replay.jobs import Job, Sent, read_frame
 from tuner.replay.sender import Sender
 from tuner.replay.timeline import PLANS, measure, replay
@@ -276,7 +275,7 @@ def first_block(body: Mapping[str, object]) -> tuple[int, ...]:
 IDENTICAL = """
 import hashlib, numpy as np
 from tests.replay.test_cases import LOAD, trace
-from tuner.replay.bodies import Bodies
+from tuner.replay.feeder import Bodies
 ids = [[1, 2], [1, 3], [], [1, 2, 4, 5], [9], []]
 t = trace(np.arange(6) * 0.1, inputs=[25, 30, 7, 40, 10, 1], blocks=ids, block_size=10)
 b = Bodies(t, LOAD)

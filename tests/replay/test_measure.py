@@ -30,7 +30,7 @@ from tuner.records import Fidelity, Outcome, Slice, Slo
 from tuner.replay import outcomes as files
 from tuner.replay.fidelity import PrefixCounts
 from tuner.replay.jobs import Job, Sent
-from tuner.replay.schedule import schedule
+from tuner.replay.plan import schedule
 from tuner.replay.speed import LOST, MET, bisect, sure
 from tuner.replay.timeline import Partial, Replayed, SliceReplay, measure
 

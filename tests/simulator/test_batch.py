@@ -2,9 +2,8 @@
 
 from tests.simulator.test_predict import scene
 from tuner.records import Candidate
-from tuner.simulator.batch import SHARE, Batch
 from tuner.simulator.cost import Coefficients
-from tuner.simulator.predict import Predictor
+from tuner.simulator.predict import SHARE, Batch, Predictor
 
 
 def test_two_processes_say_what_one_says() -> None:

@@ -14,8 +14,7 @@ from tuner.errors import BadInput, NotFound
 from tuner.history.store import Store
 from tuner.records import Candidate, Value
 from tuner.tuning import next_trial as seeds
-from tuner.tuning.arms import arm_of
-from tuner.tuning.comparison import compared, tells_more
+from tuner.tuning.comparison import arm_of, compared, tells_more
 from tuner.tuning.study import Prepared, load
 
 CALM = (

@@ -10,7 +10,7 @@ from tests.tuning.studies import tuner, write
 from tests.tuning.test_compare import CALM, NOISE, store_of
 from tuner.conclusions import Arm, Conclusion, Difference, Judgement, MovedDefault, UpgradeFinding, Word
 from tuner.records import Candidate, EngineFacts
-from tuner.tuning.arms import ArmConfiguration
+from tuner.tuning.comparison import ArmConfiguration
 from tuner.tuning.upgrade import finding_of, fitted
 
 RELEASES = {

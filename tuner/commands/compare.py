@@ -135,8 +135,7 @@ def compare(
     Each round launches every arm and replays the same requests, until every difference is known or the budget
     is spent. The first arm is what the others are compared with.
     """
-    from tuner.tuning.arms import arm_of
-    from tuner.tuning.comparison import compared
+    from tuner.tuning.comparison import arm_of, compared
 
     made = [
         arm_of(

@@ -14,8 +14,7 @@ from tuner.measures import many
 from tuner.metrics import CANCELLED
 from tuner.records import Fidelity, Outcome
 from tuner.replay.jobs import Sent
-from tuner.replay.plan import Plan
-from tuner.replay.schedule import SendSchedule
+from tuner.replay.plan import Plan, SendSchedule
 from tuner.traffic.statistics import dispersion
 from tuner.traffic.structure import predicted_hits
 from tuner.traffic.trace import Trace

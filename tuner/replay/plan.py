@@ -1,11 +1,19 @@
-"""How thoroughly to measure (Plan) and what to send (Load)."""
+"""How thoroughly to measure (Plan), what to send (Load), and which rows are sent when: load warm-up, window
+and tail as one stream on absolute times.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
-from tuner.records import Slo
+import numpy as np
+from numpy.typing import NDArray
+
+from tuner.errors import BadInput
+from tuner.records import Slice, Slo
+from tuner.traffic import slices
+from tuner.traffic.trace import STATUSES, Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,3 +141,126 @@ class Load:
         if self.deadline_s is not None:
             return self.deadline_s
         return max(60.0, 4 * (self.slo.e2e_ms or 0.0) / 1000)
+
+
+# Requests of one slice with what goes before and after it; more is a slip of the pen.
+MOST = 1_000_000
+
+# Prompt kinds of a schedule's rows (`bodies.Bodies`), by the sign of their filler.
+KINDS = {0: "", -1: "filler before", 1: "filler after"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SendSchedule:
+    """Rows and when they are due, seconds after the window's start (negative: load warm-up), ascending.
+
+    `measured[k]` = inside the window [0, window_s) by scheduled arrival. `filler[k]` = a row borrowed from
+    elsewhere with other tokens, because the trace has nothing there: -1 before its start, 1 after its end.
+    """
+
+    window_s: float
+    rows: NDArray[np.int64]
+    at_s: NDArray[np.float64]
+    measured: NDArray[np.bool_]
+    filler: NDArray[np.int8]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def check_size(trace: Trace, part: Slice, *, speed: float, around_s: float) -> None:
+    """BadInput where a slice and the seconds before and after its window come to more than MOST requests."""
+    count = len(slices.rows(trace, part)) * (1 + around_s * speed / part.duration_s)
+    if count > MOST:
+        raise BadInput(
+            f"slice {part.name} at speed {speed:g}, with {around_s:g} s of traffic before and after it, has"
+            f" {count:.3g} requests, at most {MOST:,} can be replayed: use a lower speed, or a shorter plan"
+        )
+
+
+def schedule(trace: Trace, part: Slice, *, speed: float, warmup_s: float, tail_s: float) -> SendSchedule:
+    """The rows of a slice with real traffic before and after it.
+
+    The traffic before the window shares its prefixes as recorded. Where the trace begins or ends too early,
+    rows of the slice itself are sent as filler. BadInput if that is more than MOST requests.
+    """
+    check_size(trace, part, speed=speed, around_s=warmup_s + tail_s)
+    window = part.duration_s / speed
+    at = (trace.arrival_s - part.start_s) / speed
+    usable = trace.input_len > 0
+    inside = (at >= 0) & (at < window) & usable
+    around = (at >= -warmup_s) & (at < window + tail_s) & usable & ~inside
+    rows = np.flatnonzero(inside | around)
+    pieces = [(rows, at[rows], inside[rows], np.zeros(len(rows), np.int8))]
+    own = np.flatnonzero(inside)
+    first, last = (float(at[0]), float(at[-1])) if len(at) else (0.0, 0.0)
+    if first > -warmup_s and warmup_s > 0:
+        stop = min(0.0, first)
+        pieces += _filler(own, at[own], (-warmup_s, stop), window, -1)
+    if last < window + tail_s and tail_s > 0:
+        pieces += _filler(own, at[own], (max(window, last), window + tail_s), window, 1)
+    joined = [np.concatenate(column) for column in zip(*pieces, strict=True)]
+    order = np.argsort(joined[1], kind="stable")
+    return SendSchedule(
+        window_s=window,
+        rows=joined[0][order].astype(np.int64),
+        at_s=joined[1][order],
+        measured=joined[2][order],
+        filler=joined[3][order],
+    )
+
+
+def _filler(
+    own: NDArray[np.int64], at: NDArray[np.float64], span: tuple[float, float], window: float, sign: int
+) -> list[tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.bool_], NDArray[np.int8]]]:
+    """The slice's own rows, repeated over [start, stop)."""
+    start, stop = span
+    pieces = []
+    shift = np.floor(start / window) * window
+    while shift < stop and len(own) and window > 0:
+        moved = at + shift
+        kept = (moved >= start) & (moved < stop)
+        count = int(kept.sum())
+        pieces.append((own[kept], moved[kept], np.zeros(count, bool), np.full(count, sign, np.int8)))
+        shift += window
+    return pieces
+
+
+def priming_rows(trace: Trace, part: Slice, *, before_s: float, tokens: float) -> NDArray[np.int64]:
+    """Rows before the load warm-up, in order, that bring `tokens` prompt tokens (fewer at the start)."""
+    stop = int(np.searchsorted(trace.arrival_s, part.start_s - before_s, side="left"))
+    lengths = trace.input_len[:stop].astype(np.int64)
+    behind = np.cumsum(lengths[::-1])
+    count = min(stop, int(np.searchsorted(behind, tokens, side="left")) + 1) if tokens > 0 else 0
+    rows = np.arange(stop - count, stop, dtype=np.int64)
+    return rows[trace.input_len[rows] > 0]
+
+
+def warmup_rows(trace: Trace, rows: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """Rows for engine warm-up: the longest prompt first, then evenly through the lengths."""
+    ranked = rows[np.argsort(-trace.input_len[rows].astype(np.int64), kind="stable")]
+    if len(ranked) == 0:
+        return ranked
+    return ranked[np.linspace(0, len(ranked) - 1, count).round().astype(np.int64)]
+
+
+def cancel_after(trace: Trace, row: int) -> float | None:
+    """Seconds after its arrival at which the recorded client hung up; None when it did not."""
+    if STATUSES[int(trace.status[row])] != "cancelled":
+        return None
+    after = float(trace.obs_e2e_s[row])
+    return after if after >= 0 else None
+
+
+def lineage(trace: Trace, timetable: SendSchedule) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Per position: that of the parent turn in the same timetable (-1: none), and of the root turn."""
+    own = np.flatnonzero(timetable.filler == 0)
+    place = dict(zip(timetable.rows[own].tolist(), own.tolist(), strict=True))
+    parents = np.full(len(timetable), -1, np.int64)
+    roots = np.arange(len(timetable), dtype=np.int64)
+    for position in own.tolist():
+        parent = place.get(int(trace.parent[timetable.rows[position]]), -1)
+        if 0 <= parent < position:
+            parents[position] = parent
+            roots[position] = roots[parent]
+    return parents, roots

@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 
 from tuner.errors import Aborted, EngineError
 from tuner.records import Outcome, Slice, Value
-from tuner.replay.bodies import Bodies
+from tuner.replay.feeder import Bodies
 from tuner.replay.jobs import Job, Sent
-from tuner.replay.plan import Load, Plan
-from tuner.replay.schedule import priming_rows, warmup_rows
+from tuner.replay.plan import Load, Plan, priming_rows, warmup_rows
 from tuner.replay.sender import Sender
 from tuner.replay.wire import Pool
 from tuner.traffic.trace import Trace

@@ -29,14 +29,12 @@ from tuner.records import (
     Slo,
 )
 from tuner.replay import fidelity
-from tuner.replay.bodies import Bodies
 from tuner.replay.contention import Contention, giving_way
-from tuner.replay.feeder import Source, Stretch
+from tuner.replay.feeder import Bodies, Source, Stretch
 from tuner.replay.jobs import Sent
 from tuner.replay.observe import Observer, growing, recomputed
-from tuner.replay.plan import PLANS, Causality, Load, Plan
+from tuner.replay.plan import PLANS, Causality, Load, Plan, SendSchedule, lineage, schedule
 from tuner.replay.prepare import EngineHandle, Notes, Preparer, Progress, check_alive
-from tuner.replay.schedule import SendSchedule, lineage, schedule
 from tuner.replay.senders import Senders
 from tuner.replay.wire import Pool
 from tuner.settings import Settings

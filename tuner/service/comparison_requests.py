@@ -9,8 +9,7 @@ from pydantic import AwareDatetime, ConfigDict, Field
 from tuner.history.store import Store
 from tuner.service.problems import RequestBody
 from tuner.settings import NAME
-from tuner.tuning.arms import arm_of
-from tuner.tuning.comparison import MARGIN, MOST_ARMS, ROUNDS, compared
+from tuner.tuning.comparison import MARGIN, MOST_ARMS, ROUNDS, arm_of, compared
 from tuner.tuning.study import Prepared
 from tuner.tuning.studyfile import EngineFile
 from tuner.tuning.upgrade import upgrade_check

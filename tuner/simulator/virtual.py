@@ -17,8 +17,7 @@ from tuner.records import Outcome, Slice
 from tuner.replay import fidelity
 from tuner.replay.fidelity import PrefixCounts
 from tuner.replay.jobs import Sent, late
-from tuner.replay.plan import Load, Plan
-from tuner.replay.schedule import schedule
+from tuner.replay.plan import Load, Plan, schedule
 from tuner.replay.timeline import Judge, Replayed, SliceReplay, SliceWindow
 from tuner.simulator.boot import Booted
 from tuner.simulator.clock import Clock

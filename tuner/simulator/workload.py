@@ -7,8 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tuner.records import Slice
-from tuner.replay.plan import Plan
-from tuner.replay.schedule import priming_rows, schedule
+from tuner.replay.plan import Plan, priming_rows, schedule
 from tuner.simulator.scheduler import Scheduler
 from tuner.simulator.state import EngineRequest, SchedulerLimits
 from tuner.traffic.trace import Trace

@@ -12,10 +12,9 @@ from tuner.measures import class_of, is_maximized, many, measure_of
 from tuner.records import Candidate, Prediction, Trial, TrialState
 from tuner.search import acquisition, pareto, trial_view
 from tuner.search.trial_view import encode
-from tuner.simulator.batch import Batch
 from tuner.simulator.calibrate import Calibration, Observation, fit
 from tuner.simulator.cost import CARDS, Card, Coefficients, card_of, preset
-from tuner.simulator.predict import UNCALIBRATED, Predictor, Scene
+from tuner.simulator.predict import UNCALIBRATED, Batch, Predictor, Scene
 from tuner.tuning.study import Prepared
 
 # Least relative error of step times that proposals reckon with. A fit to the baseline says

@@ -14,8 +14,17 @@ from tuner.knobs.baseline import GONE
 from tuner.knobs.catalogue import CATALOGUE
 from tuner.records import JSON, Candidate, EngineFacts, Run, RunState, Trial, Value
 from tuner.search.trial_view import DERIVED
-from tuner.tuning.arms import ArmConfiguration, named_configuration, on_engine, with_configuration
-from tuner.tuning.comparison import MARGIN, ROUNDS, Comparing, compared, undecided
+from tuner.tuning.comparison import (
+    MARGIN,
+    ROUNDS,
+    ArmConfiguration,
+    Comparing,
+    compared,
+    named_configuration,
+    on_engine,
+    undecided,
+    with_configuration,
+)
 from tuner.tuning.context import RunContext
 from tuner.tuning.study import ComparedArm, Prepared
 from tuner.tuning.studyfile import Argument, EngineFile
