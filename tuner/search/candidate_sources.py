@@ -46,10 +46,6 @@ BACK_OFF: Mapping[str, tuple[tuple[str, int], ...]] = {
 }
 
 
-def failures(trials: Sequence[Trial]) -> tuple[Trial, ...]:
-    return tuple(t for t in trial_view.latest(trials) if t.state is TrialState.INFEASIBLE)
-
-
 def kind_of(trial: Trial) -> str | None:
     """`oom` or `kv` for a lack of memory, None for any other failure."""
     violated = {key: value for key, value in trial_view.margins(trial).items() if value > 0}
@@ -62,7 +58,7 @@ class Regions:
     def __init__(self, encoding: Encoding, trials: Sequence[Trial]) -> None:
         self._encoding = encoding
         self._walls: list[tuple[Trial, Point, Direction]] = []
-        for trial in failures(trials):
+        for trial in (t for t in trial_view.latest(trials) if t.state is TrialState.INFEASIBLE):
             kind, point = kind_of(trial), encoding.point(trial.candidate)
             if kind is not None and point is not None:
                 self._walls.append((trial, point, OOM if kind == "oom" else KV))
@@ -347,7 +343,7 @@ def _layouts(space: Space, knobs: Sequence[str]) -> list[dict[str, Value]]:
 
 
 def _number(value: Value) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    return trial_view.is_number(value) and float(value or 0) > 0
 
 
 # Trials between two measurements of the baseline, which show drift: one trial in 25 is spent on that.

@@ -323,7 +323,8 @@ def _pair(base: Passes, other: Passes, value: Callable[[Outcome], float], among:
                 for side in (mine[name], theirs[name])
             )
             common = sorted(set(left) & set(right))
-            width = _block_s([left[row].scheduled_s for row in common])
+            times = [left[row].scheduled_s for row in common]
+            width = max(min(BLOCK_S, (max(times, default=0.0) - min(times, default=0.0)) / BLOCKS), 1e-3)
             for row in common:
                 key = (name, int(left[row].scheduled_s // width))
                 number = blocks.setdefault(key, len(blocks))
@@ -336,12 +337,6 @@ def _pair(base: Passes, other: Passes, value: Callable[[Outcome], float], among:
         block=table[:, 2].astype(np.int64),
         repeat=table[:, 3].astype(np.int64),
     )
-
-
-def _block_s(times: Sequence[float]) -> float:
-    """Ten seconds, or shorter where that leaves fewer than twenty blocks."""
-    span = max(times, default=0.0) - min(times, default=0.0)
-    return max(min(BLOCK_S, span / BLOCKS), 1e-3)
 
 
 def _weights(pairs: _Pairs, rng: np.random.Generator) -> Array:

@@ -28,24 +28,19 @@ class Rung:
     trial: Trial
 
 
-def rungs(trials: Sequence[Trial], tail: str = TAIL) -> tuple[Rung, ...]:
+def rungs(trials: Sequence[Trial]) -> tuple[Rung, ...]:
     """What the ladder has tried, in the order of the levels."""
     found: dict[int, Rung] = {}
     for trial in trial_view.latest(trials):
         level = trial.candidate.get(KNOB)
         if trial.origin == ORIGIN and isinstance(level, int) and trial.state is not TrialState.RUNNING:
-            found[level] = Rung(level=level, tail=_tail(trial, tail), trial=trial)
+            served = trial.measurement if trial.state is TrialState.COMPLETE else None
+            values = served.values if served else {}
+            found[level] = Rung(level=level, tail=values.get(TAIL, math.inf), trial=trial)
     return tuple(found[level] for level in sorted(found))
 
 
-def _tail(trial: Trial, name: str) -> float:
-    measured = trial.measurement
-    if trial.state is not TrialState.COMPLETE or measured is None:
-        return math.inf
-    return measured.values.get(name, math.inf)
-
-
-def next_level(levels: Sequence[int], tried: Sequence[Rung], *, worse: float = WORSE) -> int | None:
+def next_level(levels: Sequence[int], tried: Sequence[Rung]) -> int | None:
     """The level to try next, of `levels` in ascending order; None where the ladder is at its end.
 
     While no rung above the best one is worse the next one is at least twice the highest; then halfway between
@@ -54,7 +49,7 @@ def next_level(levels: Sequence[int], tried: Sequence[Rung], *, worse: float = W
     if not tried:
         return levels[0] if levels else None
     best = min(tried, key=lambda rung: (rung.tail, rung.level))
-    limit = best.tail * (1 + worse)
+    limit = best.tail * (1 + WORSE)
     above_best = [r for r in tried if r.level > best.level]
     if all(r.tail <= limit for r in above_best):
         top = tried[-1].level
@@ -69,7 +64,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def table(trials: Sequence[Trial], *, worse: float = WORSE) -> list[tuple[object, ...]]:
+def table(trials: Sequence[Trial]) -> list[tuple[object, ...]]:
     """The rungs as rows of COLUMNS; the last column says which was best and which were worse."""
     tried = rungs(trials)
     if not tried:
@@ -81,7 +76,7 @@ def table(trials: Sequence[Trial], *, worse: float = WORSE) -> list[tuple[object
         numbers = [values.get(f"e2e_{p}_ms") for p in ("p50", "p95", "p99")]
         numbers += [values.get("goodput_rps"), values.get("output_tokens_per_s")]
         kv = values.get("kv_usage_max")
-        said = rung.trial.reason or f"worse by more than {worse:.0%}"
-        word = "best" if rung is best else said if rung.tail > best.tail * (1 + worse) else ""
+        said = rung.trial.reason or f"worse by more than {WORSE:.0%}"
+        word = "best" if rung is best else said if rung.tail > best.tail * (1 + WORSE) else ""
         rows.append((rung.level, *numbers, None if kv is None else kv * 100, values.get("preemptions"), word))
     return rows

@@ -365,20 +365,18 @@ def _frozen(trial: Trial, study: Study, ran: Candidate, space: dict[str, BaseDis
         "kind": measured.kind if measured else None,
         "measured": {n: v if math.isfinite(v) else None for n, v in numbers.items()},
     }  # fmt: skip
+    floats = {n for n in ran if isinstance(space[n], FloatDistribution)}
+    params = {n: float(v) if n in floats and v is not None else v for n, v in ran.items()}
     done = state is optuna.trial.TrialState.COMPLETE
     ended = None if state is optuna.trial.TrialState.RUNNING else trial.ended_at or trial.started_at
     found = FrozenTrial(
         number=-1, trial_id=-1, state=state, value=None, values=list(values) if done and values else None,
         datetime_start=trial.started_at.replace(tzinfo=None),
         datetime_complete=ended.replace(tzinfo=None) if ended else None,
-        params={n: _typed(v, space[n]) for n, v in ran.items()}, distributions={n: space[n] for n in ran},
+        params=params, distributions={n: space[n] for n in ran},
         user_attrs=attrs, system_attrs={}, intermediate_values={},
     )  # fmt: skip
     if trial.state not in (TrialState.RUNNING, TrialState.ABORTED):
         for key, margin in trial_view.margins(trial).items():
             found.set_constraint(key, margin)
     return found
-
-
-def _typed(value: Value, distribution: BaseDistribution) -> Value:
-    return float(value) if isinstance(distribution, FloatDistribution) and value is not None else value

@@ -136,7 +136,8 @@ def _plain(value: Value) -> Value:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _is_number(value: Value) -> bool:
+def is_number(value: Value) -> bool:
+    """True is none."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -145,7 +146,7 @@ def _place(value: Value, values: tuple[Value, ...]) -> int | None:
     for index, level in enumerate(values):
         if level == value and isinstance(level, bool) == isinstance(value, bool):
             return index
-    numbers = [i for i, level in enumerate(values) if _is_number(level)]
+    numbers = [i for i, level in enumerate(values) if is_number(level)]
     if not numbers or not isinstance(value, int | float) or isinstance(value, bool):
         return None
     return min(numbers, key=lambda i: (_distance(values[i], value), i))
@@ -273,7 +274,7 @@ class Scale:
         found = np.empty_like(raw)
         for column, (name, base) in enumerate(zip(self.objectives, self.baseline, strict=True)):
             sign = -1.0 if name in self.maximized else 1.0
-            if _is_log(name):
+            if name in NAMES:
                 found[..., column] = sign * np.log(np.maximum(raw[..., column], 1e-9) / max(base, 1e-9))
             else:
                 found[..., column] = sign * (raw[..., column] - base) / self.units[column]
@@ -284,12 +285,8 @@ class Scale:
         values = np.empty_like(ratios)
         for column, (name, base) in enumerate(zip(self.objectives, self.baseline, strict=True)):
             apart = ratios[..., column] * (-1.0 if name in self.maximized else 1.0)
-            values[..., column] = base * np.exp(apart) if _is_log(name) else base + apart * self.units[column]
+            values[..., column] = base * np.exp(apart) if name in NAMES else base + apart * self.units[column]
         return self.costs(values)
-
-
-def _is_log(name: str) -> bool:
-    return name in NAMES
 
 
 # How much better or worse than the baseline (a factor of 20) still makes a difference.
@@ -314,19 +311,14 @@ def corner_of(
     """
     if maximized is None:
         maximized = maximized_of(objectives)
-    limits = (_limit(slo.of((class_of(name),)), name) or -math.inf for name in objectives)
+    slos = [(name, slo.of((class_of(name),))) for name in objectives]
+    limits = (getattr(its, measure_of(name).limit or "", None) or -math.inf for name, its in slos)
     return tuple(
         value - abs(value) * (1 - 1 / ROOM)
         if name in maximized
         else max(value + abs(value) * (ROOM - 1), limit)
         for name, value, limit in zip(objectives, baseline, limits, strict=True)
     )
-
-
-def _limit(slo: Slo, name: str) -> float | None:
-    """The limit that the SLO sets for what a number measures."""
-    found: float | None = getattr(slo, measure_of(name).limit or "", None)
-    return found
 
 
 def scale(
