@@ -62,6 +62,15 @@ def compile_candidate(
     return Compiled(argv=tuple(argv), env=added)
 
 
+def takes(name: str, value: Value, facts: EngineFacts) -> bool:
+    """Whether an engine can be launched with this value of a knob."""
+    try:
+        compile_candidate({name: value}, facts)
+    except BadInput:
+        return False
+    return True
+
+
 def title(facts: EngineFacts) -> str:
     """What an engine is called in sentences."""
     return adapter_of(facts.kind).title.format(version=facts.version)

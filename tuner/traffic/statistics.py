@@ -78,8 +78,10 @@ def describe(trace: Trace, *, speed: float = 1.0) -> Statistics:
     """Every number, for the trace replayed at `speed`."""
     arrival, span = trace.arrival_s / speed, trace.duration_s / speed
     in_flight, source = concurrency(trace, speed)
-    reuse = reuse_by_capacity(trace, CAPACITIES)
+    sized = reuse_by_capacity(trace, CAPACITIES).items()
+    reuse = {"any" if size is None else str(size): share for size, share in sized}
     cached, gaps, added = trace.obs_cached >= 0, np.diff(arrival), new_tokens(trace)
+    read = max(1, trace.input_len[cached].sum(dtype=np.int64))
     numbers = Statistics(
         requests=len(trace),
         duration_s=trace.duration_s / speed,
@@ -108,14 +110,8 @@ def describe(trace: Trace, *, speed: float = 1.0) -> Statistics:
         beam_share=_share(trace.beam > 0),
         adapters=len(np.unique(trace.lora[trace.lora >= 0])),
         block_size=trace.block_size,
-        reuse={"any" if size is None else str(size): share for size, share in reuse.items()}
-        if len(trace.blocks)
-        else None,
-        observed_cached_share=float(
-            trace.obs_cached[cached].sum() / max(1, trace.input_len[cached].sum(dtype=np.int64))
-        )
-        if cached.any()
-        else None,
+        reuse=reuse if len(trace.blocks) else None,
+        observed_cached_share=float(trace.obs_cached[cached].sum() / read) if cached.any() else None,
         resolution_s=cast(float, trace.meta.get("resolution_s", 0.0)),
         quality=cast(Mapping[str, JSON], trace.meta.get("quality", {})),
     )

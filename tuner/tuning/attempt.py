@@ -26,6 +26,8 @@ from tuner.tuning.trial import GateFailed, launch
 # losing requests.
 ERROR_RATE = 0.01
 
+AFTER_TAIL = "still ran at the end of the tail (plan: tail_limit_s)"
+
 # Kinds of failures that a reason names, the most frequent first: a sentence with more is not read.
 KINDS_NAMED = 3
 
@@ -146,16 +148,13 @@ def errors_of(measurement: Measurement) -> dict[str, int]:
     for part in measurement.slices:
         if part.outcomes_file is None or not outcomes.is_here(part.outcomes_file):
             return {}
-        failed = (o.error for o in outcomes.read(part.outcomes_file) if o.error not in (None, CANCELLED))
-        found.update(_kind_of(error) for error in failed if error)
+        failed = (o.error for o in outcomes.read(part.outcomes_file) if o.error and o.error != CANCELLED)
+        found.update(
+            # without request IDs
+            re.sub(r"\b[0-9a-f-]{12,}\b", "…", error)[:120] if error != CUT else AFTER_TAIL
+            for error in failed
+        )
     return dict(found)
-
-
-def _kind_of(error: str) -> str:
-    """The kind of an error: its text without request IDs."""
-    if error == CUT:
-        return "still ran at the end of the tail (plan: tail_limit_s)"
-    return re.sub(r"\b[0-9a-f-]{12,}\b", "…", error)[:120]
 
 
 def _error_rate(values: Mapping[str, float]) -> float:

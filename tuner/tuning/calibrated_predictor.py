@@ -1,6 +1,7 @@
 """The simulator of a study, calibrated on its baseline, and what it expects (`tuner predict`)."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,7 +34,9 @@ def card_for(prepared: Prepared) -> Card | str:
             return f"the simulator does not predict {name}"
     if adapter_of(engine.kind).simulated:
         return card_of(engine.card)
-    if _staged({name: (value,) for name, value in engine.args.items()} | {**prepared.space.levels}):
+    stages = [v for name, v in engine.args.items() if name.replace("-", "_") == "pipeline_parallel_size"]
+    stages += prepared.space.levels.get("pipeline_parallel_size", ())
+    if any(size not in (None, 1) for size in stages):
         return "the simulator does not predict pipeline parallel engines"
     if facts.platform == "cpu":
         return CARDS["cpu"]
@@ -41,12 +44,6 @@ def card_for(prepared: Prepared) -> Card | str:
     if facts.gpu_name in titles:
         return titles[facts.gpu_name]
     return f"the simulator does not know the card '{facts.gpu_name or facts.platform}'"
-
-
-def _staged(values: Mapping[str, Sequence[object]]) -> bool:
-    """Whether any of these may put stages of an engine on several cards."""
-    sizes = (each for name, each in values.items() if name.replace("-", "_") == "pipeline_parallel_size")
-    return any(size not in (None, 1) for each in sizes for size in each)
 
 
 def scene_of(prepared: Prepared, card: Card) -> Scene:
@@ -198,7 +195,12 @@ def forecast(prepared: Prepared, trials: Sequence[Trial], *, count: int) -> Fore
     pool = pool_of(prepared, prepared.space, trials)
     pool = pool[:: max(1, len(pool) // count)][:count]
     expected = [Expected(candidate=c, prediction=p) for c, p in zip(pool, quick(pool), strict=True)]
-    works = [each for each in expected if each.prediction.feasible and _whole(each.prediction, objectives)]
+    works = [
+        each
+        for each in expected
+        if each.prediction.feasible
+        and all(math.isfinite(each.prediction.values.get(name, math.nan)) for name in objectives)
+    ]
     full = Predictor(scene, coefficients, error=calibration.error if calibration else UNCALIBRATED)
     done = pareto.measured(trials, objectives)
     return Forecast(
@@ -214,10 +216,6 @@ def forecast(prepared: Prepared, trials: Sequence[Trial], *, count: int) -> Fore
     )
 
 
-def _whole(prediction: Prediction, objectives: Sequence[str]) -> bool:
-    return all(np.isfinite(prediction.values.get(name, np.nan)) for name in objectives)
-
-
 def _sure(predictor: Predictor, candidate: Candidate) -> Expected:
     return Expected(candidate=candidate, prediction=predictor([candidate])[0])
 
@@ -226,13 +224,8 @@ def _front(works: Sequence[Expected], objectives: Sequence[str]) -> list[Expecte
     """The candidates that no other beats in every objective, in order of the first one."""
     if not works:
         return []
-    costs = np.array(
-        [[_cost(each.prediction.values[name], name) for name in objectives] for each in works], np.float64
-    )
+    signs = np.array([-1.0 if is_maximized(name) else 1.0 for name in objectives])
+    costs = signs * np.array([[each.prediction.values[name] for name in objectives] for each in works])
     keep = pareto.non_dominated(costs)
     kept = [(row[0], i) for i, (row, k) in enumerate(zip(costs.tolist(), keep, strict=True)) if k]
     return [works[i] for _, i in sorted(kept)]
-
-
-def _cost(value: float, name: str) -> float:
-    return -value if is_maximized(name) else value

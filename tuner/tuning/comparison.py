@@ -116,17 +116,10 @@ def named_configuration(
         return ArmConfiguration(candidate=Candidate(), args={}, env={})
     written = " " in what or what.startswith("-") or os.path.isfile(base / what)
     if written and files:
-        return _imported(str(base / what) if os.path.isfile(base / what) else what)
-    return configuration_of(profile_of(what, prepared, store, files=files))
-
-
-def _imported(what: str) -> ArmConfiguration:
-    found = manifests.read(what)
-    return ArmConfiguration(candidate=found.candidate, args=dict(found.args), env=found.env)
-
-
-def configuration_of(profile: Profile) -> ArmConfiguration:
-    """What a profile runs: its knobs, and the arguments and variables that its study fixed."""
+        read = manifests.read(str(base / what) if os.path.isfile(base / what) else what)
+        return ArmConfiguration(candidate=read.candidate, args=dict(read.args), env=read.env)
+    # A profile's knobs, and the arguments and variables that its study fixed.
+    profile = profile_of(what, prepared, store, files=files)
     imported = from_arguments(profile.argv, env=profile.env, source=f"profile {profile.id}")
     candidate = Candidate({**imported.candidate, **profile.candidate})
     return ArmConfiguration(candidate=candidate, args=dict(imported.args), env=imported.env)
@@ -169,12 +162,13 @@ def on_engine(
 ) -> Prepared:
     """The study on another engine of its kind, which is asked what it has."""
     file = engine_file(prepared.file.engine, engine, base=base, engines=engines, files=files)
-    found = survey(file, base=base)
+    found, section = survey(file, base=base), prepared.study.identity.get("engine")
     identity: dict[str, JSON] = {
         **prepared.study.identity,
         "engine": {
-            **_section(prepared), "kind": file.kind, "version": found.facts.version,
-            "platform": found.facts.platform, "command": list(masking.arguments(file.command)),
+            **(section if isinstance(section, dict) else {}), "kind": file.kind,
+            "version": found.facts.version, "platform": found.facts.platform,
+            "command": list(masking.arguments(file.command)),
             "env": dict(masking.environment(file.env)),
         },
     }  # fmt: skip
@@ -182,11 +176,6 @@ def on_engine(
         prepared, file=prepared.file.model_copy(update={"engine": file}), facts=found.facts,
         command=found.command, study=replace(prepared.study, identity=identity),
     )  # fmt: skip
-
-
-def _section(prepared: Prepared) -> Mapping[str, JSON]:
-    found = prepared.study.identity.get("engine")
-    return found if isinstance(found, dict) else {}
 
 
 def engine_file(

@@ -147,13 +147,12 @@ def is_open(asked: WinnerCriteria, found: Repeats) -> bool:
     ours = [c for a in arms for c in a.changes if c.where == "confirm" and c.metric in asked.study.objectives]
     if any(c.word == "better" for c in ours):
         return False
-    return any(_may_gain(c) for c in ours)
-
-
-def _may_gain(difference: Difference) -> bool:
-    if is_maximized(difference.metric):
-        return difference.high is None or difference.high >= SOUGHT
-    return (-1.0 if difference.low is None else difference.low) <= 1 / (1 + SOUGHT) - 1
+    return any(
+        c.high is None or c.high >= SOUGHT
+        if is_maximized(c.metric)
+        else (-1.0 if c.low is None else c.low) <= 1 / (1 + SOUGHT) - 1
+        for c in ours
+    )
 
 
 def arms_of(asked: WinnerCriteria, found: Repeats, spreads: Spreads) -> tuple[Arm | None, list[Arm]]:
@@ -239,11 +238,7 @@ def _compared(
 
 
 def _passes(measured: Sequence[Measurement]) -> Passes:
-    return [_rows(m) for m in measured]
-
-
-def _rows(measured: Measurement) -> Mapping[str, Sequence[Outcome]]:
-    return {s.name: _read(s.outcomes_file) for s in measured.slices if s.outcomes_file}
+    return [{s.name: _read(s.outcomes_file) for s in m.slices if s.outcomes_file} for m in measured]
 
 
 @lru_cache(maxsize=64)
@@ -290,13 +285,9 @@ def remeasured(trial: Trial, measured: Sequence[Measurement]) -> Trial:
     """The trial with what its repeats say in place of the search's one measurement."""
     rows = [m for m in measured if m.purpose == "confirm"]
     names = set.intersection(*(set(m.values) for m in rows))
-    values = {name: v for name in sorted(names) if (v := _or_infinite(name, rows)) is not None}
+    means = {name: mean_of(name, rows) for name in sorted(names)}
+    values = {name: math.inf if mean is None else mean for name, mean in means.items()}
     return replace(trial, screened=False, measurements=(Measurement(values=values),))
-
-
-def _or_infinite(name: str, rows: Sequence[Measurement]) -> float:
-    found = mean_of(name, rows)
-    return math.inf if found is None else found
 
 
 def spreads_of(asked: WinnerCriteria, found: Repeats) -> Spreads:

@@ -104,7 +104,7 @@ class Rounds:
         return (self.run.deadline - self.context.clock()).total_seconds() >= needed
 
     async def _again(self, trial: Trial, repeat: int) -> None:
-        context = self._context_of(trial)
+        context = replace(self.context, prepared=self.setups.get(trial.number, self.context.prepared))
         study = context.prepared.study
         passes = [Pass(slices=tuple(s for s in study.slices if not s.held_out), purpose="confirm",
                        repeat=repeat)]  # fmt: skip
@@ -129,10 +129,6 @@ class Rounds:
             for measurement in launched.measurements:
                 context.store.add_measurement(trial.id, measurement)
             return
-
-    def _context_of(self, trial: Trial) -> RunContext:
-        prepared = self.setups.get(trial.number)
-        return self.context if prepared is None else replace(self.context, prepared=prepared)
 
     def drop(self, trial: Trial, why: str) -> None:
         """Leave an arm out of all further rounds."""

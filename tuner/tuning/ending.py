@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from tuner import masking
-from tuner.conclusions import Arm, Attribution, Conclusion, PublishedProfile
+from tuner.conclusions import Attribution, Conclusion, PublishedProfile
 from tuner.engine import effective
 from tuner.knobs.arguments import compile_candidate
 from tuner.knobs.catalogue import CATALOGUE
@@ -64,7 +64,9 @@ class Ending:
             return None
         if not chosen:
             return None
-        going = self._confirmation(self._next_label(), chosen)
+        own = label_of(self._run.id)  # launch folders of a second confirmation of one run have other names
+        again = self._done is not None and self._done.label == own
+        going = self._confirmation(f"{own}.2" if again else own, chosen)
         while len(going.chosen) > 1 and going.missing > self._context.budget.left:
             going = self._confirmation(going.label, going.chosen[:-1])
         if (why := self.too_short(going)) is not None:
@@ -127,11 +129,6 @@ class Ending:
         count = self._context.prepared.plan.finalists
         more = [t for t in finalists(self._context.prepared, trials, self._run.id) if t.number not in numbers]
         return label, [*chosen, *more][: max(count, len(chosen))]
-
-    def _next_label(self) -> str:
-        """Launch folders of a second confirmation of one run have other names."""
-        own = label_of(self._run.id)
-        return f"{own}.2" if self._done is not None and self._done.label == own else own
 
     def conclusion(self, why: str | None = None) -> Conclusion | None:
         """Publish the profiles and return the conclusion. `why` is why the run ended early or its
@@ -238,34 +235,25 @@ def _profile(
         argv=masking.arguments((*prepared.fixed, *compiled.argv)),
         env=masking.environment({**prepared.file.engine.env, **compiled.env}),
         evidence={
-            **_evidence(context, run, said, trial, arm, alias),
+            "run": run.id,
+            "verdict": said.outcome.value if won else "baseline",
+            "sentence": said.sentence if won else trial.reason or "what ran before",
+            "confirmed": said.confirmed and won,
+            "slo_met": bool(arm and arm.slo_met),
+            "demonstration": said.demonstration,
+            "repeats": said.repeats,
+            "changes": [dict(asdict(c)) for c in arm.changes] if arm else [],
+            "not_worse": dict(prepared.file.not_worse),
+            "unproved": unproved_of(trial),
+            "unjudged": list(quality.unjudged(prepared, trial)),
+            "quality": "off" if prepared.file.quality == "off" else "on",
+            "inherited": {} if trial.is_baseline else dict(prepared.space.inherited),
             **({} if attribution is None else {"attribution": attribution.to_json()}),
         },
         alias=alias,
         reason=f"run {run.id}: {said.outcome_words}",
         now=context.clock(),
     )
-
-
-def _evidence(
-    context: RunContext, run: Run, said: Conclusion, trial: Trial, arm: Arm | None, alias: str
-) -> dict[str, JSON]:
-    won = alias == registry.CHALLENGER
-    return {
-        "run": run.id,
-        "verdict": said.outcome.value if won else "baseline",
-        "sentence": said.sentence if won else trial.reason or "what ran before",
-        "confirmed": said.confirmed and won,
-        "slo_met": bool(arm and arm.slo_met),
-        "demonstration": said.demonstration,
-        "repeats": said.repeats,
-        "changes": [dict(asdict(c)) for c in arm.changes] if arm else [],
-        "not_worse": dict(context.prepared.file.not_worse),
-        "unproved": unproved_of(trial),
-        "unjudged": list(quality.unjudged(context.prepared, trial)),
-        "quality": "off" if context.prepared.file.quality == "off" else "on",
-        "inherited": {} if trial.is_baseline else dict(context.prepared.space.inherited),
-    }
 
 
 def unproved_of(trial: Trial) -> dict[str, JSON]:

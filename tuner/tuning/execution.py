@@ -9,7 +9,6 @@ import socket
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,15 +32,12 @@ def silent(sentence: str) -> None:
     """Takes a sentence and does nothing with it."""
 
 
-def lock_path(home: Path, study_id: str) -> Path:
-    """The lock of a study on this host; the kernel gives it back however its holder ends."""
-    return home / "trials" / study_id[:16] / "lock"
-
-
 @contextmanager
 def locked(home: Path, study_id: str) -> Iterator[None]:
-    """Hold a study. Conflict when a living controller on this host tunes it."""
-    path = lock_path(home, study_id)
+    """Hold a study; the kernel gives the lock back however its holder ends. Conflict when a living controller
+    on this host tunes it.
+    """
+    path = home / "trials" / study_id[:16] / "lock"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -144,26 +140,20 @@ def gpus_of(prepared: Prepared) -> Gpus:
 def register(context: RunContext) -> Study:
     """Keep the study, its trace and its node, unless the history has them."""
     prepared, now = context.prepared, context.clock()
-    study = context.store.add_study(prepared.study)
-    _register_trace(context, now)
-    try:
-        context.store.node(prepared.node.name)
-    except NotFound:
-        context.store.add_node(replace(prepared.node, host=socket.gethostname()))
-    return study
-
-
-def _register_trace(context: RunContext, now: datetime) -> None:
-    """A known trace keeps its name: a study may have asked for `latest:` of it. Its file is copied into the
-    home, since captures are removed in time.
-    """
-    trace, name = context.prepared.trace, context.prepared.trace_path.stem
+    study, trace, name = context.store.add_study(prepared.study), prepared.trace, prepared.trace_path.stem
+    # A known trace keeps its name: a study may have asked for `latest:` of it. Its file is copied into the
+    # home, since captures are removed in time.
     path = trace_files.keep(trace, context.home, name)
     try:
         context.store.trace(trace.digest)
     except NotFound:
         meta = {**trace.meta, "requests": len(trace)}
         context.store.add_trace(trace.digest, name, str(path.resolve()), meta, now)
+    try:
+        context.store.node(prepared.node.name)
+    except NotFound:
+        context.store.add_node(replace(prepared.node, host=socket.gethostname()))
+    return study
 
 
 def cancelled(store: Store, run_id: str | None, clock: Clock) -> Run | None:

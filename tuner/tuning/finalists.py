@@ -9,7 +9,6 @@ from tuner.adapters import adapter_of
 from tuner.conclusions import Arm, Difference, Judgement
 from tuner.engine.effective import same
 from tuner.errors import BadInput
-from tuner.knobs.arguments import gpus_held
 from tuner.measures import is_maximized, many
 from tuner.records import EngineFacts, Outcome, Trial, TrialState, Value
 from tuner.replay import outcomes
@@ -85,8 +84,10 @@ def _against(base: Arm, chosen: Arm, not_worse: Mapping[str, float]) -> Verdict:
     if worse and not better:
         return Verdict(outcome=Judgement.BASELINE_STAYS, sentence=f"{against} Nothing is better.")
     if not better:
-        sentence = f"{against} {_unclear(ours)}"
-        return Verdict(outcome=Judgement.NO_CLEAR_WINNER, sentence=sentence)
+        why = "The difference is within the noise of the measurements."
+        if any(c.high is None for c in ours):
+            why = "How much launches differ on this node is not known yet, so one repeat decides nothing."
+        return Verdict(outcome=Judgement.NO_CLEAR_WINNER, sentence=f"{against} {why}")
     if not worse:
         sentence = f"{against}{_held(held)}"
         return Verdict(outcome=Judgement.CLEAR_WINNER, sentence=sentence, winner=chosen.trial)
@@ -101,12 +102,11 @@ def _against(base: Arm, chosen: Arm, not_worse: Mapping[str, float]) -> Verdict:
 def exceeding(arm: Arm, not_worse: Mapping[str, float]) -> list[Difference]:
     """The differences by which an arm is worse than the study's `not_worse` allows, by what was measured."""
     ours = [c for c in arm.changes if c.where == "confirm" and c.metric in not_worse and c.word != "better"]
-    return [c for c in ours if c.change is None or _worse(c) > not_worse[c.metric]]
-
-
-def _worse(difference: Difference) -> float:
-    change = difference.change or 0.0
-    return -change if is_maximized(difference.metric) else change
+    return [
+        c
+        for c in ours
+        if c.change is None or (-c.change if is_maximized(c.metric) else c.change) > not_worse[c.metric]
+    ]
 
 
 def worse_by(metric: str, before: float, after: float) -> float:
@@ -146,28 +146,11 @@ def _left(finalists: Sequence[Arm], not_worse: Mapping[str, float] | None) -> st
     return f" Left out by not_worse: {'; '.join(said)}." if said else ""
 
 
-def _unclear(ours: Sequence[Difference]) -> str:
-    if any(c.high is None for c in ours):
-        return "How much launches differ on this node is not known yet, so one repeat decides nothing."
-    return "The difference is within the noise of the measurements."
-
-
 def _held(held: Sequence[Difference]) -> str:
     if not held:
         return " There is no held-out slice."
     agreed = sum(1 for c in held if c.word == "better")
     return f" On the held-out slice {agreed} of {len(held)} objectives are clearly better."
-
-
-def idle_cards(facts: EngineFacts, argv: Sequence[str]) -> str | None:
-    """A sentence about GPUs that the baseline leaves idle; None where it uses all."""
-    there, used = facts.gpu_count, gpus_held(argv)
-    if not adapter_of(facts.kind).uses_gpus(facts.platform) or used >= there:
-        return None
-    return (
-        f"the baseline runs on {used} of {there} GPUs: {there - used} stand idle. tensor_parallel_size or"
-        " data_parallel_size use them, as knobs of the space or under baseline"
-    )
 
 
 def cannot_act(base: Trial, trial: Trial, facts: EngineFacts) -> str | None:
@@ -182,7 +165,8 @@ def cannot_act(base: Trial, trial: Trial, facts: EngineFacts) -> str | None:
     seen = [_seen(base), _seen(trial)]
     if any(each is None for each in seen) or _shapes_graphs(names, today, then, facts):
         return None
-    said = [_LIMITS[n](today.get(n), then.get(n), [s for s in seen if s is not None]) for n in sorted(names)]
+    crowds = [s for s in seen if s is not None]
+    said = [_idle_limit(n, today.get(n), then.get(n), crowds) for n in sorted(names)]
     return "; ".join(text for text in said if text) if all(said) else None
 
 
@@ -251,38 +235,25 @@ def _shapes_graphs(
     )
 
 
-def _sequences(before: Value, after: Value, seen: Sequence[Crowd]) -> str | None:
-    most = max(each.requests for each in seen)
-    if not _all_at_least(most, before, after):
-        return None
-    return f"max_num_seqs {after} cannot act: never more than {many(most, 'request')} on the way at once"
+# Limits → what shows that they cannot act: words, unit, and the most that was there at once.
+_LIMITS: Mapping[str, tuple[str, str, Callable[[Crowd], int]]] = {
+    "max_num_seqs": (": never more than {} on the way at once", "request", lambda c: c.requests),
+    "max_num_batched_tokens": (
+        ": never more than {} on the way at once", "token", lambda c: c.tokens + c.requests
+    ),
+    "long_prefill_token_threshold": (", the longest prompt has {}", "token", lambda c: c.longest),
+}  # fmt: skip
 
 
-def _budget(before: Value, after: Value, seen: Sequence[Crowd]) -> str | None:
-    most = max(each.tokens + each.requests for each in seen)
-    if not _all_at_least(most, before, after):
-        return None
-    return (
-        f"max_num_batched_tokens {after} cannot act: never more than {many(most, 'token')} on the way at once"
-    )
-
-
-def _long_prompts(before: Value, after: Value, seen: Sequence[Crowd]) -> str | None:
-    longest = max(each.longest for each in seen)
-    if not all(v in (0, None) or _all_at_least(longest, v) for v in (before, after)):
-        return None
-    return f"long_prefill_token_threshold {after} cannot act, the longest prompt has {longest} tokens"
-
-
-def _all_at_least(most: int, *values: Value) -> bool:
-    return all(isinstance(v, int) and not isinstance(v, bool) and v >= most for v in values)
-
-
-_LIMITS = {
-    "max_num_seqs": _sequences,
-    "max_num_batched_tokens": _budget,
-    "long_prefill_token_threshold": _long_prompts,
-}
+def _idle_limit(name: str, before: Value, after: Value, seen: Sequence[Crowd]) -> str | None:
+    """Why a limit cannot act, neither before nor after; None where it can."""
+    words, unit, size = _LIMITS[name]
+    most, off = max(map(size, seen)), (0, None) if name == "long_prefill_token_threshold" else ()
+    for value in (before, after):
+        is_limit = isinstance(value, int) and not isinstance(value, bool) and value >= most
+        if value not in off and not is_limit:
+            return None
+    return f"{name} {after} cannot act{words.format(many(most, unit))}"
 
 
 def finalists(prepared: Prepared, trials: Sequence[Trial], run_id: str) -> list[Trial]:

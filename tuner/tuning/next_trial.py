@@ -12,7 +12,7 @@ from tuner.adapters import adapter_of
 from tuner.engine.effective import same
 from tuner.errors import BadInput, NotFound
 from tuner.history.store import Store
-from tuner.knobs.space import SearchSpace
+from tuner.knobs.space import SearchSpace, level_of
 from tuner.records import Candidate, Prediction, Slo, Study, Trial, TrialState, Value
 from tuner.replay import outcomes
 from tuner.search import acquisition, early_stopping, ladder, pareto, trial_view
@@ -419,15 +419,11 @@ def around(prepared: Prepared, candidate: Mapping[str, Value], trials: Sequence[
     space = prepared.space
     short = any(t.measurement and t.measurement.values.get("preemptions", 0.0) > 0 for t in trials)
     free = {name for name in adapter_of(prepared.facts.kind).live_knobs if short or name != "watermark"}
-    levels = {
-        name: values if name in free else tuple(v for v in values if _is(v, candidate.get(name)))
-        for name, values in space.levels.items()
-    }
-    return replace(space, levels={name: kept or space.levels[name] for name, kept in levels.items()})
-
-
-def _is(level: Value, value: Value) -> bool:
-    return level == value and isinstance(level, bool) == isinstance(value, bool)
+    levels = dict(space.levels)
+    for name, values in levels.items():
+        if name not in free and (index := level_of(values, candidate.get(name))) is not None:
+            levels[name] = (values[index],)
+    return replace(space, levels=levels)
 
 
 def judge_of(prepared: Prepared, trials: Sequence[Trial], *, screened: bool) -> Judge | None:

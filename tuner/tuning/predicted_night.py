@@ -6,7 +6,6 @@ Nothing of it reaches the history, no profile is published, and nobody is notifi
 import json
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -15,8 +14,8 @@ from tuner.adapters import adapter_of
 from tuner.conclusions import Conclusion
 from tuner.errors import BadInput
 from tuner.history.store import Store
-from tuner.knobs.arguments import compile_candidate
-from tuner.records import JSON, Candidate, EngineFacts, Run, Trial, Value
+from tuner.knobs.arguments import takes
+from tuner.records import JSON, Run, Trial
 from tuner.search import pareto
 from tuner.simulator.calibrate import Calibration
 from tuner.simulator.cost import CARDS, Card, Coefficients, preset
@@ -70,7 +69,10 @@ async def predict_night(
     fitted = calibration.coefficients if calibration else preset(card)
     file, left_out = _simulated(prepared, card, fitted, startup_s)
     ready_to_run = prepare(file, name=prepared.study.name, base=base, store=store, now=now)
-    seeds = (*fronts_of(store, prepared, now), *_own_front(prepared, past)) if store else ()
+    own = [t for t in pareto.front(past, prepared.study.objectives) if not t.is_baseline]
+    # A night of the real study would know its front so far.
+    front = [(f"this study: trial {each.number}", each.candidate) for each in own]
+    seeds = (*fronts_of(store, prepared, now), *front) if store else ()
     with tempfile.TemporaryDirectory(prefix="tuner-predicted-") as folder:
         thrown_away = Store(f"sqlite:///{folder}/tuner.db")
         try:
@@ -94,23 +96,21 @@ async def predict_night(
             thrown_away.close()
 
 
-def _own_front(prepared: Prepared, past: Sequence[Trial]) -> list[tuple[str, Candidate]]:
-    """The front of the study so far: a night of the real study would know it."""
-    found = pareto.front(past, prepared.study.objectives)
-    return [(f"this study: trial {each.number}", each.candidate) for each in found if not each.is_baseline]
-
-
 def _simulated(
     prepared: Prepared, card: Card, fitted: Coefficients, startup_s: float
 ) -> tuple[StudyFile, tuple[str, ...]]:
     """The study's file with a virtual engine, and what that engine does not take."""
     file = prepared.file
-    _check_layout({**file.engine.args, **file.baseline})
+    for key, value in {**file.engine.args, **file.baseline}.items():
+        if key.replace("-", "_") in LAYOUTS and value not in (None, 1):
+            raise BadInput(
+                f"a night with {key} {value} cannot be predicted: the simulated engine has one card"
+            )
     name = next(each for each, known in CARDS.items() if known is card)
     plain = EngineFile(kind="simulated", clock="virtual", card=name)
     facts = survey(plain, base=Path()).facts
     args = {key: value for key, value in file.engine.args.items() if flag_name(key) in facts.flags}
-    baseline = {key: value for key, value in file.baseline.items() if _takes(facts, key, value)}
+    baseline = {key: value for key, value in file.baseline.items() if takes(key, value, facts)}
     env = {
         **(file.engine.env if adapter_of(file.engine.kind).simulated else {}),
         "TUNER_SIM_COEFFICIENTS": json.dumps(fitted.to_json()),
@@ -121,24 +121,6 @@ def _simulated(
     left_out = (*(set(file.engine.args) - set(args)), *(set(file.baseline) - set(baseline)))
     changed = {"engine": engine, "baseline": baseline, "trace": str(prepared.trace_path)}
     return file.model_copy(update=changed), tuple(sorted(left_out))
-
-
-def _takes(facts: EngineFacts, knob: str, value: Value) -> bool:
-    """Whether the engine can be launched with this value of a knob."""
-    try:
-        compile_candidate(Candidate({knob: value}), facts)
-    except BadInput:
-        return False
-    return True
-
-
-def _check_layout(values: Mapping[str, object]) -> None:
-    """BadInput for an engine over several cards, which the simulated engine does not have."""
-    for name, value in values.items():
-        if name.replace("-", "_") in LAYOUTS and value not in (None, 1):
-            raise BadInput(
-                f"a night with {name} {value} cannot be predicted: the simulated engine has one card"
-            )
 
 
 def as_data(found: PredictedNight) -> dict[str, JSON]:

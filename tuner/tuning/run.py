@@ -16,7 +16,7 @@ from tuner.engine.failures import NODE_FAULTS
 from tuner.engine.gpu import Gpus
 from tuner.errors import Aborted
 from tuner.history.store import Store
-from tuner.knobs.arguments import compile_candidate
+from tuner.knobs.arguments import compile_candidate, gpus_held
 from tuner.measures import many
 from tuner.records import JSON, Candidate, Run, Trial, TrialState
 from tuner.search import trial_view
@@ -24,7 +24,7 @@ from tuner.search.compare import spread_of
 from tuner.search.early_stopping import reason_to_stop
 from tuner.tuning import quality
 from tuner.tuning.attempt import MeasureOptions, check_start, never_started, perform
-from tuner.tuning.calibrated_predictor import CalibratedPredictor, StudyPredictor
+from tuner.tuning.calibrated_predictor import StudyPredictor
 from tuner.tuning.comparison import Comparing
 from tuner.tuning.confirm import estimate_of, planned
 from tuner.tuning.context import (
@@ -40,7 +40,7 @@ from tuner.tuning.context import (
 )
 from tuner.tuning.ending import Ending, summary_of_conclusion
 from tuner.tuning.execution import Execution, cancelled, gpus_of, locked, reconcile, register
-from tuner.tuning.finalists import finalists, idle_cards
+from tuner.tuning.finalists import finalists
 from tuner.tuning.live import ScreeningEngine
 from tuner.tuning.next_trial import (
     RELAUNCHED,
@@ -187,9 +187,13 @@ class _Loop(Execution):
         trials = self._trials()
         known = self._predictor.calibrated(trials)
         summary = summary_of(self._context.prepared, self._run.id, trials, self._live)
+        calibrated = (
+            "calibrated" if known and known.calibration else "uncalibrated: the baseline did not serve"
+        )
+        trust = calibrated if known else "not used"
         summary |= {
             "calibration": known.calibration.to_json() if known and known.calibration else None,
-            "predictor": self._predictor.why_not or _trusted(known),
+            "predictor": self._predictor.why_not or trust,
             "quality": quality.summary(self._context.prepared, trials),
         }
         summary |= summary_of_conclusion(self._context, said) if said else {}
@@ -227,17 +231,14 @@ class _Loop(Execution):
         prepared, judge = self._context.prepared, None
         before = [t for t in trials if t.number < trial.number]
         searched = not trial.is_baseline and trial.origin != RELAUNCHED
-        screened = searched and live is not None and self._has_room(before) and screens(prepared, before)
+        limit = self._limits.trials  # one number is left to measure it again once it was screened
+        room = limit is None or self._done(before) + self._due(before) + 2 <= limit
+        screened = searched and live is not None and room and screens(prepared, before)
         if searched and not climbs:
             judge = judge_of(prepared, trials, screened=screened)
         return MeasureOptions(
             live=live, own=not screened, defaults=trial_view.defaults_of(trials), judge=judge
         )
-
-    def _has_room(self, before: Sequence[Trial]) -> bool:
-        """Whether the budget has a number left to measure a candidate again once it was screened."""
-        limit = self._limits.trials
-        return limit is None or self._done(before) + self._due(before) + 2 <= limit
 
     def _relaunch(self, trials: Sequence[Trial]) -> Trial | None:
         """At the end of a search: finalists that were only screened are measured in engines of their own."""
@@ -289,23 +290,19 @@ class _Loop(Execution):
 
     def _needed_s(self, trials: Sequence[Trial]) -> float:
         """Another trial, and the confirmation where the window has room for one at all."""
-        spans = [_span(t) for t in trials if t.state is TrialState.COMPLETE]
-        if not spans:
+        done = [t for t in trials if t.state is TrialState.COMPLETE]
+        if not done:
             return 0.0
-        return sum(spans) / len(spans) + (self._confirm_s() if self._may_confirm() else 0.0)
+        spans = [(t.ended_at - t.started_at).total_seconds() if t.ended_at else 0.0 for t in done]
+        end = self._limits.deadline  # where no confirmation fits, a longer run of the same study confirms
+        window = math.inf if end is None else (end - self._run.started_at).total_seconds()
+        confirm_s = self._confirm_s()
+        return sum(spans) / len(spans) + (confirm_s if confirm_s <= CONFIRMING * window else 0.0)
 
     def _confirm_s(self) -> float:
         """The relaunch of a finalist and the confirmation, by how long engines took to be ready."""
         plan = planned(self._context.prepared, self._context.launches())
         return plan.seconds + plan.round_s / plan.arms
-
-    def _may_confirm(self) -> bool:
-        """Whether a confirmation fits into this run's window and leaves room to search; if not, a longer run
-        of the same study confirms.
-        """
-        end = self._limits.deadline
-        window = math.inf if end is None else (end - self._run.started_at).total_seconds()
-        return self._confirm_s() <= CONFIRMING * window
 
     async def _next(self, trials: Sequence[Trial]) -> Trial | None:
         """The row of the next attempt: an aborted number again, or a new suggestion."""
@@ -354,10 +351,6 @@ class _Loop(Execution):
         )
 
 
-def _span(trial: Trial) -> float:
-    return (trial.ended_at - trial.started_at).total_seconds() if trial.ended_at else 0.0
-
-
 def _noise(trials: Sequence[Trial], objectives: Sequence[str]) -> float | None:
     """The relative noise of one measurement by the baseline's repetitions, at least 1 %, if there are any."""
     again = [
@@ -386,12 +379,12 @@ def summary_of(
 
 
 def idle_of(prepared: Prepared) -> str | None:
-    """A sentence on GPUs that today's configuration leaves idle, if any."""
+    """A sentence on GPUs that today's configuration leaves idle; None where it uses all."""
     own = compile_candidate(prepared.baseline, prepared.facts, env=prepared.file.engine.env).argv
-    return idle_cards(prepared.facts, (*prepared.fixed, *own))
-
-
-def _trusted(known: CalibratedPredictor | None) -> str:
-    if known is None:
-        return "not used"
-    return "calibrated" if known.calibration else "uncalibrated: the baseline did not serve"
+    facts, used = prepared.facts, gpus_held((*prepared.fixed, *own))
+    if not adapter_of(facts.kind).uses_gpus(facts.platform) or used >= facts.gpu_count:
+        return None
+    return (
+        f"the baseline runs on {used} of {facts.gpu_count} GPUs: {facts.gpu_count - used} stand idle."
+        " tensor_parallel_size or data_parallel_size use them, as knobs of the space or under baseline"
+    )

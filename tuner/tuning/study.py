@@ -150,7 +150,8 @@ def prepare(
     """
     trace, trace_path = _trace(file.trace, base, store)
     space = _space(file.space, base)
-    model_path = _model_path(file.model, base)
+    folders = (path for path in (Path(file.model).expanduser(), base / file.model) if os.path.isdir(path))
+    model_path = next((str(path.resolve()) for path in folders), file.model)
     model = models.read(model_path, env={**os.environ, **file.engine.env})
     host = surveyed or named(file, survey(file.engine, base=base), store)
     command, facts, node = host.command, host.facts, host.node
@@ -162,8 +163,7 @@ def prepare(
     chosen = _slices(file, trace)
     _check_slices(trace, chosen, max_model_len, model, file, name)
     identity = _identity(file, model_path, facts, node, trace, space, chosen)
-    if restricted.inherited:
-        # Before 0.2 candidates did not have these knobs: their trials are not comparable with ours.
+    if restricted.inherited:  # before 0.2 candidates did not have these knobs: they are not comparable
         identity = {**identity, "inherited": dict(restricted.inherited)}
     study = Study(
         id=digest_of(identity),
@@ -180,7 +180,7 @@ def prepare(
         slo=Slo.read(file.slo.model_dump()),
         seed=file.seed,
         identity=identity,
-        spec=_spec(file),
+        spec=masking.tree(file.model_dump(mode="json")),
         created_at=now,
     )
     return Prepared(
@@ -244,13 +244,6 @@ def _space(ref: str, base: Path) -> SearchSpace:
     raise BadInput(
         f"space: there is no file {base / ref} and no shipped space '{name}'{nearest(name, known)}"
     )
-
-
-def _model_path(model: str, base: Path) -> str:
-    for path in (Path(model).expanduser(), base / model):
-        if os.path.isdir(path):
-            return str(path.resolve())
-    return model
 
 
 def flag_name(key: str) -> str:
@@ -416,12 +409,6 @@ def local_node(name: str, facts: EngineFacts, env: Mapping[str, str]) -> Node:
         gpus=Gpus.open(env).uuids,
         gpu_memory_gib=facts.gpu_memory_gib,
     )
-
-
-def _spec(file: StudyFile) -> Mapping[str, JSON]:
-    spec: dict[str, JSON] = file.model_dump(mode="json")
-    shown: dict[str, JSON] = masking.tree(spec)
-    return shown
 
 
 # Keys of the study file that are part of its identity as they stand.

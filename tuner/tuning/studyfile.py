@@ -72,7 +72,10 @@ class EngineFile(_Strict):
     @classmethod
     def _numbers_are_text(cls, env: object) -> object:
         return (
-            {k: v if isinstance(v, str) else _scalar_text(v) for k, v in env.items()}
+            {
+                k: v if isinstance(v, str) else str(v).lower() if isinstance(v, bool) else str(v)
+                for k, v in env.items()
+            }
             if isinstance(env, dict)
             else env
         )
@@ -315,10 +318,6 @@ def no_judgement(file: StudyFile) -> str | None:
     return "it changes the output, and answers without weights cannot be judged (quality: off turns it)"
 
 
-def _scalar_text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def read(path: Path) -> StudyFile:
     """Read a study file. BadInput names the file, the line, the key and the nearest right thing."""
     return parse(yamltext.read(path, "the study file"), name=str(path))
@@ -344,7 +343,8 @@ def _sentence(error: ValidationError, name: str, lines: Mapping[tuple[object, ..
     where = f"{name} line {line}" if line else name
     key = ".".join(str(part) for part in at)
     if found["type"] == "extra_forbidden":
-        return f"{where}: unknown key '{key}'{nearest(str(at[-1]), _fields(at[:-1]))}"
+        section = _SECTIONS.get(str(at[0]), StudyFile) if at[:-1] else StudyFile
+        return f"{where}: unknown key '{key}'{nearest(str(at[-1]), section.model_fields)}"
     if found["type"] == "missing":
         return f"{where}: key '{'.'.join([*map(str, at), str(found['loc'][-1])])}' is missing"
     message = found["msg"].removeprefix("Value error, ")
@@ -373,8 +373,3 @@ _SECTIONS: Mapping[str, type[BaseModel]] = {
     "plan": PlanFile,
     "slices": SliceFile,
 }
-
-
-def _fields(at: tuple[object, ...]) -> list[str]:
-    model = _SECTIONS.get(str(at[0]), StudyFile) if at else StudyFile
-    return list(model.model_fields)

@@ -407,7 +407,11 @@ async def max_speed(
             else:
                 doubts.append(f"{MAX_SPEED}: speed {speed:.3g} is not counted: {'; '.join(failed)}")
                 return False
-            if not _met(replayed, slo):
+            if replayed.stopped is None:
+                met = measure(replayed, slo).values.get("slo_attainment", 0.0) >= slo.attainment
+            else:
+                met = replayed.stopped == MET
+            if not met:
                 return False
         return True
 
@@ -415,9 +419,3 @@ async def max_speed(
         meets, start=load.speed, floor=FLOOR * load.speed, ceiling=CEILING * load.speed, most=MOST
     )
     return found, tuple(doubts)
-
-
-def _met(replayed: Replayed, slo: Slo) -> bool:
-    if replayed.stopped is not None:
-        return replayed.stopped == MET
-    return measure(replayed, slo).values.get("slo_attainment", 0.0) >= slo.attainment

@@ -9,10 +9,10 @@ from tuner.conclusions import Arm, Conclusion, LostKnob, MovedDefault, UpgradeFi
 from tuner.engine.effective import same
 from tuner.errors import BadInput
 from tuner.history.store import Store
-from tuner.knobs.arguments import compile_candidate, refusal
+from tuner.knobs.arguments import refusal, takes
 from tuner.knobs.baseline import GONE
 from tuner.knobs.catalogue import CATALOGUE
-from tuner.records import JSON, Candidate, EngineFacts, Run, RunState, Trial, Value
+from tuner.records import JSON, Candidate, EngineFacts, Run, RunState, Trial
 from tuner.search.trial_view import DERIVED
 from tuner.tuning.comparison import (
     MARGIN,
@@ -188,7 +188,11 @@ class Upgrading(Comparing):
             return
         moved = moved_defaults(old.prepared, new.prepared, before, after)
         self._finding = replace(self._finding, moved=moved)
-        pins = {m.name: m.before for m in moved if takes(new, m.name, m.before)}
+        pins = {
+            m.name: m.before
+            for m in moved
+            if m.before is not None and takes(m.name, m.before, new.prepared.facts)
+        }
         groups = [tuple(pins)] if pins else []
         if 1 < len(pins) <= ONE_BY_ONE:
             groups += [(name,) for name in pins]
@@ -220,19 +224,6 @@ class Upgrading(Comparing):
     def summary(self, said: Conclusion | None) -> dict[str, JSON]:
         """What every comparison's summary has, and the finding."""
         return {**super().summary(said), "upgrade": self._finding.to_json()}
-
-
-def takes(arm: ComparedArm, name: str, value: Value) -> bool:
-    """Whether an arm's engine can be told a value."""
-    if value is None:
-        return False
-    try:
-        if refusal(name, value, arm.prepared.facts) is not None:
-            return False
-        compile_candidate(Candidate({name: value}), arm.prepared.facts)
-    except BadInput:
-        return False
-    return True
 
 
 def worse_of(arm: Arm) -> tuple[str, ...]:

@@ -94,7 +94,9 @@ class VirtualEngine:
         """Launch, replay, measure. Raises as a launch on the real clock does."""
         note("starting")
         stretches = self._stretches(job)
-        booted, text = self._boot(job, crashes=self._crashes(job, stretches))
+        draw = self._draw(job, "crashes")
+        crashes = [draw.random() < each.get("crashes", 0.0) for each in stretches]
+        booted, text = self._boot(job, crashes=any(crashes))
         startup_s = startup_of(job)
         await self._time.pass_by(startup_s)
         if isinstance(booted, NotStarted):
@@ -107,7 +109,9 @@ class VirtualEngine:
             ).error()
         kv_tokens = booted.options.limits.num_blocks * booted.options.limits.block_size
         timeline = {**engine_log.timeline(text), "ready_s": startup_s}
-        said = effective.read(job.spec, _scraped(booted), server_info(booted.options), text)
+        idle = {"num_requests_running": 0.0, "num_requests_waiting": 0.0, "kv_cache_usage_perc": 0.0}
+        page = Counters().page(booted.options.names[0], idle, cache_config(booted.options))
+        said = effective.read(job.spec, metrics.parse(page), server_info(booted.options), text)
         note(Serving(effective=said, timeline=timeline, kv_tokens=kv_tokens))
         slower = self._slower(job, stretches)
         return [await self._pass(job, each, booted, kv_tokens, slower, note) for each in job.passes]
@@ -148,11 +152,6 @@ class VirtualEngine:
         """Chance of its own for each launch: the same one gives the same again."""
         return random.Random(digest_of([what, job.spec.asked.digest, job.number, self._time.seconds()]))
 
-    def _crashes(self, job: LaunchJob, stretches: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether the engine dies while it starts."""
-        draw = self._draw(job, "crashes")
-        return any([draw.random() < each.get("crashes", 0.0) for each in stretches])
-
     def _slower(self, job: LaunchJob, stretches: Sequence[Mapping[str, Any]]) -> float:
         """The factor on every step of this launch: hidden stretches and the noise between launches."""
         draw, factor = self._draw(job, "slower"), 1.0
@@ -186,9 +185,3 @@ class VirtualEngine:
         if measurement.fidelity.failed:
             raise GateFailed(measurement)
         return Measured(measurement=measurement, curtailed=replayed.stopped)
-
-
-def _scraped(booted: Booted) -> metrics.EngineMetrics:
-    """The /metrics of an idle engine."""
-    idle = {"num_requests_running": 0.0, "num_requests_waiting": 0.0, "kv_cache_usage_perc": 0.0}
-    return metrics.parse(Counters().page(booted.options.names[0], idle, cache_config(booted.options)))
