@@ -236,7 +236,9 @@ class Feeder:
             first = job.at_s if first is None else first
             if lead is not None:
                 await self._keep_pace(job.at_s, lead)
-            elif _enough(job.at_s - first, max(ahead.values()), (perf_counter_ns() - begun) / 1e9):
+            elif max(ahead.values()) > AHEAD_BYTES or (
+                job.at_s - first > AHEAD_S and (perf_counter_ns() - begun) / 1e9 > BUILD_S
+            ):
                 lead = job.at_s - first
                 self._tell_all(b"P")
             if size > BATCH_BYTES or not count % BATCH:
@@ -270,10 +272,6 @@ class Feeder:
         await asyncio.sleep(0)
         with suppress(ConnectionError):
             await asyncio.gather(*(link.drain() for link in self.links.values()))
-
-
-def _enough(ahead_s: float, ahead_bytes: int, spent_s: float) -> bool:
-    return ahead_bytes > AHEAD_BYTES or (ahead_s > AHEAD_S and spent_s > BUILD_S)
 
 
 async def serve(directory: Path) -> None:

@@ -212,12 +212,6 @@ async def serve(directory: Path, number: int, host: str, port: int) -> None:
     os._exit(0)
 
 
-def realtime() -> None:
-    """Ask for round-robin real-time priority; the report shows whether the kernel granted it."""
-    with suppress(OSError):
-        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
-
-
 def many_files() -> None:
     """Allow as many connections as the host allows at all."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -228,6 +222,7 @@ def many_files() -> None:
 if __name__ == "__main__":
     many_files()
     short_turns()
-    if "--realtime" in sys.argv:
-        realtime()
+    if "--realtime" in sys.argv:  # the report shows whether the kernel granted it
+        with suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     uvloop.run(serve(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])))

@@ -71,7 +71,16 @@ class ApiServer:
         if path == "/version":
             found = {"version": release_of(os.environ).version}
         elif path == "/v1/models":
-            found = {"object": "list", "data": [self._model(name) for name in self.options.names]}
+            model = {
+                "object": "model",
+                "created": self._started,
+                "owned_by": "vllm",
+                "root": self.options.model,
+                "parent": None,
+                "max_model_len": self.options.limits.max_model_len,
+                "permission": [],
+            }
+            found = {"object": "list", "data": [{"id": name, **model} for name in self.options.names]}
         elif path == "/reset_prefix_cache":
             found = {"success": self._reset()}
         else:
@@ -101,18 +110,6 @@ class ApiServer:
         )
         connection.on_lost = lambda: [self.engine.abort(request) for request in done.requests]  # type: ignore[assignment, func-returns-value]
         done.start(self.engine, self._numbers, caching=limits.enable_prefix_caching)
-
-    def _model(self, name: str) -> dict[str, Any]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._started,
-            "owned_by": "vllm",
-            "root": self.options.model,
-            "parent": None,
-            "max_model_len": self.options.limits.max_model_len,
-            "permission": [],
-        }
 
     def _reset(self) -> bool:
         log("APIServer", "Resetting prefix cache...")

@@ -84,12 +84,6 @@ def refuse(refused: StartRefused) -> int:
     return 1
 
 
-def _coefficients(card: Card, env: Mapping[str, str]) -> Coefficients:
-    given = env.get("TUNER_SIM_COEFFICIENTS")
-    found = Coefficients(**json.loads(given)) if given else preset(card)
-    return found.slowed(release_of(env).slower)
-
-
 def announce(options: Options, memory: Memory, version: str = VERSION) -> None:
     """The lines that vLLM logs before it is ready."""
     length = options.limits.max_model_len
@@ -199,5 +193,7 @@ def boot(argv: Sequence[str], env: Mapping[str, str]) -> Booted:
     except StartRefused as refused:
         raise NotStarted(refuse(refused)) from refused
     options = options.with_blocks(memory.blocks, host_blocks(facts, options))
-    cost = options.cost(facts, card, _coefficients(card, env))
+    given = env.get("TUNER_SIM_COEFFICIENTS")
+    coefficients = Coefficients(**json.loads(given)) if given else preset(card)
+    cost = options.cost(facts, card, coefficients.slowed(release_of(env).slower))
     return Booted(options=options, memory=memory, cost=cost, facts=facts)

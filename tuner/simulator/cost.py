@@ -205,7 +205,9 @@ class StepCost:
         self.coefficients = coefficients
         self.sizes = capture_sizes(capture_most) if card.platform == "cuda" else ()
         embedding = facts.vocab_size * facts.hidden
-        layers = layer_parameters(facts)
+        # Parameters of the layers' matrices: attention's four and the gated block's three.
+        attention = facts.hidden * facts.head_dim * (2 * facts.heads + 2 * facts.kv_heads)
+        layers = facts.layers * (attention + 3 * facts.hidden * facts.intermediate)
         flops = card.flops * coefficients.compute
         bandwidth = card.bandwidth * coefficients.memory
         self.token_s = 2.0 * layers / flops
@@ -255,12 +257,6 @@ class StepCost:
             busy = max(busy, self.floor_s)
         sequences = step.decodes + step.prefills
         return self.coefficients.step_s + sequences * self.seq_s + busy + step.swapped_blocks * self.swap_s
-
-
-def layer_parameters(facts: ModelFacts) -> int:
-    """Parameters of the layers' matrices: attention's four and the gated block's three."""
-    attention = facts.hidden * facts.head_dim * (2 * facts.heads + 2 * facts.kv_heads)
-    return facts.layers * (attention + 3 * facts.hidden * facts.intermediate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,16 +3,6 @@
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 
-
-def _decades(*steps: float, low: float, high: float) -> tuple[float, ...]:
-    found = []
-    scale = low
-    while scale <= high:
-        found += [step * scale for step in steps if step * scale <= high]
-        scale *= 10
-    return tuple(found)
-
-
 # vLLM's own buckets, so that a dashboard or a parser made for vLLM reads them.
 FIRST_TOKEN_S = (
     0.001,
@@ -74,7 +64,7 @@ REQUEST_S = (
     480.0,
 )
 STEP_TOKENS = (1.0, *(float(2**n) for n in range(3, 15)))
-COUNTS = _decades(1.0, 2.0, 5.0, low=1.0, high=1e5)
+COUNTS = (*(step * 10.0**n for n in range(5) for step in (1.0, 2.0, 5.0)), 1e5)
 PREEMPTIONS = (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)
 
 _HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...]]] = {

@@ -261,11 +261,6 @@ def plain_arguments(release: str | None = None) -> Mapping[str, Any]:
     return MappingProxyType(vars(parser(release_of({VARIABLE: release or ""})).parse_args([])))
 
 
-def _non_default(args: argparse.Namespace, env: Mapping[str, str]) -> dict[str, Value | list[str]]:
-    plain = plain_arguments(env.get(VARIABLE))
-    return {name: value for name, value in vars(args).items() if value != plain.get(name)}
-
-
 def resolve(
     argv: Sequence[str], card: Card, facts: ModelFacts, env: Mapping[str, str], gpus: int = 1
 ) -> Options:
@@ -293,7 +288,7 @@ def settle(
             "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1.",
             "ArgsKwargs((), {'model': ...})",
         )
-    limits = _limits(args, card, length)
+    limits, plain = _limits(args, card, length), plain_arguments(env.get(VARIABLE))
     return Options(
         model=model,
         names=tuple(args.served_model_name or (model,)),
@@ -308,7 +303,7 @@ def settle(
         stream_interval=max(1, args.stream_interval),
         offload_gib=args.kv_offloading_size or 0.0,
         ranks=args.tensor_parallel_size,
-        given=_non_default(args, env),
+        given={name: value for name, value in vars(args).items() if value != plain.get(name)},
         replicas=replicas,
         whole=vars(args),
     )
@@ -318,6 +313,7 @@ def _budget(
     args: argparse.Namespace, limits: SchedulerLimits, on: tuple[Card, ModelFacts], space: str | None
 ) -> Budget:
     card, facts = on
+    sizes = {"auto": facts.dtype_bytes, "bfloat16": 2, "float16": 2}
     capture = args.max_cudagraph_capture_size
     if args.cudagraph_capture_sizes:
         capture = max(args.cudagraph_capture_sizes)
@@ -332,16 +328,11 @@ def _budget(
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=max(limits.max_num_batched_tokens, args.max_num_batched_tokens or 0),
         block_size=limits.block_size,
-        kv_scale=_kv_scale(args.kv_cache_dtype, facts.dtype_bytes),
+        kv_scale=sizes.get(args.kv_cache_dtype, 1) / facts.dtype_bytes,
         capture_most=0 if eager else min(capture, limits.max_num_batched_tokens),
         kv_bytes=kv_bytes,
         blocks=args.num_gpu_blocks_override,
     )
-
-
-def _kv_scale(kind: str, dtype_bytes: int) -> float:
-    sizes = {"auto": dtype_bytes, "bfloat16": 2, "float16": 2}
-    return sizes.get(kind, 1) / dtype_bytes
 
 
 def _limits(args: argparse.Namespace, card: Card, length: int) -> SchedulerLimits:

@@ -79,18 +79,16 @@ class Scene:
         return self.deadline_s or max(60.0, 4 * (self.slo.e2e_ms or 0.0) / 1000)
 
 
-def _plainly(value: Value) -> Any:
-    """A list as itself; a knob's value has it as canonical JSON."""
-    return json.loads(value) if isinstance(value, str) and value.startswith("[") else value
-
-
 def options_of(scene: Scene, knobs: Mapping[str, Value]) -> tuple[Options, Memory]:
     """The effective options of a candidate on top of the fixed arguments, and its memory.
 
     Knobs that the simulator does not model are ignored. StartRefused where the engine would not start.
     """
     both = {**scene.args, **knobs}
-    given = {name.lstrip("-").replace("-", "_"): _plainly(value) for name, value in both.items()}
+    given: dict[str, Any] = {}
+    for name, value in both.items():  # a knob's value has a list as canonical JSON
+        is_list = isinstance(value, str) and value.startswith("[")
+        given[name.lstrip("-").replace("-", "_")] = json.loads(str(value)) if is_list else value
     known = dict(plain_arguments())
     known.update({name: value for name, value in given.items() if name in known and value is not None})
     known |= {"model": scene.facts.name, "data_parallel_size": given.get("data_parallel_size")}
