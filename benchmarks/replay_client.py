@@ -14,7 +14,8 @@ import uvloop
 from tuner.errors import EngineError
 from tuner.metrics import e2e_ms, tpot_ms, ttft_ms
 from tuner.records import Slice, Value
-from tuner.replay.timeline import PLANS, Load, replay
+from tuner.replay.plan import PLANS, Load
+from tuner.replay.timeline import replay
 from tuner.traffic import trace as traffic
 
 

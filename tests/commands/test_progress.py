@@ -12,7 +12,7 @@ from tests.history.records import a_run, a_study, start
 from tests.tuning.studies import VIRTUAL, tuner, write
 from tuner.commands.progress import LiveLine, listener
 from tuner.history.store import Store
-from tuner.replay.timeline import Progress
+from tuner.replay.prepare import Progress
 from tuner.tuning.context import RunEstimate, RunEvent
 from tuner.tuning.trial import _words
 

@@ -10,7 +10,8 @@ from tests.engine.helpers import spec
 from tests.replay.traces import trace
 from tuner.engine.server import serve
 from tuner.records import Slice
-from tuner.replay.timeline import PLANS, Load, Replayed, replay
+from tuner.replay.plan import PLANS, Load
+from tuner.replay.timeline import Replayed, replay
 
 PLAN = dataclasses.replace(
     PLANS["quick"], warmup_waves=20, warmup_requests=1, warmup_limit_s=60.0, lateness_ms=5000.0,

@@ -33,8 +33,9 @@ from tuner.records import Outcome, Slice, Slo
 from tuner.replay import fidelity
 from tuner.replay.feeder import Bodies, Feeder
 from tuner.replay.jobs import Job, Sent, read_frame
+from tuner.replay.plan import PLANS
 from tuner.replay.sender import Sender
-from tuner.replay.timeline import PLANS, measure, replay
+from tuner.replay.timeline import measure, replay
 from tuner.replay.wire import Pool
 from tuner.replay.worker import AHEAD_BYTES
 from tuner.search.compare import Spread, drifted

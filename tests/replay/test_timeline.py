@@ -10,7 +10,8 @@ import pytest
 from tests.replay.engine import KnownEngine, Script, running
 from tests.replay.traces import trace
 from tuner.records import Slice, Slo
-from tuner.replay.timeline import PLANS, Load, Partial, Plan, Replayed, measure, replay
+from tuner.replay.plan import PLANS, Load, Plan
+from tuner.replay.timeline import Partial, Replayed, measure, replay
 from tuner.traffic.trace import Trace
 
 T = TypeVar("T")

@@ -11,7 +11,8 @@ from pathlib import Path
 from tests.replay.engine import Script, running
 from tests.replay.test_timeline import PLAN
 from tuner.records import Slice
-from tuner.replay.timeline import Load, replay
+from tuner.replay.plan import Load
+from tuner.replay.timeline import replay
 from tuner.traffic.importers import read_any
 
 WATCHDOG_S = 600.0

@@ -15,7 +15,8 @@ from tests.traffic.upstream import post, proxied
 from tuner.engine.server import Server, serve
 from tuner.knobs.catalogue import read_back
 from tuner.records import LaunchSpec, Slice
-from tuner.replay.timeline import PLANS, Causality, Load, Replayed, replay
+from tuner.replay.plan import PLANS, Causality, Load
+from tuner.replay.timeline import Replayed, replay
 from tuner.traffic.capture.files import Sink
 from tuner.traffic.capture.recorder import Recorder
 from tuner.traffic.importers import read_any

@@ -24,11 +24,6 @@ def split(available: Sequence[int], senders: int = 1) -> tuple[tuple[int, ...], 
     return cores[:-count], cores[-count:]
 
 
-def available() -> tuple[int, ...]:
-    """The cores that this process may use."""
-    return tuple(sorted(os.sched_getaffinity(0)))
-
-
 def give_way() -> None:
     """Do not interrupt a running process when we wake up (SCHED_BATCH, for the calling thread): so senders
     run before observers. It needs no privilege.

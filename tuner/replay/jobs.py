@@ -4,7 +4,7 @@ A frame on a pipe is its kind (1 byte), the length of its payload (4), and the p
 """
 
 import asyncio
-import json
+import marshal
 import math
 import struct
 from collections.abc import Mapping
@@ -17,9 +17,6 @@ from tuner.replay.sse import StreamedAnswer
 from tuner.replay.wire import HttpExchange
 
 PATH = "/v1/completions"
-_JOB = struct.Struct("<qqdqdddiiiiiI??")
-_SENT = struct.Struct("<qqddddddiiiiiI??")
-_LENGTHS = struct.Struct("<III")
 _FRAME = struct.Struct("<cI")
 
 
@@ -65,42 +62,13 @@ class Job:
         )
 
     def pack(self) -> bytes:
-        """The job as bytes for `unpack`."""
-        return (
-            _JOB.pack(
-                self.key, self.row, self.at_s, self.parent, self.think_s, self.deadline_s,
-                math.nan if self.cancel_s is None else self.cancel_s,
-                self.expected_input, self.expected_output, self.choices, *self.prompt, len(self.delta),
-                self.counted, self.children,
-            )
-            + self.delta
-            + self.body
-        )  # fmt: skip
+        """The job as bytes for `unpack`, in a process of the same Python."""
+        return marshal.dumps([getattr(self, name) for name in self.__slots__])
 
     @staticmethod
     def unpack(raw: bytes) -> "Job":
         """What `pack` made bytes of."""
-        (
-            key, row, at_s, parent, think_s, deadline_s, cancel_s, expected_input, expected_output, choices,
-            start, stop, delta, counted, children,
-        ) = _JOB.unpack_from(raw)  # fmt: skip
-        return Job(
-            key=key,
-            row=row,
-            at_s=at_s,
-            body=raw[_JOB.size + delta :],
-            expected_input=expected_input,
-            expected_output=expected_output,
-            choices=choices,
-            counted=counted,
-            cancel_s=None if math.isnan(cancel_s) else cancel_s,
-            deadline_s=deadline_s,
-            parent=parent,
-            think_s=think_s,
-            children=children,
-            prompt=(start, stop),
-            delta=raw[_JOB.size : _JOB.size + delta],
-        )
+        return Job(**dict(zip(Job.__slots__, marshal.loads(raw), strict=True)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,49 +106,20 @@ class Sent:
     engine: Mapping[str, float] = field(default_factory=dict)
 
     def pack(self) -> bytes:
-        """The record as bytes for `unpack`."""
-        o = self.outcome
-        error = b"" if o.error is None else o.error.encode()
-        engine = json.dumps(dict(self.engine)).encode() if self.engine else b""
-        head = _SENT.pack(
-            self.key, o.row, o.scheduled_s, _nan(o.sent_s), _nan(o.first_token_s), _nan(o.last_token_s),
-            _nan(o.end_s), self.waited_s, o.input_tokens, o.expected_input, o.output_tokens,
-            o.expected_output, -1 if o.cached_tokens is None else o.cached_tokens, len(o.chunk_s),
-            self.counted, self.resent,
-        )  # fmt: skip
-        arrays = o.chunk_s.tobytes() + o.chunk_tokens.tobytes()
-        return head + _LENGTHS.pack(len(error), len(engine), 0) + arrays + error + engine
+        """The record as bytes for `unpack`, in a process of the same Python."""
+        outcome = {name: getattr(self.outcome, name) for name in self.outcome.__slots__}
+        outcome |= {name: outcome[name].tobytes() for name in ("chunk_s", "chunk_tokens")}
+        return marshal.dumps((self.key, outcome, self.counted, self.resent, self.waited_s, dict(self.engine)))
 
     @staticmethod
     def unpack(raw: bytes) -> "Sent":
         """What `pack` made bytes of."""
-        (
-            key, row, scheduled_s, sent_s, first_s, last_s, end_s, waited_s, input_tokens, expected_input,
-            output_tokens, expected_output, cached, chunks, counted, resent,
-        ) = _SENT.unpack_from(raw)  # fmt: skip
-        error, engine, _ = _LENGTHS.unpack_from(raw, _SENT.size)
-        at = _SENT.size + _LENGTHS.size
-        texts = at + 12 * chunks
-        outcome = Outcome(
-            row=row,
-            scheduled_s=scheduled_s,
-            sent_s=_none(sent_s),
-            first_token_s=_none(first_s),
-            last_token_s=_none(last_s),
-            end_s=_none(end_s),
-            input_tokens=input_tokens,
-            expected_input=expected_input,
-            output_tokens=output_tokens,
-            expected_output=expected_output,
-            cached_tokens=None if cached < 0 else cached,
-            chunk_s=np.frombuffer(raw, np.float64, chunks, at),
-            chunk_tokens=np.frombuffer(raw, np.int32, chunks, at + 8 * chunks),
-            error=raw[texts : texts + error].decode() or None,
-        )
-        said = raw[texts + error : texts + error + engine]
+        key, outcome, counted, resent, waited_s, engine = marshal.loads(raw)
+        outcome["chunk_s"] = np.frombuffer(outcome["chunk_s"], np.float64)
+        outcome["chunk_tokens"] = np.frombuffer(outcome["chunk_tokens"], np.int32)
         return Sent(
-            key=key, outcome=outcome, counted=counted, resent=resent, waited_s=waited_s,
-            engine=json.loads(said) if said else {},
+            key=key, outcome=Outcome(**outcome), counted=counted, resent=resent, waited_s=waited_s,
+            engine=engine,
         )  # fmt: skip
 
 
@@ -225,14 +164,6 @@ def never_sent(job: Job, reason: str) -> Sent:
 def late(deadline_s: float) -> str:
     """The error of a request that was not answered in time."""
     return f"no complete answer within the deadline of {deadline_s:g} s"
-
-
-def _nan(value: float | None) -> float:
-    return math.nan if value is None else value
-
-
-def _none(value: float) -> float | None:
-    return None if math.isnan(value) else value
 
 
 def frame(kind: bytes, payload: bytes = b"") -> bytes:

@@ -33,25 +33,12 @@ from tuner.replay.contention import Contention, giving_way
 from tuner.replay.feeder import Bodies, Source, Stretch
 from tuner.replay.jobs import Sent
 from tuner.replay.observe import Observer, growing, recomputed
-from tuner.replay.plan import PLANS, Causality, Load, Plan, SendSchedule, lineage, schedule
+from tuner.replay.plan import Load, Plan, SendSchedule, lineage, schedule
 from tuner.replay.prepare import EngineHandle, Notes, Preparer, Progress, check_alive
 from tuner.replay.senders import Senders
 from tuner.replay.wire import Pool
 from tuner.settings import Settings
 from tuner.traffic.trace import Trace
-
-__all__ = [
-    "PLANS",
-    "Causality",
-    "Load",
-    "Partial",
-    "Plan",
-    "Progress",
-    "Replayed",
-    "SliceReplay",
-    "measure",
-    "replay",
-]
 
 # Seconds between attempts to get the lock while another replay holds it.
 LOCK_S = 0.1
@@ -214,14 +201,18 @@ class _Replay:
         timetable = schedule(
             self.trace, part, speed=self.load.speed, warmup_s=plan.load_warmup_s, tail_s=plan.tail_limit_s
         )
-        parents, roots = self.ancestry(timetable)
+        parents, roots = np.full(len(timetable), -1, np.int64), np.arange(len(timetable), dtype=np.int64)
+        if self.load.history != "open":  # else no turn waits for another
+            parents, roots = lineage(self.trace, timetable)
         window = SliceWindow(part, timetable, parents, self.trace)
         self.planned += window.planned
         stretch = Stretch(timetable=timetable, parents=parents, roots=roots)
         observer = Observer(self.server, plan.scrape_s)
         watcher: asyncio.Task[None] | None = None
         try:
-            await self.senders.begin(window.take, min(connections(), len(timetable)), stretch)
+            # Half of the files that an engine started here may open.
+            most = min(CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+            await self.senders.begin(window.take, min(most, len(timetable)), stretch)
             contention = Contention()
             zero = perf_counter_ns() + int((plan.load_warmup_s + LEAD_S) * 1e9)
             self.senders.go(zero)
@@ -249,12 +240,6 @@ class _Replay:
         return SliceReplay(
             slice=part, window_s=ended, outcomes=tuple(outcomes), engine=engine, series=observer.series
         )
-
-    def ancestry(self, timetable: SendSchedule) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """`lineage`, where turns wait for one another at all."""
-        if self.load.history != "open":
-            return lineage(self.trace, timetable)
-        return np.full(len(timetable), -1, np.int64), np.arange(len(timetable), dtype=np.int64)
 
     def report(self, contention: Mapping[str, float | None]) -> None:
         """Add the senders' reports and the kernel's counters of this slice to the notes."""
@@ -307,11 +292,6 @@ class _Replay:
         """End the senders and close all connections."""
         await self.senders.close()
         await self.pool.close()
-
-
-def connections() -> int:
-    """How many are opened ahead at most; half of the files that an engine started here may open."""
-    return min(CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 
 class SliceWindow:

@@ -64,10 +64,6 @@ GROUP_ROWS = 65_536
 _METADATA = b"tuner"
 
 
-def _empty_blocks() -> NDArray[np.int64]:
-    return np.empty(0, np.int64)
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trace:
     """Captured traffic, frozen, sorted by arrival, the first arrival at 0; one entry per request.
@@ -97,7 +93,7 @@ class Trace:
     obs_cached: NDArray[np.int32]
     block_size: int = 0
     block_offsets: NDArray[np.int64]
-    blocks: NDArray[np.int64] = field(default_factory=_empty_blocks)
+    blocks: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     meta: Mapping[str, JSON] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -203,7 +199,7 @@ def build(
     new_row[order] = np.arange(len(order))
     parent = new_row[filled["parent"]]
     filled["parent"] = np.where(parent < np.arange(len(order)), parent, -1)
-    offsets, ids = np.zeros(len(order) + 1, np.int64), _empty_blocks()
+    offsets, ids = np.zeros(len(order) + 1, np.int64), np.empty(0, np.int64)
     if blocks is not None and block_size > 0:
         offsets, ids = _gather(np.asarray(blocks[0], np.int64), np.asarray(blocks[1], np.int64), order)
     return Trace(**filled, block_size=block_size, block_offsets=offsets, blocks=ids, meta=dict(meta or {}))

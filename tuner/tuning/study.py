@@ -25,8 +25,7 @@ from tuner.knobs.model import ModelFacts, tokens_of
 from tuner.knobs.space import SearchSpace
 from tuner.measures import class_of, measure_of
 from tuner.records import JSON, Candidate, EngineFacts, Node, Slice, Slo, Study, digest_of
-from tuner.replay.plan import check_size
-from tuner.replay.timeline import PLANS, Plan
+from tuner.replay.plan import PLANS, Plan, check_size
 from tuner.search import ladder
 from tuner.settings import Settings, shipped
 from tuner.simulator.cost import card_of

@@ -21,8 +21,9 @@ from tuner.measures import NAMES
 from tuner.records import Candidate, Launch, LaunchSpec, Measurement, Slice, Slo, Trial
 from tuner.replay import outcomes
 from tuner.replay.plan import Load
+from tuner.replay.prepare import Progress
 from tuner.replay.speed import MET, MaxSpeed, bisect, sure
-from tuner.replay.timeline import Judge, Progress, Replayed, measure, replay
+from tuner.replay.timeline import Judge, Replayed, measure, replay
 from tuner.tuning import quality
 from tuner.tuning.context import (
     Cores,

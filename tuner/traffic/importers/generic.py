@@ -70,6 +70,12 @@ WANTED: Mapping[str, tuple[str, ...]] = {
 }
 
 
+# What a request has beside its arrival and its lengths → what its column is called.
+WHOLE = {name: name for name in ("max_tokens", "turn", "priority", "n", "beam", "obs_cached")}
+SECONDS = {"obs_ttft_s": "obs_ttft_s", "obs_e2e_s": "obs_e2e_s"}
+TEXTS = {"client": "client", "session": "session", "lora": "lora", "key": "request_id"}
+
+
 _CODES = {408: "timeout", 499: "cancelled", 504: "timeout"}
 """HTTP status codes that say more than success or error; 499 is nginx's for a client that went away."""
 
@@ -142,17 +148,9 @@ def _add(
     unit: str | None,
 ) -> None:
     values: dict[str, Any] = {}
-    for wanted in ("max_tokens", "turn", "priority", "n", "beam", "obs_cached"):
-        if wanted in names and record.has(names[wanted]):
-            values[wanted] = record.whole(names[wanted])
-    for wanted in ("obs_ttft_s", "obs_e2e_s"):
-        if wanted in names and record.has(names[wanted]):
-            values[wanted] = record.number(names[wanted])
-    for wanted in ("client", "session", "lora"):
-        if wanted in names and record.has(names[wanted]):
-            values[wanted] = str(record.data[names[wanted]])
-    if "request_id" in names and record.has(names["request_id"]):
-        values["key"] = str(record.data[names["request_id"]])
+    for read_one, wanted in ((record.whole, WHOLE), (record.number, SECONDS), (record.text, TEXTS)):
+        keys = {name: (names[column],) for name, column in wanted.items() if column in names}
+        values |= record.given(read_one, keys)
     session = values.get("session")
     if session is not None and "key" not in values:
         number = turns[session]

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 # Every export of SpendLogs has these.
 MARKS = ("startTime", "prompt_tokens", "completion_tokens")
 
+NAMES = {"session": ("session_id",), "client": ("end_user", "user", "api_key"), "key": ("request_id",)}
+
 # Call types that reach a generating model; embeddings, images and the like are counted and left out.
 CALLS = frozenset(
     {"completion", "acompletion", "text_completion", "atext_completion", "responses", "aresponses"}
@@ -53,11 +55,7 @@ def _row(record: Record) -> Row:
         first = record.moment("completionStartTime") - start
         if 0 < first / 1e9 < values.get("obs_e2e_s", float("inf")):
             values["obs_ttft_s"] = first / 1e9
-    for wanted, keys in (("session", ("session_id",)), ("client", ("end_user", "user", "api_key"))):
-        if key := next((key for key in keys if record.has(key)), None):
-            values[wanted] = str(record.data[key])
-    if record.has("request_id"):
-        values["key"] = str(record.data["request_id"])
+    values |= record.given(record.text, NAMES)
     failed = str(record.data.get("status") or "success").lower() not in ("success", "ok")
     return Row(
         arrival=start,

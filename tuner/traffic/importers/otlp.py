@@ -13,14 +13,12 @@ from tuner.traffic.trace import Trace
 INPUT = ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens")
 OUTPUT = ("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens")
 FIRST = ("gen_ai.latency.time_to_first_token", "gen_ai.server.time_to_first_token")
-CACHED = ("gen_ai.usage.cache_read.input_tokens", "gen_ai.usage.cached_tokens")
-SESSION = ("gen_ai.conversation.id", "session.id")
-CLIENT = ("enduser.id", "user.id")
-WHOLE = (
-    ("max_tokens", ("gen_ai.request.max_tokens",)),
-    ("n", ("gen_ai.request.choice.count", "gen_ai.request.n")),
-    ("obs_cached", CACHED),
-)
+NAMES = {"session": ("gen_ai.conversation.id", "session.id"), "client": ("enduser.id", "user.id")}
+WHOLE = {
+    "max_tokens": ("gen_ai.request.max_tokens",),
+    "n": ("gen_ai.request.choice.count", "gen_ai.request.n"),
+    "obs_cached": ("gen_ai.usage.cache_read.input_tokens", "gen_ai.usage.cached_tokens"),
+}
 
 
 def read(path: Path, options: ImportOptions) -> Trace:
@@ -111,23 +109,18 @@ def _row(span: Record, attributes: Record) -> Row:
     values: dict[str, Any] = {}
     if span.has("endTimeUnixNano"):
         values["obs_e2e_s"] = max(0, span.nanoseconds("endTimeUnixNano", 1) - start) / 1e9
-    for name, keys in WHOLE:
-        if key := next((key for key in keys if attributes.has(key)), None):
-            values[name] = attributes.whole(key)
-    if key := next((key for key in FIRST if attributes.has(key)), None):
-        values["obs_ttft_s"] = attributes.number(key)
-    for name, keys in (("session", SESSION), ("client", CLIENT)):
-        if key := next((key for key in keys if attributes.has(key)), None):
-            values[name] = str(attributes.data[key])
+    values |= attributes.given(attributes.whole, WHOLE)
+    values |= attributes.given(attributes.number, {"obs_ttft_s": FIRST})
+    values |= attributes.given(attributes.text, NAMES)
     status = span.data.get("status")
     failed = isinstance(status, dict) and status.get("code") in (2, "2", "STATUS_CODE_ERROR")
     if span.has("spanId"):
         values["key"] = (str(span.data.get("traceId")), str(span.data["spanId"]))
-    output = next((key for key in OUTPUT if attributes.has(key)), None)
+    output = attributes.given(attributes.whole, {"output_len": OUTPUT})
     return Row(
         arrival=start,
         input_len=attributes.whole(attributes.first(*INPUT)),
-        output_len=attributes.whole(output) if output else 0,
+        output_len=output.get("output_len", 0),
         status=ERROR if failed else OK,
         **values,
     )

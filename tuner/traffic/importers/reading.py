@@ -7,7 +7,7 @@ import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -53,12 +53,9 @@ class Record:
             if self.has(key):
                 return key
         if empty := next((key for key in keys if key in self.data), None):
-            raise self.bad(empty, "is empty: the cell holds nothing" if self.is_cell(empty) else "is null")
+            is_cell = isinstance(self.data[empty], str)  # as each value of a CSV file is
+            raise self.bad(empty, "is empty: the cell holds nothing" if is_cell else "is null")
         raise self.bad(keys[0], "is missing" + nearest(keys[0], map(str, self.data)))
-
-    def is_cell(self, key: str) -> bool:
-        """Whether the value is text, as each cell of a CSV file is."""
-        return isinstance(self.data.get(key), str)
 
     def number(self, key: str) -> float:
         """A finite number."""
@@ -134,6 +131,17 @@ class Record:
         if not -LIMIT_NS < stamp_ns < LIMIT_NS:
             raise self.bad(key, f"is {_shown(self.data.get(key))}, beyond the times that a trace can store")
         return stamp_ns
+
+    def given(self, read: Callable[[str], Any], keys: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+        """Name → what `read` makes of the first of its keys that holds something; without names that have
+        none.
+        """
+        first = {name: next(filter(self.has, each), None) for name, each in keys.items()}
+        return {name: read(key) for name, key in first.items() if key is not None}
+
+    def text(self, key: str) -> str:
+        """The value as text."""
+        return str(self.data[key])
 
     def child(self, key: str) -> "Record | None":
         """The object under a key as a record of the same line; None when absent, BadInput when no object."""
