@@ -24,7 +24,7 @@ import numpy as np
 import yaml
 
 from benchmarks.table import load
-from tuner.knobs.constraints import GRAPHS
+from tuner.knobs.arguments import GRAPHS
 from tuner.knobs.model import read
 from tuner.records import Candidate, Slice
 from tuner.replay.plan import Plan

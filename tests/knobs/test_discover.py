@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tuner.errors import BadInput
-from tuner.knobs.constraints import known_violation
+from tuner.knobs.arguments import known_violation
 from tuner.knobs.discover import GpuKind, discover, facts_of_version, interpreter_of, on_device
 
 PYTHON = (sys.executable,)

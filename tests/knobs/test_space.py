@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from tests.knobs.conftest import DRIVEN, engine
 from tuner.errors import BadInput, NotFound
 from tuner.knobs import space as spaces
-from tuner.knobs.arguments import compile_candidate
+from tuner.knobs.arguments import compile_candidate, known_violation
 from tuner.knobs.catalogue import CATALOGUE, matches
-from tuner.knobs.constraints import known_violation
 from tuner.knobs.model import shapes
 from tuner.knobs.space import SearchSpace, load
 from tuner.records import Candidate, Value

@@ -22,7 +22,8 @@ from tuner.fleet.hooks import Hook, hooks, path_of
 from tuner.fleet.nodes import LEASE_S, held, holder, is_dead, release_dead
 from tuner.history.store import Store
 from tuner.records import JSON, Node
-from tuner.tuning.execution import Say, reconcile, silent
+from tuner.tuning.context import silent
+from tuner.tuning.execution import Say, reconcile
 
 Clock = Callable[[], datetime]
 TRIES = 3

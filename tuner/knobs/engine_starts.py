@@ -358,18 +358,15 @@ def in_dockerfile(text: str, where: str) -> list[FoundEngine]:
             words = [word for word in shell.expanded(rest, shared).split() if not word.startswith("--")]
             base = words[0] if words else ""
             known = stages.get(base)
-            last = _child(known) if known else _Stage(base=base)
+            last = _Stage(base=base)
+            if known:  # arguments are not inherited
+                last = replace(known, env=dict(known.env), arguments={}, files=dict(known.files))
             stages[words[2] if len(words) > 2 else str(len(stages))] = last
         elif name == "ARG" and not stages:
             shared |= _pairs(rest, _Stage(base="", arguments=shared), where)
         else:
             _follow(last, name, rest, body, shared, where)
     return _started(last, where)
-
-
-def _child(parent: _Stage) -> _Stage:
-    """A stage that begins with another one: arguments are not inherited."""
-    return replace(parent, env=dict(parent.env), arguments={}, files=dict(parent.files))
 
 
 def _instructions(text: str) -> list[tuple[str, str, str]]:

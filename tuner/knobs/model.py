@@ -58,9 +58,10 @@ def read(model: str, *, env: Mapping[str, str]) -> ModelFacts:
         if not (folder / "config.json").is_file():
             raise NotFound(f"model folder {folder} holds no config.json")
         return from_config(model, folder / "config.json")
-    if (cached := _cached(model, env)) is not None:
-        return from_config(model, cached)
-    known = shapes()
+    known, snapshots = shapes(), _hub(env) / f"models--{model.replace('/', '--')}" / "snapshots"
+    cached = sorted(snapshots.glob("*/config.json"), key=lambda path: path.stat().st_mtime)
+    if cached:  # the newest revision
+        return from_config(model, cached[-1])
     if model in known:
         return known[model]
     raise NotFound(
@@ -179,10 +180,3 @@ def _hub(env: Mapping[str, str]) -> Path:
         Path(env["HF_HOME"]) if env.get("HF_HOME") else Path(env.get("HOME", "~")) / ".cache" / "huggingface"
     )
     return home.expanduser() / "hub"
-
-
-def _cached(model: str, env: Mapping[str, str]) -> Path | None:
-    """The config.json of the newest cached revision of a model, if there is one."""
-    snapshots = _hub(env) / f"models--{model.replace('/', '--')}" / "snapshots"
-    found = sorted(snapshots.glob("*/config.json"), key=lambda path: path.stat().st_mtime)
-    return found[-1] if found else None

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from tuner import yamltext
 from tuner.errors import BadInput, NotFound, nearest
-from tuner.knobs import arguments, constraints
+from tuner.knobs import arguments
 from tuner.knobs.catalogue import CATALOGUE, Knob, matches, specifier, written
 from tuner.knobs.model import ModelFacts
 from tuner.records import Candidate, EngineFacts, Value, canonical_json, digest_of
@@ -107,8 +107,8 @@ class SearchSpace:
             if value is not None and (name not in self.levels or self.active(name, candidate))
         }
         whole = {**kept, **self.inherited}
-        graphs = self.levels.get(constraints.GRAPHS)
-        return Candidate(constraints.with_acting_graphs(whole, graphs) if graphs else whole)
+        graphs = self.levels.get(arguments.GRAPHS)
+        return Candidate(arguments.with_acting_graphs(whole, graphs) if graphs else whole)
 
     def contains(self, candidate: Mapping[str, Value]) -> bool:
         """Whether the candidate is canonical and has every active knob at one of its levels, the inherited
@@ -132,7 +132,7 @@ class SearchSpace:
         model: ModelFacts | None = None,
     ) -> str | None:
         """Why a candidate is known to fail before any launch, or None."""
-        return constraints.known_violation(self.canonical(candidate), facts, max_model_len, model)
+        return arguments.known_violation(self.canonical(candidate), facts, max_model_len, model)
 
     def restricted(
         self,
@@ -185,7 +185,11 @@ class SearchSpace:
     def never_active(self, name: str) -> str | None:
         """Why no combination of the other knobs turns this one, or None."""
         parents = sorted(set(self.ancestors(name)) & self.levels.keys())
-        combinations = product(*(self._told_apart(parent) for parent in parents))
+        levels = []  # of each parent one for each set of conditions that a level of it meets
+        for parent in parents:
+            wanted = [set(each[parent]) for each in self.conditions.values() if parent in each]
+            levels.append({tuple(v in each for each in wanted): v for v in self.levels[parent]}.values())
+        combinations = product(*levels)
         for values in islice(combinations, _MOST_COMBINATIONS):
             if self.active(name, dict(zip(parents, values, strict=True))):
                 return None
@@ -193,11 +197,6 @@ class SearchSpace:
             raise BadInput(f"space '{self.name}': {name} depends on too many knobs: give it fewer conditions")
         condition = canonical_json({key: list(wanted) for key, wanted in self.conditions[name].items()})
         return f"{name}: nothing in the space makes its condition {condition} true"
-
-    def _told_apart(self, parent: str) -> list[Value]:
-        """A level of a knob for each set of conditions that a level of it meets."""
-        wanted = [set(found[parent]) for found in self.conditions.values() if parent in found]
-        return list({tuple(v in each for each in wanted): v for v in self.levels[parent]}.values())
 
     def ancestors(self, name: str) -> list[str]:
         """The knobs that the conditions of a knob depend on. BadInput when it depends on itself."""
@@ -220,19 +219,19 @@ class SearchSpace:
 def _refusal(name: str, value: Value, facts: EngineFacts, env: Mapping[str, str] | None) -> str | None:
     """Why a level cannot be used here (the engine refuses it, or the host has too few GPUs), or None."""
     if name.endswith("_parallel_size") and value is not None:
-        alone = constraints.known_violation({name: value}, facts)
+        alone = arguments.known_violation({name: value}, facts)
         return arguments.refusal(name, value, facts, env=env) or alone
     return arguments.refusal(name, value, facts, env=env)
 
 
 def _clash(name: str, value: Value, rest: Mapping[str, Value], facts: EngineFacts) -> str | None:
     """Why a level conflicts with a knob of today's configuration that the space does not turn, or None."""
-    if value is None or constraints.known_violation({name: value}, facts):
+    if value is None or arguments.known_violation({name: value}, facts):
         return None
     for knob, today in rest.items():
-        if constraints.known_violation({knob: today}, facts):
+        if arguments.known_violation({knob: today}, facts):
             continue
-        if (why := constraints.known_violation({knob: today, name: value}, facts)) is not None:
+        if (why := arguments.known_violation({knob: today, name: value}, facts)) is not None:
             return f"{why} (baseline: {knob} is {today} and the space does not turn it)"
     return None
 

@@ -10,7 +10,7 @@ from itertools import takewhile
 import yaml
 
 from tuner.errors import BadInput, nearest
-from tuner.knobs import baseline, catalogue, constraints, shell
+from tuner.knobs import arguments, baseline, catalogue, shell
 from tuner.knobs.baseline import ALIASES, GONE, Imported
 from tuner.knobs.catalogue import CATALOGUE, Knob, matches, negation, table
 from tuner.knobs.engine_starts import FoundEngine
@@ -374,7 +374,7 @@ def exclusions(imported: Imported, facts: EngineFacts, max_model_len: int | None
     sized = [n for n in ("num_gpu_blocks_override", "kv_cache_memory_bytes") if n in knobs]
     over = ("gpu_memory_utilization", *sized[1:]) if sized else ()
     rest = {n: v for n, v in knobs.items() if n not in (*layout, *over)}
-    for why in constraints.violations(rest, facts, max_model_len):
+    for why in arguments.violations(rest, facts, max_model_len):
         yield found("flag-contradiction", why, "the rules of vLLM's configuration (vllm/config)")
     for name in over:
         if name in knobs:

@@ -47,10 +47,6 @@ class Job:
     delta: bytes = b""
     path: str = PATH
 
-    def due_at(self, at_s: float) -> "Job":
-        """The same job, due at another time."""
-        return replace(self, at_s=at_s)
-
     def after(self, ended: "Ended") -> "Job":
         """The job with its live prompt: the parent's prompt and answer, then its own delta."""
         if not self.delta or not ended.prompt or not ended.answer:

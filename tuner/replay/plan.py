@@ -252,13 +252,17 @@ def cancel_after(trace: Trace, row: int) -> float | None:
     return after if after >= 0 else None
 
 
-def lineage(trace: Trace, timetable: SendSchedule) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Per position: that of the parent turn in the same timetable (-1: none), and of the root turn."""
+def lineage(
+    trace: Trace, timetable: SendSchedule, *, waits: bool = True
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Per position: that of the parent turn in the same timetable (-1: none), and of the root turn. Without
+    `waits` no turn waits for another: none has a parent.
+    """
     own = np.flatnonzero(timetable.filler == 0)
     place = dict(zip(timetable.rows[own].tolist(), own.tolist(), strict=True))
     parents = np.full(len(timetable), -1, np.int64)
     roots = np.arange(len(timetable), dtype=np.int64)
-    for position in own.tolist():
+    for position in own.tolist() if waits else ():
         parent = place.get(int(trace.parent[timetable.rows[position]]), -1)
         if 0 <= parent < position:
             parents[position] = parent

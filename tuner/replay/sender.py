@@ -9,6 +9,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from time import perf_counter_ns
 
@@ -76,7 +77,7 @@ class Sender:
         """Have a request ready for the alarm, which sends it at once where it is due by now."""
         self._ready[job.key] = job
         if due_s != job.at_s:
-            job = job.due_at(due_s)
+            job = replace(job, at_s=due_s)
         exchange = HttpExchange(job.key, post(self.pool.host, self.pool.port, job.path, job.body), self._done)
         self.alarm.at(self._zero_ns + int(due_s * 1e9), partial(self._send, job, exchange))
 

@@ -48,7 +48,8 @@ WATCH_S = 0.25  # seconds between two questions to the judge
 # Between two looks at the engine's health.
 LOOK_S = 2.0
 
-# Connections opened ahead of a window at most: a server under load is slow to accept new ones.
+# Connections opened ahead of a window at most: a server under load is slow to accept new ones. Half of the
+# files that an engine started here may open is the other bound.
 CONNECTIONS = 8192
 
 
@@ -201,16 +202,13 @@ class _Replay:
         timetable = schedule(
             self.trace, part, speed=self.load.speed, warmup_s=plan.load_warmup_s, tail_s=plan.tail_limit_s
         )
-        parents, roots = np.full(len(timetable), -1, np.int64), np.arange(len(timetable), dtype=np.int64)
-        if self.load.history != "open":  # else no turn waits for another
-            parents, roots = lineage(self.trace, timetable)
+        parents, roots = lineage(self.trace, timetable, waits=self.load.history != "open")
         window = SliceWindow(part, timetable, parents, self.trace)
         self.planned += window.planned
         stretch = Stretch(timetable=timetable, parents=parents, roots=roots)
         observer = Observer(self.server, plan.scrape_s)
         watcher: asyncio.Task[None] | None = None
         try:
-            # Half of the files that an engine started here may open.
             most = min(CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
             await self.senders.begin(window.take, min(most, len(timetable)), stretch)
             contention = Contention()

@@ -376,7 +376,7 @@ def choose(
     While the simulator has at least half of the weight, points that it cannot tell apart from a measured one
     are left out, and knobs of which it expects no gain keep the baseline's level.
     """
-    points, found, trusted = _scored(problem, seed, allowed, rng)
+    points, found, trusted = scored(problem, seed, allowed, rng)
     if not points or found.max() <= 0:
         return None
     new = found * _apart(problem, points) if trusted else found
@@ -387,7 +387,7 @@ def choose(
     return (simpler if allowed(simpler) else best), "simulator"
 
 
-def _scored(
+def scored(
     problem: SearchState, seed: int, allowed: Callable[[Point], bool], rng: np.random.Generator
 ) -> tuple[list[Point], Matrix, bool]:
     """(the points that are looked at, the expected gain of each, whether the simulator has at least half of
@@ -407,13 +407,3 @@ def _apart(problem: SearchState, points: Sequence[Point]) -> NDArray[np.bool_]:
     twins = {twin_key(means) for means in problem.expected(ended)[0].swapaxes(0, 1)} - {None}
     keys = [twin_key(means) for means in problem.expected(points)[0].swapaxes(0, 1)]
     return np.array([key not in twins for key in keys])
-
-
-def best_gain(
-    problem: SearchState, seed: int, allowed: Callable[[Point], bool], rng: np.random.Generator
-) -> float | None:
-    """The most hypervolume that a point is expected to add; None where the simulator has less than half of
-    the weight.
-    """
-    points, found, trusted = _scored(problem, seed, allowed, rng)
-    return float(found.max()) if points and trusted else None

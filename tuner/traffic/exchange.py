@@ -63,7 +63,8 @@ class Tokenizer:
         """Token ids of a conversation as the engine would see it, the answer's opening included."""
         if self._template is not None:
             names = ("bos_token", "eos_token", "pad_token", "unk_token")
-            special = {name: _token_text(self._config.get(name)) for name in names}
+            given = {name: self._config.get(name) or "" for name in names}
+            special = {n: str(v.get("content", "") if isinstance(v, dict) else v) for n, v in given.items()}
             try:
                 text = self._template.render(
                     messages=messages, tools=tools, add_generation_prompt=True, **special
@@ -99,10 +100,6 @@ def _template(directory: Path, config: Mapping[str, Any]) -> str | None:
         named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
         found = named.get("default")
     return found if isinstance(found, str) else None
-
-
-def _token_text(value: Any) -> str:
-    return str(value.get("content", "")) if isinstance(value, dict) else str(value or "")
 
 
 TOKEN_BLOCK = 16  # vLLM's default block size, so that blocks fit those of the engine

@@ -307,11 +307,11 @@ class Confirmation:
     label: str
     dropped: dict[int, str] = field(default_factory=dict)
     _earlier: Spreads = field(init=False)
-    _rounds: Rounds = field(init=False)
+    rounds: Rounds = field(init=False)
 
     def __post_init__(self) -> None:
         asked = asked_of(self.context.prepared)
-        self._rounds = Rounds(context=self.context, run=self.run, label=self.label, dropped=self.dropped)
+        self.rounds = Rounds(context=self.context, run=self.run, label=self.label, dropped=self.dropped)
         self._earlier = noise_before(self.context.store, asked, without=self.label)
 
     @property
@@ -327,7 +327,7 @@ class Confirmation:
     def so_far(self) -> Repeats:
         """What was measured so far, without trials of which too many requests failed."""
         trials = self.context.store.trials(self.run.study_id)
-        measured, dropped = self._rounds.measured(self.arms)
+        measured, dropped = self.rounds.measured(self.arms)
         return Repeats(
             base=trial_view.baseline_of(trials) or baseline_of(trials), finalists=self.chosen,
             measured=measured, dropped=dropped, earlier=self._earlier,
@@ -342,17 +342,13 @@ class Confirmation:
         def left() -> list[Trial]:
             return self.arms if is_open(asked, self.so_far()) else []
 
-        await self._rounds.measure(self.arms, least=plan.repeats, most=plan.most, left=left)
-
-    def rounds_done(self) -> int:
-        """How many repeats are measured of the baseline and every finalist."""
-        return self._rounds.done(self.arms)
+        await self.rounds.measure(self.arms, least=plan.repeats, most=plan.most, left=left)
 
     @property
     def missing(self) -> int:
         """The fewest launches with which it is done, or begins."""
         least = min(LEAST_ROUNDS, self.context.prepared.plan.repeats)
-        return sum(not self._rounds.has(t, r) for t in self.arms for r in range(1, least + 1))
+        return sum(not self.rounds.has(t, r) for t in self.arms for r in range(1, least + 1))
 
     def conclusion(self) -> Conclusion:
         """The conclusion of a confirmation that was measured to its end."""

@@ -95,8 +95,8 @@ class RunEvent:
 Tell = Callable[[RunEvent], None]
 
 
-def silent(event: RunEvent) -> None:
-    """Takes events and does nothing with them."""
+def silent(said: object) -> None:
+    """Takes what it is told, and does nothing with it."""
 
 
 # Launches beside each trial number, for second tries, discarded first boots and the confirmation. A

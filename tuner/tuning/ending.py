@@ -142,7 +142,7 @@ class Ending:
         return unconfirmed(
             asked_of(self._context.prepared), self._run, trials, why=why, now=self._context.clock(),
             cost=cost_of(self._context, self._run, going.label if going else None),
-            finalists=going.chosen if going else (), repeats=going.rounds_done() if going else 0,
+            finalists=going.chosen if going else (), repeats=going.rounds.done(going.arms) if going else 0,
         )  # fmt: skip
 
     def _published(self, done: Confirmation, why: str | None) -> Conclusion:

@@ -21,15 +21,11 @@ from tuner.history.store import Store
 from tuner.leftovers import sweep_scratch
 from tuner.records import JSON, Run, RunState, Study, Trial, TrialState
 from tuner.traffic import trace_files
-from tuner.tuning.context import EventKind, RunContext, RunEvent, numbers_of
+from tuner.tuning.context import EventKind, RunContext, RunEvent, numbers_of, silent
 from tuner.tuning.study import Clock, Prepared
 from tuner.tuning.traffic_notes import few_requests
 
 Say = Callable[[str], object]
-
-
-def silent(sentence: str) -> None:
-    """Takes a sentence and does nothing with it."""
 
 
 @contextmanager

@@ -305,8 +305,8 @@ def expected_gain(prepared: Prepared, trials: Sequence[Trial], predictor: StudyP
     seed, at = prepared.study.seed, view.encoding.candidate
     rng = np.random.default_rng(trial_view.derive(seed, next_number(trials), "gain"))
     new = lambda point: view.is_new(at(point), prepared.known_failure)  # noqa: E731
-    gain = acquisition.best_gain(state, seed, new, rng)
-    return None if gain is None else gain / covered
+    points, gains, trusted = acquisition.scored(state, seed, new, rng)
+    return float(gains.max()) / covered if points and trusted else None
 
 
 def untried(prepared: Prepared, view: StudyView, seeds: Sequence[Seed]) -> list[Seed]:

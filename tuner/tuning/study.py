@@ -17,9 +17,8 @@ from tuner.errors import BadInput, NotFound, nearest
 from tuner.history.store import Store
 from tuner.knobs import model as models
 from tuner.knobs import space as spaces
-from tuner.knobs.arguments import compile_candidate, fixed
+from tuner.knobs.arguments import compile_candidate, fixed, refusals
 from tuner.knobs.catalogue import CATALOGUE
-from tuner.knobs.constraints import refusals
 from tuner.knobs.discover import GpuKind, discover, facts_of_help, on_device
 from tuner.knobs.model import ModelFacts, tokens_of
 from tuner.knobs.space import SearchSpace

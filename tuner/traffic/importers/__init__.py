@@ -90,7 +90,10 @@ def read_any(
     source = Path(path)
     if not source.is_file():
         return canonical.read(source)
-    chosen = _importer_of(format or _detected(source, columns or {}))
+    known, named = importers(), format or _detected(source, columns or {})
+    if named not in known:
+        raise BadInput(f"format '{named}' is not known{nearest(named, known)}; known: {list(known)}")
+    chosen = known[named]
     options = ImportOptions(
         columns=columns or {},
         unit=None if unit is None else check_unit(unit),
@@ -109,13 +112,6 @@ def read_any(
             " as they are)"
         )
     return found
-
-
-def _importer_of(format: str) -> Importer:
-    known = importers()
-    if format not in known:
-        raise BadInput(f"format '{format}' is not known{nearest(format, known)}; known: {list(known)}")
-    return known[format]
 
 
 def _check(path: Path, chosen: Importer, options: ImportOptions) -> None:

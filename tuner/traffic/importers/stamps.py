@@ -142,7 +142,9 @@ class BareClock:
         left = [unit for unit in UNITS_NS if unit not in out]
         if len(left) == 1:
             return left[0], "; ".join(dict.fromkeys(out.values()))
-        readings = [_reading(unit, span, len(seen.stamps)) for unit in left or UNITS_NS]
+        spans = {unit: span * UNITS_NS[unit] / 1e9 for unit in left or UNITS_NS}
+        rates = {u: f" of {len(seen.stamps) / s:.3g} requests/s" if s else "" for u, s in spans.items()}
+        readings = [f"in {unit} it is {seconds:.3g} s{rates[unit]}" for unit, seconds in spans.items()]
         raise BadInput(
             f"{self.path}: '{self.key}' counts in a unit that the file does not name: {'; '.join(readings)}. "
             f"Name it: `tuner trace import {self.path.name} --unit {'|'.join(left or UNITS_NS)}`"
@@ -186,12 +188,6 @@ def _step(stamps: NDArray[np.float64]) -> float:
     if len(different) < _FEWEST_STAMPS or (different != np.round(different)).any():
         return 0.0
     return max(float(np.gcd.reduce(np.diff(different).astype(np.int64))), resolution_s(stamps))
-
-
-def _reading(unit: str, span: float, rows: int) -> str:
-    seconds = span * UNITS_NS[unit] / 1e9
-    rate = f" of {rows / seconds:.3g} requests/s" if seconds else ""
-    return f"in {unit} it is {seconds:.3g} s{rate}"
 
 
 def resolution_s(arrival_s: NDArray[np.float64]) -> float:
