@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tuner.engine.failures import classify
-from tuner.engine.rootcause import root_cause
+from tuner.engine.log import root_cause
 
 LOGS = Path(__file__).parents[1] / "data" / "engine-logs"
 

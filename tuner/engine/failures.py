@@ -8,7 +8,7 @@ from functools import cache
 from typing import Literal
 
 from tuner.adapters import adapter_of
-from tuner.engine.rootcause import RootCause, root_cause, secondary, split
+from tuner.engine.log import RootCause, root_cause, secondary, split
 from tuner.errors import Aborted, EngineError, Infeasible, StudyFailed
 from tuner.records import Violation
 

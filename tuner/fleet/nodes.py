@@ -115,14 +115,14 @@ def chosen(all_facts: Mapping[str, Mapping[str, str]], wanted: Selector) -> tupl
     for key, _ in wanted.pairs:
         if key not in keys:
             raise BadInput(f"--nodes {wanted}: no node has a label '{key}'{nearest(key, keys)}")
-    there = "; ".join(f"{name} ({_brief(facts)})" for name, facts in sorted(all_facts.items()))
+    shown = {
+        name: " ".join(f"{key}={value}" for key, value in sorted(facts.items()) if key != "name" and value)
+        for name, facts in sorted(all_facts.items())
+    }
+    there = "; ".join(f"{name} ({brief})" for name, brief in shown.items())
     raise NotFound(
         f"--nodes {wanted} selects none of the cluster's nodes: {there or 'it has none with GPUs'}"
     )
-
-
-def _brief(facts: Mapping[str, str]) -> str:
-    return " ".join(f"{key}={value}" for key, value in sorted(facts.items()) if key != "name" and value)
 
 
 @contextmanager

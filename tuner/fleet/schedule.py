@@ -180,7 +180,8 @@ def _refusal(store: Store, firing: Firing, now: datetime, busy: str | None) -> t
     busy = busy or _busy(store, schedule.node, now)
     if busy is not None:
         return "overlap", busy
-    known = trial_times(store, schedule.node, _last_study(store, schedule))
+    last = store.run(schedule.last_run_id).study_id if schedule.last_run_id else None
+    known = trial_times(store, schedule.node, last)
     left_s = (firing.deadline - now).total_seconds()
     short = too_short(known, left_s, firing.terms.min_trials)
     return None if short is None else ("too short", short)
@@ -189,10 +190,6 @@ def _refusal(store: Store, firing: Firing, now: datetime, busy: str | None) -> t
 def _busy(store: Store, node: str, now: datetime) -> str | None:
     held = next((lease for lease in store.leases(now=now) if lease.node == node), None)
     return None if held is None else f"node {node} is in use by '{held.holder}'"
-
-
-def _last_study(store: Store, schedule: Schedule) -> str | None:
-    return store.run(schedule.last_run_id).study_id if schedule.last_run_id else None
 
 
 def unfinished(store: Store, schedule: Schedule, now: datetime) -> Firing | None:
