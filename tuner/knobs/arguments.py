@@ -13,6 +13,7 @@ from tuner.knobs.catalogue import (
     CATALOGUE,
     OLDEST,
     PREEMPTION,
+    SHORT,
     Knob,
     knob,
     matches,
@@ -120,7 +121,6 @@ def _not_offered(entry: Knob, value: Value, facts: EngineFacts) -> str | None:
 
 
 PARALLEL = ("--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size")
-_SHORT = {"-tp": PARALLEL[0], "-pp": PARALLEL[1], "-dp": PARALLEL[2]}
 
 
 def gpus_held(argv: Sequence[str]) -> int:
@@ -130,7 +130,7 @@ def gpus_held(argv: Sequence[str]) -> int:
     sizes: dict[str, int] = {}
     for position, word in enumerate(argv):
         flag, _, value = word.partition("=")
-        flag = _SHORT.get(flag, flag)
+        flag = SHORT.get(flag, flag)
         value = value or (argv[position + 1] if position + 1 < len(argv) else "")
         if flag in PARALLEL and value.isdigit():
             sizes[flag] = int(value)

@@ -10,36 +10,11 @@ from typing import Any
 from tuner import masking, yamltext
 from tuner.errors import BadInput, nearest
 from tuner.knobs import catalogue, shell
-from tuner.knobs.catalogue import CATALOGUE, Knob, matches, negation, table, written
+from tuner.knobs.catalogue import CATALOGUE, SHORT, Knob, matches, negation, table, written
 from tuner.knobs.configfile import argv_of_mapping, documents
 from tuner.knobs.space import SearchSpace
 from tuner.records import Candidate, EngineFacts, Value
 
-SHORT = {
-    "-tp": "--tensor-parallel-size",
-    "-pp": "--pipeline-parallel-size",
-    "-dp": "--data-parallel-size",
-    "-ep": "--enable-expert-parallel",
-    "-q": "--quantization",
-    "-sc": "--speculative-config",
-    "-cc": "--compilation-config",
-    "-asc": "--api-server-count",
-    "-ac": "--attention-config",
-    "-dcp": "--decode-context-parallel-size",
-    "-pcp": "--prefill-context-parallel-size",
-    "-dpn": "--data-parallel-rank",
-    "-dpr": "--data-parallel-start-rank",
-    "-dpl": "--data-parallel-size-local",
-    "-dpa": "--data-parallel-address",
-    "-dpp": "--data-parallel-rpc-port",
-    "-dpb": "--data-parallel-backend",
-    "-dph": "--data-parallel-hybrid-lb",
-    "-dpe": "--data-parallel-external-lb",
-    "-dpm": "--data-parallel-multi-port-external-lb",
-    "-n": "--nnodes",
-    "-r": "--node-rank",
-    "-O": "--optimization-level",
-}
 ALIASES = {
     "--device-memory-utilization": "--gpu-memory-utilization",
     "--kv-cache-memory": "--kv-cache-memory-bytes",

@@ -103,6 +103,33 @@ def read_number(flag: str, kind: str, text: str) -> int | float | None:
     return value
 
 
+# Short flags as vLLM's parser has them.
+SHORT = {
+    "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-dp": "--data-parallel-size",
+    "-ep": "--enable-expert-parallel",
+    "-q": "--quantization",
+    "-sc": "--speculative-config",
+    "-cc": "--compilation-config",
+    "-asc": "--api-server-count",
+    "-ac": "--attention-config",
+    "-dcp": "--decode-context-parallel-size",
+    "-pcp": "--prefill-context-parallel-size",
+    "-dpn": "--data-parallel-rank",
+    "-dpr": "--data-parallel-start-rank",
+    "-dpl": "--data-parallel-size-local",
+    "-dpa": "--data-parallel-address",
+    "-dpp": "--data-parallel-rpc-port",
+    "-dpb": "--data-parallel-backend",
+    "-dph": "--data-parallel-hybrid-lb",
+    "-dpe": "--data-parallel-external-lb",
+    "-dpm": "--data-parallel-multi-port-external-lb",
+    "-n": "--nnodes",
+    "-r": "--node-rank",
+    "-O": "--optimization-level",
+}
+
 # Older engines are refused; the data knows them only to explain what they lack.
 OLDEST = Version("0.10")
 

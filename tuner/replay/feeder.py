@@ -86,9 +86,7 @@ class Bodies:
         text = self.prompts(kind).token_json(row)
         choices = self.choices(row)
         live = self.load.history == "live"
-        cancel_s = None
-        if tokens is None and self.load.replay_cancellations:
-            cancel_s = cancel_after(self.trace, row)
+        cancel_s = cancel_after(self.trace, row) if tokens is None else None
         length = self.answer(row) if cancel_s is None else self.unfinished(row)
         length = length if tokens is None else tokens
         return Job(

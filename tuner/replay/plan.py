@@ -129,7 +129,6 @@ class Load:
     deadline_s: float | None = None
     kv_tokens: int | None = None
     history: Causality = "open"
-    replay_cancellations: bool = True
     senders: int = 1
     cores: tuple[int, ...] | None = None
     isolated: bool = False

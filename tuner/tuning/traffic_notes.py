@@ -63,11 +63,10 @@ def _champions(prepared: Prepared, store: Store) -> Study | None:
     for target in (mine.node, mine.gpu_class):
         key = ProfileKey(model=mine.model, target=target, workload=mine.workload)
         event = store.alias(key, "champion")
-        if event is None or event.to_version is None:
-            continue
-        for profile in store.profiles(key):
-            if profile.version == event.to_version and profile.study_id is not None:
-                return store.study(profile.study_id)
+        if event is not None and event.to_version is not None:
+            found = store.profile_version(key, event.to_version).study_id
+            if found is not None:
+                return store.study(found)
     return None
 
 
