@@ -382,9 +382,10 @@ def idle_of(prepared: Prepared) -> str | None:
     """A sentence on GPUs that today's configuration leaves idle; None where it uses all."""
     own = compile_candidate(prepared.baseline, prepared.facts, env=prepared.file.engine.env).argv
     facts, used = prepared.facts, gpus_held((*prepared.fixed, *own))
-    if not adapter_of(facts.kind).uses_gpus(facts.platform) or used >= facts.gpu_count:
+    there = facts.gpu_count
+    if not adapter_of(facts.kind).uses_gpus(facts.platform) or used >= there:
         return None
     return (
-        f"the baseline runs on {used} of {facts.gpu_count} GPUs: {facts.gpu_count - used} stand idle."
+        f"the baseline runs on {used} of {there} GPUs: {there - used} stand idle."
         " tensor_parallel_size or data_parallel_size use them, as knobs of the space or under baseline"
     )

@@ -142,9 +142,11 @@ class BareClock:
         left = [unit for unit in UNITS_NS if unit not in out]
         if len(left) == 1:
             return left[0], "; ".join(dict.fromkeys(out.values()))
-        spans = {unit: span * UNITS_NS[unit] / 1e9 for unit in left or UNITS_NS}
-        rates = {u: f" of {len(seen.stamps) / s:.3g} requests/s" if s else "" for u, s in spans.items()}
-        readings = [f"in {unit} it is {seconds:.3g} s{rates[unit]}" for unit, seconds in spans.items()]
+        readings, rows = [], len(seen.stamps)
+        for unit in left or UNITS_NS:
+            seconds = span * UNITS_NS[unit] / 1e9
+            rate = f" of {rows / seconds:.3g} requests/s" if seconds else ""
+            readings.append(f"in {unit} it is {seconds:.3g} s{rate}")
         raise BadInput(
             f"{self.path}: '{self.key}' counts in a unit that the file does not name: {'; '.join(readings)}. "
             f"Name it: `tuner trace import {self.path.name} --unit {'|'.join(left or UNITS_NS)}`"
