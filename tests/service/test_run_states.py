@@ -1,5 +1,6 @@
 """One word for the state of a run: on the command line, on every page, in the API and in the metrics."""
 
+import html
 import json
 import os
 import re
@@ -14,9 +15,11 @@ import psutil
 import pytest
 
 from tests.commands.test_care import call
-from tests.history.records import NOW, a_launch, a_measurement, a_run, a_study, finished, start
+from tests.history.records import NOW, a_conclusion, a_launch, a_measurement, a_run, a_study, finished, start
 from tests.service.world import World
 from tuner.commands.progress import LiveLine
+from tuner.commands.run import show_end
+from tuner.conclusions import PublishedProfile
 from tuner.errors import Conflict
 from tuner.fleet.nodes import held
 from tuner.history.entities import Schedule
@@ -314,3 +317,43 @@ def test_repeats_of_several_nights_are_told_apart(world: World, tmp_path: Path) 
                 bare = re.sub(r"<[^>]+>", "", text)
                 named = f"1, {NOW + timedelta(days=each):%Y-%m-%d %H:%M}" in bare
                 assert named is (night == 2), bare
+
+
+def test_a_version_that_equals_an_earlier_one_says_so_everywhere(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second run's evidence is new, so it is a version of its own; a third has another argument."""
+    store, client = world.store, world.client("read")
+    client.post("/login", data={"token": world.token("read")})
+    study = store.add_study(a_study())
+    for version, argv in enumerate(([], [], ["--seed", "7"]), start=1):
+        run = a_run(store, study, now=NOW + timedelta(days=version))
+        trial = finished(store, start(store, run, version, max_num_seqs=32), a_measurement(90.0))
+        made = store.add_profile(
+            key=key_of(study), candidate=trial.candidate, engine_version="0.32.0", gpu_class=study.gpu_class,
+            study_id=study.id, trial_id=trial.id, argv=argv, env={}, now=NOW,
+            evidence={"run": run.id, "confirmed": True, "slo_met": True},
+        )  # fmt: skip
+        assert made.version == version
+        alias = "champion" if version == 1 else "challenger"
+        event = store.alias(made.key, alias)
+        store.move_alias(
+            made.key,
+            alias,
+            version,
+            expected=event.generation if event else 0,
+            actor="me",
+            reason="r",
+            now=NOW,
+        )
+        said = a_conclusion(run, profiles={"challenger": PublishedProfile(id=made.id, version=version)})
+        ended = store.save_run(replace(run, state=RunState.FINISHED, ended_at=said.at), said)
+        capsys.readouterr()
+        show_end(store, study, ended)
+        texts = {
+            "of version 1, measured again": capsys.readouterr().out,
+            "the same configuration as version 1": call(tmp_path, "profile", "show", made.id).output,
+            "the same as version 1": client.get(f"/profiles/{made.id}").text,
+            "it has the champion's configuration": html.unescape(client.get("/").text),
+        }
+        assert [part for part, text in texts.items() if part in text] == (list(texts) if version == 2 else [])

@@ -343,6 +343,30 @@ def test_explain_says_the_one_reason_where_nobody_asked(tmp_path: Path) -> None:
     ), done.stderr
 
 
+@pytest.mark.parametrize("wins", [True, False])
+def test_explain_of_todays_configuration_says_what_won_or_why_it_stayed(tmp_path: Path, wins: bool) -> None:
+    """Never which knobs of the winner pay: they are not set in this profile."""
+    night = (
+        Padded(tmp_path)
+        if wins
+        else Padded(tmp_path, lambda seqs, *_: {"ttft_p95_ms": 4.0 * (seqs != 4) or 1})
+    )
+    run = night.run()
+    night.search(run)
+    said, found = night.attributed(run)
+    night.store.save_run(replace(run, state=RunState.FINISHED, ended_at=said.at), said)
+    assert [said.winner is not None, found is not None] == [wins, wins]
+    done = tuner(tmp_path, "explain", said.profiles["baseline"].id)
+    assert done.returncode == 4
+    told = " ".join(done.stderr.split())
+    if wins:
+        made = said.profiles["challenger"].id
+        assert f"today's configuration; the winner of run {run.id} is profile {made}" in told
+    else:
+        assert f"today's configuration, which stayed: {said.sentence}" in told
+    assert "watermark" not in told
+
+
 REASONS: list[tuple[dict[str, Any], Any, bool, str]] = [
     ({"winner": None, "outcome": Judgement.BASELINE_STAYS}, "brief", False, "nothing won (baseline stays)"),
     ({"baseline": None}, "brief", False, "today's configuration was never measured"),

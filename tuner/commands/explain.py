@@ -8,7 +8,7 @@ from tuner.commands.common import Json, knobs, open_store, print_json
 from tuner.errors import BadInput, NotFound
 
 if TYPE_CHECKING:
-    from tuner.conclusions import Attribution
+    from tuner.conclusions import Attribution, Conclusion
     from tuner.history.store import Store
     from tuner.records import Profile
 
@@ -36,10 +36,14 @@ def explain(
 
 
 def attribution_of(store: "Store", profile: "Profile") -> "Attribution":
-    """The attribution behind a profile. NotFound where its run made none, with the reason."""
+    """The attribution behind a profile. NotFound where its run made none, or not for this configuration, with
+    the reason.
+    """
     run = profile.evidence.get("run")
     if not isinstance(run, str):
         raise BadInput(f"profile {profile.id} was not published by a run")
+    if profile.evidence.get("origin") == "baseline":
+        raise NotFound(f"profile {profile.id} {_stayed(store.conclusion(run), run)}")
     found = store.attribution(run)
     if found is None:
         from tuner.report.explain import why_none
@@ -50,3 +54,14 @@ def attribution_of(store: "Store", profile: "Profile") -> "Attribution":
         why = why_none(store.conclusion(run), store.study(profile.study_id).spec.get("plan"), begun=begun)
         raise NotFound(f"run {run} did not ask which knobs pay: {why}")
     return found
+
+
+def _stayed(said: "Conclusion | None", run: str) -> str:
+    """Why nothing says which knobs of today's configuration pay."""
+    if said is None:
+        return f"is today's configuration; run {run} measured it and has no conclusion"
+    made = said.profiles.get("challenger")
+    if made is None:
+        return f"is today's configuration, which stayed: {said.sentence}"
+    won = f"the winner of run {run} is profile {made.id}"
+    return f"is today's configuration; {won}: `tuner explain {made.id}` says which of its knobs pay"

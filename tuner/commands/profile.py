@@ -93,6 +93,8 @@ def list_profiles(
 @app.command("show")
 def show(profile: Annotated[int, typer.Argument(help="The profile's id.")], as_json: Json = False) -> None:
     """Show a version, its evidence and the moves of its aliases."""
+    from tuner.profiles import registry
+
     store = open_store()
     found = store.profile(profile)
     events = [e for e in store.alias_events(found.key) if found.version in (e.from_version, e.to_version)]
@@ -106,6 +108,8 @@ def show(profile: Annotated[int, typer.Argument(help="The profile's id.")], as_j
     )
     if found.env:
         typer.echo(f"in the environment: {knobs(dict(sorted(found.env.items())))}")
+    if (first := registry.serves_as(store, found)) is not None:
+        typer.echo(f"the same configuration as version {first}, with the evidence of a later run")
     print_table(["<evidence", "<value"], _lines(found.evidence))
     rows = [[e.at, e.alias, e.from_version, e.to_version, e.actor, e.reason] for e in events]
     print_table(["<at", "<alias", "from", "to", "<by", "<why"], rows)

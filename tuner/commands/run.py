@@ -122,6 +122,7 @@ def _limits(run: "Run") -> str:
 def show_end(store: "Store", study: "Study", run: "Run") -> None:
     """Show how a run ended: its answer card, and the front beside the baseline."""
     from tuner.commands import front
+    from tuner.profiles import registry
     from tuner.search import ladder
 
     said = store.conclusion(run.id)
@@ -132,7 +133,10 @@ def show_end(store: "Store", study: "Study", run: "Run") -> None:
         print_table(ladder.COLUMNS, rows, title=title)
     made = said.profiles.get("challenger") if said is not None else None
     if made is not None:
-        unproved = store.profile(made.id).evidence.get("unproved")
+        profile = store.profile(made.id)
+        if (first := registry.serves_as(store, profile)) is not None:
+            typer.echo(f"version {made.version} has the configuration of version {first}, measured again")
+        unproved = profile.evidence.get("unproved")
         for name, why in (unproved if isinstance(unproved, dict) else {}).items():
             typer.echo(f"not verified: whether the engine used {name} ({why})")
 

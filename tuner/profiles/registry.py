@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from operator import attrgetter
 from typing import Literal
 
 from packaging.version import InvalidVersion, Version
@@ -345,6 +346,22 @@ def stale_reasons(
     if model_revision is not None and told.get("model_revision") not in (None, model_revision):
         reasons.append(f"model revision {told['model_revision']} → {model_revision}")
     return tuple(reasons)
+
+
+LOOKED_BACK = 20
+"""How many earlier versions are compared with one."""
+
+
+def serves_as(store: Store, profile: Profile) -> int | None:
+    """The last earlier version of its key that serves the same; None where none of the newest does."""
+    earlier = store.profiles(profile.key, after=profile.id, limit=LOOKED_BACK)
+    return next((each.version for each in earlier if serve_the_same(each, profile)), None)
+
+
+def serve_the_same(one: Profile, other: Profile) -> bool:
+    """Whether engine, GPU class, command line and environment are the same; the evidence may differ."""
+    served = attrgetter("engine_version", "gpu_class", "candidate", "argv", "env")
+    return bool(served(one) == served(other))
 
 
 def diff(before: Profile, after: Profile) -> tuple[Change, ...]:

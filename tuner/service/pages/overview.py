@@ -10,7 +10,7 @@ from tuner.errors import BadInput, NotFound
 from tuner.fleet.window import Window, blacked_out, next_due, terms, window
 from tuner.history.entities import Schedule
 from tuner.history.store import Store
-from tuner.profiles.registry import CHAMPION, Gates, gate_failures, stale_reasons
+from tuner.profiles.registry import CHAMPION, Gates, gate_failures, serve_the_same, stale_reasons
 from tuner.records import AliasEvent, Node, Profile, ProfileKey, Run, RunState, Study
 from tuner.report.card import AnswerCard, card, card_of_run
 from tuner.report.explain import gave
@@ -24,7 +24,8 @@ class ServedProfile:
     `card` is the answer, of study `study_id`: what the newest run found, or, where that found nothing better
     than the champion, what the champion's own run found. `news` is the card of a newer run beside it.
     `waiting` is a challenger newer than the champion, `refused` why its gates do not let
-    it be promoted, `before` what the champion's last move came from.
+    it be promoted, `same` whether it serves what the champion does. `before` is what the champion's last
+    move came from.
     """
 
     key: ProfileKey
@@ -36,6 +37,7 @@ class ServedProfile:
     stale: tuple[str, ...]
     waiting: Profile | None
     refused: tuple[str, ...]
+    same: bool
     before: Profile | None
 
 
@@ -103,6 +105,7 @@ def _place(store: Store, key: ProfileKey, node: Node | None, now: datetime) -> S
         stale=_stale(champion, node, studies),
         waiting=newer,
         refused=gate_failures(newer, Gates(), now=now) if newer else (),
+        same=bool(newer and champion and serve_the_same(newer, champion)),
         before=store.profile_version(key, event.from_version) if event and event.from_version else None,
     )
 

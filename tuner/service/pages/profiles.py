@@ -49,7 +49,7 @@ def shelves(store: Store, named: ProfileKey | None = None) -> list[Shelf]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sheet:
     """One version, whole: `card` is the answer of the run that published it. `failed` are the gates that
-    forbid promoting it, `generation` what was seen.
+    forbid promoting it, `generation` what was seen, `first` an earlier version that serves the same.
     """
 
     profile: Profile
@@ -62,6 +62,7 @@ class Sheet:
     generation: int
     frozen: bool
     before: int | None
+    first: int | None
 
 
 def sheet(store: Store, profile: Profile, now: datetime) -> Sheet:
@@ -83,6 +84,7 @@ def sheet(store: Store, profile: Profile, now: datetime) -> Sheet:
         generation=event.generation if event else 0,
         frozen=store.alias_frozen(profile.key, registry.CHAMPION),
         before=trail[-2] if len(trail) > 1 else None,
+        first=registry.serves_as(store, profile),
     )
 
 
