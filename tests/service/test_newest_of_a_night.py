@@ -118,7 +118,7 @@ def test_one_truth_of_a_night_with_several_runs_on_the_pages(world: World, runs:
             assert words.change(wanted[metric]) in plain("<h1>" + table)
             assert words.change(changes_of(world, runs["first"])[metric]) not in plain(top)
     compared = plain(client.get(f"/compare?node=n1&run={runs['before'].id}").text)
-    assert f"{NOW:%Y-%m-%d}, trial" in compared
+    assert f"{NOW:%Y-%m-%d}, ended 23:00, trial" in compared
     for metric, made in wanted.items():
         assert number(made.after) in compared, metric
     assert number(changes_of(world, runs["first"])["ttft_p95_ms"].after) not in compared

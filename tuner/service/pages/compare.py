@@ -152,7 +152,8 @@ def _of_run(store: Store, ref: str, name: str = "") -> Side:
         number = said.baseline.trial
     if said is None or number is None:
         raise NotFound(f"the run of the night of {night_of(run)} has no result that could be compared")
-    return _of_trial(store, study, number, name or f"{night_of(run)}, trial {number}", run=run.id)
+    shown = name or f"{night_of(run)}, ended {run.at:%H:%M}, trial {number}"
+    return _of_trial(store, study, number, shown, run=run.id)
 
 
 def _of_node(store: Store, node: str) -> Side:
