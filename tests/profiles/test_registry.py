@@ -87,7 +87,7 @@ def test_publishing_the_same_again_changes_nothing(store: Store) -> None:
         ({**GOOD, **WORSE}, Gates(), r"its ttft_p95_ms is \+30%, worse than the 10% of not_worse"),
         ({**GOOD, **HELD_OUT}, Gates(), r"its goodput_rps is -20% on the held-out slice"),
         (GOOD, Gates(engine_version="0.33.0"), "engine 0.32.0, not 0.33.0"),
-        (GOOD, Gates(max_age=timedelta(days=1)), "older than 1 days"),
+        (GOOD, Gates(max_age=timedelta(days=1)), "older than 1 day$"),
     ],
 )
 def test_gates(store: Store, evidence: dict[str, JSON], gates: Gates, told: str) -> None:
