@@ -15,6 +15,7 @@ from tests.commands.test_care import call
 from tests.history.records import NOW, a_launch, a_measurement, a_run, a_study, finished, start
 from tests.tuning.studies import VIRTUAL, environment, tuner, write
 from tuner.commands.common import text, write_file
+from tuner.commands.running import program
 from tuner.errors import Unavailable
 from tuner.history.store import Store
 from tuner.profiles import registry
@@ -180,6 +181,9 @@ def test_6_a_printed_command_has_the_home_that_is_not_the_default(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TUNER_HOME", "my home")
     assert runnable("tuner front chat") == f"TUNER_HOME='{tmp_path}/my home' tuner front chat"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["my bin/tuner"])
+    assert runnable("tuner front chat", program()).endswith(f" '{tmp_path}/my bin/tuner' front chat")
 
 
 def test_6_printed_commands_run_as_printed(tmp_path: Path) -> None:

@@ -137,6 +137,7 @@ def test_I29_1_who_asks_for_a_second_run_is_told_whether_waiting_helps(
 def test_A9_every_surface_says_the_same_time_left(world: World) -> None:
     """The line of the command, `run status`, the page and the API: one computation, in the run's process."""
     study, store = a_study(), world.store
+    world.clock.at = datetime.now(UTC)
     run = replace(a_run(store, study, now=world.clock()), pid=os.getpid(), host=HERE)
     store.save_run(run)
     finished(store, start(store, run, 1), a_measurement(90.0))
@@ -159,6 +160,9 @@ def test_A9_every_surface_says_the_same_time_left(world: World) -> None:
     shown = page.get(f"/studies/{study.id[:16]}").text
     assert "in about 2 h 30 min" in shown
     assert ", about 2 h 30 min left" in line.how_far()
+    assert ", no deadline, about 2 h 30 min left" in call(world.home, "run", "status").stdout
+    status = json.loads(call(world.home, "run", "status", "--json").stdout)
+    assert status["left_s"] == pytest.approx(9000, abs=600)
     tell(RunEvent(kind="confirm", text="confirmation: launch 1 of 4", done=0, total=4))
     assert line.left_s() == 4 * 500 == page.get(f"/v1/runs/{run.id}").json()["left_s"]
 

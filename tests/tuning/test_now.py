@@ -11,13 +11,13 @@ from tests.history.records import a_launch, a_run, a_study, start
 from tests.tuning.studies import SPACE, STUDY, write
 from tuner.commands import plan, tune
 from tuner.history.store import Store
-from tuner.records import Candidate, RunState, Study, Trial, TrialState
+from tuner.records import Candidate, RunState, Study, Trial
 from tuner.replay.observe import SHOWN, _shown
 from tuner.replay.plan import PLANS
 from tuner.replay.prepare import Progress
 from tuner.report.words import seconds
 from tuner.tuning import now as right_now
-from tuner.tuning.confirm import expected
+from tuner.tuning.confirm import expected, planned
 from tuner.tuning.context import LAUNCH_S, SIMULATED_LAUNCH_S, RunEvent, usual_launch_s
 from tuner.tuning.now import path_of, read, told_live
 from tuner.tuning.run import RunLimits
@@ -150,23 +150,21 @@ def test_A9_a_launch_is_expected_to_take_what_launches_took_on_this_node(tmp_pat
     store.close()
 
 
-def test_A9_the_confirmation_is_expected_to_take_what_trials_took(tmp_path: Path) -> None:
+def test_A9_the_confirmation_is_expected_to_take_what_launches_took(tmp_path: Path) -> None:
     """A demo said six minutes for half a minute: its confirmation was planned with a guess of 57 s a launch
-    while its trials took 9 s each."""
+    while its engines were ready after 1 s. The run's own decisions and the dry run use the same times."""
     store = Store(f"sqlite:///{tmp_path / 'tuner.db'}")
     prepared = load(write(tmp_path, STUDY, SPACE), store=store, now=AT)
-    store.add_study(prepared.study)
-    run = store.open_run(prepared.study.id, trials_limit=10, deadline=None, now=AT, pid=1, host="here")
-    before, _ = expected(prepared, store)
-    for number, took in enumerate((9.0, 8.0, 400.0)):
-        trial = start(store, run, number)
-        screened = took > 100
-        ended = trial.started_at + timedelta(seconds=took)
-        store.finish_trial(replace(trial, state=TrialState.COMPLETE, ended_at=ended, screened=screened))
-    after, plan = expected(prepared, store)
-    assert (after.trial_s, after.confirm_launch_s) == (8.5, 8.5)
-    assert after.confirm_s == plan.seconds == 8.5 * 2 * (1 + prepared.plan.finalists)
-    assert before.trial_s > after.trial_s
+    real = replace(prepared, facts=replace(prepared.facts, kind="vllm"))
+    replay = 1.0 + 0.5 + 6.0  # the slice, the load before it, and at most what the plan's limits allow
+    before, plan = expected(real, store)
+    assert (before.trial_s, before.confirm_launch_s) == (replay + LAUNCH_S, replay + LAUNCH_S)
+    for number, took in enumerate((9.0, 8.0, 4.0)):
+        ready(store, prepared.study, f"L{number}", took)
+    after, plan = expected(real, store)
+    assert (after.trial_s, after.confirm_launch_s) == (replay + 8.0, replay + 8.0)
+    assert after.confirm_s == plan.seconds == (replay + 8.0) * 2 * (1 + prepared.plan.finalists)
+    assert planned(real, usual_launch_s(store, real)) == plan
     store.close()
 
 

@@ -1,6 +1,6 @@
 """Shared by the commands that run studies: how a signal ends a run, and how its winner is pulled."""
 
-import os
+import shlex
 import shutil
 import signal
 import sys
@@ -90,7 +90,7 @@ def interruptible(work: "Coroutine[Any, Any, T]", tell: "Tell") -> T:
 
 
 def program() -> str:
-    """How to call this program: by its name if the shell finds it, otherwise by its path."""
+    """How to call this program from any folder: by its name if the shell finds it, otherwise by its path."""
     found = shutil.which("tuner")
     own = Path(sys.argv[0])
-    return "tuner" if found or own.name != "tuner" else os.path.relpath(own)
+    return "tuner" if found or own.name != "tuner" else shlex.quote(str(own.absolute()))

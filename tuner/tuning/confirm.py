@@ -4,7 +4,7 @@ launches every arm once, in a fresh process, on the same requests.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import fmean, median
+from statistics import fmean
 from typing import Literal
 
 from tuner.adapters import adapter_of
@@ -12,7 +12,7 @@ from tuner.conclusions import Conclusion, Judgement, RunCost
 from tuner.errors import Aborted, Infeasible
 from tuner.history.store import Store
 from tuner.knobs.arguments import gpus_held
-from tuner.records import JSON, Launch, Measurement, Run, Slice, Trial, TrialState
+from tuner.records import JSON, Launch, Measurement, Run, Slice, Trial
 from tuner.search import trial_view
 from tuner.search.compare import repeats_needed
 from tuner.tuning.attempt import errors_of, failing, retries_of, unlike
@@ -31,12 +31,10 @@ from tuner.tuning.concluding import (
 )
 from tuner.tuning.context import (
     ABORTED_RETRIES,
-    LAUNCH_S,
     Pass,
     RunContext,
     RunEstimate,
     RunEvent,
-    ready_of,
     usual_launch_s,
 )
 from tuner.tuning.finalists import left_out
@@ -252,11 +250,12 @@ class Planned:
         return self.rounds * self.round_s
 
 
-def planned(prepared: Prepared, launches: Sequence[Launch], finalists: int | None = None) -> Planned:
-    """The confirmation of so many finalists (default: the plan's), by how long engines took to be ready."""
-    ready = ready_of(launches)
-    each = replays_s(prepared, prepared.study.slices) + (median(ready) if ready else LAUNCH_S)
-    return _plan_of(prepared, each, finalists)
+def planned(prepared: Prepared, launch_s: float, finalists: int | None = None) -> Planned:
+    """The confirmation of so many finalists (default: the plan's), by the seconds of a launch."""
+    plan = prepared.plan
+    arms = 1 + (plan.finalists if finalists is None else finalists)
+    each = replays_s(prepared, prepared.study.slices) + launch_s
+    return Planned(arms=arms, rounds=plan.repeats, most=plan.most, round_s=arms * each)
 
 
 def replays_s(prepared: Prepared, slices: Sequence[Slice]) -> float:
@@ -264,12 +263,6 @@ def replays_s(prepared: Prepared, slices: Sequence[Slice]) -> float:
     plan = prepared.plan
     outside = plan.load_warmup_s + min(SETTLE_S, plan.warmup_limit_s + plan.tail_limit_s)
     return sum(s.duration_s for s in slices) / prepared.file.speed + len(slices) * outside
-
-
-def _plan_of(prepared: Prepared, launch_s: float, finalists: int | None = None) -> Planned:
-    plan = prepared.plan
-    arms = 1 + (plan.finalists if finalists is None else finalists)
-    return Planned(arms=arms, rounds=plan.repeats, most=plan.most, round_s=arms * launch_s)
 
 
 def estimate_of(context: RunContext, run: Run) -> RunEstimate | None:
@@ -281,18 +274,16 @@ def estimate_of(context: RunContext, run: Run) -> RunEstimate | None:
 
 
 def expected(prepared: Prepared, store: Store | None) -> tuple[RunEstimate, Planned]:
-    """(how long the parts of a run take, the planned confirmation), by the study's trials so far; while it
-    has none, by what launches took on this node.
-    """
-    trials = store.trials(prepared.study.id) if store is not None else ()
-    alone = [t for t in trials if t.state is TrialState.COMPLETE and not t.screened and t.ended_at]
-    spans = [(t.ended_at - t.started_at).total_seconds() for t in alone if t.ended_at]
+    """(how long the parts of a run take, the planned confirmation), by what launches took so far."""
+    launch_s = usual_launch_s(store, prepared)
     searched = [s for s in prepared.study.slices if not s.held_out]
-    held_out = [s for s in prepared.study.slices if s.held_out]
-    trial_s = median(spans) if spans else replays_s(prepared, searched) + usual_launch_s(store, prepared)
-    launch_s = trial_s + replays_s(prepared, held_out)
-    plan = _plan_of(prepared, launch_s)
-    return RunEstimate(trial_s=trial_s, confirm_s=plan.seconds, confirm_launch_s=launch_s), plan
+    plan = planned(prepared, launch_s)
+    estimate = RunEstimate(
+        trial_s=replays_s(prepared, searched) + launch_s,
+        confirm_s=plan.seconds,
+        confirm_launch_s=plan.round_s / plan.arms,
+    )
+    return estimate, plan
 
 
 @dataclass(slots=True, kw_only=True)

@@ -202,7 +202,7 @@ def readied(store: Store, study: Study, launches: Sequence[Launch]) -> list[floa
 # Seconds of a launch while no trial says: a guess, replaced by what launches took.
 LAUNCH_S = 57.0
 
-# The same for the simulated engine, which has nothing to load.
+# The same for the simulated engine, which has nothing to load (on the virtual clock it stays: runs repeat).
 SIMULATED_LAUNCH_S = 2.0
 
 
@@ -218,7 +218,8 @@ def usual_launch_s(store: Store | None, prepared: Prepared) -> float:
             found = [t for each in others[:LAST_STUDIES] for t in ready_of(store.launches(each.id))]
         if found:
             return median(found)
-    return SIMULATED_LAUNCH_S if prepared.facts.kind == "simulated" else LAUNCH_S
+    own = prepared.facts.kind == "simulated" and prepared.file.engine.clock != "virtual"
+    return SIMULATED_LAUNCH_S if own else LAUNCH_S
 
 
 def ready_of(launches: Sequence[Launch]) -> list[float]:

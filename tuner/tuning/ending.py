@@ -27,7 +27,7 @@ from tuner.tuning.confirm import (
     planned,
     without_finalists,
 )
-from tuner.tuning.context import RunContext, RunEvent
+from tuner.tuning.context import RunContext, RunEvent, usual_launch_s
 from tuner.tuning.finalists import finalists
 
 
@@ -103,7 +103,8 @@ class Ending:
         end = self._run.deadline
         if end is None or not wanted:
             return None
-        needed = planned(self._context.prepared, self._context.launches(), len(going.chosen)).seconds
+        prepared, store = self._context.prepared, self._context.store
+        needed = planned(prepared, usual_launch_s(store, prepared), len(going.chosen)).seconds
         seconds = (end - self._context.clock()).total_seconds()
         if needed <= seconds:
             return None

@@ -26,7 +26,7 @@ from tuner.tuning import quality
 from tuner.tuning.attempt import MeasureOptions, check_start, never_started, perform
 from tuner.tuning.calibrated_predictor import StudyPredictor
 from tuner.tuning.comparison import Comparing
-from tuner.tuning.confirm import estimate_of, planned
+from tuner.tuning.confirm import estimate_of, expected
 from tuner.tuning.context import (
     ABORTED_RETRIES,
     Executor,
@@ -301,7 +301,7 @@ class _Loop(Execution):
 
     def _confirm_s(self) -> float:
         """The relaunch of a finalist and the confirmation, by how long engines took to be ready."""
-        plan = planned(self._context.prepared, self._context.launches())
+        _, plan = expected(self._context.prepared, self._context.store)
         return plan.seconds + plan.round_s / plan.arms
 
     async def _next(self, trials: Sequence[Trial]) -> Trial | None:
