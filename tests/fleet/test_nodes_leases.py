@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import psutil
 import pytest
 from sqlalchemy import Connection, text
 
@@ -64,6 +65,16 @@ def test_the_lease_of_a_process_that_died_is_taken_over_at_once(store: Store) ->
     with nodes.held(store, "n", clock=now):
         (mine,) = store.leases(now=now())
         assert (mine.holder, mine.fence) == (nodes.holder(), 2)
+
+
+def test_a_holder_is_known_by_its_start_in_either_form_of_a_lease() -> None:
+    """Earlier releases wrote the seconds since 1970, which may still be in force."""
+    mine, begun = nodes.holder(), psutil.Process().create_time()
+    who, _, since = mine.rpartition(" since ")
+    assert datetime.fromisoformat(since.replace(" UTC", "+00:00")).timestamp() == round(begun)
+    for form, dead in ((since, False), (f"{begun:.0f}", False), (f"{begun - 60:.0f}", True),
+                       ("2026-03-01 22:00:00 UTC", True)):  # fmt: skip
+        assert nodes.is_dead(f"{who} since {form}") is dead, form
 
 
 def test_the_lease_of_another_host_is_left_alone(store: Store) -> None:

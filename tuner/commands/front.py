@@ -158,7 +158,7 @@ def history(
     node: Annotated[str | None, typer.Option(help="Only this node.")] = None,
     workload: Annotated[str | None, typer.Option(help="Only this workload.")] = None,
     since: Annotated[
-        str | None, typer.Option(metavar="DATE", help="Only runs since, such as 2026-03-01.")
+        str | None, typer.Option(metavar="DATE", help="Only runs that ended since, such as 2026-03-01.")
     ] = None,
     metric: Annotated[str, typer.Option(help="Which measurement to show.")] = "goodput_rps",
     as_json: Json = False,

@@ -34,7 +34,9 @@ def show_history(
     node: Annotated[str | None, Query(max_length=100)] = None,
     workload: Annotated[str | None, Query(max_length=100)] = None,
     metric: Annotated[str, Query(max_length=60, description="Which measurement to show.")] = "goodput_rps",
-    since: Annotated[AwareDatetime | None, Query(description="92 days back when left out.")] = None,
+    since: Annotated[
+        AwareDatetime | None, Query(description="By the end of a run; 92 days back when left out.")
+    ] = None,
     until: AwareDatetime | None = None,
     cursor: Cursor = None,
     limit: Annotated[int, Query(ge=1, le=100, description="How many nodes to a page.")] = 3,
