@@ -118,7 +118,8 @@ def test_names_are_in_the_order_of_their_entries_and_each_is_once() -> None:
 
 COUNTED = ("request", "launch", "trial", "repeat", "run", "row", "node", "file", "time", "study", "session",
            "finding", "engine", "slice", "profile", "conversation", "day", "knob", "candidate", "answer",
-           "night", "card", "GPU", "core", "preemption", "arm", "configuration", "step")  # fmt: skip
+           "night", "card", "GPU", "core", "preemption", "arm", "configuration", "step",
+           "round", "offload file")  # fmt: skip
 PLURAL = re.compile(rf" (?:{'|'.join(re.escape(measures.many(2, what)[2:]) for what in COUNTED)})\b")
 NEVER_ONE = {
     "more", "need", "len(all_of_it)", "tokens / length", "used", "gpus", "count", "said.repeats", "needed",

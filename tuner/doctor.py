@@ -215,7 +215,7 @@ def shared_memory(where: Path) -> Check:
     forgotten = [path for path in sorted(where.glob("vllm_offload_*")) if not _used(path)]
     if forgotten:
         size = sum(path.stat().st_size for path in forgotten) / 2**30
-        named = f"{len(forgotten)} offload files of dead engines hold {size:.1f} GiB"
+        named = f"{many(len(forgotten), 'offload file')} of dead engines: {size:.1f} GiB"
         mend = f"rm {' '.join(str(path) for path in forgotten[:3])}{' …' if len(forgotten) > 3 else ''}"
         return Check(
             name="shared memory", verdict="warning", found=f"{free:.1f} GiB free; {named}", mend=mend

@@ -18,6 +18,7 @@ from tuner.history.store import Store
 from tuner.knobs import manifests
 from tuner.knobs.arguments import compile_candidate, fixed
 from tuner.knobs.baseline import from_arguments
+from tuner.measures import many
 from tuner.records import JSON, Candidate, Profile, ProfileKey, Run, Trial, TrialState, digest_of
 from tuner.report.words import difference
 from tuner.search.compare import LEAST
@@ -452,11 +453,13 @@ class Comparing(Execution):
         parts = [against(said.baseline, arm) for arm in said.finalists]
         left = sorted({f"{c.metric} of {arm.name}" for arm, c in undecided(said.finalists, self._margin)})
         if left:
-            parts.append(f"Open after {said.repeats} rounds ({why or self._ended}): {', '.join(left)}.")
+            parts.append(
+                f"Open after {many(said.repeats, 'round')} ({why or self._ended}): {', '.join(left)}."
+            )
         else:
             small = any(c.word == "open" for arm in said.finalists for c in arm.changes)
             rest = f"; what is not clear is smaller than {100 * self._margin:g} % either way" if small else ""
-            parts.append(f"Every difference is known after {said.repeats} rounds{rest}.")
+            parts.append(f"Every difference is known after {many(said.repeats, 'round')}{rest}.")
         return " ".join(parts)
 
     @property
