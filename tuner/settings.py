@@ -44,11 +44,15 @@ class Settings:
 
 
 def runnable(command: str, program: str = "tuner") -> str:
-    """A command that begins with `tuner`, as it works in any shell of this host: with TUNER_HOME where that
-    is not the default. `program` is how this host calls the tuner.
+    """A command that begins with `tuner`, as it works in any shell of this host: with the settings that are
+    not the default. A database URL that may hold a password is left out. `program` is how this host calls
+    the tuner.
     """
-    home = Settings().home.absolute()
-    before = "" if home == _default_home() else f"TUNER_HOME={shlex.quote(str(home))} "
+    ours = Settings()
+    given = {"TUNER_HOME": "" if ours.home.absolute() == _default_home() else str(ours.home.absolute())}
+    if not {"@", "?"} & {*ours.database_url}:
+        given["TUNER_DATABASE_URL"] = ours.database_url
+    before = "".join(f"{name}={shlex.quote(value)} " for name, value in given.items() if value)
     return f"{before}{program}{command.removeprefix('tuner')}"
 
 

@@ -175,12 +175,19 @@ def test_6_a_printed_command_has_the_home_that_is_not_the_default(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("TUNER_HOME", raising=False)
+    monkeypatch.delenv("TUNER_DATABASE_URL", raising=False)
     assert runnable("tuner front chat", "bin/tuner") == "bin/tuner front chat"
     monkeypatch.setenv("TUNER_HOME", str(tmp_path / ".local" / "share" / "tuner"))
     assert runnable("tuner front chat") == "tuner front chat"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TUNER_HOME", "my home")
     assert runnable("tuner front chat") == f"TUNER_HOME='{tmp_path}/my home' tuner front chat"
+    monkeypatch.setenv("TUNER_DATABASE_URL", "postgresql://me:secret@db/tuner")
+    assert "secret" not in runnable("tuner front chat")
+    monkeypatch.setenv("TUNER_DATABASE_URL", "postgresql:///tuner?password=secret")
+    assert "secret" not in runnable("tuner front chat")
+    monkeypatch.setenv("TUNER_DATABASE_URL", "sqlite:////srv/my tuner.db")
+    assert "' TUNER_DATABASE_URL='sqlite:////srv/my tuner.db' tuner front" in runnable("tuner front chat")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["my bin/tuner"])
     assert runnable("tuner front chat", program()).endswith(f" '{tmp_path}/my bin/tuner' front chat")

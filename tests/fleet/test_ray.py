@@ -207,7 +207,7 @@ def test_the_whole_fleet_is_told_in_one_view(told: Told) -> None:
 
 
 def test_what_came_out_is_pulled_node_by_node(told: Told, cluster: Cluster) -> None:
-    found = re.findall(r"pull the winner: (?:TUNER_HOME=\S+ )?(?:\S*tuner) (profile .*)", told.out)
+    found = re.findall(r"pull the winner: (?:TUNER_\w+=\S+ )*(?:\S*tuner) (profile .*)", told.out)
     assert len(found) >= len(NODES)
     for line in found:
         assert "max-num-batched-tokens: " in cluster.type(f"tuner {line}")
