@@ -245,6 +245,6 @@ def _is_of(gpu_class: str, card: "Card") -> bool:
 
 
 UNCALIBRATED_SAYS = (
-    "uncalibrated: on 55 measured configurations p95 E2E was 12 to 14 % off in the median, 29 % at worst"
+    "uncalibrated: on 55 measured configurations p95 E2E was 12 to 16 % off in the median, 37 % at worst"
 )
 """docs/simulator.md, « Uncalibrated »."""

@@ -19,6 +19,10 @@ GIB = float(1 << 30)
 _HOP_S = 4e-6  # latency of one all-reduce without data; fitted to benchmarks/table/h200-7b-two-cards
 # Of reading weights and computing, the share of the shorter that the longer does not hide: docs/simulator.md.
 _UNHIDDEN = 0.25
+# The share of `layer_s` that a step without prompts takes (it has fewer kernels), and the host's seconds
+# between two steps without async scheduling; both fitted to benchmarks/table/h200-7b.
+_DECODES = 0.75
+_BETWEEN_S = 0.0025
 _SHARED = (
     1.3  # the host's launches of a step that no graph covers take so much longer with all-reduces; same rows
 )
@@ -144,7 +148,7 @@ class Coefficients:
         0.00068  # per layer, for the host to launch its kernels where no CUDA graph holds the step
     )
     sync_s: float = (
-        3.8e-5  # per sequence, for the host between two steps where scheduling is not asynchronous
+        1.3e-5  # per sequence, for the host between two steps where scheduling is not asynchronous
     )
 
     def scaled(self, factors: Mapping[str, float]) -> "Coefficients":
@@ -216,7 +220,9 @@ class StepCost:
         self.kv_bytes = facts.kv_bytes_per_token * kv_scale
         launches = facts.layers * coefficients.layer_s * (_SHARED if card.ranks > 1 else 1.0)
         self.floor_s = launches if card.platform == "cuda" else 0.0
+        self.decode_floor_s = _DECODES * self.floor_s
         self.seq_s = coefficients.seq_s + (0.0 if overlapped else coefficients.sync_s)
+        self.step_s = coefficients.step_s + (0.0 if overlapped else _BETWEEN_S)
         self.kv_s = self.kv_bytes / bandwidth
         self.pair_s = 4.0 * facts.layers * width / (card.flops * coefficients.attention)
         self.block_bytes = self.kv_bytes * block_size
@@ -244,9 +250,9 @@ class StepCost:
         """(seconds of a step of `count` decodes without its KV reads, seconds per token of KV read); where
         the host's launches take longer than a step that reads `context` tokens, their time and 0.
         """
-        around, dense = self.coefficients.step_s + count * self.seq_s, self._dense(count, count)
-        if not self._captured(count) and dense + context * self.kv_s < self.floor_s:
-            return around + self.floor_s, 0.0
+        around, dense = self.step_s + count * self.seq_s, self._dense(count, count)
+        if not self._captured(count) and dense + context * self.kv_s < self.decode_floor_s:
+            return around + self.decode_floor_s, 0.0
         return around + dense, self.kv_s
 
     def __call__(self, step: Step) -> float:
@@ -254,9 +260,9 @@ class StepCost:
         busy = self._dense(tokens, step.decodes + len(step.sampling))
         busy += (step.context + step.prefill_context) * self.kv_s + step.pairs * self.pair_s
         if not self._captured(tokens):
-            busy = max(busy, self.floor_s)
+            busy = max(busy, self.floor_s if step.prefills else self.decode_floor_s)
         sequences = step.decodes + step.prefills
-        return self.coefficients.step_s + sequences * self.seq_s + busy + step.swapped_blocks * self.swap_s
+        return self.step_s + sequences * self.seq_s + busy + step.swapped_blocks * self.swap_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
