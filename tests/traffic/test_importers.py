@@ -209,7 +209,7 @@ def test_a_vllm_log_is_honest_about_what_it_lacks(tmp_path: Path) -> None:
 
 
 def test_a_real_vllm_log_line_is_read(real: Real) -> None:
-    with pytest.raises(BadInput, match="1 requests, none with its prompt length"):
+    with pytest.raises(BadInput, match="1 request, none with its prompt length"):
         read_any(real("vllm_0.32_request_log_line.txt"))
 
 
