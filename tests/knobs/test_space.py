@@ -223,6 +223,7 @@ def test_restricting_drops_what_the_engine_lacks_and_says_so() -> None:
     left = SHIPPED["bursty-mixed"].restricted(engine("0.10.2.post2"))
     assert "watermark" not in left.levels
     assert "does not have it" in left.dropped["watermark"]
+    assert not [name for name, why in left.dropped.items() if why.startswith(f"{name.partition('=')[0]}:")]
     assert left.levels["preemption"] == ("recompute",)
     assert "since 0.11.2" in left.dropped["preemption=offload:8"]
     assert SHIPPED["bursty-mixed"].restricted(engine()).dropped == {}

@@ -161,12 +161,14 @@ class SearchSpace:
                 for value in values
             }
             kept = tuple(value for value in values if reasons[value] is None)
-            refused = {value: why for value, why in reasons.items() if why is not None}
+            refused = {
+                value: why.removeprefix(f"{name}: ") for value, why in reasons.items() if why is not None
+            }
             if any(value is not None for value in kept):
                 levels[name] = kept
                 dropped |= {f"{name}={value}": why for value, why in refused.items()}
             else:
-                dropped[name] = next(iter(refused.values()), f"{name}: it has no level to turn")
+                dropped[name] = next(iter(refused.values()), "it has no level to turn")
         inherited = {name: v for name, v in baseline.items() if v is not None and name not in levels}
         left = replace(
             self, levels=levels, conditions=_conditions_for(self.conditions, levels), dropped=dropped,
