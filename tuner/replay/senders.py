@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import marshal
 import pickle
 import shutil
 import sys
@@ -16,7 +17,7 @@ from tuner.errors import Aborted, BadInput
 from tuner.leftovers import scratch_prefix
 from tuner.replay.feeder import Source, Stretch
 from tuner.replay.jobs import Sent, frame, read_frame
-from tuner.replay.worker import LENGTH, TOLD
+from tuner.replay.worker import TOLD
 
 START_S = 60.0  # generous, since a loaded host starts processes slowly
 
@@ -106,7 +107,8 @@ class Senders:
             while True:
                 kind, payload = await read_frame(reader)
                 if kind == b"R":
-                    self._take(payload)
+                    for raw in marshal.loads(payload):
+                        self._on_sent(Sent.unpack(raw))
                 elif kind == b"T":
                     self._told[number], heard = TOLD.unpack(payload)
                     self.heard += heard
@@ -117,14 +119,6 @@ class Senders:
                     self._finished.release()
         except (asyncio.IncompleteReadError, ConnectionError):
             self._broke("a sender process ended in the middle of a replay")
-
-    def _take(self, payload: bytes) -> None:
-        position = 0
-        while position < len(payload):
-            (length,) = LENGTH.unpack_from(payload, position)
-            position += LENGTH.size
-            self._on_sent(Sent.unpack(payload[position : position + length]))
-            position += length
 
     async def _watch_feeder(self, reader: asyncio.StreamReader) -> None:
         with suppress(ConnectionError):

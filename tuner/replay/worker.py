@@ -9,6 +9,7 @@ reading there while it holds AHEAD_BYTES. It ends when its controller does.
 import asyncio
 import gc
 import json
+import marshal
 import os
 import resource
 import struct
@@ -26,8 +27,6 @@ from tuner.replay.contention import short_turns
 from tuner.replay.jobs import Job, Sent, frame, read_frame
 from tuner.replay.sender import Sender
 from tuner.replay.wire import Pool
-
-LENGTH = struct.Struct("<I")
 
 # (the perf_counter_ns before which all results were reported, whether tokens came since the last report).
 TOLD = struct.Struct("<q?")
@@ -101,8 +100,7 @@ class Worker:
 
     def take(self, sent: Sent) -> None:
         """Keep a result for the next flush."""
-        raw = sent.pack()
-        self.results += (LENGTH.pack(len(raw)), raw)
+        self.results.append(sent.pack())
 
     async def flush_often(self) -> None:
         """Send results home in batches, for as long as the worker lives."""
@@ -114,7 +112,7 @@ class Worker:
     def flush(self) -> None:
         """Write what gathered."""
         if self.results:
-            self.tell(b"R", b"".join(self.results))
+            self.tell(b"R", marshal.dumps(self.results))
             self.results = []
         self.tell(b"T", TOLD.pack(self.sender.told_ns, self.pool.received != self.received))
         self.received = self.pool.received
