@@ -182,29 +182,18 @@ def _may_be_picked(case: Case, best: Mapping[str, float]) -> bool:
     return best["goodput_rps"] > top * (1 - case.epsilon)
 
 
-def log_ratios(case: Case, mine: Columns, theirs: Columns) -> dict[str, float] | None:
-    """log(mine / theirs) for each objective on the requests of both; None where one is not a number."""
-    a, b = mine.among(theirs), theirs.among(mine)
-    found = {}
-    for name in case.objectives:
-        left, right = a.fold(name), b.fold(name)
-        if not (0 < left < math.inf and 0 < right < math.inf):
-            return None
-        found[name] = math.log(left / right)
-    return found
-
-
 def estimate(case: Case, ended: Columns, cancelled: int = 0) -> dict[str, float]:
     """What the objectives would have ended at: the first rival's values times the ratio on the same rows,
     never better than what is still possible. Empty where there is no rival to scale from.
     """
     best = bounds(case, ended, (), cancelled)
-    found: dict[str, float] = {}
-    for rival in case.rivals:
-        ratios = log_ratios(case, ended, rival.columns) if rival.columns else None
-        if ratios is not None and not found:
-            found = {n: rival.values[n] * math.exp(r) for n, r in ratios.items() if n in rival.values}
-    return {n: (min if is_maximized(n) else max)(v, best.get(n, v)) for n, v in found.items()}
+    for columns, values in ((r.columns, r.values) for r in case.rivals if r.columns):
+        mine, theirs = ended.among(columns), columns.among(ended)
+        folds = {n: (mine.fold(n), theirs.fold(n)) for n in case.objectives}
+        if all(0 < fold < math.inf for pair in folds.values() for fold in pair):
+            scaled = {n: values[n] * a / b for n, (a, b) in folds.items()}
+            return {n: (min if is_maximized(n) else max)(v, best.get(n, v)) for n, v in scaled.items()}
+    return {}
 
 
 class Judge:
