@@ -440,6 +440,11 @@ class Study:
         """Whether its trials are the arms of `tuner compare` or `tuner upgrade-check`."""
         return "compare" in self.identity
 
+    @property
+    def searched_slices(self) -> tuple[Slice, ...]:
+        """The slices that every trial is measured on."""
+        return tuple(each for each in self.slices if not each.held_out)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:

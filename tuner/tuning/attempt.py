@@ -53,8 +53,7 @@ async def perform(context: RunContext, trial: Trial, earlier: Sequence[Trial], h
 
     StudyFailed and cancellation are raised again after the trial was written as ABORTED.
     """
-    searched = tuple(s for s in context.prepared.study.slices if not s.held_out)
-    passes = [Pass(slices=searched, judge=how.judge)]
+    passes = [Pass(slices=context.prepared.study.searched_slices, judge=how.judge)]
     started = context.seconds()
     screened = False
     causes = [t.cause for t in earlier]

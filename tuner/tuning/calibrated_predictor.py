@@ -52,7 +52,7 @@ def scene_of(prepared: Prepared, card: Card) -> Scene:
     args = {name: value for name, value in engine.args.items() if not isinstance(value, list | dict)}
     return Scene(
         trace=prepared.trace,
-        slices=tuple(s for s in prepared.study.slices if not s.held_out),
+        slices=prepared.study.searched_slices,
         facts=prepared.model,
         card=card,
         plan=prepared.plan,

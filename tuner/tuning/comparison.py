@@ -240,7 +240,7 @@ def compared(
         )
     first, kind = arms[0].prepared, "compare" if upgrade is None else "upgrade"
     told: list[JSON] = [_told(arm) for arm in arms]
-    slices = tuple(s for s in first.study.slices if not s.held_out)
+    slices = first.study.searched_slices
     identity: dict[str, JSON] = {
         **first.study.identity, "compare": {"kind": kind, "arms": told},
         "slices": [[s.name, s.start_s, s.duration_s, s.held_out] for s in slices],

@@ -12,7 +12,7 @@ from tuner.conclusions import Conclusion, Judgement, RunCost
 from tuner.errors import Aborted, Infeasible
 from tuner.history.store import Store
 from tuner.knobs.arguments import gpus_held
-from tuner.records import JSON, Launch, Measurement, Run, Slice, Trial
+from tuner.records import JSON, Launch, Measurement, Run, Trial
 from tuner.search import trial_view
 from tuner.search.compare import repeats_needed
 from tuner.tuning.attempt import errors_of, failing, retries_of, unlike
@@ -38,7 +38,7 @@ from tuner.tuning.context import (
     usual_launch_s,
 )
 from tuner.tuning.finalists import left_out
-from tuner.tuning.next_trial import SETTLE_S, policy
+from tuner.tuning.next_trial import policy, replays_s
 from tuner.tuning.study import Prepared
 from tuner.tuning.trial import launch
 
@@ -104,8 +104,7 @@ class Rounds:
     async def _again(self, trial: Trial, repeat: int) -> None:
         context = replace(self.context, prepared=self.setups.get(trial.number, self.context.prepared))
         study = context.prepared.study
-        passes = [Pass(slices=tuple(s for s in study.slices if not s.held_out), purpose="confirm",
-                       repeat=repeat)]  # fmt: skip
+        passes = [Pass(slices=study.searched_slices, purpose="confirm", repeat=repeat)]
         if held_out := tuple(s for s in study.slices if s.held_out):
             passes.append(Pass(slices=held_out, purpose="held_out", repeat=repeat))
         for attempt in range(ABORTED_RETRIES + 1):
@@ -258,13 +257,6 @@ def planned(prepared: Prepared, launch_s: float, finalists: int | None = None) -
     return Planned(arms=arms, rounds=plan.repeats, most=plan.most, round_s=arms * each)
 
 
-def replays_s(prepared: Prepared, slices: Sequence[Slice]) -> float:
-    """About how many seconds the replays of these slices take in one engine."""
-    plan = prepared.plan
-    outside = plan.load_warmup_s + min(SETTLE_S, plan.warmup_limit_s + plan.tail_limit_s)
-    return sum(s.duration_s for s in slices) / prepared.file.speed + len(slices) * outside
-
-
 def estimate_of(context: RunContext, run: Run) -> RunEstimate | None:
     """How long the parts of a run take, by what is known now; None on a virtual clock."""
     if context.prepared.file.engine.clock == "virtual":
@@ -276,10 +268,9 @@ def estimate_of(context: RunContext, run: Run) -> RunEstimate | None:
 def expected(prepared: Prepared, store: Store | None) -> tuple[RunEstimate, Planned]:
     """(how long the parts of a run take, the planned confirmation), by what launches took so far."""
     launch_s = usual_launch_s(store, prepared)
-    searched = [s for s in prepared.study.slices if not s.held_out]
     plan = planned(prepared, launch_s)
     estimate = RunEstimate(
-        trial_s=replays_s(prepared, searched) + launch_s,
+        trial_s=replays_s(prepared, prepared.study.searched_slices) + launch_s,
         confirm_s=plan.seconds,
         confirm_launch_s=plan.round_s / plan.arms,
     )

@@ -13,7 +13,7 @@ from tuner.engine.effective import same
 from tuner.errors import BadInput, NotFound
 from tuner.history.store import Store
 from tuner.knobs.space import SearchSpace, level_of
-from tuner.records import Candidate, Prediction, Slo, Study, Trial, TrialState, Value
+from tuner.records import Candidate, Prediction, Slice, Slo, Study, Trial, TrialState, Value
 from tuner.replay import outcomes
 from tuner.search import acquisition, early_stopping, ladder, pareto, trial_view
 from tuner.search.acquisition import Predict
@@ -380,18 +380,18 @@ def screens(prepared: Prepared, trials: Sequence[Trial]) -> bool:
     """
     if not changeable(prepared):
         return False
-    replay = replay_s(prepared)
+    replay = replays_s(prepared, prepared.study.searched_slices)
     own = [t for t in trial_view.latest(trials) if not t.is_baseline and t.origin != RELAUNCHED]
     alone = sum(not t.screened and t.measurement is not None for t in own)
     cannot = alone >= ENOUGH and not any(t.screened for t in own)
     return launch_s(trials, replay) > replay and not cannot
 
 
-def replay_s(prepared: Prepared) -> float:
-    """About how many seconds one replay of the searched slices takes."""
-    searched = [s for s in prepared.study.slices if not s.held_out]
-    windows = sum(s.duration_s for s in searched) / prepared.file.speed
-    return windows + len(searched) * (prepared.plan.load_warmup_s + SETTLE_S)
+def replays_s(prepared: Prepared, parts: Sequence[Slice]) -> float:
+    """About how many seconds the replays of these slices take in one engine."""
+    plan = prepared.plan
+    outside = plan.load_warmup_s + min(SETTLE_S, plan.warmup_limit_s + plan.tail_limit_s)
+    return sum(s.duration_s for s in parts) / prepared.file.speed + len(parts) * outside
 
 
 def launch_s(trials: Sequence[Trial], replay: float) -> float:
@@ -448,14 +448,13 @@ def case_of(
         return None
     values = [base.measurement.values.get(n, math.inf) for n in study.objectives]
     corner = trial_view.corner_of(study.objectives, values, study.slo)
-    searched = tuple(s for s in study.slices if not s.held_out)
     leaders = pareto.front(trials, study.objectives, screened=True)[::-1][:RIVALS]
     epsilon = SCREENED_EPSILON if screened else early_stopping.EPSILON
     case = Case(
         objectives=study.objectives,
         slo=study.slo,
-        planned=sum(len(slices.rows(prepared.trace, s)) for s in searched),
-        window_s=sum(s.duration_s for s in searched) / file.speed,
+        planned=sum(len(slices.rows(prepared.trace, s)) for s in study.searched_slices),
+        window_s=sum(s.duration_s for s in study.searched_slices) / file.speed,
         corner=dict(zip(study.objectives, corner, strict=True)),
         epsilon=epsilon,
         by_slo=file.winner == "slo",

@@ -45,7 +45,7 @@ def traffic_notes(prepared: Prepared, store: Store) -> Iterator[str]:
 
 def few_requests(prepared: Prepared) -> str | None:
     """A warning where the searched slices hold fewer than `FEW` requests in all."""
-    searched = [s for s in prepared.study.slices if not s.held_out]
+    searched = prepared.study.searched_slices
     count = sum(len(slices.rows(prepared.trace, s)) for s in searched)
     if count >= FEW:
         return None
