@@ -114,7 +114,7 @@ class _Loader(yaml.SafeLoader):
                 found.encode()
         except (ValueError, AttributeError, OverflowError) as error:
             kind = "Unicode text" if isinstance(error, UnicodeError) else node.tag.rpartition(":")[2]
-            problem = f"{str(node.value)[:40]!r} is no {kind}"
+            problem = f"{str(node.value)[:40]!r} is not a valid {kind}"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from error
         if isinstance(found, str) and "\0" in found:
             raise yaml.MarkedYAMLError(problem="a NUL in a text", problem_mark=node.start_mark)

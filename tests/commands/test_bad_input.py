@@ -39,7 +39,7 @@ CASES: dict[str, tuple[dict[str, str], str]] = {
     ),
     "a fixed argument that the space turns": (
         {"study": STUDY.replace("max-model-len: 16384", "max-num-seqs: 4")},
-        "the space turns this knob",
+        "the space changes this knob",
     ),
     "a baseline that the engine lacks": (
         {"study": STUDY.replace("baseline: {max_num_seqs: 4}", "baseline: {max_num_sex: 4}")},
@@ -142,7 +142,7 @@ def test_dry_run_shows_the_slices_and_how_long_a_trial_takes(tmp_path: Path) -> 
     # A window of 1 s after 0.5 s of load.
     assert 1.5 <= times["replay"] < 60
     each = times["replay"] + times["launch"]
-    assert f"takes about {each:.0f} s; the replay is {times['replay']:.0f} s of it" in done.stdout
+    assert f"takes about {each:.0f} s, of which the replay takes {times['replay']:.0f} s" in done.stdout
     assert "Trials: at most 400" in done.stdout
     assert f"about {seconds(400 * each)}, less where trials are screened" in " ".join(done.stdout.split())
 

@@ -152,4 +152,4 @@ def test_a_log_without_usage_is_counted_by_a_tokenizer_and_over_length_is_told(t
     assert "dropped_over_length 2" in done.stdout
     refused = tuner(tmp_path, "trace", "import", tmp_path / "g.jsonl", "--tokenizer", tmp_path)
     assert refused.returncode == 2
-    assert "a tokenizer is of use for format 'openai'" in refused.stderr
+    assert "a tokenizer works only with format 'openai'" in refused.stderr

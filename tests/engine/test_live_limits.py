@@ -167,8 +167,8 @@ def test_every_limit_is_set_and_read_back(engine: Engine) -> None:
         ({"max_num_seqs": 17}, "above the launched 16"),
         ({"max_num_batched_tokens": 2048}, "above the launched 1024"),
         ({"max_num_batched_tokens": 8}, "below max_num_seqs"),
-        ({"max_num_seqs": 0}, "no positive whole number"),
-        ({"max_num_seqs": True}, "no positive whole number"),
+        ({"max_num_seqs": 0}, "not a positive whole number"),
+        ({"max_num_seqs": True}, "not a positive whole number"),
         ({"max_num_seqs": "4"}, "TypeError"),
         ({"watermark": 1.5}, "no share"),
         ({"block_size": 32}, "unknown limit block_size"),
@@ -181,7 +181,7 @@ def test_what_must_not_be_is_refused_and_nothing_changes(
     before = run(limits.ask(engine, {})).limits
     state = run(limits.ask(engine, {"limits": dict(wanted)}))
     assert not state.ok
-    assert words in (state.error or "") or "no positive whole number" in (state.error or "")
+    assert words in (state.error or "") or "not a positive whole number" in (state.error or "")
     assert not change(engine, wanted)
     assert run(limits.ask(engine, {})).limits == before
 

@@ -140,7 +140,7 @@ def test_only_what_was_asked_for_is_told(tmp_path: Path, hook: Hook) -> None:
         ({"on": ["failure"]}, "exactly one of webhook and command"),
         ({"webhook": "http://x", "command": ["y"]}, "exactly one of webhook and command"),
         ({"webhok": "http://x", "command": ["y"]}, "unknown key 'webhok' (did you mean 'webhook'?)"),
-        ({"on": ["failures"], "command": ["y"]}, "'failures' is none of failure, regression, promotion"),
+        ({"on": ["failures"], "command": ["y"]}, "'failures' is not one of failure, regression, promotion"),
         ({"webhook": "ftp://x"}, "an address such as https://host/path"),
         ({"command": "echo"}, "a list of words"),
     ],

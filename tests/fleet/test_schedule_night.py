@@ -143,7 +143,7 @@ def test_a_secret_of_the_engine_is_found_nowhere(tmp_path: Path) -> None:
         (["--cron", "0 1 * * *"], "give the window's end"),
         (["--cron", "0 1 * * *", "--until", "5.30"], "such as 05:30"),
         (["--cron", "0 1 * * *", "--hours", "4", "--zone", "Berlin"], "there is no time zone 'Berlin'"),
-        (["--cron", "0 1 * * *", "--hours", "4", "--blackout", "24.12."], "no date such as"),
+        (["--cron", "0 1 * * *", "--hours", "4", "--blackout", "24.12."], "not a date such as"),
         (["--cron", "0 1 * * *", "--hours", "4", "--missed", "never"], "run or skip"),
     ],
 )

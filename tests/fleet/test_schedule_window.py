@@ -95,7 +95,7 @@ def test_an_unknown_zone_names_the_nearest() -> None:
         ({"until": "5.30"}, "a time of day such as 05:30"),
         ({"until": "24:00"}, "a time of day such as 05:30"),
         ({"hours": 4, "missed": "maybe"}, "run or skip"),
-        ({"hours": 4, "blackout": ["24.12."]}, "no date such as 2026-12-24"),
+        ({"hours": 4, "blackout": ["24.12."]}, "not a date such as 2026-12-24"),
         ({"hours": 4, "blackout": ["2026-12-26/2026-12-24"]}, "ends before it begins"),
         ({"hours": 4, "min_trials": -1}, "from 0 to"),
         ({"hours": 4, "reserve_s": float("nan")}, "reserve_s: a number from 0 to"),

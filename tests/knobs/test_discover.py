@@ -127,7 +127,7 @@ def test_an_interpreter_without_vllm_is_named(home: Path) -> None:
 def test_what_is_no_interpreter_is_named(home: Path) -> None:
     with pytest.raises(BadInput, match="/nowhere/python"):
         discover(("/nowhere/python",))
-    with pytest.raises(BadInput, match="/bin/ls is no usable Python interpreter"):
+    with pytest.raises(BadInput, match="/bin/ls is not a usable Python interpreter"):
         discover(("/bin/ls",))
 
 

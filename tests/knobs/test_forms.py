@@ -234,7 +234,7 @@ def test_what_is_left_out_is_said(line: str, note: str) -> None:
         (
             "stack2.yaml",
             "servingEngineSpec: {modelSpec: [{modelURL: m, vllmConfig: {pipelineParallelSize: 2}}]}",
-            "no key that the chart reads",
+            "not a key that the chart reads",
         ),
         (
             "from.yaml",

@@ -64,7 +64,10 @@ ERRORS = [
     ("knobs: {}", "'knobs' is empty"),
     ("knobs: {max_num_seqs: []}", "max_num_seqs: the range is empty"),
     ("knobs: {max_num_seqs: [default]}", "max_num_seqs: the range is empty"),
-    ("knobs: {max_num_seqs: {from: 8, to: 4, step: 1}}", "the range is empty: from 8 is above to 4"),
+    (
+        "knobs: {max_num_seqs: {from: 8, to: 4, step: 1}}",
+        "the range is empty: 'from' is 8, which is more than 'to' (4)",
+    ),
     ("knobs: {max_num_seqs: {from: 8, to: 16}}", "give either 'step' (linear) or 'per_octave'"),
     ("knobs: {max_num_seqs: {from: 8, to: 16, step: 0}}", "not a number above 0"),
     ("knobs: {max_num_seqs: {from: 8, to: many, step: 1}}", "'to' is not a number"),
@@ -80,15 +83,15 @@ ERRORS = [
     ("knobs: {preemption: [offload]}", "'offload:<GiB>'"),
     (
         "knobs: {stream_interval: [1, 4]}",
-        "stream_interval is not turned by default: Above 1 the client sees bursts",
+        "stream_interval is not changed by default: Above 1 the client sees bursts",
     ),
     ("knobs: {max_model_len: [1024]}", "write 'accept: [max_model_len]'"),
-    ("vllm: about 0.10\nknobs: {block_size: [16]}", "'about 0.10' is no version range"),
+    ("vllm: about 0.10\nknobs: {block_size: [16]}", "'about 0.10' is not a version range"),
     ("knobs: {block_size: [16, 32}", "mine.yaml line 1: not YAML"),
     ("- 1", "expected keys and values"),
     (
         "knobs: {block_size: {values: [16], when: {blok: 1}}}",
-        "block_size: when: 'blok' is no knob here (did you mean 'block_size'?)",
+        "block_size: when: 'blok' is not a knob of this space (did you mean 'block_size'?)",
     ),
     (
         "knobs: {block_size: {values: [16], when: {max_num_seqs: 9}}, max_num_seqs: [8]}",
@@ -242,7 +245,7 @@ knobs:
 
 
 def test_a_space_for_other_versions_is_refused() -> None:
-    with pytest.raises(BadInput, match=r"space 'cpu' is for vLLM >=0\.11\.2; installed is 0\.10\.2"):
+    with pytest.raises(BadInput, match=r"space 'cpu' is for vLLM >=0\.11\.2, but 0\.10\.2 is installed"):
         SHIPPED["cpu"].restricted(engine("0.10.2", "cpu"))
 
 
@@ -267,7 +270,7 @@ VIOLATIONS = [
         "long_prefill_token_threshold 20000 is above max_model_len 16384",
     ),
     ({"kv_cache_memory_bytes": 1, "gpu_memory_utilization": 0.9}, "only one of them"),
-    ({"block_size": 24}, "block_size 24 is no multiple of 16"),
+    ({"block_size": 24}, "block_size 24 is not a multiple of 16"),
     ({"block_size": 128, "attention_backend": "FLASHINFER"}, "not among those of FLASHINFER: 16, 32, 64"),
     ({"tensor_parallel_size": 4, "data_parallel_size": 4}, "needs 16 GPUs and there are 8"),
     ({"tensor_parallel_size": 8}, "does not divide 28 heads"),
@@ -298,7 +301,7 @@ def test_what_the_engine_mends_itself_is_no_violation(candidate: dict[str, Value
 def test_a_block_size_on_cpu_is_learned_not_known() -> None:
     assert known_violation({"block_size": 48}, engine(platform="cpu")) is None
     named: dict[str, Value] = {"block_size": 48, "attention_backend": "CPU_ATTN"}
-    assert "no multiple of 32" in (known_violation(named, engine(platform="cpu")) or "")
+    assert "not a multiple of 32" in (known_violation(named, engine(platform="cpu")) or "")
 
 
 @pytest.mark.parametrize("name", [name for name in spaces.names() if name != "cpu"])

@@ -107,7 +107,7 @@ def test_I29_3_a_dockerfile(tmp_path: Path, name: str, ends: str) -> None:
         ("FROM x\nARG MODEL\nENV MODEL=$MODEL\nCMD vllm serve $MODEL\n", "the model $MODEL is not given here"),
         ("FROM x\nARG MODEL=m\nCMD vllm serve $MODEL\n", "MODEL is an ARG, which has no value when the image runs"),
         (f"FROM {IMAGE}\nENV M=m\nCMD [\"--model\", \"$M\"]\n", "Docker fills in nothing in a JSON list: vLLM gets $M"),
-        (f"FROM {IMAGE}\nCMD --model m\n", "CMD is no JSON list, so the entrypoint gets sh -c and one text"),
+        (f"FROM {IMAGE}\nCMD --model m\n", "CMD is not a JSON list, so the entrypoint gets sh -c and one text"),
         ("FROM x\nCMD vllm serve m --max-num-seqs $SEQS\n", "--max-num-seqs needs SEQS"),
     ],
 )  # fmt: skip

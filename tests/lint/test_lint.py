@@ -677,7 +677,7 @@ MISREAD = {
         "command: [sh, -c]\n      args: [vllm serve org/m, --max-num-seqs 64]",
         "runs only 'vllm serve org/m'",
     ),
-    "numbers": (CONTAINER, "args: [--model, org/m, --max-num-seqs, 64]", "item 64, which is no text"),
+    "numbers": (CONTAINER, "args: [--model, org/m, --max-num-seqs, 64]", "item 64, which is not text"),
     "a boolean": (SERVICE, "command: [--model, org/m, --max-num-seqs=64, true]", "item true"),
     "a text where a list belongs": (CONTAINER, "args: --model org/m --max-num-seqs 64", "takes a list"),
 }

@@ -149,7 +149,7 @@ def test_25_1_the_controller_of_a_request_takes_no_file_either(world: World) -> 
         (world.home / "champion").write_text("vllm serve Qwen/Qwen2.5-7B-Instruct --max-num-seqs 4\n")
         done = tuner(world.home, *words, "--dry-run", cwd=world.home)
         assert done.returncode == 4, (done.returncode, done.stdout, done.stderr)
-        assert "'champion' is no alias" in done.stderr
+        assert "'champion' is not an alias" in done.stderr
 
 
 def test_25_3_a_schedule_over_http_watches_registered_engines_only(world: World) -> None:

@@ -36,7 +36,7 @@ OBJECTS: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("knob", ["quantization", "attention_backend", "moe_backend"])
 def test_a_text_is_one_word(knob: str, text: str) -> None:
-    with pytest.raises(BadInput, match="one word is expected"):
+    with pytest.raises(BadInput, match="give one word"):
         check(knob, [text], [MODEL], "baseline")
 
 

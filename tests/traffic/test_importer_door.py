@@ -101,5 +101,5 @@ def test_an_option_that_no_importer_takes_is_refused(tmp_path: Path) -> None:
     assert ImportOptions() == ImportOptions(columns={}, max_len=None, dequantise=True)
     for name, each in importers.importers().items():
         if not each.takes_tokenizer:
-            with pytest.raises(BadInput, match="a tokenizer is of use for format 'openai', not for"):
+            with pytest.raises(BadInput, match="a tokenizer works only with format 'openai', not with"):
                 read_any(put(tmp_path, TEXT), format=name, tokenizer=tmp_path)

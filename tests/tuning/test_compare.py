@@ -152,7 +152,7 @@ def test_another_round_is_measured_only_where_it_may_tell_more(
         (("today",), "two to 5 arms"),
         (("today", "today"), "two arms have the name 'today'"),
         (("today", "todya"), "did you mean 'today'?"),
-        (("today", "today@nowhere.yaml"), "no release file"),
+        (("today", "today@nowhere.yaml"), "not a release file"),
         (("today", "--max-num-seq 4 --nonsense 1"), "nonsense"),
         (("today", "defaults", "--fail-if", "better:5%"), "worse:5%"),
     ],

@@ -194,7 +194,8 @@ REFUSED = {
     "a head for three cards": (("{max_num_seqs: 4}", "{tensor_parallel_size: 3}"), "baseline cannot start"),
     "a budget below the sequences": (("{max_num_seqs: 4}", "{max_num_seqs: 4, max_num_batched_tokens: 1}"),
                                      "max_num_batched_tokens 1 is below max_num_seqs 4"),
-    "a weight": (("seed: 3", "winner: {weights: {ttft_p95: 2}}"), "'ttft_p95' is no objective of this study"),
+    "a weight": (("seed: 3", "winner: {weights: {ttft_p95: 2}}"),
+                 "'ttft_p95' is not an objective of this study"),
     "a stop command": (("kind: simulated", "kind: vllm\n  python: /bin/sh\n  stop_command: [no-such]"),
                        "there is no program 'no-such'"),
 }  # fmt: skip

@@ -84,7 +84,7 @@ def test_a_night_of_a_node_with_two_cards_is_refused_where_today_uses_both(tmp_p
     prepared = load(path, store=None, now=now)
     both = prepared.file.model_copy(update={"baseline": {"tensor_parallel_size": 2}})
     night = predict_night(replace(prepared, file=both), None, base=tmp_path, now=now, limits=RunLimits())
-    with pytest.raises(BadInput, match="the simulated engine has one card"):
+    with pytest.raises(BadInput, match="the simulated engine has only one card"):
         asyncio.run(night)
 
 

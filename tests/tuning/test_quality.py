@@ -120,7 +120,7 @@ def test_M20_what_was_not_judged_is_told_and_is_no_finalist(tmp_path: Path) -> N
     assert [t.number for t in finalists(real, [unjudged, same], "r")] == [3]
     assert [t.number for t in finalists(real, [unjudged, judged], "r")] == [1]
     assert finalists(real, [unjudged], "r") == []
-    assert left_out(real, [unjudged]) == [f"Trial 2 is no finalist: {quality.held_back(real, unjudged)}."]
+    assert left_out(real, [unjudged]) == [f"Trial 2 is not a finalist: {quality.held_back(real, unjudged)}."]
     off = replace(real, file=real.file.model_copy(update={"quality": "off"}))
     assert [t.number for t in finalists(off, [unjudged], "r")] == [2]
 

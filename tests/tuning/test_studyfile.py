@@ -77,11 +77,11 @@ BAD = {
     "repeats": (GOOD + "plan: {repeats: 1000000000}\n", "plan.repeats: Input should be less than"),
     "29b3 a weight of no objective": (
         GOOD + "winner: {weights: {ttft_p95: 2}}\n",
-        "winner.weights: 'ttft_p95' is no objective of this study (did you mean 'ttft_p95_ms'?)",
+        "winner.weights: 'ttft_p95' is not an objective of this study (did you mean 'ttft_p95_ms'?)",
     ),
     "29b3 a measurement that is no objective": (
         GOOD + "winner: {weights: {e2e_p95_ms: 2}}\n",
-        "'e2e_p95_ms' is no objective",
+        "'e2e_p95_ms' is not an objective",
     ),
     "29b3 a negative weight": (
         GOOD + "winner: {weights: {ttft_p95_ms: -1}}\n",
@@ -107,7 +107,10 @@ BAD = {
         "'max-model-len' and 'max_model_len' are one argument",
     ),
     "29b3 a hidden engine": (GOOD.replace("A: 1", "VLLM_API_KEY: x"), "VLLM_API_KEY would hide the engine"),
-    "29b3 no variable": (GOOD.replace("A: 1", "'A=B': x"), "'A=B' is no name of an environment variable"),
+    "29b3 no variable": (
+        GOOD.replace("A: 1", "'A=B': x"),
+        "'A=B' is not the name of an environment variable",
+    ),
     "word or list": (GOOD + "slices: peak\n", "line 8: slices: Input should be 'auto'"),
 }
 

@@ -228,7 +228,7 @@ class LimitChanger:
             share = wanted.get("watermark")
             blocks = launched["watermark_blocks"] if share is None else int(share * self._blocks())
             if not 0 <= blocks < self._blocks():
-                raise LimitRefused(f"watermark {share} is no share of the cache")
+                raise LimitRefused(f"watermark {share} is not a share of the cache")
             target["watermark_blocks"] = blocks
         return target
 
@@ -239,7 +239,7 @@ class LimitChanger:
                 or not isinstance(value, int)
                 or value < (name != "long_prefill_token_threshold")
             ):
-                raise LimitRefused(f"{name} {value!r} is no positive whole number")
+                raise LimitRefused(f"{name} {value!r} is not a positive whole number")
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             if target[name] > self.launched[name]:
                 raise LimitRefused(f"{name} {target[name]} is above the launched {self.launched[name]}")

@@ -29,7 +29,7 @@ StudyRef = Annotated[str, typer.Argument(metavar="STUDY", help="A study's name, 
 def finite(value: float | None) -> float | None:
     """Check the value of an option: NaN and infinite numbers are refused."""
     if value is not None and not math.isfinite(value):
-        raise typer.BadParameter(f"{value} is no finite number")
+        raise typer.BadParameter(f"{value} is not a finite number")
     return value
 
 

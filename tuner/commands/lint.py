@@ -72,7 +72,7 @@ class LintCommand(TyperCommand):
             raise
         what: list[str] = list(ctx.params.get("what") or ())
         if len(what) > 1 and what[0] == "vllm" and not Path("vllm").exists():
-            raise UsageError(f"'vllm' is no file. {QUOTES}", ctx)
+            raise UsageError(f"'vllm' is not a file. {QUOTES}", ctx)
         return rest
 
     def _of_vllm(self, words: list[str]) -> str | None:
@@ -180,7 +180,7 @@ def slo_of(text: str | None) -> "Slo":
         name, _, value = part.strip().partition("=")
         name = name.removesuffix("_ms")
         if name not in names:
-            raise BadInput(f"--slo: '{name}' is no limit{nearest(name, names)}; known: {', '.join(names)}")
+            raise BadInput(f"--slo: '{name}' is not a limit{nearest(name, names)}; known: {', '.join(names)}")
         if not re.fullmatch(r"\d+(\.\d+)?", value) or float(value) <= 0:
             raise BadInput(f"--slo: {name}={value}: write a number above 0")
         limits[names[name]] = float(value)

@@ -67,7 +67,9 @@ def print_plan(
     typer.echo()
     print_windows(parts)
     replay, each = times["replay"], times["replay"] + times["launch"]
-    typer.echo(f"\nA trial with its own launch takes about {each:.0f} s; the replay is {replay:.0f} s of it.")
+    typer.echo(
+        f"\nA trial with its own launch takes about {each:.0f} s, of which the replay takes {replay:.0f} s."
+    )
     if trials is not None:
         for line in budget_words(trials, each, foreseen):
             typer.echo(line)

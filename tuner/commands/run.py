@@ -64,7 +64,7 @@ def find_run(store: "Store", ref: str) -> "Run":
 
     found = [r for r in store.runs() if r.id.startswith(ref)]
     if len(found) > 1:
-        raise BadInput(f"'{ref}' fits more than one run: give more of the id")
+        raise BadInput(f"more than one run has an id that begins with '{ref}': give more characters")
     if not found:
         raise NotFound(f"there is no run '{ref}'{nearest(ref, (r.id for r in store.runs()))}")
     return found[0]

@@ -86,7 +86,7 @@ def export_study(
     from tuner.report import trial_table
 
     if not (optuna or csv or parquet):
-        raise BadInput("give what to write: --optuna URL, --csv FILE or --parquet FILE")
+        raise BadInput("nothing to write: give --optuna URL, --csv FILE or --parquet FILE")
     store = open_store()
     found = find_study(store, study)
     trials = store.trials(found.id)
@@ -121,7 +121,7 @@ def find_trial(study: str, number: int, attempt: int | None) -> "Trial":
     trials = [t for t in store.trials(found.id) if t.number == number and attempt in (None, t.attempt)]
     if not trials:
         last = max((t.number for t in store.trials(found.id)), default=None)
-        raise NotFound(f"study {found.name} has no trial {number}; its last one is {last}")
+        raise NotFound(f"study {found.name} has no trial {number}; its last trial is {last}")
     return trials[-1]
 
 

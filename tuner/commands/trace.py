@@ -219,7 +219,7 @@ def _check_name(name: str) -> None:
 
     if not name.isprintable() or set(name) & set("/\\:") or name[:1] in ("", ".", "-") or len(name) > 60:
         raise BadInput(
-            f"{name!r} is no name for a trace: at most 60 printable characters without / \\ and :,"
+            f"{name!r} is not a name for a trace: at most 60 printable characters without / \\ and :,"
             " not beginning with . or -; give another with --name"
         )
 

@@ -83,7 +83,7 @@ class Target(yamltext.Section):
             raise ValueError(f"a list of {', '.join(KINDS)} is expected")
         for kind in value:
             if kind not in KINDS:
-                raise ValueError(f"'{kind}' is none of {', '.join(KINDS)}{nearest(str(kind), KINDS)}")
+                raise ValueError(f"'{kind}' is not one of {', '.join(KINDS)}{nearest(str(kind), KINDS)}")
         return value
 
     @field_validator("webhook")

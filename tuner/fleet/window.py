@@ -64,7 +64,7 @@ def _ranges(value: object) -> tuple[tuple[date, date], ...]:
         try:
             span = date.fromisoformat(first), date.fromisoformat(last or first)
         except ValueError:
-            raise ValueError(f"'{item}' is no date such as 2026-12-24 or 2026-12-24/2026-12-26") from None
+            raise ValueError(f"'{item}' is not a date such as 2026-12-24 or 2026-12-24/2026-12-26") from None
         if span[1] < span[0]:
             raise ValueError(f"'{item}' ends before it begins")
         found.append(span)

@@ -50,7 +50,7 @@ def _conclude(connection: Connection, conclusion: Conclusion) -> None:
     """Writes a conclusion. Conflict where the run has one already."""
     query = select(conclusions.c.run_id).where(conclusions.c.run_id == conclusion.run_id)
     if connection.execute(query).scalar() is not None:
-        raise Conflict(f"run '{conclusion.run_id}' has its conclusion; it is never changed")
+        raise Conflict(f"run '{conclusion.run_id}' already has a conclusion, which is never changed")
     row = {
         "run_id": conclusion.run_id,
         "study_id": conclusion.study_id,
@@ -233,7 +233,7 @@ class StudyStore(StorePart):
         def work(connection: Connection) -> Attribution:
             query = select(attributions.c.run_id).where(attributions.c.run_id == found.run_id)
             if connection.execute(query).first() is not None:
-                raise Conflict(f"run '{found.run_id}' has its attribution; it is never changed")
+                raise Conflict(f"run '{found.run_id}' already has an attribution, which is never changed")
             row = {"run_id": found.run_id, "study_id": found.study_id, "at": found.at}
             connection.execute(insert(attributions).values(**row, document=found.to_json()))
             return found

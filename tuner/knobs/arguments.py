@@ -362,7 +362,7 @@ def _blocks(asked: Mapping[str, Value], facts: EngineFacts) -> Iterator[str]:
         listed = ", ".join(str(item) for item in allowed)
         yield f"block_size {size} is not among those of {backend}: {listed}"
     elif size % multiple and (facts.platform == "cuda" or backend == "CPU_ATTN"):
-        yield f"block_size {size} is no multiple of {multiple}, which the attention kernels need"
+        yield f"block_size {size} is not a multiple of {multiple}, which the attention kernels need"
 
 
 def _parallel(asked: Mapping[str, Value], facts: EngineFacts, model: ModelFacts | None) -> Iterator[str]:

@@ -99,7 +99,7 @@ def read_number(flag: str, kind: str, text: str) -> int | float | None:
     except OverflowError:
         value = math.inf
     if not math.isfinite(value):
-        raise ValueError(f"{text} is no finite number")
+        raise ValueError(f"{text} is not a finite number")
     return value
 
 
@@ -209,7 +209,7 @@ def specifier(text: str, where: str) -> SpecifierSet:
         return SpecifierSet(text)
     except InvalidSpecifier:
         shown = text if len(text) <= LONGEST_RANGE else f"{text[:LONGEST_RANGE]}…"
-        raise BadInput(f"{where}: '{shown}' is no version range; write one like '>=0.10,<0.33'") from None
+        raise BadInput(f"{where}: '{shown}' is not a version range; write one like '>=0.10,<0.33'") from None
 
 
 @lru_cache(maxsize=4096)

@@ -79,7 +79,7 @@ def _refused(key: str, raw: object) -> Iterator[tuple[str, str]]:
     for item in raw if isinstance(raw, list) else ():
         if not isinstance(item, str):
             value = canonical_json(item)
-            yield f"{key} has the item {value}, which is no text and is refused", f'"{value}"'
+            yield f"{key} has the item {value}, which is not text and is refused", f'"{value}"'
 
 
 def words_in(raw: object, where: str) -> list[str]:
@@ -330,7 +330,7 @@ def _config(config: Mapping[str, Any], ray: bool) -> tuple[list[str], list[str]]
         if key in ("v1", "enableLMCache") and not ray:
             notes.append(f"vllmConfig.{key} is an option of the chart itself and is left out")
         elif key not in _OWN and key not in (_RAY if ray else STACK):
-            notes.append(f"vllmConfig.{key} is no key that the chart reads; it is left out")
+            notes.append(f"vllmConfig.{key} is not a key that the chart reads; it is left out")
     return words, notes
 
 

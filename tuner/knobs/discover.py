@@ -158,7 +158,7 @@ def _ask(
         raise Unavailable(f"{named} did not say within {timeout_s:g} s what its vLLM offers; try again")
     lines = [line for line in done.out.splitlines() if line.startswith(MARK)]
     if done.code != 0 or not lines:
-        raise BadInput(f"{named} is no usable Python interpreter: {_last(done.err)}")
+        raise BadInput(f"{named} is not a usable Python interpreter: {_last(done.err)}")
     answer: dict[str, Any] = json.loads(lines[-1].removeprefix(MARK))
     if "error" in answer:
         raise BadInput(f"{named}: {answer['error']}; name the interpreter that has vLLM installed")

@@ -463,7 +463,7 @@ def _command(stage: _Stage, where: str) -> tuple[list[str], list[tuple[str, str]
     starts = shell.START.search(text) is not None and not stage.entrypoint
     if starts or not (stage.entrypoint or is_vllm(stage.base)):
         return [*stage.shell, text], []
-    lost = f"CMD is no JSON list, so the entrypoint gets {' '.join(stage.shell)} and one text"
+    lost = f"CMD is not a JSON list, so the entrypoint gets {' '.join(stage.shell)} and one text"
     return shell.split(stage.filled(text), where), [(lost, "CMD as a JSON list")]
 
 

@@ -148,7 +148,7 @@ class SearchSpace:
         engine's version is out of range or no knob is left.
         """
         if not matches(facts.version, self.vllm):
-            raise BadInput(f"space '{self.name}' is for vLLM {self.vllm}; installed is {facts.version}")
+            raise BadInput(f"space '{self.name}' is for vLLM {self.vllm}, but {facts.version} is installed")
         dropped: dict[str, str] = {}
         levels: dict[str, tuple[Value, ...]] = {}
         for name, values in self.levels.items():
@@ -325,7 +325,7 @@ def _knob(name: str, accept: object, where: str) -> Knob:
         raise BadInput(f"{where}: no knob is named '{name}'{nearest(name, CATALOGUE)}")
     if found.never and not (isinstance(accept, list) and found.name in accept):
         how = f"if you mean it, write 'accept: [{found.name}]'"
-        raise BadInput(f"{where}: {found.name} is not turned by default: {found.never} ({how})")
+        raise BadInput(f"{where}: {found.name} is not changed by default: {found.never} ({how})")
     return found
 
 
@@ -361,7 +361,7 @@ def _range(found: Knob, file: KnobFile, where: str) -> list[Value]:
         if not _is_number(bound):
             raise BadInput(f"{where}: '{key}' is not a number")
     if low > high:
-        raise BadInput(f"{where}: the range is empty: from {low} is above to {high}")
+        raise BadInput(f"{where}: the range is empty: 'from' is {low}, which is more than 'to' ({high})")
     if (file.step is None) == (file.per_octave is None):
         raise BadInput(f"{where}: give either 'step' (linear) or 'per_octave' (geometric)")
     pace = file.per_octave if file.step is None else file.step
@@ -406,7 +406,8 @@ def _check_conditions(space: SearchSpace, where: str) -> None:
         for parent, wanted in condition.items():
             if parent not in space.levels:
                 raise BadInput(
-                    f"{where}: {name}: when: '{parent}' is no knob here{nearest(parent, space.levels)}"
+                    f"{where}: {name}: when: '{parent}' is not a knob of this space"
+                    f"{nearest(parent, space.levels)}"
                 )
             known = set(space.levels[parent])
             stray = [value for value in wanted if value not in known]

@@ -99,8 +99,10 @@ def check(source: FoundEngine, facts: EngineFacts, unread: list[str]) -> tuple[I
                 kept.append(whole)
     for word in loose:
         fix = f"-{word}" if f"-{word}" in facts.flags else ""
-        sentence = f"{word} is no argument of vLLM"
-        findings.append(found("flag-unknown", sentence, "it has one dash and is no known short flag", fix))
+        sentence = f"vLLM has no argument {word}"
+        findings.append(
+            found("flag-unknown", sentence, "it has one dash, and it is not a known short flag", fix)
+        )
     findings += _repeated(kept)
     imported = _imported(source, kept, facts.version)
     findings += _effects(kept, imported, facts)
@@ -114,7 +116,7 @@ def _by_source(source: FoundEngine) -> Iterator[Finding]:
     for sentence, fix in source.misread:
         yield found("flag-misread", sentence, "how the words are passed on", f"write {fix}")
     for note in source.notes:
-        if (ignored := re.match(r"(\S+) is no key that the chart reads", note)) is not None:
+        if (ignored := re.match(r"(\S+) is not a key that the chart reads", note)) is not None:
             sentence = f"{ignored[1]} does nothing: the chart does not read it"
             fix = f"write it under extraArgs in place of {ignored[1]}"
             yield found(

@@ -177,7 +177,7 @@ def _json(url: str, *, required: bool = False) -> Any:
         return json.loads(text) if text else None
     except ValueError:
         if required:
-            raise Unavailable(f"{url}: the answer is no JSON; is this a vLLM server?") from None
+            raise Unavailable(f"{url}: the answer is not JSON; is this a vLLM server?") from None
         return None
 
 

@@ -200,7 +200,7 @@ def make(name: str, seed: int) -> optuna.samplers.BaseSampler:
         return optuna.samplers.GPSampler(seed=seed, n_startup_trials=STARTUP, deterministic_objective=False)
     if name == "random":
         return optuna.samplers.RandomSampler(seed=seed)
-    raise BadInput(f"sampler: {name!r} is none of {', '.join(SAMPLERS)}")
+    raise BadInput(f"sampler: {name!r} is not one of {', '.join(SAMPLERS)}")
 
 
 def draws(

@@ -28,7 +28,7 @@ def checked(schedule: Schedule, here: ServiceContext) -> Schedule:
     found = terms(schedule.spec)
     if not re.fullmatch(NAME, found.study):
         raise BadInput(
-            f"spec.study: '{found.study}' is not a study's name or id; a path is not taken over HTTP"
+            f"spec.study: '{found.study}' is not the name or id of a study; HTTP requests cannot give a path"
         )
     here.studies.known(found.study)
     if found.upgrade is not None:

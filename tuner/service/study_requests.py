@@ -123,7 +123,7 @@ def check(knob: str, values: Iterable[Value], models: Collection[str], where: st
         if entry.kind == "json":
             _object(knob, value, models, f"{where}: {knob}")
         elif not WORD.fullmatch(value):
-            raise BadInput(f"{where}: {knob}: '{value[:80]}' is not taken over HTTP: one word is expected")
+            raise BadInput(f"{where}: {knob}: '{value[:80]}' cannot be set over HTTP: give one word")
 
 
 def _object(knob: str, text: str, models: Collection[str], where: str) -> None:
@@ -136,7 +136,7 @@ def _object(knob: str, text: str, models: Collection[str], where: str) -> None:
         raise BadInput(f"{where} cannot be set over HTTP: write it in a study file on the node")
     for key, value in found.items():
         if key not in known:
-            raise BadInput(f"{where}: '{key[:80]}' is not taken over HTTP{nearest(key, known)}")
+            raise BadInput(f"{where}: '{key[:80]}' cannot be set over HTTP{nearest(key, known)}")
         if value is None:
             continue
         if type(value) is not known[key]:
@@ -153,7 +153,7 @@ def _text(key: str, value: str, models: Collection[str], where: str) -> None:
     if key in MODEL_KEYS:
         raise BadInput(f"{where}: {key}: '{value[:80]}' is not allowed on this node: {', '.join(models)}")
     if not WORD.fullmatch(value):
-        raise BadInput(f"{where}: {key}: '{value[:80]}' is not taken over HTTP: one word is expected")
+        raise BadInput(f"{where}: {key}: '{value[:80]}' cannot be set over HTTP: give one word")
 
 
 Name = Annotated[str, Field(pattern=NAME, max_length=100)]
@@ -293,7 +293,7 @@ class StudyFiles:
                 raise BadInput(f"space: there is no space '{space}'{nearest(space, spaces.names())}")
             return space
         if "accept" in space:
-            raise BadInput("space: 'accept' (knobs outside the catalogue) is not taken over HTTP")
+            raise BadInput("space: 'accept' (knobs outside the catalogue) cannot be set over HTTP")
         text = json.dumps(space, indent=1, sort_keys=True)
         if len(text) > LARGEST_SPACE:
             raise BadInput(f"space: larger than {LARGEST_SPACE} bytes")

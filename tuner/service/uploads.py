@@ -82,7 +82,7 @@ class Uploads:
             with suppress(NotFound, ValueError):  # it has just ended, or was cut off by a crash
                 begun.append(self.upload(upload_id))
         if sum(each.owner == asked.owner for each in begun) >= OF_ONE:
-            raise Conflict(f"{OF_ONE} uploads of this token are under way; finish or abandon one")
+            raise Conflict(f"this token has {OF_ONE} uploads under way; finish or abandon one")
         wanted = asked.size * 2 + sum(each.size * 2 - each.offset for each in begun)
         if shutil.disk_usage(self._folder).free < wanted + SPARE:
             raise Conflict(f"there is no room on the service's disk for {asked.size} bytes")

@@ -68,7 +68,7 @@ def release_of(env: Mapping[str, str]) -> Release:
     try:
         return yamltext.validated(Release, json.loads(text), VARIABLE)
     except ValueError as error:
-        raise BadInput(f"{VARIABLE} is no JSON: {error}") from error
+        raise BadInput(f"{VARIABLE} is not JSON: {error}") from error
 
 
 def read_release(path: Path) -> Release:

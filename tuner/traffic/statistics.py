@@ -224,7 +224,7 @@ def advise(numbers: Statistics) -> tuple[str, ...]:
 
 
 def sequences_for(numbers: Statistics) -> int | None:
-    """The max_num_seqs beyond which more buys nothing, by p99 concurrency; None where that is not known."""
+    """The max_num_seqs above which more does not help, by p99 concurrency; None where that is not known."""
     p99 = numbers.concurrency.get("p99")
     return 1 << (max(1, round(p99 * 1.5)) - 1).bit_length() if p99 else None
 
@@ -234,7 +234,7 @@ def _batch_advice(numbers: Statistics) -> Iterator[str]:
     if enough is not None:
         yield (
             f"p99 concurrency {numbers.concurrency['p99']:.0f} ({numbers.concurrency_source}):"
-            f" max_num_seqs beyond {enough} buys nothing unless the engine is slower than that"
+            f" max_num_seqs above {enough} does not help, unless the engine is slower than assumed"
         )
     if numbers.parallel_share > 0:
         yield (
@@ -282,7 +282,7 @@ def _reuse_advice(numbers: Statistics) -> Iterator[str]:
         return
     best = numbers.reuse["any"]
     if best < 0.01:
-        yield f"prefix reuse {best:.1%} with any cache: enable_prefix_caching buys nothing"
+        yield f"prefix reuse {best:.1%} with any cache: enable_prefix_caching does not help"
         return
     sized = [(int(size), share) for size, share in numbers.reuse.items() if size != "any"]
     enough = next((size for size, share in sized if share >= 0.8 * best), None)

@@ -147,7 +147,7 @@ def profile_of(what: str, prepared: Prepared, store: Store | None, *, files: boo
     known = sorted({event.alias for key in keys for event in store.aliases(key)})
     others = "a file, a command line, " if files else ""
     raise NotFound(
-        f"'{what}' is no alias of {study.model} on {study.node} for {study.workload}"
+        f"'{what}' is not an alias of {study.model} on {study.node} for {study.workload}"
         f"{nearest(what, (*known, TODAY, DEFAULTS))}; an arm is {others}a profile's id, an alias"
         f" ({', '.join(known) or 'none yet'}), {TODAY} or {DEFAULTS}"
     )
@@ -200,7 +200,7 @@ def engine_file(
         path = Path(max(found, key=lambda each: os.lstat(each).st_mtime))
     if adapter_of(engine.kind).simulated:
         if not path.is_file():
-            raise BadInput(f"'{text}' is no release file of the simulated engine (docs/compare.md)")
+            raise BadInput(f"'{text}' is not a release file of the simulated engine (docs/compare.md)")
         return engine.model_copy(update={"env": {**engine.env, **read_release(path).environment()}})
     if path.is_file() or shutil.which(text):
         python = str(path) if path.is_file() else str(shutil.which(text))

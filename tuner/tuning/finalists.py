@@ -282,16 +282,16 @@ def finalists(prepared: Prepared, trials: Sequence[Trial], run_id: str) -> list[
 def why_not(prepared: Prepared, base: Trial | None, trial: Trial) -> str | None:
     """Why a trial cannot win, whatever its numbers; None where it can. `base` None: it did not serve."""
     if (turned := quality.held_back(prepared, trial)) is not None:
-        return f"Trial {trial.number} is no finalist: {turned}."
+        return f"Trial {trial.number} is not a finalist: {turned}."
     if base is None:
         return None
     if (said := cannot_act(base, trial, prepared.facts)) is not None:
-        return f"Trial {trial.number} is no finalist: {said}."
+        return f"Trial {trial.number} is not a finalist: {said}."
     mine, its = (t.measurement.values if t.measurement else {} for t in (base, trial))
     for name, limit in prepared.file.not_worse.items():
         if mine.get(name) and name in its and worse_by(name, mine[name], its[name]) > limit:
             change = (its[name] - mine[name]) / mine[name]
-            return f"Trial {trial.number} is no finalist: {name} {change:+.0%} (not_worse: {limit:.0%})."
+            return f"Trial {trial.number} is not a finalist: {name} {change:+.0%} (not_worse: {limit:.0%})."
     return None
 
 

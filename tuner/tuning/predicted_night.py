@@ -103,9 +103,7 @@ def _simulated(
     file = prepared.file
     for key, value in {**file.engine.args, **file.baseline}.items():
         if key.replace("-", "_") in LAYOUTS and value not in (None, 1):
-            raise BadInput(
-                f"a night with {key} {value} cannot be predicted: the simulated engine has one card"
-            )
+            raise BadInput(f"no prediction for {key} {value}: the simulated engine has only one card")
     name = next(each for each, known in CARDS.items() if known is card)
     plain = EngineFile(kind="simulated", clock="virtual", card=name)
     facts = survey(plain, base=Path()).facts

@@ -258,13 +258,13 @@ def _fixed(
             raise BadInput(f"{name}: engine.args.{key}: the tuner sets --{flag} itself; leave it out")
         if flag.replace("-", "_") in space.levels:
             raise BadInput(
-                f"{name}: engine.args.{key}: the space turns this knob; put today's value under baseline:"
+                f"{name}: engine.args.{key}: the space changes this knob; put today's value under baseline:"
             )
         taken = facts.choices.get(flag.replace("-", "_"))
         value = args[key]
         if taken is not None and not isinstance(value, list | dict | bool) and value not in taken:
             listed = ", ".join(str(choice) for choice in taken)
-            raise BadInput(f"{name}: engine.args.{key}: {value} is none of what the engine takes: {listed}")
+            raise BadInput(f"{name}: engine.args.{key}: the engine does not take {value}; it takes {listed}")
         entry = CATALOGUE.get(flag.replace("-", "_"))
         plain = isinstance(value, str) and re.fullmatch(r"auto|[\d.]+[kmgtKMGT]?", value)
         checked = entry and entry.kind in ("int", "float") and value != -1 and not plain

@@ -96,7 +96,9 @@ class EngineFile(_Strict):
     def _names_of_variables(cls, env: dict[str, str]) -> dict[str, str]:
         for name, value in env.items():
             if not name or "=" in name or "\0" in name + value:
-                raise ValueError(f"'{name}' is no name of an environment variable, or its value holds a NUL")
+                raise ValueError(
+                    f"'{name}' is not the name of an environment variable, or its value has a NUL"
+                )
             if name in HIDING:
                 raise ValueError(f"{name} would hide the engine from the tuner; leave it out")
         return env
@@ -292,7 +294,7 @@ def _check_weights(winner: object, objectives: list[str]) -> None:
     for name, weight in winner.weights.items():
         if name not in objectives:
             raise ValueError(
-                f"winner.weights: '{name}' is no objective of this study{nearest(name, objectives)}"
+                f"winner.weights: '{name}' is not an objective of this study{nearest(name, objectives)}"
             )
         if weight < 0:
             raise ValueError(f"winner.weights: the weight of {name} must be a number ≥ 0, not {weight:g}")

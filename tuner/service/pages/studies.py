@@ -168,7 +168,7 @@ def trial_of(board: Board, number: int, attempt: int | None) -> tuple[Trial, lis
     found = [t for t in attempts if attempt in (None, t.attempt)]
     if not found:
         last = max((t.number for t in board.trials), default=None)
-        raise NotFound(f"study {board.study.name} has no such trial {number}; its last one is {last}")
+        raise NotFound(f"study {board.study.name} has no trial {number}; its last trial is {last}")
     return found[-1], attempts
 
 

@@ -59,7 +59,7 @@ class EventStream(StreamingResponse):
         request = Request(scope, receive)
         opened: Counter[str] = request.app.state.service.streams
         if opened[self.owner] >= MOST_STREAMS:
-            said = f"{MOST_STREAMS} event streams of this token are open; close one"
+            said = f"this token has {MOST_STREAMS} open event streams; close one"
             await problem(request, 429, said, {"Retry-After": "1"})(scope, receive, send)
             return
         opened[self.owner] += 1

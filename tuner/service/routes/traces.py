@@ -50,7 +50,7 @@ def _own(here: ServiceContext, actor: Actor, upload_id: str) -> Uploads:
     """The uploads, one of which is this token's. NotFound where it is another's."""
     found = _uploads(here)
     if found.upload(upload_id).owner != actor.token:
-        raise NotFound(f"there is no upload '{upload_id}' of this token")
+        raise NotFound(f"this token has no upload '{upload_id}'")
     return found
 
 

@@ -125,7 +125,7 @@ def _check(path: Path, chosen: Importer, options: ImportOptions) -> None:
             raise BadInput(f"columns: format '{chosen.format}' does not look for '{wanted}'{close}")
     if options.tokenizer is not None and not chosen.takes_tokenizer:
         counting = " and ".join(f"'{name}'" for name, each in importers().items() if each.takes_tokenizer)
-        raise BadInput(f"{path}: a tokenizer is of use for format {counting}, not for '{chosen.format}'")
+        raise BadInput(f"{path}: a tokenizer works only with format {counting}, not with '{chosen.format}'")
     if options.unit is not None and not chosen.takes_unit:
         raise BadInput(f"{path}: format '{chosen.format}' names the unit of its times; leave --unit out")
 
