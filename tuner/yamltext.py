@@ -113,8 +113,9 @@ class _Loader(yaml.SafeLoader):
             if isinstance(found, str):
                 found.encode()
         except (ValueError, AttributeError, OverflowError) as error:
-            kind = "Unicode text" if isinstance(error, UnicodeError) else node.tag.rpartition(":")[2]
-            problem = f"{str(node.value)[:40]!r} is not a valid {kind}"
+            named = f"a valid {node.tag.rpartition(':')[2]}"
+            kind = "valid Unicode text" if isinstance(error, UnicodeError) else named
+            problem = f"{str(node.value)[:40]!r} is not {kind}"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from error
         if isinstance(found, str) and "\0" in found:
             raise yaml.MarkedYAMLError(problem="a NUL in a text", problem_mark=node.start_mark)

@@ -137,10 +137,10 @@ def test_every_format_is_named_in_help_and_a_page_is_written(tmp_path: Path) -> 
     assert all(name in said for name in importers())
     done = tuner(tmp_path, "trace", "show", TRACE, "--html", tmp_path / "page.html")
     assert done.returncode == 0, done.stderr
-    assert "max_num_seqs beyond" in done.stdout
+    assert "max_num_seqs above" in done.stdout
     page = (tmp_path / "page.html").read_text()
     assert page.count("<svg") >= 3
-    assert "max_num_seqs beyond" in page
+    assert "max_num_seqs above" in page
     assert "://" not in page  # it needs no network
 
 

@@ -219,7 +219,7 @@ def test_a_trace_is_kept_in_the_home_whatever_it_is_called(tmp_path: Path, name:
     done = tuner(home, "trace", "import", TRACE, f"--name={name}")
     if name:
         assert done.returncode == 2
-        assert "is no name for a trace" in done.stderr
+        assert "is not a name for a trace" in done.stderr
     assert [path for path in tmp_path.rglob("*.parquet") if home not in path.parents] == []
 
 

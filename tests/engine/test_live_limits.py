@@ -170,7 +170,7 @@ def test_every_limit_is_set_and_read_back(engine: Engine) -> None:
         ({"max_num_seqs": 0}, "not a positive whole number"),
         ({"max_num_seqs": True}, "not a positive whole number"),
         ({"max_num_seqs": "4"}, "TypeError"),
-        ({"watermark": 1.5}, "no share"),
+        ({"watermark": 1.5}, "not a share"),
         ({"block_size": 32}, "unknown limit block_size"),
     ],
 )

@@ -114,7 +114,7 @@ def test_25_3_an_upgrade_is_checked_over_http(world: World) -> None:
         ("/v1/comparisons", {"arms": ["today", "today@/opt/vllm/bin/python"]}, 422, "arms"),
         ("/v1/comparisons", {"arms": ["today", "--max-num-seqs 4"]}, 422, "arms"),
         ("/v1/comparisons", {"arms": ["today", "vllm serve x"]}, 422, "arms"),
-        ("/v1/comparisons", {"arms": ["today", "space.yaml"]}, 404, "no alias"),
+        ("/v1/comparisons", {"arms": ["today", "space.yaml"]}, 404, "not an alias"),
         ("/v1/comparisons", {"arms": ["today", "today@slwo"]}, 404, "did you mean 'slow'"),
         ("/v1/comparisons", {"arms": ["today"]}, 422, "arms"),
         ("/v1/comparisons", {"arms": ["today", "today"]}, 400, "two arms have the name"),
@@ -124,7 +124,7 @@ def test_25_3_an_upgrade_is_checked_over_http(world: World) -> None:
         ("/v1/upgrade-checks", {"to": "vllm:v1", "alias": "today"}, 422, "to"),
         ("/v1/upgrade-checks", {"to": "python3", "alias": "today"}, 404, "no engine 'python3'"),
         ("/v1/upgrade-checks", {"to": "own", "alias": "today"}, 400, "same engine"),
-        ("/v1/upgrade-checks", {"to": "slow", "alias": "study.yaml"}, 404, "no alias"),
+        ("/v1/upgrade-checks", {"to": "slow", "alias": "study.yaml"}, 404, "not an alias"),
     ],
 )
 def test_25_1_neither_a_path_nor_a_command_is_taken_over_http(
