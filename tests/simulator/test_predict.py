@@ -212,6 +212,19 @@ def test_what_real_cards_measured_is_predicted_from_the_default_alone(
         assert max(table.errors(name)) <= (0.05 if "32b" in files[0].name else 0.15)
 
 
+@pytest.mark.parametrize(("words", "files", "base"), [MEASURED[0], MEASURED[2]])
+def test_the_presets_alone_predict_what_real_cards_measured(
+    words: tuple[str, ...], files: list[Path], base: str
+) -> None:
+    """What `tuner lint` says of itself where nothing was calibrated."""
+    given = benchmark.arguments([*map(str, files), *words, "--on", base, "--uncalibrated"])
+    given.traffic = HERE / "table" / "conversation.csv"
+    table = benchmark.run(given)
+    assert table is not None
+    assert np.median(table.errors("e2e_p95_ms")) <= 0.03
+    assert max(table.errors("e2e_p95_ms")) <= 0.11
+
+
 def test_a_prediction_between_two_rows_of_one_configuration_is_right() -> None:
     rows = [
         benchmark.Row(
