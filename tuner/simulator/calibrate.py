@@ -30,27 +30,26 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "sync_s": (1e-8, 0.02),
 }
 
-# How far a preset may be off: one standard deviation of the logarithm. `step_s` has little room, because one
-# trial cannot tell it from the time of reading weights (docs/simulator.md).
+# How far a preset may be off: one standard deviation of the logarithm. With wider ones a fit to one trial is
+# worse on other trials than the presets are (docs/simulator.md). One trial cannot tell `step_s` from the time
+# of reading weights, and few of its steps show `layer_s`.
 PRIORS: Mapping[str, float] = {
-    "compute": 0.25,
-    "memory": 0.15,
-    "attention": 0.3,
+    "compute": 0.10,
+    "memory": 0.10,
+    "attention": 0.15,
     "step_s": 0.15,
     "seq_s": 1.0,
     "request_s": 1.0,
-    "layer_s": 0.03,
+    "layer_s": 0.01,
     "sync_s": 0.3,
 }
 
-# The priors of a CPU's efficiencies are wider by this factor: no datasheet gives a CPU's speed, and on a
-# shared one repeated measurements of a replay differ by 10 to 40 % (docs/results/simulator-cpu.md).
+# Repeated measurements of a replay on a shared CPU differ by 10 to 40 % (docs/results/simulator-cpu.md):
+# their precision is lower by this factor.
 CPU_UNSURE = 4.0
 
-# The times belong to the engine's own code, which is the same everywhere; the efficiencies may differ widely.
-CPU_PRIORS: Mapping[str, float] = {
-    name: width if name.endswith("_s") else CPU_UNSURE * width for name, width in PRIORS.items()
-} | {"step_s": 0.5}
+# No datasheet gives a CPU's efficiencies; the times belong to the engine's own code, the same everywhere.
+CPU_PRIORS: Mapping[str, float] = {**PRIORS, "compute": 1.0, "memory": 0.6, "attention": 1.2, "step_s": 0.5}
 
 _STEPS = (0.1, 0.04)  # of the logarithm, for differences: wide, to see past the jumps of discrete steps
 Floats = NDArray[np.float64]

@@ -145,7 +145,7 @@ class Coefficients:
     seq_s: float = 8e-6  # per sequence of a step: input preparation, output handling
     request_s: float = 0.004  # per request, outside the engine's steps: HTTP, tokens in, first chunk out
     layer_s: float = (
-        0.00068  # per layer, for the host to launch its kernels where no CUDA graph holds the step
+        0.00069  # per layer, for the host to launch its kernels where no CUDA graph holds the step
     )
     sync_s: float = (
         1.3e-5  # per sequence, for the host between two steps where scheduling is not asynchronous
