@@ -218,8 +218,8 @@ def usual_launch_s(store: Store | None, prepared: Prepared) -> float:
             found = [t for each in others[:LAST_STUDIES] for t in ready_of(store.launches(each.id))]
         if found:
             return median(found)
-    own = prepared.facts.kind == "simulated" and prepared.file.engine.clock != "virtual"
-    return SIMULATED_LAUNCH_S if own else LAUNCH_S
+    quick = adapter_of(prepared.facts.kind).simulated and prepared.file.engine.clock != "virtual"
+    return SIMULATED_LAUNCH_S if quick else LAUNCH_S
 
 
 def ready_of(launches: Sequence[Launch]) -> list[float]:
