@@ -103,7 +103,7 @@ class Attributing:
         for run in store.runs(self.run.study_id):
             if run.id == self.run.id or (found := store.attribution(run.id)) is None:
                 continue
-            if found.winner != self.winner.number or found.published or not found.last:
+            if found.winner != self.winner.number or not any(d.word == "worse" for d in found.last):
                 continue
             if any(t.number == found.reduced and t.candidate == reduced for t in store.trials(run.study_id)):
                 return True
@@ -296,8 +296,10 @@ class Attributing:
 
         await rounds.measure(arms, least=LEAST_ROUNDS, most=MOST_ROUNDS, left=left)
         last = self._differences(rounds, arms)
-        good = bool(last) and not any(d.word == "worse" for d in last) and not self._doubtful(last)
-        why = "" if good else "the reduced configuration was worse in the last comparison"
+        worse = any(d.word == "worse" for d in last)
+        good = bool(last) and not worse and not self._doubtful(last)
+        why = "" if good else "the last comparison left open whether the reduced configuration is worse"
+        why = "the reduced configuration was worse in the last comparison" if worse else why
         return self._record(gains, reduced=trial, last=last, published=good, why=why)
 
     def _differences(self, rounds: Rounds, arms: Sequence[Trial]) -> tuple[Difference, ...]:
