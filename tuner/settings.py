@@ -43,17 +43,22 @@ class Settings:
         return self.database_url or f"sqlite:///{self.home / 'tuner.db'}"
 
 
-def runnable(command: str, program: str = "tuner") -> str:
-    """A command that begins with `tuner`, as it works in any shell of this host: with the settings that are
-    not the default. A database URL that may hold a password is left out. `program` is how this host calls
-    the tuner.
+def variables() -> str:
+    """The settings that are not the default, as a shell reads them before a command; each with a space after
+    it. A database URL that may hold a password is left out.
     """
     ours = Settings()
     given = {"TUNER_HOME": "" if ours.home.absolute() == _default_home() else str(ours.home.absolute())}
     if not {"@", "?"} & {*ours.database_url}:
         given["TUNER_DATABASE_URL"] = ours.database_url
-    before = "".join(f"{name}={shlex.quote(value)} " for name, value in given.items() if value)
-    return f"{before}{program}{command.removeprefix('tuner')}"
+    return "".join(f"{name}={shlex.quote(value)} " for name, value in given.items() if value)
+
+
+def runnable(command: str, program: str = "tuner") -> str:
+    """A command that begins with `tuner`, as it works in any shell of this host: with `variables`. `program`
+    is how this host calls the tuner.
+    """
+    return f"{variables()}{program}{command.removeprefix('tuner')}"
 
 
 def under_home(stored: str, home: Path | None = None) -> Path:

@@ -12,7 +12,7 @@ import typer
 
 from tuner.commands.common import Json, open_store, print_records, say, write_file
 from tuner.errors import BadInput, TunerError
-from tuner.settings import runnable
+from tuner.settings import variables
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -142,9 +142,9 @@ def _check(file: Path) -> None:
     except TunerError as error:
         say(f"the study cannot run here yet: {error}")
         return
-    path, home = shlex.quote(str(file)), runnable("tuner").removesuffix("tuner").strip()
+    path, given = shlex.quote(str(file)), variables().strip()
     steps = f"tuner doctor {path}, then tuner tune {path} --dry-run, then tuner tune {path}"
-    say(f"next: {steps}" + (f", each with {home}" if home else ""))
+    say(f"next: {steps}" + (f", each with {given}" if given else ""))
 
 
 def _asked(given: StudyAnswers) -> StudyAnswers:

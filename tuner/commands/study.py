@@ -136,8 +136,9 @@ def show_trial(study: StudyRef, number: Number, attempt: Attempt = None, as_json
     if as_json:
         print_json(trial)
         return
-    stopped = open_store().stopped_runs(now=now())
-    label, word = f"trial {trial.number}.{trial.attempt}", trial_word(trial, stopped)
+    store = open_store()
+    label = f"trial {trial.number}.{trial.attempt}"
+    word = trial_word(trial, store.stopped_runs(now=now()))
     typer.echo(f"{label} {word} ({trial.origin}): {knobs(trial.candidate)}")
     if word == "interrupted":
         typer.echo(f"its run was stopped; {CONTINUES}")
@@ -146,7 +147,7 @@ def show_trial(study: StudyRef, number: Number, attempt: Attempt = None, as_json
     where = under_home(trial.directory) if trial.directory else "not on this host"
     typer.echo(f"directory: {where}")
     names = sorted({name for m in trial.measurements for name in m.values})
-    times = measured_at(trial, open_store().launches(trial.study_id))
+    times = measured_at(trial, store.launches(trial.study_id))
     heads = [
         f"{m.purpose} {m.repeat}" + (f", {text(at)}" if at else "")
         for m, at in zip(trial.measurements, times, strict=True)

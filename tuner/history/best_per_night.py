@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, timedelta, tzinfo
 from itertools import combinations
 from statistics import median
-from typing import Literal, TypedDict
+from typing import Literal
 
 from tuner.conclusions import Judgement
 from tuner.history.entities import RunBest
@@ -19,14 +19,6 @@ NOON = timedelta(hours=12)
 TREND = 92
 Kind = Literal["knob", "engine", "traffic", "gpu", "argument", "environment"]
 Compared = Literal["first", "better", "worse", "same", "not comparable"]
-
-
-class NightStep(TypedDict):
-    """What a Night says of the night before."""
-
-    changes: tuple["Change", ...]
-    step: float | None
-    compared: Compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,10 +178,17 @@ def rows(bests: Sequence[RunBest], *, zone: tzinfo = UTC, tolerance: float = 0.0
         for evening, of_night in place:
             newest = _newest(of_night)
             for best in filter(_measured, of_night):
-                compared = _beside(_before(earlier, best), best, tolerance)
-                found.append(
-                    Night(date=evening, best=best, newest=best is newest, runs=len(of_night), **compared)
+                changed, step, compared = _since(_before(earlier, best), best, tolerance)
+                night = Night(
+                    date=evening,
+                    best=best,
+                    newest=best is newest,
+                    runs=len(of_night),
+                    changes=changed,
+                    step=step,
+                    compared=compared,
                 )
+                found.append(night)
             earlier.append(of_night)
     return tuple(sorted(found, key=lambda night: (night.date, night.best.node, night.best.workload)))
 
@@ -205,13 +204,16 @@ def _before(earlier: Sequence[Sequence[RunBest]], best: RunBest) -> RunBest | No
     return None
 
 
-def _beside(before: RunBest | None, best: RunBest, tolerance: float) -> NightStep:
+def _since(
+    before: RunBest | None, best: RunBest, tolerance: float
+) -> tuple[tuple[Change, ...], float | None, Compared]:
+    """The `changes`, `step` and `compared` of a Night, whose night before showed `before`."""
     if before is None:
-        return {"changes": (), "step": None, "compared": "first"}
+        return (), None, "first"
     step, changed = change_of(before.value, best.value), changes(before, best)
-    alike = _comparable(before, best, changed)
-    compared = _compare(before, best, step, tolerance) if alike else "not comparable"
-    return {"changes": changed, "step": step, "compared": compared}
+    if not _comparable(before, best, changed):
+        return changed, step, "not comparable"
+    return changed, step, _compare(before, best, step, tolerance)
 
 
 def trend(found: Sequence[Night]) -> float | None:

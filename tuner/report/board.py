@@ -82,17 +82,13 @@ class Board:
         """The sentence on trials that the front leaves out; empty where there is none."""
         own = {knobs(t.candidate) for t in self.trials if not t.screened}
         left = sorted({t.number for t in self.trials if t.screened and knobs(t.candidate) not in own})
-        named = (
-            f"trial{'s' if left[1:] else ''} {', '.join(map(str, left))}"
-            if left[:9] == left
-            else f"{len(left)} trials"
-        )
+        if not left:
+            return ""
+        named = f"trial{'s' if left[1:] else ''} {', '.join(map(str, left))}"
+        if len(left) > 9:
+            named = f"{len(left)} trials"
         was = "were" if left[1:] else "was"
-        return (
-            f"{named} {was} only screened in a running engine; the front shows relaunched trials"
-            if left
-            else ""
-        )
+        return f"{named} {was} only screened in a running engine; the front shows relaunched trials"
 
     @property
     def columns(self) -> list[str]:
