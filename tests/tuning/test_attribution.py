@@ -160,16 +160,17 @@ def test_a_reduced_configuration_that_is_worse_is_not_published(tmp_path: Path) 
 
 
 class Misled(Padded):
-    """One launch without the watermark is nearly as fast; without the threshold too, none is."""
+    """The winner is slow without the watermark; `first`: how much in the first launch without it."""
 
     padding: Mapping[str, float] = {"watermark": 0.01, "long_prefill_token_threshold": 16000}
     space = SPACE + "  watermark: [0.0, 0.01]\n  long_prefill_token_threshold: [0, 16000]\n"
+    first = 1.5
 
     async def work(self, order: LaunchJob, note: Note) -> list[Measured]:
         made = await super().work(order, note)
         if order.number < 3 or "watermark" in order.spec.asked:
             return made
-        factor = 1.02 if set(order.spec.asked) & set(self.padding) else 1.5
+        factor = self.first if ".3-1-" in order.spec.directory else 1.5
         values = made[0].measurement.values
         slower = {name: factor * values[name] for name in ("ttft_p95_ms", "e2e_p95_ms")}
         return [
@@ -177,30 +178,41 @@ class Misled(Padded):
             for m in made
         ]
 
-    @staticmethod
+
+def expecting(watermark: float) -> Predict:
+    """The threshold does nothing, and the winner is slower without the watermark by this factor."""
+
     def predict(candidates: Sequence[Candidate]) -> list[Prediction]:
-        """The threshold does nothing; the watermark may: by less than the simulator is sure of."""
         return [
             Prediction(values={
                 "ttft_p95_ms": (100.0 if c.get("max_num_seqs") == 16 else 200.0)
-                * (1.0 if "watermark" in c else 1.012),
+                * (1.0 if "watermark" in c else watermark),
             })
             for c in candidates
         ]  # fmt: skip
 
+    return predict
+
+
+UNSURE = 1.012
+"""A factor that the simulator leaves to a launch."""
+
 
 def test_what_one_launch_said_is_not_left_out_after_the_last_comparison_was_lost(tmp_path: Path) -> None:
-    night = Misled(tmp_path)
+    class Lucky(Misled):
+        first = 1.02
+
+    night = Lucky(tmp_path)
     run = night.run()
     night.search(run, (4, 16, 64, *[8] * 45))
-    said, found = night.attributed(run, night.predict)
+    said, found = night.attributed(run, expecting(UNSURE))
     assert found is not None
     assert found.published, found.sentence
     assert [(g.name, g.kept, g.how) for g in found.knobs] == [
         ("long_prefill_token_threshold", False, "predicted"), ("max_num_seqs", True, "predicted"),
         ("watermark", True, "measured"),
     ]  # fmt: skip
-    assert "the reduced configuration was" in found.knobs[2].why
+    assert "the reduced configuration was not shown to be as good" in found.knobs[2].why
     profile = night.store.profile(said.profiles["challenger"].id)
     assert profile.candidate == Candidate({"max_num_seqs": 16, "watermark": 0.01})
     launches = {each.id: each.directory or "" for each in night.store.launches(profile.study_id)}
@@ -209,22 +221,28 @@ def test_what_one_launch_said_is_not_left_out_after_the_last_comparison_was_lost
     assert found.seconds <= 0.3 * found.search_s
 
 
-def test_a_later_run_does_not_lose_the_same_comparison_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("later", [1.005, UNSURE])
+def test_a_later_run_does_not_lose_the_same_comparison_again(tmp_path: Path, later: float) -> None:
+    """The simulator expected nothing of a knob that matters, and still does, or is not sure any more."""
     night = Misled(tmp_path)
     run = night.run()
     night.search(run)
-    said, found = night.attributed(run, night.predict)
+    said, found = night.attributed(run, expecting(1.005))
     assert found is not None
     assert not found.published, "there is no room for a second comparison"
-    assert found.last
+    assert [g.how for g in found.knobs] == ["predicted"] * 3
     night.store.save_run(replace(run, state=RunState.FINISHED, ended_at=said.at), said)
-    later = night.run()
-    night.search(later, [8] * 24)
+    again_run = night.run()
+    night.search(again_run, [8] * 24)
     made = len(night.launched)
-    said, again = night.attributed(later, night.predict)
+    said, again = night.attributed(again_run, expecting(later))
     assert again is not None
     assert again.published, again.sentence
     assert [g.name for g in again.knobs if not g.kept] == ["long_prefill_token_threshold"]
+    watermark = again.knobs[2]
+    assert watermark.how == "measured"
+    assert watermark.gains[0].word == "better"
+    assert "long_prefill_token_threshold" in watermark.why
     asked = [number for number, _ in night.launched[made:]]
     assert found.reduced not in asked
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
-from tuner.conclusions import Attribution, Conclusion, Difference, KnobGain
+from tuner.conclusions import Attribution, Conclusion, Difference, KnobGain, Word
 from tuner.errors import EngineError
 from tuner.measures import is_maximized, many
 from tuner.records import Candidate, Prediction, Run, Trial, TrialState
@@ -44,6 +44,9 @@ UNSEEN = ("dtype", "optimization_level", "prefix_caching_hash_algo", "disable_ca
 MOST_ROUNDS = 3
 """Of the last comparison."""
 
+WORSE = "the reduced configuration was worse in the last comparison"
+OPEN = "the last comparison left open whether the reduced configuration is worse"
+
 
 @dataclass(slots=True, kw_only=True)
 class Attributing:
@@ -79,45 +82,57 @@ class Attributing:
         """The attribution; None where there is nothing to attribute or the study does not ask."""
         if self.context.prepared.plan.attribution <= 0 or not self.names:
             return None
-        allowed = self.launches_left()
-        if allowed < self._needed:
-            room = f"there is room for {many(max(0, allowed), 'launch')}, and it takes {self._needed}"
-            return self._record((), why=f"which knobs pay was not asked: {room}")
-        gains = []
-        for name in self.names:
-            gains.append(await self._gain(name, allowed))
-        gains = self._together(gains)
-        if self._was_worse(gains):
-            gains = self._restored(gains)
+        room = self.launches_left()
+        if room < self._needed:
+            left = f"there is room for {many(max(0, room), 'launch')}, and it takes {self._needed}"
+            return self._record((), why=f"which knobs pay was not asked: {left}")
+        gains = await self._gains()
+        while (lost := self._lost(_dropped(gains))) is not None:
+            gains = self._restored(gains, lost.last)
         if not _dropped(gains):
             return self._record(gains)
         found = await self._last(gains, self.own[0])
-        fewer = self._restored(gains)
-        if found.published or not found.last or not _dropped(fewer) or self._room < self._needed:
+        if found.published or not found.last:
+            return found
+        fewer = self._restored(gains, found.last)
+        if not _dropped(fewer) or self._room < self._needed:
             return found
         return await self._last(fewer, self.own[1])
 
-    def _was_worse(self, gains: Sequence[KnobGain]) -> bool:
-        """Whether an earlier run found the same reduced configuration worse than the winner."""
-        store, reduced = self.context.store, self.without(_dropped(gains))
-        for run in store.runs(self.run.study_id):
-            if run.id == self.run.id or (found := store.attribution(run.id)) is None:
-                continue
-            if found.winner != self.winner.number or not any(d.word == "worse" for d in found.last):
-                continue
-            if any(t.number == found.reduced and t.candidate == reduced for t in store.trials(run.study_id)):
-                return True
-        return False
-
-    def _restored(self, gains: Sequence[KnobGain]) -> list[KnobGain]:
-        """What is left out after the reduced configuration was worse: one launch without a knob may mislead,
-        so the knobs that were measured are kept; only the one that lost most, where all were measured.
+    async def _gains(self) -> list[KnobGain]:
+        """What each knob gives: first those that take no launch, then the others one after the other. A
+        launch leaves out what gave nothing so far too. So the second of two knobs that do the same is kept,
+        and the last launch that lost nothing is one of the reduced configuration.
         """
-        suspects = [g for g in gains if not g.kept and g.how == "measured"]
-        if len(suspects) == len(_dropped(gains)) > 1:
-            suspects = [max(suspects, key=lambda g: _loss_of(g.gains))]
-        why = "one launch was not worse without it, the reduced configuration was"
-        return [replace(g, kept=True, why=why) if g in suspects else g for g in gains]
+        known = {name: gain for name in self.names if (gain := self._known(name)) is not None}
+        gains = self._together(list(known.values()))
+        for name in self.names:
+            if name not in known:
+                gains.append(await self._asked_for(name, gains))
+        return sorted(gains, key=lambda gain: gain.name)
+
+    def _lost(self, names: Sequence[str]) -> Attribution | None:
+        """The attribution of an earlier run that found the winner worse without these knobs."""
+        store, reduced = self.context.store, self.without(names)
+        numbers = {t.number for t in store.trials(self.run.study_id) if t.candidate == reduced}
+        earlier = [store.attribution(r.id) for r in store.runs(self.run.study_id) if r.id != self.run.id]
+        for found in earlier:
+            if found is None or found.winner != self.winner.number or found.reduced not in numbers:
+                continue
+            if _is_worse(found.last):
+                return found
+        return None
+
+    def _restored(self, gains: Sequence[KnobGain], last: Sequence[Difference]) -> list[KnobGain]:
+        """What is left out after the `last` comparison did not show the reduced configuration to be as good.
+        One launch without a knob may mislead more than the simulator, so the measured knobs are kept; where
+        all or none were measured, the one that gave most.
+        """
+        dropped = [g for g in gains if not g.kept]
+        suspects = [g for g in dropped if g.how == "measured"]
+        if len(suspects) in (0, len(dropped)):
+            suspects = [max(dropped, key=lambda g: _loss_of(g.gains))]
+        return [_suspected(g, dropped, suspects, last) if g in suspects else g for g in gains]
 
     @property
     def search_s(self) -> float:
@@ -174,10 +189,10 @@ class Attributing:
         left = {name: value for name, value in self.winner.candidate.items() if name not in names}
         return Candidate({**left, **{name: today[name] for name in names if name in today}})
 
-    async def _gain(self, name: str, allowed: int) -> KnobGain:
-        today, won = self.base.candidate, self.winner.candidate
-        found = KnobGain(name=name, before=today.get(name), value=won.get(name), how="not asked", kept=True)
-        arm, candidate = self.said.arm(self.winner.number), self.without([name])
+    def _known(self, name: str) -> KnobGain | None:
+        """What a knob gives, where that takes no launch."""
+        found, candidate = self._unasked(name), self.without([name])
+        arm = self.said.arm(self.winner.number)
         if arm is not None and name not in arm.changed:
             return replace(found, kept=False, why="the engine runs with this value without being told")
         if arm is not None and candidate == self.base.candidate:
@@ -185,13 +200,27 @@ class Attributing:
             return replace(found, how="measured", gains=gains, why="it is all that differs from today")
         if (broken := self.context.prepared.known_failure(candidate)) is not None:
             return replace(found, why=f"without it {broken}")
-        simulated = self._simulated(found, candidate)
-        if simulated is not None:
-            return simulated
-        if self._used + self._needed >= allowed:
+        return self._simulated(found, candidate)
+
+    def _unasked(self, name: str) -> KnobGain:
+        today, won = self.base.candidate, self.winner.candidate
+        return KnobGain(name=name, before=today.get(name), value=won.get(name), how="not asked", kept=True)
+
+    async def _asked_for(self, name: str, so_far: Sequence[KnobGain]) -> KnobGain:
+        """What a knob gives by a launch without it and without what gives nothing so far, unless an earlier
+        run knows or there is no room.
+        """
+        found, left = self._unasked(name), [*_dropped(so_far), name]
+        if (lost := self._lost(left)) is not None:
+            gains = tuple(_turned(d) for d in lost.last if d.where == "confirm")
+            why = f"an earlier run measured the winner without {', '.join(left)}"
+            return replace(found, how="measured", gains=gains, why=why)
+        # The launch of the knob that was left out last is the reduced configuration's first.
+        last = self._needed - any(g.how == "measured" and not g.kept for g in so_far)
+        if self._used + 1 + last > self.launches_left():
             return replace(found, why="the share of the search that attribution may take is spent")
         self._used += 1
-        return await self._measured(found, candidate)
+        return await self._measured(found, self.without(left))
 
     def _simulated(self, gain: KnobGain, candidate: Candidate) -> KnobGain | None:
         """The simulator's answer; None where it is not sure."""
@@ -236,10 +265,12 @@ class Attributing:
         )  # fmt: skip
         gains = differences(self._asked, found, self.winner, spreads_of(self._asked, found))
         pays = _loss_of(gains) > PAYS
-        whole, less = self.predict([self.winner.candidate, candidate]) if self.predict else (None, None)
-        told = mechanism(less.values, whole.values) if whole and less else ""
+        told = ""
+        if pays and self.predict is not None:
+            whole, less = self.predict([self.winner.candidate, candidate])
+            told = mechanism(less.values, whole.values)
         why = "" if pays else "nothing is worse without it"
-        return replace(gain, how="measured", kept=pays, gains=gains, mechanism=told if pays else "", why=why)
+        return replace(gain, how="measured", kept=pays, gains=gains, mechanism=told, why=why)
 
     async def _trial(self, candidate: Candidate, origin: str, label: str) -> Trial:
         """A trial of the study, launched under a label of the attribution, unless it was already."""
@@ -291,16 +322,18 @@ class Attributing:
         arms = [self.winner, trial]
 
         def left() -> list[Trial]:
-            room = self._room >= len(arms)
-            return arms if room and self._doubtful(self._differences(rounds, arms)) else []
+            if self._room < len(arms):
+                return []
+            return arms if self._doubtful(self._differences(rounds, arms)) else []
 
         await rounds.measure(arms, least=LEAST_ROUNDS, most=MOST_ROUNDS, left=left)
         last = self._differences(rounds, arms)
-        worse = any(d.word == "worse" for d in last)
-        good = bool(last) and not worse and not self._doubtful(last)
-        why = "" if good else "the last comparison left open whether the reduced configuration is worse"
-        why = "the reduced configuration was worse in the last comparison" if worse else why
-        return self._record(gains, reduced=trial, last=last, published=good, why=why)
+        why = ""
+        if _is_worse(last):
+            why = WORSE
+        elif not last or self._doubtful(last):
+            why = OPEN
+        return self._record(gains, reduced=trial, last=last, published=not why, why=why)
 
     def _differences(self, rounds: Rounds, arms: Sequence[Trial]) -> tuple[Difference, ...]:
         measured, dropped = rounds.measured(arms)
@@ -331,6 +364,44 @@ class Attributing:
 
 def _dropped(gains: Sequence[KnobGain]) -> list[str]:
     return [g.name for g in gains if not g.kept]
+
+
+def _is_worse(last: Sequence[Difference]) -> bool:
+    return any(d.word == "worse" for d in last)
+
+
+def _suspected(
+    gain: KnobGain, dropped: Sequence[KnobGain], suspects: Sequence[KnobGain], last: Sequence[Difference]
+) -> KnobGain:
+    """A knob that is kept, because the winner without all that was left out was not shown to be as good. If
+    it was worse, and no other knob is suspected, that is what the knob gives.
+    """
+    alone = "one launch without it was not worse"
+    if gain.how == "predicted":
+        alone = "the simulator expects nothing of it"
+    if not _is_worse(last):
+        why = f"{alone}, but the reduced configuration was not shown to be as good"
+        return replace(gain, kept=True, why=why)
+    others = ", ".join(g.name for g in dropped if g.name != gain.name)
+    why = f"{alone}, but the winner without it{others and ' and '}{others} was worse"
+    if len(suspects) > 1:
+        return replace(gain, kept=True, why=why)
+    gains = tuple(_turned(d) for d in last if d.where == "confirm")
+    return replace(gain, kept=True, how="measured", gains=gains, why=why)
+
+
+def _turned(found: Difference) -> Difference:
+    """The same difference the other way round: what the winner gives against a reduced configuration."""
+
+    def turned(change: float | None) -> float | None:
+        return None if change is None or change <= -1 else 1 / (1 + change) - 1
+
+    words: dict[Word, Word] = {"better": "worse", "worse": "better", "open": "open"}
+    return replace(
+        found, before=found.after, after=found.before, change=turned(found.change), within=None,
+        low=-1.0 if found.high is None else turned(found.high), high=turned(found.low),
+        word=words[found.word],
+    )  # fmt: skip
 
 
 def _loss_of(changes: Sequence[Difference]) -> float:

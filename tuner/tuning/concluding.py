@@ -147,12 +147,14 @@ def is_open(asked: WinnerCriteria, found: Repeats) -> bool:
     ours = [c for a in arms for c in a.changes if c.where == "confirm" and c.metric in asked.study.objectives]
     if any(c.word == "better" for c in ours):
         return False
-    return any(
-        c.high is None or c.high >= SOUGHT
-        if is_maximized(c.metric)
-        else (-1.0 if c.low is None else c.low) <= 1 / (1 + SOUGHT) - 1
-        for c in ours
-    )
+    return any(_may_gain(c) for c in ours)
+
+
+def _may_gain(found: Difference) -> bool:
+    """Whether the interval holds a gain of 10 % or has no end on that side."""
+    if is_maximized(found.metric):
+        return found.high is None or found.high >= SOUGHT
+    return found.low is None or found.low <= 1 / (1 + SOUGHT) - 1
 
 
 def arms_of(asked: WinnerCriteria, found: Repeats, spreads: Spreads) -> tuple[Arm | None, list[Arm]]:
