@@ -44,6 +44,7 @@ SLOS = {"h100-80": (5000, 45), "a100-40": (6000, 65), "l40s": (8000, 75)}
 SPACE = "bursty-mixed"
 """The space that ships for the general case: ten knobs."""
 FEW = {
+    "max_cudagraph_capture_size": 1,
     "block_size": 1,
     "preemption": 1,
     "watermark": 1,
@@ -56,7 +57,7 @@ LEAD_S, TAIL_S = 10.0, 60.0
 LENGTH = 16384
 SERVED_WELL = 0.6
 """Share of the requests within the SLO under today's defaults: the load of every scenario is set by it."""
-VERSION = 11
+VERSION = 12
 """Of the tables: raise it when anything here changes a number."""
 
 Array = NDArray[np.float64]
@@ -229,6 +230,7 @@ class World:
             {
                 "max_num_seqs": self.card.max_num_seqs,
                 "max_num_batched_tokens": self.card.max_num_batched_tokens,
+                "max_cudagraph_capture_size": None,
                 "gpu_memory_utilization": 0.92,
                 "block_size": 16,
                 "preemption": "recompute",
