@@ -15,7 +15,7 @@ import yaml
 from tuner.metrics import fold
 from tuner.records import Outcome, Slo
 from tuner.replay import outcomes
-from tuner.search.compare import compare, spread_of
+from tuner.tuning.significance import compare, spread_of
 
 
 def passes(paths: list[Path]) -> list[dict[str, list[Outcome]]]:

@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 from search_truth import LEAD_S, NOW, OBJECTIVES, TAIL_S, Failure, Result, World, failed_share, passes
 
 from tuner.records import Candidate, Measurement, Trial, TrialState, Value, Violation
-from tuner.search import early_stopping, pareto, trial_view
+from tuner.search import pareto, trial_view
+from tuner.tuning import early_stopping
 from tuner.tuning.attempt import ERROR_RATE
+from tuner.tuning.winner import pick
 
 LAUNCH_S, COMPILE_S, CHANGE_S, REFUSED_S = 57.0, 18.0, 1.0, 12.0
 SHARES = (0.8, 0.9, 0.95)
@@ -246,7 +248,7 @@ class Onlooker:
 
     def pick(self) -> Trial:
         known = [t for t in self._bench.trials if not t.screened and t.state is TrialState.COMPLETE]
-        return pareto.choose(known, "slo", self._bench.world.scene.slo, OBJECTIVES)
+        return pick(known, "slo", self._bench.world.scene.slo, OBJECTIVES)
 
     def false_winner(self) -> bool:
         """Whether the pick by measured values, unconfirmed, truly serves less goodput than the baseline."""

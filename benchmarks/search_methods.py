@@ -12,15 +12,17 @@ from search_truth import Failure
 
 import tuner
 from tuner.records import Candidate, Prediction, Trial, TrialState
-from tuner.search import acquisition, early_stopping, trial_view
+from tuner.search import acquisition, trial_view
 from tuner.search.acquisition import Predict
 from tuner.search.trial_view import encode
 from tuner.simulator.cost import preset
 from tuner.simulator.options import Options
 from tuner.simulator.predict import Batch, Predictor
+from tuner.tuning import early_stopping
 from tuner.tuning.calibrated_predictor import CalibratedPredictor, StudyPredictor, predictor_of
-from tuner.tuning.live import fits, widest
-from tuner.tuning.next_trial import RELAUNCHED, case_of, propose, screens
+from tuner.tuning.early_stopping import case_of
+from tuner.tuning.live import RELAUNCHED, fits, screens, widest
+from tuner.tuning.next_trial import propose
 from tuner.tuning.study import Prepared
 
 TWO = ("max_num_seqs", "max_num_batched_tokens")
@@ -254,7 +256,10 @@ def digest(method: str) -> str:
     """Of the code that a method's rows come from: they are kept as long as nothing of it changes."""
     here, rooms = Path(search_truth.__file__).parent, Path(tuner.__file__).parent
     files = [here / name for name in ("search_truth.py", "search_bench.py", "search_methods.py")]
-    own = [rooms / "tuning" / f"{n}.py" for n in ("next_trial", "calibrated_predictor", "live")]
+    own = [
+        rooms / "tuning" / f"{n}.py"
+        for n in ("next_trial", "calibrated_predictor", "early_stopping", "live", "winner")
+    ]
     files += [*own, *sorted((rooms / "search").glob("*.py"))]
     files += [] if method in RIVALS else sorted((rooms / "simulator").glob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12]

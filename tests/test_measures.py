@@ -17,9 +17,9 @@ from tuner.measures import Measure, measure_of
 from tuner.records import Outcome, Slo, TrialState
 from tuner.report import words
 from tuner.search import pareto, trial_view
-from tuner.search.compare import compare, spread_of
 from tuner.tuning import studyfile
 from tuner.tuning.run import RunLimits, tune
+from tuner.tuning.significance import compare, spread_of
 from tuner.tuning.study import load
 
 DOCS = Path(__file__).parent.parent / "docs" / "extending.md"

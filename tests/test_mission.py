@@ -54,7 +54,7 @@ ROWS: dict[str, str] = {
     "M33": "engine/test_cases_processes.py::test_case_01_children_of_a_killed_server_are_swept",
     "M34": "search/test_pareto.py::test_front_leaves_out_screened_partial_and_unfinished",
     "M35": "tuning/test_end_to_end.py::test_finalists_and_baseline_were_measured_again",
-    "M36": "search/test_early_stopping.py::test_what_cannot_matter_is_stopped_early",
+    "M36": "tuning/test_early_stopping.py::test_what_cannot_matter_is_stopped_early",
     "M37": "tuning/test_seeds.py::test_M37_a_second_night_begins_with_the_winner_and_the_front_of_the_first",
     "M38": "engine/test_live_limits.py::test_the_real_engine_schedules_by_its_new_limits",
     "M39": "simulator/test_predict.py::test_one_trial_calibrates_for_the_others",

@@ -38,9 +38,9 @@ from tuner.replay.sender import Sender
 from tuner.replay.timeline import measure, replay
 from tuner.replay.wire import Pool
 from tuner.replay.worker import AHEAD_BYTES
-from tuner.search.compare import Spread, drifted
 from tuner.traffic.importers import read_any
 from tuner.traffic.trace import Trace
+from tuner.tuning.significance import Spread, drifted
 
 ALL = Slice(name="all", start_s=0.0, duration_s=1.0)
 

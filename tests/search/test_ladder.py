@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 
 import pytest
 
+from tuner.commands.run import LADDER_COLUMNS, ladder_table
 from tuner.records import Candidate, Measurement, Trial, TrialState
 from tuner.search import ladder
 
@@ -54,7 +55,7 @@ def test_M11_a_best_level_between_two_doublings_is_found() -> None:
 def test_M11_a_level_that_did_not_serve_is_worse() -> None:
     trials = climbed(lambda n: math.inf if n > 12 else 1000 / n)
     assert order(trials) == [1, 2, 4, 8, 16, 12]
-    assert ladder.table(trials)[-1][-1] == "out of memory"
+    assert ladder_table(trials)[-1][-1] == "out of memory"
 
 
 def test_M11_it_goes_on_while_small_levels_do_not_serve_and_ends_at_the_top() -> None:
@@ -64,11 +65,11 @@ def test_M11_it_goes_on_while_small_levels_do_not_serve_and_ends_at_the_top() ->
 
 
 def test_M11_the_table_tells_each_rung() -> None:
-    rows = ladder.table(climbed(lambda n: 4000 / n if n <= 16 else 250 * (1 + (n - 16) / 16)))
+    rows = ladder_table(climbed(lambda n: 4000 / n if n <= 16 else 250 * (1 + (n - 16) / 16)))
     assert [row[0] for row in rows] == [1, 2, 4, 8, 16, 24, 32]
     assert rows[4][1:] == (125.0, 250.0, 500.0, 3.0, 90.0, 50.0, 4.0, "best")
     assert [row[-1] for row in rows[5:]] == ["worse by more than 10%"] * 2
-    assert len(rows[0]) == len(ladder.COLUMNS)
+    assert len(rows[0]) == len(LADDER_COLUMNS)
 
 
 @pytest.mark.parametrize("origin", ["baseline", "gp"])

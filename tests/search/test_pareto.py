@@ -1,4 +1,4 @@
-"""Fronts, volumes and policies against small cases worked by hand and against brute force."""
+"""Fronts and volumes against small cases worked by hand and against brute force."""
 
 import math
 from dataclasses import replace
@@ -9,8 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.search import world
-from tests.search.world import OBJECTIVES
-from tuner.errors import NotFound
 from tuner.records import Candidate, Measurement, Slo, Trial, TrialState
 from tuner.search import pareto, trial_view
 
@@ -62,26 +60,3 @@ def test_volume_is_the_count_of_dominated_cells(rows: list[tuple[int, int, int]]
     cells = np.array(np.meshgrid(*[np.arange(6)] * 3)).reshape(3, -1).T
     brute = sum(bool(np.any(np.all(costs <= cell, axis=1))) for cell in cells)
     assert pareto.volume(costs, np.full(3, 6.0)) == pytest.approx(brute)
-
-
-def test_slo_policy_takes_goodput_then_the_tail_then_the_simpler() -> None:
-    slow = measured(0, 90, 30, slo_attainment=0.5, e2e_p95_ms=1.0)
-    most = measured(1, 100, 20.0, e2e_p95_ms=900.0)
-    level = measured(2, 100, 19.9, e2e_p95_ms=500.0, knobs=3)
-    simple = measured(3, 100, 19.8, e2e_p95_ms=505.0, knobs=1)
-    less = measured(4, 50, 15.0, e2e_p95_ms=10.0)
-    members = [slow, most, level, simple, less]
-    assert pareto.choose(members, "slo", Slo(attainment=0.95), PAIR) is simple
-    assert pareto.choose([slow, replace(slow, number=9)], "slo", Slo(), PAIR).number == 0
-
-
-def test_knee_and_weights() -> None:
-    members = [measured(0, 50, 10), measured(1, 60, 19), measured(2, 110, 20)]
-    assert pareto.choose(members, "knee", Slo(), PAIR).number == 1
-    assert pareto.choose(members, {"ttft_p95_ms": 1}, Slo(), PAIR).number == 0
-    assert pareto.choose(members, {"goodput_rps": 1.0}, Slo(), PAIR).number == 2
-
-
-def test_nothing_to_choose_from() -> None:
-    with pytest.raises(NotFound, match="no trial"):
-        pareto.choose([world.trial(0, Candidate({"block_size": 8}))], "slo", Slo(), OBJECTIVES)

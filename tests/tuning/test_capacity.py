@@ -9,8 +9,8 @@ import pytest
 from tuner.records import Fidelity, Outcome, Slice, Slo
 from tuner.replay.plan import Load
 from tuner.replay.timeline import Judge, Partial, Replayed, SliceReplay
-from tuner.search.compare import Spread, compare_values, spread_of
 from tuner.tuning import trial
+from tuner.tuning.significance import Spread, compare_values, spread_of
 
 SLO = Slo(ttft_ms=100.0, attainment=0.9)
 LOAD = Load(seed=1, number=3, repeat=2, model="m", vocabulary=100, slo=SLO, speed=2.0)

@@ -16,12 +16,12 @@ from tuner.history.store import Store
 from tuner.metrics import fold
 from tuner.records import Candidate, Outcome, Slo, TrialState
 from tuner.replay import outcomes
-from tuner.search.compare import compare, spread_of
 from tuner.simulator.cost import preset
 from tuner.simulator.predict import Predictor
 from tuner.traffic import trace as traces
 from tuner.tuning.calibrated_predictor import card_for, scene_of
 from tuner.tuning.run import RunLimits, tune
+from tuner.tuning.significance import compare, spread_of
 from tuner.tuning.study import Prepared, load
 
 SPACE = """\

@@ -15,7 +15,8 @@ from tuner import processes
 from tuner.history.store import Store
 from tuner.records import Run, RunState, Trial, TrialState
 from tuner.replay import outcomes
-from tuner.tuning.next_trial import RELAUNCHED, propose
+from tuner.tuning.live import RELAUNCHED
+from tuner.tuning.next_trial import propose
 from tuner.tuning.study import load
 
 

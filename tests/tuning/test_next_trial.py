@@ -17,23 +17,21 @@ from tuner.search import trial_view
 from tuner.search.trial_view import encode
 from tuner.traffic import slices
 from tuner.tuning.calibrated_predictor import StudyPredictor, card_for, forecast
-from tuner.tuning.live import fits, widest
+from tuner.tuning.early_stopping import judge_of
+from tuner.tuning.live import RELAUNCHED, fits, screens, widest
 from tuner.tuning.next_trial import (
-    RELAUNCHED,
     at_levels,
     best,
     expected_gain,
     first_candidates,
-    judge_of,
     minimal,
     propose,
-    screens,
     spaces,
     view_of,
-    winner,
 )
 from tuner.tuning.run import summary_of
 from tuner.tuning.study import Prepared, load
+from tuner.tuning.winner import winner
 
 SPACE = """\
 about: Three knobs for tests, two of them limits.

@@ -29,7 +29,8 @@ from tuner.knobs.catalogue import read_back
 from tuner.records import Launch, LaunchSpec, RunState, Trial, TrialState
 from tuner.simulator.cost import coefficients_of
 from tuner.traffic import trace as traces
-from tuner.tuning.next_trial import fronts_of, last_calibration, propose
+from tuner.tuning.calibrated_predictor import last_calibration
+from tuner.tuning.next_trial import fronts_of, propose
 from tuner.tuning.study import load
 
 pytestmark = pytest.mark.vllm

@@ -184,7 +184,7 @@ def commands(prepared: "Prepared", past: "Sequence[Trial]") -> "dict[str, Sequen
 def seconds(prepared: "Prepared") -> dict[str, float]:
     """About how long a trial takes: its replay, and its launch."""
     from tuner.tuning.confirm import expected
-    from tuner.tuning.next_trial import replays_s
+    from tuner.tuning.context import replays_s
 
     replay = replays_s(prepared, prepared.study.searched_slices)
     estimate, _ = expected(prepared, store_if_any())

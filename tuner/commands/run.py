@@ -20,8 +20,10 @@ from tuner.errors import BadInput, NotFound, nearest
 from tuner.measures import many
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tuner.history.store import Store
-    from tuner.records import Run, Study
+    from tuner.records import Run, Study, Trial
 
 app = typer.Typer(help="List runs, show how they are going, stop them.", no_args_is_help=True)
 RunRef = Annotated[str, typer.Argument(metavar="RUN", help="A run's id, or the beginning of it.")]
@@ -128,9 +130,9 @@ def show_end(store: "Store", study: "Study", run: "Run") -> None:
     said = store.conclusion(run.id)
     typer.echo(f"{run.state.value}: {run.reason or 'it ended'}")
     front.show(store, study)
-    if rows := ladder.table(store.trials(study.id)):
+    if rows := ladder_table(store.trials(study.id)):
         title = f"the ladder: max_num_seqs doubled until p95 is worse by {ladder.WORSE:.0%}, then bisected"
-        print_table(ladder.COLUMNS, rows, title=title)
+        print_table(LADDER_COLUMNS, rows, title=title)
     made = said.profiles.get("challenger") if said is not None else None
     if made is not None:
         profile = store.profile(made.id)
@@ -153,3 +155,28 @@ def cancel(run: RunRef) -> None:
         say(f"run {found.id} was asked to stop")
     else:
         say(f"run {found.id} is {found.state.value}: {found.reason}")
+
+
+LADDER_COLUMNS = (
+    "max_num_seqs", "p50 ms", "p95 ms", "p99 ms", "good/s", "tokens/s", "KV %", "preemptions", "<what",
+)  # fmt: skip
+
+
+def ladder_table(trials: "Sequence[Trial]") -> list[tuple[object, ...]]:
+    """The rungs as rows of LADDER_COLUMNS; the last column says which was best and which were worse."""
+    from tuner.search.ladder import WORSE, rungs
+
+    tried = rungs(trials)
+    if not tried:
+        return []
+    best = min(tried, key=lambda rung: (rung.tail, rung.level))
+    rows: list[tuple[object, ...]] = []
+    for rung in tried:
+        values = rung.trial.measurement.values if rung.trial.measurement else {}
+        numbers = [values.get(f"e2e_{p}_ms") for p in ("p50", "p95", "p99")]
+        numbers += [values.get("goodput_rps"), values.get("output_tokens_per_s")]
+        kv = values.get("kv_usage_max")
+        said = rung.trial.reason or f"worse by more than {WORSE:.0%}"
+        word = "best" if rung is best else said if rung.tail > best.tail * (1 + WORSE) else ""
+        rows.append((rung.level, *numbers, None if kv is None else kv * 100, values.get("preemptions"), word))
+    return rows

@@ -57,26 +57,3 @@ def next_level(levels: Sequence[int], tried: Sequence[Rung]) -> int | None:
         return next((level for level in above if level >= 2 * top), above[-1] if above else None)
     between = [level for level in levels if best.level < level < above_best[0].level]
     return between[len(between) // 2] if between else None
-
-
-COLUMNS = (
-    "max_num_seqs", "p50 ms", "p95 ms", "p99 ms", "good/s", "tokens/s", "KV %", "preemptions", "<what",
-)  # fmt: skip
-
-
-def table(trials: Sequence[Trial]) -> list[tuple[object, ...]]:
-    """The rungs as rows of COLUMNS; the last column says which was best and which were worse."""
-    tried = rungs(trials)
-    if not tried:
-        return []
-    best = min(tried, key=lambda rung: (rung.tail, rung.level))
-    rows: list[tuple[object, ...]] = []
-    for rung in tried:
-        values = rung.trial.measurement.values if rung.trial.measurement else {}
-        numbers = [values.get(f"e2e_{p}_ms") for p in ("p50", "p95", "p99")]
-        numbers += [values.get("goodput_rps"), values.get("output_tokens_per_s")]
-        kv = values.get("kv_usage_max")
-        said = rung.trial.reason or f"worse by more than {WORSE:.0%}"
-        word = "best" if rung is best else said if rung.tail > best.tail * (1 + WORSE) else ""
-        rows.append((rung.level, *numbers, None if kv is None else kv * 100, values.get("preemptions"), word))
-    return rows

@@ -15,9 +15,9 @@ from tuner.measures import many
 from tuner.metrics import CANCELLED, CUT
 from tuner.records import Candidate, Launch, Measurement, Run, Trial, TrialState, Value, Violation
 from tuner.replay import outcomes
-from tuner.search.early_stopping import Judge
 from tuner.tuning import quality
 from tuner.tuning.context import LaunchResult, Pass, RunContext, RunEvent, ready_of
+from tuner.tuning.early_stopping import Judge
 from tuner.tuning.live import CannotScreen, ScreeningEngine
 from tuner.tuning.study import Prepared, flag_name
 from tuner.tuning.trial import GateFailed, launch

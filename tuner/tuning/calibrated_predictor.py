@@ -3,18 +3,20 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 
 import numpy as np
 
 from tuner.adapters import adapter_of
 from tuner.errors import BadInput
+from tuner.history.store import Store
 from tuner.knobs.space import SearchSpace
 from tuner.measures import class_of, is_maximized, many, measure_of
 from tuner.records import Candidate, Prediction, Trial, TrialState
 from tuner.search import acquisition, pareto, trial_view
 from tuner.search.trial_view import encode
 from tuner.simulator.calibrate import Calibration, Observation, fit
-from tuner.simulator.cost import CARDS, Card, Coefficients, card_of, preset
+from tuner.simulator.cost import CARDS, Card, Coefficients, card_of, coefficients_of, preset
 from tuner.simulator.predict import UNCALIBRATED, Batch, Predictor, Scene
 from tuner.tuning.study import Prepared
 
@@ -140,6 +142,11 @@ class StudyPredictor:
         return fit(scene, seen, start=self.start, rounds=ROUNDS)
 
 
+def earlier(moment: datetime, before: datetime | None) -> bool:
+    """Whether a moment was before another one, if there is one."""
+    return before is None or moment < before
+
+
 def pool_of(prepared: Prepared, space: SearchSpace, trials: Sequence[Trial]) -> list[Candidate]:
     """The study's pool of candidates in a space: those that may work, each configuration once."""
     encoding = encode(space, trial_view.defaults_of(trials))
@@ -229,3 +236,26 @@ def _front(works: Sequence[Expected], objectives: Sequence[str]) -> list[Expecte
     keep = pareto.non_dominated(costs)
     kept = [(row[0], i) for i, (row, k) in enumerate(zip(costs.tolist(), keep, strict=True)) if k]
     return [works[i] for _, i in sorted(kept)]
+
+
+def last_calibration(store: Store, prepared: Prepared, before: datetime | None) -> Coefficients | None:
+    """The coefficients that the last run of another study on this node, else on its GPU class, fitted for the
+    same model and engine version. None where there is none that can
+    be read. `before`: only what had ended by then counts.
+    """
+    study = prepared.study
+    alike = [
+        each
+        for each in store.studies(model=study.model)
+        if (each.engine_version, each.gpu_class) == (study.engine_version, study.gpu_class)
+        and each.id != study.id
+        and earlier(each.created_at, before)
+    ]
+    for each in sorted(alike, key=lambda s: s.node != study.node):
+        for run in store.runs(each.id):
+            kept = run.summary.get("calibration")
+            if run.ended_at is None or not earlier(run.ended_at, before) or not isinstance(kept, dict):
+                continue
+            if (found := coefficients_of(kept.get("coefficients"))) is not None:
+                return found
+    return None

@@ -21,7 +21,6 @@ from tuner.knobs.baseline import from_arguments
 from tuner.measures import many
 from tuner.records import JSON, Candidate, Profile, ProfileKey, Run, Trial, TrialState, digest_of
 from tuner.report.words import difference
-from tuner.search.compare import LEAST
 from tuner.simulator.options import read_release
 from tuner.tuning.attempt import MeasureOptions, perform
 from tuner.tuning.concluding import (
@@ -38,6 +37,7 @@ from tuner.tuning.context import ABORTED_RETRIES, RunContext
 from tuner.tuning.ending import summary_of_conclusion
 from tuner.tuning.execution import Execution
 from tuner.tuning.next_trial import next_number
+from tuner.tuning.significance import LEAST
 from tuner.tuning.study import ComparedArm, ComparisonPlan, Prepared, flag_name, survey
 from tuner.tuning.studyfile import Argument, EngineFile
 
@@ -298,7 +298,7 @@ class Comparing(Execution):
     It may look at its answer after every round from the second on. Each look is charged an equal part of the
     5 % of false alarms (`WinnerCriteria.family`: Bonferroni over arms, objectives and looks, the simplest
     alpha spending), and an equal part of the 5 % of arms that are called the same and differ by more than the
-    margin (`search.compare.sameness`). Student's interval of each look is exact at the two to eight launches
+    margin (`significance.sameness`). Student's interval of each look is exact at the two to eight launches
     that there are, so the answer is valid however often it was looked at. A confidence sequence would be
     valid for looks without end, but is wider than this for so few.
     """

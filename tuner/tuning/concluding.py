@@ -17,8 +17,9 @@ from tuner.records import JSON, Measurement, Outcome, Run, Study, Trial, TrialSt
 from tuner.replay import outcomes
 from tuner.replay.plan import Plan
 from tuner.replay.speed import TOLERANCE
-from tuner.search import pareto, trial_view
-from tuner.search.compare import (
+from tuner.search import trial_view
+from tuner.tuning.finalists import Verdict, exceeding, judge
+from tuner.tuning.significance import (
     SOUGHT,
     Comparison,
     Passes,
@@ -30,8 +31,8 @@ from tuner.search.compare import (
     spread_of,
     together,
 )
-from tuner.tuning.finalists import Verdict, exceeding, judge
 from tuner.tuning.trial import MAX_SPEED
+from tuner.tuning.winner import Policy, pick
 
 LEVEL = 0.95
 GOOD = "slo_attainment"
@@ -51,7 +52,7 @@ class WinnerCriteria:
 
     study: Study
     plan: Plan
-    policy: pareto.Policy
+    policy: Policy
     not_worse: Mapping[str, float]
 
     @property
@@ -133,7 +134,7 @@ def choose(asked: WinnerCriteria, found: Repeats, arms: Sequence[Arm]) -> int:
     entered = [*([found.compared] if found.compared else []), *found.served]
     again = [remeasured(t, found.measured[t.number]) for t in entered]
     allowed = [t for t in again if t.number not in forbidden] or again
-    return pareto.choose(allowed, asked.policy, asked.study.slo, asked.study.objectives).number
+    return pick(allowed, asked.policy, asked.study.slo, asked.study.objectives).number
 
 
 def is_open(asked: WinnerCriteria, found: Repeats) -> bool:

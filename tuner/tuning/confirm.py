@@ -14,7 +14,6 @@ from tuner.history.store import Store
 from tuner.knobs.arguments import gpus_held
 from tuner.records import JSON, Launch, Measurement, Run, Trial
 from tuner.search import trial_view
-from tuner.search.compare import repeats_needed
 from tuner.tuning.attempt import errors_of, failing, retries_of, unlike
 from tuner.tuning.concluding import (
     LEVEL,
@@ -35,12 +34,14 @@ from tuner.tuning.context import (
     RunContext,
     RunEstimate,
     RunEvent,
+    replays_s,
     usual_launch_s,
 )
 from tuner.tuning.finalists import left_out
-from tuner.tuning.next_trial import policy, replays_s
+from tuner.tuning.significance import repeats_needed
 from tuner.tuning.study import Prepared
 from tuner.tuning.trial import launch
+from tuner.tuning.winner import policy
 
 # Rounds that a comparison is worth where the launches that a run may make are too few for the plan's.
 LEAST_ROUNDS = 2

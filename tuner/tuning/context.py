@@ -371,3 +371,15 @@ class EngineHost(Protocol):
 def held(prepared: Prepared, argv: Sequence[str]) -> int:
     """How many GPUs an engine of the study with these arguments is charged for; 1 on a CPU."""
     return 1 if prepared.facts.platform == "cpu" else gpus_held(argv)
+
+
+# About how many seconds of a replay are not its window: warm-up requests before it, open requests after it.
+# Used to estimate times only, so its error moves no decision by more than one replay.
+SETTLE_S = 15.0
+
+
+def replays_s(prepared: Prepared, parts: Sequence[Slice]) -> float:
+    """About how many seconds the replays of these slices take in one engine."""
+    plan = prepared.plan
+    outside = plan.load_warmup_s + min(SETTLE_S, plan.warmup_limit_s + plan.tail_limit_s)
+    return sum(s.duration_s for s in parts) / prepared.file.speed + len(parts) * outside

@@ -15,8 +15,10 @@ from tuner.replay import outcomes
 from tuner.report.words import difference
 from tuner.search import trial_view
 from tuner.tuning import quality
-from tuner.tuning.next_trial import RELAUNCHED, view_of, winner
+from tuner.tuning.live import RELAUNCHED
+from tuner.tuning.next_trial import view_of
 from tuner.tuning.study import Prepared
+from tuner.tuning.winner import winner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

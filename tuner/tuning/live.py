@@ -9,15 +9,27 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 from tuner import masking
 from tuner.adapters import adapter_of
 from tuner.engine import limits
 from tuner.engine.failures import KINDS
 from tuner.errors import Aborted, EngineError, Infeasible, StudyFailed
-from tuner.records import Candidate, Launch, LaunchSpec, Trial, Value
+from tuner.records import Candidate, Launch, LaunchSpec, Trial, TrialState, Value
+from tuner.search import trial_view
 from tuner.search.trial_view import BUDGET, SEQS, encode
-from tuner.tuning.context import EngineHost, LaunchJob, LaunchResult, Pass, RunContext, held, largest_kv
+from tuner.tuning.context import (
+    LAUNCH_S,
+    EngineHost,
+    LaunchJob,
+    LaunchResult,
+    Pass,
+    RunContext,
+    held,
+    largest_kv,
+    replays_s,
+)
 from tuner.tuning.study import Prepared, flag_name
 from tuner.tuning.trial import (
     LaunchRecorder,
@@ -278,3 +290,32 @@ def _failed(launches: Sequence[Launch], argv: Sequence[str]) -> bool:
 def _shown(wanted: Mapping[str, Value]) -> dict[str, Value]:
     """The limits as effective values: they were read back after they were set."""
     return {name: value for name, value in wanted.items() if value is not None}
+
+
+# Origin of a trial that measures a screened candidate again, in an engine of its own.
+RELAUNCHED = "relaunched"
+
+
+# Trials with an engine of their own after which a study that screened none, though it should have, is taken
+# to be one that cannot screen: as many failures as `live.FAILURES` allows.
+ENOUGH = 3
+
+
+def screens(prepared: Prepared, trials: Sequence[Trial]) -> bool:
+    """Whether the next candidate is to be screened in a running engine: the engine can do it, and a launch
+    takes longer than the second replay that a good candidate costs then.
+    """
+    if not changeable(prepared):
+        return False
+    replay = replays_s(prepared, prepared.study.searched_slices)
+    own = [t for t in trial_view.latest(trials) if not t.is_baseline and t.origin != RELAUNCHED]
+    alone = sum(not t.screened and t.measurement is not None for t in own)
+    cannot = alone >= ENOUGH and not any(t.screened for t in own)
+    return launch_s(trials, replay) > replay and not cannot
+
+
+def launch_s(trials: Sequence[Trial], replay: float) -> float:
+    """About how many seconds a launch takes: the median of the trials that had an engine of their own."""
+    done = (t for t in trials if t.state is TrialState.COMPLETE and not t.screened and not t.is_baseline)
+    spans = [t.gpu_seconds - replay for t in done]
+    return max(1.0, median(spans)) if spans else LAUNCH_S

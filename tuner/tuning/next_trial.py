@@ -1,32 +1,27 @@
-"""The next candidate of a study, and what its replay is compared with: functions of the study's history."""
+"""The next candidate of a study: a function of the study's history."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from statistics import median
 
 import numpy as np
 
 from tuner.adapters import adapter_of
 from tuner.engine.effective import same
-from tuner.errors import BadInput, NotFound
+from tuner.errors import NotFound
 from tuner.history.store import Store
 from tuner.knobs.space import SearchSpace, level_of
-from tuner.records import Candidate, Prediction, Slice, Slo, Study, Trial, TrialState, Value
-from tuner.replay import outcomes
-from tuner.search import acquisition, early_stopping, ladder, pareto, trial_view
+from tuner.records import Candidate, Prediction, Slo, Study, Trial, Value
+from tuner.search import acquisition, ladder, pareto, trial_view
 from tuner.search.acquisition import Predict
 from tuner.search.candidate_sources import StudyView, Suggestion, drift_due, heuristics, suggest
-from tuner.search.early_stopping import Case, Columns, Judge, Rival
 from tuner.search.trial_view import encode
-from tuner.simulator.cost import Coefficients, coefficients_of
-from tuner.traffic import slices
 from tuner.traffic.statistics import describe, sequences_for
-from tuner.tuning.calibrated_predictor import StudyPredictor, failed, pool_of
-from tuner.tuning.context import LAUNCH_S
-from tuner.tuning.live import changeable
+from tuner.tuning.calibrated_predictor import StudyPredictor, earlier, failed, pool_of
+from tuner.tuning.live import RELAUNCHED, screens
 from tuner.tuning.study import Prepared
+from tuner.tuning.winner import TIE, pick, winner
 
 # Front members that are tried first: of the same node's last study, of another node's, of so many nodes.
 OWN_FRONTS, OTHER_FRONTS, OTHER_NODES = 4, 2, 3
@@ -46,7 +41,7 @@ def fronts_of(store: Store, prepared: Prepared, before: datetime | None = None) 
     found: list[Seed] = []
     for each in _last_studies(store, prepared.study, before):
         own = each.node == prepared.study.node
-        trials = [t for t in store.trials(each.id) if t.ended_at is not None and _by(t.ended_at, before)]
+        trials = [t for t in store.trials(each.id) if t.ended_at is not None and earlier(t.ended_at, before)]
         for trial in _front(store, each, trials)[: OWN_FRONTS if own else OTHER_FRONTS]:
             origin = f"{'same node' if own else f'node {each.node}'}: {each.name}/{trial.number}"
             found.append((origin, _as_here(prepared, trial)))
@@ -60,12 +55,12 @@ def _last_studies(store: Store, mine: Study, before: datetime | None) -> list[St
     found: dict[str, Study] = {}
     for each in store.studies(model=mine.model):  # the newest comes first
         alike = (each.engine_version, each.workload) == (mine.engine_version, mine.workload)
-        if each.id == mine.id or not alike or each.node in found or not _by(each.created_at, before):
+        if each.id == mine.id or not alike or each.node in found or not earlier(each.created_at, before):
             continue
         if each.compares:  # its arms were chosen by hand, on whichever engine
             continue
         ended = [r.ended_at for r in store.runs(each.id) if r.ended_at is not None]
-        over = each.node == mine.node or any(_by(moment, before) for moment in ended)
+        over = each.node == mine.node or any(earlier(moment, before) for moment in ended)
         if over and pareto.front(store.trials(each.id), each.objectives):
             found[each.node] = each
     others = sorted(found.values(), key=lambda s: (s.gpu_class != mine.gpu_class, s.node))
@@ -73,16 +68,12 @@ def _last_studies(store: Store, mine: Study, before: datetime | None) -> list[St
     return [*own, *[each for each in others if each.node != mine.node][:OTHER_NODES]]
 
 
-def _by(moment: datetime, before: datetime | None) -> bool:
-    return before is None or moment < before
-
-
 def _front(store: Store, study: Study, trials: Sequence[Trial]) -> list[Trial]:
     """A study's winner (of its last run, or the SLO policy's pick), then the rest of its front."""
     members = [t for t in pareto.front(trials, study.objectives) if not t.is_baseline]
     winners = [each.winner for each in store.conclusions(study.id) if each.winner is not None]
     try:
-        best = winners[-1] if winners else pareto.choose(trials, "slo", study.slo, study.objectives).number
+        best = winners[-1] if winners else pick(trials, "slo", study.slo, study.objectives).number
     except NotFound:
         return []
     ordered = [t for t in trial_view.latest(trials) if t.number == best and not t.is_baseline]
@@ -115,34 +106,9 @@ def by_concurrency(prepared: Prepared) -> tuple[Seed, ...]:
     return ((f"traffic: {enough} at once are enough", candidate),)
 
 
-def last_calibration(store: Store, prepared: Prepared, before: datetime | None) -> Coefficients | None:
-    """The coefficients that the last run of another study on this node, else on its GPU class, fitted for the
-    same model and engine version. None where there is none that can
-    be read. `before`: only what had ended by then counts.
-    """
-    study = prepared.study
-    alike = [
-        each
-        for each in store.studies(model=study.model)
-        if (each.engine_version, each.gpu_class) == (study.engine_version, study.gpu_class)
-        and each.id != study.id
-        and _by(each.created_at, before)
-    ]
-    for each in sorted(alike, key=lambda s: s.node != study.node):
-        for run in store.runs(each.id):
-            kept = run.summary.get("calibration")
-            if run.ended_at is None or not _by(run.ended_at, before) or not isinstance(kept, dict):
-                continue
-            if (found := coefficients_of(kept.get("coefficients"))) is not None:
-                return found
-    return None
-
-
 # Origin of the candidate that the SLO policy would pick by the simulator's predictions.
 PICKED = "simulator: SLO"
 
-# Origin of a trial that measures a screened candidate again, in an engine of its own.
-RELAUNCHED = "relaunched"
 
 # From trial WIDE_FROM on, every WIDE_EVERYth proposal may turn any knob, also those that need a launch. The
 # others stay with what the running engine can screen, which took a third of the time (docs/results/
@@ -156,22 +122,6 @@ PROMOTE_AFTER = 3
 # Share of the front's hypervolume that a screened trial must add to be worth a launch: more than the noise of
 # one measurement (`early_stopping.NOISE`) adds by chance.
 SECURED = 0.05
-
-# Trials with an engine of their own after which a study that screened none, though it should have, is taken
-# to be one that cannot screen: as many failures as `live.FAILURES` allows.
-ENOUGH = 3
-
-# About how many seconds of a replay are not its window: warm-up requests before it, open requests after it.
-# Used to estimate times only, so its error moves no decision by more than one replay.
-SETTLE_S = 15.0
-
-# Trials that a running replay is compared with, the newest of the front first. Each keeps all its requests in
-# memory and costs a comparison at every look, in the process that also sends.
-RIVALS = 6
-
-# How much better than a screened trial another one must be to stop it: three times the usual margin, since
-# screened and relaunched measurements of one candidate differ by more than two relaunched ones.
-SCREENED_EPSILON = 0.10
 
 
 def propose(
@@ -262,12 +212,12 @@ def likely(prediction: Prediction) -> dict[str, float]:
 
 
 def _rank(values: Mapping[str, float], slo: Slo) -> tuple[float, float, float]:
-    """The order of `pareto.choose`: attainment up to the SLO's, goodput in steps of 2 %, then p95 end-to-end
+    """The order of `winner.pick`: attainment up to the SLO's, goodput in steps of 2 %, then p95 end-to-end
     time. The lowest is best.
     """
     attained = round(min(values.get("slo_attainment", 0.0), slo.attainment), 2)
     goodput = values.get("goodput_rps", 0.0)
-    step = round(math.log(goodput) / math.log1p(pareto.TIE)) if goodput > 0 else -math.inf
+    step = round(math.log(goodput) / math.log1p(TIE)) if goodput > 0 else -math.inf
     return (-attained, -step, values.get("e2e_p95_ms", math.inf))
 
 
@@ -338,25 +288,6 @@ def best(prepared: Prepared, trials: Sequence[Trial]) -> Candidate:
     return at_levels(prepared, trials, found.candidate if found else None)
 
 
-def winner(prepared: Prepared, trials: Sequence[Trial], key: Callable[[Candidate], str]) -> Trial | None:
-    """The trial that the study's policy picks. Screened ones take part unless they were relaunched since.
-    `key` is `StudyView.key` of the whole history.
-    """
-    settled = {key(t.candidate) for t in trials if not t.screened and t.state is not TrialState.ABORTED}
-    kept = [t for t in trials if not t.screened or key(t.candidate) not in settled]
-    study = prepared.study
-    try:
-        return pareto.choose(kept, policy(prepared), study.slo, study.objectives, screened=True)
-    except NotFound:
-        return None
-
-
-def policy(prepared: Prepared) -> pareto.Policy:
-    """The study's rule for the winner as `pareto.choose` takes it."""
-    chosen = prepared.file.winner
-    return chosen if isinstance(chosen, str) else chosen.weights
-
-
 def minimal(space: SearchSpace, trials: Sequence[Trial], candidate: Candidate) -> Candidate:
     """The candidate without values that the engine uses by itself, as the baseline's engine reported them.
     Knobs that the baseline sets stay, and so do knobs that a condition of the space needs.
@@ -372,33 +303,6 @@ def minimal(space: SearchSpace, trials: Sequence[Trial], candidate: Candidate) -
                 kept[parent] = candidate[parent]
                 asked.append(parent)
     return Candidate(kept)
-
-
-def screens(prepared: Prepared, trials: Sequence[Trial]) -> bool:
-    """Whether the next candidate is to be screened in a running engine: the engine can do it, and a launch
-    takes longer than the second replay that a good candidate costs then.
-    """
-    if not changeable(prepared):
-        return False
-    replay = replays_s(prepared, prepared.study.searched_slices)
-    own = [t for t in trial_view.latest(trials) if not t.is_baseline and t.origin != RELAUNCHED]
-    alone = sum(not t.screened and t.measurement is not None for t in own)
-    cannot = alone >= ENOUGH and not any(t.screened for t in own)
-    return launch_s(trials, replay) > replay and not cannot
-
-
-def replays_s(prepared: Prepared, parts: Sequence[Slice]) -> float:
-    """About how many seconds the replays of these slices take in one engine."""
-    plan = prepared.plan
-    outside = plan.load_warmup_s + min(SETTLE_S, plan.warmup_limit_s + plan.tail_limit_s)
-    return sum(s.duration_s for s in parts) / prepared.file.speed + len(parts) * outside
-
-
-def launch_s(trials: Sequence[Trial], replay: float) -> float:
-    """About how many seconds a launch takes: the median of the trials that had an engine of their own."""
-    done = (t for t in trials if t.state is TrialState.COMPLETE and not t.screened and not t.is_baseline)
-    spans = [t.gpu_seconds - replay for t in done]
-    return max(1.0, median(spans)) if spans else LAUNCH_S
 
 
 def at_levels(prepared: Prepared, trials: Sequence[Trial], candidate: Candidate | None = None) -> Candidate:
@@ -424,57 +328,3 @@ def around(prepared: Prepared, candidate: Mapping[str, Value], trials: Sequence[
         if name not in free and (index := level_of(values, candidate.get(name))) is not None:
             levels[name] = (values[index],)
     return replace(space, levels=levels)
-
-
-def judge_of(prepared: Prepared, trials: Sequence[Trial], *, screened: bool) -> Judge | None:
-    """What stops the next replay early; None while no baseline is measured."""
-    case = case_of(prepared, trials, screened=screened, columns=_columns)
-    return None if case is None else Judge(case)
-
-
-def case_of(
-    prepared: Prepared,
-    trials: Sequence[Trial],
-    *,
-    screened: bool,
-    columns: Callable[[Case, Trial], Columns | None],
-) -> Case | None:
-    """What the next replay is compared with; `columns` finds the requests of an earlier trial. None while no
-    baseline is measured.
-    """
-    study, file = prepared.study, prepared.file
-    base = trial_view.baseline_of(trials)
-    if base is None or base.measurement is None:
-        return None
-    values = [base.measurement.values.get(n, math.inf) for n in study.objectives]
-    corner = trial_view.corner_of(study.objectives, values, study.slo)
-    leaders = pareto.front(trials, study.objectives, screened=True)[::-1][:RIVALS]
-    epsilon = SCREENED_EPSILON if screened else early_stopping.EPSILON
-    case = Case(
-        objectives=study.objectives,
-        slo=study.slo,
-        planned=sum(len(slices.rows(prepared.trace, s)) for s in study.searched_slices),
-        window_s=sum(s.duration_s for s in study.searched_slices) / file.speed,
-        corner=dict(zip(study.objectives, corner, strict=True)),
-        epsilon=epsilon,
-        by_slo=file.winner == "slo",
-    )
-    rivals = [
-        Rival(number=t.number, values=t.measurement.values, columns=columns(case, t))
-        for t in leaders
-        if t.measurement
-    ]
-    return replace(case, rivals=tuple(rivals))
-
-
-def _columns(case: Case, trial: Trial) -> Columns | None:
-    """The requests of a trial; None where their files were cleared away or cannot be read."""
-    rows = case.rows()
-    for part in trial.measurement.slices if trial.measurement else ():
-        if part.outcomes_file is None:
-            return None
-        try:
-            rows.add(outcomes.read(part.outcomes_file))
-        except BadInput:
-            return None
-    return rows.columns() if len(rows) else None

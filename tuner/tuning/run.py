@@ -20,11 +20,9 @@ from tuner.knobs.arguments import compile_candidate, gpus_held
 from tuner.measures import many
 from tuner.records import JSON, Candidate, Run, Trial, TrialState
 from tuner.search import trial_view
-from tuner.search.compare import spread_of
-from tuner.search.early_stopping import reason_to_stop
 from tuner.tuning import quality
 from tuner.tuning.attempt import MeasureOptions, check_start, never_started, perform
-from tuner.tuning.calibrated_predictor import StudyPredictor
+from tuner.tuning.calibrated_predictor import StudyPredictor, last_calibration
 from tuner.tuning.comparison import Comparing
 from tuner.tuning.confirm import estimate_of, expected
 from tuner.tuning.context import (
@@ -38,23 +36,21 @@ from tuner.tuning.context import (
     ready_of,
     silent,
 )
+from tuner.tuning.early_stopping import judge_of, reason_to_stop
 from tuner.tuning.ending import Ending, summary_of_conclusion
 from tuner.tuning.execution import Execution, cancelled, gpus_of, locked, reconcile, register
 from tuner.tuning.finalists import finalists
-from tuner.tuning.live import ScreeningEngine
+from tuner.tuning.live import RELAUNCHED, ScreeningEngine, screens
 from tuner.tuning.next_trial import (
-    RELAUNCHED,
     Seed,
     expected_gain,
     fronts_of,
-    judge_of,
-    last_calibration,
     minimal,
     next_number,
     propose,
-    screens,
 )
 from tuner.tuning.now import path_of, told_live
+from tuner.tuning.significance import spread_of
 from tuner.tuning.study import Clock, Prepared
 from tuner.tuning.upgrade import Upgrading
 from tuner.tuning.virtual import on_virtual_time

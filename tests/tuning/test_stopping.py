@@ -6,7 +6,7 @@ from datetime import timedelta
 from tests.search import world
 from tests.search.world import OBJECTIVES
 from tuner.records import Candidate, Measurement, Slo, Trial, TrialState
-from tuner.search.early_stopping import reason_to_stop
+from tuner.tuning.early_stopping import reason_to_stop
 
 
 def flat(length: int) -> list[Trial]:

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from tuner.records import Outcome, Slice, Slo
-from tuner.search import early_stopping as module
 from tuner.search import trial_view
-from tuner.search.early_stopping import Case, Judge, Rival
+from tuner.tuning import early_stopping as module
+from tuner.tuning.early_stopping import Case, Judge, Rival
 
 OBJECTIVES = ("ttft_p95_ms", "e2e_p95_ms", "goodput_rps")
 SLO = Slo(ttft_ms=200, e2e_ms=2000, attainment=0.9)

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from tuner.search import compare as noise
-from tuner.search.compare import Spread, drifted, repeats_needed, spread_of, together
+from tuner.tuning import significance as noise
+from tuner.tuning.significance import Spread, drifted, repeats_needed, spread_of, together
 
 
 @pytest.mark.parametrize(

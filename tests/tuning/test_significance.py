@@ -8,8 +8,8 @@ import pytest
 from tuner.errors import BadInput
 from tuner.metrics import percentiles
 from tuner.records import Outcome, Slo
-from tuner.search import compare as module
-from tuner.search.compare import Comparison, Passes, Spread, compare, compare_values, spread_of
+from tuner.tuning import significance as module
+from tuner.tuning.significance import Comparison, Passes, Spread, compare, compare_values, spread_of
 
 QUIET = Spread(share=0.005, freedom=6)
 

@@ -6,17 +6,21 @@ it never stops a trial that would have joined the front.
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tuner.errors import BadInput
 from tuner.measures import is_maximized, many, measure_of
 from tuner.metrics import LATENCY_MS, counted, is_good, statistic
 from tuner.records import Outcome, Slice, Slo, Trial, TrialState
+from tuner.replay import outcomes
 from tuner.search import pareto, trial_view
+from tuner.traffic import slices
+from tuner.tuning.study import Prepared
 
 Array = NDArray[np.float64]
 
@@ -303,3 +307,67 @@ def noise_volume(trials: Sequence[Trial], scale: trial_view.Scale, noise: float)
     corner = np.array(scale.corner)
     lucky = [pareto.volume(costs - shift, corner) for shift in noise * np.eye(len(corner))]
     return float(np.mean(lucky)) - pareto.volume(costs, corner)
+
+
+# Trials that a running replay is compared with, the newest of the front first. Each keeps all its requests in
+# memory and costs a comparison at every look, in the process that also sends.
+RIVALS = 6
+
+
+# How much better than a screened trial another one must be to stop it: three times the usual margin, since
+# screened and relaunched measurements of one candidate differ by more than two relaunched ones.
+SCREENED_EPSILON = 0.10
+
+
+def judge_of(prepared: Prepared, trials: Sequence[Trial], *, screened: bool) -> Judge | None:
+    """What stops the next replay early; None while no baseline is measured."""
+    case = case_of(prepared, trials, screened=screened, columns=_columns)
+    return None if case is None else Judge(case)
+
+
+def case_of(
+    prepared: Prepared,
+    trials: Sequence[Trial],
+    *,
+    screened: bool,
+    columns: Callable[[Case, Trial], Columns | None],
+) -> Case | None:
+    """What the next replay is compared with; `columns` finds the requests of an earlier trial. None while no
+    baseline is measured.
+    """
+    study, file = prepared.study, prepared.file
+    base = trial_view.baseline_of(trials)
+    if base is None or base.measurement is None:
+        return None
+    values = [base.measurement.values.get(n, math.inf) for n in study.objectives]
+    corner = trial_view.corner_of(study.objectives, values, study.slo)
+    leaders = pareto.front(trials, study.objectives, screened=True)[::-1][:RIVALS]
+    epsilon = SCREENED_EPSILON if screened else EPSILON
+    case = Case(
+        objectives=study.objectives,
+        slo=study.slo,
+        planned=sum(len(slices.rows(prepared.trace, s)) for s in study.searched_slices),
+        window_s=sum(s.duration_s for s in study.searched_slices) / file.speed,
+        corner=dict(zip(study.objectives, corner, strict=True)),
+        epsilon=epsilon,
+        by_slo=file.winner == "slo",
+    )
+    rivals = [
+        Rival(number=t.number, values=t.measurement.values, columns=columns(case, t))
+        for t in leaders
+        if t.measurement
+    ]
+    return replace(case, rivals=tuple(rivals))
+
+
+def _columns(case: Case, trial: Trial) -> Columns | None:
+    """The requests of a trial; None where their files were cleared away or cannot be read."""
+    rows = case.rows()
+    for part in trial.measurement.slices if trial.measurement else ():
+        if part.outcomes_file is None:
+            return None
+        try:
+            rows.add(outcomes.read(part.outcomes_file))
+        except BadInput:
+            return None
+    return rows.columns() if len(rows) else None
