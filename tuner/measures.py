@@ -121,6 +121,11 @@ def many(count: float, what: str, form: str = ".0f") -> str:
     return f"{count:{form}} {what}{ending}"
 
 
+def trials_named(numbers: Sequence[int]) -> str:
+    """`trial 3`, or `trials 3, 5`."""
+    return f"trial{'s' if numbers[1:] else ''} {', '.join(map(str, numbers))}"
+
+
 def in_order(names: Iterable[str], first: Iterable[str] = ()) -> list[str]:
     """Names of measurements, each once: those of `first` in their order, then in the order of the entries;
     what has none of its own comes last, by name.

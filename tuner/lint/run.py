@@ -245,7 +245,7 @@ def _is_of(gpu_class: str, card: "Card") -> bool:
 
 
 UNCALIBRATED_SAYS = (
-    "uncalibrated: on 66 configurations measured on H100 and H200 p95 E2E was 3 % off in the median,"
+    "uncalibrated: on 70 configurations measured on H100 and H200 p95 E2E was 3 % off in the median,"
     " 12 % at worst"
 )
 """docs/simulator.md, « Uncalibrated »."""

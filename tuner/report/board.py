@@ -11,7 +11,7 @@ import numpy as np
 
 from tuner.conclusions import Arm, Attribution, Conclusion, Difference
 from tuner.history.store import Store
-from tuner.measures import many, measure_of
+from tuner.measures import many, measure_of, trials_named
 from tuner.records import Launch, Measurement, Study, Trial, TrialState
 from tuner.report.card import AnswerCard, cards, key_of
 from tuner.report.charts import MARKED, Cloud, Guides, Point, scatter
@@ -84,9 +84,7 @@ class Board:
         left = sorted({t.number for t in self.trials if t.screened and knobs(t.candidate) not in own})
         if not left:
             return ""
-        named = f"trial{'s' if left[1:] else ''} {', '.join(map(str, left))}"
-        if len(left) > 9:
-            named = f"{len(left)} trials"
+        named = trials_named(left) if len(left) < 10 else f"{len(left)} trials"
         was = "were" if left[1:] else "was"
         return f"{named} {was} only screened in a running engine; the front shows relaunched trials"
 

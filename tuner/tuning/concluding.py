@@ -12,7 +12,7 @@ from tuner.conclusions import Arm, Conclusion, Difference, Judgement, Noise, Run
 from tuner.engine.effective import same
 from tuner.errors import BadInput
 from tuner.history.store import Store
-from tuner.measures import counts_requests, is_maximized, many
+from tuner.measures import counts_requests, is_maximized, many, trials_named
 from tuner.records import JSON, Measurement, Outcome, Run, Study, Trial, TrialState, Value
 from tuner.replay import outcomes
 from tuner.replay.plan import Plan
@@ -390,9 +390,9 @@ def unconfirmed(
     served = [t for t in trial_view.latest(ours) if t.state is TrialState.COMPLETE and not t.is_baseline]
     outcome, sentence = Judgement.NOT_CONFIRMED, f"Not confirmed: {why}."
     if finalists:
-        names = ", ".join(str(t.number) for t in finalists)
+        names = trials_named([t.number for t in finalists])
         done = f" after {repeats} of {many(max(repeats, asked.plan.repeats), 'repeat')}" if repeats else ""
-        sentence = f"Not confirmed: {why}{done}. The next run measures the finalists (trials {names}) first."
+        sentence = f"Not confirmed: {why}{done}. The next run first measures {names} again."
     elif not served:
         outcome, sentence = Judgement.NOTHING_SERVED, nothing_served(trials, why)
     return unmeasured(

@@ -8,7 +8,7 @@ from tuner.conclusions import Attribution, Conclusion, PublishedProfile
 from tuner.engine import effective
 from tuner.knobs.arguments import compile_candidate
 from tuner.knobs.catalogue import CATALOGUE
-from tuner.measures import many
+from tuner.measures import many, trials_named
 from tuner.profiles import registry
 from tuner.records import JSON, Profile, Run, Trial, TrialState
 from tuner.search import trial_view
@@ -46,12 +46,12 @@ class Ending:
         if found is None or not found[1]:
             return
         going = self._confirmation(*found)
-        names = ", ".join(str(t.number) for t in going.chosen)
+        names = trials_named([t.number for t in going.chosen])
         if (why := self.too_short(going)) is not None:
-            self._say(f"the confirmation of trials {names} is still to be done: {why}")
+            self._say(f"the confirmation of {names} is still to be done: {why}")
             return
         if going.missing:
-            self._say(f"first the confirmation of trials {names}, which was interrupted")
+            self._say(f"first the confirmation of {names}, which was interrupted")
         await self._measure(going)
 
     async def confirm(self) -> str | None:

@@ -16,6 +16,7 @@ import numpy as np
 from tuner.engine.server import Server
 from tuner.errors import Aborted
 from tuner.knobs.catalogue import CATALOGUE
+from tuner.measures import trials_named
 from tuner.records import JSON, Candidate, Trial, TrialState
 from tuner.tuning.study import Prepared
 
@@ -142,9 +143,9 @@ def summary(prepared: Prepared, trials: Sequence[Trial]) -> str:
     if (reason := why_not(prepared)) is not None:
         return reason
     done = [t for t in trials if t.state is TrialState.COMPLETE]
-    left = [str(t.number) for t in done if held_back(prepared, t)]
+    left = [t.number for t in done if held_back(prepared, t)]
     if left:
-        return f"not judged, so not published: trials {', '.join(left)} (no answers of the baseline)"
+        return f"not judged, so not published: {trials_named(left)} (no answers of the baseline)"
     return "judged by greedy canary prompts"
 
 
