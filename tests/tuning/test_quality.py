@@ -113,7 +113,7 @@ def test_M20_what_was_not_judged_is_told_and_is_no_finalist(tmp_path: Path) -> N
     same = trial(3, Candidate({"max_num_seqs": 16}), ttft_p95_ms=400.0)
     assert quality.summary(real, [judged, same]) == "judged by greedy canary prompts"
     said = quality.summary(real, [judged, unjudged, same])
-    assert said.startswith("not judged, so not published: trials 2")
+    assert said.startswith("not judged, so not published: trial 2 (")
     assert quality.held_back(real, unjudged) == (
         "it turns kv_cache_dtype, and its answers were not judged (quality: off publishes it)"
     )
