@@ -12,7 +12,7 @@ import pytest
 from benchmarks.attribution import measured
 from tests.report.test_report import said as example
 from tests.tuning.studies import SPACE, tuner
-from tests.tuning.test_confirm import Closed, Night
+from tests.tuning.test_confirm import Closed, Night, quiet
 from tuner.conclusions import Attribution, Conclusion, Judgement
 from tuner.records import Candidate, Prediction, Run, RunState, Trial
 from tuner.report.explain import gave, lines, mechanism, why_none
@@ -29,7 +29,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[int, Attribution]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(HIDDEN, json.dumps([{"launch_noise": 0.01}]))
         folder = tmp_path_factory.mktemp("cases")
-        return {number: asyncio.run(measured(number, folder / str(number)))[0] for number in (2, 10)}
+        made = {number: asyncio.run(measured(number, folder / str(number)))[0] for number in (2, 10)}
+    return {number: one for number, one in made.items() if one is not None}
 
 
 @pytest.mark.slow
@@ -133,6 +134,58 @@ def test_a_knob_that_gives_nothing_is_not_in_the_published_profile(tmp_path: Pat
     shown = newest_card(night.store, profile.key, [study])
     assert shown is not None
     assert {knob.name: knob.gave for knob in shown[0].changed} == given
+
+
+def test_the_last_knob_needs_no_launch_where_all_others_give_nothing(tmp_path: Path) -> None:
+    """Without the watermark the winner differs from today in one knob, which the confirmation measured."""
+
+    class Hinted(Padded):
+        """The search came near to the winner without the watermark."""
+
+        def search(self, run: Run, seqs: Sequence[int] = (4, 16, 64, *[8] * 21)) -> None:
+            super().search(run, seqs)
+            self.padding = {}
+            super().search(run, (15,))
+
+    def speed(seqs: int, purpose: str, repeat: int) -> Mapping[str, float]:
+        return {"ttft_p95_ms": 0.6, "e2e_p95_ms": 0.95} if seqs == 15 else quiet(seqs, purpose, repeat)
+
+    night = Hinted(tmp_path, speed)
+    said, found = night.attributed()
+    assert found is not None
+    assert found.published, found.sentence
+    assert found.knobs[0].why == "it is all that differs from today"
+    assert found.knobs[0].gains[0].word == "better"
+    told = [t.origin for t in night.store.trials(said.study_id) if "without" in (t.origin or "")]
+    assert told == ["without watermark"]
+
+
+def test_two_knobs_that_do_the_same_are_told_apart_by_launches(tmp_path: Path) -> None:
+    class Twins(Padded):
+        """The winner is slow without the watermark and the threshold; either one is enough."""
+
+        padding: Mapping[str, float] = {"watermark": 0.01, "long_prefill_token_threshold": 16000}
+        space = SPACE + "  watermark: [0.0, 0.01]\n  long_prefill_token_threshold: [0, 16000]\n"
+
+        async def work(self, order: LaunchJob, note: Note) -> list[Measured]:
+            made = await super().work(order, note)
+            if order.number < 3 or set(order.spec.asked) & set(self.padding):
+                return made
+            slower = {"ttft_p95_ms": 1.5 * made[0].measurement.values["ttft_p95_ms"]}
+            return [
+                replace(m, measurement=replace(m.measurement, values={**m.measurement.values, **slower}))
+                for m in made
+            ]
+
+    night = Twins(tmp_path)
+    run = night.run()
+    night.search(run, (4, 16, 64, *[8] * 30))
+    _, found = night.attributed(run)
+    assert found is not None
+    assert found.published, found.sentence
+    assert [(g.name, g.kept) for g in found.knobs] == [
+        ("long_prefill_token_threshold", False), ("max_num_seqs", True), ("watermark", True),
+    ]  # fmt: skip
 
 
 def test_a_reduced_configuration_that_is_worse_is_not_published(tmp_path: Path) -> None:

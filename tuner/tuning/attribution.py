@@ -22,6 +22,7 @@ from tuner.tuning.confirm import (
     asked_of,
     cost_of,
     folder_of,
+    is_searched,
     kept,
     label_of,
     launches_of,
@@ -29,19 +30,20 @@ from tuner.tuning.confirm import (
 from tuner.tuning.context import RunContext
 from tuner.tuning.finalists import worse_by
 from tuner.tuning.next_trial import next_number
+from tuner.tuning.significance import LEAST
 
 # A knob of which the simulator expects less than this (a share, in every objective) is inert; a loss of more
 # than SURE without it is sure. What lies between is measured: the calibrated simulator is a few per cent off.
 INERT, SURE = 0.01, 0.10
 
-# A knob is kept where the winner without it is worse by more than this: less than what is worth a knob (5 %),
-# more than one launch is noisy.
-PAYS = 0.03
+# A knob is worth 5 %: it is kept where one launch without it is worse by more. All that is left out may lose
+# PAYS at most in the last comparison, which goes on while it may lose something (`LEAST`).
+WORTH, PAYS = 0.05, 0.03
 
 UNSEEN = ("dtype", "optimization_level", "prefix_caching_hash_algo", "disable_cascade_attn")
 """Arguments that the simulator takes and does not act on."""
 
-MOST_ROUNDS = 3
+MOST_ROUNDS = 4
 """Of the last comparison."""
 
 WORSE = "the reduced configuration was worse in the last comparison"
@@ -106,10 +108,25 @@ class Attributing:
         """
         known = {name: gain for name in self.names if (gain := self._known(name)) is not None}
         gains = self._together(list(known.values()))
-        for name in self.names:
-            if name not in known:
-                gains.append(await self._asked_for(name, gains))
+        for name in sorted(set(self.names) - set(known), key=self._promise):
+            gains.append(await self._asked_for(name, gains))
         return sorted(gains, key=lambda gain: gain.name)
+
+    def _promise(self, name: str) -> tuple[float, str]:
+        """Sorts knobs by how near to the winner the search came with today's value: a knob with which it came
+        near most likely gives nothing, and is asked for first. The last needs no launch if no other pays.
+        """
+        trials = [t for t in self.context.store.trials(self.run.study_id) if is_searched(t)]
+        today = [t for t in trials if t.candidate.get(name) == self.base.candidate.get(name)]
+        return min((self._behind(t) for t in today), default=math.inf), name
+
+    def _behind(self, trial: Trial) -> float:
+        """By how much a trial is worse than the winner, in the objective that loses most, as searched."""
+        if trial.measurement is None or self.winner.measurement is None:
+            return math.inf
+        won, then = self.winner.measurement.values, trial.measurement.values
+        names = [name for name in self._asked.study.objectives if won.get(name) and name in then]
+        return max((worse_by(name, won[name], then[name]) for name in names), default=math.inf)
 
     def _lost(self, names: Sequence[str]) -> Attribution | None:
         """The attribution of an earlier run that found the winner worse without these knobs."""
@@ -195,12 +212,17 @@ class Attributing:
         arm = self.said.arm(self.winner.number)
         if arm is not None and name not in arm.changed:
             return replace(found, kept=False, why="the engine runs with this value without being told")
-        if arm is not None and candidate == self.base.candidate:
-            gains = tuple(c for c in arm.changes if c.where == "confirm")
-            return replace(found, how="measured", gains=gains, why="it is all that differs from today")
+        if candidate == self.base.candidate:
+            return self._all_that_differs(found)
         if (broken := self.context.prepared.known_failure(candidate)) is not None:
             return replace(found, why=f"without it {broken}")
         return self._simulated(found, candidate)
+
+    def _all_that_differs(self, gain: KnobGain) -> KnobGain:
+        """A knob without which the winner is today's configuration: the confirmation measured that."""
+        arm = self.said.arm(self.winner.number)
+        gains = tuple(c for c in arm.changes if c.where == "confirm") if arm is not None else ()
+        return replace(gain, how="measured", gains=gains, why="it is all that differs from today")
 
     def _unasked(self, name: str) -> KnobGain:
         today, won = self.base.candidate, self.winner.candidate
@@ -211,6 +233,8 @@ class Attributing:
         run knows or there is no room.
         """
         found, left = self._unasked(name), [*_dropped(so_far), name]
+        if self.without(left) == self.base.candidate:
+            return self._all_that_differs(found)
         if (lost := self._lost(left)) is not None:
             gains = tuple(_turned(d) for d in lost.last if d.where == "confirm")
             why = f"an earlier run measured the winner without {', '.join(left)}"
@@ -264,7 +288,7 @@ class Attributing:
             measured={trial.number: [own], self.winner.number: rows},
         )  # fmt: skip
         gains = differences(self._asked, found, self.winner, spreads_of(self._asked, found))
-        pays = _loss_of(gains) > PAYS
+        pays = _loss_of(gains) > WORTH
         told = ""
         if pays and self.predict is not None:
             whole, less = self.predict([self.winner.candidate, candidate])
@@ -322,29 +346,32 @@ class Attributing:
         arms = [self.winner, trial]
 
         def left() -> list[Trial]:
-            if self._room < len(arms):
+            last = self._differences(rounds, arms)
+            if _is_worse(last) or _worst(last) <= LEAST:
                 return []
-            return arms if self._doubtful(self._differences(rounds, arms)) else []
+            return arms if self._room >= len(arms) else [trial][: self._room]
 
         await rounds.measure(arms, least=LEAST_ROUNDS, most=MOST_ROUNDS, left=left)
         last = self._differences(rounds, arms)
         why = ""
         if _is_worse(last):
             why = WORSE
-        elif not last or self._doubtful(last):
+        elif not last or _worst(last) > PAYS:
             why = OPEN
         return self._record(gains, reduced=trial, last=last, published=not why, why=why)
 
     def _differences(self, rounds: Rounds, arms: Sequence[Trial]) -> tuple[Difference, ...]:
+        """The reduced configuration against the winner, whose launches of the confirmation count too; only
+        launches in turns are paired.
+        """
         measured, dropped = rounds.measured(arms)
         earlier = noise_before(self.context.store, self._asked, without=rounds.label)
         found = Repeats(base=arms[0], finalists=arms[1:], measured=measured, dropped=dropped, earlier=earlier)
-        return differences(self._asked, found, arms[1], spreads_of(self._asked, found))
-
-    def _doubtful(self, last: Sequence[Difference]) -> bool:
-        """Whether something may be worse: by what was measured, it is by more than a knob is worth."""
-        ours = [d for d in last if d.where == "confirm" and d.before and d.after is not None]
-        return any(worse_by(d.metric, d.before or 0.0, d.after or 0.0) > PAYS for d in ours)
+        spreads, number = spreads_of(self._asked, found), self.winner.number
+        if number in measured:
+            more = [*measured[number], *kept(self.context, self.label, self.winner.id)]
+            found = replace(found, measured={**measured, number: more})
+        return differences(self._asked, found, arms[1], spreads)
 
     def _record(
         self, gains: Sequence[KnobGain], *, reduced: Trial | None = None, last: Sequence[Difference] = (),
@@ -364,6 +391,12 @@ class Attributing:
 
 def _dropped(gains: Sequence[KnobGain]) -> list[str]:
     return [g.name for g in gains if not g.kept]
+
+
+def _worst(last: Sequence[Difference]) -> float:
+    """By how much the reduced configuration is worse, in the metric that loses most, as measured."""
+    ours = [d for d in last if d.where == "confirm" and d.before and d.after is not None]
+    return max((worse_by(d.metric, d.before or 0.0, d.after or 0.0) for d in ours), default=0.0)
 
 
 def _is_worse(last: Sequence[Difference]) -> bool:

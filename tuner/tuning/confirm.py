@@ -193,12 +193,16 @@ def kept(context: RunContext, label: str, trial_id: int) -> list[Measurement]:
     return [last[key] for key in sorted(last)]
 
 
+def is_searched(trial: Trial) -> bool:
+    """Whether a trial is one of the search: those of an attribution lie in folders of rounds."""
+    return "-confirm-" not in (trial.directory or "")
+
+
 def cost_of(context: RunContext, run: Run, label: str | None = None) -> RunCost:
     """What a run's search and some rounds held the node for (default: its confirmation)."""
     facts = context.prepared.facts
     real = adapter_of(facts.kind).uses_gpus(facts.platform)
-    trials = context.store.trials(run.study_id)  # those of an attribution lie in folders of rounds
-    ours = [t for t in trials if t.run_id == run.id and "-confirm-" not in (t.directory or "")]
+    ours = [t for t in context.store.trials(run.study_id) if t.run_id == run.id and is_searched(t)]
     search = sum(t.gpu_seconds / (1 if real else context.gpus_held(t.candidate)) for t in ours)
     spans = [
         max(0.0, (each.ended_at - each.started_at).total_seconds()) * (gpus_held(each.argv) if real else 1)
