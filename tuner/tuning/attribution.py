@@ -146,9 +146,10 @@ class Attributing:
         all or none were measured, the one that gave most.
         """
         dropped = [g for g in gains if not g.kept]
-        suspects = [g for g in dropped if g.how == "measured"]
+        asked = [g for g in dropped if g.how != "not asked"] or dropped
+        suspects = [g for g in asked if g.how == "measured"]
         if len(suspects) in (0, len(dropped)):
-            suspects = [max(dropped, key=lambda g: _loss_of(g.gains))]
+            suspects = [max(asked, key=lambda g: _loss_of(g.gains))]
         return [_suspected(g, dropped, suspects, last) if g in suspects else g for g in gains]
 
     @property
@@ -409,8 +410,10 @@ def _suspected(
     """A knob that is kept, because the winner without all that was left out was not shown to be as good. If
     it was worse, and no other knob is suspected, that is what the knob gives.
     """
-    alone = "one launch without it was not worse"
-    if gain.how == "predicted":
+    alone = gain.why
+    if gain.how == "measured":
+        alone = "one launch without it was not worse"
+    elif gain.how == "predicted":
         alone = "the simulator expects nothing of it"
     if not _is_worse(last):
         why = f"{alone}, but the reduced configuration was not shown to be as good"
