@@ -212,6 +212,22 @@ def test_a_reduced_configuration_that_is_worse_is_not_published(tmp_path: Path) 
     assert "published as it is" in found.sentence
 
 
+def test_a_knob_for_which_there_was_no_room_is_not_said_to_pay(tmp_path: Path) -> None:
+    class Crowded(Padded):
+        padding: Mapping[str, float] = {"watermark": 0.01, "long_prefill_token_threshold": 16000}
+        space = SPACE + "  watermark: [0.0, 0.01]\n  long_prefill_token_threshold: [0, 16000]\n"
+
+    night = Crowded(tmp_path)
+    run = night.run()
+    night.search(run, (4, 16, 64, *[8] * 15))
+    _, found = night.attributed(run)
+    assert found is not None
+    assert found.published, found.sentence
+    assert [g.how for g in found.knobs] == ["measured", "measured", "not asked"]
+    assert found.sentence.startswith("max_num_seqs pays; long_prefill_token_threshold gives nothing")
+    assert found.sentence.endswith("Not asked: watermark.")
+
+
 class Misled(Padded):
     """The winner is slow without the watermark; `first`: how much in the first launch without it."""
 

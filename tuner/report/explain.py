@@ -75,17 +75,23 @@ def knob_line(gain: KnobGain) -> str:
 
 def sentence_of(found: Attribution, why: str = "") -> str:
     """The attribution in one or two sentences."""
-    pays = [g.name for g in found.knobs if g.kept]
+    pays = [g.name for g in found.knobs if g.kept and g.how != "not asked"]
+    unasked = ", ".join(g.name for g in found.knobs if g.kept and g.how == "not asked")
+    rest = f" Not asked: {unasked}." if unasked else ""
     left = [g.name for g in found.knobs if not g.kept]
     if found.published:
         return (
             f"{', '.join(pays) or 'No knob'} {'pays' if len(pays) < 2 else 'pay'}; {', '.join(left)}"
             f" {'gives' if len(left) < 2 else 'give'} nothing and {'is' if len(left) < 2 else 'are'} left out"
-            f" of the profile (trial {found.reduced})."
+            f" of the profile (trial {found.reduced}).{rest}"
         )
     if why:
         return f"The winner is published as it is: {why}."
-    return f"Every knob of the winner pays: {', '.join(pays)}."
+    if not pays:
+        return f"The winner is published as it is.{rest}"
+    return (
+        f"Every knob of the winner{' that was asked for' if unasked else ''} pays: {', '.join(pays)}.{rest}"
+    )
 
 
 def mechanism(before: Mapping[str, float], after: Mapping[str, float]) -> str:
