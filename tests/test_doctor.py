@@ -70,7 +70,7 @@ def test_a_gpu_in_use_is_an_error_that_names_who() -> None:
 def test_a_gpu_in_use_by_a_pid_of_the_host_is_told_as_far_as_known() -> None:
     check = gpus(Gpus.open({}, nvml=Driver(30.0, [4_000_000])))
     assert "pid 4000000 outside this container" in check.found
-    assert gpus(Gpus.open({}, nvml=Driver(30.0, []))).found.endswith("the driver does not say who")
+    assert gpus(Gpus.open({}, nvml=Driver(30.0, []))).found.endswith("the driver does not name the process")
 
 
 def test_a_gpu_that_a_run_of_ours_uses_is_only_a_warning() -> None:

@@ -165,14 +165,14 @@ def left_over(running: Mapping[str, Sequence[psutil.Process]], ours: Collection[
     ourselves = bool(ours)
     shown = {tag: living for tag, living in running.items() if (tag in ours) == ourselves}
     pids = ", ".join(str(p.pid) for living in shown.values() for p in living)
-    whose = "a run" if ourselves else "another TUNER_HOME's or database's run"
+    whose = "a run" if ourselves else "a run with another TUNER_HOME or database"
     return Check(
         name="processes",
         verdict="warning",
         found=f"engines of {whose} are alive: {pids}",
-        mend="wait until the run ends; if it has died, tuner tune on its study clears it"
+        mend="wait until the run ends; if its controller died, `tuner tune` with its study stops them"
         if ourselves
-        else "wait until that run has ended: it takes cores and memory from yours",
+        else "wait until that run has ended, because it uses cores and memory that yours needs",
     )
 
 
@@ -185,7 +185,7 @@ def gpus(found: Gpus, *, busy_with_ours: bool = False) -> Check:
     use = found.foreign_use()
     if use is None:
         return Check(name="gpus", verdict="ok", found=names)
-    holders = "; ".join(_holder(user) for user in found.users()) or "the driver does not say who"
+    holders = "; ".join(_holder(user) for user in found.users()) or "the driver does not name the process"
     return Check(
         name="gpus",
         verdict="warning" if busy_with_ours else "error",
@@ -271,5 +271,5 @@ def flags(dropped: Mapping[str, str]) -> Check:
     if not dropped:
         return Check(name="flags", verdict="ok", found="the engine has every knob of the space")
     listed = "; ".join(f"{name}: {why}" for name, why in dropped.items())
-    mend = "nothing, or take them out of the space: they keep the engine's default"
+    mend = "remove them from the space, or do nothing: they keep the engine's default"
     return Check(name="flags", verdict="warning", found=f"not turned: {listed}", mend=mend)

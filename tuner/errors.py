@@ -14,8 +14,8 @@ INTERRUPTED = 8
 EXIT_CODES: Mapping[int, str] = MappingProxyType(
     {
         0: "done; also `serve` after an orderly stop (SIGTERM, Ctrl-C), and `tune` after `tuner run cancel`",
-        1: "an engine, or something that no other code covers, failed; `lint`: a finding is as severe as"
-        " `--fail-on` says",
+        1: "an engine failed, or there was an error without a code of its own; `lint`: a finding is as severe"
+        " as `--fail-on` says",
         2: "wrong input: fix the file, key or flag that the message names; nothing was written",
         3: "`profile resolve --exit-code`: the file is unchanged",
         4: "not found",

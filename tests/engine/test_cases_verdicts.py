@@ -64,8 +64,7 @@ def test_case_07_a_first_boot_with_less_kv_cache_is_booted_again(tmp_path: Path)
     assert (server.first_kv_tokens, server.kv_tokens) == (3888, 4096)
     assert server.timeline["first_kv_drift"] == pytest.approx(-0.0508, abs=1e-4)
     assert (
-        about_first([server.timeline])
-        == "1 thrown away: the KV cache of the next boot differed by up to 5.1%"
+        about_first([server.timeline]) == "1 discarded: the KV cache of the next boot differed by up to 5.1%"
     )
     assert not server.compiled_anew
     assert "Compiling a graph" in (tmp_path / "engine-first.log").read_text()
@@ -75,14 +74,14 @@ def test_case_07_a_first_boot_with_less_kv_cache_is_booted_again(tmp_path: Path)
 @pytest.mark.parametrize(
     ("timelines", "again", "said"),
     [
-        ([], True, "none was thrown away"),
-        ([{"ready_s": 95.0}, {"first_ready_s": 95.0}], True, "none was thrown away"),
+        ([], True, "none was discarded"),
+        ([{"ready_s": 95.0}, {"first_ready_s": 95.0}], True, "none was discarded"),
         ([{"first_kv_drift": -0.0011}, {"ready_s": 50.0}], False,
-         "1 thrown away: the KV cache of the next boot differed by up to 0.1%"),
+         "1 discarded: the KV cache of the next boot differed by up to 0.1%"),
         ([{"first_kv_drift": -0.0508}], True,
-         "1 thrown away: the KV cache of the next boot differed by up to 5.1%"),
+         "1 discarded: the KV cache of the next boot differed by up to 5.1%"),
         ([{"first_kv_drift": -0.0011}, {"first_kv_drift": 0.02}], True,
-         "2 thrown away: the KV cache of the next boot differed by up to 2.0%"),
+         "2 discarded: the KV cache of the next boot differed by up to 2.0%"),
     ],
 )  # fmt: skip
 def test_case_07_first_boots_are_thrown_away_until_one_proved_harmless(

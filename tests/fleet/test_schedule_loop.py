@@ -121,7 +121,7 @@ def test_25_3_a_due_time_without_anything_new_ends_and_no_process_begins_it_agai
 
     asyncio.run(night())
     assert world.kinds() == ["start", "ended"]
-    assert world.said[-1].sentence == "no version of the engine is new"
+    assert world.said[-1].sentence == "there is no new version of the engine"
     assert store.schedule("nightly").last_run_id is None
     again = World(store, now=DUE + timedelta(minutes=5))
     asyncio.run(at_moments(again, again.now))

@@ -119,7 +119,7 @@ def test_secrets_stay_where_they_are() -> None:
     assert "hf_abc" not in repr(made)
     assert made.notes == (
         "--api-key is set by the tuner for every launch",
-        "HF_TOKEN is a secret and stays where it is",
+        "HF_TOKEN is a secret and is not imported",
     )
 
 
@@ -130,7 +130,7 @@ def test_a_config_file_is_read_below_the_command_line(tmp_path: Path) -> None:
     assert made.model == "org/model"
     assert made.candidate == Candidate({"max_num_seqs": 16, "block_size": 32, "enable_prefix_caching": False})
     assert read("vllm serve m --config /nowhere.yaml").notes == (
-        "--config /nowhere.yaml is not readable here; what it sets is missing",
+        "--config /nowhere.yaml cannot be read here, so its settings are missing",
     )
 
 
@@ -250,7 +250,7 @@ def test_what_a_file_leaves_out_is_said(tmp_path: Path) -> None:
     chart.write_text(PRODUCTION_STACK)
     made = read(str(unit))
     assert made.env == {"HF_HOME": "/srv/hf", "VLLM_USE_V1": "1"}
-    assert made.notes == ("EnvironmentFile /etc/default/vllm is not read; give what it sets",)
+    assert made.notes == ("EnvironmentFile /etc/default/vllm is not read; give its variables",)
     assert read(str(chart)).args == {"disable-log-stats": True}
     assert read(str(chart)).notes == (
         "HF_TOKEN comes from elsewhere in the cluster and is left out",

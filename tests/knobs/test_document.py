@@ -82,7 +82,7 @@ def test_the_rows_of_an_engine() -> None:
     assert set(found) == set(CATALOGUE)
     assert found["max_num_seqs"].why_not is None
     assert found["max_num_seqs"].default == 128
-    assert "does not act on cpu" in (found["async_scheduling"].why_not or "")
+    assert "has no effect on cpu" in (found["async_scheduling"].why_not or "")
     assert found["scheduling_policy"].choices == ("fcfs", "priority")
 
 

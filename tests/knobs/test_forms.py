@@ -197,19 +197,19 @@ def test_a_file_of_several_commands_asks_which() -> None:
     [
         (f"docker run --gpus all --ipc=host -v a:b {IMAGE} --model m", "own options: --gpus --ipc -v"),
         (f"docker run -e HF_TOKEN -e A=1 {IMAGE} --model m", "HF_TOKEN comes from the environment of"),
-        (f"docker run --env-file /no/such {IMAGE} --model m", "/no/such is not read; give what it sets"),
-        (f"docker run -e HF_TOKEN=hf_x {IMAGE} --model m", "HF_TOKEN is a secret and stays where it is"),
-        ("DB=postgresql://u:pw1x@h/d vllm serve m", "DB is a secret and stays where it is"),
-        ("vllm serve m --hf-token hf_abcdef", "--hf-token is a secret and stays where it is"),
+        (f"docker run --env-file /no/such {IMAGE} --model m", "/no/such is not read; give its variables"),
+        (f"docker run -e HF_TOKEN=hf_x {IMAGE} --model m", "HF_TOKEN is a secret and is not imported"),
+        ("DB=postgresql://u:pw1x@h/d vllm serve m", "DB is a secret and is not imported"),
+        ("vllm serve m --hf-token hf_abcdef", "--hf-token is a secret and is not imported"),
         ("vllm serve m --api-key k --port 1", "--api-key is set by the tuner for every launch"),
-        ("vllm serve $MODEL --max-num-seqs 4", "the model $MODEL is not given here"),
-        ("vllm serve m --max-num-seqs $SEQS", "--max-num-seqs needs SEQS, which is not given here"),
-        ("vllm serve m --max-num-seqs $(nproc)", "--max-num-seqs needs nproc, which is not given here"),
-        ("vllm serve m --max-num-seqs 4 $EXTRA", "'$EXTRA' is not given here; what it holds is missing"),
-        ("vllm serve m --trust-remote-code $EXTRA", "'$EXTRA' is not given here; what it holds is missing"),
+        ("vllm serve $MODEL --max-num-seqs 4", "the model $MODEL has no known value here"),
+        ("vllm serve m --max-num-seqs $SEQS", "--max-num-seqs needs SEQS, which has no known value"),
+        ("vllm serve m --max-num-seqs $(nproc)", "--max-num-seqs needs nproc, which has no known value"),
+        ("vllm serve m --max-num-seqs 4 $EXTRA", "'$EXTRA' has no known value, so its arguments are missing"),
+        ("vllm serve m --trust-remote-code $EXTRA", "'$EXTRA' has no known value, so its arguments are missing"),
         ("vllm serve m --max-num-seqs 4 --max-num-seqs 8", "--max-num-seqs occurs twice; the last one counts"),
         ("vllm serve m --swap-space 4", "recomputes what it preempts"),
-        ("vllm serve m --num-scheduler-steps 8", "steps overlap by --async-scheduling"),
+        ("vllm serve m --num-scheduler-steps 8", "--async-scheduling lets steps overlap"),
         ("vllm serve m --disable-log-requests", "requests are not logged unless"),
         ("vllm serve m --eplb-window-size 3", "--eplb-window-size is gone"),
         ("if [ -d x ]; then vllm serve m; fi", "stands in a condition"),
@@ -296,7 +296,7 @@ def test_environment_files_that_can_be_read_are(tmp_path: Path) -> None:
     made = read(str(unit))
     assert made.candidate == Candidate({"max_num_seqs": 64})
     assert made.env == {"SEQS": "64", "VLLM_LOGGING_LEVEL": "INFO"}
-    assert made.notes == ("HF_TOKEN is a secret and stays where it is",)
+    assert made.notes == ("HF_TOKEN is a secret and is not imported",)
 
 
 def test_quotes_comments_and_dollars_are_those_of_a_shell() -> None:

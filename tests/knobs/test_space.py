@@ -272,7 +272,7 @@ VIOLATIONS = [
     ({"kv_cache_memory_bytes": 1, "gpu_memory_utilization": 0.9}, "only one of them"),
     ({"block_size": 24}, "block_size 24 is not a multiple of 16"),
     ({"block_size": 128, "attention_backend": "FLASHINFER"}, "not among those of FLASHINFER: 16, 32, 64"),
-    ({"tensor_parallel_size": 4, "data_parallel_size": 4}, "needs 16 GPUs and there are 8"),
+    ({"tensor_parallel_size": 4, "data_parallel_size": 4}, "needs 16 GPUs, but there are 8"),
     ({"tensor_parallel_size": 8}, "does not divide 28 heads"),
 ]
 

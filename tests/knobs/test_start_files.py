@@ -52,14 +52,14 @@ def test_I29_3_objects_and_paths_keep_their_quotes_and_backslashes(tmp_path: Pat
 @pytest.mark.parametrize(
     ("name", "text", "missing"),
     [
-        ("a.bat", "vllm serve %MODEL% --max-num-seqs 64\n", "the model $MODEL is not given here"),
+        ("a.bat", "vllm serve %MODEL% --max-num-seqs 64\n", "the model $MODEL has no known value here"),
         ("b.bat", "set MODEL=%1\nvllm serve %MODEL%\n", "the model $1 is not given here"),
         (
             "c.cmd",
             "set /p SEQS=How many: \nvllm serve m --max-num-seqs %SEQS%\n",
             "--max-num-seqs needs SEQS",
         ),
-        ("d.ps1", "vllm serve $env:MODEL --max-num-seqs 64\n", "the model $MODEL is not given here"),
+        ("d.ps1", "vllm serve $env:MODEL --max-num-seqs 64\n", "the model $MODEL has no known value here"),
         ("e.ps1", "$n = Get-Random\nvllm serve m --max-num-seqs $n\n", "--max-num-seqs needs $(Get-Random)"),
         ("f.ps1", "vllm serve $cfg.Model --max-num-seqs (32 * 2)\n", "--max-num-seqs needs $(32 * 2)"),
         ("g.sh", "N=$(nproc)\nvllm serve m --max-num-seqs $N\n", "--max-num-seqs needs nproc"),
@@ -104,9 +104,9 @@ def test_I29_3_a_dockerfile(tmp_path: Path, name: str, ends: str) -> None:
 @pytest.mark.parametrize(
     ("text", "missing"),
     [
-        ("FROM x\nARG MODEL\nENV MODEL=$MODEL\nCMD vllm serve $MODEL\n", "the model $MODEL is not given here"),
+        ("FROM x\nARG MODEL\nENV MODEL=$MODEL\nCMD vllm serve $MODEL\n", "the model $MODEL has no known value here"),
         ("FROM x\nARG MODEL=m\nCMD vllm serve $MODEL\n", "MODEL is an ARG, which has no value when the image runs"),
-        (f"FROM {IMAGE}\nENV M=m\nCMD [\"--model\", \"$M\"]\n", "Docker fills in nothing in a JSON list: vLLM gets $M"),
+        (f"FROM {IMAGE}\nENV M=m\nCMD [\"--model\", \"$M\"]\n", "Docker replaces no variable in a JSON list: vLLM gets $M"),
         (f"FROM {IMAGE}\nCMD --model m\n", "CMD is not a JSON list, so the entrypoint gets sh -c and one text"),
         ("FROM x\nCMD vllm serve m --max-num-seqs $SEQS\n", "--max-num-seqs needs SEQS"),
     ],
@@ -231,7 +231,7 @@ def test_I29_3_what_another_config_map_has_is_named_and_not_guessed(tmp_path: Pa
     with pytest.raises(BadInput, match=r"starts 'bash /etc/vllm/start.sh', which is not in the file"):
         read(str(path))
     path.write_text(config_map(SCRIPT))
-    assert "the model $MODEL is not given here; write its name" in read(str(path)).notes
+    assert "the model $MODEL has no known value here; write its name" in read(str(path)).notes
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_I29_3_what_another_config_map_has_is_named_and_not_guessed(tmp_path: Pa
     [
         ("Dockerfile", "FROM x\nCOPY s.sh /\nENTRYPOINT [\"/s.sh\"]\n", "the image starts /s.sh, which is not in the file"),
         ("site.yml", "- hosts: gpu\n  roles: [vllm]\n", "this is an Ansible playbook .roles and included files are not read"),
-        ("map.yaml", config_map("  nginx.conf: 'server {}'\n"), "this is Kubernetes: ConfigMap, and no vLLM is started there"),
+        ("map.yaml", config_map("  nginx.conf: 'server {}'\n"), "this is Kubernetes: ConfigMap, and it starts no vLLM"),
         ("run.ps1", "Write-Host 'no'\n", "no vLLM is started there"),
         ("run.bat", "echo no\n", "no vLLM is started there"),
     ],

@@ -549,10 +549,10 @@ def test_bad_input_is_one_sentence_that_says_what_to_mend(words: list[str], said
 
 
 WRONG: dict[str, tuple[bytes, str]] = {
-    "README.md": (b"# Title\n\nWe serve with vLLM.\n", "this is a document, and no vLLM is started there"),
+    "README.md": (b"# Title\n\nWe serve with vLLM.\n", "this is a document, and it starts no vLLM"),
     "notes.txt": (b"buy milk\n", "this is a document"),
     "weights.gguf": (b"GGUF\x03\x00", "is the weights of a model"),
-    "trace.parquet": (b"PAR1\x00\x01", "Parquet (is it a trace? that goes to --trace)"),
+    "trace.parquet": (b"PAR1\x00\x01", "Parquet (a trace is given with --trace)"),
     "a.out": (b"\x7fELF\x02\x01", "is a program"),
     "dump": (b"ab\x00\x01", "is a binary file"),
     "latin.yaml": (b"a: \xe9t\xe9\n", "not a UTF-8 text file"),
@@ -561,7 +561,7 @@ WRONG: dict[str, tuple[bytes, str]] = {
     "comments.yaml": (b"# vllm serve m\n\n", "nothing but comments"),
     "config.json": (
         b'{"architectures": ["Qwen2ForCausalLM"]}',
-        "config.json of a model (that goes to --hf-config)",
+        "config.json of a model (it is given with --hf-config)",
     ),
     "package.json": (b'{"name": "x", "version": 1}', "JSON with the keys name, version"),
     "list.json": (b"[1, 2]", "a JSON list"),

@@ -227,7 +227,7 @@ def test_M20_what_was_not_judged_is_promoted_only_where_the_study_said_so_and_sa
         store, study=study, trial=trial, argv=(), env={}, evidence={**GOOD, **said}, now=NOW
     )  # fmt: skip
     if not passes:
-        with pytest.raises(Conflict, match="its answers were not judged, though it turns kv_cache_dtype"):
+        with pytest.raises(Conflict, match="its answers were not judged, although it changes kv_cache_dtype"):
             champion(store, profile)
     gates = registry.Gates() if passes else NO_GATES
     moved = registry.promote(store, profile, gates=gates, actor="me", reason="night", now=NOW)

@@ -311,7 +311,7 @@ def test_case_r13_a_prompt_counted_otherwise_voids_the_trial() -> None:
     traffic = trace(np.arange(10) * 0.02)
     replayed, _ = within(play(Script(prompt_tokens=lambda prompt: len(prompt) + 1), traffic, ALL))
     assert [why.split(":")[0] for why in replayed.fidelity.failed] == ["prompt_tokens"]
-    assert "13 prompt tokens where 12 were sent" in replayed.fidelity.failed[0]
+    assert "13 prompt tokens, but 12 were sent" in replayed.fidelity.failed[0]
 
 
 def test_case_r14_answers_of_another_length_void_the_trial() -> None:

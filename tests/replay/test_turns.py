@@ -120,7 +120,7 @@ def test_a_turn_that_never_came_due_is_accounted_for() -> None:
     first, second = replayed.slices[0].outcomes
     assert first.ok
     assert second.error is not None
-    assert "never sent" in second.error
+    assert "not sent" in second.error
     assert replayed.fidelity.values["lost"] == 0
 
 

@@ -40,7 +40,7 @@ def test_I27_1_the_card_answers_in_the_order_in_which_people_ask() -> None:
     assert -100 <= row.bar[0] < row.bar[1] < row.bar[2] < 0, (
         "the whole interval is on the better side of zero"
     )
-    assert found.slo == "yes: 97 % of requests keep it (today 80 %), 95 % are asked for"
+    assert found.slo == "yes: 97 % of requests keep it (today 80 %), 95 % are required"
     assert found.confidence == "medium"
     assert "nothing is clearly better" in found.because
     assert found.changed[0].gave == "about two thirds of it"

@@ -120,7 +120,7 @@ def test_a_knob_that_gives_nothing_is_not_in_the_published_profile(tmp_path: Pat
     assert profile.evidence["attribution"] == found.to_json(), "what was left out stays in the evidence"
     done = tuner(tmp_path, "explain", profile.id)
     assert done.returncode == 0, done.stderr
-    assert "watermark 0.01: nothing, left out (nothing is worse without it)" in done.stdout
+    assert "watermark 0.01: no gain, left out (nothing is worse without it)" in done.stdout
     assert "max_num_seqs 16: ttft_p95_ms −50 %" in done.stdout
     given = gave(found)
     assert set(given) == {"max_num_seqs", "watermark"}
@@ -389,7 +389,7 @@ def test_it_is_not_asked_where_the_search_was_too_short_or_the_plan_says_so(tmp_
     (tmp_path / "b").mkdir()
     _, found = Short(tmp_path / "a").attributed()
     assert found is not None
-    assert "there is room for 0 launches, and it takes 4" in found.sentence
+    assert "there is room for 0 launches, but it needs 4" in found.sentence
     _, none = Padded(tmp_path / "b", plan="{base: brief, attribution: 0}").attributed()
     assert none is None
 
@@ -425,8 +425,8 @@ def test_explain_says_the_one_reason_where_nobody_asked(tmp_path: Path) -> None:
     done = tuner(tmp_path, "explain", made)
     assert done.returncode == 4
     assert done.stderr.strip().endswith(
-        "did not ask which knobs pay: today's configuration did not serve this traffic, so there is no gain"
-        " to attribute"
+        "did not find out which knobs pay: today's configuration did not serve this traffic, so there is"
+        " no gain to attribute"
     ), done.stderr
 
 
@@ -461,9 +461,9 @@ REASONS: list[tuple[dict[str, Any], Any, bool, str]] = [
     ({}, "quick", False, "its plan does not ask"),
     ({}, {"base": "brief", "attribution": 0}, False, "its plan does not ask"),
     ({}, {"base": "quick", "attribution": None}, False, "its plan does not ask"),
-    ({}, {"base": "quick", "attribution": 1.0}, True, "the launches for it did not come to an end"),
+    ({}, {"base": "quick", "attribution": 1.0}, True, "the launches for this were not finished"),
     ({}, {"base": "brief"}, False, "an earlier release made it"),
-    ({}, {"base": "brief", "attribution": None}, False, "it ended before it asked"),
+    ({}, {"base": "brief", "attribution": None}, False, "it ended before that"),
 ]
 
 

@@ -71,7 +71,7 @@ def test_a_configuration_beside_itself_raises_no_alarm_and_is_settled(folder: Pa
     assert {c.word for c in arm.changes} == {"open"}
     assert said.repeats < 6
     assert all(c.within is not None and c.within < 0.15 for c in arm.changes)
-    assert "what is not clear is smaller than 15 % either way" in said.sentence
+    assert "what is not clear is smaller than 15 % in either direction" in said.sentence
     assert said.winner is None
 
 

@@ -189,7 +189,7 @@ REFUSED = {
     "no number": (("len: 16384", "len: abc"), "engine.args.max-model-len: 'abc' is not a whole number"),
     "a switch": (("len: 16384", "len: 16384, kv_cache_memory_bytes: true"), "True is not a whole number"),
     "more cards than there are": (("{max_num_seqs: 4}", "{tensor_parallel_size: 16}"),
-                                  "needs 16 GPUs and there are 1"),
+                                  "needs 16 GPUs, but there are 1"),
     "more cards, fixed": (("len: 16384", "len: 16384, pipeline-parallel-size: 2"), "needs 2 GPUs"),
     "a head for three cards": (("{max_num_seqs: 4}", "{tensor_parallel_size: 3}"), "baseline cannot start"),
     "a budget below the sequences": (("{max_num_seqs: 4}", "{max_num_seqs: 4, max_num_batched_tokens: 1}"),

@@ -48,7 +48,7 @@ def test_29b4_first_boots_are_judged_by_their_own_compile_group(tmp_path: Path) 
         spent = replace(bench, budget=LaunchBudget(most=3, begun=3))
         assert spent.settles(wide) is False, "no launch is left for a second boot"
         said = about_first([each.timeline for each in bench.launches()])
-        assert said == "2 thrown away: the KV cache of the next boot differed by up to 12.0%"
+        assert said == "2 discarded: the KV cache of the next boot differed by up to 12.0%"
     finally:
         store.close()
 
@@ -83,4 +83,4 @@ def test_how_the_gpus_fared_is_kept_with_the_measurement(tmp_path: Path) -> None
         Measurement(values={}, fidelity=Fidelity(values={"lateness": 1.0})), place, sampled
     ).fidelity
     assert found.values == {"lateness": 1.0, "gpu_clock_min_mhz": 1200.0, "gpu_throttled": 0.5}
-    assert found.warnings == ("the GPU held its clocks down in more than 5 % of the time",)
+    assert found.warnings == ("the GPU was throttled for more than 5 % of the time",)

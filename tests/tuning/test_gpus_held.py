@@ -32,7 +32,7 @@ def test_M8_a_baseline_that_leaves_cards_idle_says_so(tmp_path: Path) -> None:
     found = load(write(tmp_path), store=None, now=datetime.now(UTC))
     flags = found.facts.flags | {"--data-parallel-size"}
     two = replace(found, facts=replace(found.facts, kind="vllm", platform="cuda", gpu_count=2, flags=flags))
-    assert "runs on 1 of 2 GPUs: 1 stand idle" in (idle_of(two) or "")
+    assert "runs on 1 of 2 GPUs. To use all of them" in (idle_of(two) or "")
     both = replace(two, baseline=two.baseline.with_values(data_parallel_size=2))
     assert idle_of(both) is None
     fixed = replace(two, fixed=(*two.fixed, "--tensor-parallel-size", "2"))

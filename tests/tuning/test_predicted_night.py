@@ -75,7 +75,7 @@ def test_a_night_over_several_cards_is_refused(tmp_path: Path) -> None:
     study = studies.write(tmp_path, studies.STUDY.replace("max_num_seqs: 4}", "tensor_parallel_size: 2}"))
     done = call(tmp_path / "home", "predict", study, "--night")
     assert isinstance(done.exception, BadInput)
-    assert "needs 2 GPUs and there are 1" in str(done.exception)
+    assert "needs 2 GPUs, but there are 1" in str(done.exception)
 
 
 def test_a_night_of_a_node_with_two_cards_is_refused_where_today_uses_both(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_M20_a_model_without_weights_turns_no_knob_that_changes_the_output(tmp_p
     now = datetime.now(UTC)
     held = load(write(tmp_path, space=SPACE), store=None, now=now)
     assert set(held.space.levels) == {"max_num_seqs"}
-    assert "cannot be judged (quality: off turns it)" in held.space.dropped["kv_cache_dtype"]
+    assert "cannot be judged (quality: off allows it)" in held.space.dropped["kv_cache_dtype"]
     assert quality.why_not(held) == "no knob of the space changes the output"
     off = load(write(tmp_path, study=OFF, space=SPACE), store=None, now=now)
     assert off.space.levels["kv_cache_dtype"] == ("auto", "fp8")
@@ -115,7 +115,7 @@ def test_M20_what_was_not_judged_is_told_and_is_no_finalist(tmp_path: Path) -> N
     said = quality.summary(real, [judged, unjudged, same])
     assert said.startswith("not judged, so not published: trial 2 (")
     assert quality.held_back(real, unjudged) == (
-        "it turns kv_cache_dtype, and its answers were not judged (quality: off publishes it)"
+        "it changes kv_cache_dtype, and its answers were not judged (quality: off publishes it)"
     )
     assert [t.number for t in finalists(real, [unjudged, same], "r")] == [3]
     assert [t.number for t in finalists(real, [unjudged, judged], "r")] == [1]

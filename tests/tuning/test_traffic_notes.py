@@ -52,7 +52,7 @@ def test_a_name_that_turns_from_an_import_to_a_capture_and_back_is_said(tmp_path
     )
     assert "write `trace: chat` for it" in second.stderr
     assert f"is the capture {capture.name}; the run before this one took the import chat" in second.stderr
-    assert "since the champion's trace has moved: prompt length p50:" in second.stderr
+    assert "what has changed since the champion's trace: prompt length p50:" in second.stderr
     assert "→ 333 tokens" in second.stderr
     capture.unlink()
     third = tuner(tmp_path, "tune", study, "--trials", 1)

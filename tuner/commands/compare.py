@@ -41,8 +41,8 @@ class ComparisonOptions:
         list[str] | None,
         typer.Option(
             metavar="worse:SHARE|open",
-            help="Exit code 22 where an arm is clearly worse than the first by more than the share (worse:5%)"
-            " or does not serve; open: 23 where a difference stays open (repeat).",
+            help="worse:5%: exit code 22 if an arm is clearly worse than the first by more than this "
+            "share, or does not serve. open: exit code 23 if a difference stays open (repeat).",
         ),
     ] = None
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print commands; launch nothing.")] = False

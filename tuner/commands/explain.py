@@ -52,7 +52,7 @@ def attribution_of(store: "Store", profile: "Profile") -> "Attribution":
         began = f"-confirm-{attribution_labels(run)[0]}-"
         begun = any(began in (each.directory or "") for each in store.launches(profile.study_id))
         why = why_none(store.conclusion(run), store.study(profile.study_id).spec.get("plan"), begun=begun)
-        raise NotFound(f"run {run} did not ask which knobs pay: {why}")
+        raise NotFound(f"run {run} did not find out which knobs pay: {why}")
     return found
 
 

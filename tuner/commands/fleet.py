@@ -101,8 +101,8 @@ def _warn() -> None:
     """Warn when the database allows only one controller machine."""
     if settings().url.startswith("sqlite"):
         say(
-            "the history is SQLite: this machine alone may write it;"
-            " for controllers on several machines set TUNER_DATABASE_URL to a PostgreSQL"
+            "the history is SQLite, which only this machine can write; for controllers on several "
+            "machines set TUNER_DATABASE_URL to a PostgreSQL database"
         )
 
 

@@ -44,7 +44,7 @@ baseline: {baseline}
 # The limits that a good request keeps, and what the search improves (tuner objectives).
 slo: {slo}
 objectives: [ttft_p95_ms, tpot_p95_ms, goodput_rps]
-winner: slo    # of the best trials the one that keeps the limits best; or knee, or {{weights: {{…}}}}
+winner: slo    # among the best trials, the one that keeps the limits best; or knee, or {{weights: {{…}}}}
 budget: {{trials: {trials}}}    # of each run; hours: 6 also limits its time
 seed: 0
 """
@@ -251,7 +251,12 @@ def served(url: str) -> "Imported":
     (found,) = subject.engines(url)
     defaults = subject.facts_for(found.version, None, "cuda").defaults
     own = {name: value for name, value in found.effective.items() if value != defaults.get(name)}
-    note = "" if own else "it tells no configuration: start it with VLLM_SERVER_DEV_MODE=1, or give --from"
+    note = (
+        ""
+        if own
+        else "the server does not report its configuration: start it with VLLM_SERVER_DEV_MODE=1, or give "
+        "--from"
+    )
     return Imported(
         source=url,
         model=found.source.model,

@@ -54,7 +54,9 @@ HfConfig = Annotated[
 Pick = Annotated[
     str | None, typer.Option(metavar="NAME", help="The engine to check, if the input has several.")
 ]
-FailOn = Annotated[str, typer.Option(help="Exit 1 from this severity on: error, warning, note, never.")]
+FailOn = Annotated[
+    str, typer.Option(help="Exit with 1 if a finding is at least this severe: error, warning, note, never.")
+]
 Sarif = Annotated[bool, typer.Option("--sarif", help="Print SARIF 2.1.0 for code scanning.")]
 
 

@@ -154,7 +154,7 @@ def budget_words(trials: int, each_s: float, foreseen: "Mapping[str, JSON]") -> 
     spare = f" Fewer than {ENOUGH_TRIALS} trials may leave no launches for the confirmation."
     return [
         f"Trials: at most {trials}, the baseline and relaunched finalists included; about"
-        f" {seconds(trials * each_s)}, less where trials are screened in a running engine.",
+        f" {seconds(trials * each_s)}, less if trials are screened in a running engine.",
         f"Launches: at most {most:.0f} (one per trial; {BESIDE * trials} for retries, discarded first boots"
         f" and the confirmation); {seconds(most_s)}, unless --hours or --until ends it earlier."
         + spare

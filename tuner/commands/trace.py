@@ -413,7 +413,7 @@ def diff(before: Ref, after: Ref, as_json: Json = False) -> None:
              "moved" if each.moved else ""] for each in found)  # fmt: skip
     print_table(["<number", "before", "after", "change", "<moved"], rows)
     moved = [each.sentence for each in found if each.moved]
-    for sentence in moved or ["nothing has moved by more than chance and 10 % (shares: 5 points)"]:
+    for sentence in moved or ["no number has changed by more than chance and 10 % (shares: 5 points)"]:
         typer.echo(f"- {sentence}")
 
 

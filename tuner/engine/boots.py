@@ -61,9 +61,9 @@ def about_first(timelines: Sequence[Mapping[str, float]]) -> str:
     """One phrase about the first boots that were discarded."""
     drifts = first_drifts(timelines)
     if not drifts:
-        return "none was thrown away"
+        return "none was discarded"
     most = max(abs(drift) for drift in drifts)
-    return f"{len(drifts)} thrown away: the KV cache of the next boot differed by up to {most:.1%}"
+    return f"{len(drifts)} discarded: the KV cache of the next boot differed by up to {most:.1%}"
 
 
 def settles(

@@ -59,7 +59,7 @@ STUDY_KINDS: dict[str, FailureKind] = {
     "remote_code": FailureKind(
         outcome="study",
         retries=0,
-        sentence="the model brings code of its own, which is not trusted (engine.args: trust-remote-code)",
+        sentence="the model needs its own code, which is not trusted (engine.args: trust-remote-code)",
     ),
     "model_unknown": FailureKind(
         outcome="study",
@@ -82,7 +82,7 @@ STUDY_KINDS: dict[str, FailureKind] = {
     "driver": FailureKind(
         outcome="study",
         retries=0,
-        sentence="the GPU's driver does not serve this engine",
+        sentence="the GPU's driver does not support this engine",
     ),
     "image": FailureKind(
         outcome="study",
@@ -120,14 +120,14 @@ STUDY_KINDS: dict[str, FailureKind] = {
     "capability": FailureKind(
         outcome="study",
         retries=0,
-        sentence="the card is too old for what is asked",
+        sentence="the card is too old for this configuration",
         knobs=("dtype", "quantization", "kv_cache_dtype", "attention_backend"),
         by_candidate=True,
     ),
     "parallel": FailureKind(
         outcome="study",
         retries=0,
-        sentence="the model or the node does not divide as asked",
+        sentence="the parallel sizes do not fit the model or the node",
         knobs=("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
                "decode_context_parallel_size"),
         by_candidate=True,
@@ -154,7 +154,7 @@ KINDS: dict[str, FailureKind] = {
     "profiling_race": FailureKind(
         outcome="aborted",
         retries=2,
-        sentence="GPU memory changed hands while the engine measured it",
+        sentence="another process took or freed GPU memory while the engine measured it",
     ),
     "no_kv_memory": FailureKind(
         outcome="infeasible",
@@ -218,7 +218,7 @@ KINDS: dict[str, FailureKind] = {
     "compile_cache": FailureKind(
         outcome="aborted",
         retries=1,
-        sentence="the compile cache is damaged; it was wiped",
+        sentence="the compile cache was damaged; it has been emptied",
     ),
     "v0_fallback": FailureKind(
         outcome="infeasible",
@@ -257,20 +257,24 @@ KINDS: dict[str, FailureKind] = {
     ),
     "refused": FailureKind(outcome="infeasible", retries=1, sentence="the engine answers with errors"),
     "host_oom": FailureKind(
-        outcome="infeasible", retries=1, sentence="the kernel killed the engine: host memory is out"
+        outcome="infeasible",
+        retries=1,
+        sentence="the kernel killed the engine, because the host's memory was full",
     ),
     "killed": FailureKind(outcome="aborted", retries=2, sentence="the engine was killed from outside"),
     "frozen": FailureKind(
         outcome="infeasible", retries=1, sentence="the engine answers /health but computes nothing any more"
     ),
     "thrash": FailureKind(
-        outcome="infeasible", retries=1, sentence="requests preempt each other and tokens stand still"
+        outcome="infeasible", retries=1, sentence="requests preempt each other, and no token comes out"
     ),
     "stale_server": FailureKind(outcome="aborted", retries=2, sentence="another server answers on our port"),
-    "gpu_dirty": FailureKind(outcome="aborted", retries=2, sentence="GPU memory did not come back"),
+    "gpu_dirty": FailureKind(outcome="aborted", retries=2, sentence="GPU memory was not freed"),
     "foreign_use": FailureKind(outcome="aborted", retries=2, sentence="the GPU is in use by somebody else"),
     "hard_fault": FailureKind(outcome="aborted", retries=0, sentence="engine processes survive SIGKILL"),
-    "kv_drift": FailureKind(outcome="aborted", retries=1, sentence="a first boot got less KV cache"),
+    "kv_drift": FailureKind(
+        outcome="aborted", retries=1, sentence="the first boot got less KV cache than later boots"
+    ),
 }
 
 # The flags that one knob covers, where there are several.

@@ -306,7 +306,7 @@ def open_driver() -> tuple["Driver | None", str | None]:
     try:
         return Driver(), None
     except pynvml.NVMLError as error:
-        return None, f"the NVIDIA driver does not tell of its GPUs ({error})"
+        return None, f"the NVIDIA driver does not list its GPUs ({error})"
 
 
 class Driver:

@@ -379,13 +379,13 @@ class Remote:
             found = await self._spare()
             if found is not None:
                 self._hand, self._is_set_up = found, False
-                self._note(f"the run goes on on node {found.member.name}")
+                self._note(f"the run continues on node {found.member.name}")
                 await self.set_up({})
                 return found
             await asyncio.sleep(ASK_S)
         self.gone = (
-            f"node {self._name} is lost, and no free node is of its class {self._prepared.node.gpu_class};"
-            " the same command goes on with its run"
+            f"node {self._name} is lost, and there is no free node of its class "
+            f"{self._prepared.node.gpu_class}; the same command continues its run"
         )
         raise asyncio.CancelledError(self.gone)
 

@@ -200,7 +200,7 @@ def budget_s(home: Path, node: str) -> float:
 
 
 def faulty(node: str) -> str:
-    return f"node {node} is in state fault: mend it, then say so with 'tuner node restore {node} --mended'"
+    return f"node {node} is in state fault: repair it, then type 'tuner node restore {node} --mended'"
 
 
 _watchers: dict[str, list[processes.Detached]] = {}
@@ -240,7 +240,7 @@ class _Place:
             answer = " ".join(done.out.split())
             if done.code != 0 or not hook.expects(answer):
                 said = (done.err.strip() or answer or "no answer")[-200:]
-                raise Unavailable(f"node {self._node}: what {hook.name} does is not known: {said}")
+                raise Unavailable(f"node {self._node}: the state of {hook.name} is not known: {said}")
             if hook.is_idle(answer):
                 self._say(f"{hook.name} does not run on node {self._node}: nothing to drain")
                 return None
@@ -287,8 +287,9 @@ class _Place:
             return []
         if (host := journal.get("host")) != self._host:
             raise Conflict(
-                f"production on node {self._node} was drained from host {host}: restore it there, or if that"
-                f" host is gone (a pod), here with 'tuner node restore {self._node} --from {host}'"
+                f"production on node {self._node} was drained from host {host}: restore it on that "
+                f"host; if that host is gone (a pod), type 'tuner node restore {self._node} --from "
+                f"{host}' here"
             )
         entries, self._drainer = journal.get("hooks"), str(journal.get("holder"))
         if self._store.node(self._node).state == "fault":
@@ -333,7 +334,7 @@ def clear_engines(store: Store, node: str, *, home: Path, clock: Clock, say: Say
     recent = (each for study in store.studies(node=node)[:RECENT] for each in store.launches(study.id))
     if any(each.id in living for each in recent):
         store.set_node_state(node, "fault")
-        raise Conflict(f"an engine outlived SIGKILL; production stays down: {faulty(node)}")
+        raise Conflict(f"an engine survived SIGKILL, so production stays down: {faulty(node)}")
 
 
 def _watch(store: Store, node: str, home: Path) -> processes.Detached:
@@ -346,7 +347,9 @@ def _watch(store: Store, node: str, home: Path) -> processes.Detached:
         log.parent.mkdir(parents=True, exist_ok=True)
         return processes.detach(words, env=env, log=log)
     except OSError as error:
-        raise Unavailable(f"node {node}: nobody would restore production: {error.strerror}") from error
+        raise Unavailable(
+            f"node {node}: the process that restores production after a crash cannot start: {error.strerror}"
+        ) from error
 
 
 def _words(value: JSON) -> list[str]:

@@ -126,12 +126,12 @@ def too_short(found: TrialTimes | None, left_s: float, min_trials: int) -> str |
     window without time left holds no run at all.
     """
     if left_s <= 0:
-        return "the window ends before the node could be given back"
+        return "the window ends before production could be restored"
     if found is None or min_trials * found.trial_s <= left_s:
         return None
     relaunch = "" if found.relaunch_s is None else f" ({found.relaunch_s:.0f} s of it to relaunch)"
     return (
-        f"{left_s / 60:.0f} min are left and {many(min_trials, 'trial')} would take"
+        f"{left_s / 60:.0f} min are left, but {many(min_trials, 'trial')} would take"
         f" {min_trials * found.trial_s / 60:.0f}:"
         f" a trial takes {found.trial_s:.0f} s{relaunch} by {many(found.launches, 'launch')} on this node"
     )
@@ -174,7 +174,7 @@ def _refusal(store: Store, firing: Firing, now: datetime, busy: str | None) -> t
     if now >= firing.deadline:
         return "missed", f"the window from {_at(found.due)} to {_at(found.end)} is over"
     if firing.terms.missed == "skip" and late_s > firing.terms.grace_s:
-        return "missed", f"it was due at {_at(found.due)}, {late_s / 60:.0f} min ago, and is not made up for"
+        return "missed", f"it was due at {_at(found.due)}, {late_s / 60:.0f} min ago, and is skipped"
     if (day := blacked_out(schedule, found)) is not None:
         return "blackout", f"{day} is a blackout date"
     busy = busy or _busy(store, schedule.node, now)
@@ -344,6 +344,6 @@ def failed(firing: Firing, sentence: str, now: datetime) -> Happening:
 def ended(firing: Firing, run: Run | None, now: datetime) -> Happening:
     """How a firing's run ended; None: there was nothing to do."""
     if run is None:
-        return _happened(firing, "ended", "no version of the engine is new", now)
+        return _happened(firing, "ended", "there is no new version of the engine", now)
     kind: Kind = "failed" if run.state is RunState.FAILED else "ended"
     return _happened(firing, kind, f"{run.state.value}: {run.reason or 'no reason given'}", now)

@@ -70,8 +70,9 @@ def _refuse_at_work(connection: Connection, now: datetime) -> None:
     held = select(leases).where(leases.c.released.is_(False), leases.c.expires_at > now)
     for row in connection.execute(held.order_by(leases.c.node)).mappings():
         raise Conflict(
-            f"node '{row['node']}' is leased to '{row['holder']}', a run of the release before: end it, or"
-            f" wait until it has ended (where it was lost: {row['expires_at']:%H:%M:%S} UTC), then upgrade"
+            f"node '{row['node']}' is leased to '{row['holder']}', a run of the earlier release:"
+            " end it, or wait until it has ended (if it was lost, until"
+            f" {row['expires_at']:%H:%M:%S} UTC), then upgrade"
         )
 
 

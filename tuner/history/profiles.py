@@ -165,7 +165,7 @@ class ProfileStore(StorePart):
         return self._write(work)
 
     def alias(self, key: ProfileKey, alias: str) -> AliasEvent | None:
-        """The newest event of an alias, None when it was never set. `to_version` None: it was taken away."""
+        """The newest event of an alias, None when it was never set. `to_version` None: it was removed."""
         query = select(alias_events).where(_at(alias_events, key), alias_events.c.alias == alias)
         found = self._records(AliasEvent, query.order_by(alias_events.c.generation.desc()).limit(1))
         return found[0] if found else None

@@ -117,7 +117,7 @@ def _files(names: Any, where: str) -> tuple[dict[str, Any], list[str]]:
         try:
             found |= _mapping(yamltext.load(yamltext.read(path), str(path)).value)
         except BadInput:
-            notes.append(f"vars_files {name} is not read; give what it sets")
+            notes.append(f"vars_files {name} is not read; give its variables")
     return found, notes
 
 

@@ -101,12 +101,12 @@ def _absence(entry: Knob, facts: EngineFacts) -> str | None:
         history = _history(entry) if adapter_of(facts.kind).releases else ""
         return f"{here} does not have it{history}{_instead(entry, facts)}"
     if parse_version(facts.version) < OLDEST:
-        return f"{here} is older than {OLDEST}, the oldest that is driven; upgrade it"
+        return f"{here} is older than {OLDEST}, the oldest that the tuner supports; upgrade it"
     if not matches(facts.version, entry.usable):
         why = entry.never or "it no longer acts"
-        return f"{here} parses it but does not act on it ({why}){_instead(entry, facts)}"
+        return f"{here} accepts it, but it has no effect there ({why}){_instead(entry, facts)}"
     if entry.platforms and facts.platform not in entry.platforms:
-        return f"{entry.name}: it does not act on {facts.platform}, only on {', '.join(entry.platforms)}"
+        return f"{entry.name}: it has no effect on {facts.platform}, only on {', '.join(entry.platforms)}"
     return None
 
 
@@ -190,7 +190,7 @@ def _spelling_refusal(entry: Knob, value: Value, facts: EngineFacts) -> str | No
     """Why the flag of this version cannot express the value, or None."""
     flag = entry.flag_in(facts)
     if value is False and flag is not None and negation(flag) not in facts.flags:
-        return f"{entry.name}: {title(facts)} has no {negation(flag)}; only true can be asked for"
+        return f"{entry.name}: {title(facts)} has no {negation(flag)}, so only true is possible"
     if flag == "--cuda-graph-sizes" and entry.kind == "ints" and len(json.loads(str(value))) == 1:
         return f"{entry.name}: {title(facts)} reads one number as the largest size; give two or more"
     return None
@@ -234,7 +234,7 @@ def _preemption_refusal(value: str, facts: EngineFacts, env: Mapping[str, str]) 
     offloads = facts.platform in OFFLOAD_PLATFORMS and "--kv-offloading-size" in facts.flags
     name = f"preemption: {value}: {title(facts)}"
     if parse_version(facts.version) < OLDEST:
-        return f"{name} is older than {OLDEST}, the oldest that is driven; upgrade it"
+        return f"{name} is older than {OLDEST}, the oldest that the tuner supports; upgrade it"
     size = value.partition(":")[2]
     if value.startswith("swap"):
         if _pins_v0(facts, env):
@@ -337,7 +337,10 @@ def _budget(asked: Mapping[str, Value], facts: EngineFacts, max_model_len: int |
         return
     whole = asked.get("enable_chunked_prefill") is False
     if whole and "max_num_batched_tokens" in asked and tokens and tokens < max_model_len:
-        yield f"unchunked, max_num_batched_tokens {tokens} must reach max_model_len {max_model_len}"
+        yield (
+            f"without chunked prefill, max_num_batched_tokens {tokens} must be at least max_model_len "
+            f"{max_model_len}"
+        )
     threshold = _integer("long_prefill_token_threshold", asked, facts)
     if threshold and threshold > max_model_len:
         yield f"long_prefill_token_threshold {threshold} is above max_model_len {max_model_len}"
@@ -345,7 +348,7 @@ def _budget(asked: Mapping[str, Value], facts: EngineFacts, max_model_len: int |
 
 def _memory(asked: Mapping[str, Value]) -> Iterator[str]:
     if "kv_cache_memory_bytes" in asked and "gpu_memory_utilization" in asked:
-        yield "kv_cache_memory_bytes overrides gpu_memory_utilization: only one of them can be turned"
+        yield "kv_cache_memory_bytes overrides gpu_memory_utilization: a space can change only one of them"
 
 
 def _blocks(asked: Mapping[str, Value], facts: EngineFacts) -> Iterator[str]:
@@ -374,7 +377,7 @@ def _parallel(asked: Mapping[str, Value], facts: EngineFacts, model: ModelFacts 
     for size in sizes.values():
         need *= size
     if facts.platform != "cpu" and facts.gpu_count and need > facts.gpu_count:
-        yield f"tensor x pipeline x data parallel needs {need} GPUs and there are {facts.gpu_count}"
+        yield f"tensor x pipeline x data parallel needs {need} GPUs, but there are {facts.gpu_count}"
     if model is not None and model.heads % sizes["tensor_parallel_size"]:
         yield f"tensor_parallel_size {sizes['tensor_parallel_size']} does not divide {model.heads} heads"
     if model is not None and sizes["pipeline_parallel_size"] > model.layers:

@@ -25,27 +25,27 @@ OURS = re.compile(r"--(model|host|port|uds|served-model-name|api-key|ssl-.+|root
 
 # Flags that vLLM has removed, and their successors.
 GONE = {
-    "--swap-space": "V1 recomputes what it preempts; --kv-offloading-size keeps KV blocks in host memory",
+    "--swap-space": "V1 recomputes preempted requests; --kv-offloading-size keeps KV blocks in host memory",
     "--preemption-mode": "requests are always recomputed",
     "--disable-log-requests": "requests are not logged unless --enable-log-requests is given",
-    "--use-v2-block-manager": "it is the only one",
-    "--num-scheduler-steps": "steps overlap by --async-scheduling",
-    "--multi-step-stream-outputs": "steps overlap by --async-scheduling",
+    "--use-v2-block-manager": "V1 has only this block manager",
+    "--num-scheduler-steps": "--async-scheduling lets steps overlap",
+    "--multi-step-stream-outputs": "--async-scheduling lets steps overlap",
     "--disable-async-output-proc": "nothing does the same",
     "--enable-reasoning": "--reasoning-parser alone turns it on",
-    "--guided-decoding-backend": "--structured-outputs-config has it",
-    "--task": "--runner and --convert say it",
-    "--speculative-model": "--speculative-config has it",
-    "--num-speculative-tokens": "--speculative-config has it",
-    "--ngram-prompt-lookup-max": "--speculative-config has it",
+    "--guided-decoding-backend": "use --structured-outputs-config",
+    "--task": "use --runner and --convert",
+    "--speculative-model": "use --speculative-config",
+    "--num-speculative-tokens": "use --speculative-config",
+    "--ngram-prompt-lookup-max": "use --speculative-config",
     "--worker-use-ray": "--distributed-executor-backend ray",
-    "--device": "the platform is found by itself",
-    "--rope-scaling": "--hf-overrides has it",
-    "--rope-theta": "--hf-overrides has it",
+    "--device": "vLLM finds the platform itself",
+    "--rope-scaling": "use --hf-overrides",
+    "--rope-theta": "use --hf-overrides",
     "--max-seq-len-to-capture": "--cudagraph-capture-sizes",
     "--scheduler-delay-factor": "nothing does the same",
     "--override-pooler-config": "--pooler-config",
-    "--calculate-kv-scales": "scales come with the checkpoint",
+    "--calculate-kv-scales": "the scales are in the checkpoint",
 }
 
 Argument = Value | list[Value]
@@ -112,7 +112,7 @@ def from_arguments(
     given = {**_config(given, known, notes, source), **given}
     named = [word for word in positional or given.get("--model", []) if not shell.unknown(word)]
     if positional and not named:
-        notes.append(f"the model {shell.plain(positional[0])} is not given here; write its name")
+        notes.append(f"the model {shell.plain(positional[0])} has no known value here; write its name")
     knobs, args = _sorted_out(given, notes, source)
     kept = _without_secrets(environment, notes)
     return Imported(
@@ -131,9 +131,9 @@ def _without_secrets(env: Mapping[str, str], notes: list[str]) -> dict[str, str]
     kept: dict[str, str] = {}
     for name, value in env.items():
         if masking.value(name, value) != value:
-            notes.append(f"{name} is a secret and stays where it is")
+            notes.append(f"{name} is a secret and is not imported")
         elif shell.unknown(value):
-            notes.append(f"{name}={shell.plain(value)} is not given here and left out")
+            notes.append(f"{name}={shell.plain(value)} has no known value and is left out")
         else:
             kept[name] = shell.plain(value)
     return kept
@@ -167,7 +167,7 @@ def pairs(argv: Sequence[str], notes: list[str]) -> list[tuple[str, list[str]]]:
             if shell.unknown(value):
                 lost.add(len(found) - 1)
         elif shell.unknown(word) and (not found or found[-1][1] or is_switch(found[-1][0])):
-            notes.append(f"'{shell.plain(word)}' is not given here; what it holds is missing")
+            notes.append(f"'{shell.plain(word)}' has no known value, so its arguments are missing")
         elif not found:
             raise BadInput(f"argument '{shell.plain(word)}' stands before any flag")
         else:
@@ -177,7 +177,7 @@ def pairs(argv: Sequence[str], notes: list[str]) -> list[tuple[str, list[str]]]:
     for position in sorted(lost):
         flag, values = found[position]
         needed = ", ".join(name for value in values for name in shell.unknown(value))
-        notes.append(f"{flag} needs {needed}, which is not given here; it is left out, write its value")
+        notes.append(f"{flag} needs {needed}, which has no known value, so it is left out; write its value")
     return [pair for position, pair in enumerate(found) if position not in lost]
 
 
@@ -236,7 +236,7 @@ def _given(
             _nest(objects.setdefault(exact, {}), rest.split("."), values)
         else:
             if exact in given and given[exact] != values:
-                notes.append(f"{exact} occurs twice; the last one counts, as vLLM takes it")
+                notes.append(f"{exact} occurs twice; the last one counts, as in vLLM")
             given[exact] = values
     return {**given, **{flag: [json.dumps(value)] for flag, value in objects.items()}}
 
@@ -274,7 +274,7 @@ def _config(
         return {}
     path = Path(given["--config"][0])
     if not path.is_file():
-        notes.append(f"--config {path} is not readable here; what it sets is missing")
+        notes.append(f"--config {path} cannot be read here, so its settings are missing")
         return {}
     found = documents(yamltext.read(path), str(path))
     if not found:
@@ -303,7 +303,7 @@ def _sorted_out(
         elif (read := _numbers(flag, entry.kind if entry else "", values, source)) == [None]:
             args |= {"max-model-len": "auto"} if flag == "--max-model-len" else {}
         elif not read and masking.arguments((flag, *values)) != (flag, *values):
-            notes.append(f"{flag} is a secret and stays where it is")
+            notes.append(f"{flag} is a secret and is not imported")
         elif entry is None:
             args[flag[2:]] = _plain(values)
         else:
@@ -316,7 +316,7 @@ def _vanished(flag: str) -> list[str]:
     spans = table().flags.get(flag, ())
     if not spans or spans[-1][1] is None:
         return []
-    became = f": {GONE[flag]}" if flag in GONE else "; take it out where a newer engine runs"
+    became = f": {GONE[flag]}" if flag in GONE else "; remove it for a newer engine"
     what = " and is left out" if flag == "--swap-space" else ""
     return [f"{flag} is gone (vLLM {spans[-1][1]} is the last known to have it){what}{became}"]
 

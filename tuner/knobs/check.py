@@ -93,11 +93,11 @@ def check(
 
 def _marks(space: SearchSpace) -> list[tuple[str, str]]:
     notes = [
-        (name, "it changes what the model answers: the study needs a 'quality' section")
+        (name, "it can change the answers, so the study needs a 'quality' section")
         for name in space.changes_output
     ]
     notes += [
-        (name, "only the users' own words can judge it: the study needs history: raw")
+        (name, "it can only be judged with the users' own prompts, which a trace does not have")
         for name in space.needs_raw
     ]
     return notes + [(name, why) for name in space.levels if (why := CATALOGUE[name].never)]
@@ -108,7 +108,7 @@ def _shapes(space: SearchSpace) -> list[tuple[str, str]]:
     shapes = prod(len(space.levels[name]) for name in recompiling)
     if shapes <= 1:
         return []
-    return [(space.name, f"up to {shapes} shapes to compile, by {', '.join(recompiling)}")]
+    return [(space.name, f"up to {shapes} shapes to compile, because of {', '.join(recompiling)}")]
 
 
 def _doomed(

@@ -75,7 +75,7 @@ def _refused(key: str, raw: object) -> Iterator[tuple[str, str]]:
     kind.
     """
     if isinstance(raw, str):
-        yield f"{key} is one text, and Kubernetes takes a list", f"{key} as a list of words"
+        yield f"{key} is one text, but Kubernetes needs a list", f"{key} as a list of words"
     for item in raw if isinstance(raw, list) else ():
         if not isinstance(item, str):
             value = canonical_json(item)
@@ -147,7 +147,7 @@ def _environments(container: Mapping[str, Any]) -> list[str]:
         for kind in ("configMapRef", "secretRef")
         if at(item, kind, "name")
     ]
-    return [f"envFrom {', '.join(names)} is not read; give what it sets"] if names else []
+    return [f"envFrom {', '.join(names)} is not read; give its variables"] if names else []
 
 
 def _predictor(raw: Mapping[str, Any], where: str, name: str) -> Iterator[FoundEngine]:
@@ -160,7 +160,7 @@ def _predictor(raw: Mapping[str, Any], where: str, name: str) -> Iterator[FoundE
     env, notes = environment(raw.get("env"))
     words, model = _server(words_of([str(word) for word in as_list(raw.get("args"))], where))
     if raw.get("runtime"):
-        notes = (*notes, f"what the runtime {raw['runtime']} sets by itself is not in this file")
+        notes = (*notes, f"the settings of the runtime {raw['runtime']} are not in this file")
     model = model or local_model(raw.get("storageUri"))
     yield FoundEngine(
         where=where, name=name, words=tuple(words), env=env, model=model, notes=(*notes, *_environments(raw))
@@ -201,7 +201,7 @@ def _of_service(
     wanted["enable_expert_parallel"] = True if sizes.get("expert") else None
     notes: tuple[str, ...] = ()
     if spec.get("kvCacheOffloading"):
-        notes = ("kvCacheOffloading becomes a --kv-transfer-config of KServe's own; it is left out",)
+        notes = ("KServe makes its own --kv-transfer-config from kvCacheOffloading; it is left out",)
     model = at(spec, "model", "uri") or at(spec, "model", "name")
     return argv_of_mapping(wanted), local_model(model) or "", notes
 

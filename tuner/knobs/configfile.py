@@ -91,11 +91,11 @@ READ = (
 )
 _SUFFIXES = {
     **dict.fromkeys((".md", ".markdown", ".rst", ".txt", ".html"), "a document"),
-    **dict.fromkeys((".csv", ".tsv", ".jsonl"), "a table (is it a trace? that goes to --trace)"),
+    **dict.fromkeys((".csv", ".tsv", ".jsonl"), "a table (a trace is given with --trace)"),
     **{each: f"a {each} file" for each in (".py", ".toml", ".ini", ".rs", ".go", ".js", ".ts")},
 }
 _BINARY = {
-    b"PAR1": "Parquet (is it a trace? that goes to --trace)",
+    b"PAR1": "Parquet (a trace is given with --trace)",
     b"\x7fELF": "a program",
     b"\x1f\x8b": "a gzip archive; unpack it first",
     b"PK\x03\x04": "a zip archive; unpack it first",
@@ -116,7 +116,7 @@ def text_of(path: Path) -> str:
         raise BadInput(f"cannot read the file {path}: {error.strerror or error}") from error
     kind = next((kind for mark, kind in _BINARY.items() if start.startswith(mark)), None)
     if kind or b"\0" in start:
-        raise BadInput(f"{path} is {kind or 'a binary file'}, and no vLLM is started there; give {READ}")
+        raise BadInput(f"{path} is {kind or 'a binary file'}, and it starts no vLLM; give {READ}")
     text = yamltext.read(path)
     if not re.sub(r"(?m)^\s*#.*$", "", text).strip():
         only = "it has nothing but comments" if text.strip() else "it is empty"
@@ -127,7 +127,7 @@ def text_of(path: Path) -> str:
 def without_vllm(text: str, where: str) -> BadInput:
     """The error for a text in which nothing starts vLLM: what it is, and what can be read."""
     kind = _kind(text, where)
-    said = f"this is {kind}, and no vLLM is started there" if kind else "no vLLM is started there"
+    said = f"this is {kind}, and it starts no vLLM" if kind else "no vLLM is started there"
     return BadInput(f"{where}: {said} ('vllm serve …' or its api_server module); give {READ}")
 
 
@@ -159,7 +159,7 @@ def _kind_of_keys(text: str, where: str) -> str:
         return ""
     first = mappings[0]
     if "architectures" in first or "model_type" in first:
-        return "the config.json of a model (that goes to --hf-config)"
+        return "the config.json of a model (it is given with --hf-config)"
     if "runs" in first and "version" in first:
         return "a SARIF report"
     if isinstance(first.get("kind"), str):

@@ -132,8 +132,8 @@ def as_meant(found: FoundEngine) -> FoundEngine:
         elif word.isspace():
             misread.append(
                 (
-                    "an argument is a blank; after a backslash, it ends the command",
-                    "the backslash last in its line",
+                    "a blank after a backslash is an argument and ends the command",
+                    "no blank after the backslash",
                 )
             )
         elif bare != word and not re.search(r"\d\s+$", word):  # int() takes blanks
@@ -224,7 +224,7 @@ def read_env_files(paths: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...
         try:
             text = Path(path.removeprefix("-")).expanduser().read_text(encoding="utf-8")
         except (OSError, ValueError):
-            notes.append(f"EnvironmentFile {path} is not read; give what it sets")
+            notes.append(f"EnvironmentFile {path} is not read; give its variables")
             continue
         for line in text.splitlines():
             if found := re.fullmatch(r"\s*(?:export\s+)?([A-Za-z_]\w*)=(.*)", line):
@@ -283,10 +283,10 @@ def _run(words: Sequence[str]) -> _Container | None:
         if equals:
             env[name] = given
         else:
-            notes.append(f"{name} comes from the environment of the one who starts the container")
+            notes.append(f"{name} comes from the environment in which the container is started")
     entry = options.get("entrypoint", [""])[-1]
     if left := [("-" if len(name) == 1 else "--") + name for name in options if name not in _OPTIONS_READ]:
-        notes.append(f"not read of the container's own options: {' '.join(left)}")
+        notes.append(f"these options of the container are not read: {' '.join(left)}")
     return _Container(
         image=rest[0],
         words=(*([entry] if entry else []), *rest[1:]),
@@ -433,7 +433,7 @@ def _started(stage: _Stage, where: str) -> list[FoundEngine]:
     words = _with_script([*(stage.entrypoint or []), *command], stage.files)
     used = sorted({name for word in words for name in re.findall(r"\$\{?(\w+)", word)})
     if used and not any(re.fullmatch(r"-[a-z]*c", word) for word in words):
-        said = f"Docker fills in nothing in a JSON list: vLLM gets ${', $'.join(used)} as it is"
+        said = f"Docker replaces no variable in a JSON list: vLLM gets ${', $'.join(used)} as it is"
         misread.append((said, "the value"))
     build = stage.arguments.keys() - stage.env.keys()
     without = "is an ARG, which has no value when the image runs"

@@ -126,7 +126,7 @@ def _alone(data: Mapping[str, str], where: str, read: Reader) -> Iterator[FoundE
         key: text for key, text in data.items() if re.fullmatch(r"[A-Z][A-Z0-9_]*", key) and "\n" not in text
     }
     names = ", ".join(env)
-    notes = (f"variables of the ConfigMap are taken for those of its scripts: {names}",) if names else ()
+    notes = (f"the scripts of the ConfigMap get its variables: {names}",) if names else ()
     scripts = {key: text for key, text in data.items() if shell.START.search(text)}
     for key, text in scripts.items():
         said = notes if any(re.search(rf"\$\{{?{name}\b", text) for name in env) else ()

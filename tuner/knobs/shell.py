@@ -138,7 +138,7 @@ class _Script:
             return
         notes = list(self.notes)
         if self.depth > 0:
-            notes.append("the command stands in a condition or a loop; it is read as if that held")
+            notes.append("the command is in a condition or a loop; it is read as if the condition were true")
         variables, exported = {**self.variables, **given}, {**self.exported, **given}
         yield Command(words=tuple(filled), variables=variables, exported=exported, notes=tuple(notes))
 
@@ -151,7 +151,7 @@ class _Script:
                 continue
             name, adds, value = found[1], found[2] == "+=", self._scalar(found[3])
             if self.depth > 0 and (adds or name in self.variables):
-                self.notes.append(f"{name} is changed in a condition or a loop; that is not read")
+                self.notes.append(f"{name} is changed in a condition or a loop; this change is not read")
                 continue
             old = self.variables.get(name, "") if adds else ""
             glue = _ARRAY if _ARRAY in value or _ARRAY in old else ""

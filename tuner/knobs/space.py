@@ -168,7 +168,7 @@ class SearchSpace:
                 levels[name] = kept
                 dropped |= {f"{name}={value}": why for value, why in refused.items()}
             else:
-                dropped[name] = next(iter(refused.values()), "it has no level to turn")
+                dropped[name] = next(iter(refused.values()), "it has no value but the default")
         inherited = {name: v for name, v in baseline.items() if v is not None and name not in levels}
         left = replace(
             self, levels=levels, conditions=_conditions_for(self.conditions, levels), dropped=dropped,
@@ -234,7 +234,7 @@ def _clash(name: str, value: Value, rest: Mapping[str, Value], facts: EngineFact
         if arguments.known_violation({knob: today}, facts):
             continue
         if (why := arguments.known_violation({knob: today, name: value}, facts)) is not None:
-            return f"{why} (baseline: {knob} is {today} and the space does not turn it)"
+            return f"{why} (baseline: {knob} is {today} and the space does not change it)"
     return None
 
 
@@ -422,4 +422,6 @@ def _check_conditions(space: SearchSpace, where: str) -> None:
         both = [set(space.ancestors(name)) for name in pair]
         free = None in space.levels[pair[0]] or None in space.levels[pair[1]]
         if not free and pair[1] not in both[0] and pair[0] not in both[1]:
-            raise BadInput(f"{where}: {pair[1]} overrides {pair[0]}: use one only where the other is default")
+            raise BadInput(
+                f"{where}: {pair[1]} overrides {pair[0]}: use one only if the other has its default"
+            )

@@ -114,7 +114,7 @@ def _by_source(source: FoundEngine) -> Iterator[Finding]:
     read.
     """
     for sentence, fix in source.misread:
-        yield found("flag-misread", sentence, "how the words are passed on", f"write {fix}")
+        yield found("flag-misread", sentence, "how the arguments are passed on", f"write {fix}")
     for note in source.notes:
         if (ignored := re.match(r"(\S+) is not a key that the chart reads", note)) is not None:
             sentence = f"{ignored[1]} does nothing: the chart does not read it"
@@ -189,12 +189,12 @@ def _absent(flag: str, facts: EngineFacts) -> Finding:
         if positive in facts.flags and positive != flag:
             sentence = f"{flag}: {positive} has no --no- form in vLLM {version}"
             return found(
-                "flag-unknown", sentence, "the parser's own list of flags", f"take {flag} out", flag=flag
+                "flag-unknown", sentence, "the parser's own list of flags", f"remove {flag}", flag=flag
             )
         close = nearest(flag, facts.flags)
         named = re.search(r"'(.+)'", close)
         sentence = f"no vLLM has {flag}{close}"
-        fix = named[1] if named else f"take {flag} out"
+        fix = named[1] if named else f"remove {flag}"
         return found("flag-unknown", sentence, f"the flags of vLLM {version}", fix, flag=flag)
     span = _spans(flag)
     entry = _knob(flag)
@@ -206,10 +206,10 @@ def _absent(flag: str, facts: EngineFacts) -> Finding:
     newer = matches(spans[0][0], f">{known.floor(version)}")
     if newer:
         sentence = f"vLLM {version} does not have {flag} yet; it came with {spans[0][0]}"
-        return found("flag-too-new", sentence, f"{flag}: {span}", f"take {flag} out", flag=flag)
-    became = GONE.get(flag, "nothing is known to do the same")
+        return found("flag-too-new", sentence, f"{flag}: {span}", f"remove {flag}", flag=flag)
+    became = GONE.get(flag, "no replacement is known")
     sentence = f"vLLM {version} no longer has {flag}: {became}"
-    return found("flag-removed", sentence, f"{flag}: {span}", f"take {flag} out", flag=flag)
+    return found("flag-removed", sentence, f"{flag}: {span}", f"remove {flag}", flag=flag)
 
 
 def _value(each: WrittenFlag, facts: EngineFacts) -> Finding | None:
@@ -226,9 +226,9 @@ def _value(each: WrittenFlag, facts: EngineFacts) -> Finding | None:
         return found("flag-value", f"{head} has no value", "vLLM's parser: expected one argument", flag=head)
     if len(each.values) > 1 and head not in _SEVERAL and head in table().flags_of(_PARSER):
         more = " ".join(repr(value) if not value.strip() else value for value in each.values[1:])
-        sentence = f"{head} takes one value, so vLLM takes {more} for arguments of their own and refuses them"
+        sentence = f"{head} takes one value, so vLLM reads {more} as separate arguments and refuses them"
         return found(
-            "flag-value", sentence, "vLLM's parser: unrecognized arguments", f"take {more} out", flag=head
+            "flag-value", sentence, "vLLM's parser: unrecognized arguments", f"remove {more}", flag=head
         )
     if "." not in each.flag and (bad := _misread_number(head, each.values)) is not None:
         return bad
@@ -251,7 +251,7 @@ def _value(each: WrittenFlag, facts: EngineFacts) -> Finding | None:
         refused = (entry.never or "").startswith("The V1 engine refuses")
         if refused and value != 1 and not matches(facts.version, entry.usable):
             sentence = f"{each.flag} {value}: {entry.never}"
-            return found("flag-value", sentence, "vLLM's own refusal", f"take {each.flag} out", flag=head)
+            return found("flag-value", sentence, "vLLM's own refusal", f"remove {each.flag}", flag=head)
     return None
 
 
@@ -281,7 +281,7 @@ def _repeated(given: Sequence[WrittenFlag]) -> Iterator[Finding]:
             said = ", ".join(" ".join((each.flag, *each.values)) for each in all_of_it)
             last = " ".join((all_of_it[-1].flag, *all_of_it[-1].values))
             sentence = f"{name} is given {len(all_of_it)} times; the last one counts"
-            yield found("flag-repeated", sentence, said, f"keep {last} and take the rest out", flag=name)
+            yield found("flag-repeated", sentence, said, f"keep {last} and remove the rest", flag=name)
 
 
 def _last(given: Sequence[WrittenFlag]) -> dict[str, WrittenFlag]:
@@ -317,14 +317,14 @@ def _effects(given: Sequence[WrittenFlag], imported: Imported, facts: EngineFact
         if flag is None or flag in silent:
             continue
         if entry.platforms and facts.platform not in entry.platforms:
-            sentence = f"{flag} does not act on {facts.platform}, only on {', '.join(entry.platforms)}"
-            yield found("flag-no-effect", sentence, entry.source, f"take {flag} out", flag=flag)
+            sentence = f"{flag} has no effect on {facts.platform}, only on {', '.join(entry.platforms)}"
+            yield found("flag-no-effect", sentence, entry.source, f"remove {flag}", flag=flag)
         elif not matches(facts.version, entry.usable) and not (entry.never or "").startswith("The V1 engine"):
-            sentence = f"vLLM {facts.version} reads {flag} and does not act on it: {entry.never}"
-            yield found("flag-no-effect", sentence, entry.source, f"take {flag} out", flag=flag)
+            sentence = f"vLLM {facts.version} accepts {flag}, but it has no effect: {entry.never}"
+            yield found("flag-no-effect", sentence, entry.source, f"remove {flag}", flag=flag)
         elif _is_default(name, value, imported, facts):
             said = flag if isinstance(value, bool) else f"{flag} {value}"
-            sentence = f"{said} is what vLLM {facts.version} does anyway"
+            sentence = f"{said} is the default of vLLM {facts.version}"
             yield found("flag-default", sentence, "the release's default on this device", flag=flag)
 
 
@@ -357,12 +357,12 @@ def _off(flag: str, imported: Imported) -> bool:
 
 
 def _silent(rule: IdleFlag, facts: EngineFacts) -> Finding:
-    instead = f"{rule.instead} in place of {rule.flag}" if rule.instead else f"take {rule.flag} out"
+    instead = f"{rule.instead} in place of {rule.flag}" if rule.instead else f"remove {rule.flag}"
     if rule.unless or rule.when:
         return found(
             "flag-ignored", f"{rule.flag} does nothing: {rule.why}", "vLLM's source", instead, flag=rule.flag
         )
-    sentence = f"vLLM {facts.version} reads {rule.flag} and does not act on it: {rule.why}"
+    sentence = f"vLLM {facts.version} accepts {rule.flag}, but it has no effect: {rule.why}"
     return found("flag-no-effect", sentence, "vLLM's source", instead, flag=rule.flag)
 
 
@@ -382,7 +382,7 @@ def exclusions(imported: Imported, facts: EngineFacts, max_model_len: int | None
         if name in knobs:
             flag, by = CATALOGUE[name].flags[0], CATALOGUE[sized[0]].flags[0]
             sentence = f"{by} sets the KV cache's size, so {flag} does not"
-            yield found("flag-overridden", sentence, f"{by} {knobs[sized[0]]}", f"take {flag} out", flag=flag)
+            yield found("flag-overridden", sentence, f"{by} {knobs[sized[0]]}", f"remove {flag}", flag=flag)
     if imported.args.get("enable-auto-tool-choice") and "tool-call-parser" not in imported.args:
         yield found(
             "flag-contradiction",

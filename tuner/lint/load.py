@@ -54,7 +54,7 @@ WORST = "e2e_p95_ms"
 UNANSWERED = "failed"
 """Requests that get no answer within DEADLINE_S. More than one in 20 make p95 E2E infinite."""
 SAYS = {
-    WORST: ("p95 E2E", "p95 E2E {:,.0f} ms", "gain {} p95 E2E"),
+    WORST: ("p95 E2E", "p95 E2E {:,.0f} ms", "make p95 E2E {} better"),
     UNANSWERED: (
         f"the number of requests without an answer in {DEADLINE_S:.0f} s",
         f"{{:,.0f}} requests without an answer in {DEADLINE_S:.0f} s",
@@ -195,8 +195,8 @@ def _binding(simulation: TrafficSimulation) -> Iterator[Finding]:
     if not change[name] <= -BINDS:
         return
     said = ", ".join(f"{each.removeprefix('limit-')} {value:+.0%}" for each, value in change.items())
-    evidence = f"{simulation.says(before)} as configured; with each limit lifted: {said}"
-    sentence = f"{_limit(name, limits)} delays requests most: with this limit lifted,"
+    evidence = f"{simulation.says(before)} as configured; without each limit: {said}"
+    sentence = f"{_limit(name, limits)} delays requests most: without this limit,"
     sentence += f" {SAYS[simulation.judged][0]} would be {-change[name]:.0%} better"
     yield found(name, sentence, evidence, _more(name, simulation))
 
@@ -245,7 +245,7 @@ def _more(name: str, simulation: TrafficSimulation) -> str:
         return "--gpu-memory-utilization 0.95" if room else "--kv-cache-dtype fp8 (changes answers)"
     if budget.capture_most and not limits.async_scheduling:
         return "--async-scheduling"
-    return "take --enforce-eager out" if budget.capture_most == 0 else _wider(simulation)
+    return "remove --enforce-eager" if budget.capture_most == 0 else _wider(simulation)
 
 
 def at_once(simulation: TrafficSimulation, run: SimulatedSlice) -> int:
@@ -294,7 +294,7 @@ def _graphs(simulation: TrafficSimulation) -> Iterator[Finding]:
         else "run without a captured graph"
     )
     evidence = f"{many(counts.sum(), 'simulated step', ',.0f')}, the largest of {tokens.max():,.0f} tokens"
-    fix = _wider(simulation) if most else "take --enforce-eager out"
+    fix = _wider(simulation) if most else "remove --enforce-eager"
     yield found("graphs-uncovered", f"{share:.0%} of the steps {what}", evidence, fix)
 
 
@@ -337,7 +337,7 @@ def _prefixes(subject: LintSubject, simulation: TrafficSimulation) -> Iterator[F
     off = "--enable-prefix-caching" not in subject.source.words and subject.imported.candidate.get(
         "enable_prefix_caching"
     )
-    fix = "--enable-prefix-caching" if off is None else f"take {written} out"
+    fix = "--enable-prefix-caching" if off is None else f"remove {written}"
     yield found("prefix-cache-off", sentence, evidence, fix, flag=written)
 
 
@@ -365,7 +365,8 @@ def replicas(subject: LintSubject, simulation: TrafficSimulation, trace: Trace) 
         f" {(before - after) / before:.0%} better"
     )
     evidence = (
-        f"{simulation.says(before)} split, {simulation.says(after)} dealt in turns; none was ever measured"
+        f"{simulation.says(before)} as one split engine, {simulation.says(after)} as copies that get "
+        f"the requests in turn; neither was measured"
     )
     fix = f"--tensor-parallel-size 1 --data-parallel-size {split * copies}"
     yield found("replicas-serve-more", sentence, evidence, fix, flag="--tensor-parallel-size")
@@ -378,16 +379,16 @@ def attainment(simulation: TrafficSimulation, best: "BestPrediction | None") -> 
     limited = any((slo.ttft_ms, slo.tpot_ms, slo.e2e_ms))
     if limited and share is not None and share < slo.attainment:
         sentence = f"{share:.1%} of the requests are predicted to keep the SLO; {slo.attainment:.0%} should"
-        beside = f"; best predicted of the shipped space {best.attainment:.1%}" if best else ""
+        beside = f"; the best candidate of the shipped space: {best.attainment:.1%}" if best else ""
         yield found("slo-missed", sentence, p95s(simulation.values) + beside, best.flags if best else "")
     if best is not None and best.least >= GAINS:
         gain = " to ".join(dict.fromkeys((f"{best.least:.0%}", f"{best.most:.0%}")))
         gains = SAYS[simulation.judged][2].format(gain)
         sentence = f"a study would probably {gains}; start it with {best.flags}"
         evidence = (
-            f"predicted {simulation.says(simulation.values[simulation.judged])}; with these,"
-            f" {simulation.says(best.tail)}; the best of {best.tried} of the space {best.space}, one knob"
-            " after another"
+            f"predicted {simulation.says(simulation.values[simulation.judged])} now, and "
+            f"{simulation.says(best.tail)} with this fix, the best of {best.tried} candidates of the "
+            f"space {best.space} (one knob was changed after another)"
         )
         yield found("study-gain", sentence, evidence, best.flags)
 

@@ -97,13 +97,13 @@ def layout(subject: LintSubject, gpus: int | None) -> Iterator[Finding]:
     if gpus is not None and used > gpus:
         yield found(
             "cards-missing",
-            f"the layout needs {used} cards and there {'is' if gpus == 1 else 'are'} {gpus}",
+            f"the layout needs {used} cards, but there {'is' if gpus == 1 else 'are'} {gpus}",
             said,
         )
     elif gpus is not None and used < gpus:
         most = gpus // (split * stages)
         fix = f"--data-parallel-size {most}" if most > copies else ""
-        yield found("cards-idle", f"{gpus - used} of {gpus} cards are left idle", said, fix)
+        yield found("cards-idle", f"the layout uses only {used} of {gpus} cards", said, fix)
     shape = subject.shape
     if shape is not None and shape.heads % split:
         near = max(n for n in range(1, split + 1) if shape.heads % n == 0)
@@ -119,7 +119,7 @@ def length_over(subject: LintSubject) -> Iterator[Finding]:
     if shape is None or asked is None or allowed or "hf-overrides" in subject.imported.args:
         return
     if asked > shape.longest:
-        sentence = f"max_model_len {asked:,} is beyond the model's {shape.longest:,} tokens"
+        sentence = f"max_model_len {asked:,} is above the model's {shape.longest:,} tokens"
         fix = f"--max-model-len {shape.longest}"
         yield found(
             "length-over-model", sentence, f"{shape.name}: its config.json", fix, flag="--max-model-len"
@@ -133,8 +133,8 @@ def check(subject: LintSubject, fit: EngineFit, trace: Trace | None) -> Iterator
     used = fit.scene.card.memory_gib * ranks * fit.options.budget.utilization
     parts = (
         f"weights {memory.weights_gib:.2f} GiB, activations {memory.activation_gib:.2f} GiB, KV cache"
-        f" {max(0.0, memory.kv_gib):.2f} GiB of {used:.1f} GiB usable on {ranks} x {card.title}; graphs"
-        f" {memory.graphs_gib:.2f} GiB beside them"
+        f" {max(0.0, memory.kv_gib):.2f} GiB of {used:.1f} GiB usable on {ranks} x {card.title}; "
+        f"captured graphs need {memory.graphs_gib:.2f} GiB more"
     )
     if subject.live and subject.live.tokens:
         yield from _room(fit, trace, f"the server's own /metrics: {tokens:,} tokens")
@@ -146,7 +146,9 @@ def check(subject: LintSubject, fit: EngineFit, trace: Trace | None) -> Iterator
         fix = f"--tensor-parallel-size {need}" if need else ""
         if memory.weights_gib < 0.85 * card.memory_gib * ranks:
             fix = "--gpu-memory-utilization 0.92"
-        sentence = f"the weights take {memory.weights_gib:.1f} GiB and the engine may use {used:.1f} GiB"
+        sentence = (
+            f"the weights take {memory.weights_gib:.1f} GiB, but the engine may use only {used:.1f} GiB"
+        )
         yield found("weights-do-not-fit", sentence, parts, fix)
         return
     length = fit.options.limits.max_model_len
@@ -166,18 +168,20 @@ def _short(subject: LintSubject, fit: EngineFit, parts: str) -> Finding:
     most = fit.tokens // block * block
     asked: Value = subject.imported.candidate.get("max_model_len")
     whose = "" if asked else ", the model's own,"
-    sentence = f"the KV cache holds {max(0, fit.tokens):,} tokens and one request may have {length:,}{whose}"
+    sentence = f"the KV cache holds {max(0, fit.tokens):,} tokens, but one request may have {length:,}{whose}"
     fix = f"--max-model-len {most}" if most > 0 else ""
     return found("no-kv-memory", sentence, parts, fix, flag="--max-model-len")
 
 
 def _room(fit: EngineFit, trace: Trace | None, parts: str) -> Iterator[Finding]:
     length, tokens = fit.options.limits.max_model_len, fit.tokens
-    sentence = f"the KV cache holds {tokens:,} tokens, {tokens / length:.1f} requests of {length:,}"
+    sentence = f"the KV cache holds {tokens:,} tokens: {tokens / length:.1f} requests of {length:,} tokens"
     if trace is not None and len(trace):
         whole = trace.input_len.astype("int64") + trace.output_len
         mean, longest = float(whole.mean()), int(whole.max())
-        sentence += f"; {int(tokens / mean):,} of the trace's at once (mean {mean:,.0f}, longest {longest:,})"
+        sentence += (
+            f", or {int(tokens / mean):,} requests of the trace (mean {mean:,.0f}, longest {longest:,})"
+        )
         over = int((whole > length).sum())
         if over:
             said = (

@@ -206,7 +206,7 @@ def _with_traffic(
         missing |= {"SLO": str(error)}
     findings += load.attainment(simulation, best)
     if not len(trace.blocks):
-        missing |= {"prefix cache": "the trace has no block ids: which prompts repeat is not known"}
+        missing |= {"prefix cache": "the trace has no block ids, so it is not known which prompts repeat"}
     return replace(
         base,
         findings=in_order(findings),
@@ -245,7 +245,7 @@ def _is_of(gpu_class: str, card: "Card") -> bool:
 
 
 UNCALIBRATED_SAYS = (
-    "uncalibrated: on 70 configurations measured on H100 and H200 p95 E2E was 3 % off in the median,"
-    " 12 % at worst"
+    "uncalibrated; on 70 configurations that were measured on H100 and H200, p95 E2E was off by 3 % "
+    "in the median and by 12 % at worst"
 )
 """docs/simulator.md, « Uncalibrated »."""

@@ -110,7 +110,7 @@ def unlike(subject: LintSubject) -> str:
     """Why memory and step times of this engine cannot be computed; empty where they can."""
     knobs, args = subject.imported.candidate, subject.imported.args
     if subject.facts.platform == "cpu":
-        return "a host's memory and speed are not known by the word cpu"
+        return "cpu does not say how much memory and speed the host has"
     if subject.shape is None:
         return subject.shapeless
     if subject.shape.unlike:

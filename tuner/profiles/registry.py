@@ -135,12 +135,12 @@ def gate_failures(profile: Profile, gates: Gates, *, now: datetime) -> tuple[str
     failed: list[str] = []
     if gates.confirmed and profile.evidence.get("confirmed") is not True:
         shown = profile.evidence.get("demonstration") is True
-        why = " (its plan is a demonstration: numbers to look at, not to act on)" if shown else ""
+        why = " (it is a demonstration, so do not act on its numbers)" if shown else ""
         failed.append(f"its gain over the baseline was not confirmed{why}")
     if gates.slo_met and profile.evidence.get("slo_met") is not True:
         failed.append("it did not meet the SLO")
     if gates.judged and profile.evidence.get("quality") != "off" and (turned := unjudged(profile)):
-        failed.append(f"its answers were not judged, though it turns {', '.join(turned)}")
+        failed.append(f"its answers were not judged, although it changes {', '.join(turned)}")
     if gates.not_worse:
         failed += _too_much_worse(profile.evidence)
     if gates.engine_version is not None and not same_engine(gates.engine_version, profile.engine_version):
@@ -289,7 +289,7 @@ def resolve(
     """
     event, matched = _find(store, model=model, workload=workload, node=node, gpu_class=gpu_class, alias=alias)
     if event.to_version is None:
-        raise NotFound(f"alias '{alias}' was taken away")
+        raise NotFound(f"alias '{alias}' was removed")
     profile = store.profile_version(event.key, event.to_version)
     if engine_version is not None and not same_engine(engine_version, profile.engine_version):
         raise Conflict(

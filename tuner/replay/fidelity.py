@@ -121,11 +121,11 @@ def _lateness(
     values["lateness_allowed_ms"] = allowed
     if p99 > allowed:
         failed.append(
-            f"lateness: requests left {p99:.1f} ms late at p99 (allowed {allowed:.1f} ms): give the sender a "
-            "core of its own, use more senders, or stop what else runs on this host"
+            f"lateness: requests were sent {p99:.1f} ms late at p99 (allowed {allowed:.1f} ms): give "
+            f"the sender its own core, use more senders, or stop other programs on this host"
         )
     elif p99 > 2.0:
-        warnings.append(f"requests left {p99:.1f} ms late at p99")
+        warnings.append(f"requests were sent {p99:.1f} ms late at p99")
 
 
 def _arrivals(outcomes: Sequence[Outcome], values: dict[str, float | None]) -> None:
@@ -149,9 +149,9 @@ def _tokens(
     if wrong:
         first = wrong[0]
         failed.append(
-            f"prompt_tokens: the engine counted {first.input_tokens} prompt tokens where "
+            f"prompt_tokens: the engine counted {first.input_tokens} prompt tokens, but "
             f"{first.expected_input} were sent (row {first.row}; {many(len(wrong), 'row')}): "
-            "something changes them; send to the engine directly, without added special tokens"
+            "something changes the prompts; send to the engine directly, without added special tokens"
         )
     if not answered:
         return
@@ -161,9 +161,10 @@ def _tokens(
     if share > plan.completion_mismatch:
         first = short[0]
         failed.append(
-            f"completion_tokens: {share:.1%} of answers were not of the recorded length (row {first.row}: "
-            f"{first.output_tokens} of {first.expected_output}; allowed {plan.completion_mismatch:.1%}): "
-            "raise max_model_len above prompt + answer, or drop the rows that do not fit"
+            f"completion_tokens: {share:.1%} of the answers did not have the recorded length"
+            f" (row {first.row}: {first.output_tokens} of {first.expected_output}; allowed"
+            f" {plan.completion_mismatch:.1%}): raise max_model_len above prompt + answer, or drop the rows"
+            " that do not fit"
         )
 
 
@@ -178,8 +179,8 @@ def _conservation(evidence: Evidence, values: dict[str, float | None], failed: l
     values["lost"] = float(lost)
     if lost and not evidence.curtailed:
         failed.append(
-            f"conservation: {len(counted)} of {many(evidence.planned, 'planned request')} accounted for: "
-            "the sender was stopped or broke off; repeat the trial"
+            f"conservation: {len(counted)} of {many(evidence.planned, 'planned request')} have a "
+            f"result: the sender was stopped or failed; repeat the trial"
         )
 
 

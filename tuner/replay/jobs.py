@@ -152,7 +152,7 @@ def never_sent(job: Job, reason: str) -> Sent:
         scheduled_s=job.at_s,
         expected_input=job.expected_input,
         expected_output=job.expected_output,
-        error=f"never sent, its parent was not answered: {reason}",
+        error=f"not sent, because its parent got no answer: {reason}",
     )
     return Sent(key=job.key, outcome=outcome, counted=job.counted)
 

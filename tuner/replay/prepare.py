@@ -146,7 +146,9 @@ class Preparer:
             raise Aborted("the engine refused to reset its prefix cache", cause="cache_reset")
         self.notes.lowest("cache_reset_proved", float(outcome.proved))
         if not outcome.proved:
-            self.notes.warnings.append(f"cache reset not proved ({outcome.how}): fresh tokens stand in")
+            self.notes.warnings.append(
+                f"the cache reset was not proved ({outcome.how}), so the replay uses fresh tokens"
+            )
 
     async def prime(self, part: Slice) -> NDArray[np.int64]:
         """Bring the cache to where production's would be: the rows before, one token each, in order. The rows

@@ -9,7 +9,7 @@ from tuner.replay.timeline import Judge, Partial
 
 # The largest relative distance between the reported speed and the next one that failed.
 TOLERANCE = 0.05
-MET, LOST = "the SLO is met whatever comes", "the SLO cannot be met any more"
+MET, LOST = "the SLO is certain to be met", "the SLO cannot be met any more"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -226,7 +226,7 @@ class _Replay:
         self.report(contention.since((perf_counter_ns() - zero) / 1e9 + plan.load_warmup_s))
         engine = await observer.conclude()
         if growing(engine, timetable.window_s):
-            self.notes.warnings.append(f"slice {part.name}: the engine's queue grew all through the window")
+            self.notes.warnings.append(f"slice {part.name}: the engine's queue grew during the whole window")
         if (note := recomputed(engine)) is not None:
             self.notes.warnings.append(f"slice {part.name}: {note}")
         ended = min(window.now_s, timetable.window_s) if self.stopped else timetable.window_s

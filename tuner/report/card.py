@@ -300,20 +300,23 @@ def confidence_of(said: Conclusion, arm: Arm | None = None) -> tuple[Confidence,
     if not (arm.changes if own and arm else said.against_baseline):
         return "none", f"nothing was compared: {_obstacle(said, arm)}"
     if said.demonstration:
-        return "low", "a demonstration: its windows are too short to act on"
+        return "low", "a demonstration: its windows are too short for a decision"
     times = f"measured {_times(said)} in turns with {_today(said, TODAY)}"
     if said.repeats < ENOUGH:
-        return "low" if said.repeats < 2 else "medium", f"{times}; {ENOUGH} or more would say more"
+        return (
+            "low" if said.repeats < 2 else "medium",
+            f"{times}; {ENOUGH} or more repeats would be more certain",
+        )
     held = [c for c in arm.changes if c.where == "held_out"] if arm else []
     if said.compared:
         return "high", times
     if said.winner is None:
         return _of_none(said, times)
     if not held:
-        return "medium", f"{times}; there is no traffic that the search never saw"
+        return "medium", f"{times}; there is no held-out traffic"
     if not any(c.word == "better" for c in held):
-        return "medium", f"{times}; on traffic that the search never saw nothing is clearly better"
-    return "high", f"{times}, and better on traffic that the search never saw"
+        return "medium", f"{times}; on held-out traffic nothing is clearly better"
+    return "high", f"{times}, and better on held-out traffic"
 
 
 def _of_none(said: Conclusion, times: str) -> tuple[Confidence, str]:
@@ -366,7 +369,7 @@ def _slo(said: Conclusion, arm: Arm) -> str:
     base = said.baseline
     name = _today(said, "today")
     today = f" ({name} {base.attainment * 100:.3g} %)" if base and base.attainment is not None else ""
-    asked = f", {said.attainment * 100:.4g} % are asked for" if said.attainment is not None else ""
+    asked = f", {said.attainment * 100:.4g} % are required" if said.attainment is not None else ""
     word, held = "yes" if arm.slo_met else "no", arm.held_out.get("slo_attainment")
     unseen = "" if held is None else f"; on held-out traffic {held * 100:.3g} %"
     return f"{word}: {arm.attainment * 100:.3g} % of requests keep it{today}{asked}{unseen}"

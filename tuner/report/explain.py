@@ -39,15 +39,15 @@ def why_none(said: Conclusion | None, plan: JSON, *, begun: bool) -> str:
     share = changed.get("attribution")
     known = PLANS.get(str(changed.get("base")))
     if share == 0 or (share is None and known is not None and known.attribution <= 0):
-        return "its plan does not ask (attribution: 0)"
+        return "its plan has attribution: 0"
     winner = said.arm(said.winner)
     if winner is not None and winner.candidate == said.baseline.candidate:
         return "the winner has the knobs of today's configuration"
     if begun:
-        return "the launches for it did not come to an end"
+        return "the launches for this were not finished"
     if "attribution" not in changed:
-        return "an earlier release made it, which did not ask"
-    return "it ended before it asked"
+        return "an earlier release made it, which could not do this"
+    return "it ended before that"
 
 
 def lines(found: Attribution) -> Iterator[str]:
@@ -67,7 +67,7 @@ def knob_line(gain: KnobGain) -> str:
     told = [words.difference(d) for d in gain.gains if d.word != "open"]
     value = "not set" if gain.value is None else gain.value
     if not gain.kept:
-        return f"{gain.name} {value}: nothing, left out ({gain.why})"
+        return f"{gain.name} {value}: no gain, left out ({gain.why})"
     parts = [", ".join(told) or "kept", *([gain.how] if told else []), *([gain.why] if gain.why else [])]
     because = f"; {gain.mechanism}" if gain.mechanism else ""
     return f"{gain.name} {value}: {', '.join(parts)}{because}"
@@ -108,7 +108,7 @@ def mechanism(before: Mapping[str, float], after: Mapping[str, float]) -> str:
     faster = _ratio(before, after, "tpot_p50_ms")
     if not said and faster is not None and abs(faster - 1) > 0.02:
         word = "less" if faster < 1 else "longer"
-        said.append(f"the same work is in each step, and steps wait {word} for the host")
+        said.append(f"each step has the same work, and steps wait {word} for the host")
     return "; ".join(said[:2])
 
 

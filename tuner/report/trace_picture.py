@@ -75,7 +75,9 @@ def _cumulative(found: Mapping[str, NDArray[np.generic]], unit: str) -> str:
 
 def _reuse(trace: Trace) -> str:
     if not len(trace.blocks):
-        return '<p class="none">The trace has no block ids: what its prompts share is not known.</p>'
+        return (
+            '<p class="none">The trace has no block ids, so it is not known which prompts share a prefix.</p>'
+        )
     shares = reuse_by_capacity(trace, CAPACITIES)
     said = {"any size" if size is None else f"{size:,} tokens": share for size, share in shares.items()}
     return bars({size: 100 * share for size, share in said.items()}, "%")

@@ -73,7 +73,7 @@ class Watcher(Collector):
         left = [trial for trial in self._store.orphans() if trial.run_id not in alive]
         lost = sum(self._store.study(trial.study_id).node not in leased for trial in left)
         return GaugeMetricFamily(
-            "tuner_orphan_trials", "Trials RUNNING on a node that nobody has a lease of.", value=lost
+            "tuner_orphan_trials", "Trials in state RUNNING on a node without a lease.", value=lost
         )
 
     def _last_runs(self) -> Iterable[Metric]:
@@ -94,7 +94,7 @@ class Watcher(Collector):
             for study, run in last
             if run.state is RunState.RUNNING and run.deadline is not None
         ]
-        yield gauge("tuner_window_left_seconds", "Until the run must end.", "node", left)
+        yield gauge("tuner_window_left_seconds", "Seconds until the run must end.", "node", left)
 
     def _volume(self, study: Study, run: Run) -> float | None:
         """The volume of a study's front; that of an ended run is reckoned once."""
@@ -174,7 +174,7 @@ def nights(store: Store, now: datetime) -> Iterable[Metric]:
     yield gauge("tuner_schedules", "Schedules that are on.", "node", scheduled)
     yield gauge(
         "tuner_schedule_not_started",
-        "1 where the last due time did not become a run.",
+        "1 if the last due time did not start a run.",
         "schedule node",
         (([each.name, each.node], float(not_started(store, each, now))) for each in enabled),
     )

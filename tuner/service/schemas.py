@@ -150,8 +150,8 @@ class RunSchema(Schema):
     )
     left_s: float | None = Field(
         default=None,
-        description="About how many seconds it still takes; null in lists, where that is not known, and when"
-        " it is not at work.",
+        description="About how many seconds it still takes; null in lists, if it is not known, and if the run"
+        " is not at work.",
     )
 
 

@@ -106,7 +106,9 @@ class Uploads:
             kept = json.loads(self._card(upload_id).read_text(encoding="utf-8"))
             return Upload(**{**kept, "offset": self._part(upload_id).stat().st_size})
         except FileNotFoundError:
-            raise NotFound(f"there is no upload '{upload_id}'; it was finished, or left for a day") from None
+            raise NotFound(
+                f"there is no upload '{upload_id}'; it was finished, or deleted after a day without a change"
+            ) from None
 
     def add(self, upload_id: str, offset: int, piece: IO[bytes]) -> Upload:
         """Appends a piece, read from its beginning. Conflict says where the next one must begin."""

@@ -252,8 +252,9 @@ def _batch_advice(numbers: Statistics) -> Iterator[str]:
 def _length_advice(numbers: Statistics) -> Iterator[str]:
     longest, mean = numbers.input_len["p99"], numbers.input_len["mean"]
     yield (
-        f"prompts: mean {mean:.0f}, p99 {longest:.0f} tokens: a max_num_batched_tokens below {longest:.0f} "
-        "splits the longest prompts into chunks, above it they hold up decoding for one long step"
+        f"prompts: mean {mean:.0f}, p99 {longest:.0f} tokens. If max_num_batched_tokens is below "
+        f"{longest:.0f}, the longest prompts are split into chunks; if it is above, each of them "
+        f"delays decoding by one long step"
     )
     declared = numbers.max_tokens
     if declared and declared["p50"] > 4 * max(1.0, numbers.output_len["p50"]):
@@ -269,11 +270,13 @@ def _burst_advice(numbers: Statistics) -> Iterator[str]:
     second, minute = numbers.dispersion.get("1s"), numbers.dispersion.get("60s")
     if second and second > 3:
         yield (
-            f"arrivals come in bursts (variance {second:.1f} × Poisson's in 1 s): judge by p95/p99, and let "
-            "the slices hold the bursts"
+            f"arrivals come in bursts (variance {second:.1f} × Poisson's in 1 s): use p95 or p99 as "
+            f"objectives, and slices that contain bursts"
         )
     if minute and minute > 5:
-        yield f"the rate wanders (variance {minute:.1f} × Poisson's in 60 s): one slice is not enough"
+        yield (
+            f"the rate changes over time (variance {minute:.1f} × Poisson's in 60 s): one slice is not enough"
+        )
 
 
 def _reuse_advice(numbers: Statistics) -> Iterator[str]:
@@ -287,9 +290,9 @@ def _reuse_advice(numbers: Statistics) -> Iterator[str]:
     sized = [(int(size), share) for size, share in numbers.reuse.items() if size != "any"]
     enough = next((size for size, share in sized if share >= 0.8 * best), None)
     where = (
-        f"a KV cache of {enough:,} tokens finds most of it"
+        f"a KV cache of {enough:,} tokens is enough for most of it"
         if enough
-        else "even 6,400,000 KV tokens find less"
+        else "even a KV cache of 6,400,000 tokens is too small for most of it"
     )
     yield f"prefix reuse up to {best:.1%} of input tokens: {where}"
 

@@ -194,7 +194,10 @@ def _with_quality(context: RunContext, trial: Trial, found: LaunchResult) -> Tri
     path, baseline = quality.path_of(context.home, context.prepared), context.prepared.baseline
     base, turned = quality.kept(path), quality.changes(trial.candidate, baseline)
     if not base and turned:
-        text = f"its answers ({', '.join(turned)}) are not judged: the baseline's own are missing"
+        text = (
+            f"its answers ({', '.join(turned)}) cannot be judged, because there are no answers of the "
+            f"baseline"
+        )
         context.tell(RunEvent(kind="note", text=text, trial=trial))
     if not base or not turned:
         return trial

@@ -86,8 +86,8 @@ class Attributing:
             return None
         room = self.launches_left()
         if room < self._needed:
-            left = f"there is room for {many(max(0, room), 'launch')}, and it takes {self._needed}"
-            return self._record((), why=f"which knobs pay was not asked: {left}")
+            left = f"there is room for {many(max(0, room), 'launch')}, but it needs {self._needed}"
+            return self._record((), why=f"the run did not find out which knobs pay ({left})")
         gains = await self._gains()
         while (lost := self._lost(_dropped(gains))) is not None:
             gains = self._restored(gains, lost.last)
@@ -212,7 +212,7 @@ class Attributing:
         found, candidate = self._unasked(name), self.without([name])
         arm = self.said.arm(self.winner.number)
         if arm is not None and name not in arm.changed:
-            return replace(found, kept=False, why="the engine runs with this value without being told")
+            return replace(found, kept=False, why="the engine uses this value by default")
         if candidate == self.base.candidate:
             return self._all_that_differs(found)
         if (broken := self.context.prepared.known_failure(candidate)) is not None:
@@ -223,7 +223,7 @@ class Attributing:
         """A knob without which the winner is today's configuration: the confirmation measured that."""
         arm = self.said.arm(self.winner.number)
         gains = tuple(c for c in arm.changes if c.where == "confirm") if arm is not None else ()
-        return replace(gain, how="measured", gains=gains, why="it is all that differs from today")
+        return replace(gain, how="measured", gains=gains, why="it is the only difference from today's configuration")
 
     def _unasked(self, name: str) -> KnobGain:
         today, won = self.base.candidate, self.winner.candidate
@@ -243,7 +243,7 @@ class Attributing:
         # The launch of the knob that was left out last is the reduced configuration's first.
         last = self._needed - any(g.how == "measured" and not g.kept for g in so_far)
         if self._used + 1 + last > self.launches_left():
-            return replace(found, why="the share of the search that attribution may take is spent")
+            return replace(found, why="the time that the plan gives to attribution is used up")
         self._used += 1
         return await self._measured(found, self.without(left))
 
@@ -325,7 +325,7 @@ class Attributing:
                 break
             back = min(dropped, key=lambda n: self._loss(whole, self.without([d for d in dropped if d != n])))
             others = ", ".join(d for d in dropped if d != back)
-            found[back] = replace(found[back], kept=True, why=f"it pays where {others} is left out")
+            found[back] = replace(found[back], kept=True, why=f"it pays if {others} is left out")
         return list(found.values())
 
     def _loss(self, whole: Prediction, candidate: Candidate) -> float:
@@ -414,7 +414,7 @@ def _suspected(
     if gain.how == "measured":
         alone = "one launch without it was not worse"
     elif gain.how == "predicted":
-        alone = "the simulator expects nothing of it"
+        alone = "the simulator expects no gain from it"
     if not _is_worse(last):
         why = f"{alone}, but the reduced configuration was not shown to be as good"
         return replace(gain, kept=True, why=why)
@@ -462,4 +462,4 @@ async def attribute(work: Attributing) -> tuple[Attribution | None, str]:
     try:
         return await work.find(), ""
     except EngineError as error:
-        return None, f"which knobs pay was not found out: {error}"
+        return None, f"the run could not find out which knobs pay: {error}"

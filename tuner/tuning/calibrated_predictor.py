@@ -131,7 +131,7 @@ class StudyPredictor:
         if trials:
             why = "the baseline was not measured yet"
         if failed(trials):
-            why = "the baseline did not serve: nothing was measured that the simulator can be calibrated on"
+            why = "the baseline did not serve, so there is no measurement to calibrate the simulator on"
         source = "assumed speeds of a CPU" if card.platform == "cpu" else "the card's datasheet"
         return f"not calibrated: {self.why_not or why}; these numbers use {source}"
 

@@ -135,7 +135,10 @@ def profile_of(what: str, prepared: Prepared, store: Store | None, *, files: boo
     if what.isdigit():
         profile = store.profile(int(what))
         if profile.key.model != prepared.study.model:
-            raise BadInput(f"profile {what} is of {profile.key.model}, the study of {prepared.study.model}")
+            raise BadInput(
+                f"profile {what} is for model {profile.key.model}, but the study is for "
+                f"{prepared.study.model}"
+            )
         return profile
     study = prepared.study
     targets = (study.node, study.gpu_class)
@@ -445,7 +448,7 @@ class Comparing(Execution):
     def _failures(self) -> str:
         arms = {t.number: self._placed[t.number - self._first].name for t in self._arms()}
         said = [f"{arms[n]}: {why}" for n, why in sorted(self._rounds.dropped.items())]
-        return "; ".join(said) or "there were not two rounds"
+        return "; ".join(said) or "there were fewer than two rounds"
 
     def sentence(self, said: Conclusion, why: str | None) -> str:
         """Every arm against the first one, and whether the answer is whole."""
@@ -458,7 +461,8 @@ class Comparing(Execution):
             )
         else:
             small = any(c.word == "open" for arm in said.finalists for c in arm.changes)
-            rest = f"; what is not clear is smaller than {100 * self._margin:g} % either way" if small else ""
+            rest = "; differences that are not clear are smaller than" if small else ""
+            rest += f" {100 * self._margin:g} % in either direction" if small else ""
             parts.append(f"Every difference is known after {many(said.repeats, 'round')}{rest}.")
         return " ".join(parts)
 
@@ -476,7 +480,7 @@ class Comparing(Execution):
 ENDS: Mapping[End, str] = {
     "decided": "the answer is known after {rounds} rounds",
     "rounds": "the {rounds} rounds are spent",
-    "window": "the window has no room for another round",
+    "window": "the window has no time for another round",
     "launches": "the run may start no more engines",
 }
 

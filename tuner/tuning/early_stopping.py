@@ -157,14 +157,17 @@ def curtail(case: Case, best: Mapping[str, float]) -> str | None:
         return None
     for rival in case.rivals:
         if all(_worse(name, best[name], rival.values.get(name), case.epsilon) for name in case.objectives):
-            return f"whatever comes, trial {rival.number} is better in every objective"
+            return f"trial {rival.number} is certain to be better in every objective"
     if not case.by_slo:  # a knee or a weighted best may lie anywhere on the front
         return None
     outside = [n for n in case.objectives if _worse(n, best[n], case.corner.get(n), 0.0)]
     if not outside or _may_be_picked(case, best):
         return None
     name, worst = outside[0], case.corner[outside[0]]
-    return f"whatever comes, {name} ends beyond {worst:.4g}, the worst that counts, and the SLO pick stands"
+    return (
+        f"{name} is certain to end worse than the reference point ({worst:.4g}), and the trial cannot become"
+        " the SLO pick"
+    )
 
 
 def _worse(name: str, best: float, rival: float | None, margin: float) -> bool:
@@ -291,8 +294,8 @@ def reason_to_stop(
         return None
     hope = "" if expected is None else f", and no more than {expected * after:.3g} is expected of any other"
     return (
-        f"the last {WINDOW} trials widened the front by {after - before:.3g} of hypervolume,"
-        f" less than the noise of the measurements ({floor:.3g}){hope}"
+        f"the last {WINDOW} trials increased the hypervolume of the front by {after - before:.3g}, "
+        f"less than the noise of the measurements ({floor:.3g}){hope}"
     )
 
 

@@ -99,7 +99,7 @@ class Ending:
         """Why a confirmation does not fit into the rest of the run; None if it does."""
         left, wanted = self._context.budget.left, going.missing
         if wanted > left:
-            return f"it takes {many(wanted, 'launch')} at least and the run may make {left:.0f} more"
+            return f"it needs at least {many(wanted, 'launch')}, but the run may make only {left:.0f} more"
         end = self._run.deadline
         if end is None or not wanted:
             return None
@@ -108,7 +108,10 @@ class Ending:
         seconds = (end - self._context.clock()).total_seconds()
         if needed <= seconds:
             return None
-        return f"it takes about {needed / 60:.0f} min and the window has {max(0.0, seconds) / 60:.0f} left"
+        return (
+            f"it takes about {needed / 60:.0f} min, but only {max(0.0, seconds) / 60:.0f} min of the "
+            f"window are left"
+        )
 
     async def _measure(self, going: Confirmation) -> None:
         self._going = going

@@ -73,7 +73,7 @@ def _against(base: Arm, chosen: Arm, not_worse: Mapping[str, float]) -> Verdict:
         sentence = f"Today's configuration did not serve this traffic; {chosen.title} did."
         return Verdict(outcome=Judgement.BASELINE_FAILED, sentence=sentence, winner=chosen.trial)
     if chosen.trial == base.trial:
-        sentence = "Measured again, today's configuration stays the choice of the study's policy."
+        sentence = "After the confirmation, the study's policy still chooses today's configuration."
         return Verdict(outcome=Judgement.BASELINE_STAYS, sentence=sentence)
     ours = [c for c in chosen.changes if c.where == "confirm"]
     held = [c for c in chosen.changes if c.where == "held_out"]
@@ -81,7 +81,7 @@ def _against(base: Arm, chosen: Arm, not_worse: Mapping[str, float]) -> Verdict:
     against = f"Trial {chosen.trial} against the baseline: {', '.join(difference(c) for c in ours)}."
     denied = [c.metric for c in better if any(h.metric == c.metric and h.word == "worse" for h in held)]
     if denied:
-        sentence = f"{against} The held-out slice denies it ({', '.join(denied)} is worse there)."
+        sentence = f"{against} The held-out slice contradicts this ({', '.join(denied)} is worse there)."
         return Verdict(outcome=Judgement.BASELINE_STAYS, sentence=sentence)
     if worse and not better:
         return Verdict(outcome=Judgement.BASELINE_STAYS, sentence=f"{against} Nothing is better.")
@@ -239,9 +239,9 @@ def _shapes_graphs(
 
 # Limits → what shows that they cannot act: words, unit, and the most that was there at once.
 _LIMITS: Mapping[str, tuple[str, str, Callable[[Crowd], int]]] = {
-    "max_num_seqs": (": never more than {} on the way at once", "request", lambda c: c.requests),
+    "max_num_seqs": (": there were never more than {} in flight", "request", lambda c: c.requests),
     "max_num_batched_tokens": (
-        ": never more than {} on the way at once", "token", lambda c: c.tokens + c.requests
+        ": there were never more than {} in flight", "token", lambda c: c.tokens + c.requests
     ),
     "long_prefill_token_threshold": (", the longest prompt has {}", "token", lambda c: c.longest),
 }  # fmt: skip
@@ -255,7 +255,7 @@ def _idle_limit(name: str, before: Value, after: Value, seen: Sequence[Crowd]) -
         is_limit = isinstance(value, int) and not isinstance(value, bool) and value >= most
         if value not in off and not is_limit:
             return None
-    return f"{name} {after} cannot act{words.format(many(most, unit))}"
+    return f"{name} {after} has no effect{words.format(many(most, unit))}"
 
 
 def finalists(prepared: Prepared, trials: Sequence[Trial], run_id: str) -> list[Trial]:

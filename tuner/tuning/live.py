@@ -166,7 +166,7 @@ class ScreeningEngine:
             await self._launch(self._host, trial, own)
             wanted = {} if own else await self._limits(self._host, trial.candidate, defaults)
         if wanted is None or self._spec is None or self._row is None:
-            raise CannotScreen("its sizes are beyond the running engine's")
+            raise CannotScreen("its sizes are larger than the running engine's")
         job = LaunchJob(
             spec=replace(self._spec, directory=str(directory)), passes=tuple(passes), number=trial.number,
             kv_tokens=largest_kv(self._context.launches()), stay=True, limits=wanted,
@@ -248,7 +248,7 @@ class ScreeningEngine:
             if changing is not None and not _failed(launches, spec.argv):
                 make(directory)
                 return wide, replace(spec, argv=(*spec.argv, *changing.argv))
-        raise CannotScreen("no wider engine is known to work")
+        raise CannotScreen("no larger engine is known to work")
 
     async def _give_up(self, reason: str) -> None:
         self._in_a_row += 1

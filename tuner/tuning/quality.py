@@ -58,7 +58,7 @@ def held_back(prepared: Prepared, trial: Trial) -> str | None:
     turned = unjudged(prepared, trial)
     if not turned or prepared.file.quality == "off":
         return None
-    return f"it turns {', '.join(turned)}, and its answers were not judged (quality: off publishes it)"
+    return f"it changes {', '.join(turned)}, and its answers were not judged (quality: off publishes it)"
 
 
 def changes(candidate: Candidate, baseline: Candidate) -> tuple[str, ...]:

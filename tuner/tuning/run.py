@@ -204,7 +204,7 @@ class _Loop(Execution):
             reason = self._reason(trials)
             trial = await self._next(trials) if reason is None else self._relaunch(trials)
             if trial is None:
-                return reason or "nothing is left that is new and may work"
+                return reason or "there is no new candidate left that may work"
             self._tell("started", trial.origin, trial)
             earlier = [t for t in trials if t.number == trial.number]
             how = self._how(trial, trials)
@@ -342,7 +342,11 @@ class _Loop(Execution):
             store.set_node_state(node.name, "fault")
         raise Aborted(
             f"trial {last.number} was aborted {many(len(ours), 'time')}, last: {last.reason};"
-            + (f" node {node.name} is flagged" if last.cause in NODE_FAULTS else " mend that first"),
+            + (
+                f" node {node.name} is in state fault now"
+                if last.cause in NODE_FAULTS
+                else " mend that first"
+            ),
             cause=last.cause or "aborted",
         )
 
@@ -382,6 +386,6 @@ def idle_of(prepared: Prepared) -> str | None:
     if not adapter_of(facts.kind).uses_gpus(facts.platform) or used >= there:
         return None
     return (
-        f"the baseline runs on {used} of {there} GPUs: {there - used} stand idle."
-        " tensor_parallel_size or data_parallel_size use them, as knobs of the space or under baseline"
+        f"the baseline runs on {used} of {there} GPUs. To use all of them, add "
+        f"tensor_parallel_size or data_parallel_size to the space or to the baseline"
     )

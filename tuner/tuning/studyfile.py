@@ -256,8 +256,9 @@ class StudyFile(_Strict):
     def _no_text_is_kept(cls, value: object) -> object:
         if value == "raw":
             raise ValueError(
-                "raw is not to be had: a trace keeps no text, so what depends on it (speculative decoding,"
-                " structured output) is not measured; choose synthetic, session or live"
+                "raw is not possible: a trace keeps no text, so the tuner cannot measure what "
+                "depends on the text (speculative decoding, structured output); choose synthetic, "
+                "session or live"
             )
         return value
 
@@ -317,7 +318,7 @@ def no_judgement(file: StudyFile) -> str | None:
     weightless = adapter_of(file.engine.kind).simulated or "dummy" in map(str, loads)
     if file.quality == "off" or not weightless:
         return None
-    return "it changes the output, and answers without weights cannot be judged (quality: off turns it)"
+    return "it changes the output, and answers without weights cannot be judged (quality: off allows it)"
 
 
 def read(path: Path) -> StudyFile:

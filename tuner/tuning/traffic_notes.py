@@ -34,13 +34,16 @@ def traffic_notes(prepared: Prepared, store: Store) -> Iterator[str]:
     try:
         before, _ = trace_files.find(champion.trace_digest, store.trace(champion.trace_digest).path)
     except TunerError:  # the file may be on another host, or thrown away
-        yield "the champion was found on another trace, whose file is not here to compare with"
+        yield (
+            "the champion was found on another trace, whose file is not on this host, so they cannot be "
+            "compared"
+        )
         return
     moved = [each.sentence for each in statistics.compare(before, prepared.trace) if each.moved]
     if not moved:
-        yield "the champion was found on another trace, which differs in nothing that matters"
+        yield "the champion was found on another trace, but the two do not differ in anything that matters"
     for sentence in moved:
-        yield f"since the champion's trace has moved: {sentence}"
+        yield f"what has changed since the champion's trace: {sentence}"
 
 
 def few_requests(prepared: Prepared) -> str | None:
@@ -121,5 +124,5 @@ def unjudged(prepared: Prepared) -> dict[str, str]:
         elif name == "scheduling_policy" and "priority" in levels and len(np.unique(trace.priority)) < 2:
             found[name] = "every request of the trace has the same priority"
         elif name in PREFIX and not len(trace.blocks) and not (trace.parent >= 0).any():
-            found[name] = "the trace knows no shared prefixes: no prompt repeats another's beginning"
+            found[name] = "no prompts of the trace share a prefix"
     return found

@@ -355,7 +355,7 @@ def flagged(measurement: Measurement, host: HostContext, sampled: Mapping[str, f
     fidelity = replace(measurement.fidelity, values={**measurement.fidelity.values, **beside})
     measurement = replace(measurement, fidelity=fidelity)
     if throttled(sampled):
-        measurement = _warned(measurement, "the GPU held its clocks down in more than 5 % of the time")
+        measurement = _warned(measurement, "the GPU was throttled for more than 5 % of the time")
     if host.isolated:
         measurement = _warned(measurement, "isolated: other replays of this host may have run beside it")
     return measurement

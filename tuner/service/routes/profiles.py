@@ -76,7 +76,8 @@ def resolve_profile(
     ] = None,
     node: Annotated[str | None, Query(min_length=1, max_length=100)] = None,
     gpu_class: Annotated[
-        str | None, Query(min_length=1, max_length=100, description="Asked after the node, if at all.")
+        str | None,
+        Query(min_length=1, max_length=100, description="Used if the node has no profile of its own."),
     ] = None,
     alias: Annotated[str, Query(min_length=1, max_length=100)] = registry.CHAMPION,
     engine_version: Annotated[str | None, Query(min_length=1, max_length=100)] = None,
@@ -178,7 +179,7 @@ class Move(RequestBody):
     reason: str = Field(min_length=1, max_length=500)
     force: bool = False
     engine_version: str | None = Field(
-        default=None, max_length=100, description="The engine that is to run it: a gate."
+        default=None, max_length=100, description="The engine version that will run it; it must match."
     )
 
 

@@ -121,8 +121,8 @@ class Record:
         if unit is None:
             raise self.bad(
                 key,
-                f"is {_shown(value)}, no time of day (ISO 8601 or a number since 1970), and its unit is open;"
-                " name it with --unit s, ms, us or ns",
+                f"is {_shown(value)}, neither a date (ISO 8601) nor a number since 1970 with a known "
+                f"unit; give the unit with --unit s, ms, us or ns",
             )
         return self.nanoseconds(key, UNITS_NS[unit])
 
