@@ -144,7 +144,7 @@ def test_dry_run_shows_the_slices_and_how_long_a_trial_takes(tmp_path: Path) -> 
     each = times["replay"] + times["launch"]
     assert f"takes about {each:.0f} s, of which the replay takes {times['replay']:.0f} s" in done.stdout
     assert "Trials: at most 400" in done.stdout
-    assert f"about {seconds(400 * each)}, less where trials are screened" in " ".join(done.stdout.split())
+    assert f"about {seconds(400 * each)}, less if trials are screened" in " ".join(done.stdout.split())
 
 
 def test_an_unknown_command_of_any_group_is_answered_with_those_that_there_are(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_m24_knobs_that_this_trace_cannot_judge_are_said_aloud(tmp_path: Path) -
         said = done.stdout if more else done.stderr
         for name, why in (
             ("scheduling_policy", "every request of the trace has the same priority"),
-            ("enable_prefix_caching", "the trace knows no shared prefixes"),
+            ("enable_prefix_caching", "no prompts of the trace share a prefix"),
         ):
             assert name in said
             assert why in said

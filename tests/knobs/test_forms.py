@@ -208,11 +208,11 @@ def test_a_file_of_several_commands_asks_which() -> None:
         ("vllm serve m --max-num-seqs 4 $EXTRA", "'$EXTRA' has no known value, so its arguments are missing"),
         ("vllm serve m --trust-remote-code $EXTRA", "'$EXTRA' has no known value, so its arguments are missing"),
         ("vllm serve m --max-num-seqs 4 --max-num-seqs 8", "--max-num-seqs occurs twice; the last one counts"),
-        ("vllm serve m --swap-space 4", "recomputes what it preempts"),
+        ("vllm serve m --swap-space 4", "recomputes preempted requests"),
         ("vllm serve m --num-scheduler-steps 8", "--async-scheduling lets steps overlap"),
         ("vllm serve m --disable-log-requests", "requests are not logged unless"),
         ("vllm serve m --eplb-window-size 3", "--eplb-window-size is gone"),
-        ("if [ -d x ]; then vllm serve m; fi", "stands in a condition"),
+        ("if [ -d x ]; then vllm serve m; fi", "is in a condition"),
         ("A=(--seed 1)\nif x; then A+=(--enforce-eager); fi\nvllm serve m ${A[@]}", "A is changed in a condition"),
     ],
 )  # fmt: skip

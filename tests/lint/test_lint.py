@@ -573,7 +573,7 @@ WRONG: dict[str, tuple[bytes, str]] = {
         "a template of a Helm chart",
     ),
     "values.yaml": (b"replicas: 2\n", "YAML with the keys replicas"),
-    "trace.csv": (b"arrival_s,input_len\n0,1\n", "a table (is it a trace?"),
+    "trace.csv": (b"arrival_s,input_len\n0,1\n", "a table (a trace is given"),
     "serve.py": (b"import os\n", "a .py file"),
 }
 
@@ -679,7 +679,7 @@ MISREAD = {
     ),
     "numbers": (CONTAINER, "args: [--model, org/m, --max-num-seqs, 64]", "item 64, which is not text"),
     "a boolean": (SERVICE, "command: [--model, org/m, --max-num-seqs=64, true]", "item true"),
-    "a text where a list belongs": (CONTAINER, "args: --model org/m --max-num-seqs 64", "takes a list"),
+    "a text where a list belongs": (CONTAINER, "args: --model org/m --max-num-seqs 64", "needs a list"),
 }
 RIGHT = {
     "sh -c and one script": (CONTAINER, 'command: [sh, -c, "vllm serve org/m --max-num-seqs 64"]'),

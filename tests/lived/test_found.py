@@ -12,7 +12,7 @@ def test_a_window_that_ends_before_production_could_be_given_back_starts_nothing
         world.next_night()
         night = world.night("n1", "a window of one trial")
         assert night.said.code == 5
-        assert "ends before the node could be given back" in night.said.err
+        assert "ends before production could be restored" in night.said.err
         assert not (tmp_path / "production-n1").exists(), "production was drained"
         store = world.store()
         assert store.runs() == ()

@@ -256,7 +256,7 @@ def test_our_own_parquet_is_read_as_it_is(tmp_path: Path) -> None:
         ("arrival_s,input_len,output_len\n", {}, "no request in it"),
         ("arrival_s,input_len,output_len\n1,0,1\n", {}, "no request in it .1 dropped_no_input"),
         ("time,input_len,output_len\n1.5,2,3\n", {}, "neither a date .* with a known unit"),
-        ('{"timestamp": 5, "input_tokens": 1, "output_tokens": 1}\n', {}, "its unit is open; name it"),
+        ('{"timestamp": 5, "input_tokens": 1, "output_tokens": 1}\n', {}, "with a known unit; give the unit"),
         (MOONCAKE.replace("1600", '"many"'), {}, "line 2: 'input_length' is 'many'"),
         (MOONCAKE.replace("[46, 50]", "[46, null]"), {}, "line 3: 'hash_ids' holds None"),
         (MOONCAKE.replace('"input_length": 600', '"input_len": 600'), {}, "did you mean 'input_len'"),

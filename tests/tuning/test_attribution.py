@@ -42,7 +42,7 @@ def test_inert_knobs_are_left_out_and_one_of_two_that_do_the_same_is_kept(
     assert one.published
     assert len(kept) == 1
     assert kept[0] in ("max_num_batched_tokens", "max_num_scheduled_tokens")
-    assert "pays where" in next(g.why for g in one.knobs if g.kept)
+    assert "pays if" in next(g.why for g in one.knobs if g.kept)
     assert not [d for d in one.last if d.word == "worse"]
 
 
@@ -458,9 +458,9 @@ REASONS: list[tuple[dict[str, Any], Any, bool, str]] = [
     ({"winner": None, "outcome": Judgement.BASELINE_STAYS}, "brief", False, "nothing won (baseline stays)"),
     ({"baseline": None}, "brief", False, "today's configuration was never measured"),
     ({"demonstration": True}, "quick", False, "it was a demonstration"),
-    ({}, "quick", False, "its plan does not ask"),
-    ({}, {"base": "brief", "attribution": 0}, False, "its plan does not ask"),
-    ({}, {"base": "quick", "attribution": None}, False, "its plan does not ask"),
+    ({}, "quick", False, "its plan has attribution: 0"),
+    ({}, {"base": "brief", "attribution": 0}, False, "its plan has attribution: 0"),
+    ({}, {"base": "quick", "attribution": None}, False, "its plan has attribution: 0"),
     ({}, {"base": "quick", "attribution": 1.0}, True, "the launches for this were not finished"),
     ({}, {"base": "brief"}, False, "an earlier release made it"),
     ({}, {"base": "brief", "attribution": None}, False, "it ended before that"),

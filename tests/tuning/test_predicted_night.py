@@ -109,7 +109,7 @@ def test_A7_predict_says_what_its_numbers_rest_on(tmp_path: Path, kind: str, tri
     why = {
         "nothing": "nothing was measured yet",
         "a baseline that was stopped": "the baseline was not measured yet",
-        "a baseline that did not serve": "the baseline did not serve: nothing was measured",
+        "a baseline that did not serve": "the baseline did not serve, so there is no measurement",
     }[tried]
     source = "assumed speeds of a CPU" if kind == "cpu" else "the card's datasheet"
     for words in ([], ["--night"]):
