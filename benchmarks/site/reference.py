@@ -190,9 +190,8 @@ def plans() -> str:
     ]
     about = (
         "`plan:` in a study file names one of these. The numbers in `code` can be changed, such as"
-        " `plan: {base: standard, repeats: 2}`; they are part of the study's identity. `quick` is a"
-        " demonstration:"
-        " its numbers are to be looked at, not acted on. [Replay](../replay.md) says what happens in each"
+        " `plan: {base: standard, repeats: 2}`; they are part of the study's ID. `quick` is a"
+        " demonstration, so do not act on its numbers. [Replay](../replay.md) says what happens in each"
         " phase."
     )
     return _page("Plans", about, table(("number", *PLANS, "meaning"), rows))
@@ -221,12 +220,12 @@ def measurements() -> str:
         for name, entry in MEASURES.items()
     ]
     about = (
-        "Every number that a measurement can hold. Each of them may stand under `objectives`, `not_worse` and"
+        "Every number that a measurement can hold. Each of them may be used in `objectives`, `not_worse` and"
         " `winner: {weights: …}` of a [study file](study.md). The formulas are in"
-        " [Replay](../replay.md#formulas). Where the"
-        " trace tells requests apart, a number of one class has the class before it:"
+        " [Replay](../replay.md#formulas). If the"
+        " trace distinguishes requests, the name of a class comes first:"
         " `interactive.ttft_p95_ms`"
-        " ([classes](../replay.md#classes-of-requests)). A number that an engine does not report is absent,"
+        " ([classes](../replay.md#classes-of-requests)). If an engine does not report a number, it is absent,"
         " never 0."
     )
     return _page(
@@ -359,12 +358,10 @@ def failures() -> str:
     """What each kind of failure means for a trial."""
     about = (
         "How a launch or a replay can fail. *infeasible*: the candidate is at fault, and the search learns"
-        " from it."
-        " *aborted*: it is not, and the trial is made again. *study*: no candidate can work, so the run"
-        " stops with exit"
-        " code 7. [Troubleshooting](../troubleshooting.md) says what to do; [The"
-        " engine](../engine.md#failures) says how"
-        " the cause is found, and when a study is blamed instead of a candidate."
+        " from it. *aborted*: the candidate is not at fault, and the trial is repeated. *study*: no candidate"
+        " can work, so the run stops with exit code 7. [Troubleshooting](../troubleshooting.md) says what to"
+        " do; [The engine](../engine.md#failures) says how the tuner finds the cause, and when the study is"
+        " at fault instead of a candidate."
     )
     rows = [
         (f"[{kind}](../troubleshooting.md#{kind})", each.sentence, _outcome(kind), _retries(kind))

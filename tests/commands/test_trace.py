@@ -146,7 +146,7 @@ def test_a_diff_names_what_moved(tmp_path: Path) -> None:
     assert "- request rate: 1 → 2.003 requests/s (+100.2%)" in said
     found = json.loads(call(tmp_path, "diff", before, after, "--json").stdout)
     assert [each["name"] for each in found if each["moved"]] == ["request rate"]
-    assert "- nothing has moved" in call(tmp_path, "diff", before, before).stdout
+    assert "- no number has changed" in call(tmp_path, "diff", before, before).stdout
 
 
 def test_the_list_names_the_file_that_a_trace_was_taken_from(tmp_path: Path) -> None:

@@ -298,7 +298,7 @@ def test_files_without_an_engine_are_refused(tmp_path: Path) -> None:
     broken.write_text("a: [1\nb: 2")
     unit.write_text("[Service]\nUser=x\n")
     said = {
-        other: "this is Kubernetes: Service, and no vLLM is",
+        other: "this is Kubernetes: Service, and it starts no vLLM",
         broken: "line 2: not YAML",
         unit: "no ExecStart",
     }

@@ -108,7 +108,7 @@ knobs:
     assert "quality" in said["note", "kv_cache_dtype"]
     assert "bursts" in said["note", "stream_interval"]
     texts = [text for _, _, text in found]
-    assert any("history: raw" in text for text in texts)
+    assert any("users' own prompts" in text for text in texts)
     assert any(text.startswith("up to 16 shapes to compile") for text in texts)
     assert any("% of the combinations are known to fail" in text for text in texts)
     assert check(space, engine("0.20.2")) == check(space, engine("0.20.2"))

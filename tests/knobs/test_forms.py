@@ -195,8 +195,8 @@ def test_a_file_of_several_commands_asks_which() -> None:
 @pytest.mark.parametrize(
     ("line", "note"),
     [
-        (f"docker run --gpus all --ipc=host -v a:b {IMAGE} --model m", "own options: --gpus --ipc -v"),
-        (f"docker run -e HF_TOKEN -e A=1 {IMAGE} --model m", "HF_TOKEN comes from the environment of"),
+        (f"docker run --gpus all --ipc=host -v a:b {IMAGE} --model m", "are not read: --gpus --ipc -v"),
+        (f"docker run -e HF_TOKEN -e A=1 {IMAGE} --model m", "HF_TOKEN comes from the environment in"),
         (f"docker run --env-file /no/such {IMAGE} --model m", "/no/such is not read; give its variables"),
         (f"docker run -e HF_TOKEN=hf_x {IMAGE} --model m", "HF_TOKEN is a secret and is not imported"),
         ("DB=postgresql://u:pw1x@h/d vllm serve m", "DB is a secret and is not imported"),
@@ -244,7 +244,7 @@ def test_what_is_left_out_is_said(line: str, note: str) -> None:
         (
             "kserve.yaml",
             KSERVE.format("model: {modelFormat: {name: vllm}, runtime: r, args: [--seed=1]}"),
-            "what the runtime r sets",
+            "the settings of the runtime r",
         ),
         (
             "value.yaml",

@@ -83,7 +83,7 @@ ERRORS = [
     ("knobs: {preemption: [offload]}", "'offload:<GiB>'"),
     (
         "knobs: {stream_interval: [1, 4]}",
-        "stream_interval is not changed by default: Above 1 the client sees bursts",
+        "stream_interval is not changed by default: With a value above 1 the client sees bursts",
     ),
     ("knobs: {max_model_len: [1024]}", "write 'accept: [max_model_len]'"),
     ("vllm: about 0.10\nknobs: {block_size: [16]}", "'about 0.10' is not a version range"),
@@ -264,7 +264,10 @@ VIOLATIONS = [
         {"max_num_scheduled_tokens": 16384},
         "max_num_scheduled_tokens 16384 is above max_num_batched_tokens 8192",
     ),
-    ({"enable_chunked_prefill": False, "max_num_batched_tokens": 4096}, "must reach max_model_len 16384"),
+    (
+        {"enable_chunked_prefill": False, "max_num_batched_tokens": 4096},
+        "must be at least max_model_len 16384",
+    ),
     (
         {"long_prefill_token_threshold": 20000},
         "long_prefill_token_threshold 20000 is above max_model_len 16384",

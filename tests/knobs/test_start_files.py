@@ -53,7 +53,7 @@ def test_I29_3_objects_and_paths_keep_their_quotes_and_backslashes(tmp_path: Pat
     ("name", "text", "missing"),
     [
         ("a.bat", "vllm serve %MODEL% --max-num-seqs 64\n", "the model $MODEL has no known value here"),
-        ("b.bat", "set MODEL=%1\nvllm serve %MODEL%\n", "the model $1 is not given here"),
+        ("b.bat", "set MODEL=%1\nvllm serve %MODEL%\n", "the model $1 has no known value here"),
         (
             "c.cmd",
             "set /p SEQS=How many: \nvllm serve m --max-num-seqs %SEQS%\n",
@@ -165,8 +165,8 @@ def test_I29_3_a_file_of_tasks_and_the_files_of_its_variables(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("task", "missing"),
     [
-        ("command: vllm serve {{ model }}", "the model $model is not given here"),
-        ("command: vllm serve {{ vllm.model }}", "the model $vllm is not given here"),
+        ("command: vllm serve {{ model }}", "the model $model has no known value here"),
+        ("command: vllm serve {{ vllm.model }}", "the model $vllm has no known value here"),
         ("shell: vllm serve m --max-num-seqs {{ lookup('env', 'N') }}", "--max-num-seqs needs N"),
         ("shell: vllm serve m --max-num-seqs {{ seqs | no_such_filter }}", "--max-num-seqs needs seqs"),
         ("docker_container: {image: vllm/vllm-openai, command: '--model m --max-num-seqs {{ item }}'}", "--max-num-seqs needs item"),
@@ -226,7 +226,7 @@ def test_I29_3_what_another_config_map_has_is_named_and_not_guessed(tmp_path: Pa
     )
     made = read(str(path), pick="Deployment")
     assert dict(made.candidate) == {}
-    assert any("--config /etc/vllm/config.yaml is not readable here" in note for note in made.notes)
+    assert any("--config /etc/vllm/config.yaml cannot be read here" in note for note in made.notes)
     path.write_text(pod("command: [bash, /etc/vllm/start.sh]"))
     with pytest.raises(BadInput, match=r"starts 'bash /etc/vllm/start.sh', which is not in the file"):
         read(str(path))

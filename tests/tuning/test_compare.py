@@ -71,7 +71,7 @@ def test_a_configuration_beside_itself_raises_no_alarm_and_is_settled(folder: Pa
     assert {c.word for c in arm.changes} == {"open"}
     assert said.repeats < 6
     assert all(c.within is not None and c.within < 0.15 for c in arm.changes)
-    assert "what is not clear is smaller than 15 % in either direction" in said.sentence
+    assert "differences that are not clear are smaller than 15 % in either direction" in said.sentence
     assert said.winner is None
 
 
@@ -111,7 +111,7 @@ def test_an_arm_that_does_not_serve_is_dropped_and_fails_the_pipeline(folder: Pa
 def test_the_budget_ends_a_comparison_that_is_open_and_says_so(folder: Path) -> None:
     loud = {"TUNER_SIM_HIDDEN": json.dumps([{"launch_noise": 0.12}])}
     said = ran(folder, "today", "b=today", "--rounds", 3, "--fail-if", "open", code=23, more=loud)
-    assert "Open after 3 rounds (the 3 rounds are spent)" in said.sentence
+    assert "Open after 3 rounds (all 3 rounds are used)" in said.sentence
     assert "of b" in said.sentence
 
 

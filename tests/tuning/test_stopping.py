@@ -42,7 +42,7 @@ def test_a_predicted_gain_keeps_the_search_going() -> None:
     assert reason_to_stop(flat(14), OBJECTIVES, Slo(), done=14, expected_gain=lambda: 10.0) is None
     said = reason_to_stop(flat(14), OBJECTIVES, Slo(), done=14, expected_gain=lambda: 1e-6)
     assert said is not None
-    assert "is expected of any other" in said
+    assert "no other candidate is expected" in said
 
 
 def test_progress_keeps_the_search_going() -> None:

@@ -132,8 +132,8 @@ def too_short(found: TrialTimes | None, left_s: float, min_trials: int) -> str |
     relaunch = "" if found.relaunch_s is None else f" ({found.relaunch_s:.0f} s of it to relaunch)"
     return (
         f"{left_s / 60:.0f} min are left, but {many(min_trials, 'trial')} would take"
-        f" {min_trials * found.trial_s / 60:.0f}:"
-        f" a trial takes {found.trial_s:.0f} s{relaunch} by {many(found.launches, 'launch')} on this node"
+        f" {min_trials * found.trial_s / 60:.0f} min: a trial takes {found.trial_s:.0f} s{relaunch}"
+        f" (median of {many(found.launches, 'launch')} on this node)"
     )
 
 

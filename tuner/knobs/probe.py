@@ -75,7 +75,7 @@ def from_parser() -> dict[str, Any]:
     for name in MAKERS:
         maker = maker or getattr(_module(name), "make_arg_parser", None)
     if parser_class is None or maker is None:
-        raise ImportError("no parser where vLLM is known to keep it")
+        raise ImportError("no parser at the place where vLLM has it")
     actions = maker(parser_class())._actions
     return {
         "tier": "parser",

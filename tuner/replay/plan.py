@@ -63,9 +63,9 @@ class Plan:
     sender_cpu: float = 0.8
     """share of a core that the busiest sender may use"""
     attribution: float = 0.3
-    """share of the search\'s GPU-seconds that finding out which knobs pay may take; 0: it is not asked"""
+    """share of the search\'s GPU-seconds for finding out which knobs pay; 0: the run does not do this"""
     demonstration: bool = False
-    """Its numbers are to be looked at, not acted on."""
+    """Do not act on its numbers."""
 
     @property
     def most(self) -> int:

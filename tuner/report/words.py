@@ -49,8 +49,8 @@ def saving(found: Saving) -> str:
     """What the winner saves, and after how many nights the tuning is repaid."""
     return (
         f"at {number(found.price_per_gpu_hour)} per GPU-hour the winner saves {number(found.monthly)} a month"
-        f" ({found.fraction * 100:.0f} % of the GPU-hours, if the traffic is served with that much more"
-        f" {found.metric} per GPU); tuning cost {number(found.tuning)}, repaid {_when(found.nights_to_repay)}"
+        f" ({found.fraction * 100:.0f} % of the GPU-hours, if you use the higher {found.metric} to need"
+        f" fewer GPUs); the tuning cost {number(found.tuning)} and is repaid {_when(found.nights_to_repay)}"
     )
 
 

@@ -137,7 +137,7 @@ def found_by(store: Store) -> Iterable[Metric]:
     )
     yield gauge(
         "tuner_confirmed_value",
-        "What the last night's confirmation measured, of today's configuration and of the best.",
+        "Values from the last night's confirmation, of today's configuration and of the best one.",
         "node workload measurement configuration",
         (
             ((*place, metric, name), number)

@@ -309,13 +309,13 @@ def _data_advice(numbers: Statistics) -> Iterator[str]:
         )
     if numbers.resolution_s > 0.005:
         yield (
-            f"the source stamps time in steps of {numbers.resolution_s:g} s: shorter bursts are lost, "
-            "arrivals were spread within a step"
+            f"the source has time stamps in steps of {numbers.resolution_s:g} s: shorter bursts are"
+            " lost, and arrivals are spread within a step"
         )
     bad = numbers.requests - numbers.statuses.get("ok", 0)
     if bad:
         kept = "it is" if bad == 1 else "they are"
-        yield f"{many(bad, 'request')} did not end well in production; {kept} kept and flagged"
+        yield f"{many(bad, 'request')} failed in production; {kept} kept and marked"
 
 
 # A rate or length that changed by less has not moved.

@@ -126,7 +126,7 @@ class StudyPredictor:
         """What the predictions rest on, in words."""
         known = self.calibrated(trials)
         if known is not None and (made := known.calibration) is not None:
-            return f"calibrated on {many(made.trials, 'trial')}, step times known to {made.error:.0%}"
+            return f"calibrated on {many(made.trials, 'trial')}; step times are about {made.error:.0%} off"
         why = "nothing was measured yet"
         if trials:
             why = "the baseline was not measured yet"

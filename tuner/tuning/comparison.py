@@ -479,7 +479,7 @@ class Comparing(Execution):
 
 ENDS: Mapping[End, str] = {
     "decided": "the answer is known after {rounds} rounds",
-    "rounds": "the {rounds} rounds are spent",
+    "rounds": "all {rounds} rounds are used",
     "window": "the window has no time for another round",
     "launches": "the run may start no more engines",
 }

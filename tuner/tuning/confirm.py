@@ -137,7 +137,7 @@ class Rounds:
         least, most = bounds
         rounds = max(least, repeat)
         done = sum(self.has(t, r) for t in arms for r in range(1, rounds + 1))
-        more = f" (added, up to {most}: the answer is open)" if repeat > least else ""
+        more = f" (added, because the answer is open; at most {most})" if repeat > least else ""
         total = len(arms) * rounds
         text = f"{self.what}: launch {done + 1} of {total}, repeat {repeat} of {rounds}{more}"
         self.context.tell(RunEvent(kind="confirm", text=text, done=done, total=total, trial=trial))
@@ -350,7 +350,7 @@ def without_finalists(context: RunContext, run: Run) -> Conclusion:
     outcome, sentence = Judgement.NOTHING_SERVED, nothing_served(trials)
     if reasons := left_out(prepared, trials):
         outcome = Judgement.BASELINE_STAYS
-        sentence = f"Today's configuration stays: no trial is left as a finalist. {' '.join(reasons)}"
+        sentence = f"Today's configuration stays, because no trial is left as a finalist. {' '.join(reasons)}"
     return unmeasured(
         asked_of(prepared), run, trials, outcome=outcome, sentence=sentence, cost=cost_of(context, run),
         now=context.clock(),

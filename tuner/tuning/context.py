@@ -129,7 +129,7 @@ class LaunchBudget:
     def take(self) -> None:
         """Count one more. Aborted (cause `budget`) when none is left."""
         if self.left < 1:
-            sentence = f"the budget of {many(self.most, 'launch')} is spent: one per trial and two beside it"
+            sentence = f"the budget of {many(self.most, 'launch')} is spent (three for each trial)"
             raise Aborted(sentence, cause="budget")
         self.begun += 1
 

@@ -292,7 +292,11 @@ def reason_to_stop(
     expected = expected_gain()
     if expected is not None and expected * after > floor:
         return None
-    hope = "" if expected is None else f", and no more than {expected * after:.3g} is expected of any other"
+    hope = (
+        ""
+        if expected is None
+        else f", and no other candidate is expected to add more than {expected * after:.3g}"
+    )
     return (
         f"the last {WINDOW} trials increased the hypervolume of the front by {after - before:.3g}, "
         f"less than the noise of the measurements ({floor:.3g}){hope}"

@@ -125,8 +125,8 @@ def _slo_missed(arms: Sequence[Arm], attainment: float) -> tuple[int, str] | Non
     nearest = max(known, key=lambda a: a.attainment or 0.0)
     who = f"trial {nearest.trial}"
     return nearest.trial, (
-        f"No trial meets the SLO: {who} comes nearest with {(nearest.attainment or 0):.1%} good requests of"
-        f" the {attainment:.1%} asked for ({100 * (nearest.misses_slo_by or 0):.1f} points short)."
+        f"No trial meets the SLO: {who} comes nearest with {(nearest.attainment or 0):.1%} good requests."
+        f" {attainment:.1%} are required, so {100 * (nearest.misses_slo_by or 0):.1f} points are missing."
     )
 
 

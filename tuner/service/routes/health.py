@@ -29,7 +29,7 @@ async def healthz() -> Health:
 
 @router.get(
     "/readyz",
-    summary="Can it serve: is the database there and of this release?",
+    summary="Whether the service can serve: it reaches the database, and the database has this release",
     responses={status: body for status, body in documented(404, 409).items() if status in (404, 409, 503)},
 )
 def readyz(here: Here) -> Health:

@@ -127,7 +127,7 @@ def show_profile(here: Here, actor: Reader, profile_id: ProfileId) -> schemas.Pr
 
 @router.get(
     "/{profile_id}/export",
-    summary="One version in a format, whatever the aliases say",
+    summary="One version in a format, independent of aliases",
     response_class=Response,
     responses={**PULLED, **UNCHANGED, **documented(400, 404)},
 )
