@@ -133,7 +133,7 @@ def compare(
     """Compare configurations or engines in turns.
 
     Each round launches every arm and replays the same requests, until every difference is known or the budget
-    is spent. The first arm is what the others are compared with.
+    is spent. All other arms are compared with the first one.
     """
     from tuner.tuning.comparison import arm_of, compared
 
@@ -161,8 +161,8 @@ def upgrade_check(
 ) -> "Prepared":
     """Say whether a new vLLM serves your traffic as well.
 
-    The configuration runs on both versions in turns, and a third time on the new one with every default that
-    moved pinned to its old value, so that the cause is named: the code, or a default.
+    The configuration runs on both versions in turns. If defaults changed, it also runs on the new version
+    with their old values. So the check can name the cause: the code, or a default.
     """
     from tuner.tuning.upgrade import upgrade_check as checked
 

@@ -261,8 +261,8 @@ def promote(
         typer.Option("--force", help="Skip the checks: unconfirmed, SLO not met, answers not judged, old."),
     ] = False,
 ) -> None:
-    """Move an alias to a version. The version must be confirmed, meet the SLO and not be old. If it turns a
-    knob that changes the output, its answers must have been judged. --force skips these checks.
+    """Move an alias to a version. The version must be confirmed, meet the SLO and not be old. If it changes
+    a knob that changes the output, its answers must have been judged. --force skips these checks.
     """
     from tuner.profiles import registry
 

@@ -373,7 +373,7 @@ def reshape(
 ) -> None:
     """Write a new trace that is denser, thinner or faster.
 
-    Traces are added, thinned, multiplied and sped up, in this order.
+    The options apply in this order: --with, --infer-sessions, --beam, --share, --copies, --speed.
     """
     from tuner.traffic import structure
 

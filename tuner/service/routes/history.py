@@ -41,10 +41,10 @@ def show_history(
     cursor: Cursor = None,
     limit: Annotated[int, Query(ge=1, le=100, description="How many nodes to a page.")] = 3,
 ) -> JSONResponse:
-    """By node and workload, what the newest run of each night concluded: the winner's value, or the
-    baseline's where it stays; the change from the baseline; what had changed since the night before (knobs,
-    engine, traffic, GPU), how sure it is, and whether it is a regression. `other_runs` has the same of the
-    nights' other runs.
+    """For each node and workload, what the newest run of each night found: the winner's value, or the
+    baseline's if it stays; the change from the baseline; what has changed since the night before (knobs,
+    engine, traffic, GPU); how sure this is; and whether it is a regression. `other_runs` has the same for
+    the other runs of these nights.
     """
     try:
         begin = since or (until or here.clock()) - LOOK_BACK

@@ -83,8 +83,8 @@ def resolve_profile(
     engine_version: Annotated[str | None, Query(min_length=1, max_length=100)] = None,
     format: Format = "json",
 ) -> Response:
-    """400: the model has several workloads, and none is named. 404: there is none. 409: there is one, but for
-    another engine version or another GPU; a near match is never served in silence. Send the ETag back as
+    """400: the model has several workloads, and none is named. 404: there is no profile. 409: there is a
+    profile, but for another engine version or another GPU. Send the ETag back as
     `If-None-Match` to get 304 while nothing has changed.
     """
     pulse = here.pulls.pulse()
@@ -254,8 +254,9 @@ def move_alias(
     response: Response,
     if_match: IfMatch = None,
 ) -> schemas.AliasSchema:
-    """The version must be confirmed, keep the SLO, have been judged where it turns a knob that changes the
-    output, and be younger than 30 days; 409 names what fails. The reason says what was not judged.
+    """The version must be confirmed, keep the SLO and be younger than 30 days. If it changes a knob that
+    changes the output, its answers must have been judged. 409 names each gate that fails. The reason of the
+    move says what was not judged.
     """
     if if_match is None:
         raise HTTPException(428, 'If-Match is needed: the ETag of the alias as you saw it, or "0"')

@@ -82,7 +82,8 @@ AnyRequest = RunRequest | ComparisonRequest | UpgradeRequest
 def start_run(
     here: Here, actor: Runner, asked: RunRequest, response: Response, key: Key = None
 ) -> schemas.RunSchema:
-    """With an `Idempotency-Key` the same request again gives the same run, also after a crash in between."""
+    """If a request is repeated with the same `Idempotency-Key`, it gives the same run, even after a crash in
+    between."""
     return _started(here, actor, asked, response, key)
 
 
@@ -92,8 +93,8 @@ def start_run(
 def start_comparison(
     here: Here, actor: Runner, asked: ComparisonRequest, response: Response, key: Key = None
 ) -> schemas.RunSchema:
-    """A run that launches every arm in turns, as `tuner compare` does; its `conclusion` has the differences.
-    No path, command or interpreter is taken.
+    """Starts a run that launches every arm in turns, as `tuner compare` does; its `conclusion` has the
+    differences. A request cannot give a path, a command or an interpreter.
     """
     return _started(here, actor, asked, response, key)
 
@@ -104,8 +105,8 @@ def start_comparison(
 def start_upgrade_check(
     here: Here, actor: Runner, asked: UpgradeRequest, response: Response, key: Key = None
 ) -> schemas.RunSchema:
-    """A run of one configuration on two registered engines, as `tuner upgrade-check` does; its
-    `summary.upgrade` has the advice. No path, command or interpreter is taken.
+    """Starts a run of one configuration on two registered engines, as `tuner upgrade-check` does; its
+    `summary.upgrade` has the advice. A request cannot give a path, a command or an interpreter.
     """
     return _started(here, actor, asked, response, key)
 
@@ -190,8 +191,8 @@ def show_run(here: Here, actor: Reader, run_id: RunId) -> schemas.RunSchema:
 def cancel_run(
     here: Here, actor: Runner, run_id: RunId, asked: CancelRequest | None = None
 ) -> schemas.RunSchema:
-    """Its engine is stopped and its trial aborted; what was measured is kept. A run that nobody is at work
-    on any more has ended when this answers.
+    """Stops the engine of the run and aborts its trial; finished measurements are kept. If the controller of
+    the run is gone, the run has ended when this answers.
     """
     found = here.runner.cancel(run_id)
     here.audit(actor, "cancel", run_id, asked.reason if asked else "cancelled over HTTP")
@@ -213,8 +214,8 @@ def run_events(
     run_id: RunId,
     last_event_id: Annotated[str | None, Header(max_length=100)] = None,
 ) -> EventStream:
-    """Server-sent events `started`, `finished` (trials) and `run` (its end, the last one). Everything that
-    happened so far comes first, or what came after `Last-Event-ID`.
+    """Server-sent events `started`, `finished` (trials) and `run` (its end, the last one). The stream begins
+    with all events so far, or with those after `Last-Event-ID`.
     """
     here.store.run(run_id)
     after = events.place_of(last_event_id)

@@ -32,8 +32,8 @@ StudyRef = Annotated[
     responses={201: {"headers": {"Location": {"schema": {"type": "string"}}}}, **documented(400, 404, 409)},
 )
 def add_study(here: Here, actor: Runner, asked: StudyRequest, response: Response) -> schemas.StudySchema:
-    """Checked as `tuner tune` would before its first launch. The engine is the one registered for the node;
-    no path, command or environment is taken.
+    """The study is checked as by `tuner tune` before its first launch. The engine is the one that is
+    registered for the node. A request cannot give a path, a command or an environment.
     """
     found = here.studies.add(asked, actor.name).study
     here.audit(actor, "study", found.id, f"study {found.name} made over HTTP")
@@ -76,8 +76,8 @@ def study_trials(
 
 @router.get("/{ref}/front", summary="The Pareto front beside the baseline", responses=documented(400, 404))
 def study_front(here: Here, actor: Reader, ref: StudyRef) -> schemas.FrontSchema:
-    """First measurements; `confirmation` holds what was measured again beside the baseline, and `winner` is
-    the trial that it chose, whether or not its first measurement is on the front.
+    """The front of first measurements. `confirmation` has what was measured again beside the baseline.
+    `winner` is the trial that the confirmation chose, even if its first measurement is not on the front.
     """
     study = here.store.study(ref)
     found = board(study, here.store.trials(study.id), here.store.conclusions(study.id))

@@ -87,7 +87,8 @@ async def add_piece(
     request: Request,
     upload_offset: Annotated[int, Header(ge=0, le=LARGEST, description="Where the piece begins.")],
 ) -> UploadSchema:
-    """The body is the piece itself, at most 8 MiB. 409 says where the next one must begin."""
+    """The body is the piece itself, at most 8 MiB. If the offset is wrong, the answer is 409 and says where
+    the next piece must begin."""
     with SpooledTemporaryFile(max_size=IN_MEMORY) as piece:
         async for part in request.stream():
             piece.write(part)
