@@ -72,7 +72,7 @@ def test_where_no_trial_meets_the_slo_the_sentence_says_so_first() -> None:
     found = verdict(arm(1, BETTER, WORSE, good=0.81), arm(0, good=0.5), others=(arm(2, UNCLEAR, good=0.7),))
     assert found.outcome is Judgement.SLO_MISSED
     assert found.sentence.startswith("No trial meets the SLO: trial 1 comes nearest with 81.0% good requests")
-    assert "(9.0 points short)" in found.sentence
+    assert "so 9.0 points are missing" in found.sentence
     assert "A trade-off" in found.sentence
     assert (found.winner, found.nearest) == (1, 1)
 
@@ -118,7 +118,7 @@ def test_the_baseline_may_stay() -> None:
 def test_the_held_out_slice_can_deny_it() -> None:
     found = verdict(arm(1, BETTER, difference("ttft_p95_ms", 0.2, "worse", "held_out")))
     assert (found.outcome, found.winner) == (Judgement.BASELINE_STAYS, None)
-    assert "denies" in found.sentence
+    assert "contradicts" in found.sentence
 
 
 def test_a_held_out_slice_that_agrees_is_told() -> None:

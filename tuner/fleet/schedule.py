@@ -129,11 +129,11 @@ def too_short(found: TrialTimes | None, left_s: float, min_trials: int) -> str |
         return "the window ends before production could be restored"
     if found is None or min_trials * found.trial_s <= left_s:
         return None
-    relaunch = "" if found.relaunch_s is None else f" ({found.relaunch_s:.0f} s of it to relaunch)"
+    relaunch = "" if found.relaunch_s is None else f"{found.relaunch_s:.0f} s of it to relaunch; "
     return (
         f"{left_s / 60:.0f} min are left, but {many(min_trials, 'trial')} would take"
-        f" {min_trials * found.trial_s / 60:.0f} min: a trial takes {found.trial_s:.0f} s{relaunch}"
-        f" (median of {many(found.launches, 'launch')} on this node)"
+        f" {min_trials * found.trial_s / 60:.0f} min: a trial takes {found.trial_s:.0f} s"
+        f" ({relaunch}median of {many(found.launches, 'launch')} on this node)"
     )
 
 
