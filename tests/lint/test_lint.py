@@ -255,7 +255,7 @@ def test_a_gain_without_a_range_is_that_of_slower_and_faster_steps_too(
 
     def gains() -> tuple[str, str]:
         (each,) = [each for each in lint(f"{GOOD} {flags}", **against).findings if each.id == "study-gain"]
-        found = re.search(r"gain (\d+)%(?: to (\d+)%)?", each.sentence)
+        found = re.search(r"E2E (\d+)%(?: to (\d+)%)? better", each.sentence)
         assert found is not None
         return found[1], found[2] or found[1]
 
