@@ -387,7 +387,7 @@ def attainment(simulation: TrafficSimulation, best: "BestPrediction | None") -> 
         sentence = f"a study would probably {gains}; start it with {best.flags}"
         evidence = (
             f"predicted {simulation.says(simulation.values[simulation.judged])} now, and "
-            f"{simulation.says(best.tail)} with this fix, the best of {best.tried} candidates of the "
+            f"{simulation.says(best.tail)} with this fix, the best of {many(best.tried, 'candidate')} of the "
             f"space {best.space} (one knob was changed after another)"
         )
         yield found("study-gain", sentence, evidence, best.flags)

@@ -179,9 +179,7 @@ def _room(fit: EngineFit, trace: Trace | None, parts: str) -> Iterator[Finding]:
     if trace is not None and len(trace):
         whole = trace.input_len.astype("int64") + trace.output_len
         mean, longest = float(whole.mean()), int(whole.max())
-        sentence += (
-            f", or {int(tokens / mean):,} requests of the trace (mean {mean:,.0f}, longest {longest:,})"
-        )
+        sentence += f", or {many(int(tokens / mean), 'request', ',')} of the trace (mean {mean:,.0f}, longest {longest:,})"
         over = int((whole > length).sum())
         if over:
             said = (
