@@ -154,7 +154,7 @@ def test_the_last_knob_needs_no_launch_where_all_others_give_nothing(tmp_path: P
     said, found = night.attributed()
     assert found is not None
     assert found.published, found.sentence
-    assert found.knobs[0].why == "it is all that differs from today"
+    assert found.knobs[0].why == "it is the only difference from today's configuration"
     assert found.knobs[0].gains[0].word == "better"
     told = [t.origin for t in night.store.trials(said.study_id) if "without" in (t.origin or "")]
     assert told == ["without watermark"]

@@ -179,7 +179,8 @@ def _room(fit: EngineFit, trace: Trace | None, parts: str) -> Iterator[Finding]:
     if trace is not None and len(trace):
         whole = trace.input_len.astype("int64") + trace.output_len
         mean, longest = float(whole.mean()), int(whole.max())
-        sentence += f", or {many(int(tokens / mean), 'request', ',')} of the trace (mean {mean:,.0f}, longest {longest:,})"
+        held = many(int(tokens / mean), "request", ",")
+        sentence += f", or {held} of the trace (mean {mean:,.0f}, longest {longest:,})"
         over = int((whole > length).sum())
         if over:
             said = (

@@ -223,7 +223,9 @@ class Attributing:
         """A knob without which the winner is today's configuration: the confirmation measured that."""
         arm = self.said.arm(self.winner.number)
         gains = tuple(c for c in arm.changes if c.where == "confirm") if arm is not None else ()
-        return replace(gain, how="measured", gains=gains, why="it is the only difference from today's configuration")
+        return replace(
+            gain, how="measured", gains=gains, why="it is the only difference from today's configuration"
+        )
 
     def _unasked(self, name: str) -> KnobGain:
         today, won = self.base.candidate, self.winner.candidate
