@@ -222,7 +222,7 @@ for _entry in (
     Measure(name="step_ms_p95", words="p95 of the duration of a step", unit="ms"),
     Measure(name="kv_fragmentation", words="share of the held KV blocks that no token fills", unit="of 1"),
     Measure(name="blocks_allocated_per_s", words="KV blocks given to requests per second", unit="blocks/s"),
-    Measure(name="blocks_evicted_per_s", words="cached KV blocks given up per second", unit="blocks/s"),
+    Measure(name="blocks_evicted_per_s", words="cached KV blocks dropped per second", unit="blocks/s"),
     Measure(name="offload_gib_per_s", words="KV cache moved to and from the host per second", unit="GiB/s"),
     Measure(name="gpu_memory_gib", words="GPU memory in use", unit="GiB"),
     Measure(name="gpu_utilization", words="share of time in which the GPU was busy", unit="of 1"),

@@ -360,7 +360,8 @@ def reshape(
     share: Annotated[
         float,
         typer.Option(
-            callback=finite, help="Share of the trace to keep, by whole conversations and prefix groups."
+            callback=finite,
+            help="Share of the requests to keep; conversations and groups with a shared prefix stay whole.",
         ),
     ] = 1.0,
     copies: Annotated[
