@@ -51,7 +51,7 @@ class Ending:
             self._say(f"the confirmation of {names} is still to be done: {why}")
             return
         if going.missing:
-            self._say(f"first the confirmation of {names}, which was interrupted")
+            self._say(f"the run first finishes the interrupted confirmation of {names}")
         await self._measure(going)
 
     async def confirm(self) -> str | None:
