@@ -161,8 +161,7 @@ def _screen(
 def shuffled(prepared: Prepared, predict: Predict) -> Predict:
     """Every candidate is told what another measures."""
     encoding = encode(prepared.space, {})
-    sizes = [len(values) for values in encoding.levels]
-    others = [encoding.candidate(p) for p in acquisition.pool(encoding.names, sizes, prepared.study.seed)]
+    others = [encoding.candidate(p) for p in acquisition.pool(encoding, prepared.study.seed)]
     others = [c for c in others if prepared.known_failure(c) is None]
     return lambda found: predict([others[int(c.digest[:8], 16) % len(others)] for c in found])
 

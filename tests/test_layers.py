@@ -32,7 +32,7 @@ FLOORS = (
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 ONLY_IN = {
-    "optuna": ("search",),
+    "optuna": ("search", "report"),
     "sqlalchemy": ("history", "traffic"),
     "subprocess": ("processes",),
     "ray": ("fleet",),

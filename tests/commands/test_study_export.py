@@ -28,7 +28,7 @@ from tuner.errors import BadInput
 from tuner.history.store import Store
 from tuner.records import Candidate, RunState, Trial, TrialState, Violation
 from tuner.report.card import key_of
-from tuner.search.sampler import export
+from tuner.report.optuna_study import export
 
 
 @pytest.fixture

@@ -190,17 +190,17 @@ def _mislead(candidates: Sequence[Candidate]) -> Sequence[Prediction]:
 
 def test_a_simulator_that_is_right_proposes_all_and_one_that_misranks_loses_its_say() -> None:
     origins = [t.origin for t in study(14, predictor=_predict)]
-    assert set(origins[1:]) <= {"simulator", "back-off"}
+    assert set(origins[1:]) <= {"simulator"}
     misled = [t.origin for t in study(14, predictor=_mislead)]
     assert misled[1] == "simulator"
-    assert set(misled[6:]) <= {"gp", "back-off"}
+    assert set(misled[6:]) <= {"gp"}
 
 
 @pytest.mark.parametrize("name", ["tpe", "nsga2", "random"])
 def test_any_sampler_of_optuna_searches_under_the_same_rules(name: str) -> None:
     """What is known to fail is not launched, nothing twice, and the same history draws the same again."""
     trials = study(12, sampler=name)
-    assert {t.origin for t in trials[1:]} <= {name, "back-off"}
+    assert {t.origin for t in trials[1:]} <= {name}
     assert len({Candidate({**world.DEFAULTS, **t.candidate}) for t in trials}) == 12
     assert all(world.seqs_above_tokens(t.candidate) is None for t in trials)
     assert ask(trials, 12, sampler=name) == ask(trials, 12, sampler=name)
@@ -227,4 +227,4 @@ def test_what_the_predictor_cannot_tell_apart_is_measured_once() -> None:
     acting = [tuple(v for k, v in t.candidate.items() if k in world.LEVELS) for t in trials]
     assert len(set(acting)) == len(acting)
     blind = study(14, space=space)
-    assert all(t.origin in ("baseline", "gp", "back-off", "random") for t in blind)
+    assert all(t.origin in ("baseline", "gp", "random") for t in blind)

@@ -41,14 +41,17 @@ def test_promotions_are_screened_members_that_would_widen_the_front() -> None:
     )
     poor = replace(world.trial(3, Candidate({"max_num_seqs": 1024})), screened=True)
     scale = trial_view.scale(OBJECTIVES, [world.truth({}).values[n] for n in OBJECTIVES], Slo())
-    found = pareto.promotable([base, good, best, poor], scale)
-    assert [t.number for t, _ in found] == [1]
-    assert 0.3 < found[0][1] < 1
-    assert {t.number for t, _ in pareto.promotable([base, best, poor], scale)} <= {2}
+    key = lambda candidate: candidate.digest  # noqa: E731
+    found = pareto.promotable([base, good, best, poor], scale, key)
+    assert found is not None
+    assert found[1].number == 1
+    assert 0.3 < found[0] < 1
     relaunched = replace(world.trial(4, good.candidate), screened=False)
-    again = pareto.promotable([base, good, poor, relaunched], scale)
-    assert 1 not in {t.number for t, _ in again}
-    assert pareto.promotable([], scale) == ()
+    again = pareto.promotable([base, good, poor, relaunched], scale, key)
+    assert again is not None
+    assert again[1].number == 3
+    assert again[0] <= 0
+    assert pareto.promotable([], scale, key) is None
 
 
 def test_the_baseline_is_looked_at_again_now_and_then() -> None:

@@ -17,12 +17,11 @@ from tuner.search import trial_view
 from tuner.search.trial_view import encode
 from tuner.traffic import slices
 from tuner.tuning.calibrated_predictor import StudyPredictor, card_for, forecast
-from tuner.tuning.early_stopping import judge_of
+from tuner.tuning.early_stopping import expected_gain, judge_of
 from tuner.tuning.live import RELAUNCHED, fits, screens, widest
 from tuner.tuning.next_trial import (
     at_levels,
     best,
-    expected_gain,
     first_candidates,
     minimal,
     propose,

@@ -99,11 +99,11 @@ def export_study(
     except OSError as error:
         raise BadInput(f"cannot write {csv or parquet}: {error}") from error
     if optuna:
-        from tuner.search import sampler
+        from tuner.report import optuna_study
 
         if optuna == settings().url:
             raise BadInput("--optuna: this is the tuner's own database; give another database for Optuna")
-        name = sampler.export(found, trials, optuna)
+        name = optuna_study.export(found, trials, optuna)
         typer.echo(f"study {name} is in {optuna}; look at it with: optuna-dashboard {optuna}", err=True)
 
 

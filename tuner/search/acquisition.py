@@ -8,7 +8,6 @@ by step. All values are costs (`Scale`): lower is better.
 """
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -46,7 +45,7 @@ FLAT = 0.1
 class Mixture:
     """One objective at `n` points under `h` hypotheses: `weights` h, `mean` and `deviation` h × n.
 
-    `say` is the weight of the hypotheses whose mean is a prediction, from 0 to 1.
+    `say` is the weight of the hypotheses whose mean is the simulator's, from 0 to 1.
     """
 
     weights: Matrix
@@ -70,16 +69,16 @@ def mixture(
     here: Matrix,
     values: Matrix,
     variances: Matrix,
-    means: list[tuple[Matrix, Matrix]],
+    predicted: list[tuple[Matrix, Matrix]],
     leading: NDArray[np.bool_],
 ) -> Mixture:
     """An objective `here` (p × knobs), by its `values` (n) `there` (n × knobs), measured with `variances`.
 
-    `means` are predictions as (there, here); flat is the baseline's value, which is 0. `leading` marks the
-    knobs that matter most.
+    `predicted` are means that the simulator gives (there, here); flat is the baseline's value, which is 0.
+    `leading` marks the knobs that matter most.
     """
-    whole = [*means, (np.zeros(len(values)), np.zeros(len(here)))]
-    prior = [(1 - FLAT) / len(means)] * len(means) + [FLAT] if means else [1.0]
+    means = [((1 - FLAT) / len(predicted), *each) for each in predicted]
+    means.append((FLAT if predicted else 1.0, np.zeros(len(values)), np.zeros(len(here))))
     logs, centres, widths = [], [], []
     for length, lesser in itertools.product(LENGTHS, LESSER):
         stretch = np.where(leading, 1.0, lesser) / length
@@ -88,14 +87,14 @@ def mixture(
             factor = np.linalg.cholesky(scale**2 * near + np.diag(variances))
             solved = np.linalg.solve(factor, scale**2 * across)
             width = np.sqrt(np.maximum(scale**2 - (solved**2).sum(axis=0), 0.0))
-            for chance, (past, future) in zip(prior, whole, strict=True):
+            for chance, past, future in means:
                 errors = np.linalg.solve(factor, values - past)
                 logs.append(np.log(chance) - 0.5 * errors @ errors - np.log(np.diag(factor)).sum())
                 centres.append(future + errors @ solved)
                 widths.append(width)
     weights = np.exp(np.array(logs) - max(logs))
     weights /= weights.sum()
-    say = 1.0 - float(weights[len(means) :: len(whole)].sum()) if means else 0.0
+    say = 1.0 - float(weights[len(predicted) :: len(means)].sum()) if predicted else 0.0
     return Mixture(weights=weights, mean=np.array(centres), deviation=np.array(widths), say=say)
 
 
@@ -147,38 +146,27 @@ Predict = Callable[[Sequence[Candidate]], Sequence[Prediction]]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SearchState:
-    """All that the choice of a candidate depends on. `names` are the knobs and `sizes` their numbers of
-    levels, `first` is the baseline's point (None: it is outside the space), `predict` the simulator, if
-    there is one.
-    """
+    """All that the choice of a candidate depends on; `predict` is the simulator, if there is one."""
 
-    names: tuple[str, ...]
-    sizes: tuple[int, ...]
-    first: Point | None
+    encoding: Encoding
     trials: Sequence[EncodedTrial]
     scale: Scale
-    predict: Callable[[Sequence[Point]], Sequence[Prediction]] | None = None
+    predict: Predict | None = None
 
     @cached_property
     def known(self) -> list[EncodedTrial]:
         """The newest trials with objectives, measured or estimated, those that failed included."""
-        return [t for t in self.trials if t.values is not None and t.kind in NOISES][-MOST_TRIALS:]
+        return [t for t in self.trials if t.values is not None][-MOST_TRIALS:]
 
     @cached_property
     def measured(self) -> Matrix:
         """Costs of what worked and was measured in full."""
         rows = [t.values for t in self._whole]
-        return self.scale.costs(np.array(rows, np.float64).reshape(-1, self.width))
-
-    @property
-    def width(self) -> int:
-        """The number of objectives."""
-        return len(self.scale.objectives)
+        return self.scale.costs(np.array(rows, np.float64).reshape(-1, len(self.scale.objectives)))
 
     @property
     def _whole(self) -> list[EncodedTrial]:
-        done = (t for t in self.trials if t.state is TrialState.COMPLETE and t.kind == "full")
-        return [t for t in done if t.values is not None]
+        return [t for t in self.trials if t.state is TrialState.COMPLETE and t.values is not None]
 
     @cached_property
     def leaders(self) -> list[Point]:
@@ -187,43 +175,30 @@ class SearchState:
         return [t.point for t, kept in zip(self._whole, keep, strict=True) if kept][::-1][:LEADERS]
 
     def places(self, points: Sequence[Point]) -> Matrix:
-        """Points × knobs, every knob from 0 (its first level) to 1."""
-        widths = np.maximum(np.array(self.sizes) - 1, 1)
-        found: Matrix = np.array(points, np.float64).reshape(len(points), len(widths)) / widths
+        """Points × knobs that have several levels, each from 0 (its first level) to 1."""
+        sizes = np.array(self.encoding.sizes)
+        found: Matrix = np.array(points, np.float64)[:, sizes > 1] / (sizes[sizes > 1] - 1)
         return found
 
     def expected(self, points: Sequence[Point]) -> tuple[Matrix, NDArray[np.bool_]]:
-        """(`Scale.ratios` as mean × point × objective, whether each point should work). The simulator's
-        error at the baseline is subtracted from all its predictions.
+        """(`Scale.ratios` as mean × point × objective, whether each point should work): no mean and all True
+        without a simulator. The simulator's error at the baseline is subtracted from all its predictions.
         """
         if self.predict is None:
-            return np.empty((0, len(points), self.width)), np.ones(len(points), bool)
-        found = self.predict(points)
-        means = np.array([_means(p, self.scale) for p in found]).reshape(len(points), -1, self.width)
+            return np.empty((0, len(points), len(self.scale.objectives))), np.ones(len(points), bool)
+        found = self.predict([self.encoding.candidate(p) for p in points])
+        means = np.array([_means(p, self.scale) for p in found])
         shifted = np.where(means < trial_view.FAR, means - self._shift, means)
-        return shifted.transpose(1, 0, 2), np.array([p.feasible for p in found], bool)
+        return shifted.swapaxes(0, 1), np.array([p.feasible for p in found], bool)
 
     @cached_property
     def _shift(self) -> Matrix:
-        """The simulator's error at the baseline, mean × objective; 0 where it predicts a failure."""
-        if self.predict is None or self.first is None:
+        """The simulator's error at the baseline; 0 where it predicts a failure."""
+        first = self.encoding.first
+        if self.predict is None or first is None:
             return np.zeros(1)
-        means = _means(self.predict([self.first])[0], self.scale)
+        means = _means(self.predict([self.encoding.candidate(first)])[0], self.scale)
         return np.where(np.abs(means) < trial_view.FAR, means, 0.0)
-
-
-def problem_of(
-    encoding: Encoding, trials: Sequence[EncodedTrial], scale: Scale, predict: Predict | None
-) -> SearchState:
-    """The state in points of an encoding; the baseline lies where the encoding's defaults do."""
-    return SearchState(
-        names=encoding.names,
-        sizes=tuple(len(values) for values in encoding.levels),
-        first=encoding.first,
-        trials=trials,
-        scale=scale,
-        predict=None if predict is None else lambda points: predict([encoding.candidate(p) for p in points]),
-    )
 
 
 def _means(prediction: Prediction, scale: Scale) -> Matrix:
@@ -245,28 +220,29 @@ def candidates(problem: SearchState, seed: int) -> list[Point]:
     """The points that are looked at: the study's pool (the same for every trial, so that predictions are
     reused), all combinations of the leading knobs, and the neighbours of the front.
     """
-    near = [p for leader in problem.leaders for p in neighbours(leader, problem.sizes)]
-    return list(dict.fromkeys([*plane(problem), *pool(problem.names, problem.sizes, seed), *near]))
+    near = [p for leader in problem.leaders for p in neighbours(leader, problem.encoding.sizes)]
+    return list(dict.fromkeys([*plane(problem), *pool(problem.encoding, seed), *near]))
 
 
-def pool(names: Sequence[str], sizes: Sequence[int], seed: int) -> list[Point]:
+def pool(encoding: Encoding, seed: int) -> list[Point]:
     """All of a small space, POOL random points of a large one, the same whatever the order of its knobs."""
-    if math.prod(sizes) <= POOL:
-        return [tuple(int(i) for i in point) for point in np.ndindex(*sizes)]
+    if encoding.size <= POOL:
+        return [tuple(int(i) for i in point) for point in np.ndindex(*encoding.sizes)]
     drawn = [
         np.random.default_rng(trial_view.derive(seed, 0, f"pool {name}")).integers(size, size=POOL)
-        for name, size in zip(names, sizes, strict=True)
+        for name, size in zip(encoding.names, encoding.sizes, strict=True)
     ]
     return [tuple(int(i) for i in point) for point in zip(*drawn, strict=True)]
 
 
 def plane(problem: SearchState) -> list[Point]:
     """Every combination of the leading knobs, the others as the baseline has them."""
-    if problem.first is None or not set(LEADING) & set(problem.names):
+    names, sizes, first = problem.encoding.names, problem.encoding.sizes, problem.encoding.first
+    if first is None or not set(LEADING) & set(names):
         return []
     axes = [
         range(size) if name in LEADING else (level,)
-        for name, size, level in zip(problem.names, problem.sizes, problem.first, strict=True)
+        for name, size, level in zip(names, sizes, first, strict=True)
     ]
     return list(itertools.product(*axes))
 
@@ -282,25 +258,20 @@ def mixtures(problem: SearchState, points: Sequence[Point]) -> list[Mixture]:
     seen = problem.known
     there, here = problem.places([t.point for t in seen]), problem.places(points)
     past, future = problem.expected([t.point for t in seen])[0], problem.expected(points)[0]
-    real = problem.scale.ratios(np.array([t.values for t in seen], np.float64).reshape(-1, problem.width))
+    real = problem.scale.ratios(np.array([t.values for t in seen], np.float64))
     variances = np.array([NOISES[t.kind] ** 2 for t in seen])
-    leading = np.array([name in LEADING for name in problem.names])
+    pairs = zip(problem.encoding.names, problem.encoding.sizes, strict=True)
+    leading = np.array([name in LEADING for name, size in pairs if size > 1])
     if not leading.any():
         leading = ~leading
-    return [
-        mixture(
-            there, here, real[:, k], variances, list(zip(past[..., k], future[..., k], strict=True)), leading
-        )
-        for k in range(problem.width)
-    ]  # fmt: skip
+    both = [list(zip(past[..., k], future[..., k], strict=True)) for k in range(real.shape[1])]
+    return [mixture(there, here, real[:, k], variances, each, leading) for k, each in enumerate(both)]
 
 
 def gains(
     problem: SearchState, points: Sequence[Point], expected: Sequence[Mixture], rng: np.random.Generator
 ) -> Matrix:
     """Expected hypervolume gain of each point over what is measured, times how likely it works."""
-    if not points:
-        return np.zeros(0)
     drawn = np.stack([each.draw(DRAWS, rng) for each in expected], axis=2)
     costs = problem.scale.costs_at(drawn)
     works = chances_to_work(problem)
@@ -320,24 +291,10 @@ def chances_to_work(problem: SearchState) -> dict[bool, float]:
     return {kind: works / (works + fails) for kind, (works, fails) in counts.items()}
 
 
-def say(expected: Sequence[Mixture]) -> float:
-    """The weight of the simulator, from 0 to 1: the mean over the objectives."""
-    return sum(each.say for each in expected) / len(expected)
-
-
-def twin_key(costs: Matrix) -> tuple[str, ...] | None:
-    """Equal for points that the simulator cannot tell apart (to four digits); None for a predicted failure.
-    `costs` is mean × objective.
-    """
-    return None if costs[0].max() >= trial_view.FAR else tuple(f"{each:.4f}" for each in costs[0])
-
-
 def without_idle_knobs(problem: SearchState, point: Point) -> Point:
     """The point with the baseline's level for every knob of which the simulator expects no gain."""
-    if problem.first is None:
-        return point
     start = problem.expected([point])[0][1, 0]
-    for knob, level in enumerate(problem.first):
+    for knob, level in enumerate(problem.encoding.first or ()):
         moved = (*point[:knob], level, *point[knob + 1 :])
         costs, works = problem.expected([moved])
         if moved != point and works[0] and np.all(costs[1, 0] <= start + WORTHLESS):
@@ -397,13 +354,14 @@ def scored(
     if not points:
         return [], np.zeros(0), False
     expected = mixtures(problem, points)
-    trusted = problem.predict is not None and say(expected) >= 0.5
+    trusted = problem.predict is not None and sum(each.say for each in expected) >= 0.5 * len(expected)
     return points, gains(problem, points, expected, rng), trusted
 
 
 def _apart(problem: SearchState, points: Sequence[Point]) -> NDArray[np.bool_]:
-    """Which points the simulator can tell apart from everything measured."""
-    ended = [t.point for t in problem.trials if t.values is not None]
-    twins = {twin_key(means) for means in problem.expected(ended)[0].swapaxes(0, 1)} - {None}
-    keys = [twin_key(means) for means in problem.expected(points)[0].swapaxes(0, 1)]
-    return np.array([key not in twins for key in keys])
+    """Which points the simulator can tell apart (to four digits) from everything measured; of a predicted
+    failure it says nothing.
+    """
+    seen = [t.point for t in problem.trials if t.values is not None]
+    twins = {tuple(row) for row in problem.expected(seen)[0][0].round(4) if row.max() < trial_view.FAR}
+    return np.array([tuple(row) not in twins for row in problem.expected(points)[0][0].round(4)])

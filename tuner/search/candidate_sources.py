@@ -1,4 +1,4 @@
-"""The next candidate: the baseline, the seeds, a step back after a lack of memory, then the study's sampler.
+"""The next candidate: the baseline, the seeds, then the study's sampler.
 
 It is a function of space, trials, seed and number: the same in any process, and nothing is kept between
 calls. Candidates that earlier failures rule out are left out.
@@ -39,12 +39,6 @@ KV: Direction = {
     "num_gpu_blocks_override": -1,
 }
 
-# Which levels to move, in this order, after a failure of a kind.
-BACK_OFF: Mapping[str, tuple[tuple[str, int], ...]] = {
-    "oom": (("gpu_memory_utilization", -1), ("max_num_batched_tokens", -1), ("max_num_seqs", -1)),
-    "kv": (("gpu_memory_utilization", 1), ("max_num_batched_tokens", -1), ("max_num_seqs", -1)),
-}
-
 
 def kind_of(trial: Trial) -> str | None:
     """`oom` or `kv` for a lack of memory, None for any other failure."""
@@ -57,24 +51,18 @@ class Regions:
 
     def __init__(self, encoding: Encoding, trials: Sequence[Trial]) -> None:
         self._encoding = encoding
-        self._walls: list[tuple[Trial, Point, Direction]] = []
+        self._walls: list[tuple[Point, Direction]] = []
         for trial in (t for t in trial_view.latest(trials) if t.state is TrialState.INFEASIBLE):
             kind, point = kind_of(trial), encoding.point(trial.candidate)
             if kind is not None and point is not None:
-                self._walls.append((trial, point, OOM if kind == "oom" else KV))
+                self._walls.append((point, OOM if kind == "oom" else KV))
         self._banned = _banned_values(encoding, trials)
 
-    def reason(self, point: Point) -> str | None:
-        """Why a point is known to fail, or None."""
-        for name, values, index in zip(self._encoding.names, self._encoding.levels, point, strict=True):
-            found = self._banned.get((name, repr(values[index])))
-            if found:
-                return f"{name} {values[index]} failed in trials {found}"
-        for trial, wall, direction in self._walls:
-            if self._behind(point, wall, direction):
-                why = trial.cause or "memory"
-                return f"asks for at least as much as trial {trial.number}, which failed: {why}"
-        return None
+    def hold(self, point: Point) -> bool:
+        """Whether a point is known to fail."""
+        levels = zip(self._encoding.names, self._encoding.levels, point, strict=True)
+        banned = any((name, repr(values[index])) in self._banned for name, values, index in levels)
+        return banned or any(self._behind(point, *wall) for wall in self._walls)
 
     def _behind(self, point: Point, wall: Point, direction: Direction) -> bool:
         """Whether a point asks for at least as much as the failed one in every knob that matters, and has the
@@ -86,53 +74,26 @@ class Regions:
         return True
 
 
-def _banned_values(encoding: Encoding, trials: Sequence[Trial]) -> dict[tuple[str, str], str]:
+def _banned_values(encoding: Encoding, trials: Sequence[Trial]) -> set[tuple[str, str]]:
     """Levels that failed ≥ 2 times for one cause other than memory and never worked, where they are the
-    one best explanation of that cause; with the numbers of the trials that say so.
+    one best explanation of that cause.
     """
-    worked = Counter[tuple[str, str]]()
-    failed: dict[str, dict[tuple[str, str], list[int]]] = {}
+    worked: set[tuple[str, str]] = set()
+    failed: dict[str, Counter[tuple[str, str]]] = {}
     for trial in trial_view.latest(trials):
-        items = _items(encoding, trial.candidate)
+        items = [(n, repr(v)) for n, v in trial.candidate.items() if n in encoding.names]
         if trial.state in (TrialState.COMPLETE, TrialState.PRUNED):
             worked.update(items)
         elif trial.state is TrialState.INFEASIBLE and kind_of(trial) is None:
-            for item in items:
-                failed.setdefault(trial.cause or "error", {}).setdefault(item, []).append(trial.number)
-    banned: dict[tuple[str, str], str] = {}
+            failed.setdefault(trial.cause or "error", Counter()).update(items)
+    banned = set()
     for counts in failed.values():
-        suspects = {item: numbers for item, numbers in counts.items() if not worked[item]}
-        most = max((len(n) for n in suspects.values()), default=0)
-        best = [item for item, numbers in suspects.items() if len(numbers) == most]
+        suspects = {item: count for item, count in counts.items() if item not in worked}
+        most = max(suspects.values(), default=0)
+        best = [item for item, count in suspects.items() if count == most]
         if most >= 2 and len(best) == 1:
-            banned[best[0]] = ", ".join(map(str, suspects[best[0]]))
+            banned.add(best[0])
     return banned
-
-
-def _items(encoding: Encoding, candidate: Mapping[str, Value]) -> list[tuple[str, str]]:
-    return [(name, repr(value)) for name, value in candidate.items() if name in encoding.names]
-
-
-def back_off(encoding: Encoding, trials: Sequence[Trial]) -> tuple[Candidate, ...]:
-    """Steps back from the newest failure for lack of memory, nearest first; empty once one was tried.
-
-    A failure of a lone candidate is followed by at most one such proposal.
-    """
-    last = max(trial_view.latest(trials), key=lambda t: t.number, default=None)
-    if last is None or last.state is not TrialState.INFEASIBLE or last.origin == "back-off":
-        return ()
-    kind, point = kind_of(last), encoding.point(last.candidate)
-    if kind is None or point is None:
-        return ()
-    steps = 2 if trial_view.margins(last)[kind] > 0.5 else 1
-    found = []
-    for name, sign in BACK_OFF[kind]:
-        if name in encoding.names:
-            knob = encoding.names.index(name)
-            index = min(max(point[knob] + sign * steps, 0), len(encoding.levels[knob]) - 1)
-            if index != point[knob]:
-                found.append(encoding.candidate((*point[:knob], index, *point[knob + 1 :])))
-    return tuple(found)
 
 
 # Why a candidate is known to fail before it is launched, or None.
@@ -212,13 +173,15 @@ class StudyView:
         if self.key(candidate) in self.seen or not self.space.contains(candidate):
             return False
         point = self.encoding.point(candidate)
-        return point is not None and self.regions.reason(point) is None and known(candidate) is None
+        return point is not None and not self.regions.hold(point) and known(candidate) is None
 
     def problem(self, predict: Predict | None) -> acquisition.SearchState | None:
         """What the choice by expected gain depends on; None while nothing was measured."""
         if self.scale is None:
             return None
-        return acquisition.problem_of(self.encoding, self.encoded, self.scale, predict)
+        return acquisition.SearchState(
+            encoding=self.encoding, trials=self.encoded, scale=self.scale, predict=predict
+        )
 
 
 def suggest(
@@ -241,9 +204,8 @@ def suggest(
     if not any(t.is_baseline for t in history.latest):
         return Suggestion(candidate=baseline, origin="baseline", seed=trial_seed)
     given = ((origin, history.space.canonical(candidate)) for origin, candidate in seeds)
-    back = (("back-off", c) for c in back_off(history.encoding, history.latest))
     drawn = _sampled(history, seed, number, known, predictor, sampler)
-    for source in (given, back, drawn, _leftover(history, seed, number)):
+    for source in (given, drawn, _leftover(history, seed, number)):
         for origin, candidate in source:
             if history.is_new(candidate, known):
                 return Suggestion(candidate=candidate, origin=origin, seed=trial_seed)
@@ -258,25 +220,23 @@ def _sampled(
     """
     from tuner.search import sampler as samplers
 
-    encoding = history.encoding
-    if not encoding.names or history.scale is None:
+    encoding, problem = history.encoding, history.problem(predictor)
+    if not encoding.names or problem is None:
         return
     if sampler == "tuner":
-        found = samplers.propose(
-            encoding, history.encoded, history.scale, seed=seed, predict=predictor,
-            allowed=lambda candidate: history.is_new(candidate, known),
-        )  # fmt: skip
-        yield from [] if found is None else [found]
+        own = samplers.TunerSampler(allowed=lambda each: history.is_new(each, known), seed=seed)
+        found = own.propose(problem, number)
+        yield from [] if found is None else [(own.proposed_by, found)]
         return
     drawn: list[Point] = []
-    own = trial_view.derive(seed, number, sampler)
-    frozen = samplers.frozen(encoding, history.encoded, history.scale)
-    for point in samplers.draws(samplers.make(sampler, own), encoding, frozen, DRAWS):
+    plain = samplers.make(sampler, trial_view.derive(seed, number, sampler))
+    frozen = samplers.frozen(encoding, history.encoded, problem.scale)
+    for point in samplers.draws(plain, encoding, frozen, DRAWS):
         drawn.append(point)
         yield sampler, encoding.candidate(point)
     rng = np.random.default_rng(trial_view.derive(seed, number, "near"))
     for point in drawn:
-        near = acquisition.neighbours(point, [len(values) for values in encoding.levels])
+        near = acquisition.neighbours(point, encoding.sizes)
         yield from ((sampler, encoding.candidate(near[int(i)])) for i in rng.permutation(len(near)))
 
 
@@ -284,14 +244,13 @@ def _leftover(history: StudyView, seed: int, number: int) -> Iterator[tuple[str,
     """Random candidates: every point of a small space, many of a large space."""
     encoding = history.encoding
     rng = np.random.default_rng(trial_view.derive(seed, number, "leftover"))
-    sizes = [len(values) for values in encoding.levels]
-    if not sizes:
+    if not encoding.names:
         return
     if encoding.size <= ENUMERATE:
         order = rng.permutation(encoding.size)
-        points = (tuple(int(i) for i in np.unravel_index(int(n), sizes)) for n in order)
+        points = (tuple(int(i) for i in np.unravel_index(int(n), encoding.sizes)) for n in order)
     else:
-        points = (encoding.random(rng) for _ in range(ENUMERATE // 10))
+        points = (tuple(int(i) for i in rng.integers(encoding.sizes)) for _ in range(ENUMERATE // 10))
     yield from (("random", encoding.candidate(point)) for point in points)
 
 

@@ -28,13 +28,7 @@ def non_dominated(costs: Matrix) -> NDArray[np.bool_]:
 def measured(trials: Sequence[Trial], objectives: Sequence[str]) -> tuple[Trial, ...]:
     """COMPLETE trials with every objective measured in full, screened ones included."""
     complete = (t for t in trial_view.latest(trials) if t.state is TrialState.COMPLETE)
-    return tuple(
-        t
-        for t in complete
-        if t.measurement
-        and t.measurement.kind == "full"
-        and trial_view.objective_values(t, objectives) is not None
-    )
+    return tuple(t for t in complete if trial_view.objective_values(t, objectives) is not None)
 
 
 def values_of(trials: Sequence[Trial], objectives: Sequence[str]) -> Matrix:
@@ -54,28 +48,26 @@ def front(trials: Sequence[Trial], objectives: Sequence[str], *, screened: bool 
 
 
 def promotable(
-    trials: Sequence[Trial],
-    scale: trial_view.Scale,
-    key: Callable[[Candidate], str] = lambda candidate: candidate.digest,
-) -> tuple[tuple[Trial, float], ...]:
-    """Screened trials that are worth a relaunch, the one that would add most volume first, each with that
-    volume as a share of what everything measured covers.
+    trials: Sequence[Trial], scale: trial_view.Scale, key: Callable[[Candidate], str]
+) -> tuple[float, Trial] | None:
+    """The screened trial whose relaunch would add most volume, after that volume as a share of what
+    everything measured covers; None where nothing was screened.
 
-    A trial is left out once its candidate (by `key`) was relaunched or its relaunch failed, and where it adds
-    nothing to what was.
+    A trial is left out once its candidate (by `key`) was relaunched or its relaunch failed.
     """
     objectives, corner = scale.objectives, np.array(scale.corner)
     settled = {key(t.candidate) for t in trial_view.latest(trials) if not t.screened}
     everything = measured(trials, objectives)
     rows = scale.costs(values_of(everything, objectives))
     base = rows[[i for i, t in enumerate(everything) if not t.screened]]
-    have, whole, found = volume(base, corner), volume(rows, corner), []
-    for trial, row in zip(everything, rows, strict=False):
-        if trial.screened and key(trial.candidate) not in settled:
-            gain = volume(np.vstack([base, row]), corner) - have
-            if gain > 0:
-                found.append((-gain, trial.number, trial))
-    return tuple((trial, -gain / whole) for gain, _, trial in sorted(found, key=lambda f: f[:2]))
+    have, whole = volume(base, corner), volume(rows, corner)
+    found = [
+        (volume(np.vstack([base, row]), corner) - have, trial)
+        for trial, row in zip(everything, rows, strict=True)
+        if trial.screened and key(trial.candidate) not in settled
+    ]
+    gain, best = max(found, key=lambda each: each[0], default=(0.0, None))
+    return None if best is None or whole <= 0 else (gain / whole, best)
 
 
 def hypervolume(points: ArrayLike, scale: trial_view.Scale) -> float:

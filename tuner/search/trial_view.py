@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -27,7 +27,7 @@ class Space(Protocol):
     def canonical(self, candidate: Candidate) -> Candidate: ...
 
 
-# One index for each knob, in the space's order of knobs.
+# One index for each knob, in the order of their names.
 Point = tuple[int, ...]
 
 
@@ -45,9 +45,14 @@ class Encoding:
     own: Mapping[str, Value]
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many levels each knob has."""
+        return tuple(len(values) for values in self.levels)
+
+    @property
     def size(self) -> int:
         """The number of points, inactive duplicates included."""
-        return math.prod(len(values) for values in self.levels)
+        return math.prod(self.sizes)
 
     def candidate(self, point: Sequence[int]) -> Candidate:
         """The canonical candidate at a point."""
@@ -77,7 +82,7 @@ class Encoding:
 
     @property
     def first(self) -> Point | None:
-        """Where the baseline lies."""
+        """Where the baseline lies; None where it is outside the space."""
         return replace(self, own=self.defaults).point({})
 
     def budget(self, asked: Mapping[str, Value]) -> Value:
@@ -114,16 +119,13 @@ class Encoding:
             whole[BUDGET] = self.budget(whole)
         return Candidate({name: _plain(value) for name, value in whole.items()})
 
-    def random(self, rng: np.random.Generator) -> Point:
-        return tuple(int(rng.integers(len(values))) for values in self.levels)
-
 
 def encode(space: Space, defaults: Mapping[str, Value], unset: Iterable[str] = ()) -> Encoding:
     """The encoding of a space; `defaults` is the baseline's effective configuration, as far as known. The
     engine's own value is not known of `unset`, nor of a knob that the baseline sets and the space may leave
     unset.
     """
-    names = tuple(name for name, values in space.levels.items() if len(values) > 0)
+    names = tuple(sorted(name for name, values in space.levels.items() if len(values) > 0))
     known = defaults if isinstance(defaults, Defaults) else Defaults(defaults)
     unknown = {*unset, *(name for name in known.asked if None in space.levels.get(name, ()))}
     own = {name: value for name, value in known.items() if name not in unknown}
@@ -136,7 +138,7 @@ def _plain(value: Value) -> Value:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def is_number(value: Value) -> bool:
+def is_number(value: Value) -> TypeGuard[int | float]:
     """True is none."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -146,17 +148,16 @@ def _place(value: Value, values: tuple[Value, ...]) -> int | None:
     for index, level in enumerate(values):
         if level == value and isinstance(level, bool) == isinstance(value, bool):
             return index
-    numbers = [i for i, level in enumerate(values) if is_number(level)]
-    if not numbers or not isinstance(value, int | float) or isinstance(value, bool):
+    numbers = [(i, level) for i, level in enumerate(values) if is_number(level)]
+    if not numbers or not is_number(value):
         return None
-    return min(numbers, key=lambda i: (_distance(values[i], value), i))
+    return min(numbers, key=lambda number: (_distance(number[1], value), number[0]))[0]
 
 
-def _distance(level: Value, value: float) -> float:
-    number = float(level) if isinstance(level, int | float) else math.inf
-    if number > 0 and value > 0:
-        return abs(math.log(number / value))
-    return math.inf if number == 0 else abs(number - value) * 1e6
+def _distance(level: float, value: float) -> float:
+    if level > 0 and value > 0:
+        return abs(math.log(level / value))
+    return math.inf if level == 0 else abs(level - value) * 1e6
 
 
 # Constraint value of a check that a trial never reached: it counts as kept, with some room.
@@ -298,25 +299,17 @@ FAR = 3.0
 ROOM = 2.0
 
 
-def maximized_of(objectives: Sequence[str]) -> frozenset[str]:
-    """Which of these measurements are better when larger."""
-    return frozenset(filter(is_maximized, objectives))
-
-
 def corner_of(
     objectives: Sequence[str], baseline: Sequence[float], slo: Slo, maximized: frozenset[str] | None = None
 ) -> tuple[float, ...]:
     """The worst values that still count, in order of the objectives: of a latency the looser of the SLO's
     limit and ROOM times the baseline's, of what is maximised its share. `baseline` has the values.
     """
-    if maximized is None:
-        maximized = maximized_of(objectives)
+    up = frozenset(filter(is_maximized, objectives)) if maximized is None else maximized
     slos = [(name, slo.of((class_of(name),))) for name in objectives]
     limits = (getattr(its, measure_of(name).limit or "", None) or -math.inf for name, its in slos)
     return tuple(
-        value - abs(value) * (1 - 1 / ROOM)
-        if name in maximized
-        else max(value + abs(value) * (ROOM - 1), limit)
+        value - abs(value) * (1 - 1 / ROOM) if name in up else max(value + abs(value) * (ROOM - 1), limit)
         for name, value, limit in zip(objectives, baseline, limits, strict=True)
     )
 
@@ -325,11 +318,10 @@ def scale(
     objectives: Sequence[str], baseline: Sequence[float], slo: Slo, maximized: frozenset[str] | None = None
 ) -> Scale:
     """The scale that the baseline's objective values (in order of the objectives) and the SLO set."""
-    if maximized is None:
-        maximized = maximized_of(objectives)
+    up = frozenset(filter(is_maximized, objectives)) if maximized is None else maximized
     units = tuple(abs(v) if 0 < abs(v) < math.inf else 1.0 for v in baseline)
-    raw = Scale(objectives=tuple(objectives), baseline=tuple(baseline), units=units, maximized=maximized)
-    corner = raw.costs(corner_of(objectives, baseline, slo, maximized))
+    raw = Scale(objectives=tuple(objectives), baseline=tuple(baseline), units=units, maximized=up)
+    corner = raw.costs(corner_of(objectives, baseline, slo, up))
     return replace(raw, corner=tuple(float(c) for c in corner))
 
 
@@ -338,16 +330,17 @@ def scale_of(trials: Sequence[Trial], objectives: Sequence[str], slo: Slo) -> Sc
     finite value of every objective, by the first trial that has. None where none has.
     """
     ended = [t for t in latest(trials) if t.state in (TrialState.COMPLETE, TrialState.INFEASIBLE)]
-    known = [t for t in ended if t.measurement and t.measurement.kind == "full"]
-    rows = (objective_values(t, objectives) for t in sorted(known, key=lambda t: not t.is_baseline))
+    rows = (objective_values(t, objectives) for t in sorted(ended, key=lambda t: not t.is_baseline))
     found = next((r for r in rows if r is not None and all(map(math.isfinite, r))), None)
     return None if found is None else scale(objectives, found, slo)
 
 
-def objective_values(trial: Trial, objectives: Sequence[str]) -> tuple[float, ...] | None:
-    """A trial's measured (or estimated) objectives; None when it has none or lacks one."""
+def objective_values(
+    trial: Trial, objectives: Sequence[str], kinds: Sequence[str] = ("full",)
+) -> tuple[float, ...] | None:
+    """A trial's objectives; None where it lacks one or was not measured in full (or by one of `kinds`)."""
     measured = trial.measurement
-    if measured is None:
+    if measured is None or measured.kind not in kinds:
         return None
     found = tuple(measured.values.get(name, math.nan) for name in objectives)
     return None if any(math.isnan(v) for v in found) else found
@@ -397,12 +390,11 @@ def encode_trials(
     """
     found = []
     for trial in latest(trials):
-        point, measured = encoding.point(trial.candidate), trial.measurement
+        point = encoding.point(trial.candidate)
         if point is None:
             continue
-        values, kind = None, measured.kind if measured else "full"
-        if kind != "partial":  # that has the first requests only
-            values = objective_values(trial, objectives)
+        values = objective_values(trial, objectives, ("full", "estimate"))
+        kind = "full" if trial.measurement is None else trial.measurement.kind
         constraints = {} if trial.state is TrialState.RUNNING else margins(trial)
         found.append(
             EncodedTrial(point=point, state=trial.state, values=values, kind=kind, constraints=constraints)

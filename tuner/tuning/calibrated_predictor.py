@@ -150,7 +150,7 @@ def earlier(moment: datetime, before: datetime | None) -> bool:
 def pool_of(prepared: Prepared, space: SearchSpace, trials: Sequence[Trial]) -> list[Candidate]:
     """The study's pool of candidates in a space: those that may work, each configuration once."""
     encoding = encode(space, trial_view.defaults_of(trials))
-    points = acquisition.pool(encoding.names, [len(v) for v in encoding.levels], prepared.study.seed)
+    points = acquisition.pool(encoding, prepared.study.seed)
     pool = {c.digest: c for c in map(encoding.candidate, points)}.values()
     return [c for c in pool if space.contains(c) and prepared.known_failure(c) is None]
 

@@ -18,8 +18,10 @@ from tuner.measures import is_maximized, many, measure_of
 from tuner.metrics import LATENCY_MS, counted, is_good, statistic
 from tuner.records import Outcome, Slice, Slo, Trial, TrialState
 from tuner.replay import outcomes
-from tuner.search import pareto, trial_view
+from tuner.search import acquisition, pareto, trial_view
 from tuner.traffic import slices
+from tuner.tuning.calibrated_predictor import StudyPredictor
+from tuner.tuning.next_trial import next_number, view_of
 from tuner.tuning.study import Prepared
 
 Array = NDArray[np.float64]
@@ -378,3 +380,19 @@ def _columns(case: Case, trial: Trial) -> Columns | None:
         except BadInput:
             return None
     return rows.columns() if len(rows) else None
+
+
+def expected_gain(prepared: Prepared, trials: Sequence[Trial], predictor: StudyPredictor) -> float | None:
+    """The most hypervolume that a new candidate is expected to add, as a share of what the front covers. None
+    if the simulator has less than half of the weight.
+    """
+    known, view = predictor.calibrated(trials), view_of(prepared, trials)
+    state = view.problem(known.predict if known else None)
+    covered = 0.0 if state is None else pareto.covered(trials, state.scale)
+    if state is None or covered <= 0:
+        return None
+    seed, at = prepared.study.seed, view.encoding.candidate
+    rng = np.random.default_rng(trial_view.derive(seed, next_number(trials), "gain"))
+    new = lambda point: view.is_new(at(point), prepared.known_failure)  # noqa: E731
+    points, gains, trusted = acquisition.scored(state, seed, new, rng)
+    return float(gains.max()) / covered if points and trusted else None

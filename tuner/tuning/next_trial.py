@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 
-import numpy as np
-
 from tuner.adapters import adapter_of
 from tuner.engine.effective import same
 from tuner.errors import NotFound
@@ -201,7 +199,7 @@ def _predicted_pick(
     scale = trial_view.scale(names, [values.get(n, math.nan) for n in names], slo)
     encoding = encode(space, trial_view.defaults_of(trials))
     point = encoding.point(best)
-    state = acquisition.problem_of(encoding, (), scale, predict)
+    state = acquisition.SearchState(encoding=encoding, trials=(), scale=scale, predict=predict)
     return best if point is None else encoding.candidate(acquisition.without_idle_knobs(state, point))
 
 
@@ -240,23 +238,7 @@ def _promoted(view: StudyView) -> Trial | None:
     if view.scale is None or len(view.latest) - own <= PROMOTE_AFTER:
         return None
     found = pareto.promotable(view.trials, view.scale, view.key)
-    return next((trial for trial, gain in found if gain >= SECURED), None)
-
-
-def expected_gain(prepared: Prepared, trials: Sequence[Trial], predictor: StudyPredictor) -> float | None:
-    """The most hypervolume that a new candidate is expected to add, as a share of what the front covers. None
-    if the simulator has less than half of the weight.
-    """
-    known, view = predictor.calibrated(trials), view_of(prepared, trials)
-    state = view.problem(known.predict if known else None)
-    covered = 0.0 if state is None else pareto.covered(trials, state.scale)
-    if state is None or covered <= 0:
-        return None
-    seed, at = prepared.study.seed, view.encoding.candidate
-    rng = np.random.default_rng(trial_view.derive(seed, next_number(trials), "gain"))
-    new = lambda point: view.is_new(at(point), prepared.known_failure)  # noqa: E731
-    points, gains, trusted = acquisition.scored(state, seed, new, rng)
-    return float(gains.max()) / covered if points and trusted else None
+    return found[1] if found is not None and found[0] >= SECURED else None
 
 
 def untried(prepared: Prepared, view: StudyView, seeds: Sequence[Seed]) -> list[Seed]:

@@ -36,14 +36,13 @@ from tuner.tuning.context import (
     ready_of,
     silent,
 )
-from tuner.tuning.early_stopping import judge_of, reason_to_stop
+from tuner.tuning.early_stopping import expected_gain, judge_of, reason_to_stop
 from tuner.tuning.ending import Ending, summary_of_conclusion
 from tuner.tuning.execution import Execution, cancelled, gpus_of, locked, reconcile, register
 from tuner.tuning.finalists import finalists
 from tuner.tuning.live import RELAUNCHED, ScreeningEngine, screens
 from tuner.tuning.next_trial import (
     Seed,
-    expected_gain,
     fronts_of,
     minimal,
     next_number,
