@@ -156,7 +156,7 @@ def _terms() -> Iterable[Sequence[str]]:
     for entry in terms():
         knobs = entry["knobs"] if isinstance(entry["knobs"], list) else []
         named = ", ".join(f"`{name}`" for name in knobs) or "none"
-        since = f" The last engine with this was {entry['since']}." if "since" in entry else ""
+        since = f" {str(entry['term']).capitalize()}: last in {entry['since']}." if "since" in entry else ""
         yield (str(entry["term"]), named, f"{entry['says']}{since}")
 
 

@@ -360,9 +360,8 @@ def replicas(subject: LintSubject, simulation: TrafficSimulation, trace: Trace) 
     if after > before * (1 - 0.1):
         return
     sentence = (
-        f"{split} copies on a card each are predicted to serve the trace"
-        f" better than one engine split over them: {SAYS[simulation.judged][0]} is"
-        f" {(before - after) / before:.0%} better"
+        f"one engine is split over {split} cards, but {split} copies, each on one card, are predicted to"
+        f" serve the trace better: {SAYS[simulation.judged][0]} is {(before - after) / before:.0%} better"
     )
     evidence = (
         f"{simulation.says(before)} as one split engine, {simulation.says(after)} as copies that get "

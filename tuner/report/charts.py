@@ -511,7 +511,7 @@ def panels(found: Sequence[Panel], x_name: str, span: float, label: str) -> str:
     """Strips over one time axis in seconds, one under another."""
     shown = [p for p in found if len(p.x) or p.crosses]
     if not shown:
-        return NONE.format("No outcomes of this trial are on this host.")
+        return NONE.format("This host does not have the records of this trial's requests.")
     x = Axis(name=x_name, low=0.0, high=max(span, 1e-9))
     parts: list[str] = []
     for place, panel in enumerate(shown):

@@ -235,7 +235,7 @@ class StudyFiles:
             known = ", ".join(node.models)
             raise BadInput(
                 f"model: '{asked.model}' is not allowed on node '{asked.node}'"
-                f"{nearest(asked.model, node.models)}: {known}"
+                f"{nearest(asked.model, node.models)}; allowed are: {known}"
             )
         for knob, value in asked.baseline.items():
             check(knob, [value], node.models, "baseline")

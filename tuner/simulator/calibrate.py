@@ -100,7 +100,8 @@ class _Problem:
             try:
                 options, _ = options_of(scene, seen.candidate)
             except StartRefused as refused:
-                raise BadInput(f"a measured candidate would be refused: {refused}") from None
+                what = "a candidate that was measured on the real engine"
+                raise BadInput(f"the simulator refuses {what}: {refused}") from None
             used = {n: v for n, v in seen.values.items() if _usable(n, v)}
             self._cases.append((options, used))
 
