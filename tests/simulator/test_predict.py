@@ -201,8 +201,8 @@ MEASURED = [
 def test_what_real_cards_measured_is_predicted_from_the_default_alone(
     words: tuple[str, ...], files: list[Path], base: str
 ) -> None:
-    """With and without captured graphs, between 256 and 8,192 tokens a step; each row within 15 %, those of the 32B
-    shape within 10 % (15 rows: 7.6 % at worst, where 32 sequences leave a queue of 9 s).
+    """With and without captured graphs, between 256 and 8,192 tokens a step; each row within 15 %, those of
+    the 32B shape within 10 % (7.6 % at worst, where 32 sequences leave a queue of 9 s).
     """
     given = benchmark.arguments([*map(str, files), *words, "--on", base])
     given.traffic = HERE / "table" / "conversation.csv"
