@@ -103,7 +103,14 @@ def test_the_log_of_a_failed_trial_begins_with_the_root_cause(tmp_path: Path) ->
     store.finish_trial(
         replace(stopped, state=TrialState.ABORTED, directory=str(folder), reason=why, cause="stopped")
     )
+    (live := tmp_path / "0003-live-0").mkdir()
+    (live / "engine.log").write_text("the engine of a trial that is not measured yet")
+    launch = a_launch(a_study())
+    store.add_launch(replace(launch, id="L0", ended_at=launch.started_at, directory=str(folder)))
+    at = start(store, store.runs()[0], 3).started_at + timedelta(seconds=1)
+    store.add_launch(replace(launch, started_at=at, directory=str(live)))
     store.close()
+    assert call(tmp_path, "trial", "log", "chat", 3).stdout == f"{(live / 'engine.log').read_text()}\n"
     first, second, rule, *rest = call(tmp_path, "trial", "log", "chat", 1, "--lines", 2).stdout.splitlines()
     assert first == "no_kv_memory: no memory left for the KV cache (docs/troubleshooting.md#no_kv_memory)"
     assert second.startswith("root cause: (EngineCore pid=7) ValueError: No available memory")

@@ -28,7 +28,7 @@ from tuner.replay.plan import PLANS
 from tuner.report.card import key_of
 from tuner.service.runner import RunOrder
 from tuner.tuning.context import RunEstimate, RunEvent
-from tuner.tuning.now import left_of, told_live
+from tuner.tuning.now import RunNow, left_of, path_of, told_live, write
 
 HERE = socket.gethostname()
 
@@ -205,6 +205,7 @@ def test_a_trial_of_a_stopped_run_is_interrupted_in_words_and_says_how_to_go_on(
     screened = finished(store, replace(start(store, run, 1), screened=True), a_measurement(90.0))
     current = start(store, run, 2)
     ref = f"/studies/{study.id[:16]}"
+    write(path_of(tmp_path, run.id), RunNow(run=run.id, at=world.clock(), phase="launching", trial=2))
 
     def texts() -> dict[str, str]:
         given = {
@@ -226,10 +227,12 @@ def test_a_trial_of_a_stopped_run_is_interrupted_in_words_and_says_how_to_go_on(
     for name, text in texts().items():
         assert "interrupted" not in text, name
         assert "RUNNING" in text, name
+        assert ("Launching the engine" in text) is (name in ("study page", "trial page")), name
     assert "no run has ended yet. The newest run goes on." in call(tmp_path, "history").output
     store.save_run(replace(alive, pid=process.pid))
     for name, text in texts().items():
         assert "interrupted" in text, name
+        assert "Launching the engine" not in text, name
         assert "RUNNING" not in text.replace("state=RUNNING", ""), name
         assert "the same command continues it" in text or name == "bench", name
     assert "no run has ended yet. The newest run was stopped; the same" in call(tmp_path, "history").output
@@ -304,11 +307,20 @@ def test_the_overview_says_whether_the_gates_let_a_version_be_promoted(
 
 
 def test_repeats_of_several_nights_are_told_apart(world: World, tmp_path: Path) -> None:
-    """B9: the second confirmation of a trial has columns of its own, with its time."""
+    """B9: the second confirmation of a trial has columns of its own, with its time, and beside each the
+    baseline's repeat of that night. The printed commands name an attempt that is not the last.
+    """
     study, store, client = a_study(), world.store, world.client("read")
     client.post("/login", data={"token": world.token("read")})
-    trial = finished(store, start(store, a_run(store, study), 1), a_measurement(90.0))
+    run = a_run(store, study)
+    base = finished(store, start(store, run, 0, origin="baseline"), a_measurement(3135.0))
+    lost = finished(store, start(store, run, 1), state=TrialState.ABORTED)
+    trial = finished(store, start(store, run, 1, attempt=1), a_measurement(90.0))
     for night in (1, 2):
+        today = replace(a_launch(study, f"B{night}"), started_at=NOW + timedelta(days=night, minutes=-5))
+        store.add_launch(today)
+        repeated = a_measurement(240.0 + night, purpose="confirm", repeat=1, launch_id=today.id)
+        store.add_measurement(base.id, repeated)
         launch = replace(a_launch(study, f"L{night}"), started_at=NOW + timedelta(days=night))
         store.add_launch(launch)
         store.add_measurement(trial.id, a_measurement(95.0, purpose="confirm", repeat=1, launch_id=launch.id))
@@ -321,6 +333,12 @@ def test_repeats_of_several_nights_are_told_apart(world: World, tmp_path: Path) 
                 bare = re.sub(r"<[^>]+>", "", text)
                 named = f"1, {NOW + timedelta(days=each):%Y-%m-%d %H:%M}" in bare
                 assert named is (night == 2), bare
+    page = client.get(f"/studies/{study.id[:16]}/trials/1").text
+    row = page.partition('<small class="soft">ttft_<wbr>p95_<wbr>ms')[2].partition("</tr>")[0]
+    assert re.findall(r"<td>([^<]*)</td>", row) == ["3,135", "90", "241", "95", "242", "95"]
+    assert "--attempt" not in page
+    page = client.get(f"/studies/{study.id[:16]}/trials/1?attempt={lost.attempt}").text
+    assert page.count(f"{study.id[:12]} 1 --attempt 0") == 2
 
 
 def test_a_version_that_equals_an_earlier_one_says_so_everywhere(

@@ -229,6 +229,21 @@ def board_of(store: Store, study: Study) -> Board:
     return board(study, store.trials(study.id), said, found)
 
 
+def baselines(base: Trial | None, trial: Trial, launches: Sequence[Launch]) -> list[Measurement | None]:
+    """For each measurement of a trial the baseline's beside it: of the same kind and repeat, and of several
+    nights' the one whose launch began nearest in time.
+    """
+    begun = {launch.id: launch.started_at.timestamp() for launch in launches}
+    known = base.measurements if base is not None and base.id != trial.id else ()
+
+    def nearest(measured: Measurement) -> Measurement | None:
+        at = begun.get(measured.launch_id or "", math.inf)
+        same = (m for m in reversed(known) if (m.purpose, m.repeat) == (measured.purpose, measured.repeat))
+        return min(same, key=lambda m: abs(begun.get(m.launch_id or "", -math.inf) - at), default=None)
+
+    return [nearest(measured) for measured in trial.measurements]
+
+
 def measured_at(trial: Trial, launches: Sequence[Launch]) -> list[datetime | None]:
     """When the launch of each measurement began, if several nights measured the trial again; else None."""
     begun = {launch.id: launch.started_at for launch in launches}

@@ -1,6 +1,7 @@
 """The log of the engine that measured a trial, as far as it is on this host."""
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 from tuner import masking
@@ -14,10 +15,23 @@ LAST = 64 * 1024
 
 
 def log_path(trial: Trial, launches: Sequence[Launch]) -> Path:
-    """Where the log of a trial's engine lies, if it does: a screened trial shares its engine with others."""
+    """Where the log of a trial's engine lies, if it does. A screened trial shares its engine with others; one
+    that was not measured (yet) has the log in its own folder, or in that of the engine that ran meanwhile.
+    """
     by = trial.measurement.launch_id if trial.measurement else None
-    found = next((each.directory for each in launches if each.id == by), None) or trial.directory
-    return under_home(found or "") / "engine.log"
+    found = next((each.directory for each in launches if each.id == by), None)
+    path = under_home(found or trial.directory or "") / "engine.log"
+    if found is None and not path.is_file():
+        until = trial.ended_at or datetime.max.replace(tzinfo=UTC)
+        meanwhile = [
+            each
+            for each in launches
+            if each.started_at <= until and (each.ended_at is None or each.ended_at >= trial.started_at)
+        ]
+        newest = max(meanwhile, key=lambda each: each.started_at, default=None)
+        if newest is not None and newest.directory:
+            return under_home(newest.directory) / "engine.log"
+    return path
 
 
 def tail(path: Path, lines: int) -> list[str]:

@@ -85,6 +85,12 @@ def phase_of(now: RunNow | None) -> str:
     return told
 
 
+def phase_in(home: Path, trial: Trial) -> str:
+    """The phase of the run that measures a trial now, in the same words; empty where it is not known."""
+    found = read(home, trial.run_id)
+    return phase_of(found) if found is not None and found.trial in (None, trial.number) else ""
+
+
 def _curves(found: RunNow | None) -> Sequence[Markup]:
     """Two drawings of two strips each, beside each other where the screen is wide."""
     strips = engine_panels(found.engine, CURVES) if found else []

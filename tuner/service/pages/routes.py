@@ -13,12 +13,13 @@ from tuner.profiles import export, registry
 from tuner.profiles.charts import slug
 from tuner.records import ProfileKey
 from tuner.report import document
-from tuner.report.board import failures, measured_at
+from tuner.report.board import baselines, failures, measured_at
 from tuner.report.logs import log_path, root_cause, tail
 from tuner.service.auth import client_of
 from tuner.service.context import service_of
 from tuner.service.pages import bench, compare, history, overview, profiles, studies
 from tuner.service.pages.kept import kept
+from tuner.service.pages.live import phase_in
 from tuner.service.pages.query import PageNumber, Text
 from tuner.service.pages.render import HEADERS, HERE, PageRoute, bare, file_of, page, see, text_of
 from tuner.service.pages.session import COOKIE, OVER, Form, Looks, SignedForm, local
@@ -227,7 +228,9 @@ def show_trial(looks: Looks, ref: str, number: int, attempt: int | None = None) 
         log=tail(log, LOG_LINES),
         root=root_cause(trial, log) if trial.reason else "",
         rows=studies.numbers(board, trial),
+        beside=baselines(board.base, trial, launches),
         times=measured_at(trial, launches),
+        phase=phase_in(looks.service.settings.home, trial),
         stopped=looks.service.stopped_runs(),
     )
 
