@@ -10,9 +10,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.commands.test_care import call
-from tests.history.records import NOW, a_conclusion, a_run, a_study
+from tests.history.records import NOW, a_conclusion, a_measurement, a_run, a_study, finished, start
 from tests.service.world import World
-from tuner.conclusions import Saving
+from tuner.conclusions import Judgement, Saving
 from tuner.history.entities import SCOPES
 from tuner.records import Candidate, RunState
 from tuner.report import words
@@ -75,10 +75,11 @@ def test_matrix(filled: World, held: str) -> None:
 
 def test_a_run_is_stopped_with_a_reason(filled: World) -> None:
     client, word = visitor(filled, "run")
+    assert "Stop this run" not in client.get("/studies/chat").text, "its controller is gone"
+    filled.store.acquire_lease("n1", "its controller", now=filled.clock(), ttl_s=60)
     shown = client.get("/studies/chat").text
     run_id = re.search(r'name="run" value="([0-9a-z]+)"', shown)
     assert run_id is not None
-    filled.store.acquire_lease("n1", "its controller", now=filled.clock(), ttl_s=60)
     fields = {"csrf": word, "run": run_id[1], "reason": "the trace is a bad one"}
     assert client.post("/studies/chat/cancel", data=fields).status_code == 303
     assert filled.store.run(run_id[1]).cancel_requested
@@ -131,6 +132,34 @@ def test_the_study_and_the_history_show_what_the_run_concluded(filled: World) ->
     assert "trade-off" in night
     assert "workload" in night
     assert client.get("/history?metric=ttft_p95_ms&workload=other").text.count("<tbody>") == 0
+
+
+def test_the_numbers_of_a_night_that_is_not_to_be_trusted_are_the_same_everywhere(world: World) -> None:
+    """History and comparison show what its repeats measured, with the outcome's word; the night has one
+    date.
+    """
+    client, store = visitor(world, "read")[0], world.store
+    run = a_run(store, a_study(), now=NOW + timedelta(hours=3))
+    finished(store, start(store, run, 0, origin="baseline"), a_measurement(3135.0))
+    finished(store, start(store, run, 2), a_measurement(88.0))
+    ended = replace(run, state=RunState.FINISHED, ended_at=NOW + timedelta(hours=5))
+    store.save_run(ended, a_conclusion(ended, outcome=Judgement.NOT_TRUSTED, winner=None, profiles={}))
+    night = re.sub(r"<[^>]*>", "", client.get("/history?metric=ttft_p95_ms").text)
+    assert "-01not to be trusted 1 repeat, 200 to 200" in night
+    assert f"The newest night, {NOW:%Y-%m-%d} (its run ended {ended.at:%Y-%m-%d %H:%M} UTC)" in night
+    for path in ("/compare?study=chat&trial=0&trial=2", f"/compare?run={run.id}&run={run.id}"):
+        shown = client.get(path).text.partition("Confirmed numbers</h2>")[2].partition("</table>")[0]
+        assert shown.count("not to be trusted") == 2, path
+        assert "<td>200</td>" in shown, path
+
+
+def test_every_printed_command_names_the_home(filled: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUNER_HOME", str(filled.home))
+    client, _ = visitor(filled, "read")
+    for path in ("/", *(path for path in SEEN if "." not in path and "file" not in path)):
+        shown = client.get(path).text
+        assert not re.findall(r"(?:>|^)tuner [a-z].*", shown, re.MULTILINE), path
+    assert f"TUNER_HOME={filled.home} tuner front" in client.get("/studies/chat").text
 
 
 def test_M23_what_the_winner_saves_is_in_the_conclusion_on_the_page_and_on_the_command_line(

@@ -72,7 +72,7 @@ class Night:
         best = self.best
         kind = " (a demonstration)" if best.demonstration else ""
         if not _concluded(best):
-            return f"not confirmed, one measurement{kind}"
+            return f"not confirmed{kind}, one measurement"
         if best.outcome is Judgement.BASELINE_STAYS and best.baseline is None:
             return f"one measurement{kind}"
         said = "confirmed" if best.confirmed else "measured again"

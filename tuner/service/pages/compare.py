@@ -7,12 +7,14 @@ from typing import Annotated
 from fastapi import Query
 from markupsafe import Markup
 
+from tuner.conclusions import Judgement
 from tuner.errors import BadInput, NotFound
 from tuner.history.best_per_night import night_of
 from tuner.history.store import Store
 from tuner.measures import NAMES, in_order
 from tuner.records import Candidate, Profile, Study, Trial
 from tuner.report import evidence
+from tuner.report.words import outcome
 from tuner.service.pages.query import Text
 from tuner.service.pages.render import marked
 from tuner.service.pages.studies import board_of, find, link
@@ -35,7 +37,7 @@ class CompareQuery:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
     """One thing that is compared. `trial` is the trial that measured it; None where history has none.
-    `values` are of its search, `confirmed` by the repeats of one confirmation.
+    `values` are of its search, `confirmed` by the repeats of one confirmation, whose run had this `outcome`.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Side:
     candidate: Candidate
     values: Mapping[str, float | None] = field(default_factory=dict)
     confirmed: Mapping[str, float | None] = field(default_factory=dict)
+    outcome: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,14 +108,19 @@ def _of_trial(
     profile: Profile | None = None,
     run: object = None,
 ) -> Side:
-    """A trial of a study by its last attempt, and the repeats of its newest confirmation, or of `run`'s."""
+    """A trial of a study by its last attempt, and the repeats of its newest confirmation, or of `run`'s. One
+    that is not to be trusted counts where there is no other.
+    """
     board, _ = board_of(store, study)
     trial = next((t for t in reversed(board.trials) if t.number == number), None)
     if trial is None:
         raise NotFound(f"study {study.name} has no trial {number}")
     concluded = [c for c in store.conclusions(study.id) if run in (None, c.run_id)]
-    again = [arm for c in concluded if c.measured_again and (arm := c.arm(number))]
-    arm = again[-1] if again else None
+    again = [(c, arm) for c in concluded if (arm := c.arm(number)) and arm.measured_again]
+    trusted = [pair for pair in again if pair[0].measured_again]
+    doubted = [pair for pair in again if pair[0].outcome is Judgement.NOT_TRUSTED]
+    measured = trusted or doubted
+    said, arm = measured[-1] if measured else (None, None)
     share = {} if arm is None or arm.attainment is None else {"slo_attainment": arm.attainment}
     role = {"baseline": " (today)", "winner": " (winner)"}.get(board.kind(trial), "")
     return Side(
@@ -124,6 +132,7 @@ def _of_trial(
         candidate=profile.candidate if profile else trial.candidate,
         values=trial.measurement.values if trial.measurement else {},
         confirmed={**share, **arm.confirmed} if arm else {},
+        outcome=outcome(said) if said else "",
     )
 
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
+from datetime import date, datetime, timedelta
 
 from markupsafe import Markup
 
 from tuner.errors import BadInput
-from tuner.history.best_per_night import Night, moment, newest_runs, rows, trend
+from tuner.history.best_per_night import Night, moment, newest_runs, night_of, rows, trend
 from tuner.history.entities import RunBest
 from tuner.history.store import Store
 from tuner.measures import NAMES
@@ -39,14 +39,15 @@ class HistoryQuery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceHistory:
-    """One node and workload: its nights drawn, the newest one's card, its newest comparisons, the change per
-    night (None: too few).
+    """One node and workload: its nights drawn, the card of the newest (`night`), its newest comparisons, the
+    change per night (None: too few).
     """
 
     name: str
     comparisons: Sequence[tuple[Study, Run]]
     drawing: Markup
     card: AnswerCard | None
+    night: date | None
     study_id: str
     trend: float | None
 
@@ -124,6 +125,7 @@ def _place(
         comparisons=_comparisons(store, key),
         drawing=marked(drawn),
         card=card(said, key, gave=gave(store.attribution(said.run_id))) if said is not None else None,
+        night=night_of(store.run(said.run_id)) if said is not None else None,
         study_id=said.study_id if said is not None else newest.study_id,
         trend=trend(found),
     )
