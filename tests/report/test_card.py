@@ -102,8 +102,14 @@ def test_I27_1_confidence_is_a_word_with_its_reason() -> None:
     none = won(winner=None, outcome=Judgement.NO_CLEAR_WINNER, noise=noise)
     assert confidence_of(none) == (
         "low",
-        "measured 3 times in turns with today's configuration; on this node 9 repeats would show a difference"
+        "measured 3 times in turns with today's configuration; this node needs 9 repeats to show a difference"
         " of 10 %",
+    )
+    unseen = replace(none, noise=(replace(noise[0], repeats_needed=None),), repeats=2)
+    assert confidence_of(unseen) == (
+        "low",
+        "measured 2 times in turns with today's configuration; this node needs more than 100 repeats to show"
+        " a difference of 10 %",
     )
     assert confidence_of(won(outcome=Judgement.NOT_CONFIRMED))[0] == "none"
 

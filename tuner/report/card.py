@@ -4,6 +4,7 @@ report draw it (`card.html.j2`), the command line and Markdown print its `lines`
 It shows a stored conclusion and computes no gain of its own.
 """
 
+import math
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -302,6 +303,8 @@ def confidence_of(said: Conclusion, arm: Arm | None = None) -> tuple[Confidence,
     if said.demonstration:
         return "low", "a demonstration: its windows are too short for a decision"
     times = f"measured {_times(said)} in turns with {_today(said, TODAY)}"
+    if said.repeats > 1 and (few := _too_few(said, arm)):
+        return "low", f"{times}; {few}"
     if said.repeats < ENOUGH:
         return (
             "low" if said.repeats < 2 else "medium",
@@ -311,7 +314,7 @@ def confidence_of(said: Conclusion, arm: Arm | None = None) -> tuple[Confidence,
     if said.compared:
         return "high", times
     if said.winner is None:
-        return _of_none(said, times)
+        return "high", times
     if not held:
         return "medium", f"{times}; there is no held-out traffic"
     if not any(c.word == "better" for c in held):
@@ -319,11 +322,16 @@ def confidence_of(said: Conclusion, arm: Arm | None = None) -> tuple[Confidence,
     return "high", f"{times}, and better on held-out traffic"
 
 
-def _of_none(said: Conclusion, times: str) -> tuple[Confidence, str]:
-    needed = max((n.repeats_needed or 0 for n in said.noise), default=0)
-    if needed > said.repeats:
-        return "low", f"{times}; on this node {needed} repeats would show a difference of 10 %"
-    return "high", times
+def _too_few(said: Conclusion, arm: Arm | None) -> str:
+    """How many repeats show a difference of 10 %, where a run without a winner made fewer; else empty."""
+    if said.winner is not None or (said.compared and arm and any(c.word != "open" for c in arm.changes)):
+        return ""
+    needed = [n.repeats_needed or math.inf for n in said.noise if n.share is not None]
+    most = max(needed, default=0)
+    if most <= said.repeats:
+        return ""
+    count = f"{most}" if math.isfinite(most) else "more than 100"
+    return f"this node needs {count} repeats to show a difference of 10 %"
 
 
 def _rows(said: Conclusion, arm: Arm) -> tuple[CardRow, ...]:

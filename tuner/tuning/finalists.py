@@ -50,7 +50,9 @@ def judge(
     note = " Demonstration only: short windows." if demonstration else ""
     if drift:
         sentence = f"The machine changed between the search and the confirmation: {'; '.join(drift)}."
-        return Verdict(outcome=Judgement.NOT_TRUSTED, sentence=f"{sentence} Nothing is published.{note}")
+        return Verdict(
+            outcome=Judgement.NOT_TRUSTED, sentence=f"{sentence} No new configuration is published.{note}"
+        )
     arms = [a for a in (base, *finalists) if a.dropped is None]
     missed = _slo_missed(arms, attainment)
     found = _against(base, chosen, not_worse or {})
