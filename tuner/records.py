@@ -399,6 +399,17 @@ class Launch:
     verdict: str | None = None
     directory: str | None = None
 
+    @property
+    def whole_s(self) -> float | None:
+        """Seconds from its start to its end; None while it runs."""
+        return (self.ended_at - self.started_at).total_seconds() if self.ended_at else None
+
+    @property
+    def measuring_s(self) -> float | None:
+        """Seconds from ready to its end; None while it runs, or if it never became ready."""
+        ready = self.timeline.get("ready_s")
+        return None if ready is None or self.whole_s is None else max(0.0, self.whole_s - ready)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:

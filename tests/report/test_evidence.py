@@ -3,7 +3,7 @@
 import math
 import re
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -129,6 +129,9 @@ def test_budget_failures_and_belief_add_up(tmp_path: Path) -> None:
     assert found.trials == {"COMPLETE": 24, "INFEASIBLE": 3, "ABORTED": 3}
     assert found.trial_seconds["COMPLETE"] == 24 * 140
     assert found.launches == len(launches)
+    killed = replace(launches[0], ended_at=launches[0].started_at + timedelta(seconds=18), timeline={})
+    assert killed.whole_s == 18
+    assert spent(trials, [*launches, killed]).measuring_s == found.measuring_s, "it never became ready"
     assert [(c.cause, len(c.trials)) for c in failures(trials)] == [("oom", 3), ("port", 3)]
     assert worst_lateness(beliefs(trials)) == 1.4
     store.close()

@@ -130,17 +130,15 @@ def _timing(launch: "Launch", trials: "Sequence[Trial]") -> dict[str, object]:
     first, *rest = Path(launch.directory or "").name.split("-")
     number = int(first) if first.isdecimal() and rest else inside[0].number if inside else None
     confirming = rest[:1] == ["confirm"] or bool(purposes - {"search"})
-    whole = (launch.ended_at - launch.started_at).total_seconds() if launch.ended_at else None
-    ready = launch.timeline.get("ready_s")
     return {
         "launch": launch.id,
         "trial": number,
         "attempt": int(rest[-1]) if rest and rest[-1].isdecimal() else None,
         "trials": sorted({t.number for t in inside} | ({number} if number is not None else set())),
         "for": "confirmation" if confirming else "search",
-        "ready_s": ready,
-        "measuring_s": whole - ready if whole is not None and ready is not None else None,
-        "whole_s": whole,
+        "ready_s": launch.timeline.get("ready_s"),
+        "measuring_s": launch.measuring_s,
+        "whole_s": launch.whole_s,
         "verdict": launch.verdict or "served",
     }
 

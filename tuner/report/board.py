@@ -270,15 +270,13 @@ def spent(trials: Sequence[Trial], launches: Sequence[Launch], stopped: Collecti
     """Adds up a study's trials and launches. `stopped` are the ids of `Store.stopped_runs`."""
     said = [(trial_state(t, stopped), t) for t in trials]
     states = sorted({state for state, _ in said}, key=["interrupted", *TrialState].index)
-    ready = [each.timeline.get("ready_s", 0.0) for each in launches]
-    whole = [(each.ended_at - each.started_at).total_seconds() if each.ended_at else 0.0 for each in launches]
     return Spent(
         trials={s: sum(state == s for state, _ in said) for s in states},
         trial_seconds={s: sum(t.gpu_seconds for state, t in said if state == s) for s in states},
         launches=len(launches),
         failed_launches=sum(each.verdict is not None for each in launches),
-        ready_s=sum(ready),
-        measuring_s=sum(max(0.0, w - r) for w, r in zip(whole, ready, strict=True)),
+        ready_s=sum(each.timeline.get("ready_s", 0.0) for each in launches),
+        measuring_s=sum(each.measuring_s or 0.0 for each in launches),
     )
 
 
