@@ -256,6 +256,22 @@ def test_a_machine_that_slows_to_06_from_the_confirmation_on_is_not_to_be_truste
     assert "challenger" not in said.profiles
 
 
+def test_drift_names_first_what_changed_most(tmp_path: Path) -> None:
+    """Also where the noise of this objective is too large to call it drift by itself."""
+
+    def moved(seqs: int, purpose: str, repeat: int) -> Mapping[str, float]:
+        if purpose == "search":
+            return quiet(seqs, purpose, repeat)
+        return {"tpot_p95_ms": 1.7, "ttft_p95_ms": 2.0 if repeat % 2 else 0.05}
+
+    said = Night(tmp_path, moved).whole()
+    assert said.outcome is Judgement.NOT_TRUSTED
+    first, *others = said.drift
+    assert "ttft_p95_ms was 200" in first
+    assert any("tpot_p95_ms" in text for text in others)
+    assert said.sentence.index("ttft_p95_ms") < said.sentence.index("tpot_p95_ms")
+
+
 def test_drift_is_told_with_clocks_and_throttling_where_a_gpu_tells(tmp_path: Path) -> None:
     class Hot(Night):
         def measurement(self, seqs: int, purpose: Purpose, repeat: int) -> Measurement:

@@ -324,28 +324,41 @@ def noises(asked: WinnerCriteria, found: Repeats, spreads: Spreads) -> tuple[Noi
 
 
 def drifts(asked: WinnerCriteria, found: Repeats, spreads: Spreads) -> tuple[str, ...]:
-    """One sentence for each objective in which the baseline's repeats are not what its search measured."""
+    """One sentence for each objective in which the baseline's repeats are not what its search measured, and
+    for the objective that changed most; the largest change first. Empty where no objective drifted.
+    """
     base = found.compared
     if base is None or base.measurement is None:
         return ()
     rows = [m for m in found.measured[base.number] if m.purpose == "confirm"]
-    said = []
+    told, sure = dict[str, float](), set[str]()
     for name in asked.study.objectives:
         before, again = base.measurement.values.get(name), [m.values[name] for m in rows if name in m.values]
         if before is None:
             continue
-        spread = spreads[name, "confirm"]
-        change = drifted(before, again, spread, metrics=len(asked.study.objectives))
+        change = drifted(before, again, spreads[name, "confirm"], metrics=len(asked.study.objectives))
         if change is not None:
-            after = mean_of(name, rows) or before * (1 + change)
-            change = after / before - 1
-            word = "better" if (change > 0) == (is_maximized(name)) else "worse"
-            said.append(
-                f"the baseline's {name} was {before:,.4g} in the search and {after:,.4g} in the confirmation"
-                f" ({change:+.0%}, {word}; noise between launches {spread.share:.1%})".replace("-", "−")
-                + _clocks(base.measurement, rows)
-            )
-    return tuple(said)
+            sure.add(name)
+        after = mean_of(name, rows) or before * (1 + (change or 0.0))
+        if 0 < before < math.inf and after > 0:
+            told[name] = math.log(after / before)
+    most = sorted(told, key=lambda name: -abs(told[name]))
+    return tuple(
+        _drift(name, base.measurement, rows, math.expm1(told[name]), spreads[name, "confirm"])
+        for name in most
+        if sure and (name in sure or name == most[0])
+    )
+
+
+def _drift(name: str, first: Measurement, rows: Sequence[Measurement], change: float, spread: Spread) -> str:
+    before = first.values[name]
+    word = "better" if (change > 0) == is_maximized(name) else "worse"
+    noise = f"{spread.share:.1%}" if spread.freedom else "not known"
+    return (
+        f"the baseline's {name} was {before:,.4g} in the search and {before * (1 + change):,.4g} in the"
+        f" confirmation ({change:+.0%}, {word}; noise between launches {noise})".replace("-", "−")
+        + _clocks(first, rows)
+    )
 
 
 def _clocks(before: Measurement, after: Sequence[Measurement]) -> str:
