@@ -8,7 +8,7 @@ from tuner.commands.common import Json, knobs, open_store, print_json
 from tuner.errors import BadInput, NotFound
 
 if TYPE_CHECKING:
-    from tuner.conclusions import Attribution, Conclusion
+    from tuner.conclusions import Attribution
     from tuner.history.store import Store
     from tuner.records import Profile
 
@@ -26,6 +26,14 @@ def explain(
 
     store = open_store()
     found = store.profile(profile)
+    if (stayed := _of_today(store, found)) is not None:
+        if as_json:
+            print_json({
+                "profile": found.id, "candidate": dict(found.candidate), "attribution": None, "said": stayed
+            })  # fmt: skip
+        else:
+            typer.echo(stayed)
+        return
     told = attribution_of(store, found)
     if as_json:
         print_json({"profile": found.id, "candidate": dict(found.candidate), "attribution": told.to_json()})
@@ -42,8 +50,6 @@ def attribution_of(store: "Store", profile: "Profile") -> "Attribution":
     run = profile.evidence.get("run")
     if not isinstance(run, str):
         raise BadInput(f"profile {profile.id} was not published by a run")
-    if profile.evidence.get("origin") == "baseline":
-        raise NotFound(f"profile {profile.id} {_stayed(store.conclusion(run), run)}")
     found = store.attribution(run)
     if found is None:
         from tuner.report.explain import why_none
@@ -56,12 +62,18 @@ def attribution_of(store: "Store", profile: "Profile") -> "Attribution":
     return found
 
 
-def _stayed(said: "Conclusion | None", run: str) -> str:
-    """Why nothing says which knobs of today's configuration pay."""
+def _of_today(store: "Store", profile: "Profile") -> str | None:
+    """What is known of a profile that is today's configuration, as sentences; None for any other."""
+    run = profile.evidence.get("run")
+    if profile.evidence.get("origin") != "baseline" or not isinstance(run, str):
+        return None
+    today, said = f"Profile {profile.id} is today's configuration.", store.conclusion(run)
     if said is None:
-        return f"is today's configuration; run {run} measured it and has no conclusion"
+        return f"{today} Run {run} measured it and has no conclusion."
     made = said.profiles.get("challenger")
     if made is None:
-        return f"is today's configuration, which stayed: {said.sentence}"
-    won = f"the winner of run {run} is profile {made.id}"
-    return f"is today's configuration; {won}: `tuner explain {made.id}` says which of its knobs pay"
+        return f"{today} Run {run} published no other configuration. Its conclusion: {said.sentence}"
+    return (
+        f"{today} The winner of run {run} is profile {made.id}. `tuner explain {made.id}` says which of its"
+        " knobs pay."
+    )
