@@ -133,12 +133,11 @@ def show_end(store: "Store", study: "Study", run: "Run") -> None:
     if rows := ladder_table(store.trials(study.id)):
         title = f"the ladder: max_num_seqs doubled until p95 is worse by {ladder.WORSE:.0%}, then bisected"
         print_table(LADDER_COLUMNS, rows, title=title)
-    made = said.profiles.get("challenger") if said is not None else None
-    if made is not None:
+    for alias, made in said.profiles.items() if said is not None else ():
         profile = store.profile(made.id)
         if (first := registry.serves_as(store, profile)) is not None:
             typer.echo(f"version {made.version} has the configuration of version {first}, measured again")
-        unproved = profile.evidence.get("unproved")
+        unproved = profile.evidence.get("unproved") if alias == "challenger" else None
         for name, why in (unproved if isinstance(unproved, dict) else {}).items():
             typer.echo(f"not verified: whether the engine used {name} ({why})")
 

@@ -255,6 +255,9 @@ class NightSchema(Schema):
     from_last_night: float | None = Field(description="Change of the value, (after − before) / before.")
     compared: str = Field(examples=["better"], description="With the night before, beyond noise.")
     regression: bool
+    trials: int = Field(
+        description="How many of the run's trials were measured in full: no failed, stopped or screened ones."
+    )
     sure: str = Field(examples=["confirmed, 3 repeats, 3.41 to 3.52"])
     changes: list[Change]
     runs: int
