@@ -1,8 +1,10 @@
 """What dead controllers left open: whose it is, what closes it, and what stops its engines."""
 
+import os
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from tests.history.records import NOW, a_study, start
 from tests.tuning.studies import STUDY, write
 from tuner.errors import BadInput
 from tuner.history.store import Store
-from tuner.records import JSON, Launch, Study, Trial, TrialState
+from tuner.records import JSON, Candidate, Launch, Study, Trial, TrialState
 from tuner.tuning.execution import locked, reconcile
 from tuner.tuning.study import Prepared, load
 
@@ -127,3 +129,23 @@ def test_what_ran_on_another_host_is_not_looked_for_here(store: Store, tmp_path:
     reconcile(store, tmp_path, node="n1", clock=lambda: NOW, here=False)
     assert open_now(store) == set()
     assert not (tmp_path / "asked").exists()
+
+
+def test_a_killed_trial_took_what_its_launch_did(store: Store, tmp_path: Path) -> None:
+    """Until the engine's last line, even if somebody looks only hours later."""
+    study = a_study()
+    store.add_study(study)
+    run = store.open_run(study.id, trials_limit=4, deadline=None, now=NOW, pid=1, host=HERE)
+    folder = tmp_path / "0000-0"
+    folder.mkdir()
+    store.start_trial(
+        study_id=study.id, run_id=run.id, candidate=Candidate({"max_num_seqs": 64}), number=0, attempt=0,
+        seed=0, origin="search", now=NOW, directory=str(folder),
+    )  # fmt: skip
+    (folder / "engine.log").write_text("loading")
+    os.utime(folder / "engine.log", (NOW.timestamp() + 18, NOW.timestamp() + 18))
+    store.add_launch(Launch(id="killed", study_id=study.id, argv=(), started_at=NOW, directory=str(folder)))
+    (ended,) = reconcile(store, tmp_path, node="n1", clock=lambda: NOW + timedelta(hours=9))
+    (launch,) = store.launches(study.id)
+    assert (launch.whole_s, launch.measuring_s) == (18, None)
+    assert (ended.gpu_seconds, ended.ended_at) == (18, launch.ended_at)

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,8 +19,9 @@ from tuner.conclusions import Conclusion
 from tuner.engine.gpu import Gpus
 from tuner.errors import Aborted, BadInput, Conflict, NotFound, StudyFailed, TunerError, Unavailable
 from tuner.history.store import Store
+from tuner.knobs.arguments import gpus_held
 from tuner.leftovers import sweep_scratch
-from tuner.records import JSON, Run, RunState, Study, Trial, TrialState
+from tuner.records import JSON, Launch, Run, RunState, Study, Trial, TrialState
 from tuner.traffic import trace_files
 from tuner.tuning.context import EventKind, RunContext, RunEvent, numbers_of, silent
 from tuner.tuning.study import Clock, Prepared
@@ -111,19 +113,35 @@ def _clear(
     store: Store, study_id: str, clock: Clock, stop: Sequence[str] | None = None, *, here: bool = True
 ) -> list[Trial]:
     """End what is open of a study. BadInput if its stop command cannot be started."""
-    stop = stop_command_of(store.study(study_id)) if stop is None else stop
+    study = store.study(study_id)
+    stop = stop_command_of(study) if stop is None else stop
+    closed = dict[str | None, Launch]()
     for launch in store.launches(study_id):
         if launch.ended_at is None:
-            if here:
-                processes.reap(launch.id, stop_command=stop)
-            store.finish_launch(replace(launch, ended_at=clock(), verdict="controller: its controller died"))
+            killed = processes.reap(launch.id, stop_command=stop) if here else 0
+            ended = clock() if killed else _last_written(launch, clock())
+            launch = replace(launch, ended_at=ended, verdict="controller: its controller died")
+            store.finish_launch(launch)
+            closed[launch.directory] = launch
     reason = "the controller died in the middle of this trial"
-    return [
-        store.finish_trial(
-            replace(trial, state=TrialState.ABORTED, cause="controller", reason=reason, ended_at=clock())
-        )
-        for trial in store.trials(study_id, (TrialState.RUNNING,))
-    ]
+    aborted = []
+    for trial in store.trials(study_id, (TrialState.RUNNING,)):
+        trial = replace(trial, state=TrialState.ABORTED, cause="controller", reason=reason, ended_at=clock())
+        own = closed.get(trial.directory) if trial.directory else None
+        if own is not None:
+            gpus = 1 if study.gpu_class == "cpu" else gpus_held(own.argv)
+            trial = replace(trial, ended_at=own.ended_at, gpu_seconds=(own.whole_s or 0.0) * gpus)
+        aborted.append(store.finish_trial(trial))
+    return aborted
+
+
+def _last_written(launch: Launch, now: datetime) -> datetime:
+    """When an engine that is gone wrote a file for the last time; `now` where it left none here."""
+    folder = Path(launch.directory) if launch.directory else None
+    if folder is None or not folder.is_dir():
+        return now
+    written = [datetime.fromtimestamp(each.stat().st_mtime, UTC) for each in folder.iterdir()]
+    return max(launch.started_at, min(now, max(written, default=now)))
 
 
 def gpus_of(prepared: Prepared) -> Gpus:
