@@ -119,7 +119,7 @@ def _clear(
     for launch in store.launches(study_id):
         if launch.ended_at is None:
             killed = processes.reap(launch.id, stop_command=stop) if here else 0
-            ended = clock() if killed else _last_written(launch, clock())
+            ended = clock() if killed or not here else _last_written(launch, clock())
             launch = replace(launch, ended_at=ended, verdict="controller: its controller died")
             store.finish_launch(launch)
             closed[launch.directory] = launch
@@ -127,7 +127,7 @@ def _clear(
     aborted = []
     for trial in store.trials(study_id, (TrialState.RUNNING,)):
         trial = replace(trial, state=TrialState.ABORTED, cause="controller", reason=reason, ended_at=clock())
-        own = closed.get(trial.directory) if trial.directory else None
+        own = closed.get(trial.directory) if here and trial.directory else None
         if own is not None:
             gpus = 1 if study.gpu_class == "cpu" else gpus_held(own.argv)
             trial = replace(trial, ended_at=own.ended_at, gpu_seconds=(own.whole_s or 0.0) * gpus)
