@@ -44,6 +44,8 @@ def test_a_night_of_virtual_trials_is_the_same_twice(tmp_path: Path) -> None:
         assert one.measurement
         assert other.measurement
         assert one.measurement.values == other.measurement.values
+    again = studies.tuner(tmp_path / "one", "tune", studies.write(tmp_path, VIRTUAL))
+    assert "version 3 (baseline) has the configuration of version 1, measured again" in again.stdout
 
 
 def test_virtual_seconds_are_charged_and_no_process_is_started(tmp_path: Path) -> None:

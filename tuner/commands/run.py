@@ -136,7 +136,9 @@ def show_end(store: "Store", study: "Study", run: "Run") -> None:
     for alias, made in said.profiles.items() if said is not None else ():
         profile = store.profile(made.id)
         if (first := registry.serves_as(store, profile)) is not None:
-            typer.echo(f"version {made.version} has the configuration of version {first}, measured again")
+            typer.echo(
+                f"version {made.version} ({alias}) has the configuration of version {first}, measured again"
+            )
         unproved = profile.evidence.get("unproved") if alias == "challenger" else None
         for name, why in (unproved if isinstance(unproved, dict) else {}).items():
             typer.echo(f"not verified: whether the engine used {name} ({why})")
