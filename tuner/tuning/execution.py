@@ -115,22 +115,25 @@ def _clear(
     """End what is open of a study. BadInput if its stop command cannot be started."""
     study = store.study(study_id)
     stop = stop_command_of(study) if stop is None else stop
-    closed = dict[str | None, Launch]()
+    own: Launch | None = None
     for launch in store.launches(study_id):
         if launch.ended_at is None:
             killed = processes.reap(launch.id, stop_command=stop) if here else 0
             ended = clock() if killed or not here else _last_written(launch, clock())
             launch = replace(launch, ended_at=ended, verdict="controller: its controller died")
             store.finish_launch(launch)
-            closed[launch.directory] = launch
+            own = launch
     reason = "the controller died in the middle of this trial"
     aborted = []
     for trial in store.trials(study_id, (TrialState.RUNNING,)):
         trial = replace(trial, state=TrialState.ABORTED, cause="controller", reason=reason, ended_at=clock())
-        own = closed.get(trial.directory) if here and trial.directory else None
-        if own is not None:
+        if here and own is not None and own.ended_at is not None:
             gpus = 1 if study.gpu_class == "cpu" else gpus_held(own.argv)
-            trial = replace(trial, ended_at=own.ended_at, gpu_seconds=(own.whole_s or 0.0) * gpus)
+            # An engine that screens was there before this trial.
+            held = (own.ended_at - max(own.started_at, trial.started_at)).total_seconds()
+            trial = replace(
+                trial, ended_at=max(own.ended_at, trial.started_at), gpu_seconds=max(0.0, held) * gpus
+            )
         aborted.append(store.finish_trial(trial))
     return aborted
 
