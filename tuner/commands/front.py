@@ -139,7 +139,7 @@ def _timing(launch: "Launch", trials: "Sequence[Trial]") -> dict[str, object]:
         "ready_s": launch.timeline.get("ready_s"),
         "measuring_s": launch.measuring_s,
         "whole_s": launch.whole_s,
-        "verdict": launch.verdict or "served",
+        "verdict": launch.verdict or ("served" if launch.ended_at else "running"),
     }
 
 

@@ -115,14 +115,11 @@ Attempt = Annotated[int | None, typer.Option(help="Which attempt. Default: the l
 def find_trial(study: str, number: int, attempt: int | None) -> "Trial":
     """A trial of a study: the given attempt, or the last one."""
     from tuner.commands.front import find_study
+    from tuner.report.board import attempts_of
 
     store = open_store()
     found = find_study(store, study)
-    trials = [t for t in store.trials(found.id) if t.number == number and attempt in (None, t.attempt)]
-    if not trials:
-        last = max((t.number for t in store.trials(found.id)), default=None)
-        raise NotFound(f"study {found.name} has no trial {number}; its last trial is {last}")
-    return trials[-1]
+    return attempts_of(found, store.trials(found.id), number, attempt)[0]
 
 
 @trial_app.command("show")

@@ -10,6 +10,7 @@ from itertools import combinations
 import numpy as np
 
 from tuner.conclusions import Arm, Attribution, Conclusion, Difference
+from tuner.errors import NotFound
 from tuner.history.store import Store
 from tuner.measures import many, measure_of, trials_named
 from tuner.records import Launch, Measurement, Study, Trial, TrialState
@@ -220,6 +221,21 @@ def board(
         confirmation=next((c for c in reversed(conclusions) if c.measured_again), newest),
         attribution=attribution,
     )
+
+
+def attempts_of(
+    study: Study, trials: Sequence[Trial], number: int, attempt: int | None
+) -> tuple[Trial, list[Trial]]:
+    """A trial (its last attempt unless one is named), and all its attempts. NotFound says what there is."""
+    attempts = [t for t in trials if t.number == number]
+    if not attempts:
+        last = max((t.number for t in trials), default=None)
+        raise NotFound(f"study {study.name} has no trial {number}; its last trial is {last}")
+    found = [t for t in attempts if attempt in (None, t.attempt)]
+    if not found:
+        there = ", ".join(str(t.attempt) for t in attempts)
+        raise NotFound(f"trial {number} of study {study.name} has no attempt {attempt}, only {there}")
+    return found[-1], attempts
 
 
 def board_of(store: Store, study: Study) -> Board:

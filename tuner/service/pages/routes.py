@@ -13,7 +13,7 @@ from tuner.profiles import export, registry
 from tuner.profiles.charts import slug
 from tuner.records import ProfileKey
 from tuner.report import document
-from tuner.report.board import baselines, failures, measured_at
+from tuner.report.board import attempts_of, baselines, failures, measured_at
 from tuner.report.logs import log_path, root_cause, tail
 from tuner.service.auth import client_of
 from tuner.service.context import service_of
@@ -212,7 +212,7 @@ def show_trial(looks: Looks, ref: str, number: int, attempt: int | None = None) 
     store = looks.service.store
     study = studies.find(store, ref)
     board, _ = board_of(store, study)
-    trial, attempts = studies.trial_of(board, number, attempt)
+    trial, attempts = attempts_of(board.study, board.trials, number, attempt)
     latencies, timelines = studies.pictures(board, trial)
     launches = store.launches(study.id)
     log = log_path(trial, launches)

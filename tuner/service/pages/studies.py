@@ -162,16 +162,6 @@ def measured_names(board: Board) -> list[str]:
     return [*board.study.objectives, *sorted(names - set(board.study.objectives))]
 
 
-def trial_of(board: Board, number: int, attempt: int | None) -> tuple[Trial, list[Trial]]:
-    """A trial (its last attempt unless one is named), and all its attempts."""
-    attempts = [t for t in board.trials if t.number == number]
-    found = [t for t in attempts if attempt in (None, t.attempt)]
-    if not found:
-        last = max((t.number for t in board.trials), default=None)
-        raise NotFound(f"study {board.study.name} has no trial {number}; its last trial is {last}")
-    return found[-1], attempts
-
-
 def pictures(board: Board, trial: Trial) -> tuple[list[tuple[str, Markup]], list[tuple[str, Markup]]]:
     """(latencies, timelines) of the baseline and a trial, as far as their outcomes are on this host."""
     if not evidence.samples(trial):
