@@ -84,11 +84,13 @@ def test_a_word_reads_back_as_the_same_word(word: str) -> None:
     assert not isinstance(loaded["flag"], bool)
 
 
-def test_args_and_env_are_read_back_by_a_shell_s_rules() -> None:
-    assert tuple(shlex.split(render(a_profile(), "args"))) == ARGV
+def test_args_and_env_are_read_back_by_a_shell_s_rules_and_sorted() -> None:
+    flags = split(shlex.split(render(a_profile(), "args")))
+    assert list(flags) == sorted(split(ARGV), key=lambda flag: flag.name)
     lines = [line for line in render(a_profile(), "env").splitlines() if not line.startswith("#")]
     values = dict(line.split("=", 1) for line in lines)
-    assert tuple(shlex.split(values["VLLM_ADDITIONAL_ARGS"])) == ARGV
+    assert split(shlex.split(values["VLLM_ADDITIONAL_ARGS"])) == flags
+    assert yaml.safe_load(render(a_profile(), "configmap"))["data"]["args"] == render(a_profile(), "args")
     assert values["VLLM_ATTENTION_BACKEND"] == "FLASH_ATTN"
 
 

@@ -67,15 +67,17 @@ def environment(env: Mapping[str, str]) -> list[JSON]:
     return [{"name": name, "value": literal(value)} for name, value in sorted(env.items())]
 
 
-def _words(flags: Sequence[Flag]) -> list[str]:
+def words(flags: Sequence[Flag]) -> list[str]:
+    """The arguments that flags are written as."""
     return [word for flag in flags for word in (f"--{flag.name}", *flag.words)]
 
 
 def _args(flags: Sequence[Flag]) -> list[JSON]:
-    return [literal(word) for word in _words(flags)]
+    return [literal(word) for word in words(flags)]
 
 
-def _by_name(profile: Profile) -> list[Flag]:
+def by_name(profile: Profile) -> list[Flag]:
+    """A profile's flags, sorted."""
     return sorted(split(profile.argv), key=lambda flag: flag.name)
 
 
@@ -119,7 +121,7 @@ def production_stack(profile: Profile) -> JSON:
     """
     config: dict[str, JSON] = {}
     rest: list[Flag] = []
-    for flag in _by_name(profile):
+    for flag in by_name(profile):
         found = _typed(flag)
         if found is None:
             rest.append(flag)
@@ -142,7 +144,7 @@ def production_stack(profile: Profile) -> JSON:
 
 def llm_d(profile: Profile) -> JSON:
     """Values of the llm-d modelservice chart, for its decode pods."""
-    sizes, rest = _sizes(_by_name(profile), TENSOR, DATA, LOCAL)
+    sizes, rest = _sizes(by_name(profile), TENSOR, DATA, LOCAL)
     container: dict[str, JSON] = {"name": "vllm", "modelCommand": "vllmServe", "args": _args(rest)}
     if profile.env:
         container["env"] = environment(profile.env)
@@ -164,8 +166,8 @@ def kserve(profile: Profile) -> JSON:
     uri = _uri(profile.key.model)
     if uri is None:
         raise BadInput(f"KServe needs a model URI (hf://, pvc://, s3://): '{profile.key.model}' is a path")
-    sizes, rest = _sizes(_by_name(profile), TENSOR)
-    env = {"VLLM_ADDITIONAL_ARGS": shlex.join(_words(rest)), **profile.env}
+    sizes, rest = _sizes(by_name(profile), TENSOR)
+    env = {"VLLM_ADDITIONAL_ARGS": shlex.join(words(rest)), **profile.env}
     spec: dict[str, JSON] = {
         "model": {"name": profile.key.model, "uri": uri},
         "template": {"containers": [{"name": "main", "env": environment(env)}]},
@@ -190,7 +192,7 @@ def kustomize(profile: Profile) -> JSON:
     container: dict[str, JSON] = {
         "name": "vllm",
         "command": ["vllm", "serve"],
-        "args": [literal(profile.key.model), *_args(_by_name(profile))],
+        "args": [literal(profile.key.model), *_args(by_name(profile))],
     }
     if profile.env:
         container["env"] = environment(profile.env)
@@ -218,7 +220,7 @@ def configmap(profile: Profile, files: Mapping[str, str]) -> JSON:
 
 def systemd(profile: Profile) -> str:
     """A drop-in that sets the environment; the unit's ExecStart ends with `$VLLM_ADDITIONAL_ARGS`."""
-    env = {"VLLM_ADDITIONAL_ARGS": shlex.join(_words(_by_name(profile))), **profile.env}
+    env = {"VLLM_ADDITIONAL_ARGS": shlex.join(words(by_name(profile))), **profile.env}
     lines = [f'Environment="{name}={_systemd_quoted(name, value)}"' for name, value in sorted(env.items())]
     return "\n".join(["[Service]", *lines]) + "\n"
 

@@ -99,9 +99,13 @@ def _vllm_yaml(profile: Profile) -> str:
     return header(profile, use, *needed) + (to_yaml(values) if values else "{}\n")
 
 
+def _arguments(profile: Profile) -> str:
+    return shlex.join(charts.words(charts.by_name(profile)))
+
+
 @export_format("args", TEXT)
 def _args(profile: Profile) -> str:
-    return shlex.join(profile.argv) + "\n"
+    return _arguments(profile) + "\n"
 
 
 def env_lines(env: Mapping[str, str]) -> list[str]:
@@ -114,7 +118,7 @@ def env_lines(env: Mapping[str, str]) -> list[str]:
 
 @export_format("env", TEXT)
 def _env(profile: Profile) -> str:
-    lines = env_lines({"VLLM_ADDITIONAL_ARGS": shlex.join(profile.argv), **profile.env})
+    lines = env_lines({"VLLM_ADDITIONAL_ARGS": _arguments(profile), **profile.env})
     return header(profile) + "".join(f"{line}\n" for line in lines)
 
 
