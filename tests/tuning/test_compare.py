@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.tuning.studies import STUDY, tuner, write
+from tuner.commands.compare import command_lines
 from tuner.conclusions import Conclusion, Difference, Judgement
 from tuner.errors import BadInput, NotFound
 from tuner.history.store import Store
@@ -188,6 +189,18 @@ def test_an_arm_is_read_from_what_people_have(
     store = Store("sqlite://")
     arm = arm_of(text, prepared_of(folder, store), store, base=folder)
     assert (arm.name, arm.candidate) == (name, Candidate(knobs))
+
+
+def test_a_knob_of_an_arm_that_the_study_fixes_is_written_once(folder: Path) -> None:
+    prepared = prepared_of(folder, Store("sqlite://"))
+    assert prepared.fixed == ("--max-model-len", "16384")
+    arm = arm_of("few=--max-model-len 8192 --max-num-seqs 8", prepared, None, base=folder)
+    ((_, today), (_, few)) = command_lines(
+        compared([arm_of("today", prepared, None, base=folder), arm], margin=0.1)
+    )
+    assert today[today.index("--max-model-len") + 1] == "16384"
+    assert few[few.index("--max-model-len") + 1] == "8192"
+    assert few.count("--max-model-len") == 1
 
 
 def test_over_http_no_file_no_command_line_and_no_interpreter_is_an_arm(folder: Path) -> None:

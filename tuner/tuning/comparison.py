@@ -98,8 +98,9 @@ def _short(what: str) -> str:
 def with_configuration(prepared: Prepared, found: ArmConfiguration, name: str) -> Prepared:
     """The study with an arm's own arguments. UnsupportedKnob or BadInput where its engine refuses them."""
     engine = prepared.file.engine
-    args = {**{flag_name(k)[2:]: v for k, v in engine.args.items()},
-            **{flag_name(k)[2:]: v for k, v in found.args.items()}}  # fmt: skip
+    turned = {flag_name(k) for k in found.candidate}  # a knob of the arm is written once, by the candidate
+    args = {flag_name(k)[2:]: v for k, v in engine.args.items() if flag_name(k) not in turned}
+    args |= {flag_name(k)[2:]: v for k, v in found.args.items()}
     env = {**engine.env, **found.env}
     file = prepared.file.model_copy(update={"engine": engine.model_copy(update={"args": args, "env": env})})
     compile_candidate(found.candidate, prepared.facts, env=env)
