@@ -10,6 +10,7 @@ from tests.tuning.studies import TRACE, VIRTUAL, tuner, write
 from tuner.commands import plan
 from tuner.history.store import Store
 from tuner.records import ProfileKey
+from tuner.tuning import traffic_notes
 from tuner.tuning.study import load
 
 
@@ -70,13 +71,20 @@ def test_slices_with_very_few_requests_are_said_by_tune_and_by_the_dry_run(
     for words in (("--trials", 1), ("--dry-run",), ("--dry-run", "--json")):
         done = tuner(tmp_path, "tune", few, *words)
         assert done.returncode == 0, done.stderr
-        assert done.stderr.count("WARNING: the slices hold 8 requests in all (1 s of replay)") == 1, words
+        assert done.stderr.count("WARNING: the searched slices hold 8 requests in all (1 s of replay)") == 1
+        assert "`plan: brief` or `plan: standard` or `plan: thorough`" in done.stderr
     prepared = load(few, store=None, now=NOW)
     for then_runs in (True, False):
         plan.print_plan(prepared, 1, then_runs=then_runs)
         assert capsys.readouterr().err.count("WARNING") == (not then_runs), (
             "tuner demo --trace: the run warns"
         )
+    for set_already, advised in (("brief", "auto`: `plan: standard`"), ("thorough", "Take longer slices or")):
+        write(tmp_path, VIRTUAL.replace("plan: quick", f"plan: {set_already}"))
+        said = traffic_notes.few_requests(load(few, store=None, now=NOW))
+        assert said is not None
+        assert advised in said
+        assert f"`plan: {set_already}`" not in said
     held = "{start_s: 40, duration_s: 60, held_out: true}"
     write(tmp_path, VIRTUAL.replace("duration_s: 1.0}", "duration_s: 1.0}, " + held))
     assert "hold 8 requests" in tuner(tmp_path, "tune", few, "--dry-run").stderr

@@ -11,7 +11,9 @@ from tuner.errors import NotFound, TunerError
 from tuner.history.entities import TraceInfo
 from tuner.history.store import Store
 from tuner.knobs.catalogue import CATALOGUE
+from tuner.measures import many
 from tuner.records import ProfileKey, Study
+from tuner.replay.plan import PLANS
 from tuner.traffic import slices, statistics, trace_files
 from tuner.tuning.study import Prepared
 
@@ -53,10 +55,12 @@ def few_requests(prepared: Prepared) -> str | None:
     if count >= FEW:
         return None
     lasts = sum(s.duration_s for s in searched) / prepared.file.speed
+    longer = tuple(PLANS)[tuple(PLANS).index(prepared.plan.name) + 1 :]
+    auto = f" (with `slices: auto`: {' or '.join(f'`plan: {name}`' for name in longer)})" if longer else ""
     return (
-        f"WARNING: the slices hold {count} request{'s' * (count != 1)} in all ({lasts:.3g} s of replay). That"
-        " is too few to compare configurations, so do not act on these numbers. Take longer slices (with"
-        " `slices: auto`: `plan: brief` or a longer plan) or a higher `speed`"
+        f"WARNING: the searched slices hold {many(count, 'request')} in all ({lasts:.3g} s of replay). That"
+        f" is too few to compare configurations, so do not act on these numbers. Take longer slices{auto} or"
+        " a higher `speed`"
     )
 
 
