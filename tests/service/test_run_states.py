@@ -153,6 +153,8 @@ def test_A9_every_surface_says_the_same_time_left(world: World) -> None:
     assert line.left_s() == expected + 60.0
     told = world.client("read").get(f"/v1/runs/{run.id}").json()
     assert told["left_s"] == expected
+    (listed,) = world.client("read").get("/v1/runs").json()["items"]
+    assert (listed["trials"], listed["left_s"]) == (told["trials"], expected)
     assert left_of(store, world.home, run, world.clock()) == expected
     world.clock.forward(seconds=-60)
     page = world.client("read")

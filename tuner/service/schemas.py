@@ -144,14 +144,16 @@ class RunSchema(Schema):
 
     id: str = Field(examples=["4f0c1d2e3a5b6c7d"])
     stopped: bool = Field(description="Whether a RUNNING run has lost its process: it waits to be continued.")
-    trials: dict[str, int] | None = Field(default=None, description="How many trials, by state.")
+    trials: dict[str, int] | None = Field(
+        default=None, description="How many trials, by state; null in lists for a run that has ended."
+    )
     conclusion: dict[str, JsonValue] | None = Field(
         default=None, description="What it found, written once; null in lists and while it goes on."
     )
     left_s: float | None = Field(
         default=None,
-        description="About how many seconds it still takes; null in lists, if it is not known, and if the run"
-        " is not at work.",
+        description="About how many seconds it still takes; null if it is not known, and if the run is not at"
+        " work.",
     )
 
 

@@ -174,17 +174,28 @@ def list_runs(
     study_id = here.store.study(study).id if study else None
     found = here.store.runs(study_id, state=state, after=after(cursor, str), limit=limit + 1)
     stopped = here.stopped_runs()
-    return page(found, limit, lambda run: schemas.run(run, stopped), lambda run: (run.id,))
+
+    def row(run: Run) -> schemas.RunSchema:
+        if run.state is not RunState.RUNNING:
+            return schemas.run(run, stopped)
+        return schemas.run(run, stopped, _counted(here, run), None, _left(here, run))
+
+    return page(found, limit, row, lambda run: (run.id,))
+
+
+def _counted(here: ServiceContext, run: Run) -> dict[str, int]:
+    return Counter(trial.state.value for trial in here.store.trials(run.study_id, run_id=run.id))
+
+
+def _left(here: ServiceContext, run: Run) -> float | None:
+    return left_of(here.store, here.settings.home, run, here.clock())
 
 
 @router.get("/{run_id}", summary="A run", responses=documented(404))
 def show_run(here: Here, actor: Reader, run_id: RunId) -> schemas.RunSchema:
     found = here.store.run(run_id)
-    counted: dict[str, int] = {}
-    for trial in here.store.trials(found.study_id, run_id=run_id):
-        counted[trial.state.value] = counted.get(trial.state.value, 0) + 1
-    left = left_of(here.store, here.settings.home, found, here.clock())
-    return schemas.run(found, here.stopped_runs(), counted, here.store.conclusion(run_id), left)
+    said = here.store.conclusion(run_id)
+    return schemas.run(found, here.stopped_runs(), _counted(here, found), said, _left(here, found))
 
 
 @router.post("/{run_id}/cancel", status_code=202, summary="Ask a run to stop", responses=documented(404, 409))
