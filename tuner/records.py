@@ -459,7 +459,9 @@ class Study:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One execution of a study within a budget. `summary` is what the run concluded, once it ended."""
+    """One execution of a study within a budget; with `trials_limit` 0 it only confirms. `summary` is what the
+    run concluded, once it ended.
+    """
 
     id: str
     study_id: str

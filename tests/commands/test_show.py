@@ -70,6 +70,7 @@ def test_timings_name_the_trial_of_every_launch(tmp_path: Path) -> None:
         again = [a_measurement(launch_id="again", purpose="confirm", repeat=2)] if number == 1 else []
         finished(store, start(store, run, number), a_measurement(launch_id="0001-live-0"), *again)
     finished(store, start(store, run, 3), state=TrialState.INFEASIBLE)
+    store.add_launch(replace(a_launch(study, "now"), directory=str(tmp_path / "trials" / "0004-0")))
     store.close()
     told = json.loads(call(tmp_path, "front", "chat", "--timings", "--json").stdout)["timings"]
     assert {row["launch"]: (row["trial"], row["trials"], row["for"], row["verdict"]) for row in told} == {
@@ -77,6 +78,7 @@ def test_timings_name_the_trial_of_every_launch(tmp_path: Path) -> None:
         "0001-live-0": (1, [1, 2], "search", "served"),
         "0003-1": (3, [3], "search", "oom: out of memory"),
         "again": (1, [1], "confirmation", "served"),
+        "now": (4, [4], "search", "running"),
     }
     text = call(tmp_path, "front", "chat", "--timings").stdout
     assert "1, 2" in text
@@ -115,6 +117,9 @@ def test_the_log_of_a_failed_trial_begins_with_the_root_cause(tmp_path: Path) ->
     assert first == "no_kv_memory: no memory left for the KV cache (docs/troubleshooting.md#no_kv_memory)"
     assert second.startswith("root cause: (EngineCore pid=7) ValueError: No available memory")
     assert (rule, rest) == ("---", ENGINE_LOG.splitlines()[-2:])
+    for words, said in (((1, "--attempt", 5), "trial 1 of study chat has no attempt 5, only 0"),
+                        ((7,), "study chat has no trial 7; its last trial is 2")):  # fmt: skip
+        assert said in str(call(tmp_path, "trial", "log", "chat", *words).exception)
     assert call(tmp_path, "trial", "log", "chat", 2, "--lines", 1).stdout.splitlines()[:2] == [
         f"stopped: {why} (docs/troubleshooting.md#stopped)",
         "---",
@@ -217,3 +222,12 @@ def test_6_printed_commands_run_as_printed(tmp_path: Path) -> None:
         ran = subprocess.run(line, shell=True, env=bare, cwd=tmp_path, capture_output=True, text=True)
         assert ran.returncode == 0, (line, ran.stderr)
         assert "max-num-seqs" in ran.stdout or line in shown, line
+
+
+def test_the_status_of_a_run_that_only_confirms_says_so(tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path / 'tuner.db'}")
+    store.save_run(replace(a_run(store, a_study()), trials_limit=0))
+    store.close()
+    shown = call(tmp_path, "run", "status").stdout
+    assert ": no new trials\n" in shown
+    assert "only the confirmation, no deadline" in shown

@@ -11,8 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.history.records import newest_conclusion
+from tests.history.records import a_study, newest_conclusion
 from tests.tuning.studies import SPACE, STUDY, write
+from tests.tuning.test_reconcile import left
+from tuner.commands.progress import describe
 from tuner.conclusions import Conclusion, Judgement
 from tuner.errors import Aborted, Infeasible
 from tuner.history.store import Store
@@ -28,10 +30,11 @@ from tuner.records import (
     TrialState,
     Violation,
 )
+from tuner.report.words import no_trial
 from tuner.tuning.attempt import failing, retries_of
 from tuner.tuning.concluding import Repeats, arms_of, mean_of, spreads_of
 from tuner.tuning.confirm import asked_of, pending, repeats_for_ten_percent
-from tuner.tuning.context import LaunchJob, Measured, Note, RunContext, Serving
+from tuner.tuning.context import LaunchJob, Measured, Note, RunContext, RunEvent, Serving
 from tuner.tuning.ending import Ending, unproved_of
 from tuner.tuning.finalists import finalists
 from tuner.tuning.run import RunLimits, tune
@@ -470,7 +473,8 @@ def test_only_to_confirm_makes_no_new_trials(tmp_path: Path) -> None:
     night.cut_after = 5
     night.whole()
     night.cut_after = None
-    limits = RunLimits(confirm_only=True)
+    limits, told = RunLimits(confirm_only=True), list[RunEvent]()
+    left(night.store, replace(a_study("other"), node=night.prepared.study.node))
     run = asyncio.run(
         tune(
             night.prepared,
@@ -478,9 +482,15 @@ def test_only_to_confirm_makes_no_new_trials(tmp_path: Path) -> None:
             home=tmp_path,
             limits=limits,
             clock=lambda: night.now,
+            tell=told.append,
             work=night.work,
         )
     )
+    notes = [describe(each, ()) for each in told if each.kind == "note"]
+    assert "trial 0 of study other was interrupted: aborted" in notes
+    assert run.reason in notes
+    assert "the search ends" not in str(notes)
+    assert (run.reason, no_trial(run)) == ("this run only confirms, without a search", "no new trials")
     said = night.store.conclusion(run.id)
     assert said is not None
     assert (run.state, said.outcome) == (RunState.FINISHED, Judgement.CLEAR_WINNER)
@@ -518,6 +528,10 @@ def test_repeats_for_ten_per_cent_are_known_once_a_confirmation_was_measured(tmp
     night.whole()
     known = repeats_for_ten_percent(night.prepared, night.store)
     assert known["ttft_p95_ms"] in range(1, 4)
+    (run,) = night.store.runs()
+    said = night.store.conclusion(run.id)
+    assert said is not None
+    assert {each.metric: each.repeats_needed for each in said.noise} == known, "the same rule"
     assert repeats_for_ten_percent(Night(tmp_path, extra="speed: 2.0\n").prepared, night.store) == {}
 
 

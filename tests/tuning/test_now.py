@@ -181,4 +181,9 @@ def test_A9_the_dry_run_has_one_sum(tmp_path: Path, held_out: bool) -> None:
     whole = 3 * each + float(str(foreseen["seconds"]))
     assert f"confirmation); {seconds(whole)}, unless" in launches
     assert f"about {seconds(3 * each)}, less" in trials
-    assert f"about {seconds(float(str(foreseen['seconds'])))}. It adds" in plan.confirmation_words(foreseen)
+    said = plan.confirmation_words(foreseen)
+    assert f"about {seconds(float(str(foreseen['seconds'])))}. How much" in said
+    assert "one repeat" not in said
+    more = plan.confirmation_words({**foreseen, "repeats": 1})
+    assert "It adds repeats, up to 3" in more
+    assert more.endswith("so one repeat decides nothing.")

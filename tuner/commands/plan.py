@@ -119,11 +119,16 @@ def confirmation_words(found: "Mapping[str, JSON]") -> str:
     least, most = (seconds(float(str(found[name]))) for name in ("seconds", "most_seconds"))
     said = (
         f"The confirmation launches the baseline and the finalists (at most {found['finalists']}),"
-        f" {many(float(str(found['repeats'])), 'time')} each, about {least}. It adds repeats, up to"
-        f" {found['most_repeats']} ({most}), while the answer is open and time is left."
+        f" {many(float(str(found['repeats'])), 'time')} each, about {least}."
     )
+    if found["most_repeats"] != found["repeats"]:
+        said += (
+            f" It adds repeats, up to {found['most_repeats']} ({most}), while the answer is open and time is"
+            " left."
+        )
     if not isinstance(needed, dict) or not needed:
-        return f"{said} How much launches differ on this node is not known, so one repeat decides nothing."
+        alone = ", so one repeat decides nothing" if found["repeats"] == 1 else ""
+        return f"{said} How much launches differ on this node is not known{alone}."
     words = ", ".join(f"{name} {'more than 100' if n is None else n}" for name, n in needed.items())
     return f"{said} Repeats that this node needs to show a difference of 10 %: {words}."
 

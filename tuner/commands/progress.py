@@ -39,6 +39,8 @@ class LiveLine(Pace):
 
     def how_far(self) -> str:
         """`search 3/40 trials, about 12 min left`."""
+        if self.total == 0:
+            return f"to confirm{time_left(self.left_s())}"
         unit = "trials" if self.stage == SEARCH else "launches"
         count = f"{self.done}" if self.total is None else f"{self.done}/{self.total}"
         return f"{self.stage} {count} {unit}{time_left(self.left_s())}"

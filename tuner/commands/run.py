@@ -90,7 +90,7 @@ def status(
     """Show the progress of a run, and its answer card."""
     from tuner.commands.running import program
     from tuner.report.card import key_of, run_lines
-    from tuner.report.words import CONTINUES, run_state, time_left, trial_state
+    from tuner.report.words import CONTINUES, no_trial, run_state, time_left, trial_state
     from tuner.tuning.now import left_of
 
     store = open_store()
@@ -105,7 +105,7 @@ def status(
         print_json(shown)
         return
     states = Counter(sorted(trial_state(t, stopped) for t in trials))
-    done = ", ".join(f"{count} {state}" for state, count in states.items()) or "no trial yet"
+    done = ", ".join(f"{count} {state}" for state, count in states.items()) or no_trial(found)
     state, lost = run_state(found, stopped), found.id in stopped
     typer.echo(f"{found.id} {state}{' (cancel asked for)' if found.cancel_requested else ''}: {done}")
     typer.echo(found.reason or (f"{CONTINUES}; " if lost else "") + _limits(found) + time_left(left))
@@ -116,7 +116,9 @@ def status(
 
 def _limits(run: "Run") -> str:
     trials = "no limit of trials"
-    if run.trials_limit is not None:
+    if run.trials_limit == 0:
+        trials = "only the confirmation"
+    elif run.trials_limit is not None:
         trials = f"limit {many(run.trials_limit, 'trial')}"
     return f"{trials}, {f'until {text(run.deadline)}' if run.deadline else 'no deadline'}"
 

@@ -110,6 +110,13 @@ def run_state(run: Run, stopped: Collection[str]) -> str:
     return STOPPED if run.id in stopped else run.state.value
 
 
+def no_trial(run: Run) -> str:
+    """What is said of a run that has no trial."""
+    if run.trials_limit == 0:
+        return "no new trials"
+    return "no trial yet" if run.state is RunState.RUNNING else "no trial"
+
+
 def unended(run: Run | None, stopped: Collection[str]) -> str:
     """A sentence on a newest run that has no end yet; empty where it has one."""
     if run is None or run.state is not RunState.RUNNING:

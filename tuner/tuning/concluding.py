@@ -69,6 +69,13 @@ class WinnerCriteria:
         """How many comparisons a verdict rests on (Bonferroni)."""
         return max(1, finalists) * len(self.metrics) * self.looks
 
+    def repeats_for_ten_percent(self, spread: Spread) -> int | None:
+        """How often the next confirmation launches each configuration to show a difference of 10 %, by the
+        noise that is known then (None: not known, or more than a hundred times).
+        """
+        alpha, arms = (1 - LEVEL) / self.family(self.plan.finalists), 1 + self.plan.finalists
+        return repeats_needed(spread, alpha=alpha, arms=arms, earlier=spread.freedom)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeats:
@@ -308,16 +315,13 @@ def noises(asked: WinnerCriteria, found: Repeats, spreads: Spreads) -> tuple[Noi
     """The noise per metric as it is kept, with how many repeats would show 10 %."""
     rows = {n: [m for m in each if m.purpose == "confirm"] for n, each in found.measured.items()}
     launches = sum(len(each) for each in rows.values())
-    alpha = (1 - LEVEL) / asked.family(len(found.finalists))
     said = []
     for name in asked.metrics:
         spread, earlier = spreads[name, "confirm"], found.earlier.get((name, "confirm"), Spread())
-        used = min(earlier.freedom, spread.freedom)
-        needed = repeats_needed(spread, alpha=alpha, arms=1 + len(found.finalists), earlier=used)
         said.append(
             Noise(
                 metric=name, share=spread.share if spread.freedom else None, launches=launches,
-                earlier=earlier.freedom, repeats_needed=needed,
+                earlier=earlier.freedom, repeats_needed=asked.repeats_for_ten_percent(spread),
             )
         )  # fmt: skip
     return tuple(said)

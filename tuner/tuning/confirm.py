@@ -16,7 +16,6 @@ from tuner.records import JSON, Launch, Measurement, Run, Trial
 from tuner.search import trial_view
 from tuner.tuning.attempt import errors_of, failing, retries_of, unlike
 from tuner.tuning.concluding import (
-    LEVEL,
     PLACES,
     Repeats,
     Spreads,
@@ -38,7 +37,6 @@ from tuner.tuning.context import (
     usual_launch_s,
 )
 from tuner.tuning.finalists import left_out
-from tuner.tuning.significance import repeats_needed
 from tuner.tuning.study import Prepared
 from tuner.tuning.trial import launch
 from tuner.tuning.winner import policy
@@ -229,9 +227,8 @@ def repeats_for_ten_percent(prepared: Prepared, store: Store | None) -> dict[str
     """
     asked = asked_of(prepared)
     known = noise_before(store, asked) if store is not None else {}
-    alpha, arms = (1 - LEVEL) / asked.family(prepared.plan.finalists), 1 + prepared.plan.finalists
     return {
-        name: repeats_needed(spread, alpha=alpha, arms=arms, earlier=spread.freedom)
+        name: asked.repeats_for_ten_percent(spread)
         for name in asked.metrics
         if (spread := known.get((name, "confirm"))) is not None and spread.freedom
     }

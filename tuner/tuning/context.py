@@ -105,8 +105,10 @@ BESIDE = 2
 
 
 def most_launches(trials: int | None) -> float:
-    """How many engines a run with this limit of trials may start; infinite without a limit."""
-    return math.inf if trials is None else trials * (1 + BESIDE)
+    """How many engines a run with this limit of trials may start; infinite without a limit, and for a run
+    that only confirms (0 trials).
+    """
+    return trials * (1 + BESIDE) if trials else math.inf
 
 
 def numbers_of(trials: Sequence[Trial], run_id: str) -> set[int]:

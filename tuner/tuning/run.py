@@ -103,12 +103,13 @@ async def tune(
             store, home, node=study.node, clock=clock, own=prepared, here=work is None,
             say=lambda sentence: tell(RunEvent(kind="note", text=sentence)),
         ):  # fmt: skip
-            tell(RunEvent(kind="note", text="was interrupted: aborted", trial=trial))
+            whose = "" if trial.study_id == study.id else f"of study {store.study(trial.study_id).name} "
+            tell(RunEvent(kind="note", text=f"{whose}was interrupted: aborted", trial=trial))
         if (over := cancelled(store, limits.run, clock)) is not None:
             return over
         run = store.open_run(
             prepared.study.id,
-            trials_limit=limits.trials,
+            trials_limit=0 if limits.confirm_only else limits.trials,
             deadline=limits.deadline,
             now=clock(),
             pid=os.getpid(),
@@ -160,7 +161,7 @@ class _Loop(Execution):
             reason = self._over() or await self._search()
         finally:
             await self._live.close()
-        self._tell("note", f"the search ends: {reason}")
+        self._tell("note", reason if self._limits.confirm_only else f"the search ends: {reason}")
         why = await self._guarded(self._ending.confirm())
         if why is None:
             known = self._predictor.calibrated(self._trials())
@@ -170,7 +171,7 @@ class _Loop(Execution):
     def _over(self) -> str | None:
         """Why nothing is to be searched; None: there is."""
         if self._limits.confirm_only:
-            return "only to confirm"
+            return "this run only confirms, without a search"
         return "it was over before the run was interrupted" if self._ending.attributing else None
 
     def conclusion(self, why: str | None) -> Conclusion | None:

@@ -45,7 +45,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     found.globals["continues"] = words.CONTINUES
-    for name in (*document.FILTERS, "outcome_of", "run_state"):
+    for name in (*document.FILTERS, "outcome_of", "run_state", "no_trial"):
         found.filters[name] = getattr(words, name)
     found.filters |= {"many": many, "runnable": runnable, "at": at, "part": part, "query": urlencode}
     found.filters |= {"breakable": document.breakable, "knobs": document.knobs}
