@@ -118,7 +118,7 @@ def test_the_log_of_a_failed_trial_begins_with_the_root_cause(tmp_path: Path) ->
     assert second.startswith("root cause: (EngineCore pid=7) ValueError: No available memory")
     assert (rule, rest) == ("---", ENGINE_LOG.splitlines()[-2:])
     for words, said in (((1, "--attempt", 5), "trial 1 of study chat has no attempt 5, only 0"),
-                        ((7,), "study chat has no trial 7; its last trial is 2")):  # fmt: skip
+                        ((7,), "study chat has no trial 7; its last trial is 3")):  # fmt: skip
         assert said in str(call(tmp_path, "trial", "log", "chat", *words).exception)
     assert call(tmp_path, "trial", "log", "chat", 2, "--lines", 1).stdout.splitlines()[:2] == [
         f"stopped: {why} (docs/troubleshooting.md#stopped)",
