@@ -95,7 +95,7 @@ def test_a_window_that_cannot_hold_the_trials_is_refused_by_what_was_learned(tmp
     refused = tuner(home, "tune", study, "--hours", "0.002", "--min-trials", "50")
     assert refused.returncode == 5, refused.stderr
     assert "the run does not start" in refused.stderr
-    assert re.search(r"by (1 launch|[2-9] launches) on this node", refused.stderr), refused.stderr
+    assert re.search(r"median of (1 launch|[2-9] launches) on this node", refused.stderr), refused.stderr
     store = Store(f"sqlite:///{home / 'tuner.db'}")
     assert len(store.runs()) == 1
     store.close()

@@ -275,7 +275,7 @@ def test_what_a_wide_engine_cannot_hold_is_launched_by_itself_and_said(tmp_path:
         "baseline: {max_num_seqs: 4}", "baseline: {max_num_seqs: 4, max_num_batched_tokens: 512}"
     )
     study = write(tmp_path, text, NARROW)
-    done = tuner(tmp_path, "tune", study, "--trials", 4, "--all-trials")
+    done = tuner(tmp_path, "tune", study, "--trials", 6, "--all-trials")
     assert done.returncode == 0, done.stderr
     trials = [t for t in trials_of(tmp_path) if t.origin != RELAUNCHED]
     assert not trials[1].screened

@@ -360,8 +360,8 @@ def replicas(subject: LintSubject, simulation: TrafficSimulation, trace: Trace) 
     if after > before * (1 - 0.1):
         return
     sentence = (
-        f"one engine is split over {split} cards, but {split} copies, each on one card, are predicted to"
-        f" serve the trace better: {SAYS[simulation.judged][0]} is {(before - after) / before:.0%} better"
+        f"one engine is split over {many(split, 'card')}, but {split} copies, each on one card, are predicted"
+        f" to serve the trace better: {SAYS[simulation.judged][0]} is {(before - after) / before:.0%} better"
     )
     evidence = (
         f"{simulation.says(before)} as one split engine, {simulation.says(after)} as copies that get "

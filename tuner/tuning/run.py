@@ -18,7 +18,7 @@ from tuner.errors import Aborted
 from tuner.history.store import Store
 from tuner.knobs.arguments import compile_candidate, gpus_held
 from tuner.measures import many
-from tuner.records import JSON, Candidate, Run, Trial, TrialState
+from tuner.records import JSON, Candidate, Run, Study, Trial, TrialState
 from tuner.search import trial_view
 from tuner.tuning import quality
 from tuner.tuning.attempt import MeasureOptions, check_start, never_started, perform
@@ -72,6 +72,12 @@ class RunLimits:
     run: str | None = None
 
 
+def _interrupted(store: Store, study: Study, trial: Trial) -> RunEvent:
+    """The note about a trial that was closed; it names another study than ours."""
+    whose = "" if trial.study_id == study.id else f"of study {store.study(trial.study_id).name} "
+    return RunEvent(kind="note", text=f"{whose}was interrupted: aborted", trial=trial)
+
+
 async def tune(
     prepared: Prepared,
     store: Store,
@@ -103,8 +109,7 @@ async def tune(
             store, home, node=study.node, clock=clock, own=prepared, here=work is None,
             say=lambda sentence: tell(RunEvent(kind="note", text=sentence)),
         ):  # fmt: skip
-            whose = "" if trial.study_id == study.id else f"of study {store.study(trial.study_id).name} "
-            tell(RunEvent(kind="note", text=f"{whose}was interrupted: aborted", trial=trial))
+            tell(_interrupted(store, study, trial))
         if (over := cancelled(store, limits.run, clock)) is not None:
             return over
         run = store.open_run(
