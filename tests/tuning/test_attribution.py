@@ -67,6 +67,17 @@ def test_it_costs_at_most_thirty_per_cent_of_the_search_and_is_told_in_sentences
         assert Attribution.from_json(one.to_json()) == one
 
 
+def slowed(
+    made: Sequence[Measured], factor: float = 1.5, names: Sequence[str] = ("ttft_p95_ms",)
+) -> list[Measured]:
+    """The measurements with `factor` times the first one's values of these names."""
+    slower = {name: factor * made[0].measurement.values[name] for name in names}
+    return [
+        replace(m, measurement=replace(m.measurement, values={**m.measurement.values, **slower}))
+        for m in made
+    ]
+
+
 class Padded(Night):
     """A night whose trials also set a watermark, which does nothing at its load."""
 
@@ -171,11 +182,7 @@ def test_two_knobs_that_do_the_same_are_told_apart_by_launches(tmp_path: Path) -
             made = await super().work(order, note)
             if order.number < 3 or set(order.spec.asked) & set(self.padding):
                 return made
-            slower = {"ttft_p95_ms": 1.5 * made[0].measurement.values["ttft_p95_ms"]}
-            return [
-                replace(m, measurement=replace(m.measurement, values={**m.measurement.values, **slower}))
-                for m in made
-            ]
+            return slowed(made)
 
     night = Twins(tmp_path)
     run = night.run()
@@ -196,11 +203,7 @@ def test_a_reduced_configuration_that_is_worse_is_not_published(tmp_path: Path) 
             made = await super().work(order, note)
             if "watermark" in order.spec.asked or order.number < 3 or ".3-1-" in order.spec.directory:
                 return made
-            slower = {"ttft_p95_ms": 1.5 * made[0].measurement.values["ttft_p95_ms"]}
-            return [
-                replace(m, measurement=replace(m.measurement, values={**m.measurement.values, **slower}))
-                for m in made
-            ]
+            return slowed(made)
 
     night = Together(tmp_path)
     said, found = night.attributed()
@@ -240,12 +243,7 @@ class Misled(Padded):
         if order.number < 3 or "watermark" in order.spec.asked:
             return made
         factor = self.first if ".3-1-" in order.spec.directory else 1.5
-        values = made[0].measurement.values
-        slower = {name: factor * values[name] for name in ("ttft_p95_ms", "e2e_p95_ms")}
-        return [
-            replace(m, measurement=replace(m.measurement, values={**m.measurement.values, **slower}))
-            for m in made
-        ]
+        return slowed(made, factor, ("ttft_p95_ms", "e2e_p95_ms"))
 
 
 def expecting(watermark: float) -> Predict:

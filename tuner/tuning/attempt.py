@@ -194,10 +194,8 @@ def _with_quality(context: RunContext, trial: Trial, found: LaunchResult) -> Tri
     path, baseline = quality.path_of(context.home, context.prepared), context.prepared.baseline
     base, turned = quality.kept(path), quality.changes(trial.candidate, baseline)
     if not base and turned:
-        text = (
-            f"its answers ({', '.join(turned)}) cannot be judged, because there are no answers of the "
-            f"baseline"
-        )
+        what = f"its answers ({', '.join(turned)})"
+        text = f"{what} cannot be judged, because there are no answers of the baseline"
         context.tell(RunEvent(kind="note", text=text, trial=trial))
     if not base or not turned:
         return trial

@@ -240,8 +240,8 @@ def _front(works: Sequence[Expected], objectives: Sequence[str]) -> list[Expecte
 
 def last_calibration(store: Store, prepared: Prepared, before: datetime | None) -> Coefficients | None:
     """The coefficients that the last run of another study on this node, else on its GPU class, fitted for the
-    same model and engine version. None where there is none that can
-    be read. `before`: only what had ended by then counts.
+    same model and engine version. None where there is none that can be read. `before`: only what had ended by
+    then counts.
     """
     study = prepared.study
     alike = [

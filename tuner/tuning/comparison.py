@@ -462,9 +462,10 @@ class Comparing(Execution):
             )
         else:
             small = any(c.word == "open" for arm in said.finalists for c in arm.changes)
-            rest = "; differences that are not clear are smaller than" if small else ""
-            rest += f" {100 * self._margin:g} % in either direction" if small else ""
-            parts.append(f"Every difference is known after {many(said.repeats, 'round')}{rest}.")
+            known = f"Every difference is known after {many(said.repeats, 'round')}"
+            margin = f"{100 * self._margin:g} % in either direction"
+            rest = f"; differences that are not clear are smaller than {margin}" if small else ""
+            parts.append(f"{known}{rest}.")
         return " ".join(parts)
 
     @property

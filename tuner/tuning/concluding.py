@@ -346,11 +346,13 @@ def drifts(asked: WinnerCriteria, found: Repeats, spreads: Spreads) -> tuple[str
         after = mean_of(name, rows) or before * (1 + (change or 0.0))
         if 0 < before < math.inf and after > 0:
             told[name] = math.log(after / before)
+    if not sure:
+        return ()
     most = sorted(told, key=lambda name: -abs(told[name]))
     return tuple(
         _drift(name, base.measurement, rows, math.expm1(told[name]), spreads[name, "confirm"])
         for name in most
-        if sure and (name in sure or name == most[0])
+        if name in sure or name == most[0]
     )
 
 

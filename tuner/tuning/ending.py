@@ -108,10 +108,8 @@ class Ending:
         seconds = (end - self._context.clock()).total_seconds()
         if needed <= seconds:
             return None
-        return (
-            f"it takes about {needed / 60:.0f} min, but only {max(0.0, seconds) / 60:.0f} min of the "
-            f"window are left"
-        )
+        left_min = max(0.0, seconds) / 60
+        return f"it takes about {needed / 60:.0f} min, but only {left_min:.0f} min of the window are left"
 
     async def _measure(self, going: Confirmation) -> None:
         self._going = going

@@ -296,21 +296,17 @@ def _shown(wanted: Mapping[str, Value]) -> dict[str, Value]:
 RELAUNCHED = "relaunched"
 
 
-# Trials with an engine of their own after which a study that screened none, though it should have, is taken
-# to be one that cannot screen: as many failures as `live.FAILURES` allows.
-ENOUGH = 3
-
-
 def screens(prepared: Prepared, trials: Sequence[Trial]) -> bool:
     """Whether the next candidate is to be screened in a running engine: the engine can do it, and a launch
-    takes longer than the second replay that a good candidate costs then.
+    takes longer than the second replay that a good candidate costs then. A study cannot screen if FAILURES
+    trials had an engine of their own and none was screened.
     """
     if not changeable(prepared):
         return False
     replay = replays_s(prepared, prepared.study.searched_slices)
     own = [t for t in trial_view.latest(trials) if not t.is_baseline and t.origin != RELAUNCHED]
     alone = sum(not t.screened and t.measurement is not None for t in own)
-    cannot = alone >= ENOUGH and not any(t.screened for t in own)
+    cannot = alone >= FAILURES and not any(t.screened for t in own)
     return launch_s(trials, replay) > replay and not cannot
 
 
