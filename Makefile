@@ -119,7 +119,7 @@ docs: $(STAMP)
 # Thirty nights of six nodes for two new seeds (TUNER_TEST_SEEDS=7,8 names them); a failure names its seed.
 test-month: $(STAMP)
 	seeds=$${TUNER_TEST_SEEDS:-$$(shuf -i 1-999999 -n 2 | paste -sd,)}; echo "seeds $$seeds"; \
-	  TUNER_TEST_SEEDS=$$seeds $(PYTEST) -n 2 -m month -k 'not planted' tests/lived
+	  TUNER_TEST_SEEDS=$$seeds $(PYTEST) -n 2 --dist worksteal -m month -k 'not planted' tests/lived
 
 # Forty faults are planted, one after another; the fleet's invariants must notice them.
 test-sabotage: $(STAMP)

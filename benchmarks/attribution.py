@@ -26,11 +26,11 @@ from tuner.simulator.cost import card_of, preset
 from tuner.simulator.predict import Predictor
 from tuner.tuning.attempt import MeasureOptions, perform
 from tuner.tuning.attribution import PAYS, Attributing
-from tuner.tuning.calibrated_predictor import StudyPredictor, scene_of
 from tuner.tuning.confirm import Confirmation, label_of
 from tuner.tuning.context import RunContext, silent
 from tuner.tuning.execution import register
 from tuner.tuning.finalists import worse_by
+from tuner.tuning.next_trial import StudyPredictor, scene_of
 from tuner.tuning.study import Prepared
 from tuner.tuning.virtual import on_virtual_time
 

@@ -34,10 +34,10 @@ from tuner.knobs import model as models
 from tuner.knobs.catalogue import read_back
 from tuner.records import JSON, LaunchSpec, Slice, Slo, Value
 from tuner.replay.plan import PLANS, Load
-from tuner.replay.speed import MET, bisect, sure
 from tuner.replay.timeline import measure, replay
 from tuner.traffic import importers
 from tuner.traffic.trace import Trace
+from tuner.tuning.trial import MET, bisect, sure
 
 SLO = Slo(ttft_ms=500, tpot_ms=50, attainment=0.95)
 SLICE = Slice(name="minute-20", start_s=1200, duration_s=60)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# benchmarks/h100.sh STUDY SECONDS OUT [TRACES]: one piece of study a, b, c, d, e or f of benchmarks/h100 on a GPU host.
+# benchmarks/h100.sh STUDY SECONDS OUT [TRACES]: one piece of study a, b, c, d, e, f or h of benchmarks/h100 on a GPU host.
 #
 # Runs `tuner tune`, stops it after SECONDS as a person would (SIGTERM), and packs the history, the report, the front and
 # the logs into OUT. The next piece goes on from the history: in TUNER_HOME where the host keeps it, else from the archive
@@ -7,7 +7,7 @@
 # public traces (AzureLLMInferenceTrace_conv.csv and _code.csv, servegen_deepseek_r1_reasoning.csv). PYTHON must have vLLM
 # and the tuner's dependencies.
 set -euo pipefail
-study=${1:?a, b, c, d, e or f} seconds=${2:?seconds} out=${3:?folder for the results} traces=${4:-traces}
+study=${1:?a, b, c, d, e, f or h} seconds=${2:?seconds} out=${3:?folder for the results} traces=${4:-traces}
 root=$(cd "$(dirname "$0")/.." && pwd)
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" TUNER_HOME=${TUNER_HOME:-$HOME/.cache/tuner-h100-$study}
 tuner() { "${PYTHON:-python3}" -m tuner "$@"; }
@@ -19,9 +19,15 @@ case $study in
   b) file=AzureLLMInferenceTrace_code.csv name=azure-code columns=() ;;
   c) file=servegen_deepseek_r1_reasoning.csv name=servegen-reasoning
      columns=(--column arrival_s=arrival_s --column input_len=input_tokens --column output_len=output_tokens --max-len 3000) ;;
-  *) echo "no study '$study': a, b, c, d, e or f" >&2; exit 2 ;;
+  h) file=AzureLLMInferenceTrace_conv.csv name=azure-conv-classes
+     columns=(--format generic --column arrival_s=TIMESTAMP --column input_len=ContextTokens --column output_len=GeneratedTokens) ;;
+  *) echo "no study '$study': a, b, c, d, e, f or h" >&2; exit 2 ;;
 esac
 if ! tuner trace show "$name" >/dev/null 2>&1; then
+  if [ "$study" = h ]; then  # every fourth request is interactive
+    sed 's/\r$//' "$traces/$file" | awk 'NR == 1 {print $0 ",priority"} NR > 1 {print $0 "," (NR % 4 == 2 ? 0 : 1)}' > "$TUNER_HOME/$name.csv"
+    traces=$TUNER_HOME file=$name.csv
+  fi
   tuner trace import "$traces/$file" --name "$name" "${columns[@]}" >/dev/null
 fi
 

@@ -18,8 +18,7 @@ from tuner.simulator.calibrate import Observation, fit
 from tuner.simulator.cost import card_of
 from tuner.simulator.predict import Predictor, Scene
 from tuner.traffic import importers
-from tuner.tuning.study import plan_of
-from tuner.tuning.studyfile import StudyFile
+from tuner.tuning.study import StudyFile, plan_of
 
 SHOWN = (
     *(f"{kind}_{share}_ms" for kind in ("ttft", "tpot", "e2e") for share in ("p50", "p95")),

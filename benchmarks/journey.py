@@ -139,7 +139,7 @@ def shared_by_samples(prompt: int, answer: int, count: int, cost: StepCost) -> f
             for n in range(count)
         ]
         course = Clock(Scheduler(limits), cost).run(sent)
-        most.append(max(usage for _, _, usage, *_ in course.levels))
+        most.append(float(course.table()[:, 2].max()))
     return 1 - most[1] / most[0]
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from tuner.records import JSON
 from tuner.settings import shipped
-from tuner.tuning.study import Prepared, prepare
-from tuner.tuning.studyfile import parse
+from tuner.tuning.study import Prepared, parse, prepare
 from tuner.tuning.virtual import HIDDEN
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)

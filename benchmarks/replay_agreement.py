@@ -25,11 +25,9 @@ from tuner.metrics import tpot_ms
 from tuner.records import Slo
 from tuner.replay.feeder import Bodies
 from tuner.replay.fidelity import ttft_gaps_ms
-from tuner.replay.jobs import Job, Sent
-from tuner.replay.observe import Observer
 from tuner.replay.plan import Load
-from tuner.replay.prepare import EngineHandle
-from tuner.replay.sender import Sender
+from tuner.replay.prepare import EngineHandle, Observer
+from tuner.replay.sender import Job, Sender, Sent
 from tuner.replay.wire import Pool
 from tuner.traffic import trace as traffic
 from tuner.traffic.trace import Trace

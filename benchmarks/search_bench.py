@@ -3,22 +3,22 @@ charges each step the GPU-seconds that an H100 took for it (docs/results/h100.md
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from search_truth import LEAD_S, NOW, OBJECTIVES, TAIL_S, Failure, Result, World, failed_share, passes
+from search_truth import NOW, Failure, Result, World, failed_share, passes
 
 from tuner.records import Candidate, Measurement, Trial, TrialState, Value, Violation
-from tuner.search import pareto, trial_view
+from tuner.search import trial_view
 from tuner.tuning import early_stopping
 from tuner.tuning.attempt import ERROR_RATE
 from tuner.tuning.winner import pick
 
-LAUNCH_S, COMPILE_S, CHANGE_S, REFUSED_S = 57.0, 18.0, 1.0, 12.0
+CHANGE_S = 1.0
 SHARES = (0.8, 0.9, 0.95)
 GOALS = (*(f"{kind}{round(100 * share)}" for kind in ("any", "hv") for share in SHARES), "pick")
 """`any`: everything measured in full counts; `hv`: only what was measured in an engine launched for it."""
@@ -36,12 +36,14 @@ class Bench:
     world: World
     seed: int
     budget: float
+    goals: Sequence[str] = GOALS
     spent: float = 0.0
     on: dict[str, float] = field(default_factory=dict)
     failed: int = 0
     trials: list[Trial] = field(default_factory=list)
     columns: dict[int, early_stopping.Columns] = field(default_factory=dict)
     engine: Candidate | None = None
+    ready_s: float = 0.0  # of the running engine: from its launch until it answered
     groups: set[Value] = field(default_factory=set)
     onlooker: "Onlooker" = field(init=False)
 
@@ -51,7 +53,8 @@ class Bench:
     @property
     def over(self) -> bool:
         """The budget is spent, or every goal reached, so that the rest would change no number."""
-        return self.spent >= self.budget or all(v is not None for v in self.onlooker.reached.values())
+        reached = self.onlooker.reached
+        return self.spent >= self.budget or all(reached[goal] is not None for goal in self.goals)
 
     def charge(self, what: str, seconds: float) -> None:
         self.spent += seconds
@@ -63,11 +66,12 @@ class Bench:
         self.engine = None
         ran, truth = self.world.ran(candidate), self.world.truth(self.world.ran(candidate))
         if isinstance(truth, Failure):
-            self.charge("failed launches", REFUSED_S if truth.cause == "invalid_config" else LAUNCH_S)
+            self.charge("failed launches", self.world.failed_s(ran, truth))
             self.failed += 1
             return truth
         compiled = ran["max_num_batched_tokens"] in self.groups
-        self.charge(what, LAUNCH_S + (0.0 if compiled else COMPILE_S))
+        self.ready_s = self.world.launch_s(ran, compiled)
+        self.charge(what, self.ready_s)
         self.groups.add(ran["max_num_batched_tokens"])
         self.engine = Candidate(candidate)
         return None
@@ -96,14 +100,15 @@ class Bench:
         begun: float,
     ) -> None:
         """Measure a candidate in the running engine as the next trial, in full or until it is judged."""
-        number = len(self.trials)
-        result = self.world.truth(self.world.ran(candidate), self.engine if screened else None)
+        number, launched = len(self.trials), self.engine if screened else None
+        ran = self.world.ran(candidate)
+        result, lead = self.world.truth(ran, launched), self.world.lead_s(ran, launched)
         if not isinstance(result, Result):
             raise TypeError(f"{candidate} cannot run")
         columns, ends, due = self._noisy(result, candidate, screened)
         stop = None if case is None else self._judged(case, columns, ends, due)
         kind = "baseline" if not number else "screens" if screened else "replays"
-        self.charge(kind, stop[0] if stop else self._replay_s(ends))
+        self.charge(kind, lead + (stop[0] if stop else self._replay_s(ends)))
         common: dict[str, Any] = {"screened": screened, "origin": origin, "begun": begun}
         if stop is None:
             self.columns[number] = columns
@@ -150,8 +155,8 @@ class Bench:
     def _replay_s(self, ends: Array) -> float:
         finished = ends[np.isfinite(ends)]
         late = len(finished) < len(ends) or not len(finished)
-        tail = TAIL_S if late else float(finished.max()) - self.world.window_s
-        return LEAD_S + self.world.window_s + min(max(tail, 0.0), TAIL_S)
+        tail = self.world.tail_s if late else float(finished.max()) - self.world.window_s
+        return self.world.window_s + min(max(tail, 0.0), self.world.tail_s)
 
     def _values(self, columns: early_stopping.Columns, result: Result) -> dict[str, float]:
         """What a measurement holds: percentiles of the requests, and the engine's own numbers."""
@@ -164,7 +169,13 @@ class Bench:
         found["slo_attainment"] = float(columns.good.mean())
         failed = float(np.isinf(columns.latency["e2e"]).sum())
         own = {n: v for n, v in result.values.items() if n in ("preemptions", "kv_usage_max")}
-        return {**found, **own, "requests": float(len(columns.row)), "failed": failed}
+        return {
+            **found,
+            **own,
+            "ready_s": self.ready_s,
+            "requests": float(len(columns.row)),
+            "failed": failed,
+        }
 
     def requests(self, case: early_stopping.Case, trial: Trial) -> early_stopping.Columns | None:
         """What a judge asks of an earlier trial."""
@@ -173,13 +184,13 @@ class Bench:
     def _judged(
         self, case: early_stopping.Case, columns: early_stopping.Columns, ends: Array, due: Array
     ) -> tuple[float, dict[str, float], str] | None:
-        """(seconds until the judge stops the replay, the estimate, why), None when it runs to its end."""
-        whole, court = self._replay_s(ends) - LEAD_S, early_stopping.Judge(case)
+        """(seconds until the judge stops the window, the estimate, why), None when it runs to its end."""
+        whole, court = self._replay_s(ends), early_stopping.Judge(case)
         for now in np.arange(1.0, whole, 1.0):
             ages = now - due[(due < now) & ~(ends <= now)]
             reason = court.look(columns.take(ends <= now), ages.tolist())
             if reason is not None:
-                return LEAD_S + float(now), court.estimate(), reason
+                return float(now), court.estimate(), reason
         return None
 
     def add(self, candidate: Candidate, state: TrialState, *, begun: float, **more: object) -> None:
@@ -201,12 +212,12 @@ class Onlooker:
         results = [r for _, r in world.compared if passes(r.values)]
         if not isinstance(base, Result):
             raise TypeError(f"{world.name}: the defaults do not run")
-        reference = [base.values[n] for n in OBJECTIVES]
-        self._scale = trial_view.scale(OBJECTIVES, reference, world.scene.slo)
-        self._best = self._volume([[r.values[n] for n in OBJECTIVES] for r in results])
+        reference = [base.values[n] for n in world.objectives]
+        self._scale = trial_view.scale(world.objectives, reference, world.scene.slo)
+        self._best = self._volume([[r.values[n] for n in world.objectives] for r in results])
         meeting = [r.values["goodput_rps"] for r in results if self._meets(r)]
         self._pick = max(meeting, default=0.0)
-        mine = [[base.values[n] for n in OBJECTIVES]] if passes(base.values) else []
+        mine = [[base.values[n] for n in world.objectives]] if passes(base.values) else []
         self.default_share = self._volume(mine) / self._best if self._best > 0 else None
         self._rows: dict[str, list[list[float]]] = {"any": [], "hv": []}
         self.reached: dict[str, float | None] = dict.fromkeys(GOALS)
@@ -214,7 +225,7 @@ class Onlooker:
         self.share = 0.0
 
     def _volume(self, rows: list[list[float]]) -> float:
-        return pareto.hypervolume(rows, self._scale)
+        return trial_view.hypervolume(rows, self._scale)
 
     def _meets(self, result: Result) -> bool:
         return (
@@ -228,7 +239,7 @@ class Onlooker:
         if not isinstance(true, Result) or not passes(true.values):
             return
         for kind in ("any",) if trial.screened else ("any", "hv"):
-            self._rows[kind].append([true.values[n] for n in OBJECTIVES])
+            self._rows[kind].append([true.values[n] for n in self._bench.world.objectives])
             share = self._volume(self._rows[kind]) / self._best
             self.share = share if kind == "any" else self.share
             for goal in SHARES:
@@ -248,7 +259,8 @@ class Onlooker:
 
     def pick(self) -> Trial:
         known = [t for t in self._bench.trials if not t.screened and t.state is TrialState.COMPLETE]
-        return pick(known, "slo", self._bench.world.scene.slo, OBJECTIVES)
+        world = self._bench.world
+        return pick(known, "slo", world.scene.slo, world.objectives)
 
     def false_winner(self) -> bool:
         """Whether the pick by measured values, unconfirmed, truly serves less goodput than the baseline."""

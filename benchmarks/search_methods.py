@@ -19,10 +19,10 @@ from tuner.simulator.cost import preset
 from tuner.simulator.options import Options
 from tuner.simulator.predict import Batch, Predictor
 from tuner.tuning import early_stopping
-from tuner.tuning.calibrated_predictor import CalibratedPredictor, StudyPredictor, predictor_of
+from tuner.tuning.attempt import fits
+from tuner.tuning.context import RELAUNCHED, screens
 from tuner.tuning.early_stopping import case_of
-from tuner.tuning.live import RELAUNCHED, fits, screens, widest
-from tuner.tuning.next_trial import propose
+from tuner.tuning.next_trial import CalibratedPredictor, StudyPredictor, predictor_of, propose
 from tuner.tuning.study import Prepared
 
 TWO = ("max_num_seqs", "max_num_batched_tokens")
@@ -139,12 +139,17 @@ def _screen(
     case: early_stopping.Case | None,
     barred: set[Candidate],
 ) -> bool:
-    """As `tuning.live.Live` does it; False where the candidate has to be launched by itself."""
+    """As `tuning.attempt.ScreeningEngine` does it; False where the candidate has to be launched by itself."""
     defaults, begun = trial_view.defaults_of(bench.trials), bench.spent
     if isinstance(bench.world.truth(bench.world.ran(candidate)), Failure):
         return False
-    if bench.engine is None or fits(prepared, bench.engine, candidate, defaults) is None:
-        wide = next((c for c in widest(prepared, candidate) if c not in barred), None)
+    engine = bench.engine
+    if (
+        engine is None
+        or not bench.world.holds(engine, candidate)
+        or fits(prepared, engine, candidate, defaults) is None
+    ):
+        wide = next((c for c in bench.world.engines(candidate) if c not in barred), None)
         if wide is None:
             return False
         if bench.launch(wide) is not None:
@@ -192,30 +197,30 @@ def constant(prepared: Prepared, predict: Predict) -> Predict:
 # ---- rivals: on the same engine room as ours (known rules, live limits, early stop), or without it
 
 
-def plain_order(bench: Bench, candidates: Iterable[Candidate]) -> None:
-    """Candidates one after the other, each in an engine of its own, under the early stop."""
-    prepared = seeded(bench)
-    bench.relaunch(Candidate())
+def plain_order(bench: Bench, candidates: Iterable[Candidate], *, live: bool = False) -> None:
+    """Candidates one after the other, under the early stop: each in an engine of its own, or with `live` in
+    the running engine where that can be.
+    """
+    prepared, barred = seeded(bench), set[Candidate]()
+    bench.relaunch(prepared.baseline)
     for candidate in candidates:
         if bench.over:
             return
-        if prepared.known_failure(candidate) is None:
-            bench.relaunch(candidate, case_of(prepared, bench.trials, screened=False, columns=bench.requests))
+        if prepared.known_failure(candidate) is not None:
+            continue
+        case = case_of(prepared, bench.trials, screened=live, columns=bench.requests)
+        if not (live and _screen(bench, prepared, candidate, "random", case, barred)):
+            bench.relaunch(candidate, case)
 
 
-def random_search(bench: Bench) -> None:
-    rng = np.random.default_rng((bench.seed, 1))
-    levels = bench.world.levels
-    drawn = ({n: v[int(rng.integers(len(v)))] for n, v in levels.items()} for _ in range(2000))
-    plain_order(bench, (Candidate(point) for point in drawn))
+def random_search(bench: Bench, *, live: bool = False) -> None:
+    plain_order(bench, bench.world.drawn(np.random.default_rng((bench.seed, 1))), live=live)
 
 
-def grid(bench: Bench) -> None:
+def grid(bench: Bench, *, live: bool = False) -> None:
     """The two knobs of vLLM's own auto-tune script, all combinations in a shuffled order."""
-    rng = np.random.default_rng((bench.seed, 2))
-    levels = bench.world.levels
-    pairs = [Candidate({TWO[0]: s, TWO[1]: t}) for s in levels[TWO[0]] for t in levels[TWO[1]]]
-    plain_order(bench, (pairs[int(i)] for i in rng.permutation(len(pairs))))
+    rng, pairs = np.random.default_rng((bench.seed, 2)), bench.world.grid(TWO)
+    plain_order(bench, (pairs[int(i)] for i in rng.permutation(len(pairs))), live=live)
 
 
 def optuna_rival(bench: Bench, name: str, *, live: bool) -> None:
@@ -233,6 +238,11 @@ RIVALS: Mapping[str, Callable[[Bench], None]] = {
     "random": random_search,
     "two-knob grid": grid,
 }
+LIVE: Mapping[str, Callable[[Bench], None]] = {
+    "random, live limits": lambda b: random_search(b, live=True),
+    "two-knob grid, live limits": lambda b: grid(b, live=True),
+}
+"""More rivals on the measured tables."""
 SABOTAGE: Mapping[str, Callable[[Bench], None]] = {
     "shuffled": lambda b: ours(b, Savings(), shuffled),
     "inverted": lambda b: ours(b, Savings(), inverted),
@@ -247,7 +257,7 @@ ABLATION: Mapping[str, Callable[[Bench], None]] = {
     "without told failures": lambda b: ours(b, Savings(constraints=False)),
 }
 METHODS: Mapping[str, Callable[[Bench], None]] = {
-    "ours": lambda b: ours(b, Savings()), **RIVALS, **ABLATION, **SABOTAGE,
+    "ours": lambda b: ours(b, Savings()), **RIVALS, **ABLATION, **SABOTAGE, **LIVE,
 }  # fmt: skip
 
 
@@ -255,10 +265,7 @@ def digest(method: str) -> str:
     """Of the code that a method's rows come from: they are kept as long as nothing of it changes."""
     here, rooms = Path(search_truth.__file__).parent, Path(tuner.__file__).parent
     files = [here / name for name in ("search_truth.py", "search_bench.py", "search_methods.py")]
-    own = [
-        rooms / "tuning" / f"{n}.py"
-        for n in ("next_trial", "calibrated_predictor", "early_stopping", "live", "winner")
-    ]
+    own = [rooms / "tuning" / f"{n}.py" for n in ("next_trial", "early_stopping", "attempt", "winner")]
     files += [*own, *sorted((rooms / "search").glob("*.py"))]
     files += [] if method in RIVALS else sorted((rooms / "simulator").glob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12]

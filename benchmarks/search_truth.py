@@ -10,7 +10,7 @@ until its settings stood.
 import itertools
 import math
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -20,16 +20,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tuner.records import Candidate, Slice, Slo, Value, Violation
-from tuner.search import pareto, trial_view
+from tuner.search import trial_view
 from tuner.simulator import predict
+from tuner.simulator.clock import Workload
 from tuner.simulator.cost import CARDS, GIB, Coefficients, StepCost
 from tuner.simulator.state import Step
-from tuner.simulator.workload import Workload
 from tuner.traffic import trace as traces
 from tuner.traffic.importers import read_any
 from tuner.tuning import study
-from tuner.tuning.attempt import ERROR_RATE
-from tuner.tuning.calibrated_predictor import scene_of
+from tuner.tuning.attempt import ERROR_RATE, widest
+from tuner.tuning.next_trial import scene_of
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 OBJECTIVES = ("e2e_p95_ms", "tpot_p95_ms", "goodput_rps")
@@ -54,6 +54,7 @@ FEW = {
 }
 """Levels of these knobs that the reference grid goes through; all of every other knob's."""
 LEAD_S, TAIL_S = 10.0, 60.0
+LAUNCH_S, COMPILE_S, REFUSED_S = 57.0, 18.0, 12.0
 LENGTH = 16384
 SERVED_WELL = 0.6
 """Share of the requests within the SLO under today's defaults: the load of every scenario is set by it."""
@@ -163,6 +164,9 @@ class World:
     would measure.
     """
 
+    objectives: tuple[str, ...] = OBJECTIVES
+    tail_s = TAIL_S
+
     def __init__(self, place: tuple[str, str, str], folder: Path, cache: Path) -> None:
         self.trace_name, self.card_name, truth = place
         self.name = f"{self.trace_name} on {self.card_name}, truth {truth}"
@@ -217,7 +221,7 @@ class World:
             return []
         scale = trial_view.scale(OBJECTIVES, [1.0] * len(OBJECTIVES), Slo())
         costs = np.array([scale.costs([r.values[n] for n in OBJECTIVES]) for _, r in found])
-        keep = pareto.non_dominated(costs)
+        keep = trial_view.non_dominated(costs)
         return [c for (c, _), kept in zip(found, keep, strict=True) if kept]
 
     def _results(self) -> list[tuple[Candidate, Result]]:
@@ -345,6 +349,37 @@ class World:
     def ran(self, candidate: Mapping[str, Value]) -> Candidate:
         """What the engine runs when asked for a candidate."""
         return Candidate({**self.defaults, **candidate})
+
+    def launch_s(self, ran: Candidate, compiled: bool) -> float:
+        """GPU-seconds until an engine is ready; `compiled`: its graphs are."""
+        return LAUNCH_S + (0.0 if compiled else COMPILE_S)
+
+    def failed_s(self, ran: Candidate, failure: Failure) -> float:
+        """GPU-seconds of a launch that fails."""
+        return REFUSED_S if failure.cause == "invalid_config" else LAUNCH_S
+
+    def lead_s(self, ran: Candidate, launched: Candidate | None) -> float:
+        """GPU-seconds of a replay before its window begins."""
+        return LEAD_S
+
+    def engines(self, candidate: Candidate) -> tuple[Candidate, ...]:
+        """What may be launched to screen a candidate, the first that works."""
+        return widest(self.prepared, candidate)
+
+    def holds(self, launched: Candidate, candidate: Candidate) -> bool:
+        """Whether it is known what the candidate measures in a running engine."""
+        return True
+
+    def drawn(self, rng: np.random.Generator) -> Iterator[Candidate]:
+        """Candidates at random, as random search tries them."""
+        levels = self.levels
+        for _ in range(2000):
+            yield Candidate({n: v[int(rng.integers(len(v)))] for n, v in levels.items()})
+
+    def grid(self, names: Sequence[str]) -> list[Candidate]:
+        """Every combination of these knobs."""
+        pairs = itertools.product(*(self.levels[name] for name in names))
+        return [Candidate(dict(zip(names, pair, strict=True))) for pair in pairs]
 
     def truth(self, candidate: Candidate, launched: Candidate | None = None) -> Result | Failure:
         """What a relaunched engine measures; with `launched`, one whose limits were changed to it."""

@@ -7,7 +7,7 @@ import sys
 import uuid
 from pathlib import Path
 
-from tuner.commands.demo_files import write_tiny_model
+from tuner.commands.tune import write_tiny_model
 from tuner.knobs.catalogue import read_back
 from tuner.records import LaunchSpec
 

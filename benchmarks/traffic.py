@@ -27,10 +27,10 @@ import uvloop
 from tuner.engine.server import Server, serve
 from tuner.knobs.catalogue import read_back
 from tuner.records import LaunchSpec, Slice
+from tuner.replay.feeder import Prompts, salt
 from tuner.replay.plan import PLANS, Load
 from tuner.replay.timeline import replay
 from tuner.traffic.importers import read_any
-from tuner.traffic.prompts import Prompts, salt
 from tuner.traffic.trace import Trace, bundled
 
 VOCABULARY = 152_064

@@ -1,4 +1,4 @@
-"""Alembic's entry: on the connection that `tuner.history.migrate` hands over, or on `TUNER_DATABASE_URL`."""
+"""Alembic's entry: on the connection of `tuner.history.maintenance`, or on `TUNER_DATABASE_URL`."""
 
 from alembic import context
 from sqlalchemy import Connection

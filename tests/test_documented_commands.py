@@ -81,3 +81,13 @@ def test_a_documented_pull_names_a_node_or_a_gpu_class() -> None:
     pulls = [p for page in PAGES for p in re.findall(r"/v1/profiles/resolve\?([^\s\"]+)", page.read_text())]
     assert len(pulls) >= 3
     assert [p for p in pulls if not re.search(r"(^|&)(node|gpu_class)=", p)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_shown_start_of_the_engine_names_its_model(page: Path) -> None:
+    """An exported file does not name it, and an engine without a model serves its default one."""
+    text = page.read_text().replace("\\\n", " ")
+    starts = re.findall(r"vllm\.entrypoints\.openai\.api_server[^`\n]*", text)
+    assert [line for line in starts if " " in line and "--model" not in line] == []
+    serves = re.findall(r"vllm serve [^`\n]*--config [^`\n]*", text)
+    assert [line for line in serves if line.split()[2].startswith("-")] == []

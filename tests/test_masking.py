@@ -58,7 +58,7 @@ SHAPES = [
 ]
 PLAIN = [
     "INFO 11-27 22:16:55 Avg prompt throughput: 18.0 tokens/s, api_key=None, prompt_tokens: 3",
-    "webhook: an address such as https://host/path is expected",
+    "webhook: give an address such as https://host/path",
     "token: is not valid here", "secret: a word is expected", "there is no key 'max_num_seqs' in a.yaml",
     "pip install a@b", "http://127.0.0.1:8642/v1 (OpenAPI: /v1/openapi.json)", "sqlite:////root/.tuner/tuner.db",
     "http://host:8000/v1/@me", "--max-num-batched-tokens 8192 --long-prefill-token-threshold 4",

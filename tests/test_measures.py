@@ -16,11 +16,10 @@ from tuner.history.store import Store
 from tuner.measures import Measure, measure_of
 from tuner.records import Outcome, Slo, TrialState
 from tuner.report import words
-from tuner.search import pareto, trial_view
-from tuner.tuning import studyfile
+from tuner.search import trial_view
 from tuner.tuning.run import RunLimits, tune
 from tuner.tuning.significance import compare, spread_of
-from tuner.tuning.study import load
+from tuner.tuning.study import load, read
 
 DOCS = Path(__file__).parent.parent / "docs" / "extending.md"
 NAME = "long_wait_share"
@@ -57,7 +56,7 @@ def test_22_4_an_objective_of_one_entry_is_tuned_for_from_study_file_to_words(
         assert trial.measurement is not None
         assert 0.0 <= trial.measurement.values[NAME] <= 1.0
         assert NAME in trial.measurement.slices[0].values
-    assert pareto.front(trials, prepared.study.objectives)
+    assert trial_view.front(trials, prepared.study.objectives)
     (conclusion,) = store.conclusions(run.study_id)
     assert all(NAME in arm.confirmed for arm in conclusion.finalists if arm.dropped is None)
     assert words.heading(NAME) == f"{NAME} (of 1, ↓ better)"
@@ -83,7 +82,7 @@ def test_an_objective_of_one_entry_is_compared_request_by_request(entry: Measure
 def test_a_name_is_no_objective_before_it_has_an_entry(tmp_path: Path) -> None:
     path = studies.write(tmp_path, VIRTUAL + f"objectives: [{NAME}]\n")
     with pytest.raises(Exception, match=f"'{NAME}' is not a measurement"):
-        studyfile.read(path)
+        read(path)
 
 
 def test_the_limit_of_an_entry_is_the_corner_and_one_that_is_maximised_has_none() -> None:
@@ -92,7 +91,7 @@ def test_the_limit_of_an_entry_is_the_corner_and_one_that_is_maximised_has_none(
     corner = trial_view.corner_of(names, (100.0, 4.0), Slo(ttft_ms=500))
     assert corner == (500.0, 2.0)
     assert scale.maximized == {"interactive.goodput_rps"}
-    assert scale.costs([100.0, 4.0]).tolist() == pytest.approx([4.605, -1.0], abs=1e-3)
+    assert scale.costs([100.0, 4.0]).tolist() == [1.0, -1.0]
     own = Slo(ttft_ms=500, classes={"interactive": Slo(ttft_ms=300)})
     assert trial_view.corner_of(names, (100.0, 4.0), own) == (300.0, 2.0)
 
@@ -124,7 +123,7 @@ PLURAL = re.compile(rf" (?:{'|'.join(re.escape(measures.many(2, what)[2:]) for w
 NEVER_ONE = {
     "more", "need", "len(all_of_it)", "tokens / length", "used", "gpus", "count", "said.repeats", "needed",
     "repeats", "one", "word", "number(nights)", "found.duration_s / 86400", "rows / seconds", "hasty",
-    "facts.num_rows", "len(trace)", "len(left)", "there",
+    "facts.num_rows", "len(trace)", "len(left)", "there", "span", "most",
 }  # fmt: skip
 """What stands before a plural and is a larger number wherever the sentence is said, or no number."""
 

@@ -13,8 +13,8 @@ import pytest
 
 from tests.engine.real import INTERPRETER
 from tests.service.test_one_truth import NOISE, NOISY, PLANTED, drive
-from tests.service.world import free_port
 from tests.tuning.studies import TRACE, command, environment, write
+from tuner.engine.http import fresh_port
 from tuner.tuning.virtual import HIDDEN
 
 PAGE = (Path(__file__).parents[1] / "docs" / "mission.md").read_text()
@@ -53,6 +53,7 @@ def test_the_page_has_no_placeholder_that_nobody_fills(names: dict[str, str]) ->
     assert {word for word in words if word.isupper()} <= set(names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", [line for line in LINES if line not in (*SERVERS, *ELSEWHERE)])
 def test_a_command_of_the_page_ends_well(line: str, names: dict[str, str]) -> None:
     if "PY" in line.split() and not Path(INTERPRETER).is_file():
@@ -72,10 +73,11 @@ def test_a_command_of_the_page_ends_well(line: str, names: dict[str, str]) -> No
     assert done.stdout.strip() or done.stderr.strip()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", SERVERS)
 def test_a_server_of_the_page_listens_and_ends_with_a_signal(line: str, names: dict[str, str]) -> None:
     assert line in LINES
-    port, home = free_port(), Path(names["home"])
+    port, home = fresh_port(), Path(names["home"])
     process = subprocess.Popen(
         command(*typed(line, names), "--port", port), env=environment(home), stdout=subprocess.DEVNULL
     )

@@ -52,6 +52,7 @@ def measured(out: Path) -> list[Path]:
     return sorted((out / "rows").glob("*.parquet"))
 
 
+@pytest.mark.slow
 def test_a_table_is_measured_cut_and_gone_on_with(plan: Path, tmp_path: Path) -> None:
     """Killed after the first row, the harness keeps it as it was and measures what is missing."""
     out, files = tmp_path / "out", tmp_path / "files"
@@ -129,3 +130,20 @@ def test_a_shipped_table_holds_together(path: Path) -> None:
             place = 0.5 * (len(ordered) - 1)
             low, high = ordered[int(place)], ordered[int(place) + (place % 1 > 0)]
             assert row["e2e_p50_ms"] == pytest.approx((low + high) / 2, rel=1e-6)
+
+
+def test_searches_are_compared_on_the_measured_tables(tmp_path: Path) -> None:
+    """Random search goes through all the rows of a table, so it finds the best of them, for no more than the
+    rows and launches took. A table whose baseline covers too much of the best volume is named.
+    """
+    command = [sys.executable, "benchmarks/search.py", "--cache", str(tmp_path), "real", "--seeds", "2"]
+    words = ["--methods", "random", "two-knob grid", "--rows", str(tmp_path / "studies.jsonl")]
+    done = subprocess.run([*command, *words], cwd=HERE.parents[1], capture_output=True, text=True, check=True)
+    studies = [json.loads(line) for line in (tmp_path / "studies.jsonl").read_text().splitlines()]
+    assert "left out: h200-7b: the default alone covers" in done.stdout
+    assert {study["scenario"] for study in studies} == {"h200-32b"}
+    for study in studies:
+        assert study["spent"] <= sum(
+            (row["seconds"] or 0) + (row["ready_s"] or 0) for row in rows("h200-32b")
+        )
+        assert study["method"] != "random" or study["hv90"] is not None

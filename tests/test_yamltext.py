@@ -23,8 +23,8 @@ BAD = {
     "a NUL": ('a: "\\0"', "f line 1: not YAML: a NUL in a text"),
     "a program": ("a: !!python/object:os.system x", "could not determine a constructor"),
     "deep": ("[" * 5000, "f: is nested too deeply"),
-    "itself": ("&a [*a]", "aliases that repeat themselves without end"),
-    "a billion laughs": (LAUGHS, "aliases that repeat themselves without end"),
+    "itself": ("&a [*a]", "the aliases (*NAME) expand to too much text"),
+    "a billion laughs": (LAUGHS, "the aliases (*NAME) expand to too much text"),
     "two documents": ("a: 1\n---\na: 2", "f: holds 2 YAML documents, one is expected"),
     "a bell": ("a: \x07", "f: not YAML: unacceptable character"),
 }
@@ -52,6 +52,13 @@ def test_a_file_that_cannot_be_read_is_named(path: str, tmp_path: Path) -> None:
     (tmp_path / "latin").write_bytes(b"a: \xff")
     with pytest.raises(BadInput, match=r"latin is not a UTF-8 text file|cannot read the study file "):
         yamltext.read(tmp_path / path, "the study file")
+
+
+@pytest.mark.parametrize("word", ["on", "Off", "yes", "NO", "true", "y"])
+def test_a_key_is_the_word_that_is_written(word: str) -> None:
+    assert yamltext.load(f"- {word}: [{word}]\n  b: {{{word}: 1}}", "f").value == [
+        {word: [yamltext.load(word, "f").value], "b": {word: 1}}
+    ]
 
 
 class _Inner(yamltext.Section):

@@ -6,7 +6,7 @@ is not finite (a failed request counts as +inf) is None. A change is (after − 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 
 from pydantic import TypeAdapter
 
-from tuner.records import JSON, Knobs, Value
+from tuner.records import JSON, Knobs, Launch, Value, attempt_name, gpus_held, measures_again, repeat_of
 
 _ADAPTERS: dict[Any, TypeAdapter[Any]] = {}
 
@@ -73,6 +73,7 @@ UNMEASURED = (Judgement.NOT_CONFIRMED, Judgement.NOTHING_SERVED, Judgement.NOT_T
 
 Where = Literal["confirm", "held_out"]
 Word = Literal["better", "worse", "open"]
+Advice = Literal["stay", "move", "move with these pins", "re-tune", "measure longer"]
 Values = Mapping[str, float | None]
 
 
@@ -102,16 +103,17 @@ class Difference:
 class Arm:
     """One configuration that was measured in turns with others: the baseline, or a finalist.
 
-    `name` is what the user of a comparison calls it (None: the trial's number names it), `engine` the version
-    that ran it in a comparison. `changed` holds the knobs that differ from today's configuration, name →
-    (before, after). `dropped` is why it left, if it did. `searched` are the objectives as the search measured
-    them first, `confirmed` as this run's repeats did, `attainment` the share of good requests in these;
-    `held_out` holds the same numbers and `slo_attainment` on the held-out slice, by the same repeats.
-    `misses_slo_by`: how much of that share is missing, 0 where the SLO is met; None where it was not measured
-    again.
+    `name` is what the user of a comparison calls it (None: the trial's number names it). `engine` is the
+    version that ran it in a comparison. `changed` holds the knobs that differ from today's configuration,
+    name → (before, after). `dropped` is why it was dropped, if it was. `searched` has the objectives of the
+    first measurement in the search. `confirmed` has those of this run's repeats, and `attainment` is the
+    share of good requests in these repeats. `held_out` has the same numbers and `slo_attainment` on the
+    held-out slice, from the same repeats. `misses_slo_by`: how much of that share is missing, 0 if the SLO
+    is met; None if it was not measured again.
     """
 
     trial: int
+    attempt: int = 0
     candidate: Knobs
     name: str | None = None
     engine: str | None = None
@@ -125,13 +127,18 @@ class Arm:
     changes: tuple[Difference, ...] = ()
 
     @property
+    def label(self) -> str:
+        """What its trial is called."""
+        return attempt_name(self.trial, self.attempt)
+
+    @property
     def title(self) -> str:
         """What sentences call it."""
-        return f"trial {self.trial}" if self.name is None else self.name
+        return f"trial {self.label}" if self.name is None else self.name
 
     @property
     def slo_met(self) -> bool | None:
-        """Whether this run's repeats meet the SLO; None where there are none."""
+        """Whether this run's repeats meet the SLO; None if there are none."""
         return None if self.misses_slo_by is None else self.misses_slo_by <= 0
 
     @property
@@ -161,26 +168,44 @@ class Noise:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunCost:
-    """Seconds that a run's search and its confirmation occupied the node: GPU-seconds where `gpus` > 0, else
-    seconds of wall time.
+    """Seconds that a run's own launches of the search and of confirmations occupied the node: GPU-seconds
+    if `gpus` > 0, else seconds of wall time. Launches of an earlier run, whose confirmation this run
+    finished, are in the cost of that run.
     """
 
     search_s: float = 0.0
     confirm_s: float = 0.0
     gpus: int = 0
 
+    @classmethod
+    def of(cls, made: Sequence[Launch], *, gpus: int) -> Self:
+        """The cost of a run by the launches that it made; `gpus` as above."""
+        return cls(
+            search_s=node_seconds([m for m in made if not measures_again(m.directory)], gpus=gpus > 0),
+            confirm_s=node_seconds([m for m in made if repeat_of(m.directory) is not None], gpus=gpus > 0),
+            gpus=gpus,
+        )
+
     @property
     def unit(self) -> Literal["GPU-hours", "hours"]:
         return "GPU-hours" if self.gpus else "hours"
 
 
+def node_seconds(launches: Iterable[Launch], *, gpus: bool) -> float:
+    """How long launches used their node, from their start until the engine had stopped: in GPU-seconds if it
+    has `gpus`.
+    """
+    spans = ((each.whole_s or 0.0) * (gpus_held(each.argv) if gpus else 1) for each in launches)
+    return round(sum(max(0.0, span) for span in spans), 1)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """What the winner saves against the baseline, in the currency of the study's price.
+    """What the winner saves compared with the baseline, in the currency of the study's price.
 
-    `fraction` of the GPU-hours is no longer needed for the same traffic, if that is as much more `metric` per
-    GPU; `monthly` is its price on the run's GPUs, `tuning` the price of the run's own GPU-hours, and
-    `nights_to_repay` after how many days the saving has paid for these.
+    The winner serves more `metric` per GPU. So for the same traffic, `fraction` of the GPU-hours is no
+    longer needed. `monthly` is the price of this fraction on the run's GPUs. `tuning` is the price of the
+    run's own GPU-hours. After `nights_to_repay` days the saving has paid for them.
     """
 
     metric: str
@@ -207,7 +232,8 @@ class Conclusion(JsonRecord):
     `nearest` and the arms' `trial` are trial numbers of the study. `attainment` is the share of good requests
     that the SLO requires; `nearest` is the trial that comes nearest to it if none reaches it. `repeats` is
     how often each arm was measured again. `drift` has one sentence per objective in which the baseline
-    changed between the search and the confirmation. `saving` is given for runs on GPUs with a price.
+    changed between the search and the confirmation. The finalist that the policy chooses is the first of
+    `finalists`. `saving` is given for runs on GPUs with a price.
     `profiles` maps alias to what was published under it.
     """
 
@@ -228,11 +254,15 @@ class Conclusion(JsonRecord):
     repeats: int = 0
     profiles: Mapping[str, PublishedProfile] = field(default_factory=dict)
     demonstration: bool = False
+    advice: Advice | None = None
 
     @property
     def outcome_words(self) -> str:
-        """What it found, in a few words that never leave out that it was a demonstration."""
-        return self.outcome.value + (" (a demonstration)" if self.demonstration else "")
+        """What it found, in a few words that never leave out that it was a demonstration. For an upgrade
+        check, its advice.
+        """
+        said = f"advice: {self.advice}" if self.advice else self.outcome.value
+        return said + (" (a demonstration)" if self.demonstration else "")
 
     @property
     def confirmed(self) -> bool:
@@ -256,12 +286,12 @@ class Conclusion(JsonRecord):
         return any(arm.changes for arm in self.finalists)
 
     def arm(self, number: int | None) -> Arm | None:
-        """The baseline or the finalist of a trial number; None where it was not measured again."""
+        """The baseline or the finalist of a trial number; None if it was not measured again."""
         arms = (*([self.baseline] if self.baseline else []), *self.finalists)
         return next((arm for arm in arms if arm.trial == number), None)
 
     def pair(self, arm: Arm) -> tuple[Values, Values]:
-        """(the baseline's values, the arm's): both by this run's repeats where these measured the arm, else
+        """(the baseline's values, the arm's): both by this run's repeats if these measured the arm, else
         both by first measurements (math.inf: not finite). A pair never mixes the two.
         """
 
@@ -285,7 +315,7 @@ How = Literal["measured", "predicted", "not asked"]
 class KnobGain:
     """What one knob of a winner gives: `gains` compare the winner (after) with the winner without the knob
     (before), whose value was `before`. `kept`: whether the published profile has it. `mechanism` is the
-    simulator's account of what the knob changes; empty where it sees nothing.
+    simulator's account of what the knob changes; empty if it sees nothing.
     """
 
     name: str
@@ -301,9 +331,11 @@ class KnobGain:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attribution(JsonRecord):
     """Which knobs of a run's winner pay, found after its confirmation. `reduced` is the trial number of the
-    configuration without the others (None: nothing was left out), `published` whether the profile is that
-    one; `last` holds its differences from the winner in a last comparison. `seconds` is what this held the
-    node for, in GPU-seconds on GPUs, as `search_s`, what the search did.
+    configuration without the other knobs (None: nothing was left out). `published` says whether this
+    configuration is the profile. `last` holds its differences from the winner in a last comparison.
+    `seconds` is how long the attribution used the node, in GPU-seconds on GPUs. `search_s` is the same for
+    the run's search. `earlier_search_s` is that of the earlier run which found the winner and had no
+    attribution.
     """
 
     run_id: str
@@ -317,9 +349,9 @@ class Attribution(JsonRecord):
     sentence: str = ""
     seconds: float = 0.0
     search_s: float = 0.0
+    earlier_search_s: float = 0.0
 
 
-Advice = Literal["stay", "move", "move with these pins", "re-tune", "measure longer"]
 Fault = Literal["code", "default", "both", "none", "start", "open"]
 """Why a new version is slower: its code, a default that moved, some of both; it is not; it does not start or
 serve; or that is open."""
@@ -327,8 +359,8 @@ serve; or that is open."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostKnob:
-    """A setting that the new version does not take under its name: `successor` is the flag that does the same
-    there, as far as names tell; None: it was left out.
+    """A setting that the new version does not take under its name. `successor` is the flag that does the
+    same there, as far as names tell (None: the setting was left out).
     """
 
     name: str
@@ -374,8 +406,8 @@ RATES = ("max_speed", "goodput_rps")
 
 
 def saving(winner: Arm | None, price_per_gpu_hour: object, cost: RunCost) -> Saving | None:
-    """What serving the same traffic with the winner saves on the run's GPUs; None where no GPU or no price is
-    known, or where the winner's rate is not clearly better.
+    """What serving the same traffic with the winner saves on the run's GPUs; None if no GPU or no price is
+    known, or if the winner's rate is not clearly better.
     """
     price = price_per_gpu_hour if isinstance(price_per_gpu_hour, int | float) else 0.0
     made = next((c for name in RATES if winner is not None and (c := winner.change(name))), None)

@@ -135,7 +135,9 @@ def _database(url: str) -> Check:
 def _cores() -> Check:
     count = len(os.sched_getaffinity(0))
     if count < 2:
-        mend = "give the host a second core: on one, the sender slows the engine and latencies are too high"
+        mend = (
+            "give the host a second core: on one core, the sender slows the engine, so latencies are too high"
+        )
         return Check(name="cores", verdict="warning", found="1 core", mend=mend)
     return Check(name="cores", verdict="ok", found=many(count, "core"))
 
@@ -170,9 +172,9 @@ def left_over(running: Mapping[str, Sequence[psutil.Process]], ours: Collection[
         name="processes",
         verdict="warning",
         found=f"engines of {whose} are alive: {pids}",
-        mend="wait until the run ends; if its controller died, `tuner tune` with its study stops them"
+        mend="wait until the run ends. If its controller died, `tuner tune` with the same study stops them"
         if ourselves
-        else "wait until that run has ended, because it uses cores and memory that yours needs",
+        else "wait until this run has ended, because it uses cores and memory that your run needs",
     )
 
 
@@ -271,5 +273,7 @@ def flags(dropped: Mapping[str, str]) -> Check:
     if not dropped:
         return Check(name="flags", verdict="ok", found="the engine has every knob of the space")
     listed = "; ".join(f"{name}: {why}" for name, why in dropped.items())
-    mend = "remove them from the space, or do nothing: they keep the engine's default"
-    return Check(name="flags", verdict="warning", found=f"not turned: {listed}", mend=mend)
+    mend = "you may remove them from the space. The search ignores them"
+    return Check(
+        name="flags", verdict="warning", found=f"the engine does not have these knobs: {listed}", mend=mend
+    )

@@ -13,21 +13,21 @@ INTERRUPTED = 8
 
 EXIT_CODES: Mapping[int, str] = MappingProxyType(
     {
-        0: "done; also `serve` after an orderly stop (SIGTERM, Ctrl-C), and `tune` after `tuner run cancel`",
-        1: "an engine failed, or there was an error without a code of its own; `lint`: a finding is as severe"
-        " as `--fail-on` says",
-        2: "wrong input: fix the file, key or flag that the message names; nothing was written",
+        0: "done. Also `serve` after SIGTERM or Ctrl-C, and `tune` after `tuner run cancel`",
+        1: "an engine failed, or there was an error that has no code in this list. `lint`: a finding is as"
+        " severe as `--fail-on`",
+        2: "wrong input. Fix the file, key or flag that the message names. Nothing was written",
         3: "`profile resolve --exit-code`: the file is unchanged",
         4: "not found",
-        5: "conflict: another process is tuning this study, a promotion gate failed, the port of `serve` is"
-        " taken",
-        6: "something outside failed (database locked, disk full): try again; a run is then resumed",
-        7: "no candidate of this study can work (model, weights, driver, image, a fixed argument): the"
+        5: "conflict: another process is tuning this study, a promotion gate failed, or the port of `serve`"
+        " is taken",
+        6: "something outside failed (database locked, disk full). Try again; a run is then resumed",
+        7: "no candidate of this study can work (model, weights, driver, image, a fixed argument). The"
         " message is the root cause from the engine's log",
         8: "stopped by a signal; the same command continues",
-        9: "`schedule run`: a due run was refused (missed, overlap, too short); the message says why",
-        22: "`compare --fail-if`: an arm is worse than the limit, or did not serve",
-        23: "`compare --fail-if`: a difference is open",
+        9: "`schedule run`: a due run was refused (missed, overlap, too short). The message says why",
+        22: "`compare --fail-if worse:…`: an arm is worse by more than the limit, or did not serve",
+        23: "`compare --fail-if open`: a difference is still open",
     }
 )
 """What each exit code means, but for those of `tuner doctor`, which are in tuner/doctor.py."""

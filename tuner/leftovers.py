@@ -115,7 +115,7 @@ def cgroup_home() -> Path | None:
 
 
 def enter_cgroup(tag: str, pid: int) -> Path | None:
-    """Put a process into its own control group, where the host allows it."""
+    """Put a process into its own control group, if the host allows it."""
     home = cgroup_home()
     if home is None:
         return None
@@ -188,7 +188,7 @@ def remove_unused(paths: set[Path]) -> None:
 
 
 def clear(directory: Path) -> None:
-    """Remove a private directory and its content, where permissions allow it."""
+    """Remove a private directory and its content, if permissions allow it."""
     for root, folders, files in os.walk(directory, topdown=False):
         for name in files:
             with suppress(OSError):
@@ -255,8 +255,9 @@ def _shorten(file: IO[bytes]) -> int:
 
 
 class KillingOrder:
-    """The order in which processes are killed: after the grace time all but Python's resource trackers, which
-    clear shared memory when their clients have ended; the trackers only when they are alone and do not end.
+    """The order in which processes are killed. After the grace time, all are killed except Python's
+    resource trackers, which clear shared memory when their clients have ended. The trackers are killed only
+    if they are alone and do not end.
     """
 
     def __init__(self, *, grace_s: float) -> None:

@@ -3,6 +3,7 @@
 An entry is what a study needs to name the number as an objective (docs/extending.md shows how to add one).
 """
 
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -23,16 +24,17 @@ STATISTICS = ("mean", "p50", "p90", "p95", "p99")
 class Measure:
     """One number of a measurement.
 
-    `name` is its name in study files, tables and JSON, `words` says what it is, `unit` stands behind values.
-    `latency` is (kind, percentile as a share; None = the mean) where it is a statistic of whole requests.
-    `limit` is the field of the SLO that limits it: values within that limit always count in the search.
-    `needs` is the key of the study file that it cannot do without; `predicted` = False: the simulator cannot
-    predict it, so a study with this objective is searched without the simulator.
+    `name` is its name in study files, tables and JSON, `words` says what it is, `unit` stands behind
+    values. `latency` is (kind, percentile as a share; None = the mean) if it is a statistic of whole
+    requests. `limit` is the field of the SLO that limits it: values within that limit always count in the
+    search. `needs` is a key of the study file: without this key, there is no value. If `predicted` is
+    False, the simulator cannot predict it, so a study with this objective is searched without the
+    simulator.
 
-    `compute` makes it from the requests of a window (those that their own client cancelled left out), the
-    window's seconds and the SLO; None as its result: no value. Without `compute` the replay or the engine
-    room makes it. `per_request` is the value of one request, for a number that is a mean over requests (or
-    such a mean times a constant): two configurations are then compared request by request.
+    `compute` makes it from the requests of a window (without those that their own client cancelled), the
+    window's seconds and the SLO. If it returns None, there is no value. Without `compute` the replay or the
+    engine room makes it. `per_request` is the value of one request, for a number that is a mean over
+    requests (or such a mean times a constant). Two configurations are then compared request by request.
     """
 
     name: str
@@ -121,9 +123,9 @@ def many(count: float, what: str, form: str = ".0f") -> str:
     return f"{count:{form}} {what}{ending}"
 
 
-def trials_named(numbers: Sequence[int]) -> str:
-    """`trial 3`, or `trials 3, 5`."""
-    return f"trial{'s' if numbers[1:] else ''} {', '.join(map(str, numbers))}"
+def trials_named(labels: Sequence[str]) -> str:
+    """`trial 3`, or `trials 3.1, 5`."""
+    return f"trial{'s' if labels[1:] else ''} {', '.join(labels)}"
 
 
 def in_order(names: Iterable[str], first: Iterable[str] = ()) -> list[str]:
@@ -232,7 +234,7 @@ for _entry in (
         unit="price/million tokens", needs="price_per_gpu_hour",
     ),
     Measure(name="ready_s", words="time from the launch until the engine answers", unit="s"),
-    Measure(name="gpu_seconds", words="GPU time of the trial", unit="s"),
+    Measure(name="gpu_seconds", words="time of the trial, times its GPUs if it has any", unit="s"),
     Measure(
         name="max_speed", words="highest speed of the trace at which every slice keeps the SLO",
         unit="× the trace", direction="maximize", needs="slo", predicted=False,
@@ -244,3 +246,12 @@ for _entry in (
     Measure(name="logprob_distance", words="mean distance to the baseline's log probabilities"),
 ):  # fmt: skip
     register(_entry)
+
+
+def number(value: object) -> str:
+    """A measured value for reading: four significant digits, ∞ for a failed one, an en dash for none."""
+    if not isinstance(value, int | float):
+        return "–"
+    if math.isinf(value):
+        return "∞" if value > 0 else "-∞"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

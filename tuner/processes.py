@@ -262,7 +262,7 @@ def pin(cores: Iterable[int], pid: int = 0) -> None:
 
 def call_off(stop_command: Sequence[str], tag: str, *, timeout_s: float = STOP_S) -> None:
     """Run the stop command of a launch, if it has one. Its exit code is ignored, since a container may be
-    gone already. BadInput where it cannot be started.
+    gone already. BadInput if it cannot be started.
     """
     if stop_command:
         run([word.replace("{tag}", tag) for word in stop_command], timeout_s=timeout_s)
@@ -271,7 +271,7 @@ def call_off(stop_command: Sequence[str], tag: str, *, timeout_s: float = STOP_S
 def reap(tag: str, *, stop_command: Sequence[str] = (), timeout_s: float = 10.0) -> int:
     """Run the stop command, kill all processes with the tag and remove its files. Returns how many.
 
-    For launches whose controller has died; a launch of this process is ended with `stop`. BadInput where the
+    For launches whose controller has died; a launch of this process is ended with `stop`. BadInput if the
     stop command cannot be started; then nothing was done.
     """
     call_off(stop_command, tag)

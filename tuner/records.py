@@ -10,10 +10,12 @@ how where pydantic cannot know it (a measured +inf is null); this module itself 
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -251,6 +253,43 @@ class Measurement:
     launch_id: str | None = None
     fidelity: Fidelity = field(default_factory=Fidelity)
 
+    @property
+    def folder(self) -> str:
+        """The folder of its launch, as its outcomes name it; empty if they are not known."""
+        return next((str(Path(s.outcomes_file).parent) for s in self.slices if s.outcomes_file), "")
+
+
+ATTRIBUTED = (".3", ".4")
+"""How the labels of an attribution's launches end. The second is that of a comparison with fewer knobs left
+out, after the first was lost."""
+_AGAIN = re.compile(r"-confirm-([^-/]+)-(\d+)-\d+$")
+
+
+def label_in(folder: str | None) -> str | None:
+    """The label of the confirmation, comparison or attribution that a launch was for, by its folder."""
+    return found[1] if (found := _AGAIN.search(folder or "")) else None
+
+
+def of_attribution(folder: str | None) -> bool:
+    """Whether a launch's folder is of an attribution, which gives it a label of its own."""
+    return (label_in(folder) or "").endswith(ATTRIBUTED)
+
+
+def repeat_of(folder: str | None) -> int | None:
+    """The repeat of a confirmation or comparison that a launch was for, by its folder; None: for none."""
+    found = None if of_attribution(folder) else _AGAIN.search(folder or "")
+    return None if found is None else int(found[2])
+
+
+def attempt_name(number: int, attempt: int | None) -> str:
+    """What an attempt to measure a trial is called: `3`, or `3.1` for the second one."""
+    return f"{number}.{attempt}" if attempt else str(number)
+
+
+def last_attempts(trials: Iterable["Trial"]) -> tuple["Trial", ...]:
+    """The last attempt of every number, in order of number."""
+    return tuple({t.number: t for t in sorted(trials, key=lambda t: (t.number, t.attempt))}.values())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
@@ -288,6 +327,11 @@ class Trial:
     ended_at: datetime | None = None
     gpu_seconds: float = 0.0
     directory: str | None = None
+
+    @property
+    def label(self) -> str:
+        """What it is called."""
+        return attempt_name(self.number, self.attempt)
 
     @property
     def measurement(self) -> Measurement | None:
@@ -383,6 +427,28 @@ class LaunchSpec:
     kind: str = "vllm"
 
 
+PARALLEL = {
+    "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-dp": "--data-parallel-size",
+}
+"""vLLM's short names of the flags that say on how many GPUs an engine runs."""
+
+
+def gpus_held(argv: Sequence[str]) -> int:
+    """The number of GPUs of an engine: tensor × pipeline × data parallel. The last of equal flags counts, as
+    for argparse.
+    """
+    sizes: dict[str, int] = {}
+    for position, word in enumerate(argv):
+        flag, _, value = word.partition("=")
+        flag = PARALLEL.get(flag, flag)
+        value = value or (argv[position + 1] if position + 1 < len(argv) else "")
+        if flag in PARALLEL.values() and value.isdigit():
+            sizes[flag] = int(value)
+    return max(1, math.prod(sizes.values()))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
     """One engine process tree as history keeps it; `timeline` maps start-up phases to seconds (and has the
@@ -409,6 +475,11 @@ class Launch:
         """Seconds from ready to its end; None while it runs, or if it never became ready."""
         ready = self.timeline.get("ready_s")
         return None if ready is None or self.whole_s is None else max(0.0, self.whole_s - ready)
+
+
+def measures_again(folder: str | None) -> bool:
+    """Whether a launch's folder is of a confirmation or of an attribution, not of the search."""
+    return "-confirm-" in (folder or "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -450,6 +521,11 @@ class Study:
     def compares(self) -> bool:
         """Whether its trials are the arms of `tuner compare` or `tuner upgrade-check`."""
         return "compare" in self.identity
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether its engines hold GPUs: GPU-hours are told only of these."""
+        return self.gpu_class != "cpu" and not self.gpu_class.startswith("sim-")
 
     @property
     def searched_slices(self) -> tuple[Slice, ...]:

@@ -14,14 +14,6 @@ def _home() -> Path:
     return Path(os.environ.get("TUNER_HOME") or _default_home())
 
 
-def _database_url() -> str:
-    return os.environ.get("TUNER_DATABASE_URL", "")
-
-
-def _artifacts() -> str:
-    return os.environ.get("TUNER_ARTIFACTS", "")
-
-
 # Allowed names of studies, workloads, nodes, slices, spaces, traces, aliases, schedules and tokens.
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
@@ -34,8 +26,8 @@ class Settings:
     """
 
     home: Path = field(default_factory=_home)
-    database_url: str = field(default_factory=_database_url)
-    artifacts: str = field(default_factory=_artifacts)
+    database_url: str = field(default_factory=lambda: os.environ.get("TUNER_DATABASE_URL", ""))
+    artifacts: str = field(default_factory=lambda: os.environ.get("TUNER_ARTIFACTS", ""))
 
     @property
     def url(self) -> str:
@@ -63,7 +55,7 @@ def runnable(command: str, program: str = "tuner") -> str:
 
 def under_home(stored: str, home: Path | None = None) -> Path:
     """The present path of a folder or file of a trial: in this home, also if the home was moved after the
-    path was written. The stored path where this home has no such file.
+    path was written. The stored path if this home has no such file.
     """
     parts = Path(stored).parts
     if "trials" not in parts:

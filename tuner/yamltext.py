@@ -31,7 +31,7 @@ class Text:
 
 
 def read(path: Path, what: str = "the file") -> str:
-    """The text of a file. BadInput where the file cannot be read or holds no UTF-8 text."""
+    """The text of a file. BadInput if the file cannot be read or holds no UTF-8 text."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -69,7 +69,7 @@ def documents(text: str, where: str) -> Iterator[Text]:
 class Section(BaseModel):
     """A mapping that people write. An unknown key is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True, allow_inf_nan=False)
 
 
 def validated(kind: type[M], raw: object, where: str) -> M:
@@ -95,17 +95,64 @@ def validated(kind: type[M], raw: object, where: str) -> M:
     raise BadInput(f"{place}: {message}")
 
 
-def _keys(kind: type[BaseModel], inside: Sequence[int | str]) -> list[str]:
+def sentence(
+    error: ValidationError, kind: type[BaseModel], name: str, lines: Mapping[tuple[object, ...], int]
+) -> str:
+    """What is wrong with the keys of a text, in one sentence that names the line and the key; for an unknown
+    key it names the nearest known one.
+    """
+    found = min(error.errors(), key=lambda e: (e["type"] != "extra_forbidden", -len(e["loc"])))
+    at = _place(found["loc"], lines)
+    line = next((lines[at[:n]] for n in range(len(at), 0, -1) if at[:n] in lines), None)
+    where = f"{name} line {line}" if line else name
+    key = ".".join(str(part) for part in at)
+    if found["type"] == "extra_forbidden":
+        return f"{where}: unknown key '{key}'{nearest(str(at[-1]), _keys(kind, at[:-1]))}"
+    if found["type"] == "missing":
+        return f"{where}: key '{'.'.join([*map(str, at), str(found['loc'][-1])])}' is missing"
+    message = found["msg"].removeprefix("Value error, ")
+    given = found["input"]
+    shown = ""
+    if isinstance(given, str | int | float) and found["type"] != "value_error":
+        shown = f", not {given!r}" if len(repr(given)) < 100 else f", not {repr(given)[:60]}…"
+    return f"{where}: {key or kind.__name__.removesuffix('File').lower()}: {message}{shown}"
+
+
+def _place(loc: tuple[int | str, ...], lines: Mapping[tuple[object, ...], int]) -> tuple[object, ...]:
+    """The keys of the file that lead to an error; pydantic puts names of union branches in between."""
+    at: tuple[object, ...] = ()
+    for part in loc:
+        if (*at, part) in lines:
+            at = (*at, part)
+    return at
+
+
+def _keys(kind: type[BaseModel], inside: Sequence[object]) -> list[str]:
     """The keys of a model, or of the one that lies `inside` it."""
     for key in inside:
         found = [f.annotation for name, f in kind.model_fields.items() if key in (name, f.alias)]
-        models = [each for kept in found for each in (kept, *get_args(kept)) if isinstance(each, type)]
+        models = (each for kept in found for each in _types(kept) if isinstance(each, type))
         kind = next((each for each in models if issubclass(each, BaseModel)), kind)
     return [field.alias or name for name, field in kind.model_fields.items()]
 
 
+def _types(annotation: Any) -> Iterator[Any]:
+    """An annotation and everything inside it."""
+    yield annotation
+    for each in get_args(annotation):
+        yield from _types(each)
+
+
 class _Loader(yaml.SafeLoader):
     """Makes plain values only. A value that does not fit its YAML type is an error with its line."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """A key such as `on` or `no` is a word, as it is written; YAML 1.1 reads it as true or false."""
+        for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:bool":
+                key.tag = "tag:yaml.org,2002:str"
+        found: dict[Any, Any] = super().construct_mapping(node, deep=deep)
+        return found
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
@@ -135,7 +182,7 @@ def _lines(node: yaml.Node, where: str) -> Iterator[tuple[Key, int]]:
         line = here.start_mark.line + 1
         count += 1
         if here in above or count > MOST:
-            raise BadInput(f"{where} line {line}: aliases that repeat themselves without end")
+            raise BadInput(f"{where} line {line}: the aliases (*NAME) expand to too much text")
         if at == () or not isinstance(at[-1], str):
             yield at, line
         inside = (*above, here)

@@ -29,7 +29,7 @@ from tuner.profiles.export import FORMATS, render
 from tuner.records import Candidate, Profile, ProfileKey
 from tuner.replay.plan import PLANS, Plan
 from tuner.settings import shipped
-from tuner.tuning import studyfile
+from tuner.tuning import study, survey
 
 WIDTH = 100
 CLIENT = "tuner"
@@ -104,8 +104,8 @@ def meanings() -> dict[str, str]:
 
 
 SECTIONS: dict[str, type[BaseModel]] = {
-    "engine": studyfile.EngineFile, "slo": studyfile.SloFile, "quality": studyfile.QualityFile,
-    "budget": studyfile.BudgetFile,
+    "engine": survey.EngineFile, "slo": study.SloFile, "quality": study.QualityFile,
+    "budget": study.BudgetFile,
 }  # fmt: skip
 
 
@@ -117,7 +117,7 @@ def study_file() -> str:
         " unknown key is an error that names the nearest right one."
     )
     text = shipped("data", "study.yaml").read_text()
-    rows = list(_keys(studyfile.StudyFile, "", meanings()))
+    rows = list(_keys(study.StudyFile, "", meanings()))
     hand = (
         "`slices` by hand is a list of `{start_s, duration_s, name, held_out}`; [Traffic](../traffic.md)"
         " says what"
@@ -179,7 +179,7 @@ def plans() -> str:
     """The plans' numbers side by side, and what each number is."""
     names = [name for name in Plan.__dataclass_fields__ if name not in ("name", "demonstration")]
     said = docstrings(Plan)
-    settable = studyfile.PlanFile.model_fields
+    settable = study.PlanFile.model_fields
     rows = [
         (
             f"`{name}`" if name in settable else name,

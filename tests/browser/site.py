@@ -21,6 +21,11 @@ def complaints(driver: webdriver.Chrome) -> list[dict[str, object]]:
     return found
 
 
+def patient(driver: webdriver.Chrome) -> WebDriverWait[webdriver.Chrome]:
+    """A wait that asks again when a page goes away as it is read: between two pages none answers."""
+    return WebDriverWait(driver, PATIENCE_S, ignored_exceptions=[WebDriverException])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
     driver: webdriver.Chrome
@@ -54,13 +59,11 @@ class Site:
         self.driver.execute_script("window.before = true")
         self.one(selector).click()
         there = "return !window.before && document.readyState === 'complete'"
-        # Between two pages there is none that could answer.
-        wait = WebDriverWait(self.driver, PATIENCE_S, ignored_exceptions=[WebDriverException])
-        wait.until(lambda driver: driver.execute_script(there))
+        patient(self.driver).until(lambda driver: driver.execute_script(there))
 
     def wait_for(self, text: str) -> None:
         """Until the page says it."""
-        WebDriverWait(self.driver, PATIENCE_S).until(lambda _: text in self.text())
+        patient(self.driver).until(lambda _: text in self.text())
 
     def errors(self) -> list[str]:
         """What the browser's console complains of: refused scripts and styles, failed requests."""

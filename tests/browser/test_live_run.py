@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 from selenium import webdriver
 from selenium.webdriver.common.by import By
-from selenium.webdriver.support.ui import WebDriverWait
 
 from tests.browser.chromium import DESKTOP, resize
-from tests.browser.site import PATIENCE_S, complaints
+from tests.browser.site import PATIENCE_S, complaints, patient
 from tests.service.world import STUDY, prepare, serving
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
@@ -71,7 +70,7 @@ def the_log_stays_open(browser: webdriver.Chrome) -> None:
         "if (d.open) fold.click(); fold.click(); return Boolean(d.dataset.before = '1')"
     )
     anew = f"const d = {found}; return Boolean(d) && !d.dataset.before"
-    wait = WebDriverWait(browser, PATIENCE_S)
+    wait = patient(browser)
     wait.until(lambda _: browser.execute_script(opened))  # between two launches there is no log for a moment
     wait.until(lambda _: browser.execute_script(anew))
     assert browser.execute_script(f"return {found}.open") is True
@@ -83,6 +82,5 @@ def stop(browser: webdriver.Chrome) -> None:
     browser.execute_script("arguments[0].closest('details').open = true", form)
     form.find_element(By.NAME, "reason").send_keys("seen enough")
     form.find_element(By.TAG_NAME, "button").click()
-    wait = WebDriverWait(browser, PATIENCE_S)
-    wait.until(lambda _: "The run has ended." in browser.find_element(By.TAG_NAME, "main").text
-               or "CANCELLED" in browser.find_element(By.TAG_NAME, "main").text)  # fmt: skip
+    ended = "return /The run has ended\\.|CANCELLED/.test(document.querySelector('main').innerText)"
+    patient(browser).until(lambda _: browser.execute_script(ended))

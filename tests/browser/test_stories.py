@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 from selenium.webdriver.common.keys import Keys
-from selenium.webdriver.support.ui import WebDriverWait
 
 from tests.browser import world
 from tests.browser.chromium import DESKTOP, resize
 from tests.browser.screenshots import report_of
-from tests.browser.site import PATIENCE_S, Site
+from tests.browser.site import Site, patient
 from tuner.history.store import Store
 from tuner.profiles import registry
 from tuner.records import Candidate, RunState
@@ -31,7 +30,8 @@ def test_a_live_run_moves_without_a_reload(site: Site) -> None:
     world.complete(store, run, first)
     measuring = world.begin(store, run, first + 1, Candidate({"max_num_seqs": 48}))
     site.wait_for("1 of 3 trials")
-    assert f"Now measuring trial {first + 1} (tpe): max_num_seqs=48" in site.text()
+    assert f"Measuring: trial {first + 1} (tpe), max_num_seqs=48. Running since" in site.text()
+    assert "Starting" not in site.text()
     assert len(site.all("figure.front-picture circle")) > before
 
     world.end(store, measuring, world.measured(world.numbers(48, 2048)))
@@ -110,7 +110,7 @@ def test_who_was_overtaken_is_told_and_nothing_moves(site: Site) -> None:
     registry.promote(store, profiles[2], gates=gates, actor="bo", reason="first", now=world.NOW)
     site.one("form[action$=promote] input[name=reason]").send_keys("second")
     site.press("form[action$=promote] button")
-    assert "somebody moved it in between" in site.text()
+    assert "somebody has moved it" in site.text()
 
 
 def test_an_expired_token_leads_to_the_login_and_back(site: Site) -> None:
@@ -252,7 +252,7 @@ def test_a_keyboard_is_enough(site: Site) -> None:
     held = site.driver.switch_to.active_element
     assert held.get_attribute("aria-label") != first.get_attribute("aria-label")
     held.send_keys(Keys.ENTER)
-    WebDriverWait(site.driver, PATIENCE_S).until(lambda _: "/trials/" in site.path)
+    patient(site.driver).until(lambda _: "/trials/" in site.path)
     assert site.one("h1").text.startswith("Trial ")
 
 

@@ -76,6 +76,7 @@ def test_a_file_of_other_content_is_not_taken_for_the_trace(tmp_path: Path) -> N
     assert (done.returncode, "is not the trace" in done.stderr) == (BadInput.exit_code, True), done.stderr
 
 
+@pytest.mark.slow
 def test_a_full_backup_is_restored_into_a_second_home(tmp_path: Path) -> None:
     """With its traces, nodes, notifications and studies; trials' files are found once they are copied."""
     one, two = tmp_path / "one", tmp_path / "two"

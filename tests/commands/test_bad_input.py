@@ -7,8 +7,8 @@ import pytest
 
 from tests.tuning.studies import SPACE, STUDY, TRACE, answer, tuner, write
 from tuner.records import Slice
+from tuner.replay.plan import slice_rows
 from tuner.report.words import seconds
-from tuner.traffic import slices
 from tuner.traffic.trace import read
 
 CASES: dict[str, tuple[dict[str, str], str]] = {
@@ -16,7 +16,7 @@ CASES: dict[str, tuple[dict[str, str], str]] = {
     "no yaml": ({"study": "name: ["}, "not YAML"),
     "no trace": (
         {"study": STUDY.replace(str(TRACE), "nowhere.csv")},
-        "trace: 'nowhere.csv' is neither a file",
+        "trace: 'nowhere.csv' is not a file",
     ),
     "no capture": (
         {"study": STUDY.replace(str(TRACE), "latest:caht")},
@@ -48,7 +48,7 @@ CASES: dict[str, tuple[dict[str, str], str]] = {
     "a slice outside the trace": ({"study": STUDY.replace("start_s: 20", "start_s: 9000")}, "9000"),
     "a request longer than the engine takes": (
         {"study": STUDY.replace("16384", "256")},
-        "the engine takes 256",
+        "the engine takes only 256",
     ),
     "no interpreter": (
         {"study": STUDY.replace("kind: simulated", "kind: vllm\n  python: nowhere/python")},
@@ -108,6 +108,7 @@ def test_a_wrong_request_names_what_is_wrong(
     assert sentence in done.stderr
 
 
+@pytest.mark.slow
 def test_a_database_that_is_locked_leaves_a_clear_error(tmp_path: Path) -> None:
     import sqlite3
 
@@ -134,7 +135,7 @@ def test_dry_run_shows_the_slices_and_how_long_a_trial_takes(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     told: dict[str, Any] = answer(tmp_path / "home", "tune", study, "--dry-run", "--json")
     (window,) = told["slices"]
-    rows = slices.rows(read(TRACE), Slice(name="s", start_s=20.0, duration_s=1.0))
+    rows = slice_rows(read(TRACE), Slice(name="s", start_s=20.0, duration_s=1.0))
     assert (window["start_s"], window["duration_s"], window["requests"]) == (20.0, 1.0, len(rows))
     (line,) = [line.split() for line in done.stdout.splitlines() if line.startswith(window["name"])]
     assert line == [window["name"], "20", "1", str(len(rows)), "False"]
@@ -142,9 +143,9 @@ def test_dry_run_shows_the_slices_and_how_long_a_trial_takes(tmp_path: Path) -> 
     # A window of 1 s after 0.5 s of load.
     assert 1.5 <= times["replay"] < 60
     each = times["replay"] + times["launch"]
-    assert f"takes about {each:.0f} s, of which the replay takes {times['replay']:.0f} s" in done.stdout
+    assert f"takes about {each:.0f} s. The replay takes {times['replay']:.0f} s of this" in done.stdout
     assert "Trials: at most 400" in done.stdout
-    assert f"about {seconds(400 * each)}, less if trials are screened" in " ".join(done.stdout.split())
+    assert f"about {seconds(400 * each)}, or less if trials are screened" in " ".join(done.stdout.split())
 
 
 def test_an_unknown_command_of_any_group_is_answered_with_those_that_there_are(tmp_path: Path) -> None:

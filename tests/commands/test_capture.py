@@ -63,6 +63,7 @@ def test_a_capture_in_one_file_ends_cleanly(tmp_path: Path, how: signal.Signals)
     assert "2" in shown.stdout
 
 
+@pytest.mark.slow
 def test_a_study_on_latest_means_the_last_capture(tmp_path: Path) -> None:
     """Two nights under one name: the study's trace is the second night's, and it is what gets replayed."""
     for night in ([40, 41, 42], [50, 51, 52, 53]):

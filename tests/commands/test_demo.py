@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from tests.tuning.studies import tuner
-from tuner.commands.demo_files import REQUESTS, REQUESTS_S, TOKENS_S, pace
+from tuner.commands.tune import REQUESTS, REQUESTS_S, TOKENS_S, pace
 from tuner.traffic.trace import build
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "try-on-cpu.md").read_text()
@@ -36,6 +36,7 @@ def written(home: Path, cwd: Path) -> tuple[Path, str]:
     return home / "demo-cpu" / "own-traffic.yaml", done.stderr
 
 
+@pytest.mark.slow
 def test_the_own_trace_is_a_study_with_enough_requests_whose_path_is_said_first(tmp_path: Path) -> None:
     gateway(tmp_path, 900, 0.2, longest=9000)
     study, said = written(tmp_path, tmp_path)

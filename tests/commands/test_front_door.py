@@ -13,9 +13,9 @@ from urllib.request import urlopen
 
 import pytest
 
-from tests.service.world import free_port
 from tests.tuning.studies import VIRTUAL, command, environment, tuner, wait_for, write
 from tuner.commands.serve import link
+from tuner.engine.http import fresh_port
 from tuner.history.store import Store
 
 LOGIN = Path(__file__).parents[2] / "tuner" / "service" / "pages" / "templates" / "login.html"
@@ -63,7 +63,7 @@ def test_bash_takes_the_script(tmp_path: Path) -> None:
 
 
 def test_serve_prints_one_link_that_opens(tmp_path: Path) -> None:
-    port = free_port()
+    port = fresh_port()
     with (
         (tmp_path / "log").open("w+") as log,
         subprocess.Popen(

@@ -13,8 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from tuner import errors
-from tuner.cli import GROUPS, app
-from tuner.commands.examples import EXAMPLES, EXIT_CODES
+from tuner.cli import EXAMPLES, EXIT_CODES, GROUPS, app
 
 ROOT: Any = typer.main.get_command(app)
 WIDTHS = {"COLUMNS": "80"}

@@ -15,7 +15,7 @@ from tuner.cli import app
 from tuner.errors import BadInput, NotFound
 from tuner.knobs import space as spaces
 from tuner.traffic import importers
-from tuner.tuning import studyfile
+from tuner.tuning.study import parse
 
 WHOLE = f"""{STUDY.replace("slices: [{start_s: 20, duration_s: 1.0}]", "")}
 node: local
@@ -71,7 +71,7 @@ def test_a_study_file_is_read_or_refused_in_one_sentence(hostile: str) -> None:
     for at in places(document):
         text = yaml.safe_dump(put(document, at), sort_keys=False).replace(MARK, hostile)
         try:
-            studyfile.parse(text, name="study.yaml")
+            parse(text, name="study.yaml")
         except BadInput as error:
             is_a_sentence(error, hostile)
 
@@ -174,6 +174,7 @@ def test_a_home_that_cannot_be_written(home: str, tmp_path: Path) -> None:
         assert home in said
 
 
+@pytest.mark.slow
 def test_a_database_that_is_none_or_is_locked(tmp_path: Path) -> None:
     broken, locked = tmp_path / "broken", tmp_path / "locked"
     broken.mkdir()
@@ -186,6 +187,7 @@ def test_a_database_that_is_none_or_is_locked(tmp_path: Path) -> None:
     assert (code, "locked" in said) == (6, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", ["", "db upgrade"])
 def test_a_full_disk_ends_a_run_that_can_go_on(before: str, tmp_path: Path) -> None:
     """Full before the database is there, or after."""
@@ -219,7 +221,7 @@ def test_a_trace_is_kept_in_the_home_whatever_it_is_called(tmp_path: Path, name:
     done = tuner(home, "trace", "import", TRACE, f"--name={name}")
     if name:
         assert done.returncode == 2
-        assert "is not a name for a trace" in done.stderr
+        assert "cannot be the name of a trace" in done.stderr
     assert [path for path in tmp_path.rglob("*.parquet") if home not in path.parents] == []
 
 
@@ -236,10 +238,10 @@ def test_more_traffic_than_can_be_replayed_is_refused(tmp_path: Path) -> None:
     )
     done = tuner(tmp_path, "tune", study, "--dry-run")
     assert done.returncode == 2
-    assert "requests, at most 1,000,000 can be replayed" in done.stderr
+    assert "requests, but at most 1,000,000 can be replayed" in done.stderr
     done = tuner(tmp_path, "trace", "reshape", TRACE, "--copies", 999_999_999, "-o", tmp_path / "r.parquet")
     assert done.returncode == 2
-    assert "more than 50,000,000 requests" in done.stderr
+    assert "at most 50,000,000 requests" in done.stderr
 
 
 def test_a_configuration_that_is_no_text_is_refused(tmp_path: Path) -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.service.world import free_port
 from tests.tuning.studies import TRACE, environment, tuner, wait_for
+from tuner.engine.http import fresh_port
 from tuner.lint import subject
 from tuner.measures import MEASURES
 from tuner.replay.plan import PLANS
-from tuner.tuning import studyfile
+from tuner.tuning.study import read
 
 MODEL = "Qwen/Qwen2.5-7B-Instruct"
 BARE = {"PATH": "/usr/bin:/bin"}
@@ -53,7 +53,7 @@ def test_a_study_by_options_has_a_ttft_of_500_ms_and_is_never_overwritten(tmp_pa
 
 
 def test_a_study_from_a_running_server_has_its_model_and_its_knobs(tmp_path: Path) -> None:
-    port = free_port()
+    port = fresh_port()
     words = ["--max-model-len", "16384", "--max-num-seqs", "48", "--port", str(port)]
     program = [sys.executable, "-m", "tuner.simulator.app", MODEL, *words]
     with (
@@ -89,7 +89,7 @@ def test_the_interpreter_of_vllm_on_the_path_is_taken(tmp_path: Path) -> None:
     done = tuner(tmp_path / "home", "init", "--model", MODEL, cwd=tmp_path, more=more)
     assert done.returncode == 0
     assert "the study cannot run here yet" in done.stderr
-    engine = studyfile.read(tmp_path / "study.yaml").engine
+    engine = read(tmp_path / "study.yaml").engine
     assert (engine.kind, engine.python) == ("vllm", "/opt/vllm/bin/python3")
 
 
@@ -99,7 +99,7 @@ def test_the_interpreter_of_vllm_on_the_path_is_taken(tmp_path: Path) -> None:
         ((), 2, "give --model"),
         (("--from-url", "http://127.0.0.1:9"), 6, "no answer"),
         (("--from-url", "127.0.0.1:8000"), 2, "such as http://"),
-        (("--from-url", "http://127.0.0.1:9", "--from", "vllm serve x"), 2, "give one of them"),
+        (("--from-url", "http://127.0.0.1:9", "--from", "vllm serve x"), 2, "give only one of them"),
         (("--model", MODEL, "--trace", "nowhere.csv"), 4, "no file nowhere.csv"),
         (("--model", MODEL, "--space", "interactiv"), 4, "did you mean 'interactive'?"),
         (("--model", MODEL, "--slo", "ttft=fast"), 2, "--slo"),
@@ -131,7 +131,7 @@ def test_it_asks_on_a_terminal(tmp_path: Path) -> None:
             break
     assert os.waitpid(pid, 0)[1] == 0, said.decode()
     os.close(master)
-    found = studyfile.read(tmp_path / "asked.yaml")
+    found = read(tmp_path / "asked.yaml")
     assert (found.model, found.space, found.workload) == (MODEL, "interactive", "chat")
     assert (found.slo.ttft_ms, found.slo.tpot_ms) == (300, None)
 

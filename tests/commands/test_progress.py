@@ -13,7 +13,7 @@ from tests.tuning.studies import VIRTUAL, tuner, write
 from tuner.commands.progress import LiveLine, listener
 from tuner.history.store import Store
 from tuner.replay.prepare import Progress
-from tuner.tuning.context import RunEstimate, RunEvent
+from tuner.tuning.context import SEARCH, RunEstimate, RunEvent
 from tuner.tuning.trial import _words
 
 
@@ -27,7 +27,8 @@ class Hand:
 
 
 def event(kind: str, done: int = 0, total: int | None = 10, text: str = "") -> RunEvent:
-    return RunEvent(kind=kind, text=text, done=done, total=total)  # type: ignore[arg-type]
+    stage = text.partition(":")[0] if kind == "confirm" else SEARCH
+    return RunEvent(kind=kind, text=text, stage=stage, done=done, total=total)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -135,6 +136,7 @@ def test_a_pipe_gets_a_line_between_each_launch_and_its_result(
     assert [n for n, line in enumerate(said) if "the replay begins" in line] == [1, 3]
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_one_live_line_and_a_ci_none(tmp_path: Path) -> None:
     words = ("tune", str(write(tmp_path, VIRTUAL)), "--trials", "3")
     said = on_a_terminal(80, tmp_path / "home", *words, CI="", TERM="xterm")

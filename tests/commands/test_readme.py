@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tests.tuning.studies import WATCHDOG_S, environment, tuner
-from tuner.tuning.studyfile import parse
+from tuner.tuning.study import parse
 
 ROOT = Path(__file__).parents[2]
 PAGES = "".join(

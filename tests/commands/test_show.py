@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,7 @@ import pytest
 from tests.commands.test_care import call
 from tests.history.records import NOW, a_launch, a_measurement, a_run, a_study, finished, start
 from tests.tuning.studies import VIRTUAL, environment, tuner, write
-from tuner.commands.common import text, write_file
-from tuner.commands.running import program
+from tuner.commands.common import program, text, write_file
 from tuner.errors import Unavailable
 from tuner.history.store import Store
 from tuner.profiles import registry
@@ -69,19 +68,39 @@ def test_timings_name_the_trial_of_every_launch(tmp_path: Path) -> None:
     for number in (1, 2):
         again = [a_measurement(launch_id="again", purpose="confirm", repeat=2)] if number == 1 else []
         finished(store, start(store, run, number), a_measurement(launch_id="0001-live-0"), *again)
-    finished(store, start(store, run, 3), state=TrialState.INFEASIBLE)
+    finished(store, start(store, run, 3, attempt=1), state=TrialState.INFEASIBLE)
     store.add_launch(replace(a_launch(study, "now"), directory=str(tmp_path / "trials" / "0004-0")))
-    store.close()
+    lease = store.acquire_lease(study.node, run.host or "", now=datetime.now(UTC), ttl_s=3600)
     told = json.loads(call(tmp_path, "front", "chat", "--timings", "--json").stdout)["timings"]
     assert {row["launch"]: (row["trial"], row["trials"], row["for"], row["verdict"]) for row in told} == {
-        "0000-0": (0, [0], "search", "served"),
-        "0001-live-0": (1, [1, 2], "search", "served"),
+        "0000-0": (0, [0], "search", "measured"),
+        "0001-live-0": (1, [1, 2], "search", "measured"),
         "0003-1": (3, [3], "search", "oom: out of memory"),
-        "again": (1, [1], "confirmation", "served"),
+        "again": (1, [1], "confirmation", "measured"),
         "now": (4, [4], "search", "running"),
     }
     text = call(tmp_path, "front", "chat", "--timings").stdout
+    assert "a trial ends with its replay" in " ".join(text.split())
+    assert "controller died" not in text
+    store.release_lease(lease)
+    store.close()
+    lost = call(tmp_path, "front", "chat", "--timings").stdout
+    before, lost = (said.partition("launches, and")[2] for said in (text, lost))
+    assert lost == before.replace("–  running", "–  interrupted"), "its run has lost its process"
+    assert lost != before
     assert "1, 2" in text
+    assert "confirmation 2" in text
+    assert {row["launch"]: (row["attempt"], row["repeat"]) for row in told}["again"] == (0, 2)
+    assert re.search(r"^3\.1 +search ", text, re.MULTILINE), "a second attempt has the name of its trial"
+    shown = call(tmp_path, "trial", "show", "chat", "1").stdout
+    assert re.search(r"^measurement +search +confirmation 2$", shown, re.MULTILINE)
+    store = Store(f"sqlite:///{tmp_path / 'tuner.db'}")
+    died = "controller: its controller died"
+    an_engine(store, study, "killed", tmp_path / "trials" / "0003-confirm-ab12cd34-1-0", verdict=died)
+    store.close()
+    told = call(tmp_path, "front", "chat", "--timings").stdout
+    assert "If a launch's controller died, these times end when the next command stopped the engine." in told
+    assert re.search(r"^3\.1 +confirmation 1 ", told, re.MULTILINE), "the attempt that is measured again"
     assert "–  search" not in text, "a launch without a trial"
 
 
@@ -131,6 +150,22 @@ def test_what_is_not_there_yet_is_said_in_a_word(tmp_path: Path) -> None:
     for words in (["study", "list"], ["run", "list"], ["profile", "list"], ["node", "list"]):
         assert call(tmp_path, *words).stdout == "nothing yet\n", words
     assert call(tmp_path, "history").stdout == "no run has measured goodput_rps yet\n"
+
+
+def test_history_counts_the_runs_that_have_no_row(tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path / 'tuner.db'}")
+    study = a_study()
+    for hour in range(3):
+        run = a_run(store, study, now=NOW + timedelta(hours=hour))
+        state = TrialState.COMPLETE if hour == 2 else TrialState.INFEASIBLE
+        finished(store, start(store, run, hour), a_measurement(90.0), state=state)
+        store.save_run(replace(run, state=RunState.FINISHED, ended_at=run.started_at))
+    told = call(tmp_path, "history").stdout
+    assert told.endswith(
+        "2 ended runs without a complete trial in an engine of its own: see `tuner run list`\n"
+    )
+    assert "ended run" not in call(tmp_path, "history", "--since", f"{NOW:%Y}-12-31").stdout
+    store.close()
 
 
 def test_run_status_without_an_id_shows_the_newest_run(tmp_path: Path) -> None:
@@ -205,6 +240,7 @@ def test_6_a_printed_command_has_the_home_that_is_not_the_default(
     assert runnable("tuner front chat", program()).endswith(f" '{tmp_path}/my bin/tuner' front chat")
 
 
+@pytest.mark.slow
 def test_6_printed_commands_run_as_printed(tmp_path: Path) -> None:
     """Pasted into a shell that knows nothing of the home: the pull command, and those of the report."""
     home = tmp_path / "my home"
@@ -231,3 +267,38 @@ def test_the_status_of_a_run_that_only_confirms_says_so(tmp_path: Path) -> None:
     shown = call(tmp_path, "run", "status").stdout
     assert ": no new trials\n" in shown
     assert "only the confirmation, no deadline" in shown
+
+
+def test_of_several_studies_with_one_name_the_newest_is_shown_and_named(tmp_path: Path) -> None:
+    """Issue 29, 39: `tuner run list` gave both one name, and nothing said which one was shown."""
+    store = Store(f"sqlite:///{tmp_path / 'tuner.db'}")
+    old, new = a_study(), replace(a_study(), id="f" * 64, created_at=NOW + timedelta(days=1))
+    for study in (old, new):
+        a_run(store, study)
+    assert store.study(old.name).id == new.id
+    store.close()
+    listed = call(tmp_path, "run", "list").stdout
+    for study in (old, new):
+        assert f"{study.name} ({study.id[:12]})" in listed
+    said = f"2 studies have the name {old.name}. This is {new.id[:12]}, the newest"
+    assert said in call(tmp_path, "front", old.name).stderr
+    assert "studies have the name" not in call(tmp_path, "front", old.id[:12]).stderr
+
+
+def test_a_version_is_told_with_the_id_that_commands_take(tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path / 'tuner.db'}")
+    study, made = a_study(), []
+    for node in ("n1", "n2"):
+        mine = replace(study, id=node * 32, node=node)
+        trial = finished(store, start(store, a_run(store, mine), 1), a_measurement(90.0))
+        made.append(
+            registry.publish(
+                store, study=mine, trial=trial, argv=(), env={}, evidence={}, now=NOW, alias=None
+            )
+        )
+    store.close()
+    assert [(p.id, p.version) for p in made] == [(1, 1), (2, 1)]
+    shown = call(tmp_path, "profile", "show", 2).stdout
+    assert shown.startswith(f"profile 2: {study.model} on n2 for {study.workload}, version 1\n")
+    assert "`tuner profile list` shows the ids" in str(call(tmp_path, "profile", "show", 3).exception)
+    assert "not its version" in " ".join(call(tmp_path, "profile", "show", "--help").stdout.split())

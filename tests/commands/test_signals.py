@@ -13,7 +13,7 @@ import typer
 
 from tests.tuning.studies import WATCHDOG_S, command, environment, wait_for, write
 from tuner.__main__ import RUNS, is_run
-from tuner.commands.running import ends_by_signal, interruptible
+from tuner.commands.common import ends_by_signal, interruptible
 from tuner.errors import INTERRUPTED, NotFound
 from tuner.history.store import Store
 from tuner.records import TrialState
@@ -62,6 +62,7 @@ def test_a_run_is_known_by_its_words() -> None:
         assert not is_run(words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("after_s", [0.05, 1.0, 3.0, 8.0])
 def test_a_signal_ends_a_run_with_8_at_any_moment(

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.service.world import free_port
 from tests.tuning.studies import STUDY, tuner, write
+from tuner.engine.http import fresh_port
 from tuner.history.best_per_night import Configuration, changes
 from tuner.records import Candidate
-from tuner.tuning.studyfile import parse
+from tuner.tuning.study import parse
 
 FIRST_STUDY = Path(__file__).parents[2] / "docs" / "start" / "study.md"
 
@@ -29,7 +29,7 @@ def test_serve_on_a_port_that_is_taken_says_so(tmp_path: Path) -> None:
 def test_serve_on_an_address_that_is_not_here_says_so(tmp_path: Path) -> None:
     made = tuner(tmp_path, "token", "create", "--name", "ci", "--scope", "read")
     assert made.returncode == 0
-    done = tuner(tmp_path, "serve", "--host", "192.0.2.1", "--port", free_port())
+    done = tuner(tmp_path, "serve", "--host", "192.0.2.1", "--port", fresh_port())
     assert done.returncode == 2
     assert "cannot listen on 192.0.2.1" in done.stderr
 

@@ -24,6 +24,7 @@ import pytest
 from tests.commands.test_care import call
 from tests.history.records import NOW, a_conclusion, a_measurement, a_run, a_study, finished, start
 from tuner.conclusions import PublishedProfile
+from tuner.engine.http import fresh_port
 from tuner.errors import BadInput
 from tuner.history.store import Store
 from tuner.records import Candidate, RunState, Trial, TrialState, Violation
@@ -125,7 +126,8 @@ def test_a_run_without_a_process_is_stopped_and_one_with_a_process_runs(home: Pa
         for words in asked:
             told = " ".join(call(home, *words).output.split())
             assert ("the same command continues it" in told, "running" in told.lower()) == (lost, not lost)
-        assert json.loads(call(home, "run", "list", "--json").output)[0]["state"] == "RUNNING"
+        state = json.loads(call(home, "run", "list", "--json").output)[0]["state"]
+        assert state == ("stopped" if lost else "RUNNING")
     store.acquire_lease(a_study().node, "other", now=datetime.now(UTC), ttl_s=3600)
     store.save_run(run)
     assert "RUNNING" in call(home, "run", "list").output, "another host has the node's lease"
@@ -160,9 +162,7 @@ def dashboard(home: Path) -> Iterator[str]:
     for _ in range(2):  # a second export takes the first one's place
         done = call(home, "study", "export", a_study().name, "--optuna", url)
         assert done.exit_code == 0, done.output
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = fresh_port()
     command = [sys.executable, "-c", "from optuna_dashboard._cli import main; main()"]
     process = subprocess.Popen(
         [*command, url, "--host", "127.0.0.1", "--port", str(port)],

@@ -125,6 +125,7 @@ def test_a_terminal_shows_the_same_words_as_a_pipe_and_colours_only_there(home: 
     assert max(map(len, plain.splitlines())) <= 80
 
 
+@pytest.mark.slow
 def test_no_color_is_kept_in_both_ways(home: Path) -> None:
     asked = ["doctor"]
     assert "\x1b[32m" in on_a_terminal(160, home, *asked)

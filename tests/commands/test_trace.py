@@ -106,7 +106,7 @@ def test_requests_of_one_moment_have_no_rate(tmp_path: Path, count: int, flying:
 
 def test_the_longest_request_is_one_that_was_sent(tmp_path: Path) -> None:
     said = call(tmp_path, "show", burst(tmp_path / "t.csv", 40, gap_s=1.0)).stdout
-    assert "longest request: 920 tokens with its answer" in said
+    assert "the longest request has 920 tokens with its answer" in said
 
 
 @pytest.mark.parametrize("start", [39.2, 40, 1e6])
@@ -156,3 +156,18 @@ def test_the_list_names_the_file_that_a_trace_was_taken_from(tmp_path: Path) -> 
     told = call(tmp_path, "list").output
     assert source.name in told
     assert ".parquet" not in told, "where the copy is"
+
+
+def test_a_slice_counts_its_own_rows(tmp_path: Path) -> None:
+    """Issue 29, 18: it had the counts of the trace that it was cut from."""
+    source = burst(tmp_path / "t.csv", 40, gap_s=1.0)
+    assert call(tmp_path, "import", source, "-o", tmp_path / "whole.parquet", "--max-len", 900).exit_code == 0
+    whole = traces.read(tmp_path / "whole.parquet")
+    quality = whole.meta["quality"]
+    assert isinstance(quality, dict)
+    assert (quality["rows_read"], len(whole), quality["dropped_over_length"]) == (40, 39, 1)
+    cut = (tmp_path / "whole.parquet", "--start", 10, "--duration", 6, "-o", tmp_path / "cut.parquet")
+    assert call(tmp_path, "slice", *cut).exit_code == 0
+    part = traces.read(tmp_path / "cut.parquet")
+    assert 0 < len(part) < len(whole)
+    assert (part.meta["rows"], part.meta["quality"]) == (len(part), {"rows_read": len(part)})

@@ -15,8 +15,7 @@ from tuner.engine.server import arguments
 from tuner.errors import BadInput
 from tuner.knobs.arguments import title
 from tuner.records import EngineFacts
-from tuner.tuning.study import engine_command
-from tuner.tuning.studyfile import EngineFile
+from tuner.tuning.survey import EngineFile, engine_command
 
 DOCS = Path(__file__).parents[2] / "docs" / "extending.md"
 MADE_UP = next(part for part in DOCS.read_text().split("```") if "EngineAdapter(" in part).removeprefix(

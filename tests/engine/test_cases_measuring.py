@@ -5,6 +5,7 @@ import dataclasses
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tests.engine.helpers import spec
 from tests.replay.traces import trace
@@ -27,6 +28,7 @@ async def replayed(directory: Path, fault: str) -> Replayed:
         return await replay(server, traffic, [part], PLAN, load)
 
 
+@pytest.mark.slow
 def test_case_19_slow_first_requests_fall_into_the_warm_up(tmp_path: Path) -> None:
     """The engine compiles on its first six requests; its answers say which were slow."""
     result = asyncio.run(replayed(tmp_path, "slow_first=6"))

@@ -147,7 +147,7 @@ def test_case_08_the_launch_waits_until_memory_is_back_for_three_looks() -> None
 def test_case_08_memory_that_never_comes_back_stops_the_next_launch(tmp_path: Path) -> None:
     clock = ticking()
     gpus = Gpus.open({}, nvml=Card([0.5, 70.0]))
-    with pytest.raises(Aborted, match=r"GPU-1: 69\.5 GiB above the baseline") as caught:
+    with pytest.raises(Aborted, match=r"GPU-1: 69\.5 GiB more than at first") as caught:
         asyncio.run(gpus.wait_free(interval_s=0, timeout_s=20.0, clock=lambda: next(clock)))
     assert caught.value.cause == "gpu_dirty"
     assert caught.value.cause in NODE_FAULTS

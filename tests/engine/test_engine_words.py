@@ -8,14 +8,22 @@ import pytest
 
 from tests.engine.helpers import spec
 from tests.public import public
-from tuner.engine import effective, failures, log, metrics
+from tuner.engine import failures, log, metrics
 from tuner.engine.boots import compiled_anew, ready_deadline
-from tuner.engine.liveness import Liveness, watch
-from tuner.engine.server import serve
+from tuner.engine.metrics import (
+    differences,
+    from_log,
+    from_metrics,
+    from_server_info,
+    identity_of,
+    read_effective,
+    same_value,
+    unproved_knobs,
+)
+from tuner.engine.server import Liveness, serve, watch
 from tuner.knobs import catalogue
 from tuner.records import JSON, Candidate, Value
-from tuner.replay import observe
-from tuner.replay.observe import recomputed
+from tuner.replay.prepare import fold_scrapes, recomputed
 
 CASES = Path(__file__).parents[1] / "data" / "cases"
 
@@ -62,9 +70,7 @@ def test_a_recorded_exposition_is_read() -> None:
 
 
 def test_a_recorded_configuration_is_read() -> None:
-    found = effective.from_server_info(
-        json.loads(public("server_info_0.32.json").read_text()), catalogue.read_back()
-    )
+    found = from_server_info(json.loads(public("server_info_0.32.json").read_text()), catalogue.read_back())
     assert found["max_num_seqs"] == 16
     assert found["block_size"] == 128
     assert found["scheduling_policy"] == "fcfs"
@@ -87,19 +93,17 @@ def test_M40_an_offload_that_the_engine_did_not_take_is_a_difference() -> None:
     asked = Candidate({"preemption": "offload:8"})
     for size, said in ((None, "recompute"), (8.0, "offload:8"), (2.5, "offload:2.5")):
         info: JSON = {"vllm_config": {"cache_config": {"kv_offloading_size": size}}}
-        found = effective.from_server_info(info, catalogue.read_back())
+        found = from_server_info(info, catalogue.read_back())
         assert found["preemption"] == said
-        assert effective.differences(asked, found) == (
-            {} if size == 8.0 else {"preemption": ("offload:8", said)}
-        )
+        assert differences(asked, found) == ({} if size == 8.0 else {"preemption": ("offload:8", said)})
         labels = f'vllm:cache_config_info{{block_size="16",kv_offloading_size="{size}"}} 1.0\n'
-        assert effective.from_metrics(metrics.parse(labels), catalogue.read_back())["preemption"] == said
+        assert from_metrics(metrics.parse(labels), catalogue.read_back())["preemption"] == said
 
 
 def test_M40_what_the_engine_says_nothing_of_is_not_proved() -> None:
     asked = Candidate({"max_num_seqs": 16, "watermark": 0.05, "block_size": None})
-    assert effective.unproved(asked, {"max_num_seqs": 16}) == ("watermark",)
-    assert effective.differences(asked, {"max_num_seqs": 16}) == {}
+    assert unproved_knobs(asked, {"max_num_seqs": 16}) == ("watermark",)
+    assert differences(asked, {"max_num_seqs": 16}) == {}
 
 
 @pytest.mark.parametrize(
@@ -116,7 +120,7 @@ def test_M40_what_the_engine_says_nothing_of_is_not_proved() -> None:
 def test_M18_the_attention_backend_that_the_engine_chose_is_read_from_its_log(
     line: str, backend: str | None
 ) -> None:
-    assert effective.from_log(line, catalogue.read_back()).get("attention_backend") == backend
+    assert from_log(line, catalogue.read_back()).get("attention_backend") == backend
 
 
 def test_M40_a_backend_that_the_log_says_is_not_used_is_a_difference(tmp_path: Path) -> None:
@@ -126,18 +130,18 @@ def test_M40_a_backend_that_the_log_says_is_not_used_is_a_difference(tmp_path: P
     info: JSON = {"vllm_config": {"attention_config": {"backend": "FLASHINFER"}}}
     line = "INFO [cpu.py:178] Cannot use AttentionBackendEnum.FLASHINFER backend on CPU.\n"
     silent = metrics.parse("")
-    assert effective.differences(asked, effective.read(launch, silent, info, "INFO ready\n")) == {}
-    lost = effective.read(launch, silent, info, line)
-    assert effective.differences(asked, lost) == {"attention_backend": ("FLASHINFER", None)}
+    assert differences(asked, read_effective(launch, silent, info, "INFO ready\n")) == {}
+    lost = read_effective(launch, silent, info, line)
+    assert differences(asked, lost) == {"attention_backend": ("FLASHINFER", None)}
 
 
 def test_the_effective_configuration_is_held_against_what_was_asked() -> None:
     baseline = {"block_size": 128, "max_num_seqs": 16, "watermark": 0.0, "enable_prefix_caching": True}
     asked = Candidate({"block_size": 16, "max_num_seqs": 64, "watermark": 0.05, "unheard_of": 1})
     said = {"block_size": 128, "max_num_seqs": 64, "watermark": 0.0, "enable_prefix_caching": True}
-    assert effective.differences(asked, said) == {"block_size": (16, 128), "watermark": (0.05, 0.0)}
-    assert effective.identity(said) != effective.identity(baseline)
-    assert effective.identity({**baseline, "watermark": 0.0}) == effective.identity(baseline)
+    assert differences(asked, said) == {"block_size": (16, 128), "watermark": (0.05, 0.0)}
+    assert identity_of(said) != identity_of(baseline)
+    assert identity_of({**baseline, "watermark": 0.0}) == identity_of(baseline)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +159,7 @@ def test_the_effective_configuration_is_held_against_what_was_asked() -> None:
     ],
 )
 def test_spellings_of_one_value_are_one(a: Value, b: Value, same: bool) -> None:
-    assert effective.same(a, b) is same
+    assert same_value(a, b) is same
 
 
 @pytest.mark.parametrize(
@@ -276,10 +280,10 @@ def test_graphs_up_to_the_step_budget_are_what_was_asked() -> None:
     asked = Candidate({"max_cudagraph_capture_size": 2048})
     for budget, found in ((1024, 1024), (1000, 992), (8192, 2048), (8192, 2040)):
         said = {"max_num_batched_tokens": budget, "max_cudagraph_capture_size": found}
-        assert effective.differences(asked, said, catalogue.read_back()) == {}
+        assert differences(asked, said, catalogue.read_back()) == {}
     for budget, found in ((8192, 512), (1024, 512), (1024, 0)):
         said = {"max_num_batched_tokens": budget, "max_cudagraph_capture_size": found}
-        assert effective.differences(asked, said, catalogue.read_back()) == {
+        assert differences(asked, said, catalogue.read_back()) == {
             "max_cudagraph_capture_size": (2048, found)
         }
 
@@ -402,8 +406,8 @@ def test_M15_the_distribution_of_step_tokens_and_the_offload_transfer_are_read()
     assert found["batch_tokens_p50"] == pytest.approx(12.0)
     assert found["batch_tokens_p95"] == pytest.approx(15.6)
     assert metrics.between(metrics.parse(""), metrics.parse("a 1\n"))["batch_tokens_p50"] is None
-    assert observe.fold([(0.0, before), (4.0, after)])["offload_gib_per_s"] == pytest.approx(0.5)
-    assert "offload_gib_per_s" not in observe.fold([(0.0, metrics.parse("a 1\n"))] * 2)
+    assert fold_scrapes([(0.0, before), (4.0, after)])["offload_gib_per_s"] == pytest.approx(0.5)
+    assert "offload_gib_per_s" not in fold_scrapes([(0.0, metrics.parse("a 1\n"))] * 2)
 
 
 @pytest.mark.parametrize(("ones", "eights"), [(100, 100), (96, 100), (60, 100), (10, 100), (0, 100)])

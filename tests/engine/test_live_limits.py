@@ -164,8 +164,8 @@ def test_every_limit_is_set_and_read_back(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("wanted", "words"),
     [
-        ({"max_num_seqs": 17}, "above the launched 16"),
-        ({"max_num_batched_tokens": 2048}, "above the launched 1024"),
+        ({"max_num_seqs": 17}, "above its value at launch, 16"),
+        ({"max_num_batched_tokens": 2048}, "above its value at launch, 1024"),
         ({"max_num_batched_tokens": 8}, "below max_num_seqs"),
         ({"max_num_seqs": 0}, "not a positive whole number"),
         ({"max_num_seqs": True}, "not a positive whole number"),

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.engine.helpers import spec
-from tuner.engine import effective, failures, metrics
+from tuner.engine import failures, metrics
+from tuner.engine.metrics import differences, read_effective, unproved_knobs
 from tuner.errors import BadInput
 from tuner.knobs import catalogue, space
 from tuner.knobs.arguments import compile_candidate
@@ -33,21 +34,21 @@ def test_22_a_made_up_knob_is_one_entry(made_up: None, tmp_path: Path) -> None:
     launch = spec(tmp_path, asked={"frobnication": 8}, read_back=catalogue.read_back())
     label = metrics.parse('vllm:cache_config_info{frob_level="4"} 1\n')
     silent = metrics.parse("")
-    assert effective.read(launch, silent, SAID, "")["frobnication"] == 4
-    assert effective.read(launch, label, None, "")["frobnication"] == 4
-    assert effective.read(launch, silent, None, "INFO Frobnicating at level 4")["frobnication"] == "4"
-    assert "frobnication" not in effective.read(launch, silent, None, "")
+    assert read_effective(launch, silent, SAID, "")["frobnication"] == 4
+    assert read_effective(launch, label, None, "")["frobnication"] == 4
+    assert read_effective(launch, silent, None, "INFO Frobnicating at level 4")["frobnication"] == "4"
+    assert "frobnication" not in read_effective(launch, silent, None, "")
 
 
 def test_22_a_made_up_knob_that_the_engine_runs_otherwise_is_a_difference(made_up: None) -> None:
     asked = Candidate({"frobnication": 8})
     rules = catalogue.read_back()
-    assert effective.differences(asked, {"frobnication": 4}, rules) == {"frobnication": (8, 4)}
+    assert differences(asked, {"frobnication": 4}, rules) == {"frobnication": (8, 4)}
     cut = {"frobnication": 4, "max_num_seqs": 4}
-    assert effective.differences(asked, cut, rules) == {}
+    assert differences(asked, cut, rules) == {}
     less = {"frobnication": 3, "max_num_seqs": 4}
-    assert effective.differences(asked, less, rules) == {"frobnication": (8, 3)}
-    assert effective.unproved(asked, {}) == ("frobnication",)
+    assert differences(asked, less, rules) == {"frobnication": (8, 3)}
+    assert unproved_knobs(asked, {}) == ("frobnication",)
 
 
 def test_22_a_refused_flag_of_a_made_up_knob_is_the_candidates_fault(made_up: None) -> None:

@@ -59,7 +59,7 @@ def test_too_many_sequences_for_the_mamba_cache_are_graded(name: str, asked: int
     assert (found.kind, found.outcome, found.retries) == ("mamba_blocks", "infeasible", 0)
     assert found.violation.kv == pytest.approx(1 - there / asked)
     assert "max_num_seqs" in found.reason
-    assert f"{asked} asked for, {there} there" in found.reason
+    assert f"{asked} needed, {there} available" in found.reason
 
 
 def test_an_unknown_end_is_told_by_the_last_line_of_its_own_traceback() -> None:

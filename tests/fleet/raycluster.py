@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 
@@ -20,7 +21,9 @@ from tests.tuning.studies import environment
 from tuner.errors import NotFound
 from tuner.history.store import Store
 from tuner.records import Study, Trial, TrialState
+from tuner.tuning.now import read
 
+T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
 WATCHDOG_S = 600.0
 """No test asserts a time; this only ends what hangs."""
@@ -34,10 +37,12 @@ def page_lines() -> list[str]:
     return [line for text in BLOCK.findall(page.read_text()) for line in text.splitlines()]
 
 
-def wait_for(what: Callable[[], bool], *, alive: "subprocess.Popen[str] | None" = None) -> None:
-    """Until something is true; the watchdog ends what never is, and the end of `alive` does."""
+def wait_for(what: Callable[[], T | None], *, alive: "subprocess.Popen[str] | None" = None) -> T:
+    """Wait until something is true, and return it. Fails after WATCHDOG_S, and if `alive` has ended."""
     end = time.monotonic() + WATCHDOG_S
-    while not what():
+    while True:
+        if found := what():
+            return found
         assert time.monotonic() < end, "never happened"
         assert alive is None or alive.poll() is None, "the command ended before"
         time.sleep(0.1)
@@ -185,9 +190,14 @@ def trials_of(cluster: Cluster, node: str, name: str = "fleet") -> tuple[Trial, 
 
 
 def serving(cluster: Cluster, node: str, number: int, name: str = "fleet") -> str | None:
-    """The launch of a running trial once its engine is sent requests."""
+    """The launch of a running trial once its engine is sent the requests of its window. (An engine that
+    screens was sent those of earlier trials before.)
+    """
     trials = trials_of(cluster, node, name)
     if not trials or trials[-1].number < number or trials[-1].state is not TrialState.RUNNING:
+        return None
+    now = read(cluster.home, trials[-1].run_id)
+    if now is None or (now.trial, now.phase) != (trials[-1].number, "window"):
         return None
     for launch in cluster.store().launches(trials[-1].study_id):
         log = cluster.home / "work" / launch.id / "engine.log"

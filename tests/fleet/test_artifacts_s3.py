@@ -13,8 +13,8 @@ import pytest
 from pyarrow import fs
 
 from tests.commands.test_backup import imported, shown
-from tests.service.world import free_port
 from tests.tuning.studies import STUDY, TRACE, tuner, write
+from tuner.engine.http import fresh_port
 from tuner.errors import BadInput, Unavailable
 
 pytestmark = pytest.mark.cluster
@@ -26,7 +26,7 @@ KEYS = {"AWS_ACCESS_KEY_ID": "tests", "AWS_SECRET_ACCESS_KEY": "tests", "AWS_DEF
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     """The address of an S3 server with one bucket, `bucket`."""
-    port = free_port()
+    port = fresh_port()
     with subprocess.Popen([MOTO, "-H", "127.0.0.1", "-p", str(port)], stderr=subprocess.DEVNULL) as process:
         address = f"http://127.0.0.1:{port}"
         while True:

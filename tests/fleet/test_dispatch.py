@@ -33,10 +33,8 @@ from tuner.fleet.node_worker import Done, NodeWorker
 from tuner.fleet.nodes import selector
 from tuner.history.store import Store
 from tuner.records import JSON, Candidate, Fidelity, Launch, Node, Violation
-from tuner.tuning import studyfile
 from tuner.tuning.context import Cores, LaunchJob, News, Pass, Serving
-from tuner.tuning.study import Prepared, load
-from tuner.tuning.studyfile import StudyFile
+from tuner.tuning.study import Prepared, StudyFile, load, read
 from tuner.tuning.trial import GateFailed, LimitsRefused, launch_spec
 
 
@@ -50,7 +48,7 @@ CLUSTER = (HEAD, a_member("large", gpu="a100-80"), a_member("small", gpu="a4500"
 
 @pytest.fixture
 def file(tmp_path: Path) -> StudyFile:
-    return studyfile.read(write(tmp_path))
+    return read(write(tmp_path))
 
 
 def names(members: Sequence[Member]) -> list[str]:
@@ -81,7 +79,7 @@ def test_a_study_that_needs_more_gpus_than_a_node_has_is_refused_before_anything
 
 
 def test_a_study_that_names_its_node_is_not_for_many(file: StudyFile) -> None:
-    with pytest.raises(BadInput, match="remove node from the study file"):
+    with pytest.raises(BadInput, match="remove `node` from the study file"):
         dispatch.choose(CLUSTER, selector([]), (), file.model_copy(update={"node": "large"}))
 
 
@@ -153,6 +151,7 @@ def an_order(prepared: Prepared, folder: Path, **knobs: int) -> LaunchJob:
     return LaunchJob(spec=spec, passes=(Pass(slices=prepared.study.slices),), number=0)
 
 
+@pytest.mark.slow
 def test_a_worker_does_an_order_and_hands_back_records_and_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,6 +229,7 @@ def staying(prepared: Prepared, folder: Path) -> tuple[LaunchJob, LaunchJob]:
     return launch, replace(order, spec=spec, stay=True, limits=limits)
 
 
+@pytest.mark.slow
 def test_M8_a_worker_measures_with_other_limits_in_an_engine_that_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,6 +264,7 @@ def test_M8_a_worker_measures_with_other_limits_in_an_engine_that_stays(
     asyncio.run(work())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["stop", "idle", "another order"])
 def test_M8_an_engine_that_stays_ends_with_its_run_or_when_its_controller_is_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str

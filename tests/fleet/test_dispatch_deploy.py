@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from packaging.utils import canonicalize_name
 
 from tests.tuning.studies import WATCHDOG_S, command, environment, tuner, write
 from tuner import __version__
+from tuner.engine.http import fresh_port
 from tuner.errors import BadInput, StudyFailed
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -185,9 +185,7 @@ def served(tmp_path: Path) -> Iterator[tuple[Path, int, str]]:
     comment = (DEPLOY / "kubernetes" / "servicemonitor.yaml").read_text()
     (make,) = re.findall(r"tuner (token create .*)", comment)
     token = tuner(tmp_path, *make.split()).stdout.strip()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = fresh_port()
     line = [str(port) if word == "8642" else word for word in ours(serve)]
     with (tmp_path / "serve.log").open("w") as log:
         process = subprocess.Popen(command(*line), env=environment(tmp_path), stdout=log, stderr=log)

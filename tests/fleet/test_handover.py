@@ -248,7 +248,7 @@ def test_20_a_journal_is_forgotten_when_production_was_brought_back_by_hand(
     pod = left_by_a_pod(store, home, production)
     lease = store.acquire_lease("gpu-1", f"{pod} pid 1", now=clock(), ttl_s=3600.0)
     held = tuner(home, "node", "restore", "gpu-1", "--forget")
-    assert "a running run holds it" in held.stderr
+    assert "a run still uses it" in held.stderr
     assert store.handover("gpu-1") is not None
     store.release_lease(lease)
     done = tuner(home, "node", "restore", "gpu-1", "--forget")
@@ -326,6 +326,7 @@ def drained_by_a_run_that_was_killed(home: Path, folder: Path) -> "subprocess.Po
     return controller
 
 
+@pytest.mark.slow
 def test_after_a_kill_production_is_restored_without_anybody_s_help(
     store: Store, home: Path, production: Production, tmp_path: Path
 ) -> None:
@@ -377,13 +378,13 @@ def test_engines_behind_a_door_are_stopped_before_production_comes_back(
 @pytest.mark.parametrize(
     ("entry", "sentence"),
     [
-        ({"comand": {}}, "give exactly one of command, systemd, kubectl"),
+        ({"comand": {}}, "give exactly one of the keys command, systemd, kubectl"),
         ({"systemd": "a b"}, "a unit's name"),
         ({"systemd": "--now"}, "a unit's name"),
         ({"kubectl": "vllm"}, "NAMESPACE/deployment/NAME"),
         ({"systemd": "vllm.service", "timout_s": 3}, "unknown key 'timout_s' (did you mean 'timeout_s'?)"),
-        ({"systemd": "vllm.service", "timeout_s": 0}, "seconds above 0"),
-        ({"command": {"drain": ["true"]}}, "give drain and restore"),
+        ({"systemd": "vllm.service", "timeout_s": 0}, "a number of seconds above 0"),
+        ({"command": {"drain": ["true"]}}, "give the keys drain and restore"),
         ({"command": {"drain": "true", "restore": ["true"]}}, "a list of words"),
         ({"command": {"drain": ["x", "--api-key=abc"], "restore": ["true"]}}, "looks like a secret"),
     ],

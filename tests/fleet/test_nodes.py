@@ -10,9 +10,8 @@ from tuner.fleet.nodes import chosen, fingerprint, register, selector
 from tuner.history.store import Store
 from tuner.knobs.discover import facts_of_version
 from tuner.records import Node
-from tuner.tuning import studyfile
-from tuner.tuning.study import Surveyed, named
-from tuner.tuning.studyfile import EngineFile
+from tuner.tuning.study import parse
+from tuner.tuning.survey import EngineFile, Surveyed, named
 
 CLUSTER = {
     "a": {"name": "a", "host": "h1", "gpu": "a100-80", "zone": "east"},
@@ -89,19 +88,19 @@ def test_what_is_new_of_a_node_is_written_and_its_state_stays(store: Store) -> N
 
 def test_another_machine_under_a_known_name_is_refused(store: Store) -> None:
     register(store, Node(name="a", gpu_class="a100x1"))
-    with pytest.raises(BadInput, match="was registered as a100x1 and is h100x8 now"):
+    with pytest.raises(BadInput, match="was registered with a100x1, but now it has h100x8"):
         register(store, Node(name="a", gpu_class="h100x8"))
 
 
 def test_a_node_s_study_is_not_run_on_a_host_without_its_gpus(store: Store) -> None:
     store.add_node(Node(name="gpu-1", gpu_class="h100-80x2", gpus=("GPU-a", "GPU-b"), host="far"))
-    file = studyfile.parse(STUDY.replace("trace:", "node: gpu-1\ntrace:"), name="study.yaml")
+    file = parse(STUDY.replace("trace:", "node: gpu-1\ntrace:"), name="study.yaml")
     facts = facts_of_version("0.32.0")
 
     def on(*gpus: str) -> Surveyed:
         here = Node(name="local", gpu_class="h100-80x2", gpus=gpus)
-        return named(file, Surveyed(command=(), facts=facts, node=here), store)
+        return named(file.node, Surveyed(command=(), facts=facts, node=here), store)
 
     assert on("GPU-a", "GPU-b", "GPU-c").node.gpus == ("GPU-a", "GPU-b")
-    with pytest.raises(BadInput, match=r"node: gpu-1 has GPU GPU-b, .* type this on host far"):
+    with pytest.raises(BadInput, match=r"node: gpu-1 has GPU GPU-b, .* Run this command on host far"):
         on("GPU-a", "GPU-c")

@@ -127,6 +127,7 @@ def line(process: "subprocess.Popen[str]") -> str:
     return process.stdout.readline().strip()
 
 
+@pytest.mark.slow
 def test_a_paused_controller_that_wakes_up_cannot_write(store: Store, url: str, tmp_path: Path) -> None:
     """SIGSTOP past its lease; another one takes the node; then SIGCONT."""
     study = write(tmp_path)
@@ -179,7 +180,7 @@ def test_who_is_paused_in_the_middle_of_a_write_holds_nobody_up_for_ever(postgre
         assert other.acquire_lease("n", "next", now=later, ttl_s=60).fence == 2
         connection.execute(text("SELECT 1"))
 
-    with pytest.raises(Conflict, match="'next' has fence 2"):
+    with pytest.raises(Conflict, match="'next' now has it with fence 2"):
         paused.database.write(write_slowly)
     assert tries == 2
     paused.close()
@@ -277,6 +278,7 @@ print(run.state)
 """
 
 
+@pytest.mark.slow
 def test_a_run_on_a_node_with_gpus_does_not_lock_itself_out(tmp_path: Path) -> None:
     """It holds each GPU once, from its first word to its last."""
     gpus = sorted(f"GPU-{uuid.uuid4()}" for _ in range(2))

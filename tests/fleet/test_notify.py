@@ -3,6 +3,7 @@
 import hashlib
 import hmac
 import json
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -81,6 +82,13 @@ def test_a_webhook_is_sent_the_notice(tmp_path: Path, hook: Hook) -> None:
     }  # fmt: skip
 
 
+def test_the_file_of_the_docs_is_taken_as_it_is_printed(tmp_path: Path) -> None:
+    text = (Path(notify.__file__).parents[2] / "docs" / "schedules.md").read_text()
+    (block,) = [each for each in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if "webhook:" in each]
+    (tmp_path / "notify.yaml").write_text(block)
+    assert [target.on for target in notify.targets(tmp_path)] == [("failure", "regression"), ("promotion",)]
+
+
 def test_I27_6_slack_and_teams_get_one_line_that_holds_no_markup_of_theirs() -> None:
     notice = replace(NOTICE, sentence="max_num_seqs < 4 & <!channel> " + "x" * 5000)
     assert "max_num_seqs &lt; 4 &amp; &lt;!channel&gt;" in notice.text
@@ -137,8 +145,8 @@ def test_only_what_was_asked_for_is_told(tmp_path: Path, hook: Hook) -> None:
 @pytest.mark.parametrize(
     ("target", "sentence"),
     [
-        ({"on": ["failure"]}, "exactly one of webhook and command"),
-        ({"webhook": "http://x", "command": ["y"]}, "exactly one of webhook and command"),
+        ({"on": ["failure"]}, "one of the keys webhook and command, not both"),
+        ({"webhook": "http://x", "command": ["y"]}, "one of the keys webhook and command, not both"),
         ({"webhok": "http://x", "command": ["y"]}, "unknown key 'webhok' (did you mean 'webhook'?)"),
         ({"on": ["failures"], "command": ["y"]}, "'failures' is not one of failure, regression, promotion"),
         ({"webhook": "ftp://x"}, "an address such as https://host/path"),

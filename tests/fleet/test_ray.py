@@ -5,6 +5,7 @@ import re
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -28,8 +29,7 @@ from tests.history.records import newest_conclusion
 from tuner import processes
 from tuner.conclusions import UNMEASURED
 from tuner.errors import INTERRUPTED, Conflict, NotFound
-from tuner.knobs.arguments import gpus_held
-from tuner.records import Profile, ProfileKey, RunState, Trial, TrialState
+from tuner.records import Profile, ProfileKey, RunState, Trial, TrialState, gpus_held
 
 pytestmark = pytest.mark.cluster
 
@@ -69,17 +69,21 @@ class Watcher:
         self._thread.join()
 
     def _watch(self) -> None:
-        counts: dict[str, int] = {}
+        counts, read = Counter[str](), Counter[str]()
         while not self._over.wait(0.1):
             for log in self._home.glob("work/*/engine.log"):
+                launch = log.parent.name
                 try:
-                    count = log.read_bytes().count(b"POST /v1/completions")
+                    with log.open("rb") as file:
+                        file.seek(read[launch])
+                        lines = file.read().rpartition(b"\n")[0]
                 except OSError:
                     continue
-                launch = log.parent.name
-                if count > max(PROBES, counts.get(launch, 0)):
+                read[launch] += len(lines)
+                new = lines.count(b"POST /v1/completions")
+                counts[launch] += new
+                if new and counts[launch] > PROBES:
                     self.seen.append((time.monotonic(), launch))
-                counts[launch] = count
 
 
 @dataclass(frozen=True)
@@ -101,8 +105,7 @@ def told(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Told:
     (again,) = [line for line in STARTS if VICTIM in line]
     with Watcher(cluster.home) as watcher, cluster.started(TUNE, log) as command:
         try:
-            wait_for(lambda: serving(cluster, VICTIM, 1) is not None, alive=command)
-            launch = serving(cluster, VICTIM, 1) or ""
+            launch = wait_for(lambda: serving(cluster, VICTIM, 1), alive=command)
             cluster.kill_node(VICTIM)
             wait_for(lambda: processes.tagged(launch) == [])
             wait_for(lambda: _was_lost(trials_of(cluster, VICTIM)), alive=command)
@@ -119,9 +122,18 @@ def told(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Told:
 
 
 def _drifted(cluster: Cluster) -> list[str]:
-    """The nodes whose newest run is not to be trusted: what else this host did changed what it measured."""
-    newest = {node: newest_conclusion(cluster.store(), study_of(cluster, node).id) for node in NODES}
-    return [node for node, said in newest.items() if said is None or said.outcome in UNMEASURED]
+    """The nodes whose newest run is not to be trusted: what else this host did changed what it measured. Nor
+    is a run without a winner, if processes waited for a core in more than half of a replay.
+    """
+    store, found = cluster.store(), []
+    for node in NODES:
+        study = study_of(cluster, node)
+        said, run = newest_conclusion(store, study.id), store.runs(study.id)[0]
+        measured = [m for t in store.trials(study.id, run_id=run.id) for m in t.measurements]
+        starved = any((m.fidelity.values.get("cpu_pressure") or 0.0) > 0.5 for m in measured)
+        if said is None or said.outcome in UNMEASURED or (said.winner is None and starved):
+            found.append(node)
+    return found
 
 
 def profile_of(cluster: Cluster, node: str) -> Profile:
@@ -147,9 +159,15 @@ def test_each_node_beats_its_default_by_a_confirmed_verdict(told: Told, cluster:
 
 
 def test_each_class_has_a_winner_of_its_own(told: Told, cluster: Cluster) -> None:
-    small, twin, large = (profile_of(cluster, node).candidate for node in NODES)
-    assert small == twin
-    assert small != large
+    """The slower card wins with fewer tokens a step. If two levels are nearly equal, noise may decide on one
+    of the two equal nodes.
+    """
+    default = 2048
+    knobs = [profile_of(cluster, node).candidate for node in NODES]
+    small, twin, large = (int(str(each.get("max_num_batched_tokens", default))) for each in knobs)
+    assert max(small, twin) < default
+    assert max(small, twin) <= large <= default
+    assert min(small, twin) < large
 
 
 @pytest.mark.parametrize("node", NODES)
@@ -203,14 +221,17 @@ def test_the_whole_fleet_is_told_in_one_view(told: Told) -> None:
         assert f"node {node} ({gpu_class})" in told.out
     pulled = set(re.findall(r"pull the winner: .* --node (\S+)", told.out))
     assert pulled == set(NODES)
-    assert "for controllers on several machines set TUNER_DATABASE_URL to a PostgreSQL" in told.out
+    assert "For controllers on several machines, set TUNER_DATABASE_URL to a PostgreSQL" in told.out
 
 
 def test_what_came_out_is_pulled_node_by_node(told: Told, cluster: Cluster) -> None:
     found = re.findall(r"pull the winner: (?:TUNER_\w+=\S+ )*(?:\S*tuner) (profile .*)", told.out)
     assert len(found) >= len(NODES)
     for line in found:
-        assert "max-num-batched-tokens: " in cluster.type(f"tuner {line}")
+        (node,) = re.findall(r"--node (\S+)", line)
+        pulled = yaml.safe_load(cluster.type(f"tuner {line}"))
+        knobs = profile_of(cluster, node).candidate
+        assert knobs.items() <= {name.replace("-", "_"): value for name, value in pulled.items()}.items()
 
 
 def test_nothing_of_the_work_stays_on_the_nodes(told: Told, cluster: Cluster) -> None:
@@ -245,12 +266,14 @@ def screening(cluster: Cluster, node: str, name: str) -> str | None:
 
 def test_M8_live_limits_screen_in_an_engine_that_stays_on_a_node(cluster: Cluster, tmp_path: Path) -> None:
     study = another(tmp_path, "screened")
-    cluster.type(f"tuner tune {study} --on auto --nodes name=large --trials 6 --all-trials")
+    cluster.type(f"tuner tune {study} --on auto --nodes name=large --trials 8 --all-trials")
     trials, store = trials_of(cluster, "large", "screened"), cluster.store()
     screened = [t for t in trials if t.screened]
-    launches = {t.measurement.launch_id for t in screened if t.measurement}
     assert len(screened) >= 2
-    assert len(launches) < len(screened)
+    served = Counter(t.measurement.launch_id for t in trials if t.measurement)
+    assert max(served[t.measurement.launch_id] for t in screened if t.measurement) >= 2
+    argv = {launch.id: launch.argv for launch in store.launches(trials[0].study_id)}
+    assert all("--scheduler-cls" in argv[t.measurement.launch_id or ""] for t in screened if t.measurement)
     for trial in screened:
         for name, value in trial.candidate.items():
             assert trial.effective[name] == value
@@ -271,8 +294,7 @@ def test_M8_an_engine_that_stays_ends_with_its_run_its_controller_or_its_node(
     line = f"tuner tune {another(tmp_path, name)} --on auto --nodes name=large --trials 6 --all-trials"
     log = tmp_path / "stays.log"
     with cluster.started(line, log) as command:
-        wait_for(lambda: screening(cluster, "large", name) is not None, alive=command)
-        launch = screening(cluster, "large", name) or ""
+        launch = wait_for(lambda: screening(cluster, "large", name), alive=command)
         (run,) = cluster.store().runs(study_of(cluster, "large", name).id)
         if how == "cancel":
             cluster.type(f"tuner run cancel {run.id}")
@@ -306,8 +328,7 @@ def test_of_two_controllers_that_race_for_a_node_one_is_told(cluster: Cluster, t
         (winner,) = [each for each in (one, other) if each is not loser]
         assert loser.returncode == Conflict.exit_code, logs[loser].read_text()
         assert re.search(rf"node 'large' is leased to '.* pid {winner.pid} ", logs[loser].read_text())
-        wait_for(lambda: serving(cluster, "large", 0, "raced") is not None, alive=winner)
-        launch = serving(cluster, "large", 0, "raced") or ""
+        launch = wait_for(lambda: serving(cluster, "large", 0, "raced"), alive=winner)
         winner.send_signal(signal.SIGTERM)
         assert winner.wait(600) == 8, logs[winner].read_text()
         assert processes.tagged(launch) == []
@@ -324,7 +345,7 @@ def test_a_run_whose_node_is_lost_goes_on_on_a_free_node_of_its_class(
     line = f"tuner tune {another(tmp_path, 'moved')} --on auto --nodes name={VICTIM}"
     log = tmp_path / "moved.log"
     with cluster.started(line, log) as command:
-        wait_for(lambda: serving(cluster, VICTIM, 0, "moved") is not None, alive=command)
+        wait_for(lambda: serving(cluster, VICTIM, 0, "moved"), alive=command)
         cluster.kill_node(VICTIM)
         wait_for(lambda: "the run continues on node small-1" in log.read_text(), alive=command)
         wait_for(lambda: len(trials_of(cluster, VICTIM, "moved")) > 1, alive=command)
@@ -361,7 +382,7 @@ def test_a_node_whose_part_has_ended_takes_over_a_lost_one_while_others_go_on(
         wait_for(lambda: cluster.store().run(runs["small-1"]).state is RunState.CANCELLED, alive=command)
         wait_for(lambda: "small-1" not in leased(cluster), alive=command)
         assert "large" in leased(cluster)
-        wait_for(lambda: serving(cluster, VICTIM, 0, "taken") is not None, alive=command)
+        wait_for(lambda: serving(cluster, VICTIM, 0, "taken"), alive=command)
         cluster.kill_node(VICTIM)
         wait_for(lambda: "the run continues on node small-1" in log.read_text(), alive=command)
         assert leased(cluster) == set(NODES)

@@ -135,6 +135,6 @@ def test_without_the_right_to_read_nothing_is_drained(store: Store, tmp_path: Pa
 
 
 def test_replicas_that_do_not_answer_yet_are_not_ready(api: Api) -> None:
-    words = [sys.executable, "-m", "tuner.fleet.scaling", "ready", "prod/deployment/none"]
+    words = [sys.executable, "-m", "tuner.fleet.hooks", "ready", "prod/deployment/none"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.startswith("prod/deployment/none: ")) == (1, True)

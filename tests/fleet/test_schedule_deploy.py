@@ -85,6 +85,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("unit", "line"), [c for c in commands() if " serve" not in c[1]])
 def test_a_command_of_a_unit_runs(unit: str, line: str, home: Path) -> None:
     done = tuner(home, *words_of(line))

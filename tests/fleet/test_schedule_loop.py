@@ -259,7 +259,7 @@ def test_a_window_must_hold_the_minimum_of_trials(
     found = claim(store, store.schedule("nightly"), now)
     assert (found.kind if isinstance(found, Happening) else "start") == kind
     if isinstance(found, Happening):
-        assert "a trial takes 600 s (150 s of it to relaunch; median of 3 launches" in found.sentence
+        assert "One trial takes 600 s (150 s of it to relaunch; median of 3 launches" in found.sentence
 
 
 def test_what_a_trial_takes_is_the_median_of_launches_that_ended_well(store: Store) -> None:

@@ -36,6 +36,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
     made.close()
 
 
+@pytest.mark.slow
 def test_a_night_fires_and_ends_inside_its_window_with_production_back(store: Store, tmp_path: Path) -> None:
     """The budget is endless, so that the window is what ends the night. The clock says it is that night."""
     began = datetime.now(UTC)
@@ -101,6 +102,7 @@ def test_a_window_that_cannot_hold_the_trials_is_refused_by_what_was_learned(tmp
     store.close()
 
 
+@pytest.mark.slow
 def test_a_secret_of_the_engine_is_found_nowhere(tmp_path: Path) -> None:
     """Neither in the database, nor in logs, traces, reports, exports, nor in anything that is printed."""
     home = tmp_path / "home"

@@ -355,9 +355,12 @@ def test_a_run_that_was_continued_days_later_belongs_to_the_night_in_which_it_en
     store = Store(f"sqlite:///{tmp_path}/tuner.db")
     one, two = a_study("one"), a_study("two")
     stopped = a_run(store, two)
-    finished(store, start(store, stopped), a_measurement(400.0))
+    finished(store, start(store, stopped, attempt=1), a_measurement(400.0))
     ended(store, one, 1, 190.0, 100.0, confirm=(95.0,))
-    before = queries.rows(store.bests(**TTFT))
+    found = store.bests(**TTFT)
+    assert [best.label for best in found if best.run_id == stopped.id] == ["0.1"]
+    assert [best.run_id == stopped.id for best in found] == [False, True], "what has no end yet comes last"
+    before = queries.rows(found)
     assert [(row.best.run_id == stopped.id, row.compared) for row in before] == [
         (True, "first"),
         (False, "first"),
@@ -401,6 +404,8 @@ def test_noise_is_not_a_regression() -> None:
     bests = [a_best(0, 100.0, low=90.0, high=112.0, **noisy), a_best(1, 110.0, low=99.0, high=120.0, **noisy)]
     assert [night.compared for night in queries.nights(bests)] == ["first", "same"]
     assert queries.nights(bests)[0].sure == "confirmed, 3 repeats, 90 to 112"
+    slow = [a_best(0, 20000.0, low=16012.0, high=32914.0, **noisy)]
+    assert queries.nights(slow)[0].sure == "confirmed, 3 repeats, 16,012 to 32,914"
     assert [night.compared for night in queries.nights([a_best(0, 100.0), a_best(1, 104.0)])][1] == "same"
 
 

@@ -56,9 +56,9 @@ def _refused(name: str, version: str) -> None:
     said = str(refused.value)
     assert said.startswith(f"{name}: vLLM {version} ")
     instead = row.get("instead")
-    assert said.endswith(f"nearest: {instead}" if instead and _can(instead, version) else "does the same"), (
-        said
-    )
+    assert said.endswith(
+        f"use {instead} instead" if instead and _can(instead, version) else "does the same"
+    ), said
 
 
 def _can(name: str, version: str) -> bool:
@@ -102,13 +102,13 @@ def test_preemption_compiles_for_the_release(
 PREEMPTION_REFUSED = [
     ("0.9.2", "cuda", "swap:4", "older than 0.10"),
     ("0.10.2.post2", "cuda", "swap:4", "VLLM_USE_V1=0"),
-    ("0.10.2.post2", "cuda", "offload:4", "nearest: recompute"),
-    ("0.11.0", "cuda", "swap:4", "nearest: recompute"),
+    ("0.10.2.post2", "cuda", "offload:4", "use recompute instead"),
+    ("0.11.0", "cuda", "swap:4", "use recompute instead"),
     ("0.11.0", "cuda", "offload:4", "since 0.11.2"),
-    ("0.11.2", "cuda", "swap:4", "nearest: offload:4"),
-    ("0.17.1", "cuda", "swap:4", "nearest: offload:4"),
+    ("0.11.2", "cuda", "swap:4", "use offload:4 instead"),
+    ("0.17.1", "cuda", "swap:4", "use offload:4 instead"),
     ("0.32.0", "cuda", "swap:4", "gone since 0.11.0"),
-    ("0.32.0", "cpu", "swap:4", "nearest: recompute"),
+    ("0.32.0", "cpu", "swap:4", "use recompute instead"),
     ("0.32.0", "cpu", "offload:4", "host memory already"),
 ]
 

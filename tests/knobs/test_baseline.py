@@ -108,7 +108,8 @@ def test_a_shortened_flag_is_taken_as_vllm_takes_it_and_said() -> None:
     made = read("vllm serve m --max-num-seq 12 --kv-cache-memory 1073741824")
     assert made.candidate == Candidate({"max_num_seqs": 12, "kv_cache_memory_bytes": 1073741824})
     assert made.notes == (
-        "--max-num-seq is short for --max-num-seqs; write it out, since another release may have two such",
+        "--max-num-seq is short for --max-num-seqs. Write the whole name; another release may have two such"
+        " flags",
     )
 
 
@@ -276,7 +277,7 @@ def test_of_several_engines_one_is_picked(tmp_path: Path) -> None:
             "vllm serve m --max-nmu-seqs 3",
             r"no vLLM has the argument --max-nmu-seqs \(did you mean '--max-num-seqs'",
         ),
-        ("vllm serve m --max-num-seqs many", "--max-num-seqs: 'many' is not a number"),
+        ("vllm serve m --max-num-seqs many", "--max-num-seqs: vLLM cannot read 'many' as a number"),
         ("vllm serve m --max-num-seqs", "--max-num-seqs has no value"),
         ("vllm serve m --gpu-memory-utilization 9", "9.0 is above 1"),
         ("vllm serve m --speculative-config {", "is not JSON"),
@@ -335,7 +336,7 @@ def test_I29_2_an_import_takes_the_numbers_that_vllms_parser_takes(
     for text, value in good.items():
         assert list(read(f"vllm serve m {flag} '{text}'").candidate.values()) == [value], text
     for text in bad:
-        with pytest.raises(BadInput, match=rf"{flag}: '{re.escape(text)}' is not a number"):
+        with pytest.raises(BadInput, match=rf"{flag}: vLLM cannot read '{re.escape(text)}' as a number"):
             read(f"vllm serve m {flag} '{text}'")
 
 
@@ -346,7 +347,7 @@ def test_I29_2_flags_that_are_no_knobs_take_the_same_numbers() -> None:
         "--shutdown-timeout 10s",
         "--mm-processor-cache-gb 4G",
     ):
-        with pytest.raises(BadInput, match="is not a number"):
+        with pytest.raises(BadInput, match=r"vLLM cannot read .* as a number"):
             read(f"vllm serve m {text}")
     made = read("vllm serve m --seed 1_000 --mm-processor-cache-gb 1e0 --max-lora-rank 16")
     assert made.args == {"seed": "1_000", "mm-processor-cache-gb": 1.0, "max-lora-rank": 16}
@@ -373,5 +374,5 @@ def test_I29_2_numbers_inside_an_object_are_read_as_vllm_reads_them(tmp_path: Pa
         ("other.yaml", "max-num-batched-tokens: 8192.0"),
     ):
         (tmp_path / name).write_text(f"model: m\n{text}\n")
-        with pytest.raises(BadInput, match="it takes a whole number"):
+        with pytest.raises(BadInput, match="this flag takes a whole number"):
             read(f"vllm serve --config {tmp_path / name}")

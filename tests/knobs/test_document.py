@@ -9,8 +9,7 @@ from tests.knobs.conftest import DRIVEN, engine
 from tuner.errors import BadInput
 from tuner.knobs import catalogue
 from tuner.knobs.catalogue import CATALOGUE, knob, table
-from tuner.knobs.check import check, rows
-from tuner.knobs.space import names, parse
+from tuner.knobs.space import check_space, knob_rows, names, parse
 
 PAGE = Path(__file__).parents[2] / "docs" / "knobs.md"
 ISSUE_TERMS = {
@@ -58,7 +57,7 @@ def test_every_term_of_the_guides_has_an_answer() -> None:
         for name in named:
             assert CATALOGUE[name].flag_in(newest) or CATALOGUE[name].kind == "preemption"
         said = str(entry["says"]).lower()
-        assert named or "since" in entry or "no flag" in said or "not a flag" in said
+        assert named or "no flag" in said
 
 
 @pytest.mark.parametrize("name", names())
@@ -78,7 +77,7 @@ def test_a_catalogue_with_a_wrong_key_is_refused() -> None:
 
 
 def test_the_rows_of_an_engine() -> None:
-    found = {row.name: row for row in rows(engine(platform="cpu"))}
+    found = {row.name: row for row in knob_rows(engine(platform="cpu"))}
     assert set(found) == set(CATALOGUE)
     assert found["max_num_seqs"].why_not is None
     assert found["max_num_seqs"].default == 128
@@ -101,7 +100,7 @@ knobs:
 """,
         where="mine.yaml",
     )
-    found = [(finding.kind, finding.about, finding.text) for finding in check(space, engine("0.20.2"))]
+    found = [(finding.kind, finding.about, finding.text) for finding in check_space(space, engine("0.20.2"))]
     said = {(kind, about): text for kind, about, text in found}
     assert "does not have it" in said["dropped", "watermark"]
     assert "needs 16 GPUs" in said["dropped", "tensor_parallel_size=16"]
@@ -111,11 +110,11 @@ knobs:
     assert any("users' own prompts" in text for text in texts)
     assert any(text.startswith("up to 16 shapes to compile") for text in texts)
     assert any("% of the combinations are known to fail" in text for text in texts)
-    assert check(space, engine("0.20.2")) == check(space, engine("0.20.2"))
+    assert check_space(space, engine("0.20.2")) == check_space(space, engine("0.20.2"))
 
 
 def test_a_space_for_another_release_is_one_error() -> None:
     space = parse("vllm: '>=0.40'\nknobs: {block_size: [16]}", where="mine.yaml")
-    (only,) = check(space, engine())
+    (only,) = check_space(space, engine())
     assert only.kind == "error"
     assert ">=0.40" in only.text

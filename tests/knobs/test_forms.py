@@ -203,8 +203,8 @@ def test_a_file_of_several_commands_asks_which() -> None:
         ("vllm serve m --hf-token hf_abcdef", "--hf-token is a secret and is not imported"),
         ("vllm serve m --api-key k --port 1", "--api-key is set by the tuner for every launch"),
         ("vllm serve $MODEL --max-num-seqs 4", "the model $MODEL has no known value here"),
-        ("vllm serve m --max-num-seqs $SEQS", "--max-num-seqs needs SEQS, which has no known value"),
-        ("vllm serve m --max-num-seqs $(nproc)", "--max-num-seqs needs nproc, which has no known value"),
+        ("vllm serve m --max-num-seqs $SEQS", "--max-num-seqs needs SEQS, whose value is not known"),
+        ("vllm serve m --max-num-seqs $(nproc)", "--max-num-seqs needs nproc, whose value is not known"),
         ("vllm serve m --max-num-seqs 4 $EXTRA", "'$EXTRA' has no known value, so its arguments are missing"),
         ("vllm serve m --trust-remote-code $EXTRA", "'$EXTRA' has no known value, so its arguments are missing"),
         ("vllm serve m --max-num-seqs 4 --max-num-seqs 8", "--max-num-seqs occurs twice; the last one counts"),
@@ -281,7 +281,7 @@ NONE = {
 @pytest.mark.parametrize("name", NONE)
 def test_a_file_that_starts_no_vllm_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text(NONE[name])
-    with pytest.raises(BadInput, match=r"no vLLM|which is not in the file|it is empty"):
+    with pytest.raises(BadInput, match=r"no vLLM|whose text is not in the file|it is empty"):
         read(str(tmp_path / name))
 
 

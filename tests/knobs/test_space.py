@@ -71,7 +71,7 @@ ERRORS = [
     ("knobs: {max_num_seqs: {from: 8, to: 16}}", "give either 'step' (linear) or 'per_octave'"),
     ("knobs: {max_num_seqs: {from: 8, to: 16, step: 0}}", "not a number above 0"),
     ("knobs: {max_num_seqs: {from: 8, to: many, step: 1}}", "'to' is not a number"),
-    ("knobs: {max_num_seqs: {from: 0, to: 8, per_octave: 1}}", "a geometric range starts above 0"),
+    ("knobs: {max_num_seqs: {from: 0, to: 8, per_octave: 1}}", "'from' of a geometric range must be above 0"),
     ("knobs: {max_num_seqs: {from: 1, to: 100000, step: 1}}", "more than 4096 levels"),
     ("knobs: {max_num_seqs: {values: [1], from: 1, to: 2}}", "give either 'values' or 'from' and 'to'"),
     ("knobs: {max_num_seqs: {when: {block_size: 16}}}", "give either 'values' or 'from' and 'to'"),
@@ -83,7 +83,7 @@ ERRORS = [
     ("knobs: {preemption: [offload]}", "'offload:<GiB>'"),
     (
         "knobs: {stream_interval: [1, 4]}",
-        "stream_interval is not changed by default: With a value above 1 the client sees bursts",
+        "stream_interval is not changed by default: With a value above 1, the client gets tokens in bursts",
     ),
     ("knobs: {max_model_len: [1024]}", "write 'accept: [max_model_len]'"),
     ("vllm: about 0.10\nknobs: {block_size: [16]}", "'about 0.10' is not a version range"),

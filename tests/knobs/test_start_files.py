@@ -107,7 +107,7 @@ def test_I29_3_a_dockerfile(tmp_path: Path, name: str, ends: str) -> None:
         ("FROM x\nARG MODEL\nENV MODEL=$MODEL\nCMD vllm serve $MODEL\n", "the model $MODEL has no known value here"),
         ("FROM x\nARG MODEL=m\nCMD vllm serve $MODEL\n", "MODEL is an ARG, which has no value when the image runs"),
         (f"FROM {IMAGE}\nENV M=m\nCMD [\"--model\", \"$M\"]\n", "Docker replaces no variable in a JSON list: vLLM gets $M"),
-        (f"FROM {IMAGE}\nCMD --model m\n", "CMD is not a JSON list, so the entrypoint gets sh -c and one text"),
+        (f"FROM {IMAGE}\nCMD --model m\n", "CMD is not a JSON list, so the entrypoint gets sh -c and all words as one text"),
         ("FROM x\nCMD vllm serve m --max-num-seqs $SEQS\n", "--max-num-seqs needs SEQS"),
     ],
 )  # fmt: skip
@@ -228,7 +228,9 @@ def test_I29_3_what_another_config_map_has_is_named_and_not_guessed(tmp_path: Pa
     assert dict(made.candidate) == {}
     assert any("--config /etc/vllm/config.yaml cannot be read here" in note for note in made.notes)
     path.write_text(pod("command: [bash, /etc/vllm/start.sh]"))
-    with pytest.raises(BadInput, match=r"starts 'bash /etc/vllm/start.sh', which is not in the file"):
+    with pytest.raises(
+        BadInput, match=r"starts the script 'bash /etc/vllm/start.sh', whose text is not in the file"
+    ):
         read(str(path))
     path.write_text(config_map(SCRIPT))
     assert "the model $MODEL has no known value here; write its name" in read(str(path)).notes
@@ -237,7 +239,7 @@ def test_I29_3_what_another_config_map_has_is_named_and_not_guessed(tmp_path: Pa
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("Dockerfile", "FROM x\nCOPY s.sh /\nENTRYPOINT [\"/s.sh\"]\n", "the image starts /s.sh, which is not in the file"),
+        ("Dockerfile", "FROM x\nCOPY s.sh /\nENTRYPOINT [\"/s.sh\"]\n", "the image starts the script /s.sh, whose text is not in the file"),
         ("site.yml", "- hosts: gpu\n  roles: [vllm]\n", "this is an Ansible playbook .roles and included files are not read"),
         ("map.yaml", config_map("  nginx.conf: 'server {}'\n"), "this is Kubernetes: ConfigMap, and it starts no vLLM"),
         ("run.ps1", "Write-Host 'no'\n", "no vLLM is started there"),

@@ -6,10 +6,11 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 
 from tuner.lint import run, subject
+from tuner.lint.load import busiest, steady
 from tuner.lint.run import LintedEngine
-from tuner.lint.traffic import busiest, steady
 from tuner.records import Slo
 from tuner.traffic.trace import build
 
@@ -200,6 +201,7 @@ def linted(planted: Planted) -> LintedEngine:
     return run.lint(engine, against, os.environ)
 
 
+@pytest.mark.slow
 def test_of_sixty_planted_mistakes_nine_in_ten_are_found() -> None:
     found = [{each.id for each in linted(planted).findings} for planted in TABLE]
     missed = [(p.id, p.line, ids) for p, ids in zip(TABLE, found, strict=True) if p.id not in ids]

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date, datetime, timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,8 @@ from tuner.replay import outcomes
 
 TURNED = ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization")
 FLAGS = {name: "--" + name.replace("_", "-") for name in (*TURNED, *BASELINE)}
-USABLE = {
-    Judgement.CLEAR_WINNER, Judgement.TRADE_OFF, Judgement.BASELINE_FAILED, Judgement.SLO_MISSED,
-    Judgement.BASELINE_STAYS, Judgement.NO_CLEAR_WINNER,
-}  # fmt: skip
+WON = {Judgement.CLEAR_WINNER, Judgement.TRADE_OFF, Judgement.BASELINE_FAILED, Judgement.SLO_MISSED}
+STAYED = {Judgement.BASELINE_STAYS, Judgement.NO_CLEAR_WINNER}
 SLACK = timedelta(seconds=1)
 
 
@@ -57,15 +56,11 @@ class Now:
     def trials(self, study: Study) -> Sequence[Trial]:
         return self.store.trials(study.id)
 
-    def launches(self, study: Study) -> Sequence[Launch]:
-        return self.store.launches(study.id)
-
-    def each(self) -> Iterator[tuple[Study, Sequence[Trial], Sequence[Launch]]]:
+    @cached_property
+    def each(self) -> Sequence[tuple[Study, Sequence[Trial], Sequence[Launch]]]:
         """Studies whose trials may have changed: those of the newest runs."""
         recent = {run.study_id for run in self.runs[: 2 * len(self.world.nodes)]}
-        for study in self.studies:
-            if study.id in recent:
-                yield study, self.trials(study), self.launches(study)
+        return [(s, self.trials(s), self.store.launches(s.id)) for s in self.studies if s.id in recent]
 
     def latest(self, study: Study) -> Conclusion | None:
         """The newest conclusion of a study, by when it was drawn."""
@@ -167,7 +162,7 @@ def _past(now: Now) -> Iterator[tuple[str, object]]:
             yield f"run {run.id}", _row(run)
             said = now.store.conclusion(run.id)
             yield f"conclusion {run.id}", said and json.dumps(said.to_json(), sort_keys=True)
-    for _, trials, launches in now.each():
+    for _, trials, launches in now.each:
         yield from _ended(trials, launches)
     for profile in now.store.profiles():
         yield f"profile {profile.id}", _row(profile)
@@ -198,7 +193,7 @@ def past_stays(now: Now) -> None:
 @invariant
 def whole_candidates(now: Now) -> None:
     """A candidate is today's configuration with knobs of the space turned, and nothing else."""
-    for study, trials, _ in now.each():
+    for study, trials, _ in now.each:
         running = now.world.today(study.node)
         for trial in trials:
             kept = {name: value for name, value in trial.candidate.items() if name not in TURNED}
@@ -210,7 +205,7 @@ def whole_candidates(now: Now) -> None:
 @invariant
 def one_configuration(now: Now) -> None:
     """What was measured is what was launched is what is published."""
-    for study, trials, launches in now.each():
+    for study, trials, launches in now.each:
         argv = {launch.id: launch.argv for launch in launches}
         by_id = {trial.id: trial for trial in trials}
         for trial in trials:
@@ -254,7 +249,7 @@ def _asked(words: Sequence[str], name: str) -> object:
 @invariant
 def measured_once(now: Now) -> None:
     """One effective configuration is searched once."""
-    for _, trials, _ in now.each():
+    for _, trials, _ in now.each:
         seen: dict[str, int] = {}
         for trial in trials:
             if trial.state is not TrialState.COMPLETE or trial.is_baseline or trial.origin == "relaunched":
@@ -266,7 +261,7 @@ def measured_once(now: Now) -> None:
 @invariant
 def budgets_hold(now: Now) -> None:
     """A run makes no more trials and launches than its budget, and nothing runs after its window."""
-    for study, trials, launches in now.each():
+    for study, trials, launches in now.each:
         for run in (r for r in now.runs if r.study_id == study.id):
             ours = {t.number for t in trials if t.run_id == run.id}
             assert run.trials_limit is not None
@@ -330,12 +325,17 @@ def success_is_usable(now: Now) -> None:
             continue
         node = nodes[run.study_id]
         truth[node] = max(truth.get(node, 0.0), run.ended_at.timestamp())
-    assert {n: round(v) for n, v in told.items()} == {n: round(v) for n, v in truth.items()}
+    shown, real = ({node: round(at) for node, at in each.items()} for each in (told, truth))
+    assert shown == real, (shown, real)
 
 
 def _usable(said: Conclusion) -> bool:
-    served = said.baseline is not None and said.baseline.dropped is None
-    return said.outcome in USABLE and (said.winner is not None or served)
+    """It has a winner, or today's configuration stays and served. Where no trial meets the SLO, only a winner
+    counts.
+    """
+    if said.outcome in WON:
+        return said.winner is not None
+    return said.outcome in STAYED and said.baseline is not None and said.baseline.dropped is None
 
 
 def _words(process: psutil.Process) -> list[str]:
@@ -364,7 +364,7 @@ def nothing_outlives(now: Now) -> None:
 @invariant
 def every_launch_is_known(now: Now) -> None:
     """Every launch is in the history, and every failure has a root cause."""
-    for study, trials, launches in now.each():
+    for study, trials, launches in now.each:
         died = bool(now.world.nights) and now.world.nights[-1].said.code == KILLED
         folder = now.world.home / "trials" / study.id[:16]
         known = {each.directory for each in launches} | {t.directory for t in trials}
@@ -437,7 +437,7 @@ def _check_drift(told: str) -> None:
 @invariant
 def confirmed_by_repeats(now: Now) -> None:
     """A conclusion's values are those of its own repeats."""
-    for study, trials, _ in now.each():
+    for study, trials, _ in now.each:
         said = now.latest(study)
         for arm in said.finalists if said is not None else ():
             trial = max((t for t in trials if t.number == arm.trial), key=lambda t: t.attempt)
@@ -454,7 +454,7 @@ def confirmed_by_repeats(now: Now) -> None:
 def winner_is_published(now: Now) -> None:
     """What is published is the winner, for its own node, card and engine; without one nothing is."""
     cards = {truth.name: f"sim-{truth.card}" for truth in now.world.nodes}
-    for study, trials, _ in now.each():
+    for study, trials, _ in now.each:
         said = now.latest(study)
         if said is None:
             continue
@@ -481,7 +481,7 @@ def promoted_is_proved(now: Now) -> None:
 @invariant
 def numbers_are_of_requests(now: Now) -> None:
     """A latency is a percentile of all requests from when they were due; a failed one counts as infinite."""
-    for _, trials, _ in now.each():
+    for _, trials, _ in now.each:
         for trial in trials[-3:]:
             found = trial.measurement
             if trial.state is not TrialState.COMPLETE or found is None or found.kind != "full":

@@ -18,15 +18,15 @@ from tuner.commands import front, schedule
 from tuner.fleet import handover
 from tuner.fleet import schedule as nights
 from tuner.history import studies
-from tuner.history.nodes import NodeStore
 from tuner.history.profiles import ProfileStore
 from tuner.history.run_best import BestStore
+from tuner.history.service import NodeStore
 from tuner.history.studies import StudyStore
 from tuner.history.trials import TrialStore
 from tuner.profiles import registry
 from tuner.records import Candidate, RunState, TrialState
 from tuner.replay import timeline
-from tuner.search.candidate_sources import StudyView
+from tuner.search.acquisition import StudyView
 from tuner.service import schemas
 from tuner.tuning import attempt, concluding, ending, next_trial, run, trial, virtual
 

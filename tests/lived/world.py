@@ -170,6 +170,8 @@ class World:
                 self._production(truth.name, "down"),
                 "--restore",
                 self._production(truth.name, "up"),
+                "--timeout",
+                "20",
             ]
             self.say(
                 "node", "add", truth.name, "--card", truth.card, *(hook if truth == self.nodes[0] else [])

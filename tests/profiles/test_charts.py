@@ -11,9 +11,7 @@ import yaml
 from tests.profiles.test_export import ARGV, a_profile
 from tests.public import public
 from tuner.errors import BadInput
-from tuner.profiles import charts
-from tuner.profiles.export import render
-from tuner.profiles.flags import split
+from tuner.profiles.export import PRODUCTION_STACK, kustomize, production_stack, render, slug, split_flags
 from tuner.records import JSON
 
 PROFILES = {
@@ -96,15 +94,15 @@ def test_a_key_that_the_chart_does_not_know_would_be_found() -> None:
 
 
 def test_the_production_stack_gets_every_flag_once_and_no_false() -> None:
-    values = charts.production_stack(a_profile())
+    values = production_stack(a_profile())
     config = mapping(at(values, "servingEngineSpec", "modelSpec", 0, "vllmConfig"))
     extra = [str(word) for word in listed(config.pop("extraArgs"))]
     assert config == {"maxNumSeqs": 128, "enableChunkedPrefill": True, "gpuMemoryUtilization": 0.9}
     assert "--no-enable-prefix-caching" in extra
     assert False not in config.values()
-    typed = {flag for flag, (key, _) in charts.PRODUCTION_STACK.items() if key in config}
-    named = {flag.name for flag in split(extra)}
-    assert typed | named == {flag.name for flag in split(ARGV)}
+    typed = {flag for flag, (key, _) in PRODUCTION_STACK.items() if key in config}
+    named = {flag.name for flag in split_flags(extra)}
+    assert typed | named == {flag.name for flag in split_flags(ARGV)}
     assert typed & named == set()
 
 
@@ -120,7 +118,9 @@ def test_kserve_gets_the_arguments_in_words_a_shell_reads_back() -> None:
     env = listed(at(values, "spec", "template", "containers", 0, "env"))
     by_name = {at(each, "name"): at(each, "value") for each in env}
     words = shlex.split(str(by_name["VLLM_ADDITIONAL_ARGS"]))
-    assert sorted(split(words), key=lambda flag: flag.name) == sorted(split(ARGV), key=lambda flag: flag.name)
+    assert sorted(split_flags(words), key=lambda flag: flag.name) == sorted(
+        split_flags(ARGV), key=lambda flag: flag.name
+    )
     assert by_name["VLLM_ATTENTION_BACKEND"] == "FLASH_ATTN"
 
 
@@ -147,7 +147,7 @@ def test_the_patched_deployment_and_the_config_map_are_valid() -> None:
 
 
 def test_what_kubernetes_would_expand_is_escaped() -> None:
-    patch = charts.kustomize(a_profile(("--chat-template", "$(HOME)/x")))
+    patch = kustomize(a_profile(("--chat-template", "$(HOME)/x")))
     assert "$$(HOME)/x" in json.dumps(patch)
 
 
@@ -163,7 +163,7 @@ def test_a_systemd_drop_in_quotes_for_systemd() -> None:
 
 @pytest.mark.parametrize("text", ["Qwen/Qwen2.5-7B-Instruct", "---", "/models/Ünïcode model" * 9, ""])
 def test_names_are_names_to_kubernetes(text: str) -> None:
-    made = charts.slug(text, 58)
+    made = slug(text, 58)
     assert made
     assert made == made.strip("-").lower()
     assert len(made) <= 58

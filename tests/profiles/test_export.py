@@ -10,8 +10,7 @@ import yaml
 
 from tests.history.records import NOW
 from tuner.errors import BadInput
-from tuner.profiles.export import FORMATS, render
-from tuner.profiles.flags import as_mapping, split
+from tuner.profiles.export import FORMATS, as_mapping, render, split_flags
 from tuner.records import Candidate, Profile, ProfileKey
 
 ARGV = (
@@ -85,11 +84,11 @@ def test_a_word_reads_back_as_the_same_word(word: str) -> None:
 
 
 def test_args_and_env_are_read_back_by_a_shell_s_rules_and_sorted() -> None:
-    flags = split(shlex.split(render(a_profile(), "args")))
-    assert list(flags) == sorted(split(ARGV), key=lambda flag: flag.name)
+    flags = split_flags(shlex.split(render(a_profile(), "args")))
+    assert list(flags) == sorted(split_flags(ARGV), key=lambda flag: flag.name)
     lines = [line for line in render(a_profile(), "env").splitlines() if not line.startswith("#")]
     values = dict(line.split("=", 1) for line in lines)
-    assert split(shlex.split(values["VLLM_ADDITIONAL_ARGS"])) == flags
+    assert split_flags(shlex.split(values["VLLM_ADDITIONAL_ARGS"])) == flags
     assert yaml.safe_load(render(a_profile(), "configmap"))["data"]["args"] == render(a_profile(), "args")
     assert values["VLLM_ATTENTION_BACKEND"] == "FLASH_ATTN"
 
@@ -122,8 +121,8 @@ def test_an_unknown_format_names_the_nearest() -> None:
 
 
 def test_what_cannot_be_taken_apart_is_refused() -> None:
-    with pytest.raises(BadInput, match="before any flag"):
-        split(("stray",))
+    with pytest.raises(BadInput, match="belongs to no flag"):
+        split_flags(("stray",))
     with pytest.raises(BadInput, match="twice"):
         as_mapping(("--a", "1", "--a", "2"))
     with pytest.raises(BadInput, match="line break"):
@@ -133,5 +132,5 @@ def test_what_cannot_be_taken_apart_is_refused() -> None:
 @pytest.mark.parametrize("format", [name for name in FORMATS if name not in ("json", "args")])
 def test_a_masked_secret_is_named_but_never_set(format: str) -> None:
     text = render(a_profile(env={"HF_TOKEN": "***", "VLLM_X": "1"}), format)
-    assert text.startswith("# needs in the environment, not kept here: HF_TOKEN\n")
+    assert text.startswith("# needs in the environment (not kept here): HF_TOKEN\n")
     assert "HF_TOKEN" not in text.split("\n", 1)[1]

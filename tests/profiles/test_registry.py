@@ -120,6 +120,15 @@ def test_rollback_goes_one_further_back_each_time(store: Store) -> None:
     assert moves == [(None, 1), (1, 2), (2, 3), (3, 2), (2, 1)]
 
 
+def test_an_alias_moves_no_earlier_than_what_it_follows(store: Store) -> None:
+    """A run on the virtual clock makes its profile later than the host's time."""
+    first, second, before = published(store, 1), published(store, 2), NOW - timedelta(hours=1)
+    for each in (first, second):
+        event = registry.promote(store, each, actor="me", reason="night", now=before)
+        assert event.at == each.created_at == NOW
+    assert registry.rollback(store, first.key, actor="me", reason="worse", now=before).at == NOW
+
+
 def test_a_frozen_alias_does_not_move(store: Store) -> None:
     first, second = published(store, 0), published(store, 1)
     champion(store, first)

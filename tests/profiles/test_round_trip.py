@@ -11,8 +11,7 @@ import yaml
 from tests.profiles import rendering
 from tests.profiles.test_export import a_profile
 from tuner.knobs.manifests import read
-from tuner.profiles.export import render
-from tuner.profiles.flags import split
+from tuner.profiles.export import render, split_flags
 
 OURS = ("host", "port", "served-model-name", "disable-access-log-for-endpoints", "shutdown-timeout")
 CHARTS: dict[str, Callable[[dict[str, object]], tuple[list[str], dict[str, str]]]] = {
@@ -70,7 +69,7 @@ def test_the_chart_starts_the_engine_that_was_measured(
     made = read(str(path))
     assert made.model == "Qwen/Qwen2.5-7B-Instruct"
     assert made.env == {"VLLM_ATTENTION_BACKEND": "FLASH_ATTN"}
-    told = {flag.name.removeprefix("no-") for flag in split(argv)} - {"cudagraph-capture-sizes"}
+    told = {flag.name.removeprefix("no-") for flag in split_flags(argv)} - {"cudagraph-capture-sizes"}
     again = {name.replace("_", "-") for name in made.candidate} | set(made.args)
     assert told <= again
     assert made.candidate.get("enable_prefix_caching", True) is (

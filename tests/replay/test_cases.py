@@ -32,12 +32,10 @@ from tuner.metrics import fold
 from tuner.records import Outcome, Slice, Slo
 from tuner.replay import fidelity
 from tuner.replay.feeder import Bodies, Feeder
-from tuner.replay.jobs import Job, Sent, read_frame
 from tuner.replay.plan import PLANS
-from tuner.replay.sender import Sender
+from tuner.replay.sender import AHEAD_BYTES, Job, Sender, Sent, read_frame
 from tuner.replay.timeline import measure, replay
 from tuner.replay.wire import Pool
-from tuner.replay.worker import AHEAD_BYTES
 from tuner.traffic.importers import read_any
 from tuner.traffic.trace import Trace
 from tuner.tuning.significance import Spread, drifted
@@ -192,7 +190,7 @@ def test_case_r08_whatever_breaks_off_is_a_failure_without_throughput() -> None:
 
     outcomes = [sent.outcome for sent in within(go())]
     assert [o.ok for o in outcomes] == [False] * 5 + [True]
-    assert outcomes[0].error == "in-band error: dead"
+    assert outcomes[0].error == "error in the stream: dead"
     assert outcomes[2].error == "connection reset"
     assert outcomes[2].output_tokens == 2
     values = fold(outcomes, 1.0, Slo(), asked=["ttft_p95_ms"])

@@ -29,10 +29,10 @@ from tuner.metrics import (
 from tuner.records import Fidelity, Outcome, Slice, Slo
 from tuner.replay import outcomes as files
 from tuner.replay.fidelity import PrefixCounts
-from tuner.replay.jobs import Job, Sent
 from tuner.replay.plan import schedule
-from tuner.replay.speed import LOST, MET, bisect, sure
+from tuner.replay.sender import Job, Sent
 from tuner.replay.timeline import Partial, Replayed, SliceReplay, measure
+from tuner.tuning.trial import LOST, MET, bisect, sure
 
 numbers = st.lists(st.floats(0, 1e6), min_size=1, max_size=50)
 

@@ -18,9 +18,8 @@ from tests.replay.test_timeline import LOAD, PLAN, within
 from tests.replay.traces import trace
 from tuner.errors import Aborted, EngineError, Infeasible
 from tuner.records import Slice
-from tuner.replay.alarm import Alarm
-from tuner.replay.contention import Contention, split
 from tuner.replay.timeline import Partial, replay
+from tuner.replay.timing import Alarm, Contention, split
 
 LONG = trace(np.arange(600) * 0.1)
 MINUTE = Slice(name="minute", start_s=0.0, duration_s=60.0)
@@ -30,7 +29,7 @@ import asyncio
 from tests.replay.test_timeline import LOAD
 from tests.replay.traces import trace
 from tuner.replay.feeder import Source
-from tuner.replay.senders import Senders
+from tuner.replay.timeline import Senders
 
 async def main():
     source = Source(trace=trace([0.0]), load=LOAD, priorities=False, senders=2)
@@ -61,7 +60,7 @@ def children() -> set[int]:
     return {p.pid for p in psutil.Process().children(recursive=True)}
 
 
-@pytest.mark.parametrize("which", ["worker", "feeder"])
+@pytest.mark.parametrize("which", ["sender", "feeder"])
 def test_a_sender_or_feeder_that_dies_aborts_the_replay(which: str) -> None:
     before = children()
 
@@ -74,8 +73,7 @@ def test_a_sender_or_feeder_that_dies_aborts_the_replay(which: str) -> None:
         async with running() as engine:
             await replay(engine, LONG, [MINUTE], PLAN, LOAD, judge=kill)
 
-    name = {"worker": "sender", "feeder": "feeder"}[which]
-    with pytest.raises(Aborted, match=f"{name} process ended") as caught:
+    with pytest.raises(Aborted, match=f"{which} process ended") as caught:
         within(go())
     assert caught.value.cause == "sender"
 

@@ -3,16 +3,25 @@ import json
 import random
 import socket
 import time
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.replay.engine import HEAD, chunked, event, events, usage
-from tuner.replay import sse
-from tuner.replay.wire import SO_TIMESTAMPNS, TIMESPEC, TOGETHER_NS, Framing, stamp
+from tuner.replay.timing import SO_TIMESTAMPNS, TIMESPEC, TOGETHER_NS, stamp
+from tuner.replay.wire import Framing, StreamedAnswer, answer_reader
 
 DONE = b"data: [DONE]\n\n"
+
+
+def read_answer(stamps: Sequence[int], parts: Sequence[bytes], choices: int = 1) -> StreamedAnswer:
+    """Parse a complete answer at once. `choices` is the request's `n`."""
+    answer = StreamedAnswer()
+    for _ in answer_reader(answer, stamps, parts, choices):
+        pass
+    return answer
 
 
 def whole(parts: list[bytes]) -> bytes:
@@ -20,13 +29,13 @@ def whole(parts: list[bytes]) -> bytes:
     return HEAD + b"".join(map(chunked, parts)) + b"0\r\n\r\n"
 
 
-def answer(parts: list[bytes], stamps: list[int] | None = None) -> sse.StreamedAnswer:
+def answer(parts: list[bytes], stamps: list[int] | None = None) -> StreamedAnswer:
     """Parse an answer whose k-th part came at stamps[k] (the head with the first)."""
     pieces = [chunked(part) for part in parts]
     pieces[0] = HEAD + pieces[0]
     pieces.append(b"0\r\n\r\n")
     when = stamps or list(range(len(parts)))
-    return sse.read([*when, when[-1]], pieces)
+    return read_answer([*when, when[-1]], pieces)
 
 
 RICH = [
@@ -48,7 +57,7 @@ def test_case_r07_an_answer_split_anywhere_says_the_same(cuts: list[int]) -> Non
     framing = Framing()
     seen = [framing.complete(parts[: k + 1]) for k in range(len(parts))]
     assert seen == [False] * (len(parts) - 1) + [True]
-    found = sse.read(range(len(parts)), parts)
+    found = read_answer(range(len(parts)), parts)
     assert found.error is None
     assert found.chunk_tokens == [1, 2]
     assert (found.prompt_tokens, found.completion_tokens, found.cached_tokens) == (5, 3, 4)
@@ -57,14 +66,14 @@ def test_case_r07_an_answer_split_anywhere_says_the_same(cuts: list[int]) -> Non
 def test_case_r07_every_single_offset_is_a_fair_place_to_split() -> None:
     raw = whole(RICH)
     for cut in range(1, len(raw)):
-        assert sse.read([7, 8], [raw[:cut], raw[cut:]]).chunk_tokens == [1, 2]
+        assert read_answer([7, 8], [raw[:cut], raw[cut:]]).chunk_tokens == [1, 2]
 
 
 def test_an_event_is_stamped_by_the_read_that_completed_it() -> None:
     first, second = event({"choices": [{"text": "a"}], "usage": usage(1, 1)}), DONE
     raw = whole([first, second])
     end = raw.index(b"\n\n\r\n")
-    found = sse.read([10, 20, 30], [raw[: end - 3], raw[end - 3 : end + 2], raw[end + 2 :]])
+    found = read_answer([10, 20, 30], [raw[: end - 3], raw[end - 3 : end + 2], raw[end + 2 :]])
     assert found.chunk_ns == [20]
 
 
@@ -115,12 +124,12 @@ def test_case_r06_without_continuous_usage_the_role_is_still_no_token() -> None:
 def test_case_r08_an_error_after_200_is_a_failure() -> None:
     said = [*events(4, 3)[:2], event({"error": {"message": "engine died", "code": 500}}), DONE]
     found = answer(said)
-    assert found.error == "in-band error: engine died"
+    assert found.error == "error in the stream: engine died"
     assert found.tokens == 2
 
 
 def test_case_r08_an_answer_without_its_end_is_a_failure() -> None:
-    assert answer(events(4, 3)[:-1]).error == "answer cut before [DONE]"
+    assert answer(events(4, 3)[:-1]).error == "the answer ended before [DONE]"
 
 
 @pytest.mark.parametrize(
@@ -134,7 +143,7 @@ def test_case_r08_an_answer_without_its_end_is_a_failure() -> None:
     ],
 )  # fmt: skip
 def test_what_is_no_answer_says_what_it_is(raw: bytes, words: str) -> None:
-    found = sse.read([1], [raw])
+    found = read_answer([1], [raw])
     assert found.error is not None
     assert words in found.error
 
@@ -146,7 +155,7 @@ def test_several_choices_are_counted_each_by_its_own_usage() -> None:
             said.append(event({"choices": [{"index": index, "text": "x"}], "usage": usage(4, done)}))
     said += [event({"choices": [], "usage": usage(4, 4)}), DONE]
     pieces = [HEAD, *map(chunked, said), b"0\r\n\r\n"]
-    found = sse.read(range(len(pieces)), pieces, 2)
+    found = read_answer(range(len(pieces)), pieces, 2)
     assert found.error is None
     assert found.tokens == found.completion_tokens == 4
 

@@ -119,6 +119,7 @@ def test_speed_sends_the_same_rows_in_less_time() -> None:
     assert [o.row for o in replayed.slices[0].outcomes] == list(range(20))
 
 
+@pytest.mark.slow
 def test_M9_five_hundred_sessions_are_served_at_once_and_none_is_lost() -> None:
     """All are sent before the first has its last token: the sender holds every one of them open."""
     sessions = 500

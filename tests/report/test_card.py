@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.report.test_report import NOW, RUN, data, said
-from tuner.conclusions import Difference, Judgement, Noise, PublishedProfile, RunCost
+from tuner.conclusions import Attribution, Difference, Judgement, KnobGain, Noise, PublishedProfile, RunCost
 from tuner.measures import many
 from tuner.records import ProfileKey, RunState
 from tuner.report.card import card, card_of_run, confidence_of, lines, run_lines
@@ -30,8 +30,58 @@ def won(**changes: object):  # type: ignore[no-untyped-def]
     return replace(found, **(fields | changes))  # type: ignore[arg-type]
 
 
+def gain(**changes: object) -> KnobGain:
+    found = KnobGain(name="max_num_seqs", before=None, value=8, how="measured", kept=True)
+    return replace(found, **changes)  # type: ignore[arg-type]
+
+
+def attributed(*knobs: KnobGain, **changes: object) -> Attribution:
+    found = Attribution(run_id="r", study_id="s", at=NOW, winner=1, knobs=knobs)
+    return replace(found, **changes)  # type: ignore[arg-type]
+
+
+def test_a_value_that_the_engine_cut_stands_beside_the_one_that_was_asked_for() -> None:
+    arm = replace(
+        won().finalists[0], candidate={"max_cudagraph_capture_size": 2048, "block_size": 32},
+        changed={"max_cudagraph_capture_size": (48, 512), "block_size": (16, 32)},
+    )  # fmt: skip
+    told = "\n".join(lines(card(won(finalists=(arm,)), KEY)))
+    assert "max_cudagraph_capture_size 48 → 512 (asked for 2048), block_size 16 → 32" in told
+    page = render(data(won(finalists=(arm,))))
+    assert "(asked for 2048)" in page
+
+
+def test_the_card_of_a_profile_that_leaves_knobs_out_shows_the_winner_and_says_so() -> None:
+    found = attributed(gain(kept=False), reduced=7, published=True)
+    made = PublishedProfile(id=4, version=2)
+    for shown in (
+        card(won(), KEY, trial=7, profile=made, attribution=found),
+        card(won(), KEY, attribution=found),
+    ):
+        assert shown.rows == card(won(), KEY).rows
+        assert shown.title == "Trial 1 is better than today's configuration"
+        assert shown.slo_met
+        told = "\n".join(lines(shown))
+        assert "changed: max_num_seqs not set → 8 (nothing, left out)" in told
+        assert "The published profile is trial 7: it leaves out the knobs that give nothing." in told
+    assert "1.5 GPU-hours of attribution" in "\n".join(
+        lines(card(won(cost=RunCost(gpus=1)), KEY, attribution=replace(found, seconds=5400.0)))
+    )
+    other = card(won(), KEY, trial=7, attribution=attributed(gain(), reduced=7))
+    assert not other.rows
+    assert not other.left_out
+
+
+def test_the_card_shows_the_gain_for_which_a_knob_was_kept() -> None:
+    row = said().finalists[0].changes[0]
+    lost = replace(row, metric="ttft_p95_ms", change=0.24, low=0.14, high=0.34, word="worse")
+    won_ = replace(row, metric="tpot_p95_ms", change=-0.13, low=-0.17, high=-0.09, word="better")
+    found = card(won(), KEY, attribution=attributed(gain(gains=(lost, won_), how="predicted")))
+    assert found.changed[0].gave == "tpot_p95_ms −13 % (−17 … −9, better), predicted"
+
+
 def test_I27_1_the_card_answers_in_the_order_in_which_people_ask() -> None:
-    found = card(won(), KEY, gave={"max_num_seqs": "about two thirds of it"})
+    found = card(won(), KEY, attribution=attributed(gain(why="about two thirds of it")))
     assert (found.title, found.tone) == ("Trial 1 is better than today's configuration", "better")
     row = found.rows[0]
     assert (row.before, row.after, row.word) == (410.0, 102.5, "better")
@@ -40,7 +90,7 @@ def test_I27_1_the_card_answers_in_the_order_in_which_people_ask() -> None:
     assert -100 <= row.bar[0] < row.bar[1] < row.bar[2] < 0, (
         "the whole interval is on the better side of zero"
     )
-    assert found.slo == "yes: 97 % of requests keep it (today 80 %), 95 % are required"
+    assert found.slo == "yes (97 % of requests keep it, today 80 %; 95 % are required)"
     assert found.confidence == "medium"
     assert "nothing is clearly better" in found.because
     assert found.changed[0].gave == "about two thirds of it"
@@ -68,12 +118,19 @@ def test_I27_1_report_and_markdown_have_the_same_card() -> None:
 
 NONE: dict[str, object] = {"winner": None, "profiles": {}}
 OUTCOMES = [
-    (Judgement.NO_CLEAR_WINNER, NONE, "No measurable difference from today's configuration", "none"),
+    (Judgement.NO_CLEAR_WINNER, NONE, "No clear winner over today's configuration", "none"),
     (Judgement.BASELINE_STAYS, NONE, "Today's configuration stays the best choice", "none"),
     (Judgement.SLO_MISSED, NONE, "No configuration meets the SLO", "doubt"),
-    (Judgement.SLO_MISSED, {}, "No configuration meets the SLO; trial 1 is nearer", "doubt"),
+    (Judgement.SLO_MISSED, {"nearest": 1}, "No configuration meets the SLO; trial 1 is nearer", "doubt"),
+    (Judgement.SLO_MISSED, {"nearest": 0}, "No configuration meets the SLO", "doubt"),
+    (Judgement.SLO_MISSED, {"nearest": None}, "No configuration meets the SLO", "doubt"),
     (Judgement.NOT_TRUSTED, NONE, "No result: the machine changed during the run", "doubt"),
-    (Judgement.NOT_CONFIRMED, NONE | {"repeats": 0}, "No result yet: no trial was measured again", "doubt"),
+    (
+        Judgement.NOT_CONFIRMED,
+        NONE | {"repeats": 0, "cost": RunCost()},
+        "No result yet: this run measured no trial again",
+        "doubt",
+    ),
     (Judgement.NOTHING_SERVED, NONE | {"finalists": ()}, "No candidate served this traffic", "failed"),
     (Judgement.TRADE_OFF, {}, "Trial 1 is better in some objectives and worse in others", "better"),
     (Judgement.BASELINE_FAILED, {}, "Trial 1 serves this traffic; today's configuration does not", "better"),
@@ -102,8 +159,8 @@ def test_I27_1_confidence_is_a_word_with_its_reason() -> None:
     none = won(winner=None, outcome=Judgement.NO_CLEAR_WINNER, noise=noise)
     assert confidence_of(none) == (
         "low",
-        "measured 3 times in turns with today's configuration; this node needs 9 repeats to show a difference"
-        " of 10 %",
+        "measured 3 times in turns with today's configuration; this node needs at least 9 repeats to show a"
+        " difference of 10 %",
     )
     unseen = replace(none, noise=(replace(noise[0], repeats_needed=None),), repeats=2)
     assert confidence_of(unseen) == (
@@ -121,13 +178,13 @@ def test_I27_1_without_a_comparison_the_rows_say_so_and_show_no_change() -> None
     )  # fmt: skip
     unconfirmed = won(
         winner=None, outcome=Judgement.NOT_CONFIRMED, finalists=(arm,), profiles={}, repeats=0,
-        baseline=replace(won().baseline, confirmed={}, misses_slo_by=None),
+        cost=RunCost(), baseline=replace(won().baseline, confirmed={}, misses_slo_by=None),
     )  # fmt: skip
     found = card(unconfirmed, KEY)
     assert found.first_only
     assert [row.metric for row in found.rows] == ["ttft_p95_ms", "goodput_rps"], "as the catalogue has them"
     assert (found.rows[0].after, found.rows[0].change, found.rows[0].bar) == (100.0, None, None)
-    assert "none was measured again" in "\n".join(lines(found))
+    assert "this run measured no trial again" in "\n".join(lines(found))
 
 
 def test_I27_1_an_interval_without_an_end_reaches_the_edge() -> None:
@@ -252,7 +309,7 @@ def test_what_was_measured_again_is_never_called_a_first_measurement(outcome: Ju
     html = render(data(found)).replace("&#39;", "'")
     for text in ("\n".join(run_lines(found, KEY)), markdown(data(found)), html):
         assert wanted in text.replace("Measured 2", "measured 2")
-        assert "none was measured again" not in text
+        assert "this run measured no trial again" not in text
         assert "these are first measurements" not in text
         assert "first measurement, not compared" not in text
         assert "beside the baseline; the" not in text
@@ -274,6 +331,10 @@ def test_first_measurements_say_why_nothing_confirmed_them() -> None:
     assert (told.confidence, told.because) == ("none", "the confirmation ended after 1 repeat")
     nearest = card(won(outcome=Judgement.SLO_MISSED, winner=None, nearest=0), KEY)
     assert nearest.uncompared == "measured 3 times in this run: it is today's configuration itself"
+    assert nearest.because.startswith("measured 3 times in turns with the finalists")
+    own = card(won(baseline=replace(base, confirmed={}, misses_slo_by=None)), trial=0)
+    assert own.title == "Trial 0 is today's configuration"
+    assert own.uncompared == "these are first measurements of today's configuration itself"
     assert nearest.confidence != "none", "another arm was compared with it"
 
 
@@ -286,7 +347,7 @@ def test_where_nothing_was_compared_the_confidence_is_none(repeats: int, demonst
         assert confidence_of(found) == ("none", why)
         assert f"confidence: none ({why})" in list(run_lines(found, KEY))
     alone = won(outcome=Judgement.BASELINE_STAYS, finalists=(), repeats=0, **NONE)
-    assert confidence_of(alone) == ("none", "nothing was compared: no trial was measured again")
+    assert confidence_of(alone) == ("none", "nothing was compared: this run measured no trial again")
 
 
 @pytest.mark.parametrize("outcome", list(Judgement))

@@ -55,7 +55,7 @@ def test_shares_that_few_trials_give_are_not_shown() -> None:
     assert doubt(effects(TRIALS, "ttft_p95_ms")) == ""
     assert doubt(effects(TRIALS[:5], "ttft_p95_ms")).startswith("Fewer than 6 trials completed")
     few = doubt(effects(TRIALS[:8], "ttft_p95_ms"))
-    assert few == "No shares: 8 trials completed, and 2 knobs with 6 values need at least 9."
+    assert few == "No shares, because only 8 trials completed. 2 knobs with 6 values need at least 9 trials."
 
 
 def test_shares_that_add_to_more_than_the_whole_are_not_shown() -> None:
@@ -65,4 +65,4 @@ def test_shares_that_add_to_more_than_the_whole_are_not_shown() -> None:
         for n in range(12)
     ]
     said = doubt(effects(together, "ttft_p95_ms"))
-    assert said.startswith("No shares: they add to 200 %. The knobs were turned together")
+    assert said.startswith("No shares, because they add up to 200 %. The knobs changed together")

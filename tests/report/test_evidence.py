@@ -10,16 +10,17 @@ import numpy as np
 import pytest
 
 from tests.browser import world
+from tests.history.records import a_study
 from tests.report.test_report import TRIALS, data, said
 from tuner.conclusions import Difference
 from tuner.metrics import LATENCY_MS
-from tuner.records import Candidate, Fidelity, Measurement, Purpose, Trial, TrialState
+from tuner.records import Candidate, Fidelity, Launch, Measurement, Purpose, Trial, TrialState
 from tuner.replay import outcomes
 from tuner.report import evidence
-from tuner.report.board import beliefs, board, failures, spent, worst_lateness
+from tuner.report.board import beliefs, board, failures, spent, warnings, worst_lateness
 from tuner.report.charts import MARKED
 from tuner.report.document import markdown, render
-from tuner.report.words import difference, measured, seconds, step, unit
+from tuner.report.words import difference, measured, pass_name, seconds, step, unit
 
 NOW = datetime(2026, 3, 1, tzinfo=UTC)
 
@@ -45,6 +46,32 @@ def test_bands_span_repeats_or_blocks_or_are_left_out() -> None:
     mixed = evidence.band([sample([10.0 if t < 50 else 20.0 for t in times], times)], "ttft", at)
     assert mixed is not None
     assert 0.0 <= mixed[0][0] < 0.5 < mixed[1][0] <= 1.0
+
+
+def test_the_caption_says_how_many_repeats_the_bands_of_each_trial_span() -> None:
+    one = sample([1.0, 2.0], [0.0, 1.0])
+    assert "Bands span 2 to 4 repeats." in evidence._caption("ttft", [[one] * 4, [one] * 2])
+    assert "Bands span 3 repeats." in evidence._caption("ttft", [[one] * 3, [one] * 3])
+
+
+def test_the_launches_of_an_attribution_are_named_apart_and_are_in_no_band(tmp_path: Path) -> None:
+    def repeat(folder: str, purpose: Purpose, number: int) -> Measurement:
+        made = world.measured(world.numbers(128, 8192), tmp_path / folder)
+        return replace(made, purpose=purpose, repeat=number)
+
+    first = [repeat(f"0001-confirm-aaaaaaaa-{n}-0", "confirm", n) for n in (1, 2, 3)]
+    compared = [repeat(f"0001-confirm-aaaaaaaa.3-{n}-0", "confirm", n) for n in (1, 2)]
+    later = [repeat(f"0001-confirm-bbbbbbbb-{n}-0", "confirm", n) for n in (1, 2)]
+    assert [pass_name(m, a_study()) for m in (*first[:1], *compared)] == [
+        "confirmation 1", "last comparison 1", "last comparison 2",
+    ]  # fmt: skip
+    own = repeat("0001-confirm-aaaaaaaa.4-1-0", "search", 0)
+    unseen = repeat("0001-confirm-aaaaaaaa.4-1-0", "held_out", 1)
+    assert pass_name(own, a_study()) == "attribution"
+    assert pass_name(unseen, a_study()) == "held-out slice 1 of the last comparison"
+    assert pass_name(repeat("0001-0", "search", 0), a_study()) == "search"
+    for rows, bands in ((first + compared, 3), (first + compared + later, 2), ([own, *compared], 2)):
+        assert len(evidence.samples(replace(TRIALS[1], measurements=tuple(rows)))) == bands
 
 
 def shown(trial: Trial) -> evidence.Named:
@@ -79,7 +106,7 @@ def test_a_timeline_shows_what_outcomes_and_scrapes_tell(tmp_path: Path) -> None
     )  # fmt: skip
     ((caption, drawing),) = evidence.timelines([shown(trial)])
     assert caption == "Trial 1: slice peak, 60 s of replay, 500 requests"
-    for name in ("arrivals (requests/s)", "KV cache in use (%)", "preemptions since the window began"):
+    for name in ("arrivals (requests/s)", "KV cache in use (%)", "preemptions since the slice began"):
         assert name in drawing
     assert drawing.count('class="cross"') == 10
     (tmp_path / "search-0-peak.engine.json").unlink()
@@ -133,7 +160,7 @@ def test_budget_failures_and_belief_add_up(tmp_path: Path) -> None:
     assert killed.whole_s == 18
     assert spent(trials, [*launches, killed]).measuring_s == found.measuring_s, "it never became ready"
     assert [(c.cause, len(c.trials)) for c in failures(trials)] == [("oom", 3), ("port", 3)]
-    assert worst_lateness(beliefs(trials)) == 1.4
+    assert worst_lateness(beliefs(a_study(), trials)) == 1.4
     store.close()
 
 
@@ -152,9 +179,11 @@ def test_units_are_told() -> None:
     row = Difference(**fields, low=-0.52, high=None, word="better")  # type: ignore[arg-type]
     assert difference(row) == "ttft_p95_ms −48 % (−52 … +∞, better)"
     row = Difference(**fields, low=-1.0, high=None, word="open")  # type: ignore[arg-type]
-    assert difference(row) == "ttft_p95_ms −48 % (interval not known, no measurable difference)"
+    assert difference(row) == "ttft_p95_ms −48 % (interval not known, open)"
     row = Difference(**fields, low=-0.1, high=0.2, word="open")  # type: ignore[arg-type]
-    assert difference(row) == "ttft_p95_ms −48 % (−10 … +20, no measurable difference)"
+    assert difference(row) == "ttft_p95_ms −48 % (−10 … +20, open)"
+    nothing = replace(row, metric="goodput_rps", before=0.0, after=0.0, change=None)
+    assert difference(nothing) == "goodput_rps 0 on both sides (open)"
 
 
 @pytest.mark.parametrize(
@@ -186,8 +215,39 @@ def test_the_lateness_of_every_replay_counts_also_of_the_confirmation() -> None:
     given = replace(data(said()), trials=trials)
     for text in (render(given), markdown(given)):
         assert "The p99 lateness of sending was at most 44.6 ms in 4 replays." in " ".join(text.split())
-    assert "<li>trial 1 (held-out slice, repeat 1): it was late</li>" in render(given)
+    assert "<li>it was late (1 replay: trial 1 (held-out slice 1))</li>" in render(given)
     one = replace(given, trials=trials[1:])
     assert "34.9 ms in 1 replay." in " ".join(render(one).split())
     twice = (replay("search", 3.0, launch="a"), replay("confirm", 3.0, launch="a"))
-    assert len(beliefs([replace(TRIALS[1], measurements=twice)])) == 1, "one replay that counts for both"
+    assert len(beliefs(a_study(), [replace(TRIALS[1], measurements=twice)])) == 1, (
+        "one replay that counts for both"
+    )
+
+
+def test_the_report_leaves_no_warning_out_and_says_the_time_of_a_replay_that_two_nights_made() -> None:
+    def replay(repeat: int, *told: str, launch: str = "") -> Measurement:
+        purpose: Purpose = "confirm" if repeat else "search"
+        kept = Fidelity(values={"lateness_p99_ms": 1.0}, warnings=told)
+        return Measurement(values={}, purpose=purpose, repeat=repeat, fidelity=kept, launch_id=launch or None)
+
+    late = "requests were sent {} ms late at p99".format
+    searched = [replace(TRIALS[1], number=n, measurements=(replay(0, late(n / 2)),)) for n in range(1, 31)]
+    nights = (replay(1, late(40.5), "it drifted", launch="a"), replay(1, late(3), launch="b"))
+    again = replace(TRIALS[2], number=31, attempt=1, measurements=nights)
+    begun = [
+        Launch(id=name, study_id="s", argv=(), started_at=datetime(2026, 11, day, 21, 5, tzinfo=UTC))
+        for name, day in (("a", 29), ("b", 30))
+    ]
+    first, second = warnings(beliefs(a_study(), [*searched, again], begun))
+    names = [
+        "trial 31.1 (confirmation 1, 2026-11-29 21:05 UTC)",
+        "trial 31.1 (confirmation 1, 2026-11-30 21:05 UTC)",
+    ]
+    names += [f"trial {n}" for n in range(30, 12, -1)]
+    told = "requests were sent 0.5 to 40.5 ms late at p99"
+    assert first == f"{told} (32 replays: {', '.join(names)} and 12 more)"
+    assert second == f"it drifted (1 replay: {names[0]})"
+    given = replace(data(said()), trials=[*searched, again], launches=begun)
+    for text in (render(given), markdown(given)):
+        for each in (first, second):
+            assert each in " ".join(text.split())

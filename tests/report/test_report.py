@@ -7,21 +7,25 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from tuner.conclusions import Arm, Conclusion, Difference, Judgement, RunCost
+from tuner.commands.front import say_last_confirmed
+from tuner.conclusions import Arm, Attribution, Conclusion, Difference, Judgement, RunCost
 from tuner.records import (
     Candidate,
+    Launch,
     Measurement,
     Profile,
     ProfileKey,
     Run,
     RunState,
     Slice,
+    SliceMeasurement,
     Slo,
     Study,
     Trial,
     TrialState,
 )
-from tuner.report.board import failures
+from tuner.report.board import Board, failures, spent
+from tuner.report.board import board as board_with
 from tuner.report.document import ReportData, cell, markdown, render
 from tuner.report.words import number
 
@@ -128,12 +132,14 @@ def test_the_verdict_is_told_or_its_absence() -> None:
     text = page(said("It won."))
     assert "clear winner: It won." in text
     assert "the held-out slice" in text
-    assert "−75 % (−80 … +∞, no measurable difference)" in text
+    assert "−75 % (−80 … +∞, open)" in text
     assert "(winner)" in text
     assert "Trial 1 is the published winner." in text
 
 
-def test_a_run_that_confirmed_nothing_hides_no_earlier_confirmation() -> None:
+def test_a_run_that_confirmed_nothing_hides_no_earlier_confirmation(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     later = said(
         "Not confirmed: the window is too short.", outcome=Judgement.NOT_CONFIRMED, winner=None, finalists=(),
         at=NOW + timedelta(days=1),
@@ -145,6 +151,9 @@ def test_a_run_that_confirmed_nothing_hides_no_earlier_confirmation() -> None:
     alone = page(later)
     assert "(winner)" not in alone
     assert "Last confirmed" not in alone
+    say_last_confirmed(board_with(study(), TRIALS, (said("It won."), later)))
+    say_last_confirmed(board_with(study(), TRIALS, (later,)))
+    assert capsys.readouterr().out == "Last confirmed 2026-03-01 12:00: clear winner: It won.\n"
 
 
 def test_a_winner_off_the_front_is_shown_and_explained() -> None:
@@ -153,7 +162,8 @@ def test_a_winner_off_the_front_is_shown_and_explained() -> None:
     arm = Arm(trial=4, candidate=slower.candidate, confirmed={"ttft_p95_ms": 90.0})
     found = replace(data(said(winner=4, finalists=(arm,))), trials=(*TRIALS, slower))
     for text in (render(found), markdown(found)):
-        assert "Trial 4 is the published winner: by its first measurement it is not on the front" in text
+        assert "Trial 4 is the published winner. By its first measurement it is not on the front." in text
+        assert "The policy of the study chose it from the finalists by their confirmed values." in text
         assert "(winner)" in text
 
 
@@ -181,3 +191,110 @@ def test_a_trial_in_whose_middle_the_run_was_stopped_did_not_fail() -> None:
     found = failures([*TRIALS, stopped])
     assert [(cause.state, len(cause.trials)) for cause in found] == [("INFEASIBLE", 1)]
     assert [cause.cause for cause in failures([replace(stopped, cause="node_lost")])] == ["node_lost"]
+
+
+def test_a_failed_launch_of_the_confirmation_is_told() -> None:
+    def launch(number: int, directory: str, verdict: str | None) -> Launch:
+        return Launch(
+            id=str(number), study_id="s", argv=(), started_at=NOW, directory=directory, verdict=verdict
+        )
+
+    died = "controller: its controller died"
+    launches = [
+        launch(1, "1-confirm-0123abcd-1-0", died), launch(2, "1-confirm-0123abcd-2-0", None),
+        launch(3, "0-confirm-0123abcd-1-0", "stopped"), launch(4, "3-1", "oom: no memory"),
+    ]  # fmt: skip
+    (found,) = failures(TRIALS[:2], launches)
+    assert (found.cause, found.state, found.reason) == ("controller", "confirmation", "its controller died")
+    assert [t.number for t in found.trials] == [1]
+    assert spent(TRIALS[:2], launches).failed_launches == 2
+
+
+def test_the_study_file_is_that_of_the_last_run_that_ended() -> None:
+    goes_on = replace(RUN, state=RunState.RUNNING)
+    ended = replace(RUN, state=RunState.FINISHED, summary={"study_file": {"not_worse": {"tpot_p95_ms": 0.5}}})
+    for runs in ([ended, RUN], [goes_on, ended]):
+        assert "not_worse:\n  tpot_p95_ms: 0.5" in markdown(replace(data(), runs=runs))
+    alone = replace(data(), runs=[goes_on])
+    assert "not_worse" not in markdown(alone)
+    for text in (markdown(alone), render(alone)):
+        assert "run that ended" not in text
+        assert "file of the run that has not ended" in text
+
+
+def board(*trials: Trial) -> Board:
+    return Board(
+        study=study(), trials=trials, base=TRIALS[0], front=(), conclusion=said(), confirmation=said()
+    )
+
+
+def test_an_attempt_that_ended_early_has_no_confirmed_values_of_a_later_one() -> None:
+    lost = replace(TRIALS[1], id=90, state=TrialState.ABORTED, measurements=())
+    again = replace(TRIALS[1], id=91, attempt=1)
+    found = board(TRIALS[0], lost, again)
+    assert found.row(lost).confirmed("ttft_p95_ms") is None
+    assert found.row(lost).change("ttft_p95_ms") is None
+    assert found.row(again).confirmed("ttft_p95_ms") == 102.5
+    assert found.row(TRIALS[0]).confirmed("ttft_p95_ms") == 410.0
+
+
+def test_a_trial_that_another_run_measured_again_is_named_beside_the_confirmed_values() -> None:
+    repeat = Measurement(values={"ttft_p95_ms": 9.0}, purpose="confirm", repeat=1)
+    earlier = replace(TRIALS[2], measurements=(*TRIALS[2].measurements, repeat))
+    own = replace(TRIALS[1], measurements=(*TRIALS[1].measurements, repeat))
+    assert "Another run" not in board(*TRIALS).sources
+    assert "Another run" not in board(TRIALS[0], own).sources
+    assert "Another run measured trial 2 again; `tuner trial show`" in board(own, earlier).sources
+    doubted = replace(
+        said(), run_id="r2", outcome=Judgement.NOT_TRUSTED, winner=None,
+        finalists=(Arm(trial=2, candidate=Candidate({}), confirmed={"ttft_p95_ms": 9.0}),),
+    )  # fmt: skip
+    newest = "The newest run measured trial 2 again; `tuner trial show`"
+    assert newest in replace(board(own, earlier), conclusion=doubted).sources
+    part = SliceMeasurement(
+        name="s", window_s=1.0, values={}, outcomes_file="/t/2-confirm-01234567-1-0/s.parquet"
+    )
+    begun = replace(TRIALS[2], measurements=(*TRIALS[2].measurements, replace(repeat, slices=(part,))))
+    for run, measured_by in (("0123456789abcdef", newest), ("f123456789abcdef", "Another run measured")):
+        stopped = replace(said(), run_id=run, outcome=Judgement.NOT_CONFIRMED, winner=None, finalists=())
+        assert measured_by in replace(board(own, begun), conclusion=stopped).sources
+
+
+def test_a_finalist_that_was_confirmed_without_a_relaunch_has_a_row_beside_the_front() -> None:
+    screened = replace(TRIALS[2], screened=True)
+    again = Arm(trial=2, candidate=screened.candidate, confirmed={"ttft_p95_ms": 390.0})
+    concluded = replace(said(), finalists=(*said().finalists, again))
+    shown = replace(board(*TRIALS[:2], screened), confirmation=concluded, conclusion=concluded)
+    assert [(row["trial"], row["role"]) for row in shown.rows()] == [
+        (0, "baseline"),
+        (1, "winner"),
+        (2, "finalist"),
+    ]
+    assert shown.screened == (
+        "Trial 2 was confirmed without a relaunch: the first values are from a running engine."
+    )
+    text = markdown(replace(data(), trials=shown.trials, conclusions=[concluded]))
+    assert "| 2 (finalist) |" in text
+    assert shown.screened in text
+
+
+def test_a_profile_that_leaves_knobs_out_is_of_the_reduced_trial() -> None:
+    repeat = Measurement(values={"ttft_p95_ms": 9.0}, purpose="confirm", repeat=1)
+    reduced = replace(TRIALS[2], measurements=(*TRIALS[2].measurements, repeat))
+    found = Attribution(run_id="r", study_id="s", at=NOW, winner=1, reduced=2, published=True)
+    shown = replace(board(TRIALS[0], TRIALS[1], reduced), attribution=found)
+    assert "Another run" not in shown.sources
+    assert "The attribution measured trial 2 again; `tuner trial show`" in shown.sources
+    assert shown.published.startswith("Trial 1 won. ")
+    assert shown.published.endswith(
+        "The published profile is trial 2: it leaves out the knobs that give nothing."
+    )
+    kept = replace(shown, attribution=replace(found, published=False))
+    assert kept.published.startswith("Trial 1 is the published winner.")
+
+
+def test_a_winner_with_the_values_of_a_trial_on_the_front_is_not_told_to_be_off_it() -> None:
+    twin = replace(TRIALS[1], id=70, number=7)
+    shown = replace(board(TRIALS[0], TRIALS[1], twin), front=(twin,))
+    assert not shown.chosen_on_front
+    assert shown.published == "Trial 1 is the published winner."

@@ -15,8 +15,9 @@ from functools import cache
 import numpy as np
 
 from tuner.records import Candidate, Measurement, Prediction, Slo, Trial, TrialState, Value, Violation
-from tuner.search import pareto, trial_view
-from tuner.search.candidate_sources import StudyView, suggest
+from tuner.search import trial_view
+from tuner.search.acquisition import StudyView
+from tuner.tuning.next_trial import suggest
 
 OBJECTIVES = ("ttft_p95_ms", "tpot_p95_ms", "goodput_rps")
 LEVELS: Mapping[str, tuple[Value, ...]] = {
@@ -190,7 +191,7 @@ def points() -> list[Candidate]:
 def best_volume(truth: Engine) -> float:
     """Of everything in the space."""
     rows = [[v[n] for n in OBJECTIVES] for c in points() if (v := truth.values(c)) is not None]
-    return pareto.hypervolume(rows, scale_of(truth))
+    return trial_view.hypervolume(rows, scale_of(truth))
 
 
 def scale_of(truth: Engine) -> trial_view.Scale:
@@ -230,7 +231,7 @@ class Study:
             self._measure(found.candidate, found.origin)
             real = self.truth.values(found.candidate)
             rows += [[real[n] for n in OBJECTIVES]] if real else []
-            if pareto.hypervolume(rows, scale_of(self.truth)) >= self.goal * best_volume(self.truth):
+            if trial_view.hypervolume(rows, scale_of(self.truth)) >= self.goal * best_volume(self.truth):
                 return self.spent
         return self.budget
 

@@ -9,8 +9,7 @@ from tests.search import world
 from tests.search.world import OBJECTIVES, World
 from tuner.records import Candidate, Measurement, Prediction, Slo, Trial, TrialState
 from tuner.search import acquisition
-from tuner.search.acquisition import Predict, SearchState
-from tuner.search.candidate_sources import StudyView
+from tuner.search.acquisition import Predict, SearchState, StudyView
 from tuner.search.trial_view import encode
 
 SPACE = World(levels={"max_num_seqs": (64, 128, 256), "max_num_batched_tokens": (512, 1024, 8192)})

@@ -9,7 +9,7 @@ import pytest
 
 from tests.search import world
 from tuner.records import Candidate, Measurement, Slo, Trial, TrialState
-from tuner.search import pareto, trial_view
+from tuner.search import trial_view
 
 RECORDED = Path(__file__).parents[2] / "docs/results/h100"
 STUDY_A = ("ttft_p95_ms", "e2e_p95_ms", "goodput_rps")
@@ -26,20 +26,21 @@ def recorded(number: int) -> Trial:
 
 
 @pytest.mark.parametrize(
-    ("objectives", "share"), [(STUDY_A, 0.33), (("e2e_p95_ms", "tpot_p95_ms", "goodput_rps"), 0.88)]
+    ("objectives", "share"), [(STUDY_A, 0.39), (("e2e_p95_ms", "tpot_p95_ms", "goodput_rps"), 0.76)]
 )
 def test_study_as_confirmed_winner_on_the_h100_is_worth_volume(
     objectives: tuple[str, ...], share: float
 ) -> None:
     """By its own objectives it gives up time to first token, within the SLO, for end-to-end latency and
-    goodput: a third of the volume is its alone. By those of the benchmark it covers 8 × the default's.
+    goodput. So it covers a little more than the default, and more than four times as much by those of the
+    benchmark.
     """
     trials = [recorded(number) for number in range(3)]
     scale = trial_view.scale_of(trials, objectives, SLO_A)
     assert scale is not None
-    default, winner, both = (pareto.covered(trials[a:b], scale) for a, b in ((0, 1), (1, 2), (0, 2)))
+    default, winner, both = (trial_view.covered(trials[a:b], scale) for a, b in ((0, 1), (1, 2), (0, 2)))
     assert (both - default) / both == pytest.approx(share, abs=0.01)
-    assert winner > (0.6 if objectives is STUDY_A else 8.0) * default > 0
+    assert winner > (1.0 if objectives is STUDY_A else 4.0) * default > 0
 
 
 def test_the_corner_is_the_looser_of_the_limit_and_twice_the_baseline_and_half_its_goodput() -> None:
@@ -51,14 +52,18 @@ def test_the_corner_is_the_looser_of_the_limit_and_twice_the_baseline_and_half_i
 
 
 def test_the_corner_stays_where_the_first_baseline_put_it() -> None:
-    """Later repeats of the baseline and better trials do not move it; a baseline of which too many requests
-    failed sets it too.
+    """Later repeats of the baseline and better trials do not move it; a run that begins with the baseline
+    again does. A baseline of which too many requests failed sets it too.
     """
     base = world.trial(0, Candidate(), origin="baseline")
     first = trial_view.scale_of([base], world.OBJECTIVES, Slo())
     again = world.trial(2, Candidate(), origin="baseline", noise=0.3)
     better = world.trial(1, Candidate({"max_num_batched_tokens": 2048, "max_num_seqs": 128}))
     assert trial_view.scale_of([base, better, again], world.OBJECTIVES, Slo()) == first
+    fresh = replace(again, run_id="a run that begins with the baseline again")
+    assert trial_view.scale_of([base, better, fresh], world.OBJECTIVES, Slo()) == trial_view.scale_of(
+        [fresh], world.OBJECTIVES, Slo()
+    )
     failing = replace(base, state=TrialState.INFEASIBLE, cause="errors")
     assert trial_view.scale_of([failing, better], world.OBJECTIVES, Slo()) == first
     dead = replace(failing, measurements=())

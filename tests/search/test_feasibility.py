@@ -5,7 +5,7 @@ from dataclasses import replace
 from tests.search import world
 from tests.search.world import World
 from tuner.records import Candidate, Trial, TrialState, Violation
-from tuner.search import candidate_sources as feasibility
+from tuner.search import acquisition as feasibility
 from tuner.search.trial_view import encode
 
 ENCODING = encode(World(), world.DEFAULTS)

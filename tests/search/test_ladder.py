@@ -8,7 +8,7 @@ import pytest
 
 from tuner.commands.run import LADDER_COLUMNS, ladder_table
 from tuner.records import Candidate, Measurement, Trial, TrialState
-from tuner.search import ladder
+from tuner.search.guides import LADDER, LADDER_KNOB, next_rung, rungs
 
 LEVELS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128)
 
@@ -16,7 +16,7 @@ LEVELS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128)
 def climbed(tail: Callable[[int], float], levels: tuple[int, ...] = LEVELS) -> list[Trial]:
     """All trials of a ladder over an engine whose tail is known."""
     trials: list[Trial] = []
-    while (level := ladder.next_level(levels, ladder.rungs(trials))) is not None:
+    while (level := next_rung(levels, rungs(trials))) is not None:
         assert len(trials) < len(levels)
         trials.append(trial(len(trials), level, tail(level)))
     return trials
@@ -27,8 +27,8 @@ def trial(number: int, level: int, tail: float) -> Trial:
     values = {"e2e_p50_ms": tail / 2, "e2e_p95_ms": tail, "e2e_p99_ms": tail * 2, "kv_usage_max": 0.5,
               "goodput_rps": 3.0, "output_tokens_per_s": 90.0, "preemptions": 4.0}  # fmt: skip
     return Trial(
-        id=number + 1, study_id="s", run_id="r", number=number, candidate=Candidate({ladder.KNOB: level}),
-        origin=ladder.ORIGIN, state=TrialState.COMPLETE if served else TrialState.INFEASIBLE,
+        id=number + 1, study_id="s", run_id="r", number=number, candidate=Candidate({LADDER_KNOB: level}),
+        origin=LADDER, state=TrialState.COMPLETE if served else TrialState.INFEASIBLE,
         reason=None if served else "out of memory",
         measurements=(Measurement(values=values),) if served else (),
         started_at=datetime(2026, 1, 1, tzinfo=UTC),
@@ -36,14 +36,14 @@ def trial(number: int, level: int, tail: float) -> Trial:
 
 
 def order(trials: list[Trial]) -> list[object]:
-    return [t.candidate[ladder.KNOB] for t in trials]
+    return [t.candidate[LADDER_KNOB] for t in trials]
 
 
 def test_M11_it_doubles_until_the_tail_worsens_and_then_bisects() -> None:
     """As a translation service did it: 8 is good, 16 best, 32 worse."""
     trials = climbed(lambda n: 4000 / n if n <= 16 else 250 * (1 + (n - 16) / 16))
     assert order(trials) == [1, 2, 4, 8, 16, 32, 24]
-    best = min(ladder.rungs(trials), key=lambda rung: rung.tail)
+    best = min(rungs(trials), key=lambda rung: rung.tail)
     assert best.level == 16
 
 
@@ -67,7 +67,7 @@ def test_M11_it_goes_on_while_small_levels_do_not_serve_and_ends_at_the_top() ->
 def test_M11_the_table_tells_each_rung() -> None:
     rows = ladder_table(climbed(lambda n: 4000 / n if n <= 16 else 250 * (1 + (n - 16) / 16)))
     assert [row[0] for row in rows] == [1, 2, 4, 8, 16, 24, 32]
-    assert rows[4][1:] == (125.0, 250.0, 500.0, 3.0, 90.0, 50.0, 4.0, "best")
+    assert rows[4][1:] == (125.0, 250.0, 500.0, 3.0, 90.0, 50.0, 4.0, "lowest p95")
     assert [row[-1] for row in rows[5:]] == ["worse by more than 10%"] * 2
     assert len(rows[0]) == len(LADDER_COLUMNS)
 
@@ -76,4 +76,4 @@ def test_M11_the_table_tells_each_rung() -> None:
 def test_M11_only_rungs_are_on_the_ladder(origin: str) -> None:
     from dataclasses import replace
 
-    assert ladder.rungs([replace(trial(0, 8, 10.0), origin=origin)]) == ()
+    assert rungs([replace(trial(0, 8, 10.0), origin=origin)]) == ()

@@ -5,8 +5,9 @@ from dataclasses import replace
 from tests.search import world
 from tests.search.world import OBJECTIVES, World
 from tuner.records import Candidate, Slo, Value
-from tuner.search import pareto, trial_view
-from tuner.search.candidate_sources import drift_due, heuristics
+from tuner.search import trial_view
+from tuner.search.guides import heuristics
+from tuner.tuning.next_trial import drift_due
 
 
 def test_starts_are_known_advice() -> None:
@@ -42,16 +43,16 @@ def test_promotions_are_screened_members_that_would_widen_the_front() -> None:
     poor = replace(world.trial(3, Candidate({"max_num_seqs": 1024})), screened=True)
     scale = trial_view.scale(OBJECTIVES, [world.truth({}).values[n] for n in OBJECTIVES], Slo())
     key = lambda candidate: candidate.digest  # noqa: E731
-    found = pareto.promotable([base, good, best, poor], scale, key)
+    found = trial_view.promotable([base, good, best, poor], scale, key)
     assert found is not None
     assert found[1].number == 1
     assert 0.3 < found[0] < 1
     relaunched = replace(world.trial(4, good.candidate), screened=False)
-    again = pareto.promotable([base, good, poor, relaunched], scale, key)
+    again = trial_view.promotable([base, good, poor, relaunched], scale, key)
     assert again is not None
     assert again[1].number == 3
     assert again[0] <= 0
-    assert pareto.promotable([], scale, key) is None
+    assert trial_view.promotable([], scale, key) is None
 
 
 def test_the_baseline_is_looked_at_again_now_and_then() -> None:

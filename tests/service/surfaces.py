@@ -16,6 +16,7 @@ from tuner.conclusions import Conclusion
 from tuner.history.store import Store
 from tuner.records import Study
 from tuner.report import words
+from tuner.report.board import board_of
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Shown:
 def read(home: Path, study: Study, said: Conclusion) -> Shown:
     """All surfaces that show what one run of a study found."""
     texts, data = _commands(home, study, said)
+    answers: dict[str, Any] = {}
     world = World(home)
     try:
         client = TestClient(world.app, base_url="http://localhost")
@@ -40,16 +42,29 @@ def read(home: Path, study: Study, said: Conclusion) -> Shown:
             "run": f"/v1/runs/{said.run_id}",
             "front": f"/v1/studies/{study.id}/front",
         }.items():
-            data[f"api {name}"] = client.get(path).json()["conclusion"]
+            answers[name] = client.get(path).json()
+            data[f"api {name}"] = answers[name]["conclusion"]
         data["api nights"] = _nights(client, study)
+        _assert_same_front(json.loads(_said(home, "front", study.id, "--json")), answers["front"])
     finally:
         world.store.close()
     return Shown(texts={name: plain(text) for name, text in texts.items()}, data=data)
 
 
+def _assert_same_front(told: Mapping[str, Any], api: Mapping[str, Any]) -> None:
+    """The command and the API give the same keys, and the same under each."""
+    assert told.keys() == api.keys()
+    for name in told.keys() - {"baseline", "front"}:
+        assert told[name] == api[name], name
+    for name in ("baseline", "front"):
+        each, other = ([v] if isinstance(v, dict) else v or [] for v in (told[name], api[name]))
+        assert [t["number"] for t in each] == [t["number"] for t in other], name
+
+
 def _commands(home: Path, study: Study, said: Conclusion) -> tuple[dict[str, str], dict[str, Any]]:
     texts = {
         "front": _said(home, "front", study.id),
+        "study show": _said(home, "study", "show", study.id),
         "run status": _said(home, "run", "status", said.run_id),
         "run list": _said(home, "run", "list"),
         "report": _said(home, "report", study.id, "-o", "-"),
@@ -57,8 +72,11 @@ def _commands(home: Path, study: Study, said: Conclusion) -> tuple[dict[str, str
         "history": "".join(_said(home, "history", "--metric", name) for name in study.objectives),
     }
     front = json.loads(_said(home, "front", study.id, "--json"))
+    shown = json.loads(_said(home, "study", "show", study.id, "--json"))
     status = json.loads(_said(home, "run", "status", said.run_id, "--json"))
-    data: dict[str, Any] = {"front": front["conclusion"], "run status": status["conclusion"]}
+    data: dict[str, Any] = {
+        "front": front["conclusion"], "run status": status["conclusion"], "study show": shown["conclusion"],
+    }  # fmt: skip
     if (made := said.profiles.get("challenger")) is not None:
         texts["profile show"] = _said(home, "profile", "show", made.id)
         hook = home / "told.json"
@@ -99,7 +117,7 @@ def plain(text: str) -> str:
     return " ".join(re.sub(r"\\([\\`*_\[\]|#])", r"\1", bare).split())
 
 
-WHOLE = ("front", "run status", "report", "markdown", "page study")
+WHOLE = ("front", "study show", "run status", "report", "markdown", "page study")
 """Surfaces that print the conclusion's headline."""
 
 
@@ -113,6 +131,11 @@ def assert_one_truth(home: Path, study: Study, said: Conclusion) -> None:
     for name in WHOLE:
         assert head in shown.texts[name], (name, head, shown.texts[name])
     shown_of_night = any(row["run_id"] == said.run_id for row in shown.data["api nights"])
+    store = Store(f"sqlite:///{home / 'tuner.db'}", create=False)
+    sources = board_of(store, study).sources
+    store.close()
+    for name in (each for each in WHOLE if each != "run status"):
+        assert sources in shown.texts[name], (name, sources)
     places = ["run list"]
     if said.winner is not None or _measured(home, study, said):
         places.append("history")
@@ -158,7 +181,7 @@ def _assert_winner(shown: Shown, study: Study, said: Conclusion) -> None:
         for place in places:
             assert words.change(made) in shown.texts[place], (place, words.change(made), shown.texts[place])
         for value in (made.before, made.after):
-            for place in ("front", "report", "markdown", "page study", *history):
+            for place in ("front", "study show", "report", "markdown", "page study", *history):
                 assert words.number(value) in shown.texts[place], (place, value, shown.texts[place])
         if row is None:
             continue
@@ -167,7 +190,7 @@ def _assert_winner(shown: Shown, study: Study, said: Conclusion) -> None:
         assert (row["value"], row["baseline"], row["number"]) == (made.after, made.before, said.winner)
     if shown.texts["webhook"]:
         assert plain(words.headline(said)) in shown.texts["webhook"]
-    assert f"Trial {said.winner} is the published winner" in shown.texts["front"]
+    assert f"Trial {arm.label} is the published winner" in shown.texts["front"]
 
 
 def frozen(home: Path, said: Conclusion) -> dict[str, object]:

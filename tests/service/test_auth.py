@@ -134,6 +134,7 @@ def test_every_route_of_the_app_is_in_the_schema_or_a_page(world: World) -> None
     assert not {path for path in others if path.startswith("/v1")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("held", [*SCOPES, "none", "unknown", "revoked", "expired", "basic"])
 def test_matrix(tmp_path: Path, held: str) -> None:
     """Every route with one kind of token: 401, 403, or neither."""

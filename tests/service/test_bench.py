@@ -139,7 +139,7 @@ def test_B10_confirmed_numbers_and_those_of_the_search_share_no_row(filled: Worl
     client, _ = visitor(filled, "read")
     for path in ("/compare?study=chat&trial=1&trial=2", f"/compare?run={_run(filled.store)}&node=n1"):
         shown = client.get(path).text
-        parts = shown.partition("Confirmed numbers</h2>")[2].partition("Numbers of the search</h2>")
+        parts = shown.partition("Confirmed numbers</h2>")[2].partition("First measurements</h2>")
         confirmed, search = (re.sub(r"<[^>]*>", " ", part).split() for part in parts[::2])
         assert "90" in confirmed, path
         assert "0.97" in confirmed, "the share of good requests is of the same repeats"

@@ -21,9 +21,9 @@ from tuner.history.entities import Schedule
 from tuner.records import RunState
 from tuner.service import study_requests
 from tuner.service.app import MOST_CHANGES
+from tuner.service.auth import Attempts
 from tuner.service.routes.runs import MOST_STREAMS
 from tuner.service.routes.schedules import MOST_SCHEDULES
-from tuner.service.sessions import Attempts
 from tuner.service.study_requests import write_private
 from tuner.service.uploads import OF_ONE
 from tuner.tuning import study as studies
@@ -56,6 +56,7 @@ def client_of(world: World, name: str) -> TestClient:
     return client
 
 
+@pytest.mark.slow
 def test_20_attack_an_idempotency_key_is_its_tokens_own(bounded: World) -> None:
     one, other = client_of(bounded, "one"), client_of(bounded, "other")
     asked, key = {"study": "tiny", "trials": 1}, {"Idempotency-Key": "deploy-1"}
@@ -121,6 +122,7 @@ def test_20_attack_a_token_makes_so_many_changes_in_a_minute(bounded: World) -> 
     assert other.put("/v1/schedules/theirs", json=SCHEDULE).status_code == 200
 
 
+@pytest.mark.slow
 def test_20_attack_a_token_has_so_many_event_streams(tmp_path: Path) -> None:
     world = World(tmp_path)
     from tests.history.fill import fill

@@ -19,7 +19,7 @@ from tests.tuning.studies import tuner, wait_for, write
 from tuner.conclusions import UpgradeFinding
 from tuner.history.store import Store
 from tuner.records import Run, RunState
-from tuner.service.comparison_requests import ComparisonRequest, UpgradeRequest
+from tuner.service.study_requests import ComparisonRequest, UpgradeRequest
 from tuner.tuning.upgrade import NothingNew, unchecked
 
 HERE = socket.gethostname()
@@ -61,6 +61,7 @@ def posted(client: TestClient, path: str, **body: object) -> str:
     return str(answer.json()["id"])
 
 
+@pytest.mark.slow
 def test_25_1_registered_engines_are_compared_over_http(world: World) -> None:
     client = world.client()
     asked = {"arms": ["today", "new=today@slow"], "rounds": 2, "margin": 0.2}

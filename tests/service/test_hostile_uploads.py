@@ -217,6 +217,7 @@ def test_there_are_sixty_files_and_more_of_different_names() -> None:
     assert len(names) == len(set(names)) >= 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     [pytest.param(f, id=f.__name__, marks=() if f in QUICK else pytest.mark.slow) for f in FAMILIES],

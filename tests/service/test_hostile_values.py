@@ -36,7 +36,7 @@ OBJECTS: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("knob", ["quantization", "attention_backend", "moe_backend"])
 def test_a_text_is_one_word(knob: str, text: str) -> None:
-    with pytest.raises(BadInput, match="give one word"):
+    with pytest.raises(BadInput, match="must be one word"):
         check(knob, [text], [MODEL], "baseline")
 
 
@@ -118,7 +118,7 @@ def test_a_pull_that_names_no_place_is_a_bad_request(tmp_path: Path) -> None:
     world = World(tmp_path)
     answer = world.client("read").get(f"/v1/profiles/resolve?model={MODEL}&workload=chat")
     assert answer.status_code == 400
-    assert "give node or gpu_class" in answer.json()["detail"]
+    assert "give a node or a GPU class" in answer.json()["detail"]
     assert (
         world.client("read").get(f"/v1/profiles/resolve?model={MODEL}&workload=chat&node=n").status_code
         == 404

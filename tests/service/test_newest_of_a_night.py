@@ -149,6 +149,53 @@ def test_one_truth_of_a_night_with_several_runs_on_the_command_line(
             assert words.change(made) in shown, given
 
 
+LEFT_OUT = {"ttft_p95_ms": 0, "tpot_p95_ms": 1, "gpu_seconds": 4}
+"""How many of the four runs ended without a metric: tpot_p95_ms is not in VALUES["newest"]."""
+
+
+@pytest.mark.parametrize("metric", LEFT_OUT)
+def test_runs_without_a_metric_are_counted_everywhere(
+    metric: str, world: World, runs: Shown, tmp_path: Path
+) -> None:
+    count = LEFT_OUT[metric]
+    asked = {"model": a_study().model, "metric": metric, "since": f"{NOW:%Y-%m-%dT00:00:00Z}"}
+    assert world.client("read").get("/v1/history", params=asked).json()["without_value"] == count
+    page, said = plain(browser(world).get(f"/history?metric={metric}").text), words.no_value(count, metric)
+    told = call(tmp_path, "history", "--metric", metric).output
+    for text in (page, told):
+        assert ("left out" in text) == bool(count)
+        assert said in text
+    assert told.count("\n2026-") == len(runs) - count
+
+
+def test_a_chart_whose_nights_have_other_runs_with_the_metric_says_so(world: World) -> None:
+    """It said that no night had measured this, above a table with a value."""
+    old = a_run(world.store, a_study("first"), now=NOW)
+    values = {"tpot_p95_ms": 40.0, "goodput_rps": 3.0}
+    finished(world.store, start(world.store, old, 90), replace(a_measurement(), values=values))
+    world.store.save_run(replace(old, state=RunState.FINISHED, ended_at=NOW + HOUR))
+    a_night(world, "newest", 3)
+    page = plain(browser(world).get("/history?metric=tpot_p95_ms").text)
+    assert "The chart shows one run of each night. None of these runs measured this." in page
+    assert "→ 40" in page
+    assert "left out: 1 ended run without tpot_p95_ms in the result" in page
+
+
+def test_a_night_whose_baseline_is_0_was_compared(world: World) -> None:
+    """The chart said that no night had been compared, beside the card of the comparison."""
+    run = a_night(world, "before", 0)
+    said = world.store.conclusion(run.id)
+    assert said is not None
+    later = a_run(world.store, a_study("first"), now=NOW + HOUR)
+    made = tuple(replace(c, before=0.0, change=None, low=None, high=None) for c in said.finalists[0].changes)
+    won = replace(said.finalists[0], changes=made)
+    end = replace(later, state=RunState.FINISHED, ended_at=later.started_at + HOUR)
+    world.store.save_run(end, replace(said, run_id=later.id, at=NOW + 2 * HOUR, finalists=(won,)))
+    page = plain(browser(world).get("/history?metric=goodput_rps").text)
+    assert "The baseline of each night is 0 or infinite, so no change in per cent can be drawn." in page
+    assert "better)" in page
+
+
 def test_one_truth_of_a_night_with_several_runs_in_the_notices(world: World, runs: Shown) -> None:
     """Its goodput is worse than the night before; the run that was better earlier that night says nothing."""
     for name, study, expected in (

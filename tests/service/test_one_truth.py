@@ -43,6 +43,13 @@ class Told:
     before: dict[str, object]
 
 
+def at_home(home: Path, patch: pytest.MonkeyPatch) -> None:
+    """The environment of a run whose launches differ by NOISE."""
+    patch.setenv("TUNER_HOME", str(home))
+    patch.delenv("TUNER_DATABASE_URL", raising=False)
+    patch.setenv(HIDDEN, json.dumps([NOISE]))
+
+
 def drive(home: Path, slower: float | None = None) -> Conclusion:
     """One run of the study in this process; from its confirmation on the machine is so many times slower."""
     store = Store(f"sqlite:///{home / 'tuner.db'}")
@@ -69,9 +76,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     hook = [{"on": ["promotion"], "command": [sys.executable, "-c", script]}]
     (home / "notify.yaml").write_text(yaml.safe_dump(hook))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TUNER_HOME", str(home))
-        patch.delenv("TUNER_DATABASE_URL", raising=False)
-        patch.setenv(HIDDEN, json.dumps([NOISE]))
+        at_home(home, patch)
         first = drive(home)
         store = Store(f"sqlite:///{home / 'tuner.db'}", create=False)
         study = store.study(first.study_id)
@@ -114,6 +119,28 @@ def test_a_machine_that_slows_down_is_not_trusted_on_any_surface(told: Told) -> 
             at = shown.texts[name].index(plain(words.headline(told.second)))
             last = shown.texts[name].index(plain(words.headline(told.first)))
             assert at < last, "what was confirmed before comes second"
+
+
+def test_the_run_after_one_that_is_not_trusted_begins_with_the_baseline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine that stays slower every later run was not trusted either: its search had no baseline of
+    its own.
+    """
+    write(tmp_path, NOISY, PLANTED)
+    at_home(tmp_path, monkeypatch)
+    first = drive(tmp_path, slower=1.6)
+    assert first.outcome is Judgement.NOT_TRUSTED
+    second, third = drive(tmp_path), drive(tmp_path)
+    assert second.outcome is third.outcome is Judgement.TRADE_OFF
+    store = Store(f"sqlite:///{tmp_path / 'tuner.db'}")
+    trials = store.trials(first.study_id)
+    study = store.study(first.study_id)
+    store.close()
+    bases = [t for t in trials if t.is_baseline]
+    assert [(t.run_id, t.number) for t in bases] == [(first.run_id, 0), (second.run_id, 4)]
+    assert [each.baseline and each.baseline.trial for each in (first, second, third)] == [0, 4, 4]
+    assert_one_truth(tmp_path, study, third)
 
 
 def test_what_a_simulated_engine_takes_is_no_gpu_hours(told: Told) -> None:

@@ -10,12 +10,13 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.commands.test_care import call
-from tests.history.records import NOW, a_conclusion, a_measurement, a_run, a_study, finished, start
+from tests.history.records import NOW, a_conclusion, a_launch, a_measurement, a_run, a_study, finished, start
 from tests.service.world import World
 from tuner.conclusions import Judgement, Saving
 from tuner.history.entities import SCOPES
-from tuner.records import Candidate, RunState
+from tuner.records import Candidate, RunState, TrialState
 from tuner.report import words
+from tuner.report.board import baselines
 from tuner.service.auth import INCLUDES
 from tuner.service.pages.profiles import SHOWN
 from tuner.service.pages.session import COOKIE, csrf_of
@@ -205,6 +206,15 @@ def test_I27_1_overview_study_and_profile_show_the_answer_card(filled: World) ->
         assert "time to the first token" in shown, path
 
 
+def test_what_a_virtual_clock_ends_in_the_future_is_not_told_as_past(filled: World) -> None:
+    client, _ = visitor(filled, "read")
+    assert " ago, in <a" in client.get("/").text
+    filled.clock.at = NOW - timedelta(days=900)
+    shown = client.get("/").text
+    assert "Found " in shown
+    assert " ago, in <a" not in shown
+
+
 def test_I27_1_the_overview_says_why_the_newest_run_failed(tmp_path: Path) -> None:
     world = World(tmp_path)
     made = world.store.add_study(a_study())
@@ -212,7 +222,10 @@ def test_I27_1_the_overview_says_why_the_newest_run_failed(tmp_path: Path) -> No
     ended = replace(run, state=RunState.FAILED, ended_at=NOW, reason="vllm: command not found")
     world.store.save_run(ended)
     shown = world.client().get("/").text
-    assert "The run failed" in shown
+    on_study = world.client().get(f"/studies/{made.id[:16]}").text
+    for text in (shown, on_study):
+        assert "The run ended without a result" in text
+        assert "No candidate completed: vllm: command not found." in text
     assert "<details open>" in shown.partition("vllm: command not found")[0]
     world.store.close()
 
@@ -285,3 +298,50 @@ def test_I27_6_gains_and_latencies_of_each_node_are_exported(filled: World) -> N
     assert 'tuner_gain_ratio{measurement="ttft_p95_ms",node="n1",workload="chat"} -0.55' in told
     assert 'configuration="today",measurement="ttft_p95_ms",node="n1",workload="chat"} 200.0' in told
     assert 'configuration="best",measurement="ttft_p95_ms",node="n1",workload="chat"}' in told
+
+
+def test_a_trial_s_page_dates_the_baseline_s_repeats_of_several_nights(world: World) -> None:
+    """Issue 29, 28: a trial of one night beside a baseline of two had two columns of one name."""
+    store = world.store
+    run = a_run(store, a_study())
+    base = finished(store, start(store, run, 0, origin="baseline"), a_measurement(210.0))
+    trial = finished(store, start(store, run, 1), a_measurement(90.0))
+    for night in (0, 1):
+        launch = replace(a_launch(a_study(), f"L{night}"), started_at=NOW + timedelta(days=night))
+        store.add_launch(launch)
+        again = replace(a_measurement(200.0), purpose="confirm", repeat=1, launch_id=launch.id)
+        for each in (base, trial) if night else (base,):
+            store.add_measurement(each.id, again)
+    client, _ = visitor(world, "read")
+    heads = re.findall(r"<th[^>]*>(.*?)</th>", client.get("/studies/chat/trials/1").text)
+    (shown,) = (re.sub(r"<[^>]+>", "", head) for head in heads if "baseline: confirmation 1" in head)
+    assert shown == f"baseline: confirmation 1, {NOW + timedelta(days=1):%Y-%m-%d %H:%M} UTC"
+
+
+def test_the_baseline_beside_an_attribution_is_of_the_same_run(world: World) -> None:
+    """User 13, 15: the baseline of the next night began nearer in time."""
+    begun = {"one-1": ("0000-confirm-aaaaaaaa-1-0", 0), "last": ("0008-confirm-aaaaaaaa.3-1-0", 60)}
+    begun |= {"two-1": ("0000-confirm-bbbbbbbb-1-0", 70), "two-8": ("0008-confirm-bbbbbbbb-1-0", 400)}
+    launches = [
+        replace(
+            a_launch(a_study(), name), directory=f"/x/{folder}", started_at=NOW + timedelta(seconds=after)
+        )
+        for name, (folder, after) in begun.items()
+    ]
+    again = replace(a_measurement(90.0), purpose="confirm", repeat=1)
+    run = a_run(world.store, a_study())
+    base, trial = start(world.store, run, 0, origin="baseline"), start(world.store, run, 8, origin="reduced")
+    base = replace(base, measurements=tuple(replace(again, launch_id=name) for name in ("one-1", "two-1")))
+    trial = replace(trial, measurements=tuple(replace(again, launch_id=name) for name in ("last", "two-8")))
+    beside = baselines(base, trial, launches)
+    assert [each.launch_id for each in beside if each is not None] == ["one-1", "two-1"]
+
+
+def test_a_trial_without_an_engine_has_no_configuration_in_effect(world: World) -> None:
+    store = world.store
+    run = a_run(store, a_study())
+    finished(store, start(store, run, 1), state=TrialState.ABORTED)
+    client, _ = visitor(world, "read")
+    shown = client.get("/studies/chat/trials/1").text
+    assert "No engine reported what was in effect." in shown
+    assert "not reported by the engine" not in shown

@@ -48,6 +48,7 @@ RUNS: Mapping[str, tuple[str, dict[str, object], bool]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("why", RUNS)
 def test_I29_1_a_run_s_state_is_the_same_word_everywhere(why: str, world: World, tmp_path: Path) -> None:
     word, changes, leased = RUNS[why]
@@ -78,8 +79,14 @@ def test_I29_1_a_run_s_state_is_the_same_word_everywhere(why: str, world: World,
 
     lost, over = word == "stopped", ended is not None
     shown = client.get(f"/v1/runs/{run.id}").json()
-    assert (shown["state"], shown["stopped"]) == (changes.get("state", "RUNNING"), lost)
-    assert client.get("/v1/runs").json()["items"][0]["stopped"] is lost
+    said = "stopped" if lost else changes.get("state", "RUNNING")
+    assert (shown["state"], shown["stopped"]) == (said, lost)
+    of_trial = "interrupted" if lost else "RUNNING"
+    assert shown["trials"] == {"COMPLETE": 1, of_trial: 1}
+    assert client.get(f"/v1/trials/{current.id}").json()["state"] == of_trial
+    for asked in (None, "RUNNING", "stopped", "FINISHED", "FAILED", "CANCELLED"):
+        listed = client.get("/v1/runs", params={"state": asked} if asked else {}).json()["items"]
+        assert [row["state"] for row in listed] == ([said] if asked in (None, said) else []), asked
     for told in (
         json.loads(call(tmp_path, "run", "list", "--json").output)[0],
         json.loads(call(tmp_path, "run", "status", "--json").output)["run"],
@@ -110,8 +117,11 @@ def test_I29_1_a_run_s_state_is_the_same_word_everywhere(why: str, world: World,
     for name, text in texts.items():
         found = set(re.findall("|".join(states), re.sub(r"\b\d running", "", text.lower())))
         assert found == {word}, (name, text)
-    counted = dict(re.findall(r'tuner_runs\{state="(\w+)"\} (\S+)', client.get("/metrics").text))
+    told = client.get("/metrics").text
+    counted = dict(re.findall(r'tuner_runs\{state="(\w+)"\} (\S+)', told))
     assert {state.lower(): float(n) for state, n in counted.items() if float(n)} == {word: 1.0}
+    trials = dict(re.findall(r'tuner_trials_total\{reason="",state="(\w+)"\} (\S+)', told))
+    assert {state: float(n) for state, n in trials.items()} == {"COMPLETE": 1.0, of_trial: 1.0}
 
 
 @pytest.mark.parametrize(
@@ -165,7 +175,8 @@ def test_A9_every_surface_says_the_same_time_left(world: World) -> None:
     assert ", no deadline, about 2 h 30 min left" in call(world.home, "run", "status").stdout
     status = json.loads(call(world.home, "run", "status", "--json").stdout)
     assert status["left_s"] == pytest.approx(9000, abs=600)
-    tell(RunEvent(kind="confirm", text="confirmation: launch 1 of 4", done=0, total=4))
+    said = "confirmation: launch 1 of 4"
+    tell(RunEvent(kind="confirm", text=said, stage="confirmation", done=0, total=4))
     assert line.left_s() == 4 * 500 == page.get(f"/v1/runs/{run.id}").json()["left_s"]
 
 
@@ -191,6 +202,34 @@ def test_two_runs_of_one_night_are_rows_of_their_own_and_one_point(world: World)
         assert [table.count(f'value="{each}"') for each in made] == [1, 1]
         for value in shown:
             assert f"→ {value}</td>" in table, value
+
+
+def test_several_attempts_count_as_one_trial(world: World, tmp_path: Path) -> None:
+    study, store, client = a_study(), world.store, world.client("read")
+    client.post("/login", data={"token": world.token("read")})
+    run = a_run(store, study)
+    store.save_run(replace(run, pid=os.getpid(), host=HERE))
+    finished(store, start(store, run, 0, origin="baseline"), a_measurement(90.0))
+    for attempt in (0, 1):
+        finished(store, start(store, run, 1, attempt=attempt), state=TrialState.ABORTED)
+    start(store, run, 1, attempt=2)
+    ref = f"/studies/{study.id[:16]}"
+    for told in (
+        json.loads(call(tmp_path, "run", "status", "--json").output)["trials"],
+        client.get(f"/v1/runs/{run.id}").json()["trials"],
+    ):
+        assert told == {"COMPLETE": 1, "RUNNING": 1}
+    said = "1 COMPLETE, 1 RUNNING (2 earlier attempts)"
+    shown = {path: client.get(path, headers={"accept": "text/html"}).text for path in (ref, f"{ref}/trials")}
+    assert "All 2 trials" in shown[ref]
+    assert re.findall(r'<th scope="row">(\d \w+)</th>', shown[ref]) == ["1 COMPLETE", "2 ABORTED"], (
+        "not ended"
+    )
+    assert "of 4 attempts" in shown[f"{ref}/trials"]
+    assert said in shown[ref]
+    assert said in call(tmp_path, "run", "status").output
+    for given in (("-o", "-"), ("--format", "md", "-o", "-")):
+        assert said in call(tmp_path, "report", study.id[:12], *given).output
 
 
 def test_a_trial_of_a_stopped_run_is_interrupted_in_words_and_says_how_to_go_on(
@@ -230,7 +269,12 @@ def test_a_trial_of_a_stopped_run_is_interrupted_in_words_and_says_how_to_go_on(
         assert "interrupted" not in text, name
         assert "RUNNING" in text, name
         assert ("Launching the engine" in text) is (name in ("study page", "trial page")), name
-    assert "no run has ended yet. The newest run goes on." in call(tmp_path, "history").output
+    assert "no run has ended yet. The newest run has not ended." in call(tmp_path, "history").output
+    assert call(tmp_path, "front", study.id[:12]).output.startswith("The newest run has not ended.")
+    write(path_of(tmp_path, run.id), RunNow(run=run.id, at=world.clock()))  # it has told nothing of the trial
+    page = re.sub(r"<[^>]+>", "", texts()["study page"])
+    assert "Measuring: trial 2 (" in page
+    assert "Starting" not in page
     store.save_run(replace(alive, pid=process.pid))
     for name, text in texts().items():
         assert "interrupted" in text, name
@@ -238,11 +282,12 @@ def test_a_trial_of_a_stopped_run_is_interrupted_in_words_and_says_how_to_go_on(
         assert "RUNNING" not in text.replace("state=RUNNING", ""), name
         assert "the same command continues it" in text or name == "bench", name
     assert "no run has ended yet. The newest run was stopped; the same" in call(tmp_path, "history").output
-    assert (
-        json.loads(call(tmp_path, "trial", "show", study.id[:12], "2", "--json").output)["state"] == "RUNNING"
-    )
+    assert call(tmp_path, "front", study.id[:12]).output.startswith("The newest run was stopped; the same")
+    told = json.loads(call(tmp_path, "trial", "show", study.id[:12], "2", "--json").output)
+    assert told["state"] == "interrupted"
 
-    said = "trial 1 was only screened in a running engine; the front shows relaunched trials"
+    start(store, run, 3, origin="relaunched", max_num_seqs=65)  # trial 1 again, not measured yet
+    said = "The search only screened trial 1 in a running engine; the front shows relaunched trials."
     shown = {name: text for name, text in texts().items() if name in ("report", "markdown", "study page")}
     for name, text in {**shown, "front": call(tmp_path, "front", study.id[:12]).output}.items():
         assert said in text, name
@@ -343,6 +388,35 @@ def test_repeats_of_several_nights_are_told_apart(world: World, tmp_path: Path) 
     assert page.count(f"{study.id[:12]} 1 --attempt 0") == 2
 
 
+@pytest.mark.parametrize(
+    ("argv", "larger"),
+    [
+        (("--max-num-batched-tokens", "2048", "--max-num-seqs", "256"), "max_num_seqs=256"),
+        (("--max-num-seqs", "65"), ""),
+        (("--enforce-eager", "--max-num-seqs"), ""),
+    ],
+)
+def test_a_trial_that_was_not_measured_says_in_what_larger_engine_it_was_to_be_screened(
+    world: World, tmp_path: Path, argv: tuple[str, ...], larger: str
+) -> None:
+    study, store, client = a_study(), world.store, world.client("read")
+    client.post("/login", data={"token": world.token("read")})
+    run = a_run(store, study)
+    trial = start(store, run, 1)
+    store.add_launch(replace(a_launch(study, "L1"), argv=argv, started_at=trial.started_at))
+
+    def texts() -> tuple[str, str]:
+        page = client.get(f"/studies/{study.id[:16]}/trials/1", headers={"accept": "text/html"}).text
+        return call(tmp_path, "trial", "show", study.id[:12], "1").output, page
+
+    for text in texts():
+        assert (f"It is to be screened in an engine with {larger}." in text) is bool(larger)
+    finished(store, trial, state=TrialState.ABORTED)
+    for text in texts():
+        assert (f"It should have been screened in an engine with {larger}." in text) is bool(larger)
+        assert larger or "screened in an engine" not in text
+
+
 def test_a_version_that_equals_an_earlier_one_says_so_everywhere(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -375,7 +449,7 @@ def test_a_version_that_equals_an_earlier_one_says_so_everywhere(
         capsys.readouterr()
         show_end(store, study, ended)
         texts = {
-            "of version 1, measured again": capsys.readouterr().out,
+            "is a new measurement of the configuration of version 1 ": capsys.readouterr().out,
             "the same configuration as version 1": call(tmp_path, "profile", "show", made.id).output,
             "the same as version 1": client.get(f"/profiles/{made.id}").text,
             "it has the champion's configuration": html.unescape(client.get("/").text),

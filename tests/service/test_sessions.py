@@ -17,9 +17,9 @@ from starlette.testclient import TestClient
 from tests.service.world import World, serving
 from tests.tuning.studies import answer, tuner
 from tuner.history.entities import AuditEntry
-from tuner.service import connections, sessions
+from tuner.service import auth, connections
+from tuner.service.auth import Attempts
 from tuner.service.pages.session import COOKIE, csrf_of
-from tuner.service.sessions import Attempts
 
 
 def logged_in(world: World, token: str) -> TestClient:
@@ -93,7 +93,7 @@ def test_a_session_ends_with_its_token_and_with_the_service(world: World) -> Non
 
 
 def test_sessions_are_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "MOST_SESSIONS", 2)
+    monkeypatch.setattr(auth, "MOST_SESSIONS", 2)
     token = world.token("read")
     first, second, third = (logged_in(world, token) for _ in range(3))
     assert [client.get("/").status_code for client in (first, second, third)] == [303, 200, 200]
@@ -172,6 +172,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return cert, key
 
 
+@pytest.mark.slow
 def test_tls_by_files(tmp_path: Path, certificate: tuple[Path, Path]) -> None:
     cert, key = certificate
     token = str(answer(tmp_path, "token", "create", "--name", "ci", "--scope", "read", "--json")["text"])

@@ -20,10 +20,11 @@ from tuner.fleet.schedule import Happening, loop
 from tuner.history.entities import Schedule
 from tuner.history.store import Store
 from tuner.records import RunState
-from tuner.service.schedules import starter
+from tuner.service.routes.schedules import starter
 from tuner.service.study_requests import StudyRequest
-from tuner.tuning import studyfile
-from tuner.tuning.studyfile import StudyFile
+from tuner.tuning.study import StudyFile, read
+
+pytestmark = pytest.mark.slow
 
 MODEL = "Qwen/Qwen2.5-7B-Instruct"
 PULL = f"/v1/profiles/resolve?model={MODEL}&node=local&workload=chat&format=vllm-yaml"
@@ -296,7 +297,7 @@ def test_a_study_over_http_keeps_its_limits_of_what_may_get_worse(tmp_path: Path
     world = World(tmp_path)
     made = world.client("run").post("/v1/studies", json={**study, "not_worse": {"ttft_p95_ms": "10%"}})
     assert made.status_code == 201, made.text
-    kept = studyfile.read(world.home / "studies" / f"{made.json()['id']}.yaml")
+    kept = read(world.home / "studies" / f"{made.json()['id']}.yaml")
     assert kept.not_worse == {"ttft_p95_ms": 0.1}
     wrong = world.client("run").post("/v1/studies", json={**study, "not_worse": {"ttft_p95": 0.1}})
     assert wrong.status_code == 400

@@ -1,6 +1,5 @@
 """A service for tests: in this process over a history of its own, or as a real process on a port."""
 
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
@@ -14,6 +13,7 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from tests.tuning.studies import SPACE, TRACE, WATCHDOG_S, command, environment
+from tuner.engine.http import fresh_port
 from tuner.history.store import Store
 from tuner.service.app import create
 from tuner.service.runner import Controllers
@@ -106,12 +106,6 @@ def prepare(home: Path) -> str:
     return str(digest)
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 @dataclass
 class Server:
     """`tuner serve` as a process."""
@@ -149,7 +143,7 @@ class Server:
 
 def start(home: Path, *words: str, port: int | None = None) -> Server:
     """Starts `tuner serve`; whoever asks for it ends it."""
-    port = port or free_port()
+    port = port or fresh_port()
     path = home / "serve.log"
     with path.open("ab") as log:
         process = subprocess.Popen(

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tuner.engine import metrics
+from tuner.engine.http import fresh_port
 from tuner.engine.server import Server, serve
 from tuner.knobs.catalogue import CATALOGUE, read_back
 from tuner.knobs.model import read
@@ -52,6 +53,7 @@ def refused(*argv: str, **env: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "code", "words"),
     [
@@ -181,9 +183,7 @@ def test_a_client_that_leaves_frees_its_blocks(tmp_path: Path) -> None:
 
 
 def test_sigterm_ends_it_cleanly(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = fresh_port()
     command = [*APP, "--model", MODEL, "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "4096"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

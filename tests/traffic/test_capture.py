@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,12 +18,13 @@ import pytest
 
 from tests.traffic.conftest import make
 from tests.traffic.upstream import Upstream, post, proxied, served
+from tuner.engine.http import fresh_port
 from tuner.errors import BadInput, NotFound
+from tuner.replay.feeder import Prompts
 from tuner.traffic.capture.files import Rotation, Sink, closed_files, latest
 from tuner.traffic.capture.proxy import Proxy
 from tuner.traffic.capture.recorder import RecordedExchange, Recorder
 from tuner.traffic.importers import detect, read_any
-from tuner.traffic.prompts import Prompts
 from tuner.traffic.trace import STATUSES, Trace
 
 CANARY = "xylophone-zanzibar-4711"
@@ -307,9 +307,7 @@ print(run(sys.argv[1], Path(sys.argv[2]), name="chat", port=int(sys.argv[3])), f
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_a_stopped_capture_closes_its_file(tmp_path: Path, how: signal.Signals) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = fresh_port()
 
     async def go() -> str:
         async with served(Upstream()) as behind:

@@ -8,8 +8,8 @@ import pytest
 
 from tests.traffic.formats import FORMATS, MOONCAKE, UNITS
 from tests.traffic.test_importers import conserved, put, quality
+from tuner.replay.feeder import Prompts, salt
 from tuner.traffic.importers import read_any
-from tuner.traffic.prompts import Prompts, salt
 from tuner.traffic.trace import STATUSES, Trace
 
 VOCABULARY = 5000

@@ -88,7 +88,7 @@ def test_22_4_named_columns_choose_the_format_that_looks_for_them(tmp_path: Path
     }
     trace = read_any(put(tmp_path, json.dumps(line)), {"arrival": "at", "request": "req", "response": "res"})
     assert (trace.meta["source"], trace.input_len.tolist(), trace.output_len.tolist()) == ("openai", [3], [2])
-    with pytest.raises(BadInput, match=r"format 'generic' does not look for 'inputlen'.*'input_len'"):
+    with pytest.raises(BadInput, match=r"format 'generic' has no column 'inputlen'.*'input_len'"):
         read_any(put(tmp_path, text), {"inputlen": "tokens_in"})
 
 

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.traffic.conftest import make
-from tuner.traffic.prompts import Prompts, plain_range, salt, tokens
+from tuner.replay.feeder import Prompts, plain_range, salt, tokens
 
 DIGEST_CODE = """
 import hashlib
 from tests.traffic.conftest import make
-from tuner.traffic.prompts import Prompts, salt
+from tuner.replay.feeder import Prompts, salt
 trace = make([40, 33, 100], ids=[[1, 2, 3], [1, 2], []])
 prompts = Prompts(trace, 32_000, salt(7, 3, 1))
 print(hashlib.sha256(b"".join(prompts.token_json(row) for row in range(3))).hexdigest())
@@ -94,7 +94,7 @@ def test_another_number_or_repeat_gives_other_tokens_of_the_same_shape() -> None
 
 def test_the_fragment_cache_is_bounded_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = make([512 * 40] * 2, ids=[list(range(40)), list(range(40))], block_size=512)
-    monkeypatch.setattr("tuner.traffic.prompts._CACHE_BYTES", 1)
+    monkeypatch.setattr("tuner.replay.feeder._CACHE_BYTES", 1)
     small = Prompts(trace, 32_000, b"salt")
     assert small.token_json(0) == small.token_json(1) == Prompts(trace, 32_000, b"salt").token_json(0)
     assert len(small._fragments) == 16

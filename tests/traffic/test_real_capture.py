@@ -11,10 +11,10 @@ from tests.traffic.conftest import make
 from tests.traffic.upstream import post, proxied
 from tests.vllm import ENGINE_BLOCK, Shared, captured_inside
 from tuner.engine.server import Server
+from tuner.replay.feeder import Prompts, salt
 from tuner.traffic.capture.files import Sink
 from tuner.traffic.capture.recorder import Recorder
 from tuner.traffic.importers import read_any
-from tuner.traffic.prompts import Prompts, salt
 from tuner.traffic.structure import predicted_hits
 from tuner.traffic.trace import Trace
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.traffic.conftest import make
 from tuner.errors import BadInput
 from tuner.records import Slice
+from tuner.replay.plan import SliceLimits, choose_slices, slice_rows
 from tuner.traffic.importers import read_any
-from tuner.traffic.slices import Limits, choose, rows
 from tuner.traffic.statistics import dispersion
 from tuner.traffic.structure import groups, merged, reuse_by_capacity, scaled, superposed, thinned
 from tuner.traffic.trace import Trace, build, bundled
@@ -33,11 +33,11 @@ def poisson(rates: list[float], seconds: float = 100.0, seed: int = 0) -> Trace:
 
 def test_the_peak_holds_the_peak_and_nothing_overlaps() -> None:
     trace = poisson([2, 2, 2, 10, 2, 2, 3, 3, 2, 2])
-    chosen = choose(trace, "auto", limits=Limits(min_s=50, requests=100))
+    chosen = choose_slices(trace, "auto", limits=SliceLimits(min_s=50, requests=100))
     assert [one.name for one in chosen] == ["peak", "median", "bursty", "held-out"]
     peak = chosen[0]
     assert 290 <= peak.start_s <= 350
-    assert len(rows(trace, peak)) > 2 * len(rows(trace, chosen[1]))
+    assert len(slice_rows(trace, peak)) > 2 * len(slice_rows(trace, chosen[1]))
     spans = sorted((one.start_s, one.start_s + one.duration_s) for one in chosen)
     assert all(end <= start + 1e-6 for (_, end), (start, _) in itertools.pairwise(spans))
     assert [one.held_out for one in chosen] == [False, False, False, True]
@@ -49,29 +49,31 @@ def test_the_most_bursty_window_is_found() -> None:
     inside = (arrival > 500) & (arrival < 600)
     arrival[inside] = 500 + np.floor((arrival[inside] - 500) / 20) * 20 + 1  # the same load, in bursts
     bursty = build({"arrival_s": arrival, "input_len": calm.input_len, "output_len": calm.output_len})
-    chosen = {one.name: one for one in choose(bursty, "auto", limits=Limits(min_s=60))}
+    chosen = {one.name: one for one in choose_slices(bursty, "auto", limits=SliceLimits(min_s=60))}
     assert 440 <= chosen["bursty"].start_s <= 580
 
 
 def test_slices_are_long_enough_for_percentiles_and_for_the_cache() -> None:
     trace = poisson([5.0] * 10)
-    assert choose(trace, "auto", limits=Limits(requests=1000))[0].duration_s == pytest.approx(200, rel=0.02)
-    turned = choose(trace, "auto", limits=Limits(turnover_tokens=75_000))[0]
+    assert choose_slices(trace, "auto", limits=SliceLimits(requests=1000))[0].duration_s == pytest.approx(
+        200, rel=0.02
+    )
+    turned = choose_slices(trace, "auto", limits=SliceLimits(turnover_tokens=75_000))[0]
     assert turned.duration_s == pytest.approx(150, rel=0.02)
-    fast = choose(trace, "auto", limits=Limits(min_s=60, speed=2.0))[0]
+    fast = choose_slices(trace, "auto", limits=SliceLimits(min_s=60, speed=2.0))[0]
     assert fast.duration_s == pytest.approx(120)
-    assert choose(trace, "auto", limits=Limits(requests=10**6, max_s=150))[0].duration_s == 150
+    assert choose_slices(trace, "auto", limits=SliceLimits(requests=10**6, max_s=150))[0].duration_s == 150
 
 
 def test_a_short_trace_is_one_slice() -> None:
-    (only,) = choose(bundled(), "auto", limits=Limits(min_s=100))
+    (only,) = choose_slices(bundled(), "auto", limits=SliceLimits(min_s=100))
     assert only.name == "whole"
-    assert len(rows(bundled(), only)) == len(bundled())
+    assert len(slice_rows(bundled(), only)) == len(bundled())
 
 
 def test_the_same_trace_gives_the_same_slices() -> None:
     trace = poisson([2, 5, 3, 2])
-    assert choose(trace, "auto") == choose(trace, "auto")
+    assert choose_slices(trace, "auto") == choose_slices(trace, "auto")
 
 
 def test_slices_by_hand() -> None:
@@ -80,10 +82,10 @@ def test_slices_by_hand() -> None:
         {"start_s": 0, "duration_s": 10},
         {"start_s": 20, "duration_s": 5, "name": "b", "held_out": True},
     ]
-    first, second = choose(trace, given)
+    first, second = choose_slices(trace, given)
     assert first == Slice(name="slice-0", start_s=0.0, duration_s=10.0)
     assert second.held_out
-    inside = trace.arrival_s[rows(trace, first)]
+    inside = trace.arrival_s[slice_rows(trace, first)]
     assert inside.max() < 10
 
 
@@ -109,7 +111,7 @@ def test_slices_by_hand() -> None:
 )
 def test_a_wrong_slice_is_named(given: Any, words: str) -> None:
     with pytest.raises(BadInput, match=words):
-        choose(poisson([2.0]), given)
+        choose_slices(poisson([2.0]), given)
 
 
 def test_scaling_keeps_order_and_dispersion() -> None:

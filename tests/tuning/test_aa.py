@@ -5,6 +5,7 @@ import pytest
 from benchmarks.aa import Truth, night
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", [0.03, 0.10, 0.20])
 def test_nights_without_a_difference_crown_no_winner(noise: float) -> None:
     said = [night(seed, Truth(noise)) for seed in range(6)]

@@ -19,7 +19,7 @@ from tuner.replay import outcomes
 from tuner.simulator.cost import preset
 from tuner.simulator.predict import Predictor
 from tuner.traffic import trace as traces
-from tuner.tuning.calibrated_predictor import card_for, scene_of
+from tuner.tuning.next_trial import card_for, scene_of
 from tuner.tuning.run import RunLimits, tune
 from tuner.tuning.significance import compare, spread_of
 from tuner.tuning.study import Prepared, load

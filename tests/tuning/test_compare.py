@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -64,6 +65,7 @@ def test_a_slower_release_is_found_before_the_budget_is_spent_and_fails_the_pipe
     assert said.repeats < 6, "it stops as soon as it knows"
     assert "today@0.33.0 against today: ttft_p50_ms" in said.sentence
     assert "Every difference is known" in said.sentence
+    assert store_of(folder).run(said.run_id).reason == "every difference is known"
 
 
 def test_a_configuration_beside_itself_raises_no_alarm_and_is_settled(folder: Path) -> None:
@@ -72,10 +74,11 @@ def test_a_configuration_beside_itself_raises_no_alarm_and_is_settled(folder: Pa
     assert {c.word for c in arm.changes} == {"open"}
     assert said.repeats < 6
     assert all(c.within is not None and c.within < 0.15 for c in arm.changes)
-    assert "differences that are not clear are smaller than 15 % in either direction" in said.sentence
+    assert "those that are not clear are the same within 15 %" in said.sentence
     assert said.winner is None
 
 
+@pytest.mark.slow
 def test_arms_are_interleaved_in_fresh_processes_on_the_same_requests(folder: Path) -> None:
     ran(folder, "today", "defaults", "few='--max-num-seqs 16'".replace("'", ""))
     store = store_of(folder)
@@ -83,22 +86,45 @@ def test_arms_are_interleaved_in_fresh_processes_on_the_same_requests(folder: Pa
     launches = [each.directory or "" for each in store.launches(study.id)]
     order = [(int(d.split("/")[-1][:4]), int(d.split("-")[-2])) for d in launches]
     assert [n for n, r in order if r == 1] == [0, 1, 2]
+    told = " ".join(tuner(folder / "home", "front", study.id, "--timings").stdout.split())
+    assert "First values are from the first launch of each arm, confirmed values from" in told
+    assert " comparison 1 " in told
+    assert " confirmation 1 " not in told
+    for kind in ("html", "md"):
+        report = tuner(folder / "home", "report", study.id, "--format", kind, "-o", "-").stdout
+        assert "trial 2 (comparison 2)" in report
+        assert "(confirmation" not in report
+        assert "tuner tune study.yaml" not in report, "no study file has arms"
+    head = tuner(folder / "home", "trial", "show", study.id, 1).stdout.splitlines()[2].split("  ")
+    assert [name.strip() for name in head if name][:3] == ["measurement", "first launch", "comparison 1"]
     assert [n for n, r in order if r == 2] == [2, 1, 0]
     assert len({each.id for each in store.launches(study.id)}) == len(launches)
     rows = {t.number: t.measurements[0].values["requests"] for t in store.trials(study.id)}
     assert len(set(rows.values())) == 1
 
 
-def test_a_better_arm_is_a_winner_that_history_and_run_status_show(folder: Path) -> None:
+def test_the_log_of_a_comparison_counts_its_launches_from_the_first_one(folder: Path) -> None:
+    words = ("today", "few='--max-num-seqs 16'".replace("'", ""), "--study", "study.yaml", "--rounds", 2)
+    done = tuner(folder / "home", "compare", *words, cwd=folder, more=NOISE)
+    assert re.findall(r"\((\w+ \d\S* \w+)\)", done.stderr) == [
+        f"comparison {launches}/4 launches" for launches in (1, 2, 2, 3)
+    ]
+    assert "search" not in done.stderr
+
+
+def test_a_better_arm_is_a_winner_that_run_status_shows_and_the_history_only_counts(folder: Path) -> None:
     said = ran(folder, "old=today@slow.yaml", "today")
     assert (said.outcome, said.winner) == (Judgement.CLEAR_WINNER, 1)
     assert said.profiles == {}, "a comparison publishes nothing"
     shown = tuner(folder / "home", "run", "status", said.run_id)
     assert "clear winner: today against old" in shown.stdout
     words = ("history", "--model", "Qwen/Qwen2.5-7B-Instruct", "--node", "local", "--workload", "chat")
-    table = tuner(folder / "home", *words, "--metric", "tpot_p50_ms", "--json")
-    (row,) = json.loads(table.stdout)["rows"] if "rows" in table.stdout else json.loads(table.stdout)
-    assert row["run_id"] == said.run_id
+    table = tuner(folder / "home", *words, "--metric", "tpot_p50_ms")
+    assert table.stdout.splitlines() == [
+        "no run has measured tpot_p50_ms yet",
+        "left out: 1 run of comparisons and upgrade checks; see `tuner run list`",
+    ]
+    assert json.loads(tuner(folder / "home", *words, "--metric", "tpot_p50_ms", "--json").stdout) == []
 
 
 def test_an_arm_that_does_not_serve_is_dropped_and_fails_the_pipeline(folder: Path) -> None:
@@ -116,6 +142,7 @@ def test_the_budget_ends_a_comparison_that_is_open_and_says_so(folder: Path) -> 
     assert "of b" in said.sentence
 
 
+@pytest.mark.slow
 def test_a_comparison_seeds_no_study_and_leaves_the_studys_own_trials_alone(folder: Path) -> None:
     ran(folder, "today", "defaults")
     store = store_of(folder)
@@ -153,7 +180,7 @@ def test_another_round_is_measured_only_where_it_may_tell_more(
         (("today",), "two to 5 arms"),
         (("today", "today"), "two arms have the name 'today'"),
         (("today", "todya"), "did you mean 'today'?"),
-        (("today", "today@nowhere.yaml"), "not a release file"),
+        (("today", "today@nowhere.yaml"), "with a release of the simulated engine"),
         (("today", "--max-num-seq 4 --nonsense 1"), "nonsense"),
         (("today", "defaults", "--fail-if", "better:5%"), "worse:5%"),
     ],

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -10,36 +11,49 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from starlette.testclient import TestClient
 
+from tests.commands.test_care import call
 from tests.history.records import a_study, newest_conclusion
-from tests.tuning.studies import SPACE, STUDY, write
-from tests.tuning.test_reconcile import left
+from tests.service.surfaces import plain
+from tests.service.world import World
+from tests.tuning.studies import SPACE, STUDY, answer, tuner, write
+from tests.tuning.test_reconcile import HERE, left
 from tuner.commands.progress import describe
 from tuner.conclusions import Conclusion, Judgement
 from tuner.errors import Aborted, Infeasible
 from tuner.history.store import Store
 from tuner.knobs.catalogue import CATALOGUE
+from tuner.profiles.export import provenance
 from tuner.records import (
     Candidate,
     Fidelity,
+    Launch,
     Measurement,
     Purpose,
     Run,
     RunState,
     Trial,
     TrialState,
+    Value,
     Violation,
 )
+from tuner.report.board import board_of
+from tuner.report.card import card, lines
 from tuner.report.words import no_trial
+from tuner.service.pages.compare import CompareQuery, compare
+from tuner.service.runner import Controllers
+from tuner.settings import Settings
 from tuner.tuning.attempt import failing, retries_of
-from tuner.tuning.concluding import Repeats, arms_of, mean_of, spreads_of
-from tuner.tuning.confirm import asked_of, pending, repeats_for_ten_percent
-from tuner.tuning.context import LaunchJob, Measured, Note, RunContext, RunEvent, Serving
+from tuner.tuning.concluding import Repeats, arms_of, changed, mean_of, spreads_of
+from tuner.tuning.confirm import asked_of, not_serving, pending, repeats_for_ten_percent
+from tuner.tuning.context import LaunchJob, Measured, Note, RunContext, RunEvent, Serving, Tell
 from tuner.tuning.ending import Ending, unproved_of
 from tuner.tuning.finalists import finalists
+from tuner.tuning.now import Pace
 from tuner.tuning.run import RunLimits, tune
-from tuner.tuning.study import Surveyed, load, prepare, survey
-from tuner.tuning.studyfile import EngineFile, read
+from tuner.tuning.study import load, prepare, read
+from tuner.tuning.survey import EngineFile, Surveyed, survey
 
 NOW = datetime(2026, 3, 1, tzinfo=UTC)
 BASE = {"ttft_p95_ms": 200.0, "tpot_p95_ms": 10.0, "e2e_p95_ms": 900.0, "goodput_rps": 5.0}
@@ -63,12 +77,13 @@ def asked_once() -> Surveyed:
 class Night:
     """A study whose launches are answered by a function, so that its truth is known. Each takes a minute."""
 
-    space = SPACE
+    space, launch_s = SPACE, 60.0
 
     def __init__(self, folder: Path, speed: Speed = quiet, plan: str = "brief", extra: str = "") -> None:
         self.speed, self.now, self.launched = speed, NOW, list[tuple[int, int]]()
         text = STUDY.replace("plan: quick", f"plan: {plan}") + extra
-        self.store = Store(f"sqlite:///{folder / 'tuner.db'}")
+        self.url = f"sqlite:///{folder / 'tuner.db'}"
+        self.store = Store(self.url)
         path = write(folder, text, self.space)
         self.prepared = prepare(
             read(path), name="study.yaml", base=folder, store=self.store, now=NOW, surveyed=asked_once()
@@ -77,6 +92,8 @@ class Night:
         self.home, self.news = folder, list[str]()
         self.cut_after: int | None = None
         self.cut_by: Exception = Closed()
+        self.screened: Sequence[int] = ()  # the numbers of sequences that a search only screens
+        self.lost = False  # whether a run ends without its process
 
     def run(self, deadline: datetime | None = None) -> Run:
         return self.store.open_run(
@@ -84,15 +101,26 @@ class Night:
         )
 
     def search(self, run: Run, seqs: Sequence[int] = SEQS) -> None:
-        """One trial for each, as a search leaves them."""
-        first = len(self.store.trials(run.study_id))
+        """One trial for each, as a search leaves them. One that was aborted is tried again."""
+        before = [t.number for t in self.store.trials(run.study_id)]
+        first = sum(t.state is not TrialState.ABORTED for t in self.store.trials(run.study_id))
         for number, value in enumerate(seqs, start=first):
             trial = self.store.start_trial(
                 study_id=run.study_id, run_id=run.id, candidate=Candidate({"max_num_seqs": value}),
-                number=number, attempt=0, seed=0, origin="search" if number else "baseline", now=self.now,
-                directory=str(self.bench.directory(number, "0")),
+                number=number, attempt=before.count(number), seed=0, now=self.now,
+                origin="search" if number else "baseline",
+                directory=str(self.bench.directory(number, str(before.count(number)))),
             )  # fmt: skip
-            ended = replace(trial, state=TrialState.COMPLETE, effective=dict(trial.candidate))
+            made = Launch(
+                id=f"{run.id[:8]}-{number}", study_id=run.study_id, argv=(), started_at=self.now,
+                directory=trial.directory,
+            )  # fmt: skip
+            self.store.add_launch(made)
+            self.store.finish_launch(replace(made, ended_at=self.now + timedelta(minutes=1)))
+            ended = replace(
+                trial, state=TrialState.COMPLETE, effective=dict(trial.candidate),
+                screened=value in self.screened,
+            )  # fmt: skip
             numbers = self.measurement(value, "search", 0)
             self.store.finish_trial(
                 replace(ended, measurements=(numbers,), ended_at=self.now, gpu_seconds=60.0)
@@ -118,8 +146,10 @@ class Night:
             raise self.cut_by
         seqs = order.spec.asked["max_num_seqs"]
         assert isinstance(seqs, int)
-        note(Serving(effective=dict(order.spec.asked), timeline={"ready_s": 30.0}, kv_tokens=None))
-        self.now += timedelta(minutes=1)
+        note(
+            Serving(effective=dict(order.spec.asked), timeline={"ready_s": self.launch_s / 2}, kv_tokens=None)
+        )
+        self.now += timedelta(seconds=self.launch_s)
         self.launched.append((order.number, order.passes[0].repeat))
         made = [self.measurement(seqs, each.purpose, each.repeat) for each in order.passes]
         return [Measured(measurement=each, curtailed=None) for each in made]
@@ -136,9 +166,10 @@ class Night:
             why = asyncio.run(go())
         except Closed:
             why = "the window closed"
-        said = ending.conclusion(why)
-        assert said is not None
+        said = None if self.lost else ending.conclusion(why)
         self.store.save_run(replace(run, state=RunState.FINISHED, ended_at=self.now), said)
+        said = self.store.conclusion(run.id)
+        assert said is not None
         return said
 
     def whole(self, deadline: datetime | None = None) -> Conclusion:
@@ -199,6 +230,21 @@ def test_repeats_are_added_while_the_answer_is_open_up_to_the_cap(tmp_path: Path
     said = night.whole()
     assert said.winner is None
     assert said.repeats == night.prepared.plan.most == 6
+
+
+@pytest.mark.parametrize("seqs", SEQS[1:])
+def test_the_card_shows_the_trial_that_the_sentence_is_about(tmp_path: Path, seqs: int) -> None:
+    """Of two finalists without a clear winner, whichever the policy chooses."""
+
+    def leans(asked: int, purpose: str, repeat: int) -> Mapping[str, float]:
+        share = 0.93 if asked == seqs else 1.0
+        found = noisy(asked, purpose, repeat)
+        return {n: v / share if n == "goodput_rps" else v * share for n, v in found.items()}
+
+    said = Night(tmp_path, leans).whole()
+    assert said.winner is None
+    assert said.finalists[0].candidate["max_num_seqs"] == seqs
+    assert said.sentence.startswith(f"Trial {card(said).trial} against the baseline")
 
 
 def test_repeats_are_added_only_while_the_window_lasts(tmp_path: Path) -> None:
@@ -350,6 +396,108 @@ def test_a_run_whose_confirmation_did_not_end_is_not_confirmed(tmp_path: Path) -
     assert said.profiles == {}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("launches", [0, 1, 4])
+def test_the_card_of_a_run_that_confirmed_nothing_says_what_this_run_measured(
+    tmp_path: Path, launches: int, lost: bool
+) -> None:
+    """Whether the run ends by itself or has lost its process. The run before it confirmed the same trial."""
+    night = Night(tmp_path)
+    assert night.whole().winner == 1
+    night.now += timedelta(minutes=1)
+    run = night.run()
+    night.search(run, (16, 64))
+    night.cut_after = len(night.launched) + launches
+    night.lost = lost
+    said = night.end(run)
+    assert said.outcome is Judgement.NOT_CONFIRMED
+    found = card(said)
+    text = "\n".join(lines(found))
+    why = {0: "this run measured no trial again", 1: "the confirmation did not end"}
+    told = why.get(launches, "the confirmation ended after 1 repeat")
+    assert (found.confidence, found.because) == ("none", told)
+    assert "measured once" not in text
+    assert launches == 0 or found.title == "No result yet: the confirmation did not end"
+    assert not found.rows or found.uncompared == f"these are first measurements; {told}"
+
+
+def test_a_run_ends_after_its_launches_whatever_the_clock_of_who_ends_it_says(tmp_path: Path) -> None:
+    """A killed run on the virtual clock is cancelled by the clock of the host, which is behind it."""
+    night = Night(tmp_path)
+    first = night.whole()
+    run = night.run()
+    night.search(run, (16, 64))
+    night.store.save_run(replace(run, state=RunState.CANCELLED, ended_at=NOW))
+    ended = night.store.run(run.id)
+    assert (
+        ended.ended_at == night.store.launches(run.study_id)[-1].ended_at == night.now + timedelta(minutes=1)
+    )
+    assert [said.run_id for said in night.store.conclusions()] == [first.run_id, run.id]
+    assert board_of(night.store, night.prepared.study).conclusion != first
+    night.now += timedelta(minutes=2)
+    again = night.run()
+    night.store.cancel_run(again.id)
+    night.now = NOW
+    night.run()
+    assert night.store.run(again.id).ended_at == again.started_at
+
+
+def test_two_nights_beside_each_other_have_the_repeats_of_their_own(tmp_path: Path) -> None:
+    night = Night(tmp_path)
+    first = night.whole()
+    night.now += timedelta(minutes=1)
+    run = night.run()
+    second = night.end(run)
+    assert [said.winner for said in (first, second)] == [1, 1]
+    folders = {each.id: each.directory for each in night.store.launches(run.study_id)}
+    sides = compare(night.store, CompareQuery(runs=(first.run_id, second.run_id))).sides
+    for side, said in zip(sides, (first, second), strict=True):
+        assert side.trial is not None
+        last = [m for m in side.trial.measurements if m.purpose == "confirm"][-said.repeats :]
+        assert [m.repeat for m in last] == [*range(1, said.repeats + 1)]
+        assert all(f"-confirm-{said.run_id[:8]}-" in (folders[m.launch_id or ""] or "") for m in last)
+
+
+def test_an_attempt_has_one_name_on_every_surface(tmp_path: Path) -> None:
+    """Trial 1 was interrupted and tried again. `1` is its first attempt, and `1.1` the one that won."""
+    night = Night(tmp_path)
+    run = night.run()
+    night.search(run, SEQS[:1])
+    cut = night.store.start_trial(
+        study_id=run.study_id, run_id=run.id, candidate=Candidate({"max_num_seqs": 16}), number=1, attempt=0,
+        seed=0, origin="search", now=night.now, directory=str(night.bench.directory(1, "0")),
+    )  # fmt: skip
+    night.store.finish_trial(
+        replace(cut, state=TrialState.ABORTED, reason="it died", cause="controller", ended_at=night.now)
+    )
+    night.search(run, SEQS[1:])
+    said = night.end(run)
+    assert (said.winner, said.finalists[0].label) == (1, "1.1")
+    texts = {
+        name: plain(call(tmp_path, *words, run.study_id).output)
+        for name, words in {
+            "front": ("front",), "timings": ("front", "--timings"), "study show": ("study", "show"),
+            "report": ("report", "-o", "-"), "markdown": ("report", "--format", "md", "-o", "-"),
+        }.items()
+    }  # fmt: skip
+    texts["run status"] = plain(call(tmp_path, "run", "status", run.id).output)
+    (row,) = night.store.bests(model=night.prepared.study.model, metric="ttft_p95_ms")
+    assert row.label == "1.1"
+    assert provenance(night.store.profile(said.profiles["challenger"].id))["trial"] == "1.1"
+    told = answer(tmp_path, "tune", tmp_path / "study.yaml", "--confirm-only", "--dry-run", "--json")
+    assert list(told["commands"]) == ["baseline", "trial 1.1", "trial 2"]  # type: ignore[call-overload]
+    world = World(tmp_path)
+    texts["page"] = plain(
+        TestClient(world.app, base_url="http://localhost").get(f"/studies/{run.study_id}").text
+    )
+    world.store.close()
+    for name, text in texts.items():
+        assert "rial 1.1" in text, (name, text)
+        of_the_first = re.findall(r"(?<![\w.])[Tt]rials? 1\b(?!\.\d)[^,;]{0,10}", text)
+        assert all(re.match("trial 1 ?: it died", found) for found in of_the_first), (name, of_the_first)
+
+
 def test_the_next_run_ends_an_interrupted_confirmation_first(tmp_path: Path) -> None:
     night = Night(tmp_path)
     night.cut_after = 5
@@ -363,12 +511,282 @@ def test_the_next_run_ends_an_interrupted_confirmation_first(tmp_path: Path) -> 
     assert night.store.conclusion(first.run_id) == first, "an earlier conclusion never changes"
 
 
+def cut(night: Night, after: int, run: Run | None = None) -> Run:
+    """A run that dies in its confirmation once so many launches were made. Its row stays open."""
+    night.cut_after, run = after, run or night.run()
+    if not night.store.trials(run.study_id):
+        night.search(run)
+    ending = Ending(night.bench, run)
+
+    async def go() -> None:
+        await ending.what_is_pending()
+        await ending.confirm()
+
+    with pytest.raises(Closed):
+        asyncio.run(go())
+    night.cut_after = None
+    return run
+
+
+def cancelled(night: Night, run: Run) -> None:
+    """`tuner run cancel` of a run without a process."""
+    settings = Settings(home=night.home, database_url=night.url)
+    Controllers(night.store, settings, lambda: night.now).cancel(run.id)
+
+
+def cancelled_here(night: Night, run: Run) -> None:
+    cancelled(night, night.store.save_run(replace(run, host=HERE)))
+
+
+def given_up(night: Night, run: Run) -> None:
+    """The request to cancel came, but nobody ended the run: the next `tuner tune` does."""
+    night.store.cancel_run(run.id)
+
+
+def lost(night: Night, run: Run) -> None:
+    """It lost its process too often, or a fault in the tuner broke it."""
+    night.store.save_run(replace(run, state=RunState.FAILED, reason="it broke", ended_at=night.now, pid=None))
+
+
+def asked_to_stop(night: Night, run: Run) -> None:
+    """Cancelled while its process was there."""
+    ending = Ending(night.bench, run)
+    night.cut_after = len(night.launched)
+    with pytest.raises(Closed):
+        asyncio.run(ending.what_is_pending())
+    night.cut_after = None
+    ended = replace(run, state=RunState.CANCELLED, ended_at=night.now)
+    night.store.save_run(ended, ending.conclusion("cancelled on request"))
+
+
+def left_open(night: Night, run: Run) -> None:
+    """Nobody ended it: the next `tuner tune` resumes it."""
+
+
+ENDED = (cancelled, cancelled_here, given_up, lost, asked_to_stop, left_open)
+
+
+def next_run(night: Night, trials: int = 4, tell: Tell | None = None, minutes: float | None = None) -> Run:
+    """The whole next `tuner tune`, with a window of some minutes."""
+    end = None if minutes is None else night.now + timedelta(minutes=minutes)
+    work = tune(
+        night.prepared, night.store, home=night.home, clock=lambda: night.now, work=night.work,
+        limits=RunLimits(trials=trials, deadline=end, early=False),
+        tell=tell or (lambda event: night.news.append(event.text)),
+    )  # fmt: skip
+    return asyncio.run(work)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ENDED)
+@pytest.mark.parametrize("after", [1, 2, 5])
+def test_the_next_run_first_ends_a_confirmation_however_it_was_ended(
+    tmp_path: Path, end: Callable[[Night, Run], None], after: int
+) -> None:
+    """Also one that was cut before each finalist was launched once. Repeats that were measured are kept."""
+    night = Night(tmp_path)
+    run = cut(night, after)
+    end(night, run)
+    done = next_run(night, trials=5)
+    assert sorted(night.launched[:9]) == [(n, r) for n in (0, 1, 2) for r in (1, 2, 3)]
+    searched = [t for t in night.store.trials(run.study_id) if t.number > 2]
+    assert searched, "new trials come after it"
+    said = night.store.conclusion(done.id)
+    assert said is not None
+    assert (said.outcome, said.winner) == (Judgement.CLEAR_WINNER, 1)
+    rows = night.store.bests(model=night.prepared.study.model, metric="ttft_p95_ms")
+    assert [row.repeats for row in rows if row.run_id == done.id] == [said.repeats]
+    if done.id != run.id:
+        before = night.store.conclusion(run.id)
+        assert before is not None
+        assert (before.outcome, before.repeats) == (Judgement.NOT_CONFIRMED, after // 3)
+        assert "The next run first" in before.sentence
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ENDED)
+def test_a_confirmation_that_was_cut_twice_is_ended_by_the_run_after(
+    tmp_path: Path, end: Callable[[Night, Run], None]
+) -> None:
+    """The second run has no trial of its own: its conclusion is not that nothing served."""
+    night = Night(tmp_path)
+    lost(night, cut(night, 4))
+    second = cut(night, 6, night.run())
+    end(night, second)
+    done = next_run(night)
+    assert sorted(night.launched[:9]) == [(n, r) for n in (0, 1, 2) for r in (1, 2, 3)]
+    said = night.store.conclusion(second.id)
+    assert said is not None
+    assert said.outcome is (Judgement.NOT_CONFIRMED if done.id != second.id else Judgement.CLEAR_WINNER)
+
+
+@pytest.mark.parametrize("end", ENDED)
+def test_a_continued_confirmation_is_in_the_cost_of_each_run_by_its_own_launches(
+    tmp_path: Path, end: Callable[[Night, Run], None]
+) -> None:
+    night = Night(tmp_path)
+    first = cut(night, 4)
+    end(night, first)
+    second = night.run()
+    night.end(second)
+    told = {said.run_id: said.cost.confirm_s for said in night.store.conclusions()}
+    again = first.id == second.id
+    assert told == ({first.id: 9 * 60.0} if again else {first.id: 4 * 60.0, second.id: 5 * 60.0})
+
+
+def dry_run(night: Night, *words: str) -> tuple[str, dict[str, object]]:
+    """(what `tuner tune --dry-run` prints, the same as JSON)."""
+    asked = ("tune", night.home / "study.yaml", "--trials", 8, "--dry-run", *words)
+    return " ".join(tuner(night.home, *asked).stdout.split()), answer(night.home, *asked, "--json")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [cancelled, left_open])
+def test_the_dry_run_tells_the_confirmation_that_comes_first(
+    tmp_path: Path, end: Callable[[Night, Run], None]
+) -> None:
+    night = Night(tmp_path)
+    end(night, cut(night, 4))
+    said, told = dry_run(night)
+    assert (
+        "The run first finishes the interrupted confirmation of trials 1, 2. This takes 5 launches," in said
+    )
+    assert "launches, about 5 min 0 s." in said
+    assert "If the search finds other finalists, another confirmation launches the baseline and" in said
+    assert list(told["commands"]) == ["baseline", "trial 1", "trial 2"]  # type: ignore[call-overload]
+    assert told["first_confirms"] == {"trials": [1, 2], "launches": 5}
+    if end is cancelled:  # a new run of 1 trial may make 3 launches
+        fewer = answer(night.home, "tune", night.home / "study.yaml", "--trials", 1, "--dry-run", "--json")
+        assert fewer["first_confirms"] == {"trials": [1, 2], "launches": 2}
+    done = next_run(night)
+    assert night.store.conclusion(done.id) is not None
+    said, told = dry_run(night)
+    assert "The run first" not in said
+    assert told["first_confirms"] is None
+    assert list(told["commands"]) == ["baseline", "next"]  # type: ignore[call-overload]
+
+
+def test_the_dry_run_calls_a_confirmation_interrupted_only_if_it_had_begun(tmp_path: Path) -> None:
+    night = Night(tmp_path)
+    assert night.whole(NOW + timedelta(minutes=2)).outcome is Judgement.NOT_CONFIRMED
+    why = "first confirms trials 1, 2, whose confirmation has not begun yet"
+    said, _ = dry_run(night)
+    assert f"The run {why}. This takes 9 launches" in said
+    night.news.clear()
+    night.end(night.run(NOW + timedelta(hours=1)))
+    assert f"the run {why}" in night.news
+
+
+def test_the_dry_run_does_not_count_a_baseline_that_did_not_serve(tmp_path: Path) -> None:
+    night = Night(tmp_path)
+    run = night.run()
+    base = night.store.start_trial(
+        study_id=run.study_id, run_id=run.id, candidate=Candidate({"max_num_seqs": 4}), number=0, attempt=0,
+        seed=0, origin="baseline", now=night.now, directory=str(night.bench.directory(0, "0")),
+    )  # fmt: skip
+    night.store.finish_trial(
+        replace(base, state=TrialState.INFEASIBLE, reason="no memory", ended_at=night.now)
+    )
+    night.search(run, (16, 64))
+    cut(night, 1, run)
+    said, told = dry_run(night)
+    assert "of trials 1, 2. This takes 5 launches, about 5 min 0 s." in said
+    assert "another confirmation launches at most 2 finalists, 3 times each." in said
+    assert (
+        "This takes about 6 min 0 s. So far the baseline has not served the traffic; if it does, it" in said
+    )
+    assert list(told["commands"]) == ["trial 1", "trial 2"]  # type: ignore[call-overload]
+    night.end(run)
+    assert len(night.launched) == 6
+
+
+def test_the_dry_run_and_the_run_count_the_same_repeats(tmp_path: Path) -> None:
+    """Two trials leave four launches: one finalist and the baseline, twice each."""
+    night = Night(tmp_path, lambda seqs, purpose, repeat: {"ttft_p95_ms": 1.0 if seqs == 4 else 0.5})
+    said = " ".join(
+        tuner(tmp_path, "tune", tmp_path / "study.yaml", "--trials", 2, "--dry-run").stdout.split()
+    )
+    assert "the baseline and at most 1 finalist, 2 times each." in said
+    next_run(night, 2)
+    assert "confirmation: launch 1 of 4, repeat 1 of 2" in night.news
+    assert [repeat for number, repeat in night.launched if repeat] == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("trials", [3, 6])
+def test_the_time_left_counts_a_confirmation_that_comes_first_once(tmp_path: Path, trials: int) -> None:
+    """The search follows it. Another confirmation follows only for other finalists, if launches are left."""
+    night = Night(tmp_path)
+    lost(night, cut(night, 4))
+    begun, told = night.now, list[tuple[str, float, float]]()
+
+    def passed() -> float:
+        return (night.now - begun).total_seconds()
+
+    pace = Pace(clock=passed)
+
+    def tell(event: RunEvent) -> None:
+        pace.take(event)
+        left = pace.left_s()
+        assert left is not None
+        told.append((event.kind, passed(), left))
+
+    next_run(night, trials, tell)
+    first = [left for kind, at, left in told if kind == "confirm" and at < 300]
+    trial_s = (first[0] - 5 * 60) / trials
+    assert 0 < trial_s <= 60
+    assert first == [trials * trial_s + launches * 60 for launches in (5, 4, 3, 2, 1)]
+    assert next(left for kind, _, left in told if kind == "started") == pytest.approx(trials * trial_s)
+    searched = 60.0 * (5 + trials)
+    last = next(left for _, at, left in told if at == searched)
+    assert searched + last == pytest.approx(passed())
+    assert (last > 0) == (trials == 6), "three trials leave no launches for other finalists"
+
+
+def test_a_run_that_had_no_time_for_it_leaves_a_confirmation_to_the_run_after(tmp_path: Path) -> None:
+    """Whether it ended by itself or was cancelled in its search."""
+    night = Night(tmp_path)
+    lost(night, cut(night, 4))
+    short = night.run(night.now + timedelta(minutes=1))
+    assert night.end(short).outcome is Judgement.NOT_CONFIRMED
+    hasty = night.run(night.now + timedelta(minutes=1))
+    ending = Ending(night.bench, hasty)
+    asyncio.run(ending.what_is_pending())
+    said = ending.conclusion("cancelled on request")
+    assert said is not None
+    assert said.sentence.endswith("The next run first measures trials 1, 2 again.")
+    lost(night, hasty)
+    assert night.launched[4:] == []
+    next_run(night)
+    assert sorted(night.launched[:9]) == [(n, r) for n in (0, 1, 2) for r in (1, 2, 3)]
+
+
+def test_only_what_is_new_is_said_to_be_left_unconfirmed(tmp_path: Path) -> None:
+    """A run first finishes an older confirmation, and has no time left for a better trial that it found."""
+    night = Night(
+        tmp_path, lambda seqs, purpose, repeat: dict.fromkeys(("ttft_p95_ms", "e2e_p95_ms"), 4 / seqs)
+    )
+    lost(night, cut(night, 5))
+    run = night.run(night.now + timedelta(hours=1))
+    ending = Ending(night.bench, run)
+    asyncio.run(ending.what_is_pending())
+    night.search(run, (256,))
+    night.now += timedelta(minutes=55)
+    why = asyncio.run(ending.confirm())
+    said = ending.conclusion(why)
+    assert said is not None
+    assert said.confirmed
+    assert said.sentence.endswith(f" Trial 3 was not confirmed: {why}.")
+
+
 def test_a_confirmation_is_begun_only_where_it_fits_and_the_next_run_does_it(tmp_path: Path) -> None:
     night = Night(tmp_path)
     said = night.whole(NOW + timedelta(minutes=2))
     assert (said.outcome, night.launched) == (Judgement.NOT_CONFIRMED, [])
-    assert "it takes about" in said.sentence
+    assert "it takes about 2 min 20 s, but only 2 min 0 s of the window are left" in said.sentence
     assert [arm.trial for arm in said.finalists] == [1, 2]
+    for metric in ("ttft_p95_ms", "goodput_rps"):
+        (row,) = night.store.bests(model=night.prepared.study.model, metric=metric)
+        assert row.number == 1, "the history and the card are about one trial, whatever the metric"
     run = night.run(NOW + timedelta(hours=1))
     assert night.end(run).outcome is Judgement.CLEAR_WINNER
 
@@ -403,7 +821,43 @@ def test_a_baseline_that_fails_again_is_told_and_nothing_is_compared(tmp_path: P
     assert said.outcome is Judgement.BASELINE_FAILED
     assert said.baseline is not None
     assert said.baseline.dropped == "5 of 100 requests failed"
+    assert "(5 of 100 requests failed)" in said.sentence
     assert not said.confirmed
+
+
+def test_a_repeat_says_that_it_failed_on_the_held_out_slice() -> None:
+    values = {"failed": 5.0, "requests": 398.0}
+    assert not_serving(Measurement(values=values, purpose="confirm")) == "5 of 398 requests failed"
+    assert (
+        not_serving(Measurement(values=values, purpose="held_out"))
+        == "on the held-out slice 5 of 398 requests failed"
+    )
+    assert not_serving(Measurement(values={**values, "failed": 0.0}, purpose="held_out")) is None
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        ({"k": 96}, {"k": 512}, {"k": (96, 512)}),  # cut by the engine
+        ({"k": 512}, {"k": 512}, {}),  # cut to what it is today
+        ({"k": 96}, {}, {"k": (96, 2048)}),  # one engine does not tell
+        ({}, {}, {"k": (None, 2048)}),
+    ],
+)
+def test_what_changed_is_told_by_values_in_effect(
+    tmp_path: Path, before: dict[str, Value], after: dict[str, Value], told: dict[str, tuple[Value, Value]]
+) -> None:
+    night = Night(tmp_path)
+    night.search(night.run())
+    base, trial, _ = night.store.trials(night.prepared.study.id)
+    asked = Candidate({"k": 2048})
+    assert (
+        changed(
+            replace(base, candidate=Candidate({}), effective=before),
+            replace(trial, candidate=asked, effective=after),
+        )
+        == told
+    )
 
 
 def test_each_run_relaunches_what_it_screened(tmp_path: Path) -> None:
@@ -424,6 +878,65 @@ def test_each_run_relaunches_what_it_screened(tmp_path: Path) -> None:
     assert [t.number for t in finalists(prepared, history, "one")] == [1]
     both = replace(prepared, plan=replace(prepared.plan, finalists=2))
     assert [t.number for t in finalists(both, history, "two")] == [2, 1]
+
+
+def screened_winner(night: Night, seconds: float) -> Run:
+    """The whole night of a search that screened its only candidate, and then has some seconds left: a launch
+    is expected to take 15.5 s.
+    """
+    night.screened, night.launch_s = (16,), 15.0
+    night.search(night.run(), SEQS[:2])
+    return next_run(night, 3, minutes=seconds / 60)
+
+
+def test_a_screened_finalist_is_relaunched_where_the_confirmation_of_those_there_are_also_fits(
+    tmp_path: Path,
+) -> None:
+    """Seven launches fit into the window; the ten that a second finalist would need do not."""
+    night = Night(tmp_path)
+    done = screened_winner(night, 150)
+    said, trials = night.store.conclusion(done.id), night.store.trials(done.study_id)
+    assert [t.origin for t in trials] == ["baseline", "search", "relaunched"]
+    assert said is not None
+    assert (said.winner, [arm.trial for arm in said.finalists]) == (2, [2])
+
+
+def test_a_screened_finalist_that_was_not_relaunched_is_told_as_such_everywhere(tmp_path: Path) -> None:
+    night = Night(tmp_path)
+    done = screened_winner(night, 100)
+    said, ref = night.store.conclusion(done.id), done.study_id[:16]
+    assert said is not None
+    assert said.winner == 1
+    why = "trial 1 will not be relaunched before the confirmation: the window has no time for both"
+    assert why in night.news
+    shown = [row for row in board_of(night.store, night.prepared.study).rows() if row["trial"] == 1]
+    assert [(row["role"], row["confirmed"] != {}) for row in shown] == [("winner", True)]
+    world = World(tmp_path)
+    client = world.client("read")
+    client.post("/login", data={"token": world.token("read")})
+    told = {
+        "front": call(tmp_path, "front", ref).output,
+        "markdown": call(tmp_path, "report", ref, "--format", "md", "-o", "-").output,
+        "report": call(tmp_path, "report", ref, "-o", "-").output,
+        "page": client.get(f"/studies/{ref}", headers={"accept": "text/html"}).text,
+    }
+    for name, text in told.items():
+        words = plain(text)
+        told_once = "Trial 1 was confirmed without a relaunch: the first values are from a running engine."
+        assert told_once in words, name
+        assert "only screened" not in words, name
+        assert "Another run" not in words, name
+        assert "policy chose it" not in words, name
+    rows = night.store.bests(model=night.prepared.study.model, metric="ttft_p95_ms")
+    assert [(row.number, row.confirmed, row.repeats, row.trials) for row in rows] == [(1, True, 3, 1)]
+
+
+def test_the_search_keeps_no_time_for_a_confirmation_that_is_done(tmp_path: Path) -> None:
+    """The finalists were confirmed first: the window has time for more trials."""
+    night = Night(tmp_path, plan="quick")
+    lost(night, cut(night, 3))
+    done = next_run(night, 20, minutes=10)
+    assert len([t for t in night.store.trials(done.study_id) if t.run_id == done.id]) > 6
 
 
 def test_a_finalist_that_runs_otherwise_than_asked_falls_out(tmp_path: Path) -> None:

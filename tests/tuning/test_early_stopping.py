@@ -59,7 +59,7 @@ EMPTY = Case(objectives=OBJECTIVES, slo=SLO, planned=COUNT, window_s=WINDOW, cor
 
 def case_against(*rivals: float) -> Case:
     found = [
-        Rival(number=i, values=full(EMPTY, o), columns=EMPTY.rows(o).columns())
+        Rival(label=str(i), values=full(EMPTY, o), columns=EMPTY.rows(o).columns())
         for i, o in enumerate(replayed(slowness, 50 + n) for n, slowness in enumerate(rivals))
     ]
     baseline = [found[0].values[n] for n in OBJECTIVES]

@@ -15,9 +15,11 @@ from tuner import processes
 from tuner.history.store import Store
 from tuner.records import Run, RunState, Trial, TrialState
 from tuner.replay import outcomes
-from tuner.tuning.live import RELAUNCHED
+from tuner.tuning.context import RELAUNCHED
 from tuner.tuning.next_trial import propose
 from tuner.tuning.study import load
+
+pytestmark = pytest.mark.slow
 
 
 def store_of(home: Path) -> Store:
@@ -54,6 +56,40 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = tuner(home, "tune", study, "--trials", 6, "--all-trials", "--json")
     assert done.returncode == 0, done.stderr
     return home
+
+
+def test_a_run_killed_in_its_confirmation_and_cancelled_is_confirmed_by_the_next(tmp_path: Path) -> None:
+    study = write(tmp_path)
+    words = command("tune", study, "--trials", 4, "--all-trials")
+    with (tmp_path / "first.log").open("w") as log:
+        controller = subprocess.Popen(words, env=environment(tmp_path), stderr=log, stdout=log)
+        try:
+            wait_for(lambda: len(_confirming(tmp_path)) > 1 or controller.poll() is not None)
+            assert controller.poll() is None, (tmp_path / "first.log").read_text()
+        finally:
+            controller.send_signal(signal.SIGKILL)
+            controller.wait()
+    first = run_of(tmp_path)
+    kept = {folder for folder in _confirming(tmp_path) if list(folder.glob("*.parquet"))}
+    assert tuner(tmp_path, "run", "cancel", first.id).returncode == 0
+    shown = tuner(tmp_path, "run", "status", first.id).stdout
+    assert "The next run first finishes the confirmation." in " ".join(shown.split())
+    done = tuner(tmp_path, "tune", study, "--trials", 1, "--all-trials")
+    assert done.returncode == 0, done.stderr
+    second = run_of(tmp_path)
+    said = store_of(tmp_path).conclusion(second.id)
+    assert said is not None
+    assert said.repeats >= 2
+    launches = store_of(tmp_path).launches(second.study_id)
+    again = [each for each in launches if each.started_at >= second.started_at]
+    confirming = [f"-confirm-{first.id[:8]}-" in (each.directory or "") for each in again]
+    assert confirming == sorted(confirming, reverse=True), "the confirmation comes first"
+    assert any(confirming)
+    assert not kept & {Path(each.directory or "") for each in again}
+
+
+def _confirming(home: Path) -> set[Path]:
+    return {log.parent for log in home.glob("trials/*/*-confirm-*/engine.log")}
 
 
 def _is_serving(home: Path, number: int) -> bool:

@@ -3,24 +3,37 @@
 import json
 import math
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.engine.test_root_causes import LOGS
+from tests.history.records import a_measurement, a_run, finished, start
 from tests.tuning import breaking
 from tests.tuning.studies import SPACE, STUDY, VIRTUAL, answer, tuner, write
+from tuner.commands import plan
 from tuner.commands.common import model_name
 from tuner.errors import Aborted, Infeasible, StudyFailed
 from tuner.history.store import Store
 from tuner.knobs.model import from_config
 from tuner.metrics import CANCELLED, CUT
-from tuner.records import Candidate, Measurement, Outcome, RunState, SliceMeasurement, Trial, TrialState
+from tuner.records import (
+    Candidate,
+    Launch,
+    Measurement,
+    Outcome,
+    RunState,
+    SliceMeasurement,
+    Trial,
+    TrialState,
+)
 from tuner.replay import outcomes
-from tuner.tuning.attempt import blamed, errors_of, failing, hopeless, never_started
+from tuner.tuning.attempt import blamed, errors_of, failing
 from tuner.tuning.context import LaunchBudget, most_launches
-from tuner.tuning.study import load
+from tuner.tuning.run import hopeless, never_started
+from tuner.tuning.study import Prepared, load
 
 NOW = datetime(2026, 11, 28, tzinfo=UTC)
 
@@ -29,6 +42,7 @@ def store_of(home: Path) -> Store:
     return Store(f"sqlite:///{home / 'tuner.db'}", create=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "code", "words"),
     [
@@ -68,6 +82,7 @@ def test_29b1_a_refused_fixed_argument_is_not_the_candidates_fault(tmp_path: Pat
     assert len(breaking.launches(tmp_path)) == 1
 
 
+@pytest.mark.slow
 def test_29b1_mamba_blocks_are_the_candidates_fault_at_once(tmp_path: Path) -> None:
     """The knob is turned: other candidates go on."""
     study = breaking.study(tmp_path, LOGS / "mamba-blocks.log", when="--max-num-seqs (16|64)( |$)")
@@ -82,6 +97,7 @@ def test_29b1_mamba_blocks_are_the_candidates_fault_at_once(tmp_path: Path) -> N
     assert "max_num_seqs" in (failed[0].reason or "")
 
 
+@pytest.mark.slow
 def test_29b2_two_candidates_that_fail_alike_at_start_up_end_the_run(tmp_path: Path) -> None:
     """No pattern knows this fault, and no knob of the space acts on it: four launches, not sixteen."""
     study = breaking.study(tmp_path, LOGS / "unknown-root-cause.log")
@@ -94,6 +110,22 @@ def test_29b2_two_candidates_that_fail_alike_at_start_up_end_the_run(tmp_path: P
     assert store_of(tmp_path).last_success() == {}
 
 
+MEMORY = (
+    "ValueError: Available memory on node 0 (16.38/19.71 GiB) on startup is less than desired CPU memory"
+    " utilization (0.92, 18.14 GiB)."
+)
+
+
+def test_29_40_memory_that_no_knob_asks_less_of_ends_the_run(tmp_path: Path) -> None:
+    """The space turns max_num_seqs, but an engine's share of the memory does not depend on it."""
+    (tmp_path / "oom.log").write_text(MEMORY)
+    done = tuner(tmp_path, "tune", breaking.study(tmp_path, tmp_path / "oom.log"), "--trials", 8)
+    assert done.returncode == 7, done.stderr
+    assert "18.14 GiB needed (0.92 of the memory), 16.38 of 19.71 GiB free" in done.stderr
+    assert len(breaking.launches(tmp_path)) == 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("trials", [3, 5])
 def test_19_6_the_budget_of_trials_is_a_budget(tmp_path: Path, trials: int) -> None:
     """Trial numbers, the baseline's and every relaunch included; launches at most three times as many."""
@@ -110,12 +142,113 @@ def test_19_6_the_budget_of_trials_is_a_budget(tmp_path: Path, trials: int) -> N
 
 def test_19_6_the_dry_run_says_numbers_launches_and_hours(tmp_path: Path) -> None:
     said = tuner(tmp_path, "tune", write(tmp_path), "--trials", 3, "--dry-run").stdout
-    assert "Trials: at most 3, the baseline" in said
-    assert "Launches: at most 9 (one per trial; 6 for retries" in said
+    assert "Trials: at most 3, with the baseline" in said
+    assert "Launches: at most 9 (one per trial, and 6 for retries" in said
     assert "Fewer than 4 trials may leave no launches for the confirmation." in " ".join(said.split())
     enough = tuner(tmp_path, "tune", write(tmp_path), "--trials", 4, "--dry-run").stdout
     assert "may leave no launches" not in enough
     assert answer(tmp_path, "tune", tmp_path / "study.yaml", "--dry-run", "--json")["launches"] == 9
+
+
+def test_the_dry_run_says_what_the_window_is_too_short_for(tmp_path: Path) -> None:
+    """10 hours have time for everything, the time of the confirmation alone has time for nothing else."""
+    asked = ("tune", write(tmp_path), "--trials", 6, "--dry-run")
+    took: Any = answer(tmp_path, *asked, "--json")
+    confirmation_s = took["confirmation"]["seconds"]
+    whole_s = confirmation_s + 6 * (took["seconds"]["replay"] + took["seconds"]["launch"])
+
+    def said(hours: float) -> str:
+        return " ".join(tuner(tmp_path, *asked, "--hours", f"{hours:.4f}").stdout.split())
+
+    assert "is too short for" not in said(10)
+    early = "is too short for all trials: the search ends early, so that the confirmation fits."
+    assert early in said(0.9 * whole_s / 3600)
+    alone = "is too short for trials and a confirmation: the run may end without a confirmation."
+    assert alone in said(confirmation_s / 3600)
+    assert "The window of 36 s is too short" in said(0.01), "all of it, however long the command takes"
+
+
+def test_the_window_is_too_short_only_for_what_the_run_does(tmp_path: Path) -> None:
+    asked = "plan: {base: quick, finalists: 1, repeats: 2}"
+    prepared = load(write(tmp_path, STUDY.replace("plan: quick", asked)), store=None, now=NOW)
+    full, _ = plan.planned(prepared, None)
+    _, none = plan.planned(prepared, 1)
+    took = full.seconds
+    assert plan.window_words(took + 11, 1, 10.0, full) == "", "the only trial leaves the time"
+    assert "may end without a confirmation." in plan.window_words(took + 11, None, 10.0, full)
+    assert "so that the confirmation fits" in plan.window_words(2 * took, 1, 1.5 * took, full)
+    assert plan.window_words(took + 11, 0, 10.0, full) == ""
+    assert "for the confirmation: the run may end without it." in plan.window_words(took - 1, 0, 10.0, full)
+    assert plan.window_words(5.0, 1, 10.0, none).endswith("too short for all trials: the search ends early.")
+
+
+def test_the_dry_run_counts_the_hours_that_a_stopped_run_has_spent(tmp_path: Path) -> None:
+    file = write(tmp_path)
+    store = Store(f"sqlite:///{tmp_path / 'tuner.db'}")
+    run = a_run(store, load(file, store=store, now=NOW).study)
+    row = store.add_launch(Launch(id="a", study_id=run.study_id, argv=(), started_at=run.started_at))
+    store.finish_launch(replace(row, ended_at=row.started_at + timedelta(seconds=150)))
+    done = tuner(tmp_path, "tune", file, "--hours", "0.05", "--dry-run")
+    assert "The window of 30 s is too short" in done.stdout, done.stderr
+
+
+def test_the_dry_run_of_a_stopped_run_says_what_it_continues(tmp_path: Path) -> None:
+    """The interrupted trial comes next; a run that only confirms launches the finalists."""
+    file = write(tmp_path)
+    store = Store(f"sqlite:///{tmp_path / 'tuner.db'}")
+    run = a_run(store, load(file, store=store, now=NOW).study)
+    for number, origin, ttft in ((0, "baseline", 210.0), (1, "tpe", 90.0)):
+        values = {"ttft_p95_ms": ttft, "tpot_p95_ms": 20.0, "goodput_rps": 5.0, "slo_attainment": 1.0}
+        made = a_measurement(values={**values, "requests": 100.0, "failed": 0.0})
+        finished(store, start(store, run, number, origin=origin), made)
+    start(store, run, 2)
+    said = " ".join(tuner(tmp_path, "tune", file, "--trials", 5, "--dry-run").stdout.split())
+    assert f"This continues run {run.id}: 2 of 5 trials and 0 of 15 launches are done." in said
+    told = answer(tmp_path, "tune", file, "--trials", 5, "--dry-run", "--json")
+    assert told["continues"] == {"run": run.id, "trials": 2, "launches": 0}
+    assert seqs_of(told) == {"baseline": "4", "next": "66"}
+    alone = answer(tmp_path, "tune", file, "--confirm-only", "--dry-run", "--json")
+    assert seqs_of(alone) == {
+        "baseline": "4",
+        "trial 1": "65",
+    }
+    store.save_run(replace(run, state=RunState.FINISHED, ended_at=run.started_at))
+    store.close()
+    assert answer(tmp_path, "tune", file, "--dry-run", "--json")["continues"] is None
+
+
+def seqs_of(told: dict[str, object]) -> dict[str, str]:
+    """The max_num_seqs of each command line."""
+    lines = told["commands"]
+    assert isinstance(lines, dict)
+    return {name: line[line.index("--max-num-seqs") + 1] for name, line in lines.items()}
+
+
+def test_the_repeats_of_the_dry_run_fit_into_its_launches(tmp_path: Path) -> None:
+    """A run confirms fewer finalists where its launches are not enough to measure each twice."""
+    asked = "plan: {base: quick, finalists: 2, repeats: %d, most_repeats: 3}"
+    few, more = (
+        load(write(tmp_path, STUDY.replace("plan: quick", asked % repeats)), store=None, now=NOW)
+        for repeats in (2, 3)
+    )
+
+    def said(prepared: Prepared, trials: int, *, screens: bool = True) -> str:
+        return plan.confirmation_words(*plan.planned(prepared, trials), {}, screens=screens)
+
+    assert "at most 2 finalists, 2 times each." in said(few, 4)
+    assert "up to 3 " in said(few, 4)
+    assert "The launches that are not for trials are enough for 2 repeats." in said(few, 4)
+    assert "are enough for" not in said(few, 5)
+    assert "at most 2 finalists, 2 times each." in said(more, 4), "no more than the launches are enough for"
+    assert "enough for 2 repeats." in said(more, 4)
+    assert "at most 1 finalist, 2 times each." in said(few, 2)
+    assert "are enough for 1 of 2 finalists and 2 repeats. If trials are screened, more" in said(few, 2)
+    assert "screened" not in said(few, 2, screens=False)
+    none = "The launches that are not for trials are too few for a confirmation: it needs at least 4."
+    assert said(more, 1) == said(few, 1) == none
+    assert [plan.confirmation(few, 1)[name] for name in ("repeats", "seconds")] == [0, 0]
+    told = plan.confirmation(few, 2)
+    assert (told["finalists"], told["repeats"], told["most_repeats"]) == (1, 2, 2)
 
 
 def test_19_6_the_launch_over_the_budget_is_never_begun() -> None:
@@ -182,8 +315,8 @@ def test_24_3_a_failure_names_its_kind(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "more than the model": (("len: 16384", "len: 99999"), "99999 is more than the 32768 tokens"),
-    "in thousands": (("len: 16384", "len: 40K"), "40K is more than the 32768 tokens"),
+    "more than the model": (("len: 16384", "len: 99999"), "99999 is too large"),
+    "in thousands": (("len: 16384", "len: 40K"), "40K is too large"),
     "in the baseline": (("{max_num_seqs: 4}", "{max_model_len: 40000}"), "baseline.max_model_len: 40000 is"),
     "above its range": (("len: 16384", "len: 16384, gpu-memory-utilization: 1.5"), "1.5 is above 1"),
     "no number": (("len: 16384", "len: abc"), "engine.args.max-model-len: 'abc' is not a whole number"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.tuning.studies import write
-from tuner.knobs.arguments import gpus_held
+from tuner.records import gpus_held
 from tuner.tuning.context import held
 from tuner.tuning.run import idle_of
 from tuner.tuning.study import load

@@ -10,14 +10,15 @@ import pytest
 from tests.tuning.studies import STUDY, tuner, write
 from tuner.errors import BadInput
 from tuner.tuning import study as studies
-from tuner.tuning import studyfile, trial
+from tuner.tuning import trial
 from tuner.tuning.context import HostContext, LaunchJob, Pass
+from tuner.tuning.study import parse
 
 
 @pytest.mark.parametrize("value", ["raw", "sessions", "open", "none"])
 def test_a_history_that_nobody_replays_is_refused(value: str) -> None:
     with pytest.raises(BadInput, match="history") as refused:
-        studyfile.parse(f"{STUDY}history: {value}\n", name="study")
+        parse(f"{STUDY}history: {value}\n", name="study")
     assert ("a trace keeps no text" in str(refused.value)) == (value == "raw")
 
 

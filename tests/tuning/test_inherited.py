@@ -14,8 +14,8 @@ from tests.tuning.studies import STUDY, VIRTUAL, tuner, write
 from tests.tuning.test_next_trial import measured, values
 from tuner.history.store import Store
 from tuner.records import Candidate, Value
-from tuner.search.candidate_sources import heuristics
-from tuner.tuning.live import fits, widest
+from tuner.search.guides import heuristics
+from tuner.tuning.attempt import fits, widest
 from tuner.tuning.next_trial import at_levels, propose
 from tuner.tuning.study import Prepared, load
 

@@ -69,9 +69,11 @@ async def measures(order: LaunchJob, note: Note) -> Sequence[Measured]:
     ]  # fmt: skip
 
 
-def tuned(tmp_path: Path, clock: object, **limits: object) -> tuple[Store, list[RunEvent]]:
+def tuned(
+    tmp_path: Path, clock: object, *, study: str = STUDY + "live_limits: off\n", **limits: object
+) -> tuple[Store, list[RunEvent]]:
     store, told = Store(f"sqlite:///{tmp_path / 'tuner.db'}"), list[RunEvent]()
-    prepared = load(write(tmp_path, STUDY + "live_limits: off\n"), store=store, now=NOW)
+    prepared = load(write(tmp_path, study), store=store, now=NOW)
     asyncio.run(
         tune(
             prepared, store, home=tmp_path, clock=clock, work=measures, tell=told.append,  # type: ignore[arg-type]
@@ -81,6 +83,7 @@ def tuned(tmp_path: Path, clock: object, **limits: object) -> tuple[Store, list[
     return store, told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [12, 25, 40, 60, 1_000_000])
 def test_29c_a_clock_that_jumps_two_hours_back_leaves_no_run_running(tmp_path: Path, at: int) -> None:
     store, told = tuned(tmp_path, Jumping(at))
@@ -94,6 +97,7 @@ def test_29c_a_clock_that_jumps_two_hours_back_leaves_no_run_running(tmp_path: P
         assert {event.run for event in told if event.kind != "note"} == {run.id}
 
 
+@pytest.mark.slow
 def test_29c_a_fault_of_our_own_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it is: a run that stays RUNNING blocks its node, and would only break again."""
 
@@ -186,9 +190,8 @@ def test_29c_a_node_that_somebody_has_a_lease_of_is_not_free(tmp_path: Path) -> 
 def test_29c_a_run_that_was_cancelled_before_its_process_came_is_not_begun(tmp_path: Path) -> None:
     """Its row stood, its controller was just being started: that one starts no run of its own instead."""
     with closing(Store(f"sqlite:///{tmp_path / 'tuner.db'}")) as store:
-        study = store.add_study(
-            load(write(tmp_path, STUDY + "live_limits: off\n"), store=store, now=NOW).study
-        )
+        prepared = load(write(tmp_path, STUDY + "live_limits: off\n"), store=store, now=NOW)
+        study = store.add_study(prepared.study)
         run = a_run(store, study, now=NOW)
         store.cancel_run(run.id)
     store, _ = tuned(tmp_path, Jumping(1_000_000), run=run.id)
@@ -234,3 +237,14 @@ def test_19_7_a_baseline_that_did_not_serve_is_published_under_no_alias(
         )
         assert set(publish(bench, run, said, label="x")) == ({"baseline"} if published else set())
         assert bool(store.aliases()) == published
+
+
+@pytest.mark.slow
+def test_29_36_a_run_keeps_what_its_study_file_says_differently(tmp_path: Path) -> None:
+    """The policy is no part of a study, so a later run of the same study may have another."""
+    tuned(tmp_path, Jumping(1_000_000))[0].close()
+    other = STUDY + "live_limits: off\nnot_worse: {tpot_p95_ms: 50%}\n"
+    store, _ = tuned(tmp_path, Jumping(1_000_000), study=other)
+    with closing(store):
+        changed = [run.summary["study_file"] for run in store.runs()]
+        assert [{"not_worse": {"tpot_p95_ms": 0.5}}, {}] in (changed, changed[::-1])

@@ -13,21 +13,24 @@ from tuner.adapters import adapter_of
 from tuner.errors import BadInput
 from tuner.knobs.space import Condition
 from tuner.records import Candidate, Measurement, Trial, TrialState, Value
+from tuner.replay.plan import slice_rows
 from tuner.search import trial_view
 from tuner.search.trial_view import encode
-from tuner.traffic import slices
-from tuner.tuning.calibrated_predictor import StudyPredictor, card_for, forecast
+from tuner.tuning.attempt import fits, widest
+from tuner.tuning.context import RELAUNCHED, screens
 from tuner.tuning.early_stopping import expected_gain, judge_of
-from tuner.tuning.live import RELAUNCHED, fits, screens, widest
 from tuner.tuning.next_trial import (
+    StudyPredictor,
     at_levels,
     best,
+    card_for,
     first_candidates,
     minimal,
     propose,
     spaces,
     view_of,
 )
+from tuner.tuning.predicted_night import forecast
 from tuner.tuning.run import summary_of
 from tuner.tuning.study import Prepared, load
 from tuner.tuning.winner import winner
@@ -180,15 +183,20 @@ def test_the_search_stays_around_the_best_so_far_and_turns_everything_now_and_th
 
 
 def test_a_candidate_is_screened_only_where_a_launch_takes_longer_than_a_replay(prepared: Prepared) -> None:
+    """Both as the trials took them; the baseline's launch, which compiles, does not count, but its replay."""
+
+    def spent(number: int, candidate: Candidate, launch: float, replay: float) -> Trial:
+        found = {**values(400.0), "ready_s": launch}
+        return measured(number, candidate, found, ended_at=NOW + timedelta(seconds=launch + replay))
+
     def screened(replay: float, launch: float) -> bool:
-        speed = sum(s.duration_s for s in prepared.study.slices) / (replay - 15.0)
-        slow = replace(prepared, file=prepared.file.model_copy(update={"speed": speed}))
-        own = measured(1, Candidate({"max_num_seqs": 16}), values(400.0), gpu_seconds=replay + launch)
-        return screens(slow, [measured(0, prepared.baseline, values(900.0)), own])
+        base = spent(0, prepared.baseline, 300.0, replay)
+        return screens(prepared, [base, spent(1, Candidate({"max_num_seqs": 16}), launch, replay)])
 
     assert screened(replay=30.0, launch=57.0)
     assert not screened(replay=80.0, launch=57.0)
     assert screened(replay=80.0, launch=120.0)
+    assert not screens(prepared, [spent(0, prepared.baseline, 300.0, 80.0)])
 
 
 def test_a_proposal_says_only_what_the_engine_would_not_do_of_its_own_accord(history: list[Trial]) -> None:
@@ -263,7 +271,7 @@ def test_the_judge_knows_the_baseline_and_the_plan(prepared: Prepared, history: 
     assert judge is not None
     assert judge.case.corner["ttft_p95_ms"] == 1800.0
     searched = [s for s in prepared.study.slices if not s.held_out]
-    assert judge.case.planned == sum(len(slices.rows(prepared.trace, s)) for s in searched) > 0
+    assert judge.case.planned == sum(len(slice_rows(prepared.trace, s)) for s in searched) > 0
 
 
 def unpredictable(prepared: Prepared) -> Prepared:
@@ -473,4 +481,6 @@ def test_A6_the_summary_of_a_run_is_of_that_run_alone(prepared: Prepared) -> Non
     found = summary_of(replace(prepared, facts=facts), "later", [first, second], live)  # type: ignore[arg-type]
     assert (found["gpu_seconds"], found["screened"], found["live_limits"]) == (368.4, 0, "not used")
     cpu = replace(prepared, facts=replace(facts, platform="cpu"))
-    assert summary_of(cpu, "later", [first, second], live)["gpu_seconds"] == 0.0  # type: ignore[arg-type]
+    told = summary_of(cpu, "later", [first, second], live)  # type: ignore[arg-type]
+    assert (told["gpu_seconds"], told["gpus"]) == (368.4, 0), "seconds as in its trials, of no GPU"
+    assert found["gpus"] == 1

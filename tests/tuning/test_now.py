@@ -4,20 +4,20 @@ import json
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from statistics import median
 
 import pytest
 
 from tests.history.records import a_launch, a_run, a_study, start
-from tests.tuning.studies import SPACE, STUDY, write
+from tests.tuning.studies import SPACE, STUDY, VIRTUAL, answer, tuner, write
 from tuner.commands import plan, tune
 from tuner.history.store import Store
-from tuner.records import Candidate, RunState, Study, Trial
-from tuner.replay.observe import SHOWN, _shown
+from tuner.records import Candidate, RunState, Study, Trial, repeat_of
 from tuner.replay.plan import PLANS
-from tuner.replay.prepare import Progress
+from tuner.replay.prepare import SHOWN, Progress, _shown
 from tuner.report.words import seconds
 from tuner.tuning import now as right_now
-from tuner.tuning.confirm import expected, planned
+from tuner.tuning.confirm import expected
 from tuner.tuning.context import LAUNCH_S, SIMULATED_LAUNCH_S, RunEvent, usual_launch_s
 from tuner.tuning.now import path_of, read, told_live
 from tuner.tuning.run import RunLimits
@@ -53,7 +53,8 @@ def test_I27_3_the_file_holds_phase_slice_and_the_engine_s_curves(
     found = read(tmp_path, "r")
     assert found is not None
     assert found.engine == {"at_s": [1.0], "running": [2.0]}, "another slice begins anew"
-    tell(RunEvent(kind="confirm", text="confirmation: launch 2 of 6", done=1, total=6, trial=TRIAL))
+    said = "confirmation: launch 2 of 6"
+    tell(RunEvent(kind="confirm", text=said, stage="confirmation", done=1, total=6, trial=TRIAL))
     found = read(tmp_path, "r")
     assert found is not None
     assert found.confirming == (1, 6)
@@ -106,7 +107,7 @@ def test_I27_3_a_run_leaves_no_file_when_it_ended(tmp_path: Path, monkeypatch: p
 
 def test_I27_3_the_end_of_the_whole_run_counts_the_confirmation(tmp_path: Path) -> None:
     from tests.history.records import finished
-    from tuner.service.pages.live import phase_of
+    from tuner.service.pages.studies import phase_of
     from tuner.tuning.now import RunNow, left_s
 
     store = Store(f"sqlite:///{tmp_path / 'tuner.db'}")
@@ -164,7 +165,28 @@ def test_A9_the_confirmation_is_expected_to_take_what_launches_took(tmp_path: Pa
     after, plan = expected(real, store)
     assert (after.trial_s, after.confirm_launch_s) == (replay + 8.0, replay + 8.0)
     assert after.confirm_s == plan.seconds == (replay + 8.0) * 2 * (1 + prepared.plan.finalists)
-    assert planned(real, usual_launch_s(store, real)) == plan
+    store.close()
+
+
+def test_a_launch_is_expected_to_take_what_launches_of_the_study_took(tmp_path: Path) -> None:
+    """Their replays too: those of the simulated engine end long before the limits of the plan."""
+    part = ", {start_s: 40, duration_s: 9, held_out: true}]"
+    path = write(tmp_path, VIRTUAL.replace("duration_s: 1.0}]", "duration_s: 1.0}" + part), SPACE)
+    assert tuner(tmp_path, "tune", path, "--trials", 4, "--all-trials").returncode == 0
+    store = Store(f"sqlite:///{tmp_path / 'tuner.db'}")
+    prepared = load(path, store=store, now=AT)
+    estimate, foreseen = expected(prepared, store)
+    trials, launches = store.trials(prepared.study.id), store.launches(prepared.study.id)
+    spans = [(t.ended_at - t.started_at).total_seconds() for t in trials if t.ended_at and not t.screened]
+    again = [each.whole_s for each in launches if repeat_of(each.directory) and each.whole_s]
+    assert estimate.trial_s == pytest.approx(median(spans))
+    assert foreseen.launch_s == pytest.approx(median(again))
+    assert foreseen.seconds == pytest.approx(sum(again))
+    told = answer(tmp_path, "tune", path, "--dry-run", "--json")["seconds"]
+    assert isinstance(told, dict)
+    assert sum(told.values()) == pytest.approx(estimate.trial_s)
+    guess, _ = expected(prepared, None)
+    assert guess.trial_s > 2 * estimate.trial_s
     store.close()
 
 
@@ -176,14 +198,17 @@ def test_A9_the_dry_run_has_one_sum(tmp_path: Path, held_out: bool) -> None:
     study = study.replace("plan: quick", "plan: {base: quick, repeats: 3, finalists: 1}")
     prepared = load(write(tmp_path, study, SPACE), store=None, now=AT)
     each = sum(plan.seconds(prepared).values())
-    foreseen = plan.confirmation(prepared)
-    trials, launches = plan.budget_words(3, each, foreseen)
-    whole = 3 * each + float(str(foreseen["seconds"]))
-    assert f"confirmation); {seconds(whole)}, unless" in launches
-    assert f"about {seconds(3 * each)}, less" in trials
-    said = plan.confirmation_words(foreseen)
-    assert f"about {seconds(float(str(foreseen['seconds'])))}. How much" in said
+    foreseen, _ = plan.planned(prepared, None)
+    trials, launches = plan.budget_words(3, each, foreseen, screens=True)
+    whole = 3 * each + foreseen.seconds
+    assert f"confirmation). They take at most {seconds(whole)};" in launches
+    assert f"about {seconds(3 * each)}, or less" in trials
+    alone, _ = plan.budget_words(3, each, foreseen)
+    assert alone == f"Trials: at most 3, with the baseline. They take about {seconds(3 * each)}."
+    said = plan.confirmation_words(foreseen, foreseen, {})
+    assert f"about {seconds(foreseen.seconds)}. It is not known how much" in said
     assert "one repeat" not in said
-    more = plan.confirmation_words({**foreseen, "repeats": 1})
-    assert "It adds repeats, up to 3" in more
+    once = replace(foreseen, rounds=1)
+    more = plan.confirmation_words(once, once, {})
+    assert "it adds repeats, up to 3" in more
     assert more.endswith("so one repeat decides nothing.")

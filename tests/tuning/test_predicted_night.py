@@ -16,7 +16,8 @@ from tests.tuning import studies
 from tuner.errors import BadInput
 from tuner.history.store import Store
 from tuner.records import TrialState
-from tuner.tuning.predicted_night import predict_night
+from tuner.tuning.next_trial import last_calibration
+from tuner.tuning.predicted_night import forecast, predict_night
 from tuner.tuning.run import RunLimits
 from tuner.tuning.study import load
 from tuner.tuning.virtual import HIDDEN
@@ -38,6 +39,8 @@ def test_a_predicted_night_is_marked_and_leaves_no_history(tmp_path: Path) -> No
     said = [line for line in done.stdout.splitlines() if "baseline" in line and "trial" in line]
     assert all(line.startswith("simulated: ") for line in said)
     assert "simulated night of tiny" in done.stdout
+    for shown in (done.stdout, call(home, "predict", study).stdout):
+        assert "ttft_p95_ms (ms, ↓ better)" in shown
     assert "SIMULATED on NVIDIA H100" in done.stderr
     assert not (home / "tuner.db").exists()
 
@@ -55,6 +58,7 @@ def test_a_predicted_night_is_the_same_twice_and_knows_nothing_hidden(
     assert len(first["trials"]) == 3
 
 
+@pytest.mark.slow
 def test_a_predicted_night_begins_with_the_front_and_changes_no_history(tmp_path: Path) -> None:
     home = tmp_path / "home"
     study = studies.write(tmp_path, studies.VIRTUAL)
@@ -63,12 +67,42 @@ def test_a_predicted_night_begins_with_the_front_and_changes_no_history(tmp_path
     files = {p: hashlib.sha256(p.read_bytes()).hexdigest() for p in home.rglob("*.log")}
     found = predicted(home, study)
     assert found["calibration"] is not None
-    assert any(str(t["origin"]).startswith("this study: trial") for t in found["trials"])
+    origins = [t["origin"] for t in found["trials"] if str(t["origin"]).startswith("this study: trial")]
+    told = json.loads(call(home, "front", "tiny", "--json").stdout)
+    assert origins[0] == f"this study: trial {told['winner']}", "the winner comes first"
     assert [call(home, *words, "--json").stdout for words in (("run", "list"), ("profile", "list"))] == rows
     assert {p: hashlib.sha256(p.read_bytes()).hexdigest() for p in home.rglob("*.log")} == files
     conclusion = found["conclusion"]
     assert isinstance(conclusion, dict)
     assert conclusion["profiles"] == {}
+
+
+@pytest.mark.slow
+def test_predict_begins_with_the_calibration_of_the_last_study_as_the_search_does(tmp_path: Path) -> None:
+    """`predict`, `--night` and the search give one number for one configuration."""
+    home = tmp_path / "home"
+    earlier = studies.write(tmp_path, studies.VIRTUAL)
+    slower = {"TUNER_SIM_HIDDEN": json.dumps([{"slower": 1.2}])}
+    assert studies.tuner(home, "tune", earlier, "--all-trials", more=slower).returncode == 0
+    (tmp_path / "other").mkdir()
+    text = studies.VIRTUAL.replace("name: tiny", "name: other").replace("start_s: 20", "start_s: 30")
+    study = studies.write(tmp_path / "other", text)
+    store = Store(f"sqlite:///{home / 'tuner.db'}", create=False)
+    prepared = load(study, store=store, now=datetime.now(UTC))
+    start = last_calibration(store, prepared, None)
+    store.close()
+    assert start is not None
+    told = studies.answer(home, "predict", study, "--candidates", 2, "--json")
+    expected = forecast(prepared, (), count=2, start=start)
+    value = expected.baseline.prediction.values["ttft_p95_ms"]
+    assert told["baseline"]["prediction"]["values"]["ttft_p95_ms"] == pytest.approx(value)  # type: ignore[index]
+    alone = forecast(prepared, (), count=2).baseline.prediction.values["ttft_p95_ms"]
+    assert value > 1.1 * alone, "the card is slower than its datasheet"
+    night = predicted(home, study)
+    for basis in (told["basis"], night["basis"]):
+        assert "these numbers use the calibration of the last study" in str(basis)
+    first = next(t for t in night["trials"] if t["origin"] == "baseline")
+    assert first["values"]["ttft_p95_ms"] == pytest.approx(value, rel=0.02)
 
 
 def test_a_night_over_several_cards_is_refused(tmp_path: Path) -> None:
@@ -84,10 +118,11 @@ def test_a_night_of_a_node_with_two_cards_is_refused_where_today_uses_both(tmp_p
     prepared = load(path, store=None, now=now)
     both = prepared.file.model_copy(update={"baseline": {"tensor_parallel_size": 2}})
     night = predict_night(replace(prepared, file=both), None, base=tmp_path, now=now, limits=RunLimits())
-    with pytest.raises(BadInput, match="the simulated engine has only one card"):
+    with pytest.raises(BadInput, match="a predicted night has only one card"):
         asyncio.run(night)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["h100-80", "cpu"])
 @pytest.mark.parametrize("tried", ["nothing", "a baseline that was stopped", "a baseline that did not serve"])
 def test_A7_predict_says_what_its_numbers_rest_on(tmp_path: Path, kind: str, tried: str) -> None:

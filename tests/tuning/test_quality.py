@@ -12,8 +12,7 @@ from tuner.records import Candidate, Measurement, Trial, TrialState
 from tuner.tuning import quality
 from tuner.tuning.finalists import finalists, left_out
 from tuner.tuning.quality import CanaryAnswer
-from tuner.tuning.study import Prepared, load
-from tuner.tuning.studyfile import QualityFile
+from tuner.tuning.study import Prepared, QualityFile, load
 
 SPACE = """\
 about: A knob that changes the output.
@@ -75,7 +74,7 @@ def test_M20_a_model_without_weights_turns_no_knob_that_changes_the_output(tmp_p
     now = datetime.now(UTC)
     held = load(write(tmp_path, space=SPACE), store=None, now=now)
     assert set(held.space.levels) == {"max_num_seqs"}
-    assert "cannot be judged (quality: off allows it)" in held.space.dropped["kv_cache_dtype"]
+    assert "they cannot be judged (quality: off allows it)" in held.space.dropped["kv_cache_dtype"]
     assert quality.why_not(held) == "no knob of the space changes the output"
     off = load(write(tmp_path, study=OFF, space=SPACE), store=None, now=now)
     assert off.space.levels["kv_cache_dtype"] == ("auto", "fp8")
@@ -83,7 +82,7 @@ def test_M20_a_model_without_weights_turns_no_knob_that_changes_the_output(tmp_p
     today = STUDY.replace("baseline: {max_num_seqs: 4}", "baseline: {max_num_seqs: 4, kv_cache_dtype: fp8}")
     kept = load(write(tmp_path, study=today, space=SPACE), store=None, now=now)
     assert kept.space.levels["kv_cache_dtype"] == ("fp8",)  # what runs today needs no judgement
-    with pytest.raises(BadInput, match="kv_cache_dtype: it changes the output"):
+    with pytest.raises(BadInput, match="kv_cache_dtype: it changes the answers"):
         load(write(tmp_path, space="knobs: {kv_cache_dtype: [auto, fp8]}"), store=None, now=now)
 
 
@@ -111,16 +110,20 @@ def test_M20_what_was_not_judged_is_told_and_is_no_finalist(tmp_path: Path) -> N
     real = judgeable(tmp_path)
     judged, unjudged = trial(1, FP8, **JUDGED), trial(2, FP8.with_values(max_num_seqs=16))
     same = trial(3, Candidate({"max_num_seqs": 16}), ttft_p95_ms=400.0)
-    assert quality.summary(real, [judged, same]) == "judged by greedy canary prompts"
+    assert quality.summary(real, [judged, same]) == "judged by the answers to greedy test prompts"
     said = quality.summary(real, [judged, unjudged, same])
     assert said.startswith("not judged, so not published: trial 2 (")
     assert quality.held_back(real, unjudged) == (
-        "it changes kv_cache_dtype, and its answers were not judged (quality: off publishes it)"
+        "it changes kv_cache_dtype, and its answers were not judged (quality: off allows this)"
     )
     assert [t.number for t in finalists(real, [unjudged, same], "r")] == [3]
     assert [t.number for t in finalists(real, [unjudged, judged], "r")] == [1]
     assert finalists(real, [unjudged], "r") == []
     assert left_out(real, [unjudged]) == [f"Trial 2 is not a finalist: {quality.held_back(real, unjudged)}."]
+    screened = [replace(trial(n, FP8.with_values(max_num_seqs=8 * n)), screened=True) for n in range(3, 7)]
+    told = left_out(real, [*screened, trial(7, screened[2].candidate)])
+    assert [words.split()[1] for words in told] == ["7", "3", "4", "other"], "trial 7 is trial 5, relaunched"
+    assert told[-1] == "1 other trial cannot win either."
     off = replace(real, file=real.file.model_copy(update={"quality": "off"}))
     assert [t.number for t in finalists(off, [unjudged], "r")] == [2]
 

@@ -17,11 +17,12 @@ from tuner.history.store import Store
 from tuner.records import Candidate, Measurement, RunState, Study, Trial, TrialState, Value, digest_of
 from tuner.simulator.cost import Coefficients, coefficients_of
 from tuner.traffic.statistics import describe, sequences_for
-from tuner.tuning.calibrated_predictor import StudyPredictor, last_calibration
 from tuner.tuning.next_trial import (
+    StudyPredictor,
     by_concurrency,
     first_candidates,
     fronts_of,
+    last_calibration,
     minimal,
     propose,
 )

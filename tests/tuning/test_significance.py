@@ -70,6 +70,7 @@ def test_the_same_is_not_better() -> None:
     assert ttft(1.0).word == "open"
 
 
+@pytest.mark.slow
 def test_noise_between_repeats_widens_the_interval() -> None:
     wrong = 0
     for seed in range(12):
@@ -116,6 +117,7 @@ def test_the_values_told_are_those_whose_ratio_is_told() -> None:
     assert (found.other - found.base) / found.base == pytest.approx(found.change)
 
 
+@pytest.mark.slow
 def test_equal_finalists_are_seldom_called_winners() -> None:
     wrong = 0
     for seed in range(5):

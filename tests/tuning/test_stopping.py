@@ -23,6 +23,8 @@ def flat(length: int) -> list[Trial]:
 def test_budget_and_window() -> None:
     assert reason_to_stop([], OBJECTIVES, Slo(), done=4, limit=4) == "the budget of 4 trials is spent"
     assert reason_to_stop([], OBJECTIVES, Slo(), done=3, limit=4) is None
+    said = reason_to_stop([], OBJECTIVES, Slo(), done=3, kept=1, limit=4)
+    assert said == "the budget of 4 trials is spent (1 kept to relaunch screened finalists)"
     end = world.START + timedelta(minutes=10)
     early = reason_to_stop([], OBJECTIVES, Slo(), done=0, now=world.START, deadline=end, needed_s=300)
     late = reason_to_stop([], OBJECTIVES, Slo(), done=0, now=world.START, deadline=end, needed_s=601)

@@ -10,7 +10,7 @@ from tests.tuning.studies import STUDY, write
 from tuner.errors import BadInput
 from tuner.settings import shipped
 from tuner.tuning import study
-from tuner.tuning.studyfile import StudyFile, parse, read
+from tuner.tuning.study import StudyFile, parse, read
 
 GOOD = """\
 name: chat

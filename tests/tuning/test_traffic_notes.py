@@ -10,7 +10,7 @@ from tests.tuning.studies import TRACE, VIRTUAL, tuner, write
 from tuner.commands import plan
 from tuner.history.store import Store
 from tuner.records import ProfileKey
-from tuner.tuning import traffic_notes
+from tuner.tuning import execution
 from tuner.tuning.study import load
 
 
@@ -48,18 +48,18 @@ def test_a_name_that_turns_from_an_import_to_a_capture_and_back_is_said(tmp_path
     second = tuner(tmp_path, "tune", study, "--trials", 1)
     assert second.returncode == 0, second.stderr
     assert (
-        f"trace latest:chat is the capture {capture.name}; an imported trace has the name too"
+        f"trace latest:chat is the capture {capture.name}. An imported trace has the same name"
         in second.stderr
     )
-    assert "write `trace: chat` for it" in second.stderr
-    assert f"is the capture {capture.name}; the run before this one took the import chat" in second.stderr
-    assert "what has changed since the champion's trace: prompt length p50:" in second.stderr
+    assert "write `trace: chat` to use it" in second.stderr
+    assert f"is the capture {capture.name}. The run before this one used the import chat" in second.stderr
+    assert "since the champion's trace, this has changed: prompt length p50:" in second.stderr
     assert "→ 333 tokens" in second.stderr
     capture.unlink()
     third = tuner(tmp_path, "tune", study, "--trials", 1)
     assert third.returncode == 0, third.stderr
     assert "latest:chat is the import" in third.stderr
-    assert f"the run before this one took the capture {capture.stem}" in third.stderr
+    assert f"The run before this one used the capture {capture.stem}" in third.stderr
     assert "champion's trace" not in third.stderr
 
 
@@ -81,7 +81,7 @@ def test_slices_with_very_few_requests_are_said_by_tune_and_by_the_dry_run(
         )
     for set_already, advised in (("brief", "auto`: `plan: standard`"), ("thorough", "Take longer slices or")):
         write(tmp_path, VIRTUAL.replace("plan: quick", f"plan: {set_already}"))
-        said = traffic_notes.few_requests(load(few, store=None, now=NOW))
+        said = execution.few_requests(load(few, store=None, now=NOW))
         assert said is not None
         assert advised in said
         assert f"`plan: {set_already}`" not in said

@@ -1,6 +1,7 @@
 """`tuner upgrade-check` on planted releases of the simulated engine: is it slower, why, and what to do."""
 
 import json
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -41,6 +42,12 @@ def test_a_slower_release_is_told_and_the_code_is_the_cause(tmp_path: Path) -> N
     assert set(found.worse) & {"ttft_p50_ms", "tpot_p50_ms"}
     assert found.moved == ()
     assert said.sentence.startswith("Advice: stay. 0.33.0 is worse than 0.32.0 in")
+    assert "The code is the cause: no default that this configuration uses moved." in said.sentence
+    is_open = any(c.word == "open" and (c.within or 1) >= 0.1 for c in said.finalists[0].changes)
+    (run,) = store_of(tmp_path).runs(said.study_id)
+    assert run.reason == (
+        "another round cannot change the advice" if is_open else "every difference is known"
+    )
     assert [arm.name for arm in said.finalists] == ["new version"]
 
 
@@ -51,6 +58,18 @@ def test_a_default_that_moved_is_named_and_pinned(tmp_path: Path) -> None:
     assert (moved.name, moved.after, moved.guilty) == ("max_num_batched_tokens", 128, True)
     assert f"max_num_batched_tokens={moved.before} (now 128)" in said.sentence
     assert said.finalists[1].candidate["max_num_batched_tokens"] == moved.before
+    home = tmp_path / "home"
+    listed = tuner(home, "run", "list").stdout
+    assert "advice: move with these pins" in listed
+    assert "baseline stays" not in listed, "a word of a search, which has no versions"
+    assert "\nAdvice: move with these pins." in tuner(home, "run", "status", said.run_id).stdout
+    shown = tuner(home, "trial", "show", said.study_id, 1).stdout
+    (where,) = re.findall(r"^directory: (.*)$", shown, re.M)
+    assert (Path(where) / "engine.log").is_file()
+    plan = tuner(
+        home, "upgrade-check", "study.yaml", "--to", "new.yaml", "--alias", "today", "--dry-run", cwd=tmp_path
+    )
+    assert plan.stdout.endswith("the run also launches the new version with their old values.\n")
 
 
 def test_a_renamed_flag_is_told_with_its_successor_and_used(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from tests.engine.real import INTERPRETER, model
 from tests.tuning.studies import TRACE, tuner
 from tests.tuning.test_vllm import STUDY
 from tuner.conclusions import UpgradeFinding
-from tuner.engine.effective import same
+from tuner.engine.metrics import same_value
 from tuner.history.store import Store
 from tuner.knobs.catalogue import CATALOGUE
 from tuner.search.trial_view import DERIVED
@@ -53,7 +53,7 @@ def test_25_an_upgrade_between_two_real_builds_names_every_default_that_moved(tm
     assert said.finalists[0].changes
     before, after = (each.effective for each in store.launches(said.study_id)[:2])
     both = before.keys() & after.keys() & CATALOGUE.keys()
-    told = {name for name in both if not same(before[name], after[name])}
+    told = {name for name in both if not same_value(before[name], after[name])}
     assert told - {"max_num_seqs", *DERIVED} <= {m.name for m in found.moved}
     moved = {m.name: (m.before, m.after) for m in found.moved}
     assert moved["gpu_memory_utilization"] == (0.9, 0.92)

@@ -1,6 +1,7 @@
 """What the differences say becomes one word and one text, and it may be that there is no winner."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -72,7 +73,7 @@ def test_where_no_trial_meets_the_slo_the_sentence_says_so_first() -> None:
     found = verdict(arm(1, BETTER, WORSE, good=0.81), arm(0, good=0.5), others=(arm(2, UNCLEAR, good=0.7),))
     assert found.outcome is Judgement.SLO_MISSED
     assert found.sentence.startswith("No trial meets the SLO: trial 1 comes nearest with 81.0% good requests")
-    assert "so 9.0 points are missing" in found.sentence
+    assert "so 9.0 percentage points are missing" in found.sentence
     assert "A trade-off" in found.sentence
     assert (found.winner, found.nearest) == (1, 1)
 
@@ -82,9 +83,15 @@ def test_where_no_trial_meets_the_slo_and_nothing_is_better_there_is_no_winner()
     assert (found.outcome, found.winner, found.nearest) == (Judgement.SLO_MISSED, None, 0)
 
 
+def test_no_trial_is_nearest_to_the_slo_if_no_request_of_any_was_good() -> None:
+    found = verdict(arm(1, BETTER, good=0.0), arm(0, good=0.0))
+    assert found.sentence.startswith("No trial meets the SLO: none had a good request. 90.0% are required.")
+    assert (found.outcome, found.winner, found.nearest) == (Judgement.SLO_MISSED, 1, None)
+
+
 def test_a_winner_that_misses_an_slo_that_another_meets_says_so() -> None:
     found = verdict(arm(1, BETTER, good=0.5))
-    assert "It misses the SLO, which another trial meets" in found.sentence
+    assert "Another trial meets the SLO." in found.sentence
 
 
 def test_drift_is_not_to_be_trusted_whatever_the_differences_say() -> None:
@@ -123,11 +130,21 @@ def test_the_held_out_slice_can_deny_it() -> None:
 
 def test_a_held_out_slice_that_agrees_is_told() -> None:
     found = verdict(arm(1, BETTER, difference("ttft_p95_ms", -0.2, "better", "held_out")))
-    assert "1 of 1 objectives" in found.sentence
+    assert "Clearly better on the held-out slice: 1 of 1 objective." in found.sentence
+    worse = difference("tpot_p95_ms", 0.17, "worse", "held_out")
+    found = verdict(arm(1, BETTER, difference("ttft_p95_ms", -0.2, "better", "held_out"), worse))
+    assert "1 of 2 objectives. Clearly worse: tpot_p95_ms." in found.sentence
+
+
+def test_a_better_finalist_that_the_policy_does_not_choose_is_named() -> None:
+    found = verdict(arm(1, UNCLEAR), others=(arm(4, BETTER, UNCLEAR),))
+    assert (found.outcome, found.winner) == (Judgement.NO_CLEAR_WINNER, None)
+    assert "Trial 4 is better in ttft_p95_ms, but the study's policy chooses trial 1." in found.sentence
 
 
 def test_without_a_baseline_that_served_what_serves_wins() -> None:
-    found = verdict(arm(1), arm(0, dropped="32 of 533 requests failed"))
+    found = verdict(arm(1), arm(0, dropped="32 of 533 requests failed."))
+    assert "did not serve this traffic (32 of 533 requests failed); trial 1 did." in found.sentence
     assert (found.outcome, found.winner) == (Judgement.BASELINE_FAILED, 1)
 
 
@@ -156,3 +173,22 @@ def test_not_worse_is_held_against_what_was_measured(
 @pytest.mark.parametrize("change", [None, 0.0, -1.0, 12.5])
 def test_what_cannot_be_told_is_written_and_not_a_crash(change: float | None) -> None:
     assert "ttft_p95_ms" in words.difference(difference("ttft_p95_ms", change, "open"))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "within", "said"),
+    [
+        (-0.0606, -0.005, 0.05, "the same within 7 %"),
+        (-0.02, 0.03, 0.04, "the same within 4 %"),
+        (-0.04, 0.12, 0.09, "the same within 12 %"),
+        (-0.003, 0.002, 0.001, "the same within 1 %"),
+        (-0.05, 0.05, 0.11, "open"),
+        (-0.05, None, 0.05, "open"),
+    ],
+)
+def test_the_share_within_which_two_are_the_same_contains_the_interval(
+    low: float, high: float | None, within: float, said: str
+) -> None:
+    found = replace(difference("tpot_p95_ms", -0.02, "open"), low=low, high=high, within=within)
+    assert words.word(found) == said
+    assert words.word(replace(found, word="worse")) == "worse"

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -18,8 +19,8 @@ from tuner.simulator import virtual
 from tuner.simulator.boot import Booted, boot
 from tuner.simulator.clock import Clock
 from tuner.simulator.virtual import VirtualPace
-from tuner.tuning import studyfile
-from tuner.tuning.study import load
+from tuner.tuning.context import budget_of
+from tuner.tuning.study import load, read
 from tuner.tuning.virtual import VirtualTime
 
 VIRTUAL = studies.STUDY.replace("kind: simulated", "kind: simulated\n  clock: virtual")
@@ -36,6 +37,7 @@ def tuned(
     return list(store.trials(found.id))
 
 
+@pytest.mark.slow
 def test_a_night_of_virtual_trials_is_the_same_twice(tmp_path: Path) -> None:
     first, second = (tuned(tmp_path, tmp_path / name) for name in ("one", "two"))
     assert [t.state for t in first] == [TrialState.COMPLETE] * 3
@@ -44,8 +46,13 @@ def test_a_night_of_virtual_trials_is_the_same_twice(tmp_path: Path) -> None:
         assert one.measurement
         assert other.measurement
         assert one.measurement.values == other.measurement.values
-    again = studies.tuner(tmp_path / "one", "tune", studies.write(tmp_path, VIRTUAL))
-    assert "version 3 (baseline) has the configuration of version 1, measured again" in again.stdout
+    renamed = VIRTUAL.replace("name: tiny", "name: other")
+    again = studies.tuner(tmp_path / "one", "tune", studies.write(tmp_path, renamed))
+    assert "of study tiny (other is the same study)" in again.stderr
+    assert (
+        "version 3 (baseline) is a new measurement of the configuration of version 1 (tuner profile show 3)"
+        in again.stdout
+    )
 
 
 def test_virtual_seconds_are_charged_and_no_process_is_started(tmp_path: Path) -> None:
@@ -59,6 +66,37 @@ def test_virtual_seconds_are_charged_and_no_process_is_started(tmp_path: Path) -
         assert took >= 2.0  # one second to start, one of traffic
 
 
+def test_a_launch_that_was_killed_as_it_began_is_not_one_of_the_next_run(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    (first, *_) = tuned(tmp_path, home)
+    store = Store(f"sqlite:///{home / 'tuner.db'}")
+    at = datetime.now(UTC) + timedelta(hours=1)
+    last = replace(store.launches(first.study_id)[-1], id="killed", started_at=at, ended_at=at)
+    store.add_launch(last)
+    done = studies.tuner(home, "tune", tmp_path / "study.yaml")
+    assert done.returncode == 0, done.stderr
+    run, launches = store.runs(first.study_id)[0], store.launches(first.study_id)
+    assert run.started_at > at
+    assert "killed" in {each.id for each in launches}
+    others = [each for each in launches if each.id != "killed"]
+    assert budget_of(run, launches) == budget_of(run, others)
+
+
+def test_a_run_after_one_that_ends_in_the_future_has_its_whole_window(tmp_path: Path) -> None:
+    """Virtual time runs ahead of the host's clock."""
+    home = tmp_path / "home"
+    (first, *_) = tuned(tmp_path, home)
+    store = Store(f"sqlite:///{home / 'tuner.db'}")
+    at = datetime.now(UTC) + timedelta(hours=1)
+    store.add_launch(replace(store.launches(first.study_id)[-1], id="ahead", started_at=at, ended_at=at))
+    done = studies.tuner(home, "tune", tmp_path / "study.yaml", "--hours", "0.5")
+    assert done.returncode == 0, done.stderr
+    run = store.runs(first.study_id)[0]
+    assert run.deadline is not None
+    assert run.deadline - run.started_at == pytest.approx(timedelta(hours=0.5), abs=timedelta(seconds=60))
+    assert any(trial.run_id == run.id for trial in store.trials(first.study_id))
+
+
 def test_the_time_to_ready_is_what_the_engine_was_told_to_take(tmp_path: Path) -> None:
     study = VIRTUAL.replace("kind: simulated", "kind: simulated\n  env: {TUNER_SIM_STARTUP_S: '7.5'}")
     first = tuned(tmp_path, tmp_path / "home", study)[0]
@@ -68,6 +106,7 @@ def test_the_time_to_ready_is_what_the_engine_was_told_to_take(tmp_path: Path) -
     assert {each.timeline["ready_s"] for each in store.launches(first.study_id)} == {7.5}
 
 
+@pytest.mark.slow
 def test_a_virtual_launch_fails_in_the_words_of_a_real_one(tmp_path: Path) -> None:
     ends = {}
     for clock in ("real", "virtual"):
@@ -86,6 +125,7 @@ def test_a_virtual_launch_fails_in_the_words_of_a_real_one(tmp_path: Path) -> No
     assert (virtual.cause, virtual.reason, virtual.violation) == (real.cause, real.reason, real.violation)
 
 
+@pytest.mark.slow
 def test_a_hidden_slowdown_shows_in_what_is_measured(tmp_path: Path) -> None:
     plain, slow = (
         tuned(tmp_path, tmp_path / name, hidden=hidden)[0].measurement
@@ -101,7 +141,7 @@ def test_a_real_engine_takes_no_virtual_clock(tmp_path: Path) -> None:
         tmp_path, VIRTUAL.replace("kind: simulated", "kind: vllm\n  python: /usr/bin/python3")
     )
     with pytest.raises(BadInput, match="clock"):
-        studyfile.read(path)
+        read(path)
 
 
 @pytest.mark.parametrize(

@@ -23,14 +23,13 @@ from tests.tuning.studies import TRACE, command, environment, tuner, wait_for
 from tests.tuning.test_end_to_end import ours, run_of, store_of
 from tuner.adapters import adapter_of
 from tuner.conclusions import Conclusion
-from tuner.engine import effective
+from tuner.engine.metrics import identity_of
 from tuner.engine.server import serve
 from tuner.knobs.catalogue import read_back
 from tuner.records import Launch, LaunchSpec, RunState, Trial, TrialState
 from tuner.simulator.cost import coefficients_of
 from tuner.traffic import trace as traces
-from tuner.tuning.calibrated_predictor import last_calibration
-from tuner.tuning.next_trial import fronts_of, propose
+from tuner.tuning.next_trial import fronts_of, last_calibration, propose
 from tuner.tuning.study import load
 
 pytestmark = pytest.mark.vllm
@@ -185,7 +184,7 @@ def test_19_1_every_engine_runs_with_what_runs_today(tuned: Path) -> None:
 def test_19_5_no_two_trials_are_one_effective_configuration(tuned: Path) -> None:
     """The space also asks for the preemption that the engine has anyway."""
     served = [t for t in trials_of(tuned) if t.state is TrialState.COMPLETE]
-    assert len({effective.identity(t.effective) for t in served}) == len(served) == 4
+    assert len({identity_of(t.effective) for t in served}) == len(served) == 4
     assert all("preemption" not in t.candidate for t in trials_of(tuned))
 
 
@@ -351,7 +350,7 @@ def test_19_4_without_weights_no_knob_that_changes_the_output_is_turned(tuned: P
     )
     done = tuner(tuned, "tune", asked, "--dry-run")
     assert done.returncode == 0, done.stderr
-    assert "dtype=bfloat16: it changes the output, and answers without weights" in done.stderr
+    assert "dtype=bfloat16: it changes the answers, and without weights" in done.stderr
     assert "bfloat16" not in done.stdout
 
 

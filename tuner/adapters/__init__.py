@@ -1,8 +1,8 @@
 """What differs between engines, as one record per kind of engine; a kind is one file of this package.
 
 A file here that defines `ADAPTER` adds a kind of engine: `engine.kind` of a study file then takes its name.
-All other code asks `adapter_of(kind)`. What differs between versions of one engine is in the same record:
-the names that a metric has borne, the words of old and new errors, the versions whose limits can change.
+All other code asks `adapter_of(kind)`. The record also holds what differs between versions of one engine: old
+and new names of metrics, old and new error messages, and the versions whose limits can change.
 """
 
 import importlib
@@ -17,8 +17,8 @@ from tuner.errors import BadInput, nearest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveLimitsFile:
-    """How scheduler limits change while an engine runs: `file` is copied onto the engine's Python path,
-    `argv` makes the engine use it, `knobs` are what it can change.
+    """How scheduler limits change while an engine runs. `file` is copied onto the engine's Python path.
+    `argv` are the arguments that make the engine use it. `knobs` are the limits that it can change.
     """
 
     file: Path
@@ -28,11 +28,12 @@ class LiveLimitsFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineAdapter:
-    """The facts of one kind of engine. What a kind does not have stays at the default.
+    """The facts of one kind of engine. If an engine does not have a feature, leave its field at the default.
 
-    `title` is its name in sentences, with {version}. `command` starts its OpenAI-compatible server and stands
-    after the interpreter. A `simulated` engine is a part of the tuner: the tuner's own interpreter starts it,
-    it has no weights and uses no GPU, its card is `engine.card`, and it may run on a virtual clock.
+    `title` is the engine's name in sentences, with {version}. `command` follows the interpreter and starts
+    the OpenAI-compatible server. A `simulated` engine is a part of the tuner: the tuner's own interpreter
+    starts it, it has no weights and uses no GPU, its card is `engine.card`, and it may run on a virtual
+    clock.
     """
 
     kind: str
@@ -40,43 +41,43 @@ class EngineAdapter:
     command: tuple[str, ...]
     simulated: bool = False
     speaks_as: str | None = None
-    """The vLLM release whose defaults it has; its flags are read from `--help`. None: the interpreter's own
-    vLLM is asked (knobs/probe.py)."""
+    """The vLLM release whose defaults the engine has; its flags are read from `--help`. None: the vLLM in the
+    interpreter gives flags and defaults (knobs/probe.py)."""
     releases: bool = False
-    """Whether data/vllm_flags.json tells which of its releases has which flag."""
+    """Whether data/vllm_flags.json says which release of the engine has which flag."""
     environment: Mapping[str, str | None] = field(default_factory=dict)
-    """Laid over the caller's environment, under the study's; None removes a variable."""
+    """Variables for the engine. The study's `engine.env` overrides them; None removes a variable."""
     config_path: str = "/server_info?config_format=json"
     config_key: str = "vllm_config"
-    """The URL path at which a ready engine tells its configuration as JSON, and the key that holds it."""
+    """The URL path at which a ready engine gives its configuration as JSON, and the key that holds it."""
     kv_tokens_path: str = "cache_config.kv_cache_size_tokens"
-    """Where that configuration tells the size of the KV cache in tokens."""
+    """Where this configuration has the size of the KV cache in tokens."""
     reset_path: str = "/reset_prefix_cache"
     """The URL path that empties the prefix cache."""
     metrics: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Our name (`engine.metrics.SERIES`) → the sample names it has borne, newest first; absent: not told."""
+    """Our name (`engine.metrics.SERIES`) → the engine's names, newest first. What it lacks is left out."""
     config_metric: str = ""
-    """The metric whose labels tell the configuration."""
+    """The metric whose labels hold the configuration."""
     failures: Mapping[str, str] = field(default_factory=dict)
-    """Kind of failure (`engine.kinds.KINDS`) → the pattern of the log lines that tell it."""
+    """Kind of failure (`engine.failures.KINDS`) → a pattern of the log lines that show it."""
     compile_cache: Mapping[str, str] = field(default_factory=dict)
-    """Environment variable → folder below the compile cache's root; empty: it keeps no compiled code."""
+    """Environment variable → folder below the compile cache's root. Empty: it keeps no compiled code."""
     live_limits: LiveLimitsFile | None = None
     block_sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Attention backend → the block sizes that its kernels take, where the list is closed."""
+    """Attention backend → the block sizes that its kernels take, if they take only a few."""
     block_multiples: Mapping[str, int] = field(default_factory=dict)
-    """Attention backend ("" = any other) → what every block size must be a multiple of."""
+    """Attention backend ("" = any other) → a number; every block size must be a multiple of it."""
     graph_tokens: int | None = None
-    """The most tokens of a step that it captures as a CUDA graph unless told otherwise (and no more than
-    2 x max_num_seqs); None: it captures none."""
+    """The largest step, in tokens, that the engine captures as a CUDA graph by default (and at most
+    2 x max_num_seqs). None: it captures no graphs."""
 
     def uses_gpus(self, platform: str) -> bool:
-        """Whether it holds GPUs of its host when it runs on that platform."""
+        """Whether the engine uses GPUs of its host when it runs on this platform."""
         return not self.simulated and platform != "cpu"
 
     @property
     def live_knobs(self) -> tuple[str, ...]:
-        """The knobs that can change while it runs."""
+        """The knobs that can change while the engine runs."""
         return () if self.live_limits is None else self.live_limits.knobs
 
 
@@ -98,6 +99,6 @@ def adapter_of(kind: str) -> EngineAdapter:
 
 
 def adapter_in(command: Sequence[str]) -> EngineAdapter:
-    """The adapter whose module a launch command names; vLLM's where none is named."""
+    """The adapter whose module a launch command names; vLLM's if the command names none."""
     found = (each for each in adapters().values() if each.command[-1] in command)
     return next(found, adapter_of("vllm"))

@@ -50,7 +50,7 @@ class LiveLimits:
 
 
 def base_class(scheduler_config):
-    """AsyncScheduler where async scheduling is on, else Scheduler: what vLLM itself would take."""
+    """AsyncScheduler if async scheduling is on, else Scheduler: what vLLM itself would take."""
     if getattr(scheduler_config, "async_scheduling", False):
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
@@ -86,7 +86,7 @@ class Steps:
     `steps`, the `tokens` computed in them, `batch` (requests in a step → steps), `seconds` (duration to two
     digits → steps; from one step's begin to the next one's while requests go on), blocks `allocated` and
     `evicted` (cached ones that others got), and, summed over steps, `held` blocks and the tokens in them
-    (`filled`). Nothing is counted where a version has other attributes; the engine goes on.
+    (`filled`). Nothing is counted if a version has other attributes; the engine goes on.
     """
 
     def __init__(self, scheduler):
@@ -138,7 +138,7 @@ class Steps:
             self.batch[requests] = self.batch.get(requests, 0) + 1
 
     def told(self):
-        """All counters, {} where this version cannot be counted."""
+        """All counters, {} if this version cannot be counted."""
         return (
             {} if self.why_not else {**self.counts, "batch": dict(self.batch), "seconds": dict(self.seconds)}
         )
@@ -242,7 +242,9 @@ class LimitChanger:
                 raise LimitRefused(f"{name} {value!r} is not a positive whole number")
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             if target[name] > self.launched[name]:
-                raise LimitRefused(f"{name} {target[name]} is above the launched {self.launched[name]}")
+                raise LimitRefused(
+                    f"{name} {target[name]} is above its value at launch, {self.launched[name]}"
+                )
         config = self.scheduler.scheduler_config
         tokens = target["max_num_batched_tokens"]
         if tokens < target["max_num_seqs"]:

@@ -1,25 +1,35 @@
-"""Shared by all commands: the store, the home, and how records are shown. Heavy imports are in functions."""
+"""Shared by all commands: the store, the home, how records are shown, and how a signal ends a run. Heavy
+imports are in functions.
+"""
 
 import json
 import math
+import shlex
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
 from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from tuner.errors import INTERRUPTED
+
 if TYPE_CHECKING:
+    from collections.abc import Coroutine, Iterator
+
     from rich.text import Text
 
     from tuner.history.store import Store
     from tuner.records import Slice
     from tuner.settings import Settings
     from tuner.traffic.trace import Trace
+    from tuner.tuning.context import Tell
 
 T = TypeVar("T")
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
@@ -60,7 +70,7 @@ def open_store(*, create: bool = False) -> "Store":
 
 
 def store_if_any() -> "Store | None":
-    """The history; None where there is none yet."""
+    """The history; None if there is none yet."""
     from tuner.errors import NotFound
 
     try:
@@ -114,7 +124,7 @@ def print_table(
 ) -> None:
     """A table on standard output. A column whose name begins with `<` is text, the others are numbers.
 
-    Nothing is cut: where the terminal is too narrow, each row is a block with a line per column. In a pipe
+    Nothing is cut: if the terminal is too narrow, each row is a block with a line per column. In a pipe
     a row is one line of any length, without control characters. Without rows, `empty` is printed instead.
     """
     cells = [[escaped(text(each)) for each in row] for row in rows]
@@ -151,7 +161,7 @@ def escaped(line: str) -> str:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | None) -> "list[Text]":
-    """The lines of a table, or of a block per row where the columns do not fit into `width`; None: any."""
+    """The lines of a table, or of a block per row if the columns do not fit into `width`; None: any."""
     from rich.cells import cell_len
 
     heads = [column.lstrip("<") for column in columns]
@@ -245,11 +255,11 @@ def text(value: object) -> str:
 
 def windows(trace: "Trace", parts: Iterable["Slice"]) -> list[dict[str, object]]:
     """A row per slice, with the requests that arrive in it; times are the trace's own."""
-    from tuner.traffic import slices
+    from tuner.replay.plan import slice_rows
 
     return [
         {"name": s.name, "start_s": s.start_s, "duration_s": s.duration_s,
-         "requests": len(slices.rows(trace, s)), "held_out": s.held_out}
+         "requests": len(slice_rows(trace, s)), "held_out": s.held_out}
         for s in parts
     ]  # fmt: skip
 
@@ -292,3 +302,79 @@ def model_name(given: str | None) -> str | None:
     """The name of a model in studies: a folder by its full path, anything else as written."""
     folder = Path(given).expanduser() if given else None
     return str(folder.resolve()) if folder is not None and folder.is_dir() else given
+
+
+ENDING = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def ends_by_signal() -> "Iterator[None]":
+    """The first SIGINT or SIGTERM inside ends the process with exit code 8; during `interruptible` work, when
+    that work has stopped. Later signals are ignored, because engines are being stopped.
+    """
+    before = {number: signal.signal(number, _end) for number in ENDING}
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    finally:
+        _now.cancel, _now.came = None, False
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@dataclass(slots=True)
+class _Now:
+    """Whether a signal came, and the function that cancels the current work."""
+
+    came: bool = False
+    cancel: "Callable[[], object] | None" = None
+
+
+_now = _Now()
+
+
+def _end(number: int, frame: object) -> None:
+    if _now.came:
+        return
+    _now.came = True
+    if _now.cancel is None:
+        # No KeyboardInterrupt: where one leaves exec() of a string, as in the import of a dataclass, Python
+        # ends itself by SIGINT at exit, whoever caught it.
+        raise SystemExit(INTERRUPTED)
+    _now.cancel()
+
+
+def interruptible(work: "Coroutine[Any, Any, T]", tell: "Tell") -> T:
+    """Run a coroutine. Inside `ends_by_signal` a signal cancels it; then KeyboardInterrupt when it has
+    stopped.
+    """
+    import asyncio
+
+    import uvloop
+
+    from tuner.tuning.context import RunEvent
+
+    async def main() -> T:
+        task, loop = asyncio.ensure_future(work), asyncio.get_running_loop()
+        _now.cancel = lambda: loop.call_soon_threadsafe(task.cancel)
+        if _now.came:  # before, and Python ignored what it raised, as in the callback of a weak reference
+            _now.cancel()
+        return await task
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        try:
+            return runner.run(main())
+        except asyncio.CancelledError:
+            tell(RunEvent(kind="note", text="stopped; the same command continues this run"))
+            raise KeyboardInterrupt from None
+        finally:
+            _now.cancel = None
+            work.close()
+
+
+def program() -> str:
+    """How to call this program from any folder: by its name if the shell finds it, otherwise by its path."""
+    found = shutil.which("tuner")
+    own = Path(sys.argv[0])
+    return "tuner" if found or own.name != "tuner" else shlex.quote(str(own.absolute()))

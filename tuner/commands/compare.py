@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from tuner.commands.common import Json, open_store, print_json, print_table, say
-from tuner.commands.running import ends_by_signal
+from tuner.commands.common import Json, ends_by_signal, open_store, print_json, print_table, say
 from tuner.errors import BadInput
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from tuner.history.store import Store
     from tuner.records import Run
     from tuner.tuning.study import Prepared
-    from tuner.tuning.studyfile import EngineFile
+    from tuner.tuning.survey import EngineFile
 
 WORSE, UNDECIDED = 22, 23
 """Exit codes of `--fail-if`: an arm is worse than the limit or did not serve; a difference is open."""
@@ -34,15 +33,13 @@ class ComparisonOptions:
 
     rounds: Annotated[int, typer.Option(min=2, max=100, help="Launches of each arm, at most.")] = 6
     hours: Annotated[float | None, typer.Option(help="Hours, at most.")] = None
-    until: Annotated[
-        str | None, typer.Option(metavar="HH:MM", help="End at this local time at the latest.")
-    ] = None
+    until: Annotated[str | None, typer.Option(metavar="HH:MM", help="End before this local time.")] = None
     fail_if: Annotated[
         list[str] | None,
         typer.Option(
             metavar="worse:SHARE|open",
-            help="worse:5%: exit code 22 if an arm is clearly worse than the first by more than this "
-            "share, or does not serve. open: exit code 23 if a difference stays open (repeat).",
+            help="With `worse:5%`, the exit code is 22 if an arm is over 5 % worse than the first arm, or"
+            " does not serve. With `open`, it is 23 if a difference is still open. Repeatable.",
         ),
     ] = None
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print commands; launch nothing.")] = False
@@ -101,6 +98,8 @@ def _carried_out(
     if options.dry_run:
         for name, line in command_lines(comparison):
             typer.echo(f"{name}: {shlex.join(line)}")
+        if comparison.comparison is not None and comparison.comparison.upgrade is not None:
+            typer.echo("If defaults changed, the run also launches the new version with their old values.")
         return
     tune.refuse(hours=options.hours, alone=False, idle=False)
     limits = RunLimits(deadline=tune.deadline(options.hours, options.until), run=options.run)
@@ -125,8 +124,8 @@ def compare(
         list[str],
         typer.Argument(
             metavar="ARM ARM [ARM…]",
-            help="[NAME=]WHAT[@ENGINE]: today, defaults, an alias, a profile's id, a file or a command line;"
-            " the engine is an interpreter or an image.",
+            help="[NAME=]WHAT[@ENGINE]. WHAT is today, defaults, an alias, a profile's id, a file or a"
+            " command line. ENGINE is an interpreter or an image.",
         ),
     ],
 ) -> "Prepared":
@@ -186,7 +185,7 @@ def gates(texts: "Sequence[str]") -> tuple[float | None, bool]:
         except ValueError:
             share = -1.0
         if word != "worse" or not 0 < share < 10:
-            raise BadInput(f"--fail-if {text}: give worse:5% (a share of the first arm's value) or open")
+            raise BadInput(f"--fail-if {text}: write 'worse:5%' (a share of the first arm's value) or 'open'")
     return share, strict
 
 
@@ -224,11 +223,11 @@ def show(store: "Store", run: "Run", said: "Conclusion | None", *, as_json: bool
     rows = [[arm.title, arm.engine, *(arm.confirmed.get(m) for m in metrics)] for arm in arms]
     print_table(["<arm", "<engine", *metrics], rows)
     typer.echo(words.headline(said))
-    typer.echo(f"took {words.cost(said.cost)}")
+    typer.echo(f"took {words.cost(said.cost, again='comparison')}")
 
 
 def exit_code(said: "Conclusion | None", share: float | None, *, strict: bool) -> int | None:
-    """What `--fail-if` makes of a conclusion; None where nothing fails."""
+    """What `--fail-if` makes of a conclusion; None if nothing fails."""
     from tuner.tuning.comparison import MARGIN, undecided
 
     arms: Sequence[Arm] = () if said is None else said.finalists

@@ -8,8 +8,16 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from tuner.commands.common import now, open_store, print_json, print_table, say, settings, store_if_any
-from tuner.commands.running import interruptible
+from tuner.commands.common import (
+    interruptible,
+    now,
+    open_store,
+    print_json,
+    print_table,
+    say,
+    settings,
+    store_if_any,
+)
 
 if TYPE_CHECKING:
     from tuner.fleet.dispatch import ClusterJob, NodeResult
@@ -38,9 +46,9 @@ def tune_on(asked: ClusterOptions) -> None:
     """Tune on every selected node. The first error of a node is raised after all nodes have ended."""
     from tuner.fleet import dispatch, dispatch_ray
     from tuner.fleet.nodes import selector
-    from tuner.tuning import studyfile
+    from tuner.tuning.study import read
 
-    file, wanted = studyfile.read(asked.study), selector(asked.nodes)
+    file, wanted = read(asked.study), selector(asked.nodes)
     dispatch_ray.connect(asked.on)
     dumps = ExitStack()
     try:
@@ -65,7 +73,7 @@ def tune_on(asked: ClusterOptions) -> None:
 
 
 def _known() -> "Sequence[Node]":
-    """The registered nodes; none where there is no history yet."""
+    """The registered nodes; none if there is no history yet."""
     store = store_if_any()
     return store.nodes() if store else ()
 
@@ -101,8 +109,8 @@ def _warn() -> None:
     """Warn when the database allows only one controller machine."""
     if settings().url.startswith("sqlite"):
         say(
-            "the history is SQLite, which only this machine can write; for controllers on several "
-            "machines set TUNER_DATABASE_URL to a PostgreSQL database"
+            "the history is an SQLite file, and only this machine can write to it. For controllers on "
+            "several machines, set TUNER_DATABASE_URL to a PostgreSQL database"
         )
 
 
@@ -138,7 +146,7 @@ def listeners(
                     total[name] = event.total or 0
                 event = replace(event, done=sum(done.values()), total=sum(total.values()) or None)
                 if event.kind == "phase":
-                    number = "" if event.trial is None else f"trial {event.trial.number} "
+                    number = "" if event.trial is None else f"trial {event.trial.label} "
                     doing[name] = f"{name}: {number}{event.text}"
                     one(replace(event, text=" · ".join(doing.values()), trial=None))
                 elif (line := describe(event, objectives)) is not None:

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 SAMPLE = "azure-conversation-slice.parquet"
 STUDY = """\
-# Written by `tuner init`. An unknown key is an error that names the nearest right one.
+# Written by `tuner init`. If a key is misspelt, the error names the nearest known key.
 #   check:   tuner doctor {file}
 #   preview: tuner tune {file} --dry-run
 #   run:     tuner tune {file}
 name: {name}
 model: {model}    # a name, or a folder with config.json
-workload: {workload}    # third part of the profile's key: model, node, workload
+workload: {workload}    # a name for this kind of traffic; each workload has its own profiles
 node: {node}    # or a registered node (tuner node list)
 
 # The traffic that every trial replays: a file, a known trace (tuner trace list), or latest:NAME.{sample}
@@ -44,7 +44,7 @@ baseline: {baseline}
 # The limits that a good request keeps, and what the search improves (tuner objectives).
 slo: {slo}
 objectives: [ttft_p95_ms, tpot_p95_ms, goodput_rps]
-winner: slo    # among the best trials, the one that keeps the limits best; or knee, or {{weights: {{…}}}}
+winner: slo    # of the best trials, take the one that keeps the limits best; or knee, or {{weights: {{…}}}}
 budget: {{trials: {trials}}}    # of each run; hours: 6 also limits its time
 seed: 0
 """
@@ -84,7 +84,7 @@ def init(
         typer.Option(
             "--from",
             metavar="FILE|COMMAND",
-            help="Or what starts vLLM: a command in quotes, unit, compose file, manifest or Helm values.",
+            help="What starts vLLM today: a command in quotes, unit, compose file, manifest or Helm values.",
         ),
     ] = None,
     model: Annotated[str | None, typer.Option(help="The model. Default: what runs today.")] = None,
@@ -101,11 +101,14 @@ def init(
     ] = None,
     card: Annotated[str, typer.Option(help="The GPU of the simulated engine, without --python.")] = "h100-80",
     slo: Annotated[
-        str, typer.Option(metavar="LIMITS", help="Limits in ms: ttft, tpot, e2e; attainment=0.95.")
+        str,
+        typer.Option(
+            metavar="LIMITS", help="Limits in ms, such as ttft=500,tpot=50; also e2e=… and attainment=0.95."
+        ),
     ] = NEW_SLO,
     node: Annotated[str, typer.Option(help="The node to tune.")] = "local",
     workload: Annotated[
-        str, typer.Option(help="The kind of traffic; part of the profile's key.")
+        str, typer.Option(help="A name for this kind of traffic. Each workload has its own profiles.")
     ] = "default",
     plan: Annotated[
         str | None, typer.Option(help="How long to measure. Default: standard; brief for a short trace.")
@@ -115,7 +118,7 @@ def init(
 ) -> None:
     """Write a study file, by asking or from a running server.
 
-    On a terminal it asks for what no option gives. The file has a comment for each key.
+    On a terminal it asks for everything that no option gives. The file has a comment for each key.
     """
     if file.exists() and not force:
         raise BadInput(f"{file} exists: give another name, or --force to replace it")
@@ -177,7 +180,7 @@ def _asked(given: StudyAnswers) -> StudyAnswers:
 def study_text(answers: StudyAnswers) -> tuple[str, list[str]]:
     """The text of the study file, and notes on what was left out. BadInput or NotFound for a wrong answer."""
     from tuner.knobs import space as spaces
-    from tuner.tuning import studyfile
+    from tuner.tuning.study import parse
 
     space = spaces.load(answers.space)
     found = _today(answers)
@@ -201,7 +204,7 @@ def study_text(answers: StudyAnswers) -> tuple[str, list[str]]:
         simulated="" if python else OF_SIMULATED,
         **{name: _yaml(value) for name, value in values.items()},
     )
-    studyfile.parse(text, name=str(answers.file))
+    parse(text, name=str(answers.file))
     return text, notes
 
 
@@ -218,11 +221,11 @@ def _limits(text: str) -> dict[str, float]:
 def _runnable(baseline: "Mapping[str, Any]", simulated: bool, notes: list[str]) -> dict[str, Any]:
     """The knobs of today's configuration that the chosen engine has; a note names the others."""
     from tuner.commands.knobs import facts_of
-    from tuner.knobs.check import rows
+    from tuner.knobs.space import knob_rows
 
     if not (simulated and baseline):
         return dict(baseline)
-    lacks = {row.name for row in rows(facts_of(None)) if row.why_not}
+    lacks = {row.name for row in knob_rows(facts_of(None)) if row.why_not}
     notes += [
         f"baseline: left out {name}: the simulated engine does not have it" for name in lacks & set(baseline)
     ]
@@ -230,11 +233,11 @@ def _runnable(baseline: "Mapping[str, Any]", simulated: bool, notes: list[str]) 
 
 
 def _today(answers: StudyAnswers) -> "Imported | None":
-    """What runs today: by a running server's own words, or by what starts it; None where neither is given."""
+    """What runs today: by a running server's own words, or by what starts it; None if neither is given."""
     from tuner.knobs import manifests
 
     if answers.url is not None and answers.source is not None:
-        raise BadInput("--from-url and --from both say what runs today: give one of them")
+        raise BadInput("--from-url and --from both say what runs today: give only one of them")
     if answers.source is not None:
         return manifests.read(answers.source)
     return None if answers.url is None else served(answers.url)
@@ -266,7 +269,7 @@ def served(url: str) -> "Imported":
 
 
 def _traffic(answers: StudyAnswers) -> tuple[str, str]:
-    """The trace and the plan of the study. NotFound where the trace is not there."""
+    """The trace and the plan of the study. NotFound if the trace is not there."""
     from tuner.commands.trace import open_trace
     from tuner.replay.plan import PLANS
     from tuner.settings import shipped

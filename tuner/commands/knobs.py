@@ -27,7 +27,7 @@ def knobs(
     context: typer.Context,
     python: Python = None,
     space: Annotated[
-        str | None, typer.Option(help="Show the part of this search space that the engine can turn.")
+        str | None, typer.Option(help="Show which knobs of this search space the engine has.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -57,7 +57,7 @@ def _show_space(name: str, facts: "EngineFacts", *, as_json: bool) -> None:
 
 def _show_all(facts: "EngineFacts", *, as_json: bool) -> None:
     from tuner.knobs.arguments import title
-    from tuner.knobs.check import rows
+    from tuner.knobs.space import knob_rows
 
     found = [
         {
@@ -67,7 +67,7 @@ def _show_all(facts: "EngineFacts", *, as_json: bool) -> None:
             "choices": row.choices,
             "why_not": row.why_not,
         }
-        for row in rows(facts)
+        for row in knob_rows(facts)
     ]
     if as_json:
         print_json(
@@ -93,9 +93,8 @@ def check(
 ) -> None:
     """Check a search space against an engine.
 
-    It lists errors, dropped knobs and notes. Exit code 2 when a study with this space cannot start.
+    It lists errors, dropped knobs and notes. The exit code is 2 if a study with this space cannot start.
     """
-    from tuner.knobs import check as checks
     from tuner.knobs import model as models
     from tuner.knobs import space as spaces
     from tuner.knobs.arguments import title
@@ -103,7 +102,7 @@ def check(
     facts = facts_of(python or context.obj)
     shape = None if model is None else models.read(model, env={})
     length = max_model_len or (None if shape is None else shape.max_len)
-    found = checks.check(spaces.load(space), facts, max_model_len=length, model=shape)
+    found = spaces.check_space(spaces.load(space), facts, max_model_len=length, model=shape)
     if as_json:
         print_json({"version": facts.version, "platform": facts.platform, "findings": found})
     elif found:
@@ -119,8 +118,7 @@ def facts_of(python: str | None) -> "EngineFacts":
     """The facts of an interpreter's vllm, or of the simulated engine when no interpreter is given."""
     from tuner.adapters import adapter_of
     from tuner.knobs.discover import discover
-    from tuner.tuning.study import engine_command
-    from tuner.tuning.studyfile import EngineFile
+    from tuner.tuning.survey import EngineFile, engine_command
 
     if python is None:
         return discover(engine_command(EngineFile(kind="simulated"), Path.cwd()))
@@ -139,7 +137,7 @@ def import_baseline(
         str,
         typer.Argument(
             metavar="FILE|COMMAND",
-            help="A script, unit, compose file, manifest or Helm values, or a command line in quotes.",
+            help="A command line in quotes, or a file: script, unit, compose file, manifest or Helm values.",
         ),
     ],
     pick: Annotated[
@@ -177,7 +175,7 @@ def import_baseline(
         sys.stdout.write(text)
     else:
         if output.exists():
-            raise BadInput(f"--output {output}: it exists already")
+            raise BadInput(f"--output {output}: this file exists: give another name")
         write_file(output, text)
     for note in found.notes:
         say(f"note: {note}")

@@ -25,7 +25,7 @@ What = Annotated[
         help="A command line in quotes, a unit, compose file, manifest, Helm values or Markdown, or a URL.",
     ),
 ]
-CardName = Annotated[str | None, typer.Option(help="The GPU, such as h100-80: for memory and speed.")]
+CardName = Annotated[str | None, typer.Option(help="The GPU, such as h100-80. It sets the memory and speed.")]
 Gpus = Annotated[int | None, typer.Option(min=1, help="How many GPUs there are.")]
 TraceRef = Annotated[
     str | None,
@@ -39,7 +39,10 @@ Input = Annotated[int | None, typer.Option("--input", min=1, help="Tokens of eac
 Output = Annotated[int | None, typer.Option(min=1, help="Tokens of each answer.")]
 Limits = Annotated[
     str | None,
-    typer.Option(metavar="ttft=500,tpot=50", help="Limits in ms: ttft, tpot, e2e; attainment=0.95."),
+    typer.Option(
+        metavar="ttft=500,tpot=50",
+        help="Limits in ms, such as ttft=500,tpot=50; also e2e=… and attainment=0.95.",
+    ),
 ]
 EngineVersion = Annotated[
     str | None,
@@ -55,7 +58,11 @@ Pick = Annotated[
     str | None, typer.Option(metavar="NAME", help="The engine to check, if the input has several.")
 ]
 FailOn = Annotated[
-    str, typer.Option(help="Exit with 1 if a finding is at least this severe: error, warning, note, never.")
+    str,
+    typer.Option(
+        help="Exit with 1 if a finding is at least this severe: error, warning or note. With never,"
+        " findings do not change the exit code."
+    ),
 ]
 Sarif = Annotated[bool, typer.Option("--sarif", help="Print SARIF 2.1.0 for code scanning.")]
 
@@ -113,7 +120,7 @@ def lint(
     """Check a vLLM configuration without a GPU.
 
     It checks flags and memory, and predicts how the engine would serve your traffic. Nothing is launched.
-    Exit 1 when a finding is as severe as --fail-on says. docs/lint/ has a page for each finding.
+    The exit code is 1 if a finding is as severe as --fail-on, or worse. docs/lint/ explains each finding.
     """
     from tuner.lint import findings, run, subject
 
@@ -138,9 +145,9 @@ def lint(
 
 def _print(linted: "list[LintedEngine]", as_json: bool, as_sarif: bool, *, limited: bool) -> None:
     if as_sarif:
-        from tuner.lint import sarif
+        from tuner.lint.run import sarif_document
 
-        print_json(sarif.document(linted))
+        print_json(sarif_document(linted))
     elif as_json:
         print_json({"engines": linted})
     else:
@@ -160,12 +167,12 @@ def _traffic(
     if trace is not None and any(part is not None for part in parts):
         raise BadInput("give --trace, or --rate with --input and --output, not both")
     from tuner.commands.trace import open_part
-    from tuner.lint.traffic import part, steady, window
+    from tuner.lint.load import part, steady, window
 
     if trace is not None:
         made = part(*open_part(trace, window))
     elif rate is None or inputs is None or outputs is None:
-        raise BadInput("--rate, --input and --output go together")
+        raise BadInput("give --rate, --input and --output together")
     else:
         made = steady(rate, inputs, outputs)
     return made.trace, made.about
@@ -192,7 +199,7 @@ def slo_of(text: str | None) -> "Slo":
 
 
 def _history() -> "Store | None":
-    """The history, for its calibrations; None where there is none."""
+    """The history, for its calibrations; None if there is none."""
     from tuner.commands.common import open_store, settings
     from tuner.errors import TunerError
 
@@ -216,7 +223,7 @@ def _show(one: "LintedEngine", *, limited: bool) -> None:
             typer.echo(f"          fix: {each.fix}")
         typer.echo(f"          why: {each.evidence} ({each.page})")
     if one.predicted:
-        from tuner.lint.traffic import p95s
+        from tuner.lint.load import p95s
 
         said = p95s(one.predicted)
         if limited and all(each.id != "slo-missed" for each in one.findings):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from tuner.history.store import Store
     from tuner.records import JSON, Node
-    from tuner.tuning.studyfile import EngineFile
+    from tuner.tuning.survey import EngineFile
 
 app = typer.Typer(help="Register machines with GPUs and their hand-over.", no_args_is_help=True)
 Name = Annotated[str, typer.Argument(metavar="NODE", help="A node's name.")]
@@ -63,27 +63,30 @@ def list_nodes(as_json: Json = False) -> None:
 def add(
     node: Name,
     python: Annotated[
-        str | None, typer.Option(metavar="PY", help="The interpreter that has vllm; it lists the GPUs.")
+        str | None,
+        typer.Option(metavar="PY", help="The interpreter that has vllm. The tuner lists the GPUs with it."),
     ] = None,
     card: Annotated[str | None, typer.Option(help="Make it a simulated node with this card.")] = None,
     model: Annotated[
-        list[str] | None, typer.Option(help="A model that HTTP requests may use on this node (repeat).")
+        list[str] | None, typer.Option(help="A model that HTTP requests may use on this node (repeatable).")
     ] = None,
-    label: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="A label (repeat).")] = None,
+    label: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="A label (repeatable).")
+    ] = None,
     systemd: Annotated[
-        list[str] | None, typer.Option(metavar="UNIT", help="Production is this systemd unit (repeat).")
+        list[str] | None, typer.Option(metavar="UNIT", help="A systemd unit of production (repeatable).")
     ] = None,
     kubectl: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAMESPACE/deployment/NAME",
-            help="Production is this workload; it is scaled to 0 and back (repeat).",
+            help="Production is this workload; it is scaled to 0 and back (repeatable).",
         ),
     ] = None,
     drain: Annotated[str | None, typer.Option(help="The command that stops production.")] = None,
     restore: Annotated[str | None, typer.Option(help="The command that starts production again.")] = None,
     ready: Annotated[
-        str | None, typer.Option(help="A command that exits with 0 once production serves.")
+        str | None, typer.Option(help="A command that exits with 0 when production serves.")
     ] = None,
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds for each drain and restore.")] = 300.0,
 ) -> None:
@@ -110,7 +113,7 @@ def add(
 
 
 def _engine(python: str | None, card: str | None) -> "EngineFile | None":
-    from tuner.tuning.studyfile import EngineFile
+    from tuner.tuning.survey import EngineFile
 
     if python is not None:
         return EngineFile(kind="vllm", python=str(Path(python).expanduser().absolute()))
@@ -161,26 +164,35 @@ def _labels(pairs: "Sequence[str]") -> dict[str, str]:
 @app.command("restore")
 def restore_production(
     node: Annotated[str | None, typer.Argument(metavar="NODE", help="A node's name.")] = None,
-    all_nodes: Annotated[bool, typer.Option("--all", help="Every node whose run has died.")] = False,
+    all_nodes: Annotated[bool, typer.Option("--all", help="Restore every node whose run has died.")] = False,
     mended: Annotated[
-        bool, typer.Option("--mended", help="The node was in state fault and is repaired.")
+        bool,
+        typer.Option(
+            "--mended",
+            help="Say that you repaired a node whose state is fault. Then runs use it again.",
+        ),
     ] = False,
     host: Annotated[
         str,
-        typer.Option("--from", metavar="HOST", help="Restore here what HOST drained. HOST (a pod) is gone."),
+        typer.Option(
+            "--from",
+            metavar="HOST",
+            help="Restore production that another host or pod drained. Use it if that HOST is gone.",
+        ),
     ] = "",
     forget: Annotated[
-        bool, typer.Option("--forget", help="Run nothing: production was brought back by hand.")
+        bool,
+        typer.Option("--forget", help="Only clear the journal, because you brought production back by hand."),
     ] = False,
     after: Annotated[str | None, typer.Option(metavar="HOLDER", hidden=True)] = None,
 ) -> None:
-    """Bring production back on a node whose run has died. A node with a living run is left alone."""
+    """Bring production back on a node whose run has died. If the run is alive, nothing is done."""
     from tuner.fleet import handover
 
     if (node is None) == (not all_nodes) or (node is None and (host or forget)):
-        raise BadInput("name one node, or give --all; --from and --forget are for one node")
+        raise BadInput("give the name of one node, or --all (not with --from or --forget)")
     if host and forget:
-        raise BadInput("--from runs the hooks here, --forget runs nothing: give one of them")
+        raise BadInput("--from runs the hooks here, and --forget runs no hooks: give only one of them")
     home = settings().home
     try:
         store = open_store()
@@ -220,7 +232,7 @@ def _restore(store: "Store", node: str, host: str, forget: bool) -> None:
         )
     held = not done and store.handover(node) is not None
     back = "the journal is cleared, and nothing was run" if forget else "production is back"
-    state = "a running run holds it" if held else back if done else "there was nothing to restore"
+    state = "a run still uses it" if held else back if done else "there was nothing to restore"
     say(f"node {node}: {state}")
 
 

@@ -2,7 +2,9 @@
 predict`.
 """
 
+import math
 import shlex
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +18,7 @@ from tuner.commands.common import (
     print_table,
     print_windows,
     say,
+    settings,
     store_if_any,
     windows,
 )
@@ -25,15 +28,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from tuner.records import JSON, Prediction, Trial
-    from tuner.tuning.calibrated_predictor import Forecast
-    from tuner.tuning.predicted_night import PredictedNight
+    from tuner.simulator.cost import Coefficients
+    from tuner.tuning.confirm import Confirmation, Planned
+    from tuner.tuning.predicted_night import Forecast, PredictedNight
     from tuner.tuning.study import Prepared
 
 
 def prepared_study(path: Path, *, check_rules: bool = False) -> "Prepared":
     """A checked study file, with what the history knows of the study."""
-    from dataclasses import replace
-
     from tuner.tuning import study
 
     prepared = study.load(path, store=store_if_any(), now=now())
@@ -41,21 +43,32 @@ def prepared_study(path: Path, *, check_rules: bool = False) -> "Prepared":
 
 
 def print_plan(
-    prepared: "Prepared", trials: int | None, *, as_json: bool = False, then_runs: bool = False
+    prepared: "Prepared",
+    trials: int | None,
+    *,
+    as_json: bool = False,
+    then_runs: bool = False,
+    confirm_only: bool = False,
+    window_s: float | None = None,
 ) -> None:
-    """Print the command lines (baseline and next candidate), the slices to replay, and the time of a trial.
-    `then_runs`: a run follows at once, which warns by itself of few requests.
+    """Print the command lines (of the baseline and of what is measured next), the slices to replay, and the
+    time of a trial. `then_runs`: a run follows at once, which warns by itself of few requests. `window_s`:
+    the time that the run has.
     """
+    from tuner.tuning.context import changeable
+    from tuner.tuning.execution import few_requests
     from tuner.tuning.run import idle_of
-    from tuner.tuning.traffic_notes import few_requests
 
     if not then_runs and (few := few_requests(prepared)) is not None:
         say(few)
     if as_json:
-        print_json(plan_of(prepared, trials))
+        print_json(plan_of(prepared, trials, confirm_only=confirm_only))
         return
-    past = trials_so_far(prepared)
-    lines, times, foreseen = commands(prepared, past), seconds(prepared), confirmation(prepared)
+    asked = None if confirm_only else trials
+    times, first = seconds(prepared), unfinished(prepared, asked)
+    plan, bounded = planned(prepared, asked)
+    screens = changeable(prepared)
+    lines = commands(prepared, confirm_only, first)
     parts = windows(prepared.trace, prepared.study.slices)
     for line in lines.values():
         typer.echo(shlex.join(line))
@@ -67,23 +80,115 @@ def print_plan(
     typer.echo()
     print_windows(parts)
     replay, each = times["replay"], times["replay"] + times["launch"]
+    guess = "" if any(t.measurements for t in trials_so_far(prepared)) else GUESS
     typer.echo(
-        f"\nA trial with its own launch takes about {each:.0f} s, of which the replay takes {replay:.0f} s."
+        f"\nA trial with its own launch takes about {each:.0f} s. The replay takes {replay:.0f} s of"
+        f" this.{guess}"
     )
+    if first is not None:
+        typer.echo(first_words(first, plan, window_s))
     if trials is not None:
-        for line in budget_words(trials, each, foreseen):
+        for line in budget_words(trials, each, plan, continued(prepared), screens=screens):
             typer.echo(line)
-    typer.echo(confirmation_words(foreseen))
+    if first is None or not confirm_only:
+        needed = _for_ten_percent(prepared)
+        said = confirmation_words(plan, bounded, needed, another=first is not None, screens=screens)
+        typer.echo(said + window_words(window_s, 0 if confirm_only else trials, each, bounded))
 
 
-def plan_of(prepared: "Prepared", trials: int | None) -> dict[str, object]:
+def window_words(window_s: float | None, trials: int | None, each_s: float, plan: "Planned") -> str:
+    """A line that says what the window is too short for; empty if it has time for all trials (None: as many
+    as fit) and the confirmation, and if there is no window.
+    """
+    from tuner.report.words import seconds
+    from tuner.tuning.run import CONFIRMING
+
+    left_s = math.inf if window_s is None else window_s
+    search_s = (1 if trials is None else trials) * each_s
+    if trials is not None and search_s + plan.seconds <= left_s:
+        return ""
+    short = ""
+    if trials == 0:
+        short = "the confirmation: the run may end without it"
+    elif plan.rounds and plan.seconds + plan.launch_s > CONFIRMING * left_s:
+        short = "trials and a confirmation: the run may end without a confirmation"
+    elif search_s + plan.seconds > left_s:
+        fits = ", so that the confirmation fits" if plan.rounds else ""
+        short = f"all trials: the search ends early{fits}"
+    return f"\nThe window of {seconds(round(left_s))} is too short for {short}." if short else ""
+
+
+def unfinished(prepared: "Prepared", trials: int | None) -> "Confirmation | None":
+    """The confirmation that a run of so many trials finishes before its search; None if there is none, or
+    nothing of it is left.
+    """
+    from tuner.records import Run, RunState
+    from tuner.tuning import confirm
+    from tuner.tuning.context import RunContext, budget_of, silent
+
+    store, study = store_if_any(), prepared.study.id
+    if store is None:
+        return None
+    fresh = Run(id="", study_id=study, state=RunState.RUNNING, started_at=now())
+    run = next(iter(store.runs(study, state=RunState.RUNNING, limit=1)), fresh)
+    run = replace(run, trials_limit=trials)
+    context = RunContext(
+        prepared=prepared, store=store, home=settings().home, clock=now, tell=silent,
+        budget=budget_of(run, store.launches(study)),
+    )  # fmt: skip
+    found = confirm.unfinished(context, run)
+    return found if found is not None and found.left else None
+
+
+def first_words(first: "Confirmation", plan: "Planned", window_s: float | None) -> str:
+    """The confirmation that the run finishes before its search, as sentences."""
+    from tuner.report.words import seconds
+
+    takes_s = first.left * plan.launch_s
+    said = f"The run {first.task}. This takes {many(first.left, 'launch')}, about {seconds(takes_s)}."
+    if window_s is None or takes_s <= window_s:
+        return said
+    return f"{said}\nThe window of {seconds(round(window_s))} is too short for this confirmation."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Continued:
+    """The run without an end that the same command continues: its trials and launches so far."""
+
+    run: str
+    trials: int
+    launches: int
+
+
+def continued(prepared: "Prepared") -> Continued | None:
+    """The study's run that has no end; None if a new one begins. A number that is measured again does not
+    count.
+    """
+    from tuner.records import RunState, TrialState
+    from tuner.tuning.context import budget_of, numbers_of
+
+    store, study = store_if_any(), prepared.study.id
+    run = next(iter(store.runs(study, state=RunState.RUNNING, limit=1)), None) if store else None
+    if run is None or store is None:
+        return None
+    lost = (TrialState.RUNNING, TrialState.ABORTED)
+    done = [t for t in store.trials(study) if t.state not in lost]
+    return Continued(
+        run=run.id,
+        trials=len(numbers_of(done, run.id)),
+        launches=budget_of(run, store.launches(study)).begun,
+    )
+
+
+def plan_of(prepared: "Prepared", trials: int | None, *, confirm_only: bool = False) -> dict[str, object]:
     """What `print_plan` prints, as data."""
     from tuner.tuning.context import most_launches
-    from tuner.tuning.traffic_notes import unjudged
+    from tuner.tuning.execution import unjudged
 
-    past = trials_so_far(prepared)
+    first = unfinished(prepared, None if confirm_only else trials)
     return {
-        "commands": commands(prepared, past),
+        "commands": commands(prepared, confirm_only, first),
+        "continues": continued(prepared),
         "slices": windows(prepared.trace, prepared.study.slices),
         "seconds": seconds(prepared),
         "space": prepared.space.levels,
@@ -91,94 +196,176 @@ def plan_of(prepared: "Prepared", trials: int | None) -> dict[str, object]:
         "unjudged": unjudged(prepared),
         "trials": trials,
         "launches": None if trials is None else most_launches(trials),
-        "confirmation": confirmation(prepared),
+        "confirmation": confirmation(prepared, None if confirm_only else trials),
+        "first_confirms": None
+        if first is None
+        else {"trials": [t.number for t in first.chosen], "launches": first.left},
     }
 
 
-def confirmation(prepared: "Prepared") -> "dict[str, JSON]":
-    """The planned confirmation, and the repeats that earlier confirmations of this node suggest."""
-    from tuner.tuning import confirm
+def planned(prepared: "Prepared", trials: int | None) -> "tuple[Planned, Planned]":
+    """(the planned confirmation, the same by the launches that a run of so many trials has beside them)."""
+    from tuner.tuning.confirm import expected
+    from tuner.tuning.context import BESIDE
 
-    store = store_if_any()
-    _, plan = confirm.expected(prepared, store)
+    _, plan = expected(prepared, store_if_any())
+    return plan, plan.within(BESIDE * trials) if trials else plan
+
+
+def _for_ten_percent(prepared: "Prepared") -> "Mapping[str, JSON]":
+    from tuner.tuning.confirm import repeats_for_ten_percent
+
+    return repeats_for_ten_percent(prepared, store_if_any())
+
+
+def confirmation(prepared: "Prepared", trials: int | None) -> "dict[str, JSON]":
+    """The confirmation of a run of so many trials, and the repeats that earlier ones of this node suggest."""
+    _, plan = planned(prepared, trials)
     return {
-        "finalists": plan.arms - 1,
+        "finalists": plan.finalists,
+        "baseline": plan.baseline,
         "repeats": plan.rounds,
         "most_repeats": plan.most,
         "seconds": round(plan.seconds),
         "most_seconds": round(plan.most * plan.round_s),
-        "repeats_for_ten_percent": confirm.repeats_for_ten_percent(prepared, store),
+        "repeats_for_ten_percent": dict(_for_ten_percent(prepared)),
     }
 
 
-def confirmation_words(found: "Mapping[str, JSON]") -> str:
-    """The planned confirmation as sentences."""
+def confirmation_words(
+    plan: "Planned",
+    bounded: "Planned",
+    needed: "Mapping[str, JSON]",
+    *,
+    another: bool = False,
+    screens: bool = False,
+) -> str:
+    """The planned confirmation as sentences. `bounded`: what the run's launches are enough for. `needed`: the
+    repeats that show a difference of 10 %. `another`: it comes after one that is finished first. `screens`:
+    whether the study may screen trials.
+    """
     from tuner.report.words import seconds
+    from tuner.tuning.confirm import LEAST_ROUNDS
 
-    needed = found["repeats_for_ten_percent"]
-    least, most = (seconds(float(str(found[name]))) for name in ("seconds", "most_seconds"))
-    said = (
-        f"The confirmation launches the baseline and the finalists (at most {found['finalists']}),"
-        f" {many(float(str(found['repeats'])), 'time')} each, about {least}."
-    )
-    if found["most_repeats"] != found["repeats"]:
-        said += (
-            f" It adds repeats, up to {found['most_repeats']} ({most}), while the answer is open and time is"
-            " left."
+    begins = "The confirmation launches"
+    if another:
+        begins = "If the search finds other finalists, another confirmation launches"
+    if not bounded.rounds:
+        least = min(LEAST_ROUNDS, plan.rounds) * (1 + plan.baseline)
+        return (
+            f"The launches that are not for trials are too few for a confirmation: it needs at least {least}."
         )
-    if not isinstance(needed, dict) or not needed:
-        alone = ", so one repeat decides nothing" if found["repeats"] == 1 else ""
-        return f"{said} How much launches differ on this node is not known{alone}."
+    who = f"{'the baseline and ' * plan.baseline}at most {many(bounded.finalists, 'finalist')}"
+    said = (
+        f"{begins} {who}, {many(bounded.rounds, 'time')} each. This takes about {seconds(bounded.seconds)}."
+    )
+    if not plan.baseline:
+        said += " So far the baseline has not served the traffic; if it does, it is launched too."
+    if plan.most != plan.rounds:
+        most = replace(plan, finalists=bounded.finalists)
+        said += (
+            " While the result is open, and time and launches are left, it adds repeats, up to"
+            f" {plan.most} ({seconds(most.most * most.round_s)})."
+        )
+    if bounded != plan:
+        enough = many(bounded.most, "repeat")
+        if bounded.finalists < plan.finalists:
+            enough = f"{bounded.finalists} of {many(plan.finalists, 'finalist')} and {enough}"
+        said += f" The launches that are not for trials are enough for {enough}."
+        said += " If trials are screened, more launches are left." * screens
+    if not needed:
+        alone = ", so one repeat decides nothing" if plan.rounds == 1 else ""
+        return f"{said} It is not known how much launches differ on this node{alone}."
     words = ", ".join(f"{name} {'more than 100' if n is None else n}" for name, n in needed.items())
-    return f"{said} Repeats that this node needs to show a difference of 10 %: {words}."
+    return (
+        f"{said} Because launches differ, this node needs at least these repeats to show a difference"
+        f" of 10 %: {words}."
+    )
 
 
 def say_unjudged(prepared: "Prepared") -> None:
     """Name the knobs that cannot be judged with this traffic."""
-    from tuner.tuning.traffic_notes import unjudged
+    from tuner.tuning.execution import unjudged
 
     for name, reason in unjudged(prepared).items():
-        say(f"cannot be judged with this trace: {name}: {reason}")
+        say(f"this trace cannot judge {name}: {reason}")
 
+
+GUESS = " No trial of this study was measured yet, so the times are a guess."
 
 ENOUGH_TRIALS = 4
 """From here on the launches beside the trials suffice where every first boot is discarded: one each, and the
 four of a confirmation with two rounds and one finalist."""
 
 
-def budget_words(trials: int, each_s: float, foreseen: "Mapping[str, JSON]") -> list[str]:
+def budget_words(
+    trials: int, each_s: float, plan: "Planned", begun: Continued | None = None, *, screens: bool = False
+) -> list[str]:
     """What a run of that many trials may use: trial numbers, launches, time. A launch beside the trials is
-    taken to last as long as one of the confirmation.
+    taken to last as long as one of the confirmation. `begun` is the run that it continues. `screens`:
+    whether the study may screen trials.
     """
     from tuner.report.words import seconds
     from tuner.tuning.context import BESIDE, most_launches
 
     most = most_launches(trials)
-    arms, rounds, confirm_s = (float(str(foreseen[name])) for name in ("finalists", "repeats", "seconds"))
-    most_s = trials * each_s + BESIDE * trials * max(each_s, confirm_s / ((1 + arms) * rounds))
+    most_s = trials * each_s + BESIDE * trials * max(each_s, plan.launch_s)
     spare = f" Fewer than {ENOUGH_TRIALS} trials may leave no launches for the confirmation."
+    goes_on = []
+    if begun is not None:
+        left_s = seconds(max(0, trials - begun.trials) * each_s)
+        goes_on = [
+            f"This continues run {begun.run}: {begun.trials} of {many(trials, 'trial')} and {begun.launches}"
+            f" of {most:.0f} launches are done. The search has about {left_s} left. The next lines are about"
+            " the whole run."
+        ]
     return [
-        f"Trials: at most {trials}, the baseline and relaunched finalists included; about"
-        f" {seconds(trials * each_s)}, less if trials are screened in a running engine.",
-        f"Launches: at most {most:.0f} (one per trial; {BESIDE * trials} for retries, discarded first boots"
-        f" and the confirmation); {seconds(most_s)}, unless --hours or --until ends it earlier."
-        + spare
-        * (trials < ENOUGH_TRIALS),
+        *goes_on,
+        f"Trials: at most {trials}, with the baseline{' and relaunched finalists' * screens}. They take about"
+        f" {seconds(trials * each_s)}{', or less if trials are screened in a running engine' * screens}.",
+        f"Launches: at most {most:.0f} (one per trial, and {BESIDE * trials} for retries, discarded first"
+        f" boots and the confirmation). They take at most {seconds(most_s)}; --hours and --until can end"
+        " the run earlier." + spare * (trials < ENOUGH_TRIALS),
     ]
 
 
-def commands(prepared: "Prepared", past: "Sequence[Trial]") -> "dict[str, Sequence[str]]":
-    """The command line of the baseline and of the next candidate, as they would be launched."""
+def calibration_before(prepared: "Prepared") -> "Coefficients | None":
+    """The calibration that the search would begin with: that of the last study of this model and engine."""
+    from tuner.tuning.next_trial import last_calibration
+
+    store = store_if_any()
+    return last_calibration(store, prepared, None) if store else None
+
+
+def commands(
+    prepared: "Prepared", confirm_only: bool, first: "Confirmation | None" = None
+) -> "dict[str, Sequence[str]]":
+    """The command line of the baseline and of the next candidate, as they would be launched. If the run
+    begins with a confirmation (`first`, or `confirm_only`): those of the finalists, and of the baseline if it
+    served the traffic. A trial that was interrupted is the next one.
+    """
     from tuner import masking
     from tuner.engine.server import arguments
+    from tuner.records import TrialState
+    from tuner.search import trial_view
     from tuner.tuning.context import Cores
-    from tuner.tuning.next_trial import propose
+    from tuner.tuning.finalists import finalists
+    from tuner.tuning.next_trial import StudyPredictor, propose
     from tuner.tuning.trial import launch_spec
 
-    found = propose(prepared, past)
-    following = {"baseline": prepared.baseline}
-    if found is not None and found.origin != "baseline":
-        following["next"] = found.candidate
+    past, following = trials_so_far(prepared), {"baseline": prepared.baseline}
+    if first is not None or confirm_only:
+        if trial_view.baseline_of(past) is None:
+            following = {}
+        chosen = first.chosen if first is not None else finalists(prepared, past, "")
+        following |= {f"trial {t.label}": t.candidate for t in chosen}
+    elif past and past[-1].state in (TrialState.RUNNING, TrialState.ABORTED):
+        following["next"] = past[-1].candidate
+    else:
+        predictor = StudyPredictor(prepared=prepared, start=calibration_before(prepared))
+        found = propose(prepared, past, predictor=predictor)
+        if found is not None and found.origin != "baseline":
+            following["next"] = found.candidate
     specs = {
         name: launch_spec(prepared, candidate, Path("."), Cores(engine=None, sender=None))
         for name, candidate in following.items()
@@ -188,16 +375,15 @@ def commands(prepared: "Prepared", past: "Sequence[Trial]") -> "dict[str, Sequen
 
 def seconds(prepared: "Prepared") -> dict[str, float]:
     """About how long a trial takes: its replay, and its launch."""
-    from tuner.tuning.confirm import expected
-    from tuner.tuning.context import replays_s
+    from tuner.tuning.context import usual_launch_s, usual_replays_s
 
-    replay = replays_s(prepared, prepared.study.searched_slices)
-    estimate, _ = expected(prepared, store_if_any())
-    return {"replay": replay, "launch": max(0.0, estimate.trial_s - replay)}
+    store = store_if_any()
+    replay, _ = usual_replays_s(store, prepared)
+    return {"replay": replay, "launch": usual_launch_s(store, prepared)}
 
 
 def trials_so_far(prepared: "Prepared") -> "Sequence[Trial]":
-    """The study's trials so far; none where there is no history."""
+    """The study's trials so far; none if there is no history."""
     store = store_if_any()
     return store.trials(prepared.study.id) if store else ()
 
@@ -212,15 +398,16 @@ def predict(
 ) -> None:
     """Predict what a study's candidates would measure.
 
-    A simulator predicts, calibrated on the study's trials so far. Nothing is launched.
+    The simulator is calibrated on the study's baseline, if the baseline was measured. Nothing is launched.
     """
-    from tuner.tuning.calibrated_predictor import forecast
+    from tuner.tuning.predicted_night import forecast
 
     prepared = prepared_study(study)
     if night:
         _predict_night(prepared, study, as_json=as_json)
         return
-    found = forecast(prepared, trials_so_far(prepared), count=candidates)
+    start = calibration_before(prepared)
+    found = forecast(prepared, trials_so_far(prepared), count=candidates, start=start)
     if as_json:
         print_json(found)
         return
@@ -247,22 +434,27 @@ def _predict_night(prepared: "Prepared", path: Path, *, as_json: bool) -> None:
 
 def _show_night(found: "PredictedNight", names: tuple[str, ...]) -> None:
     from tuner.report.card import card, lines
+    from tuner.report.words import heading
 
     say(f"SIMULATED on {found.card}: nothing was launched, stored or published; {found.basis}")
     if found.left_out:
-        say(f"left out, because the simulated engine does not take it: {', '.join(found.left_out)}")
+        say(f"left out, because the simulated engine does not take them: {', '.join(found.left_out)}")
     rows = []
     for t in found.trials:
         values = t.measurement.values if t.measurement else {}
-        rows.append([t.number, t.state, t.origin, *map(values.get, names), knobs(t.candidate)])
+        rows.append([t.label, t.state, t.origin, *map(values.get, names), knobs(t.candidate)])
     title = f"simulated night of {found.study}: {many(found.launches, 'launch')}, {found.hours:.2f} h"
-    print_table(["trial", "<state", "<origin", *names, "<configuration"], rows, title=title)
+    heads = ["trial", "<state", "<origin", *map(heading, names), "<configuration"]
+    print_table(heads, rows, title=title)
     typer.echo(f"simulated: {found.run.reason}")
-    for line in lines(card(found.conclusion)) if found.conclusion else ():
+    told = card(found.conclusion, attribution=found.attribution) if found.conclusion else None
+    for line in lines(told) if told else ():
         typer.echo(f"simulated: {line}")
 
 
 def _show(found: "Forecast") -> None:
+    from tuner.report.words import heading
+
     names = found.objectives
     say(found.basis)
     rows = [
@@ -272,21 +464,26 @@ def _show(found: "Forecast") -> None:
     title = (
         f"predicted front of {found.study}: {found.feasible} of {many(found.asked, 'candidate')} would run"
     )
-    print_table(["<role", *(f"<{name}" for name in names), "<configuration"], rows, title=title)
+    heads = [f"<{heading(name)}" for name in names]
+    print_table(["<role", *heads, "<configuration"], rows, title=title)
     if found.measured:
         table = [_beside(trial, prediction, names) for trial, prediction in found.measured]
-        print_table(["trial", *(f"<{name}" for name in names)], table, title="predicted → measured")
+        print_table(["trial", *heads], table, title="predicted → measured")
 
 
 def _with_spread(prediction: "Prediction", name: str) -> str:
+    from tuner.report.words import number
+
     value = prediction.values.get(name)
     if value is None or not prediction.feasible:
         return "fails" if not prediction.feasible else "—"
     spread = prediction.spread.get(name)
-    return f"{value:.4g}" + (f" ± {spread:.0%}" if spread is not None else "")
+    return number(value) + (f" ± {spread:.0%}".replace("%", " %") if spread is not None else "")
 
 
 def _beside(trial: "Trial", prediction: "Prediction", names: tuple[str, ...]) -> list[object]:
+    from tuner.report.words import number
+
     real = trial.measurement.values if trial.measurement else {}
-    cells = [f"{prediction.values.get(n, float('nan')):.4g} → {real.get(n, float('nan')):.4g}" for n in names]
-    return [trial.number, *cells]
+    cells = [f"{number(prediction.values.get(n))} → {number(real.get(n))}" for n in names]
+    return [trial.label, *cells]

@@ -19,6 +19,7 @@ from tuner.commands.common import (
     write_file,
 )  # fmt: skip
 from tuner.errors import BadInput, NotFound, nearest
+from tuner.measures import many
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -45,6 +46,7 @@ Format = Annotated[
     ),
 ]
 Reason = Annotated[str, typer.Option(help="The reason, which is stored with the event.")]
+ID = "The profile's id (first column of `tuner profile list`), not its version."
 CHANGED, UNCHANGED, NONE = 0, 3, 4
 """Exit codes of `resolve --exit-code`."""
 
@@ -91,7 +93,7 @@ def list_profiles(
 
 
 @app.command("show")
-def show(profile: Annotated[int, typer.Argument(help="The profile's id.")], as_json: Json = False) -> None:
+def show(profile: Annotated[int, typer.Argument(help=ID)], as_json: Json = False) -> None:
     """Show a version, its evidence and the moves of its aliases."""
     from tuner.profiles import registry
 
@@ -101,7 +103,8 @@ def show(profile: Annotated[int, typer.Argument(help="The profile's id.")], as_j
     if as_json:
         print_json({"profile": found, "events": events})
         return
-    typer.echo(f"{found.key.model} on {found.key.target} for {found.key.workload}, version {found.version}")
+    key = found.key
+    typer.echo(f"profile {found.id}: {key.model} on {key.target} for {key.workload}, version {found.version}")
     typer.echo(
         f"engine {found.engine_version}, {found.gpu_class}, study {found.study_id[:12]}:"
         f" {knobs(found.candidate)}"
@@ -111,6 +114,8 @@ def show(profile: Annotated[int, typer.Argument(help="The profile's id.")], as_j
     if (first := registry.serves_as(store, found)) is not None:
         typer.echo(f"the same configuration as version {first}, with the evidence of a later run")
     print_table(["<evidence", "<value"], _lines(found.evidence))
+    if found.evidence.get("repeats"):
+        typer.echo(f"the values come from {many(int(str(found.evidence['repeats'])), 'repeat')} together")
     rows = [[e.at, e.alias, e.from_version, e.to_version, e.actor, e.reason] for e in events]
     print_table(["<at", "<alias", "from", "to", "<by", "<why"], rows)
 
@@ -120,12 +125,29 @@ def _lines(evidence: "Mapping[str, JSON]", above: str = "") -> "Iterator[tuple[s
     for name, value in sorted(evidence.items()):
         if name == "changes" and isinstance(value, list):
             yield from _changes(value)
+        elif name == "attribution" and value:
+            yield from _attribution(value)
         elif isinstance(value, dict) and value:
             yield from _lines(value, f"{above}{name}.")
         elif name == "verdict" and evidence.get("demonstration") is True:
             yield name, f"{value} (a demonstration)"
         else:
             yield f"{above}{name}", math.inf if value is None and above == "values." else value
+
+
+def _attribution(value: "JSON") -> "Iterator[tuple[str, JSON]]":
+    """What each knob gives, and the last comparison, written as everywhere."""
+    from tuner.conclusions import Attribution
+    from tuner.report.explain import knob_line
+    from tuner.report.words import change, seconds
+
+    found = Attribution.from_json(value)
+    yield "attribution", found.sentence
+    yield from ((f"attribution.{gain.name}", knob_line(gain)) for gain in found.knobs)
+    for each in found.last:
+        where = "" if each.where == "confirm" else " (held-out slice)"
+        yield f"attribution.last comparison.{each.metric}{where}", change(each)
+    yield "attribution.took", seconds(found.seconds)
 
 
 def _changes(rows: "list[JSON]") -> "Iterator[tuple[str, JSON]]":
@@ -142,8 +164,8 @@ def _changes(rows: "list[JSON]") -> "Iterator[tuple[str, JSON]]":
 
 @app.command("diff")
 def diff(
-    one: Annotated[int, typer.Argument(help="A profile's id.")],
-    other: Annotated[int, typer.Argument(help="The id of another profile.")],
+    one: Annotated[int, typer.Argument(help=ID)],
+    other: Annotated[int, typer.Argument(help="The id of the other one.")],
     as_json: Json = False,
 ) -> None:
     """Show the differences of two versions.
@@ -159,7 +181,7 @@ def diff(
         return
     rows = [[change.kind, change.name, change.before, change.after] for change in changes]
     empty = "No knob, engine, traffic or GPU differs."
-    print_table(["<kind", "<name", f"<{one}", f"<{other}"], rows, empty=empty)
+    print_table(["<kind", "<name", f"<profile {one}", f"<profile {other}"], rows, empty=empty)
 
 
 @app.command("resolve")
@@ -177,7 +199,8 @@ def resolve(
     exit_code: Annotated[
         bool,
         typer.Option(
-            "--exit-code", help="Exit code 0: --output changed, 3: it did not change, 4: there is no profile."
+            "--exit-code",
+            help="Exit with 0 if the file of --output changed, 3 if it did not, 4 if there is no profile.",
         ),
     ] = False,
 ) -> None:
@@ -200,11 +223,11 @@ def resolve(
 
 @app.command("export")
 def export_profile(
-    profile: Annotated[int, typer.Argument(help="The profile's id.")],
+    profile: Annotated[int, typer.Argument(help=ID)],
     format: Format = "vllm-yaml",
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write to this file.")] = None,
 ) -> None:
-    """Print one version in a format, without looking at aliases."""
+    """Print the version with this id in a format."""
     from tuner.profiles import export
 
     _put(export.render(open_store().profile(profile), format), output, False)
@@ -253,16 +276,21 @@ def promote(
     model: Model,
     node: NodeName = None,
     workload: Workload = None,
-    version: Annotated[int | None, typer.Option(help="Which version. Default: the challenger.")] = None,
+    version: Annotated[
+        int | None, typer.Option(help="The version's number, not an id. Default: the challenger.")
+    ] = None,
     alias: Annotated[str, typer.Option(help="The alias to move.")] = "champion",
     reason: Reason = "promoted by hand",
     force: Annotated[
         bool,
-        typer.Option("--force", help="Skip the checks: unconfirmed, SLO not met, answers not judged, old."),
+        typer.Option(
+            "--force", help="Promote even if it is unconfirmed, misses the SLO, is not judged, or is old."
+        ),
     ] = False,
 ) -> None:
-    """Move an alias to a version. The version must be confirmed, meet the SLO and not be old. If it changes
-    a knob that changes the output, its answers must have been judged. --force skips these checks.
+    """Move an alias to a version. The version must be confirmed, keep the SLO and be younger than 30 days.
+    If it changes a knob that can change the answers, the answers must have been judged. --force skips
+    these checks.
     """
     from tuner.profiles import registry
 
@@ -294,7 +322,7 @@ def rollback(
     alias: Annotated[str, typer.Option(help="The alias to move back.")] = "champion",
     reason: Reason = "rolled back by hand",
 ) -> None:
-    """Move an alias back to its version before."""
+    """Move an alias back to the version before."""
     from tuner.profiles import registry
 
     store = open_store()

@@ -15,8 +15,8 @@ from tuner.commands.common import escaped, knobs, say, text, wrapped
 from tuner.errors import Unavailable, page_of
 from tuner.records import Trial
 from tuner.report.words import seconds, time_left
-from tuner.tuning.context import RunEvent, Tell
-from tuner.tuning.now import SEARCH, Pace
+from tuner.tuning.context import SEARCH, RunEvent, Tell
+from tuner.tuning.now import Pace
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -110,12 +110,14 @@ def _live(log: Tell, line: LiveLine, objectives: tuple[str, ...]) -> Iterator[Te
 def _who(trial: Trial | None) -> str:
     if trial is None:
         return ""
-    return f"trial {trial.number}" + (f" attempt {trial.attempt}" if trial.attempt else "")
+    return f"trial {trial.label}"
 
 
 def describe(event: RunEvent, objectives: tuple[str, ...]) -> str | None:
-    """An event as one line; None for a phase, which is not printed."""
-    if event.kind == "phase":
+    """An event as one line; None for what is not printed: a phase, and the verdict, since the command that
+    shows the run's end prints it.
+    """
+    if event.kind in ("phase", "verdict"):
         return None
     if event.kind == "started" and event.trial is not None:
         return f"{_who(event.trial)} ({event.text}): {knobs(event.trial.candidate)}"

@@ -39,7 +39,9 @@ def list_runs(
     from tuner.report.words import CONTINUES, run_state, state
 
     store = open_store()
-    names = {s.id: s.name for s in store.studies()}
+    studies = store.studies()
+    several = {name for name, count in Counter(s.name for s in studies).items() if count > 1}
+    names = {s.id: f"{s.name} ({s.id[:12]})" if s.name in several else s.name for s in studies}
     said = {c.run_id: c for c in store.conclusions()}
     stopped = store.stopped_runs(now=now())
     found = store.runs(find_study(store, study).id if study else None)
@@ -57,8 +59,11 @@ def list_runs(
 
 
 def _as_data(run: "Run", stopped: "frozenset[str]") -> dict[str, object]:
-    """A run as the API tells it: its stored state, and whether its process is gone."""
-    return {**cast(dict[str, object], plain(run)), "stopped": run.id in stopped}
+    """A run as the API tells it."""
+    from tuner.report.words import run_state
+
+    told = {"state": run_state(run, stopped), "stopped": run.id in stopped}
+    return {**cast(dict[str, object], plain(run)), **told}
 
 
 def find_run(store: "Store", ref: str) -> "Run":
@@ -88,9 +93,9 @@ def status(
     as_json: Json = False,
 ) -> None:
     """Show the progress of a run, and its answer card."""
-    from tuner.commands.running import program
+    from tuner.commands.common import program
     from tuner.report.card import key_of, run_lines
-    from tuner.report.words import CONTINUES, no_trial, run_state, time_left, trial_state
+    from tuner.report.words import CONTINUES, no_trial, run_state, time_left, told_counts, trial_counts
     from tuner.tuning.now import left_of
 
     store = open_store()
@@ -100,18 +105,16 @@ def status(
     left = left_of(store, settings().home, found, now())
     if as_json:
         told = None if said is None else said.to_json()
-        counts = Counter(sorted(t.state for t in trials))
-        shown = {"run": _as_data(found, stopped), "trials": counts, "conclusion": told, "left_s": left}
-        print_json(shown)
+        counts = trial_counts(trials, stopped)
+        print_json({"run": _as_data(found, stopped), "trials": counts, "conclusion": told, "left_s": left})
         return
-    states = Counter(sorted(trial_state(t, stopped) for t in trials))
-    done = ", ".join(f"{count} {state}" for state, count in states.items()) or no_trial(found)
+    done = told_counts(trials, stopped) or no_trial(found)
     state, lost = run_state(found, stopped), found.id in stopped
-    typer.echo(f"{found.id} {state}{' (cancel asked for)' if found.cancel_requested else ''}: {done}")
+    typer.echo(f"{found.id} {state}{' (asked to stop)' if found.cancel_requested else ''}: {done}")
     typer.echo(found.reason or (f"{CONTINUES}; " if lost else "") + _limits(found) + time_left(left))
     if said is not None:
-        key = key_of(store.study(found.study_id))
-        typer.echo("\n".join(run_lines(said, key, program=program())))
+        key, attribution = key_of(store.study(found.study_id)), store.attribution(found.id)
+        typer.echo("\n".join(run_lines(said, key, attribution, program())))
 
 
 def _limits(run: "Run") -> str:
@@ -127,19 +130,20 @@ def show_end(store: "Store", study: "Study", run: "Run") -> None:
     """Show how a run ended: its answer card, and the front beside the baseline."""
     from tuner.commands import front
     from tuner.profiles import registry
-    from tuner.search import ladder
+    from tuner.search.guides import LADDER_WORSE
 
     said = store.conclusion(run.id)
     typer.echo(f"{run.state.value}: {run.reason or 'it ended'}")
     front.show(store, study)
     if rows := ladder_table(store.trials(study.id)):
-        title = f"the ladder: max_num_seqs doubled until p95 is worse by {ladder.WORSE:.0%}, then bisected"
+        title = f"the ladder: max_num_seqs is doubled until p95 is worse by {LADDER_WORSE:.0%}, then bisected"
         print_table(LADDER_COLUMNS, rows, title=title)
     for alias, made in said.profiles.items() if said is not None else ():
         profile = store.profile(made.id)
         if (first := registry.serves_as(store, profile)) is not None:
             typer.echo(
-                f"version {made.version} ({alias}) has the configuration of version {first}, measured again"
+                f"version {made.version} ({alias}) is a new measurement of the configuration of"
+                f" version {first} (tuner profile show {made.id})"
             )
         unproved = profile.evidence.get("unproved") if alias == "challenger" else None
         for name, why in (unproved if isinstance(unproved, dict) else {}).items():
@@ -166,8 +170,8 @@ LADDER_COLUMNS = (
 
 
 def ladder_table(trials: "Sequence[Trial]") -> list[tuple[object, ...]]:
-    """The rungs as rows of LADDER_COLUMNS; the last column says which was best and which were worse."""
-    from tuner.search.ladder import WORSE, rungs
+    """The rungs as rows of LADDER_COLUMNS; the last column names the lowest p95, and what was worse."""
+    from tuner.search.guides import LADDER_WORSE, rungs
 
     tried = rungs(trials)
     if not tried:
@@ -179,7 +183,7 @@ def ladder_table(trials: "Sequence[Trial]") -> list[tuple[object, ...]]:
         numbers = [values.get(f"e2e_{p}_ms") for p in ("p50", "p95", "p99")]
         numbers += [values.get("goodput_rps"), values.get("output_tokens_per_s")]
         kv = values.get("kv_usage_max")
-        said = rung.trial.reason or f"worse by more than {WORSE:.0%}"
-        word = "best" if rung is best else said if rung.tail > best.tail * (1 + WORSE) else ""
+        said = rung.trial.reason or f"worse by more than {LADDER_WORSE:.0%}"
+        word = "lowest p95" if rung is best else said if rung.tail > best.tail * (1 + LADDER_WORSE) else ""
         rows.append((rung.level, *numbers, None if kv is None else kv * 100, values.get("preemptions"), word))
     return rows

@@ -7,8 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tuner.commands.common import Json, now, open_store, print_json, print_records, print_table, say, settings
-from tuner.commands.running import ends_by_signal
+from tuner.commands.common import (
+    Json,
+    ends_by_signal,
+    now,
+    open_store,
+    print_json,
+    print_records,
+    print_table,
+    say,
+    settings,
+)
 from tuner.errors import BadInput, NotFound, TunerError
 
 if TYPE_CHECKING:
@@ -34,39 +43,49 @@ def add(
     ] = "UTC",
     until: Annotated[
         str | None,
-        typer.Option(metavar="HH:MM", help="The end of the window: production is back at this local time."),
+        typer.Option(metavar="HH:MM", help="The end of the window. Production is back at this local time."),
     ] = None,
     hours: Annotated[
         float | None, typer.Option(help="The length of the window in hours, instead of --until.")
     ] = None,
-    missed: Annotated[str, typer.Option(help="What to do with a missed start: run (late) or skip.")] = "run",
+    missed: Annotated[
+        str, typer.Option(help="What to do with a missed start: run starts late, skip does not start.")
+    ] = "run",
     grace: Annotated[
-        float, typer.Option(min=0, help="A start that is late by up to this many seconds is not missed.")
+        float, typer.Option(min=0, help="A start that is later than this many seconds counts as missed.")
     ] = 300.0,
     blackout: Annotated[
         list[str] | None,
-        typer.Option(metavar="DATE[/DATE]", help="No window may touch these dates (repeat)."),
+        typer.Option(
+            metavar="DATE[/DATE]", help="Do not start a window that touches these dates (repeatable)."
+        ),
     ] = None,
     min_trials: Annotated[
-        int, typer.Option(min=0, help="Do not start when fewer trials fit into the window.")
+        int, typer.Option(min=0, help="Start only if at least this many trials fit into the window.")
     ] = 3,
     trials: Annotated[
         int | None, typer.Option(min=1, help="Trials per run. Default: the budget of the study.")
     ] = None,
     reserve: Annotated[
-        float, typer.Option(min=0, help="Seconds at the end of the window that are kept to stop the engine.")
+        float,
+        typer.Option(
+            min=0, help="Seconds at the end of the window that are reserved for stopping the engine."
+        ),
     ] = 60.0,
     upgrade_to: Annotated[
         str | None,
         typer.Option(
             metavar="PY|IMAGE",
-            help="Do not tune. Check this engine once, when it is new (see upgrade-check --to). For a pattern"
-            " such as '/opt/vllm-*/bin/python', the newest match counts.",
+            help="Do not tune, but check this engine once if it is new (see upgrade-check --to). It can be a"
+            " pattern such as '/opt/vllm-*/bin/python': then the newest match is checked.",
         ),
     ] = None,
     upgrade_from: Annotated[
         str,
-        typer.Option(metavar="PY|IMAGE", help="Compare it with this engine. Default: the study's engine."),
+        typer.Option(
+            metavar="PY|IMAGE",
+            help="Compare the engine of --upgrade-to with this one. Default: the study's engine.",
+        ),
     ] = "",
     alias: Annotated[
         str, typer.Option(help="The configuration to check: an alias or a profile's id.")
@@ -118,9 +137,9 @@ def _absolute(engine: str) -> str:
 
 def _node_of(path: Path) -> str:
     """The node of a study file. The whole file is checked, so that an error shows now and not at night."""
-    from tuner.tuning import studyfile
+    from tuner.tuning.study import read
 
-    return studyfile.read(path).node
+    return read(path).node
 
 
 def _next_line(schedule: "Schedule") -> str:
@@ -212,7 +231,7 @@ def run_now(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Start the run that is due now; end it with its window.
+    """Start the run that is due now. It ends with its window.
 
     For cron, systemd timers and CronJobs. A run that died in the same window is resumed. Exit code 0: done,
     or nothing is due; 9: refused.
@@ -251,7 +270,7 @@ def run_now(
 
 
 def _run(store: "Store", firing: "Firing") -> "Run | None":
-    """Run the study until the end of the window, minus the time to give production back. None where it checks
+    """Run the study until the end of the window, minus the time to give production back. None if it checks
     upgrades and no version is new.
     """
     from tuner.commands import tune
@@ -264,8 +283,8 @@ def _run(store: "Store", firing: "Firing") -> "Run | None":
     prepared = study.load(Path(firing.terms.study), store=store, now=now())
     if prepared.study.node != firing.schedule.node:
         raise BadInput(
-            f"schedule {firing.schedule.name} is for node {firing.schedule.node}, but its study is for node"
-            f" {prepared.study.node}: add the schedule again"
+            f"schedule {firing.schedule.name} is for node {firing.schedule.node}, but its study file names"
+            f" node {prepared.study.node}: add the schedule again"
         )
     if (upgrade := firing.terms.upgrade) is not None:
         engines = engines_of(settings().home, prepared.study.node)

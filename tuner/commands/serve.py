@@ -28,7 +28,8 @@ def serve(
     ] = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8642,
     tls_cert: Annotated[
-        Path | None, typer.Option("--tls-cert", help="PEM file with the certificate and its chain: HTTPS.")
+        Path | None,
+        typer.Option("--tls-cert", help="Serve HTTPS with this PEM file (certificate and its chain)."),
     ] = None,
     tls_key: Annotated[
         Path | None, typer.Option("--tls-key", help="PEM file with the certificate's key, without password.")
@@ -80,7 +81,7 @@ def link(host: str, port: int, *, secure: bool) -> str:
 
 
 def listen(host: str, port: int) -> "socket.socket":
-    """The socket to serve on. Conflict where the port is in use, BadInput where the address cannot
+    """The socket to serve on. Conflict if the port is in use, BadInput if the address cannot
     be used.
     """
     import errno
@@ -101,7 +102,7 @@ def listen(host: str, port: int) -> "socket.socket":
 
 
 def check_tls(cert: Path | None, key: Path | None) -> None:
-    """BadInput where the two files are not a certificate and its key."""
+    """BadInput if the two files are not a certificate and its key."""
     import ssl
 
     if (cert is None) != (key is None):
@@ -129,7 +130,7 @@ def address(store: "Store", host: str | None) -> str:
     if tokens:
         say(f"{why}: every request is refused until 'tuner token create' makes one")
     else:
-        say(f"{why}: everyone on this host can do everything; 'tuner token create' changes that")
+        say(f"{why}: everyone on this host may do everything. 'tuner token create' ends this")
     return where
 
 
@@ -141,9 +142,10 @@ Reason = Annotated[str, typer.Option(help="The reason, which is stored in the au
 
 @token_app.command("create")
 def create_token(
-    name: Annotated[str, typer.Option(help="What the token is for; the audit shows this name.")],
+    name: Annotated[str, typer.Option(help="A name that says what the token is for. The audit shows it.")],
     scope: Annotated[
-        list[str], typer.Option(help="read, run, promote or admin; repeatable. run and promote include read.")
+        list[str],
+        typer.Option(help="read, run, promote or admin. May be repeated. run and promote include read."),
     ],
     days: Annotated[
         int | None, typer.Option(min=1, max=3650, help=f"Days until it expires. Default: {DAYS}.")
@@ -164,7 +166,10 @@ def create_token(
         print_json({"token": token, "text": text})
         return
     life = f"until {until:%Y-%m-%d %H:%M} UTC" if until else "without an end"
-    say(f"token {token.id} for '{name}' with scope {', '.join(token.scopes)}, {life}; it is shown only now:")
+    say(
+        f"token {token.id} for '{name}' with scope {', '.join(token.scopes)}, {life}."
+        " Copy it, because it is shown only now:"
+    )
     typer.echo(text)
 
 

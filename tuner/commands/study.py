@@ -1,7 +1,7 @@
 """`tuner study` and `tuner trial`: the studies of the history and their trials."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -11,6 +11,7 @@ from tuner.commands.common import (
     knobs,
     now,
     open_store,
+    plain,
     print_json,
     print_records,
     print_table,
@@ -37,38 +38,41 @@ def list_studies(as_json: Json = False) -> None:
 @app.command("show")
 def show_study(study: StudyRef, as_json: Json = False) -> None:
     """Show a study and its trials."""
-    from tuner.commands.front import find_study
-    from tuner.report.words import trial_word, unended
+    from tuner.commands.front import find_study, say_last_confirmed
+    from tuner.report.board import board_of
+    from tuner.report.words import headline, trial_word, unended
 
     store = open_store()
     found = find_study(store, study)
-    trials = store.trials(found.id)
+    shown, stopped = board_of(store, found), store.stopped_runs(now=now())
+    trials = shown.trials
     if as_json:
-        print_json({"study": found, "trials": trials})
+        rows = [as_data(t, stopped) for t in trials]
+        print_json({"study": found, **shown.found(), "trials": rows})
         return
     typer.echo(
         f"{found.name} ({found.id[:12]}): {found.model} on {found.gpu_class}, vLLM {found.engine_version}"
     )
     typer.echo(f"trace {found.trace_digest[:12]}, slices {', '.join(s.name for s in found.slices)}")
-    stopped = store.stopped_runs(now=now())
     if said := unended(next(iter(store.runs(found.id, limit=1)), None), stopped):
         typer.echo(said)
-    rows = []
-    for trial in trials:
-        values = trial.measurement.values if trial.measurement else {}
-        shown = [values.get(name) for name in found.objectives]
-        label = f"{trial.number}.{trial.attempt}" if trial.attempt else str(trial.number)
-        rows.append(
-            [
-                label,
-                trial_word(trial, stopped),
-                trial.origin,
-                *shown,
-                knobs(trial.candidate),
-                trial.reason or "",
-            ]
-        )
-    print_table(["trial", "<state", "<origin", *found.objectives, "<configuration", "<reason"], rows)
+    if shown.conclusion is not None:
+        typer.echo(headline(shown.conclusion))
+    say_last_confirmed(shown)
+    names, again = found.objectives, shown.confirmation is not None and shown.confirmation.measured_again
+
+    def row(trial: "Trial") -> list[object]:
+        beside = shown.row(trial)
+        values = [(beside.first(n), beside.confirmed(n)) if again else (beside.first(n),) for n in names]
+        cells = [cell for pair in values for cell in pair]
+        return [trial.label, trial_word(trial, stopped), trial.origin, *cells, knobs(trial.candidate),
+                trial.reason or ""]  # fmt: skip
+
+    measured = [head for n in names for head in ((f"{n} first", "confirmed") if again else (n,))]
+    heads = ["trial", "<state", "<origin", *measured, "<configuration", "<reason"]
+    print_table(heads, map(row, trials), title="trials, by first measurements")
+    if shown.sources:
+        typer.echo(shown.sources)
 
 
 @app.command("export")
@@ -107,6 +111,13 @@ def export_study(
         typer.echo(f"study {name} is in {optuna}; look at it with: optuna-dashboard {optuna}", err=True)
 
 
+def as_data(trial: "Trial", stopped: "frozenset[str]") -> dict[str, object]:
+    """A trial as the API tells it."""
+    from tuner.report.words import trial_state
+
+    return {**cast(dict[str, object], plain(trial)), "state": trial_state(trial, stopped)}
+
+
 trial_app = typer.Typer(help="Show a trial's numbers, or its engine's log.", no_args_is_help=True)
 Number = Annotated[int, typer.Argument(metavar="NUMBER", help="The trial's number in its study.")]
 Attempt = Annotated[int | None, typer.Option(help="Which attempt. Default: the last one.")]
@@ -126,27 +137,29 @@ def find_trial(study: str, number: int, attempt: int | None) -> "Trial":
 def show_trial(study: StudyRef, number: Number, attempt: Attempt = None, as_json: Json = False) -> None:
     """Show a trial's configuration, measurements and end."""
     from tuner.report.board import measured_at
-    from tuner.report.words import CONTINUES, trial_word
+    from tuner.report.evidence import log_path, to_screen
+    from tuner.report.words import CONTINUES, TOGETHER, pass_name, trial_word
     from tuner.settings import under_home
 
-    trial = find_trial(study, number, attempt)
+    trial, store = find_trial(study, number, attempt), open_store()
     if as_json:
-        print_json(trial)
+        print_json(as_data(trial, store.stopped_runs(now=now())))
         return
-    store = open_store()
-    label = f"trial {trial.number}.{trial.attempt}"
     word = trial_word(trial, store.stopped_runs(now=now()))
-    typer.echo(f"{label} {word} ({trial.origin}): {knobs(trial.candidate)}")
+    typer.echo(f"trial {trial.label} {word} ({trial.origin}): {knobs(trial.candidate)}")
     if word == "interrupted":
         typer.echo(f"its run was stopped; {CONTINUES}")
     if trial.reason:
         typer.echo(why(trial))
-    where = under_home(trial.directory) if trial.directory else "not on this host"
-    typer.echo(f"directory: {where}")
+    study_of, launches = store.study(trial.study_id), store.launches(trial.study_id)
+    if larger := to_screen(trial, launches):
+        typer.echo(larger)
+    where = under_home(trial.directory) if trial.directory else log_path(trial, launches).parent
+    typer.echo(f"directory: {where if where.is_dir() else 'not on this host'}")
     names = sorted({name for m in trial.measurements for name in m.values})
-    times = measured_at(trial, store.launches(trial.study_id))
+    times = measured_at(trial, trial.measurements, launches)
     heads = [
-        f"{m.purpose} {m.repeat}" + (f", {text(at)}" if at else "")
+        pass_name(m, study_of) + (f", {text(at)}" if at else "")
         for m, at in zip(trial.measurements, times, strict=True)
     ]
     print_table(
@@ -154,6 +167,8 @@ def show_trial(study: StudyRef, number: Number, attempt: Attempt = None, as_json
         ([n, *(m.values.get(n) for m in trial.measurements)] for n in names),
         empty="nothing was measured",
     )
+    if any(m.purpose == "confirm" for m in trial.measurements):
+        typer.echo(TOGETHER)
 
 
 @trial_app.command("log")
@@ -166,7 +181,7 @@ def show_log(
     """Print the engine's log of a trial. For a failed trial, the reason and the line that shows it come
     first.
     """
-    from tuner.report.logs import log_path, root_cause
+    from tuner.report.evidence import log_path, root_cause
 
     trial = find_trial(study, number, attempt)
     path = log_path(trial, open_store().launches(trial.study_id))
@@ -182,5 +197,5 @@ def show_log(
 
 
 def why(trial: "Trial") -> str:
-    """Why a trial failed: its cause, where one is known, the reason, and what to read."""
+    """Why a trial failed: its cause, if one is known, the reason, and what to read."""
     return f"{trial.cause}: {trial.reason}{page_of(trial.cause)}" if trial.cause else str(trial.reason)

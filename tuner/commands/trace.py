@@ -109,7 +109,7 @@ class _ImportCommand(TyperCommand):
         mapped = " or ".join(name for name, each in importers().items() if each.columns)
         helps = {
             "format": f"One of {', '.join(importers())}. Default: what the content shows.",
-            "column": f"A column of a {mapped} file; repeatable.",
+            "column": f"Take NAME from this column of a {mapped} file. May be repeated.",
         }
         for each in self.params:
             if isinstance(each, TyperOption) and each.name in helps:
@@ -132,7 +132,7 @@ def import_trace(
     format: Annotated[str | None, typer.Option(help="The format. Default: found by the content.")] = None,
     column: Annotated[
         list[str] | None,
-        typer.Option(metavar="OURS=THEIRS", help="A column that has another name in the file; repeatable."),
+        typer.Option(metavar="NAME=COLUMN", help="Take NAME from this column of the file. May be repeated."),
     ] = None,
     output: Annotated[
         Path | None,
@@ -145,7 +145,9 @@ def import_trace(
     max_len: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Leave out requests with more tokens of prompt and answer; they are counted."
+            min=1,
+            help="Leave out requests whose prompt and answer together have more tokens than this. The "
+            "quality report counts these requests.",
         ),
     ] = None,
     tokenizer: Annotated[
@@ -198,8 +200,10 @@ def _fetched(source: str) -> Iterator[Path]:
 def _keep(trace: "Trace", path: Path, name: str) -> None:
     from tuner.traffic import trace as traces
     from tuner.traffic import trace_files
+    from tuner.traffic.structure import counted
 
     _check_name(name)
+    trace = counted(trace)
     store = open_store(create=True)
     before = next((known.name for known in store.traces() if known.digest == trace.digest), name)
     try:
@@ -219,8 +223,8 @@ def _check_name(name: str) -> None:
 
     if not name.isprintable() or set(name) & set("/\\:") or name[:1] in ("", ".", "-") or len(name) > 60:
         raise BadInput(
-            f"{name!r} is not a name for a trace: at most 60 printable characters without / \\ and :,"
-            " not beginning with . or -; give another with --name"
+            f"{name!r} cannot be the name of a trace. A name has at most 60 printable characters,"
+            " no / \\ or :, and does not begin with . or -. Give another name with --name"
         )
 
 
@@ -230,7 +234,7 @@ def _columns(pairs: list[str]) -> dict[str, str] | None:
     for pair in pairs:
         ours, equals, theirs = pair.partition("=")
         if not equals:
-            raise BadInput(f"--column {pair}: write OURS=THEIRS, such as input_len=prompt_tokens")
+            raise BadInput(f"--column {pair}: write NAME=COLUMN, such as input_len=prompt_tokens")
         found[ours] = theirs
     return found or None
 
@@ -249,7 +253,8 @@ def list_traces(as_json: Json = False) -> None:
 def show(
     trace: Ref,
     speed: Annotated[
-        float, typer.Option(min=0.001, callback=finite, help="Show the numbers of a replay at this speed.")
+        float,
+        typer.Option(min=0.001, callback=finite, help="Show the numbers as a replay at this speed has them."),
     ] = 1.0,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with pictures.")
@@ -282,9 +287,9 @@ def show(
 
 
 def _picture(trace: "Trace", numbers: "Statistics", name: str, place: Path) -> None:
-    from tuner.report.trace_picture import render
+    from tuner.report.document import trace_page
 
-    write_file(place, render(trace, numbers, name))
+    write_file(place, trace_page(trace, numbers, name))
     say(f"wrote {place}")
 
 
@@ -307,28 +312,28 @@ def cut(
 ) -> None:
     """Show the slices that a study would replay, or cut one.
 
-    Without --start they are those that `slices: auto` chooses. -o writes one slice as a trace.
+    Without --start it shows those that `slices: auto` chooses. -o writes one slice as a trace.
     """
-    from tuner.traffic import slices
+    from tuner.replay.plan import choose_slices, slice_rows
 
     found, path = open_trace(trace)
     if (start is None) != (duration is None):
-        raise BadInput("--start and --duration go together")
+        raise BadInput("give --start and --duration together")
     if start is None:
-        chosen = slices.choose(found, "auto")
+        chosen = choose_slices(found, "auto")
     elif start > found.duration_s:
         raise BadInput(
             f"--start {start:g} lies beyond the end of the trace, whose last request arrives at"
             f" {found.duration_s:g} s"
         )
     else:
-        chosen = slices.choose(found, [{"start_s": start, "duration_s": duration}])
+        chosen = choose_slices(found, [{"start_s": start, "duration_s": duration}])
         if (over := chosen[0].start_s + chosen[0].duration_s - found.duration_s) > 0:
             say(f"the last {over:.4g} s of the slice are empty: the trace ends at {found.duration_s:g} s")
     if output is not None:
         if len(chosen) != 1:
             raise BadInput("-o writes one slice: give --start and --duration")
-        _keep(found.take(slices.rows(found, chosen[0])), output, output.name.split(".")[0])
+        _keep(found.take(slice_rows(found, chosen[0])), output, output.name.split(".")[0])
         say(f"wrote {output}")
     rows = windows(found, chosen)
     if as_json:
@@ -344,7 +349,9 @@ def reshape(
     also: Annotated[
         list[str] | None,
         typer.Option(
-            "--with", metavar="TRACE", help="Another trace to merge, from the same start time; repeatable."
+            "--with",
+            metavar="TRACE",
+            help="Another trace to merge, from the same start time. May be repeated.",
         ),
     ] = None,
     sessions: Annotated[
@@ -361,11 +368,14 @@ def reshape(
         float,
         typer.Option(
             callback=finite,
-            help="Share of the requests to keep; conversations and groups with a shared prefix stay whole.",
+            help="Share of the requests to keep. Conversations and groups with one prefix are not split.",
         ),
     ] = 1.0,
     copies: Annotated[
-        int, typer.Option(help="Number of copies to add together, shifted in time, each with its own blocks.")
+        int,
+        typer.Option(
+            help="Number of copies to add together. They are shifted in time and share no prefixes."
+        ),
     ] = 1,
     speed: Annotated[
         float, typer.Option(callback=finite, help="Speed factor: 2 sends the same requests in half the time.")
@@ -414,7 +424,9 @@ def diff(before: Ref, after: Ref, as_json: Json = False) -> None:
              "moved" if each.moved else ""] for each in found)  # fmt: skip
     print_table(["<number", "before", "after", "change", "<moved"], rows)
     moved = [each.sentence for each in found if each.moved]
-    for sentence in moved or ["no number has changed by more than chance and 10 % (shares: 5 points)"]:
+    for sentence in moved or [
+        "no number has changed by 10 % or more (shares: 5 percentage points) and by more than chance explains"
+    ]:
         typer.echo(f"- {sentence}")
 
 
@@ -437,9 +449,7 @@ SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMG])I?)?B?", re.IGNORECASE)
 Upstream = Annotated[str, typer.Option(help="Where requests go: http://HOST:PORT of the engine.")]
 Out = Annotated[
     Path | None,
-    typer.Option(
-        help="The file to write; a directory with --name, or if it exists. Default: TUNER_HOME/captures."
-    ),
+    typer.Option(help="The file to write. With --name, a directory. Default: TUNER_HOME/captures."),
 ]
 CaptureName = Annotated[
     str | None,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def doctor(
     study: Annotated[
-        Path | None, typer.Argument(metavar="[STUDY.yaml]", help="A study to check, too.")
+        Path | None, typer.Argument(metavar="[STUDY.yaml]", help="A study file to check too.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -59,26 +59,30 @@ TURN_BYTES = 64 * 2**20
 
 def gc(
     days: Annotated[
-        int, typer.Option(min=0, max=MOST, help="Keep the files of trials that are younger than this.")
+        int, typer.Option(min=0, max=MOST, help="Keep the files of trials from the last N days.")
     ] = 30,
     log_days: Annotated[
-        int, typer.Option(min=0, max=MOST, help="Keep logs of the tuner that are younger than this.")
+        int, typer.Option(min=0, max=MOST, help="Keep logs of the tuner from the last N days.")
     ] = 90,
     captures: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="A folder of captures. Without it no capture is deleted."),
+        typer.Option(
+            metavar="DIR", help="A folder with captures. Without --captures, no capture is deleted."
+        ),
     ] = None,
     capture_days: Annotated[
-        int, typer.Option(min=0, max=MOST, help="Keep closed captures that are younger than this.")
+        int, typer.Option(min=0, max=MOST, help="Keep closed captures from the last N days.")
     ] = 30,
     apply: Annotated[
-        bool, typer.Option("--apply", help="Delete the files. Without it, only show what would be deleted.")
+        bool,
+        typer.Option("--apply", help="Delete the files. Without --apply, only show what would be deleted."),
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Delete files of old trials, old logs and old captures.
 
-    Measurements, profiles, the trials behind profiles and best results, traces and open captures stay.
+    Measurements, profiles, traces and open captures stay. So do the files that a profile or the best
+    trial of a run needs.
     """
 
     if captures is not None and not captures.is_dir():
@@ -173,7 +177,7 @@ database_app = typer.Typer(help="Upgrade, back up, restore or copy the history."
 
 @database_app.command("upgrade")
 def upgrade() -> None:
-    """Upgrade the database to this release. Makes a database where there is none."""
+    """Upgrade the database to this release. If there is none, create it."""
     from tuner.history.store import Store
 
     before, after = Store(settings().url, check=False).upgrade()
@@ -201,7 +205,7 @@ def backup(
         return
     files = _kept_files(store, settings().home)
     wrote = maintenance.pack(store.database, files, to, now=now())
-    say(f"wrote {wrote}: the history and {many(len(files), 'file')}; keep it safe, it holds secrets")
+    say(f"wrote {wrote}: the history and {many(len(files), 'file')}. Keep it safe, because it holds secrets")
 
 
 def _kept_files(store: "Store", home: Path) -> dict[str, Path]:
@@ -242,7 +246,7 @@ def copy_to(
 ) -> None:
     """Copy the history into another database.
 
-    Every row, ids included: from SQLite to PostgreSQL or back.
+    Every row is copied with its id, from SQLite to PostgreSQL or back.
     """
     from tuner.history.maintenance import copy
     from tuner.history.store import Store

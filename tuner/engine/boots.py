@@ -33,8 +33,9 @@ _LOADED = re.compile(r"Directly load (?:the|AOT)")
 
 
 def ready_deadline(ready_s: Sequence[float], *, ceiling_s: float = CEILING_S) -> float:
-    """Seconds to wait for the next launch: three times the median of this node's own, within 60 s and the
-    ceiling; 900 s (or the ceiling) while there are fewer than three."""
+    """Seconds to wait for the next launch: three times the median of this node's own launches, but at least
+    60 s and at most the ceiling. If there are fewer than three launches, 900 s (or the ceiling).
+    """
     if len(ready_s) < ENOUGH:
         return min(UNKNOWN_S, ceiling_s)
     return min(ceiling_s, max(FLOOR_S, 3.0 * median(ready_s)))
@@ -53,7 +54,7 @@ def first_drifts(timelines: Sequence[Mapping[str, float]]) -> tuple[float, ...]:
 
 def boots_again(drifts: Sequence[float], *, tolerance: float = 0.01) -> bool:
     """Whether a boot that compiled is discarded and repeated. It is, until one repeat of its compile group
-    has shown the difference, and afterwards only where that difference was above the tolerance."""
+    has shown the difference, and afterwards only if that difference was above the tolerance."""
     return not drifts or max(abs(drift) for drift in drifts) > tolerance
 
 
@@ -85,8 +86,8 @@ def compile_group(argv: Sequence[str]) -> tuple[str, ...]:
 
 
 def kv_drift(now: int | None, earlier: Sequence[int | None], *, tolerance: float = 0.01) -> float | None:
-    """By which share the KV cache differs from earlier boots of the same configuration, where that is above
-    the tolerance: such measurements are not comparable. None where they agree or no earlier boot is known."""
+    """By which share the KV cache differs from earlier boots of the same configuration, if that is above
+    the tolerance: such measurements are not comparable. None if they agree or no earlier boot is known."""
     known = [tokens for tokens in earlier if tokens]
     if not now or not known:
         return None
@@ -112,7 +113,7 @@ def cache_environment(path: Path, engine: str = "vllm") -> dict[str, str]:
 
 
 def _ours(env: Mapping[str, str], engine: str) -> Path | None:
-    """The root of a launch's compile cache, None where we did not make it."""
+    """The root of a launch's compile cache, None if we did not make it."""
     root = next((name for name, folder in adapter_of(engine).compile_cache.items() if not folder), "")
     where = Path(env.get(root) or "")
     return where if (where / CACHE_MARK).exists() else None
@@ -121,7 +122,7 @@ def _ours(env: Mapping[str, str], engine: str) -> Path | None:
 @contextmanager
 def claimed_cache(env: Mapping[str, str], engine: str = "vllm") -> Iterator[dict[str, str]]:
     """Lock the compile cache of a launch, because two writers damage it. A launch that finds it locked gets a
-    second cache beside it. Yields the variables to lay over `env`; none where the tuner did not make it."""
+    second cache beside it. Yields the variables to lay over `env`; none if the tuner did not make it."""
     where = _ours(env, engine)
     if where is None:
         yield {}

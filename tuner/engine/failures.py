@@ -54,7 +54,7 @@ STUDY_KINDS: dict[str, FailureKind] = {
     "model_gated": FailureKind(
         outcome="study",
         retries=0,
-        sentence="the model may not be read: accept its licence, or give HF_TOKEN in engine.env",
+        sentence="no permission to read the model: accept its licence, or give HF_TOKEN in engine.env",
     ),
     "remote_code": FailureKind(
         outcome="study",
@@ -309,6 +309,18 @@ class LaunchFailure:
         return wanted(self.reason, cause=self.kind, evidence=self.evidence)
 
 
+def asks_its_share(kind: str | None, reason: str) -> bool:
+    """Whether an engine found less free memory at its start than its share: that depends on no other knob."""
+    return kind == "oom" and _ASKED.search(reason) is not None
+
+
+def mending(kind: str, reason: str) -> frozenset[str]:
+    """The knobs that can mend a failure, by its kind and its sentence."""
+    if asks_its_share(kind, reason):
+        return frozenset({"gpu_memory_utilization", "kv_cache_memory_bytes"})
+    return frozenset(KINDS[kind].knobs) if kind in KINDS else frozenset()
+
+
 def retries(cause: str | None, phase: Phase = "startup") -> int:
     """How often an attempt with this cause is repeated; out of memory under load is confirmed once."""
     if cause == "oom" and phase == "run":
@@ -497,14 +509,14 @@ def _detail(kind: str, line: str) -> str:
         words = re.sub(r"^.*?(?=error: |\w*Error\b|validation error)", "", line)
         return words[:240]
     if match := _MAMBA.search(line):
-        return f"{match.group(1)} asked for, {match.group(2)} there"
+        return f"{match.group(1)} needed, {match.group(2)} available"
     if match := re.search(r"warming up \w+ with (\d+) dummy requests", line):
         return f"{match.group(1)} sequences"
     if match := _NEEDED.search(line):
-        return f"{match.group(1)} GiB needed, {match.group(2)} GiB there"
+        return f"{match.group(1)} GiB needed, {match.group(2)} GiB available"
     if match := _FREE.search(line):
         free, total, share, desired = match.groups()
-        return f"{desired} GiB wanted ({share} of the card), {free} of {total} GiB free"
+        return f"{desired} GiB needed ({share} of the memory), {free} of {total} GiB free"
     return ""
 
 
@@ -557,6 +569,7 @@ def _missing_share(match: re.Match[str]) -> float:
     return min(1.0, max(0.01, (tried - free) / total)) if total else 0.5
 
 
+_ASKED = re.compile(r"GiB needed \([\d.]+ of the memory\)")
 _UNITS = {"bytes": 2.0**-30, "KiB": 2.0**-20, "MiB": 2.0**-10, "GiB": 1.0}
 _NEEDED = re.compile(
     r"\(([\d.]+) GiB KV cache is needed, which is larger than the available KV cache memory "

@@ -39,7 +39,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSample:
-    """One look at one GPU; None where the device does not report a value."""
+    """One look at one GPU; None if the device does not report a value."""
 
     uuid: str
     at_s: float
@@ -86,8 +86,9 @@ class Gpus:
         only: Sequence[str] = (),
         nvml: Nvml | None = None,
     ) -> "Gpus":
-        """The GPUs visible under `env` (CUDA_VISIBLE_DEVICES of this process when it sets none), of those
-        `only` the ones of these UUIDs where any are named, with their used memory now as the baseline."""
+        """The GPUs that are visible under `env` (the CUDA_VISIBLE_DEVICES of this process if `env` sets
+        none). With `only`, just those with these UUIDs. Their used memory now is the baseline.
+        """
         if nvml is None:
             nvml, absent = open_driver()
             if nvml is None:
@@ -160,7 +161,7 @@ class Gpus:
                 break
             if over and clock() - begun > timeout_s:
                 rest = (over[0].used_bytes - limits.get(over[0].uuid, 0)) / 2**30
-                raise failed("gpu_dirty", detail=f"{over[0].uuid}: {rest:.1f} GiB above the baseline").error()
+                raise failed("gpu_dirty", detail=f"{over[0].uuid}: {rest:.1f} GiB more than at first").error()
             await asyncio.sleep(interval_s)
         return clock() - begun
 
@@ -201,8 +202,8 @@ def visible_devices(
 ) -> dict[str, str]:
     """The environment that shows an engine these devices only; empty for none.
 
-    Devices go by their place in PCI order where it is known, because several vLLM versions cannot read a UUID
-    there. A MIG instance goes by UUID; where it is the only device (in a container), nothing is set. A choice
+    Devices go by their place in PCI order if it is known, because several vLLM versions cannot read a UUID
+    there. A MIG instance goes by UUID; if it is the only device (in a container), nothing is set. A choice
     in `env` (the study's) is kept, and is read in PCI order, as we read it.
     """
     if VISIBLE in env:
@@ -345,7 +346,7 @@ class Driver:
         return [User(uuid=uuid, pid=p.pid, memory_bytes=p.usedGpuMemory) for p in found]
 
     def _devices(self, index: int) -> list[Gpu]:
-        """The device itself, or its MIG instances where it is split."""
+        """The device itself, or its MIG instances if it is split."""
         device = pynvml.nvmlDeviceGetHandleByIndex(index)
         mode = _maybe(pynvml.nvmlDeviceGetMigMode, device)
         if not mode or mode[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
@@ -369,7 +370,7 @@ class Driver:
 
 
 def _maybe(question: Callable[..., T], *arguments: object) -> T | None:
-    """The answer, None where this device or driver does not know the question."""
+    """The answer, None if this device or driver does not know the question."""
     try:
         return question(*arguments)
     except pynvml.NVMLError:

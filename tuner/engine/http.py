@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -85,11 +86,13 @@ def stream_has_token(reply: Reply) -> bool:
 
 
 def fresh_port(host: str = "127.0.0.1") -> int:
-    """A port that no process listens on, not even with SO_REUSEPORT."""
+    """A port that no process listens on, not even with SO_REUSEPORT.
+
+    It is below the ports that Linux gives to outgoing connections (from 32768 on): an engine binds its port
+    many seconds after it was chosen.
+    """
     while True:
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            port = int(probe.getsockname()[1])
+        port = random.randrange(20_000, 30_000)
         if is_free(port, host) and not strangers(port, ()):
             return port
 

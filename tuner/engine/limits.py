@@ -117,7 +117,7 @@ async def ask(server: Running, question: JSON) -> State:
     except (OSError, TimeoutError, ValueError) as error:
         return _silent(f"no answer: {type(error).__name__}: {error}")
     if not isinstance(said, dict):
-        return _silent("no answer that can be read")
+        return _silent("the answer cannot be read")
     return State(
         ok=said.get("ok") is True,
         limits=_mapping(said.get("limits")),
@@ -129,9 +129,9 @@ async def ask(server: Running, question: JSON) -> State:
 
 
 def stepped(before: Mapping[str, Any], after: Mapping[str, Any], seconds: float) -> dict[str, float]:
-    """What a scheduler did between two of its `steps`, `seconds` apart: percentiles of requests in a step and
-    of a step's milliseconds, blocks allocated and evicted a second, and the share of the blocks in use that
-    no token filled (0 where requests share blocks). Empty if it does not count.
+    """What a scheduler did between two of its `steps`, `seconds` apart: percentiles of the requests in a
+    step and of its milliseconds, and blocks allocated and evicted a second. Also the share of the blocks in
+    use that no token filled (0 if requests share blocks). Empty if the scheduler does not count.
     """
     if not before or not after or seconds <= 0:
         return {}

@@ -1,5 +1,6 @@
-"""An engine's log: secrets and prompts are removed before it is written; start-up phases are read from it,
-and the root cause of its end: which exception, of which process, ended it.
+"""An engine's log. Secrets and prompts are removed before it is written. The times of the start-up phases
+are read from it, and the root cause of the engine's end: the exception that ended it, and the process that
+raised it.
 """
 
 import re
@@ -149,7 +150,7 @@ class RootCause:
 
 
 def split(text: str) -> list[Line]:
-    """The lines of a log, each with its process and its level (empty where the line names none)."""
+    """The lines of a log, each with its process and its level (empty if the line names none)."""
     found = []
     for raw in text.splitlines():
         match = _LINE.match(raw)

@@ -1,28 +1,146 @@
-"""One engine process tree: started, checked until it is ready, and always stopped."""
+"""One engine process tree: started, checked until it is ready, and always stopped. While it runs, its step
+counter says whether it still computes (/health answers 200 when it is frozen).
+"""
 
 import asyncio
 import math
 import os
+import re
 import shutil
 import signal
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from tuner.adapters import adapter_of
-from tuner.engine import boots, effective, failures, limits, log, metrics
-from tuner.engine.failures import KINDS, LaunchFailure, Phase
+from tuner.engine import boots, failures, limits, log, metrics
+from tuner.engine.failures import KINDS, LaunchFailure, Phase, failed
 from tuner.engine.gpu import Gpus, visible_devices
 from tuner.engine.http import Reply, ask, fresh_port, strangers, stream_has_token
-from tuner.engine.liveness import Liveness, oom_kills, watch
+from tuner.engine.metrics import EngineMetrics, parse, read_effective
 from tuner.errors import BadInput, EngineError, StudyFailed
 from tuner.processes import HOST, TAG, Process, ProcessTable, Stopped, spawn, stop
 from tuner.records import JSON, LaunchSpec, Value
+
+_NEEDED = (
+    "running",
+    "waiting",
+    "generation_tokens",
+    "prompt_tokens",
+    "preemptions",
+    "iterations",
+)
+
+
+@cache
+def _needed(engine: str) -> re.Pattern[str]:
+    """The lines of /metrics that are needed here: this check runs more often than the whole page is
+    parsed.
+    """
+    names = [name for ours in _NEEDED for name in adapter_of(engine).metrics.get(ours, ())]
+    return re.compile(rf"^(?:{'|'.join(map(re.escape, names))})\b.*$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Mark:
+    at_s: float
+    iterations: float | None
+    tokens: float
+    preemptions: float
+
+
+class Liveness:
+    """Takes scrapes during a replay and reports when the engine made no progress for `grace_s` seconds.
+
+    Frozen: requests run, and no step ends. Thrash: no token comes while preemptions rise. An engine that
+    exports neither steps nor tokens is not checked; one that does not export tokens is not checked for
+    thrash.
+    """
+
+    def __init__(self, *, grace_s: float = 30.0, engine: str = "vllm") -> None:
+        self.grace_s, self.engine = grace_s, engine
+        self._step: _Mark | None = None
+        self._token: _Mark | None = None
+
+    def observe(self, metrics: EngineMetrics, now_s: float) -> LaunchFailure | None:
+        """The verdict on an engine without progress; None while it progresses, idles, or exports nothing."""
+        mark = _Mark(
+            at_s=now_s,
+            iterations=metrics["iterations"],
+            tokens=(metrics["generation_tokens"] or 0.0) + (metrics["prompt_tokens"] or 0.0),
+            preemptions=metrics["preemptions"] or 0.0,
+        )
+        silent = metrics["iterations"] is None and metrics["generation_tokens"] is None
+        if silent or not metrics.busy or self._step is None or self._token is None:
+            self._step = self._token = mark
+            return None
+        if mark.iterations != self._step.iterations or mark.tokens != self._step.tokens:
+            self._step = mark
+        if mark.tokens != self._token.tokens or metrics["generation_tokens"] is None:
+            self._token = mark
+        return self._judge(self._step, self._token, mark)
+
+    def _judge(self, step: _Mark, token: _Mark, now: _Mark) -> LaunchFailure | None:
+        rising = now.preemptions > token.preemptions
+        if rising and now.at_s - token.at_s > self.grace_s:
+            more = now.preemptions - token.preemptions
+            return failed(
+                "thrash", detail=f"{more:.0f} preemptions in {now.at_s - token.at_s:.0f} s", phase="run"
+            )
+        if now.at_s - step.at_s > self.grace_s:
+            return failed("frozen", detail=f"no step in {now.at_s - step.at_s:.0f} s", phase="run")
+        return None
+
+
+async def watch(
+    scrape: Callable[[], Awaitable[str]],
+    liveness: Liveness,
+    *,
+    interval_s: float,
+    clock: Callable[[], float] = time.monotonic,
+    heard: Callable[[], float] = lambda: -math.inf,
+) -> LaunchFailure:
+    """Check a running engine until it makes no progress; returns that verdict.
+
+    `scrape` gives the exposition text and raises OSError when there is none. No answer for the whole grace is
+    no progress too, unless tokens came meanwhile (`heard`: the time of the last ones, by the same clock).
+    """
+    answered = clock()
+    while True:
+        await asyncio.sleep(interval_s)
+        try:
+            needed = _needed(liveness.engine).findall(await scrape())
+        except OSError:
+            silent = clock() - max(answered, heard())
+            if silent > liveness.grace_s:
+                return failed(
+                    "frozen", detail=f"no token and no answer to /metrics for {silent:.0f} s", phase="run"
+                )
+            continue
+        answered = clock()
+        try:
+            scraped = parse("\n".join((*needed, "")), liveness.engine)
+        except ValueError:  # it answers, so it is alive, but this text cannot be read
+            continue
+        if (found := liveness.observe(scraped, answered)) is not None:
+            return found
+
+
+def oom_kills() -> int:
+    """How many processes the kernel's out-of-memory killer has killed on this host; 0 if it does
+    not count.
+    """
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
 
 HOST_NAME = "127.0.0.1"
 REFUSAL_S = 10.0
@@ -87,7 +205,7 @@ class Server:
         return (await self.ask("GET", "/metrics", timeout_s=timeout_s)).text
 
     async def steps(self) -> Mapping[str, Any]:
-        """What its scheduler counted so far (`live_limits.Steps`); empty where it does not."""
+        """What its scheduler counted so far (`live_limits.Steps`); empty if it does not."""
         return (await limits.ask(self, {})).steps
 
     def heard(self) -> None:
@@ -351,7 +469,7 @@ async def _timed_out(server: Server, step: str) -> LaunchFailure:
     found = failures.first_cause(text, server.kind)
     if found is not None and KINDS[found[0]].rank == 0:
         return await server.verdict("startup", patience_s=0.0)
-    detail = f"{server.spec.ready_timeout_s:.0f} s, still {step}"
+    detail = f"after {server.spec.ready_timeout_s:.0f} s still {step}"
     return failures.failed("init_timeout", detail=detail, evidence=failures.last_line(text))
 
 
@@ -366,7 +484,7 @@ async def _introduce(server: Server) -> None:
     except (OSError, ValueError) as error:
         fault = await server.fault("startup")
         raise fault or server.latch(failures.failed("refused", detail=str(error))) from error
-    server.effective = effective.read(server.spec, scraped, info, text)
+    server.effective = read_effective(server.spec, scraped, info, text)
     server.kv_tokens = metrics.kv_tokens(scraped) or log.kv_tokens(text)
     server.compiled_anew = boots.compiled_anew(text)
     server.timeline = {**log.timeline(text), "ready_s": server.ready_s}

@@ -22,8 +22,7 @@ from tuner.tuning.context import RunEvent, Tell
 from tuner.tuning.execution import stop_command_of
 from tuner.tuning.next_trial import Seed, fronts_of
 from tuner.tuning.run import RunLimits, tune
-from tuner.tuning.study import Clock, Prepared, prepare
-from tuner.tuning.studyfile import StudyFile
+from tuner.tuning.study import Clock, Prepared, StudyFile, prepare
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +78,11 @@ class _Seat:
 def choose(
     found: Sequence[Member], wanted: nodes.Selector, known: Sequence[Node], file: StudyFile
 ) -> tuple[Member, ...]:
-    """The selected nodes. BadInput where a node cannot run the study, NotFound where none matches."""
+    """The selected nodes. BadInput if a node cannot run the study, NotFound if none matches."""
     if file.node != "local":
-        raise BadInput(f"node: {file.node} is one node, but --on tunes many: remove node from the study file")
+        raise BadInput(
+            f"node: {file.node} names one node, but --on tunes many: remove `node` from the study file"
+        )
     with_gpus = [member for member in found if member.gpus] or list(found)
     classes = {node.name: node.gpu_class for node in known}
     facts = {m.name: _facts(m, classes.get(m.name)) for m in (with_gpus if not wanted.pairs else found)}

@@ -24,8 +24,8 @@ from tuner.fleet.node_worker import Done, NodeAnswer, NodeWorker
 from tuner.measures import many
 from tuner.records import LaunchSpec, Measurement
 from tuner.tuning.context import LaunchJob, Measured, Note
-from tuner.tuning.study import Prepared, Surveyed
-from tuner.tuning.studyfile import EngineFile
+from tuner.tuning.study import Prepared
+from tuner.tuning.survey import EngineFile, Surveyed
 
 GRANT_S = 120.0
 """Seconds that a node may take to start a worker on its GPUs; another job of the cluster may hold them."""
@@ -160,7 +160,7 @@ def members() -> tuple[Member, ...]:
     try:
         told = _ray().nodes()
     except ConnectionError as error:
-        raise Unavailable(f"the cluster does not answer any more: {error}") from error
+        raise Unavailable(f"the cluster no longer answers: {error}") from error
     found = sorted((_member(each) for each in told if each.get("Alive")), key=lambda m: m.name)
     names = [member.name for member in found]
     for name in names:
@@ -224,11 +224,11 @@ async def hire(member: Member, engine: EngineFile, base: Path) -> Hand:
         _end(actor)
         raise Conflict(
             f"node {member.name} did not give its {many(member.gpus, 'GPU')} within {GRANT_S:.0f} s:"
-            " another job of the cluster holds them"
+            " another job of the cluster holds them. Wait until it has ended, or choose nodes with --nodes"
         ) from None
     except Aborted as error:
         _end(actor)
-        raise Unavailable(f"{error} before its run began; the same command tries again") from error
+        raise Unavailable(f"{error} before its run began. Type the same command to try again") from error
     except BaseException:
         _end(actor)
         raise
@@ -237,9 +237,12 @@ async def hire(member: Member, engine: EngineFile, base: Path) -> Hand:
 def _surveyed(seen: NodeAnswer, node: str) -> Surveyed:
     """The description of a node. Its error is raised; BadInput for another version of the tuner."""
     if seen.version != __version__:
-        raise BadInput(f"node {node} has vllm-config-tuner {seen.version}, this is {__version__}")
+        raise BadInput(
+            f"node {node} has vllm-config-tuner {seen.version}, but this host has {__version__}: install one"
+            " version on both"
+        )
     if seen.surveyed is None:
-        raise seen.error or Unavailable(f"node {node} said nothing")
+        raise seen.error or Unavailable(f"node {node} did not report its engine's version")
     return seen.surveyed
 
 
@@ -385,7 +388,7 @@ class Remote:
             await asyncio.sleep(ASK_S)
         self.gone = (
             f"node {self._name} is lost, and there is no free node of its class "
-            f"{self._prepared.node.gpu_class}; the same command continues its run"
+            f"{self._prepared.node.gpu_class}. The same command continues its run"
         )
         raise asyncio.CancelledError(self.gone)
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
@@ -86,7 +87,7 @@ def handed_over(
     try:
         known = store.node(node.name)
     except NotFound:
-        known = store.add_node(node)
+        known = store.add_node(replace(node, host=node.host or socket.gethostname()))
     if known.state == "fault":
         raise Conflict(faulty(node.name))
     _wait_for_restorer(store, node.name, home, clock)
@@ -132,7 +133,7 @@ def forget(store: Store, node: str, *, clock: Clock) -> bool:
 
 
 def found(store: Store, node: str) -> list[str]:
-    """What the journal of a node says, a line for each fact. Empty where nothing is to be undone."""
+    """What the journal of a node says, a line for each fact. Empty if nothing is to be undone."""
     journal = store.handover(node)
     if not isinstance(journal, dict):
         return []
@@ -287,8 +288,8 @@ class _Place:
             return []
         if (host := journal.get("host")) != self._host:
             raise Conflict(
-                f"production on node {self._node} was drained from host {host}: restore it on that "
-                f"host; if that host is gone (a pod), type 'tuner node restore {self._node} --from "
+                f"production on node {self._node} was drained from host {host}. Restore it on that "
+                f"host. If that host is gone (a pod), type 'tuner node restore {self._node} --from "
                 f"{host}' here"
             )
         entries, self._drainer = journal.get("hooks"), str(journal.get("holder"))
@@ -318,8 +319,8 @@ class _Place:
         with suppress(Unavailable):
             self._store.set_node_state(self._node, "dirty")
         raise Unavailable(
-            f"node {self._node}: production ({entry['name']}) is NOT restored: {problem};"
-            f" 'tuner node restore {self._node}' tries again"
+            f"node {self._node}: production ({entry['name']}) is NOT restored: {problem}."
+            f" Type 'tuner node restore {self._node}' to try again"
         )
 
 

@@ -1,12 +1,17 @@
-"""The file TUNER_HOME/nodes/NAME.yaml: the hooks that take production off a node and bring it back."""
+"""The file TUNER_HOME/nodes/NAME.yaml: the hooks that take production off a node and bring it back.
+
+A hook of the kind `kubectl` is the command `python -m tuner.fleet.hooks VERB RESOURCE`. It scales by the
+Kubernetes API, with the service account of its pod, else the kubeconfig (`pip install 'vllm-config-
+tuner[kubernetes]'`).
+"""
 
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import yaml
 from pydantic import BeforeValidator, ValidationInfo, field_validator, model_validator
@@ -60,13 +65,13 @@ def path_of(home: Path, node: str) -> Path:
 
 
 def hooks(home: Path, node: str) -> tuple[Hook, ...]:
-    """The hooks of a node in the order of draining; none where there is no file."""
+    """The hooks of a node in the order of draining; none if there is no file."""
     path = path_of(home, node)
     return parse(document(path), str(path))
 
 
 def document(path: Path) -> dict[str, JSON]:
-    """The sections of a node's file; none where there is no file. BadInput names an unknown key."""
+    """The sections of a node's file; none if there is no file. BadInput names an unknown key."""
     if not path.is_file():
         return {}
     return _sections(yamltext.load(yamltext.read(path), str(path)).value, str(path))
@@ -74,7 +79,7 @@ def document(path: Path) -> dict[str, JSON]:
 
 def _sections(found: object, where: str) -> dict[str, JSON]:
     if not isinstance(found, dict):
-        raise BadInput(f"{where}: a mapping with the keys {', '.join(SECTIONS)} is expected")
+        raise BadInput(f"{where}: give a mapping with the keys {', '.join(SECTIONS)}")
     for key in found:
         if key not in SECTIONS:
             raise BadInput(f"{where}: unknown key '{key}'{nearest(str(key), SECTIONS)}")
@@ -85,7 +90,7 @@ def parse(found: object, where: str) -> tuple[Hook, ...]:
     """The hooks of a node's file. BadInput names the entry, the key and the nearest right one."""
     entries = _sections(found, where).get("handover", [])
     if not isinstance(entries, list):
-        raise BadInput(f"{where}: handover: a list of hooks is expected")
+        raise BadInput(f"{where}: handover: give a list of hooks")
     return tuple(_hook(item, f"{where}: handover[{n}]") for n, item in enumerate(entries))
 
 
@@ -121,9 +126,9 @@ def _hook(item: object, where: str) -> Hook:
 
 
 def command(value: object) -> tuple[str, ...]:
-    """A command as a list of words; no shell reads it. ValueError where it is none or holds a secret."""
+    """A command as a list of words; no shell reads it. ValueError if it is none or holds a secret."""
     if not isinstance(value, list) or not value or not all(isinstance(word, str) and word for word in value):
-        raise ValueError("a list of words such as [systemctl, stop, vllm] is expected")
+        raise ValueError("give a list of words such as [systemctl, stop, vllm]")
     for word, shown in zip(value, masking.arguments(value), strict=True):
         if word != shown:
             name = shown.partition("=")[0]
@@ -147,14 +152,14 @@ class HookFile(yamltext.Section):
     @classmethod
     def _one_kind(cls, value: object) -> object:
         if not isinstance(value, dict) or sum(kind in value for kind in KINDS) != 1:
-            raise ValueError(f"give exactly one of {', '.join(KINDS)}")
+            raise ValueError(f"give exactly one of the keys {', '.join(KINDS)}")
         return value
 
     @field_validator("command", mode="before")
     @classmethod
     def _both(cls, value: object) -> object:
         if not isinstance(value, dict) or set(value) != {"drain", "restore"}:
-            raise ValueError("give drain and restore, each a list of words")
+            raise ValueError("give the keys drain and restore, each with a list of words")
         return value
 
     @field_validator("systemd", "kubectl", mode="before")
@@ -162,14 +167,14 @@ class HookFile(yamltext.Section):
     def _word(cls, value: object, info: ValidationInfo) -> object:
         form, pattern = FORMS[str(info.field_name)]
         if not isinstance(value, str) or not re.fullmatch(pattern, value) or value.startswith("-"):
-            raise ValueError(f"{form} is expected, not {value!r}")
+            raise ValueError(f"give {form}, not {value!r}")
         return value
 
     @field_validator("timeout_s", mode="before")
     @classmethod
     def _seconds(cls, value: object) -> object:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MOST_S:
-            raise ValueError(f"seconds above 0, at most {MOST_S}, not {value!r}")
+            raise ValueError(f"give a number of seconds above 0 and at most {MOST_S}, not {value!r}")
         return value
 
 
@@ -185,7 +190,7 @@ def _unit(unit: str) -> Hook:
 
 
 def _scaled(name: str) -> Hook:
-    scaling = (sys.executable, "-m", "tuner.fleet.scaling")
+    scaling = (sys.executable, "-m", "tuner.fleet.hooks")
     return Hook(
         kind="kubectl",
         name=f"Kubernetes {name}",
@@ -194,3 +199,57 @@ def _scaled(name: str) -> Hook:
         restore=(*scaling, "scale", name, "{answer}"),
         ready=(*scaling, "ready", name),
     )
+
+
+RESOURCES = {"deployment": "deployment", "statefulset": "stateful_set"}
+API_TIMEOUT_S = 20
+PROBLEM = 1
+
+
+def scaling(words: Sequence[str]) -> int:
+    """Run `ask`, `scale N` or `ready` for NAMESPACE/KIND/NAME. The answer is on standard output; a problem is
+    on standard error with exit code 1.
+    """
+    verb, resource, *rest = words
+    namespace, kind, name = resource.split("/")
+    suffix = RESOURCES[kind.removesuffix("s")]
+    try:
+        return _do(verb, _api(), suffix, {"name": name, "namespace": namespace}, rest)
+    except Exception as error:  # the client's errors have no common ancestor
+        said = getattr(error, "reason", None) or str(error)
+        print(f"{resource}: {' '.join(str(said).split())}", file=sys.stderr)
+        return PROBLEM
+
+
+def _do(verb: str, api: Any, suffix: str, which: dict[str, str], rest: Sequence[str]) -> int:
+    where = {**which, "_request_timeout": API_TIMEOUT_S}
+    if verb == "scale":
+        body = {"spec": {"replicas": int(rest[0])}}
+        getattr(api, f"patch_namespaced_{suffix}_scale")(body=body, **where)
+        return 0
+    found = getattr(api, f"read_namespaced_{suffix}")(**where)
+    if verb == "ask":
+        print(found.spec.replicas)
+        return 0
+    status = found.status
+    seen = (status.observed_generation or 0) >= found.metadata.generation
+    ready, updated = status.ready_replicas or 0, status.updated_replicas or 0
+    if seen and ready == updated == found.spec.replicas == (status.replicas or 0):
+        return 0
+    print(f"{ready} of {found.spec.replicas} replicas are ready", file=sys.stderr)
+    return PROBLEM
+
+
+def _api() -> Any:
+    import kubernetes
+
+    client: Any = kubernetes  # an extra, without types
+    try:
+        client.config.load_incluster_config()
+    except client.config.ConfigException:
+        client.config.load_kube_config()
+    return client.client.AppsV1Api()
+
+
+if __name__ == "__main__":
+    sys.exit(scaling(sys.argv[1:]))

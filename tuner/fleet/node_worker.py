@@ -14,8 +14,8 @@ from tuner.fleet import nodes
 from tuner.records import LaunchSpec
 from tuner.settings import Settings
 from tuner.tuning.context import HostContext, LaunchJob, Measured, News, split_cores
-from tuner.tuning.study import Prepared, Surveyed
-from tuner.tuning.studyfile import EngineFile
+from tuner.tuning.study import Prepared
+from tuner.tuning.survey import EngineFile, Surveyed
 from tuner.tuning.trial import LocalHost
 
 POLL_S = 5.0

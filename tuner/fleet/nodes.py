@@ -24,8 +24,7 @@ from tuner.errors import BadInput, Conflict, NotFound, TunerError, Unavailable, 
 from tuner.history.entities import Lease
 from tuner.history.store import Store
 from tuner.records import Node
-from tuner.tuning.study import Surveyed, survey
-from tuner.tuning.studyfile import EngineFile
+from tuner.tuning.survey import EngineFile, Surveyed, survey
 
 Clock = Callable[[], datetime]
 LEASE_S = 60.0
@@ -63,7 +62,7 @@ def register(store: Store, node: Node) -> Node:
         return store.add_node(node)
     if known.gpu_class != node.gpu_class:
         raise BadInput(
-            f"node {node.name} was registered as {known.gpu_class} and is {node.gpu_class} now:"
+            f"node {node.name} was registered with {known.gpu_class}, but now it has {node.gpu_class}:"
             " register the new machine under another name"
         )
     return store.add_node(replace(node, labels={**known.labels, **node.labels}, state=known.state))
@@ -120,9 +119,8 @@ def chosen(all_facts: Mapping[str, Mapping[str, str]], wanted: Selector) -> tupl
         for name, facts in sorted(all_facts.items())
     }
     there = "; ".join(f"{name} ({brief})" for name, brief in shown.items())
-    raise NotFound(
-        f"--nodes {wanted} selects none of the cluster's nodes: {there or 'it has none with GPUs'}"
-    )
+    there = f"they are {there}" if there else "it has none with GPUs"
+    raise NotFound(f"--nodes {wanted} selects none of the cluster's nodes; {there}")
 
 
 @contextmanager
@@ -153,7 +151,7 @@ def _begun(process: psutil.Process) -> str:
 
 
 def is_dead(holder: str) -> bool:
-    """Whether a holder is a process of this host that has ended; False where that cannot be known."""
+    """Whether a holder is a process of this host that has ended; False if that cannot be known."""
     host, _, rest = holder.partition(" pid ")
     pid, _, since = rest.partition(" since ")
     if host != socket.gethostname() or not pid.isdigit():
@@ -231,7 +229,9 @@ def _locked(uuid: str) -> int:
     except OSError as error:
         who = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "unknown"
         os.close(descriptor)
-        raise Conflict(f"GPU {uuid} is in use by another tuner on this host: {who}") from error
+        raise Conflict(
+            f"GPU {uuid} is in use by another tuner on this host: {who}; wait until it has ended"
+        ) from error
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, holder().encode(), 0)
     return descriptor

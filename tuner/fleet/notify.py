@@ -80,7 +80,7 @@ class Target(yamltext.Section):
     @classmethod
     def _known(cls, value: object) -> object:
         if not isinstance(value, list):
-            raise ValueError(f"a list of {', '.join(KINDS)} is expected")
+            raise ValueError(f"give a list with some of these words: {', '.join(KINDS)}")
         for kind in value:
             if kind not in KINDS:
                 raise ValueError(f"'{kind}' is not one of {', '.join(KINDS)}{nearest(str(kind), KINDS)}")
@@ -91,7 +91,7 @@ class Target(yamltext.Section):
     def _address(cls, value: str) -> str:
         parts = urlsplit(value)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError("an address such as https://host/path is expected")
+            raise ValueError("give an address such as https://host/path")
         return value
 
     @field_validator("command", mode="before")
@@ -102,7 +102,7 @@ class Target(yamltext.Section):
     @model_validator(mode="after")
     def _one_way(self) -> "Target":
         if bool(self.webhook) == bool(self.command):
-            raise ValueError("give exactly one of webhook and command")
+            raise ValueError("give one of the keys webhook and command, not both")
         return self
 
     @property
@@ -114,7 +114,7 @@ class Target(yamltext.Section):
 
 
 def targets(home: Path) -> tuple[Target, ...]:
-    """The targets of notify.yaml; none where there is no file. BadInput names the entry and the key."""
+    """The targets of notify.yaml; none if there is no file. BadInput names the entry and the key."""
     path = home / "notify.yaml"
     if not path.is_file():
         return ()
@@ -191,7 +191,7 @@ def failure(study: Study, sentence: str, at: datetime) -> Notice:
 
 
 def happening(found: Happening) -> Notice | None:
-    """The notice for a scheduled run that failed or did not start; None where nothing went wrong."""
+    """The notice for a scheduled run that failed or did not start; None if nothing went wrong."""
     if found.kind in ("start", "resume", "ended", "blackout"):
         return None
     sentence = f"schedule {found.schedule}: {found.kind}: {found.sentence}"
@@ -258,7 +258,6 @@ def regressions(store: Store, study: Study, run: Run, at: datetime) -> Sequence[
             workload=study.workload,
             metric=metric,
             since=at - LOOK_BACK,
-            compared=False,
             absent=True,
         )
         for night in nights(bests)[-1:]:

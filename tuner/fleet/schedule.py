@@ -71,7 +71,7 @@ async def loop(
     """Start scheduled runs until cancelled; the current runs are then cancelled and awaited.
 
     `wait` sleeps for seconds of the given clock; `tell` must not block. An unfinished run of a dead process
-    is started again up to `resumes` times within its window; 0 where the caller restarts runs itself.
+    is started again up to `resumes` times within its window; 0 if the caller restarts runs itself.
     """
     keeper = Keeper(store, clock=clock, start_run=start_run, tell=tell, resumes=resumes)
     try:
@@ -132,7 +132,7 @@ def too_short(found: TrialTimes | None, left_s: float, min_trials: int) -> str |
     relaunch = "" if found.relaunch_s is None else f"{found.relaunch_s:.0f} s of it to relaunch; "
     return (
         f"{left_s / 60:.0f} min are left, but {many(min_trials, 'trial')} would take"
-        f" {min_trials * found.trial_s / 60:.0f} min: a trial takes {found.trial_s:.0f} s"
+        f" {min_trials * found.trial_s / 60:.0f} min. One trial takes {found.trial_s:.0f} s"
         f" ({relaunch}median of {many(found.launches, 'launch')} on this node)"
     )
 
@@ -174,7 +174,10 @@ def _refusal(store: Store, firing: Firing, now: datetime, busy: str | None) -> t
     if now >= firing.deadline:
         return "missed", f"the window from {_at(found.due)} to {_at(found.end)} is over"
     if firing.terms.missed == "skip" and late_s > firing.terms.grace_s:
-        return "missed", f"it was due at {_at(found.due)}, {late_s / 60:.0f} min ago, and is skipped"
+        return (
+            "missed",
+            f"it was due at {_at(found.due)}. This is {late_s / 60:.0f} min ago, so it is skipped",
+        )
     if (day := blacked_out(schedule, found)) is not None:
         return "blackout", f"{day} is a blackout date"
     busy = busy or _busy(store, schedule.node, now)

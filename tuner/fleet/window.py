@@ -31,13 +31,13 @@ _GAP = timedelta(days=1)
 
 def _number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST:
-        raise ValueError(f"a number from 0 to {MOST}, not {value!r}")
+        raise ValueError(f"give a number from 0 to {MOST}, not {value!r}")
     return float(value)
 
 
 def _above_zero(value: object) -> float | None:
     if value is not None and _number(value) == 0:
-        raise ValueError(f"more than 0, not {value!r}")
+        raise ValueError(f"give more than 0, not {value!r}")
     return None if value is None else _number(value)
 
 
@@ -50,14 +50,17 @@ def _time_of_day(value: object) -> time | None:
     if value is None:
         return None
     if not isinstance(value, str) or not re.fullmatch(r"([01]?\d|2[0-3]):[0-5]\d", value):
-        raise ValueError(f"a time of day such as 05:30, not {value!r}")
+        raise ValueError(f"give a time of day such as 05:30, not {value!r}")
     hour, minute = value.split(":")
     return time(int(hour), int(minute))
 
 
 def _ranges(value: object) -> tuple[tuple[date, date], ...]:
     if not isinstance(value, list) or len(value) > MOST_RANGES:
-        raise ValueError(f"a list of at most {MOST_RANGES} dates such as 2026-12-24 or 2026-12-24/2026-12-26")
+        raise ValueError(
+            f"give a list of at most {MOST_RANGES} dates or ranges such as"
+            " [2026-12-24, 2026-12-24/2026-12-26]"
+        )
     found = []
     for item in value:
         first, _, last = str(item).partition("/")
@@ -75,8 +78,9 @@ Number = Annotated[float, BeforeValidator(_number)]
 
 
 class UpgradeTerms(yamltext.Section):
-    """What a schedule of upgrade checks watches: `to` is the engine that may be new, as `upgrade-check --to`
-    takes it, `old` (`from`) the one that it is compared with (empty: the study's), `alias` what runs.
+    """What a schedule of upgrade checks compares. `to` is the engine that may be new, as `upgrade-check
+    --to` takes it. `old` (key `from`) is the engine to compare with (empty: the study's). `alias` is the
+    configuration that runs.
     """
 
     to: str = Field(min_length=1, max_length=LONGEST_TEXT)
@@ -87,7 +91,7 @@ class UpgradeTerms(yamltext.Section):
 class Terms(yamltext.Section):
     """The `spec` of a schedule. Exactly one of `until` (local time of day) and `hours` is set.
 
-    `study` is the path of a study file where the schedule was made on the command line. `min_trials` must fit
+    `study` is the path of a study file if the schedule was made on the command line. `min_trials` must fit
     into the window. `trials` limits a run; without it the study's own budget does. `reserve_s` seconds at the
     end of the window are kept to stop the engine. `blackout` are ranges of local dates, both ends included.
     With `upgrade` it does not tune, but checks a new version of the engine once.
@@ -121,7 +125,7 @@ class Terms(yamltext.Section):
     @model_validator(mode="after")
     def _one_end(self) -> "Terms":
         if (self.until is None) == (self.hours is None):
-            raise ValueError("give the window's end, either until (HH:MM) or hours")
+            raise ValueError("give the window's end: `until` (HH:MM) or `hours`, not both")
         return self
 
     def spec(self) -> dict[str, JSON]:
@@ -167,7 +171,9 @@ def trigger(cron: str, timezone: str, until: datetime | None = None) -> CronTrig
     """
     fields = cron.split()
     if len(fields) != 5:
-        raise BadInput(f"cron '{cron}': five fields: minute hour day month weekday, such as '0 1 * * 1-5'")
+        raise BadInput(
+            f"cron '{cron}': write five fields, minute hour day month weekday, such as '0 1 * * 1-5'"
+        )
     minute, hour, day, month, weekday = fields
     if day != "*" and weekday != "*":
         raise BadInput(f"cron '{cron}': give days of the month or of the week, not both")
@@ -217,8 +223,8 @@ def _weekday(word: str, cron: str) -> int:
 def dues(schedule: Schedule, after: datetime, until: datetime) -> Iterator[datetime]:
     """The due times in (after, until], UTC, the earliest first.
 
-    Where a clock is set back, a time of day that comes twice is due the first time only; where it is set
-    forward, one that does not exist is due as much later.
+    If the clock is set back, a time of day can come twice. Then only the first time is due. If the clock is
+    set forward, a time of day may not exist. Then the run is due later, by as much as the clock was moved.
     """
     hourly = schedule.cron.split()[1].startswith("*")
     local = zone(schedule.timezone)

@@ -61,7 +61,7 @@ def records_of(kind: type[T], connection: Connection, query: Select[Any]) -> tup
 
 
 def first_of(kind: type[T], connection: Connection, query: Select[Any]) -> T | None:
-    """The first record of a query; None where it finds nothing."""
+    """The first record of a query; None if it finds nothing."""
     return next(iter(records_of(kind, connection, query.limit(1))), None)
 
 
@@ -138,8 +138,8 @@ def hold(connection: Connection, lease: Lease, now: datetime) -> None:
         raise NotFound(f"node '{lease.node}' has no lease")
     if found["fence"] != lease.fence or found["released"]:
         raise Conflict(
-            f"the lease on node '{lease.node}' (fence {lease.fence}) is no longer ours:"
-            f" '{found['holder']}' has fence {found['fence']}; stop, nothing was written"
+            f"the lease on node '{lease.node}' (fence {lease.fence}) is lost:"
+            f" '{found['holder']}' now has it with fence {found['fence']}; nothing was written"
         )
     if found["expires_at"] <= now:
         raise Conflict(f"the lease on node '{lease.node}' (fence {lease.fence}) ran out; nothing was written")

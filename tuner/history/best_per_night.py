@@ -10,7 +10,7 @@ from typing import Literal
 
 from tuner.conclusions import Judgement
 from tuner.history.entities import RunBest
-from tuner.measures import direction_of, many
+from tuner.measures import direction_of, many, number
 from tuner.records import Candidate, Run
 
 NOON = timedelta(hours=12)
@@ -47,11 +47,11 @@ class Configuration:
 class Night:
     """What one run shows of its night, for one node and workload; all numbers are of that run.
 
-    `newest`: it is the run that a page shows where it has one point per night. `runs`: how many runs the
-    night had. `date` is the evening's: a night goes from noon to noon. `step` is the change of the value
-    since the night before, (after − before) / before. `compared` judges it, beyond noise; with another
-    engine, trace or GPU in between, or where a run is not to be trusted, it is "not comparable".
-    `regression`: worse, and nothing but the knobs or the machine to blame.
+    `newest`: a page that has one point per night shows this run. `runs`: how many runs the night had.
+    `date` is that of the evening, because a night goes from noon to noon. `step` is the change of the value
+    since the night before, (after − before) / before. `compared` judges it, beyond noise. It is "not
+    comparable" if engine, trace or GPU changed in between, or if a run is not to be trusted. `regression`:
+    the value is worse, and only the knobs or the machine can be the cause.
     """
 
     date: date
@@ -78,7 +78,7 @@ class Night:
         said = "confirmed" if best.confirmed else "measured again"
         said = "not to be trusted" if best.outcome is Judgement.NOT_TRUSTED else said
         repeats = many(best.repeats, "repeat")
-        return f"{said}{kind}, {repeats}, {best.low:.4g} to {best.high:.4g}"
+        return f"{said}{kind}, {repeats}, {number(best.low)} to {number(best.high)}"
 
 
 def change_of(before: float, after: float) -> float | None:
@@ -121,8 +121,14 @@ def _concluded(best: RunBest) -> bool:
     return best.outcome not in (None, Judgement.NOT_CONFIRMED, Judgement.NOTHING_SERVED)
 
 
-def _measured(best: RunBest) -> bool:
+def measured(best: RunBest) -> bool:
+    """Whether the run's result has the metric that was asked for."""
     return not math.isnan(best.value)
+
+
+def without_value(bests: Sequence[RunBest]) -> int:
+    """How many of these runs ended with a result that does not have the metric: they have no row."""
+    return sum(best.ended_at is not None and not measured(best) for best in bests)
 
 
 def _newest(of_night: Sequence[RunBest]) -> RunBest:
@@ -168,16 +174,16 @@ def _evenings(bests: Sequence[RunBest], zone: tzinfo) -> list[list[tuple[date, l
 def rows(bests: Sequence[RunBest], *, zone: tzinfo = UTC, tolerance: float = 0.05) -> tuple[Night, ...]:
     """A Night per run, the oldest first, beside the night before: no row changes when a later run ends.
 
-    A run without a value has no row. Where it is the newest of its night, no other run stands in for it.
-    `tolerance` is the relative change that counts as none; where both nights were confirmed, overlapping
-    repeats count as none too.
+    A run without a value has no row. If it is the newest of its night, no other run stands in for it.
+    `tolerance` is the relative change that counts as none. If both nights were confirmed, overlapping
+    repeats count as no change, too.
     """
     found: list[Night] = []
     for place in _evenings(bests, zone):
         earlier: list[Sequence[RunBest]] = []
         for evening, of_night in place:
             newest = _newest(of_night)
-            for best in filter(_measured, of_night):
+            for best in filter(measured, of_night):
                 changed, step, compared = _since(_before(earlier, best), best, tolerance)
                 night = Night(
                     date=evening,
@@ -199,7 +205,7 @@ def _before(earlier: Sequence[Sequence[RunBest]], best: RunBest) -> RunBest | No
     """
     for of_night in reversed(earlier):
         known = [each for each in of_night if each.ended_at is not None or best.ended_at is None]
-        if known and _measured(newest := _newest(known)):
+        if known and measured(newest := _newest(known)):
             return newest
     return None
 
@@ -233,6 +239,6 @@ def trend(found: Sequence[Night]) -> float | None:
 
 
 def moment(text: str) -> datetime:
-    """A date or time as people write it; UTC where it names no zone. ValueError for anything else."""
+    """A date or time as people write it, in UTC if it names no zone. ValueError for anything else."""
     found = datetime.fromisoformat(text)
     return found if found.tzinfo else found.replace(tzinfo=UTC)

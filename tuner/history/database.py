@@ -4,11 +4,12 @@ that changes with every commit.
 
 import hashlib
 import random
+import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
 from sqlalchemy.engine import URL, make_url
@@ -122,6 +123,7 @@ class PostgresToken:
 T = TypeVar("T")
 WRITE = "tuner_write"
 STILL_S = 5.0
+MOST_KEPT = 64  # results of `read_once`
 SERIALISATION = ("40001", "40P01", "55P03")
 _SQLITE_WORDS = {
     "locked": "is locked by another process; try again when that has finished",
@@ -191,6 +193,7 @@ class Database:
         self._pause = pause
         self.engine = self._engine()
         self._token: SqliteToken | PostgresToken | ClockToken = ClockToken()
+        self._kept: tuple[int, dict[Hashable, Any]] = (0, {})
         if self.path is not None:
             self._token = SqliteToken(self.engine)
         elif not self.sqlite:
@@ -239,6 +242,25 @@ class Database:
         """Runs `work` in one read transaction, again when the connection was lost."""
         return self._run(work, write=False)
 
+    def read_once(self, key: Hashable, work: Callable[[Connection], T]) -> T:
+        """As `read`; what was read under this key is given again until something is committed. Nobody may
+        change it. Only an SQLite file tells of a commit at once.
+        """
+        if self.path is None:
+            return self.read(work)
+        try:
+            token = self.change_token()
+        except (sqlite3.Error, SQLAlchemyError):
+            return self.read(work)
+        at, kept = self._kept
+        if at != token or len(kept) >= MOST_KEPT:
+            kept = {}
+            self._kept = (token, kept)
+        if key not in kept:
+            kept[key] = self.read(work)
+        found: T = kept[key]
+        return found
+
     def write(self, work: Callable[[Connection], T]) -> T:
         """Runs `work` in one transaction and commits it exactly once; `work` may be called again from new."""
         return self._run(work, write=True)
@@ -282,7 +304,7 @@ class Database:
         if isinstance(error, IntegrityError):
             return Conflict(f"database {self.name} refused the change: {words}")
         if isinstance(error, DataError):
-            return BadInput(f"the record does not fit into the database: {words}")
+            return BadInput(f"the database cannot store this record: {words}")
         if self.sqlite:
             for sign, sentence in _SQLITE_WORDS.items():
                 if sign in words.lower():

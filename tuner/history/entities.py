@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from tuner.conclusions import Difference, Judgement
-from tuner.records import JsonObject, Knobs
+from tuner.records import JsonObject, Knobs, attempt_name
 
 SCOPES = ("read", "run", "promote", "admin")
 
@@ -78,14 +78,16 @@ class AuditEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunBest:
-    """What one run shows for one metric, with the study's facts beside it; never changed once it ended.
+    """What one run shows for one metric, with the study's facts beside it. It never changes after the run
+    has ended.
 
-    `value` is that of the configuration that the run ended with (its winner, else the baseline that stays),
-    by the run's own repeats, whose span is `low` to `high`; where nothing was measured again it is the best
-    first measurement. `baseline` is the baseline's value by the same repeats. `outcome` is the conclusion's
-    (None: the run has no end yet), `change` the difference from the baseline where the metric is an
-    objective. `confirmed`: the gain over the baseline was proved, by a plan that is no `demonstration`. A
-    `value` of NaN: the run measured other metrics, and not this one (where `Store.bests` is asked for it).
+    `value` is that of the configuration that the run ended with: its winner, or else the baseline that
+    stays. It comes from the run's own repeats, whose span is `low` to `high`. If nothing was measured
+    again, it is a first measurement. `baseline` is the baseline's value from the same repeats.
+    `outcome` is the conclusion's (None: the run has no end yet). `change` is the difference from the
+    baseline, if the metric is an objective. `confirmed`: the gain over the baseline was proved, by a plan
+    that is no `demonstration`. A `value` of NaN: the run measured other metrics, and not this one (only if
+    `Store.bests` is asked for it).
     """
 
     run_id: str
@@ -101,6 +103,7 @@ class RunBest:
     metric: str
     trial_id: int
     number: int
+    attempt: int = 0
     candidate: Knobs
     value: float
     low: float
@@ -117,3 +120,13 @@ class RunBest:
     def at(self) -> datetime:
         """When the run ended; its start before that."""
         return self.ended_at or self.started_at
+
+    @property
+    def order(self) -> tuple[bool, datetime, str]:
+        """Sorts rows: the oldest end first, runs without an end last."""
+        return self.ended_at is None, self.at, self.run_id
+
+    @property
+    def label(self) -> str:
+        """What its trial is called."""
+        return attempt_name(self.number, self.attempt)

@@ -70,9 +70,9 @@ def _refuse_at_work(connection: Connection, now: datetime) -> None:
     held = select(leases).where(leases.c.released.is_(False), leases.c.expires_at > now)
     for row in connection.execute(held.order_by(leases.c.node)).mappings():
         raise Conflict(
-            f"node '{row['node']}' is leased to '{row['holder']}', a run of the earlier release:"
-            " end it, or wait until it has ended (if it was lost, until"
-            f" {row['expires_at']:%H:%M:%S} UTC), then upgrade"
+            f"node '{row['node']}' is leased to '{row['holder']}', a run of the earlier release. Cancel this"
+            " run, or wait until it has ended. If it was lost, its lease ends at"
+            f" {row['expires_at']:%H:%M:%S} UTC. Then upgrade"
         )
 
 
@@ -197,7 +197,7 @@ def _made(url: str) -> Database:
 def unpack(archive: Path, home: Path, url: str) -> int:
     """Puts what `pack` wrote into another home and its database; returns how many files there are beside it.
 
-    Nothing is written over: Conflict where the database has rows or the home has one of the files. BadInput
+    Nothing is written over: Conflict if the database has rows or the home has one of the files. BadInput
     for a file that is no such archive.
     """
     try:
@@ -210,8 +210,8 @@ def unpack(archive: Path, home: Path, url: str) -> int:
             files = [path for path in sorted(inside.rglob("*")) if path.is_file()]
             files.remove(inside / "tuner.db")
             for path in files:
-                if (home / path.relative_to(inside)).exists():
-                    raise Conflict(f"{home / path.relative_to(inside)} is there already: give an empty home")
+                if (there := home / path.relative_to(inside)).exists():
+                    raise Conflict(f"{there} is there already: set TUNER_HOME to an empty folder")
             upgrade(source := Database(f"sqlite:///{inside / 'tuner.db'}"))
             copy(source, _made(url))
             source.close()

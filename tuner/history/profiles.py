@@ -76,7 +76,7 @@ class ProfileStore(StorePart):
     def profile(self, profile_id: int) -> Profile:
         found = self._records(Profile, select(profiles).where(profiles.c.id == profile_id))
         if not found:
-            raise NotFound(f"there is no profile with id {profile_id}")
+            raise NotFound(f"there is no profile with id {profile_id} (`tuner profile list` shows the ids)")
         return found[0]
 
     def profile_version(self, key: ProfileKey, version: int) -> Profile:
@@ -133,10 +133,10 @@ class ProfileStore(StorePart):
             if expected is not None and expected != generation:
                 raise Conflict(
                     f"alias '{alias}' of {_words(key)} is at generation {generation}, not {expected}:"
-                    " somebody moved it in between"
+                    " somebody has moved it"
                 )
             if row is not None and row["frozen"]:
-                raise Conflict(f"alias '{alias}' of {_words(key)} is frozen: unfreeze it first")
+                raise Conflict(f"alias '{alias}' of {_words(key)} is frozen: unfreeze it first (docs/api.md)")
             if to_version is not None:
                 there = select(profiles.c.id).where(_at(profiles, key), profiles.c.version == to_version)
                 if connection.execute(there).first() is None:

@@ -9,7 +9,7 @@ from functools import lru_cache
 from statistics import median
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, Select, Text, func, insert, select, type_coerce
+from sqlalchemy import ColumnElement, Connection, Row, Select, Text, func, insert, or_, select, type_coerce
 
 from tuner.conclusions import Arm, Conclusion, Difference, Judgement
 from tuner.errors import BadInput, nearest
@@ -18,26 +18,31 @@ from tuner.history.best_per_night import newest_runs
 from tuner.history.entities import RunBest
 from tuner.history.tables import conclusions, launches, measurements, run_bests, runs, studies, trials
 from tuner.measures import NAMES, direction_of
-from tuner.records import Candidate, ProfileKey, RunState, TrialState, unpack_values
+from tuner.records import Candidate, ProfileKey, RunState, TrialState, label_in, of_attribution, unpack_values
 
 
 class _Measured:
     """The values of one complete trial in one run: its search measurement, and the confirmation's repeats."""
 
-    def __init__(self, trial_id: int, number: int, *, ours: bool):
-        self.trial_id, self.number, self.ours = trial_id, number, ours
+    def __init__(self, trial_id: int, number: int):
+        self.trial_id, self.number, self.ours = trial_id, number, False
         self.search: dict[str, float] = {}
-        self.confirm: list[dict[str, float]] = []
+        self.confirm: dict[str | None, list[dict[str, float]]] = {}
 
-    def repeats(self, metric: str) -> list[float]:
-        return [v for each in self.confirm if math.isfinite(v := each.get(metric, math.inf))]
+    def repeats(self, metric: str, rounds: int) -> list[float]:
+        """Its values in the last confirmation that measured it so often; else in the last one."""
+        each = list(self.confirm.values())
+        whole = [rows for rows in each if len(rows) >= rounds] or each
+        return [v for row in (whole or [[]])[-1] if math.isfinite(v := row.get(metric, math.inf))]
 
 
 def _measured(connection: Connection, run_id: str, arms: Sequence[int]) -> list[_Measured]:
     """The run's complete trials and those of the study's numbers in `arms`.
 
-    A repeat counts for the run that launched it: when a later run measures earlier trials again, the results
-    of the earlier run stay the same.
+    A repeat counts for the run that launched it, and for a later run that finishes the same confirmation. If
+    a later run measures earlier trials again, the results of the earlier run stay the same. What an
+    attribution measured does not count: the conclusion is without it. Of a trial that was only screened in
+    the search, its repeats do.
     """
     study_id, begun, ended = connection.execute(
         select(runs.c.study_id, runs.c.started_at, runs.c.ended_at).where(runs.c.id == run_id)
@@ -47,22 +52,28 @@ def _measured(connection: Connection, run_id: str, arms: Sequence[int]) -> list[
         wanted |= (trials.c.study_id == study_id) & trials.c.number.in_(arms)
     query = (
         select(trials.c.id, trials.c.number, trials.c.run_id, measurements.c.purpose,
-               measurements.c["values"], launches.c.started_at)
+               measurements.c["values"], launches.c.started_at, launches.c.directory)
         .join(measurements, measurements.c.trial_id == trials.c.id)
         .outerjoin(launches, launches.c.id == measurements.c.launch_id)
         .where(wanted, trials.c.state == TrialState.COMPLETE.value)
-        .where(trials.c.screened.is_(False), measurements.c.kind == "full")
+        .where(or_(trials.c.screened.is_(False), measurements.c.purpose != "search"))
+        .where(measurements.c.kind == "full")
         .order_by(measurements.c.id)
     )  # fmt: skip
+    rows = connection.execute(query).all()
+    before = [(at, label_in(folder)) for *_, at, folder in rows if at and (ended is None or at < ended)]
+    labels = {label for at, label in before if label and at >= begun}
+    own = {at for at, label in before if at >= begun or label in labels}
     found: dict[int, _Measured] = {}
-    for trial_id, number, made_by, purpose, values, launched in connection.execute(query):
+    for trial_id, number, made_by, purpose, values, launched, folder in rows:
         ours = made_by == run_id
-        trial = found.setdefault(trial_id, _Measured(trial_id, number, ours=ours))
-        meanwhile = launched is not None and begun <= launched and (ended is None or launched < ended)
+        trial = found.setdefault(trial_id, _Measured(trial_id, number))
+        if of_attribution(folder):
+            continue
         if purpose == "search":
-            trial.search = unpack_values(values)
-        elif purpose == "confirm" and (meanwhile or (launched is None and ours)):
-            trial.confirm.append(unpack_values(values))
+            trial.search, trial.ours = unpack_values(values), ours
+        elif purpose == "confirm" and (ours if launched is None else launched in own):
+            trial.confirm.setdefault(label_in(folder), []).append(unpack_values(values))
     return list(found.values())
 
 
@@ -76,10 +87,12 @@ def _first(metric: str, measured: Sequence[_Measured]) -> dict[str, object] | No
     return {"trial_id": best.trial_id, "value": value, "low": value, "high": value, "repeats": 1}
 
 
-def _again(metric: str, measured: Sequence[_Measured], arm: Arm | None) -> dict[str, object] | None:
+def _again(
+    metric: str, measured: Sequence[_Measured], arm: Arm | None, rounds: int
+) -> dict[str, object] | None:
     """One configuration as the run measured it again: the conclusion's value, and the span of the repeats."""
     trial = next((t for t in measured if arm is not None and t.number == arm.trial), None)
-    values = trial.repeats(metric) if trial is not None else []
+    values = trial.repeats(metric, rounds) if trial is not None else []
     told = arm.confirmed.get(metric) if arm is not None else None
     if trial is None or (told is None and not values):
         return None
@@ -90,9 +103,9 @@ def _again(metric: str, measured: Sequence[_Measured], arm: Arm | None) -> dict[
 
 
 def concluded_on(conclusion: Conclusion | None) -> Arm | None:
-    """The configuration that a run ended with: its winner, else the baseline that stays (also where the run
-    is not to be trusted: it shows how the machine served today's configuration). None where nothing was
-    measured again.
+    """The configuration that a run ended with: its winner, or else the baseline that stays. If the run is
+    not to be trusted, this is also the baseline, which shows how the machine served today's configuration.
+    None if nothing was measured again.
     """
     if conclusion is None or conclusion.outcome in (Judgement.NOT_CONFIRMED, Judgement.NOTHING_SERVED):
         return None
@@ -104,18 +117,22 @@ def of_run(
     connection: Connection, run_id: str, metrics: Iterable[str], conclusion: Conclusion | None = None
 ) -> list[dict[str, object]]:
     """One row per metric: the repeats of the configuration that the run ended with. If nothing was measured
-    again, it is the first measurement of a baseline that stays, else the best of the run's own.
+    again, it is the first measurement of a baseline that stays, else of the run's first finalist, else the
+    best of the run's own.
     """
     chosen = concluded_on(conclusion)
     base = conclusion.baseline if conclusion is not None and chosen is not None else None
     stays = conclusion.baseline if conclusion and conclusion.outcome is Judgement.BASELINE_STAYS else None
     measured = _measured(connection, run_id, [arm.trial for arm in (chosen, base, stays) if arm is not None])
-    ours = [trial for trial in measured if trial.ours]
-    first = [trial for trial in measured if stays is not None and trial.number == stays.trial] or ours
+    ours = [trial for trial in measured if trial.ours and trial.search]
+    first = [trial for trial in measured if stays is not None and trial.number == stays.trial]
+    finalist = conclusion.finalists[0].trial if conclusion is not None and conclusion.finalists else None
+    first = first or [trial for trial in ours if trial.number == finalist] or ours
+    rounds = conclusion.repeats if conclusion is not None else 0
     rows: list[dict[str, object]] = []
     for metric in metrics:
-        row = _first(metric, first) if chosen is None else _again(metric, measured, chosen)
-        before = _again(metric, measured, base)
+        row = _first(metric, first) if chosen is None else _again(metric, measured, chosen, rounds)
+        before = _again(metric, measured, base, rounds)
         if row is not None:
             rows.append({
                 "run_id": run_id, "metric": metric, **row, "trials": len(ours),
@@ -153,6 +170,7 @@ _BEST = (
     *_FACTS,
     *_FOUND,
     trials.c.number,
+    trials.c.attempt,
     type_coerce(trials.c.candidate, Text).label("candidate"),
     conclusions.c.document,
 )
@@ -231,7 +249,9 @@ def _running(
         measured = of_run(connection, facts["run_id"], sorted({*NAMES, metric}) if absent else [metric])
         here = [best for best in measured if best["metric"] == metric]
         for best in here or [{**best, "metric": metric, **_UNMEASURED} for best in measured[:1]]:
-            wanted = select(trials.c.number, trials.c.candidate).where(trials.c.id == best["trial_id"])
+            wanted = select(trials.c.number, trials.c.attempt, trials.c.candidate).where(
+                trials.c.id == best["trial_id"]
+            )
             trial = connection.execute(wanted).mappings().one()
             found.append(RunBest(**{**facts, **best, **trial, "candidate": Candidate(trial["candidate"])}))
     return found
@@ -260,29 +280,27 @@ class BestStore(StorePart):
         workload: str | None = None,
         since: datetime | None = None,
         until: datetime | None = None,
-        compared: bool = True,
         absent: bool = False,
     ) -> tuple[RunBest, ...]:
-        """The best of every run of a model that measured the metric, the oldest first; running ones too.
+        """The best of every run of a model that measured the metric, in `RunBest.order`; running ones too. A
+        comparison or an upgrade check is none of them.
 
         `node` is one node, or several. `since` and `until` bound the end of a run, or the start of one that
-        has no end yet. `compared`: also the runs of comparisons and upgrade checks. `absent`: also the runs
-        that measured other metrics only, with the value NaN.
+        has no end yet. `absent`: also the runs that measured other metrics only, with the value NaN.
         """
         if metric not in NAMES:
             raise BadInput(f"'{metric}' is not a measurement{nearest(metric, NAMES)}")
-        where = equal((studies.c.model, model), (studies.c.workload, workload))
+        where = [*equal((studies.c.model, model), (studies.c.workload, workload)), _TUNED]
         if node is not None:
             where.append(studies.c.node == node if isinstance(node, str) else studies.c.node.in_(node))
         at = func.coalesce(runs.c.ended_at, runs.c.started_at)
         where += [at >= since] if since is not None else []
         where += [at < until] if until is not None else []
-        where += [] if compared else [_TUNED]
 
         def work(connection: Connection) -> tuple[RunBest, ...]:
             found = _ended(connection, metric, where, absent=absent)
             found += _running(connection, metric, where, absent=absent)
-            return tuple(sorted(found, key=lambda best: (best.at, best.run_id)))
+            return tuple(sorted(found, key=lambda best: best.order))
 
         return self._read(work)
 
@@ -296,7 +314,7 @@ class BestStore(StorePart):
         def work(connection: Connection) -> Mapping[tuple[str, str], Conclusion]:
             rows = connection.execute(query).all()
             documents = {row.run_id: row.document for row in rows}
-            newest = newest_runs(sorted(map(_best_of, rows), key=lambda best: (best.at, best.run_id)))
+            newest = newest_runs(sorted(map(_best_of, rows), key=lambda best: best.order))
             last = {(b.node, b.workload): b.run_id for b in sorted(newest, key=lambda best: best.at)}
             return {place: Conclusion.from_json(documents[run_id]) for place, run_id in last.items()}
 

@@ -5,13 +5,12 @@ from collections.abc import Callable
 from datetime import datetime
 
 from tuner.errors import NotFound
-from tuner.history.access import AccessStore
 from tuner.history.database import Database
 from tuner.history.entities import Lease
 from tuner.history.maintenance import upgrade
-from tuner.history.nodes import NodeStore
 from tuner.history.profiles import ProfileStore
 from tuner.history.run_best import BestStore
+from tuner.history.service import AccessStore, NodeStore
 from tuner.history.studies import StudyStore
 from tuner.history.trials import TrialStore
 from tuner.leftovers import lives
@@ -30,7 +29,8 @@ class Store(StudyStore, TrialStore, BestStore, ProfileStore, NodeStore, AccessSt
         path = self._database.path
         if path is not None and not create and not path.exists():
             raise NotFound(
-                f"there is no database {path}: it is made by the first 'tuner tune' or 'tuner db upgrade'"
+                f"there is no database {path}: 'tuner tune', 'tuner trace import' or 'tuner db upgrade' makes"
+                " it"
             )
         if path is not None:
             self._database.make_folder()
@@ -52,8 +52,8 @@ class Store(StudyStore, TrialStore, BestStore, ProfileStore, NodeStore, AccessSt
         return self._database.change_token()
 
     def stopped_runs(self, *, now: datetime) -> frozenset[str]:
-        """The ids of the runs that have no end and lost their process, as far as this host can know: by their
-        process here, by their node's lease where another host has them.
+        """The ids of the runs that have no end and lost their process, as far as this host can know: from
+        their process if it is on this host, and from their node's lease if it is on another host.
         """
         here = socket.gethostname()
         left = [r for r in self.runs(state=RunState.RUNNING) if r.host and not r.cancel_requested]

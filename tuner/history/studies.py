@@ -1,7 +1,7 @@
 """Studies, their runs, and what the runs concluded."""
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
@@ -21,12 +21,20 @@ from sqlalchemy import (
     update,
 )
 
-from tuner.conclusions import Attribution, Conclusion, Judgement
+from tuner.conclusions import Attribution, Conclusion, Judgement, RunCost
 from tuner.errors import Conflict, NotFound
 from tuner.history import run_best
-from tuner.history.base import StorePart, equal, find, first_of, row_of
-from tuner.history.tables import attributions, conclusions, runs, studies, trials
-from tuner.records import Run, RunState, Study, TrialState
+from tuner.history.base import StorePart, equal, find, first_of, records_of, row_of
+from tuner.history.tables import attributions, conclusions, launches, runs, studies, trials
+from tuner.records import (
+    Launch,
+    Run,
+    RunState,
+    Study,
+    TrialState,
+    gpus_held,
+    repeat_of,
+)
 
 
 def _study(connection: Connection, ref: str) -> Study:
@@ -47,7 +55,7 @@ def _update(connection: Connection, run: Run) -> None:
 
 
 def _conclude(connection: Connection, conclusion: Conclusion) -> None:
-    """Writes a conclusion. Conflict where the run has one already."""
+    """Writes a conclusion. Conflict if the run has one already."""
     query = select(conclusions.c.run_id).where(conclusions.c.run_id == conclusion.run_id)
     if connection.execute(query).scalar() is not None:
         raise Conflict(f"run '{conclusion.run_id}' already has a conclusion, which is never changed")
@@ -62,22 +70,47 @@ def _conclude(connection: Connection, conclusion: Conclusion) -> None:
 
 
 def _give_up(connection: Connection, run: Run) -> Conclusion | None:
-    """The conclusion of a run that has ended. Where the run gave none, writes that nothing was confirmed."""
+    """The conclusion of a run that has ended. Where the run gave none, writes that nothing was confirmed. A
+    confirmation that it began is told, without the last repeat, which may not be whole.
+    """
     query = select(conclusions.c.document).where(conclusions.c.run_id == run.id)
     if (found := connection.execute(query).scalar()) is not None:
         return Conclusion.from_json(found)
     complete = select(trials.c.id).where(
         trials.c.run_id == run.id, trials.c.state == TrialState.COMPLETE.value, trials.c.origin != "baseline"
     )
-    done = connection.execute(complete.limit(1)).first() is not None
+    made = _launches(connection, run)
+    repeats = [repeat for each in made if (repeat := repeat_of(each.directory)) is not None]
+    study = _study(connection, run.study_id)
+    begun = [] if study.compares else repeats
+    gpus = (gpus_held(made[0].argv) if made else 1) if study.has_gpus else 0
+    done = bool(begun) or connection.execute(complete.limit(1)).first() is not None
     outcome = Judgement.NOT_CONFIRMED if done else Judgement.NOTHING_SERVED
     begins = "Not confirmed" if done else "No candidate completed"
+    then = " The next run first finishes the confirmation." if begun else ""
     said = Conclusion(
         run_id=run.id, study_id=run.study_id, at=run.at, outcome=outcome,
-        sentence=f"{begins}: {(run.reason or 'the run ended').rstrip('.')}.",
+        sentence=f"{begins}: {(run.reason or 'the run ended').rstrip('.')}.{then}",
+        cost=RunCost.of(made, gpus=gpus), repeats=max(begun, default=1) - 1,
     )  # fmt: skip
     _conclude(connection, said)
     return said
+
+
+def _launches(connection: Connection, run: Run) -> Sequence[Launch]:
+    """The launches of a run's study since it began."""
+    ours = launches.c.started_at >= run.started_at
+    return records_of(Launch, connection, select(launches).where(launches.c.study_id == run.study_id, ours))
+
+
+def _in_order(connection: Connection, run: Run) -> Run:
+    """The run, ended no earlier than it and its launches did: whoever ends it may have a clock that is behind
+    the run's, as on a virtual clock.
+    """
+    if run.ended_at is None:
+        return run
+    ended = [each.ended_at for each in _launches(connection, run) if each.ended_at is not None]
+    return replace(run, ended_at=max([run.ended_at, run.started_at, *ended]))
 
 
 def _behind(time: Column[Any], key: Column[Any], after: str) -> ColumnElement[bool]:
@@ -155,7 +188,8 @@ class StudyStore(StorePart):
                     _update(connection, again)
                     return again
                 reason = "cancelled; its controller was gone"
-                given_up = replace(old, state=RunState.CANCELLED, ended_at=now, reason=reason)
+                ended = replace(old, state=RunState.CANCELLED, ended_at=now, reason=reason)
+                given_up = _in_order(connection, ended)
                 _update(connection, given_up)
                 run_best.write(connection, old.id, _give_up(connection, given_up))
             connection.execute(insert(runs).values(**row_of(fresh)))
@@ -174,7 +208,9 @@ class StudyStore(StorePart):
             old = find_run(connection, run.id)
             if old.state != RunState.RUNNING and old.state != run.state:
                 raise Conflict(f"run '{run.id}' has ended as {old.state}; it cannot become {run.state}")
-            kept = replace(run, cancel_requested=run.cancel_requested or old.cancel_requested)
+            kept = _in_order(
+                connection, replace(run, cancel_requested=run.cancel_requested or old.cancel_requested)
+            )
             _update(connection, kept)
             if conclusion is not None:
                 _conclude(connection, conclusion)
@@ -228,7 +264,7 @@ class StudyStore(StorePart):
         return tuple(Conclusion.from_json(row) for row in rows)
 
     def add_attribution(self, found: Attribution) -> Attribution:
-        """Keeps which knobs of a run's winner pay. Conflict where the run has that already."""
+        """Keeps which knobs of a run's winner pay. Conflict if the run has that already."""
 
         def work(connection: Connection) -> Attribution:
             query = select(attributions.c.run_id).where(attributions.c.run_id == found.run_id)
@@ -241,7 +277,7 @@ class StudyStore(StorePart):
         return self._write(work)
 
     def attribution(self, run_id: str) -> Attribution | None:
-        """Which knobs of a run's winner pay; None where nobody asked."""
+        """Which knobs of a run's winner pay; None if nobody asked."""
         query = select(attributions.c.document).where(attributions.c.run_id == run_id)
         found = self._read(lambda connection: connection.execute(query).scalar())
         return None if found is None else Attribution.from_json(found)

@@ -9,7 +9,7 @@ from sqlalchemy import Connection, Select, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from tuner.errors import BadInput, Conflict, NotFound
-from tuner.history.base import StorePart, equal, plain, record_of, row_of
+from tuner.history.base import StorePart, equal, plain, record_of, records_of, row_of
 from tuner.history.studies import find_run
 from tuner.history.tables import launches, measurements, profiles, run_bests, runs, studies, trials
 from tuner.records import Candidate, Launch, Measurement, RunState, Trial, TrialState
@@ -155,7 +155,7 @@ class TrialStore(StorePart):
         return self._write(work)
 
     def trial(self, trial_id: int) -> Trial:
-        return self._read(lambda connection: _one(connection, trial_id))
+        return self._database.read_once(("trial", trial_id), lambda connection: _one(connection, trial_id))
 
     def trials(
         self,
@@ -167,15 +167,19 @@ class TrialStore(StorePart):
         limit: int | None = None,
     ) -> tuple[Trial, ...]:
         """Trials of a study by (number, attempt), in some states or all; `after` pages on from one."""
-        query = select(trials).where(trials.c.study_id == study_id, *equal((trials.c.run_id, run_id)))
-        query = query.order_by(trials.c.number, trials.c.attempt).limit(limit)
-        if states:
-            query = query.where(trials.c.state.in_([state.value for state in states]))
-        if after is not None:
-            number, attempt = after
-            later = (trials.c.number == number) & (trials.c.attempt > attempt)
-            query = query.where(later | (trials.c.number > number)).where(trials.c.number >= number)
-        return self._read(lambda connection: load(connection, query))
+
+        def work(connection: Connection) -> tuple[Trial, ...]:
+            query = select(trials).where(trials.c.study_id == study_id, *equal((trials.c.run_id, run_id)))
+            query = query.order_by(trials.c.number, trials.c.attempt).limit(limit)
+            if states:
+                query = query.where(trials.c.state.in_([state.value for state in states]))
+            if after is not None:
+                number, attempt = after
+                later = (trials.c.number == number) & (trials.c.attempt > attempt)
+                query = query.where(later | (trials.c.number > number)).where(trials.c.number >= number)
+            return load(connection, query)
+
+        return self._database.read_once(("trials", study_id, tuple(states), run_id, after, limit), work)
 
     def orphans(self, *, host: str | None = None, node: str | None = None) -> tuple[Trial, ...]:
         """RUNNING trials, of the runs of one host, of one node, or of all: after a crash they will never
@@ -194,7 +198,7 @@ class TrialStore(StorePart):
                 connection.execute(insert(launches).values(**row_of(launch)))
             except IntegrityError as error:
                 raise Conflict(
-                    f"launch '{launch.id}' is in the history already, or its study is not"
+                    f"launch '{launch.id}' is already in the history, or its study is not in the history"
                 ) from error
             return launch
 
@@ -207,9 +211,11 @@ class TrialStore(StorePart):
         return launch
 
     def launches(self, study_id: str) -> tuple[Launch, ...]:
-        query = select(launches).where(launches.c.study_id == study_id)
-        query = query.order_by(launches.c.started_at, launches.c.id)
-        return self._records(Launch, query)
+        def work(connection: Connection) -> tuple[Launch, ...]:
+            query = select(launches).where(launches.c.study_id == study_id)
+            return records_of(Launch, connection, query.order_by(launches.c.started_at, launches.c.id))
+
+        return self._database.read_once(("launches", study_id), work)
 
     def open_launches(self, *, node: str | None = None) -> tuple[Launch, ...]:
         """Launches of which no end is known, of the studies of one node or of all, the oldest first."""

@@ -3,7 +3,6 @@ and rules for candidates that are known to fail, from vLLM's source and its erro
 """
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -13,7 +12,6 @@ from tuner.knobs.catalogue import (
     CATALOGUE,
     OLDEST,
     PREEMPTION,
-    SHORT,
     Knob,
     knob,
     matches,
@@ -103,7 +101,7 @@ def _absence(entry: Knob, facts: EngineFacts) -> str | None:
     if parse_version(facts.version) < OLDEST:
         return f"{here} is older than {OLDEST}, the oldest that the tuner supports; upgrade it"
     if not matches(facts.version, entry.usable):
-        why = entry.never or "it no longer acts"
+        why = entry.never or "its feature is gone"
         return f"{here} accepts it, but it has no effect there ({why}){_instead(entry, facts)}"
     if entry.platforms and facts.platform not in entry.platforms:
         return f"{entry.name}: it has no effect on {facts.platform}, only on {', '.join(entry.platforms)}"
@@ -118,23 +116,6 @@ def _not_offered(entry: Knob, value: Value, facts: EngineFacts) -> str | None:
         return None
     listed = ", ".join(str(choice) for choice in facts.choices[entry.name])
     return f"{entry.name}: {value} is not offered in {title(facts)}; it takes {listed}"
-
-
-PARALLEL = ("--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size")
-
-
-def gpus_held(argv: Sequence[str]) -> int:
-    """The number of GPUs of an engine: tensor × pipeline × data parallel. The last of equal flags counts, as
-    for argparse.
-    """
-    sizes: dict[str, int] = {}
-    for position, word in enumerate(argv):
-        flag, _, value = word.partition("=")
-        flag = SHORT.get(flag, flag)
-        value = value or (argv[position + 1] if position + 1 < len(argv) else "")
-        if flag in PARALLEL and value.isdigit():
-            sizes[flag] = int(value)
-    return max(1, math.prod(sizes.values()))
 
 
 def fixed(args: Mapping[str, object], facts: EngineFacts, *, where: str = "engine.args") -> tuple[str, ...]:
@@ -192,7 +173,7 @@ def _spelling_refusal(entry: Knob, value: Value, facts: EngineFacts) -> str | No
     if value is False and flag is not None and negation(flag) not in facts.flags:
         return f"{entry.name}: {title(facts)} has no {negation(flag)}, so only true is possible"
     if flag == "--cuda-graph-sizes" and entry.kind == "ints" and len(json.loads(str(value))) == 1:
-        return f"{entry.name}: {title(facts)} reads one number as the largest size; give two or more"
+        return f"{entry.name}: {title(facts)} would read one number as the largest size. Give two or more"
     return None
 
 
@@ -213,7 +194,7 @@ def _instead(entry: Knob, facts: EngineFacts) -> str:
     acts = other is not None and other.acts_on(facts.platform) and matches(facts.version, other.usable)
     if other is None or not acts or not (other.flag_in(facts) or _by_environment(other, facts)):
         return "; nothing there does the same"
-    return f"; nearest: {other.name}"
+    return f"; use {other.name} instead"
 
 
 def _pins_v0(facts: EngineFacts, env: Mapping[str, str]) -> bool:
@@ -241,16 +222,16 @@ def _preemption_refusal(value: str, facts: EngineFacts, env: Mapping[str, str]) 
             return None
         if "--preemption-mode" in facts.flags:
             return (
-                f"{name} swaps only in its V0 engine; set VLLM_USE_V1=0 in engine.env, "
-                "so that the baseline runs there too; nearest: recompute"
+                f"{name} swaps only in its V0 engine. Use recompute, or set VLLM_USE_V1=0 in engine.env, "
+                "so that the baseline also runs in V0"
             )
         close = f"offload:{size}" if offloads else "recompute"
-        return f"{name} has no swapping (--preemption-mode is gone since 0.11.0); nearest: {close}"
+        return f"{name} has no swapping (--preemption-mode is gone since 0.11.0); use {close} instead"
     if value.startswith("offload") and not offloads:
         if facts.platform not in OFFLOAD_PLATFORMS:
-            return f"{name} on {facts.platform} keeps KV blocks in host memory already; nearest: recompute"
+            return f"{name} on {facts.platform} keeps KV blocks in host memory already; use recompute instead"
         close = f"swap:{size}" if _pins_v0(facts, env) else "recompute"
-        return f"{name} has no --kv-offloading-size (present since 0.11.2); nearest: {close}"
+        return f"{name} has no --kv-offloading-size (present since 0.11.2); use {close} instead"
     return None
 
 
@@ -288,7 +269,7 @@ _DEFAULT_GRAPHS = adapter_of("vllm").graph_tokens or 0
 
 def with_acting_graphs(candidate: Mapping[str, Value], levels: Sequence[Value]) -> dict[str, Value]:
     """The candidate with the lowest limit on captured graphs that captures the same graphs. The limit is
-    removed where the engine's default captures the same: no graph is larger than the step budget.
+    removed if the engine's default captures the same: no graph is larger than the step budget.
     """
     kept = dict(candidate)
     asked, budget = kept.get(GRAPHS), kept.get("max_num_batched_tokens")

@@ -169,7 +169,7 @@ def pairs(argv: Sequence[str], notes: list[str]) -> list[tuple[str, list[str]]]:
         elif shell.unknown(word) and (not found or found[-1][1] or is_switch(found[-1][0])):
             notes.append(f"'{shell.plain(word)}' has no known value, so its arguments are missing")
         elif not found:
-            raise BadInput(f"argument '{shell.plain(word)}' stands before any flag")
+            raise BadInput(f"argument '{shell.plain(word)}' belongs to no flag: write its flag before it")
         else:
             found[-1][1].append(word)
             if shell.unknown(word):
@@ -177,7 +177,7 @@ def pairs(argv: Sequence[str], notes: list[str]) -> list[tuple[str, list[str]]]:
     for position in sorted(lost):
         flag, values = found[position]
         needed = ", ".join(name for value in values for name in shell.unknown(value))
-        notes.append(f"{flag} needs {needed}, which has no known value, so it is left out; write its value")
+        notes.append(f"{flag} needs {needed}, whose value is not known, so it is left out; write its value")
     return [pair for position, pair in enumerate(found) if position not in lost]
 
 
@@ -190,16 +190,16 @@ _SWITCH_WORDS = ("true", "false", "0", "1", "yes", "no")
 
 
 def switch_with_value(flag: str, values: Sequence[str], version: str) -> str | None:
-    """Why a release refuses a switch that is given a value; None where it takes it, as those before 0.9 took
+    """Why a release refuses a switch that is given a value; None if it takes it, as those before 0.9 took
     `--enable-chunked-prefill true`.
     """
     if not values or not is_switch(flag) or (flag not in table().bare and not matches(version, ">=0.9")):
         return None
-    return f"{flag} is a switch and takes no value, and got {shell.plain(values[0])}"
+    return f"{flag} is a switch and takes no value, but it has {shell.plain(values[0])}"
 
 
 def model_at_the_end(given: list[tuple[str, list[str]]]) -> str | None:
-    """The model of `--max-num-seqs 8 org/model`, where one value too many is the model; it is taken out."""
+    """The model of `--max-num-seqs 8 org/model`, if one value too many is the model; it is taken out."""
     for flag, values in given:
         entry = next((k for k in CATALOGUE.values() if flag in k.flags), None)
         most = 0 if is_switch(flag) else 1
@@ -219,7 +219,7 @@ def _check_switches(
         if wrong and facts:
             raise BadInput(f"{source}: {wrong}")
         if wrong:
-            notes.append(f"{wrong}: vLLM refuses it since 0.9; it is read as earlier releases read it")
+            notes.append(f"{wrong}: vLLM refuses this since 0.9. It is read here as earlier releases read it")
 
 
 def _given(
@@ -260,7 +260,7 @@ def _exact(flag: str, known: Collection[str], notes: list[str], source: str) -> 
     longer = sorted(name for name in known if name.startswith(flag))
     if len(longer) == 1:
         notes.append(
-            f"{flag} is short for {longer[0]}; write it out, since another release may have two such"
+            f"{flag} is short for {longer[0]}. Write the whole name; another release may have two such flags"
         )
         return longer[0]
     raise BadInput(f"{source}: no vLLM has the argument {flag}{nearest(flag, known)}")
@@ -366,7 +366,7 @@ def _json(text: str, flag: str, source: str) -> Value:
 
 
 def _numbers(flag: str, kind: str, values: Sequence[str], source: str) -> list[int | float | None]:
-    """The numbers of a flag as vLLM's parser reads them; none where it takes none. `kind`: of its knob."""
+    """The numbers of a flag as vLLM's parser reads them; none if it takes none. `kind`: of its knob."""
     if (wanted := catalogue.wanted_number(flag, kind)) is None:
         return []
     found: list[int | float | None] = []
@@ -375,7 +375,7 @@ def _numbers(flag: str, kind: str, values: Sequence[str], source: str) -> list[i
             found.append(catalogue.read_number(flag, kind, text))
         except ValueError:
             raise BadInput(
-                f"{source}: {flag}: '{text}' is not a number as vLLM reads it; it takes {wanted}"
+                f"{source}: {flag}: vLLM cannot read '{text}' as a number; this flag takes {wanted}"
             ) from None
     return found
 

@@ -1,5 +1,6 @@
-"""The knobs as data (catalogue.yaml): versions, values, defaults, and the effect of each knob; the long flags
-of each vLLM release (data/vllm_flags.json); numbers as its parser reads them. Nothing here asks an engine.
+"""The knobs as data (catalogue.yaml): versions, values, defaults, and the effect of each knob. Also the
+long flags of each vLLM release (data/vllm_flags.json), and numbers as vLLM's parser reads them. Nothing
+here asks an engine.
 """
 
 import json
@@ -16,7 +17,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from tuner.errors import BadInput, nearest
-from tuner.records import EngineFacts, ReadBack, Value, canonical_json
+from tuner.records import PARALLEL, EngineFacts, ReadBack, Value, canonical_json
 from tuner.settings import shipped
 
 
@@ -85,8 +86,8 @@ def wanted_number(flag: str, kind: str) -> str | None:
 
 
 def read_number(flag: str, kind: str, text: str) -> int | float | None:
-    """The number that a flag gets; None where vLLM takes the word for not given, or chooses (`auto`).
-    ValueError where vLLM's parser or its check of the value refuses it, such as `1e3` for a whole number.
+    """The number that a flag gets; None if vLLM takes the word for not given, or chooses (`auto`).
+    ValueError if vLLM's parser or its check of the value refuses it, such as `1e3` for a whole number.
     """
     if flag in _OPTIONAL and text in ("", "None"):
         return None
@@ -105,9 +106,7 @@ def read_number(flag: str, kind: str, text: str) -> int | float | None:
 
 # Short flags as vLLM's parser has them.
 SHORT = {
-    "-tp": "--tensor-parallel-size",
-    "-pp": "--pipeline-parallel-size",
-    "-dp": "--data-parallel-size",
+    **PARALLEL,
     "-ep": "--enable-expert-parallel",
     "-q": "--quantization",
     "-sc": "--speculative-config",
@@ -304,7 +303,7 @@ class Knob:
         return not self.platforms or platform in self.platforms
 
     def choices_for(self, version: str) -> tuple[Value, ...]:
-        """The allowed values in a version; empty where there is no closed list."""
+        """The allowed values in a version; empty if there is no closed list."""
         return next((rule.values for rule in self.choices if matches(version, rule.versions)), ())
 
     def default_for(self, facts: EngineFacts) -> Value:

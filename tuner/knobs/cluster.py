@@ -133,8 +133,8 @@ def container_starts(container: Mapping[str, Any], where: str, *, always: bool =
     is_script = any(word.endswith(".sh") for word in (*command, *args))  # of the image: unknown here
     if not found and command and is_script and is_vllm(str(container.get("image") or "")):
         raise BadInput(
-            f"{where}: container {container.get('name')} starts '{' '.join(command)}', which is not in the"
-            " file; give the vllm command line that this script runs"
+            f"{where}: container {container.get('name')} starts the script '{' '.join(command)}', whose text"
+            " is not in the file; give the vllm command line that this script runs"
         )
     misread = [each for key in ("command", "args") for each in _refused(key, container.get(key))]
     return [replace(e, notes=(*notes, *e.notes), misread=(*misread, *e.misread)) for e in found]
@@ -256,7 +256,7 @@ _OWN = ("v0", "v1", "extraArgs", "prometheusMultiprocDir")
 
 
 def _values(document: Mapping[str, Any], where: str) -> Iterator[FoundEngine]:
-    """The engines of a Helm values file; none where the document is something else."""
+    """The engines of a Helm values file; none if the document is something else."""
     specs = at(document, "servingEngineSpec", "modelSpec")
     if isinstance(specs, list):
         shared, notes = environment(at(document, "servingEngineSpec", "env"))

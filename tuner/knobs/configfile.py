@@ -1,5 +1,5 @@
-"""YAML of engines: values inside documents, and mappings as a command line (vLLM's `--config`, charts); and
-what a file is that starts no vLLM, for the message that says so.
+"""YAML of engines: values inside documents, and mappings as a command line (vLLM's `--config`, charts). If
+a file starts no vLLM, this module finds out what the file is, for the error message.
 """
 
 import json
@@ -14,7 +14,7 @@ from tuner.records import canonical_json
 
 
 def documents(text: str, where: str) -> list[dict[str, Any]]:
-    """The YAML mappings of a text; none where it is a command line."""
+    """The YAML mappings of a text; none if it is a command line."""
     try:
         return [each.value for each in yamltext.documents(text, where) if isinstance(each.value, dict)]
     except BadInput:
@@ -47,7 +47,7 @@ def as_list(raw: object) -> list[Any]:
 
 
 def at(document: object, *path: str) -> Any:
-    """The value under a path of keys (of lists: of places, as `walk` has them); None where one is missing."""
+    """The value under a path of keys (of lists: of places, as `walk` has them); None if one is missing."""
     for key in path:
         if isinstance(document, list):
             document = dict(enumerate(document)).get(int(key)) if key.isdigit() else None
@@ -132,14 +132,14 @@ def without_vllm(text: str, where: str) -> BadInput:
 
 
 def _kind(text: str, where: str) -> str:
-    """In words what a text is; empty where nothing tells."""
+    """In words what a text is; empty if nothing tells."""
     name, suffix = Path(where).name, Path(where).suffix.lower()
     if where == "command line":
         return ""
     if suffix in _SUFFIXES:
         return _SUFFIXES[suffix]
     if suffix in (".yaml", ".yml") and re.search(r"(?m)^[ -] *(hosts|tasks|roles)\s*:", text):
-        return "an Ansible playbook (roles and included files are not read: give the file of their tasks)"
+        return "an Ansible playbook (roles and included files are not read; give the file of their tasks)"
     if "{{" in text and suffix in (".yaml", ".yml", ".tpl"):
         return "a template of a Helm chart; give its values, or what `helm template` prints"
     if name == "Chart.yaml":

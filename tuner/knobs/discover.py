@@ -155,7 +155,7 @@ def _ask(
     quiet = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", **(env or {})}
     done = processes.run((*interpreter, "-c", _script(), *args), timeout_s=timeout_s, env=quiet)
     if done.code is None:
-        raise Unavailable(f"{named} did not say within {timeout_s:g} s what its vLLM offers; try again")
+        raise Unavailable(f"{named} did not list the flags of its vLLM within {timeout_s:g} s; try again")
     lines = [line for line in done.out.splitlines() if line.startswith(MARK)]
     if done.code != 0 or not lines:
         raise BadInput(f"{named} is not a usable Python interpreter: {_last(done.err)}")

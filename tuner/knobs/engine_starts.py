@@ -349,7 +349,7 @@ class _Stage:
 
 
 def in_dockerfile(text: str, where: str) -> list[FoundEngine]:
-    """The engines that the last image starts; none where it starts something else."""
+    """The engines that the last image starts; none if it starts something else."""
     shared: dict[str, str] = {}
     stages: dict[str, _Stage] = {}
     last = _Stage(base="")
@@ -419,7 +419,7 @@ def _follow(stage: _Stage, name: str, rest: str, body: str, shared: dict[str, st
 
 
 def _list(rest: str) -> list[str]:
-    """The words of a JSON list; none where Docker hands the text to a shell."""
+    """The words of a JSON list; none if Docker hands the text to a shell."""
     try:
         found = json.loads(rest)
     except ValueError:
@@ -442,8 +442,8 @@ def _started(stage: _Stage, where: str) -> list[FoundEngine]:
     script = next((word for word in words if word.endswith(".sh")), "")
     if not found and script:
         raise BadInput(
-            f"{where}: the image starts {script}, which is not in the file; give the vllm command line that"
-            " this script runs"
+            f"{where}: the image starts the script {script}, whose text is not in the file; give the vllm"
+            " command line that this script runs"
         )
     return [
         replace(
@@ -456,19 +456,19 @@ def _started(stage: _Stage, where: str) -> list[FoundEngine]:
 
 
 def _command(stage: _Stage, where: str) -> tuple[list[str], list[tuple[str, str]]]:
-    """The words of CMD as they were meant, and what Docker makes of them where that is something else."""
+    """The words of CMD as they were meant, and what Docker makes of them if that is something else."""
     if not stage.by_shell or not stage.command:
         return stage.command, []
     text = stage.command[0]
     starts = shell.START.search(text) is not None and not stage.entrypoint
     if starts or not (stage.entrypoint or is_vllm(stage.base)):
         return [*stage.shell, text], []
-    lost = f"CMD is not a JSON list, so the entrypoint gets {' '.join(stage.shell)} and one text"
+    lost = f"CMD is not a JSON list, so the entrypoint gets {' '.join(stage.shell)} and all words as one text"
     return shell.split(stage.filled(text), where), [(lost, "CMD as a JSON list")]
 
 
 def _with_script(words: list[str], files: dict[str, str]) -> list[str]:
-    """A command with the text of the script in place of its path, where that is a file of the image."""
+    """A command with the text of the script in place of its path, if that is a file of the image."""
     for at, word in enumerate(words):
         for path, text in files.items():
             if PurePosixPath(word) == PurePosixPath(path) and shell.START.search(text):

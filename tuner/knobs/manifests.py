@@ -1,24 +1,32 @@
 """Reads a running configuration from wherever people keep it: shell lines and scripts, systemd units, compose
-files, Kubernetes manifests and the ConfigMaps that their pods mount, Helm values, vLLM's own `--config` file.
+files, Ansible playbooks, Kubernetes manifests and the ConfigMaps that their pods mount, Helm values, vLLM's
+own `--config` file.
 """
 
+import json
 import os.path
 import re
+import shlex
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from tuner import yamltext
 from tuner.errors import BadInput, nearest
-from tuner.knobs import ansible, configfile, engine_starts, shell
+from tuner.knobs import configfile, engine_starts, shell
 from tuner.knobs.baseline import Imported, from_arguments
 from tuner.knobs.catalogue import table
-from tuner.knobs.cluster import engines_of
-from tuner.knobs.configfile import argv_of_mapping, as_list, at, documents
+from tuner.knobs.cluster import engines_of, words_in
+from tuner.knobs.configfile import argv_of_mapping, as_list, at, documents, environment
 from tuner.knobs.engine_starts import FoundEngine
 from tuner.records import EngineFacts
+
+if TYPE_CHECKING:
+    from jinja2.sandbox import SandboxedEnvironment
 
 Reader = Callable[[Mapping[str, Any], str], Iterator[FoundEngine]]
 Maps = Mapping[str, Mapping[str, str]]
@@ -146,7 +154,7 @@ def _alone(data: Mapping[str, str], where: str, read: Reader) -> Iterator[FoundE
 
 
 def _with_config(found: FoundEngine, files: Mapping[str, str]) -> FoundEngine:
-    """An engine with the arguments of its `--config` file, where that is one of these files, by path or, in a
+    """An engine with the arguments of its `--config` file, if that is one of these files, by path or, in a
     ConfigMap by itself, by name. Its command line overrides them, as in vLLM.
     """
     words = list(found.words)
@@ -179,7 +187,10 @@ def read(what: str, *, pick: str | None = None, facts: EngineFacts | None = None
     if len(chosen) != 1:
         names = ", ".join(source.name for source in found)
         close = nearest(pick or "", [source.name for source in found])
-        raise BadInput(f"{found[0].where}: pick one engine of {names}{close if pick else ''}")
+        raise BadInput(
+            f"{found[0].where}: pick one engine of {names}{close if pick else ''}"
+            " (`tuner baseline import FILE --pick NAME`)"
+        )
     source = chosen[0]
     made = from_arguments(source.words, env=source.env, source=source.where, name=source.name, facts=facts)
     misread = [f"{what}; write {fix}" for what, fix in source.misread]
@@ -203,7 +214,7 @@ def _engines(what: str) -> tuple[FoundEngine, ...]:
         text, where = what, "command line"
     if not text.strip():
         raise BadInput(f"{where}: it is empty; give {configfile.READ}")
-    if plays := ansible.engines(text, where, _unit):
+    if plays := _ansible(text, where):
         return _unlike(plays)
     if (found := _of_form(text, path if where != "command line" else Path(), where)) is not None:
         return found
@@ -241,7 +252,7 @@ def _of_form(text: str, path: Path, where: str) -> tuple[FoundEngine, ...] | Non
 
 
 def _some(found: Sequence[FoundEngine], text: str, where: str) -> Sequence[FoundEngine]:
-    """The engines found. BadInput, saying what the text is, where there is none."""
+    """The engines found. BadInput, saying what the text is, if there is none."""
     if not found:
         raise configfile.without_vllm(text, where)
     return found
@@ -253,7 +264,7 @@ _SHELL_BLOCKS = frozenset(
 
 
 def _of_block(language: str, block: str, where: str) -> Sequence[FoundEngine]:
-    """The engines of a code block; none where it is neither shell nor YAML."""
+    """The engines of a code block; none if it is neither shell nor YAML."""
     try:
         if language in ("yaml", "yml"):
             return [
@@ -342,3 +353,145 @@ def _document(document: Mapping[str, Any], where: str) -> Iterator[FoundEngine]:
     if keys <= set(table().flags) | {"--model-tag"} and keys - {"--model", "--model-tag", "--host", "--port"}:
         words = argv_of_mapping(document)
         yield FoundEngine(where=where, name="config", words=tuple(words))
+
+
+_COMMANDS = ("command", "shell", "raw")
+_CONTAINERS = ("docker_container", "podman_container")
+_DOCUMENTS = {
+    "k8s": ("definition", "resource_definition"), "docker_compose_v2": ("definition",),
+    "docker_compose": ("definition",), "helm": ("values", "release_values"),
+}  # fmt: skip
+_INSIDE = ("pre_tasks", "tasks", "post_tasks", "handlers", "block", "rescue", "always")
+_DEPTH = 5
+"""How often a text is filled in, where a variable's value has variables itself."""
+
+
+def _ansible(text: str, where: str) -> list[FoundEngine]:
+    """The engines of a playbook or of a file of tasks; none if the text is something else."""
+    if not re.match(r"(?:[ \t\r]*(?:#[^\n]*|---[^\n]*)?\n)*[ \t]*- ", text):
+        return []
+    try:
+        found = [each.value for each in yamltext.documents(text, where)]
+    except BadInput:
+        return []
+    plays = [item for each in found if isinstance(each, list) for item in each if isinstance(item, Mapping)]
+    return list(_of_items(plays, {}, {}, where))
+
+
+def _of_items(
+    items: Sequence[Any], scope: Mapping[str, Any], env: Mapping[str, str], where: str
+) -> Iterator[FoundEngine]:
+    """The engines of plays, blocks and tasks in their order; `set_fact` holds for those after it."""
+    facts: dict[str, Any] = {}
+    for item in (each for each in items if isinstance(each, Mapping)):
+        files, notes = _files(item.get("vars_files"), where)
+        known = {**scope, **facts, **files, **_mapping(item.get("vars"))}
+        around = {**env, **environment(_with_variables(item.get("environment"), known))[0]}
+        found: list[FoundEngine] = []
+        for key, value in item.items():
+            module = str(key).rsplit(".", 1)[-1]
+            if module == "set_fact":
+                facts |= _mapping(value)
+            elif module in _INSIDE and isinstance(value, list):
+                found += _of_items(value, known, around, where)
+            else:
+                arguments = {**_mapping(item.get("args")), **_mapping(value)}
+                text = value if isinstance(value, str) else ""
+                filled = _with_variables(text, known), _with_variables(arguments, known)
+                made = _of_module(module, *filled, around, where)
+                found += [replace(each, name=each.name or str(item.get("name") or module)) for each in made]
+        yield from (replace(each, notes=(*notes, *each.notes)) for each in found)
+
+
+def _of_module(
+    module: str, text: Any, given: Mapping[str, Any], env: Mapping[str, str], where: str
+) -> Iterator[FoundEngine]:
+    """The engines that one task starts: `given` are its arguments, `text` what it has in their place."""
+    if module in _COMMANDS:
+        line = text or given.get("cmd") or given.get("_raw_params") or given.get("argv") or ""
+        if isinstance(line, list):
+            yield from engine_starts.in_words([str(word) for word in line], where, env)
+        else:
+            own = r"^(?:\s*(?:chdir|creates|removes|executable|stdin)=\S+)+"
+            yield from engine_starts.in_script(re.sub(own, "", str(line)), where, env)
+    elif module in _CONTAINERS and given:
+        words = [word for key in ("entrypoint", "command") for word in words_in(given.get(key), where)]
+        image = "" if given.get("entrypoint") else str(given.get("image") or "")
+        inner, notes = environment(given.get("env"))
+        for each in engine_starts.in_words(words, where, inner, image):
+            yield replace(each, name=str(given.get("name") or ""), notes=(*notes, *each.notes))
+    elif module in _DOCUMENTS:
+        for found in (given.get(key) for key in _DOCUMENTS[module]):
+            for document in found if isinstance(found, list) else [found]:
+                yield from engines_of(document, where) if isinstance(document, Mapping) else ()
+    elif module == "copy" and shell.START.search(content := str(given.get("content") or "")):
+        is_unit = re.search(r"^\[(?:Service|Container)\]", content, re.MULTILINE)
+        yield from (_unit if is_unit else engine_starts.in_script)(content, where)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _files(names: Any, where: str) -> tuple[dict[str, Any], list[str]]:
+    """The variables of files beside the playbook, and a note for each that cannot be read here."""
+    found: dict[str, Any] = {}
+    notes: list[str] = []
+    for name in names if isinstance(names, list) else [names] if names else []:
+        path = Path(where).parent / str(name)
+        try:
+            found |= _mapping(yamltext.load(yamltext.read(path), str(path)).value)
+        except BadInput:
+            notes.append(f"vars_files {name} is not read; give its variables")
+    return found, notes
+
+
+def _with_variables(value: Any, scope: Mapping[str, Any]) -> Any:
+    """A value with its templates filled in."""
+    if isinstance(value, Mapping):
+        return {key: _with_variables(item, scope) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_variables(item, scope) for item in value]
+    for _ in range(_DEPTH):
+        if not isinstance(value, str) or not re.search(r"\{[{%]", value):
+            break
+        value = _once(value, scope)
+    return value
+
+
+def _once(text: str, scope: Mapping[str, Any]) -> Any:
+    from jinja2 import TemplateError
+
+    alone = re.fullmatch(r"\s*\{\{((?:(?!\}\}).)*)\}\}\s*", text, re.DOTALL)
+    try:
+        if alone:
+            found = _jinja().compile_expression(alone[1], undefined_to_none=False)(**scope)
+            return found if isinstance(found, list | dict) else str(found)
+        return _jinja().from_string(text).render(**scope)
+    except (TemplateError, ArithmeticError, TypeError, ValueError):
+        first = r"\{[{%]\W*(\w[\w.]*).*?[%}]\}"
+        return re.sub(first, lambda found: _unknown(found[1]), text, flags=re.DOTALL)
+
+
+def _unknown(name: str) -> str:
+    return f"{shell.UNKNOWN}{name}{shell.UNKNOWN}"
+
+
+@lru_cache
+def _jinja() -> "SandboxedEnvironment":
+    from jinja2 import ChainableUndefined
+    from jinja2.sandbox import SandboxedEnvironment
+
+    class Missing(ChainableUndefined):
+        """A variable that nothing here gives a value."""
+
+        def __str__(self) -> str:
+            return _unknown(self._undefined_name or "a variable")
+
+    def lookup(kind: str, *terms: object, **options: object) -> Missing:
+        return Missing(name=str(terms[-1]) if terms else kind)
+
+    made = SandboxedEnvironment(undefined=Missing, keep_trailing_newline=True)
+    made.globals |= {"lookup": lookup, "query": lookup, "q": lookup}
+    made.filters |= {"quote": lambda text: shlex.quote(str(text)), "to_json": json.dumps, "bool": bool}
+    return made

@@ -65,7 +65,8 @@ def read(model: str, *, env: Mapping[str, str]) -> ModelFacts:
     if model in known:
         return known[model]
     raise NotFound(
-        f"model '{model}' is neither a folder, nor in {_hub(env)}, nor a shipped shape{nearest(model, known)}"
+        f"there is no model '{model}'{nearest(model, known)}, neither as a folder nor in {_hub(env)}:"
+        " download it, or give the folder that holds its config.json"
     )
 
 
@@ -128,7 +129,7 @@ _UNLIKE = {
     "num_experts": "it is a mixture of experts",
     "n_routed_experts": "it is a mixture of experts",
     "layer_types": "its layers are of several kinds",
-    "sliding_window": "its attention sees a window",
+    "sliding_window": "its attention sees only a window of the tokens",
 }
 
 
@@ -146,7 +147,7 @@ def _unlike(raw: Mapping[str, Any], text: Mapping[str, Any]) -> str:
 
 
 def tokens_of(value: object) -> int:
-    """A number of tokens as vLLM reads it (`16k` = 16,000, `16K` = 16,384); 0 where the engine chooses."""
+    """A number of tokens as vLLM reads it (`16k` = 16,000, `16K` = 16,384); 0 if the engine chooses."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", str(value).strip())
     if match is None or isinstance(value, bool):
         return 0

@@ -62,7 +62,7 @@ def identity() -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A default as JSON can hold it; None where it cannot."""
+    """A default as JSON can hold it; None if it cannot."""
     value = getattr(value, "value", value)
     return value if isinstance(value, (bool, int, float, str)) else None
 

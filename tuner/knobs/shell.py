@@ -1,8 +1,8 @@
-"""Splits shell text into commands and words: quotes, comments, variables, arrays, conditions, here-documents;
-and gives batch files and PowerShell the form that a POSIX shell has.
+"""Splits shell text into commands and words: quotes, comments, variables, arrays, conditions,
+here-documents. Batch files and PowerShell scripts are first rewritten for a POSIX shell.
 
-What has no like there (`%~dp0`, a pipeline of PowerShell) becomes a variable without a value, which is named
-where it is needed. Nothing is executed.
+Some text has no counterpart there (`%~dp0`, a pipeline of PowerShell). It becomes a variable without a
+value, which is named where it is needed. Nothing is executed.
 """
 
 import re
@@ -138,7 +138,7 @@ class _Script:
             return
         notes = list(self.notes)
         if self.depth > 0:
-            notes.append("the command is in a condition or a loop; it is read as if the condition were true")
+            notes.append("the command is in a condition or a loop. It is read as if the condition were true")
         variables, exported = {**self.variables, **given}, {**self.exported, **given}
         yield Command(words=tuple(filled), variables=variables, exported=exported, notes=tuple(notes))
 
@@ -377,7 +377,7 @@ def _filled(line: str, names: str, escape: str, literal: str) -> str:
 
 
 def _variable(found: re.Match[str]) -> str:
-    """A variable for the shell; `$( )`, which has no value there, where it is more than a name."""
+    """A variable for the shell; `$( )`, which has no value there, if it is more than a name."""
     groups = {name: text for name, text in found.groupdict().items() if text}
     for kind in ("batch", "late", "env", "inside"):
         if kind in groups:

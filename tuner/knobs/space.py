@@ -1,16 +1,19 @@
-"""Search spaces: read from YAML as ordered levels per knob with conditions, and limited to what an engine
-has.
+"""Search spaces: read from YAML as ordered levels per knob with conditions, limited to what an engine has,
+and checked against an engine; and the knobs that an engine has.
 """
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice, product
+from math import prod
 from pathlib import Path
+from random import Random
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -291,7 +294,9 @@ def load(name_or_path: str | Path) -> SearchSpace:
         path = shipped("search_spaces") / path.name
     if not path.is_file():
         known = ", ".join(names())
-        raise NotFound(f"no search space '{name_or_path}'{nearest(path.stem, names())}; shipped are {known}")
+        raise NotFound(
+            f"no search space '{name_or_path}'{nearest(path.stem, names())}; the shipped ones are {known}"
+        )
     return parse(yamltext.read(path, "the search space"), where=str(name_or_path), name=path.stem)
 
 
@@ -324,7 +329,7 @@ def _knob(name: str, accept: object, where: str) -> Knob:
     if found is None:
         raise BadInput(f"{where}: no knob is named '{name}'{nearest(name, CATALOGUE)}")
     if found.never and not (isinstance(accept, list) and found.name in accept):
-        how = f"if you mean it, write 'accept: [{found.name}]'"
+        how = f"to change it anyway, write 'accept: [{found.name}]'"
         raise BadInput(f"{where}: {found.name} is not changed by default: {found.never} ({how})")
     return found
 
@@ -370,7 +375,7 @@ def _range(found: Knob, file: KnobFile, where: str) -> list[Value]:
     if isinstance(multiple, bool) or not isinstance(multiple, int) or not 1 <= multiple < LARGEST_NUMBER:
         raise BadInput(f"{where}: 'multiple' is not a whole number above 0")
     if file.step is None and low <= 0:
-        raise BadInput(f"{where}: a geometric range starts above 0")
+        raise BadInput(f"{where}: 'from' of a geometric range must be above 0")
     steps = (math.log2(high / low) * pace) if file.step is None else (high - low) / pace
     if steps + 1e-9 >= _MOST_LEVELS:
         raise BadInput(f"{where}: more than {_MOST_LEVELS} levels; take a bigger step")
@@ -392,7 +397,9 @@ def _is_number(value: object) -> bool:
 
 def _condition(raw: object, where: str) -> dict[str, tuple[Value, ...]]:
     if not isinstance(raw, dict) or not raw:
-        raise BadInput(f"{where}: expected KNOB: VALUE or KNOB: [VALUES], for which this knob is used")
+        raise BadInput(
+            f"{where}: write KNOB: VALUE or KNOB: [VALUES]. This knob is then used only with these values"
+        )
     condition: dict[str, tuple[Value, ...]] = {}
     for key, wanted in raw.items():
         items = wanted if isinstance(wanted, list) else [wanted]
@@ -423,5 +430,124 @@ def _check_conditions(space: SearchSpace, where: str) -> None:
         free = None in space.levels[pair[0]] or None in space.levels[pair[1]]
         if not free and pair[1] not in both[0] and pair[0] not in both[1]:
             raise BadInput(
-                f"{where}: {pair[1]} overrides {pair[0]}: use one only if the other has its default"
+                f"{where}: {pair[1]} overrides {pair[0]}: use one of them only when the other has its default"
             )
+
+
+# Enough for a share that is right to about 1 %, drawn in a moment.
+_SAMPLES = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnobRow:
+    """One knob on one engine. `flag` is the engine's flag; `why_not` is None if the knob can be used."""
+
+    name: str
+    flag: str | None
+    default: Value
+    choices: tuple[Value, ...]
+    why_not: str | None
+    knob: Knob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpaceFinding:
+    """A fact on a space with an engine. An `error` prevents a study; something `dropped` is taken out of the
+    space.
+    """
+
+    kind: Literal["error", "dropped", "note"]
+    about: str
+    text: str
+
+
+def knob_rows(facts: EngineFacts) -> tuple[KnobRow, ...]:
+    """Every knob of the catalogue on this engine, in the order of the catalogue."""
+    return tuple(
+        KnobRow(
+            name=name,
+            flag=entry.flag_in(facts),
+            default=facts.defaults.get(name),
+            choices=facts.choices.get(name) or entry.choices_for(facts.version),
+            why_not=arguments.refusal(name, sample_value(entry, facts), facts),
+            knob=entry,
+        )
+        for name, entry in CATALOGUE.items()
+    )
+
+
+def sample_value(entry: Knob, facts: EngineFacts) -> Value:
+    """A value of the right type for a knob, which this engine takes as far as our data shows."""
+    offered = facts.choices.get(entry.name) or entry.choices_for(facts.version)
+    if offered:
+        return offered[-1]
+    plain: dict[str, Value] = {
+        "int": int(entry.minimum or 1),
+        "float": float(entry.minimum or 0.0),
+        "bool": True,
+        "text": "x",
+        "choice": next((value for rule in entry.choices for value in rule.values), "x"),
+        "json": "{}",
+        "ints": "[1,2]",
+        "preemption": "recompute",
+    }
+    return plain[entry.kind]
+
+
+def check_space(
+    space: SearchSpace,
+    facts: EngineFacts,
+    *,
+    max_model_len: int | None = None,
+    model: ModelFacts | None = None,
+) -> tuple[SpaceFinding, ...]:
+    """The findings on a space with an engine: errors, what is dropped, and notes."""
+    try:
+        left = space.restricted(facts)
+    except BadInput as error:
+        return (SpaceFinding(kind="error", about=space.name, text=str(error)),)
+    dropped = [SpaceFinding(kind="dropped", about=what, text=why) for what, why in left.dropped.items()]
+    notes = [*_marks(left), *_shapes(left), *_doomed(left, facts, max_model_len, model)]
+    return (*dropped, *(SpaceFinding(kind="note", about=about, text=text) for about, text in notes))
+
+
+def _marks(space: SearchSpace) -> list[tuple[str, str]]:
+    notes = [
+        (name, "it can change the answers, so they are compared with the baseline's (key 'quality')")
+        for name in space.changes_output
+    ]
+    notes += [
+        (name, "it can only be judged with the users' own prompts, which a trace does not have")
+        for name in space.needs_raw
+    ]
+    return notes + [(name, why) for name in space.levels if (why := CATALOGUE[name].never)]
+
+
+def _shapes(space: SearchSpace) -> list[tuple[str, str]]:
+    recompiling = [name for name in space.levels if CATALOGUE[name].recompiles]
+    shapes = prod(len(space.levels[name]) for name in recompiling)
+    if shapes <= 1:
+        return []
+    return [(space.name, f"up to {shapes} shapes to compile, because of {', '.join(recompiling)}")]
+
+
+def _doomed(
+    space: SearchSpace, facts: EngineFacts, max_model_len: int | None, model: ModelFacts | None
+) -> list[tuple[str, str]]:
+    """The share of combinations that are known to fail, with the commonest reasons, from a fixed sample."""
+    random = Random(space.digest)
+    reasons: Counter[str] = Counter()
+    example: dict[str, str] = {}
+    for _ in range(_SAMPLES):
+        drawn = {name: random.choice(levels) for name, levels in space.levels.items()}
+        why = space.known_violation(drawn, facts, max_model_len, model)
+        if why is not None:
+            kind = " ".join(word for word in why.split() if not word.isdigit())
+            reasons[kind] += 1
+            example.setdefault(kind, why)
+    failing = sum(reasons.values())
+    if not failing:
+        return []
+    share = f"{100 * failing / _SAMPLES:.0f} % of the combinations are known to fail and are never launched"
+    common = "; ".join(example[kind] for kind, _ in islice(reasons.most_common(), 3))
+    return [(space.name, f"{share}, such as: {common}")]

@@ -70,6 +70,7 @@ def reaches(findings: Iterable[Finding], level: str) -> bool:
     if level == "never":
         return False
     if level not in SEVERITIES:
-        raise BadInput(f"--fail-on {level}{nearest(level, (*SEVERITIES, 'never'))}")
+        known = (*SEVERITIES, "never")
+        raise BadInput(f"--fail-on {level}: give one of {', '.join(known)}{nearest(level, known)}")
     allowed = SEVERITIES[: SEVERITIES.index(level) + 1]
     return any(each.severity in allowed for each in findings)

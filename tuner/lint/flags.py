@@ -158,13 +158,12 @@ def _positive(flag: str) -> str:
 
 
 def _spans(flag: str) -> str:
-    """« since 0.25.1 », « until 0.17.1 » or both."""
+    """« known since 0.25.1 » or « known from 0.6.3 to 0.17.1 »."""
     spans = table().flags.get(flag) or table().flags.get(_positive(flag), ())
     if not spans:
         return ""
     first, last = spans[0][0], spans[-1][1]
-    until = f"until {last}" if last else ""
-    return f"known since {first}{' ' if until else ''}{until}"
+    return f"known from {first} to {last}" if last else f"known since {first}"
 
 
 def _name(each: WrittenFlag, facts: EngineFacts) -> tuple[str | None, Finding | None]:
@@ -176,7 +175,7 @@ def _name(each: WrittenFlag, facts: EngineFacts) -> tuple[str | None, Finding | 
     if len(longer) == 1:
         sentence = f"{head} is short for {longer[0]}"
         wrong = found(
-            "flag-abbreviated", sentence, "no other flag of this version begins so", longer[0], flag=head
+            "flag-abbreviated", sentence, "no other flag of this version begins with it", longer[0], flag=head
         )
         return longer[0] + dot + rest, wrong
     return None, _absent(head, facts)

@@ -1,5 +1,6 @@
-"""What the traffic meets: which limit makes it wait, steps without graphs, preemptions, a prefix cache that
-is off, and how much a study would probably gain. All of it is simulated, each limit lifted in turn.
+"""Simulates the traffic (the busiest requests of a trace, or a steady rate) with a configuration. This
+finds the limit that delays requests most, steps without graphs, preemptions, a prefix cache that is off,
+and how much a study would probably gain. To find the limit, each limit is removed in turn.
 """
 
 from collections.abc import Iterator, Mapping
@@ -8,23 +9,101 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from tuner.errors import BadInput
 from tuner.knobs.arguments import compile_candidate
 from tuner.knobs.catalogue import negation
 from tuner.knobs.space import SearchSpace
 from tuner.lint.findings import Finding, found
 from tuner.lint.memory import EngineFit, size
 from tuner.lint.subject import LintSubject
-from tuner.lint.traffic import DEADLINE_S, busiest, dealt, p95s, with_traffic
 from tuner.measures import many
-from tuner.records import Slo, Value
+from tuner.records import Slice, Slo, Value
+from tuner.replay.plan import PLANS
+from tuner.simulator.clock import Workload
 from tuner.simulator.cost import Coefficients
 from tuner.simulator.options import Options, StartRefused
-from tuner.simulator.predict import SimulatedSlice, fold, options_of, simulate, violation_of
+from tuner.simulator.predict import Scene, SimulatedSlice, fold, options_of, simulate, violation_of
 from tuner.simulator.state import SchedulerLimits
-from tuner.simulator.workload import Workload
 from tuner.traffic.structure import reuse_by_capacity
-from tuner.traffic.trace import Trace
+from tuner.traffic.trace import Trace, build
+
+MOST = 2000
+"""Requests that are simulated."""
+DEADLINE_S = 600.0
+"""A simulated request counts as failed after so many seconds."""
+_PLAN = replace(PLANS["standard"], load_warmup_s=0.0, tail_limit_s=0.0, priming_turnovers=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LintTraffic:
+    """What is simulated, and in words what it is."""
+
+    trace: Trace
+    about: str
+
+
+def window(arrival_s: NDArray[np.float64], most: int = MOST) -> tuple[int, int]:
+    """The first row, and the one after the last, of the `most` successive requests that arrive within the
+    shortest time. BadInput if there is no request.
+    """
+    if not len(arrival_s):
+        raise BadInput("--trace: it has no request")
+    count = min(most, len(arrival_s))
+    start = int(np.argmin(arrival_s[count - 1 :] - arrival_s[: len(arrival_s) - count + 1]))
+    return start, start + count
+
+
+def busiest(trace: Trace, most: int = MOST) -> LintTraffic:
+    """The `most` successive requests that arrive within the shortest time. BadInput: an empty trace."""
+    return part(trace.take(np.arange(*window(trace.arrival_s, most))), len(trace))
+
+
+def part(cut: Trace, whole: int) -> LintTraffic:
+    """The busiest requests, already cut out of a trace that has `whole`."""
+    which = f"the busiest {len(cut):,} of " if len(cut) < whole else "all " * (whole > 1)
+    rate = len(cut) / max(cut.duration_s, 1e-9)
+    return LintTraffic(
+        trace=cut,
+        about=f"{which}{many(whole, 'request', ',.0f')} ({cut.duration_s:,.0f} s, {rate:.3g} a second)",
+    )
+
+
+def steady(rate: float, inputs: int, outputs: int, count: int = MOST) -> LintTraffic:
+    """Poisson arrivals at `rate` a second for a minute or more, at most `count`, all of one size, always the
+    same ones. No prompt repeats another.
+    """
+    count = int(min(count, max(200, rate * 120)))
+    gaps = np.random.default_rng(0).exponential(1 / rate, count)
+    columns = {
+        "arrival_s": np.cumsum(gaps),
+        "input_len": np.full(count, inputs),
+        "output_len": np.full(count, outputs),
+    }
+    about = f"{count:,} requests of {inputs:,} + {outputs:,} tokens, {rate:g} a second on average (Poisson)"
+    return LintTraffic(trace=build(columns), about=about)
+
+
+def p95s(values: Mapping[str, float]) -> str:
+    """p95 TTFT, TPOT and E2E in words; infinite ones come from requests that are never answered."""
+    if not np.isfinite(values.get("e2e_p95_ms", np.inf)):
+        return f"more than one request in 20 gets no answer in {DEADLINE_S:.0f} s"
+    return ", ".join(
+        f"p95 {n.upper()} {values.get(f'{n}_p95_ms', 0):,.0f} ms" for n in ("ttft", "tpot", "e2e")
+    )
+
+
+def dealt(traffic: Trace, copies: int) -> Trace:
+    """What one of several copies gets when requests are dealt in turns."""
+    return traffic if copies < 2 else traffic.take(np.arange(0, len(traffic), copies))
+
+
+def with_traffic(scene: Scene, trace: Trace, slo: Slo) -> Scene:
+    """The scene with a trace as its one slice, every request measured to its end."""
+    whole = Slice(name="busiest", start_s=0.0, duration_s=trace.duration_s + 1e-3)
+    return replace(scene, trace=trace, slices=(whole,), plan=_PLAN, slo=slo, cut=False, deadline_s=DEADLINE_S)
+
 
 BINDS = 0.05
 """Share by which p95 E2E must fall for a limit to be called binding."""
@@ -92,7 +171,7 @@ class TrafficSimulation:
         limits: SchedulerLimits | None = None,
         coefficients: Coefficients | None = None,
     ) -> list[SimulatedSlice]:
-        """The traffic under some options; other limits or coefficients where given."""
+        """The traffic under some options; other limits or coefficients if given."""
         chosen, times = limits or options.limits, coefficients or self.basis.coefficients
         steps = options.ranks, options.budget.capture_most, options.budget.kv_scale
         overlapped = options.limits.async_scheduling
@@ -145,7 +224,7 @@ class Slack:
         return (self.running + 1) * (_longest(self.trace) // self.limits.block_size + 2)
 
     def alike(self, other: SchedulerLimits) -> SchedulerLimits:
-        """The same limits, with those of the run where neither value is reached."""
+        """The same limits, with those of the run if neither value is reached."""
         mine = self.limits
         same: dict[str, Any] = {}
         if self.running < min(mine.active, other.active):
@@ -195,8 +274,8 @@ def _binding(simulation: TrafficSimulation) -> Iterator[Finding]:
     if not change[name] <= -BINDS:
         return
     said = ", ".join(f"{each.removeprefix('limit-')} {value:+.0%}" for each, value in change.items())
-    evidence = f"{simulation.says(before)} as configured; without each limit: {said}"
-    sentence = f"{_limit(name, limits)} delays requests most: without this limit,"
+    evidence = f"{simulation.says(before)} as configured. Its change if one limit is removed: {said}"
+    sentence = f"{_limit(name, limits)} is the tightest limit. Without it,"
     sentence += f" {SAYS[simulation.judged][0]} would be {-change[name]:.0%} better"
     yield found(name, sentence, evidence, _more(name, simulation))
 
@@ -302,7 +381,7 @@ def _preempted(subject: LintSubject, simulation: TrafficSimulation) -> Iterator[
     live = subject.live
     if live and live.preemptions:
         share = f" in {many(live.finished, 'request', ',.0f')}" if live.finished else ""
-        sentence = f"the server has preempted {many(live.preemptions, 'time', ',.0f')}{share}"
+        sentence = f"the server counts {many(live.preemptions, 'preemption', ',.0f')}{share}"
         yield found("preemption-risk", sentence, "the server's own /metrics", _room(simulation))
         return
     count, requests = simulation.values.get("preemptions", 0.0), len(simulation.scene.trace)
@@ -360,12 +439,12 @@ def replicas(subject: LintSubject, simulation: TrafficSimulation, trace: Trace) 
     if after > before * (1 - 0.1):
         return
     sentence = (
-        f"one engine is split over {many(split, 'card')}, but {split} copies, each on one card, are predicted"
-        f" to serve the trace better: {SAYS[simulation.judged][0]} is {(before - after) / before:.0%} better"
+        f"one engine is split over {many(split, 'card')}. With {split} copies of it, each on one card,"
+        f" {SAYS[simulation.judged][0]} is predicted to be {(before - after) / before:.0%} better"
     )
     evidence = (
-        f"{simulation.says(before)} as one split engine, {simulation.says(after)} as copies that get "
-        f"the requests in turn; neither was measured"
+        f"predicted {simulation.says(before)} for one split engine, and {simulation.says(after)} for copies "
+        f"that get the requests in turn; neither was measured"
     )
     fix = f"--tensor-parallel-size 1 --data-parallel-size {split * copies}"
     yield found("replicas-serve-more", sentence, evidence, fix, flag="--tensor-parallel-size")
@@ -377,17 +456,24 @@ def attainment(simulation: TrafficSimulation, best: "BestPrediction | None") -> 
     slo, share = simulation.scene.slo, simulation.values.get("slo_attainment")
     limited = any((slo.ttft_ms, slo.tpot_ms, slo.e2e_ms))
     if limited and share is not None and share < slo.attainment:
-        sentence = f"{share:.1%} of the requests are predicted to keep the SLO; {slo.attainment:.0%} should"
-        beside = f"; the best candidate of the shipped space: {best.attainment:.1%}" if best else ""
+        sentence = (
+            f"{share:.1%} of the requests are predicted to keep the SLO; {slo.attainment:.0%} are required"
+        )
+        beside = (
+            "; with the best candidate of the shipped space,"
+            f" {best.attainment:.1%} of the requests keep the SLO"
+            if best
+            else ""
+        )
         yield found("slo-missed", sentence, p95s(simulation.values) + beside, best.flags if best else "")
     if best is not None and best.least >= GAINS:
         gain = " to ".join(dict.fromkeys((f"{best.least:.0%}", f"{best.most:.0%}")))
         gains = SAYS[simulation.judged][2].format(gain)
-        sentence = f"a study would probably {gains}; start it with {best.flags}"
+        sentence = f"a study would probably {gains}. Start it with {best.flags}"
         evidence = (
             f"predicted {simulation.says(simulation.values[simulation.judged])} now, and "
-            f"{simulation.says(best.tail)} with this fix, the best of {many(best.tried, 'candidate')} of the "
-            f"space {best.space} (one knob was changed after another)"
+            f"{simulation.says(best.tail)} with this fix, the best of "
+            f"{many(best.tried, 'candidate')} of the space {best.space}"
         )
         yield found("study-gain", sentence, evidence, best.flags)
 
@@ -426,7 +512,7 @@ class BestPrediction:
 
 
 def best_of(subject: LintSubject, simulation: TrafficSimulation, space: SearchSpace) -> BestPrediction | None:
-    """The best predicted configuration, one knob turned after another; None where nothing beats today's."""
+    """The best predicted configuration, one knob turned after another; None if nothing beats today's."""
     few = busiest(simulation.scene.trace, FEW).trace
     small = TrafficSimulation(simulation.fit, few, simulation.scene.slo, simulation.basis)
     chosen: dict[str, Value] = {}
@@ -463,7 +549,7 @@ def best_of(subject: LintSubject, simulation: TrafficSimulation, space: SearchSp
 
 
 def _options(simulation: TrafficSimulation, knobs: Mapping[str, Value]) -> Options | None:
-    """Options of today's configuration with some knobs turned; None where the engine would not start."""
+    """Options of today's configuration with some knobs turned; None if the engine would not start."""
     try:
         options, memory = options_of(simulation.scene, simulation.fit.knobs.with_values(**knobs))
     except StartRefused:

@@ -133,8 +133,8 @@ def check(subject: LintSubject, fit: EngineFit, trace: Trace | None) -> Iterator
     used = fit.scene.card.memory_gib * ranks * fit.options.budget.utilization
     parts = (
         f"weights {memory.weights_gib:.2f} GiB, activations {memory.activation_gib:.2f} GiB, KV cache"
-        f" {max(0.0, memory.kv_gib):.2f} GiB of {used:.1f} GiB usable on {ranks} x {card.title}; "
-        f"captured graphs need {memory.graphs_gib:.2f} GiB more"
+        f" {max(0.0, memory.kv_gib):.2f} GiB; usable {used:.1f} GiB on {ranks} x {card.title}. "
+        f"Captured graphs need {memory.graphs_gib:.2f} GiB more"
     )
     if subject.live and subject.live.tokens:
         yield from _room(fit, trace, f"the server's own /metrics: {tokens:,} tokens")
@@ -156,7 +156,7 @@ def check(subject: LintSubject, fit: EngineFit, trace: Trace | None) -> Iterator
         yield _short(subject, fit, parts)
         return
     if memory.missing_gib > 0:
-        sentence = f"graphs and warm-up exceed the card by {memory.missing_gib:.2f} GiB"
+        sentence = f"graphs and warm-up need {memory.missing_gib:.2f} GiB more than the card has"
         lower = fit.options.budget.utilization - memory.missing_gib / (card.memory_gib * ranks) - 0.01
         fix = f"--gpu-memory-utilization {number(round(lower, 2))}"
         yield found("out-of-memory", sentence, parts, fix)
@@ -167,7 +167,7 @@ def _short(subject: LintSubject, fit: EngineFit, parts: str) -> Finding:
     length, block = fit.options.limits.max_model_len, fit.options.limits.block_size
     most = fit.tokens // block * block
     asked: Value = subject.imported.candidate.get("max_model_len")
-    whose = "" if asked else ", the model's own,"
+    whose = "" if asked else " (the model's own limit)"
     sentence = f"the KV cache holds {max(0, fit.tokens):,} tokens, but one request may have {length:,}{whose}"
     fix = f"--max-model-len {most}" if most > 0 else ""
     return found("no-kv-memory", sentence, parts, fix, flag="--max-model-len")
@@ -175,12 +175,15 @@ def _short(subject: LintSubject, fit: EngineFit, parts: str) -> Finding:
 
 def _room(fit: EngineFit, trace: Trace | None, parts: str) -> Iterator[Finding]:
     length, tokens = fit.options.limits.max_model_len, fit.tokens
-    sentence = f"the KV cache holds {tokens:,} tokens: {tokens / length:.1f} requests of {length:,} tokens"
+    sentence = f"the KV cache holds {tokens:,} tokens. This is enough for {tokens / length:.1f} requests of"
+    sentence += f" max_model_len ({length:,} tokens)"
     if trace is not None and len(trace):
         whole = trace.input_len.astype("int64") + trace.output_len
         mean, longest = float(whole.mean()), int(whole.max())
         held = many(int(tokens / mean), "request", ",")
-        sentence += f", or {held} of the trace (mean {mean:,.0f}, longest {longest:,})"
+        sentence += (
+            f", or for {held} of the trace's mean length ({mean:,.0f} tokens; the longest: {longest:,})"
+        )
         over = int((whole > length).sum())
         if over:
             said = (

@@ -35,8 +35,8 @@ class ServerNumbers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LintSubject:
-    """One engine. `old` is the release that it runs (by its image), `facts` the one that it is judged by;
-    `shape` is None where nobody knows the model's, for the reason in `shapeless`.
+    """One engine. `old` is the release that it runs (by its image). `facts` is the release for which it is
+    checked. `shape` is None if the model's shape is not known; `shapeless` says why.
     """
 
     source: FoundEngine
@@ -71,7 +71,7 @@ def engines(what: str, pick: str | None = None) -> tuple[EngineToLint, ...]:
     everything = sources(what)
     found = [each for each in everything if pick in (None, each.name)]
     if not found:
-        raise BadInput(f"--pick {pick}: there are {', '.join(each.name for each in everything)}")
+        raise BadInput(f"--pick {pick}: give one of {', '.join(each.name for each in everything)}")
     path = Path(what).expanduser()
     tags = set(_IMAGE.findall(yamltext.read(path) if os.path.isfile(path) else what))
     version = tags.pop() if len(tags) == 1 else None
@@ -107,17 +107,17 @@ def shape_of(model: str | None, config: Path | None, env: Mapping[str, str]) -> 
 
 
 def unlike(subject: LintSubject) -> str:
-    """Why memory and step times of this engine cannot be computed; empty where they can."""
+    """Why memory and step times of this engine cannot be computed; empty if they can."""
     knobs, args = subject.imported.candidate, subject.imported.args
     if subject.facts.platform == "cpu":
-        return "cpu does not say how much memory and speed the host has"
+        return "--card cpu does not give the memory and speed of the host"
     if subject.shape is None:
         return subject.shapeless
     if subject.shape.unlike:
         return f"{subject.shape.name}: {subject.shape.unlike}, which the simulator does not know"
     name = subject.shape.name.rsplit("/", 1)[-1]
     if "quantization" in knobs or _QUANTISED.search(name):
-        return "the weights are quantised, and the simulator knows 16 and 32 bit ones"
+        return "the weights are quantised, and the simulator knows only weights of 16 and 32 bits"
     for knob, what in (
         ("speculative_config", "speculative decoding"),
         ("cpu_offload_gb", "weights in host memory"),
@@ -136,14 +136,15 @@ def _running(url: str) -> EngineToLint:
     """A running server by what it says of itself: /version, /v1/models, /metrics, and /server_info where the
     server has it (VLLM_SERVER_DEV_MODE=1). Unavailable when nothing answers.
     """
-    from tuner.engine import effective, metrics
+    from tuner.engine import metrics
+    from tuner.engine.metrics import from_metrics, from_server_info
 
     base = url.rstrip("/").removesuffix("/metrics").removesuffix("/v1")
     listed = _json(f"{base}/v1/models", required=True)
     text = _get(f"{base}/metrics") or ""
     scrape = metrics.parse(text) if text.strip() else None
-    told = dict(effective.from_metrics(scrape, read_back())) if scrape else {}
-    told |= effective.from_server_info(_json(f"{base}/server_info?config_format=json"), read_back())
+    told = dict(from_metrics(scrape, read_back())) if scrape else {}
+    told |= from_server_info(_json(f"{base}/server_info?config_format=json"), read_back())
     version = _json(f"{base}/version")
     data = listed.get("data") if isinstance(listed, dict) else None
     entry: Mapping[str, Any] = data[0] if data else {}
@@ -182,7 +183,7 @@ def _json(url: str, *, required: bool = False) -> Any:
 
 
 def _get(url: str, *, required: bool = False) -> str | None:
-    """A body, or None where the server lacks the page. Unavailable when a `required` page is not there."""
+    """A body, or None if the server lacks the page. Unavailable when a `required` page is not there."""
     import urllib.error
     import urllib.request
 

@@ -13,7 +13,7 @@ from tuner.history.best_per_night import Change, Configuration, changes
 from tuner.history.store import Store
 from tuner.knobs.catalogue import CATALOGUE
 from tuner.measures import is_maximized, many
-from tuner.profiles.flags import split
+from tuner.profiles.export import split_flags
 from tuner.records import JSON, AliasEvent, Node, Profile, ProfileKey, Study, Trial, pack_values
 
 PREEMPTION_FLAGS = {"preemption-mode", "swap-space", "kv-offloading-size", "kv-offloading-backend"}
@@ -27,10 +27,10 @@ BASELINE = "baseline"
 class Gates:
     """The checks that a version must pass before an alias may move to it. None and False skip a check.
 
-    `engine_version` is the engine that is to run it. The other gates read the evidence: `confirmed`,
-    `slo_met`, `not_worse` (the study's bounds, held against every change that the run found), `judged` (that
-    the answers were held against the baseline's where a knob changes them, or that the study said
-    `quality: off`), and the age since publication.
+    `engine_version` is the engine that is to run it. The other gates read the evidence. `not_worse`
+    compares every change that the run found with the study's limits. `judged`: no knob changes the answers,
+    or they were compared with the baseline's, or the study said `quality: off`. The others are `confirmed`,
+    `slo_met`, and the age since publication.
     """
 
     confirmed: bool = True
@@ -112,6 +112,7 @@ def _facts(store: Store, study: Study, trial: Trial) -> dict[str, JSON]:
         "slices": [each.name for each in study.slices],
         "objectives": list(study.objectives),
         "trial_number": trial.number,
+        "trial_attempt": trial.attempt,
         "origin": trial.origin,
         "driver": driver,
         "fidelity_failed": list(measured.fidelity.failed) if measured else [],
@@ -194,7 +195,8 @@ def promote(
     """Moves an alias to a version by compare-and-set (`expected`: the generation seen, 0 = never set).
 
     Raises Conflict naming every gate that failed, or when the alias is frozen or was moved in between. An
-    alias that points there already is left alone. The reason says what was not judged.
+    alias that points there already is left alone. The reason says what was not judged. A version that a
+    virtual clock made later than `now` is not promoted before that.
     """
     gates = gates if gates is not None else Gates()
     if failed := gate_failures(profile, gates, now=now):
@@ -205,8 +207,9 @@ def promote(
     if expected is None and seen is not None and seen.to_version == profile.version:
         return seen
     return store.move_alias(
-        profile.key, alias, profile.version, expected=expected, actor=actor, reason=reason, now=now
-    )
+        profile.key, alias, profile.version, expected=expected, actor=actor, reason=reason,
+        now=max(now, profile.created_at),
+    )  # fmt: skip
 
 
 def trail(events: Sequence[AliasEvent]) -> tuple[int, ...]:
@@ -241,8 +244,9 @@ def rollback(
         raise Conflict(f"alias '{alias}' has no version before {event.to_version} to go back to")
     seen = event.generation if expected is None else expected
     return store.move_alias(
-        key, alias, before[-2], expected=seen, actor=actor, reason=f"rollback: {reason}", now=now
-    )
+        key, alias, before[-2], expected=seen, actor=actor, reason=f"rollback: {reason}",
+        now=max(now, event.at),
+    )  # fmt: skip
 
 
 def _event(store: Store, key: ProfileKey, alias: str) -> AliasEvent:
@@ -265,7 +269,7 @@ def workloads(store: Store, model: str) -> tuple[str, ...]:
 
 
 def only_workload(store: Store, model: str, *, asked_by: str) -> str:
-    """The one workload that a model has profiles for. BadInput, which names `asked_by`, where it has more."""
+    """The one workload that a model has profiles for. BadInput, which names `asked_by`, if it has more."""
     found = workloads(store, model)
     if len(found) > 1:
         raise BadInput(f"{asked_by} is needed: the model has profiles for {', '.join(found)}")
@@ -300,7 +304,7 @@ def resolve(
     if wanted is not None and wanted != profile.gpu_class:
         raise Conflict(
             f"the '{alias}' profile (version {profile.version}) is for GPU class {profile.gpu_class},"
-            f" not {wanted}"
+            f" not {wanted}: tune on that class first"
         )
     return Resolved(profile=profile, event=event, matched=matched)
 
@@ -311,7 +315,7 @@ def _find(
     targets: list[tuple[str | None, Literal["node", "class"]]] = [(node, "node"), (gpu_class, "class")]
     asked = [(target, matched) for target, matched in targets if target]
     if not asked:
-        raise BadInput("a pull needs a node or a GPU class: give node or gpu_class")
+        raise BadInput("give a node or a GPU class (HTTP: node or gpu_class)")
     refused = NotFound("")
     for target, matched in asked:
         try:
@@ -353,7 +357,7 @@ LOOKED_BACK = 20
 
 
 def serves_as(store: Store, profile: Profile) -> int | None:
-    """The last earlier version of its key that serves the same; None where none of the newest does."""
+    """The last earlier version of its key that serves the same; None if none of the newest does."""
     earlier = store.profiles(profile.key, after=profile.id, limit=LOOKED_BACK)
     return next((each.version for each in earlier if serve_the_same(each, profile)), None)
 
@@ -375,7 +379,7 @@ def _configuration(profile: Profile) -> Configuration:
     knobs |= PREEMPTION_FLAGS if "preemption" in profile.candidate else set()
     arguments = {
         flag.name: " ".join(flag.words)
-        for flag in split(profile.argv)
+        for flag in split_flags(profile.argv)
         if flag.name.removeprefix("no-") not in knobs and flag.name not in knobs
     }
     return Configuration(

@@ -1,9 +1,10 @@
-"""A feeder process, `python -m tuner.replay.feeder DIRECTORY`: builds bodies ahead for the senders.
+"""A feeder process, `python -m tuner.replay.feeder DIRECTORY`: builds bodies ahead for the senders. Prompts
+have exact lengths and shared prefixes as in production, but none of its text.
 
 The senders connect to DIRECTORY/jobs and send their number; they get J a job, P enough jobs to start, E the
 end of this stretch. The controller listens at DIRECTORY/feeder and sends B the pickled `Source`, S a pickled
 `Stretch`, Z zero of the clock, C cut this stretch. The feeder ends when that connection ends. All messages
-are frames (jobs.py).
+are frames (sender.py).
 """
 
 import asyncio
@@ -13,6 +14,7 @@ import math
 import os
 import pickle
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,12 +26,93 @@ import numpy as np
 import uvloop
 from numpy.typing import NDArray
 
-from tuner.replay.contention import give_way
-from tuner.replay.jobs import Job, frame, read_frame
 from tuner.replay.plan import KINDS, Load, SendSchedule, cancel_after
-from tuner.replay.worker import AHEAD_BYTES
-from tuner.traffic.prompts import Prompts, salt
+from tuner.replay.sender import AHEAD_BYTES, Job, frame, read_frame
+from tuner.replay.timing import give_way
 from tuner.traffic.trace import Trace
+
+# Fragments that are kept: 48 MiB, counting eight bytes for each token.
+_CACHE_BYTES = 48 << 20
+_BYTES_PER_TOKEN = 8
+
+
+def salt(study_seed: int, number: int, repeat: int) -> bytes:
+    """16 bytes for one (study seed, trial number, repeat); other numbers give prompts that share no block."""
+    return hashlib.blake2b(f"{study_seed}/{number}/{repeat}".encode(), digest_size=16).digest()
+
+
+def plain_range(vocabulary: int) -> tuple[int, int]:
+    """The half-open range of token ids that prompts use: without the ends, where special tokens live.
+
+    Control tokens are the first (up to 1,000) or the last (up to 2 %) ids of the usual vocabularies.
+    ValueError below 64.
+    """
+    if vocabulary < 64:
+        raise ValueError(f"a vocabulary of {vocabulary} tokens is too small for prompts that differ")
+    return (1000 if vocabulary >= 8192 else 10), vocabulary - vocabulary // 50
+
+
+class Prompts:
+    """The prompts of a trace for one salt; the same bytes in any process, at any time.
+
+    A block id gives the same tokens everywhere (a partial block: the first of them); the rest of a prompt is
+    unique to the row. It keeps a bounded cache of JSON fragments.
+    """
+
+    def __init__(self, trace: Trace, vocabulary: int, salt: bytes) -> None:
+        self.trace = trace
+        self._low, high = plain_range(vocabulary)
+        self._span = np.uint64(high - self._low)
+        self._salt = salt
+        self._fragments: OrderedDict[int, bytes] = OrderedDict()
+        self._most = max(16, _CACHE_BYTES // (_BYTES_PER_TOKEN * max(1, trace.block_size)))
+
+    def tokens(self, row: int) -> NDArray[np.int32]:
+        """Token ids of a row's prompt, int32[input_len]."""
+        size, length = self.trace.block_size, int(self.trace.input_len[row])
+        parts = [self._draw(b"block", int(block), size) for block in self.trace.row_blocks(row)]
+        covered = min(length, size * len(parts))
+        parts.append(self._draw(b"row", row, length - covered))
+        return np.concatenate(parts)[:length] if covered == length else np.concatenate(parts)
+
+    def token_json(self, row: int) -> bytes:
+        """The same prompt as a JSON list, put together from ready fragments."""
+        size, length = self.trace.block_size, int(self.trace.input_len[row])
+        ids = self.trace.row_blocks(row)
+        whole = min(len(ids), length // size) if size else 0
+        parts = [self._fragment(int(block)) for block in ids[:whole]]
+        left = length - whole * size
+        if left and whole < len(ids):
+            parts.append(_text(self._draw(b"block", int(ids[whole]), size)[:left]))
+        elif left:
+            parts.append(_text(self._draw(b"row", row, left)))
+        return b"[" + b",".join(parts) + b"]"
+
+    def _fragment(self, block: int) -> bytes:
+        found = self._fragments.get(block)
+        if found is not None:
+            self._fragments.move_to_end(block)
+            return found
+        made = _text(self._draw(b"block", block, self.trace.block_size))
+        self._fragments[block] = made
+        if len(self._fragments) > self._most:
+            self._fragments.popitem(last=False)
+        return made
+
+    def _draw(self, kind: bytes, number: int, count: int) -> NDArray[np.int32]:
+        """`count` token ids: BLAKE2b keyed by the salt gives a seed, SHAKE-128 stretches it."""
+        seed = hashlib.blake2b(kind + b"%d" % number, key=self._salt, digest_size=32).digest()
+        raw = np.frombuffer(hashlib.shake_128(seed).digest(4 * count), "<u4").astype(np.uint64)
+        return ((raw * self._span >> np.uint64(32)) + np.uint64(self._low)).astype(np.int32)
+
+
+def tokens(trace: Trace, row: int, salt: bytes, vocabulary: int) -> NDArray[np.int32]:
+    """One prompt without keeping a `Prompts`: int32[input_len]."""
+    return Prompts(trace, vocabulary, salt).tokens(row)
+
+
+def _text(ids: NDArray[np.int32]) -> bytes:
+    return ",".join(map(str, ids.tolist())).encode()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +207,7 @@ class Bodies:
         return tail.encode()
 
     def _delta(self, row: int, turn: Turn) -> bytes:
-        """The ids that a turn adds to its parent's prompt and answer; none where it does not extend them."""
+        """The ids that a turn adds to its parent's prompt and answer; none if it does not extend them."""
         if turn.parent < 0:
             return b""
         parent = int(self.trace.parent[row])
@@ -137,7 +220,7 @@ class Bodies:
         return max(1, int(self.trace.output_len[row]))
 
     def unfinished(self, row: int) -> int:
-        """Tokens to ask for where the client hung up: more than came by then, or the engine ends first."""
+        """Tokens to ask for if the client hung up: more than came by then, or the engine ends first."""
         enough = 4 * self.answer(row) + 256
         declared = int(self.trace.max_tokens[row])
         return min(declared, enough) if declared > 0 else enough
@@ -170,8 +253,9 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """What is sent as one stream: the rows and their times, and per position the parent turn (-1: none) and
-    the root turn; a session is one group, and stays with one sender."""
+    """What is sent as one stream: the rows and their times. For each position it also has the parent turn
+    (-1: none) and the root turn. A session is one group, and stays with one sender.
+    """
 
     timetable: SendSchedule
     parents: NDArray[np.int64]

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from tuner.measures import many
 from tuner.metrics import CANCELLED
 from tuner.records import Fidelity, Outcome
-from tuner.replay.jobs import Sent
 from tuner.replay.plan import Plan, SendSchedule
+from tuner.replay.sender import Sent
 from tuner.traffic.statistics import dispersion
 from tuner.traffic.structure import predicted_hits
 from tuner.traffic.trace import Trace
@@ -151,7 +151,7 @@ def _tokens(
         failed.append(
             f"prompt_tokens: the engine counted {first.input_tokens} prompt tokens, but "
             f"{first.expected_input} were sent (row {first.row}; {many(len(wrong), 'row')}): "
-            "something changes the prompts; send to the engine directly, without added special tokens"
+            "something changes the prompts. Send to the engine directly, without added special tokens"
         )
     if not answered:
         return
@@ -180,7 +180,7 @@ def _conservation(evidence: Evidence, values: dict[str, float | None], failed: l
     if lost and not evidence.curtailed:
         failed.append(
             f"conservation: {len(counted)} of {many(evidence.planned, 'planned request')} have a "
-            f"result: the sender was stopped or failed; repeat the trial"
+            f"result, because the sender was stopped or failed: repeat the trial"
         )
 
 

@@ -68,7 +68,7 @@ def write_series(path: str | Path, series: Mapping[str, Sequence[float | None]])
 
 
 def read_series(path: str | Path) -> dict[str, list[float]]:
-    """The scrapes beside a file of outcomes, NaN where the engine exported nothing; empty without a file."""
+    """The scrapes beside a file of outcomes, NaN if the engine exported nothing; empty without a file."""
     try:
         told = json.loads(under_home(str(series_path(path))).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,11 +1,13 @@
 """What reports and pages show of a study: front and baseline, the winner, what tuning cost, what failed."""
 
 import math
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import cached_property
-from itertools import combinations
+from itertools import chain, combinations, zip_longest
+from pathlib import Path
 
 import numpy as np
 
@@ -13,12 +15,21 @@ from tuner.conclusions import Arm, Attribution, Conclusion, Difference
 from tuner.errors import NotFound
 from tuner.history.store import Store
 from tuner.measures import many, measure_of, trials_named
-from tuner.records import Launch, Measurement, Study, Trial, TrialState
+from tuner.records import (
+    JSON,
+    Launch,
+    Measurement,
+    Study,
+    Trial,
+    TrialState,
+    label_in,
+    last_attempts,
+    of_attribution,
+)
 from tuner.report.card import AnswerCard, cards, key_of
 from tuner.report.charts import MARKED, Cloud, Guides, Point, scatter
-from tuner.report.explain import gave
-from tuner.report.words import knobs, measured, published, trial_state
-from tuner.search import pareto
+from tuner.report.words import PASSES, knobs, measured, pass_name, published
+from tuner.search import trial_view
 
 SHOWN = ("slo_attainment", "request_rps", "failed", "preemptions", "prefix_hit_rate", "ready_s")
 MAX_CHARTS = 3
@@ -37,7 +48,7 @@ class Beside:
         return values(self.trial).get(name)
 
     def confirmed(self, name: str) -> float | None:
-        """Its value by the repeats of the confirmation; None where it was not measured again."""
+        """Its value by the repeats of the confirmation; None if it was not measured again."""
         return self.arm.confirmed.get(name) if self.arm else None
 
     def change(self, name: str) -> Difference | None:
@@ -71,23 +82,86 @@ class Board:
         """The answer of the newest run: one card, or one for each arm of a comparison; none before it."""
         if self.conclusion is None:
             return ()
-        return cards(self.conclusion, key_of(self.study), gave=gave(self.attribution))
+        return cards(self.conclusion, key_of(self.study), attribution=self.attribution)
+
+    @property
+    def named(self) -> dict[str, JSON]:
+        """The study, as programs read it beside the front."""
+        study = self.study
+        return {"id": study.id, "name": study.name, "objectives": list(study.objectives)}
+
+    def found(self) -> dict[str, JSON]:
+        """What programs read of the runs: the newest one's verdict and conclusion, the confirmation."""
+        said, confirmed = self.conclusion, self.confirmation
+        return {
+            "verdict": {} if said is None else {"verdict": said.outcome.value, "sentence": said.sentence},
+            "winner": self.winner,
+            "conclusion": None if said is None else said.to_json(),
+            "confirmation": None if confirmed is None else confirmed.to_json(),
+        }
 
     @property
     def published(self) -> str:
-        """The sentence on the winner beside the front; empty where there is none."""
-        return published(self.confirmation, self.chosen_on_front) if self.confirmation else ""
+        """The sentence on the winner beside the front; empty if there is none."""
+        said = self.confirmation
+        told = self._as_good_as_front or (self.chosen is not None and self.chosen.screened)
+        return published(said, told, self.attribution) if said else ""
+
+    @property
+    def sources(self) -> str:
+        """What first and confirmed values are of; empty if nothing was measured again."""
+        said = self.confirmation
+        if said is None or not said.measured_again:
+            return ""
+        again = many(said.repeats, "repeat") + (" together" if said.repeats > 1 else "")
+        once = "the first launch of each arm" if self.study.compares else "one measurement of the search"
+        first = f"First values are from {once}, confirmed values from {again}."
+        reduced, found = self.attribution.reduced if self.attribution else None, dict[str, list[str]]()
+        for trial in filter(self._measured_elsewhere, trial_view.latest(self.trials)):
+            whose = "The newest run" if self._measured_by_newest(trial) else "Another run"
+            whose = "The attribution" if trial.number == reduced else whose
+            found.setdefault(whose, []).append(trial.label)
+        told = [f"{whose} measured {trials_named(named)} again" for whose, named in sorted(found.items())]
+        return f"{first} {'. '.join(told)}; `tuner trial show` prints these repeats." if told else first
+
+    def _measured_elsewhere(self, trial: Trial) -> bool:
+        """Whether a trial has repeats, but none in the confirmation that is shown."""
+        if all(m.purpose != "confirm" for m in trial.measurements):
+            return False
+        arm = self.row(trial).arm
+        return arm is None or not arm.measured_again
+
+    def _measured_by_newest(self, trial: Trial) -> bool:
+        """Whether the newest run measured a trial again, although its confirmation is not the one shown."""
+        said = self.conclusion
+        if said is None or said is self.confirmation:
+            return False
+        arm, folder = said.arm(trial.number), f"-confirm-{said.run_id[:8]}"
+        return (arm is not None and arm.measured_again) or any(folder in m.folder for m in trial.measurements)
 
     @property
     def screened(self) -> str:
-        """The sentence on trials that the front leaves out; empty where there is none."""
-        own = {knobs(t.candidate) for t in self.trials if not t.screened}
-        left = sorted({t.number for t in self.trials if t.screened and knobs(t.candidate) not in own})
-        if not left:
-            return ""
-        named = trials_named(left) if len(left) < 10 else f"{len(left)} trials"
-        was = "were" if left[1:] else "was"
-        return f"{named} {was} only screened in a running engine; the front shows relaunched trials"
+        """What the front says of trials without a launch of their own in the search; empty if there is
+        none.
+        """
+        unmeasured = (TrialState.RUNNING, TrialState.ABORTED)
+        own = {knobs(t.candidate) for t in self.trials if not t.screened and t.state not in unmeasured}
+        found = {t.number: t.label for t in self.trials if t.screened and knobs(t.candidate) not in own}
+        shown = {row.trial.number: row.trial.label for row in self.beside() if row.trial.screened}
+        left = [found[number] for number in sorted(found.keys() - shown)]
+        said = []
+        if left:
+            named = trials_named(left) if len(left) < 10 else f"{len(left)} trials"
+            said.append(
+                f"The search only screened {named} in a running engine; the front shows relaunched trials."
+            )
+        if shown:
+            was = "were" if len(shown) > 1 else "was"
+            said.append(
+                f"{trials_named([*shown.values()]).capitalize()} {was} confirmed without a relaunch:"
+                " the first values are from a running engine."
+            )
+        return " ".join(said)
 
     @property
     def columns(self) -> list[str]:
@@ -111,6 +185,13 @@ class Board:
         """Whether the winner is on the front, which is of first measurements."""
         return self.chosen is not None and any(t.id == self.chosen.id for t in self.front)
 
+    @property
+    def _as_good_as_front(self) -> bool:
+        """Whether the winner, or a trial with the same first measurement, is on the front."""
+        names = self.study.objectives
+        own = trial_view.objective_values(self.chosen, names) if self.chosen else None
+        return self.chosen_on_front or any(trial_view.objective_values(t, names) == own for t in self.front)
+
     @cached_property
     def on_front(self) -> frozenset[int]:
         """The ids of the trials on the front."""
@@ -125,14 +206,49 @@ class Board:
         return "front" if trial.id in self.on_front else "other"
 
     def beside(self) -> list[Beside]:
-        """The baseline first, then the winner where it is not on the front, then the front."""
+        """The baseline first, then the winner if it is not on the front, then the front, then finalists
+        that were confirmed without a relaunch.
+        """
+        chosen = [self.chosen] if self.chosen and not self.chosen_on_front else []
+        again = [t for t in trial_view.latest(self.trials) if t.screened and t not in chosen]
         rows = [
             *([self.base] if self.base else []),
-            *([self.chosen] if self.chosen and not self.chosen_on_front else []),
+            *chosen,
             *(t for t in self.front if not t.is_baseline),
         ]
-        found = self.confirmation
-        return [Beside(trial=t, kind=self.kind(t), arm=found.arm(t.number) if found else None) for t in rows]
+        screened = [row for row in map(self.row, again) if row.arm is not None and row.arm.measured_again]
+        return [*map(self.row, rows), *(replace(row, kind="finalist") for row in screened)]
+
+    @cached_property
+    def _last_attempts(self) -> dict[int, int]:
+        """The last attempt of each number."""
+        return {t.number: t.attempt for t in last_attempts(self.trials)}
+
+    def row(self, trial: Trial) -> Beside:
+        """A trial by its first measurement. If it was measured again, also by the confirmation, which
+        measures the last attempt.
+        """
+        again = self.confirmation if trial.attempt == self._last_attempts.get(trial.number) else None
+        arm = again.arm(trial.number) if again else None
+        return Beside(trial=trial, kind=self.kind(trial), arm=arm)
+
+    def rows(self) -> list[dict[str, object]]:
+        """The same for programs; a value that is not finite is None."""
+        names = self.study.objectives
+
+        def finite(value: float | None) -> float | None:
+            return value if value is not None and math.isfinite(value) else None
+
+        return [
+            {
+                "trial": row.trial.number,
+                "role": row.kind,
+                "first": {n: finite(row.first(n)) for n in names},
+                "confirmed": {n: finite(row.confirmed(n)) for n in names if row.confirmed(n) is not None},
+                "changes": [asdict(c) for n in names if (c := row.change(n)) is not None],
+            }
+            for row in self.beside()
+        ]
 
     def drawing(self, x: str, y: str, href: Callable[[Trial], str]) -> str:
         """The picture of two measurements, with the SLO's limits and the noise; many trials are dots."""
@@ -172,10 +288,10 @@ class Board:
     def _name(self, trial: Trial, kind: str) -> str:
         """What a mark is called: an arm of a comparison by its name."""
         arm = self.confirmation.arm(trial.number) if self.confirmation else None
-        return (arm.name if arm else None) or {"baseline": "today"}.get(kind, str(trial.number))
+        return (arm.name if arm else None) or {"baseline": "today"}.get(kind, trial.label)
 
     def guides(self, x: str, y: str) -> Guides:
-        """The SLO's limits of two measurements, and the noise around baseline and winner, where known."""
+        """The SLO's limits of two measurements, and the noise around baseline and winner, if it is known."""
         limits = [getattr(self.study.slo, limit) if (limit := measure_of(n).limit) else None for n in (x, y)]
         shares = {n.metric: n.share for n in self.confirmation.noise} if self.confirmation else {}
         wide, high = shares.get(x), shares.get(y)
@@ -189,13 +305,13 @@ class Board:
     def _words(self, trial: Trial, kind: str, numbers: Mapping[str, float]) -> str:
         name = {"baseline": " (baseline)", "winner": " (winner)"}.get(kind, "")
         told = [f"{n} {measured(n, numbers[n])}" for n in self.columns if n in numbers]
-        return "\n".join([f"trial {trial.number}{name}: {knobs(trial.candidate)}", *told])
+        return "\n".join([f"trial {trial.label}{name}: {knobs(trial.candidate)}", *told])
 
 
 def _short(trial: Trial, x: str, y: str) -> str:
     numbers = values(trial)
     told = "\n".join(f"{name} {measured(name, numbers[name])}" for name in (x, y))
-    return f"trial {trial.number}: {knobs(trial.candidate)}\n{told}"
+    return f"trial {trial.label}: {knobs(trial.candidate)}\n{told}"
 
 
 def values(trial: Trial | None) -> Mapping[str, float]:
@@ -215,8 +331,9 @@ def board(
     return Board(
         study=study,
         trials=tuple(trials),
-        base=next((t for t in reversed(trials) if t.is_baseline and t.measurement), None),
-        front=pareto.front(trials, study.objectives),
+        base=trial_view.baseline_of(trials)
+        or next((t for t in reversed(trials) if t.is_baseline and t.measurement), None),
+        front=trial_view.front(trials, study.objectives),
         conclusion=newest,
         confirmation=next((c for c in reversed(conclusions) if c.measured_again), newest),
         attribution=attribution,
@@ -247,31 +364,41 @@ def board_of(store: Store, study: Study) -> Board:
 
 def baselines(base: Trial | None, trial: Trial, launches: Sequence[Launch]) -> list[Measurement | None]:
     """For each measurement of a trial the baseline's beside it: of the same kind and repeat, and of several
-    nights' the one whose launch began nearest in time.
+    nights' the one of the same run, or else the one whose launch began nearest in time.
     """
-    begun = {launch.id: launch.started_at.timestamp() for launch in launches}
+    began = {launch.id: launch for launch in launches}
     known = base.measurements if base is not None and base.id != trial.id else ()
 
+    def at(measured: Measurement) -> tuple[str, float]:
+        launch = began.get(measured.launch_id or "")
+        run = (label_in(launch.directory if launch else None) or "").partition(".")[0]
+        return run, launch.started_at.timestamp() if launch else 0.0
+
     def nearest(measured: Measurement) -> Measurement | None:
-        at = begun.get(measured.launch_id or "", math.inf)
+        run, begun = at(measured)
         same = (m for m in reversed(known) if (m.purpose, m.repeat) == (measured.purpose, measured.repeat))
-        return min(same, key=lambda m: abs(begun.get(m.launch_id or "", -math.inf) - at), default=None)
+        found = [(m, *at(m)) for m in same]
+        return min(found, key=lambda f: (f[1] != run, abs(f[2] - begun)), default=(None,))[0]
 
     return [nearest(measured) for measured in trial.measurements]
 
 
-def measured_at(trial: Trial, launches: Sequence[Launch]) -> list[datetime | None]:
-    """When the launch of each measurement began, if several nights measured the trial again; else None."""
+def measured_at(
+    trial: Trial | None, shown: Sequence[Measurement | None], launches: Sequence[Launch]
+) -> list[datetime | None]:
+    """When the launches of some measurements of a trial began, if several nights measured it again; else
+    None.
+    """
     begun = {launch.id: launch.started_at for launch in launches}
-    named = [(m.purpose, m.repeat) for m in trial.measurements]
+    named = [(m.purpose, m.repeat) for m in trial.measurements] if trial is not None else []
     several = len(set(named)) < len(named)
-    return [begun.get(m.launch_id or "") if several else None for m in trial.measurements]
+    return [begun.get(m.launch_id or "") if several and m is not None else None for m in shown]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spent:
-    """`trial_seconds` by state of the trial, times its GPUs; launches include the confirmation's. Seconds are
-    of wall clock. What a run took in all is in its conclusion.
+    """`trials` counts the attempts that ended, `trial_seconds` their time, times its GPUs, by state; launches
+    include the confirmation's. Seconds are of wall clock. What a run took in all is in its conclusion.
     """
 
     trials: dict[str, int]
@@ -282,15 +409,15 @@ class Spent:
     measuring_s: float
 
 
-def spent(trials: Sequence[Trial], launches: Sequence[Launch], stopped: Collection[str] = ()) -> Spent:
-    """Adds up a study's trials and launches. `stopped` are the ids of `Store.stopped_runs`."""
-    said = [(trial_state(t, stopped), t) for t in trials]
-    states = sorted({state for state, _ in said}, key=["interrupted", *TrialState].index)
+def spent(trials: Sequence[Trial], launches: Sequence[Launch]) -> Spent:
+    """Adds up a study's trials and launches. How long an attempt took is known at its end."""
+    there = {t.state for t in trials} - {TrialState.RUNNING}
+    states = [state for state in TrialState if state in there]
     return Spent(
-        trials={s: sum(state == s for state, _ in said) for s in states},
-        trial_seconds={s: sum(t.gpu_seconds for state, t in said if state == s) for s in states},
+        trials={s.value: sum(t.state is s for t in trials) for s in states},
+        trial_seconds={s.value: sum(t.gpu_seconds for t in trials if t.state is s) for s in states},
         launches=len(launches),
-        failed_launches=sum(each.verdict is not None for each in launches),
+        failed_launches=sum(each.verdict not in (None, "stopped") for each in launches),
         ready_s=sum(each.timeline.get("ready_s", 0.0) for each in launches),
         measuring_s=sum(each.measuring_s or 0.0 for each in launches),
     )
@@ -298,7 +425,9 @@ def spent(trials: Sequence[Trial], launches: Sequence[Launch], stopped: Collecti
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """One cause of failed trials, with an example."""
+    """One cause of failed attempts, with an example; `state` is "confirmation" or "last comparison" for
+    launches of that.
+    """
 
     cause: str
     state: str
@@ -306,14 +435,22 @@ class Cause:
     reason: str
 
 
-def failures(trials: Sequence[Trial]) -> list[Cause]:
-    """The causes of failed trials, the most frequent first. PRUNED trials did not fail, nor did those
-    that the user stopped.
+def failures(trials: Sequence[Trial], launches: Sequence[Launch] = ()) -> list[Cause]:
+    """The causes of failed attempts and of failed launches of the confirmation, the most frequent first.
+    PRUNED trials did not fail, nor did what the user stopped.
     """
     groups: dict[tuple[str, str], list[Trial]] = {}
     for trial in trials:
         if trial.state in (TrialState.INFEASIBLE, TrialState.ABORTED) and trial.cause != "stopped":
             groups.setdefault((trial.cause or "not known", trial.state.value), []).append(trial)
+    last = {t.number: t for t in trials}
+    for launch in launches:
+        number, again, _ = Path(launch.directory or "").name.partition("-confirm-")
+        cause, _, reason = (launch.verdict or "stopped").partition(": ")
+        measured = last.get(int(number)) if again and number.isdecimal() else None
+        if measured is not None and cause != "stopped":
+            stage = "last comparison" if of_attribution(launch.directory) else "confirmation"
+            groups.setdefault((cause, stage), []).append(replace(measured, reason=reason))
     found = [
         Cause(cause=cause, state=state, trials=tuple(rows), reason=rows[-1].reason or "")
         for (cause, state), rows in groups.items()
@@ -323,38 +460,71 @@ def failures(trials: Sequence[Trial]) -> list[Cause]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Belief:
-    """How well one replay of a trial kept its schedule. `when` is empty for a replay of the search."""
+    """How well one replay kept its schedule. `name` is that of its trial, and of its pass if that is none of
+    the search; `doubts` are the checks that failed, then the warnings.
+    """
 
-    trial: Trial
-    when: str
+    name: str
     values: dict[str, float | None]
-    failed: tuple[str, ...]
-    warnings: tuple[str, ...]
-
-    @property
-    def doubts(self) -> tuple[str, ...]:
-        """The checks that failed, then the warnings."""
-        return self.failed + self.warnings
+    doubts: tuple[str, ...]
 
 
-WHEN = {"confirm": "confirmation", "held_out": "held-out slice"}
 LATENESS = ("lateness_p50_ms", "lateness_p99_ms", "lateness_allowed_ms", "sender_cpu")
 
 
-def beliefs(trials: Sequence[Trial]) -> list[Belief]:
+def beliefs(study: Study, trials: Sequence[Trial], launches: Sequence[Launch] = ()) -> list[Belief]:
     """One row per replay, those of the confirmation too; the latest trial first."""
     return [
         Belief(
-            trial=t,
-            when="" if m.purpose == "search" else f"{WHEN[m.purpose]}, repeat {m.repeat}",
+            name=_replay_name(study, t, m, at),
             values={name: m.fidelity.values.get(name) for name in LATENESS},
-            failed=m.fidelity.failed,
-            warnings=m.fidelity.warnings,
+            doubts=m.fidelity.failed + m.fidelity.warnings,
         )
         for t in reversed(trials)
-        for place, m in enumerate(t.measurements)
+        for place, (m, at) in enumerate(
+            zip(t.measurements, measured_at(t, t.measurements, launches), strict=True)
+        )
         if m.fidelity.values and not any(_same_replay(m, other) for other in t.measurements[:place])
     ]
+
+
+def _replay_name(study: Study, trial: Trial, found: Measurement, at: datetime | None) -> str:
+    """`trial 3.1 (confirmation 2)`; if several nights measured the trial again, with the time."""
+    of = [name] if (name := pass_name(found, study)) != PASSES["search"] else []
+    of += [f"{at:%Y-%m-%d %H:%M} UTC"] if at is not None else []
+    return f"trial {trial.label}" + (f" ({', '.join(of)})" if of else "")
+
+
+NAMED = 20
+"""The most replays that are named beside a warning."""
+
+
+def warnings(found: Sequence[Belief]) -> list[str]:
+    """The warnings about some replays, the most frequent first, each once: `requests were sent 2.4 to 10.8 ms
+    late at p99 (2 replays: trial 5, trial 3.1)`. Warnings that differ only in their numbers are one.
+    """
+    groups: dict[tuple[str, ...], list[tuple[list[str], str]]] = {}
+    for belief in found:
+        for doubt in belief.doubts:
+            words, numbers = tuple(_NUMBER.split(doubt)), _NUMBER.findall(doubt)
+            groups.setdefault(words, []).append((numbers, belief.name))
+    told = []
+    for words, rows in sorted(groups.items(), key=lambda group: -len(group[1])):
+        spans = [_span(each) for each in zip(*(numbers for numbers, _ in rows), strict=True)]
+        text = "".join(chain.from_iterable(zip_longest(words, spans, fillvalue="")))
+        names = [name for _, name in rows]
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        told.append(f"{text} ({many(len(names), 'replay')}: {', '.join(names[:NAMED])}{more})")
+    return told
+
+
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+
+
+def _span(numbers: Sequence[str]) -> str:
+    """The least and the largest of some numbers as they are written: `2.4 to 10.8`."""
+    least, most = min(numbers, key=float), max(numbers, key=float)
+    return least if float(least) == float(most) else f"{least} to {most}"
 
 
 def _same_replay(one: Measurement, other: Measurement) -> bool:

@@ -11,10 +11,19 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
-from tuner.conclusions import UNMEASURED, Arm, Conclusion, Difference, Judgement, PublishedProfile
+from tuner.conclusions import (
+    UNMEASURED,
+    Arm,
+    Attribution,
+    Conclusion,
+    Difference,
+    Judgement,
+    PublishedProfile,
+)
+from tuner.engine.metrics import same_value
 from tuner.measures import in_order, many
 from tuner.records import ProfileKey, Run, RunState, Study, Value
-from tuner.report import words
+from tuner.report import explain, words
 from tuner.settings import runnable
 
 Confidence = Literal["high", "medium", "low", "none"]
@@ -29,8 +38,8 @@ BAR = 100.0
 class CardRow:
     """One objective: the baseline's value, the shown trial's, and the difference that the run found.
 
-    `change` is None where nothing was compared; `held_out` is the difference on traffic that the search never
-    saw, or where nothing was compared the shown trial's value there. `bar` is (low, middle, high) of the
+    `change` is None if nothing was compared. `held_out` is the difference on traffic that the search never
+    saw. If nothing was compared, it is the shown trial's value there. `bar` is (low, middle, high) of the
     interval in −100 … 100 of the drawing; None without an interval.
     """
 
@@ -54,31 +63,35 @@ class CardRow:
 
     @property
     def word(self) -> str:
-        """better, worse, open (no measurable difference), or nothing where nothing was compared."""
+        """better, worse, open, or nothing if nothing was compared."""
         return self.change.word if self.change else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedKnob:
-    """One knob that differs from today's configuration. `gave`: what it alone gave; empty where not known."""
+    """One knob that differs from today's configuration, with the values in effect. `gave`: what it alone
+    gave; empty if not known. `asked`: what was asked for, if the engine runs with another value.
+    """
 
     name: str
     before: Value
     after: Value
     gave: str = ""
+    asked: Value = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerCard:
     """The answer of one run, or of one arm of a comparison, which has no `sentence`. `trial` is the trial
-    that the rows show, `profile` what was published of it.
+    that the rows show, `label` its name, `profile` the profile that was published of it.
 
-    `uncompared` says what the rows' values are where they have no change; empty where they have one.
-    `first_only`: they are of single measurements, which no repeat confirmed.
+    If the rows have no change, `uncompared` says what their values are; otherwise it is empty.
+    `first_only`: the values are single measurements, which no repeat confirmed.
 
-    `tone` is one of better (a winner), none (today's configuration stays), doubt and failed. `names` are what
-    the two values of a row are of. `changed` are the knobs that differ from today's configuration;
+    `tone` is one of better (a winner), none (today's configuration stays), doubt and failed. `names` are
+    what the two values of a row are of. `changed` are the knobs that differ from today's configuration.
     `changed_title` says "changed" only of a winner, a published profile or an arm of a comparison.
+    `left_out` says that the profile leaves out some of them.
     """
 
     title: str
@@ -88,6 +101,7 @@ class AnswerCard:
     confidence: Confidence
     because: str
     trial: int | None = None
+    label: str = ""
     names: tuple[str, str] = ("today", "")
     rows: tuple[CardRow, ...] = ()
     slo: str = ""
@@ -98,16 +112,17 @@ class AnswerCard:
     pull: str = ""
     cost: str = ""
     saving: str = ""
+    left_out: str = ""
     uncompared: str = ""
     first_only: bool = False
 
 
 def cards(
-    said: Conclusion, key: ProfileKey | None = None, *, gave: Mapping[str, str] | None = None
+    said: Conclusion, key: ProfileKey | None = None, *, attribution: Attribution | None = None
 ) -> tuple[AnswerCard, ...]:
     """What a run found: one card, or one for each arm that a comparison held against the first one."""
     if not said.compared or not said.finalists:
-        return (card(said, key, gave=gave),)
+        return (card(said, key, attribution=attribution),)
     return tuple(card(said, key, trial=arm.trial) for arm in said.finalists)
 
 
@@ -118,13 +133,16 @@ def card(
     trial: int | None = None,
     alias: str = "challenger",
     profile: PublishedProfile | None = None,
-    gave: Mapping[str, str] | None = None,
+    attribution: Attribution | None = None,
 ) -> AnswerCard:
     """The card of a conclusion. `key` is where its profile is published (None: nowhere, no pull command).
 
     `trial`: show this arm instead of the winner. `alias`: what the pull command names; empty: the version
-    itself. `profile`: what was published, where it is not the run's challenger. `gave`: what each knob gave.
+    itself. `profile`: what was published, if it is not the run's challenger. `attribution`: what each knob
+    gave. If it published a reduced configuration, the card still shows the winner.
     """
+    reduced = words.reduced_of(said, attribution)
+    trial = said.winner if reduced is not None and trial == reduced else trial
     arm = said.arm(trial) if trial is not None else _shown(said)
     other = trial is not None and trial != said.winner
     confidence, because = confidence_of(said, arm)
@@ -134,7 +152,8 @@ def card(
         title, tone = _against(said, arm)
         confidence, because = ("none", arm.dropped) if arm.dropped else (confidence, because)
     elif other:
-        title, tone = f"Trial {trial} beside today's configuration", "none"
+        beside = "is" if arm is said.baseline else "beside"
+        title, tone = f"Trial {arm.label if arm else trial} {beside} today's configuration", "none"
     profile = profile or (None if other else said.profiles.get("challenger"))
     applies = said.compared or profile is not None or (said.winner is not None and not other)
     return AnswerCard(
@@ -145,23 +164,25 @@ def card(
         confidence=confidence,
         because=because,
         trial=arm.trial if arm else None,
+        label=arm.label if arm else "",
         names=(_today(said, "today"), arm.title if arm else ""),
         rows=rows,
         slo=_slo(said, arm) if arm else "",
         slo_met=arm.slo_met if arm else None,
-        changed=_changed(said, arm, gave or {}) if arm else (),
+        changed=_changed(said, arm, explain.gave(attribution)) if arm else (),
         changed_title=f"{arm.title} differs in" if arm and not applies else "changed",
         profile=profile,
         pull=_pull(key, alias, profile) if profile and key else "",
-        cost=words.cost(said.cost),
+        cost=words.cost(said.cost, attribution, "comparison" if said.compared else "confirmation"),
         saving=words.saving(said.saving) if said.saving else "",
+        left_out=words.left_out(reduced) if reduced is not None and not other else "",
         uncompared=_uncompared(said, arm) if arm and rows else "",
         first_only=bool(arm and rows and not arm.measured_again),
     )
 
 
 def _uncompared(said: Conclusion, arm: Arm) -> str:
-    """What the values of an arm without a difference are, and why it has none; empty where it has one."""
+    """What the values of an arm without a difference are, and why it has none; empty if it has one."""
     if arm.changes:
         return ""
     if arm.measured_again:
@@ -170,12 +191,27 @@ def _uncompared(said: Conclusion, arm: Arm) -> str:
             return f"{times}: it is {_today(said, TODAY)} itself"
         return f"{times}, not compared, because {_obstacle(said, arm)}"
     first = "these are first measurements"
-    if said.outcome is Judgement.NOT_CONFIRMED and said.repeats:
-        return f"{first}; the confirmation ended after {many(said.repeats, 'repeat')}"
+    if arm is said.baseline:
+        return f"{first} of {_today(said, TODAY)} itself"
+    if said.outcome is Judgement.NOT_CONFIRMED:
+        return f"{first}; {_unfinished(said)}"
     if arm.dropped is not None and arm is not said.baseline:
         return f"{first}; {arm.title} failed when it was measured again"
     others = any(each.measured_again for each in (said.baseline, *said.finalists) if each)
-    return f"{first}; {arm.title if others else 'none'} was {'not ' if others else ''}measured again"
+    return f"{first}; {f'this run did not measure {arm.title} again' if others else NOT_AGAIN}"
+
+
+NOT_AGAIN = "this run measured no trial again"
+UNFINISHED = "the confirmation did not end"
+
+
+def _unfinished(said: Conclusion) -> str:
+    """How far the confirmation of a run came that confirmed nothing, as a clause. Where it ended in its first
+    repeat, only its launches tell that there was one.
+    """
+    if said.repeats:
+        return f"the confirmation ended after {many(said.repeats, 'repeat')}"
+    return UNFINISHED if said.cost.confirm_s else NOT_AGAIN
 
 
 def _times(said: Conclusion) -> str:
@@ -191,18 +227,21 @@ def _obstacle(said: Conclusion, arm: Arm | None) -> str:
         return f"{today} did not serve this traffic"
     if arm is not None and arm.dropped is not None:
         return f"{arm.title} failed when it was measured again"
-    return "no trial was measured again"
+    return NOT_AGAIN
+
+
+WITHOUT = "The run ended without a result"
 
 
 def card_of_run(run: Run) -> AnswerCard | None:
     """The card of a run that ended without a conclusion; None while it goes on."""
     if run.state is RunState.RUNNING:
         return None
-    title = {RunState.FAILED: "The run failed", RunState.CANCELLED: "The run was stopped"}
+    title = {RunState.FAILED: "The run failed", RunState.CANCELLED: "The run was cancelled"}
     return AnswerCard(
-        title=title.get(run.state, "The run ended without a result"),
+        title=title.get(run.state, WITHOUT),
         tone="failed",
-        sentence=run.reason or "It left no reason.",
+        sentence=run.reason or "The run gave no reason.",
         at=run.at,
         confidence="none",
         because="nothing was compared with today's configuration",
@@ -226,7 +265,8 @@ def key_of(study: Study) -> ProfileKey:
 
 
 def _shown(said: Conclusion) -> Arm | None:
-    """The winner; else the nearest to the SLO; else the first finalist that was compared, or tried."""
+    """The winner; else the nearest to the SLO; else the first finalist that was compared (the policy's
+    choice), or tried."""
     chosen = said.arm(said.winner) or said.arm(said.nearest)
     compared = [arm for arm in said.finalists if arm.changes]
     return chosen or next(iter([*compared, *said.finalists]), None)
@@ -238,9 +278,9 @@ PLAIN = {
     Judgement.TRADE_OFF: "Trial {} is better in some objectives and worse in others",
     Judgement.BASELINE_FAILED: "Trial {} serves this traffic; today's configuration does not",
     Judgement.NOT_TRUSTED: "No result: the machine changed during the run",
-    Judgement.NOT_CONFIRMED: "No result yet: no trial was measured again",
+    Judgement.NOT_CONFIRMED: f"No result yet: {NOT_AGAIN}",
     Judgement.NOTHING_SERVED: "No candidate served this traffic",
-    Judgement.NO_CLEAR_WINNER: "No measurable difference from today's configuration",
+    Judgement.NO_CLEAR_WINNER: "No clear winner over today's configuration",
     Judgement.BASELINE_STAYS: "Today's configuration stays the best choice",
 }
 
@@ -263,17 +303,20 @@ def _against(said: Conclusion, arm: Arm) -> tuple[str, Tone]:
     if {"better", "worse"} <= found:
         return f"{name} is better than {base} in some objectives and worse in others", "doubt"
     if found == {"open"}:
-        return f"No measurable difference between {name} and {base}", "none"
+        return f"No clear difference between {name} and {base}", "none"
     word: Tone = "better" if "better" in found else "failed"
     return f"{name} is {'better' if word == 'better' else 'worse'} than {base}", word
 
 
 def _title(said: Conclusion, arm: Arm | None) -> str:
     if said.outcome is Judgement.SLO_MISSED:
-        return "No configuration meets the SLO" + (f"; trial {said.winner} is nearer" if said.winner else "")
-    if said.outcome is Judgement.NOT_CONFIRMED and said.repeats:
-        return "No result yet: the confirmation did not end"
-    return PLAIN[said.outcome].format(arm.trial if arm else "–")
+        nearer = said.arm(said.winner) if said.nearest == said.winner else None
+        return "No configuration meets the SLO" + (f"; trial {nearer.label} is nearer" if nearer else "")
+    if said.outcome is Judgement.NOT_CONFIRMED and (said.repeats or said.cost.confirm_s):
+        return f"No result yet: {UNFINISHED}"
+    if said.outcome in UNMEASURED and said.baseline is None and not said.finalists:
+        return WITHOUT
+    return PLAIN[said.outcome].format(arm.label if arm else "–")
 
 
 def _tone(said: Conclusion) -> Tone:
@@ -293,16 +336,15 @@ def confidence_of(said: Conclusion, arm: Arm | None = None) -> tuple[Confidence,
     if said.outcome in UNMEASURED:
         why = {
             Judgement.NOT_TRUSTED: "the machine was not the same in the search and in the confirmation",
-            Judgement.NOT_CONFIRMED: f"the confirmation ended after {many(said.repeats, 'repeat')}"
-            if said.repeats
-            else "each trial was measured once",
+            Judgement.NOT_CONFIRMED: _unfinished(said),
         }
         return "none", why.get(said.outcome, "nothing could be compared")
     if not (arm.changes if own and arm else said.against_baseline):
         return "none", f"nothing was compared: {_obstacle(said, arm)}"
     if said.demonstration:
-        return "low", "a demonstration: its windows are too short for a decision"
-    times = f"measured {_times(said)} in turns with {_today(said, TODAY)}"
+        return "low", "a demonstration: its slices are too short for a decision"
+    beside = _today(said, TODAY) if own else "the finalists"
+    times = f"measured {_times(said)} in turns with {beside}"
     if said.repeats > 1 and (few := _too_few(said, arm)):
         return "low", f"{times}; {few}"
     if said.repeats < ENOUGH:
@@ -310,7 +352,8 @@ def confidence_of(said: Conclusion, arm: Arm | None = None) -> tuple[Confidence,
             "low" if said.repeats < 2 else "medium",
             f"{times}; {ENOUGH} or more repeats would be more certain",
         )
-    held = [c for c in arm.changes if c.where == "held_out"] if arm else []
+    unseen = arm if own else said.arm(said.winner)
+    held = [c for c in unseen.changes if c.where == "held_out"] if unseen else []
     if said.compared:
         return "high", times
     if said.winner is None:
@@ -319,7 +362,7 @@ def confidence_of(said: Conclusion, arm: Arm | None = None) -> tuple[Confidence,
         return "medium", f"{times}; there is no held-out traffic"
     if not any(c.word == "better" for c in held):
         return "medium", f"{times}; on held-out traffic nothing is clearly better"
-    return "high", f"{times}, and better on held-out traffic"
+    return "high", f"{times}, and {'' if own else 'the winner is '}better on held-out traffic"
 
 
 def _too_few(said: Conclusion, arm: Arm | None) -> str:
@@ -330,7 +373,7 @@ def _too_few(said: Conclusion, arm: Arm | None) -> str:
     most = max(needed, default=0)
     if most <= said.repeats:
         return ""
-    count = f"{most}" if math.isfinite(most) else "more than 100"
+    count = f"at least {most}" if math.isfinite(most) else "more than 100"
     return f"this node needs {count} repeats to show a difference of 10 %"
 
 
@@ -371,23 +414,28 @@ def _bar(found: Difference, widest: float) -> tuple[float, float, float] | None:
 
 
 def _slo(said: Conclusion, arm: Arm) -> str:
-    """Whether the shown trial keeps the SLO, beside today's configuration; empty where nobody measured it."""
+    """Whether the shown trial keeps the SLO, beside today's configuration; empty if nobody measured it."""
     if arm.slo_met is None or arm.attainment is None:
         return ""
     base = said.baseline
     name = _today(said, "today")
-    today = f" ({name} {base.attainment * 100:.3g} %)" if base and base.attainment is not None else ""
-    asked = f", {said.attainment * 100:.4g} % are required" if said.attainment is not None else ""
+    today = f", {name} {base.attainment * 100:.3g} %" if base and base.attainment is not None else ""
+    asked = f"; {said.attainment * 100:.4g} % are required" if said.attainment is not None else ""
     word, held = "yes" if arm.slo_met else "no", arm.held_out.get("slo_attainment")
     unseen = "" if held is None else f"; on held-out traffic {held * 100:.3g} %"
-    return f"{word}: {arm.attainment * 100:.3g} % of requests keep it{today}{asked}{unseen}"
+    return f"{word} ({arm.attainment * 100:.3g} % of requests keep it{today}{asked}{unseen})"
 
 
 def _changed(said: Conclusion, arm: Arm, gave: Mapping[str, str]) -> tuple[ChangedKnob, ...]:
     base = said.baseline.engine if said.baseline else None
     engine = {"engine": (base, arm.engine)} if base != arm.engine else {}
+    asked = {
+        name: value
+        for name, value in arm.candidate.items()
+        if name in arm.changed and not same_value(value, arm.changed[name][1])
+    }
     return tuple(
-        ChangedKnob(name=name, before=before, after=after, gave=gave.get(name, ""))
+        ChangedKnob(name=name, before=before, after=after, gave=gave.get(name, ""), asked=asked.get(name))
         for name, (before, after) in {**engine, **arm.changed}.items()
     )
 
@@ -395,13 +443,13 @@ def _changed(said: Conclusion, arm: Arm, gave: Mapping[str, str]) -> tuple[Chang
 def run_lines(
     said: Conclusion,
     key: ProfileKey | None = None,
-    gave: Mapping[str, str] | None = None,
+    attribution: Attribution | None = None,
     program: str = "tuner",
 ) -> Iterator[str]:
     """What a run found as text: its card, or the headline of a comparison and the card of each arm."""
     if said.compared:
         yield words.headline(said)
-    for each in cards(said, key, gave=gave):
+    for each in cards(said, key, attribution=attribution):
         yield from lines(each, program)
 
 
@@ -417,6 +465,8 @@ def lines(found: AnswerCard, program: str = "tuner") -> Iterator[str]:
     yield f"confidence: {found.confidence} ({found.because})"
     if found.changed:
         yield f"{found.changed_title}: {', '.join(knob_text(each) for each in found.changed)}"
+    if found.left_out:
+        yield found.left_out
     if found.cost:
         yield f"took {found.cost}"
     if found.saving:
@@ -436,6 +486,8 @@ def row_text(row: CardRow) -> str:
 
 
 def knob_text(knob: ChangedKnob) -> str:
-    """`max_num_seqs 256 → 64`, and what it gave where that is known."""
+    """`max_num_seqs 256 → 64`. If they are known, also what was asked for and what the knob gave."""
     before, after = ("not set" if v is None else v for v in (knob.before, knob.after))
-    return f"{knob.name} {before} → {after}" + (f" ({knob.gave})" if knob.gave else "")
+    told = [f"asked for {knob.asked}"] if knob.asked is not None else []
+    told += [knob.gave] if knob.gave else []
+    return f"{knob.name} {before} → {after}" + (f" ({'; '.join(told)})" if told else "")

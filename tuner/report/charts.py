@@ -26,7 +26,7 @@ def tick_text(value: float) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """A measurement on an axis; `log` where all values are positive and spread over more than a factor 4."""
+    """A measurement on an axis. `log` if all values are positive and differ by more than a factor of 4."""
 
     name: str
     low: float

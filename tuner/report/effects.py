@@ -53,19 +53,20 @@ def effects(trials: Sequence[Trial], metric: str) -> list[Effect]:
 
 
 def doubt(found: Sequence[Effect]) -> str:
-    """Why the shares of one measurement are not shown; empty where they are shown."""
+    """Why the shares of one measurement are not shown; empty if they are shown."""
     if not found:
         return f"Fewer than {MIN_TRIALS} trials completed with this measurement, or no knob was turned."
     needed = 1 + PER_LEVEL * sum(len(each.levels) - 1 for each in found)
     if found[0].trials < needed:
         return (
-            f"No shares: {many(found[0].trials, 'trial')} completed, and {many(len(found), 'knob')} with"
-            f" {sum(len(each.levels) for each in found)} values need at least {needed}."
+            f"No shares, because only {many(found[0].trials, 'trial')} completed."
+            f" {many(len(found), 'knob')} with {sum(len(each.levels) for each in found)} values need at"
+            f" least {needed} trials."
         )
     if (whole := sum(each.share for each in found)) > 1.0:
         return (
-            f"No shares: they add to {whole * 100:.0f} %. The knobs were turned together, so their effects"
-            " cannot be told apart."
+            f"No shares, because they add up to {whole * 100:.0f} %. The knobs changed together, so their"
+            " effects cannot be separated."
         )
     return ""
 

@@ -1,19 +1,29 @@
-"""Charts of outcomes: cumulative latencies with bands, and a replay over time."""
+"""What stands behind a trial: charts of its outcomes (cumulative latencies with bands, a replay over time),
+and the log of its engine, as far as it is on this host.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tuner import masking
+from tuner.engine import failures
 from tuner.errors import BadInput
 from tuner.measures import many
 from tuner.metrics import CANCELLED, LATENCY_MS, counted, resampled, ttft_ms
-from tuner.records import Measurement, Outcome, SliceMeasurement, Trial
+from tuner.records import Launch, Measurement, Outcome, SliceMeasurement, Trial, of_attribution
 from tuner.replay import outcomes
 from tuner.report.board import Board
 from tuner.report.charts import Axis, Curve, Panel, curves, panels, shared
+from tuner.report.words import knobs
+from tuner.search.trial_view import is_number
+from tuner.settings import under_home
 
 NAMES = {"ttft": "time to first token", "tpot": "time per output token", "e2e": "end to end"}
 BLOCK_S = 10.0
@@ -34,7 +44,7 @@ class PassLatencies:
 
 
 def read_slice(part: SliceMeasurement) -> list[Outcome] | None:
-    """The outcomes of a slice, None where their file is not on this host."""
+    """The outcomes of a slice, None if their file is not on this host."""
     if part.outcomes_file is None or not outcomes.is_here(part.outcomes_file):
         return None
     try:
@@ -60,9 +70,18 @@ def _sample(measurement: Measurement) -> PassLatencies | None:
     return PassLatencies(scheduled_s=np.array(at), latency=latency)
 
 
+def _rounds(found: Measurement) -> str:
+    """What the launches of one confirmation of a trial share: their folders' names without the repeat."""
+    return "-".join(found.folder.split("-")[:-2])
+
+
 def samples(trial: Trial) -> list[PassLatencies]:
-    """The passes of the confirmation; the last pass of the search for a trial that was not measured again."""
-    again = [m for m in trial.measurements if m.purpose == "confirm"]
+    """The passes of the newest confirmation (without any, of an attribution); the last pass of the search for
+    a trial that was not measured again.
+    """
+    every = [m for m in trial.measurements if m.purpose == "confirm"]
+    every = [m for m in every if not of_attribution(m.folder)] or every
+    again = [m for m in every if _rounds(m) == _rounds(every[-1])]
     searched = [m for m in trial.measurements if m.purpose == "search"][-1:]
     for passes in (again, searched):
         found = [s for m in passes if (s := _sample(m)) is not None]
@@ -114,7 +133,7 @@ def named(board: Board, trials: Iterable[Trial]) -> list[Named]:
     for trial in trials:
         known = board.kind(trial)
         own = known in ("baseline", "winner")
-        name = f"trial {trial.number}" + (f" ({known})" if own else "")
+        name = f"trial {trial.label}" + (f" ({known})" if own else "")
         found.append(Named(name=name, kind=known if own else next(others), trial=trial))
     return found
 
@@ -128,10 +147,12 @@ def latencies(shown: Sequence[Named]) -> list[tuple[str, str]]:
 
 
 def _caption(kind: str, found: Sequence[Sequence[PassLatencies]]) -> str:
-    repeats = max(len(passes) for passes in found)
-    told = f"Bands span {repeats} repeats." if repeats > 1 else "Bands: 95 %, bootstrap over blocks of 10 s."
+    counts = [len(passes) for passes in found]
+    repeats = max(counts)
+    span = f"{min(counts)} to {repeats}" if min(counts) < repeats else f"{repeats}"
+    told = f"Bands span {span} repeats." if repeats > 1 else "Bands: 95 %, bootstrap over blocks of 10 s."
     if repeats == 1 and all(band(passes, kind, np.array([1.0])) is None for passes in found):
-        told = "No bands: one pass shorter than 50 s."
+        told = "No bands: there is only one replay, and it is shorter than 50 s."
     return f"{NAMES[kind].capitalize()}: share of requests within this latency. {told}"
 
 
@@ -168,7 +189,7 @@ def timelines(shown: Sequence[Named]) -> list[tuple[str, str]]:
                 found.append((caption, part.window_s, strips(rows, part.window_s, series)))
     span = max((window for _, window, _ in found), default=1.0)
     together = shared([strip for _, _, drawn in found for strip in drawn])
-    words = ("seconds since the window began", "the replay over time")
+    words = ("seconds since the slice began", "the replay over time")
     return [
         (caption, panels([together(p) for p in drawn], words[0], span, words[1]))
         for caption, _, drawn in found
@@ -176,7 +197,7 @@ def timelines(shown: Sequence[Named]) -> list[tuple[str, str]]:
 
 
 def strips(rows: Sequence[Outcome], window_s: float, engine: Mapping[str, Sequence[float]]) -> list[Panel]:
-    """Arrivals, first tokens, requests in flight, and the engine's own numbers where they were kept."""
+    """Arrivals, first tokens, requests in flight, and the engine's own numbers if they were kept."""
     edges = np.linspace(0.0, window_s, BINS + 1)
     span = window_s / BINS
     arrivals = np.histogram([o.scheduled_s for o in rows], edges)[0] / span
@@ -210,7 +231,7 @@ def _level(spans: Sequence[tuple[float, float]], at: Float) -> Float:
 ENGINE = {
     "kv_usage": ("KV cache in use (%)", 100.0, "three"),
     "waiting": ("queue by the engine (requests)", 1.0, "baseline"),
-    "preemptions": ("preemptions since the window began", 1.0, "four"),
+    "preemptions": ("preemptions since the slice began", 1.0, "four"),
 }
 
 
@@ -230,3 +251,69 @@ def engine_panels(
         for key, (name, scale, kind) in shown.items()
         if key in engine and len(engine[key]) == len(at)
     ]
+
+
+LAST = 64 * 1024
+"""How many bytes from the end are looked at for the last lines."""
+
+
+def log_path(trial: Trial, launches: Sequence[Launch]) -> Path:
+    """Where the log of a trial's engine lies, if it does. A screened trial shares its engine with others; one
+    that was not measured (yet) has the log in its own folder, or in that of the engine that ran meanwhile.
+    """
+    by = trial.measurement.launch_id if trial.measurement else None
+    found = next((each.directory for each in launches if each.id == by), None)
+    path = under_home(found or trial.directory or "") / "engine.log"
+    if found is None and not path.is_file():
+        newest = _meanwhile(trial, launches)
+        if newest is not None and newest.directory:
+            return under_home(newest.directory) / "engine.log"
+    return path
+
+
+def _meanwhile(trial: Trial, launches: Sequence[Launch]) -> Launch | None:
+    """The last engine that ran while a trial did."""
+    until = trial.ended_at or datetime.max.replace(tzinfo=UTC)
+    found = [
+        each
+        for each in launches
+        if each.started_at <= until and (each.ended_at is None or each.ended_at >= trial.started_at)
+    ]
+    return max(found, key=lambda each: each.started_at, default=None)
+
+
+def to_screen(trial: Trial, launches: Sequence[Launch]) -> str:
+    """For a trial that was not measured (yet): the larger engine in which it is to be screened. Empty for
+    other trials.
+    """
+    launch = _meanwhile(trial, launches) if trial.measurement is None else None
+    argv = launch.argv if launch is not None else ()
+    sizes = {flag: int(value) for flag, value in pairwise(argv) if value.isdecimal()}
+    larger = {
+        name: size
+        for name, value in trial.candidate.items()
+        if is_number(value) and (size := sizes.get(f"--{name.replace('_', '-')}", 0)) > value
+    }
+    if not larger:
+        return ""
+    planned = "should have been" if trial.ended_at else "is to be"
+    return f"It {planned} screened in an engine with {knobs(larger)}."
+
+
+def tail(path: Path, lines: int) -> list[str]:
+    """The last lines of a log, secrets masked; none if it is not on this host."""
+    try:
+        with path.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - LAST))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    return masking.text(text).splitlines()[-lines:]
+
+
+def root_cause(trial: Trial, path: Path) -> str:
+    """The line of a failed trial's log that shows why; empty if none does."""
+    if trial.cause not in failures.KINDS or not path.is_file():
+        return ""
+    return masking.text(failures.classify(path.read_text(errors="replace"), None, "startup").evidence)

@@ -9,21 +9,23 @@ from tuner.report import words
 
 
 def gave(found: Attribution | None) -> dict[str, str]:
-    """Knob → what it gives, in a few words, for the answer card; empty without an attribution."""
+    """Knob → its largest gain, in a few words, for the answer card; empty without an attribution."""
     return {gain.name: _gave(gain) for gain in found.knobs} if found is not None else {}
 
 
 def _gave(gain: KnobGain) -> str:
     if not gain.kept:
         return "nothing, left out"
-    told = [words.difference(d) for d in gain.gains if d.word != "open"]
-    how = "" if gain.how != "predicted" else ", by the simulator"
-    return f"{told[0]}{how}" if told else gain.why or "not measured by itself"
+    told = [d for d in gain.gains if d.word != "open"]
+    if not told:
+        return gain.why or "not measured alone"
+    most = max(told, key=lambda d: (d.word == "better", abs(d.change or 0.0)))
+    return words.difference(most) + (", predicted" if gain.how == "predicted" else "")
 
 
 def why_none(said: Conclusion | None, plan: JSON, *, begun: bool) -> str:
-    """The reason why a run did not ask which knobs pay. `plan` is that of the study's file, `begun`: whether
-    it had launched an engine for it.
+    """The reason why a run did not ask which knobs give the gain. `plan` is that of the study's file,
+    `begun`: whether it had launched an engine for it.
     """
     if said is None:
         return "it ended without a conclusion"
@@ -46,8 +48,8 @@ def why_none(said: Conclusion | None, plan: JSON, *, begun: bool) -> str:
     if begun:
         return "the launches for this were not finished"
     if "attribution" not in changed:
-        return "an earlier release made it, which could not do this"
-    return "it ended before that"
+        return "an earlier release made this run and could not do this"
+    return "it ended too early"
 
 
 def lines(found: Attribution) -> Iterator[str]:
@@ -58,8 +60,10 @@ def lines(found: Attribution) -> Iterator[str]:
     if found.last:
         compared = ", ".join(words.difference(d) for d in found.last if d.where == "confirm")
         yield f"the reduced configuration against the winner: {compared}"
-    share = found.seconds / found.search_s if found.search_s else 0.0
-    yield f"this took {words.seconds(found.seconds)} of engines, {share:.0%} of the search"
+    searched = found.search_s + found.earlier_search_s
+    share = found.seconds / searched if searched else 0.0
+    both = " and of the earlier search that found the winner" if found.earlier_search_s else ""
+    yield f"this took {words.seconds(found.seconds)}, {share:.0%} of the time of the search{both}"
 
 
 def knob_line(gain: KnobGain) -> str:
@@ -77,11 +81,12 @@ def sentence_of(found: Attribution, why: str = "") -> str:
     """The attribution in one or two sentences."""
     pays = [g.name for g in found.knobs if g.kept and g.how != "not asked"]
     unasked = ", ".join(g.name for g in found.knobs if g.kept and g.how == "not asked")
-    rest = f" Not asked: {unasked}." if unasked else ""
+    rest = f" Not tested: {unasked}." if unasked else ""
     left = [g.name for g in found.knobs if not g.kept]
     if found.published:
         return (
-            f"{', '.join(pays) or 'No knob'} {'pays' if len(pays) < 2 else 'pay'}; {', '.join(left)}"
+            f"{', '.join(pays) or 'No knob'} {'gives' if len(pays) < 2 else 'give'} the gain;"
+            f" {', '.join(left)}"
             f" {'gives' if len(left) < 2 else 'give'} nothing and {'is' if len(left) < 2 else 'are'} left out"
             f" of the profile (trial {found.reduced}).{rest}"
         )
@@ -89,14 +94,13 @@ def sentence_of(found: Attribution, why: str = "") -> str:
         return f"The winner is published as it is: {why}."
     if not pays:
         return f"The winner is published as it is.{rest}"
-    return (
-        f"Every knob of the winner{' that was asked for' if unasked else ''} pays: {', '.join(pays)}.{rest}"
-    )
+    every = f"Every {'tested ' if unasked else ''}knob of the winner"
+    return f"{every} gives a part of the gain: {', '.join(pays)}.{rest}"
 
 
 def mechanism(before: Mapping[str, float], after: Mapping[str, float]) -> str:
     """What the simulator sees change from `before` to `after` (measurement names), most telling first: queue,
-    preemption, prefill interference, KV cache, host-bound steps; empty where it sees nothing.
+    preemption, prefill interference, KV cache, host-bound steps; empty if it sees nothing.
     """
     said = [
         text

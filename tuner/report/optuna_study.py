@@ -25,11 +25,11 @@ STATES = {
 
 
 def export(study: Study, trials: Sequence[Trial], url: str) -> str:
-    """Write a study with all attempts of all trials, anew where an earlier export of it is; returns the name
-    that it has there. BadInput where the storage cannot be opened.
+    """Write a study with all attempts of all trials, in place of an earlier export of it; returns the name
+    that it has there. BadInput if the storage cannot be opened.
 
-    A trial's parameters are what its engine ran with, as far as known; user attributes hold everything
-    measured. What was measured and is INFEASIBLE is COMPLETE there with a violated constraint.
+    A trial's parameters are what its engine ran with, as far as known. User attributes hold everything
+    measured. A trial that was measured and is INFEASIBLE is COMPLETE there, with a violated constraint.
     """
     name = f"{study.name}-{study.id[:12]}"
     try:

@@ -12,8 +12,8 @@ from tuner.records import Trial, Value
 
 
 def table_of(trials: Sequence[Trial]) -> pa.Table:
-    """All attempts in order of number. Columns: what a trial is; `knob.NAME`, what was asked (null = left to
-    the engine); then everything measured by its name, null where it was not or is infinite.
+    """All attempts in order of number. Columns: what a trial is; `knob.NAME`, what was asked for (null =
+    left to the engine); then everything measured by its name (null if it was not measured or is infinite).
     """
     rows = sorted(trials, key=lambda t: (t.number, t.attempt))
     columns: dict[str, pa.Array] = {

@@ -1,12 +1,24 @@
 """How numbers, configurations and results are written for people, the same on every surface."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from tuner.conclusions import Conclusion, Difference, RunCost, Saving
+from tuner.conclusions import Attribution, Conclusion, Difference, RunCost, Saving
 from tuner.history.entities import RunBest
-from tuner.measures import is_maximized, measure_of
-from tuner.records import Node, Run, RunState, Trial, TrialState
+from tuner.measures import is_maximized, many, measure_of
+from tuner.measures import number as number
+from tuner.records import (
+    Measurement,
+    Node,
+    Run,
+    RunState,
+    Study,
+    Trial,
+    TrialState,
+    last_attempts,
+    of_attribution,
+)
 
 
 def unit(name: str) -> str:
@@ -22,17 +34,8 @@ def heading(name: str) -> str:
 
 
 def title(name: str) -> str:
-    """What a measurement is, in words: `p95 of the time to the first token`; its name where it has none."""
+    """What a measurement is, in words: `p95 of the time to the first token`. If it has no words, its name."""
     return measure_of(name).words or name
-
-
-def number(value: object) -> str:
-    """A measured value for reading: four significant digits, ∞ for a failed one, an en dash for none."""
-    if not isinstance(value, int | float):
-        return "–"
-    if math.isinf(value):
-        return "∞" if value > 0 else "-∞"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def measured(name: str, value: object) -> str:
@@ -49,8 +52,8 @@ def saving(found: Saving) -> str:
     """What the winner saves, and after how many nights the tuning is repaid."""
     return (
         f"at {number(found.price_per_gpu_hour)} per GPU-hour the winner saves {number(found.monthly)} a month"
-        f" ({found.fraction * 100:.0f} % of the GPU-hours, if you use the higher {found.metric} to need"
-        f" fewer GPUs); the tuning cost {number(found.tuning)} and is repaid {_when(found.nights_to_repay)}"
+        f" ({found.fraction * 100:.0f} % of the GPU-hours, if the higher {found.metric} lets you use fewer"
+        f" GPUs). The tuning cost {number(found.tuning)} and is repaid {_when(found.nights_to_repay)}"
     )
 
 
@@ -59,7 +62,7 @@ def _when(nights: float) -> str:
 
 
 def percent(change: float | None) -> str:
-    """A change, (after − before) / before, in signed per cent; `?` where it is not known."""
+    """A change, (after − before) / before, in signed per cent; `?` if it is not known."""
     return "?" if change is None else f"{_signed(change)} %"
 
 
@@ -71,16 +74,39 @@ def _signed(change: float | None, unbounded: str = "?") -> str:
     return f"{whole:+,}".replace("-", "−") if whole else "0"
 
 
-WORDS = {"better": "better", "worse": "worse", "open": "no measurable difference"}
-"""The words for a difference, by the word of the conclusion."""
+def _end(change: float | None, unbounded: str = "?") -> str:
+    """The same of the end of an interval; one beside zero keeps a digit, so that its side can be seen."""
+    shown = _signed(change, unbounded)
+    small = change is not None and shown == "0" and abs(change) >= LEAST
+    return f"{change * 100:+.1g}".replace("-", "−") if small and change is not None else shown
+
+
+LEAST = 1e-5
+"""The share from which the end of an interval is told from zero."""
+
+
+SAME = 0.1
+"""The share within which an open difference is called the same."""
+
+
+def word(found: Difference) -> str:
+    """better, worse, or open; of an open one that is known to be small: `the same within 6 %`, a share that
+    contains the interval.
+    """
+    within, low, high = found.within, found.low, found.high
+    if found.word != "open" or within is None or within > SAME or low is None or high is None:
+        return found.word
+    return f"the same within {max(1, math.ceil(100 * max(within, -low, high) - 1e-9))} %"
 
 
 def change(found: Difference) -> str:
     """A difference from the baseline with its interval: `−48 % (−52 … −43, better)`."""
-    low, high = _signed(found.low), _signed(found.high, unbounded="+∞")
+    if found.before == found.after == 0:
+        return f"0 on both sides ({word(found)})"
+    low, high = _end(found.low), _end(found.high, unbounded="+∞")
     known = high != "+∞" or (found.low is not None and found.low > -1)
     interval = f"{low} … {high}" if known else "interval not known"
-    return f"{percent(found.change)} ({interval}, {WORDS[found.word]})"
+    return f"{percent(found.change)} ({interval}, {word(found)})"
 
 
 def difference(found: Difference) -> str:
@@ -102,7 +128,7 @@ def outcome(found: Conclusion) -> str:
 
 
 CONTINUES = "the same command continues it"
-STOPPED = "stopped"
+STOPPED, INTERRUPTED = "stopped", "interrupted"
 
 
 def run_state(run: Run, stopped: Collection[str]) -> str:
@@ -111,17 +137,41 @@ def run_state(run: Run, stopped: Collection[str]) -> str:
 
 
 def no_trial(run: Run) -> str:
-    """What is said of a run that has no trial."""
-    if run.trials_limit == 0:
-        return "no new trials"
-    return "no trial yet" if run.state is RunState.RUNNING else "no trial"
+    """What is said of a run that has no trial. It may have measured earlier trials again."""
+    running = run.state is RunState.RUNNING and run.trials_limit != 0
+    return "no trial yet" if running else "no new trials"
 
 
 def unended(run: Run | None, stopped: Collection[str]) -> str:
-    """A sentence on a newest run that has no end yet; empty where it has one."""
+    """A sentence on a newest run that has no end yet; empty if it has one."""
     if run is None or run.state is not RunState.RUNNING:
         return ""
-    return f"The newest run was stopped; {CONTINUES}." if run.id in stopped else "The newest run goes on."
+    return (
+        f"The newest run was stopped; {CONTINUES}." if run.id in stopped else "The newest run has not ended."
+    )
+
+
+PASSES = {"search": "search", "confirm": "confirmation", "held_out": "held-out slice"}
+ATTRIBUTED = {**PASSES, "search": "attribution", "confirm": "last comparison"}
+"""The same of an attribution, whose last comparison holds the reduced configuration against the winner."""
+COMPARED = {**PASSES, "search": "first launch", "confirm": "comparison"}
+TOGETHER = (
+    "A confirmed value comes from all repeats of a run. A rate or a share is computed from the requests of"
+    " all repeats together. A count is the mean of the repeats. Any other number is their geometric mean."
+)
+
+
+def again_word(study: Study) -> str:
+    """What measures the trials of a study again: `confirmation` or `comparison`."""
+    return "comparison" if study.compares else "confirmation"
+
+
+def pass_name(found: Measurement, study: Study) -> str:
+    """What a trial of a study was measured for, and the number of the repeat: `search`, `confirmation 2`."""
+    ours = of_attribution(found.folder)
+    names = ATTRIBUTED if ours else COMPARED if study.compares else PASSES
+    name = names[found.purpose] + (f" {found.repeat}" if found.repeat else "")
+    return f"{name} of the last comparison" if ours and found.purpose == "held_out" else name
 
 
 def trial_state(trial: Trial, stopped: Collection[str] = ()) -> str:
@@ -129,7 +179,25 @@ def trial_state(trial: Trial, stopped: Collection[str] = ()) -> str:
     end is interrupted: history says RUNNING.
     """
     lost = trial.state is TrialState.RUNNING and trial.run_id in stopped
-    return "interrupted" if lost else trial.state.value
+    return INTERRUPTED if lost else trial.state.value
+
+
+def trial_counts(trials: Iterable[Trial], stopped: Collection[str] = ()) -> dict[str, int]:
+    """How many trials there are, by the state of their last attempt."""
+    return dict(sorted(Counter(trial_state(t, stopped) for t in last_attempts(trials)).items()))
+
+
+def told_counts(trials: Collection[Trial], stopped: Collection[str] = ()) -> str:
+    """The same for people: `4 COMPLETE, 1 RUNNING (1 earlier attempt)`; empty for no trial. Trials of an
+    attribution, which no limit of trials counts, are named.
+    """
+    found = trial_counts(trials, stopped)
+    earlier = len(trials) - sum(found.values())
+    beside = len({t.number for t in trials if of_attribution(t.directory)})
+    notes = [f"{beside} of the attribution"] if beside else []
+    notes += [many(earlier, "earlier attempt")] if earlier else []
+    said = ", ".join(f"{count} {state}" for state, count in found.items())
+    return said + (f" ({', '.join(notes)})" if notes else "")
 
 
 def trial_word(trial: Trial, stopped: Collection[str] = ()) -> str:
@@ -158,34 +226,55 @@ def outcome_of(best: RunBest, stopped: Collection[str]) -> str:
     return best.outcome.value + (" (a demonstration)" if best.demonstration else "")
 
 
+def no_value(count: int, metric: str) -> str:
+    """A sentence on the ended runs whose results do not have a metric; empty for none."""
+    return f"left out: {many(count, 'ended run')} without {metric} in the result" if count else ""
+
+
 def headline(found: Conclusion) -> str:
     """The first line about a run: the outcome, then the sentence of the conclusion."""
     begins = found.sentence.lower().removeprefix("a ")
     return (
         found.sentence
-        if begins.startswith(found.outcome.value.lower())
+        if begins.startswith((found.outcome.value.lower(), "advice: "))
         else f"{outcome(found)}: {found.sentence}"
     )
 
 
-def published(found: Conclusion, on_front: bool) -> str:
-    """The sentence on a winner beside a front; empty where there is no winner."""
+def published(found: Conclusion, on_front: bool, attribution: Attribution | None = None) -> str:
+    """The sentence on a winner beside a front; empty if there is no winner. If the `attribution` left knobs
+    out, the profile is its reduced configuration.
+    """
     if found.winner is None or found.compared:
         return ""
-    said = f"Trial {found.winner} is the published winner"
-    if on_front:
-        return f"{said}."
-    return (
-        f"{said}: by its first measurement it is not on the front, but within the noise of it; the"
-        " confirmation decided."
-    )
+    reduced = reduced_of(found, attribution)
+    won = found.arm(found.winner)
+    ended = "is the published winner" if reduced is None else "won"
+    first = f"Trial {won.label if won else found.winner} {ended}."
+    if not on_front:
+        first += " By its first measurement it is not on the front. The policy of the study chose it from the"
+        first += " finalists by their confirmed values."
+    return first if reduced is None else f"{first} {left_out(reduced)}"
 
 
-def cost(found: RunCost) -> str:
-    """The cost of a run, of search and confirmation separately (a part that took nothing is left out):
-    GPU-hours where it ran on GPUs, else the time."""
-    spans = ((found.search_s, "search"), (found.confirm_s, "confirmation"))
-    spent = [pair for pair in spans if pair[0]] or spans
+def reduced_of(found: Conclusion, attribution: Attribution | None) -> int | None:
+    """The trial that was published in place of the winner: the winner without the knobs that give nothing."""
+    ours = attribution is not None and attribution.published and attribution.winner == found.winner
+    return attribution.reduced if attribution is not None and ours else None
+
+
+def left_out(reduced: int) -> str:
+    """The sentence on the trial that was published in place of the winner."""
+    return f"The published profile is trial {reduced}: it leaves out the knobs that give nothing."
+
+
+def cost(found: RunCost, attribution: Attribution | None = None, again: str = "confirmation") -> str:
+    """The cost of a run: search, confirmation (`again` is its name) and attribution separately, without
+    parts that took nothing. It is in GPU-hours if the run used GPUs, otherwise a time.
+    """
+    knobs_s = attribution.seconds if attribution is not None else 0.0
+    spans = ((found.search_s, "search"), (found.confirm_s, again), (knobs_s, "attribution"))
+    spent = [pair for pair in spans if pair[0]] or spans[:2]
     return ", ".join(
         f"{f'{span / 3600:.3g} {found.unit}' if found.gpus else seconds(span)} of {name}"
         for span, name in spent
@@ -204,7 +293,7 @@ def seconds(value: float | None) -> str:
 
 
 def time_left(span: float | None) -> str:
-    """`, about 15 min left`: in whole minutes from two minutes on; empty where it is not known."""
+    """`, about 15 min left`: in whole minutes from two minutes on; empty if it is not known."""
     if span is None:
         return ""
     rounded = seconds(round(span / 60) * 60 if span >= 120 else round(span))

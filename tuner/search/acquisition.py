@@ -5,21 +5,22 @@ averaged: the mean is the simulator's or flat (the baseline's value), the error 
 reaches a short or a long way along the knobs. Each hypothesis is weighted by how likely it makes the measured
 values (its marginal likelihood), so a simulator that is wrong about an objective loses its weight there step
 by step. All values are costs (`Scale`): lower is better.
+
+`StudyView` is a study as the search sees it, with the candidates that earlier failures rule out (`Regions`).
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tuner.records import Candidate, Prediction, TrialState
-from tuner.search import pareto, trial_view
-from tuner.search.trial_view import EncodedTrial, Encoding, Point, Scale
-
-Matrix = NDArray[np.float64]
+from tuner.records import Candidate, Prediction, Slo, Trial, TrialState
+from tuner.search import trial_view
+from tuner.search.trial_view import DERIVED, EncodedTrial, Encoding, Matrix, Point, Scale, Space, encode
 
 # Standard deviations of the error of a mean, as log ratios: from the noise of one measurement (6 %) to a
 # factor of 2.7, each about 2.5 times the one before.
@@ -171,7 +172,7 @@ class SearchState:
     @cached_property
     def leaders(self) -> list[Point]:
         """Where the front of everything measured lies, screened trials included."""
-        keep = pareto.non_dominated(self.measured)
+        keep = trial_view.non_dominated(self.measured)
         return [t.point for t, kept in zip(self._whole, keep, strict=True) if kept][::-1][:LEADERS]
 
     def places(self, points: Sequence[Point]) -> Matrix:
@@ -193,7 +194,7 @@ class SearchState:
 
     @cached_property
     def _shift(self) -> Matrix:
-        """The simulator's error at the baseline; 0 where it predicts a failure."""
+        """The simulator's error at the baseline; 0 if it predicts a failure."""
         first = self.encoding.first
         if self.predict is None or first is None:
             return np.zeros(1)
@@ -281,8 +282,8 @@ def gains(
 
 
 def chances_to_work(problem: SearchState) -> dict[bool, float]:
-    """How likely a candidate works that is predicted to work (True) or to fail (False), by the trials so far
-    and `PRIOR`.
+    """By the trials so far and `PRIOR`: how likely a candidate works if it is predicted to work (True), and
+    if it is predicted to fail (False).
     """
     ended = [t for t in problem.trials if t.state is not TrialState.RUNNING]
     counts = {kind: list(prior) for kind, prior in PRIOR.items()}
@@ -326,22 +327,29 @@ def _gain(costs: Matrix, real: Matrix, corner: Matrix, rng: np.random.Generator)
 
 
 def choose(
-    problem: SearchState, seed: int, allowed: Callable[[Point], bool], rng: np.random.Generator
-) -> tuple[Point, str] | None:
-    """(the point to measure next, its origin `simulator` or `gp`); None where no gain is expected.
+    problem: SearchState, seed: int, number: int, works: Callable[[Candidate], bool] = lambda candidate: True
+) -> tuple[str, Candidate] | None:
+    """(the origin `simulator` or `gp`, the candidate to measure as trial `number`); None if no gain is
+    expected. `works` tells which candidates may work at all.
 
-    While the simulator has at least half of the weight, points that it cannot tell apart from a measured one
-    are left out, and knobs of which it expects no gain keep the baseline's level.
+    While the simulator has at least half of the weight, two rules hold. Points that it cannot tell apart
+    from a measured one are left out. Knobs of which it expects no gain keep the baseline's level.
     """
+    taken, at = {each.point for each in problem.trials}, problem.encoding.candidate
+
+    def allowed(point: Point) -> bool:
+        return point not in taken and works(at(point))
+
+    rng = np.random.default_rng(trial_view.derive(seed, number, "gain"))
     points, found, trusted = scored(problem, seed, allowed, rng)
     if not points or found.max() <= 0:
         return None
     new = found * _apart(problem, points) if trusted else found
     if not trusted or new.max() <= 0:
-        return points[int(found.argmax())], "gp"
+        return "gp", at(points[int(found.argmax())])
     best = points[int(new.argmax())]
     simpler = without_idle_knobs(problem, best)
-    return (simpler if allowed(simpler) else best), "simulator"
+    return "simulator", at(simpler if allowed(simpler) else best)
 
 
 def scored(
@@ -365,3 +373,154 @@ def _apart(problem: SearchState, points: Sequence[Point]) -> NDArray[np.bool_]:
     seen = [t.point for t in problem.trials if t.values is not None]
     twins = {tuple(row) for row in problem.expected(seen)[0][0].round(4) if row.max() < trial_view.FAR}
     return np.array([tuple(row) not in twins for row in problem.expected(points)[0][0].round(4)])
+
+
+# Knob → +1 where a larger level makes the failure worse, −1 where it makes it better.
+Direction = Mapping[str, int]
+
+# What asks for more device memory.
+OOM: Direction = {
+    "gpu_memory_utilization": 1,
+    "kv_cache_memory_bytes": 1,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "max_cudagraph_capture_size": 1,
+    "num_gpu_blocks_override": 1,
+}
+
+# What leaves less room for the KV cache.
+KV: Direction = {
+    "gpu_memory_utilization": -1,
+    "kv_cache_memory_bytes": -1,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "max_cudagraph_capture_size": 1,
+    "num_gpu_blocks_override": -1,
+}
+
+
+def kind_of(trial: Trial) -> str | None:
+    """`oom` or `kv` for a lack of memory, None for any other failure."""
+    violated = {key: value for key, value in trial_view.margins(trial).items() if value > 0}
+    return next((key for key in ("oom", "kv") if key in violated), None)
+
+
+class Regions:
+    """The candidates that a study's failures rule out."""
+
+    def __init__(self, encoding: Encoding, trials: Sequence[Trial]) -> None:
+        self._encoding = encoding
+        self._walls: list[tuple[Point, Direction]] = []
+        for trial in (t for t in trial_view.latest(trials) if t.state is TrialState.INFEASIBLE):
+            kind, point = kind_of(trial), encoding.point(trial.candidate)
+            if kind is not None and point is not None:
+                self._walls.append((point, OOM if kind == "oom" else KV))
+        self._banned = _banned_values(encoding, trials)
+
+    def hold(self, point: Point) -> bool:
+        """Whether a point is known to fail."""
+        levels = zip(self._encoding.names, self._encoding.levels, point, strict=True)
+        banned = any((name, repr(values[index])) in self._banned for name, values, index in levels)
+        return banned or any(self._behind(point, *wall) for wall in self._walls)
+
+    def _behind(self, point: Point, wall: Point, direction: Direction) -> bool:
+        """Whether a point asks for at least as much as the failed one in every knob that matters, and has the
+        same level in all others.
+        """
+        for name, mine, theirs in zip(self._encoding.names, point, wall, strict=True):
+            if mine != theirs and (mine - theirs) * direction.get(name, 0) <= 0:
+                return False
+        return True
+
+
+def _banned_values(encoding: Encoding, trials: Sequence[Trial]) -> set[tuple[str, str]]:
+    """Levels that failed ≥ 2 times for one cause other than memory and never worked, if they are the
+    one best explanation of that cause.
+    """
+    worked: set[tuple[str, str]] = set()
+    failed: dict[str, Counter[tuple[str, str]]] = {}
+    for trial in trial_view.latest(trials):
+        items = [(n, repr(v)) for n, v in trial.candidate.items() if n in encoding.names]
+        if trial.state in (TrialState.COMPLETE, TrialState.PRUNED):
+            worked.update(items)
+        elif trial.state is TrialState.INFEASIBLE and kind_of(trial) is None:
+            failed.setdefault(trial.cause or "error", Counter()).update(items)
+    banned = set()
+    for counts in failed.values():
+        suspects = {item: count for item, count in counts.items() if item not in worked}
+        most = max(suspects.values(), default=0)
+        best = [item for item, count in suspects.items() if count == most]
+        if most >= 2 and len(best) == 1:
+            banned.add(best[0])
+    return banned
+
+
+# Why a candidate is known to fail before it is launched, or None.
+KnownFailure = Callable[[Candidate], str | None]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StudyView:
+    """A study's trials as the search sees them; everything that is derived from them is computed once."""
+
+    space: Space
+    trials: Sequence[Trial]
+    objectives: tuple[str, ...]
+    slo: Slo
+
+    @cached_property
+    def latest(self) -> tuple[Trial, ...]:
+        return trial_view.latest(self.trials)
+
+    @cached_property
+    def baseline(self) -> Trial | None:
+        """See `trial_view.baseline_of`."""
+        return trial_view.baseline_of(self.trials)
+
+    @cached_property
+    def encoding(self) -> Encoding:
+        return encode(self.space, trial_view.defaults_of(self.trials))
+
+    @cached_property
+    def scale(self) -> Scale | None:
+        """Objectives as costs, and the corner; None while nothing was measured."""
+        return trial_view.scale_of(self.trials, self.objectives, self.slo)
+
+    @cached_property
+    def encoded(self) -> list[EncodedTrial]:
+        return trial_view.encode_trials(self.encoding, self.trials, self.objectives)
+
+    @cached_property
+    def regions(self) -> Regions:
+        return Regions(self.encoding, self.latest)
+
+    @cached_property
+    def seen(self) -> frozenset[str]:
+        """The keys of all configurations that engines ran, as they were asked for and as the engines
+        reported them. A configuration that was only screened has just the knobs that were asked for.
+        """
+        found = set()
+        for trial in self.latest:
+            asked = trial.candidate
+            names = asked.keys() if trial.screened else {*asked, *self.encoding.names} - {*DERIVED}
+            whole = {**asked, **{n: trial.effective[n] for n in names if n in trial.effective}}
+            ran = Candidate(whole)
+            found |= {self.key(asked), self.key(ran)}
+        return frozenset(found)
+
+    def key(self, candidate: Candidate) -> str:
+        """Equal for candidates that give the same configuration, as far as defaults are known."""
+        return self.encoding.completed(candidate).digest
+
+    def is_new(self, candidate: Candidate, known: KnownFailure) -> bool:
+        """Whether a candidate is inside the space, was not measured yet, and is not known to fail."""
+        if self.key(candidate) in self.seen or not self.space.contains(candidate):
+            return False
+        point = self.encoding.point(candidate)
+        return point is not None and not self.regions.hold(point) and known(candidate) is None
+
+    def problem(self, predict: Predict | None) -> SearchState | None:
+        """What the choice by expected gain depends on; None while nothing was measured."""
+        if self.scale is None:
+            return None
+        return SearchState(encoding=self.encoding, trials=self.encoded, scale=self.scale, predict=predict)

@@ -54,26 +54,16 @@ class TunerSampler(optuna.samplers.BaseSampler):
         seed: int = 0,
         scale: Scale | None = None,
     ) -> None:
-        """`objectives` are the measurement names of the study's values, in order (default: its metric names):
-        latencies end in `_ms` and are compared by their logarithm. `slo` and the first trial, which is to be
-        `baseline`, set the corner of the hypervolume; `scale` sets it outright. `predict` is a simulator
-        (names in `objectives` → values); `allowed` tells which candidates may work at all.
+        """`objectives` are the measurement names of the study's values, in order (default: its metric names).
+        `slo` and the first trial, which is to be `baseline`, set the corner of the hypervolume; `scale` sets
+        it outright. `predict` is a simulator (names in `objectives` → values); `allowed` tells which
+        candidates may work at all.
         """
         self._objectives, self._slo, self._scale = objectives, slo or Slo(), scale
         self._baseline, self._predict, self._allowed = dict(baseline or {}), predict, allowed
         self._seed = seed
         self._random = optuna.samplers.RandomSampler(seed=seed)
         self.proposed_by = "random"
-
-    def propose(self, problem: SearchState, number: int) -> Candidate | None:
-        """What to measure as trial `number` (`proposed_by` says by whom); None where no gain is expected."""
-        taken, at = {each.point for each in problem.trials}, problem.encoding.candidate
-        rng = np.random.default_rng(trial_view.derive(self._seed, number, "gain"))
-        found = acquisition.choose(
-            problem, self._seed, lambda p: p not in taken and self._allowed(at(p)), rng
-        )
-        self.proposed_by = "random" if found is None else found[1]
-        return None if found is None else at(found[0])
 
     def infer_relative_search_space(
         self, study: optuna.Study, trial: FrozenTrial
@@ -94,7 +84,11 @@ class TunerSampler(optuna.samplers.BaseSampler):
         if not search_space or scale is None:
             return {}
         problem = SearchState(encoding=encoding, trials=seen, scale=scale, predict=self._predict)
-        return dict(self.propose(problem, trial.number) or {})
+        found = acquisition.choose(problem, self._seed, trial.number, self._allowed)
+        if found is None:
+            return {}
+        self.proposed_by, candidate = found
+        return dict(candidate)
 
     def sample_independent(
         self,
@@ -113,7 +107,7 @@ class TunerSampler(optuna.samplers.BaseSampler):
         signs = [d == optuna.study.StudyDirection.MAXIMIZE for d in study.directions]
         names = self._objectives or study.metric_names or [f"value{i}" for i in range(len(signs))]
         if len(names) != len(signs):
-            raise BadInput(f"objectives: the study has {len(signs)} values, and {len(names)} are named")
+            raise BadInput(f"objectives: the study has {len(signs)} values, but {len(names)} names are given")
         rows = (t.values for t in seen if t.values is not None and all(np.isfinite(t.values)))
         first = next(rows, None)
         maximized = frozenset(n for n, up in zip(names, signs, strict=True) if up)
@@ -138,7 +132,7 @@ def levels_of(distribution: BaseDistribution) -> tuple[Value, ...]:
     if isinstance(distribution, CategoricalDistribution):
         return tuple(distribution.choices)
     if not isinstance(distribution, IntDistribution | FloatDistribution):
-        raise BadInput(f"no levels of a {type(distribution).__name__}")
+        raise BadInput(f"a {type(distribution).__name__} cannot be searched")
     low, high, step = distribution.low, distribution.high, distribution.step or 0
     if step and (high - low) / step < 4 * GRID and not distribution.log:
         found = [low + i * step for i in range(round((high - low) / step) + 1)]
@@ -169,7 +163,7 @@ def _encoded(encoding: Encoding, trial: FrozenTrial) -> EncodedTrial | None:
 
 
 def make(name: str, seed: int) -> optuna.samplers.BaseSampler:
-    """One of Optuna's own samplers by its name in a study file. BadInput where a part of it is missing."""
+    """One of Optuna's own samplers by its name in a study file. BadInput if a part of it is missing."""
     if name == "tpe":
         return optuna.samplers.TPESampler(
             seed=seed, multivariate=True, constant_liar=True, n_startup_trials=STARTUP
@@ -210,17 +204,17 @@ def _indices(encoding: Encoding) -> dict[str, BaseDistribution]:
 
 
 def frozen(encoding: Encoding, history: Sequence[EncodedTrial], scale: Scale) -> list[FrozenTrial]:
-    """Trials as Optuna's samplers get them: with their costs, to be minimised; what failed or has none at the
-    corner or the worst that was seen, its constraints violated.
+    """Trials as Optuna's samplers get them. Their values are `Scale.ratios`, to be minimised. A trial that
+    failed or has no values is at the corner, or at the worst value that was seen, and its constraints are
+    violated.
     """
-    works = [t.values is not None and not t.failed for t in history]
-    costs = [scale.costs(t.values) if w and t.values else None for t, w in zip(history, works, strict=True)]
-    whole = [c for c in costs if c is not None and np.isfinite(c).all()]
-    filler = np.max([np.array(scale.corner), *whole], axis=0)
+    raw = [None if t.failed else t.values for t in history]
+    whole = [values for values in raw if values is not None and np.isfinite(values).all()]
+    filler = np.max(scale.ratios(np.vstack([np.array(scale.corner) * scale.signed_units, *whole])), axis=0)
     space, found = _indices(encoding), list[FrozenTrial]()
-    for row, known in zip(history, costs, strict=True):
+    for row, known in zip(history, raw, strict=True):
         running = row.state is TrialState.RUNNING
-        values = filler if known is None else np.where(np.isfinite(known), known, filler)
+        values = filler if known is None else np.where(np.isfinite(known), scale.ratios(known), filler)
         trial = optuna.create_trial(
             state=optuna.trial.TrialState.RUNNING if running else optuna.trial.TrialState.COMPLETE,
             values=None if running else values.tolist(),

@@ -1,10 +1,10 @@
-"""A study's trials as the search sees them: one for each number, a point of flat integers, with objectives as
-costs.
+"""A study's trials as the search sees them, one for each number: a point of flat integers, with objectives
+as costs. Also the Pareto front of trials and its hypervolume.
 """
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Protocol, TypeGuard
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from tuner.measures import NAMES, class_of, is_maximized, measure_of
-from tuner.records import Candidate, Slo, Trial, TrialState, Value, Violation
+from tuner.records import Candidate, Slo, Trial, TrialState, Value, Violation, last_attempts
 
 
 class Space(Protocol):
@@ -60,9 +60,10 @@ class Encoding:
         return self.space.canonical(Candidate({name: values[int(i)] for name, values, i in pairs}))
 
     def point(self, candidate: Mapping[str, Value]) -> Point | None:
-        """Where a candidate lies, off-list numbers at the nearest level; None when it has no place.
+        """The place of a candidate; None when it has no place. A number that is not in the list gets the
+        nearest level.
 
-        An absent knob lies where the engine's default does when that is known, else at None or level 0.
+        A knob that is not set is at the engine's default if that is known, otherwise at None or level 0.
         """
         found = []
         for name, values in zip(self.names, self.levels, strict=True):
@@ -82,12 +83,12 @@ class Encoding:
 
     @property
     def first(self) -> Point | None:
-        """Where the baseline lies; None where it is outside the space."""
+        """Where the baseline lies; None if it is outside the space."""
         return replace(self, own=self.defaults).point({})
 
     def budget(self, asked: Mapping[str, Value]) -> Value:
-        """The max_num_batched_tokens of a fresh engine that is asked for everything but that; None: no launch
-        of the study has shown it.
+        """The max_num_batched_tokens of a fresh engine that is asked for everything except this knob. None:
+        no launch of the study has shown it.
         """
         shown, uncut = self.defaults.budgets, self.defaults.uncut
         if shown is None or BUDGET not in self.own:
@@ -169,16 +170,22 @@ KEYS = ("kv", "oom", "err")
 
 def latest(trials: Sequence[Trial]) -> tuple[Trial, ...]:
     """The last attempt of every number, in order of number, without those that ABORTED."""
-    last: dict[int, Trial] = {}
-    for trial in sorted(trials, key=lambda t: (t.number, t.attempt)):
-        last[trial.number] = trial
-    return tuple(t for t in last.values() if t.state is not TrialState.ABORTED)
+    return tuple(t for t in last_attempts(trials) if t.state is not TrialState.ABORTED)
 
 
 def baseline_of(trials: Sequence[Trial]) -> Trial | None:
-    """The first baseline that completed, or None."""
-    done = (t for t in latest(trials) if t.is_baseline and t.state is TrialState.COMPLETE and t.measurement)
-    return next(done, None)
+    """The baseline that the search compares with: the newest one that completed as the first trial of a run.
+    If no run began with one, the first one that completed. None: none completed.
+    """
+    whole = latest(trials)
+    first: dict[str, int] = {}
+    for trial in whole:
+        first.setdefault(trial.run_id, trial.number)
+    done = [t for t in whole if t.is_baseline and t.state is TrialState.COMPLETE and t.measurement]
+    fresh = [t for t in done if first[t.run_id] == t.number]
+    if fresh:
+        return fresh[-1]
+    return done[0] if done else None
 
 
 # Knobs that the engine derives from other knobs: the baseline's value says nothing of another candidate's.
@@ -193,9 +200,9 @@ MODES = (LENGTH, "enable_chunked_prefill", "performance_mode")
 class Defaults(dict[str, Value]):
     """A baseline's whole configuration: what it sets (`asked`), and the engine's own values as far as known.
 
-    `budgets` are the engine's own BUDGET by SEQS, as the launches of the study showed it; None where the
+    `budgets` are the engine's own BUDGET by SEQS, as the launches of the study showed it; None if the
     baseline sets it, or its engine does not report what it depends on. `uncut` is the one that was not cut,
-    None where no launch showed it.
+    None if no launch showed it.
     """
 
     asked: Mapping[str, Value] = MappingProxyType({})
@@ -244,10 +251,10 @@ def own_of(trials: Sequence[Trial]) -> Mapping[str, Value]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """Objectives as costs: log latencies, linear goodput in units of the baseline's; lower is better.
+    """Objectives as costs, in units of the baseline's; lower is better.
 
-    `corner` is the point that hypervolume is measured from, as costs (see `corner_of`). Everything but
-    latencies is in units of the baseline's; `maximized` names what is better when larger.
+    `corner` is the point that hypervolume is measured from, as costs (see `corner_of`). `maximized` names
+    what is better when larger.
     """
 
     objectives: tuple[str, ...]
@@ -256,20 +263,20 @@ class Scale:
     corner: tuple[float, ...] = ()
     maximized: frozenset[str] = frozenset()
 
+    @property
+    def signed_units(self) -> NDArray[np.float64]:
+        """The unit of each objective, negative if larger is better."""
+        pairs = zip(self.objectives, self.units, strict=True)
+        return np.array([-unit if name in self.maximized else unit for name, unit in pairs])
+
     def costs(self, values: ArrayLike) -> NDArray[np.float64]:
         """Costs of measurement values, in order of the objectives on the last axis, any shape before it."""
-        raw = np.asarray(values, dtype=np.float64)
-        found = np.empty_like(raw)
-        for column, (name, unit) in enumerate(zip(self.objectives, self.units, strict=True)):
-            if measure_of(name).unit == "ms":
-                found[..., column] = np.log(np.maximum(raw[..., column], 1e-6))
-            else:
-                found[..., column] = raw[..., column] / (-unit if name in self.maximized else unit)
-        return found
+        return np.asarray(values, np.float64) / self.signed_units
 
     def ratios(self, values: ArrayLike) -> NDArray[np.float64]:
-        """How far values are from the baseline's, lower is better, 0 = level, FAR at most: a difference of
-        logarithms of a measurement (0.1 is about 10 %), for any other value one in units of the baseline's.
+        """How far values are from the baseline's; lower is better, 0 is equal, FAR is the largest. For a
+        measurement this is a difference of logarithms (0.1 is about 10 %). For any other value it is a
+        difference in units of the baseline's value.
         """
         raw = np.asarray(values, dtype=np.float64)
         found = np.empty_like(raw)
@@ -302,8 +309,9 @@ ROOM = 2.0
 def corner_of(
     objectives: Sequence[str], baseline: Sequence[float], slo: Slo, maximized: frozenset[str] | None = None
 ) -> tuple[float, ...]:
-    """The worst values that still count, in order of the objectives: of a latency the looser of the SLO's
-    limit and ROOM times the baseline's, of what is maximised its share. `baseline` has the values.
+    """The worst values that still count, in order of the objectives. For a latency, this is the SLO's limit
+    or ROOM times the baseline's value, whichever is larger. For an objective that is maximised, it is a
+    share of the baseline's value. `baseline` has the values.
     """
     up = frozenset(filter(is_maximized, objectives)) if maximized is None else maximized
     slos = [(name, slo.of((class_of(name),))) for name in objectives]
@@ -326,11 +334,14 @@ def scale(
 
 
 def scale_of(trials: Sequence[Trial], objectives: Sequence[str], slo: Slo) -> Scale | None:
-    """A study's scale, set by its baseline (also by one of which too many requests failed); where that has no
-    finite value of every objective, by the first trial that has. None where none has.
+    """A study's scale. Its baseline sets it: `baseline_of`, or else a baseline of which too many requests
+    failed. If that one has no finite value of every objective, the first trial that has one sets the scale.
+    None if there is no such trial.
     """
     ended = [t for t in latest(trials) if t.state in (TrialState.COMPLETE, TrialState.INFEASIBLE)]
-    rows = (objective_values(t, objectives) for t in sorted(ended, key=lambda t: not t.is_baseline))
+    base = baseline_of(trials)
+    ended.sort(key=lambda t: (t is not base, not t.is_baseline))
+    rows = (objective_values(t, objectives) for t in ended)
     found = next((r for r in rows if r is not None and all(map(math.isfinite, r))), None)
     return None if found is None else scale(objectives, found, slo)
 
@@ -338,7 +349,7 @@ def scale_of(trials: Sequence[Trial], objectives: Sequence[str], slo: Slo) -> Sc
 def objective_values(
     trial: Trial, objectives: Sequence[str], kinds: Sequence[str] = ("full",)
 ) -> tuple[float, ...] | None:
-    """A trial's objectives; None where it lacks one or was not measured in full (or by one of `kinds`)."""
+    """A trial's objectives; None if it lacks one or was not measured in full (or by one of `kinds`)."""
     measured = trial.measurement
     if measured is None or measured.kind not in kinds:
         return None
@@ -368,7 +379,7 @@ def derive(seed: int, number: int, purpose: str) -> int:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedTrial:
     """One trial as a sampler sees it. `values` are its objectives, measured in full or estimated (`kind`);
-    None where it has none. `constraints` has a value > 0 exactly where it failed.
+    None if it has none. `constraints` has a value > 0 exactly if it failed.
     """
 
     point: Point
@@ -400,3 +411,102 @@ def encode_trials(
             EncodedTrial(point=point, state=trial.state, values=values, kind=kind, constraints=constraints)
         )
     return found
+
+
+Matrix = NDArray[np.float64]
+
+
+def non_dominated(costs: Matrix) -> NDArray[np.bool_]:
+    """Mask of the rows that no other row beats in every column; of equal rows the first is kept."""
+    keep = np.zeros(len(costs), dtype=bool)
+    kept, count = np.empty_like(costs), 0
+    # In this order nothing is beaten by a later row, so each meets only what was kept before it.
+    for i in np.lexsort(costs.T[::-1]):
+        if not np.all(kept[:count] <= costs[i], axis=1).any():
+            keep[i] = True
+            kept[count] = costs[i]
+            count += 1
+    return keep
+
+
+def measured(trials: Sequence[Trial], objectives: Sequence[str]) -> tuple[Trial, ...]:
+    """COMPLETE trials with every objective measured in full, screened ones included."""
+    complete = (t for t in latest(trials) if t.state is TrialState.COMPLETE)
+    return tuple(t for t in complete if objective_values(t, objectives) is not None)
+
+
+def values_of(trials: Sequence[Trial], objectives: Sequence[str]) -> Matrix:
+    """Objective values of trials that were measured in full: trials × objectives."""
+    found = [objective_values(trial, objectives) or () for trial in trials]
+    return np.array(found, np.float64).reshape(-1, len(objectives))
+
+
+def front(trials: Sequence[Trial], objectives: Sequence[str], *, screened: bool = False) -> tuple[Trial, ...]:
+    """The COMPLETE trials that no other beats in every objective, in order of number. With `screened`, also
+    those that were only screened.
+    """
+    found = [t for t in measured(trials, objectives) if screened or not t.screened]
+    signs = [-1.0 if is_maximized(name) else 1.0 for name in objectives]
+    keep = non_dominated(values_of(found, objectives) * signs)
+    return tuple(t for t, kept in zip(found, keep, strict=True) if kept)
+
+
+def promotable(
+    trials: Sequence[Trial], scale: Scale, key: Callable[[Candidate], str]
+) -> tuple[float, Trial] | None:
+    """(a share, the screened trial whose relaunch would add most volume). The share is this volume divided
+    by all that is covered by what was measured. None if nothing was screened.
+
+    A trial is left out once its candidate (by `key`) was relaunched or its relaunch failed.
+    """
+    objectives, corner = scale.objectives, np.array(scale.corner)
+    settled = {key(t.candidate) for t in latest(trials) if not t.screened}
+    everything = measured(trials, objectives)
+    rows = scale.costs(values_of(everything, objectives))
+    base = rows[[i for i, t in enumerate(everything) if not t.screened]]
+    have, whole = volume(base, corner), volume(rows, corner)
+    found = [
+        (volume(np.vstack([base, row]), corner) - have, trial)
+        for trial, row in zip(everything, rows, strict=True)
+        if trial.screened and key(trial.candidate) not in settled
+    ]
+    gain, best = max(found, key=lambda each: each[0], default=(0.0, None))
+    return None if best is None or whole <= 0 else (gain / whole, best)
+
+
+def hypervolume(points: ArrayLike, scale: Scale) -> float:
+    """The volume between the scale's corner and points, in units of the baseline's objectives. `points` are
+    raw objective values.
+    """
+    costs = scale.costs(np.asarray(points, dtype=np.float64).reshape(-1, len(scale.objectives)))
+    return volume(costs, np.array(scale.corner))
+
+
+def covered(trials: Sequence[Trial], scale: Scale) -> float:
+    """The hypervolume of everything measured in full, screened trials included."""
+    return hypervolume(values_of(measured(trials, scale.objectives), scale.objectives), scale)
+
+
+def volume(costs: Matrix, reference: Matrix) -> float:
+    """Exact hypervolume of rows to be minimised, below a reference corner."""
+    inside = costs[np.all(costs < reference, axis=1)]
+    if not len(inside):
+        return 0.0
+    inside = inside[non_dominated(inside)]
+    if inside.shape[1] == 1:
+        return float(reference[0] - inside.min())
+    return _slices(inside[np.argsort(inside[:, -1])], reference)
+
+
+def _slices(rows: Matrix, reference: Matrix) -> float:
+    """Sum over slabs of the last column of the volume of what has entered by then."""
+    edges = np.append(rows[:, -1], reference[-1])
+    if rows.shape[1] == 2:
+        best = np.minimum.accumulate(rows[:, 0])
+        return float(np.sum((reference[0] - best) * np.diff(edges)))
+    total = 0.0
+    for i in range(len(rows)):
+        depth = edges[i + 1] - edges[i]
+        if depth > 0:
+            total += float(depth) * volume(rows[: i + 1, :-1], reference[:-1])
+    return total

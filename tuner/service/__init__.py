@@ -1,1 +1,3 @@
-"""HTTP: the API, its tokens, live events, metrics, pages. It reads and writes rows; runs outlive it."""
+"""The HTTP service: the API, its tokens, live events, metrics and pages. It reads and writes the history;
+runs continue when it ends.
+"""

@@ -1,4 +1,4 @@
-"""The app: `create(store, settings, clock=…, runner=…)`."""
+"""Makes the app: `create(store, settings, clock=…, runner=…)`."""
 
 import asyncio
 import gc
@@ -14,7 +14,6 @@ import structlog
 from anyio import to_thread
 from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
-from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry
 from starlette.middleware.gzip import GZipMiddleware
 
@@ -24,26 +23,24 @@ from tuner.fleet import notify
 from tuner.fleet.schedule import Happening, loop
 from tuner.history.store import Store
 from tuner.service import pages, problems
-from tuner.service.auth import Guard
+from tuner.service.auth import Attempts, Guard, Sessions
 from tuner.service.context import ServiceContext
 from tuner.service.metrics import Watcher
-from tuner.service.middleware import RequestMiddleware
-from tuner.service.pulls import Pulls
-from tuner.service.routes import health, history, nodes, profiles, runs, schedules, studies, traces
+from tuner.service.middleware import Pulls, RequestMiddleware
+from tuner.service.routes import health, profiles, runs, schedules, studies, traces
+from tuner.service.routes.schedules import starter
 from tuner.service.runner import Controllers
-from tuner.service.schedules import starter
-from tuner.service.sessions import Attempts, Sessions
 from tuner.settings import Settings
 
 THREADS = 12
 WATCH_S = 2.0
 MOST_CHANGES = 600
-"""Changes that a token may make in a minute: each is a row of the audit."""
+"""Changes that a token may make in a minute, because each change adds a row to the audit."""
 COMPRESS_FROM, COMPRESS_HOW = 1024, 3
 log = logging.getLogger("tuner.service")
 ROUTERS = (
-    health.router, runs.router, runs.comparisons, studies.router, studies.trials, history.router,
-    profiles.router, profiles.aliases, schedules.router, nodes.router, traces.router,
+    health.router, runs.router, runs.comparisons, studies.router, studies.trials, studies.history_router,
+    profiles.router, profiles.aliases, schedules.router, health.nodes_router, traces.router,
 )  # fmt: skip
 ABOUT = """Tunes vLLM on your own traffic, keeps what was best on which night, and gives the winning
 configuration to deploy pipelines. See docs/api.md."""
@@ -57,8 +54,8 @@ def create(
     runner: Controllers,
     loopback: bool = True,
 ) -> FastAPI:
-    """The service over a store. `loopback`: it is bound to loopback only, so that it may serve without any
-    token until the first one is made.
+    """The service over a store. `loopback`: the service listens only on loopback, so it may serve without a
+    token until the first token is made.
     """
     app = FastAPI(
         title="vLLM tuner",
@@ -68,7 +65,7 @@ def create(
         redoc_url=None,
         openapi_url=None,
         lifespan=_lifespan,
-        generate_unique_id_function=_operation,
+        generate_unique_id_function=lambda route: route.name,
     )
     pulls, registry = Pulls(store.change_token, clock), CollectorRegistry()
     app.state.service = ServiceContext(
@@ -97,10 +94,6 @@ def create(
     return app
 
 
-def _operation(route: APIRoute) -> str:
-    return route.name
-
-
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     to_thread.current_default_thread_limiter().total_tokens = THREADS
@@ -118,7 +111,9 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 async def _nights(service: ServiceContext) -> None:
-    """Fires schedules; the runs go on when the service ends, and are found again when it is back."""
+    """Starts the due runs of schedules. These runs continue when the service ends, and the next service finds
+    them.
+    """
 
     def tell(found: Happening) -> None:
         log.info("schedule %s: %s: %s", found.schedule, found.kind, found.sentence)
@@ -128,7 +123,7 @@ async def _nights(service: ServiceContext) -> None:
 
 
 async def _look_after(service: ServiceContext) -> None:
-    """Runs whose controller is gone get another; a database that is away is asked again."""
+    """Gives runs whose controller is gone a new one. If the database cannot be reached, it tries again."""
     while True:
         try:
             for run in await to_thread.run_sync(service.runner.look_after):
@@ -139,7 +134,7 @@ async def _look_after(service: ServiceContext) -> None:
 
 
 async def _schema(request: Request) -> Response:
-    """The OpenAPI document, written once: it is large, and anyone may ask for it."""
+    """The OpenAPI document as text. It is made only once, because it is large and anyone may ask for it."""
     state = request.app.state
     if not hasattr(state, "schema"):
         state.schema = json.dumps(request.app.openapi(), ensure_ascii=False, separators=(",", ":")).encode()
@@ -160,8 +155,9 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
 
 
 def configure(level: str = "INFO") -> None:
-    """All loggers of this process write JSON; what was bound (run, trial, node) and `extra` are keys;
-    secrets are masked."""
+    """All loggers of this process write JSON. Bound values (run, trial, node) and `extra` become keys.
+    Secrets are masked.
+    """
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,

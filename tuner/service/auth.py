@@ -1,13 +1,19 @@
-"""Who asks: bearer tokens with scopes. Without any token the service trusts the loopback it is bound to."""
+"""Authentication: bearer tokens with scopes, and sessions of the pages.
+
+If no token was ever made, the service trusts the clients on its loopback address. When the service restarts,
+it forgets sessions, and how often an address tried a wrong token.
+"""
 
 import hashlib
 import logging
 import re
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from ipaddress import IPv6Address, ip_address
+from threading import Lock
 from typing import Annotated
 
 from fastapi import Depends, HTTPException, Request
@@ -32,7 +38,9 @@ bearer = HTTPBearer(auto_error=False, description="A token of `tuner token creat
 
 @contextmanager
 def unnamed_database() -> Iterator[None]:
-    """What a database's error says goes to the log: who has no token must not read its name and address."""
+    """The error to show if the database fails. The database's own message goes to the log, because it can
+    contain the database's name and address.
+    """
     try:
         yield
     except TunerError as error:
@@ -42,8 +50,8 @@ def unnamed_database() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Actor:
-    """Who asks, and what they may. The audit keeps `name`, the `token` (its id: several tokens may have one
-    name), and the address `client` that asked.
+    """Who sends a request, and what they may do. The audit keeps `name`, the `token` (its id, because several
+    tokens may have one name), and the address `client`.
     """
 
     name: str
@@ -54,7 +62,9 @@ class Actor:
 
     @property
     def id(self) -> str:
-        """Whose bounds and idempotency keys count: the token's, or those of everybody on an open service."""
+        """The owner of limits and idempotency keys: the token, or all clients together if the service is
+        open.
+        """
         return self.token or self.name
 
     def may(self, scope: str) -> bool:
@@ -70,7 +80,7 @@ def actor_of(token: Token) -> Actor:
 
 
 class Guard:
-    """Tells who a token text belongs to. Answers are kept until the history changes, or a minute."""
+    """Finds the owner of a token. Answers are kept until the history changes, but at most a minute."""
 
     def __init__(self, store: Store, clock: Callable[[], datetime], *, loopback: bool) -> None:
         self._store, self._clock, self._loopback = store, clock, loopback
@@ -78,7 +88,7 @@ class Guard:
         self._open: tuple[int, bool] | None = None
 
     def identify(self, text: str) -> Actor | None:
-        """Whom a token text belongs to while it is valid; the comparison is constant in time."""
+        """Who a token belongs to, while the token is valid. The comparison takes constant time."""
         now = self._clock()
         with unnamed_database():
             pulse = self._store.change_token()
@@ -94,9 +104,9 @@ class Guard:
         return actor_of(found) if found is not None and found.valid(now) else None
 
     def is_open(self, request: Request) -> bool:
-        """Whether no token was ever made and the service is bound to loopback, so that whoever is on this
-        host is trusted: not the clients of a proxy here, nor a page that sends forms to another site or
-        gives its own name our address (the Host header).
+        """Whether a request is allowed without a token. This needs four things: no token was ever made; the
+        service is bound to loopback; the request does not come through a proxy and names a loopback address
+        as its host; and a request that changes something does not come from another site.
         """
         given = request.headers
         proxied = any(name in given for name in PROXY_HEADERS)
@@ -111,13 +121,13 @@ class Guard:
         return self._open[1]
 
     def anonymous(self, request: Request) -> Actor | None:
-        """Who asks without a token: `local` while the service is open, else nobody."""
+        """Who sends a request without a token: `local` while the service is open, otherwise nobody."""
         return LOCAL if self.is_open(request) else None
 
 
 def client_of(request: Request) -> str:
-    """The address that a request comes from: a proxy's client where the proxy is on this host. Empty where
-    a proxy names none.
+    """The address that a request comes from. If a proxy on this host sent it, this is the address of the
+    proxy's client; empty if the proxy does not name it.
     """
     said = request.client.host if request.client else ""
     try:
@@ -129,7 +139,7 @@ def client_of(request: Request) -> str:
 
 
 def same_site(request: Request) -> bool:
-    """Whether the browser says that a request comes from our own pages (or does not say)."""
+    """Whether the browser says that the request comes from our own pages, or says nothing."""
     given = request.headers
     if given.get("sec-fetch-site", "none") not in ("same-origin", "none"):
         return False
@@ -144,7 +154,7 @@ def _hostname(host: str) -> str:
 
 
 def authenticated(request: Request, given: HTTPAuthorizationCredentials | None) -> Actor:
-    """Who sent a request with these credentials. 401 without a valid token."""
+    """Who sent a request with these credentials. 401 if the token is not valid."""
     guard: Guard = request.app.state.service.guard
     if given is not None:
         actor = guard.identify(given.credentials)
@@ -164,7 +174,9 @@ def authenticated(request: Request, given: HTTPAuthorizationCredentials | None) 
 
 
 class Requires:
-    """A route's dependency: the actor, who must have the scope. 401 without a valid token, 403 without it."""
+    """A dependency of a route: the actor, who must have the scope. 401 without a valid token, 403 without the
+    scope.
+    """
 
     def __init__(self, scope: str) -> None:
         self.scope = scope
@@ -191,3 +203,95 @@ Reader = Annotated[Actor, Depends(Requires("read"))]
 Runner = Annotated[Actor, Depends(Requires("run"))]
 Promoter = Annotated[Actor, Depends(Requires("promote"))]
 Admin = Annotated[Actor, Depends(Requires("admin"))]
+
+
+LIFE, IDLE = timedelta(hours=12), timedelta(hours=2)
+"""How long a session lasts, and how long unused."""
+MOST_SESSIONS, MOST_ADDRESSES = 4096, 10_000
+
+
+@dataclass(slots=True)
+class _Session:
+    token: str
+    began: datetime
+    used: datetime
+
+    def over(self, now: datetime) -> bool:
+        return now - self.began >= LIFE or now - self.used >= IDLE
+
+
+class Sessions:
+    """Random session ids that stand for tokens. The ids are kept only as hashes, and the tokens only in
+    memory.
+    """
+
+    def __init__(self, clock: Callable[[], datetime]) -> None:
+        self._clock, self._lock = clock, Lock()
+        self._kept: dict[bytes, _Session] = {}
+
+    def begin(self, token: str) -> str:
+        """A new session's id. If there are too many sessions, the oldest one ends."""
+        word, now = secrets.token_urlsafe(32), self._clock()
+        with self._lock:
+            self._kept = {key: each for key, each in self._kept.items() if not each.over(now)}
+            while len(self._kept) >= MOST_SESSIONS:
+                self._kept.pop(next(iter(self._kept)))
+            self._kept[_key(word)] = _Session(token, now, now)
+        return word
+
+    def token(self, word: str) -> str | None:
+        """The token of a session that has not ended. The session's last use is set to now."""
+        key, now = _key(word), self._clock()
+        with self._lock:
+            found = self._kept.get(key)
+            if found is None or found.over(now):
+                self._kept.pop(key, None)
+                return None
+            found.used = now
+            return found.token
+
+    def end(self, word: str) -> None:
+        """Ends a session at once, for every browser that has its id."""
+        with self._lock:
+            self._kept.pop(_key(word), None)
+
+
+class Attempts:
+    """Counts failed logins by client address: at most `most` within `span`."""
+
+    def __init__(self, clock: Callable[[], datetime], *, most: int, span: timedelta) -> None:
+        self._clock, self._most, self._span, self._lock = clock, most, span, Lock()
+        self._failed: dict[str, list[datetime]] = {}
+
+    def wait_s(self, client: str) -> int:
+        """Seconds until this address may try again; 0: now."""
+        now = self._clock()
+        with self._lock:
+            failed = [at for at in self._failed.get(_network(client), []) if now - at < self._span]
+        if len(failed) < self._most:
+            return 0
+        return max(1, round((failed[-self._most] + self._span - now).total_seconds()))
+
+    def failed(self, client: str) -> None:
+        """Counts a failed login. If there are too many addresses, the oldest one is forgotten."""
+        network = _network(client)
+        with self._lock:
+            before = self._failed.pop(network, [])
+            while len(self._failed) >= MOST_ADDRESSES:
+                self._failed.pop(next(iter(self._failed)))
+            self._failed[network] = [*before, self._clock()][-self._most :]
+
+
+def _key(word: str) -> bytes:
+    return hashlib.sha256(word.encode("utf-8", "surrogatepass")).digest()
+
+
+def _network(client: str) -> str:
+    """The network of an address. For IPv6 this is the first 64 bits, because one host can choose any address
+    within them.
+    """
+    try:
+        address = ip_address(client)
+    except ValueError:
+        return client
+    return str(int(address) >> 64) if isinstance(address, IPv6Address) else client

@@ -6,29 +6,33 @@ from typing import Any, cast
 import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from tuner.traffic.capture.clients import TimedClient
+from tuner.traffic.capture.proxy import TimedClient
 
 HEAD_S = 20.0
-"""Seconds from the connection, the last answer or a request's first byte to the end of its headers, and twice
-those of a TLS handshake."""
+"""Seconds from the connection, the last answer or a request's first byte to the end of its headers. A TLS
+handshake gets half of this time.
+"""
 BODY_S = 300.0
 """Seconds from the end of the headers to the end of the body."""
 TAKE_S = 60.0
-"""Seconds in which a client takes some of an answer that waits for it."""
+"""Seconds in which a client must take some bytes of an answer that waits for it."""
 MOST_CONNECTIONS = 800
-"""Open connections, below the 1024 file descriptors that a process usually has."""
+"""Most open connections: fewer than the 1024 file descriptors that a process usually has."""
 LARGEST_HEAD, MOST_HEADERS = 32 * 1024, 100
-"""Bytes and lines of a request's head. Neither uvicorn nor httptools limits them."""
+"""Bytes and lines of a request's head. Neither uvicorn nor httptools has a limit for them."""
 LARGEST_REQUEST = 64 * 1024**2
-"""Bytes of a whole request, with the marks of its chunks; middleware.py limits the body that routes get."""
+"""Bytes of a whole request with its chunk headers. middleware.py limits the body that routes get."""
 MOST_WAITING = 4
 """Requests that a client may send on one connection before the answer to the first one."""
 
 
 class TimedHead(TimedClient, HttpToolsProtocol):
-    """Closes a connection whose request line and headers, or whose body, do not come in time or do not end,
-    and one that sends requests faster than it takes answers, or does not take them. Where too many are open,
-    the one that has waited longest for its client ends.
+    """Closes connections that are too slow or too large.
+
+    It closes a connection if the request line and headers, or the body, do not arrive in time or do not end.
+    It also closes a connection if its client sends requests faster than it takes the answers, or does not
+    take the answers. If too many connections are open, it closes the one that has waited longest for its
+    client.
     """
 
     _in_head = _began = True
@@ -36,7 +40,7 @@ class TimedHead(TimedClient, HttpToolsProtocol):
 
     @property
     def take_s(self) -> float:
-        """Of all answers."""
+        """The same time for every answer."""
         return TAKE_S
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -56,13 +60,15 @@ class TimedHead(TimedClient, HttpToolsProtocol):
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        """It has taken most of what waited. The rest of a closed connection's last answer must go too."""
+        """The client has taken most of what waited. The rest of the last answer must be taken too, even if
+        the connection is being closed.
+        """
         if not self.transport.is_closing():
             self._took()
         super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
-        """More bytes; those of the piece that a request begins in are not counted."""
+        """More bytes have arrived. The bytes of the piece in which a request begins are not counted."""
         self._began = False
         super().data_received(data)
         self._taken = 0 if self._began else self._taken + len(data)
@@ -86,7 +92,7 @@ class TimedHead(TimedClient, HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header. What comes after the body, no route reads: it is not kept."""
+        """A header. A header after the body is not kept, because no route reads it."""
         self._more_head(len(name) + len(value))
         if self._in_head:
             if len(self.headers) >= MOST_HEADERS:
@@ -94,7 +100,7 @@ class TimedHead(TimedClient, HttpToolsProtocol):
             super().on_header(name, value)
 
     def _more_head(self, size: int) -> None:
-        """Counts what a head is made of. An error here ends the connection with status 400."""
+        """Counts the bytes and lines of a head. An error here ends the connection with status 400."""
         self._head += size
         if self._head > LARGEST_HEAD:
             raise ValueError(f"a head of more than {LARGEST_HEAD} bytes")
@@ -113,7 +119,9 @@ class TimedHead(TimedClient, HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """An answer is written. The next request must begin in time: empty lines are none."""
+        """An answer was written. The next request must begin in time; empty lines do not count as a
+        beginning.
+        """
         super().on_response_complete()
         if self.transport.is_closing():
             self._close()
@@ -125,21 +133,25 @@ class TimedHead(TimedClient, HttpToolsProtocol):
         self._close()
 
     def _should_upgrade_to_ws(self) -> bool:
-        """No: no route speaks WebSocket, and its protocol has no limits."""
+        """Always no, because no route uses WebSocket, and uvicorn's WebSocket protocol has no limits."""
         return False
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Another protocol is not spoken: the answer is the last one. What comes after it cannot be read."""
+        """Another protocol was asked for, and is not supported. The next answer is the last one, because the
+        bytes after it cannot be read.
+        """
         self.cycle.keep_alive = False
 
 
 class Loop(uvloop.Loop):
-    """An event loop whose servers wait half as long for a TLS handshake as for a request's head."""
+    """An event loop whose servers give a TLS handshake half of the time that a request's head has."""
 
     async def create_server(  # type: ignore[override]
         self, *words: Any, **named: Any
     ) -> asyncio.AbstractServer:
-        """As uvloop's. Its own limit is a minute, in which a connection is none yet."""
+        """As uvloop's method, but with a shorter limit for TLS handshakes. uvloop's limit is a minute, and
+        during this minute the connection is not counted yet.
+        """
         if named.get("ssl") is not None:
             named |= {"ssl_handshake_timeout": HEAD_S / 2, "ssl_shutdown_timeout": HEAD_S / 2}
         return await super().create_server(*words, **named)

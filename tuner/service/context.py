@@ -1,4 +1,4 @@
-"""What every route needs: the store, the clock, who may ask, and what starts runs."""
+"""What every route needs: the store, the clock, the guard of tokens, and the part that starts runs."""
 
 import logging
 from collections import Counter
@@ -14,16 +14,15 @@ from tuner.fleet import notify
 from tuner.history.store import Store
 from tuner.profiles import registry
 from tuner.records import JSON, AliasEvent, Profile, ProfileKey
-from tuner.service.auth import Actor, Guard, unnamed_database
-from tuner.service.pulls import Pulls
+from tuner.service.auth import Actor, Attempts, Guard, Sessions, unnamed_database
+from tuner.service.middleware import Pulls
 from tuner.service.runner import Controllers
-from tuner.service.sessions import Attempts, Sessions
 from tuner.service.study_requests import StudyFiles
 from tuner.settings import Settings
 
 log = logging.getLogger("tuner.service")
 LONGEST_PATH = 200
-"""Characters of a refused request's path in log and audit."""
+"""The audit and the log keep so many characters of a refused request's path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +50,11 @@ class ServiceContext:
         return StudyFiles(self.store, self.settings, self.clock)
 
     def stopped_runs(self) -> frozenset[str]:
-        """The ids of the runs without an end that lost their process; see `Store.stopped_runs`."""
+        """The ids of the runs that have not ended, but whose process is gone; see `Store.stopped_runs`."""
         return self.store.stopped_runs(now=self.clock())
 
     def audit(self, actor: Actor, action: str, target: str, reason: str, **detail: JSON) -> None:
-        """One row per change, with the token and the address that it came from; `changes` counts it."""
+        """Adds one row for a change, with the token and the client's address; `changes` counts the rows."""
         self.changes.failed(actor.id)
         detail |= {name: found for name in ("token", "client") if (found := getattr(actor, name))}
         self.store.add_audit(
@@ -73,7 +72,7 @@ class ServiceContext:
         expected: int | None,
         engine_version: str | None = None,
     ) -> AliasEvent:
-        """Moves an alias to a version. `force` passes over the gates; Conflict names the gate that failed."""
+        """Moves an alias to a version. `force` ignores the gates. Conflict names each gate that failed."""
         gates = registry.NO_GATES if force else registry.Gates(engine_version=engine_version)
         event = registry.promote(
             self.store, profile, alias, gates=gates, expected=expected, actor=actor.name, reason=reason,
@@ -99,7 +98,7 @@ class ServiceContext:
         return event
 
     def _moved(self, actor: Actor, action: str, event: AliasEvent, reason: str, **detail: JSON) -> None:
-        """Forgets kept pulls, writes the audit, and notifies of a move."""
+        """After a move: forgets kept pulls, writes the audit, and sends notifications."""
         self.pulls.forget()
         of = f"{event.alias} of {event.key.model} on {event.key.target} for {event.key.workload}"
         self.audit(actor, action, of, reason, **detail)
@@ -107,12 +106,14 @@ class ServiceContext:
             notify.in_background(self.settings.home, notify.moved(event), log.warning)
 
     def login_failed(self, client: str) -> None:
-        """A token that opens nothing was tried on the login page: counted, logged, in the audit."""
+        """A token that is not valid was tried on the login page. This is counted, logged and written into the
+        audit.
+        """
         self.logins.failed(client)
         self._wrong_token(client, "/login")
 
     def refused(self, client: str, path: str) -> None:
-        """A token that opens nothing was sent to the API: noted once an hour for each address."""
+        """A token that is not valid was sent to the API. This is recorded once an hour for each address."""
         if not self.refusals.wait_s(client):
             self.refusals.failed(client)
             self._wrong_token(client, path)

@@ -1,13 +1,16 @@
-"""What Prometheus reads: runs, trials by state and reason, nights, phases, hypervolume, orphans."""
+"""What Prometheus reads: runs, trials by state and reason, nights, phases, hypervolume, and trials without a
+controller.
+"""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from tuner.engine.boots import FIRST_DRIFT
 from tuner.errors import BadInput, NotFound
 from tuner.fleet.window import blacked_out, last_due, window
 from tuner.history.entities import Schedule
@@ -15,12 +18,12 @@ from tuner.history.run_best import NEWEST
 from tuner.history.store import Store
 from tuner.records import Run, RunState, Study, Trial
 from tuner.report import words
-from tuner.search import pareto, trial_view
+from tuner.search import trial_view
 from tuner.service.runner import Controllers
 
 
 def gauge(name: str, about: str, labels: str, rows: Iterable[tuple[Sequence[str], float]]) -> Metric:
-    """A gauge with a value for each row of labels; `labels` are their names, parted by blanks."""
+    """A gauge with a value for each row of labels; `labels` are their names, separated by blanks."""
     found = GaugeMetricFamily(name, about, labels=labels.split())
     for values, number in rows:
         found.add_metric(values, number)
@@ -28,7 +31,7 @@ def gauge(name: str, about: str, labels: str, rows: Iterable[tuple[Sequence[str]
 
 
 class Watcher(Collector):
-    """Reads the history at each scrape; ended trials are counted once and remembered."""
+    """Reads the history at each scrape. Ended trials are counted once, and the count is kept."""
 
     def __init__(self, store: Store, clock: Callable[[], datetime], runner: Controllers) -> None:
         self._store, self._clock, self._runner = store, clock, runner
@@ -37,36 +40,44 @@ class Watcher(Collector):
         self._volumes: dict[str, tuple[Run, float | None]] = {}
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing beforehand: a registry need not read a history to take this in."""
+        """Nothing, so that the history is not read when the collector is registered."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
         counted = self._store.run_counts()
         counted = Counter({state.value: counted.get(state.value, 0) for state in RunState})
-        stopped = len(self._store.stopped_runs(now=self._clock()))
-        counted.update({RunState.RUNNING.value: -stopped, words.STOPPED: stopped})
+        stopped = self._store.stopped_runs(now=self._clock())
+        counted.update({RunState.RUNNING.value: -len(stopped), words.STOPPED: len(stopped)})
         states = [([state], count) for state, count in counted.items()]
-        yield gauge("tuner_runs", "Runs by state; stopped: without an end or a process.", "state", states)
-        yield self._trials()
+        yield gauge(
+            "tuner_runs",
+            "Runs by state; stopped: the run has not ended, but its process is gone.",
+            "state",
+            states,
+        )
+        yield self._trials(stopped)
         yield from nights(self._store, self._clock())
         yield self._orphans()
         yield from self._last_runs()
         yield from found_by(self._store)
 
-    def _trials(self) -> Metric:
-        found = CounterMetricFamily(
-            "tuner_trials", "Trials begun, by state and reason.", labels=["state", "reason"]
-        )
+    def _trials(self, stopped: Collection[str]) -> Metric:
+        about = "Attempts of trials by state and reason; interrupted: its run is stopped."
+        found = CounterMetricFamily("tuner_trials", about, labels=["state", "reason"])
         counts = self._store.trial_counts(self._upto)
         self._settled.update(counts.settled)
         self._upto = counts.upto
-        for key, count in sorted((self._settled + Counter(counts.open)).items()):
+        told = self._settled + Counter(counts.open)
+        for trial in self._store.orphans() if stopped else ():
+            if trial.run_id in stopped:
+                told.update({(trial.state.value, ""): -1, (words.trial_state(trial, stopped), ""): 1})
+        for key, count in sorted((+told).items()):
             found.add_metric(list(key), count)
         return found
 
     def _orphans(self) -> Metric:
-        """A trial is somebody's while its node is leased, whichever host has the lease, or while its
-        controller is at work here.
+        """The trials in state RUNNING without an owner. A trial has an owner if its node is leased (from any
+        host), or if its controller runs on this host.
         """
         leased = {lease.node for lease in self._store.leases(now=self._clock())}
         alive = {run.id for run in self._store.runs(state=RunState.RUNNING) if self._runner.alive(run)}
@@ -83,11 +94,17 @@ class Watcher(Collector):
         for study, run in last:
             for launch in self._store.launches(study.id):
                 if launch.started_at >= run.started_at:
-                    spent.update({(study.node, n): round(v * 1000) for n, v in launch.timeline.items()})
+                    known = {n: v for n, v in launch.timeline.items() if n != FIRST_DRIFT}  # a share
+                    spent.update({(study.node, n): round(v * 1000) for n, v in known.items()})
         phases = [(key, milliseconds / 1000) for key, milliseconds in sorted(spent.items())]
-        yield gauge("tuner_phase_seconds", "Start-up phases of the last run, summed.", "node phase", phases)
+        yield gauge(
+            "tuner_phase_seconds",
+            "Start-up phases of the last run, summed; they overlap.",
+            "node phase",
+            phases,
+        )
         volumes = [((s.node, s.name), v) for s, run in last if (v := self._volume(s, run)) is not None]
-        about = "Volume of the study's front (log latencies)."
+        about = "Hypervolume of the study's front, in units of the baseline's objectives."
         yield gauge("tuner_hypervolume", about, "node study", volumes)
         left = [
             ([study.node], (run.deadline - self._clock()).total_seconds())
@@ -97,7 +114,7 @@ class Watcher(Collector):
         yield gauge("tuner_window_left_seconds", "Seconds until the run must end.", "node", left)
 
     def _volume(self, study: Study, run: Run) -> float | None:
-        """The volume of a study's front; that of an ended run is reckoned once."""
+        """The hypervolume of a study's front. After a run has ended, it is computed only once."""
         kept = self._volumes.get(study.node)
         if kept is None or kept[0] != run or run.state is RunState.RUNNING:
             kept = run, hypervolume(study, self._store.trials(study.id))
@@ -115,7 +132,9 @@ def _last(store: Store) -> Sequence[tuple[Study, Run]]:
 
 
 def found_by(store: Store) -> Iterable[Metric]:
-    """What each node and workload's last night found: the winner's gain, values of today's and the best."""
+    """What the last night of each node and workload found: the winner's gain, and the values of baseline and
+    winner.
+    """
     told = store.last_conclusions()
     won = [(place, winner) for place, said in told.items() if (winner := said.arm(said.winner)) is not None]
     arms = [
@@ -126,7 +145,7 @@ def found_by(store: Store) -> Iterable[Metric]:
     ]
     yield gauge(
         "tuner_gain_ratio",
-        "Change that the winner of the last night makes, (after - before) / before.",
+        "Change from today's configuration to the winner of the last night, (after - before) / before.",
         "node workload measurement",
         (
             ((*place, each.metric), each.change)
@@ -137,7 +156,7 @@ def found_by(store: Store) -> Iterable[Metric]:
     )
     yield gauge(
         "tuner_confirmed_value",
-        "Values from the last night's confirmation, of today's configuration and of the best one.",
+        "Values of today's configuration and of the best one, in the confirmation of the last night.",
         "node workload measurement configuration",
         (
             ((*place, metric, name), number)
@@ -149,26 +168,30 @@ def found_by(store: Store) -> Iterable[Metric]:
 
 
 def hypervolume(study: Study, trials: Sequence[Trial]) -> float | None:
-    """The volume of a study's front; None while nothing was measured to hold it against."""
+    """The hypervolume of a study's front; None until there is a measurement to compare with."""
     scale = trial_view.scale_of(trials, study.objectives, study.slo)
-    return None if scale is None else pareto.covered(pareto.front(trials, study.objectives), scale)
+    return None if scale is None else trial_view.covered(trial_view.front(trials, study.objectives), scale)
 
 
 LATE = timedelta(minutes=15)
-"""A due time that is older than this should have become a run."""
+"""A due time that is older than this counts as missed if no run was started for it."""
 
 
 def nights(store: Store, now: datetime) -> Iterable[Metric]:
-    """Per node when a run last ended, and last with a usable conclusion; per schedule what did not begin."""
+    """For each node: when a run last ended, and when one last ended with a usable conclusion. For each
+    schedule: whether its last due time started no run.
+    """
     enabled = [each for each in store.schedules() if each.enabled]
     yield gauge(
         "tuner_last_success_timestamp_seconds",
-        "When a run last ended with a winner, or with today's configuration that stays.",
+        "The last time that a run ended with a winner, or kept today's configuration.",
         "node",
         (([node], at.timestamp()) for node, at in store.last_success().items()),
     )
     ended = (([node], at.timestamp()) for node, at in store.last_end().items())
-    yield gauge("tuner_last_run_timestamp_seconds", "When a run last ended.", "node", ended)
+    yield gauge(
+        "tuner_last_run_timestamp_seconds", "When a run last ended that was not cancelled.", "node", ended
+    )
     counts = sorted(Counter(each.node for each in enabled).items())
     scheduled = (([node], count) for node, count in counts)
     yield gauge("tuner_schedules", "Schedules that are on.", "node", scheduled)
@@ -181,7 +204,9 @@ def nights(store: Store, now: datetime) -> Iterable[Metric]:
 
 
 def not_started(store: Store, schedule: Schedule, now: datetime) -> bool:
-    """Whether the newest due time, a quarter of an hour ago or more, became no run. A blackout is no miss."""
+    """Whether the newest due time, a quarter of an hour ago or more, started no run. A due time in a blackout
+    does not count.
+    """
     due = last_due(replace(schedule, last_due=None), now - LATE)
     if due is None:
         return False

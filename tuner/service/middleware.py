@@ -1,9 +1,16 @@
-"""What lies around every request: its id, its log line, its count, and pulls answered from memory."""
+"""What every request passes: its id, its log line, its count, and pulls that are answered from memory.
+
+The key of a kept answer has the request's query and its headers Authorization and Host. The answer is valid
+until the history changes. Then it is computed again, with three reads by index.
+"""
 
 import logging
 import re
 import secrets
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
 from urllib.parse import urlsplit
 
 from anyio import to_thread
@@ -16,11 +23,97 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tuner.errors import TunerError
 from tuner.service.auth import authenticated, bearer, client_of
 from tuner.service.problems import status_of
-from tuner.service.pulls import PATH, Pulls
+
+PULL_PATH = "/v1/profiles/resolve"
+KEPT, LONGEST_KEY = 2048, 4096
+"""Limits of the answers in memory: their number, and the bytes of a key, because anyone may send a long
+query.
+"""
+PULL_LIFE = timedelta(seconds=60)
+"""Seconds that an answer is kept at most, so that a token's last use is recorded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullResponse:
+    """A pull's response, ready to send."""
+
+    etag: str
+    body: bytes
+    media: str
+    profile_id: int
+    version: int
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        return [
+            (b"etag", self.etag.encode()),
+            (b"cache-control", b"no-cache"),
+            (b"vary", b"Authorization"),
+            (b"x-content-type-options", b"nosniff"),
+            (b"x-profile", f"{self.profile_id}; version={self.version}".encode()),
+        ]
+
+
+class Pulls:
+    """The answers in memory. `forget` after every change made in this process."""
+
+    def __init__(self, pulse: Callable[[], int], clock: Callable[[], datetime]) -> None:
+        self._pulse, self._clock = pulse, clock
+        self._kept: dict[bytes, tuple[PullResponse, int, datetime]] = {}
+
+    def pulse(self) -> int:
+        return self._pulse()
+
+    def forget(self) -> None:
+        self._kept.clear()
+
+    def keep(self, scope: Scope, answer: PullResponse, *, pulse: int, expires_at: datetime | None) -> None:
+        """Keeps an answer that was made after `pulse` was read, until the token of the request expires."""
+        if len(_key(scope)) > LONGEST_KEY:
+            return
+        until = self._clock() + PULL_LIFE
+        if len(self._kept) >= KEPT:
+            self._kept.clear()
+        self._kept[_key(scope)] = answer, pulse, min(until, expires_at or until)
+
+    async def answered(self, scope: Scope, receive: Receive, send: Send) -> int | None:
+        """Sends the kept answer of a request and returns its status; None if there is no kept answer."""
+        if scope["path"] != PULL_PATH or scope["method"] != "GET":
+            return None
+        kept = self._kept.get(_key(scope))
+        if kept is None or kept[1] != self._pulse() or kept[2] <= self._clock():
+            return None
+        answer = kept[0]
+        same = matches(_header(scope, b"if-none-match"), answer.etag.encode())
+        status, headers = 304 if same else 200, answer.headers()
+        if not same:
+            headers.append((b"content-type", answer.media.encode()))
+            headers.append((b"content-length", str(len(answer.body)).encode()))
+        headers.append((b"x-request-id", scope["request_id"].encode()))
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": b"" if same else answer.body})
+        return status
+
+
+def matches(given: bytes, etag: bytes) -> bool:
+    """Whether an If-None-Match header names the entity tag; `*` names any."""
+    if not given:
+        return False
+    named = [part.strip().removeprefix(b"W/") for part in given.split(b",")]
+    return b"*" in named or etag in named
+
+
+def _header(scope: Scope, name: bytes) -> bytes:
+    return b",".join(value for key, value in scope["headers"] if key == name)
+
+
+def _key(scope: Scope) -> bytes:
+    found: bytes = scope["query_string"]
+    return b"\0".join((found, _header(scope, b"authorization"), _header(scope, b"host")))
+
 
 log = logging.getLogger("tuner.http")
 LARGEST_BODY, LARGEST_UPLOAD = 1024**2, 16 * 1024**2
-"""Bytes of a body: JSON takes up to thirty times as much once it is read. Pieces of uploads are not JSON."""
+"""Bytes of a body. Parsed JSON takes up to thirty times as much memory. Pieces of uploads are not JSON."""
 GIVEN_ID = re.compile(rb"[A-Za-z0-9._-]{8,64}")
 SAFE = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
 
@@ -48,7 +141,7 @@ class RequestMiddleware:
         began = time.perf_counter()
         receive = _limited(scope, receive)
         if (status := await self._pulls.answered(scope, receive, send)) is not None:
-            self._count(PATH, "GET", status, time.perf_counter() - began)
+            self._count(PULL_PATH, "GET", status, time.perf_counter() - began)
             return
         statuses: list[int] = []
 
@@ -81,14 +174,15 @@ class RequestMiddleware:
 
 
 def _here(location: str) -> str:
-    """A redirect within this site: the framework makes one to whatever name a request gave as its host."""
+    """A redirect within this site. The framework would redirect to any host that the request names."""
     parts = urlsplit(location)
     return f"/{parts.path.lstrip('/')}" + (f"?{parts.query}" if parts.query else "")
 
 
 def _limited(scope: Scope, receive: Receive) -> Receive:
-    """Ends a request whose body goes on and on; what routes take is far below the limit. A body sent to the
-    API is read only from who has a valid token: a route would read it before it asks for one.
+    """Ends a request whose body is too long. Routes take much smaller bodies. A body sent to the API is read
+    only if its sender has a valid token. Without this check, the framework would read the body before it
+    checks the token.
     """
     taken, most = 0, LARGEST_UPLOAD if scope["method"] == "PATCH" else LARGEST_BODY
     known = scope["method"] in ("GET", "HEAD") or not scope["path"].startswith("/v1/")
@@ -116,7 +210,9 @@ async def _authenticate(scope: Scope) -> None:
 
 
 def _request_id(scope: Scope) -> str:
-    """The caller's own id where it is a plain word, so that logs of both sides meet; else a new one."""
+    """The caller's own request id if it is a plain word, so that it is in the logs of both sides; otherwise a
+    new one.
+    """
     for name, value in scope["headers"]:
         if name == b"x-request-id" and GIVEN_ID.fullmatch(value):
             return str(value, "ascii")

@@ -22,7 +22,7 @@ STATUS: Mapping[type[TunerError], int] = {BadInput: 400, NotFound: 404, Conflict
 LONGEST_TEXT, MOST_KEYS = 16 * 1024, 200
 """What a request may hold."""
 MOST_ERRORS, LONGEST_DETAIL = 20, 2000
-"""What an answer says of a wrong request: a request of 1 MiB can be wrong in 200,000 places."""
+"""Limits of the answer to a wrong request, because a request of 1 MiB can have 200,000 errors."""
 log = logging.getLogger("tuner.service")
 
 
@@ -38,16 +38,18 @@ class ProblemDetails(BaseModel):
 
 
 class RequestBody(BaseModel):
-    """What every body sent as JSON is, before its parts are looked at. Unknown keys are errors."""
+    """The base of every JSON body. Values are checked before fields. An unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid")
 
     @model_validator(mode="before")
     @classmethod
     def _plain_values(cls, value: Any) -> Any:
-        """What was sent. ValueError where a text is too long or holds half of a character (no answer could
-        show it), a number is too large to compute with, or an object has so many keys that their errors would
-        take long to collect.
+        """The body as it was sent.
+
+        ValueError if a text is too long or holds half of a surrogate pair (no answer could show it), if a
+        number is too large to compute with, or if an object has so many keys that it would take long to
+        collect their errors.
         """
         left = [value]
         while left:
@@ -90,8 +92,8 @@ def problem(
 
 
 def _shown(request: Request, detail: str) -> str:
-    """A sentence without secrets, without this host's paths, and not longer than a person reads. What is cut
-    off is masked before: half of a secret has no shape.
+    """A sentence without secrets and without paths of this host, cut to a length that people read. Secrets
+    are masked before the cut, because half of a secret would not be recognised.
     """
     home = str(request.app.state.service.settings.home)
     plain = masking.text(detail[: 2 * LONGEST_DETAIL]).replace(home, "TUNER_HOME")
@@ -99,7 +101,7 @@ def _shown(request: Request, detail: str) -> str:
 
 
 def status_of(error: TunerError) -> int:
-    """The HTTP status of what the tuner says on purpose; an engine that ended badly is a conflict."""
+    """The HTTP status of the tuner's own errors. An engine that failed is a conflict."""
     return next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), 409)
 
 
@@ -108,7 +110,7 @@ async def _refused(request: Request, error: Exception) -> JSONResponse:
         status = status_of(error)
         return problem(request, status, str(error), {"Retry-After": "1"} if status == 503 else None)
     if isinstance(error, ClientDisconnect):
-        return problem(request, 400, "the connection ended before the request did")
+        return problem(request, 400, "the connection ended in the middle of the request")
     if isinstance(error, HTTPException):
         return problem(request, error.status_code, str(error.detail), error.headers)
     if isinstance(error, RequestValidationError):
@@ -132,7 +134,7 @@ def install(app: FastAPI) -> None:
 
 
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The refusals of a route, for OpenAPI: those that any may give, and its own."""
+    """The errors of a route for OpenAPI: those of every route, and its own."""
     return {
         status: {
             "description": HTTPStatus(status).phrase,

@@ -1,7 +1,9 @@
-"""Runs are carried out by controllers: `python -m tuner tune …`, processes that outlive this service.
+"""Controllers execute the runs. They are processes (`python -m tuner tune …`) that continue when the service
+ends.
 
-Before a run's row there is an order: a small file that says which study file, which limits, and for whom.
-After any death the orders are read again: a run whose controller is gone gets a new one, which resumes it.
+Before a run has a row in the database, it has an order: a small file with the study file, the limits and the
+actor. When a service starts, it reads the orders again. If the controller of a run is gone, the service
+starts a new one, which resumes the run.
 """
 
 import logging
@@ -22,7 +24,7 @@ from tuner.errors import Conflict, Unavailable
 from tuner.fleet import nodes
 from tuner.history.store import Store
 from tuner.records import Run, RunState, Study, TrialState
-from tuner.report.logs import tail
+from tuner.report.evidence import tail
 from tuner.report.words import CONTINUES
 from tuner.service.study_requests import write_private
 from tuner.settings import Settings
@@ -31,15 +33,15 @@ from tuner.tuning.execution import locked, reconcile
 log = logging.getLogger("tuner.service")
 RESTARTS = 2
 COMMANDS = {"tune", "demo", "compare", "upgrade-check"}
-"""What a controller may be told to do."""
+"""The commands that a controller may be started with."""
 SHORTEST_H = 1 / 3600
 TAIL = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOrder:
-    """What somebody asked for: a run of a study within limits. `key` tells a repeated request. `words` are
-    the controller's command where it does not tune the study but compares or checks an upgrade.
+    """An order for a run of a study within limits. `key` recognises a repeated request. `words` are the
+    controller's command if it compares or checks an upgrade.
     """
 
     study_id: str
@@ -56,7 +58,7 @@ ORDERS = TypeAdapter(RunOrder)
 
 
 class Controllers:
-    """Starts controllers, and looks after those whose run has no end yet."""
+    """Starts controllers, and replaces controllers that died before the end of their run."""
 
     def __init__(self, store: Store, settings: Settings, clock: Callable[[], datetime]) -> None:
         self._store, self._settings, self._clock = store, settings, clock
@@ -67,8 +69,8 @@ class Controllers:
         self._lock = threading.Lock()
 
     def start(self, order: RunOrder) -> tuple[Run, bool]:
-        """The run's row, and a controller at work on it; whether it is a new one, or the one that an order
-        with the same key became before. Conflict when the study or its node has another run.
+        """The run's row, with a controller that executes it; and whether the run is new. If an earlier order
+        has the same key, its run is returned. Conflict if the study or its node has another run.
         """
         with self._lock:
             if (run := self._begun(order)) is not None:
@@ -86,7 +88,9 @@ class Controllers:
             return self._spawn(run, order), True
 
     def _begun(self, order: RunOrder) -> Run | None:
-        """The run of the study's last order, when that had the same key: nobody may have been told of it."""
+        """The run of the study's last order, if it has the same key. The client may not have got the answer
+        to its first request.
+        """
         before = self._order(order.study_id)
         if before is None or before.key is None or before.key != order.key:
             return None
@@ -94,7 +98,7 @@ class Controllers:
         return next((run for run in runs if run.started_at >= before.at), None)
 
     def refuse_busy(self, study: Study) -> None:
-        """Conflict when the study or its node has another run."""
+        """Raises Conflict if the study or its node has another run."""
         node = study.node
         stopped = self._store.stopped_runs(now=self._clock())
         for run in self._store.runs(state=RunState.RUNNING):
@@ -125,23 +129,23 @@ class Controllers:
         return self._store.save_run(replace(now, pid=process.pid, host=self._host))
 
     def log_of(self, run_id: str) -> Path:
-        """Where a controller's words go."""
+        """The file with a controller's output."""
         return self._folder / f"{run_id}.log"
 
     def _order_file(self, study_id: str) -> Path:
         return self._folder / f"{study_id}.json"
 
     def _order(self, study_id: str) -> RunOrder | None:
-        """The last order of a study; None when there was none, or its file is not whole."""
+        """The last order of a study; None if there is none, or if its file is not complete."""
         try:
             return ORDERS.validate_json(self._order_file(study_id).read_bytes())
         except (OSError, ValueError):
             return None
 
     def look_after(self) -> list[Run]:
-        """Gives every run of our orders that has lost its controller a new one; returns those runs.
+        """Gives each ordered run that has lost its controller a new one, and returns these runs.
 
-        A controller that ended by itself and left its run open, or that was lost too often, ends the run.
+        If a controller ended by itself without ending its run, or was lost too often, the run is ended.
         """
         touched: list[Run] = []
         with self._lock:
@@ -157,20 +161,20 @@ class Controllers:
         return touched
 
     def alive(self, run: Run) -> bool:
-        """Whether a controller is at work on a run, as far as this host can know."""
+        """Whether a controller of a run is alive, as far as this host can know."""
         process = self._ours.get(run.id)
         if process is not None:
             return process.poll() is None
         return run.pid is not None and is_controller(run.pid)
 
     def cancel(self, run_id: str, say: Callable[[str], object] = log.warning) -> Run:
-        """Asks a run to stop; ends it where nobody is at work on it. Conflict when it has ended already."""
+        """Asks a run to stop. If it has no controller, it is ended here. Conflict if it has already ended."""
         with self._lock:
             run = self._store.cancel_run(run_id)
             study = self._store.study(run.study_id)
             if run.host != self._host:
                 leased = any(lease.node == study.node for lease in self._store.leases(now=self._clock()))
-                return run if leased else self._abandon(run)
+                return run if leased else self._close(run, None)
             order = self._order(study.id)
             if self.alive(run) or (order is not None and _at_work(order.study_file)):
                 return run
@@ -182,18 +186,13 @@ class Controllers:
                 # A controller has it, or has just ended it.
                 return self._store.run(run.id)
 
-    def _abandon(self, run: Run) -> Run:
-        """End a run of another host whose controller is gone: its node's lease is nobody's any more."""
-        reason, now = "cancelled; its controller was gone", self._clock()
-        for trial in self._store.trials(run.study_id, (TrialState.RUNNING,), run_id=run.id):
-            self._store.finish_trial(
-                replace(trial, state=TrialState.ABORTED, cause="controller", reason=reason, ended_at=now)
-            )
-        return self._close(run, None)
-
     def _clear(self, study: Study, say: Callable[[str], object]) -> None:
-        """What a controller that is gone left of a study here; whoever has the node by now has cleared it."""
-        here = any(node.name == study.node and node.host == self._host for node in self._store.nodes())
+        """Removes what a dead controller of a study left on this host. If another process has the node now,
+        it has already removed this.
+        """
+        # An earlier release stored no host for a node that nobody had registered.
+        hosts = ("", self._host)
+        here = any(node.name == study.node and node.host in hosts for node in self._store.nodes())
         if here:
             with suppress(Conflict), nodes.held(self._store, study.node, clock=self._clock) as held:
                 reconcile(held, self._settings.home, node=study.node, clock=self._clock, say=say)
@@ -211,9 +210,14 @@ class Controllers:
         cancelled = run.cancel_requested
         reason = "cancelled; its controller was gone" if cancelled else self._last_words(run.id, code)
         state = RunState.CANCELLED if cancelled else RunState.FAILED
-        return self._store.save_run(
-            replace(run, state=state, reason=reason, ended_at=self._clock(), pid=None)
-        )
+        now = self._clock()
+        for trial in self._store.trials(run.study_id, (TrialState.RUNNING,), run_id=run.id):
+            why = "the controller died in the middle of this trial"
+            with suppress(Conflict):  # whoever has the node by now has ended it
+                self._store.finish_trial(
+                    replace(trial, state=TrialState.ABORTED, cause="controller", reason=why, ended_at=now)
+                )
+        return self._store.save_run(replace(run, state=state, reason=reason, ended_at=now, pid=None))
 
     def _last_words(self, run_id: str, code: int | None) -> str:
         lines = tail(self.log_of(run_id), TAIL)
@@ -223,7 +227,7 @@ class Controllers:
 
 
 def is_controller(pid: int) -> bool:
-    """Whether a process is one of our controllers, and not another that got its number."""
+    """Whether a process is one of our controllers. Another process may have got the same process id."""
     try:
         return _is_ours(psutil.Process(pid))
     except psutil.Error:
@@ -237,7 +241,7 @@ def _is_ours(process: psutil.Process) -> bool:
 
 
 def _at_work(study_file: Path) -> bool:
-    """Whether some process tunes a study file: one that was started just before we died, say."""
+    """Whether some process tunes a study file. It may have been started just before this service died."""
     for process in psutil.process_iter():
         try:
             if str(study_file) in process.cmdline() and _is_ours(process):

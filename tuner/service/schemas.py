@@ -1,6 +1,7 @@
-"""Records as the API shows them: a schema has the fields of its record, less what the API leaves out.
+"""The records as the API shows them. A schema has the fields of its record without those that the API leaves
+out.
 
-A measured +inf is null; this host's paths, environments and process ids are left out.
+A measured +inf becomes null. Paths, environments and process ids of this host are left out.
 """
 
 import base64
@@ -34,7 +35,7 @@ from tuner.records import (
 from tuner.report import words
 
 HIDDEN = ("env", "python", "command", "stop_command")
-"""What the API leaves out of every engine of a study: these are this host's."""
+"""What the API leaves out of a study's engines, because it belongs to this host."""
 LARGEST = 2**31 - 1
 """The largest number in a cursor: PostgreSQL's integer columns hold no larger one."""
 S = TypeVar("S", bound="Schema")
@@ -42,7 +43,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 K = TypeVar("K", int, str)
 Cursor = Annotated[str | None, Query(max_length=400, description="`next` of the page before.")]
-Limit = Annotated[int, Query(ge=1, le=500, description="How many to a page.")]
+Limit = Annotated[int, Query(ge=1, le=500, description="Most items on a page.")]
 
 
 class Schema(BaseModel, from_attributes=True):
@@ -56,7 +57,7 @@ class Schema(BaseModel, from_attributes=True):
 
 
 def fields_of(record: type[Any], *only: str, without: Sequence[str] = ()) -> Callable[[type[S]], type[S]]:
-    """Adds a record's fields, all or `only` some, to a schema that does not declare them."""
+    """Adds the fields of a record (all, or `only` some) to a schema that does not declare them."""
     types = {
         each.name: each.type
         for each in fields(record)
@@ -73,19 +74,19 @@ def fields_of(record: type[Any], *only: str, without: Sequence[str] = ()) -> Cal
 
 
 class Page(BaseModel, Generic[T]):
-    """Some of many; `next` is null on the last page."""
+    """One page of a list; `next` is null on the last page."""
 
     items: list[T]
     next: str | None = Field(default=None, examples=["WyJhYmMiXQ"])
 
 
 def pack(*place: int | str) -> str:
-    """A cursor: an opaque word that says where the next page begins."""
+    """Makes a cursor: an opaque text that says where the next page begins."""
     return base64.urlsafe_b64encode(json.dumps(place).encode()).decode().rstrip("=")
 
 
 def unpack(cursor: str | None, *kinds: type) -> tuple[int | str, ...] | None:
-    """What a cursor holds. BadInput unless it is one that `pack` made of these kinds."""
+    """The values in a cursor. BadInput unless `pack` made it from values of these types."""
     if cursor is None:
         return None
     try:
@@ -99,12 +100,12 @@ def unpack(cursor: str | None, *kinds: type) -> tuple[int | str, ...] | None:
         or any(type(part) is not kind for part, kind in zip(found, kinds, strict=True))
         or any(isinstance(part, int) and abs(part) > LARGEST for part in found)
     ):
-        raise BadInput("cursor: not one that this service gave out; begin with the first page")
+        raise BadInput("cursor: this service did not make it; begin with the first page")
     return tuple(found)
 
 
 def after(cursor: str | None, kind: type[K]) -> K | None:
-    """What a cursor of one value holds; None on the first page."""
+    """The value in a cursor of one value; None on the first page."""
     place = unpack(cursor, kind)
     return cast(K, place[0]) if place else None
 
@@ -112,7 +113,7 @@ def after(cursor: str | None, kind: type[K]) -> K | None:
 def page(
     found: Sequence[R], limit: int, shown: Callable[[R], T], place: Callable[[R], tuple[int | str, ...]]
 ) -> Page[T]:
-    """A page of what was asked for with one more than `limit`."""
+    """A page of rows. The caller asked for one row more than `limit`, to see whether there is a next page."""
     following = pack(*place(found[limit - 1])) if len(found) > limit else None
     return Page(items=[shown(each) for each in found[:limit]], next=following)
 
@@ -127,7 +128,7 @@ def study(of: Study) -> StudySchema:
 
 
 def _without_host(found: Any) -> Any:
-    """A spec without what its engines, also those of a comparison's arms, have of this host."""
+    """A study's spec without the parts of its engines that belong to this host (also of arms)."""
     if isinstance(found, list | tuple):
         return [_without_host(each) for each in found]
     if not isinstance(found, dict):
@@ -143,17 +144,22 @@ class RunSchema(Schema):
     """One execution of a study."""
 
     id: str = Field(examples=["4f0c1d2e3a5b6c7d"])
-    stopped: bool = Field(description="Whether a RUNNING run has lost its process: it waits to be continued.")
+    state: str = Field(
+        examples=["RUNNING", "stopped", "FINISHED"],
+        description="`stopped`: it has not ended, but its process is gone; the same command continues it.",
+    )
+    stopped: bool = Field(description="Whether `state` is `stopped`.")
     trials: dict[str, int] | None = Field(
-        default=None, description="How many trials, by state; null in lists for a run that has ended."
+        default=None,
+        description="How many trials, by state of the last attempt; null in lists for a run that has ended.",
     )
     conclusion: dict[str, JsonValue] | None = Field(
-        default=None, description="What it found, written once; null in lists and while it goes on."
+        default=None,
+        description="What the run found, written once; null in lists and before the run has ended.",
     )
     left_s: float | None = Field(
         default=None,
-        description="About how many seconds it still takes; null if it is not known, and if the run is not at"
-        " work.",
+        description="About how many seconds the run still takes. Null if unknown, or if its process is gone.",
     )
 
 
@@ -165,7 +171,10 @@ def run(
     left_s: float | None = None,
 ) -> RunSchema:
     concluded = conclusion(said)
-    return RunSchema.of(of, stopped=of.id in stopped, trials=trials, conclusion=concluded, left_s=left_s)
+    return RunSchema.of(
+        of, state=words.run_state(of, stopped), stopped=of.id in stopped, trials=trials,
+        conclusion=concluded, left_s=left_s,
+    )  # fmt: skip
 
 
 def conclusion(of: Conclusion | None) -> dict[str, Any] | None:
@@ -189,22 +198,48 @@ class MeasurementSchema(Schema):
 class TrialSchema(Schema):
     """One candidate, launched and measured."""
 
+    state: str = Field(
+        examples=["COMPLETE", "interrupted"],
+        description="`interrupted`: the run was stopped in the middle of it.",
+    )
     measurements: list[MeasurementSchema]
 
 
-def trial(of: Trial) -> TrialSchema:
+def trial(of: Trial, stopped: Collection[str] = ()) -> TrialSchema:
     measured = [MeasurementSchema.of(m, fidelity_failed=m.fidelity.failed) for m in of.measurements]
-    return TrialSchema.of(of, measurements=measured)
+    return TrialSchema.of(of, state=words.trial_state(of, stopped), measurements=measured)
+
+
+class BesideSchema(Schema):
+    """A row of the front's table.
+
+    Values by objective: `first` from its first measurement, `confirmed` from the repeats of the confirmation
+    (empty if it was not measured again). `changes` compare it with the baseline.
+    """
+
+    trial: int
+    role: str = Field(
+        examples=["baseline", "winner", "front"],
+        description="`finalist`: it was screened, and confirmed without a relaunch.",
+    )
+    first: dict[str, float | None]
+    confirmed: dict[str, float | None]
+    changes: list[Difference]
 
 
 class FrontSchema(BaseModel):
-    """The trials that no other beats in every objective by their first measurements, beside the baseline, and
-    what the newest run and the newest confirmation found.
+    """The front of first measurements, the baseline, and the conclusions of the newest run and of the newest
+    confirmation.
     """
 
+    study: dict[str, JsonValue]
     objectives: list[str]
     baseline: TrialSchema | None
     front: list[TrialSchema]
+    rows: list[BesideSchema]
+    verdict: dict[str, JsonValue] = Field(
+        description="The newest run's outcome and its sentence; empty before a run has ended.",
+    )
     winner: int | None
     conclusion: dict[str, JsonValue] | None
     confirmation: dict[str, JsonValue] | None
@@ -229,22 +264,22 @@ def profile(of: Profile) -> ProfileSchema:
 
 @fields_of(AliasEvent, without=("key",))
 class AliasSchema(KeySchema):
-    """Where an alias stands, by its last move. `generation` counts the moves; it is the ETag."""
+    """The version of an alias after its last move. `generation` counts the moves; it is the ETag."""
 
 
 def alias(of: AliasEvent) -> AliasSchema:
     return AliasSchema.of(of, **asdict(of.key))
 
 
-_OF_BEST = ("node", "workload", "run_id", "study_id", "trial_id", "number", "metric", "value", "low", "high",
-            "baseline", "engine_version", "trials")  # fmt: skip
+_OF_BEST = ("node", "workload", "run_id", "study_id", "trial_id", "number", "attempt", "metric", "value",
+            "low", "high", "baseline", "engine_version", "trials")  # fmt: skip
 _OF_NIGHT = ("compared", "regression", "sure", "runs")
 _of_best, _of_night = attrgetter(*_OF_BEST), attrgetter(*_OF_NIGHT)
 
 
 @fields_of(RunBest, *_OF_BEST, "candidate")
 class NightSchema(Schema):
-    """What a run found in its night, what had changed since the night before, and how sure that is."""
+    """What a run found in its night, what has changed since the night before, and how sure this is."""
 
     date: date
     outcome: str = Field(
@@ -255,10 +290,13 @@ class NightSchema(Schema):
         " 95 % interval; `high` null: unbounded."
     )
     from_last_night: float | None = Field(description="Change of the value, (after − before) / before.")
-    compared: str = Field(examples=["better"], description="With the night before, beyond noise.")
+    compared: str = Field(
+        examples=["better"],
+        description="The change from the night before, in a word; `open`: the noise can explain the change.",
+    )
     regression: bool
     trials: int = Field(
-        description="How many of the run's trials were measured in full: no failed, stopped or screened ones."
+        description="Trials that were measured in full. Failed, stopped and screened trials do not count."
     )
     sure: str = Field(examples=["confirmed, 3 repeats, 3.41 to 3.52"])
     changes: list[Change]
@@ -266,7 +304,9 @@ class NightSchema(Schema):
 
 
 def night(of: Night, stopped: Collection[str]) -> dict[str, JSON]:
-    """A NightSchema as plain JSON: an answer holds hundreds, and models of them take long to make."""
+    """A NightSchema as plain JSON. An answer has hundreds of nights, and Pydantic models of them would be
+    slow.
+    """
     return {
         "date": of.date.isoformat(),
         **dict(zip(_OF_BEST, _of_best(of.best), strict=True)),
@@ -284,7 +324,7 @@ def night(of: Night, stopped: Collection[str]) -> dict[str, JSON]:
 
 class PlaceSchema(BaseModel):
     """One node and workload over the nights; `change_per_night` is the median change of the value. `nights`
-    has the newest run of each night, `other_runs` their other runs.
+    has the newest run of each night, `other_runs` the other runs of these nights.
     """
 
     node: str
@@ -295,11 +335,14 @@ class PlaceSchema(BaseModel):
 
 
 class HistorySchema(BaseModel):
-    """What each night found of a model, for one metric; `next` is null on the last page."""
+    """What each night found for a model, in one metric. `without_value` counts the ended runs of these nodes
+    whose results do not have the metric. `next` is null on the last page.
+    """
 
     model: str
     metric: str
     places: list[PlaceSchema]
+    without_value: int
     next: str | None = Field(examples=["WyJncHUtNyJd"])
 
 
@@ -312,7 +355,7 @@ class TraceSchema(Schema):
 class NodeSchema(Schema):
     """A machine with GPUs."""
 
-    lease: str | None = Field(default=None, description="Who holds it now.")
+    lease: str | None = Field(default=None, description="The process that holds the node now.")
 
 
 def node(of: Node, holder: str | None = None) -> NodeSchema:

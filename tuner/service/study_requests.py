@@ -1,4 +1,5 @@
-"""A study sent over HTTP → a study file of the service's own.
+"""A study sent over HTTP → a study file of the service's own; and comparisons and upgrade checks, of
+profiles, aliases and registered engines only.
 
 No path, command, environment or engine is taken: the engine is the node's, the trace a digest or name, the
 space a shipped name or checked content. An administrator writes `TUNER_HOME/nodes/NODE.yaml`, which holds
@@ -19,7 +20,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from tuner.errors import BadInput, Conflict, NotFound, TunerError, Unavailable, nearest
 from tuner.fleet import hooks
@@ -31,24 +32,24 @@ from tuner.service.problems import RequestBody
 from tuner.service.uploads import SPARE
 from tuner.settings import NAME, Settings
 from tuner.tuning import study as studies
-from tuner.tuning import studyfile
-from tuner.tuning.study import Prepared
-from tuner.tuning.studyfile import (
+from tuner.tuning.comparison import MARGIN, MOST_ARMS, ROUNDS, arm_of, compared
+from tuner.tuning.study import (
     BudgetFile,
-    EngineFile,
     PlanFile,
     PlanName,
+    Prepared,
     QualityFile,
-    Scalar,
     SliceFile,
     SloFile,
     WeightsFile,
 )
+from tuner.tuning.survey import EngineFile, Scalar
+from tuner.tuning.upgrade import upgrade_check
 
 
 class NodeFile(BaseModel):
-    """What a node's file says of its engine; `handover` is the fleet's. A comparison may name others of its
-    `engines`.
+    """What a node's file says about its engine; `fleet` reads `handover`. A comparison may use the others of
+    its `engines`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -59,18 +60,20 @@ class NodeFile(BaseModel):
 
 
 def registered(home: Path) -> dict[str, Path]:
-    """Node → its file."""
+    """Each registered node, with its file."""
     return {path.stem: path for path in sorted((home / "nodes").glob("*.yaml"))}
 
 
 def engine_of(home: Path, node: str) -> NodeFile:
-    """What is registered for a node. NotFound when nothing is; BadInput when its file is wrong."""
+    """The engine that is registered for a node. NotFound if there is none; BadInput if the node's file is
+    wrong.
+    """
     known = registered(home)
     path = known.get(node)
     if path is None:
         raise NotFound(
-            f"no engine is registered for node '{node}'{nearest(node, known)}: whoever runs the service"
-            f" writes nodes/{node}.yaml in its TUNER_HOME"
+            f"no engine is registered for node '{node}'{nearest(node, known)}. Whoever runs the service"
+            f" must write nodes/{node}.yaml in its TUNER_HOME"
         )
     try:
         found = {key: value for key, value in hooks.document(path).items() if key != "handover"}
@@ -81,12 +84,12 @@ def engine_of(home: Path, node: str) -> NodeFile:
 
 
 def engines_of(home: Path, node: str) -> dict[str, EngineFile]:
-    """The further engines that are registered for a node, by name; none where the node has no file."""
+    """The other engines that are registered for a node, by name; empty if the node has no file."""
     return engine_of(home, node).engines if node in registered(home) else {}
 
 
 WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_+-]{0,63}")
-"""A value that is a text: one word, which is no path, no address, no module and no flag."""
+"""A text value: one word that is not a path, an address, a module or a flag."""
 LONGEST_VALUE = 4000
 MODEL_KEYS = frozenset(("model", "draft_model"))
 OBJECTS = {
@@ -105,11 +108,15 @@ OBJECTS = {
         "quantization": str,
     }
 }
-"""Keys and types of objects that HTTP may give; an object knob that is not here is not taken."""
+"""Keys and types of objects that may be set over HTTP. A knob that is an object and is not listed here is
+refused.
+"""
 
 
 def check(knob: str, values: Iterable[Value], models: Collection[str], where: str) -> None:
-    """BadInput for a value that this service does not take; `models` are those that the node allows."""
+    """Raises BadInput for a value that must not be set over HTTP; `models` are the models that the node
+    allows.
+    """
     entry = CATALOGUE.get(knob)
     if entry is None:
         raise BadInput(f"{where}: '{knob}' is not a knob{nearest(knob, CATALOGUE)}")
@@ -123,7 +130,7 @@ def check(knob: str, values: Iterable[Value], models: Collection[str], where: st
         if entry.kind == "json":
             _object(knob, value, models, f"{where}: {knob}")
         elif not WORD.fullmatch(value):
-            raise BadInput(f"{where}: {knob}: '{value[:80]}' cannot be set over HTTP: give one word")
+            raise BadInput(f"{where}: {knob}: '{value[:80]}' cannot be set over HTTP: it must be one word")
 
 
 def _object(knob: str, text: str, models: Collection[str], where: str) -> None:
@@ -151,20 +158,24 @@ def _text(key: str, value: str, models: Collection[str], where: str) -> None:
     if key in MODEL_KEYS and value in (*models, "ngram"):
         return
     if key in MODEL_KEYS:
-        raise BadInput(f"{where}: {key}: '{value[:80]}' is not allowed on this node: {', '.join(models)}")
+        raise BadInput(
+            f"{where}: {key}: '{value[:80]}' is not allowed on this node; allowed are: {', '.join(models)}"
+        )
     if not WORD.fullmatch(value):
-        raise BadInput(f"{where}: {key}: '{value[:80]}' cannot be set over HTTP: give one word")
+        raise BadInput(f"{where}: {key}: '{value[:80]}' cannot be set over HTTP: it must be one word")
 
 
 Name = Annotated[str, Field(pattern=NAME, max_length=100)]
 LARGEST_SPACE = 64 * 1024
 PREPARED_AT_ONCE, WAIT_S = 2, 10.0
-"""Studies that are prepared at once, and how long another one waits: the trace of each is read whole."""
+"""Studies that are prepared at the same time, and how long another one waits, because each reads its whole
+trace.
+"""
 _preparing = threading.BoundedSemaphore(PREPARED_AT_ONCE)
 
 
 class StudyRequest(RequestBody):
-    """A study, as in a study file but without an engine: that is the node's."""
+    """A study as in a study file, but without an engine. It runs on the node's engine."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -213,11 +224,11 @@ class StudyRequest(RequestBody):
 # (a study, the history, the engines that are registered for its node) → a comparison of it.
 Making = Callable[[Prepared, Store, Mapping[str, EngineFile]], Prepared]
 Free = Callable[[Study], None]
-"""Raises Conflict where a study cannot be run now."""
+"""Raises Conflict if a study cannot be run now."""
 
 
 class StudyFiles:
-    """The study files of this service: those sent over HTTP, and those that an administrator put there."""
+    """The study files of this service: sent over HTTP, or written by an administrator."""
 
     def __init__(self, store: Store, settings: Settings, clock: Callable[[], datetime]) -> None:
         self._store, self._home, self._clock = store, settings.home, clock
@@ -227,8 +238,8 @@ class StudyFiles:
         return self._home / "studies"
 
     def add(self, asked: StudyRequest, actor: str) -> Prepared:
-        """Checks a study as `tuner tune` would before its first launch, and keeps its file. Conflict where
-        that would take a name or change a study of another token, or where the disk is full.
+        """Checks a study as `tuner tune` does before its first launch, and keeps its file. Conflict if
+        another token owns a study of this name or this study with other limits, or if the disk is full.
         """
         node = engine_of(self._home, asked.node)
         if asked.model not in node.models:
@@ -243,7 +254,7 @@ class StudyFiles:
         body: dict[str, JSON] = asked.model_dump(mode="json")
         body |= {"trace": trace.digest, "space": space, "engine": node.engine.model_dump(mode="json")}
         text = json.dumps(body, indent=1)
-        file = studyfile.parse(text, name="study")
+        file = studies.parse(text, name="study")
         with _one_of_few():
             prepared = studies.prepare(
                 file, name="study", base=self.folder, store=self._store, now=self._clock()
@@ -254,8 +265,8 @@ class StudyFiles:
         return prepared
 
     def _refuse(self, study: Study, text: str, actor: str) -> None:
-        """Conflict where another token's schedules and pipelines would run this study from now on: one of the
-        same name, or the same one with another budget.
+        """Raises Conflict if another token has a study of the same name, or the same study with another
+        budget. Its schedules and pipelines would otherwise run this study.
         """
         named = study
         with suppress(TunerError):  # none has that name, or several ids begin with it
@@ -267,13 +278,15 @@ class StudyFiles:
             maker = makers.get(found.id, actor)
             if maker != actor and not same and found.name == study.name:
                 what = "the name of a study" if found is named else "a study"
-                raise Conflict(f"'{study.name}' is {what} that {maker} made; give it another name and seed")
+                raise Conflict(
+                    f"'{study.name}' is {what} that {maker} made; change `name` and `seed` in your study file"
+                )
         if shutil.disk_usage(self._home).free < SPARE:
             raise Conflict("there is less than 1 GiB of room on the service's disk")
 
     def _keep(self, prepared: Prepared, free: Free | None = None) -> str:
-        """The study's row, and its node's where nobody has registered that. A new one is only kept where
-        `free` lets it pass.
+        """Stores the study's row, and the row of its node if it is new. A new study is stored only if `free`
+        does not raise.
         """
         if free is not None:
             try:
@@ -287,7 +300,7 @@ class StudyFiles:
         return self._store.add_study(prepared.study).id
 
     def _space(self, space: str | dict[str, JsonValue], models: Collection[str]) -> str:
-        """A shipped space's name, or the file that a checked content was written to."""
+        """The name of a shipped space, or the file with the space of the request, which was checked."""
         if isinstance(space, str):
             if space not in spaces.names():
                 raise BadInput(f"space: there is no space '{space}'{nearest(space, spaces.names())}")
@@ -304,8 +317,9 @@ class StudyFiles:
         return name
 
     def known(self, ref: str) -> tuple[str | None, Path]:
-        """The file of a study that can be run here, by id, name, or the name of a file in `studies/`; and its
-        id, None for a file that an administrator put there. NotFound, or Conflict when it was not made here.
+        """(the file of a study that can be run here, its id). The study is found by id, by name, or by the
+        name of a file in `studies/`. The id is None for a file that an administrator wrote. NotFound, or
+        Conflict if the study was not made here.
         """
         if re.fullmatch(NAME, ref) and (path := self.folder / f"{ref}.yaml").is_file():
             return (ref if re.fullmatch(r"[0-9a-f]{64}", ref) else None), path
@@ -317,26 +331,26 @@ class StudyFiles:
         path = self.folder / f"{study.id}.yaml"
         if not path.is_file():
             raise Conflict(
-                f"study '{study.name}' was not made here: POST it to /v1/studies, or let whoever runs the"
-                " service put its file under studies/ in its TUNER_HOME"
+                f"study '{study.name}' was not made here. POST it to /v1/studies, or ask whoever runs"
+                " the service to put its file under studies/ in TUNER_HOME"
             )
         return study.id, path
 
     def find(self, ref: str, free: Free | None = None) -> tuple[str, Path]:
-        """A study's id and file; a file that an administrator put there is prepared, so that it has an id.
-        What `free` raises passes through.
+        """A study's id and file. A file that an administrator wrote is prepared first, so that it has an id.
+        Errors of `free` are raised.
         """
         study_id, path = self.known(ref)
         return study_id or self._prepared(path, free), path
 
     def find_scheduled(self, ref: str, free: Free | None = None) -> tuple[str, Path]:
-        """As `find`; a schedule that was made by command line may name a file by its path."""
+        """As `find`, but a schedule that was made by command line may name a file by its path."""
         path = Path(ref)
         return (self._prepared(path, free), path) if path.is_absolute() else self.find(ref, free)
 
     def compared(self, ref: str, make: Making, free: Free | None = None) -> tuple[str, Path]:
-        """(the id of the comparison that `make` makes of a study, the study's file). What `free` raises
-        passes through.
+        """(the id of the comparison that `make` makes from a study, the study's file). Errors of `free` are
+        raised.
         """
         path = Path(ref) if Path(ref).is_absolute() else self.known(ref)[1]
         with _one_of_few():
@@ -352,7 +366,7 @@ class StudyFiles:
 
 @contextmanager
 def _one_of_few() -> Iterator[None]:
-    """Room to read a study's trace. Unavailable where it does not come soon."""
+    """Waits until fewer studies are being prepared. Unavailable if this takes too long."""
     if not _preparing.acquire(timeout=WAIT_S):
         raise Unavailable(f"{PREPARED_AT_ONCE} studies are being prepared; try again")
     try:
@@ -362,7 +376,7 @@ def _one_of_few() -> Iterator[None]:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Writes a file that only its owner reads, whole or not at all. Unavailable where that fails."""
+    """Writes a file that only its owner can read, completely or not at all. Unavailable if this fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, partial = tempfile.mkstemp(".partial", f"{path.stem[:100]}.", path.parent)
@@ -375,3 +389,81 @@ def write_private(path: Path, content: bytes) -> None:
             raise
     except OSError as error:
         raise Unavailable(f"cannot write {path.name}: {error.strerror or error}") from error
+
+
+PART = NAME.strip("^$")
+ArmText = Annotated[str, Field(pattern=rf"^({PART}=)?{PART}(@{PART})?$", max_length=200)]
+EngineName = Annotated[str, Field(pattern=NAME, max_length=100, description="A registered engine's name.")]
+
+
+class _Request(RequestBody):
+    """The fields of every comparison. Its configurations run in turns until every difference is known."""
+
+    study: str = Field(min_length=1, max_length=100, description="A study's id or name.")
+    rounds: int = Field(default=ROUNDS, ge=2, le=100, description="Launches of each arm, at most.")
+    margin: float = Field(
+        default=MARGIN, ge=0.01, lt=10, description="The smallest difference that matters: a share."
+    )
+    hours: float | None = Field(default=None, gt=0, le=24 * 14)
+    deadline: AwareDatetime | None = Field(default=None, description="End before this time.")
+    reason: str = Field(default="asked for over HTTP", max_length=500)
+
+    @property
+    def _bounds(self) -> tuple[str, ...]:
+        return ("--rounds", str(self.rounds), "--fail-if", f"worse:{self.margin}", "--registered")
+
+
+class ComparisonRequest(_Request):
+    """Two to five arms `[NAME=]WHAT[@ENGINE]`. WHAT is `today`, `defaults`, an alias or a profile's id;
+    ENGINE is an engine that is registered for the node. The first arm is what the others are compared with.
+    """
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [{"study": "chat-nightly", "arms": ["champion", "new=champion@next"], "hours": 2}]
+        },
+    )
+
+    arms: list[ArmText] = Field(min_length=2, max_length=MOST_ARMS)
+
+    def made(self, prepared: Prepared, store: Store, engines: Mapping[str, EngineFile]) -> Prepared:
+        """The comparison of a study. BadInput or NotFound says what to correct."""
+        found = [
+            arm_of(text, prepared, store, base=Path(), engines=engines, files=False) for text in self.arms
+        ]
+        return compared(found, rounds=self.rounds, margin=self.margin)
+
+    def words(self, path: Path) -> tuple[str, ...]:
+        """The command of its controller."""
+        return ("compare", *self.arms, "--study", str(path), *self._bounds)
+
+
+class UpgradeRequest(_Request):
+    """One configuration on two registered engines; `from` is the node's own engine unless it is given."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"study": "chat-nightly", "to": "next", "alias": "champion"}]},
+    )
+
+    to: EngineName
+    old: EngineName | None = Field(default=None, alias="from")
+    alias: str = Field(
+        default="champion", pattern=NAME, max_length=100,
+        description="What runs: an alias, a profile's id, today or defaults.",
+    )  # fmt: skip
+
+    def made(self, prepared: Prepared, store: Store, engines: Mapping[str, EngineFile]) -> Prepared:
+        """The upgrade check of a study. BadInput or NotFound says what to correct."""
+        return upgrade_check(
+            prepared, store, old=self.old or "", new=self.to, configuration=self.alias, base=Path(),
+            rounds=self.rounds, margin=self.margin, engines=engines, files=False,
+        )  # fmt: skip
+
+    def words(self, path: Path) -> tuple[str, ...]:
+        """The command of its controller."""
+        return upgrade_words(path, self.to, self.old or "", self.alias) + self._bounds
+
+
+def upgrade_words(path: Path, new: str, old: str, alias: str) -> tuple[str, ...]:
+    """The command of an upgrade check."""
+    return ("upgrade-check", str(path), "--to", new, "--from", old, "--alias", alias)

@@ -1,6 +1,7 @@
-"""Traces sent in pieces. An upload is two files, so it goes on after a restart of either side.
+"""Traces that are sent in pieces.
 
-Another process (traffic/upload_reader.py) reads what was sent: this one holds a piece at a time, on disk.
+An upload is two files, so it can continue after a restart of the client or of the service. Another process
+(traffic/upload_reader.py) reads the finished upload. The service holds only one piece in memory at a time.
 """
 
 import hashlib
@@ -24,9 +25,9 @@ LARGEST = 2 * 1024**3
 LARGEST_PIECE = 8 * 1024**2
 LIFE_S = 24 * 3600.0
 SPARE = 1024**3
-"""Bytes of the disk that uploads leave free: the history and the logs of runs are on it too."""
+"""Bytes of the disk that uploads must leave free for the history and the logs of runs."""
 AT_ONCE, OF_ONE = 32, 8
-"""Uploads under way, in all and of one token."""
+"""Uploads that may be open: of all tokens, and of one token."""
 READ_AT_ONCE = 2
 _beginning = threading.Lock()
 _readers = threading.BoundedSemaphore(READ_AT_ONCE)
@@ -35,10 +36,10 @@ UPLOAD_ID = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upload:
-    """A trace under way: what it is to be called, its size in bytes and the SHA-256 of its file.
+    """An open upload: the name of the trace, its size in bytes and the SHA-256 of its file.
 
-    `unit` is that of times which its file gives as numbers without one (s, ms, us, ns), `owner` the token
-    that began it.
+    `unit` (s, ms, us, ns) is the unit of times that the file gives as numbers without a unit. `owner` is the
+    token that began the upload.
     """
 
     id: str
@@ -57,7 +58,7 @@ class Uploads:
         self._folder, self._traces = home / "uploads", home / "traces"
 
     def begin(self, *, name: str, size: int, sha256: str, unit: str | None = None, owner: str = "") -> Upload:
-        """A new upload; those that nobody has touched for a day are thrown away first."""
+        """A new upload. First, uploads without a change for a day are deleted."""
         upload = Upload(id=secrets.token_hex(16), name=name, size=size, sha256=sha256, unit=unit, owner=owner)
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -71,8 +72,8 @@ class Uploads:
         return upload
 
     def _refuse_more(self, asked: Upload) -> None:
-        """Conflict where too many uploads are under way, or where their bytes and these do not fit on the
-        disk: each is there twice while it is read.
+        """Raises Conflict if too many uploads are open, or if the disk has no room for them. Each upload
+        needs its bytes twice while it is read.
         """
         known = [path.stem for path in self._folder.glob("*.json")]
         if len(known) >= AT_ONCE:
@@ -99,7 +100,7 @@ class Uploads:
         return self._folder / f"{upload_id}.json"
 
     def upload(self, upload_id: str) -> Upload:
-        """An upload with the bytes that have arrived."""
+        """An upload with the number of bytes that have arrived."""
         try:
             if not UPLOAD_ID.fullmatch(upload_id):
                 raise FileNotFoundError(upload_id)
@@ -111,7 +112,7 @@ class Uploads:
             ) from None
 
     def add(self, upload_id: str, offset: int, piece: IO[bytes]) -> Upload:
-        """Appends a piece, read from its beginning. Conflict says where the next one must begin."""
+        """Appends a piece. Conflict says where the next piece must begin."""
         upload = self.upload(upload_id)
         if offset != upload.offset:
             raise Conflict(f"the next piece begins at {upload.offset}, not {offset}")
@@ -129,9 +130,10 @@ class Uploads:
         return self.upload(upload_id)
 
     def finish(self, upload_id: str) -> tuple[Upload, Taken, Path]:
-        """Checks size and digest, keeps the trace as Parquet. The upload ends unless bytes are missing.
+        """Checks size and digest, and keeps the trace as Parquet. After this the upload is deleted, unless
+        bytes are missing.
 
-        Unavailable while as many others are being read as may be.
+        Unavailable if too many other uploads are being read.
         """
         upload = self.upload(upload_id)
         if upload.offset != upload.size:
@@ -153,7 +155,7 @@ class Uploads:
         return upload, taken, path
 
     def _read(self, upload: Upload, made: Path) -> Taken:
-        """The trace of an upload whose bytes are the announced ones, written to `made`."""
+        """The trace of an upload, written to `made`. The size and the digest of the upload must be right."""
         part = self._part(upload.id)
         with part.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -162,7 +164,7 @@ class Uploads:
         return upload_reader.take(part, made, upload.unit)
 
     def abandon(self, upload_id: str) -> None:
-        """Throws an upload away."""
+        """Deletes an upload."""
         self.upload(upload_id)
         self._remove(upload_id)
 

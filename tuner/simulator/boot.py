@@ -173,7 +173,7 @@ class NotStarted(Exception):
 
 def boot(argv: Sequence[str], env: Mapping[str, str]) -> Booted:
     """Resolve the argv of vLLM's API server. NotStarted once the reason was printed as vLLM prints it
-    (SystemExit 2 where argparse refuses).
+    (SystemExit 2 if argparse refuses).
     """
     args = parser(release_of(env)).parse_args(list(argv))
     try:

@@ -1,16 +1,20 @@
-"""The core in virtual time: requests go through a scheduler and a step cost, and nothing waits."""
+"""The core in virtual time: a trace's slices as requests, in the timeline that a replay follows, go through a
+scheduler and a step cost, and nothing waits.
+"""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tuner.records import Slice
+from tuner.replay.plan import Plan, priming_rows, schedule
 from tuner.simulator.scheduler import Scheduler
-from tuner.simulator.state import EngineRequest, Step
+from tuner.simulator.state import EngineRequest, SchedulerLimits, Step
+from tuner.traffic.trace import Trace
 
 FOREVER = math.inf
 
@@ -27,8 +31,9 @@ class Seconds(Protocol):
 
 @dataclass(slots=True)
 class Course:
-    """What a run looked like. `gaps` are (end of stretch, seconds per step, steps), `levels` (time,
-    waiting, KV usage, yielding steps and tokens so far); at most `most_running` requests ran at once.
+    """What a run looked like. `gaps` holds (end of stretch, seconds per step, steps) one after the other,
+    `levels` (time, waiting, KV usage, yielding steps and tokens so far): a tuple for each step would keep
+    Python's garbage collector busy. At most `most_running` requests ran at once.
     """
 
     steps: int = 0
@@ -36,12 +41,12 @@ class Course:
     tokens: int = 0
     end_s: float = 0.0
     most_running: int = 0
-    gaps: list[tuple[float, float, int]] = field(default_factory=list)
-    levels: list[tuple[float, int, float, int, int]] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    levels: list[float] = field(default_factory=list)
 
     def table(self) -> NDArray[np.float64]:
         """`levels` as an array of (moment, column)."""
-        return np.fromiter(chain.from_iterable(self.levels), float, 5 * len(self.levels)).reshape(-1, 5)
+        return np.array(self.levels, float).reshape(-1, 5)
 
 
 class Clock:
@@ -93,8 +98,8 @@ class Clock:
 
     def _execute(self, step: Step, watch: Callable[[float, Step], None] | None) -> None:
         seconds = self.cost(step)
-        self.now += seconds
-        now, course = self.now, self.course
+        now = self.now = self.now + seconds
+        course = self.course
         for request in step.admitted:
             if request.scheduled < 0:
                 request.scheduled = now - seconds
@@ -103,20 +108,25 @@ class Clock:
                 request.first = now
         for request in step.finishing:
             request.last = now
-        self.scheduler.complete(step)
+        if step.finishing:
+            self.scheduler.complete(step)
+        decodes = step.decodes
         course.steps += 1
-        course.yielding += bool(step.decodes or step.sampling)
-        course.tokens += step.tokens
-        if step.decodes:
-            course.gaps.append((now, seconds, 1))
-        self._note()
+        if decodes or step.sampling:
+            course.yielding += 1
+        course.tokens += decodes + step.prefill_tokens
+        if decodes:
+            course.gaps += (now, seconds, 1)
+        scheduler = self.scheduler
+        pool = scheduler.pool
+        course.levels += (now, len(scheduler.waiting), pool.usage, course.yielding, course.tokens)
         if watch is not None:
             watch(now, step)
 
     def _note(self) -> None:
         scheduler, course = self.scheduler, self.course
-        state = len(scheduler.waiting), scheduler.pool.usage
-        course.levels.append((self.now, *state, course.yielding, course.tokens))
+        waiting, usage = len(scheduler.waiting), scheduler.pool.usage
+        course.levels += (self.now, waiting, usage, course.yielding, course.tokens)
 
     def _stretch(
         self,
@@ -152,7 +162,7 @@ class Clock:
         course.steps += count
         course.yielding += count
         course.tokens += count * number
-        course.gaps.append((self.now, seconds / count, count))
+        course.gaps += (self.now, seconds / count, count)
         self._note()
         return pending and scheduler.pure_step()
 
@@ -166,3 +176,120 @@ class Clock:
         b = step_s - growth / 2
         count = (-b + math.sqrt(b * b + 2 * growth * room)) / growth
         return max(0, math.ceil(count))
+
+
+@dataclass(slots=True)
+class PreparedSlice:
+    """One slice: rows in order of arrival (seconds, ≥ 0), which of them are measured, the window's length."""
+
+    name: str
+    window_s: float
+    start_s: float  # of the window, on the clock of `at_s`
+    at_s: list[float]
+    rows: NDArray[np.int64]
+    lengths: list[tuple[int, int]]
+    measured: NDArray[np.bool_]
+    filler: list[int]
+    priority: list[int]
+    primed: NDArray[np.int64]
+    segments: dict[int, list[tuple[tuple[int, int], ...]]] = field(default_factory=dict)
+
+
+class Workload:
+    """The slices of one study, ready to be run many times."""
+
+    def __init__(self, trace: Trace, slices: Sequence[Slice], plan: Plan, speed: float = 1.0) -> None:
+        self.trace = trace
+        self.parts = [self._part(part, plan, speed) for part in slices]
+
+    def _part(self, part: Slice, plan: Plan, speed: float) -> PreparedSlice:
+        trace = self.trace
+        due = schedule(trace, part, speed=speed, warmup_s=plan.load_warmup_s, tail_s=plan.tail_limit_s)
+        shift = max(0.0, -float(due.at_s[0])) if len(due) else 0.0
+        rows = due.rows
+        inputs, outputs = trace.input_len[rows].tolist(), np.maximum(trace.output_len[rows], 1).tolist()
+        primed = np.empty(0, np.int64)
+        if len(trace.blocks) and plan.priming_turnovers > 0:
+            before = plan.load_warmup_s * speed
+            primed = priming_rows(trace, part, before_s=before, tokens=plan.priming_turnovers * 2e6)
+        return PreparedSlice(
+            name=part.name,
+            window_s=due.window_s,
+            start_s=shift,
+            at_s=(due.at_s + shift).tolist(),
+            rows=rows,
+            lengths=list(zip(inputs, outputs, strict=True)),
+            measured=due.measured,
+            filler=due.filler.tolist(),
+            priority=trace.priority[rows].tolist(),
+            primed=primed,
+        )
+
+    def requests(
+        self, part: PreparedSlice, limits: SchedulerLimits, delay_s: float = 0.0
+    ) -> list[EngineRequest]:
+        """Fresh requests of a slice; they reach the engine `delay_s` after they are due."""
+        prefixes = self._segments(part, limits) if limits.enable_prefix_caching else None
+        return [
+            EngineRequest(number, at + delay_s, lengths, prefixes[number] if prefixes else (), priority)
+            for number, (at, lengths, priority) in enumerate(
+                zip(part.at_s, part.lengths, part.priority, strict=True)
+            )
+        ]
+
+    def prime(self, part: PreparedSlice, scheduler: Scheduler) -> None:
+        """Fill the prefix cache with the prompts before the slice, taking no time."""
+        limits, pool = scheduler.limits, scheduler.pool
+        if not limits.enable_prefix_caching:
+            return
+        for row in part.primed:
+            length = int(self.trace.input_len[row])
+            request = EngineRequest(-1, 0.0, (length, 1), self._row_segments(int(row), limits.block_size, 0))
+            blocks = -(-length // limits.block_size)
+            hit, found = pool.lookup(request.table, (length - 1) // limits.block_size)
+            if blocks - hit + pool.cost_of(found) > pool.free:
+                continue
+            pool.hold(request.table, hit, found)
+            pool.take(blocks - hit)
+            request.table.blocks = blocks
+            pool.remember(request.table, length // limits.block_size)
+            pool.release(request.table, length)
+
+    def _segments(
+        self, part: PreparedSlice, limits: SchedulerLimits
+    ) -> list[tuple[tuple[int, int], ...]] | None:
+        if not len(self.trace.blocks):
+            return None
+        size = limits.block_size
+        if size not in part.segments:
+            part.segments[size] = [
+                self._row_segments(int(row), size, filler)
+                for row, filler in zip(part.rows, part.filler, strict=True)
+            ]
+        return part.segments[size]
+
+    def _row_segments(self, row: int, size: int, kind: int) -> tuple[tuple[int, int], ...]:
+        """(content key, engine blocks) of a prompt. Keys chain, so equal keys mean equal prefixes.
+
+        Trace blocks that are multiples of engine blocks make one run each; otherwise an engine block's
+        content is the trace blocks that it overlaps. The last, partial trace block counts as a complete one.
+        """
+        ids, width = self.trace.row_blocks(row).tolist(), self.trace.block_size
+        whole = int(self.trace.input_len[row]) // size
+        key, found = hash((kind, width)), []
+        if width and width % size == 0:
+            each = width // size
+            for index, block in enumerate(ids):
+                count = min(each, whole - index * each)
+                if count <= 0:
+                    break
+                key = hash((key, block))
+                found.append((key, count))
+        elif width:
+            for number in range(whole):
+                first, last = number * size // width, ((number + 1) * size - 1) // width
+                if last >= len(ids):
+                    break
+                key = hash((key, number * size % width, *ids[first : last + 1]))
+                found.append((key, 1))
+        return tuple(found)

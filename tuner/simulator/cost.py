@@ -208,6 +208,7 @@ class StepCost:
         width = facts.heads * facts.head_dim
         self.coefficients = coefficients
         self.sizes = capture_sizes(capture_most) if card.platform == "cuda" else ()
+        self.captured = self.sizes[-1] if self.sizes else -1  # the most tokens of a step that a graph holds
         embedding = facts.vocab_size * facts.hidden
         # Parameters of the layers' matrices: attention's four and the gated block's three.
         attention = facts.hidden * facts.head_dim * (2 * facts.heads + 2 * facts.kv_heads)
@@ -237,21 +238,18 @@ class StepCost:
         other: no matrix product reads while its last tiles compute, or computes before its first are read."""
         found = self._known.get((tokens, sampled))
         if found is None:
-            padded = self.sizes[bisect_left(self.sizes, tokens)] if self._captured(tokens) else tokens
+            padded = self.sizes[bisect_left(self.sizes, tokens)] if tokens <= self.captured else tokens
             compute = padded * self.token_s + sampled * self.head_s
             dense = max(compute, self.weights_s) + _UNHIDDEN * min(compute, self.weights_s)
             found = self._known[tokens, sampled] = dense + self.sums_s + padded * self.sum_token_s
         return found
 
-    def _captured(self, tokens: int) -> bool:
-        return bool(self.sizes) and tokens <= self.sizes[-1]
-
     def decode_line(self, count: int, context: int) -> tuple[float, float]:
-        """(seconds of a step of `count` decodes without its KV reads, seconds per token of KV read); where
-        the host's launches take longer than a step that reads `context` tokens, their time and 0.
+        """(seconds of a step of `count` decodes without its KV reads, seconds per token of KV read). If the
+        launches of the host take longer than a step that reads `context` tokens, this is (their time, 0).
         """
         around, dense = self.step_s + count * self.seq_s, self._dense(count, count)
-        if not self._captured(count) and dense + context * self.kv_s < self.decode_floor_s:
+        if count > self.captured and dense + context * self.kv_s < self.decode_floor_s:
             return around + self.decode_floor_s, 0.0
         return around + dense, self.kv_s
 
@@ -259,7 +257,7 @@ class StepCost:
         tokens = step.decodes + step.prefill_tokens
         busy = self._dense(tokens, step.decodes + len(step.sampling))
         busy += (step.context + step.prefill_context) * self.kv_s + step.pairs * self.pair_s
-        if not self._captured(tokens):
+        if tokens > self.captured:
             busy = max(busy, self.floor_s if step.prefills else self.decode_floor_s)
         sequences = step.decodes + step.prefills
         return self.step_s + sequences * self.seq_s + busy + step.swapped_blocks * self.swap_s

@@ -61,7 +61,7 @@ class Release(yamltext.Section):
 
 
 def release_of(env: Mapping[str, str]) -> Release:
-    """The release that an environment asks for. BadInput where its JSON is none."""
+    """The release that an environment asks for. BadInput if its JSON is none."""
     text = env.get(VARIABLE)
     if not text:
         return Release()

@@ -28,12 +28,11 @@ from tuner.measures import OF_A_CLASS
 from tuner.metrics import RequestColumns, pool_engine
 from tuner.records import Candidate, Prediction, Slice, Slo, Value, Violation
 from tuner.replay.plan import PLANS, Plan
-from tuner.simulator.clock import Clock, Course
+from tuner.simulator.clock import Clock, Course, PreparedSlice, Workload
 from tuner.simulator.cost import Card, Coefficients, Memory, StepCost, profile
 from tuner.simulator.options import Options, StartRefused, host_blocks, plain_arguments, settle
 from tuner.simulator.scheduler import Scheduler
 from tuner.simulator.state import EngineRequest, SchedulerLimits
-from tuner.simulator.workload import PreparedSlice, Workload
 from tuner.traffic.trace import Trace
 
 # Relative error that is assumed of the presets' step times (one standard deviation) before a calibration.
@@ -82,7 +81,7 @@ class Scene:
 def options_of(scene: Scene, knobs: Mapping[str, Value]) -> tuple[Options, Memory]:
     """The effective options of a candidate on top of the fixed arguments, and its memory.
 
-    Knobs that the simulator does not model are ignored. StartRefused where the engine would not start.
+    Knobs that the simulator does not model are ignored. StartRefused if the engine would not start.
     """
     both = {**scene.args, **knobs}
     given: dict[str, Any] = {}
@@ -113,8 +112,10 @@ class SimulatedSlice:
 def simulate(
     scene: Scene, work: Workload, limits: SchedulerLimits, cost: StepCost, replicas: int = 1
 ) -> list[SimulatedSlice]:
-    """All slices of a scene, each from primed, idle engines: one, or so many data parallel ones that take the
-    requests in turn. (vLLM sends each to the engine with the fewest, which comes to the same under load.)"""
+    """All slices of a scene, each from primed, idle engines: one engine, or several data parallel ones that
+    get the requests in turn. (vLLM sends each request to the engine with the fewest. Under load, this makes
+    no difference.)
+    """
     return [
         _joined([_slice(scene, work, part, limits, cost, slice(n, None, replicas)) for n in range(replicas)])
         for part in work.parts
@@ -243,8 +244,9 @@ def fold(runs: Sequence[SimulatedSlice], trace: Trace, classes: Sequence[str] = 
 class Predictor:
     """Predictions for candidates of one scene; asking twice for one candidate costs nothing.
 
-    `error` is the relative error of step times to expect (a calibration's, else UNCALIBRATED): each
-    candidate is run slower and faster by it, so that its `spread` is wide where a queue is about to form.
+    `error` is the relative error of step times to expect (a calibration's, else UNCALIBRATED). Each
+    candidate is also simulated slower and faster by this error. So its `spread` is wide if a queue is about
+    to form.
     """
 
     def __init__(
@@ -331,7 +333,7 @@ TIMEOUT_S = 300.0
 
 
 class Batch:
-    """A predictor that spreads new candidates over processes where that is faster. It predicts the same
+    """A predictor that spreads new candidates over processes if that is faster. It predicts the same
     values."""
 
     def __init__(self, predictor: Predictor, *, workers: int | None = None) -> None:
@@ -357,7 +359,7 @@ class Batch:
         return self._predictor(candidates)
 
     def _share(self, share: Sequence[Candidate], path: Path) -> Sequence[Prediction]:
-        """One process's share; empty where that process failed: then it is done here."""
+        """One process's share; empty if that process failed: then it is done here."""
         ask = partial(Predictor, self._predictor.scene, self._predictor.coefficients)
         fresh = ask(error=self._predictor.error, spreads=self._predictor.spreads)
         path.write_bytes(pickle.dumps((fresh, [dict(c) for c in share])))

@@ -162,7 +162,10 @@ class Scheduler:
 
         A step can become empty because its only request was preempted; then the next step is chosen.
         """
-        step, left = self._choose(), False
+        step = self._choose()
+        if step.decodes or step.prefill_tokens:
+            return step
+        left = False
         while step.preempted and not step.tokens and not step.swapped_blocks:
             step, left = self._choose(), True
         step.preempted |= left
@@ -171,7 +174,7 @@ class Scheduler:
     def _choose(self) -> Step:
         step = Step()
         budget = self.limits.max_num_batched_tokens
-        threshold = self._threshold()
+        threshold = self._threshold() if self.limits.long_prefill_token_threshold > 0 else 0
         if self._roomy(budget, threshold):
             if need := self._phase[self.tick % self.limits.block_size]:
                 self.pool.take(need)
@@ -190,7 +193,7 @@ class Scheduler:
         """The most tokens of one prompt in this step, 0 = no limit beside the budget."""
         limits = self.limits
         most = limits.long_prefill_token_threshold
-        if most <= 0 or (present := len(self.running) + len(self.waiting)) <= 1:
+        if (present := len(self.running) + len(self.waiting)) <= 1:
             return 0
         if limits.long_prefill_token_threshold_adaptive:
             most = max(most, limits.max_num_batched_tokens // present)
@@ -203,9 +206,11 @@ class Scheduler:
         budget -= len(self.decoding)
         for request in self.prefilling:
             chunk = min(request.tokens - request.computed, threshold or budget, budget)
-            need += max(0, -(-(request.computed + chunk) // size) - request.table.blocks)
+            more = -(-(request.computed + chunk) // size) - request.table.blocks
+            if more > 0:
+                need += more
             budget -= chunk
-        return need <= self.pool.free
+        return need <= self.pool.plain + self.pool.idle
 
     def _step_decodes(self, step: Step) -> int:
         """One token for every decoding request; its block has been taken."""
@@ -228,7 +233,9 @@ class Scheduler:
         for request in tuple(self.prefilling):
             if budget <= 0:
                 break
-            chunk = min(request.tokens - request.computed, threshold or budget, budget)
+            chunk = request.tokens - request.computed
+            if chunk > budget or threshold:
+                chunk = min(chunk, threshold or budget, budget)
             self._grow(request, chunk)
             self._compute(request, chunk, step)
             budget -= chunk
@@ -313,7 +320,7 @@ class Scheduler:
         """
         size = self.limits.block_size
         tokens = request.tokens if self.limits.scheduler_reserve_full_isl else hit * size + chunk
-        need = -(-tokens // size) - hit + self.pool.cost_of(found)
+        need = -(-tokens // size) - hit + (self.pool.cost_of(found) if found else 0)
         return need + (self.watermark if self.running else 0) <= self.pool.free
 
     def _admit(self, request: EngineRequest, hit: int, found: Sequence[BlockRun], step: Step) -> None:
@@ -326,16 +333,19 @@ class Scheduler:
             self.hits += request.computed
         self.running[request] = None
         self.prefilling[request] = None
-        self.most_running = max(self.most_running, len(self.running))
+        if len(self.running) > self.most_running:
+            self.most_running = len(self.running)
         step.admitted.append(request)
 
     def _grow(self, request: EngineRequest, chunk: int) -> bool:
-        need = -(-(request.computed + chunk) // self.limits.block_size) - request.table.blocks
-        if need > self.pool.free:
+        pool, table = self.pool, request.table
+        need = -(-(request.computed + chunk) // pool.block_size) - table.blocks
+        if need <= 0:
+            return True
+        if need > pool.plain + pool.idle:
             return False
-        if need > 0:
-            self.pool.take(need)
-            request.table.blocks += need
+        pool.take(need)
+        table.blocks += need
         return True
 
     def _compute(self, request: EngineRequest, chunk: int, step: Step) -> None:
@@ -345,7 +355,7 @@ class Scheduler:
         request.computed += chunk
         step.prefill_context += request.computed
         self._blocked = None
-        if self.limits.enable_prefix_caching and request.table.segments:
+        if request.table.segments and self.limits.enable_prefix_caching:
             self.pool.remember(request.table, request.computed // self.limits.block_size)
         if request.computed >= request.tokens:
             del self.prefilling[request]

@@ -157,7 +157,7 @@ class BlockPool:
 
     def _keep_tail(self, table: BlockTable, computed: int) -> None:
         """Cache the request's own complete blocks, which follow its shared part, as a run."""
-        prefix = sum(size for _, size in table.segments)
+        prefix = sum(size for _, size in table.segments) if table.segments else 0
         own = computed // self.block_size - prefix
         held = table.tail is not None and table.tail in table.nodes
         tail = table.tail if held and table.tail is not None else BlockRun(None, 0)

@@ -16,15 +16,14 @@ from tuner.metrics import CUT
 from tuner.records import Outcome, Slice
 from tuner.replay import fidelity
 from tuner.replay.fidelity import PrefixCounts
-from tuner.replay.jobs import Sent, late
 from tuner.replay.plan import Load, Plan, schedule
+from tuner.replay.sender import Sent, late
 from tuner.replay.timeline import Judge, Replayed, SliceReplay, SliceWindow
 from tuner.simulator.boot import Booted
-from tuner.simulator.clock import Clock
+from tuner.simulator.clock import Clock, PreparedSlice, Workload
 from tuner.simulator.cost import StepCost
 from tuner.simulator.scheduler import Scheduler
 from tuner.simulator.state import EngineRequest, Step
-from tuner.simulator.workload import PreparedSlice, Workload
 from tuner.traffic.trace import Trace
 
 # Virtual seconds between two questions to the judge; it is asked only when outcomes are there.

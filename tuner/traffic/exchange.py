@@ -1,7 +1,8 @@
-"""Reads one request and its answer in OpenAI's format: what a trace needs of them, without their text.
+"""Reads one request and its answer in OpenAI's format. It takes what a trace needs, without the text.
 
-Tokens are counted with the model's own file (`tokenizers` library) and its chat template. Equality of prompts
-is kept as keyed chained hashes of blocks, numbered as they appear; no key is stored.
+Tokens are counted with the model's own tokenizer file (`tokenizers` library) and chat template. To see which
+prompts are equal, blocks of prompts are hashed with a key, each hash together with the blocks before it. The
+hashes become numbers in the order of their first appearance. The key is not stored.
 """
 
 import json
@@ -23,7 +24,8 @@ from tuner.errors import BadInput
 class Tokenizer:
     """A model's tokenizer.json, and the chat template beside it if there is one.
 
-    Without a template only the messages' contents are counted; `exact_chat` shows which of the two it is.
+    Without a template, only the contents of the messages are counted. `exact_chat` says whether there is a
+    template.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -52,7 +54,7 @@ class Tokenizer:
 
     @property
     def exact_chat(self) -> bool:
-        """Whether messages are rendered by the model's own template."""
+        """Whether the model's own chat template is used."""
         return self._template is not None
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
@@ -60,7 +62,7 @@ class Tokenizer:
         return list(self._library.encode(text, add_special_tokens=special).ids)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> list[int]:
-        """Token ids of a conversation as the engine would see it, the answer's opening included."""
+        """Token ids of a conversation as the engine sees it, with the beginning of the answer."""
         if self._template is not None:
             names = ("bos_token", "eos_token", "pad_token", "unk_token")
             given = {name: self._config.get(name) or "" for name in names}
@@ -110,9 +112,10 @@ BYTES_PER_TOKEN = 4
 
 
 class Fingerprints:
-    """Block and name numbers of one capture. After `destroy` nothing can be compared with it any more.
+    """The numbers of blocks and names of one capture.
 
-    `most` bounds memory: the hashes used longest ago are forgotten (and get a new number when seen again).
+    After `destroy`, nothing can be compared with this capture. `most` limits the memory: the hashes that were
+    not used for the longest time are forgotten, and get a new number if they come again.
     """
 
     def __init__(self, *, block_size: int = TOKEN_BLOCK, most: int = 2_000_000) -> None:
@@ -124,10 +127,11 @@ class Fingerprints:
         self._next = 0
 
     def blocks(self, tokens: Sequence[int], context: str = "") -> list[int]:
-        """Numbers of the complete blocks of these tokens; equal number, equal tokens from the very start.
+        """Numbers of the complete blocks of these tokens. Two blocks have the same number if all tokens up to
+        their end are equal.
 
-        `context` is what else the engine's cache depends on (adapter, cache salt). A partial last block is
-        left out.
+        `context` is what else the engine's cache depends on (adapter, cache salt). An incomplete last block
+        is left out.
         """
         try:
             raw = array("q", tokens).tobytes()
@@ -136,17 +140,19 @@ class Fingerprints:
         return self._chain(raw, 8 * self.block_size, context)
 
     def text_blocks(self, text: bytes, context: str = "") -> list[int]:
-        """The same for text without a tokenizer: BYTES_PER_TOKEN bytes count as one token."""
+        """The block numbers of a text without a tokenizer: BYTES_PER_TOKEN bytes count as one token."""
         return self._chain(text, BYTES_PER_TOKEN * self.block_size, context)
 
     def name(self, kind: str, text: str) -> int:
-        """The number of a client, session or model by first appearance; the text itself is not stored."""
+        """The number of a client, session or model, in the order of first appearance. The name itself is not
+        stored.
+        """
         known = self._names.setdefault(kind, {})
         digest = blake2b(f"{kind}\0{text}".encode("utf-8", "replace"), key=self._key, digest_size=16).digest()
         return known.setdefault(digest, len(known))
 
     def destroy(self) -> None:
-        """Overwrite the key and forget every hash."""
+        """Overwrites the key and forgets every hash."""
         for place in range(len(self._key)):
             self._key[place] = 0
         self._numbers.clear()
@@ -170,7 +176,9 @@ class Fingerprints:
 
 
 def runs(ids: Sequence[int]) -> list[list[int]]:
-    """Ids as [start, length] runs of consecutive numbers: short, because new blocks are numbered in turn."""
+    """Ids as [start, length] runs of consecutive numbers. This is short, because new blocks get consecutive
+    numbers.
+    """
     packed: list[list[int]] = []
     for one in ids:
         if packed and packed[-1][0] + packed[-1][1] == one:
@@ -181,7 +189,7 @@ def runs(ids: Sequence[int]) -> list[list[int]]:
 
 
 def unpacked(packed: Sequence[Sequence[int]]) -> list[int]:
-    """The ids of runs. ValueError when they are not pairs of small whole numbers."""
+    """The ids in runs. ValueError if they are not pairs of small whole numbers."""
     found: list[int] = []
     for pair in packed:
         start, length = pair
@@ -217,8 +225,8 @@ class RequestFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseFacts:
-    """What the answer shows about tokens; `chunks` counts events with text, `text` is used for
-    counting only.
+    """What an answer shows about its tokens. `chunks` counts events with text; `text` is used only to count
+    tokens.
     """
 
     input_tokens: int | None = None
@@ -234,7 +242,9 @@ SESSION_KEYS = ("session_id", "conversation_id", "conversation", "prompt_cache_k
 
 
 def read_request(body: Mapping[str, Any]) -> RequestFacts:
-    """Read a body of completions, chat completions or responses; odd values are left at their defaults."""
+    """Reads the body of a completion, chat completion or response request. Values of a wrong type are
+    replaced by the defaults.
+    """
     metadata = body.get("metadata") if isinstance(body.get("metadata"), dict) else {}
     holders = (body, metadata or {}, body.get("extra") if isinstance(body.get("extra"), dict) else {})
     session = next(
@@ -281,7 +291,7 @@ def _with_prompt(found: RequestFacts, body: Mapping[str, Any]) -> RequestFacts:
 
 
 def read_response(data: bytes, content_type: str = "") -> ResponseFacts:
-    """Read an answer: one JSON document or a stream of events, complete or cut."""
+    """Reads an answer: one JSON document or a stream of events, complete or not."""
     if b"data:" in data[:4096] and not data.lstrip().startswith(b"{"):
         return _streamed(data)
     try:
@@ -296,7 +306,7 @@ def read_response(data: bytes, content_type: str = "") -> ResponseFacts:
 
 
 def _streamed(data: bytes) -> ResponseFacts:
-    """All events; only the last ones when they carry the engine's own count and no error came before."""
+    """All events; only the last ones if they have the engine's own count and no error came before."""
     tail = data[-4096:]
     if b'"usage":{' in tail.replace(b" ", b"") and b'"error"' not in data:
         found = _events(tail[max(0, tail.find(b"\ndata:")) :] if len(data) > 4096 else data)
@@ -351,12 +361,12 @@ def _with_usage(found: ResponseFacts, document: Mapping[str, Any]) -> ResponseFa
 def count_tokens(
     request: RequestFacts, answer: ResponseFacts, prints: Fingerprints, tokenizer: Tokenizer | None
 ) -> tuple[int | None, int | None, list[int], str]:
-    """(prompt tokens, answer tokens, block numbers, what the blocks are made from); None where a length is
-    not known.
+    """(prompt tokens, answer tokens, block numbers, source of the blocks); None for a length that is not
+    known.
 
-    The engine's own usage is preferred to the tokenizer's count. Blocks are made from token ids (given, or
-    made by the tokenizer), else from the text's bytes. Several prompts in a request count together, as the
-    engine counts them.
+    The engine's own usage is preferred to the tokenizer's count. Blocks are made from token ids (of the
+    request or of the tokenizer), otherwise from the bytes of the text. Several prompts of one request are
+    counted together, as the engine does.
     """
     ids = request.ids
     if ids is None and tokenizer is not None and request.text is not None:

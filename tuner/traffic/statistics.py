@@ -1,5 +1,5 @@
 """The numbers of a trace (rates, bursts, lengths, concurrency, prefix reuse), advice on knobs, and what has
-moved between two traces.
+changed between two traces.
 """
 
 import math
@@ -27,13 +27,14 @@ PREFILL_S, DECODE_S = 1 / 8000, 0.025
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """The numbers of `trace show`. `dispersion`: variance / mean of arrival counts (1 = Poisson) per window.
+    """The numbers of `trace show`.
 
-    `concurrency` are time-weighted percentiles of requests in flight; `concurrency_source` says whether times
-    were observed or estimated. `reuse` maps KV tokens ("any" = unlimited) to the share of input tokens found;
-    None: no block ids known. `new_tokens` is what each turn adds to the conversation; None: no turns known.
-    `total_len` is prompt and answer of one request together. Rates are None if all requests arrive at one
-    moment, a peak if the trace is shorter than its window.
+    `dispersion`: variance / mean of arrival counts per window (1 = Poisson). `concurrency` has percentiles of
+    the requests in flight, weighted by time; `concurrency_source` says whether their times were observed or
+    estimated. `reuse` maps the size of a KV cache in tokens ("any" = unlimited) to the share of input tokens
+    that it finds; None: the trace has no block ids. `new_tokens` is what each turn adds to its conversation;
+    None: the trace has no turns. `total_len` is prompt and answer of one request together. Rates are None if
+    all requests arrive at one moment. A peak is None if the trace is shorter than its window.
     """
 
     requests: int
@@ -128,7 +129,7 @@ def percentiles(values: NDArray[np.generic]) -> dict[str, float]:
 
 
 def dispersion(arrival_s: NDArray[np.float64], window_s: float) -> float | None:
-    """Variance / mean of arrival counts in complete windows; None with fewer than two windows."""
+    """Variance / mean of arrival counts in complete windows; None if there are fewer than two windows."""
     counts = _counts(arrival_s, window_s)
     if len(counts) < 2 or not counts.mean():
         return None
@@ -136,8 +137,8 @@ def dispersion(arrival_s: NDArray[np.float64], window_s: float) -> float | None:
 
 
 def in_flight(trace: Trace, speed: float = 1.0) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """(times in seconds, requests in flight after each of them) of the whole trace. How long each took is
-    observed where known, else estimated from its lengths.
+    """(times in seconds, requests in flight after each of them) of the whole trace. The duration of a request
+    is the observed one if it is known, otherwise an estimate from its lengths.
     """
     estimate = trace.input_len * PREFILL_S + trace.output_len * DECODE_S
     took = np.where(np.isnan(trace.obs_e2e_s), estimate, trace.obs_e2e_s)
@@ -149,9 +150,10 @@ def in_flight(trace: Trace, speed: float = 1.0) -> tuple[NDArray[np.float64], ND
 
 
 def concurrency(trace: Trace, speed: float = 1.0) -> tuple[dict[str, float], str]:
-    """Time-weighted percentiles of requests in flight while requests arrive, and the source of times.
+    """Percentiles of the requests in flight, weighted by time, while requests arrive; and the source of the
+    durations.
 
-    Where all arrive at one moment, the time until the last one has ended counts.
+    If all requests arrive at one moment, the time until the last one has ended is used.
     """
     if len(trace) < 2:
         return {}, "none"
@@ -194,7 +196,7 @@ def _share(mask: NDArray[np.bool_]) -> float:
 
 
 def series(trace: Trace, *, bins: int = 240) -> dict[str, list[float]]:
-    """What a picture of the trace is drawn from, per equal span of time: `start_s`, `request_rps`,
+    """The data for pictures of a trace, per equal span of time: `start_s`, `request_rps`,
     `input_tokens_per_s`, `output_tokens_per_s`, and `concurrency` at the end of each span.
     """
     edges = np.linspace(0.0, max(trace.duration_s, 1e-9), bins + 1)
@@ -224,7 +226,7 @@ def advise(numbers: Statistics) -> tuple[str, ...]:
 
 
 def sequences_for(numbers: Statistics) -> int | None:
-    """The max_num_seqs above which more does not help, by p99 concurrency; None where that is not known."""
+    """A larger max_num_seqs than this does not help, by p99 concurrency; None if that is not known."""
     p99 = numbers.concurrency.get("p99")
     return 1 << (max(1, round(p99 * 1.5)) - 1).bit_length() if p99 else None
 
@@ -234,7 +236,7 @@ def _batch_advice(numbers: Statistics) -> Iterator[str]:
     if enough is not None:
         yield (
             f"p99 concurrency {numbers.concurrency['p99']:.0f} ({numbers.concurrency_source}):"
-            f" max_num_seqs above {enough} does not help, unless the engine is slower than assumed"
+            f" max_num_seqs above {enough} helps only if the engine is slower than assumed"
         )
     if numbers.parallel_share > 0:
         yield (
@@ -243,9 +245,9 @@ def _batch_advice(numbers: Statistics) -> Iterator[str]:
         )
     if numbers.beam_share > 0:
         yield (
-            f"{numbers.beam_share:.1%} of requests are beam searches, which vLLM does not stream: no study"
-            " replays them; `tuner trace reshape --beam sample` makes sampled answers of them, `--beam drop`"
-            " leaves them out"
+            f"{numbers.beam_share:.1%} of requests are beam searches. vLLM does not stream them, so no study"
+            " replays them. `tuner trace reshape --beam sample` turns them into sampled answers, and"
+            " `--beam drop` leaves them out"
         )
 
 
@@ -253,17 +255,17 @@ def _length_advice(numbers: Statistics) -> Iterator[str]:
     longest, mean = numbers.input_len["p99"], numbers.input_len["mean"]
     yield (
         f"prompts: mean {mean:.0f}, p99 {longest:.0f} tokens. If max_num_batched_tokens is below "
-        f"{longest:.0f}, the longest prompts are split into chunks; if it is above, each of them "
-        f"delays decoding by one long step"
+        f"{longest:.0f}, the longest prompts are split into chunks. If it is above, each of these "
+        f"prompts delays decoding by one long step"
     )
     declared = numbers.max_tokens
     if declared and declared["p50"] > 4 * max(1.0, numbers.output_len["p50"]):
         yield (
-            f"declared max_tokens (median {declared['p50']:.0f}) is far above what is generated (median "
-            f"{numbers.output_len['p50']:.0f}): do not size memory by max_tokens"
+            f"clients ask for max_tokens {declared['p50']:.0f} (median), but answers have "
+            f"{numbers.output_len['p50']:.0f} tokens (median): do not size memory by max_tokens"
         )
     top = numbers.total_len["p100"]
-    yield f"longest request: {top:.0f} tokens with its answer: a larger max_model_len is not needed"
+    yield f"the longest request has {top:.0f} tokens with its answer: a larger max_model_len is not needed"
 
 
 def _burst_advice(numbers: Statistics) -> Iterator[str]:
@@ -290,9 +292,9 @@ def _reuse_advice(numbers: Statistics) -> Iterator[str]:
     sized = [(int(size), share) for size, share in numbers.reuse.items() if size != "any"]
     enough = next((size for size, share in sized if share >= 0.8 * best), None)
     where = (
-        f"a KV cache of {enough:,} tokens is enough for most of it"
+        f"a KV cache of {enough:,} tokens is enough for most of this reuse"
         if enough
-        else "even a KV cache of 6,400,000 tokens is too small for most of it"
+        else "even a KV cache of 6,400,000 tokens is too small for most of this reuse"
     )
     yield f"prefix reuse up to {best:.1%} of input tokens: {where}"
 
@@ -300,17 +302,17 @@ def _reuse_advice(numbers: Statistics) -> Iterator[str]:
 def _data_advice(numbers: Statistics) -> Iterator[str]:
     if numbers.prefers_live_history:
         yield (
-            f"{numbers.multi_turn_share:.0%} of requests are later turns and answers are long: "
-            "history: live in the study lets the engine reuse its own answers, as in production"
+            f"{numbers.multi_turn_share:.0%} of requests are later turns, and answers are long. With "
+            "`history: live` in the study, the engine reuses its own answers, as in production"
         )
     elif numbers.reuse is not None and not numbers.sessions:
         yield (
-            "block ids but no sessions: `tuner trace reshape --infer-sessions` finds conversations by them"
+            "the trace has block ids, but no sessions: `tuner trace reshape --infer-sessions` finds sessions"
         )
     if numbers.resolution_s > 0.005:
         yield (
-            f"the source has time stamps in steps of {numbers.resolution_s:g} s: shorter bursts are"
-            " lost, and arrivals are spread within a step"
+            f"the source has time stamps in steps of {numbers.resolution_s:g} s, so shorter bursts are"
+            " lost. Arrivals are spread within each step"
         )
     bad = numbers.requests - numbers.statuses.get("ok", 0)
     if bad:
@@ -333,8 +335,8 @@ _WINDOW_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shift:
-    """One number of two traces. `change` = (after − before) / before, for a share after − before; None where
-    before is 0. `moved`: material, and more than chance explains.
+    """One number of two traces. `change` = (after − before) / before; for a share it is after − before; None
+    if before is 0. `moved`: the change matters, and chance cannot explain it.
     """
 
     name: str
@@ -354,7 +356,9 @@ class Shift:
 
 
 def compare(before: Trace, after: Trace) -> tuple[Shift, ...]:
-    """Every number of both traces, in one order; `moved` marks those that differ. Empty traces: nothing."""
+    """Every number of both traces, in one order; `moved` marks those that changed. The result is empty if a
+    trace is empty.
+    """
     if not len(before) or not len(after):
         return ()
     return (
@@ -380,7 +384,9 @@ def _rates(before: Trace, after: Trace) -> Iterator[Shift]:
 
 
 def _lengths(name: str, before: NDArray[np.int32], after: NDArray[np.int32]) -> Iterator[Shift]:
-    """Median and p95; sure where the distributions differ by more than chance (Kolmogorov-Smirnov, 0.1 %)."""
+    """Median and p95. They count as changed only if chance cannot explain the difference of the distributions
+    (Kolmogorov-Smirnov, 0.1 %).
+    """
     both = np.sort(np.concatenate([before, after]))
     ranks = [np.searchsorted(np.sort(one), both, side="right") / len(one) for one in (before, after)]
     distance = float(np.abs(ranks[0] - ranks[1]).max())
@@ -391,7 +397,7 @@ def _lengths(name: str, before: NDArray[np.int32], after: NDArray[np.int32]) -> 
 
 
 def _shares(before: Trace, after: Trace) -> Iterator[Shift]:
-    """Classes by priority, adapters, turns, parallel answers, failures: shares of requests."""
+    """Shares of requests: by class (priority), adapters, turns, parallel answers and failures."""
     for priority in np.union1d(before.priority, after.priority).tolist():
         yield _share_moved(
             f"requests of priority {priority}", before.priority == priority, after.priority == priority

@@ -1,5 +1,7 @@
-"""How requests of a trace belong together: conversations, and shared prefixes that a cache would find; and
-traces made from a trace: faster or slower, fewer whole sessions, more load by shifted copies.
+"""Which requests of a trace belong together: conversations, and shared prefixes that a cache finds.
+
+Also traces that are made from a trace: faster or slower, fewer whole sessions, or more load by shifted
+copies.
 """
 
 from collections import Counter, OrderedDict
@@ -19,10 +21,11 @@ _BEYOND = 2
 
 
 def infer_sessions(trace: Trace) -> Trace:
-    """The trace with sessions, turns and parents where it has blocks but no sessions; rows with one keep it.
+    """The trace with sessions, turns and parents, if it has blocks. Rows that already have a session keep it.
 
-    The parent is the latest earlier row that shares the longest prefix, at least two blocks beyond what half
-    of all rows share, and whose own prompt is contained up to one block. A parent may have several children.
+    The parent is the latest earlier row that shares the longest prefix. This prefix is at least two blocks
+    longer than the prefix that half of all rows share. It contains the parent's own prompt, up to one block.
+    A parent may have several children.
     """
     if not len(trace.blocks):
         return trace
@@ -46,10 +49,10 @@ def infer_sessions(trace: Trace) -> Trace:
 
 
 def chain_sessions(trace: Trace) -> Trace:
-    """The trace with turns and parents for sessions whose source gives none.
+    """The trace with turns and parents, for sessions whose source has none.
 
-    A turn follows the latest row of its session that had ended when the turn came. If all earlier rows were
-    still running, the client did not wait for them: the turn begins a new conversation.
+    A turn follows the latest row of its session that had ended when the turn came. If no earlier row had
+    ended, the client did not wait, so the turn begins a new conversation.
     """
     if not (trace.session >= 0).any():
         return trace
@@ -78,9 +81,10 @@ def fill_think(trace: Trace) -> Trace:
 
 
 def new_tokens(trace: Trace) -> NDArray[np.int32]:
-    """Tokens that each turn adds to its parent's prompt and answer; -1: a first turn, or a cut history.
+    """The tokens that each turn adds to its parent's prompt and answer; -1 for a first turn or a shortened
+    history.
 
-    What a replay with live history appends to the conversation that the engine itself has written.
+    A replay with live history appends these tokens to the conversation that the engine has written.
     """
     before = trace.input_len[trace.parent] + trace.output_len[trace.parent]
     added = trace.input_len - before
@@ -88,14 +92,16 @@ def new_tokens(trace: Trace) -> NDArray[np.int32]:
 
 
 def prefers_live_history(trace: Trace) -> bool:
-    """Whether recorded blocks would miss much reuse: turns are known, and answers are > 10 % of prompts."""
+    """Whether the recorded blocks would miss much reuse: the turns are known, and answers are > 10 % of
+    prompts.
+    """
     if not (trace.parent >= 0).any():
         return False
     return bool(trace.output_len.mean() > 0.1 * trace.input_len.mean())
 
 
 def _common_depth(trace: Trace) -> int:
-    """How many leading blocks more than half of all rows share."""
+    """The number of leading blocks that more than half of all rows share."""
     depth, rows = 0, len(trace)
     starts = trace.block_offsets[:-1]
     lengths = np.diff(trace.block_offsets)
@@ -108,7 +114,9 @@ def _common_depth(trace: Trace) -> int:
 
 
 def _deepest(ids: list[int], last: dict[int, tuple[int, int]], least: int) -> tuple[int, int] | None:
-    """(row, depth) of the latest row with the deepest of these blocks, at the same depth; None: none."""
+    """(row, depth) of the latest row that shares the most of these blocks, at the same depth; None if no row
+    shares one.
+    """
     for depth in range(len(ids), least - 1, -1):
         found = last.get(ids[depth - 1])
         if found is not None and found[1] == depth:
@@ -117,10 +125,10 @@ def _deepest(ids: list[int], last: dict[int, tuple[int, int]], least: int) -> tu
 
 
 def reuse_by_capacity(trace: Trace, capacities: Sequence[int | None]) -> dict[int | None, float]:
-    """The share of input tokens that an LRU prefix cache finds, per capacity in tokens (None: unlimited).
+    """The share of input tokens that an LRU prefix cache finds, by its size in tokens (None: unlimited).
+    Requests are served one after another in order of arrival, in blocks of the trace's size.
 
-    Requests are served one after another in order of arrival, by blocks of the trace's size; answers are not
-    cached.
+    Answers are not cached.
     """
     total = int(trace.input_len.sum(dtype=np.int64))
     if not len(trace.blocks) or not total:
@@ -133,7 +141,9 @@ def reuse_by_capacity(trace: Trace, capacities: Sequence[int | None]) -> dict[in
 
 
 def _served(trace: Trace, most: int | None) -> int:
-    """Whole blocks found at the front of prompts by an LRU of `most` blocks; tails go before heads."""
+    """The number of leading blocks of each prompt that an LRU cache of `most` blocks has. It drops the last
+    blocks of a prompt first.
+    """
     cache: OrderedDict[int, None] = OrderedDict()
     hits, offsets, blocks = 0, trace.block_offsets.tolist(), trace.blocks.tolist()
     lengths = trace.input_len.tolist()
@@ -154,12 +164,12 @@ def _served(trace: Trace, most: int | None) -> int:
 def predicted_hits(
     trace: Trace, rows: ArrayLike, block_size: int, capacity_tokens: int | None = None
 ) -> NDArray[np.int64]:
-    """Tokens that an engine with blocks of `block_size` finds cached, per row; rows are served in turn, from
-    an empty cache.
+    """The tokens that an engine with blocks of `block_size` finds in its cache, for each row. The rows are
+    served in order, from an empty cache.
 
-    It follows the engine's rules: only complete engine blocks that are equal from the very start count, and
-    never the whole prompt (its last token is always computed); answers fill the cache but are never found.
-    With `capacity_tokens` the least recently used blocks go first.
+    The rules are the engine's. Only complete blocks count, and all tokens up to their end must be equal. The
+    last token of a prompt is always computed, so a whole prompt never counts. Answers fill the cache but are
+    never found. With `capacity_tokens`, the least recently used blocks are dropped first.
     """
     chosen = np.asarray(rows, np.int64)
     found = np.zeros(len(chosen), np.int64)
@@ -188,11 +198,11 @@ def predicted_hits(
 def engine_blocks(
     trace: Trace, row: int, block_size: int, names: dict[tuple[int, tuple[int, ...]], int]
 ) -> list[int]:
-    """Numbers of the complete engine blocks that a row's shared blocks cover; the same number, the same
-    prefix.
+    """Numbers of the complete engine blocks in a row's shared blocks. Two blocks have the same number if
+    their whole prefix is the same.
 
-    `names` is filled by each call; pass the same one for all rows that are compared. A block that contains
-    unique tokens of the row is left out, since no other row has it.
+    Each call adds to `names`, so pass the same one for all rows that are compared. A block with tokens that
+    only this row has is left out, because no other row has it.
     """
     ids = trace.row_blocks(row).tolist()
     size, length = trace.block_size, int(trace.input_len[row])
@@ -231,8 +241,20 @@ def up_to(trace: Trace, most: int) -> Trace:
     return trace.take(np.flatnonzero(~over)).with_meta(quality=quality)
 
 
+def counted(trace: Trace) -> Trace:
+    """The trace with counts of its own rows. A slice still has the quality report of the trace that it was
+    cut from.
+    """
+    known = trace.meta.get("quality")
+    counts = dict(known) if isinstance(known, dict) else {}
+    rows = [n for name, n in counts.items() if name.startswith("dropped_") and isinstance(n, int)]
+    if not counts or counts.get("rows_read") == len(trace) + sum(rows):
+        return trace
+    return trace.with_meta(rows=len(trace), quality={"rows_read": len(trace)})
+
+
 def without_beams(trace: Trace, how: str) -> Trace:
-    """The trace with its beam searches as sampled answers, one per beam (`sample`), or without them
+    """The trace with its beam searches as sampled answers, one for each beam (`sample`), or without them
     (`drop`).
     """
     if how not in ("sample", "drop"):
@@ -244,10 +266,10 @@ def without_beams(trace: Trace, how: str) -> Trace:
 
 
 def groups(trace: Trace) -> NDArray[np.int64]:
-    """A group number per row: its session, else its first block that at most half of the rows share, else the
-    row.
+    """A group number for each row: its session, otherwise its first block that at most half of the rows
+    share, otherwise the row itself.
 
-    Rows of one group share prefixes; thinning keeps or drops whole groups.
+    Rows of one group share prefixes, and thinning keeps or drops whole groups.
     """
     count = len(trace)
     keys = np.arange(count, dtype=np.int64)
@@ -270,15 +292,18 @@ def thinned(trace: Trace, share: float, seed: int = 0) -> Trace:
 
 
 def superposed(trace: Trace, copies: int, seed: int = 0) -> Trace:
-    """`copies` of the traffic added together, each shifted in time, with its own blocks and sessions.
+    """`copies` of the traffic added together. Each is shifted in time, and has its own blocks and sessions.
 
-    Use it for more than about three times the load: bursts keep their length, and speeding up shortens them.
-    A shift cuts a session that goes over the end: its later turns lose their parent.
+    Use it for more than about three times the load. It keeps the length of bursts, which a higher speed would
+    shorten. If a shift cuts a session at the end of the trace, its later turns lose their parent.
     """
     if copies < 1:
         raise BadInput(f"copies is {copies}, expected at least 1")
     if copies * len(trace) > MOST:
-        raise BadInput(f"{copies} copies of {many(len(trace), 'request')} are more than {MOST:,} requests")
+        raise BadInput(
+            f"{copies} copies of {many(len(trace), 'request')} are too many:"
+            f" a trace can have at most {MOST:,} requests"
+        )
     span = trace.duration_s + trace.duration_s / max(len(trace) - 1, 1)
     shifts = np.concatenate([[0.0], np.random.default_rng(seed).random(copies - 1) * span])
     columns: dict[str, Any] = {name: np.tile(getattr(trace, name), copies) for name in COLUMNS}

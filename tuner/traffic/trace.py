@@ -1,4 +1,6 @@
-"""The canonical trace: a numpy entry per request, block ids in CSR form, Parquet on disk, a digest."""
+"""The canonical trace: numpy columns with one entry per request, block ids in CSR form, a Parquet file, and a
+digest.
+"""
 
 import hashlib
 import json
@@ -66,12 +68,13 @@ _METADATA = b"tuner"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trace:
-    """Captured traffic, frozen, sorted by arrival, the first arrival at 0; one entry per request.
+    """Captured traffic that never changes, sorted by arrival, with the first arrival at 0. It has one entry
+    per request.
 
-    `parent` is the row of the turn before (< the row itself), `think_s` the pause since its end, `status` an
-    index into STATUSES, `n` the number of answers, `beam` the width of a beam search (0: none). Prompt blocks
-    of row r are blocks[block_offsets[r]:block_offsets[r + 1]], ids of `block_size` tokens; the last one may
-    be partial. The prompt of a row without ids is unique.
+    `parent` is the row of the turn before (always an earlier row). `think_s` is the pause since this turn
+    ended. `status` is an index into STATUSES. `n` is the number of answers. `beam` is the width of a beam
+    search (0: none). The prompt blocks of row r are blocks[block_offsets[r]:block_offsets[r + 1]]: ids of
+    `block_size` tokens, of which the last may be incomplete. A row without ids has a unique prompt.
     """
 
     arrival_s: NDArray[np.float64]
@@ -108,7 +111,7 @@ class Trace:
         return float(self.arrival_s[-1]) if len(self) else 0.0
 
     def row_blocks(self, row: int) -> NDArray[np.int64]:
-        """The block ids of one row's prompt; empty when the row has none."""
+        """The block ids of one row's prompt; empty if the row has none."""
         return self.blocks[self.block_offsets[row] : self.block_offsets[row + 1]]
 
     @cached_property
@@ -127,9 +130,11 @@ class Trace:
 
     @cached_property
     def classes(self) -> Mapping[str, NDArray[np.bool_]]:
-        """Class of requests → which rows are in it. `interactive` has the most urgent priority (smaller is
-        more urgent), `bulk` all others; `adapter<N>` and `tenant<N>` go by `lora` and `client`, the
-        MOST_CLASSES of each with most requests. A class is left out if every request is in it.
+        """Class of requests → the rows in it.
+
+        `interactive` has the most urgent priority (smaller is more urgent), and `bulk` has all others.
+        `adapter<N>` and `tenant<N>` come from the columns `lora` and `client` (the MOST_CLASSES with the most
+        requests of each). A class is left out if every request is in it.
         """
         found: dict[str, NDArray[np.bool_]] = {}
         if len(self) and self.priority.min() < self.priority.max():
@@ -143,13 +148,13 @@ class Trace:
         return found
 
     def classes_of(self, row: int) -> tuple[str, ...]:
-        """The classes that a row is of."""
+        """The classes of a row."""
         return tuple(name for name, rows in self.classes.items() if rows[row])
 
     def take(self, rows: ArrayLike, *, start_s: float | None = None) -> "Trace":
-        """The trace of some rows (ascending); arrivals count from `start_s`, or from the first row taken.
+        """The trace of some rows (ascending). Arrivals count from `start_s`, or from the first of these rows.
 
-        A parent that is not taken becomes -1. Block, session and client ids stay as they are.
+        A parent that is not among these rows becomes -1. Block, session and client ids stay the same.
         """
         chosen = np.asarray(rows, np.int64)
         columns = {name: getattr(self, name)[chosen] for name in COLUMNS}
@@ -168,7 +173,7 @@ class Trace:
         return self.changed(meta={**self.meta, **notes})
 
     def changed(self, **parts: Any) -> "Trace":
-        """The same trace with some columns or parts replaced; arrivals must still be sorted."""
+        """The same trace with some columns replaced. Arrivals must still be sorted."""
         names = (*COLUMNS, "block_size", "block_offsets", "blocks", "meta")
         return Trace(**{name: parts.get(name, getattr(self, name)) for name in names})
 
@@ -180,10 +185,11 @@ def build(
     block_size: int = 0,
     meta: Mapping[str, JSON] | None = None,
 ) -> Trace:
-    """A trace from columns in any order of rows: sorted (stable), rebased, unknown columns filled.
+    """A trace from columns whose rows may be in any order. They are sorted (stable), the first arrival
+    becomes 0, and missing columns are filled.
 
-    `parent` counts rows in the given order; a parent that does not come earlier is dropped. `blocks` is
-    (offsets, ids) in the given order. ValueError when the columns do not fit together.
+    `parent` and `blocks` (offsets, ids) are in the given order. A parent that does not come earlier is
+    dropped. ValueError if the columns do not fit together.
     """
     if unknown := set(columns) - set(COLUMNS):
         raise ValueError(f"unknown columns: {sorted(unknown)}")
@@ -206,7 +212,9 @@ def build(
 
 
 def write(trace: Trace, path: str | Path) -> str:
-    """Write a trace as Parquet, complete or not at all; returns its digest. Unavailable: the disk refuses."""
+    """Writes a trace as Parquet, completely or not at all, and returns its digest. Unavailable if the disk
+    fails.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -235,7 +243,7 @@ def write(trace: Trace, path: str | Path) -> str:
 
 
 def read(path: str | Path) -> Trace:
-    """A trace that `write` wrote. BadInput when the file is absent, foreign, damaged or too new."""
+    """Reads a trace that `write` wrote. BadInput if the file is absent, foreign, damaged or too new."""
     with _opened(Path(path)) as (parquet, notes):
         trace = _from_table(parquet.read(columns=_known(parquet)), notes)
     if trace.digest != notes["digest"]:
@@ -244,7 +252,7 @@ def read(path: str | Path) -> Trace:
 
 
 def is_parquet(path: Path) -> bool:
-    """Whether a file begins as Parquet does: known without the importers, which take time to load."""
+    """Whether a file begins as Parquet does. This needs no importer, because importers take time to load."""
     try:
         with path.open("rb") as file:
             return file.read(len(MAGIC)) == MAGIC.encode()
@@ -255,9 +263,11 @@ def is_parquet(path: Path) -> bool:
 def read_part(
     path: str | Path, choose: Callable[[NDArray[np.float64]], tuple[int, int]]
 ) -> tuple[Trace, int]:
-    """Rows of a long trace, and how many it has. `choose` gives the first row and the one after the last by
-    the arrivals of all, in seconds; other columns of other rows are hardly read. Errors as `read` has them,
-    but the digest, which is of the whole, is not compared.
+    """Some rows of a long trace, and the number of all its rows.
+
+    `choose` gets all arrivals in seconds, and gives the first row and the one after the last. The other
+    columns of other rows are hardly read. Errors are those of `read`, but the digest is not checked, because
+    it is of the whole trace.
     """
     with _opened(Path(path)) as (parquet, notes):
         arrivals = parquet.read(columns=["arrival_s"]).column(0).to_numpy()
@@ -273,15 +283,15 @@ def read_part(
 
 
 def digest_in(path: str | Path) -> str:
-    """The digest that a file tells of itself, not compared with its content. Errors as `read` has them."""
+    """The digest that a file names, without a check of its content. Errors are those of `read`."""
     with _opened(Path(path)) as (_, notes):
         return str(notes["digest"])
 
 
 @contextmanager
 def _opened(source: Path) -> Iterator[tuple["pq.ParquetFile", Mapping[str, Any]]]:
-    """The file of a trace and its notes, once its footer and its columns have been checked. BadInput for
-    that, and for whatever goes wrong while it is open.
+    """The file of a trace and its notes, after a check of its footer and columns. BadInput if the check
+    fails, or for any error while the file is open.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -317,12 +327,14 @@ def _check_footer(source: Path) -> None:
 
 
 def _check_schema(parquet: "pq.ParquetFile", source: Path) -> None:
-    """BadInput unless the file has the columns of a trace and is of allowed size."""
+    """Raises BadInput unless the file has the columns of a trace and an allowed size."""
     import pyarrow as pa
 
     schema, facts = parquet.schema_arrow, parquet.metadata
     if _METADATA not in (schema.metadata or {}):
-        raise BadInput(f"{source}: Parquet, but not a trace of this tool; `tuner trace import` makes one")
+        raise BadInput(
+            f"{source}: this Parquet file is not a trace of this tool; `tuner trace import` makes one"
+        )
     for name in (*COLUMNS, "blocks"):
         if name not in schema.names:
             if name in LATER:
@@ -343,7 +355,7 @@ def _check_schema(parquet: "pq.ParquetFile", source: Path) -> None:
 
 
 def _notes(packed: bytes, source: Path) -> Mapping[str, Any]:
-    """The trace's notes. BadInput when they are damaged."""
+    """The trace's notes. BadInput if they are damaged."""
     kinds = {"version": int, "digest": str, "block_size": int, "meta": dict}
     try:
         found = json.loads(packed)
@@ -388,7 +400,7 @@ def _from_table(table: "pa.Table", notes: Mapping[str, Any], start: int = 0) -> 
 def _gather(
     offsets: NDArray[np.int64], values: NDArray[np.int64], rows: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """CSR rows in another order (or some of them)."""
+    """CSR rows in another order, or some of them."""
     lengths = (offsets[1:] - offsets[:-1])[rows]
     new = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     source = np.repeat(offsets[:-1][rows] - new[:-1], lengths) + np.arange(new[-1])
@@ -415,7 +427,7 @@ def _check(trace: Trace) -> None:
     if not np.isfinite(trace.arrival_s).all() or (np.diff(trace.arrival_s) < 0).any():
         raise ValueError("arrivals must be finite and sorted")
     if (trace.parent >= np.arange(rows)).any():
-        raise ValueError("a parent must come before its row")
+        raise ValueError("a row's parent must be an earlier row")
     if rows and min(trace.parent.min() + 1, trace.input_len.min(), trace.output_len.min()) < 0:
         raise ValueError("lengths and parents must not be negative")
     _check_blocks(trace)

@@ -1,8 +1,8 @@
-"""Known traces by the digest of their content: in the reader's own home, else in the artifact store.
+"""Finds traces by the digest of their content: in the home, otherwise in the artifact store.
 
-`TUNER_ARTIFACTS` names the store: a folder that several homes mount, or a URL: `s3://` and `gs://` as Arrow
-opens them, any other as fsspec does (`pip install 'vllm-config-tuner[artifacts]'`). The path that the history
-holds is the last place to look, and counts only where the content there has the digest.
+`TUNER_ARTIFACTS` names the store: a folder that several homes mount, or a URL. Arrow opens `s3://` and
+`gs://`, and fsspec opens other URLs (`pip install 'vllm-config-tuner[artifacts]'`). The last place is the
+path in the history. A file there is used only if its content has the digest.
 """
 
 import os
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 OWN = ("s3://", "gs://")
-"""URLs that Arrow itself opens."""
+"""The URLs that Arrow itself opens."""
 
 
 def keep(trace: Trace, home: Path, name: str = "trace") -> Path:
-    """Store a trace in a home and in the artifact store; returns its file in the home."""
+    """Stores a trace in a home and in the artifact store; returns its file in the home."""
     own = next((path for path, _ in _own(trace.digest, home)), None)
     if own is None:
         own = home / "traces" / f"{name}-{trace.digest[:12]}.parquet"
@@ -39,7 +39,7 @@ def keep(trace: Trace, home: Path, name: str = "trace") -> Path:
 
 
 def find(digest: str, hint: str = "") -> tuple[Trace, Path]:
-    """A known trace and its file. NotFound, saying where it was looked for, when no file has this content."""
+    """A known trace and its file. NotFound names the places if no file has this content."""
     settings = Settings()
     for path, own in _own(digest, settings.home):
         return own, path
@@ -49,13 +49,13 @@ def find(digest: str, hint: str = "") -> tuple[Trace, Path]:
         return found, Path(hint)
     places = [str(settings.home / "traces"), *([settings.artifacts] if settings.artifacts else [])]
     raise NotFound(
-        f"the file of trace {digest[:12]} is neither in {' nor in '.join(places)}: copy it there, import it"
-        " again, or name a store that several hosts share in TUNER_ARTIFACTS"
+        f"the file of trace {digest[:12]} is not in {' and not in '.join(places)}. Copy it there, import it"
+        " again, or set TUNER_ARTIFACTS to a store that several hosts share"
     )
 
 
 def near(digest: str, hint: str = "") -> Path | None:
-    """A file of this home, or at the hint, that says that it holds this content; nothing is compared."""
+    """A file of this home, or at the hint, that names this digest. Its content is not checked."""
     for path in (*_named(digest, Settings().home), Path(hint)):
         if path.suffix == ".parquet" and os.path.isfile(path):
             with suppress(BadInput):
@@ -69,7 +69,7 @@ def _named(digest: str, home: Path) -> list[Path]:
 
 
 def _own(digest: str, home: Path) -> Iterator[tuple[Path, Trace]]:
-    """Files of a home that hold the content; a name is a place to look, no proof."""
+    """Files of a home that may hold the content. A file's name is only a hint."""
     for path in _named(digest, home):
         if (found := _read(path, digest)) is not None:
             yield path, found
@@ -93,7 +93,7 @@ def _make(folder: Path) -> None:
 
 
 def _store(file: Path, digest: str, artifacts: str) -> None:
-    """Put a file into the store, unless it is there. Unavailable when the store cannot be written."""
+    """Puts a file into the store if it is not there yet. Unavailable if the store cannot be written."""
     files, folder = _filesystem(artifacts)
     target = f"{folder}/{digest}.parquet"
     try:
@@ -109,7 +109,7 @@ def _store(file: Path, digest: str, artifacts: str) -> None:
 
 
 def _fetched(digest: str, artifacts: str) -> tuple[Trace, Path] | None:
-    """A trace of the store, copied into this home; None where the store has none of this content."""
+    """A trace of the store, copied into this home; None if the store does not have this content."""
     files, folder = _filesystem(artifacts)
     source, home = f"{folder}/{digest}.parquet", Settings().home / "traces"
     _make(home)
@@ -130,7 +130,7 @@ def _fetched(digest: str, artifacts: str) -> tuple[Trace, Path] | None:
 
 
 def _filesystem(artifacts: str) -> "tuple[fs.FileSystem, str]":
-    """What opens the store, and the folder of its traces."""
+    """The file system of the store, and the folder of its traces."""
     from pyarrow import fs
 
     if "://" not in artifacts:

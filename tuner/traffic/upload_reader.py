@@ -1,7 +1,7 @@
-"""Reads an uploaded trace in a process of its own, with limits on memory and time.
+"""Reads an uploaded trace in a separate process, with limits on memory and time.
 
-`python -m tuner.traffic.upload_reader` takes {source, target, unit} as JSON on standard input, writes the
-trace to `target` and answers with one JSON object: the trace's digest and notes, or the sentence that refuses
+`python -m tuner.traffic.upload_reader` takes {source, target, unit} as JSON on standard input, and writes the
+trace to `target`. It answers with one JSON object: the trace's digest and notes, or the sentence that refuses
 it.
 """
 
@@ -37,9 +37,9 @@ class Taken:
 
 
 def take(source: Path, target: Path, unit: str | None) -> Taken:
-    """Read the trace in `source` (any format) in another process and write it to `target` as Parquet.
+    """Reads the trace in `source` (any format) in another process and writes it to `target` as Parquet.
 
-    BadInput: no trace, too large, or more memory or time than a trace may take. Unavailable: the disk.
+    BadInput if it is not a trace, or needs more memory or time than allowed. Unavailable if the disk fails.
     """
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
@@ -60,7 +60,9 @@ def take(source: Path, target: Path, unit: str | None) -> Taken:
 
 
 def main() -> int:
-    """Answer one request; the exit code shows a MemoryError or a kill by the operating system."""
+    """Answers one request. The exit code shows a MemoryError, or that the operating system killed the
+    process.
+    """
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (int(TIME_S), int(TIME_S) + 1))

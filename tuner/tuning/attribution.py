@@ -1,5 +1,5 @@
-"""Which knobs of a confirmed winner pay: each is dropped by itself, by the simulator where it is sure and by
-a launch where it is not; what does not pay is left out of the published profile.
+"""Finds out which knobs of a confirmed winner pay. Each knob is set back by itself, in the simulator if it
+is sure and otherwise in a launch. Knobs that do not pay are left out of the published profile.
 """
 
 import math
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
-from tuner.conclusions import Attribution, Conclusion, Difference, KnobGain, Word
+from tuner.conclusions import Attribution, Conclusion, Difference, KnobGain, Word, node_seconds
 from tuner.errors import EngineError
 from tuner.measures import is_maximized, many
-from tuner.records import Candidate, Prediction, Run, Trial, TrialState
+from tuner.records import ATTRIBUTED, Candidate, Launch, Prediction, Run, Trial, TrialState, measures_again
 from tuner.report.explain import mechanism, sentence_of
 from tuner.search.acquisition import Predict
 from tuner.simulator.options import plain_arguments
@@ -22,7 +22,6 @@ from tuner.tuning.confirm import (
     asked_of,
     cost_of,
     folder_of,
-    is_searched,
     kept,
     label_of,
     launches_of,
@@ -81,13 +80,15 @@ class Attributing:
         return [n for n in sorted({*today, *won}) if (n in today, today.get(n)) != (n in won, won.get(n))]
 
     async def find(self) -> Attribution | None:
-        """The attribution; None where there is nothing to attribute or the study does not ask."""
+        """The attribution; None if there is nothing to attribute or the study does not ask."""
         if self.context.prepared.plan.attribution <= 0 or not self.names:
             return None
-        room = self.launches_left()
-        if room < self._needed:
-            left = f"there is room for {many(max(0, room), 'launch')}, but it needs {self._needed}"
-            return self._record((), why=f"the run did not find out which knobs pay ({left})")
+        room, only = self.launches_left(), self._known(self.names[0]) if len(self.names) == 1 else None
+        if room < self._needed and (only is None or not only.kept):
+            limits = self._limits()
+            by = f"; the limit is {min(limits, key=lambda name: limits[name])}" if limits else ""
+            left = f"it may make {many(max(0, room), 'launch')}, but it needs {self._needed}{by}"
+            return self._record((), why=f"the run did not find out which knobs give the gain ({left})")
         gains = await self._gains()
         while (lost := self._lost(_dropped(gains))) is not None:
             gains = self._restored(gains, lost.last)
@@ -116,7 +117,7 @@ class Attributing:
         """Sorts knobs by how near to the winner the search came with today's value: a knob with which it came
         near most likely gives nothing, and is asked for first. The last needs no launch if no other pays.
         """
-        trials = [t for t in self.context.store.trials(self.run.study_id) if is_searched(t)]
+        trials = [t for t in self.context.store.trials(self.run.study_id) if not measures_again(t.directory)]
         today = [t for t in trials if t.candidate.get(name) == self.base.candidate.get(name)]
         return min((self._behind(t) for t in today), default=math.inf), name
 
@@ -154,13 +155,17 @@ class Attributing:
 
     @property
     def search_s(self) -> float:
-        """GPU-seconds of the search that found the winner: this run's, and an earlier run's whose winner it
-        confirms and which did not ask itself.
-        """
-        spent, earlier = cost_of(self.context, self.run, self.label).search_s, self.winner.run_id
-        if earlier != self.run.id and self.context.store.attribution(earlier) is None:
-            spent += cost_of(self.context, self.context.store.run(earlier)).search_s
-        return spent
+        """What this run's search used the node for."""
+        return cost_of(self.context, self.run).search_s
+
+    @property
+    def earlier_search_s(self) -> float:
+        """The same of the earlier run whose winner this run confirms, if that run did not ask itself."""
+        store, earlier = self.context.store, self.winner.run_id
+        if earlier == self.run.id or store.attribution(earlier) is not None:
+            return 0.0
+        said = store.conclusion(earlier)
+        return said.cost.search_s if said is not None else 0.0
 
     @property
     def _needed(self) -> int:
@@ -170,27 +175,29 @@ class Attributing:
         return 2 * LEAST_ROUNDS + any(s.held_out for s in self.context.prepared.study.slices)
 
     def launches_left(self) -> int:
-        """How many launches, those made before an interruption included, the share of the search, the run's
-        own limit and its window leave.
-        """
+        """How many launches there may be, those made before an interruption included."""
+        return math.floor(min(self._limits().values(), default=0))
+
+    def _limits(self) -> dict[str, float]:
+        """How many launches the share of the search, the run's own limit and its window leave."""
         made = self._made
-        cost = cost_of(self.context, self.run, self.label)
-        spans = [
-            (each.ended_at - each.started_at).total_seconds()
-            for each in launches_of(self.context, self.label)
-            if each.ended_at is not None
-        ]
-        if not spans or not cost.confirm_s:
-            return 0
-        each = cost.confirm_s / len(spans)
-        limits = [
-            self.search_s * self.context.prepared.plan.attribution / each,
-            made + self.context.budget.left,
-        ]
+        confirming = [each for each in launches_of(self.context, self.label) if each.whole_s is not None]
+        if not (used_s := self._node_seconds(confirming)):
+            return {}
+        each, share = used_s / len(confirming), self.context.prepared.plan.attribution
+        search_s = self.search_s + self.earlier_search_s
+        limits = {
+            f"the plan's attribution ({100 * share:g} % of the search's time)": search_s * share / each,
+            "the number of launches of the run": made + self.context.budget.left,
+        }
         if self.run.deadline is not None:
             left_s = (self.run.deadline - self.context.clock()).total_seconds()
-            limits.append(made + left_s / fmean(spans))
-        return math.floor(min(limits))
+            whole_s = fmean(each.whole_s or 0.0 for each in confirming)
+            limits["the end of the run's window"] = made + left_s / whole_s
+        return limits
+
+    def _node_seconds(self, launches: Sequence[Launch]) -> float:
+        return node_seconds(launches, gpus=self.said.cost.gpus > 0)
 
     @property
     def _made(self) -> int:
@@ -250,7 +257,7 @@ class Attributing:
         return await self._measured(found, self.without(left))
 
     def _simulated(self, gain: KnobGain, candidate: Candidate) -> KnobGain | None:
-        """The simulator's answer; None where it is not sure."""
+        """The simulator's answer; None if it is not sure."""
         if self.predict is None or not (gain.name in _seen() or gain.name == "preemption"):
             return None
         whole, less = self.predict([self.winner.candidate, candidate])
@@ -327,7 +334,9 @@ class Attributing:
                 break
             back = min(dropped, key=lambda n: self._loss(whole, self.without([d for d in dropped if d != n])))
             others = ", ".join(d for d in dropped if d != back)
-            found[back] = replace(found[back], kept=True, why=f"it pays if {others} is left out")
+            found[back] = replace(
+                found[back], kept=True, why=f"it gives a part of the gain if {others} is left out"
+            )
         return list(found.values())
 
     def _loss(self, whole: Prediction, candidate: Candidate) -> float:
@@ -382,12 +391,12 @@ class Attributing:
     ) -> Attribution:  # fmt: skip
         if not published:
             gains = [g if g.kept else replace(g, kept=True, why=f"{g.why}; {why}") for g in gains]
-        seconds = sum(cost_of(self.context, self.run, label).confirm_s for label in self.own)
+        own = [each for label in self.own for each in launches_of(self.context, label)]
         found = Attribution(
             run_id=self.run.id, study_id=self.run.study_id, at=self.context.clock(),
             winner=self.winner.number, reduced=reduced.number if reduced else None, published=published,
-            knobs=tuple(gains), last=tuple(last), seconds=seconds,
-            search_s=self.search_s,
+            knobs=tuple(gains), last=tuple(last), seconds=self._node_seconds(own),
+            search_s=self.search_s, earlier_search_s=self.earlier_search_s,
         )  # fmt: skip
         return replace(found, sentence=sentence_of(found, why))
 
@@ -418,7 +427,7 @@ def _suspected(
     elif gain.how == "predicted":
         alone = "the simulator expects no gain from it"
     if not _is_worse(last):
-        why = f"{alone}, but the reduced configuration was not shown to be as good"
+        why = f"{alone}, but it is not certain that the reduced configuration is as good"
         return replace(gain, kept=True, why=why)
     others = ", ".join(g.name for g in dropped if g.name != gain.name)
     why = f"{alone}, but the winner without it{others and ' and '}{others} was worse"
@@ -448,10 +457,9 @@ def _loss_of(changes: Sequence[Difference]) -> float:
 
 
 def attribution_labels(run_id: str) -> tuple[str, str]:
-    """The labels of the launches with which a run attributes its winner: the second is that of a comparison
-    with fewer knobs left out, after the first was lost.
-    """
-    return f"{label_of(run_id)}.3", f"{label_of(run_id)}.4"
+    """The labels of the launches with which a run attributes its winner (`records.ATTRIBUTED`)."""
+    first, second = ATTRIBUTED
+    return f"{label_of(run_id)}{first}", f"{label_of(run_id)}{second}"
 
 
 def _seen() -> frozenset[str]:
@@ -464,4 +472,4 @@ async def attribute(work: Attributing) -> tuple[Attribution | None, str]:
     try:
         return await work.find(), ""
     except EngineError as error:
-        return None, f"the run could not find out which knobs pay: {error}"
+        return None, f"the run could not find out which knobs give the gain: {error}"

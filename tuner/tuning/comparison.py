@@ -32,14 +32,14 @@ from tuner.tuning.concluding import (
     spreads_of,
     unmeasured,
 )
-from tuner.tuning.confirm import LEAST_ROUNDS, End, Rounds, asked_of, cost_of, folder_of, label_of
+from tuner.tuning.confirm import ENDS, LEAST_ROUNDS, Rounds, asked_of, cost_of, folder_of, label_of
 from tuner.tuning.context import ABORTED_RETRIES, RunContext
 from tuner.tuning.ending import summary_of_conclusion
 from tuner.tuning.execution import Execution
 from tuner.tuning.next_trial import next_number
 from tuner.tuning.significance import LEAST
-from tuner.tuning.study import ComparedArm, ComparisonPlan, Prepared, flag_name, survey
-from tuner.tuning.studyfile import Argument, EngineFile
+from tuner.tuning.study import ComparedArm, ComparisonPlan, Prepared
+from tuner.tuning.survey import Argument, EngineFile, flag_name, survey
 
 # The study's baseline, and the engine's own defaults.
 TODAY, DEFAULTS = "today", "defaults"
@@ -66,7 +66,7 @@ def arm_of(
     """The arm that `[NAME=]WHAT[@ENGINE]` describes; relative paths begin at `base`.
 
     WHAT is `today`, `defaults`, a profile's id, an alias of the study's profiles, a file that `tuner baseline
-    import` reads, or a command line. ENGINE is an interpreter, an image (where the study's engine.command
+    import` reads, or a command line. ENGINE is an interpreter, an image (if the study's engine.command
     ends in one), a release file of the simulated engine, or one of `engines`. Without `files` neither a file
     nor a command line nor an interpreter is taken. BadInput or NotFound says what to mend.
     """
@@ -96,7 +96,7 @@ def _short(what: str) -> str:
 
 
 def with_configuration(prepared: Prepared, found: ArmConfiguration, name: str) -> Prepared:
-    """The study with an arm's own arguments. UnsupportedKnob or BadInput where its engine refuses them."""
+    """The study with an arm's own arguments. UnsupportedKnob or BadInput if its engine refuses them."""
     engine = prepared.file.engine
     turned = {flag_name(k) for k in found.candidate}  # a knob of the arm is written once, by the candidate
     args = {flag_name(k)[2:]: v for k, v in engine.args.items() if flag_name(k) not in turned}
@@ -128,7 +128,7 @@ def named_configuration(
 
 
 def profile_of(what: str, prepared: Prepared, store: Store | None, *, files: bool = True) -> Profile:
-    """The profile of an id or alias. NotFound names the nearest alias of the study's key; BadInput where it
+    """The profile of an id or alias. NotFound names the nearest alias of the study's key; BadInput if it
     is of another model.
     """
     if store is None:
@@ -204,7 +204,9 @@ def engine_file(
         path = Path(max(found, key=lambda each: os.lstat(each).st_mtime))
     if adapter_of(engine.kind).simulated:
         if not path.is_file():
-            raise BadInput(f"'{text}' is not a release file of the simulated engine (docs/compare.md)")
+            raise BadInput(
+                f"no file {path}: name a file with a release of the simulated engine (docs/compare.md)"
+            )
         return engine.model_copy(update={"env": {**engine.env, **read_release(path).environment()}})
     if path.is_file() or shutil.which(text):
         python = str(path) if path.is_file() else str(shutil.which(text))
@@ -212,7 +214,8 @@ def engine_file(
     if engine.command and not engine.command[-1].startswith(("-", "{")):
         return engine.model_copy(update={"command": (*engine.command[:-1], text)})
     raise BadInput(
-        f"there is no interpreter at {path}; for an image, engine.command of the study must end in an image"
+        f"'{text}' is no interpreter: there is no file {path}. If '{text}' is an image, the last word of"
+        " engine.command in the study must be an image"
     )
 
 
@@ -237,7 +240,7 @@ def compared(
         raise BadInput(f"a comparison has two to {MOST_ARMS} arms, not {len(arms)}")
     names = [arm.name for arm in arms]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise BadInput(f"two arms have the name '{twice}'; give one another name, such as b={twice}")
+        raise BadInput(f"two arms have the name '{twice}'; give one of them another name, such as b={twice}")
     if rounds < LEAST_ROUNDS:
         raise BadInput(
             f"a comparison needs at least {LEAST_ROUNDS} rounds: one round does not show the noise"
@@ -296,16 +299,22 @@ def tells_more(each: Difference, reach: float, margin: float) -> bool:
     return max(LEAST, within / 2) < size < reach
 
 
+KNOWN = "every difference is known"
+
+
 class Comparing(Execution):
     """The run of a comparison. Each arm's first launch is its trial, and the first round.
 
-    It may look at its answer after every round from the second on. Each look is charged an equal part of the
-    5 % of false alarms (`WinnerCriteria.family`: Bonferroni over arms, objectives and looks, the simplest
-    alpha spending), and an equal part of the 5 % of arms that are called the same and differ by more than the
-    margin (`significance.sameness`). Student's interval of each look is exact at the two to eight launches
-    that there are, so the answer is valid however often it was looked at. A confidence sequence would be
-    valid for looks without end, but is wider than this for so few.
+    From the second round on, it looks at its answer after every round. Each look gets an equal part of two
+    error probabilities of 5 %: that equal arms are called different (`WinnerCriteria.family`: Bonferroni
+    over arms, objectives and looks, the simplest alpha spending), and that arms are called the same
+    although they differ by more than the margin (`significance.sameness`). Student's interval of each look
+    is exact at the two to eight launches that there are, so the answer is valid however often it was looked
+    at. A confidence sequence would be valid for any number of looks, but it is wider for so few.
     """
+
+    decided = ENDS["decided"]
+    """Why it ends although a difference is open and a limit is not reached."""
 
     def __init__(self, context: RunContext, run: Run) -> None:
         super().__init__(context, run)
@@ -328,7 +337,9 @@ class Comparing(Execution):
         end = await self._guarded(
             rounds.measure(self._arms(), least=LEAST_ROUNDS, most=most, left=self._left)
         )
-        self._ended = ENDS[end].format(rounds=self._rounds.done(self._served()))
+        known = end == "decided" and not any(undecided(self._seen()[0], self._margin))
+        words = KNOWN if known else self.decided if end == "decided" else ENDS[end]
+        self._ended = words.format(rounds=self._rounds.done(self._served()))
         return self._ended, None
 
     async def enter(self) -> None:
@@ -377,6 +388,11 @@ class Comparing(Execution):
         if (last := self._arms()[place]).state is not TrialState.COMPLETE:
             self._rounds.drop(last, last.reason or "it did not serve the traffic")
 
+    @property
+    def _stage(self) -> tuple[str, int]:
+        """The first launch of each arm counts as the comparison's, like all others."""
+        return self._rounds.what, LEAST_ROUNDS * max(len(self._placed), len(self._comparison.arms))
+
     def _arms(self) -> list[Trial]:
         """The trials of the arms so far, each its last attempt."""
         latest = {t.number: t for t in self._trials() if t.run_id == self._run.id}
@@ -394,7 +410,7 @@ class Comparing(Execution):
         return Repeats(base=base, finalists=others, measured=measured, dropped=dropped, earlier=self._earlier)
 
     def _left(self) -> list[Trial]:
-        """The arms that another round may tell more of, and the first one; none where it would not."""
+        """The arms that another round may tell more of, and the first one; none if it would not."""
         arms, unsure = self._seen()
         wanted = self.wanted(arms, unsure)
         return [t for t in self._arms() if t.number in wanted or (wanted and t.number == self._first)]
@@ -425,10 +441,10 @@ class Comparing(Execution):
         return replace(arm, name=known.name, engine=known.prepared.facts.version)
 
     def conclusion(self, why: str | None) -> Conclusion | None:
-        """What the rounds say; nothing where there were not two of each arm."""
+        """What the rounds say; nothing if there were not two of each arm."""
         if not self._arms():
             return None
-        cost = replace(cost_of(self._context, self._run, self._label), search_s=0.0)
+        cost = replace(cost_of(self._context, self._run), search_s=0.0)
         whole = len(self._arms()) >= len(self._comparison.arms) and self._rounds.done(self._served())
         if not whole or whole < LEAST_ROUNDS:
             said = unmeasured(
@@ -463,8 +479,7 @@ class Comparing(Execution):
         else:
             small = any(c.word == "open" for arm in said.finalists for c in arm.changes)
             known = f"Every difference is known after {many(said.repeats, 'round')}"
-            margin = f"{100 * self._margin:g} % in either direction"
-            rest = f"; differences that are not clear are smaller than {margin}" if small else ""
+            rest = f"; those that are not clear are the same within {100 * self._margin:g} %" if small else ""
             parts.append(f"{known}{rest}.")
         return " ".join(parts)
 
@@ -477,14 +492,6 @@ class Comparing(Execution):
         arms: list[JSON] = [_told(arm) for arm in self._placed]
         more: Mapping[str, JSON] = summary_of_conclusion(self._context, said) if said else {}
         return {**more, "compared": arms, "margin": self._margin}
-
-
-ENDS: Mapping[End, str] = {
-    "decided": "the answer is known after {rounds} rounds",
-    "rounds": "all {rounds} rounds are used",
-    "window": "the window has no time for another round",
-    "launches": "the run may start no more engines",
-}
 
 
 def against(base: Arm, arm: Arm) -> str:

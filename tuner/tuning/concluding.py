@@ -1,7 +1,6 @@
 """A run's conclusion from the measurements of its confirmation, and the noise of earlier nights."""
 
 import math
-import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,14 +8,13 @@ from datetime import datetime
 from functools import lru_cache
 
 from tuner.conclusions import Arm, Conclusion, Difference, Judgement, Noise, RunCost, Where, saving
-from tuner.engine.effective import same
+from tuner.engine.metrics import same_value
 from tuner.errors import BadInput
 from tuner.history.store import Store
 from tuner.measures import counts_requests, is_maximized, many, trials_named
-from tuner.records import JSON, Measurement, Outcome, Run, Study, Trial, TrialState, Value
+from tuner.records import JSON, Measurement, Outcome, Run, Study, Trial, TrialState, Value, label_in
 from tuner.replay import outcomes
 from tuner.replay.plan import Plan
-from tuner.replay.speed import TOLERANCE
 from tuner.search import trial_view
 from tuner.tuning.finalists import Verdict, exceeding, judge
 from tuner.tuning.significance import (
@@ -31,7 +29,7 @@ from tuner.tuning.significance import (
     spread_of,
     together,
 )
-from tuner.tuning.trial import MAX_SPEED
+from tuner.tuning.trial import MAX_SPEED, SPEED_TOLERANCE
 from tuner.tuning.winner import Policy, pick
 
 LEVEL = 0.95
@@ -80,7 +78,7 @@ class WinnerCriteria:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeats:
     """What a confirmation measured so far. `measured` maps trial number → measurements by repeat, without the
-    `dropped`; `base` is None where no baseline completed; `earlier` is the node's noise before this run.
+    `dropped`; `base` is None if no baseline completed; `earlier` is the node's noise before this run.
     """
 
     base: Trial | None
@@ -96,7 +94,7 @@ class Repeats:
 
     @property
     def compared(self) -> Trial | None:
-        """The baseline, where it served every repeat too."""
+        """The baseline, if it served every repeat too."""
         return self.base if self.base is not None and self.base.number in self.measured else None
 
 
@@ -104,6 +102,9 @@ def conclude(asked: WinnerCriteria, run: Run, found: Repeats, cost: RunCost, now
     """The conclusion of a confirmation that was measured to its end. No profile is published yet."""
     spreads = spreads_of(asked, found)
     base, arms = arms_of(asked, found, spreads)
+    if found.served:  # the sentence is about the policy's choice, so every surface shows that arm first
+        chosen = choose(asked, found, arms)
+        arms.sort(key=lambda arm: arm.trial != chosen)
     repeats = min((max(m.repeat for m in rows) for rows in found.measured.values()), default=0)
     drift = drifts(asked, found, spreads)
     verdict = _verdict(asked, found, base, arms, drift)
@@ -145,17 +146,19 @@ def choose(asked: WinnerCriteria, found: Repeats, arms: Sequence[Arm]) -> int:
 
 
 def is_open(asked: WinnerCriteria, found: Repeats) -> bool:
-    """Whether more repeats could still show a gain: nothing is better yet, and an interval holds a gain of
-    10 % or has no end.
+    """Whether more repeats could still show a gain: the trial that the policy chooses is better in no
+    objective yet, and an interval holds a gain of 10 % or has no end.
     """
     spreads = spreads_of(asked, found)
     if not found.served or found.compared is None or drifts(asked, found, spreads):
         return False
     _, arms = arms_of(asked, found, spreads)
-    ours = [c for a in arms for c in a.changes if c.where == "confirm" and c.metric in asked.study.objectives]
-    if any(c.word == "better" for c in ours):
+    wanted, chosen = asked.study.objectives, choose(asked, found, arms)
+    ours = [(a.trial, c) for a in arms for c in a.changes if c.where == "confirm" and c.metric in wanted]
+    stays = found.compared.number == chosen
+    if any(c.word == "better" and (stays or number == chosen) for number, c in ours):
         return False
-    return any(_may_gain(c) for c in ours)
+    return any(_may_gain(c) for _, c in ours)
 
 
 def _may_gain(found: Difference) -> bool:
@@ -182,6 +185,7 @@ def _arm(asked: WinnerCriteria, found: Repeats, trial: Trial, *, changes: tuple[
         dropped = trial.reason or "it did not serve the traffic"
     return Arm(
         trial=trial.number,
+        attempt=trial.attempt,
         candidate=trial.candidate,
         changed={} if found.base is None or trial is found.base else changed(found.base, trial),
         dropped=dropped,
@@ -195,17 +199,23 @@ def _arm(asked: WinnerCriteria, found: Repeats, trial: Trial, *, changes: tuple[
 
 
 def changed(base: Trial, trial: Trial) -> dict[str, tuple[Value, Value]]:
-    """The knobs that differ from today's configuration: name → (before, after), as far as engines tell."""
+    """The knobs that differ from today's configuration: name → (before, after). Both are values in effect
+    if both engines tell theirs, since an engine may cut what was asked for.
+    """
     today, then = {**base.effective, **base.candidate}, {**trial.effective, **trial.candidate}
+    told = {
+        name: (base.effective[name], trial.effective[name])
+        for name in set(base.effective) & set(trial.effective)
+    }
     names = sorted({*base.candidate, *trial.candidate})
-    pairs = {name: (today.get(name), then.get(name)) for name in names}
-    return {name: pair for name, pair in pairs.items() if not same(*pair)}
+    pairs = {name: told.get(name, (today.get(name), then.get(name))) for name in names}
+    return {name: pair for name, pair in pairs.items() if not same_value(*pair)}
 
 
 def differences(
     asked: WinnerCriteria, found: Repeats, trial: Trial, spreads: Spreads
 ) -> tuple[Difference, ...]:
-    """One finalist against the baseline in every metric, on the slices that were searched and, where there is
+    """One finalist against the baseline in every metric, on the slices that were searched and, if there is
     one, on the held-out slice.
     """
     base = found.compared
@@ -241,7 +251,7 @@ def _compared(
         )  # fmt: skip
     except BadInput:  # an objective of the engine's own numbers has no rows to pair
         values = [[m.values[name] for m in rows if name in m.values] for rows in (base, other)]
-        least = math.log1p(TOLERANCE) if name == MAX_SPEED else 0.0
+        least = math.log1p(SPEED_TOLERANCE) if name == MAX_SPEED else 0.0
         return compare_values(
             name, *values, spread=spread, level=LEVEL, family=family, metrics=len(asked.metrics), least=least
         )
@@ -270,14 +280,14 @@ def _difference(made: Comparison, where: Where, before: float | None, after: flo
 
 
 def finite(value: float) -> float | None:
-    """The number, or None where it is infinite or none."""
+    """The number, or None if it is infinite or none."""
     return float(value) if math.isfinite(value) else None
 
 
 def mean_of(name: str, measured: Sequence[Measurement]) -> float | None:
-    """One number for the repeats of one configuration: of what counts requests that of all repeats pooled, so
-    that goodput and the share within the SLO say the same; the geometric mean of everything else. None where
-    it was not measured or is not finite.
+    """One number for the repeats of one configuration. A number that counts requests is computed from all
+    repeats together, so that goodput and the share within the SLO agree. Any other number is the geometric
+    mean. None if it was not measured or is not finite.
     """
     rows = [m.values for m in measured if name in m.values]
     values = [each[name] for each in rows]
@@ -329,7 +339,7 @@ def noises(asked: WinnerCriteria, found: Repeats, spreads: Spreads) -> tuple[Noi
 
 def drifts(asked: WinnerCriteria, found: Repeats, spreads: Spreads) -> tuple[str, ...]:
     """One sentence for each objective in which the baseline's repeats are not what its search measured, and
-    for the objective that changed most; the largest change first. Empty where no objective drifted.
+    for the objective that changed most; the largest change first. Empty if no objective drifted.
     """
     base = found.compared
     if base is None or base.measurement is None:
@@ -400,7 +410,7 @@ def unconfirmed(
     asked: WinnerCriteria, run: Run, trials: Sequence[Trial], *, why: str, cost: RunCost, now: datetime,
     finalists: Sequence[Trial] = (), repeats: int = 0,
 ) -> Conclusion | None:  # fmt: skip
-    """What a run concludes that was ended before its finalists were measured again to the end; None where it
+    """What a run concludes that was ended before its finalists were measured again to the end; None if it
     has no trial. With `finalists` the study's next run measures these first.
     """
     ours = [t for t in trials if t.run_id == run.id]
@@ -409,7 +419,7 @@ def unconfirmed(
     served = [t for t in trial_view.latest(ours) if t.state is TrialState.COMPLETE and not t.is_baseline]
     outcome, sentence = Judgement.NOT_CONFIRMED, f"Not confirmed: {why}."
     if finalists:
-        names = trials_named([t.number for t in finalists])
+        names = trials_named([t.label for t in finalists])
         done = f" after {repeats} of {many(max(repeats, asked.plan.repeats), 'repeat')}" if repeats else ""
         sentence = f"Not confirmed: {why}{done}. The next run first measures {names} again."
     elif not served:
@@ -428,12 +438,9 @@ def nothing_served(trials: Sequence[Trial], why: str = "") -> str:
 
 
 def baseline_of(trials: Sequence[Trial]) -> Trial | None:
-    """The first baseline that completed; else the last one that was tried to an end."""
+    """The baseline of `trial_view.baseline_of`; else the last one that was tried to an end."""
     done = trial_view.baseline_of(trials)
     return done or next((t for t in reversed(trial_view.latest(trials)) if t.is_baseline), None)
-
-
-_BEGAN = re.compile(r"-confirm-([0-9a-f]{8}(?:\.\d+)?)-")
 
 
 def noise_before(store: Store, asked: WinnerCriteria, *, without: str = "") -> Spreads:
@@ -468,8 +475,7 @@ def _confirmations(
         rows: list[Measurement] = []
         last = ""
         for each in (m for m in trial.measurements if m.purpose == where):
-            found = _BEGAN.search(folders.get(each.launch_id or "", ""))
-            began = found.group(1) if found else ""
+            began = label_in(folders.get(each.launch_id or "")) or ""
             if without and began == without:
                 continue
             if rows and (began != last or each.repeat <= rows[-1].repeat):

@@ -2,7 +2,8 @@
 launches every arm once, in a fresh process, on the same requests.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Literal
@@ -11,8 +12,8 @@ from tuner.adapters import adapter_of
 from tuner.conclusions import Conclusion, Judgement, RunCost
 from tuner.errors import Aborted, Infeasible
 from tuner.history.store import Store
-from tuner.knobs.arguments import gpus_held
-from tuner.records import JSON, Launch, Measurement, Run, Trial
+from tuner.measures import many, trials_named
+from tuner.records import JSON, Launch, Measurement, Run, Trial, TrialState
 from tuner.search import trial_view
 from tuner.tuning.attempt import errors_of, failing, retries_of, unlike
 from tuner.tuning.concluding import (
@@ -33,10 +34,11 @@ from tuner.tuning.context import (
     RunContext,
     RunEstimate,
     RunEvent,
-    replays_s,
+    numbers_of,
     usual_launch_s,
+    usual_replays_s,
 )
-from tuner.tuning.finalists import left_out
+from tuner.tuning.finalists import finalists, left_out
 from tuner.tuning.study import Prepared
 from tuner.tuning.trial import launch
 from tuner.tuning.winner import policy
@@ -44,8 +46,14 @@ from tuner.tuning.winner import policy
 # Rounds that a comparison is worth where the launches that a run may make are too few for the plan's.
 LEAST_ROUNDS = 2
 
-# Why no further round is measured: the answer is clear, or a limit is reached.
+# Why no further round is measured: it would not help, or a limit is reached.
 End = Literal["decided", "rounds", "window", "launches"]
+ENDS: Mapping[End, str] = {
+    "decided": "another round cannot show more",
+    "rounds": "all {rounds} rounds are used",
+    "window": "the window has no time for another round",
+    "launches": "too few launches of the run are left for another round",
+}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,7 +62,7 @@ class Rounds:
     reverse order, so that a machine that drifts does no arm a favour.
 
     `label` names the launches' folders: what was measured before an interruption is used again. `dropped`
-    tells why an arm left. `setups` maps a trial number to its engine, where that is not the study's.
+    tells why an arm left. `setups` maps a trial number to its engine, if that is not the study's.
     """
 
     context: RunContext
@@ -133,17 +141,26 @@ class Rounds:
 
     def _tell(self, arms: Sequence[Trial], trial: Trial, repeat: int, bounds: tuple[int, int]) -> None:
         least, most = bounds
-        rounds = max(least, repeat)
-        done = sum(self.has(t, r) for t in arms for r in range(1, rounds + 1))
-        more = f" (added, because the answer is open; at most {most})" if repeat > least else ""
+        repeats = [self.repeats(each) for each in arms]
+        rounds = max(repeat, self.reach(repeats, least))
+        done = sum(r in each for each in repeats for r in range(1, rounds + 1))
+        more = f" (added, because the result is open; at most {most})" if repeat > least else ""
         total = len(arms) * rounds
         text = f"{self.what}: launch {done + 1} of {total}, repeat {repeat} of {rounds}{more}"
-        self.context.tell(RunEvent(kind="confirm", text=text, done=done, total=total, trial=trial))
+        event = RunEvent(kind="confirm", text=text, stage=self.what, done=done, total=total, trial=trial)
+        self.context.tell(event)
+
+    def reach(self, repeats: Sequence[Collection[int]], least: int) -> int:
+        """How many of the `least` rounds the run's launches are enough for, if these repeats of each arm are
+        measured already.
+        """
+        made = sum(r in each for each in repeats for r in range(1, least + 1))
+        return math.floor(min(least, (made + self.context.budget.left) // len(repeats)))
 
     def done(self, arms: Sequence[Trial]) -> int:
         """How many rounds are measured of every arm."""
-        repeat = 0
-        while arms and all(self.has(t, repeat + 1) for t in arms):
+        repeats, repeat = [self.repeats(trial) for trial in arms], 0
+        while arms and all(repeat + 1 in each for each in repeats):
             repeat += 1
         return repeat
 
@@ -154,7 +171,7 @@ class Rounds:
         found, dropped = dict[int, Sequence[Measurement]](), dict(self.dropped)
         for trial in arms:
             rows = kept(self.context, self.label, trial.id)
-            reason = next((said for m in rows if (said := failing(m.values, errors_of(m)))), None)
+            reason = next((said for m in rows if (said := not_serving(m))), None)
             if reason is not None:
                 dropped.setdefault(trial.number, reason)
             if rows and trial.number not in dropped:
@@ -162,10 +179,22 @@ class Rounds:
         return found, dropped
 
     def has(self, trial: Trial, repeat: int) -> bool:
-        """Whether one repeat of an arm is measured, on every kind of slice that the study has."""
+        """Whether one repeat of an arm is measured."""
+        return repeat in self.repeats(trial)
+
+    def repeats(self, trial: Trial) -> set[int]:
+        """The repeats of an arm that are measured, on every kind of slice that the study has."""
         wanted = PLACES if any(s.held_out for s in self.context.prepared.study.slices) else PLACES[:1]
-        found = kept(self.context, self.label, trial.id)
-        return {m.purpose for m in found if m.repeat == repeat} >= set(wanted)
+        found = {(m.repeat, m.purpose) for m in kept(self.context, self.label, trial.id)}
+        return {repeat for repeat, _ in found if all((repeat, each) in found for each in wanted)}
+
+
+def not_serving(measurement: Measurement) -> str | None:
+    """Why a repeat does not serve the traffic, and where; None if it does."""
+    if failing(measurement.values) is None:
+        return None
+    said = failing(measurement.values, errors_of(measurement))
+    return f"on the held-out slice {said}" if said and measurement.purpose == "held_out" else said
 
 
 def folder_of(label: str, repeat: int, attempt: int) -> str:
@@ -191,27 +220,12 @@ def kept(context: RunContext, label: str, trial_id: int) -> list[Measurement]:
     return [last[key] for key in sorted(last)]
 
 
-def is_searched(trial: Trial) -> bool:
-    """Whether a trial is one of the search: those of an attribution lie in folders of rounds."""
-    return "-confirm-" not in (trial.directory or "")
-
-
-def cost_of(context: RunContext, run: Run, label: str | None = None) -> RunCost:
-    """What a run's search and some rounds held the node for (default: its confirmation)."""
+def cost_of(context: RunContext, run: Run) -> RunCost:
+    """What a run's launches used the node for. The run is the study's newest."""
     facts = context.prepared.facts
     real = adapter_of(facts.kind).uses_gpus(facts.platform)
-    ours = [t for t in context.store.trials(run.study_id) if t.run_id == run.id and is_searched(t)]
-    search = sum(t.gpu_seconds / (1 if real else context.gpus_held(t.candidate)) for t in ours)
-    spans = [
-        max(0.0, (each.ended_at - each.started_at).total_seconds()) * (gpus_held(each.argv) if real else 1)
-        for each in launches_of(context, label or label_of(run.id))
-        if each.ended_at is not None
-    ]
-    return RunCost(
-        search_s=round(search, 1),
-        confirm_s=round(sum(spans), 1),
-        gpus=context.gpus_held(context.prepared.baseline) if real else 0,
-    )
+    made = [each for each in context.launches() if each.started_at >= run.started_at]
+    return RunCost.of(made, gpus=context.gpus_held(context.prepared.baseline) if real else 0)
 
 
 def asked_of(prepared: Prepared) -> WinnerCriteria:
@@ -236,45 +250,89 @@ def repeats_for_ten_percent(prepared: Prepared, store: Store | None) -> dict[str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A confirmation before it is begun: `rounds` launches of each of the baseline and the finalists, up to
-    `most` while the answer is open; `round_s` is about how long each of these rounds takes.
+    """A confirmation before it is begun: `rounds` launches of each of the finalists and, unless it did not
+    serve the traffic, the `baseline`, up to `most` while the answer is open; each takes about `launch_s`.
     """
 
-    arms: int
+    finalists: int
+    baseline: bool
     rounds: int
     most: int
-    round_s: float
+    launch_s: float
+
+    @property
+    def arms(self) -> int:
+        """The launches of a round."""
+        return self.finalists + self.baseline
+
+    @property
+    def round_s(self) -> float:
+        """About how long a round takes."""
+        return self.arms * self.launch_s
 
     @property
     def seconds(self) -> float:
         """About how long it takes where the first rounds decide."""
         return self.rounds * self.round_s
 
-
-def planned(prepared: Prepared, launch_s: float, finalists: int | None = None) -> Planned:
-    """The confirmation of so many finalists (default: the plan's), by the seconds of a launch."""
-    plan = prepared.plan
-    arms = 1 + (plan.finalists if finalists is None else finalists)
-    each = replays_s(prepared, prepared.study.slices) + launch_s
-    return Planned(arms=arms, rounds=plan.repeats, most=plan.most, round_s=arms * each)
+    def within(self, launches: float) -> "Planned":
+        """The same by at most so many launches: a run confirms fewer finalists if it cannot launch each arm
+        `LEAST_ROUNDS` times, and then makes fewer rounds. It makes none if even one finalist is too many.
+        """
+        least, count = min(LEAST_ROUNDS, self.rounds), self.finalists
+        if (1 + self.baseline) * least > launches:
+            return replace(self, finalists=0, rounds=0, most=0)
+        while count > 1 and (count + self.baseline) * least > launches:
+            count -= 1
+        enough = math.floor(min(self.most, launches // (count + self.baseline)))
+        return replace(self, finalists=count, rounds=min(self.rounds, enough), most=enough)
 
 
 def estimate_of(context: RunContext, run: Run) -> RunEstimate | None:
-    """How long the parts of a run take, by what is known now; None on a virtual clock."""
-    if context.prepared.file.engine.clock == "virtual":
+    """How long the parts of a run take, by what is known now; None on a virtual clock. A confirmation that
+    comes before the search, or is done, is not counted again, unless there are other finalists by now.
+    """
+    prepared = context.prepared
+    if prepared.file.engine.clock == "virtual":
         return None
+    known, plan = expected(prepared, context.store)
     window = None if run.deadline is None else (run.deadline - context.clock()).total_seconds()
-    return replace(expected(context.prepared, context.store)[0], window_s=window)
+    known = replace(known, window_s=window)
+    if prepared.comparison is not None:
+        return known
+    going = unfinished(context, run)
+    if going is None or not going.left:
+        return replace(known, confirm_s=after_search_s(context, run, going, plan))
+    search = 0.0
+    if going.label != label_of(run.id) and not numbers_of(context.store.trials(run.study_id), run.id):
+        search = math.inf if run.trials_limit is None else run.trials_limit * known.trial_s
+    return replace(known, confirm_s=going.left * plan.launch_s, search_s=search)
+
+
+def after_search_s(context: RunContext, run: Run, going: "Confirmation | None", plan: Planned) -> float:
+    """About how long the confirmation after the search takes. 0: launches for it are not left, or the one
+    that was finished before the search (`going`) has the finalists by now.
+    """
+    left, done = context.budget.left, set[int]()
+    if going is not None and not going.left:
+        done = {t.number for t in going.chosen}
+    chosen = finalists(context.prepared, context.store.trials(run.study_id), run.id) if done else []
+    same = done and {t.number for t in chosen} <= done
+    none = same or left < min(LEAST_ROUNDS, plan.rounds) * (1 + plan.baseline)
+    return 0.0 if none else plan.within(left).seconds
 
 
 def expected(prepared: Prepared, store: Store | None) -> tuple[RunEstimate, Planned]:
     """(how long the parts of a run take, the planned confirmation), by what launches took so far."""
-    launch_s = usual_launch_s(store, prepared)
-    plan = planned(prepared, launch_s)
+    launch_s, (searched, every) = usual_launch_s(store, prepared), usual_replays_s(store, prepared)
+    bases = [t for t in store.trials(prepared.study.id) if t.is_baseline] if store else []
+    failed = trial_view.baseline_of(bases) is None and any(t.state is TrialState.INFEASIBLE for t in bases)
+    plan = Planned(
+        finalists=prepared.plan.finalists, baseline=not failed, rounds=prepared.plan.repeats,
+        most=prepared.plan.most, launch_s=every + launch_s,
+    )  # fmt: skip
     estimate = RunEstimate(
-        trial_s=replays_s(prepared, prepared.study.searched_slices) + launch_s,
-        confirm_s=plan.seconds,
-        confirm_launch_s=plan.round_s / plan.arms,
+        trial_s=searched + launch_s, confirm_s=plan.seconds, confirm_launch_s=plan.launch_s
     )
     return estimate, plan
 
@@ -290,17 +348,15 @@ class Confirmation:
     chosen: Sequence[Trial]
     label: str
     dropped: dict[int, str] = field(default_factory=dict)
-    _earlier: Spreads = field(init=False)
     rounds: Rounds = field(init=False)
+    _earlier: Spreads | None = None
 
     def __post_init__(self) -> None:
-        asked = asked_of(self.context.prepared)
         self.rounds = Rounds(context=self.context, run=self.run, label=self.label, dropped=self.dropped)
-        self._earlier = noise_before(self.context.store, asked, without=self.label)
 
     @property
     def base(self) -> Trial | None:
-        """Today's configuration as the search measured it first; None where it did not serve."""
+        """Today's configuration as the search measured it; None if it did not serve."""
         return trial_view.baseline_of(self.context.store.trials(self.run.study_id))
 
     @property
@@ -312,6 +368,9 @@ class Confirmation:
         """What was measured so far, without trials of which too many requests failed."""
         trials = self.context.store.trials(self.run.study_id)
         measured, dropped = self.rounds.measured(self.arms)
+        if self._earlier is None:
+            asked = asked_of(self.context.prepared)
+            self._earlier = noise_before(self.context.store, asked, without=self.label)
         return Repeats(
             base=trial_view.baseline_of(trials) or baseline_of(trials), finalists=self.chosen,
             measured=measured, dropped=dropped, earlier=self._earlier,
@@ -326,19 +385,45 @@ class Confirmation:
         def left() -> list[Trial]:
             return self.arms if is_open(asked, self.so_far()) else []
 
-        await self.rounds.measure(self.arms, least=plan.repeats, most=plan.most, left=left)
+        end = await self.rounds.measure(self.arms, least=plan.repeats, most=plan.most, left=left)
+        if end in ("window", "launches"):
+            done = many(self.rounds.done(self.arms), "repeat")
+            self.context.tell(RunEvent(kind="note", text=f"the confirmation ends after {done}: {ENDS[end]}"))
 
     @property
     def missing(self) -> int:
         """The fewest launches with which it is done, or begins."""
-        least = min(LEAST_ROUNDS, self.context.prepared.plan.repeats)
-        return sum(not self.rounds.has(t, r) for t in self.arms for r in range(1, least + 1))
+        return _missing(self._repeats, min(LEAST_ROUNDS, self.context.prepared.plan.repeats))
+
+    @property
+    def left(self) -> int:
+        """The launches that it still makes if no repeat is added, by the launches that the run may make."""
+        wanted, repeats = self.context.prepared.plan.repeats, self._repeats
+        least = min(LEAST_ROUNDS, wanted)
+        return _missing(repeats, max(least, self.rounds.reach(repeats, wanted)) if repeats else least)
+
+    @property
+    def _repeats(self) -> list[set[int]]:
+        return [self.rounds.repeats(trial) for trial in self.arms]
+
+    @property
+    def task(self) -> str:
+        """What is to be done first, as the predicate of a sentence about the run."""
+        names = trials_named([t.label for t in self.chosen])
+        if launches_of(self.context, self.label):
+            return f"first finishes the interrupted confirmation of {names}"
+        return f"first confirms {names}, whose confirmation has not begun yet"
 
     def conclusion(self) -> Conclusion:
         """The conclusion of a confirmation that was measured to its end."""
         asked, now = asked_of(self.context.prepared), self.context.clock()
-        cost = cost_of(self.context, self.run, self.label)
+        cost = cost_of(self.context, self.run)
         return conclude(asked, self.run, self.so_far(), cost, now)
+
+
+def _missing(repeats: Sequence[Collection[int]], rounds: int) -> int:
+    """How many launches so many rounds need, if these repeats of each arm are measured already."""
+    return sum(r not in each for each in repeats for r in range(1, rounds + 1))
 
 
 def without_finalists(context: RunContext, run: Run) -> Conclusion:
@@ -354,19 +439,53 @@ def without_finalists(context: RunContext, run: Run) -> Conclusion:
     )  # fmt: skip
 
 
-def pending(context: RunContext) -> tuple[str, list[Trial]] | None:
-    """The confirmation that earlier runs of the study could not end: (its label, its finalists); None where
-    the last conclusion leaves nothing to be done.
+def begun(context: RunContext, label: str, run_id: str) -> list[Trial]:
+    """The finalists of a confirmation that a run began, by its launches, and those that it had not launched
+    yet; empty if it launched nothing.
     """
-    label, numbers = None, list[int]()
-    for said in reversed(context.store.conclusions(context.prepared.study.id)):
-        ours = [arm.trial for arm in said.finalists]
-        if said.outcome is not Judgement.NOT_CONFIRMED or not ours or (numbers and ours != numbers):
+    folders = [each.directory or "" for each in launches_of(context, label)]
+    if not folders:
+        return []
+    numbers = {int(folder.rsplit("/", 1)[-1].split("-", 1)[0]) for folder in folders}
+    trials = context.store.trials(context.prepared.study.id)
+    chosen = [t for t in trial_view.latest(trials) if t.number in numbers and not t.is_baseline]
+    more = [t for t in finalists(context.prepared, trials, run_id) if t.number not in numbers]
+    return [*chosen, *more][: max(context.prepared.plan.finalists, len(chosen))]
+
+
+def unfinished(context: RunContext, run: Run) -> Confirmation | None:
+    """The confirmation that a run finishes before its search: its own, if it was interrupted there, or one
+    that earlier runs left. The run may have measured it by now. None: there is none.
+    """
+    own = label_of(run.id)
+    found = (own, ours) if (ours := begun(context, own, run.id)) else pending(context)
+    if found is None:
+        return None
+    return Confirmation(context=context, run=run, label=found[0], chosen=found[1])
+
+
+def pending(context: RunContext) -> tuple[str, list[Trial]] | None:
+    """The confirmation that earlier runs of the study could not end: (its label, its finalists); None if
+    nothing is left to be done. A run that lost its process names no finalists, but its launches do. Runs that
+    began no confirmation leave the one before them to be done.
+    """
+    label, numbers, study = None, set[int](), context.prepared.study.id
+    said = {each.run_id: each for each in context.store.conclusions(study)}
+    for run in context.store.runs(study):
+        found = said.get(run.id)
+        if found is None or (found.outcome is Judgement.NOTHING_SERVED and not found.finalists):
+            continue
+        if found.outcome is not Judgement.NOT_CONFIRMED:
             break
-        label, numbers = label_of(said.run_id), ours
-        if launches_of(context, f"{label}.2"):
-            label = f"{label}.2"
+        own = label_of(run.id)
+        if launches_of(context, f"{own}.2"):
+            own = f"{own}.2"
+        ours = {arm.trial for arm in found.finalists} or {t.number for t in begun(context, own, run.id)}
+        if ours and numbers and ours != numbers:
+            break
+        if ours:
+            label, numbers = own, ours
     if label is None:
         return None
-    latest = {t.number: t for t in trial_view.latest(context.store.trials(context.prepared.study.id))}
-    return label, [latest[n] for n in numbers if n in latest]
+    left = [t for t in trial_view.latest(context.store.trials(study)) if t.number in numbers]
+    return (label, left) if left else None

@@ -1,4 +1,6 @@
-"""The records that a run, its launches and their hosts share; budget, cores, and estimates for a launch."""
+"""The records that a run, its launches and their hosts share; budget, cores, estimates for a launch, and when
+to screen.
+"""
 
 import math
 import os
@@ -17,7 +19,7 @@ from tuner.engine.boots import FIRST_S, settles
 from tuner.engine.gpu import Gpus
 from tuner.errors import Aborted
 from tuner.history.store import Store
-from tuner.knobs.arguments import compile_candidate, gpus_held
+from tuner.knobs.arguments import compile_candidate
 from tuner.measures import many
 from tuner.records import (
     Candidate,
@@ -30,11 +32,15 @@ from tuner.records import (
     Slice,
     Study,
     Trial,
+    TrialState,
     Value,
+    gpus_held,
+    repeat_of,
 )
-from tuner.replay import contention
 from tuner.replay.prepare import Progress
 from tuner.replay.timeline import Judge
+from tuner.replay.timing import split
+from tuner.search import trial_view
 from tuner.tuning.quality import CanaryAnswer
 from tuner.tuning.study import Clock, Prepared
 
@@ -57,33 +63,39 @@ def split_cores(available: Sequence[int]) -> Cores:
     """The senders get an eighth of the host, one to four cores; the engine all the others."""
     if len(available) < 2:
         return Cores(engine=None, sender=None)
-    engine, sender = contention.split(available, min(SENDERS, max(1, len(available) // 8)))
+    engine, sender = split(available, min(SENDERS, max(1, len(available) // 8)))
     return Cores(engine=engine, sender=sender)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEstimate:
-    """How long a run's parts take, in seconds, by what is known now: a trial with its own launch, the whole
-    confirmation, one of its launches (None: as a trial); and until the deadline (None: there is none).
+    """How many seconds the parts of a run take, as far as is known now: a trial with its own launch, the
+    rest of the confirmation, and one launch of the confirmation (None: as long as a trial). Also the search
+    that comes after the confirmation (infinite: it has no limit of trials), and the time until the deadline
+    (None: there is none).
     """
 
     trial_s: float
     confirm_s: float = 0.0
     confirm_launch_s: float | None = None
+    search_s: float = 0.0
     window_s: float | None = None
 
 
+SEARCH = "search"
 EventKind = Literal["run", "started", "phase", "finished", "confirm", "verdict", "note"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEvent:
-    """One line of progress of a run: `done` of `total` trials. `trial` is the trial that it is about; an
-    earlier run may have begun it. `progress` is where its replay is. `estimate`: what is known from now on.
+    """One line of progress of a run: `done` of `total` trials of the search, or launches of another `stage`.
+    `trial` is the trial that it is about; an earlier run may have begun it. `progress` is where its replay
+    is. `estimate`: what is known from now on.
     """
 
     kind: EventKind
     text: str
+    stage: str = SEARCH
     done: int = 0
     total: int | None = None
     trial: Trial | None = None
@@ -143,10 +155,10 @@ def budget_of(run: Run, launches: Sequence[Launch]) -> LaunchBudget:
     return LaunchBudget(most=most_launches(run.trials_limit), begun=begun)
 
 
-def hours_left(store: Store, study_id: str, hours: float | None, now: datetime) -> float | None:
+def hours_left(store: Store | None, study_id: str, hours: float | None, now: datetime) -> float | None:
     """What is left of a run's hours. The time that its engines ran before an interruption is spent."""
-    open_runs = [run for run in store.runs(study_id) if run.state is RunState.RUNNING]
-    if hours is None or not open_runs:
+    open_runs = [run for run in store.runs(study_id) if run.state is RunState.RUNNING] if store else []
+    if store is None or hours is None or not open_runs:
         return hours
     begun = open_runs[0].started_at
     ours = [each for each in store.launches(study_id) if each.started_at >= begun]
@@ -209,8 +221,9 @@ SIMULATED_LAUNCH_S = 2.0
 
 
 def usual_launch_s(store: Store | None, prepared: Prepared) -> float:
-    """About how many seconds a launch takes on this node: the median of the study's own launches and of those
-    that are like them; else of the node's last studies on this engine version; else a guess.
+    """About how many seconds a launch takes on this node. This is the median of the study's own launches
+    and of launches like them. If there are none, it is the median of the node's last studies on this engine
+    version; otherwise a guess.
     """
     study = prepared.study
     if store is not None:
@@ -380,8 +393,86 @@ def held(prepared: Prepared, argv: Sequence[str]) -> int:
 SETTLE_S = 15.0
 
 
+def usual_replays_s(store: Store | None, prepared: Prepared) -> tuple[float, float]:
+    """About how many seconds the replays of a trial and of a launch of the confirmation take: the medians of
+    this study. What was not measured yet is computed from the slices.
+    """
+    study = prepared.study
+    searched, every = (replays_s(prepared, parts) for parts in (study.searched_slices, study.slices))
+    if store is None:
+        return searched, every
+    spans = [
+        (t.ended_at - t.started_at).total_seconds() - s
+        for t, s in _ready(store.trials(study.id))
+        if t.ended_at is not None and repeat_of(t.directory) is None
+    ]
+    again = [
+        each.measuring_s
+        for each in store.launches(study.id)
+        if repeat_of(each.directory) and each.verdict is None and each.measuring_s is not None
+    ]
+    if spans:
+        searched, every = median(spans), every * median(spans) / searched
+    return searched, median(again) if again else every
+
+
 def replays_s(prepared: Prepared, parts: Sequence[Slice]) -> float:
-    """About how many seconds the replays of these slices take in one engine."""
+    """About how many seconds the replays of these slices take in one engine, as far as the plan tells."""
     plan = prepared.plan
     outside = plan.load_warmup_s + min(SETTLE_S, plan.warmup_limit_s + plan.tail_limit_s)
     return sum(s.duration_s for s in parts) / prepared.file.speed + len(parts) * outside
+
+
+SCHEDULER = "--scheduler-cls"
+
+# After this many failures of running engines in a row every candidate gets an engine of its own: each failure
+# cost a launch.
+FAILURES = 3
+
+# Origin of a trial that measures a screened candidate again, in an engine of its own.
+RELAUNCHED = "relaunched"
+
+
+def changeable(prepared: Prepared) -> bool:
+    """Whether the study asks for live limits, turns any, and its engine takes a scheduler class."""
+    turned = any(name in prepared.space.levels for name in adapter_of(prepared.facts.kind).live_knobs)
+    asked = prepared.file.live_limits == "auto"
+    return asked and turned and SCHEDULER in prepared.facts.flags
+
+
+def screens(prepared: Prepared, trials: Sequence[Trial]) -> bool:
+    """Whether the next candidate is screened in a running engine. The engine must be able to do it. A good
+    candidate is replayed a second time in its own engine, so a launch must also take longer than this
+    second replay. A study cannot screen if FAILURES trials had an engine of their own and none was
+    screened.
+    """
+    if not changeable(prepared):
+        return False
+    replay = replay_s(trials) or replays_s(prepared, prepared.study.searched_slices)
+    own = [t for t in trial_view.latest(trials) if not t.is_baseline and t.origin != RELAUNCHED]
+    alone = sum(not t.screened and t.measurement is not None for t in own)
+    cannot = alone >= FAILURES and not any(t.screened for t in own)
+    return launch_s(trials) > replay and not cannot
+
+
+def _ready(trials: Sequence[Trial]) -> list[tuple[Trial, float]]:
+    """The complete trials with an engine of their own, and after how many seconds it answered."""
+    own = [t for t in trials if t.state is TrialState.COMPLETE and not t.screened]
+    return [(t, ready) for t in own if t.measurement and (ready := t.measurement.values.get("ready_s"))]
+
+
+def replay_s(trials: Sequence[Trial]) -> float | None:
+    """About how many seconds a replay takes, including its last requests. This is the least of the trials
+    with an engine of their own, because a trial may have waited or started its engine twice. None: there is
+    no such trial.
+    """
+    spans = [(t.ended_at - t.started_at).total_seconds() - s for t, s in _ready(trials) if t.ended_at]
+    return min(spans, default=None)
+
+
+def launch_s(trials: Sequence[Trial]) -> float:
+    """About how many seconds a launch takes until the engine answers: the median of the trials that had an
+    engine of their own, without the baseline, whose launch compiles.
+    """
+    spans = [ready for t, ready in _ready(trials) if not t.is_baseline]
+    return median(spans) if spans else LAUNCH_S

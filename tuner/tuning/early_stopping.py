@@ -18,10 +18,9 @@ from tuner.measures import is_maximized, many, measure_of
 from tuner.metrics import LATENCY_MS, counted, is_good, statistic
 from tuner.records import Outcome, Slice, Slo, Trial, TrialState
 from tuner.replay import outcomes
-from tuner.search import acquisition, pareto, trial_view
-from tuner.traffic import slices
-from tuner.tuning.calibrated_predictor import StudyPredictor
-from tuner.tuning.next_trial import next_number, view_of
+from tuner.replay.plan import slice_rows
+from tuner.search import acquisition, trial_view
+from tuner.tuning.next_trial import StudyPredictor, next_number, view_of
 from tuner.tuning.study import Prepared
 
 Array = NDArray[np.float64]
@@ -98,7 +97,7 @@ class Rival:
     there.
     """
 
-    number: int
+    label: str
     values: Mapping[str, float]
     columns: Columns | None = None
 
@@ -159,7 +158,7 @@ def curtail(case: Case, best: Mapping[str, float]) -> str | None:
         return None
     for rival in case.rivals:
         if all(_worse(name, best[name], rival.values.get(name), case.epsilon) for name in case.objectives):
-            return f"trial {rival.number} is certain to be better in every objective"
+            return f"trial {rival.label} is certain to be better in every objective"
     if not case.by_slo:  # a knee or a weighted best may lie anywhere on the front
         return None
     outside = [n for n in case.objectives if _worse(n, best[n], case.corner.get(n), 0.0)]
@@ -167,8 +166,8 @@ def curtail(case: Case, best: Mapping[str, float]) -> str | None:
         return None
     name, worst = outside[0], case.corner[outside[0]]
     return (
-        f"{name} is certain to end worse than the reference point ({worst:.4g}), and the trial cannot become"
-        " the SLO pick"
+        f"{name} will certainly be worse than the reference point ({worst:.4g}), and the SLO policy cannot"
+        " pick this trial"
     )
 
 
@@ -193,7 +192,7 @@ def _may_be_picked(case: Case, best: Mapping[str, float]) -> bool:
 
 def estimate(case: Case, ended: Columns, cancelled: int = 0) -> dict[str, float]:
     """What the objectives would have ended at: the first rival's values times the ratio on the same rows,
-    never better than what is still possible. Empty where there is no rival to scale from.
+    never better than what is still possible. Empty if there is no rival to scale from.
     """
     best = bounds(case, ended, (), cancelled)
     for columns, values in ((r.columns, r.values) for r in case.rivals if r.columns):
@@ -263,6 +262,7 @@ def reason_to_stop(
     *,
     done: int,
     limit: int | None = None,
+    kept: int = 0,
     now: datetime | None = None,
     deadline: datetime | None = None,
     needed_s: float = 0.0,
@@ -271,13 +271,14 @@ def reason_to_stop(
 ) -> str | None:
     """Why the search ends, in one sentence; None to go on.
 
-    `done` counts the trials of this run and `limit` bounds it. `needed_s` is what another trial and the
-    confirmation take before `deadline`. `expected_gain` returns the largest expected gain of any candidate,
-    as a share of the hypervolume (None: not known). `noise` is the relative noise of one measurement (see
-    `spread_of`).
+    `done` counts the trials of this run and `limit` bounds it, less what is `kept` to relaunch screened
+    finalists. `needed_s` is what another trial and the confirmation take before `deadline`. `expected_gain`
+    returns the largest expected gain of any candidate, as a share of the hypervolume (None: not known).
+    `noise` is the relative noise of one measurement (see `spread_of`).
     """
-    if limit is not None and done >= limit:
-        return f"the budget of {many(limit, 'trial')} is spent"
+    if limit is not None and done + kept >= limit:
+        left = f" ({kept} kept to relaunch screened finalists)" if kept else ""
+        return f"the budget of {many(limit, 'trial')} is spent{left}"
     if now is not None and deadline is not None and now + timedelta(seconds=needed_s) >= deadline:
         return f"the window ends at {deadline:%H:%M}, too soon for another trial and the confirmation"
     scale = trial_view.scale_of(trials, objectives, slo)
@@ -286,8 +287,8 @@ def reason_to_stop(
     if len(searched) < max(MINIMUM, WINDOW) or scale is None:
         return None
     recent = {t.number for t in searched[-WINDOW:]}
-    before = pareto.covered([t for t in finished if t.number not in recent], scale)
-    after = pareto.covered(finished, scale)
+    before = trial_view.covered([t for t in finished if t.number not in recent], scale)
+    after = trial_view.covered(finished, scale)
     floor = noise_volume(finished, scale, NOISE if noise is None else noise)
     if after - before > floor:
         return None
@@ -309,13 +310,13 @@ def noise_volume(trials: Sequence[Trial], scale: trial_view.Scale, noise: float)
     """How much hypervolume the front would gain if one objective were better by `noise`, mean over
     objectives.
     """
-    found = pareto.measured(trials, scale.objectives)
+    found = trial_view.measured(trials, scale.objectives)
     if not found:
         return 0.0
-    costs = scale.costs(pareto.values_of(found, scale.objectives))
+    costs = scale.costs(trial_view.values_of(found, scale.objectives))
     corner = np.array(scale.corner)
-    lucky = [pareto.volume(costs - shift, corner) for shift in noise * np.eye(len(corner))]
-    return float(np.mean(lucky)) - pareto.volume(costs, corner)
+    lucky = [trial_view.volume(costs - noise * np.abs(costs) * one, corner) for one in np.eye(len(corner))]
+    return float(np.mean(lucky)) - trial_view.volume(costs, corner)
 
 
 # Trials that a running replay is compared with, the newest of the front first. Each keeps all its requests in
@@ -350,19 +351,19 @@ def case_of(
         return None
     values = [base.measurement.values.get(n, math.inf) for n in study.objectives]
     corner = trial_view.corner_of(study.objectives, values, study.slo)
-    leaders = pareto.front(trials, study.objectives, screened=True)[::-1][:RIVALS]
+    leaders = trial_view.front(trials, study.objectives, screened=True)[::-1][:RIVALS]
     epsilon = SCREENED_EPSILON if screened else EPSILON
     case = Case(
         objectives=study.objectives,
         slo=study.slo,
-        planned=sum(len(slices.rows(prepared.trace, s)) for s in study.searched_slices),
+        planned=sum(len(slice_rows(prepared.trace, s)) for s in study.searched_slices),
         window_s=sum(s.duration_s for s in study.searched_slices) / file.speed,
         corner=dict(zip(study.objectives, corner, strict=True)),
         epsilon=epsilon,
         by_slo=file.winner == "slo",
     )
     rivals = [
-        Rival(number=t.number, values=t.measurement.values, columns=columns(case, t))
+        Rival(label=t.label, values=t.measurement.values, columns=columns(case, t))
         for t in leaders
         if t.measurement
     ]
@@ -370,7 +371,7 @@ def case_of(
 
 
 def _columns(case: Case, trial: Trial) -> Columns | None:
-    """The requests of a trial; None where their files were cleared away or cannot be read."""
+    """The requests of a trial; None if their files were cleared away or cannot be read."""
     rows = case.rows()
     for part in trial.measurement.slices if trial.measurement else ():
         if part.outcomes_file is None:
@@ -388,7 +389,7 @@ def expected_gain(prepared: Prepared, trials: Sequence[Trial], predictor: StudyP
     """
     known, view = predictor.calibrated(trials), view_of(prepared, trials)
     state = view.problem(known.predict if known else None)
-    covered = 0.0 if state is None else pareto.covered(trials, state.scale)
+    covered = 0.0 if state is None else trial_view.covered(trials, state.scale)
     if state is None or covered <= 0:
         return None
     seed, at = prepared.study.seed, view.encoding.candidate

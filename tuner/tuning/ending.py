@@ -5,12 +5,13 @@ from dataclasses import asdict, replace
 
 from tuner import masking
 from tuner.conclusions import Attribution, Conclusion, PublishedProfile
-from tuner.engine import effective
+from tuner.engine.metrics import unproved_knobs
 from tuner.knobs.arguments import compile_candidate
 from tuner.knobs.catalogue import CATALOGUE
 from tuner.measures import many, trials_named
 from tuner.profiles import registry
 from tuner.records import JSON, Profile, Run, Trial, TrialState
+from tuner.report.words import seconds
 from tuner.search import trial_view
 from tuner.search.acquisition import Predict
 from tuner.tuning import quality
@@ -20,14 +21,14 @@ from tuner.tuning.confirm import (
     Confirmation,
     asked_of,
     cost_of,
+    expected,
     kept,
     label_of,
     launches_of,
-    pending,
-    planned,
+    unfinished,
     without_finalists,
 )
-from tuner.tuning.context import RunContext, RunEvent, usual_launch_s
+from tuner.tuning.context import RunContext, RunEvent
 from tuner.tuning.finalists import finalists
 
 
@@ -38,24 +39,25 @@ class Ending:
         self._context, self._run = context, run
         self._going: Confirmation | None = None
         self._done: Confirmation | None = None
+        self._owed: Confirmation | None = None  # of an earlier run; the window was too short for it
         self._attribution: Attribution | None = None
 
     async def what_is_pending(self) -> None:
         """Before new trials: finish a confirmation that was interrupted, if it fits into the window."""
-        found = self._begun() or pending(self._context)
-        if found is None or not found[1]:
+        going = unfinished(self._context, self._run)
+        if going is None:
             return
-        going = self._confirmation(*found)
-        names = trials_named([t.number for t in going.chosen])
         if (why := self.too_short(going)) is not None:
+            self._owed = going
+            names = trials_named([t.label for t in going.chosen])
             self._say(f"the confirmation of {names} is still to be done: {why}")
             return
-        if going.missing:
-            self._say(f"the run first finishes the interrupted confirmation of {names}")
+        if going.left:
+            self._say(f"the run {going.task}")
         await self._measure(going)
 
     async def confirm(self) -> str | None:
-        """At the end of the search: measure the finalists again, unless that was done. Returns why not, where
+        """At the end of the search: measure the finalists again, unless that was done. Returns why not, if
         the window is too short.
         """
         chosen = finalists(self._context.prepared, self._trials(), self._run.id)
@@ -66,17 +68,20 @@ class Ending:
             return None
         own = label_of(self._run.id)  # launch folders of a second confirmation of one run have other names
         again = self._done is not None and self._done.label == own
-        going = self._confirmation(f"{own}.2" if again else own, chosen)
+        label = f"{own}.2" if again else own
+        if self._owed is not None and {t.number for t in self._owed.chosen} == {t.number for t in chosen}:
+            label = self._owed.label  # its repeats are kept
+        going = whole = self._confirmation(label, chosen)
         while len(going.chosen) > 1 and going.missing > self._context.budget.left:
             going = self._confirmation(going.label, going.chosen[:-1])
         if (why := self.too_short(going)) is not None:
-            self._going = going
+            self._going = whole
             return why
         await self._measure(going)
         return None
 
     async def attribute(self, predict: Predict | None) -> None:
-        """After a winner was confirmed: find out which of its knobs pay, in the rest of the window."""
+        """After a winner was confirmed: find out which knobs give the gain, in the rest of the window."""
         said = self._done.conclusion() if self._done is not None else None
         base = self._done.base if self._done is not None else None
         if said is None or self._done is None or base is None or not said.confirmed:
@@ -101,15 +106,15 @@ class Ending:
         if wanted > left:
             return f"it needs at least {many(wanted, 'launch')}, but the run may make only {left:.0f} more"
         end = self._run.deadline
-        if end is None or not wanted:
+        if end is None:
             return None
-        prepared, store = self._context.prepared, self._context.store
-        needed = planned(prepared, usual_launch_s(store, prepared), len(going.chosen)).seconds
-        seconds = (end - self._context.clock()).total_seconds()
-        if needed <= seconds:
+        _, plan = expected(self._context.prepared, self._context.store)
+        needed = going.left * plan.launch_s
+        left_s = (end - self._context.clock()).total_seconds()
+        if needed <= left_s:
             return None
-        left_min = max(0.0, seconds) / 60
-        return f"it takes about {needed / 60:.0f} min, but only {left_min:.0f} min of the window are left"
+        took, there = seconds(round(needed)), seconds(round(max(0.0, left_s)))
+        return f"it takes about {took}, but only {there} of the window are left"
 
     async def _measure(self, going: Confirmation) -> None:
         self._going = going
@@ -119,19 +124,6 @@ class Ending:
     def _confirmation(self, label: str, chosen: Sequence[Trial]) -> Confirmation:
         return Confirmation(context=self._context, run=self._run, chosen=chosen, label=label)
 
-    def _begun(self) -> tuple[str, list[Trial]] | None:
-        """The confirmation that this very run had begun when it was interrupted."""
-        label = label_of(self._run.id)
-        folders = [each.directory or "" for each in launches_of(self._context, label)]
-        if not folders:
-            return None
-        numbers = {int(folder.rsplit("/", 1)[-1].split("-", 1)[0]) for folder in folders}
-        trials = self._trials()
-        chosen = [t for t in trial_view.latest(trials) if t.number in numbers and not t.is_baseline]
-        count = self._context.prepared.plan.finalists
-        more = [t for t in finalists(self._context.prepared, trials, self._run.id) if t.number not in numbers]
-        return label, [*chosen, *more][: max(count, len(chosen))]
-
     def conclusion(self, why: str | None = None) -> Conclusion | None:
         """Publish the profiles and return the conclusion. `why` is why the run ended early or its
         confirmation did not begin; None: neither.
@@ -140,18 +132,20 @@ class Ending:
             return self._published(self._done, why)
         if why is None:
             return self._with_profiles(without_finalists(self._context, self._run), label_of(self._run.id))
-        going, trials = self._going, self._trials()
+        going, trials = self._going or self._owed, self._trials()
         return unconfirmed(
             asked_of(self._context.prepared), self._run, trials, why=why, now=self._context.clock(),
-            cost=cost_of(self._context, self._run, going.label if going else None),
+            cost=cost_of(self._context, self._run),
             finalists=going.chosen if going else (), repeats=going.rounds.done(going.arms) if going else 0,
         )  # fmt: skip
 
     def _published(self, done: Confirmation, why: str | None) -> Conclusion:
         said = done.conclusion()
         if why is not None and self._going is not None:
-            names = ", ".join(str(t.number) for t in self._going.chosen)
-            said = replace(said, sentence=f"{said.sentence} Trials {names} were not confirmed: {why}.")
+            done_before = {t.number for t in done.chosen}
+            left = [t.label for t in self._going.chosen if t.number not in done_before]
+            were = f"{trials_named(left)} {'was' if len(left) == 1 else 'were'} not confirmed: {why}."
+            said = replace(said, sentence=f"{said.sentence} {were[0].upper()}{were[1:]}")
         return self._with_profiles(said, done.label)
 
     def _with_profiles(self, said: Conclusion, label: str) -> Conclusion:
@@ -183,7 +177,7 @@ def summary_of_conclusion(context: RunContext, said: Conclusion) -> dict[str, JS
                 "number": arm.trial, "where": c.where, "metric": c.metric,
                 "ratio": None if c.change is None else 1 + c.change, "low": 1 + (c.low or 0.0),
                 "high": None if c.high is None else 1 + c.high, "repeats": c.repeats, "rows": 0,
-                "verdict": "no clear winner" if c.word == "open" else c.word,
+                "verdict": c.word,
             }
             for arm in said.finalists
             for c in arm.changes
@@ -243,7 +237,7 @@ def _profile(
             "confirmed": said.confirmed and won,
             "slo_met": bool(arm and arm.slo_met),
             "demonstration": said.demonstration,
-            "repeats": said.repeats,
+            "repeats": len({m.repeat for m in rows}) or said.repeats,
             "changes": [dict(asdict(c)) for c in arm.changes] if arm else [],
             "not_worse": dict(prepared.file.not_worse),
             "unproved": unproved_of(trial),
@@ -260,5 +254,5 @@ def _profile(
 
 def unproved_of(trial: Trial) -> dict[str, JSON]:
     """Knobs of a trial of which nothing shows that the engine took them, and why."""
-    names = effective.unproved(trial.candidate, trial.effective)
+    names = unproved_knobs(trial.candidate, trial.effective)
     return {name: CATALOGUE[name].unproved or "this engine does not report it" for name in names}

@@ -1,10 +1,11 @@
-"""How a run begins and ends: it holds the study, clears what dead controllers left, works, and writes its
-end. A search and a comparison have this in common.
+"""How a run begins and ends: it holds the study, says what is odd about its trace, clears what dead
+controllers left, works, and writes its end. A search and a comparison have this in common.
 """
 
 import asyncio
 import fcntl
 import os
+import re
 import socket
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -13,19 +14,138 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from tuner import processes
 from tuner.adapters import adapter_of
 from tuner.conclusions import Conclusion
 from tuner.engine.gpu import Gpus
 from tuner.errors import Aborted, BadInput, Conflict, NotFound, StudyFailed, TunerError, Unavailable
+from tuner.history.entities import TraceInfo
 from tuner.history.store import Store
-from tuner.knobs.arguments import gpus_held
+from tuner.knobs.catalogue import CATALOGUE
 from tuner.leftovers import sweep_scratch
-from tuner.records import JSON, Launch, Run, RunState, Study, Trial, TrialState
-from tuner.traffic import trace_files
-from tuner.tuning.context import EventKind, RunContext, RunEvent, numbers_of, silent
+from tuner.measures import many
+from tuner.records import JSON, Launch, ProfileKey, Run, RunState, Study, Trial, TrialState, gpus_held
+from tuner.replay.plan import PLANS, slice_rows
+from tuner.traffic import statistics, trace_files
+from tuner.tuning.context import SEARCH, EventKind, RunContext, RunEvent, numbers_of, silent
 from tuner.tuning.study import Clock, Prepared
-from tuner.tuning.traffic_notes import few_requests
+
+# How the name of a capture ends, under which its trace is registered.
+CAPTURE = re.compile(r"-\d{8}T\d{6}Z(\.\d+)?$")
+
+# Fewer requests than this in all searched slices give no percentile: p95 of 20 is the slowest one.
+FEW = 20
+
+# How many runs back the one before is looked for.
+RUNS = 100
+
+
+def traffic_notes(prepared: Prepared, store: Store) -> Iterator[str]:
+    """Sentences; none if the trace is the one that was tuned on before and `latest:` names one thing."""
+    yield from _sources(prepared, store)
+    champion = _champions(prepared, store)
+    if champion is None or champion.trace_digest == prepared.trace.digest:
+        return
+    try:
+        before, _ = trace_files.find(champion.trace_digest, store.trace(champion.trace_digest).path)
+    except TunerError:  # the file may be on another host, or thrown away
+        yield (
+            "the champion was found on another trace. The file of that trace is not on this host, so the two"
+            " traces cannot be compared"
+        )
+        return
+    moved = [each.sentence for each in statistics.compare(before, prepared.trace) if each.moved]
+    if not moved:
+        yield "the champion was found on another trace, but no number of the traffic has clearly changed"
+    for sentence in moved:
+        yield f"since the champion's trace, this has changed: {sentence}"
+
+
+def few_requests(prepared: Prepared) -> str | None:
+    """A warning if the searched slices hold fewer than `FEW` requests in all."""
+    searched = prepared.study.searched_slices
+    count = sum(len(slice_rows(prepared.trace, s)) for s in searched)
+    if count >= FEW:
+        return None
+    lasts = sum(s.duration_s for s in searched) / prepared.file.speed
+    longer = tuple(PLANS)[tuple(PLANS).index(prepared.plan.name) + 1 :]
+    auto = f" (with `slices: auto`: {' or '.join(f'`plan: {name}`' for name in longer)})" if longer else ""
+    return (
+        f"WARNING: the searched slices hold {many(count, 'request')} in all ({lasts:.3g} s of replay). That"
+        f" is too few to compare configurations, so do not act on these numbers. Take longer slices{auto} or"
+        " a higher `speed`"
+    )
+
+
+def _champions(prepared: Prepared, store: Store) -> Study | None:
+    """The study that the champion of this model, node and workload comes from."""
+    mine = prepared.study
+    for target in (mine.node, mine.gpu_class):
+        key = ProfileKey(model=mine.model, target=target, workload=mine.workload)
+        event = store.alias(key, "champion")
+        if event is not None and event.to_version is not None:
+            found = store.profile_version(key, event.to_version).study_id
+            if found is not None:
+                return store.study(found)
+    return None
+
+
+def _sources(prepared: Prepared, store: Store) -> Iterator[str]:
+    """Where `latest:NAME` was found, if both kinds have the name or the other kind was used before."""
+    ref = prepared.file.trace
+    if not ref.startswith("latest:"):
+        return
+    name, captured = ref.removeprefix("latest:"), prepared.trace_path.suffix != ".parquet"
+    found = f"trace {ref} is the {_kind(captured)} {prepared.trace_path.name}"
+    if captured and (imported := _known(store, name)) is not None:
+        yield (
+            f"{found}. An imported trace has the same name: write `trace: {name}` to use it"
+            f" ({imported.digest[:12]}, {imported.created_at:%Y-%m-%d})"
+        )
+    before = _before(prepared.study, ref, store)
+    if before is not None and (CAPTURE.search(before.name) is not None) != captured:
+        yield f"{found}. The run before this one used the {_kind(not captured)} {before.name}"
+
+
+def _before(mine: Study, ref: str, store: Store) -> TraceInfo | None:
+    """The trace of the last run for the same model, node and workload whose study names it alike."""
+    for run in store.runs(limit=RUNS):
+        study = store.study(run.study_id)
+        same = (study.model, study.node, study.workload) == (mine.model, mine.node, mine.workload)
+        if run.ended_at is not None and same and study.spec.get("trace") == ref:
+            return _known(store, study.trace_digest)
+    return None
+
+
+def _kind(captured: bool) -> str:
+    return "capture" if captured else "import"
+
+
+def _known(store: Store, ref: str) -> TraceInfo | None:
+    try:
+        return store.trace(ref)
+    except NotFound:
+        return None
+
+
+PREFIX = ("enable_prefix_caching", "prefix_caching_hash_algo")
+
+
+def unjudged(prepared: Prepared) -> dict[str, str]:
+    """Knob → why its effect does not show in this study. Of knobs that are turned only."""
+    trace = prepared.trace
+    found: dict[str, str] = {}
+    for name, levels in prepared.space.levels.items():
+        if CATALOGUE[name].needs_raw:
+            found[name] = "its effect depends on what the texts say, and this study sends made-up tokens"
+        elif name == "scheduling_policy" and "priority" in levels and len(np.unique(trace.priority)) < 2:
+            found[name] = "every request of the trace has the same priority"
+        elif name in PREFIX and not len(trace.blocks) and not (trace.parent >= 0).any():
+            found[name] = "no prompts of the trace share a prefix"
+    return found
+
 
 Say = Callable[[str], object]
 
@@ -148,7 +268,7 @@ def _last_written(launch: Launch, now: datetime) -> datetime:
 
 
 def gpus_of(prepared: Prepared) -> Gpus:
-    """The GPUs that this host's engines run on; none where the engine is simulated or runs on the CPU."""
+    """The GPUs that this host's engines run on; none if the engine is simulated or runs on the CPU."""
     if not adapter_of(prepared.facts.kind).uses_gpus(prepared.facts.platform):
         return Gpus(nvml=None)
     return Gpus.open(prepared.file.engine.env, only=prepared.node.gpus)
@@ -174,7 +294,7 @@ def register(context: RunContext) -> Study:
 
 
 def cancelled(store: Store, run_id: str | None, clock: Clock) -> Run | None:
-    """The run that this process was started for, ended, where it was cancelled before; None: go on."""
+    """The run that this process was started for, ended, if it was cancelled before; None: go on."""
     run = None if run_id is None else store.run(run_id)
     if run is None or (run.state is RunState.RUNNING and not run.cancel_requested):
         return None
@@ -223,7 +343,9 @@ class Execution:
 
     async def to_the_end(self) -> Run:
         """Work and conclude. The run's row says how it ended; a run that can be resumed stays RUNNING."""
-        self._tell("run", f"run {self._run.id} of study {self._context.prepared.study.name}")
+        named, kept = self._context.prepared.study.name, self._context.store.study(self._run.study_id).name
+        same = f" ({named} is the same study)" if named != kept else ""
+        self._tell("run", f"run {self._run.id} of study {kept}{same}")
         if (few := few_requests(self._context.prepared)) is not None:
             self._tell("note", few)
         try:
@@ -245,10 +367,13 @@ class Execution:
             raise
 
     def _end(self, state: RunState, reason: str, why: str | None) -> Run:
-        """Write how the run ended and what it concluded; `why` it has no confirmation, None where it has."""
+        """Write how the run ended and what it concluded; `why` it has no confirmation, None if it has."""
         said = self.conclusion(why)
+        kept = self._context.store.study(self._run.study_id).spec
+        now = self._context.prepared.study.spec
+        changed = {name: value for name, value in now.items() if value != kept.get(name)}
         run = replace(
-            self._run, state=state, reason=reason, summary=self.summary(said),
+            self._run, state=state, reason=reason, summary={**self.summary(said), "study_file": changed},
             ended_at=self._context.clock(), pid=None,
         )  # fmt: skip
         if said is not None:
@@ -285,5 +410,10 @@ class Execution:
 
     def _tell(self, kind: EventKind, text: str, trial: Trial | None = None) -> None:
         done = len(numbers_of(self._trials(), self._run.id))
-        event = RunEvent(kind=kind, text=text, done=done, total=self._run.trials_limit, trial=trial)
-        self._context.tell(event)
+        stage, total = self._stage
+        self._context.tell(RunEvent(kind=kind, text=text, stage=stage, done=done, total=total, trial=trial))
+
+    @property
+    def _stage(self) -> tuple[str, int | None]:
+        """(the stage of the run's own trials, how many they are at most)."""
+        return SEARCH, self._run.trials_limit

@@ -4,6 +4,7 @@ It is for people who watch. The history has what lasts; a run that ended leaves 
 """
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -17,10 +18,9 @@ from tuner.history.store import Store
 from tuner.records import Run, RunState, Trial, TrialState
 from tuner.replay.plan import Plan
 from tuner.replay.prepare import Progress
-from tuner.tuning.context import RunEstimate, RunEvent, Tell
+from tuner.tuning.context import SEARCH, RunEstimate, RunEvent, Tell
 from tuner.tuning.study import Clock
 
-SEARCH = "search"
 EVERY_S = 1.0
 MOST_POINTS = 2000
 
@@ -30,10 +30,10 @@ class RunNow:
     """A run at a moment.
 
     `phase` is launching, warm-up, priming, window (of `slice`: `done_s` of `total_s` seconds) or another word
-    of the tuner. `confirming` is (launches done, all) while finalists are measured again; `stage` names the
-    confirmation, or what follows it. `to_confirm` is how many launches that usually takes. `engine` is what
-    the engine said of itself in this slice: `at_s` and a list for each name. `left_s`: about how many seconds
-    the whole run still takes from `at` on (None: not known).
+    of the tuner. `stage` is the search, the confirmation, a comparison or the attribution. `confirming` is
+    (launches done, all) in all but the search. `to_confirm` is how many launches a confirmation usually
+    takes. `engine` is what the engine said of itself in this slice: `at_s` and a list for each name.
+    `left_s`: about how many seconds the whole run still takes from `at` on (None: not known).
     """
 
     run: str
@@ -59,7 +59,7 @@ def path_of(home: Path, run_id: str) -> Path:
 
 
 def read(home: Path, run_id: str) -> RunNow | None:
-    """What a run does right now; None where its controller is on another host, or has ended."""
+    """What a run does right now; None if its controller is on another host, or has ended."""
     try:
         return _CODEC.validate_json(path_of(home, run_id).read_bytes())
     except (OSError, ValidationError):
@@ -78,8 +78,9 @@ def write(path: Path, now: RunNow) -> None:
 
 
 def left_s(run: Run, trials: Sequence[Trial], found: RunNow | None, now: datetime) -> float | None:
-    """About how many seconds a whole run still takes, confirmation included, never beyond its deadline: as
-    its own process says in `found`; else by what its trials took (None: none has ended, or no limit is set).
+    """About how many seconds a whole run still takes, including the confirmation, at most until its
+    deadline. Its own process says this in `found`. Otherwise it is computed from the times of its trials
+    (None: no trial has ended, or no limit is set).
     """
     if found is not None and found.left_s is not None:
         return max(0.0, found.left_s - (now - found.at).total_seconds())
@@ -107,8 +108,8 @@ def left_of(store: Store, home: Path, run: Run, now: datetime) -> float | None:
 class Pace:
     """How far a run is and how long it still takes, by its events.
 
-    Stages are the search, which counts trials, and those of `confirm` events (the confirmation, and others
-    whose text begins with their name), which count launches. `clock` reads seconds that only go forward.
+    The search counts trials; the other stages (the confirmation, a comparison) count launches. `clock` reads
+    seconds that only go forward.
     """
 
     estimate: RunEstimate | None = None
@@ -131,11 +132,11 @@ class Pace:
             self.estimate, self._estimated = event.estimate, self.clock()
         if event.kind in ("run", "started", "finished"):
             # A trial that has started is counted by its event, but not done.
-            self._move(SEARCH, event.done - (event.kind == "started"), event.total)
+            self._move(event.stage, event.done - (event.kind == "started"), event.total)
             if event.kind == "run":  # what an earlier process did says nothing of this one's pace
                 self._first = self.done
         elif event.kind == "confirm":
-            self._move(event.text.partition(":")[0], event.done, event.total)
+            self._move(event.stage, event.done, event.total)
 
     def _move(self, stage: str, done: int, total: int | None) -> None:
         now = self.clock()
@@ -146,8 +147,8 @@ class Pace:
         self.done, self.total = max(done, 0), None if total is None else max(total, done)
 
     def left_s(self) -> float | None:
-        """About how many seconds the run still takes: this stage by its own pace, a confirmation that is to
-        come, at most until the deadline. None: not known.
+        """About how many seconds the run still takes: this stage by its own pace, the confirmation or search
+        that is to come, at most until the deadline. None: not known.
         """
         if self.estimate is None:
             return None
@@ -157,7 +158,7 @@ class Pace:
             None if self.total is None else self.total - self.done,
             None if known.window_s is None else known.window_s - (now - self._estimated),
             since_s=now - self._moved,
-            later_s=known.confirm_s if self.stage == SEARCH else 0.0,
+            later_s=known.confirm_s if self.stage == SEARCH else known.search_s,
         )
 
     def _each(self, known: RunEstimate) -> float:
@@ -176,7 +177,7 @@ def _time_left_s(
     which began `since_s` ago, then what comes `later_s`; never more than `until_s`. None: not known.
     """
     ends = [] if until_s is None else [until_s]
-    if left is not None:
+    if left is not None and later_s < math.inf:
         ends.append(max(0.0, each_s * left - min(each_s, max(0.0, since_s))) + later_s)
     return max(0.0, min(ends)) if ends else None
 
@@ -191,14 +192,14 @@ def told_live(
     *,
     seconds: Callable[[], float] = time.monotonic,
 ) -> Tell:
-    """A listener that passes events on and keeps the run's file up to date. Each trial that ends renews the
-    `estimate`, so that the file and all who listen know the same.
+    """A listener that passes events on and keeps the run's file up to date. Each trial renews the `estimate`,
+    so that the file and all who listen know the same.
     """
     begun = RunNow(run=run_id, at=clock(), to_confirm=_launches(plan))
     held = _Held(path_of(home, run_id), begun, Pace(clock=seconds))
 
     def told(event: RunEvent) -> None:
-        if event.kind in ("run", "finished"):
+        if event.kind in ("run", "started", "finished"):
             event = replace(event, estimate=estimate())
         held.take(event, clock)
         tell(event)
@@ -221,10 +222,12 @@ class _Held:
         before, number = self.now, event.trial.number if event.trial else self.now.trial
         self._pace.take(event)
         if event.kind == "confirm":
-            stage = event.text.partition(":")[0]
-            self.now = replace(before, confirming=(event.done, event.total or event.done), stage=stage)
+            counted: tuple[int, int] | None = (event.done, event.total or event.done)
+            self.now = replace(before, confirming=counted, stage=event.stage)
         elif event.kind == "started":
-            self.now = replace(before, phase="launching", trial=number, slice="", engine={}, confirming=None)
+            counted = None if event.stage == SEARCH else (event.done - 1, event.total or event.done)
+            self.now = replace(before, phase="launching", trial=number, slice="", engine={},
+                               confirming=counted, stage=event.stage)  # fmt: skip
         elif event.kind == "phase":
             self.now = _moved(before, event, number)
         fresh = self.now.phase != before.phase or event.kind != "phase"

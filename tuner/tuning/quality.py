@@ -58,7 +58,7 @@ def held_back(prepared: Prepared, trial: Trial) -> str | None:
     turned = unjudged(prepared, trial)
     if not turned or prepared.file.quality == "off":
         return None
-    return f"it changes {', '.join(turned)}, and its answers were not judged (quality: off publishes it)"
+    return f"it changes {', '.join(turned)}, and its answers were not judged (quality: off allows this)"
 
 
 def changes(candidate: Candidate, baseline: Candidate) -> tuple[str, ...]:
@@ -84,7 +84,7 @@ async def answers(server: Server, prepared: Prepared) -> tuple[CanaryAnswer, ...
         try:
             reply = await server.ask("POST", "/v1/completions", body=body, timeout_s=120.0)
         except OSError as error:
-            raise Aborted(f"no answer to a canary prompt: {error}", cause="quality") from error
+            raise Aborted(f"no answer to a test prompt: {error}", cause="quality") from error
         found.append(parse(reply.json()))
     return tuple(found)
 
@@ -99,7 +99,7 @@ def parse(said: JSON) -> CanaryAnswer:
         )
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise Aborted(
-            f"the engine's answer to a canary prompt has no log probabilities: {error}", cause="quality"
+            f"the engine's answer to a test prompt has no log probabilities: {error}", cause="quality"
         ) from error
 
 
@@ -143,10 +143,10 @@ def summary(prepared: Prepared, trials: Sequence[Trial]) -> str:
     if (reason := why_not(prepared)) is not None:
         return reason
     done = [t for t in trials if t.state is TrialState.COMPLETE]
-    left = [t.number for t in done if held_back(prepared, t)]
+    left = [t.label for t in done if held_back(prepared, t)]
     if left:
-        return f"not judged, so not published: {trials_named(left)} (no answers of the baseline)"
-    return "judged by greedy canary prompts"
+        return f"not judged, so not published: {trials_named(left)} (the baseline gave no answers)"
+    return "judged by the answers to greedy test prompts"
 
 
 def verdict(values: Mapping[str, float], least: float, turned: Sequence[str]) -> str | None:
@@ -154,6 +154,6 @@ def verdict(values: Mapping[str, float], least: float, turned: Sequence[str]) ->
     if values[AGREEMENT] >= least:
         return None
     return (
-        f"its answers agree with the baseline's in {values[AGREEMENT]:.1%} of the tokens, less than"
-        f" {least:.1%} ({', '.join(turned)})"
+        f"its answers agree with the baseline's in {values[AGREEMENT]:.1%} of the tokens, but"
+        f" {least:.1%} are required ({', '.join(turned)})"
     )

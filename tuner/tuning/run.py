@@ -3,6 +3,7 @@
 import asyncio
 import math
 import os
+import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,23 +11,23 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from tuner.adapters import adapter_of
-from tuner.conclusions import Conclusion
+from tuner.conclusions import Conclusion, Judgement
 from tuner.engine import boots
-from tuner.engine.failures import NODE_FAULTS
+from tuner.engine.failures import KINDS, NODE_FAULTS
 from tuner.engine.gpu import Gpus
-from tuner.errors import Aborted
+from tuner.errors import Aborted, StudyFailed
 from tuner.history.store import Store
-from tuner.knobs.arguments import compile_candidate, gpus_held
-from tuner.measures import many
-from tuner.records import JSON, Candidate, Run, Study, Trial, TrialState
+from tuner.knobs.arguments import compile_candidate
+from tuner.measures import many, trials_named
+from tuner.records import JSON, Candidate, Launch, Run, Study, Trial, TrialState, gpus_held
 from tuner.search import trial_view
 from tuner.tuning import quality
-from tuner.tuning.attempt import MeasureOptions, check_start, never_started, perform
-from tuner.tuning.calibrated_predictor import StudyPredictor, last_calibration
+from tuner.tuning.attempt import MeasureOptions, ScreeningEngine, mends, perform
 from tuner.tuning.comparison import Comparing
-from tuner.tuning.confirm import estimate_of, expected
+from tuner.tuning.confirm import after_search_s, estimate_of, expected, unfinished
 from tuner.tuning.context import (
     ABORTED_RETRIES,
+    RELAUNCHED,
     Executor,
     RunContext,
     RunEvent,
@@ -34,16 +35,18 @@ from tuner.tuning.context import (
     budget_of,
     numbers_of,
     ready_of,
+    screens,
     silent,
 )
 from tuner.tuning.early_stopping import expected_gain, judge_of, reason_to_stop
 from tuner.tuning.ending import Ending, summary_of_conclusion
 from tuner.tuning.execution import Execution, cancelled, gpus_of, locked, reconcile, register
-from tuner.tuning.finalists import finalists
-from tuner.tuning.live import RELAUNCHED, ScreeningEngine, screens
+from tuner.tuning.finalists import finalists, only_screened
 from tuner.tuning.next_trial import (
     Seed,
+    StudyPredictor,
     fronts_of,
+    last_calibration,
     minimal,
     next_number,
     propose,
@@ -78,6 +81,13 @@ def _interrupted(store: Store, study: Study, trial: Trial) -> RunEvent:
     return RunEvent(kind="note", text=f"{whose}was interrupted: aborted", trial=trial)
 
 
+def _virtual(context: RunContext, limits: RunLimits) -> tuple[RunContext, RunLimits]:
+    """A run and its limits on the virtual clock, which gives it the same window."""
+    window = None if limits.deadline is None else limits.deadline - context.clock()
+    context = on_virtual_time(context, window)
+    return context, replace(limits, deadline=None if window is None else context.clock() + window)
+
+
 async def tune(
     prepared: Prepared,
     store: Store,
@@ -89,7 +99,7 @@ async def tune(
     seeds: Sequence[Seed] = (),
     work: Executor | None = None,
 ) -> Run:
-    """Tune a study until a limit, or measure its comparison where it has one; returns the finished run. A run
+    """Tune a study until a limit, or measure its comparison if it has one; returns the finished run. A run
     that was interrupted before is resumed.
 
     `work` does each launch on another host; None: here. Conflict when another controller holds the study.
@@ -101,7 +111,7 @@ async def tune(
         gpus=gpus_of(prepared) if work is None else Gpus(nvml=None),
     )  # fmt: skip
     if prepared.file.engine.clock == "virtual" and work is None:
-        context = on_virtual_time(context, limits.deadline)
+        context, limits = _virtual(context, limits)
     clock = context.clock
     with locked(home, prepared.study.id):
         study = register(context)
@@ -168,16 +178,15 @@ class _Loop(Execution):
             await self._live.close()
         self._tell("note", reason if self._limits.confirm_only else f"the search ends: {reason}")
         why = await self._guarded(self._ending.confirm())
-        if why is None:
-            known = self._predictor.calibrated(self._trials())
-            await self._guarded(self._ending.attribute(known.predict if known else None))
+        known = self._predictor.calibrated(self._trials())
+        await self._guarded(self._ending.attribute(known.predict if known else None))
         return reason, why
 
     def _over(self) -> str | None:
         """Why nothing is to be searched; None: there is."""
         if self._limits.confirm_only:
             return "this run only confirms, without a search"
-        return "it was over before the run was interrupted" if self._ending.attributing else None
+        return "the search had ended before the run was interrupted" if self._ending.attributing else None
 
     def conclusion(self, why: str | None) -> Conclusion | None:
         """The conclusion of the confirmation; its profiles are published."""
@@ -242,22 +251,36 @@ class _Loop(Execution):
         )
 
     def _relaunch(self, trials: Sequence[Trial]) -> Trial | None:
-        """At the end of a search: finalists that were only screened are measured in engines of their own."""
+        """At the end of a search: finalists that were only screened are measured in engines of their own,
+        if time, trials and launches are left for that.
+        """
         last = max(trials, key=lambda t: (t.number, t.attempt), default=None)
         if last is not None and last.state is TrialState.ABORTED and last.origin == RELAUNCHED:
             return self._start(last.number, last.attempt + 1, last.candidate, last.seed, last.origin)
-        end = self._limits.deadline
-        if end is not None and self._context.clock() + timedelta(seconds=self._confirm_s()) >= end:
-            return None
-        limit = self._limits.trials
-        if (limit is not None and self._done(trials) >= limit) or self._context.budget.left < 1:
-            return None
         found = finalists(self._context.prepared, trials, self._run.id)
-        chosen = next((t for t in found if t.screened), None)
-        if chosen is None:
+        left = only_screened(found)
+        if not left:
             return None
+        if (why := self._no_relaunch(trials, len(found))) is not None:
+            named = trials_named([t.label for t in left])
+            self._tell("note", f"{named} will not be relaunched before the confirmation: {why}")
+            return None
+        chosen = left[0]
         candidate = minimal(self._context.prepared.space, trials, chosen.candidate)
         return self._start(next_number(trials), 0, candidate, chosen.seed, RELAUNCHED)
+
+    def _no_relaunch(self, trials: Sequence[Trial], count: int) -> str | None:
+        """Why no finalist of `count` can be relaunched before their confirmation; None: one can."""
+        limit, end = self._limits.trials, self._limits.deadline
+        if limit is not None and self._done(trials) >= limit:
+            return "no trial is left for it"
+        if self._context.budget.left < 1:
+            return "no launch is left for it"
+        _, plan = expected(self._context.prepared, self._context.store)
+        needed = replace(plan, finalists=count).seconds + plan.launch_s
+        if end is not None and self._context.clock() + timedelta(seconds=needed) >= end:
+            return "the window has no time for both"
+        return None
 
     def _reason(self, trials: Sequence[Trial]) -> str | None:
         if self._context.budget.left < 1:
@@ -268,7 +291,8 @@ class _Loop(Execution):
             trials if self._limits.early and self._context.prepared.file.sampler != "ladder" else [],
             self._context.prepared.study.objectives,
             self._context.prepared.study.slo,
-            done=self._done(trials) + self._due(trials),
+            done=self._done(trials),
+            kept=self._due(trials),
             limit=self._limits.trials,
             now=self._context.clock(),
             deadline=self._limits.deadline,
@@ -286,7 +310,7 @@ class _Loop(Execution):
         return (
             0
             if self._limits.trials is None
-            else sum(t.screened for t in finalists(self._context.prepared, trials, self._run.id))
+            else len(only_screened(finalists(self._context.prepared, trials, self._run.id)))
         )
 
     def _needed_s(self, trials: Sequence[Trial]) -> float:
@@ -297,13 +321,12 @@ class _Loop(Execution):
         spans = [(t.ended_at - t.started_at).total_seconds() if t.ended_at else 0.0 for t in done]
         end = self._limits.deadline  # where no confirmation fits, a longer run of the same study confirms
         window = math.inf if end is None else (end - self._run.started_at).total_seconds()
-        confirm_s = self._confirm_s()
-        return sum(spans) / len(spans) + (confirm_s if confirm_s <= CONFIRMING * window else 0.0)
-
-    def _confirm_s(self) -> float:
-        """The relaunch of a finalist and the confirmation, by how long engines took to be ready."""
         _, plan = expected(self._context.prepared, self._context.store)
-        return plan.seconds + plan.round_s / plan.arms
+        going = unfinished(self._context, self._run)
+        confirm_s = after_search_s(self._context, self._run, going, plan)
+        if confirm_s:
+            confirm_s += plan.launch_s  # the relaunch of a finalist
+        return sum(spans) / len(spans) + (confirm_s if confirm_s <= CONFIRMING * window else 0.0)
 
     async def _next(self, trials: Sequence[Trial]) -> Trial | None:
         """The row of the next attempt: an aborted number again, or a new suggestion."""
@@ -313,9 +336,23 @@ class _Loop(Execution):
             return self._start(last.number, last.attempt + 1, last.candidate, last.seed, last.origin)
         if (base := never_started(trials, self._run.id)) is not None:
             return self._start(base.number, base.attempt + 1, base.candidate, base.seed, base.origin)
-        number = next_number(trials)
-        found = await asyncio.to_thread(propose, prepared, trials, self._seeds, self._predictor)
-        return self._start(number, 0, found.candidate, found.seed, found.origin) if found else None
+        found = await asyncio.to_thread(
+            propose, prepared, trials, self._seeds, self._predictor, again=self._baseline_is_due(trials)
+        )
+        if found is None:
+            return None
+        return self._start(next_number(trials), 0, found.candidate, found.seed, found.origin)
+
+    def _baseline_is_due(self, trials: Sequence[Trial]) -> bool:
+        """Whether a run begins with the baseline although the study has one: the last conclusion found that
+        the machine had changed, or the baseline's engine ran and did not serve the traffic.
+        """
+        if not trials or self._done(trials):
+            return False
+        if trial_view.baseline_of(trials) is None:
+            return any(t.is_baseline and t.measurement for t in trials)
+        said = self._context.store.conclusions(self._context.prepared.study.id)
+        return bool(said) and said[-1].outcome is Judgement.NOT_TRUSTED
 
     def _start(self, number: int, attempt: int, candidate: Candidate, seed: int, origin: str) -> Trial:
         return self._context.store.start_trial(
@@ -350,10 +387,47 @@ class _Loop(Execution):
             + (
                 f" node {node.name} is in state fault now"
                 if last.cause in NODE_FAULTS
-                else " mend that first"
+                else " correct this first"
             ),
             cause=last.cause or "aborted",
         )
+
+
+def check_start(prepared: Prepared, run: Run, trials: Sequence[Trial], launches: Sequence[Launch]) -> None:
+    """StudyFailed if two candidates of a run failed at start-up for one cause that no knob can mend."""
+    ours = [t for t in trials if t.run_id == run.id]
+    ready = any("ready_s" in each.timeline for each in launches if each.started_at >= run.started_at)
+    last = None if ready or any(t.measurements for t in ours) else hopeless(prepared, ours)
+    if last is not None:
+        raise StudyFailed(f"no candidate can start: {last.reason}", cause=last.cause or "crashed")
+
+
+def hopeless(prepared: Prepared, trials: Sequence[Trial]) -> Trial | None:
+    """The second candidate that failed for a cause that no knob of the study can mend.
+
+    `trials` are those of one run in which no engine was ready yet.
+    """
+    ended = [t for t in trials if t.state is TrialState.INFEASIBLE and t.cause in KINDS]
+    for number, trial in enumerate(ended):
+        alike = [t for t in ended[:number] if _root(t) == _root(trial) and t.candidate != trial.candidate]
+        if alike and not mends(prepared, trial.cause or "", trial.reason or ""):
+            return trial
+    return None
+
+
+def never_started(trials: Sequence[Trial], run_id: str) -> Trial | None:
+    """The failed baseline that a run measures again, if no earlier run measured any engine of the study: the
+    fault may have been mended since. None: no.
+    """
+    if any(t.measurements or t.run_id == run_id for t in trials):
+        return None
+    bases = [t for t in trials if t.is_baseline and t.state is TrialState.INFEASIBLE and t.cause in KINDS]
+    return max(bases, key=lambda t: (t.number, t.attempt), default=None)
+
+
+def _root(trial: Trial) -> tuple[str | None, str]:
+    """The cause and text of a failure without numbers: sizes, ports and processes differ."""
+    return trial.cause, re.sub(r"0x[0-9a-f]+|\d[\d.,]*", "#", trial.reason or "")
 
 
 def _noise(trials: Sequence[Trial], objectives: Sequence[str]) -> float | None:
@@ -371,20 +445,24 @@ def _noise(trials: Sequence[Trial], objectives: Sequence[str]) -> float | None:
 def summary_of(
     prepared: Prepared, run_id: str, trials: Sequence[Trial], live: ScreeningEngine
 ) -> dict[str, JSON]:
-    """A run's summary beside its conclusion, by its own of the study's trials: live limits, GPU time."""
+    """A run's summary beside its conclusion, by its own of the study's trials: live limits, and the time that
+    these held the node, times their GPUs. `gpus` are the baseline's; 0: that time is no GPU time.
+    """
     ours = [t for t in trials if t.run_id == run_id]
     screened = [t for t in ours if t.screened]
     with_gpus = adapter_of(prepared.facts.kind).uses_gpus(prepared.facts.platform)
+    own = compile_candidate(prepared.baseline, prepared.facts, env=prepared.file.engine.env).argv
     return {
         "screened": len(screened),
         "live_limits": list(live.failures) or ("used" if screened else "not used"),
-        "gpu_seconds": round(sum(t.gpu_seconds for t in ours), 1) if with_gpus else 0.0,
+        "gpu_seconds": round(sum(t.gpu_seconds for t in ours), 1),
+        "gpus": gpus_held((*prepared.fixed, *own)) if with_gpus else 0,
         "idle_gpus": idle_of(prepared),
     }
 
 
 def idle_of(prepared: Prepared) -> str | None:
-    """A sentence on GPUs that today's configuration leaves idle; None where it uses all."""
+    """A sentence on GPUs that today's configuration leaves idle; None if it uses all."""
     own = compile_candidate(prepared.baseline, prepared.facts, env=prepared.file.engine.env).argv
     facts, used = prepared.facts, gpus_held((*prepared.fixed, *own))
     there = facts.gpu_count

@@ -47,7 +47,7 @@ class Spread:
 
     def reach(self, alpha: float, repeats: int) -> float:
         """Half width of the two-sided interval of a log ratio of two configurations, each launched `repeats`
-        times; infinite where the noise is not known.
+        times; infinite if the noise is not known.
         """
         if not self.freedom or repeats < 1:
             return math.inf
@@ -94,9 +94,9 @@ def repeats_needed(
 
 
 def drifted(before: float, again: Sequence[float], spread: Spread, *, metrics: int = 1) -> float | None:
-    """The relative change of a number from `before` (one launch) to its repeats, where it is more than 15 %,
-    more than three times the noise, and more than chance gives once in a hundred nights of `metrics` numbers;
-    else None. None too where the noise is not known.
+    """The relative change of a number from `before` (one launch) to its repeats, if it is drift: the change
+    is more than 15 %, more than three times the noise, and more than chance gives once in a hundred nights
+    of `metrics` numbers. Otherwise None, also if the noise is not known.
     """
     logs = [math.log(v) for v in again if 0 < v < math.inf]
     if not logs or not 0 < before < math.inf or not spread.freedom:
@@ -159,7 +159,7 @@ class Comparison:
     """log(other / base) of a metric with its interval; `word` speaks of the other one.
 
     `base` and `other` are those of `_centre`, so that their ratio is `change`. `within` is the
-    share that the difference does not exceed either way (infinite where that is not known).
+    share that the difference does not exceed either way (infinite if that is not known).
     """
 
     metric: str
@@ -208,10 +208,10 @@ def compare(
     """Compare on the same rows: `base[r]` and `other[r]` are repeat r, side by side in time.
 
     The interval is the wider one of two: blocks of time (and repeats) resampled together on both sides, and
-    Student's by the noise between launches (`spread`; unbounded where that is not known). `family` is how
+    Student's by the noise between launches (`spread`; unbounded if that is not known). `family` is how
     many comparisons one verdict rests on (finalists × metrics × looks; Bonferroni), `metrics` how many of
     them are of one pair (`sameness`). Throughput-like metrics count per row; their window cancels in the
-    ratio. BadInput where nothing pairs.
+    ratio. BadInput if nothing pairs.
     """
     fold, value = _statistic(metric.rpartition(".")[2], slo)
     pairs = _pair(base, other, value, class_of(metric))
@@ -265,7 +265,7 @@ def compare_values(
     least: float = 0.0,
 ) -> Comparison | None:
     """Compare a number of whole replays, one per repeat: Student's interval of the log ratio by the noise
-    between launches, no narrower than `least` (a log ratio). None where nothing pairs.
+    between launches, no narrower than `least` (a log ratio). None if nothing pairs.
     """
     pairs = [(a, b) for a, b in zip(base, other, strict=False) if a > 0 and b > 0]
     if not pairs:

@@ -1,44 +1,265 @@
-"""Study file → everything a run needs, checked before the first launch."""
+"""A study: its file as written, and everything that a run of it needs, checked before the first launch."""
 
 import os
-import re
-import shutil
-import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Annotated, Literal
 
-from tuner import masking
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from tuner import masking, yamltext
 from tuner.adapters import adapter_of
 from tuner.conclusions import UpgradeFinding
-from tuner.engine.gpu import ORDER, Gpus
 from tuner.errors import BadInput, NotFound, nearest
 from tuner.history.store import Store
 from tuner.knobs import model as models
 from tuner.knobs import space as spaces
-from tuner.knobs.arguments import compile_candidate, fixed, refusals
-from tuner.knobs.catalogue import CATALOGUE
-from tuner.knobs.discover import GpuKind, discover, facts_of_help, on_device
+from tuner.knobs.arguments import compile_candidate, refusals
 from tuner.knobs.model import ModelFacts, tokens_of
 from tuner.knobs.space import SearchSpace
-from tuner.measures import class_of, measure_of
+from tuner.measures import CLASS, NAMES, class_of, measure_of
 from tuner.records import JSON, Candidate, EngineFacts, Node, Slice, Slo, Study, digest_of
-from tuner.replay.plan import PLANS, Plan, check_size
-from tuner.search import ladder
-from tuner.settings import Settings, shipped
-from tuner.simulator.cost import card_of
-from tuner.simulator.options import parser as simulated_flags
-from tuner.simulator.options import release_of
-from tuner.traffic import importers, slices, trace_files
+from tuner.replay.plan import PLANS, Plan, SliceLimits, check_size, choose_slices, slice_rows
+from tuner.search.guides import LADDER_KNOB
+from tuner.settings import NAME, Settings, shipped
+from tuner.traffic import importers, trace_files
 from tuner.traffic import trace as traces
-from tuner.traffic.capture import files as captures
+from tuner.traffic.capture.files import find
 from tuner.traffic.trace import Trace
-from tuner.tuning import studyfile
-from tuner.tuning.studyfile import Argument, EngineFile, StudyFile, no_judgement
+from tuner.tuning.survey import EngineFile, Scalar, Surveyed, fixed_arguments, flag_name, named, survey
+from tuner.yamltext import Section
 
-# Flags that the tuner sets itself or that would hide the engine from it.
-OURS = ("model", "host", "port", "served-model-name", "uds", "api-key", "root-path", "ssl-keyfile")
+# A year.
+MOST_HOURS = 8784
+
+MOST_S = MOST_HOURS * 3600.0
+
+# Larger numbers are slips: a trial takes minutes, and no engine serves a thousand times its traffic.
+MOST_TRIALS = 100_000
+MOST_SPEED = 1000.0
+
+# Ten times worse; a larger limit would allow anything.
+MOST_WORSE = 10.0
+
+
+class SliceFile(Section):
+    """One slice chosen by hand, in seconds of trace time."""
+
+    start_s: float = Field(ge=0, le=MOST_S)
+    duration_s: float = Field(gt=0, le=MOST_S)
+    name: str = Field(default="", max_length=100, pattern=rf"^$|{NAME}")
+    held_out: bool = False
+
+
+class LimitsFile(Section):
+    """Limits for each request of a class."""
+
+    ttft_ms: float | None = Field(default=None, gt=0)
+    tpot_ms: float | None = Field(default=None, gt=0)
+    e2e_ms: float | None = Field(default=None, gt=0)
+
+
+class SloFile(LimitsFile):
+    """Limits per request; the SLO is met when `attainment` of the requests meet all of them. Requests of a
+    class named under `classes` have its limits instead.
+    """
+
+    attainment: float = Field(default=0.95, gt=0, le=1)
+    classes: dict[Annotated[str, Field(pattern=f"^({CLASS.pattern})$")], LimitsFile] = Field(
+        default_factory=dict, max_length=100
+    )
+
+
+class QualityFile(Section):
+    """How much of the output may differ from the baseline's, for knobs that change the output."""
+
+    min_token_agreement: float = Field(default=0.99, ge=0, le=1)
+
+
+class BudgetFile(Section):
+    """What one run may spend."""
+
+    trials: int = Field(default=40, ge=1, le=MOST_TRIALS)
+    hours: float | None = Field(default=None, gt=0, le=MOST_HOURS)
+
+
+class WeightsFile(Section):
+    """The winner by the smallest weighted sum of its objectives (`winner.pick`)."""
+
+    weights: dict[str, float] = Field(max_length=100)
+
+
+PlanName = Literal["quick", "brief", "standard", "thorough"]
+
+
+class PlanFile(Section):
+    """A plan by name with some of its numbers changed (see `replay.plan.Plan` for what each is)."""
+
+    base: PlanName = "standard"
+    slices: int | None = Field(default=None, ge=1, le=1000)
+    slice_s: float | None = Field(default=None, gt=0, le=MOST_S)
+    repeats: int | None = Field(default=None, ge=1, le=1000)
+    most_repeats: int | None = Field(default=None, ge=1, le=1000)
+    finalists: int | None = Field(default=None, ge=1, le=1000)
+    warmup_waves: int | None = Field(default=None, ge=0, le=1000)
+    warmup_requests: int | None = Field(default=None, ge=1, le=100_000)
+    warmup_tokens: int | None = Field(default=None, ge=1, le=100_000)
+    warmup_limit_s: float | None = Field(default=None, ge=0, le=MOST_S)
+    priming_turnovers: float | None = Field(default=None, ge=0, le=1000)
+    priming_limit_s: float | None = Field(default=None, ge=0, le=MOST_S)
+    load_warmup_s: float | None = Field(default=None, ge=0, le=MOST_S)
+    tail_limit_s: float | None = Field(default=None, gt=0, le=MOST_S)
+    lateness_ms: float | None = Field(default=None, gt=0)
+    lateness_share: float | None = Field(default=None, gt=0)
+    attribution: float | None = Field(default=None, ge=0, le=100)
+
+    def overrides(self) -> dict[str, int | float]:
+        """What the file sets, by the plan's own names."""
+        return {name: v for name, v in self.model_dump(exclude={"base"}).items() if v is not None}
+
+
+class StudyFile(Section):
+    """The whole study file; tuner/data/study.yaml says what each key means."""
+
+    name: str = Field(min_length=1, max_length=100, pattern=NAME)
+    model: str = Field(min_length=1)
+    workload: str = Field(default="default", pattern=NAME)
+    node: str = "local"
+    trace: str
+    history: Literal["synthetic", "session", "live"] = "synthetic"
+    space: str
+    engine: EngineFile
+    baseline: dict[str, Scalar] = Field(default_factory=dict)
+    slices: Literal["auto"] | Annotated[list[SliceFile], Field(min_length=1)] = "auto"
+    speed: float = Field(default=1.0, ge=1 / MOST_SPEED, le=MOST_SPEED)
+    plan: PlanName | PlanFile = "standard"
+    slo: SloFile = Field(default_factory=SloFile)
+    objectives: list[str] = Field(default=["ttft_p95_ms", "tpot_p95_ms", "goodput_rps"], min_length=1)
+    winner: Literal["slo", "knee"] | WeightsFile = "slo"
+    not_worse: dict[str, float] = Field(default_factory=dict)
+    live_limits: Literal["auto", "off"] = "auto"
+    sampler: Literal["tuner", "tpe", "gp", "nsga2", "random", "ladder"] = "tuner"
+    quality: QualityFile | Literal["off"] = Field(default_factory=QualityFile)
+    price_per_gpu_hour: float | None = Field(default=None, ge=0)
+    budget: BudgetFile = Field(default_factory=BudgetFile)
+    seed: int = Field(default=0, ge=0, le=2**63 - 1)
+
+    @field_validator("live_limits", "quality", mode="before")
+    @classmethod
+    def _yaml_reads_off_as_false(cls, value: object) -> object:
+        return "off" if value is False else value
+
+    @field_validator("not_worse", mode="before")
+    @classmethod
+    def _shares(cls, limits: object) -> object:
+        """`10%` and 0.1 are the same share of the baseline's value."""
+        if not isinstance(limits, dict):
+            return limits
+        return {name: _share(str(name), value) for name, value in limits.items()}
+
+    @model_validator(mode="after")
+    def _what_needs_each_other(self) -> "StudyFile":
+        _check_weights(self.winner, self.objectives)
+        limits = (self.slo.ttft_ms, self.slo.tpot_ms, self.slo.e2e_ms)
+        missing = {"price_per_gpu_hour"} if self.price_per_gpu_hour is None else set()
+        missing |= {"slo"} if limits == (None, None, None) else set()
+        for name in self.objectives:
+            if (need := measure_of(name).needs) in missing:
+                said = "a limit under slo" if need == "slo" else need
+                raise ValueError(f"the objective {name} needs {said}: it has no value without that")
+        if isinstance(self.slices, list):
+            _check_named(self.slices)
+        return self
+
+    @field_validator("history", mode="before")
+    @classmethod
+    def _no_text_is_kept(cls, value: object) -> object:
+        if value == "raw":
+            raise ValueError(
+                "raw is not possible, because a trace keeps no text. So the tuner cannot measure what "
+                "depends on the text (speculative decoding, structured output). Choose synthetic, "
+                "session or live"
+            )
+        return value
+
+    @field_validator("objectives")
+    @classmethod
+    def _known_names(cls, names: list[str]) -> list[str]:
+        for name in names:
+            if name not in NAMES:
+                raise ValueError(f"'{name}' is not a measurement{nearest(name, sorted(NAMES))}")
+        if len(set(names)) != len(names):
+            raise ValueError("an objective is named twice")
+        return names
+
+
+def _share(name: str, value: object) -> float:
+    if name not in NAMES:
+        raise ValueError(f"'{name}' is not a measurement{nearest(name, sorted(NAMES))}")
+    text = str(value).strip()
+    try:
+        share = float(text.removesuffix("%")) / (100.0 if text.endswith("%") else 1.0)
+    except ValueError:
+        share = -1.0
+    if isinstance(value, bool) or not 0 <= share <= MOST_WORSE:
+        raise ValueError(
+            f"{name}: say how much worse than today it may be, such as 10% or 0.1, not {value!r}"
+        )
+    return share
+
+
+def _check_weights(winner: object, objectives: list[str]) -> None:
+    """ValueError unless every weight is of an objective and some weight counts."""
+    if not isinstance(winner, WeightsFile):
+        return
+    for name, weight in winner.weights.items():
+        if name not in objectives:
+            raise ValueError(
+                f"winner.weights: '{name}' is not an objective of this study{nearest(name, objectives)}"
+            )
+        if weight < 0:
+            raise ValueError(f"winner.weights: the weight of {name} must be a number ≥ 0, not {weight:g}")
+    if not any(winner.weights.values()):
+        raise ValueError("winner.weights: at least one weight must be above 0")
+
+
+def _check_named(slices: list[SliceFile]) -> None:
+    """ValueError when nothing is left to search on, or two slices go by one name."""
+    if all(each.held_out for each in slices):
+        raise ValueError("slices: every slice is held out; leave at least one to search on")
+    names = [each.name for each in slices if each.name]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"slices: two of them are named '{twice}'")
+
+
+def no_judgement(file: StudyFile) -> str | None:
+    """Why a knob that changes the output may not be turned, or None."""
+    loads = (v for key, v in file.engine.args.items() if key.lstrip("-").replace("_", "-") == "load-format")
+    weightless = adapter_of(file.engine.kind).simulated or "dummy" in map(str, loads)
+    if file.quality == "off" or not weightless:
+        return None
+    return "it changes the answers, and without weights they cannot be judged (quality: off allows it)"
+
+
+def read(path: Path) -> StudyFile:
+    """Read a study file. BadInput names the file, the line, the key and the nearest right thing."""
+    return parse(yamltext.read(path, "the study file"), name=str(path))
+
+
+def parse(text: str, *, name: str) -> StudyFile:
+    """The study in a YAML text; `name` is what errors call it."""
+    found = yamltext.load(text, name)
+    if not isinstance(found.value, dict):
+        raise BadInput(
+            f"{name}: a study file is a mapping of keys, such as name, model, trace, space, engine"
+        )
+    try:
+        return StudyFile.model_validate(found.value)
+    except ValidationError as error:
+        raise BadInput(yamltext.sentence(error, StudyFile, name, found.lines)) from error
+
 
 # Flags with which a model may take longer requests than its config.json says.
 LENGTHENING = frozenset({"--hf-overrides", "--rope-scaling", "--rope-theta"})
@@ -91,9 +312,10 @@ class ComparedArm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonPlan:
-    """What is measured in turns, the first arm against each of the others: at most `rounds` launches of each,
-    fewer once every difference is known: clear, or smaller than `margin` (a share) either way. With `upgrade`
-    the second arm is the first one on another version: what is known of that before a launch.
+    """What is measured in turns. The first arm is compared with each of the others. Each arm has at most
+    `rounds` launches, and fewer if every difference is known: it is clear, or smaller than `margin` (a
+    share) in both directions. With `upgrade`, the second arm is the first one on another version; `upgrade`
+    holds what is known of that before a launch.
     """
 
     arms: tuple[ComparedArm, ...]
@@ -102,35 +324,9 @@ class ComparisonPlan:
     upgrade: UpgradeFinding | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Surveyed:
-    """A host's answer about an engine on it: how it is started there, its facts, and the host as a node."""
-
-    command: tuple[str, ...]
-    facts: EngineFacts
-    node: Node
-
-
-def survey(engine: EngineFile, *, base: Path, name: str = "local") -> Surveyed:
-    """Ask this host's interpreter; launches no engine. `base` is where relative paths begin."""
-    command, adapter = engine_command(engine, base), adapter_of(engine.kind)
-    if adapter.simulated:  # a part of this program: no process is needed
-        facts = facts_of_help(adapter, simulated_flags(release_of(engine.env)).format_help())
-        card = card_of(engine.card)
-        several = f"x{engine.cards}" if engine.cards > 1 else ""
-        gpu = GpuKind(name=card.title, memory_gib=card.memory_gib, count=engine.cards)
-        is_cpu = card.platform == "cpu"
-        facts = on_device(facts, "cpu" if is_cpu else "cuda", None if is_cpu else gpu)
-        node = Node(name=name, gpu_class=f"sim-{engine.card}{several}")
-    else:
-        facts = discover(command, env={ORDER: "PCI_BUS_ID", **engine.env})
-        node = local_node(name, facts, engine.env)
-    return Surveyed(command=command, facts=facts, node=node)
-
-
 def load(path: Path, *, store: Store | None, now: datetime) -> Prepared:
     """Read and prepare a study file; writes nothing. BadInput or NotFound says what is wrong."""
-    return prepare(studyfile.read(path), name=str(path), base=path.parent, store=store, now=now)
+    return prepare(read(path), name=str(path), base=path.parent, store=store, now=now)
 
 
 def prepare(
@@ -151,12 +347,12 @@ def prepare(
     folders = (path for path in (Path(file.model).expanduser(), base / file.model) if os.path.isdir(path))
     model_path = next((str(path.resolve()) for path in folders), file.model)
     model = models.read(model_path, env={**os.environ, **file.engine.env})
-    host = surveyed or named(file, survey(file.engine, base=base), store)
+    host = surveyed or named(file.node, survey(file.engine, base=base), store)
     command, facts, node = host.command, host.facts, host.node
     baseline = Candidate(file.baseline)
     _check_baseline(baseline, facts, file, model, name)
     restricted = _turned(space, file, facts, baseline, name)
-    always = _fixed(file.engine.args, facts, restricted, name)
+    always = fixed_arguments(file.engine.args, facts, restricted, name)
     max_model_len = _max_model_len(file, model, name)
     chosen = _slices(file, trace)
     _check_slices(trace, chosen, max_model_len, model, file, name)
@@ -188,25 +384,8 @@ def prepare(
     )  # fmt: skip
 
 
-def engine_command(engine: EngineFile, base: Path) -> tuple[str, ...]:
-    """The words before the engine's own arguments. BadInput when the interpreter does not exist."""
-    if engine.stop_command and shutil.which(engine.stop_command[0]) is None:
-        raise BadInput(f"engine.stop_command: there is no program {engine.stop_command[0]!r}")
-    adapter = adapter_of(engine.kind)
-    if adapter.simulated:
-        return (sys.executable, *adapter.command)
-    python = Path(engine.python).expanduser()
-    if not engine.command:
-        python = python if python.is_absolute() else base / python
-        if not python.is_file():
-            raise BadInput(
-                f"engine.python: there is no interpreter at {python}; name the python that has vllm"
-            )
-    return (*engine.command, str(python) if not engine.command else engine.python, *adapter.command)
-
-
 def _trace(ref: str, base: Path, store: Store | None) -> tuple[Trace, Path]:
-    captured = captures.find(ref, (Settings().home / "captures", base))
+    captured = find(ref, (Settings().home / "captures", base))
     path = captured or base / Path(ref).expanduser()
     if os.path.isfile(path):  # a name may be too long for a path
         return (traces.read(path) if path.suffix == ".parquet" else importers.read_any(path)), path
@@ -218,7 +397,7 @@ def _trace(ref: str, base: Path, store: Store | None) -> tuple[Trace, Path]:
         known = sorted({t.name for t in store.traces()}) if store else []
         name = ref.removeprefix("latest:")
         missing = (
-            f"is neither a file ({path}) nor the digest of a known trace nor latest:NAME"
+            f"is not a file ({path}), not a known trace, and not latest:NAME"
             if name == ref
             else f"finds no capture and no known trace of the name '{name}'"
         )
@@ -244,37 +423,8 @@ def _space(ref: str, base: Path) -> SearchSpace:
     )
 
 
-def flag_name(key: str) -> str:
-    """`max_model_len`, `max-model-len` and `--max-model-len` are one flag: the last."""
-    return "--" + key.lstrip("-").replace("_", "-")
-
-
-def _fixed(
-    args: Mapping[str, Argument], facts: EngineFacts, space: SearchSpace, name: str
-) -> tuple[str, ...]:
-    for key in args:
-        flag = flag_name(key).removeprefix("--")
-        if flag in OURS:
-            raise BadInput(f"{name}: engine.args.{key}: the tuner sets --{flag} itself; leave it out")
-        if flag.replace("-", "_") in space.levels:
-            raise BadInput(
-                f"{name}: engine.args.{key}: the space changes this knob; put today's value under baseline:"
-            )
-        taken = facts.choices.get(flag.replace("-", "_"))
-        value = args[key]
-        if taken is not None and not isinstance(value, list | dict | bool) and value not in taken:
-            listed = ", ".join(str(choice) for choice in taken)
-            raise BadInput(f"{name}: engine.args.{key}: the engine does not take {value}; it takes {listed}")
-        entry = CATALOGUE.get(flag.replace("-", "_"))
-        plain = isinstance(value, str) and re.fullmatch(r"auto|[\d.]+[kmgtKMGT]?", value)
-        checked = entry and entry.kind in ("int", "float") and value != -1 and not plain
-        if entry and checked and (wrong := entry.complaint(value)):  # type: ignore[arg-type]
-            raise BadInput(f"{name}: engine.args.{key}: {wrong.removeprefix(entry.name + ': ')}")
-    return fixed(args, facts, where=f"{name}: engine.args")
-
-
 def _max_model_len(file: StudyFile, model: ModelFacts, name: str) -> int:
-    """The engine's longest request in tokens. BadInput where the file asks for more than the model has."""
+    """The engine's longest request in tokens. BadInput if the file asks for more than the model has."""
     args = {flag_name(key): value for key, value in file.engine.args.items()}
     lifted = file.engine.env.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0") not in ("", "0")
     lifted = lifted or bool(LENGTHENING & set(args))
@@ -283,18 +433,18 @@ def _max_model_len(file: StudyFile, model: ModelFacts, name: str) -> int:
     for key, value in asked.items():
         if tokens_of(value) > model.longest and not lifted:
             raise BadInput(
-                f"{name}: {key}: {value} is more than the {model.longest} tokens that {file.model} takes"
-                " by its config.json; ask for less"
+                f"{name}: {key}: {value} is too large: the config.json of {file.model} allows at most"
+                f" {model.longest} tokens"
             )
     return tokens_of(args.get("--max-model-len")) or model.max_len
 
 
 def _slices(file: StudyFile, trace: Trace) -> tuple[Slice, ...]:
     if file.slices != "auto":
-        return slices.choose(trace, [s.model_dump(exclude_defaults=True) for s in file.slices])
+        return choose_slices(trace, [s.model_dump(exclude_defaults=True) for s in file.slices])
     plan = plan_of(file)
     tail = 1000 if any("_p99_" in name for name in file.objectives) else 200
-    limits = slices.Limits(
+    limits = SliceLimits(
         slices=plan.slices,
         min_s=plan.slice_s,
         max_s=plan.slice_s if plan.demonstration else 10 * plan.slice_s,
@@ -302,7 +452,7 @@ def _slices(file: StudyFile, trace: Trace) -> tuple[Slice, ...]:
         held_out=not plan.demonstration,
         speed=file.speed,
     )
-    return slices.choose(trace, "auto", limits=limits)
+    return choose_slices(trace, "auto", limits=limits)
 
 
 def plan_of(file: StudyFile) -> Plan:
@@ -319,7 +469,7 @@ def _check_slices(
     plan = plan_of(file)
     for part in chosen:
         check_size(trace, part, speed=file.speed, around_s=plan.load_warmup_s + plan.tail_limit_s)
-        rows = slices.rows(trace, part)
+        rows = slice_rows(trace, part)
         if not len(rows):
             raise BadInput(f"{name}: slice {part.name}, from {part.start_s:g} s on, has no request")
         if beams := int((trace.beam[rows] > 0).sum()):
@@ -334,13 +484,13 @@ def _check_slices(
             if longest > model.longest:
                 more = f"the model takes no more than {model.longest}: choose other slices"
             raise BadInput(
-                f"{name}: slice {part.name} has a request of {longest} tokens, the engine takes"
+                f"{name}: slice {part.name} has a request of {longest} tokens, but the engine takes only"
                 f" {max_model_len}; {more}"
             )
 
 
 def _check_classes(file: StudyFile, trace: Trace, name: str) -> None:
-    """BadInput where the file asks for a class of requests that the trace does not have."""
+    """BadInput if the file asks for a class of requests that the trace does not have."""
     asked = {class_of(each): "objectives" for each in file.objectives}
     asked |= {class_of(each): "not_worse" for each in file.not_worse}
     asked |= dict.fromkeys(file.slo.classes, "slo.classes")
@@ -357,9 +507,9 @@ def _turned(
 ) -> SearchSpace:
     """What of the space this study can turn."""
     found = space.restricted(facts, env=file.engine.env, baseline=baseline, unjudged=no_judgement(file))
-    if file.sampler == "ladder" and ladder.KNOB not in found.levels:
+    if file.sampler == "ladder" and LADDER_KNOB not in found.levels:
         raise BadInput(
-            f"{name}: sampler: ladder changes {ladder.KNOB}, but space '{space.name}' does not have it"
+            f"{name}: sampler: ladder changes {LADDER_KNOB}, but space '{space.name}' does not have it"
         )
     return found
 
@@ -374,39 +524,6 @@ def _check_baseline(
     sizes = {flag_name(key)[2:].replace("-", "_"): v for key, v in file.engine.args.items() if type(v) is int}
     if refused := refusals({**sizes, **baseline}, facts, None, model):
         raise BadInput(f"{name}: the baseline cannot start: {refused[0]}")
-
-
-def named(file: StudyFile, host: Surveyed, store: Store | None) -> Surveyed:
-    """The registered node that the file names in place of `local`. BadInput where its GPUs are not this
-    host's."""
-    if file.node == "local":
-        return host
-    if store is None:
-        raise NotFound(f"there is no node '{file.node}'; `tuner node add` registers one")
-    node = store.node(file.node)
-    missing = [uuid for uuid in node.gpus if uuid not in host.node.gpus]
-    if missing and not adapter_of(host.facts.kind).simulated:
-        raise BadInput(
-            f"node: {node.name} has GPU {missing[0]}, which this host does not have: type this on host"
-            f" {node.host}, or register this host under another name ('tuner node add')"
-        )
-    return replace(host, node=node)
-
-
-def local_node(name: str, facts: EngineFacts, env: Mapping[str, str]) -> Node:
-    """This host as a node, by the GPUs that `env` shows: its class is card-memory x count, or the platform
-    without GPUs.
-    """
-    if not facts.gpu_name:
-        return Node(name=name, gpu_class=facts.platform)
-    card = re.sub(r"[^a-z0-9]+", "-", facts.gpu_name.lower().removeprefix("nvidia ")).strip("-")
-    memory = f"-{facts.gpu_memory_gib:.0f}" if facts.gpu_memory_gib else ""
-    return Node(
-        name=name,
-        gpu_class=f"{card}{memory}x{max(1, facts.gpu_count)}",
-        gpus=Gpus.open(env).uuids,
-        gpu_memory_gib=facts.gpu_memory_gib,
-    )
 
 
 # Keys of the study file that are part of its identity as they stand.

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from tuner.conclusions import Arm, Conclusion, LostKnob, MovedDefault, UpgradeFinding
-from tuner.engine.effective import same
+from tuner.engine.metrics import same_value
 from tuner.errors import BadInput
 from tuner.history.store import Store
 from tuner.knobs.arguments import refusal, takes
@@ -27,7 +27,7 @@ from tuner.tuning.comparison import (
 )
 from tuner.tuning.context import RunContext
 from tuner.tuning.study import ComparedArm, Prepared
-from tuner.tuning.studyfile import Argument, EngineFile
+from tuner.tuning.survey import Argument, EngineFile
 
 OLD, NEW, PINNED = "old version", "new version", "new version with the old defaults"
 
@@ -55,10 +55,10 @@ def upgrade_check(
     engines: Mapping[str, EngineFile] | None = None,
     files: bool = True,
 ) -> Prepared:
-    """The comparison of one configuration (an alias, a profile's id, a file, `today`) on two versions; `old`
-    and `new` as `arm_of` takes an ENGINE, an empty `old` is the study's own.
+    """The comparison of one configuration (an alias, a profile's id, a file, `today`) on two versions.
+    `old` and `new` are engines as in `arm_of`. An empty `old` is the study's own engine.
 
-    BadInput or NotFound says what to mend, also where the two are the same engine.
+    BadInput or NotFound says what to mend, also if the two are the same engine.
     """
     before = on_engine(prepared, old, base=base, engines=engines, files=files) if old else prepared
     after = on_engine(prepared, new, base=base, engines=engines, files=files)
@@ -89,8 +89,8 @@ def unchecked(
     configuration: str,
     files: bool,
 ) -> Prepared:
-    """The upgrade check of a study as a schedule begins it; NothingNew where both versions are the same, or
-    where the same configuration was checked on both before, on whichever traffic, and nothing stayed open.
+    """The upgrade check of a study as a schedule begins it. NothingNew if both versions are the same, or if
+    the same configuration was already checked on both, on any traffic, and no difference stayed open.
     """
     check = upgrade_check(
         prepared, store, old=old, new=new, configuration=configuration, base=Path(), margin=MARGIN,
@@ -143,8 +143,8 @@ def fitted(
 
 
 def successor_of(flag: str, old: EngineFacts, new: EngineFacts) -> str | None:
-    """The new version's flag in the place of one that it lost: another of the knob's own names, else the flag
-    that only the new version has and whose name is nearest.
+    """The new version's flag in place of one that it lost: another of the knob's own names. If there is
+    none, the flag that only the new version has and whose name is nearest.
     """
     own = [f for entry in CATALOGUE.values() if flag in entry.flags for f in entry.flags if f in new.flags]
     if own:
@@ -163,7 +163,7 @@ def moved_defaults(old: Prepared, new: Prepared, before: Trial, after: Trial) ->
             continue
         pair = [t.effective.get(name, p.facts.defaults.get(name)) for t, p in ((before, old), (after, new))]
         told = [name in t.effective for t in (before, after)]
-        if told[0] == told[1] and not same(*pair) and pair != [None, None]:
+        if told[0] == told[1] and not same_value(*pair) and pair != [None, None]:
             found.append(MovedDefault(name=name, before=pair[0], after=pair[1]))
     return tuple(found)
 
@@ -172,6 +172,8 @@ class Upgrading(Comparing):
     """The run of an upgrade check: the old version, the new one, and the new one with every default pinned
     that moved. The new version is settled once anything is clearly worse; the pinned arms matter only then.
     """
+
+    decided = "another round cannot change the advice"
 
     def __init__(self, context: RunContext, run: Run) -> None:
         super().__init__(context, run)
@@ -219,7 +221,8 @@ class Upgrading(Comparing):
         if said is None:
             return None
         self._finding = finding_of(self._finding, said, self._pins, self._margin)
-        return replace(said, sentence=f"{self._finding.sentence} {said.sentence}")
+        sentence = f"{self._finding.sentence} {said.sentence}"
+        return replace(said, advice=self._finding.advice, sentence=sentence)
 
     def summary(self, said: Conclusion | None) -> dict[str, JSON]:
         """What every comparison's summary has, and the finding."""
@@ -278,7 +281,7 @@ def _judged(finding: UpgradeFinding, undone: Mapping[tuple[str, ...], bool]) -> 
 
 
 def _undone(new: Arm, pinned: Arm, worse: Sequence[str]) -> float:
-    """The share of the loss that is gone with the old default, over all that is worse; 0 where the pinned
+    """The share of the loss that is gone with the old default, over all that is worse; 0 if the pinned
     engine did not serve.
     """
     shares = []
@@ -294,12 +297,12 @@ def _told(finding: UpgradeFinding, first: str) -> UpgradeFinding:
     guilty = [m for m in finding.moved if m.guilty] or list(finding.moved)
     pins = ", ".join(f"{m.name}={m.before} (now {m.after})" for m in guilty)
     causes = {
-        "code": "The code is the cause: with the old defaults it is as slow.",
-        "default": f"The cause is a default that moved: {pins}.",
-        "both": f"A default that moved is part of the cause: {pins}; the code is the rest.",
+        "code": "The code is the cause: with the old defaults, the new version is just as slow.",
+        "default": f"The cause is a default that changed: {pins}.",
+        "both": f"A default that changed is one part of the cause: {pins}. The code is the other part.",
     }
     if finding.fault == "code" and not finding.moved:
-        causes["code"] = "The code is the cause: no default moved."
+        causes["code"] = "The code is the cause: no default that this configuration uses moved."
     elif finding.fault == "code" and all(m.before is None for m in finding.moved):
         causes["code"] = f"The cause is the code, or a default that cannot be pinned: {pins}."
     parts = [f"Advice: {finding.advice}.", first, causes.get(finding.fault, ""), *map(_lost, finding.lost)]

@@ -17,18 +17,20 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from tuner.engine import effective, failures, metrics
+from tuner.engine import failures, metrics
 from tuner.engine import log as engine_log
+from tuner.engine.metrics import read_effective
 from tuner.engine.server import arguments
 from tuner.records import Slice, digest_of
 from tuner.replay.plan import Load
 from tuner.replay.timeline import Judge, Replayed
 from tuner.simulator import virtual
 from tuner.simulator.boot import Booted, NotStarted, announce, boot, cache_config, server_info
-from tuner.simulator.exposition import Counters
+from tuner.simulator.engine import Counters
 from tuner.simulator.options import release_of
 from tuner.simulator.virtual import VirtualPace
 from tuner.tuning.context import HostContext, LaunchJob, Measured, Note, Pass, RunContext, Serving
@@ -42,6 +44,9 @@ HIDDEN = "TUNER_SIM_HIDDEN"
 CRASH = (
     "(EngineCore pid=1) ERROR torch.AcceleratorError: CUDA error: an illegal memory access was encountered"
 )
+
+
+_parsed = lru_cache(maxsize=64)(metrics.parse)  # the page of an idle engine, the same for equal arguments
 
 
 def startup_of(job: LaunchJob) -> float:
@@ -73,14 +78,16 @@ class VirtualTime:
             await asyncio.Event().wait()
 
 
-def on_virtual_time(context: RunContext, deadline: datetime | None = None) -> RunContext:
-    """The same run with virtual engines. Its clock begins now, or where the study's last run ended if that is
-    later, so that no run begins before the one that it follows. `deadline`: the end of the run's window.
+def on_virtual_time(context: RunContext, window: timedelta | None = None) -> RunContext:
+    """The same run with virtual engines. Its clock begins now, or after the study's last run or launch ended
+    if that is later. So nothing begins before what it follows, and a launch that was killed as it began is
+    not one of this run. `window`: the time that the run has, from there on.
     """
-    ended = [
-        run.ended_at for run in context.store.runs(context.prepared.study.id) if run.ended_at is not None
-    ]
-    time = VirtualTime(max([context.clock(), *ended]), deadline)
+    runs, launches = context.store.runs(context.prepared.study.id), context.launches()
+    ended = [each.ended_at or each.started_at for each in runs]
+    ended += [each.ended_at or each.started_at for each in launches]
+    begun = max([context.clock(), *(at + timedelta(microseconds=1) for at in ended)])
+    time = VirtualTime(begun, None if window is None else begun + window)
     return replace(context, clock=time.now, seconds=time.seconds, work=VirtualEngine(context.host, time))
 
 
@@ -111,7 +118,7 @@ class VirtualEngine:
         timeline = {**engine_log.timeline(text), "ready_s": startup_s}
         idle = {"num_requests_running": 0.0, "num_requests_waiting": 0.0, "kv_cache_usage_perc": 0.0}
         page = Counters().page(booted.options.names[0], idle, cache_config(booted.options))
-        said = effective.read(job.spec, metrics.parse(page), server_info(booted.options), text)
+        said = read_effective(job.spec, _parsed(page), server_info(booted.options), text)
         note(Serving(effective=said, timeline=timeline, kv_tokens=kv_tokens))
         slower = self._slower(job, stretches)
         return [await self._pass(job, each, booted, kv_tokens, slower, note) for each in job.passes]

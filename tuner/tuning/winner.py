@@ -10,7 +10,7 @@ from tuner.errors import NotFound
 from tuner.measures import measure_of
 from tuner.records import Candidate, Slo, Trial, TrialState
 from tuner.search import trial_view
-from tuner.search.pareto import Matrix, front, measured, values_of
+from tuner.search.trial_view import Matrix, front, measured, values_of
 from tuner.tuning.study import Prepared
 
 # How the winner is picked: by the SLO, at the knee of the front, or by weights of the objectives. The study

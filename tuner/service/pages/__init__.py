@@ -1,4 +1,6 @@
-"""Pages for people: server-rendered, readable without script, under a strict content security policy."""
+"""Pages for people. They are made on the server, can be read without scripts, and have a strict content
+security policy.
+"""
 
 from collections.abc import Awaitable, Callable
 from inspect import isawaitable
@@ -14,8 +16,9 @@ Handler = Callable[[Request, Exception], Response | Awaitable[Response]]
 
 
 def install(app: FastAPI) -> None:
-    """Adds the pages to the app, whose `state.service` must be a `ServiceContext`, and makes pages of errors
-    that a browser would see."""
+    """Adds the pages to the app, whose `state.service` must be a `ServiceContext`. Errors become pages if a
+    browser asks.
+    """
     app.include_router(routes.router, include_in_schema=False)
     plain = {kind: cast(Handler, app.exception_handlers[kind]) for kind in (HTTPException, Exception)}
 

@@ -1,4 +1,6 @@
-"""The workbench: all trials of a study, sorted, filtered, brushed and chosen. Its state is its address."""
+"""The workbench: the table of all trials of a study, which can be sorted and filtered. Its address holds its
+whole state.
+"""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -14,22 +16,21 @@ from fastapi import Query
 from markupsafe import Markup
 
 from tuner.errors import BadInput, nearest
-from tuner.measures import NAMES
+from tuner.measures import NAMES, many
 from tuner.records import Trial
 from tuner.report import words
 from tuner.report.board import Board, values
 from tuner.report.charts import Cloud, Point, bars, parallel, scatter
 from tuner.report.effects import doubt, effects
 from tuner.report.trial_table import as_csv, as_json, as_parquet, table_of
-from tuner.service.pages.query import PageNumber, Text, measurement
-from tuner.service.pages.render import marked
+from tuner.service.pages.render import PageNumber, Text, marked, measurement
 
 PAGE = 100
 PICTURES = 32
 MOST_TERMS = 20
-"""Terms of `where`: each looks at every trial."""
+"""Most terms of `where`, because each term reads every trial."""
 KNOBS_SHOWN = 5
-"""How many knobs that were turned are columns unless other columns are chosen."""
+"""Number of changed knobs that are columns if no columns were chosen."""
 PLAIN = ("state", "origin", "cause", "reason", "gpu_seconds", "attempt", "started_at")
 """Columns of a trial that are neither knob nor measurement."""
 OPERATORS: Mapping[str, Callable[[pa.ChunkedArray, object], pa.ChunkedArray]] = {
@@ -41,9 +42,11 @@ TERM = re.compile(r"([A-Za-z_][\w.]*)(<=|>=|!=|=|<|>|~)(.*)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchQuery:
-    """The address of a workbench. `where` holds terms such as `state=COMPLETE ttft_p95_ms<300`, parted by
-    blanks, all of which hold; a word alone is looked for in all texts. `sort` is a column, `-` before it for
-    the largest first; `columns` are shown (empty: the usual ones); `picked` are ticked trials.
+    """The address of a table of trials.
+
+    `where` holds terms such as `state=COMPLETE ttft_p95_ms<300`, separated by blanks; all of them must be
+    true. A word alone is searched in all texts. `sort` is a column, with `-` before it for the largest first.
+    `columns` are the shown columns (empty: the usual ones). `picked` are the trials with a tick.
     """
 
     where: Annotated[str, Query(max_length=2000)] = ""
@@ -68,20 +71,22 @@ class BenchQuery:
 
 @dataclass(frozen=True)
 class Bench:
-    """A study's trials as one table, made once for each state of the history."""
+    """A study's trials as one table, made once after each change of the history."""
 
     board: Board
     rows: Sequence[Trial]
     table: pa.Table
     effects_of: dict[str, tuple[str, Markup]] = field(default_factory=dict)
     pictures: dict[tuple[object, ...], tuple[Markup, Markup]] = field(default_factory=dict)
-    """Front and lines by what they show: another order or page draws nothing anew."""
+    """The drawings of front and lines, kept by what they show. Another order or page does not need a new
+    drawing.
+    """
     marks: dict[tuple[object, ...], list[Point]] = field(default_factory=dict)
-    """The named marks of the front by axes and ticked trials: no filter changes them."""
+    """The named marks of the front, by axes and trials with a tick. They do not depend on the filter."""
 
     @cached_property
     def names(self) -> list[str]:
-        """The columns that can be shown: objectives, knobs that were turned, all else."""
+        """The columns that can be shown: first objectives, then changed knobs, then all others."""
         ours = [n for n in self.board.study.objectives if n in self.table.column_names]
         rest = [
             n for n in self.table.column_names if n not in ours and n not in ("number", "screened", "kind")
@@ -95,13 +100,18 @@ class Bench:
         return [name for name in knobs if pc.count_distinct(self.table[name], mode="all").as_py() > 1]
 
     @cached_property
+    def tried_again(self) -> bool:
+        """Whether a trial has several attempts. Each attempt is a row."""
+        return any(t.attempt for t in self.rows)
+
+    @cached_property
     def usual(self) -> tuple[str, ...]:
         ours = [n for n in self.board.study.objectives if n in self.table.column_names]
         more = [n for n in ("slo_attainment",) if n in self.table.column_names and n not in ours]
         return (*ours, *more, *self.turned[:KNOBS_SHOWN])
 
     def column(self, name: str) -> str:
-        """A column by its name, a knob also without `knob.`. BadInput names the nearest."""
+        """A column by its name; a knob may be given without `knob.`. BadInput names the nearest column."""
         for found in (name, f"knob.{name}"):
             if found in self.table.column_names:
                 return found
@@ -110,11 +120,11 @@ class Bench:
 
     @cached_property
     def texts(self) -> list[str]:
-        """What a word alone is looked for in."""
+        """The texts in which a word alone is searched."""
         return [
             " ".join(
                 (
-                    str(t.number),
+                    t.label,
                     t.state.value,
                     t.origin,
                     words.knobs(t.candidate),
@@ -126,7 +136,7 @@ class Bench:
         ]
 
     def chosen(self, where: str) -> pa.Array:
-        """For each row, whether all terms hold. BadInput for a term that cannot be read."""
+        """For each row, whether it matches all terms. BadInput for a term that cannot be read."""
         terms = where.split()
         if len(terms) > MOST_TERMS:
             raise BadInput(f"{len(terms)} terms; at most {MOST_TERMS} can be combined")
@@ -155,7 +165,7 @@ class Bench:
         return pc.fill_null(OPERATORS[sign](column, value), sign == "!=")
 
     def ordered(self, asked: BenchQuery) -> list[int]:
-        """The rows that are chosen, by their place in the table, in order."""
+        """The matching rows in their order, by their place in the table."""
         name = self.column(asked.sort.removeprefix("-"))
         way = "descending" if asked.sort.startswith("-") else "ascending"
         order = pc.sort_indices(self.table, sort_keys=[(name, way)])
@@ -164,7 +174,7 @@ class Bench:
         return found
 
     def importance(self, metric: str) -> tuple[str, Markup]:
-        """(why no shares are shown, the shares as bars) of one measurement."""
+        """(the reason if there are no shares, the shares as bars) for one measurement."""
         if metric not in self.effects_of:
             found = effects(self.board.trials, metric)
             why = doubt(found)
@@ -181,7 +191,7 @@ def _number(term: str, text: str) -> float:
 
 
 def bench_of(board: Board) -> Bench:
-    """The workbench of a study."""
+    """The table of trials of a study."""
     rows = sorted(board.trials, key=lambda t: (t.number, t.attempt))
     return Bench(board=board, rows=rows, table=table_of(rows))
 
@@ -198,14 +208,14 @@ class BenchRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchView:
-    """A workbench as asked for. `found` of `whole` trials are chosen; `axes` are drawn."""
+    """The table as it was asked for. `found` of the `whole` rows match; `axes` are the drawn measurements."""
 
     asked: BenchQuery
     shown: Sequence[str]
     names: Sequence[str]
     rows: Sequence[BenchRow]
     found: int
-    whole: int
+    whole: str
     pages: int
     axes: tuple[str, str]
     measured: Sequence[str]
@@ -217,12 +227,12 @@ class BenchView:
         return {name: "ascending", f"-{name}": "descending"}.get(self.asked.sort, "none")
 
     def by(self, name: str) -> str:
-        """The address that sorts by a column; again: the other way."""
+        """The address that sorts by a column; if it is already sorted by it, in reverse order."""
         return self.asked.address(sort=name if self.asked.sort == f"-{name}" else f"-{name}", page=1)
 
 
 def view(bench: Bench, asked: BenchQuery, link: Callable[[Trial], str]) -> BenchView:
-    """What the workbench shows. BadInput for columns, terms or axes that are not there."""
+    """What the table shows. BadInput for columns, terms or axes that do not exist."""
     board = bench.board
     shown = [bench.column(name) for name in asked.columns] or list(bench.usual)
     order = bench.ordered(asked)
@@ -244,7 +254,7 @@ def view(bench: Bench, asked: BenchQuery, link: Callable[[Trial], str]) -> Bench
         names=bench.names,
         rows=[_row(board, trial, shown, asked.picked) for trial in rows],
         found=len(order),
-        whole=len(bench.rows),
+        whole=many(len(bench.rows), "attempt" if bench.tried_again else "trial", ",.0f"),
         pages=pages,
         axes=axes,
         measured=[name for name in bench.names if name in NAMES],
@@ -284,7 +294,9 @@ def _front(
     picked: Sequence[int],
     link: Callable[[Trial], str],
 ) -> Markup:
-    """The chosen trials in two measurements; the others faint; SLO, labels and the noise of a launch."""
+    """The front in two measurements: the matching trials, the other trials in a faint colour, the SLO,
+    labels, and the noise between launches.
+    """
     board, (x, y) = bench.board, axes
     if x not in bench.table.column_names or y not in bench.table.column_names:
         return marked(scatter([], x, y))
@@ -311,11 +323,13 @@ def _clouds(bench: Bench, order: Sequence[int], x: str, y: str) -> list[Cloud]:
 
 
 MOST_LINES = 400
-"""The most lines of parallel coordinates; beyond, as many as that are taken evenly from the chosen."""
+"""The most lines of the parallel coordinates. If more trials are chosen, this many are taken from them at
+equal distances.
+"""
 
 
 def _lines(bench: Bench, order: Sequence[int], shown: Sequence[str]) -> Markup:
-    """Parallel coordinates over the shown columns that differ."""
+    """Parallel coordinates over the shown columns in which trials differ."""
     step = max(1, -(-len(order) // MOST_LINES))
     chosen = order[::step]
     columns = {name: bench.table[name].take(pa.array(chosen, pa.int64())).to_pylist() for name in shown}
@@ -328,7 +342,7 @@ FILES: Mapping[str, tuple[str, Callable[[pa.Table], bytes]]] = {
     "parquet": ("application/vnd.apache.parquet", as_parquet),
     "json": ("application/json", as_json),
 }
-"""Downloads by ending: media type, and what writes them."""
+"""Downloads by file ending: media type, and the function that writes them."""
 
 
 def download(bench: Bench, asked: BenchQuery, ending: str) -> tuple[bytes, str]:

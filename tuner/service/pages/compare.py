@@ -1,22 +1,21 @@
 """Two to five trials, profiles, nights or nodes side by side: knobs, numbers, latencies and timelines."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from fastapi import Query
 from markupsafe import Markup
 
-from tuner.conclusions import Judgement
+from tuner.conclusions import Arm, Conclusion, Judgement
 from tuner.errors import BadInput, NotFound
 from tuner.history.best_per_night import night_of
 from tuner.history.store import Store
 from tuner.measures import NAMES, in_order
 from tuner.records import Candidate, Profile, Study, Trial
 from tuner.report import evidence
-from tuner.report.words import outcome
-from tuner.service.pages.query import Text
-from tuner.service.pages.render import marked
+from tuner.report.words import outcome, reduced_of
+from tuner.service.pages.render import Text, marked
 from tuner.service.pages.studies import board_of, find, link
 
 FEWEST, MOST = 2, 5
@@ -25,7 +24,7 @@ COLOURS = ("front", "winner", "three", "four", "baseline")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareQuery:
-    """What is to be compared: trials of a study by number, or profiles, runs (nights) or nodes."""
+    """What to compare: trials of a study by number, profiles, runs (nights), or nodes."""
 
     study: Text = ""
     trials: Annotated[tuple[int, ...], Query(alias="trial", max_length=60)] = ()
@@ -36,8 +35,10 @@ class CompareQuery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One thing that is compared. `trial` is the trial that measured it; None where history has none.
-    `values` are of its search, `confirmed` by the repeats of one confirmation, whose run had this `outcome`.
+    """One side of a comparison.
+
+    `trial` is the trial that measured it; None if the history does not have it. `values` are its first
+    measurement. `confirmed` are from the repeats of one confirmation, and `outcome` is that run's.
     """
 
     name: str
@@ -67,7 +68,9 @@ class SideBySide:
 
 
 def compare(store: Store, asked: CompareQuery) -> SideBySide:
-    """The comparison. BadInput for fewer than two or more than five, NotFound for what is not there."""
+    """The comparison. BadInput for fewer than two or more than five sides, NotFound for a side that does not
+    exist.
+    """
     count = len(asked.trials) + len(asked.profiles) + len(asked.runs) + len(asked.nodes)
     if not FEWEST <= count <= MOST:
         raise BadInput(f"{FEWEST} to {MOST} trials, profiles, nights or nodes can be compared, not {count}")
@@ -90,7 +93,7 @@ def compare(store: Store, asked: CompareQuery) -> SideBySide:
 
 
 def _named(sides: Sequence[Side]) -> list[evidence.Named]:
-    """Each side's trial in a colour of its own; today's configuration has the same colour everywhere."""
+    """Gives each side's trial its own colour. Today's configuration has the same colour on every page."""
     free = iter(COLOURS)
     return [
         evidence.Named(name=s.name, kind="baseline" if s.trial.is_baseline else next(free), trial=s.trial)
@@ -108,23 +111,25 @@ def _of_trial(
     profile: Profile | None = None,
     run: object = None,
 ) -> Side:
-    """A trial of a study by its last attempt, and the repeats of its newest confirmation, or of `run`'s. One
-    that is not to be trusted counts where there is no other.
+    """A trial by its last attempt, with the repeats of its newest confirmation, or of the confirmation of
+    `run`. A confirmation that is not to be trusted is used only if there is no other.
     """
     board, _ = board_of(store, study)
     trial = next((t for t in reversed(board.trials) if t.number == number), None)
     if trial is None:
         raise NotFound(f"study {study.name} has no trial {number}")
     concluded = [c for c in store.conclusions(study.id) if run in (None, c.run_id)]
-    again = [(c, arm) for c in concluded if (arm := c.arm(number)) and arm.measured_again]
+    again = [(c, arm) for c in concluded if (arm := _measured(store, c, number)) and arm.measured_again]
     trusted = [pair for pair in again if pair[0].measured_again]
     doubted = [pair for pair in again if pair[0].outcome is Judgement.NOT_TRUSTED]
     measured = trusted or doubted
     said, arm = measured[-1] if measured else (None, None)
+    if run is not None and said is not None:
+        trial = _then(store, trial, said)
     share = {} if arm is None or arm.attainment is None else {"slo_attainment": arm.attainment}
     role = {"baseline": " (today)", "winner": " (winner)"}.get(board.kind(trial), "")
     return Side(
-        name=name or (arm.name if arm else None) or f"trial {number}{role}",
+        name=name or (arm.name if arm else None) or f"trial {trial.label}{role}",
         href=f"/profiles/{profile.id}" if profile else link(study, trial),
         study=study,
         engine=(arm.engine if arm else None) or study.engine_version,
@@ -132,8 +137,28 @@ def _of_trial(
         candidate=profile.candidate if profile else trial.candidate,
         values=trial.measurement.values if trial.measurement else {},
         confirmed={**share, **arm.confirmed} if arm else {},
-        outcome=outcome(said) if said else "",
+        outcome=_outcome(said, arm, number) if said and arm else "",
     )
+
+
+def _then(store: Store, trial: Trial, said: Conclusion) -> Trial:
+    """A trial without what later runs measured: curves and bands are of the run that is compared."""
+    later = {each.id for each in store.launches(trial.study_id) if each.started_at > said.at}
+    return replace(trial, measurements=tuple(m for m in trial.measurements if m.launch_id not in later))
+
+
+def _measured(store: Store, said: Conclusion, number: int) -> Arm | None:
+    """The arm of a trial. If a reduced configuration of the winner was published, it has the winner's arm."""
+    reduced = reduced_of(said, store.attribution(said.run_id))
+    return said.arm(number) or (said.arm(said.winner) if number == reduced else None)
+
+
+def _outcome(said: Conclusion, arm: Arm, number: int) -> str:
+    """How the run ended. Beside a trial that did not win it says which one did."""
+    if arm.trial == number:
+        won = said.arm(said.winner) if said.winner != number else None
+        return outcome(said) + (f": {won.title}" if won else "")
+    return f"{outcome(said)}: {arm.title}, here without the knobs that give nothing"
 
 
 def _of_profile(store: Store, profile: Profile) -> Side:
@@ -153,16 +178,14 @@ def _of_profile(store: Store, profile: Profile) -> Side:
 
 
 def _of_run(store: Store, ref: str, name: str = "") -> Side:
-    """What a night ended with: its winner, else today's configuration."""
+    """The configuration that a night ended with: its winner, otherwise today's configuration."""
     run = store.run(ref)
     said, study = store.conclusion(run.id), store.study(run.study_id)
-    number = said.winner if said is not None else None
-    if number is None and said is not None and said.baseline is not None:
-        number = said.baseline.trial
-    if said is None or number is None:
+    arm = (said.arm(said.winner) or said.baseline) if said is not None else None
+    if said is None or arm is None:
         raise NotFound(f"the run of the night of {night_of(run)} has no result that could be compared")
-    shown = name or f"{night_of(run)}, ended {run.at:%H:%M}, trial {number}"
-    return _of_trial(store, study, number, shown, run=run.id)
+    shown = name or f"{night_of(run)}, ended {run.at:%H:%M}, {arm.title}"
+    return _of_trial(store, study, arm.trial, shown, run=run.id)
 
 
 def _of_node(store: Store, node: str) -> Side:
@@ -191,7 +214,7 @@ def _rows(found: Sequence[Mapping[str, object]]) -> list[tuple[str, Sequence[obj
 def _numbers(
     found: Sequence[Mapping[str, float | None]], ours: Sequence[str]
 ) -> list[tuple[str, Sequence[float | None], bool]]:
-    """Objectives first, then everything else that some side measured, in the order of the catalogue."""
+    """First the objectives, then all other measurements that some side has, in the order of the catalogue."""
     known = {name for each in found for name in each if name in NAMES}
     shown = in_order(known, first=ours)
     return [(name, [each.get(name) for each in found], name in ours) for name in shown]

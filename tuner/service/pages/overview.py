@@ -1,5 +1,6 @@
-"""Every node with its answers: is there a better configuration, how much better, can it be trusted, how is it
-pulled; and every schedule with its next window."""
+"""The overview: for each node, whether there is a better configuration, how much better it is, whether it can
+be trusted, and how to pull it; and every schedule with its next window.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ from tuner.history.store import Store
 from tuner.profiles.registry import CHAMPION, Gates, gate_failures, serve_the_same, stale_reasons
 from tuner.records import AliasEvent, Node, Profile, ProfileKey, Run, RunState, Study
 from tuner.report.card import AnswerCard, card, card_of_run
-from tuner.report.explain import gave
 from tuner.report.words import node_state
 
 
@@ -21,11 +21,11 @@ from tuner.report.words import node_state
 class ServedProfile:
     """One model and workload on one node: the answer, and what is served.
 
-    `card` is the answer, of study `study_id`: what the newest run found, or, where that found nothing better
-    than the champion, what the champion's own run found. `news` is the card of a newer run beside it.
-    `waiting` is a challenger newer than the champion, `refused` why its gates do not let
-    it be promoted, `same` whether it serves what the champion does. `before` is what the champion's last
-    move came from.
+    `card` is the answer, of study `study_id`. It shows what the newest run found. If the newest run found
+    nothing better than the champion, `card` shows the champion's own run, and `news` is the card of the
+    newest run. `waiting` is a challenger that is newer than the champion. `refused` says why its gates do not
+    allow a promotion. `same` says whether it is the champion's configuration. `before` is the version before
+    the champion's last move.
     """
 
     key: ProfileKey
@@ -43,8 +43,8 @@ class ServedProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A node (None: a GPU class, or a name nobody registered), what is served there, what runs now; `state`
-    in one word.
+    """A node (None: a GPU class, or a name that is not registered), what is served there, and what runs now.
+    `state` is one word.
     """
 
     name: str
@@ -55,8 +55,8 @@ class Machine:
 
 
 NEWEST_STUDIES, LOOKED_THROUGH = 3, 20
-"""How many studies of a place, the newest first, are looked through for its newest run, and how many are read
-to find these: comparisons are no answer.
+"""Limits of the search for a place's newest run: how many studies (the newest first) are used, and how many
+are read to find them. Comparisons are read, but not used.
 """
 
 
@@ -82,7 +82,7 @@ def machines(store: Store, now: datetime) -> tuple[Machine, ...]:
 
 
 def comparable(found: Sequence[Machine]) -> Sequence[str]:
-    """The names of the nodes with a result that can be compared, where there are at least two."""
+    """The names of the nodes with a result that can be compared; empty if there are fewer than two."""
     names = [m.name for m in found if any(p.card and p.card.trial is not None for p in m.places)]
     return names if len(names) > 1 else ()
 
@@ -145,29 +145,25 @@ def newest_card(store: Store, key: ProfileKey, studies: Sequence[Study]) -> tupl
         if ended is None:
             continue
         said = store.conclusion(ended.id)
-        broken = ended.state is not RunState.FINISHED and said is not None and not said.measured_again
-        if said is None or broken:
-            made = card_of_run(ended)
-        else:
-            made = card(said, key, gave=gave(store.attribution(ended.id)))
+        made = card(said, key, attribution=store.attribution(ended.id)) if said else card_of_run(ended)
         found += [(made, study.id)] if made is not None else []
     return max(found, key=lambda each: each[0].at, default=None)
 
 
 def card_of_profile(store: Store, profile: Profile, alias: str) -> AnswerCard | None:
-    """The card of the run that published a profile; None where no run is known."""
+    """The card of the run that published a profile; None if this run is not known."""
     run_id, number = profile.evidence.get("run"), profile.evidence.get("trial_number")
     said = store.conclusion(run_id) if isinstance(run_id, str) else None
     if said is None:
         return None
     made = PublishedProfile(id=profile.id, version=profile.version)
     trial = number if isinstance(number, int) else None
-    given = gave(store.attribution(said.run_id))
-    return card(said, profile.key, trial=trial, alias=alias, profile=made, gave=given)
+    found = store.attribution(said.run_id)
+    return card(said, profile.key, trial=trial, alias=alias, profile=made, attribution=found)
 
 
 def version_of(store: Store, event: AliasEvent | None) -> Profile | None:
-    """The version that an alias stands on."""
+    """The version that an alias points to."""
     if event is None or event.to_version is None:
         return None
     return store.profile_version(event.key, event.to_version)
@@ -175,7 +171,7 @@ def version_of(store: Store, event: AliasEvent | None) -> Profile | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleView:
-    """A schedule as people read it. `problem` says why it can never run."""
+    """A schedule for people. `problem` says why it can never start a run."""
 
     schedule: Schedule
     study: str

@@ -19,7 +19,7 @@ SHOWN = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shelf:
-    """The versions of one key, the newest first, with the aliases on them. `more`: there are older ones."""
+    """The versions of one key, the newest first, with their aliases. `more`: there are older versions."""
 
     key: ProfileKey
     versions: Sequence[tuple[Profile, Sequence[str]]]
@@ -27,7 +27,9 @@ class Shelf:
 
 
 def shelves(store: Store, named: ProfileKey | None = None) -> list[Shelf]:
-    """Every key with its newest versions and those that an alias is on; the one that is named with all."""
+    """Every key with its newest versions and all versions with an alias; all versions of the key that was
+    chosen.
+    """
     aliases: dict[ProfileKey, dict[int, list[str]]] = {}
     for event in store.aliases(named):
         if event.to_version is not None:
@@ -48,8 +50,9 @@ def shelves(store: Store, named: ProfileKey | None = None) -> list[Shelf]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sheet:
-    """One version, whole: `card` is the answer of the run that published it. `failed` are the gates that
-    forbid promoting it, `generation` what was seen, `first` an earlier version that serves the same.
+    """One version in full. `card` is the answer of the run that published it. `failed` are the gates that
+    forbid its promotion. `generation` is the alias's generation that the visitor saw. `first` is an earlier
+    version with the same configuration.
     """
 
     profile: Profile
@@ -89,19 +92,23 @@ def sheet(store: Store, profile: Profile, now: datetime) -> Sheet:
 
 
 def moves_to(store: Store, profile: Profile) -> list[AliasEvent]:
-    """When an alias came to a version, who moved it, and why; the newest first."""
+    """The moves of an alias to a version: when, by whom and why; the newest first."""
     events = store.alias_events(profile.key)[::-1]
     return [event for event in events if event.to_version == profile.version != event.from_version]
 
 
 def argv_diff(before: Profile, after: Profile) -> list[str]:
-    """The command lines, line by line: `- ` before what went, `+ ` before what came; empty for none."""
+    """The difference of two command lines, line by line: `- ` before removed lines, `+ ` before added lines;
+    empty if they are equal.
+    """
     found = [line for line in ndiff(before.argv, after.argv) if line[0] != "?"]
     return found if before.argv != after.argv else []
 
 
 def promote(looks: Visitor, profile: Profile, fields: Mapping[str, str]) -> AliasEvent:
-    """Moves the champion alias to a version. NotAllowed without scope promote; gates hold unless forced."""
+    """Moves the champion alias to a version. NotAllowed without scope promote. Without `force`, the gates
+    must pass.
+    """
     looks.needs("promote")
     reason, force = reason_of(fields), fields.get("force") == "yes"
     if force:
@@ -122,5 +129,5 @@ def rollback(looks: Visitor, profile: Profile, fields: Mapping[str, str]) -> Ali
 def _generation(fields: Mapping[str, str]) -> int:
     text = fields.get("generation", "")
     if not text.isdecimal() or len(text) > 9:
-        raise BadInput("The form lacks the generation of the alias: load the page again.")
+        raise BadInput("This form is not complete: load the page again.")
     return int(text)

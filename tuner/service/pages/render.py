@@ -1,13 +1,18 @@
-"""Templates, the words in them, and the headers of every page."""
+"""What all pages share: templates, their words, the headers, and the limits of addresses.
+
+Values that pages read often are computed once after each change of the history.
+"""
 
 from collections.abc import Callable, Coroutine, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import Annotated, Any, TypeVar, cast
 from urllib.parse import quote, urlencode
+from weakref import WeakKeyDictionary
 
 from anyio import to_thread
-from fastapi import Request, Response
+from fastapi import Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, RedirectResponse
 from fastapi.routing import APIRoute
@@ -15,12 +20,49 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from tuner import __version__
-from tuner.errors import TunerError
-from tuner.measures import many
+from tuner.errors import BadInput, TunerError, nearest
+from tuner.history.store import Store
+from tuner.measures import NAMES, many
 from tuner.report import document, words
 from tuner.service.pages.session import COOKIE, Away, NotAllowed, Visitor, login_url, visitor
 from tuner.service.problems import status_of
 from tuner.settings import runnable
+
+T = TypeVar("T")
+MOST = 16
+_found: WeakKeyDictionary[Store, dict[str, tuple[int, object]]] = WeakKeyDictionary()
+_lock = Lock()
+
+
+def kept(store: Store, name: str, make: Callable[[], T]) -> tuple[T, int]:
+    """(the result of `make`, the state of the history at that time). `make` is called again after the history
+    has changed.
+    """
+    pulse = store.change_token()
+    with _lock:
+        ours = _found.setdefault(store, {})
+        known = ours.get(name)
+    if known is not None and known[0] == pulse:
+        return cast(T, known[1]), pulse
+    found = make()
+    with _lock:
+        ours.pop(name, None)
+        ours[name] = (pulse, found)
+        while len(ours) > MOST:
+            ours.pop(next(iter(ours)))
+    return found, pulse
+
+
+Text = Annotated[str, Query(max_length=200)]
+PageNumber = Annotated[int, Query(alias="page", ge=1, le=1_000_000)]
+
+
+def measurement(name: str) -> str:
+    """The name of a measurement. BadInput names the nearest one if there is none of this name."""
+    if name not in NAMES:
+        raise BadInput(f"'{name}' is not a measurement{nearest(name, NAMES)}")
+    return name
+
 
 HERE = Path(__file__).parent
 POLICY = (
@@ -45,7 +87,8 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     found.globals["continues"] = words.CONTINUES
-    for name in (*document.FILTERS, "outcome_of", "run_state", "no_trial"):
+    found.globals["together"] = words.TOGETHER
+    for name in (*document.FILTERS, "outcome_of", "run_state", "no_trial", "pass_name"):
         found.filters[name] = getattr(words, name)
     found.filters |= {"many": many, "runnable": runnable, "at": at, "part": part, "query": urlencode}
     found.filters |= {"breakable": document.breakable, "knobs": document.knobs}
@@ -53,7 +96,9 @@ def _environment() -> Environment:
 
 
 def at(moment: datetime | None) -> Markup | str:
-    """A moment as `<time>`: UTC in the text and on hover; a script writes it in the viewer's zone."""
+    """A time as `<time>`, in UTC in the text and in its title. A script converts it to the viewer's time
+    zone.
+    """
     if moment is None:
         return "–"
     utc = moment.astimezone(UTC)
@@ -62,7 +107,7 @@ def at(moment: datetime | None) -> Markup | str:
 
 
 def part(text: object) -> str:
-    """A piece of a path."""
+    """One part of a path, quoted."""
     return quote(str(text), safe="")
 
 
@@ -75,31 +120,33 @@ def text_of(template: str, context: Mapping[str, object]) -> str:
 
 
 def page(looks: Visitor, template: str, *, status: int = 200, **context: object) -> HTMLResponse:
-    """A whole page for a visitor."""
+    """A whole page for a visitor who is logged in."""
     shared = {"looks": looks, "now": looks.service.clock(), "here": looks.target.partition("?")[0]}
     shared |= {"version": __version__}
     return HTMLResponse(text_of(template, shared | context), status, HEADERS)
 
 
 def bare(template: str, *, status: int = 200, **context: object) -> HTMLResponse:
-    """A page for nobody in particular: the login, and errors before it."""
+    """A page without a visitor: the login, and errors before the login."""
     shared = {"looks": None, "here": "", "version": __version__}
     return HTMLResponse(text_of(template, shared | context), status, HEADERS)
 
 
 def file_of(content: bytes, media: str, name: str) -> Response:
-    """Something to be saved under a name."""
+    """A download with a file name."""
     headers = {**HEADERS, "Content-Disposition": f'attachment; filename="{name}"'}
     return Response(content, media_type=media, headers=headers)
 
 
 def see(target: str) -> RedirectResponse:
-    """After a form: look at this."""
+    """The answer to a form: a redirect to this address."""
     return RedirectResponse(target, 303, HEADERS)
 
 
 class PageRoute(APIRoute):
-    """A route that answers people: errors are pages with one sentence, and who must log in is sent there."""
+    """A route of pages. Errors become pages with one sentence. A visitor who must log in is redirected to the
+    login.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -138,7 +185,7 @@ TITLES = {
 
 
 async def failure(request: Request, status: int, sentence: str) -> HTMLResponse:
-    """An error as a page; with the navigation, where the visitor is known. A thread reads who that is."""
+    """An error as a page, with the navigation if the visitor is known. A thread looks up the visitor."""
     return await to_thread.run_sync(_failure, request, status, sentence)
 
 
@@ -160,12 +207,12 @@ API = ("/v1", "/metrics", "/healthz", "/readyz", "/static")
 
 
 def is_for_people(request: Request) -> bool:
-    """Whether a browser asks for a page, rather than a program for data."""
+    """Whether a browser asks for a page. Otherwise a program asks for data."""
     path = request.url.path
     ours = not any(path == each or path.startswith(f"{each}/") for each in API)
     return ours and request.method == "GET" and "text/html" in request.headers.get("accept", "")
 
 
 def marked(svg: str) -> Markup:
-    """Drawn by our own charts, which escape what they write."""
+    """Marks SVG text of our own charts as safe, because the charts escape what they write."""
     return Markup(svg)

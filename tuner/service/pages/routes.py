@@ -1,4 +1,4 @@
-"""The pages' addresses. Each is a deep link; what it shows is made in the module beside it."""
+"""The addresses of the pages. Every page can be linked. Its content is made in the module beside this one."""
 
 import logging
 from dataclasses import replace
@@ -10,20 +10,29 @@ from fastapi.responses import HTMLResponse
 
 from tuner.errors import NotFound
 from tuner.profiles import export, registry
-from tuner.profiles.charts import slug
+from tuner.profiles.export import slug
 from tuner.records import ProfileKey
 from tuner.report import document
 from tuner.report.board import attempts_of, baselines, failures, measured_at
-from tuner.report.logs import log_path, root_cause, tail
+from tuner.report.evidence import log_path, root_cause, tail, to_screen
 from tuner.service.auth import client_of
 from tuner.service.context import service_of
 from tuner.service.pages import bench, compare, history, overview, profiles, studies
-from tuner.service.pages.kept import kept
-from tuner.service.pages.live import phase_in
-from tuner.service.pages.query import PageNumber, Text
-from tuner.service.pages.render import HEADERS, HERE, PageRoute, bare, file_of, page, see, text_of
+from tuner.service.pages.render import (
+    HEADERS,
+    HERE,
+    PageNumber,
+    PageRoute,
+    Text,
+    bare,
+    file_of,
+    kept,
+    page,
+    see,
+    text_of,
+)
 from tuner.service.pages.session import COOKIE, OVER, Form, Looks, SignedForm, local
-from tuner.service.pages.studies import board_of
+from tuner.service.pages.studies import board_of, phase_in
 
 log = logging.getLogger("tuner.service")
 router = APIRouter(route_class=PageRoute)
@@ -53,14 +62,14 @@ def static(name: str) -> Response:
 def ask_token(
     target: Annotated[str, Query(alias="next", max_length=2000)] = "/", expired: str = ""
 ) -> Response:
-    """The form that takes a token."""
+    """The login page: the form for a token."""
     problem = f"{OVER} Log in again." if expired else ""
     return bare("login.html", target=local(target), problem=problem)
 
 
 @router.post("/login")
 def take_token(request: Request, fields: Form) -> Response:
-    """Begins a session for a valid token: its word goes into a cookie that scripts cannot read."""
+    """Begins a session for a valid token. The session's id goes into a cookie that scripts cannot read."""
     service, client = service_of(request), client_of(request)
     text, target = fields.get("token", "").strip(), local(fields.get("next", "/"))
     if wait_s := service.logins.wait_s(client):
@@ -86,7 +95,7 @@ def _with_cookie(answer: Response, word: str, *, secure: bool) -> Response:
 
 @router.post("/logout")
 def leave(request: Request, looks: Looks, fields: SignedForm) -> Response:
-    """Ends the session, here and in every browser that has its word."""
+    """Ends the session, in this browser and in every other browser that has its id."""
     looks.service.sessions.end(request.cookies.get(COOKIE, ""))
     log.info("logout", extra={"actor": looks.actor.name, "client": looks.actor.client})
     answer = see("/login")
@@ -125,7 +134,9 @@ def list_studies(looks: Looks, after: Text = "") -> Response:
 
 @router.get("/studies/{ref}")
 def show_study(looks: Looks, ref: str, x: Text = "", y: Text = "", number: PageNumber = 1) -> Response:
-    """A study: its answer, its live part, its front. `page` is of an older address: all trials are apart."""
+    """A study: its answer, its live part and its front. `page` belongs to an older address: now all trials
+    have a page of their own.
+    """
     store = looks.service.store
     study = studies.find(store, ref)
     if number > 1:
@@ -139,8 +150,8 @@ def show_study(looks: Looks, ref: str, x: Text = "", y: Text = "", number: PageN
         live=live,
         axes=axes,
         names=studies.measured_names(live.board),
-        budget=studies.budget(live.board, live.stopped),
-        failures=failures(live.board.trials),
+        budget=studies.budget(live.board),
+        failures=failures(live.board.trials, store.launches(study.id)),
         link=studies.link,
         links=studies.card_links(study, live.board),
     )
@@ -156,7 +167,7 @@ def cancel_run(looks: Looks, fields: SignedForm, ref: str) -> Response:
 
 @router.get("/studies/{ref}/live")
 def show_live(request: Request, looks: Looks, ref: str, x: Text = "", y: Text = "") -> Response:
-    """The live part alone; 304 while nothing has changed."""
+    """Only the live part; 304 if nothing has changed."""
     store = looks.service.store
     study = studies.find(store, ref)
     axes = studies.axes_of(x, y)
@@ -177,7 +188,7 @@ Asked = Annotated[bench.BenchQuery, Depends()]
 
 @router.get("/studies/{ref}/trials")
 def show_trials(request: Request, looks: Looks, asked: Asked, ref: str) -> Response:
-    """All trials of a study, to sort, filter, brush, compare and download."""
+    """All trials of a study, to sort, filter, compare and download."""
     study = studies.find(looks.service.store, ref)
     held = studies.bench_of(looks.service.store, study)
     seen = bench.view(held, asked, lambda trial: studies.link(study, trial))
@@ -200,7 +211,7 @@ def show_trials(request: Request, looks: Looks, asked: Asked, ref: str) -> Respo
 
 @router.get("/studies/{ref}/trials.{ending}")
 def download_trials(looks: Looks, asked: Asked, ref: str, ending: str) -> Response:
-    """The chosen trials in their order as a file."""
+    """The matching trials in their order as a file."""
     study = studies.find(looks.service.store, ref)
     content, media = bench.download(studies.bench_of(looks.service.store, study), asked, ending)
     return file_of(content, media, f"{slug(study.name)}-{study.id[:8]}-trials.{ending}")
@@ -208,13 +219,14 @@ def download_trials(looks: Looks, asked: Asked, ref: str, ending: str) -> Respon
 
 @router.get("/studies/{ref}/trials/{number}")
 def show_trial(looks: Looks, ref: str, number: int, attempt: int | None = None) -> Response:
-    """One trial: configuration, numbers, pictures, how far it is to be believed."""
+    """One trial: configuration, numbers and pictures, and how far its numbers can be trusted."""
     store = looks.service.store
     study = studies.find(store, ref)
     board, _ = board_of(store, study)
     trial, attempts = attempts_of(board.study, board.trials, number, attempt)
     latencies, timelines = studies.pictures(board, trial)
     launches = store.launches(study.id)
+    beside = baselines(board.base, trial, launches)
     log = log_path(trial, launches)
     return page(
         looks,
@@ -226,10 +238,12 @@ def show_trial(looks: Looks, ref: str, number: int, attempt: int | None = None) 
         latencies=latencies,
         timelines=timelines,
         log=tail(log, LOG_LINES),
+        to_screen=to_screen(trial, launches),
         root=root_cause(trial, log) if trial.reason else "",
         rows=studies.numbers(board, trial),
-        beside=baselines(board.base, trial, launches),
-        times=measured_at(trial, launches),
+        beside=beside,
+        beside_times=measured_at(board.base, beside, launches),
+        times=measured_at(trial, trial.measurements, launches),
         phase=phase_in(looks.service.settings.home, trial),
         stopped=looks.service.stopped_runs(),
     )
@@ -251,7 +265,7 @@ def show_comparison(looks: Looks, asked: Annotated[compare.CompareQuery, Depends
 
 @router.get("/profiles")
 def list_profiles(looks: Looks, model: Text = "", target: Text = "", workload: Text = "") -> Response:
-    """Every profile key with its newest versions; the key that is named with all of them."""
+    """Every profile key with its newest versions; all versions of the key that was chosen."""
     named = ProfileKey(model=model, target=target, workload=workload) if model or target or workload else None
     return page(looks, "profiles.html", shelves=profiles.shelves(looks.service.store, named), named=named)
 

@@ -1,4 +1,4 @@
-"""Who looks at a page: a session's word in an HttpOnly cookie, a CSRF word in every form."""
+"""The visitors of pages: the session's id is in an HttpOnly cookie, and every form has a CSRF token."""
 
 import hmac
 import secrets
@@ -20,7 +20,7 @@ _PROCESS = secrets.token_hex(32)
 
 
 class Away(Exception):
-    """The visitor must log in first; `reason` says why, `target` is where they wanted to go."""
+    """The visitor must log in first. `reason` says why, and `target` is the page that they asked for."""
 
     def __init__(self, reason: str, target: str) -> None:
         super().__init__(reason)
@@ -37,7 +37,7 @@ class NotAllowed(TunerError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visitor:
-    """Who looks, through which service. `csrf` is the word that their forms must bring back."""
+    """A visitor of the pages of one service. Forms of this visitor must contain `csrf`."""
 
     service: ServiceContext
     actor: Actor
@@ -46,19 +46,21 @@ class Visitor:
     open: bool
 
     def needs(self, scope: str) -> None:
-        """NotAllowed when the visitor's token lacks the scope."""
+        """Raises NotAllowed if the visitor's token does not have the scope."""
         if not self.actor.may(scope):
             has = ", ".join(sorted(self.actor.scopes))
             raise NotAllowed(f"This needs a token with scope '{scope}'; yours has {has}.")
 
 
 def csrf_of(word: str) -> str:
-    """The word bound to a session; who cannot read the cookie or our pages cannot know it."""
+    """The CSRF token of a session. Only those who can read the cookie or our pages can know it."""
     return hmac.new((word or _PROCESS).encode(), b"tuner pages", "sha256").hexdigest()[:40]
 
 
 def visitor(request: Request) -> Visitor:
-    """The visitor of a page. Away without a session whose token is valid, NotAllowed without scope read."""
+    """The visitor of a page. Raises Away if no session has a valid token, and NotAllowed without the scope
+    read.
+    """
     service = service_of(request)
     word = request.cookies.get(COOKIE, "")
     target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
@@ -79,7 +81,7 @@ Looks = Annotated[Visitor, Depends(visitor)]
 
 
 async def form(request: Request) -> dict[str, str]:
-    """The fields of an urlencoded form. NotAllowed from another site, or when it is too large."""
+    """The fields of a urlencoded form. NotAllowed if it comes from another site or is too large."""
     if not same_site(request):
         raise NotAllowed("This form was sent from another site.")
     body = bytearray()
@@ -92,7 +94,7 @@ async def form(request: Request) -> dict[str, str]:
 
 
 async def signed_form(request: Request, looks: Looks) -> dict[str, str]:
-    """A form with the right CSRF word."""
+    """A form with the right CSRF token."""
     fields = await form(request)
     if not hmac.compare_digest(fields.get("csrf", "").encode(), looks.csrf.encode()):
         raise NotAllowed("This form is out of date: go back, load the page again, and send it once more.")
@@ -102,7 +104,7 @@ async def signed_form(request: Request, looks: Looks) -> dict[str, str]:
 
 
 def reason_of(fields: Mapping[str, str]) -> str:
-    """Why somebody changes something. BadInput without one."""
+    """The reason for a change, from a form. BadInput if it is empty."""
     reason = fields.get("reason", "").strip()
     if not reason:
         raise BadInput("Say why: the reason is kept with the event.")
@@ -116,12 +118,12 @@ SignedForm = Annotated[dict[str, str], Depends(signed_form)]
 
 
 def local(target: str) -> str:
-    """A path on this site, `/` for anything else."""
+    """A path on this site; `/` for anything else."""
     safe = target.startswith("/") and not target.startswith("//") and "\\" not in target
     return target if safe and target.isprintable() else "/"
 
 
 def login_url(target: str, reason: str) -> str:
-    """Where to log in, to come back to `target`."""
+    """The address of the login, which leads back to `target`."""
     why = "&expired=1" if reason else ""
     return f"/login?next={quote(target, safe='')}{why}"

@@ -1,15 +1,20 @@
-"""Whether the service lives and is ready, what it counts, and who changed what."""
+"""The state of the service: whether it lives and is ready, its metrics, its audit, and its nodes. Nodes are
+registered by command line or file, not over HTTP.
+"""
 
-from fastapi import APIRouter, Request
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Path, Request
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from tuner import __version__
 from tuner.history.entities import AuditEntry
+from tuner.service import schemas
 from tuner.service.auth import Admin, Reader, unnamed_database
 from tuner.service.context import Here
-from tuner.service.problems import documented
+from tuner.service.problems import RequestBody, documented
 from tuner.service.schemas import Cursor, Limit, Page, after, page
 
 router = APIRouter(tags=["health"])
@@ -52,3 +57,38 @@ def metrics(request: Request, actor: Reader) -> Response:
 def list_audit(here: Here, actor: Admin, cursor: Cursor = None, limit: Limit = 100) -> Page[AuditEntry]:
     found = here.store.audit(after=after(cursor, int), limit=limit + 1)
     return page(found, limit, lambda entry: entry, lambda entry: (entry.id,))
+
+
+nodes_router = APIRouter(prefix="/v1/nodes", tags=["nodes"])
+NodeName = Annotated[str, Path(max_length=100, pattern=r"^[^/\x00]+$", examples=["gpu-1"])]
+
+
+class StateRequest(RequestBody):
+    """A node's state as an administrator sets it: free again after a repair, or out of service."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"state": "free", "reason": "fan replaced"}]})
+
+    state: Literal["free", "fault"]
+    reason: str = Field(min_length=1, max_length=500)
+
+
+@nodes_router.get("", summary="Nodes by name, with who holds them", responses=documented())
+def list_nodes(here: Here, actor: Reader) -> list[schemas.NodeSchema]:
+    holders = {lease.node: lease.holder for lease in here.store.leases(now=here.clock())}
+    return [schemas.node(each, holders.get(each.name)) for each in here.store.nodes()]
+
+
+@nodes_router.get("/{name}", summary="A node", responses=documented(404))
+def show_node(here: Here, actor: Reader, name: NodeName) -> schemas.NodeSchema:
+    holders = {lease.node: lease.holder for lease in here.store.leases(now=here.clock())}
+    return schemas.node(here.store.node(name), holders.get(name))
+
+
+@nodes_router.put(
+    "/{name}/state", summary="Put a node back to work, or out of service", responses=documented(404)
+)
+def set_node_state(here: Here, actor: Admin, name: NodeName, asked: StateRequest) -> schemas.NodeSchema:
+    found = here.store.set_node_state(name, asked.state)
+    here.pulls.forget()
+    here.audit(actor, "node", name, asked.reason, state=asked.state)
+    return schemas.node(found)

@@ -1,4 +1,6 @@
-"""Profiles, pulled by deploy pipelines, and aliases: each move is an event with actor and reason."""
+"""Profiles, which deploy pipelines pull, and aliases. Each move of an alias is an event with its actor and
+reason.
+"""
 
 import re
 from typing import Annotated, Any
@@ -13,8 +15,8 @@ from tuner.records import AliasEvent, Profile, ProfileKey
 from tuner.service import schemas
 from tuner.service.auth import Promoter, Reader
 from tuner.service.context import Here
+from tuner.service.middleware import PullResponse, matches
 from tuner.service.problems import RequestBody, documented
-from tuner.service.pulls import PullResponse, matches
 from tuner.service.schemas import Cursor, Limit, Page, after, page
 from tuner.settings import NAME
 
@@ -171,7 +173,7 @@ AliasKey = Annotated[ProfileKey, Depends(_key)]
 
 
 class Move(RequestBody):
-    """Where an alias is to go, and why. `force` passes over the gates and needs scope admin."""
+    """The new version of an alias, and the reason. `force` ignores the gates and needs scope admin."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"version": 2, "reason": "confirmed twice"}]})
 
@@ -204,7 +206,9 @@ def list_aliases(
     return [schemas.alias(each) for each in here.store.aliases() if model in (None, each.key.model)]
 
 
-@aliases.get("/{alias}", summary="Where an alias stands", responses={200: ETAG, **documented(400, 404)})
+@aliases.get(
+    "/{alias}", summary="The version that an alias points to", responses={200: ETAG, **documented(400, 404)}
+)
 def show_alias(
     here: Here, actor: Reader, alias: Alias, key: AliasKey, response: Response
 ) -> schemas.AliasSchema:
@@ -227,7 +231,7 @@ def _shown(event: AliasEvent, response: Response) -> schemas.AliasSchema:
 
 
 def _expected(here: Here, key: ProfileKey, alias: str, given: str | None) -> int | None:
-    """The generation that If-Match names. 412 when the alias is at another one."""
+    """The generation that If-Match names. 412 if the alias has another generation."""
     if given is None:
         return None
     found = GENERATION.fullmatch(given.strip())
@@ -236,7 +240,7 @@ def _expected(here: Here, key: ProfileKey, alias: str, given: str | None) -> int
     seen, event = int(found[1]), here.store.alias(key, alias)
     now = event.generation if event else 0
     if seen != now:
-        raise HTTPException(412, f"alias '{alias}' is at generation {now}, not {seen}: somebody moved it")
+        raise HTTPException(412, f"alias '{alias}' is at generation {now}, not {seen}: somebody has moved it")
     return seen
 
 

@@ -1,26 +1,132 @@
-"""Runs: asked for, watched, cancelled. Carried out by controllers that outlive the service."""
+"""Starts, shows and cancels runs. Controllers execute the runs, and continue when the service ends.
 
+The events of a run are server-sent events. They are read from the database, so a client may reconnect. The id
+of an event is its place in the order of the run (time, kind, trial). `Last-Event-ID` names the last event
+that the client has seen, even if another service sent it.
+"""
+
+import asyncio
+import json
+import re
 from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path as FilePath
-from typing import Annotated
+from typing import Annotated, Literal
 
+from anyio import to_thread
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import AwareDatetime, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
 from tuner.errors import BadInput
-from tuner.records import Run, RunState, digest_of
-from tuner.service import events, schemas
+from tuner.history.store import Store
+from tuner.records import JSON, Run, RunState, Trial, TrialState, digest_of
+from tuner.report.words import STOPPED, trial_counts
+from tuner.service import schemas
 from tuner.service.auth import Actor, Reader, Runner
-from tuner.service.comparison_requests import ComparisonRequest, UpgradeRequest
 from tuner.service.context import Here, ServiceContext
 from tuner.service.problems import RequestBody, documented, problem
 from tuner.service.runner import RunOrder
 from tuner.service.schemas import Cursor, Limit, Page, after, page
+from tuner.service.study_requests import ComparisonRequest, UpgradeRequest
 from tuner.tuning.now import left_of
-from tuner.tuning.studyfile import MOST_TRIALS
+from tuner.tuning.study import MOST_TRIALS
+
+KEEP_ALIVE_S = 15.0
+RETRY_MS = 2000
+KINDS = ("started", "finished", "run")
+EVENT_ID = re.compile(r"([0-9]{1,19})-([0-2])-([0-9]{1,18})")
+EPOCH = datetime.fromisoformat("1970-01-01T00:00:00+00:00")
+
+EventPlace = tuple[int, int, int]
+"""Microseconds since 1970, index in KINDS, trial id (0: the run)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedEvent:
+    """One event of a run."""
+
+    place: EventPlace
+    data: JSON
+
+    def text(self) -> str:
+        """The event on the wire."""
+        stamp, kind, trial = self.place
+        body = json.dumps(self.data, separators=(",", ":"), allow_nan=False)
+        return f"id: {stamp}-{kind}-{trial}\nevent: {KINDS[kind]}\ndata: {body}\n\n"
+
+
+def place_of(event_id: str | None) -> EventPlace | None:
+    """The place that a Last-Event-ID names. BadInput if it is not an id of this service."""
+    if not event_id:
+        return None
+    found = EVENT_ID.fullmatch(event_id)
+    if found is None:
+        raise BadInput("Last-Event-ID: not the id of an event of this service")
+    stamp, kind, trial = (int(part) for part in found.groups())
+    return stamp, kind, trial
+
+
+def _stamp(at: datetime) -> int:
+    return (at - EPOCH) // timedelta(microseconds=1)
+
+
+def read_events(store: Store, run_id: str) -> tuple[Sequence[StreamedEvent], bool]:
+    """All events of a run so far, in order, and whether the run has ended."""
+    run = store.run(run_id)
+    found: list[StreamedEvent] = []
+    for trial in store.trials(run.study_id, run_id=run_id):
+        found.append(StreamedEvent((_stamp(trial.started_at), 0, trial.id), _started_event(trial)))
+        if trial.state is not TrialState.RUNNING:
+            ended = trial.ended_at or trial.started_at
+            data: JSON = schemas.trial(trial).model_dump(mode="json")
+            found.append(StreamedEvent((_stamp(ended), 1, trial.id), data))
+    over = run.state is not RunState.RUNNING
+    if over:
+        last = max([_stamp(run.at), *(event.place[0] for event in found)])
+        said = store.conclusion(run_id)
+        found.append(StreamedEvent((last, 2, 0), schemas.run(run, (), said=said).model_dump(mode="json")))
+    return sorted(found, key=lambda event: event.place), over
+
+
+def _started_event(trial: Trial) -> JSON:
+    return {
+        "id": trial.id,
+        "number": trial.number,
+        "attempt": trial.attempt,
+        "origin": trial.origin,
+        "candidate": dict(trial.candidate),
+        "started_at": trial.started_at.isoformat(),
+    }
+
+
+async def stream(store: Store, run_id: str, after: EventPlace | None, *, poll_s: float) -> AsyncIterator[str]:
+    """The events after a place, as they happen. The stream ends with the event of the run's end."""
+    yield f"retry: {RETRY_MS}\n\n"
+    sent: set[EventPlace] = set()
+    pulse: int | None = None
+    quiet = 0.0
+    while True:
+        now = store.change_token()
+        if now != pulse:
+            pulse = now
+            found, over = await to_thread.run_sync(read_events, store, run_id)
+            for event in found:
+                if event.place not in sent and (after is None or event.place > after):
+                    sent.add(event.place)
+                    quiet = 0.0
+                    yield event.text()
+            if over:
+                return
+        if quiet >= KEEP_ALIVE_S:
+            quiet = 0.0
+            yield ": still here\n\n"
+        await asyncio.sleep(poll_s)
+        quiet += poll_s
+
 
 MOST_STREAMS = 32
 """Event streams that one token may have open."""
@@ -30,7 +136,7 @@ RunId = Annotated[str, Path(max_length=32, pattern=r"^[0-9a-z]+$", examples=["4f
 
 
 class RunRequest(RequestBody):
-    """A run of a study within a budget; what is left out is the study file's."""
+    """A run of a study within a budget. A value that is left out is taken from the study file."""
 
     model_config = ConfigDict(
         json_schema_extra={"examples": [{"study": "chat-nightly", "trials": 20, "hours": 6}]}
@@ -39,23 +145,25 @@ class RunRequest(RequestBody):
     study: str = Field(min_length=1, max_length=100, description="A study's id or name.")
     trials: int | None = Field(default=None, ge=1, le=MOST_TRIALS)
     hours: float | None = Field(default=None, gt=0, le=24 * 14)
-    deadline: AwareDatetime | None = Field(default=None, description="Be done by then.")
+    deadline: AwareDatetime | None = Field(default=None, description="End before this time.")
     reason: str = Field(default="asked for over HTTP", max_length=500)
 
 
 class CancelRequest(RequestBody):
-    """Why a run is to stop."""
+    """The reason for which a run is cancelled."""
 
     reason: str = Field(default="cancelled over HTTP", max_length=500)
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. 429 where its `owner` has MOST_STREAMS open: each reads its run again and again."""
+    """Server-sent events. 429 if its `owner` has MOST_STREAMS streams open, because each stream reads its run
+    again and again.
+    """
 
     owner = ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the events, and counts the stream for as long as it is open."""
+        """Sends the events. The stream is counted while it is open."""
         request = Request(scope, receive)
         opened: Counter[str] = request.app.state.service.streams
         if opened[self.owner] >= MOST_STREAMS:
@@ -120,7 +228,7 @@ def _started(
 
 
 def _ordered(here: ServiceContext, asked: AnyRequest) -> tuple[str, FilePath, tuple[str, ...]]:
-    """(the study's id, its file, the controller's command where that does not tune)."""
+    """(the study's id, its file, the controller's command unless it tunes)."""
     if isinstance(asked, RunRequest):
         return (*here.studies.find(asked.study, here.runner.refuse_busy), ())
     study_id, path = here.studies.compared(asked.study, asked.made, here.runner.refuse_busy)
@@ -128,8 +236,8 @@ def _ordered(here: ServiceContext, asked: AnyRequest) -> tuple[str, FilePath, tu
 
 
 def start(here: ServiceContext, actor: Actor, asked: AnyRequest, key: str | None) -> Run:
-    """The run of a request; the one it became before, where the key, which is the token's own, says that it
-    was made already.
+    """The run of a request. If a request of the same token with the same key has already started a run, this
+    is that run.
     """
     digest = digest_of(asked.model_dump(mode="json"))
     key = None if key is None else f"{actor.id} {key}"
@@ -156,7 +264,7 @@ def _deadline(asked: AnyRequest, now: datetime) -> datetime | None:
     ends = [now + timedelta(hours=asked.hours)] if asked.hours else []
     ends += [asked.deadline] if asked.deadline else []
     if ends and min(ends) <= now:
-        raise BadInput(f"deadline: {min(ends).isoformat()} is over")
+        raise BadInput(f"deadline: {min(ends).isoformat()} has passed")
     return min(ends, default=None)
 
 
@@ -167,13 +275,19 @@ def list_runs(
     study: Annotated[
         str | None, Query(max_length=100, description="Only of this study (id or name).")
     ] = None,
-    state: RunState | None = None,
+    state: RunState | Literal["stopped"] | None = None,
     cursor: Cursor = None,
     limit: Limit = 50,
 ) -> Page[schemas.RunSchema]:
-    study_id = here.store.study(study).id if study else None
-    found = here.store.runs(study_id, state=state, after=after(cursor, str), limit=limit + 1)
-    stopped = here.stopped_runs()
+    study_id, stopped = here.store.study(study).id if study else None, here.stopped_runs()
+    begin = after(cursor, str)
+    if state in (RunState.RUNNING, STOPPED):  # history has one state for both
+        unended = here.store.runs(study_id, state=RunState.RUNNING, after=begin)
+        found = tuple(run for run in unended if (run.id in stopped) == (state == STOPPED))[: limit + 1]
+    else:
+        found = here.store.runs(
+            study_id, state=RunState(state) if state else None, after=begin, limit=limit + 1
+        )
 
     def row(run: Run) -> schemas.RunSchema:
         if run.state is not RunState.RUNNING:
@@ -184,7 +298,8 @@ def list_runs(
 
 
 def _counted(here: ServiceContext, run: Run) -> dict[str, int]:
-    return Counter(trial.state.value for trial in here.store.trials(run.study_id, run_id=run.id))
+    trials, stopped = here.store.trials(run.study_id, run_id=run.id), here.stopped_runs()
+    return trial_counts(trials, stopped)
 
 
 def _left(here: ServiceContext, run: Run) -> float | None:
@@ -229,8 +344,8 @@ def run_events(
     with all events so far, or with those after `Last-Event-ID`.
     """
     here.store.run(run_id)
-    after = events.place_of(last_event_id)
-    told = events.stream(here.store, run_id, after, poll_s=here.poll_s)
+    after = place_of(last_event_id)
+    told = stream(here.store, run_id, after, poll_s=here.poll_s)
     found = EventStream(told, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
     found.owner = actor.id
     return found

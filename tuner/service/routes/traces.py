@@ -1,4 +1,4 @@
-"""Traces: known ones, and uploads in pieces whose digest is checked."""
+"""The known traces, and uploads in pieces, whose digest is checked."""
 
 from tempfile import SpooledTemporaryFile
 from typing import IO, Annotated, Literal
@@ -21,7 +21,7 @@ UploadId = Annotated[str, Path(pattern=r"^[0-9a-f]{32}$", examples=["0" * 32])]
 
 
 class UploadRequest(RequestBody):
-    """What will be sent: any format that `tuner trace import` tells by its content."""
+    """The file that will be sent. It may have any format that `tuner trace import` recognises."""
 
     model_config = ConfigDict(
         json_schema_extra={"examples": [{"name": "chat", "size": 65536, "sha256": "ab" * 32}]}
@@ -37,7 +37,7 @@ class UploadRequest(RequestBody):
 
 @schemas.fields_of(Upload, without=("unit", "owner"))
 class UploadSchema(schemas.Schema):
-    """An upload under way; the next piece begins at `offset`."""
+    """An upload that has not ended; the next piece begins at `offset`."""
 
     largest_piece: int = LARGEST_PIECE
 
@@ -47,7 +47,9 @@ def _uploads(here: ServiceContext) -> Uploads:
 
 
 def _own(here: ServiceContext, actor: Actor, upload_id: str) -> Uploads:
-    """The uploads, one of which is this token's. NotFound where it is another's."""
+    """The uploads, after a check that this upload belongs to the token. NotFound if it belongs to another
+    token.
+    """
     found = _uploads(here)
     if found.upload(upload_id).owner != actor.token:
         raise NotFound(f"this token has no upload '{upload_id}'")
@@ -105,7 +107,7 @@ def _add(here: ServiceContext, actor: Actor, upload_id: str, offset: int, piece:
 @router.post(
     "/uploads/{upload_id}/finish",
     status_code=201,
-    summary="Check the digest and take the trace in",
+    summary="Check the digest and import the trace",
     responses=documented(400, 404, 409),
 )
 def finish_upload(here: Here, actor: Runner, upload_id: UploadId) -> schemas.TraceSchema:

@@ -1,4 +1,6 @@
-"""The files of captures: append-only under a name, renamed when they rotate, the oldest removed."""
+"""The files of captures. Lines are only appended. A file gets another name when the next one begins, and the
+oldest files are removed.
+"""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -16,7 +18,7 @@ OPEN, CLOSED = ".jsonl.part", ".jsonl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotation:
-    """When a new file begins (each hour or day of UTC, or beyond a size), how many closed ones are kept."""
+    """When a file begins (each hour or day of UTC, or beyond a size), and how many closed ones are kept."""
 
     every: Literal["hour", "day"] | None = None
     max_bytes: int | None = None
@@ -24,9 +26,11 @@ class Rotation:
 
 
 class Sink:
-    """The file being written. Each append is a single write, so what was written is readable after a kill.
+    """The file that is being written.
 
-    With `name`, files are DIRECTORY/NAME-<UTC stamp>.jsonl, and end in `.part` while open; else one file.
+    Each append is a single write, so a killed capture can be read up to its last write. With `name`, the
+    files are DIRECTORY/NAME-<UTC stamp>.jsonl, and an open file also ends in `.part`. Without `name` there is
+    one file.
     """
 
     def __init__(self, path: Path, name: str | None = None, rotation: Rotation | None = None) -> None:
@@ -44,21 +48,23 @@ class Sink:
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> "Sink":
-        """A sink from what `as_json` returned."""
+        """A sink, from the result of `as_json`."""
         return cls(Path(told["path"]), told["name"], Rotation(**told["rotation"]))
 
     def as_json(self) -> dict[str, JSON]:
-        """What makes this sink, for another process."""
+        """The sink as plain JSON, for another process."""
         return {"path": str(self._base), "name": self._name, "rotation": asdict(self.rotation)}
 
     def again(self) -> "Sink":
-        """The sink of the next file under the name."""
+        """The sink of the next file of the same name."""
         following = Sink(self._base, self._name, self.rotation)
         following._swept = True
         return following
 
     def open(self, now: datetime) -> None:
-        """Begin a file; the first one of a name closes what a killed capture left. Unavailable: no disk."""
+        """Begins a file. The first file of a name closes files that a killed capture left open. Unavailable
+        if the disk fails.
+        """
         try:
             if self._name is not None:
                 self._base.mkdir(parents=True, exist_ok=True)
@@ -75,7 +81,7 @@ class Sink:
         self._size, self._began = 0, now
 
     def write(self, data: bytes) -> None:
-        """Append. OSError when the disk refuses."""
+        """Appends bytes. OSError if the disk fails."""
         view = memoryview(data)
         while view:
             view = view[os.write(self._file, view) :]
@@ -91,7 +97,7 @@ class Sink:
         return self.rotation.max_bytes is not None and self._size >= self.rotation.max_bytes
 
     def close(self) -> None:
-        """Close and rename the file, and remove closed ones beyond `keep`."""
+        """Closes and renames the file, and removes closed files beyond `keep`."""
         if self._file < 0:
             return
         os.close(self._file)
@@ -110,7 +116,9 @@ def closed_files(directory: Path, name: str) -> list[Path]:
 
 
 def latest(directory: Path, name: str) -> Path:
-    """The newest capture of a name: the newest closed file, else the one being written. NotFound: none."""
+    """The newest capture of a name: the newest closed file, otherwise the open one. NotFound if there is
+    none.
+    """
     if closed := closed_files(directory, name):
         return closed[-1]
     if being := _in_order(directory, name, OPEN):
@@ -120,8 +128,7 @@ def latest(directory: Path, name: str) -> Path:
 
 
 def find(ref: str, directories: Sequence[Path]) -> Path | None:
-    """`latest:NAME`, as in a study: the newest capture of that name in any of the directories, else None.
-
+    """`latest:NAME` of a study: the newest capture of this name in any of the directories, otherwise None.
     NAME may begin with a directory, relative to these.
     """
     prefix, colon, asked = ref.partition(":")
@@ -135,7 +142,7 @@ def find(ref: str, directories: Sequence[Path]) -> Path | None:
 
 
 def _in_order(directory: Path, name: str, ending: str) -> list[Path]:
-    """The files of a name (not of a longer name that begins with it), oldest first."""
+    """The files of a name, oldest first. Files of longer names that begin with it are not included."""
     found = []
     for path in directory.glob(f"{name}-*{ending}"):
         stamp, _, number = path.name.removeprefix(f"{name}-").removesuffix(ending).partition(".")
@@ -149,7 +156,7 @@ def _closed(path: Path) -> Path:
 
 
 def _free(directory: Path, stem: str) -> Path:
-    """A file name that neither an open nor a closed capture has."""
+    """A file name that no open or closed capture has."""
     number = 0
     while True:
         tail = f".{number:04d}" if number else ""

@@ -1,4 +1,6 @@
-"""The recording ASGI middleware, for vLLM itself (`--middleware`) or any ASGI app: changes nothing."""
+"""An ASGI middleware that records, for vLLM itself (`--middleware`) or any ASGI app. It changes nothing that
+passes.
+"""
 
 import atexit
 import os
@@ -17,7 +19,7 @@ App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 
 class Capture:
-    """Records generating requests that pass; everything passes untouched and at once."""
+    """Records the requests that generate text. Every request passes unchanged and without delay."""
 
     def __init__(self, app: App, recorder: Recorder) -> None:
         self._app, self.recorder = app, recorder
@@ -51,10 +53,11 @@ class Capture:
 
 
 class VllmCapture(Capture):
-    """For vLLM: `--middleware tuner.traffic.capture.middleware.VllmCapture`, set up by the environment.
+    """The middleware for vLLM: `--middleware tuner.traffic.capture.middleware.VllmCapture`.
 
-    TUNER_CAPTURE_OUT names the file, or, with TUNER_CAPTURE_NAME, the directory of rotating files
-    (TUNER_CAPTURE_EVERY hour|day, TUNER_CAPTURE_KEEP); TUNER_CAPTURE_TOKENIZER the model's tokenizer.json.
+    Environment variables configure it. TUNER_CAPTURE_OUT names the file. With TUNER_CAPTURE_NAME, it names
+    the directory of several files (TUNER_CAPTURE_EVERY hour|day, TUNER_CAPTURE_KEEP). TUNER_CAPTURE_TOKENIZER
+    is the model's tokenizer.json.
     """
 
     def __init__(self, app: App) -> None:
@@ -72,7 +75,7 @@ class VllmCapture(Capture):
 
 
 def _passed(exchange: RecordedExchange, message: Message) -> None:
-    """Note what was just sent: stamps, the status, a reference to the bytes."""
+    """Records what was just sent: its time, the status, and a reference to the bytes."""
     if message["type"] == "http.response.start":
         exchange.answering(message["status"], message.get("headers", ()))
     elif message["type"] == "http.response.body":

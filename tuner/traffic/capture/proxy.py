@@ -1,4 +1,5 @@
-"""The recording proxy: it forwards each piece at once and parses it afterwards.
+"""The recording proxy: it forwards each piece at once and parses it afterwards. Clients have time limits:
+without them, anyone on the network could hold connections open until the server has no file descriptor left.
 
 It uses raw asyncio protocols instead of an ASGI server: a chunk costs one read, one write and one step of the
 parser that finds the end of the answer. Heads are rewritten where HTTP requires it (connection, host), bodies
@@ -11,10 +12,10 @@ import signal
 import ssl
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from time import monotonic_ns
-from typing import cast
+from typing import Self, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -22,11 +23,68 @@ import uvloop
 
 from tuner import processes
 from tuner.errors import BadInput, Unavailable
-from tuner.traffic.capture.clients import TimedClient
 from tuner.traffic.capture.files import Rotation, Sink
 from tuner.traffic.capture.recorder import RECORDED, RecordedExchange, Recorder
 from tuner.traffic.capture.upstream import END, Headers, Request, UpstreamConnection
 from tuner.traffic.capture.writer import Counts
+
+
+class TimedClient:
+    """The time limits of a client connection. It is closed if its client does not continue, or does not take
+    its answer.
+    """
+
+    transport: asyncio.Transport
+    _overdue: asyncio.TimerHandle | None = None
+    _untaken: asyncio.TimerHandle | None = None
+    _since = 0.0
+
+    @property
+    def take_s(self) -> float:
+        """Seconds in which the client must take some bytes of an answer that waits for it."""
+        raise NotImplementedError
+
+    def late(self) -> None:
+        """The client did not continue in time."""
+        self._close()
+
+    def _wait(self, most_s: float) -> None:
+        """Gives the client this many seconds to continue."""
+        self._go_on()
+        loop = asyncio.get_running_loop()
+        self._overdue, self._since = loop.call_later(most_s, self.late), loop.time()
+
+    def _go_on(self) -> None:
+        if self._overdue is not None:
+            self._overdue.cancel()
+            self._overdue = None
+
+    def _must_take(self) -> None:
+        """Gives the client the usual time to take what waits for it."""
+        if self._untaken is None:
+            loop = asyncio.get_running_loop()
+            self._untaken, self._since = loop.call_later(self.take_s, self.transport.abort), loop.time()
+
+    def _took(self) -> None:
+        if self._untaken is not None:
+            self._untaken.cancel()
+            self._untaken = None
+
+    def _close(self) -> None:
+        """Closes the connection after its client has taken what waits, but within a time limit. A normal
+        close would wait without end.
+        """
+        self.transport.close()
+        self._must_take()
+
+    def _make_room(self, others: Iterable[Self]) -> None:
+        """Closes the connection that has waited longest for its client, or this one if no other waits."""
+        waiting = (each for each in others if each._overdue or each._untaken)
+        longest = min(waiting, key=lambda each: each._since, default=self)
+        longest._go_on()
+        longest._took()
+        longest.transport.abort()
+
 
 HOP = frozenset(
     {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer"}
@@ -40,12 +98,14 @@ PATIENCE_S = 10.0
 HEAD_S, BODY_S, IDLE_S, TAKE_S = 20.0, 300.0, 75.0, 300.0
 LARGEST_HEAD, MOST_HEADERS = 64 * 1024, 200
 LARGEST_BODY, MOST_HELD = 128 << 20, 512 << 20
-"""Bytes of a body, and of all bodies that have come and whose answers have not ended."""
+"""Bytes of one body, and of all bodies whose requests have not been answered yet."""
 MOST_WAITING = 16
 """Requests that a client may send on one connection before the answer to the first one."""
 MOST_CLIENTS = 2000
 SMALL = 4096
-"""Bytes of a piece of a body below which the next one is put to it: a chunk may be a byte."""
+"""If a piece of a body has fewer bytes than this, the next piece is added to it, because a chunk may be a
+single byte.
+"""
 REASONS = {400: b"Bad Request", 413: b"Content Too Large", 502: b"Bad Gateway", 503: b"Service Unavailable"}
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -74,13 +134,13 @@ class Proxy:
         self.held = 0
 
     async def listen(self, host: str, port: int) -> asyncio.Server:
-        """A server that can be started; port 0 takes a free one. OSError when the port is taken."""
+        """A server that can be started. With port 0 it uses a free port. OSError if the port is taken."""
         return await asyncio.get_running_loop().create_server(
             lambda: ProxiedConnection(self), host, port, backlog=2048, start_serving=False
         )
 
     async def close(self, patience_s: float = 0.0) -> None:
-        """Let running answers end for a while, then cut the rest."""
+        """Waits a while until open answers have ended, then closes the others."""
         deadline = asyncio.get_running_loop().time() + patience_s
         for client in list(self.clients):
             client.finish()
@@ -94,7 +154,7 @@ class Proxy:
 
 
 class _Refused(Exception):
-    """A request that is more than a client may send."""
+    """A request that is larger than a client may send."""
 
     def __init__(self, status: int, sentence: str) -> None:
         super().__init__(sentence)
@@ -132,11 +192,11 @@ class ProxiedConnection(TimedClient, asyncio.Protocol):
 
     @property
     def take_s(self) -> float:
-        """Of all answers."""
+        """The same time for every answer."""
         return TAKE_S
 
     def late(self) -> None:
-        """The client did not go on in time: cut at once."""
+        """The client did not continue in time: closes the connection at once."""
         self.abort()
 
     def data_received(self, data: bytes) -> None:
@@ -148,7 +208,7 @@ class ProxiedConnection(TimedClient, asyncio.Protocol):
             self.abort()
 
     def _parsed(self, data: bytes) -> bytes:
-        """What the parser leaves of a piece."""
+        """The bytes of a piece that the parser has not read."""
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as error:  # an upgrade is not forwarded: it goes on as HTTP/1.1
@@ -162,7 +222,9 @@ class ProxiedConnection(TimedClient, asyncio.Protocol):
         return b""
 
     def _take_owed(self, data: bytes) -> bytes:
-        """The body of a request that offered an upgrade: the parser leaves it to us. The rest."""
+        """Takes the rest of the body of a request that offered an upgrade, because the parser does not read
+        it. Returns the bytes after it.
+        """
         body, rest = data[: self._owed], data[self._owed :]
         self._owed -= len(body)
         try:
@@ -185,7 +247,7 @@ class ProxiedConnection(TimedClient, asyncio.Protocol):
         self._target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header. What comes after the body must not become one of the head."""
+        """A header. A header after the body must not become a part of the next head."""
         self._more_head(len(name) + len(value))
         if self._in_head:
             self._headers.append((name.lower(), value))
@@ -261,7 +323,7 @@ class ProxiedConnection(TimedClient, asyncio.Protocol):
         return b"\r\n".join(lines) + END
 
     def _serve(self) -> None:
-        """Forward the next request over an idle connection, or a new one."""
+        """Forwards the next request over an idle connection, or over a new one."""
         if not self._waiting:
             if self._last:
                 self._close()
@@ -295,7 +357,7 @@ class ProxiedConnection(TimedClient, asyncio.Protocol):
             proxy.free.append(upstream)
 
     def answered(self, whole: bool) -> None:
-        """The answer has ended: complete (`whole`), or broken off."""
+        """The answer has ended: complete (`whole`) or not."""
         request, self.request, self.upstream = self.request, None, None
         if request is None:
             return
@@ -316,7 +378,7 @@ class ProxiedConnection(TimedClient, asyncio.Protocol):
             self.proxy.recorder.end(exchange)
 
     def refuse(self, status: int, sentence: str) -> None:
-        """Answer in the upstream's place, and close."""
+        """Sends an answer of our own instead of the upstream's, and closes."""
         body = json.dumps({"error": {"message": sentence, "type": "proxy", "code": status}}).encode()
         head = b"HTTP/1.1 %d %b\r\nconnection: close\r\ncontent-type: application/json\r\n" % (
             status,
@@ -331,13 +393,13 @@ class ProxiedConnection(TimedClient, asyncio.Protocol):
         self._close()
 
     def finish(self) -> None:
-        """Close once nothing is under way."""
+        """Closes the connection when no request is open."""
         self._last = True
         if self.request is None:
             self._serve()
 
     def abort(self) -> None:
-        """Cut at once."""
+        """Closes the connection at once."""
         self.transport.abort()
 
     def pause_writing(self) -> None:
@@ -352,7 +414,7 @@ class ProxiedConnection(TimedClient, asyncio.Protocol):
             self.upstream.transport.resume_reading()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """The client is gone: break off the upstream too, so that the engine sees it."""
+        """The client is gone. The connection to the upstream is closed too, so that the engine notices."""
         self.proxy.clients.discard(self)
         self._go_on()
         self._took()
@@ -385,9 +447,9 @@ def run(
     raw: bool = False,
     ready: Callable[[int], None] = lambda _: None,
 ) -> Counts:
-    """Serve until SIGINT or SIGTERM; returns what was recorded. With `name`, `out` is a directory.
+    """Serves until SIGINT or SIGTERM; returns the counts of the recorder. With `name`, `out` is a directory.
 
-    `ready` is called with the port. A second signal cuts running answers.
+    `ready` is called with the port. A second signal ends open answers at once.
     """
     processes.allow_files()
     recorder = Recorder(Sink(out, name, rotation), tokenizer=tokenizer, raw=raw)

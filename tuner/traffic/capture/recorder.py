@@ -1,7 +1,7 @@
-"""The recorder: puts what the proxy saw into a bounded queue, and sends it to the writer's process.
+"""The recorder puts what the proxy saw into a bounded queue, and sends it to the writer process.
 
-It parses nothing: a thread writes stamps and references to the forwarded bytes into a pipe. The writer
-(capture/writer.py), another process, parses, hashes and writes.
+It parses nothing. A thread writes times and references to the forwarded bytes into a pipe. The writer
+(capture/writer.py) is another process, which parses, hashes and writes.
 """
 
 import fcntl
@@ -33,7 +33,7 @@ RAW_NOTICE = "raw capture: whole request and answer bodies are stored, prompts a
 
 @dataclass(slots=True, eq=False)
 class RecordedExchange:
-    """What the hot path knows of one request: stamps and references to the bytes that passed."""
+    """What the proxy notes about one request: times and references to the bytes that passed."""
 
     at_ns: int
     client: str | None = field(default=None, repr=False)
@@ -52,7 +52,7 @@ class RecordedExchange:
 
     @classmethod
     def begun(cls, peer: str | None, headers: Iterable[tuple[bytes, bytes]]) -> "RecordedExchange":
-        """A request whose head has come; header names in lower case."""
+        """The head of a request has arrived. Header names are in lower case."""
         exchange = cls(at_ns=monotonic_ns(), client=peer)
         for name, value in headers:
             if name == b"authorization":
@@ -62,7 +62,7 @@ class RecordedExchange:
         return exchange
 
     def answering(self, code: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """The head of the answer has come; header names in lower case."""
+        """The head of the answer has arrived. Header names are in lower case."""
         self.code = code
         for name, value in headers:
             if name == b"content-type":
@@ -71,7 +71,7 @@ class RecordedExchange:
                 self.packed = True
 
     def passed(self, body: bytes) -> None:
-        """Part of the answer's body was passed on."""
+        """A part of the answer's body was forwarded."""
         if not self.first_ns:
             self.first_ns = monotonic_ns()
         if self.answer_bytes < MOST_ANSWER_BYTES:
@@ -80,15 +80,15 @@ class RecordedExchange:
 
     @property
     def status(self) -> str | None:
-        """How it went as HTTP; None when nothing is wrong with it."""
+        """The outcome as HTTP; None if nothing is wrong."""
         if self.cut and not self.whole:
             return "cancelled"
         return None if self.whole and 200 <= self.code < 300 else "error"
 
 
 class Recorder:
-    """Takes exchanges without blocking; it drops what goes beyond `most` requests or `most_bytes` in the
-    queue.
+    """Takes exchanges without blocking. Exchanges beyond `most` requests or `most_bytes` in the queue are
+    dropped.
 
     `tokenizer` is the model's tokenizer.json or its directory.
     """
@@ -115,7 +115,9 @@ class Recorder:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the writer and begin to take. Unavailable or BadInput when the file cannot be written."""
+        """Starts the writer and takes exchanges from now on. Unavailable or BadInput if the file cannot be
+        written.
+        """
         if self._options["raw"]:
             _log.warning(RAW_NOTICE)
         root = str(Path(__file__).resolve().parents[3])  # the writer must find us as we were found
@@ -148,7 +150,7 @@ class Recorder:
         self._queue.put((exchange, False))
 
     def end(self, exchange: RecordedExchange) -> None:
-        """Its answer has ended, or was cut."""
+        """The answer of a request has ended, or was interrupted."""
         if exchange.number == -1:
             self.begin(exchange)
         if exchange.number >= 0:
@@ -156,13 +158,13 @@ class Recorder:
             self._queue.put((exchange, True))
 
     def stop(self, timeout_s: float = 30.0) -> None:
-        """Have what waits written, the file closed, the key destroyed."""
+        """Waits until everything in the queue is written, the file is closed, and the key is destroyed."""
         self._queue.put(None)
         if self._thread is not None:
             self._thread.join(timeout_s)
 
     def _work(self, pipe: IO[bytes], answers: IO[bytes], wait: Callable[[], int]) -> None:
-        """The thread: send to the writer until `stop`, then read the writer's counts."""
+        """The thread: sends to the writer until `stop`, then reads the writer's counts."""
         lost: OSError | None = None
         while (item := self._queue.get()) is not None:
             try:

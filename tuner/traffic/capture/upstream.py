@@ -1,4 +1,4 @@
-"""The proxy's side to the upstream: one connection, lent to one request at a time."""
+"""The proxy's connections to the upstream. A connection serves one request at a time."""
 
 import asyncio
 from collections.abc import Callable
@@ -17,8 +17,8 @@ END = b"\r\n\r\n"
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request of a client as it came; `head` is what goes to the upstream, ready to be sent, `size` the
-    bytes of the body.
+    """One request of a client. `head` is the head as it goes to the upstream; `size` is the number of bytes
+    of the body.
     """
 
     method: bytes
@@ -36,17 +36,17 @@ class Client(Protocol):
     upstream: "UpstreamConnection | None"
 
     def answered(self, whole: bool) -> None:
-        """The answer has ended: complete (`whole`), or broken off."""
+        """The answer has ended: complete (`whole`) or not."""
 
     def refuse(self, status: int, sentence: str) -> None:
-        """There will be no answer."""
+        """There is no answer."""
 
     def connect(self, request: Request) -> None:
-        """The connection was stale: send the request over a new one."""
+        """The idle connection was already closed: sends the request over a new one."""
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """A connection to the upstream, lent to one client's request at a time."""
+    """A connection to the upstream, which serves one client's request at a time."""
 
     def __init__(self, free: "list[UpstreamConnection]") -> None:
         """`free` is the list of connections that wait for a request."""
@@ -93,7 +93,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._end()
 
     def _first(self, data: bytes) -> bytes | None:
-        """The answer's head, once it is there, and what came with it; both are passed on."""
+        """Reads the answer's head, and forwards it with the bytes that came after it."""
         client = self._client
         if client is None:
             self.abort()  # it answers though nobody asked
@@ -143,7 +143,9 @@ class UpstreamConnection(asyncio.Protocol):
             client.answered(whole=True)
 
     def _broken(self) -> None:
-        """The upstream broke off: tell the client; if an idle connection had become stale, try a new one."""
+        """The upstream closed the connection. If it was an idle connection that was already closed, a new one
+        is used. Otherwise the client is informed.
+        """
         client, self._client = self._client, None
         if client is None:
             return
@@ -156,7 +158,7 @@ class UpstreamConnection(asyncio.Protocol):
             client.refuse(502, "the upstream broke off before its answer")
 
     def abort(self) -> None:
-        """Cut at once."""
+        """Closes the connection at once."""
         self.gone = True
         self.transport.abort()
 

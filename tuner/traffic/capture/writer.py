@@ -1,9 +1,9 @@
-"""The writer of a capture, a process of its own: it reads exchanges from a pipe and writes lines without
-text.
+"""The writer of a capture, a separate process. It reads exchanges from a pipe and writes lines without text.
 
-The lines (importers/captured.py reads them): a header; {"r", "t", ...} when a request came; {"r", "e", ...}
-when its answer ended; {"dropped": n} for what the queue did not take. Times: t in ns since the file began, f
-and e in microseconds since t. A request that ends after its file was rotated is completed in that file.
+importers/captured.py reads these lines: a header; {"r", "t", ...} when a request came; {"r", "e", ...} when
+its answer ended; {"dropped": n} for requests that did not fit into the queue. Times: t is in ns since the
+file began, f and e are in microseconds since t. If a request ends after the next file has begun, its end is
+still written to its own file.
 """
 
 import json
@@ -45,7 +45,9 @@ LENGTH = struct.Struct("<I")
 
 @dataclass(slots=True)
 class Counts:
-    """What a capture did: requests taken, dropped (queue full), not understood, lines the disk refused."""
+    """The counts of a capture: requests that were taken, dropped (queue full) or not understood, and lines
+    that the disk did not take.
+    """
 
     taken: int = 0
     dropped: int = 0
@@ -55,7 +57,9 @@ class Counts:
 
 @dataclass(slots=True, eq=False)
 class _File:
-    """One file; `waiting` counts its requests without an end; once rotated it stays open `until` then."""
+    """One file. `waiting` counts its requests that have not ended. After the next file has begun, it stays
+    open `until` this time.
+    """
 
     sink: Sink
     zero_ns: int
@@ -68,7 +72,7 @@ class _File:
 
 @dataclass(slots=True, eq=False)
 class _InFlight:
-    """What the end of a request needs of its beginning."""
+    """What the end of a request needs to know about its beginning."""
 
     file: _File
     at_ns: int
@@ -77,9 +81,10 @@ class _InFlight:
 
 
 class Writer:
-    """Turns begins and ends into lines. `now` is the time of day, which names and rotates files.
+    """Turns beginnings and ends of requests into lines. `now` is the time of day, which names the files and
+    decides when the next one begins.
 
-    `retired` are rotated files that still wait for answers.
+    `retired` are earlier files that still wait for answers.
     """
 
     def __init__(
@@ -99,7 +104,7 @@ class Writer:
         self._file = self._begin(sink)
 
     def take(self, parts: tuple[Any, ...]) -> None:
-        """One frame of the recorder's: ("b" | "e" | "d", ...)."""
+        """Takes one frame of the recorder: ("b" | "e" | "d", ...)."""
         kind, *rest = parts
         if kind == "d":
             (self.counts.dropped,) = rest
@@ -114,7 +119,7 @@ class Writer:
             self.counts.not_understood += 1
 
     def flush(self) -> None:
-        """Write what waits, and begin a new file when one is due."""
+        """Writes the lines that wait, and begins a new file if it is time."""
         if self.counts.dropped != self._told_dropped:
             self._told_dropped = self.counts.dropped
             self._file.lines.append(_line({"dropped": self.counts.dropped}))
@@ -135,7 +140,7 @@ class Writer:
             self._file = fresh
 
     def close(self) -> None:
-        """Write everything, close the files, destroy the key."""
+        """Writes everything, closes the files and destroys the key."""
         self.flush()
         for file in (*self.retired, self._file):
             _close(file)
@@ -231,8 +236,8 @@ class Writer:
         began.file.lines.append(_line(line))
 
     def _output(self, answer: ResponseFacts) -> tuple[int, str]:
-        """(tokens of the answer, the source of the number): usage, else the tokenizer, else the count of
-        chunks.
+        """(tokens of the answer, the source of this number). The source is the usage, otherwise the
+        tokenizer, otherwise the number of chunks.
         """
         if answer.output_tokens is not None:
             return answer.output_tokens, "usage"
@@ -275,13 +280,13 @@ def _complain(error: Exception) -> None:
 
 
 def frame(*parts: str | int | bytes | None) -> bytes:
-    """Parts for the pipe: their length, then marshal's bytes (both ends are one Python)."""
+    """The bytes of parts for the pipe: their length, then marshal's bytes (both ends run the same Python)."""
     data = marshal.dumps(parts)
     return LENGTH.pack(len(data)) + data
 
 
 def _frames(file: int) -> Iterator[tuple[Any, ...] | None]:
-    """Frames until the pipe is closed; None whenever a while passed, so that lines get flushed."""
+    """The frames until the pipe is closed. None after each pause, so that lines are flushed."""
     buffer = bytearray()
     while True:
         if not select.select([file], [], [], FLUSH_S)[0]:
@@ -304,9 +309,9 @@ def _frames(file: int) -> Iterator[tuple[Any, ...] | None]:
 
 
 def main() -> None:
-    """Read the options from the command line and frames from standard input until that closes.
+    """Reads the options from the command line, and frames from standard input until it is closed.
 
-    Says {"ready": true} or {"error": kind, "sentence": ...} first, and the counts at the end.
+    First it prints {"ready": true} or {"error": kind, "sentence": ...}, and at the end the counts.
     """
     for number in (signal.SIGINT, signal.SIGTERM):  # the recorder ends it, by closing the pipe
         signal.signal(number, signal.SIG_IGN)

@@ -1,7 +1,8 @@
-"""Reads a trace of any known format. Each format is an importer in a file of this package.
+"""Reads a trace of any known format. Each format is an importer in a file of this package. The content of a
+file shows its format.
 
-The content of a file shows its format. Odd rows are repaired or left out, and counted; wrong values are
-refused. docs/extending.md shows how to add a format.
+Odd rows are repaired or left out, and counted. Wrong values are refused. docs/extending.md shows how to add a
+format.
 """
 
 import csv
@@ -24,8 +25,10 @@ from tuner.traffic.trace import Trace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileStart:
-    """The first 64 KiB of a file, unpacked, from the first character that is no space. `first` is its first
-    JSON object; None where there is none, or it does not end within the start.
+    """The first 64 KiB of a file, unpacked, without spaces at the beginning.
+
+    `first` is the first JSON object of the file; None if there is none, or if it does not end within these 64
+    KiB.
     """
 
     text: str
@@ -36,9 +39,9 @@ class FileStart:
 class Importer:
     """How files of one format are recognised and read.
 
-    A file has the format if the header of a CSV file has all `csv_columns`, or the first object of a JSON
-    file has all keys of one of `json_keys` (of several formats, the one that names most of them); else if
-    `fits` says so.
+    A file has the format if the header of a CSV file has all `csv_columns`, or if the first object of a JSON
+    file has all keys of one of `json_keys`. If several formats match, the one with the most names is used. If
+    none matches, `fits` decides.
     """
 
     format: str
@@ -47,18 +50,18 @@ class Importer:
     json_keys: tuple[tuple[str, ...], ...] = ()
     fits: Callable[[FileStart], bool] = lambda start: False
     columns: Collection[str] = ()
-    """What users can map to names in their file (`--column`)."""
+    """The names that users can map to names in their file (`--column`)."""
     takes_unit: bool = False
-    """Whether times may be numbers of a unit that the file does not name (`--unit`)."""
+    """Whether times may be numbers without a unit (`--unit`)."""
     takes_tokenizer: bool = False
-    """Whether it counts tokens of texts (`--tokenizer`)."""
+    """Whether the importer counts the tokens of texts (`--tokenizer`)."""
 
 
 _registered: dict[str, Importer] = {}
 
 
 def register(importer: Importer) -> None:
-    """Makes a format known under its name."""
+    """Adds an importer under the name of its format."""
     _registered[importer.format] = importer
 
 
@@ -80,12 +83,12 @@ def read_any(
     dequantise: bool = True,
     tokenizer: str | Path | None = None,
 ) -> Trace:
-    """The trace in a file of any known format, which its content shows unless `format` names it.
+    """Reads the trace in a file of any known format. The content shows the format, unless `format` names it.
 
-    `columns` maps what an importer looks for to names in the file; `tokenizer` counts the tokens of texts;
-    `unit` (s, ms, us, ns) is that of times which are plain numbers. Requests longer than `max_len` tokens
-    (prompt and answer) are left out and counted; stamps coarser than 5 ms are spread unless `dequantise` is
-    False. BadInput names file, line and key.
+    `columns` maps what an importer looks for to names in the file. `tokenizer` counts the tokens of texts.
+    `unit` (s, ms, us, ns) is the unit of times that are plain numbers. Requests longer than `max_len` tokens
+    (prompt and answer) are left out and counted. If time stamps are coarser than 5 ms, arrivals are spread
+    within a step, unless `dequantise` is False. BadInput names file, line and key.
     """
     source = Path(path)
     if not source.is_file():
@@ -108,21 +111,21 @@ def read_any(
     if chosen.takes_unit and dated and unit is None and found.duration_s > LONGEST_TRACE_S:
         raise BadInput(
             f"{source}: its first and last request are {found.duration_s / 86_400:,.0f} days apart. If its"
-            f" times are numbers since 1970, give their unit: --unit {'|'.join(UNITS_NS)} (written dates stay"
-            " as they are)"
+            f" times are plain numbers that count from 1970, give their unit: --unit {'|'.join(UNITS_NS)}"
+            " (times that are written as dates stay the same)"
         )
     return found
 
 
 def _check(path: Path, chosen: Importer, options: ImportOptions) -> None:
-    """BadInput where an option is of no use for the format."""
+    """Raises BadInput if an option does not apply to the format."""
     if options.columns and not chosen.columns:
         mapped = " and ".join(name for name, each in importers().items() if each.columns)
         raise BadInput(f"{path}: columns can be mapped only for {mapped}, not for '{chosen.format}'")
     for wanted in options.columns:
         if wanted not in chosen.columns:
             close = nearest(wanted, chosen.columns)
-            raise BadInput(f"columns: format '{chosen.format}' does not look for '{wanted}'{close}")
+            raise BadInput(f"columns: format '{chosen.format}' has no column '{wanted}'{close}")
     if options.tokenizer is not None and not chosen.takes_tokenizer:
         counting = " and ".join(f"'{name}'" for name, each in importers().items() if each.takes_tokenizer)
         raise BadInput(f"{path}: a tokenizer works only with format {counting}, not with '{chosen.format}'")
@@ -131,7 +134,7 @@ def _check(path: Path, chosen: Importer, options: ImportOptions) -> None:
 
 
 def _detected(path: Path, columns: Mapping[str, str]) -> str:
-    """Detection; named columns mean the format that looks for most of them."""
+    """The detected format. If columns are named, it is the format that looks for most of them."""
     if not columns:
         return detect(path)
     counts = {name: len(columns.keys() & set(each.columns)) for name, each in importers().items()}
@@ -139,7 +142,7 @@ def _detected(path: Path, columns: Mapping[str, str]) -> str:
 
 
 def detect(path: str | Path) -> str:
-    """The format of a file by its content; `generic` when nothing fits. BadInput when it is empty."""
+    """The format of a file by its content; `generic` if no format matches. BadInput if the file is empty."""
     text = head(Path(path)).decode("utf-8", "replace").lstrip("\ufeff \t\r\n")
     if not text:
         raise BadInput(f"{path}: the file is empty")

@@ -1,5 +1,5 @@
-"""What the tuner has written itself: captures (a line when a request came, a line when its answer ended;
-readable however it was cut) and traces in Parquet.
+"""Reads the tuner's own files: captures (one line when a request came, one when its answer ended; also
+readable if it was cut off) and traces in Parquet.
 """
 
 from collections import Counter
@@ -41,7 +41,7 @@ class _Unanswered:
 
 
 def read(path: Path, options: ImportOptions) -> Trace:
-    """Requests by arrival. One without an end becomes `cancelled` if its length is known."""
+    """The requests by arrival. A request without an end becomes `cancelled` if its length is known."""
     builder = TraceBuilder(path, options)
     records = json_lines(path, builder.quality)
     header = next(records, None)
@@ -61,7 +61,7 @@ def read(path: Path, options: ImportOptions) -> Trace:
 
 
 def _rows(records: Iterator[Record], builder: TraceBuilder) -> list[tuple[Row, int]]:
-    """(row, bytes of its prompt or 0): begins and ends put together; what has no end comes last."""
+    """(row, bytes of its prompt or 0) for each request. Requests without an end come last."""
     waiting: dict[int, _Unanswered] = {}
     rows: list[tuple[Row, int]] = []
     for record in records:
@@ -92,7 +92,7 @@ def _check_header(record: Record, builder: TraceBuilder) -> None:
 
 
 def _estimate(rows: list[tuple[Row, int]], builder: TraceBuilder) -> None:
-    """(row, bytes of its prompt or 0): begins and ends put together, what has no end at the end."""
+    """Estimates missing prompt lengths from the bytes of the prompts, by the other rows' median ratio."""
     ratios = sorted(size / row.input_len for row, size in rows if row.input_len > 0 and size > 0)
     for row, size in rows:
         if row.input_len < 0 and size > 0 and ratios:
@@ -152,7 +152,7 @@ register(Importer(format="capture", read=read, json_keys=(("capture",),)))
 
 
 def read_parquet(path: Path, options: ImportOptions) -> Trace:
-    """The trace without requests longer than `max_len` tokens, which are counted as other importers do."""
+    """The trace without requests longer than `max_len` tokens. They are counted, as by other importers."""
     trace = read_trace(path)
     return trace if options.max_len is None else up_to(trace, options.max_len)
 

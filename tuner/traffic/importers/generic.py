@@ -1,4 +1,4 @@
-"""CSV or JSONL of any origin, its columns named by the user or known by their usual names."""
+"""CSV or JSONL of any origin. The user names its columns, or they have usual names."""
 
 import re
 from collections import Counter
@@ -77,13 +77,16 @@ TEXTS = {"client": "client", "session": "session", "lora": "lora", "key": "reque
 
 
 _CODES = {408: "timeout", 499: "cancelled", 504: "timeout"}
-"""HTTP status codes that say more than success or error; 499 is nginx's for a client that went away."""
+"""HTTP status codes that mean more than success or error; 499 is nginx's code for a client that closed its
+connection.
+"""
 
 
 def read(path: Path, options: ImportOptions) -> Trace:
-    """`columns` maps what is looked for (`arrival_s`, `input_len`, ...) to the file's own column names.
+    """Reads the rows.
 
-    `arrival` is a date and time (ISO 8601 or since 1970), or a number in `unit`; `arrival_s|ms|us|ns` have
+    `columns` maps what is looked for (`arrival_s`, `input_len`, ...) to the file's own column names.
+    `arrival` is a date and time (ISO 8601 or since 1970), or a number in `unit`. `arrival_s|ms|us|ns` have
     their unit in the name, and may be ISO 8601 too. A status is a word of STATUSES or an HTTP status.
     """
     names, builder = options.columns, TraceBuilder(path, options)
@@ -99,7 +102,9 @@ def read(path: Path, options: ImportOptions) -> Trace:
 
 
 def _flat(record: Record) -> Record:
-    """What lies in an object inside the line gets a path as its name: `usage.prompt_tokens`."""
+    """A line without nested objects. A value in an object inside the line gets a path as its name:
+    `usage.prompt_tokens`.
+    """
     inner = {
         f"{name}.{key}": value
         for name, object_ in record.data.items()
@@ -110,11 +115,13 @@ def _flat(record: Record) -> Record:
 
 
 def _resolve(record: Record, names: Mapping[str, str]) -> dict[str, str]:
-    """Which of the file's columns means what; BadInput when arrival or a length is not among them."""
+    """Which column of the file has which meaning. BadInput if the arrival or a length has no column."""
     have = [str(key) for key in record.data]
     for wanted, name in names.items():
         if name not in have:
-            raise BadInput(f"{record.path}: no column '{name}' for {wanted}{nearest(name, have)}; has {have}")
+            raise BadInput(
+                f"{record.path}: no column '{name}' for {wanted}{nearest(name, have)}; the file has {have}"
+            )
     resolved = dict(names)
     timed = any(wanted in ("arrival", *ARRIVALS) for wanted in names)
     for wanted, known in WANTED.items():
@@ -135,8 +142,8 @@ def _absent(record: Record, wanted: str, have: list[str], resolved: Mapping[str,
     have = [name for name in have if name not in resolved.values()]
     close = next((hint for word in words if (hint := nearest(word, have))), "")
     return BadInput(
-        f"{record.path}: no column is known to be {wanted}{close}; name it with"
-        f" `tuner trace import --column {wanted}=COLUMN`, of {have}"
+        f"{record.path}: it is not known which column is {wanted}{close}. Name it with"
+        f" `tuner trace import --column {wanted}=COLUMN`. The columns are {have}"
     )
 
 

@@ -1,5 +1,5 @@
-"""LiteLLM's SpendLogs, exported as CSV or JSONL or read from LiteLLM's own database: times, token counts and
-callers; no column that holds text.
+"""LiteLLM's SpendLogs, as CSV or JSONL or from LiteLLM's own database: times, token counts and callers.
+Columns with text are not read.
 """
 
 import json
@@ -30,9 +30,10 @@ CALLS = frozenset(
 
 
 def read(path: Path, options: ImportOptions) -> Trace:
-    """Rows of generating calls; the first token's time is completionStartTime where the call streamed.
+    """The rows of calls that generate text.
 
-    Answers from LiteLLM's own cache never reached an engine: counted and left out.
+    If a call streamed, completionStartTime is the time of its first token. Answers from LiteLLM's own cache
+    are counted and left out, because they did not reach an engine.
     """
     builder = TraceBuilder(path, options)
     for record in records(path, builder.quality):
@@ -77,10 +78,11 @@ COLUMNS = (
 
 
 def export(url: str, target: Path) -> int:
-    """Write the rows of a LiteLLM database as JSON lines, oldest first; how many there were.
+    """Writes the rows of a LiteLLM database as JSON lines, oldest first, and returns their number. Nothing is
+    written to the database.
 
-    BadInput: no such kind of database. NotFound: no such table, or another one of that name. Unavailable: the
-    database does not answer. Nothing is written to the database.
+    BadInput if this kind of database is not supported. NotFound if there is no such table, or another table
+    of this name. Unavailable if the database does not answer.
     """
     import sqlalchemy as sa  # here, since every look for a file's format imports this module
 

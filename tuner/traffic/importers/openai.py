@@ -44,7 +44,9 @@ PLACES: Mapping[str, tuple[str, ...]] = {
 
 
 def read(path: Path, options: ImportOptions) -> Trace:
-    """Lengths come from `usage`, else from the tokenizer; texts are hashed into blocks and forgotten."""
+    """Reads the lines. Lengths come from `usage`, otherwise from the tokenizer. Texts are hashed into blocks
+    and not kept.
+    """
     builder = TraceBuilder(path, options, block_size=TOKEN_BLOCK)
     counter = None if options.tokenizer is None else Tokenizer(options.tokenizer)
     prints, sources = Fingerprints(), set()
@@ -67,7 +69,8 @@ def _add(
         body = record.data
     if body is None:
         raise record.bad(
-            columns.get("request", "request"), f"is missing; has {sorted(map(str, record.data))[:12]}"
+            columns.get("request", "request"),
+            f"is missing; the fields are {sorted(map(str, record.data))[:12]}",
         )
     response = _document(record, columns, "response")
     if response is None and "usage" in record.data:
@@ -94,7 +97,8 @@ def _row(
     at = _place(record, columns, "arrival")
     if at is None:
         raise record.bad(
-            columns.get("arrival", "timestamp"), f"is missing; has {sorted(map(str, record.data))[:12]}"
+            columns.get("arrival", "timestamp"),
+            f"is missing; the fields are {sorted(map(str, record.data))[:12]}",
         )
     arrival = at[0].moment(at[1], unit)
     values: dict[str, Any] = {}
@@ -125,7 +129,7 @@ def _row(
 
 
 def _place(record: Record, columns: Mapping[str, str], wanted: str) -> tuple[Record, str] | None:
-    """(object, key) that holds a part, or None; also None if a line lacks a mapped part."""
+    """(object, key) that holds a part; None if there is none, or if the line does not have a mapped part."""
     for path in (columns[wanted],) if wanted in columns else PLACES[wanted]:
         holder, *rest = [record], *path.split(".")
         at = holder[0]

@@ -1,4 +1,6 @@
-"""OpenTelemetry spans in OTLP's JSON (a document, or an export per line), `gen_ai.*` in old and new names."""
+"""OpenTelemetry spans in OTLP's JSON (one document, or one export per line), with old and new names of
+`gen_ai.*`.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +24,9 @@ WHOLE = {
 
 
 def read(path: Path, options: ImportOptions) -> Trace:
-    """One request per span that counts tokens; a span around another such span is the same request."""
+    """One request for each span with token counts. A span around another such span belongs to the same
+    request.
+    """
     builder = TraceBuilder(path, options)
     spans: list[tuple[Record, Record]] = []
     parents: dict[str, str] = {}
@@ -46,7 +50,9 @@ def read(path: Path, options: ImportOptions) -> Trace:
 
 
 def _exports(path: Path, builder: TraceBuilder) -> Iterator[Record]:
-    """One record per export: one per line, or the whole file if its first line is no complete document."""
+    """One record for each export: one per line, or the whole file if its first line is not a complete
+    document.
+    """
     try:
         yield from json_lines(path, builder.quality)
     except BadInput:
@@ -55,7 +61,7 @@ def _exports(path: Path, builder: TraceBuilder) -> Iterator[Record]:
         data = whole_json(path)
         if not isinstance(data, dict):
             raise BadInput(
-                f"{path}: a {type(data).__name__}, expected an object with resourceSpans"
+                f"{path}: an object with resourceSpans is expected, not {type(data).__name__}"
             ) from None
         yield Record(path, 1, data)
 
@@ -127,7 +133,9 @@ def _row(span: Record, attributes: Record) -> Row:
 
 
 def _fits(start: FileStart) -> bool:
-    """Whether a document of many lines, of which the start alone is no JSON, names OTLP's lists."""
+    """Whether the beginning of a document names OTLP's lists. A document of many lines need not be complete
+    JSON here.
+    """
     return start.first is None and ('"resourceSpans"' in start.text or '"scopeSpans"' in start.text)
 
 

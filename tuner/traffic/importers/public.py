@@ -34,7 +34,9 @@ def read_azure(path: Path, options: ImportOptions) -> Trace:
 
 
 def read_burstgpt(path: Path, options: ImportOptions) -> Trace:
-    """Rows of every model and log type; from version 3 on also sessions, and the time from request to end."""
+    """Rows of every model and log type. Versions from 3 on also have sessions, and the time from the request
+    to its end.
+    """
     clock = BareClock(path, "Timestamp", options.unit)
     builder = TraceBuilder(path, options, clock=clock)
     turns: Counter[str] = Counter()
@@ -90,8 +92,8 @@ TEXT_KEYS = ("text_input", "messages", "payload")
 def read_mooncake(path: Path, options: ImportOptions) -> Trace:
     """Rows `timestamp, input_length, output_length, hash_ids`, and AIPerf's `session_id, delay, priority`.
 
-    Both document milliseconds, but such files in seconds exist too: see stamps.py. BadInput for a row that
-    has its prompt as text only, because counting it needs a tokenizer.
+    Both formats document milliseconds, but there are also such files in seconds: see stamps.py. BadInput for
+    a row that has its prompt only as text, because a tokenizer would be needed to count it.
     """
     clock = BareClock(path, "timestamp", options.unit)
     builder = TraceBuilder(path, options, block_size=512, clock=clock)
@@ -179,7 +181,9 @@ INPUTS = ("user_message", "tool_result")
 
 
 class _Minter:
-    """Virtual block ids: a round shares as many blocks with its session's context as it had cached tokens."""
+    """Virtual block ids. A round shares as many blocks with the context of its session as it had cached
+    tokens.
+    """
 
     def __init__(self) -> None:
         self._next = 0
@@ -209,7 +213,7 @@ class _Minter:
 
 
 def read_tracelab(path: Path, options: ImportOptions) -> Trace:
-    """One request per round; it arrives when its last input (message or tool result) was there."""
+    """One request for each round. It arrives when its last input (message or tool result) has arrived."""
     builder = TraceBuilder(path, options, block_size=BLOCK_SIZE)
     minter = _Minter()
     ends: dict[str, tuple[int, int]] = {}

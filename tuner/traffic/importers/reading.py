@@ -1,8 +1,9 @@
-"""Reading foreign files line by line: every value that is wrong is named with its file, line and key."""
+"""Reads foreign files line by line. An error about a wrong value names its file, line and key."""
 
 import codecs
 import csv
 import gzip
+import io
 import json
 import re
 import zlib
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from tuner.errors import BadInput, nearest
+from tuner.measures import many
 from tuner.traffic.importers.stamps import LIMIT_NS, UNITS_NS, date_unit, parse_stamp
 
 # The most bytes of a line, of a row of CSV (which may go over lines), and of a JSON document that is one
@@ -31,8 +33,8 @@ _WHOLE = re.compile(r"[+-]?\d{1,19}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One line's values by key, with its place in the file. The readers raise BadInput that names
-    the place.
+    """The values of one line by key, and its place in the file. The methods raise BadInput, which names the
+    place.
     """
 
     path: Path
@@ -44,11 +46,11 @@ class Record:
         return BadInput(f"{self.path}: line {self.line}: '{key}' {problem}")
 
     def has(self, key: str) -> bool:
-        """Whether the key holds something (not absent, null or an empty cell)."""
+        """Whether the key has a value (not absent, null or an empty cell)."""
         return self.data.get(key) not in (None, "")
 
     def first(self, *keys: str) -> str:
-        """The first of these keys that holds something; BadInput when none does."""
+        """The first of these keys that has a value; BadInput if none has."""
         for key in keys:
             if self.has(key):
                 return key
@@ -69,7 +71,7 @@ class Record:
         return number
 
     def whole(self, key: str) -> int:
-        """A whole number that fits 32 bits, negative ones included."""
+        """A whole number of 32 bits; it may be negative."""
         value = self.data.get(self.first(key))
         if type(value) is int:
             number = value
@@ -85,7 +87,7 @@ class Record:
         return number
 
     def nanoseconds(self, key: str, unit_ns: int) -> int:
-        """A number counted in a unit, as whole nanoseconds (exact for whole numbers)."""
+        """A number in a unit as whole nanoseconds (exact for whole numbers)."""
         value = self.data.get(self.first(key))
         if type(value) is int:
             result = value * unit_ns
@@ -97,7 +99,7 @@ class Record:
         return self.within(key, result)
 
     def plain_number(self, key: str) -> int | float:
-        """A finite number, whole ones exact."""
+        """A finite number; whole numbers are exact."""
         value = self.data.get(self.first(key))
         if type(value) is int:
             return value if abs(value) < LIMIT_NS else self.within(key, value)
@@ -106,9 +108,10 @@ class Record:
         return self.number(key)
 
     def moment(self, key: str, unit: str | None = None) -> int:
-        """Nanoseconds of ISO 8601 (naive = UTC), or of a number counted in `unit` (s, ms, us, ns).
+        """Nanoseconds of ISO 8601 (UTC if it has no zone), or of a number in `unit` (s, ms, us, ns).
 
-        Without `unit` the number must be a date between 2010 and 2040 in one of them, counted since 1970.
+        Without `unit`, the number must be a date between 2010 and 2040 in one of these units, counted since
+        1970.
         """
         value = self.data.get(self.first(key))
         if isinstance(value, str):
@@ -121,20 +124,20 @@ class Record:
         if unit is None:
             raise self.bad(
                 key,
-                f"is {_shown(value)}, neither a date (ISO 8601) nor a number since 1970 with a known "
-                f"unit; give the unit with --unit s, ms, us or ns",
+                f"is {_shown(value)}, which is not a date (ISO 8601). If it is a number since 1970, give its "
+                f"unit with --unit s, ms, us or ns",
             )
         return self.nanoseconds(key, UNITS_NS[unit])
 
     def within(self, key: str, stamp_ns: int) -> int:
-        """The stamp itself when 64 bits hold it."""
+        """The time stamp itself if it fits into 64 bits."""
         if not -LIMIT_NS < stamp_ns < LIMIT_NS:
             raise self.bad(key, f"is {_shown(self.data.get(key))}, beyond the times that a trace can store")
         return stamp_ns
 
     def given(self, read: Callable[[str], Any], keys: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-        """Name → what `read` makes of the first of its keys that holds something; without names that have
-        none.
+        """Name → the result of `read` on the first of its keys that has a value. Names whose keys have no
+        value are left out.
         """
         first = {name: next(filter(self.has, each), None) for name, each in keys.items()}
         return {name: read(key) for name, key in first.items() if key is not None}
@@ -144,7 +147,9 @@ class Record:
         return str(self.data[key])
 
     def child(self, key: str) -> "Record | None":
-        """The object under a key as a record of the same line; None when absent, BadInput when no object."""
+        """The object under a key as a record of the same line; None if it is absent, BadInput if it is not an
+        object.
+        """
         value = self.data.get(key)
         if value is None:
             return None
@@ -155,7 +160,7 @@ class Record:
         return Record(self.path, self.line, value)
 
     def items(self, key: str) -> list[Any]:
-        """The list under a key, [] when absent."""
+        """The list under a key; [] if it is absent."""
         value = self.data.get(key)
         if value is None:
             return []
@@ -164,7 +169,7 @@ class Record:
         return value
 
     def block_ids(self, key: str) -> list[int | str]:
-        """The list of block ids under a key, [] when absent: whole numbers or texts, nothing else."""
+        """The list of block ids under a key: whole numbers or texts. [] if it is absent."""
         ids = self.items(key)
         for one in ids:
             if type(one) is not int and type(one) is not str:
@@ -192,9 +197,9 @@ def head(path: Path, size: int = 65536) -> bytes:
 
 
 def lines(path: Path) -> Iterator[tuple[int, str, bool]]:
-    """(number from 1, text without its end, whether the end was there) of each line, UTF-8.
+    """(number from 1, text without its line end, whether there was a line end) of each line, as UTF-8.
 
-    BadInput beyond LONGEST_LINE bytes, and where a gzip file is little but a promise of much.
+    BadInput if a line has more than LONGEST_LINE bytes, or if a gzip file unpacks to far too much.
     """
     number = 0
     try:
@@ -211,7 +216,7 @@ def lines(path: Path) -> Iterator[tuple[int, str, bool]]:
 
 
 def _pieces(path: Path, read: Callable[[BinaryIO], bytes]) -> Iterator[bytes]:
-    """What `read` takes from the (unpacked) file, one after another. BadInput when too much is unpacked."""
+    """The results of `read` on the (unpacked) file, one after another. BadInput if too much is unpacked."""
     most, unpacked = max(_UNPACKED, _RATIO * path.stat().st_size), 0
     with open_bytes(path) as file:
         while piece := read(file):
@@ -224,7 +229,7 @@ def _pieces(path: Path, read: Callable[[BinaryIO], bytes]) -> Iterator[bytes]:
 def json_lines(path: Path, quality: "Counter[str]") -> Iterator[Record]:
     """The objects of a JSONL file, or of a file that is one JSON list.
 
-    A last line that was cut in writing is dropped and counted; any other that is not JSON is a BadInput.
+    If the last line was cut off, it is dropped and counted. Any other line that is not JSON is a BadInput.
     """
     if head(path, 4096).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"[":
         yield from _json_list(path)
@@ -240,7 +245,7 @@ def json_lines(path: Path, quality: "Counter[str]") -> Iterator[Record]:
             quality["cut_last_line"] += 1
             return
         if not isinstance(data, dict):
-            raise BadInput(f"{path}: line {number}: a {type(data).__name__}, expected a JSON object")
+            raise BadInput(f"{path}: line {number}: a JSON object is expected, not {type(data).__name__}")
         yield Record(path, number, data)
 
 
@@ -252,17 +257,17 @@ def records(path: Path, quality: "Counter[str]") -> Iterator[Record]:
 
 def whole_json(path: Path) -> Any:
     """A file that is one JSON document. BadInput beyond LARGEST_DOCUMENT bytes."""
-    pieces, size = list[str](), 0
-    for _, line, _ in lines(path):
-        pieces.append(line)
+    text, size = io.StringIO(), 0  # a list of short lines would take nine times the memory
+    for number, line, _ in lines(path):
+        text.write(line if number == 1 else f"\n{line}")
         size += len(line) + 1
         if size > LARGEST_DOCUMENT:
             raise BadInput(f"{path}: one JSON document of more than {LARGEST_DOCUMENT:,} bytes; write JSONL")
-    return _loads("\n".join(pieces), path, None)
+    return _loads(text.getvalue(), path, None)
 
 
 def csv_records(path: Path, quality: "Counter[str]") -> Iterator[Record]:
-    """The rows of a CSV file with a header; a last row that was cut in writing is dropped and counted."""
+    """The rows of a CSV file with a header. If the last row was cut off, it is dropped and counted."""
     cut, size = False, 0
 
     def texts() -> Iterator[str]:
@@ -286,9 +291,8 @@ def csv_records(path: Path, quality: "Counter[str]") -> Iterator[Record]:
                 if cut and len(cells) < len(header):
                     quality["cut_last_line"] += 1
                     return
-                raise BadInput(
-                    f"{path}: line {reader.line_num}: {len(cells)} cells, the header names {len(header)}"
-                )
+                found = f"{many(len(cells), 'cell')}, but the header has {len(header)}"
+                raise BadInput(f"{path}: line {reader.line_num}: {found}")
             yield Record(path, reader.line_num, dict(zip(header, cells, strict=True)))
     except csv.Error as error:
         raise BadInput(f"{path}: line {reader.line_num}: not CSV: {error}") from error
@@ -303,7 +307,7 @@ def _json_list(path: Path) -> Iterator[Record]:
         number += 1
         item = text.value(number)
         if not isinstance(item, dict):
-            raise BadInput(f"{path}: item {number}: a {type(item).__name__}, expected an object")
+            raise BadInput(f"{path}: item {number}: an object is expected, not {type(item).__name__}")
         yield Record(path, number, item)
         if not text.skip(",") and not text.at("]"):
             raise BadInput(f"{path}: item {number}: not JSON: expected ',' or ']' after it")
@@ -328,17 +332,17 @@ class _Ahead:
                 return self._text.startswith(mark, self._at)
 
     def skip(self, mark: str) -> bool:
-        """As `at`, and goes beyond it."""
+        """As `at`, and if so, moves past it."""
         found = self.at(mark)
         self._at += len(mark) * found
         return found
 
     def left(self) -> bool:
-        """Whether anything but space is left."""
+        """Whether there is anything but space left."""
         return self.at("") and self._at < len(self._text)
 
     def value(self, number: int) -> Any:
-        """The value that begins here; each try reads twice as much as the one before."""
+        """The value that begins here. Each attempt reads twice as much as the one before."""
         self.at("")
         while True:
             try:
@@ -350,7 +354,7 @@ class _Ahead:
                     raise BadInput(f"{self._path}: item {number}: not JSON: {error}") from error
 
     def _more(self, size: int) -> bool:
-        """Reads `size` characters or a little more; False at the end of the file."""
+        """Reads about `size` more characters; False at the end of the file."""
         self._text, self._at = self._text[self._at :], 0
         pieces = [self._text]
         try:

@@ -1,7 +1,8 @@
-"""Time stamps of foreign files: dates, the unit of plain numbers, the step of the clock, and spreading.
+"""Time stamps of foreign files: dates, the unit of plain numbers, the step of the clock, and the spreading of
+arrivals.
 
-A unit that a file does not name is never guessed: either the stamps exclude all units but one, or the user is
-asked.
+If a file does not name a unit, it is never guessed. Either the stamps are possible in only one unit, or the
+user is asked.
 """
 
 import re
@@ -52,7 +53,9 @@ _NATURAL_US = (60_000_000, 1_000_000, 100_000, 10_000)
 
 
 def date_unit(low: float, high: float) -> str | None:
-    """The unit in which both numbers, counted since 1970, are dates between 2010 and 2040; None: in none."""
+    """The unit in which both numbers, counted since 1970, are dates between 2010 and 2040; None if there is
+    none.
+    """
     for unit, ns in UNITS_NS.items():
         if _DATES_NS[0] <= low * ns and high * ns < _DATES_NS[1]:
             return unit
@@ -94,7 +97,9 @@ def _seconds(head: str) -> int | None:
 
 
 def guess_year(month_day: str, before: datetime) -> int:
-    """The year of a stamp without one: the newest year in which it is at most a day after `before`."""
+    """The year of a stamp without a year: the newest year in which the stamp is at most one day after
+    `before`.
+    """
     month, day = (int(part) for part in month_day.split("-"))
     year = before.year
     while True:
@@ -115,7 +120,9 @@ def check_unit(unit: str) -> str:
 
 
 class BareClock:
-    """Stamps of one column without a unit, counted from the first one so that floats stay exact."""
+    """Time stamps of one column without a unit. They are counted from the first one, so that floats stay
+    exact.
+    """
 
     def __init__(self, path: Path, key: str, unit: str | None) -> None:
         self.path, self.key = path, key
@@ -123,13 +130,13 @@ class BareClock:
         self._given = unit
 
     def since_first(self, value: int | float) -> float:
-        """The stamp in the file's own unit, counted from the first stamp that was given."""
+        """The stamp in the unit of the file, counted from the first stamp."""
         if self.first is None:
             self.first = value
         return float(value - self.first)
 
     def unit(self, seen: "UnitEvidence") -> tuple[str, str]:
-        """(unit, why it is that). BadInput asks for the unit where more than one may be right."""
+        """(unit, the reason). BadInput asks for the unit if more than one is possible."""
         if self._given is not None:
             return self._given, "given"
         first, span = self.first or 0, float(np.ptp(seen.stamps))
@@ -138,7 +145,7 @@ class BareClock:
         dated = date_unit(first + float(seen.stamps.min()), first + float(seen.stamps.max()))
         out = _ruled_out(seen)
         if dated is not None and dated not in out:
-            return dated, "the stamps are dates since 1970 in it"
+            return dated, "in this unit the stamps are dates since 1970"
         left = [unit for unit in UNITS_NS if unit not in out]
         if len(left) == 1:
             return left[0], "; ".join(dict.fromkeys(out.values()))
@@ -148,15 +155,17 @@ class BareClock:
             rate = f" of {rows / seconds:.3g} requests/s" if seconds else ""
             readings.append(f"in {unit} it is {seconds:.3g} s{rate}")
         raise BadInput(
-            f"{self.path}: '{self.key}' counts in a unit that the file does not name: {'; '.join(readings)}. "
+            f"{self.path}: the file does not say the unit of '{self.key}': {'; '.join(readings)}. "
             f"Name it: `tuner trace import {self.path.name} --unit {'|'.join(left or UNITS_NS)}`"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitEvidence:
-    """What a file shows of its unit. All times in that unit; `took`, `wrote`: times that answers took (or
-    that passed until the turn after them came) and the tokens of those answers, one pair each.
+    """What a file shows about its unit.
+
+    All times are in this unit. `took` and `wrote` are pairs: the time of an answer (or the time until the
+    next turn came), and the tokens of this answer.
     """
 
     stamps: NDArray[np.float64]
@@ -166,7 +175,9 @@ class UnitEvidence:
 
 
 def _ruled_out(seen: UnitEvidence) -> dict[str, str]:
-    """Unit → why the stamps cannot count in it: too fast for any engine, or too coarse for any clock."""
+    """Unit → why the stamps cannot be in this unit: answers would be faster than any engine, or the clock
+    coarser than any clock.
+    """
     out: dict[str, str] = {}
     span, step = float(np.ptp(seen.stamps)), _step(seen.stamps)
     many = span > 0 and len(seen.stamps) >= _FEWEST_ROWS
@@ -174,17 +185,17 @@ def _ruled_out(seen: UnitEvidence) -> dict[str, str]:
         scale = ns / 1e9
         hasty = int((seen.took * scale < seen.wrote * FASTEST_TOKEN_S).sum())
         if hasty >= _FEWEST_TURNS:
-            out[unit] = f"in a smaller unit {hasty} answers would come faster than any engine writes"
+            out[unit] = f"in a smaller unit {hasty} answers would be faster than any engine"
         elif many and seen.input_tokens > MOST_TOKENS_PER_S * span * scale:
-            out[unit] = "in a smaller unit more tokens would come than any engine takes"
+            out[unit] = "in a smaller unit there would be more tokens than any engine can read"
         elif step * scale >= LONGEST_STEP_S and step * scale % _HALF_HOUR_S:
             out[unit] = f"in a larger unit its clock would tick in steps of {step * scale:,.0f} s"
     return out
 
 
 def _step(stamps: NDArray[np.float64]) -> float:
-    """How the clock ticks, in its own unit: the number that divides every distance, or the batches' distance;
-    0 when stamps have fractions or are few.
+    """The step of the clock, in the unit of the file: the number that divides every distance, or the distance
+    of batches; 0 if the stamps have fractions or are few.
     """
     different = np.unique(stamps)
     if len(different) < _FEWEST_STAMPS or (different != np.round(different)).any():
@@ -193,11 +204,11 @@ def _step(stamps: NDArray[np.float64]) -> float:
 
 
 def resolution_s(arrival_s: NDArray[np.float64]) -> float:
-    """The step of the clock that stamped these arrivals, in seconds; 0.0 if they do not show it (or < 3
-    rows).
+    """The step of the clock of these arrivals, in seconds; 0.0 if they do not show it, or if there are fewer
+    than three rows.
 
-    A batch clock (many equal stamps at regular distances, as in Mooncake's trace) gives the usual distance;
-    else the largest of 60 s, 1 s, 100 ms and 10 ms that divides every distance.
+    For a batch clock (many equal stamps at regular distances, as in Mooncake's trace), the step is the usual
+    distance. Otherwise it is the largest of 60 s, 1 s, 100 ms and 10 ms that divides every distance.
     """
     if len(arrival_s) < 3:
         return 0.0
@@ -219,10 +230,10 @@ def resolution_s(arrival_s: NDArray[np.float64]) -> float:
 
 
 def spread(arrival_s: NDArray[np.float64], step_s: float, seed: int = 0) -> NDArray[np.float64]:
-    """Arrivals (sorted) with U(0, step) added, drawn once from the seed; rows keep their order.
+    """Sorted arrivals, each with a random number from 0 to `step` added. The rows keep their order.
 
-    Rows of one stamp get sorted draws, so order among them stays; a draw is limited to the distance to the
-    next stamp, so order between stamps stays too.
+    Rows of one stamp get sorted numbers. A number is at most the distance to the next stamp. So the order
+    within a stamp and between stamps does not change. The numbers depend only on the seed.
     """
     draws = np.random.default_rng(seed).random(len(arrival_s))
     stamps = np.unique(arrival_s)

@@ -1,4 +1,4 @@
-"""Collects the rows of a foreign trace, repairs or leaves out odd ones and counts them, builds the Trace."""
+"""Collects the rows of a foreign trace, repairs or drops odd rows, counts them, and builds the Trace."""
 
 from array import array
 from collections import Counter
@@ -45,10 +45,11 @@ class ImportOptions:
 
 @dataclass(slots=True, kw_only=True)
 class Row:
-    """One request as a source gives it. `key` is its id there; `client`, `session`, `lora` become numbers.
+    """One request as a source gives it.
 
-    `arrival`: whole nanoseconds, or with a BareClock the number that it returns; `think_s` and `obs_e2e_s`
-    are then in its unit.
+    `key` is its id there. `client`, `session` and `lora` become numbers. `arrival` is in whole nanoseconds.
+    With a BareClock it is the number that the clock returns, and `think_s` and `obs_e2e_s` are in the clock's
+    unit.
     """
 
     arrival: int | float
@@ -99,7 +100,9 @@ class TraceBuilder:
         clock: BareClock | None = None,
         waits: bool = False,
     ) -> None:
-        """`clock`: times come in its unit, decided at the end; `waits`: turns wait for the answer before."""
+        """`clock`: times are in its unit, which is decided at the end. `waits`: a turn waits for the answer
+        before it.
+        """
         self.path = path
         self._clock, self._waits = clock, waits
         self.quality: Counter[str] = Counter()
@@ -118,7 +121,7 @@ class TraceBuilder:
         return len(self._arrival)
 
     def add(self, row: Row) -> bool:
-        """Take a row in, or drop it with a count of why."""
+        """Adds a row, or drops it and counts the reason."""
         if why := self._unfit(row):
             self.drop(why)
             return False
@@ -146,7 +149,7 @@ class TraceBuilder:
         return True
 
     def _count(self, row: Row) -> None:
-        """Count what is odd in a row that is kept; an answer of no tokens failed."""
+        """Counts what is odd in a row that is kept. An answer without tokens counts as failed."""
         if row.output_len == 0 and row.status == OK:
             row.status = ERROR
             self.quality["no_output_flagged"] += 1
@@ -156,15 +159,16 @@ class TraceBuilder:
             self.quality["beam_search"] += 1
 
     def drop(self, why: str) -> None:
-        """Count a row that is left out: `rows_read` is always the rows kept plus all that is `dropped_*`."""
+        """Counts a dropped row. `rows_read` is always the number of kept rows plus all `dropped_*`."""
         self.quality["rows_read"] += 1
         self.quality[why] += 1
 
     def trace(self, source: str, *, known_step_s: float | None = None, **notes: JSON) -> Trace:
-        """The trace: sorted, rebased, coarse stamps spread. BadInput when no row is left.
+        """The trace, sorted and with its first arrival at 0. Coarse time stamps are spread. BadInput if no
+        row is left.
 
-        `source` names the format. `known_step_s` is the step of its clock, if the format fixes one; else the
-        stamps show it. `notes` become part of the trace's metadata.
+        `source` names the format. `known_step_s` is the step of its clock if the format defines it; otherwise
+        the stamps show it. `notes` become part of the trace's metadata.
         """
         if not len(self):
             dropped = ", ".join(f"{count} {why}" for why, count in self.quality.items() if why != "rows_read")
@@ -194,8 +198,8 @@ class TraceBuilder:
         return fill_think(chain_sessions(made))
 
     def _in_nanoseconds(self, parents: NDArray[np.int64]) -> tuple[NDArray[np.int64], dict[str, JSON]]:
-        """(arrivals, notes on their unit); converts the other times to seconds. BadInput asks for
-        the unit.
+        """(arrivals, notes on their unit). The other times are converted to seconds. BadInput asks for the
+        unit.
         """
         if self._clock is None:
             return np.frombuffer(self._arrival, np.int64), {}
@@ -216,7 +220,8 @@ class TraceBuilder:
         longest = max(abs(first), float(np.abs(stamps).max())) * scale
         if longest > LIMIT_NS:
             raise BadInput(
-                f"{self.path}: '{self._clock.key}' in {unit} is outside the times that a trace can store"
+                f"{self.path}: '{self._clock.key}' in {unit} is outside the times that a trace can store;"
+                " is the unit right?"
             )
         notes: dict[str, JSON] = {"unit": unit, "unit_known_by": why}
         return np.rint(stamps * scale).astype(np.int64) + round(first * scale), notes
@@ -263,7 +268,7 @@ class TraceBuilder:
         return parents
 
     def _count_block_oddities(self) -> None:
-        """Count block ids that are partial in one row and complete in another."""
+        """Counts block ids that are incomplete in one row and complete in another."""
         if not self._blocks:
             return
         offsets = np.frombuffer(self._offsets, np.int64)

@@ -1,4 +1,6 @@
-"""vLLM's request log: stamps of 1 s without a year; prompt lengths only where it was written at DEBUG."""
+"""vLLM's request log. Its time stamps have steps of 1 s and no year. It has prompt lengths only if it was
+written at DEBUG.
+"""
 
 import re
 from dataclasses import dataclass, field
@@ -46,10 +48,10 @@ class _Seen:
 
 
 def read(path: Path, options: ImportOptions) -> Trace:
-    """Requests of `--enable-log-requests`; those without a prompt length are counted and left out.
+    """The requests of `--enable-log-requests`. Requests without a prompt length are counted and left out.
 
-    An answer that the log does not count is taken to be max_tokens long, and counted. BadInput when no
-    request has a length.
+    If the log does not count the tokens of an answer, the answer is assumed to have max_tokens tokens, and
+    this is counted. BadInput if no request has a length.
     """
     builder = TraceBuilder(path, options, block_size=TOKEN_BLOCK)
     prints, seen = Fingerprints(), dict[str, _Seen]()
@@ -59,21 +61,25 @@ def read(path: Path, options: ImportOptions) -> Trace:
             _take(text, clock, seen, prints)
         except ValueError as error:
             if ended:
-                raise BadInput(f"{path}: line {number}: not a stamp or a list of tokens: {error}") from error
+                raise BadInput(
+                    f"{path}: line {number}: not a time stamp or a list of tokens: {error}"
+                ) from error
             builder.quality["cut_last_line"] += 1
     prints.destroy()
     for name, one in seen.items():
         _add(builder, name, one)
     if not len(builder):
         raise BadInput(
-            f"{path}: {many(len(seen), 'request')}, none with its prompt length: vLLM logs lengths only at "
-            "DEBUG (VLLM_LOGGING_LEVEL=DEBUG); `tuner capture` records them without the text"
+            f"{path}: the log has {many(len(seen), 'request')}, but no prompt lengths. vLLM logs lengths"
+            " only at DEBUG (VLLM_LOGGING_LEVEL=DEBUG). `tuner capture` records lengths without the text"
         )
     return builder.trace("vllm-log", known_step_s=1.0, year_guessed=True)
 
 
 class _Clock:
-    """Stamps without a year: the newest year that fits, one more when the months begin again."""
+    """Time stamps without a year. The first gets the newest year that is possible. When the months begin
+    again, the year increases by one.
+    """
 
     def __init__(self, newest: datetime) -> None:
         self._newest, self._year, self._month = newest, 0, 0
@@ -114,7 +120,9 @@ def _take(text: str, clock: _Clock, seen: dict[str, _Seen], prints: Fingerprints
 
 
 def _received(seen: dict[str, _Seen], name: str, text: str, at_ns: int) -> None:
-    """Parameters follow the prompt, the adapter follows both: so the last of each word is the right one."""
+    """A received request. The parameters follow the prompt, and the adapter follows both. So the last place
+    of each word is the right one.
+    """
     before, word, adapter = text.rpartition("lora_request: ")
     params = before[max(before.rfind("params: SamplingParams("), before.rfind("params: BeamSearchParams(")) :]
     if not word or not params.startswith("params: "):
@@ -129,7 +137,7 @@ def _received(seen: dict[str, _Seen], name: str, text: str, at_ns: int) -> None:
 
 
 def _last(text: str, pattern: re.Pattern[str], beginning: str) -> re.Match[str] | None:
-    """The pattern at the last place where `beginning` is found."""
+    """The pattern at the last place where `beginning` occurs."""
     place = text.rfind(beginning)
     return None if place < 0 else pattern.match(text, place)
 
@@ -163,7 +171,7 @@ def _ids(text: str) -> list[int]:
 
 
 def _fits(start: FileStart) -> bool:
-    """Whether this is a log (which never begins like JSON) that names requests."""
+    """Whether this is a log that names requests (a log never begins like JSON)."""
     marks = ("Received request ", "Generated response ")
     return start.text[0] not in "{[" and any(mark in start.text for mark in marks)
 

@@ -15,9 +15,10 @@ from tests.search import world
 from tests.search.world import OBJECTIVES, World
 from tuner.errors import BadInput
 from tuner.records import Candidate, Measurement, Prediction, Slo, Trial, TrialState
-from tuner.search import pareto, sampler, trial_view
-from tuner.search.candidate_sources import StudyView, Suggestion, suggest
+from tuner.search import sampler, trial_view
+from tuner.search.acquisition import StudyView
 from tuner.search.trial_view import encode
+from tuner.tuning.next_trial import Suggestion, suggest
 
 SCALE = trial_view.scale(OBJECTIVES, [world.truth({}).values[n] for n in OBJECTIVES], Slo())
 
@@ -70,9 +71,10 @@ def test_no_candidate_comes_twice_and_no_known_failure_is_launched() -> None:
 
 def covered(trials: Sequence[Trial]) -> float:
     rows = [[t.measurement.values[n] for n in OBJECTIVES] for t in trials if t.measurement]
-    return pareto.hypervolume(rows, SCALE)
+    return trial_view.hypervolume(rows, SCALE)
 
 
+@pytest.mark.slow
 def test_the_search_covers_the_front_and_learns_where_it_fails() -> None:
     points = itertools.product(*world.LEVELS.values())
     everything = [Candidate(dict(zip(world.LEVELS, point, strict=True))) for point in points]
@@ -83,10 +85,10 @@ def test_the_search_covers_the_front_and_learns_where_it_fails() -> None:
     assert sum(covered(trials) for trials in studies) >= 3 * 0.6 * best
 
 
+@pytest.mark.slow
 def test_same_history_and_seed_same_answer_in_another_process() -> None:
     code = (
-        "from tests.search.test_candidate_sources import study\n"
-        "print([t.candidate.digest[:12] for t in study(14)])\n"
+        "from tests.search.test_suggest import study\nprint([t.candidate.digest[:12] for t in study(14)])\n"
     )
     seen = {
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
