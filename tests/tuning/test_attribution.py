@@ -402,9 +402,7 @@ def test_a_winner_that_a_later_run_confirms_is_asked_by_the_search_that_found_it
     assert [(g.name, g.kept) for g in found.knobs] == [("max_num_seqs", True), ("watermark", False)]
     assert (found.search_s, found.earlier_search_s) == (0, 24 * 60.0), "the first run searched"
     assert 0 < found.seconds <= 0.3 * found.earlier_search_s
-    assert "% of the time of the search and of the earlier search that found the winner" in "\n".join(
-        lines(found)
-    )
+    assert "% of the time of the search and the earlier search together" in "\n".join(lines(found))
 
 
 def test_a_search_pays_for_one_attribution(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_a_slower_release_is_told_and_the_code_is_the_cause(tmp_path: Path) -> N
     assert set(found.worse) & {"ttft_p50_ms", "tpot_p50_ms"}
     assert found.moved == ()
     assert said.sentence.startswith("Advice: stay. 0.33.0 is worse than 0.32.0 in")
-    assert "The code is the cause: no default that this configuration uses moved." in said.sentence
+    assert "The code is the cause: this configuration uses no default that has changed." in said.sentence
     is_open = any(c.word == "open" and (c.within or 1) >= 0.1 for c in said.finalists[0].changes)
     (run,) = store_of(tmp_path).runs(said.study_id)
     assert run.reason == (

@@ -294,8 +294,8 @@ def say_unjudged(prepared: "Prepared") -> None:
 GUESS = " No trial of this study was measured yet, so the times are a guess."
 
 ENOUGH_TRIALS = 4
-"""From here on the launches beside the trials suffice where every first boot is discarded: one each, and the
-four of a confirmation with two rounds and one finalist."""
+"""With this many trials or more, the launches beside the trials suffice even if every first boot is
+discarded. They are one for each trial, and four for a confirmation with two rounds and one finalist."""
 
 
 def budget_words(

@@ -115,7 +115,7 @@ def show(profile: Annotated[int, typer.Argument(help=ID)], as_json: Json = False
         typer.echo(f"the same configuration as version {first}, with the evidence of a later run")
     print_table(["<evidence", "<value"], _lines(found.evidence))
     if found.evidence.get("repeats"):
-        typer.echo(f"the values come from {many(int(str(found.evidence['repeats'])), 'repeat')} together")
+        typer.echo(f"the values come from {many(int(str(found.evidence['repeats'])), 'repeat')}")
     rows = [[e.at, e.alias, e.from_version, e.to_version, e.actor, e.reason] for e in events]
     print_table(["<at", "<alias", "from", "to", "<by", "<why"], rows)
 
@@ -165,7 +165,7 @@ def _changes(rows: "list[JSON]") -> "Iterator[tuple[str, JSON]]":
 @app.command("diff")
 def diff(
     one: Annotated[int, typer.Argument(help=ID)],
-    other: Annotated[int, typer.Argument(help="The id of the other one.")],
+    other: Annotated[int, typer.Argument(help="The id of the other profile.")],
     as_json: Json = False,
 ) -> None:
     """Show the differences of two versions.

@@ -254,7 +254,7 @@ def show(
     trace: Ref,
     speed: Annotated[
         float,
-        typer.Option(min=0.001, callback=finite, help="Show the numbers as a replay at this speed has them."),
+        typer.Option(min=0.001, callback=finite, help="Show the numbers of a replay at this speed."),
     ] = 1.0,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with pictures.")

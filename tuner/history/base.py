@@ -163,9 +163,7 @@ def find(kind: type[T], connection: Connection, key: Column[str], ref: str, noun
     begins = select(table).where(key.startswith(ref, autoescape=True)).limit(2)
     several = records_of(kind, connection, begins) if ref else ()
     if len(several) > 1:
-        raise BadInput(
-            f"more than one {noun} has an {key.name} that begins with '{ref}': give more characters"
-        )
+        raise BadInput(f"'{ref}' is the beginning of more than one {noun}'s {key.name}: give more characters")
     if not several:
         names = connection.execute(select(table.c.name).distinct()).scalars()
         raise NotFound(f"there is no {noun} '{ref}'{nearest(ref, names)}")

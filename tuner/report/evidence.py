@@ -207,7 +207,7 @@ def strips(rows: Sequence[Outcome], window_s: float, engine: Mapping[str, Sequen
     return [
         Panel(name="arrivals (requests/s)", style="bars", x=edges[:-1].tolist(), y=arrivals.tolist()),
         Panel(
-            name="ttft (ms), by when the request was due; × failed", style="dots", log=True,
+            name="ttft (ms) at the time when the request was due; × failed", style="dots", log=True,
             x=[o.scheduled_s for o in ok], y=[ttft_ms(o) for o in ok],
             crosses=[o.scheduled_s for o in rows if not o.ok and o.error != CANCELLED],
         ),

@@ -62,7 +62,7 @@ def lines(found: Attribution) -> Iterator[str]:
         yield f"the reduced configuration against the winner: {compared}"
     searched = found.search_s + found.earlier_search_s
     share = found.seconds / searched if searched else 0.0
-    both = " and of the earlier search that found the winner" if found.earlier_search_s else ""
+    both = " and the earlier search together" if found.earlier_search_s else ""
     yield f"this took {words.seconds(found.seconds)}, {share:.0%} of the time of the search{both}"
 
 

@@ -383,11 +383,11 @@ class _Loop(Execution):
         if last.cause in NODE_FAULTS:
             store.set_node_state(node.name, "fault")
         raise Aborted(
-            f"trial {last.number} was aborted {many(len(ours), 'time')}, last: {last.reason};"
+            f"trial {last.number} was aborted {many(len(ours), 'time')}. The last reason: {last.reason}."
             + (
-                f" node {node.name} is in state fault now"
+                f" Node {node.name} is in state fault now"
                 if last.cause in NODE_FAULTS
-                else " correct this first"
+                else " Correct this, then start the run again"
             ),
             cause=last.cause or "aborted",
         )

@@ -482,7 +482,7 @@ def _check_slices(
         if longest > max_model_len:
             more = "raise engine.args.max-model-len or choose other slices"
             if longest > model.longest:
-                more = f"the model takes no more than {model.longest}: choose other slices"
+                more = f"the model takes at most {model.longest} tokens: choose other slices"
             raise BadInput(
                 f"{name}: slice {part.name} has a request of {longest} tokens, but the engine takes only"
                 f" {max_model_len}; {more}"

@@ -78,7 +78,7 @@ class EngineFile(Section):
         for key in args:
             flag = key.lstrip("-").replace("_", "-")
             if flag in seen:
-                raise ValueError(f"'{seen[flag]}' and '{key}' are one argument: give it once")
+                raise ValueError(f"'{seen[flag]}' and '{key}' are the same argument: give it once")
             seen[flag] = key
         return args
 

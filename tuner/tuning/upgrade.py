@@ -302,7 +302,7 @@ def _told(finding: UpgradeFinding, first: str) -> UpgradeFinding:
         "both": f"A default that changed is one part of the cause: {pins}. The code is the other part.",
     }
     if finding.fault == "code" and not finding.moved:
-        causes["code"] = "The code is the cause: no default that this configuration uses moved."
+        causes["code"] = "The code is the cause: this configuration uses no default that has changed."
     elif finding.fault == "code" and all(m.before is None for m in finding.moved):
         causes["code"] = f"The cause is the code, or a default that cannot be pinned: {pins}."
     parts = [f"Advice: {finding.advice}.", first, causes.get(finding.fault, ""), *map(_lost, finding.lost)]

@@ -53,7 +53,7 @@ def read_burstgpt(path: Path, options: ImportOptions) -> Trace:
             turns[str(row.session)] += 1
     return builder.trace(
         "burstgpt",
-        licence="CC-BY 4.0, HPMLL (github.com/HPMLL/BurstGPT), when it is the published trace",
+        licence="CC-BY 4.0, HPMLL (github.com/HPMLL/BurstGPT), if this is the published trace",
         known_step_s=1.0,
     )
 
@@ -84,8 +84,8 @@ register(
 )
 
 
-MOONCAKE = "Apache-2.0, Moonshot AI (github.com/kvcache-ai/Mooncake), when it is the published trace"
-BAILIAN = "Apache-2.0, Alibaba (Qwen-Bailian usage traces), when it is the published trace"
+MOONCAKE = "Apache-2.0, Moonshot AI (github.com/kvcache-ai/Mooncake), if this is the published trace"
+BAILIAN = "Apache-2.0, Alibaba (Qwen-Bailian usage traces), if this is the published trace"
 TEXT_KEYS = ("text_input", "messages", "payload")
 
 
@@ -176,7 +176,7 @@ register(
 
 
 BLOCK_SIZE = 16
-LICENCE = "CC-BY 4.0, UW SyFI (github.com/uw-syfi/TraceLab), when it is the published data"
+LICENCE = "CC-BY 4.0, UW SyFI (github.com/uw-syfi/TraceLab), if this is the published data"
 INPUTS = ("user_message", "tool_result")
 
 
