@@ -186,17 +186,13 @@ class RunCost:
             gpus=gpus,
         )
 
-    @property
-    def unit(self) -> Literal["GPU-hours", "hours"]:
-        return "GPU-hours" if self.gpus else "hours"
-
 
 def node_seconds(launches: Iterable[Launch], *, gpus: bool) -> float:
     """How long launches used their node, from their start until the engine had stopped: in GPU-seconds if it
-    has `gpus`.
+    has `gpus`. It is not rounded: `report.words.took` does that.
     """
     spans = ((each.whole_s or 0.0) * (gpus_held(each.argv) if gpus else 1) for each in launches)
-    return round(sum(max(0.0, span) for span in spans), 1)
+    return math.fsum(max(0.0, span) for span in spans)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,6 @@
 """A run that is cancelled: asked while somebody is at work on it, ended at once when nobody is."""
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -56,7 +57,7 @@ def test_a_run_without_a_controller_ends_when_it_is_cancelled(tmp_path: Path, ca
     assert said is not None
     (lost,) = [each for each in world.store.launches(study.id) if each.directory is None]
     assert lost.whole_s is not None
-    assert said.cost == RunCost(search_s=round(103.2 + lost.whole_s, 1), confirm_s=25.0, gpus=1)
+    assert said.cost == RunCost(search_s=math.fsum((103.2, lost.whole_s)), confirm_s=25.0, gpus=1)
     assert world.store.open_launches() == ()
     assert world.store.leases(now=world.clock()) == ()
 

@@ -13,11 +13,11 @@ import pytest
 from benchmarks.attribution import measured
 from tests.report.test_report import said as example
 from tests.tuning.studies import SPACE, tuner
-from tests.tuning.test_confirm import Closed, Night, quiet
-from tuner.conclusions import Attribution, Conclusion, Judgement
-from tuner.records import Candidate, Prediction, Run, RunState, Trial, TrialState, measures_again
+from tests.tuning.test_confirm import NOW, Closed, Night, quiet
+from tuner.conclusions import Attribution, Conclusion, Judgement, RunCost, node_seconds
+from tuner.records import Candidate, Launch, Prediction, Run, RunState, Trial, TrialState, measures_again
 from tuner.report.explain import gave, knob_line, lines, mechanism, why_none
-from tuner.report.words import change, seconds
+from tuner.report.words import change, cost, seconds
 from tuner.search.acquisition import Predict
 from tuner.service.pages.compare import CompareQuery, compare
 from tuner.service.pages.overview import card_of_profile, newest_card
@@ -64,7 +64,7 @@ def test_it_costs_at_most_thirty_per_cent_of_the_search_and_is_told_in_sentences
 ) -> None:
     for one in found.values():
         assert 0 < one.seconds <= 0.3 * one.search_s
-        text = "\n".join(lines(one))
+        text = "\n".join(lines(one, gpus=False))
         assert "left out" in text
         assert set(gave(one)) == {g.name for g in one.knobs}
         assert Attribution.from_json(one.to_json()) == one
@@ -164,6 +164,7 @@ def test_a_knob_that_gives_nothing_is_not_in_the_published_profile(tmp_path: Pat
         assert knob_line(knob) in evidence
     for one in found.last:
         assert change(one) in evidence
+    assert f"attribution.took {seconds(found.seconds)}" in " ".join(evidence.split())
     assert "within" not in evidence.replace("the same within", "")
     (best,) = night.store.bests(model=study.model, metric="ttft_p95_ms")
     won = said.arm(said.winner)
@@ -402,7 +403,23 @@ def test_a_winner_that_a_later_run_confirms_is_asked_by_the_search_that_found_it
     assert [(g.name, g.kept) for g in found.knobs] == [("max_num_seqs", True), ("watermark", False)]
     assert (found.search_s, found.earlier_search_s) == (0, 24 * 60.0), "the first run searched"
     assert 0 < found.seconds <= 0.3 * found.earlier_search_s
-    assert "% of the time of the search and the earlier search together" in "\n".join(lines(found))
+    told = "\n".join(lines(found, gpus=False))
+    assert "% of the time of the search and the earlier search together" in told
+
+
+def test_the_time_of_an_attribution_is_rounded_once_and_has_the_unit_of_the_cost() -> None:
+    took = [
+        Launch(
+            id=str(number), study_id="s", argv=("-tp", "2"), started_at=NOW,
+            ended_at=NOW + timedelta(seconds=span),
+        )
+        for number, span in enumerate((5.73, 5.73))
+    ]  # fmt: skip
+    found = Attribution(run_id="r", study_id="s", at=NOW, winner=1, search_s=100.0)
+    for gpus, said in ((False, "11 s"), (True, "0.00637 GPU-hours")):
+        whole = replace(found, seconds=node_seconds(took, gpus=gpus))
+        assert f"this took {said}, " in "\n".join(lines(whole, gpus=gpus))
+        assert f"{said} of attribution" in cost(RunCost(search_s=100.0, gpus=2 * gpus), whole)
 
 
 def test_a_search_pays_for_one_attribution(tmp_path: Path) -> None:

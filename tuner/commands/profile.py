@@ -113,33 +113,35 @@ def show(profile: Annotated[int, typer.Argument(help=ID)], as_json: Json = False
         typer.echo(f"in the environment: {knobs(dict(sorted(found.env.items())))}")
     if (first := registry.serves_as(store, found)) is not None:
         typer.echo(f"the same configuration as version {first}, with the evidence of a later run")
-    print_table(["<evidence", "<value"], _lines(found.evidence))
+    print_table(["<evidence", "<value"], _lines(found.evidence, gpus=store.study(found.study_id).has_gpus))
     if found.evidence.get("repeats"):
         typer.echo(f"the values come from {many(int(str(found.evidence['repeats'])), 'repeat')}")
     rows = [[e.at, e.alias, e.from_version, e.to_version, e.actor, e.reason] for e in events]
     print_table(["<at", "<alias", "from", "to", "<by", "<why"], rows)
 
 
-def _lines(evidence: "Mapping[str, JSON]", above: str = "") -> "Iterator[tuple[str, JSON]]":
-    """A row per value; a value inside another is named like `values.goodput_rps`. A measured null is +inf."""
+def _lines(evidence: "Mapping[str, JSON]", above: str = "", *, gpus: bool) -> "Iterator[tuple[str, JSON]]":
+    """A row per value; a value inside another is named like `values.goodput_rps`. A measured null is +inf.
+    `gpus`: the engine held GPUs.
+    """
     for name, value in sorted(evidence.items()):
         if name == "changes" and isinstance(value, list):
             yield from _changes(value)
         elif name == "attribution" and value:
-            yield from _attribution(value)
+            yield from _attribution(value, gpus=gpus)
         elif isinstance(value, dict) and value:
-            yield from _lines(value, f"{above}{name}.")
+            yield from _lines(value, f"{above}{name}.", gpus=gpus)
         elif name == "verdict" and evidence.get("demonstration") is True:
             yield name, f"{value} (a demonstration)"
         else:
             yield f"{above}{name}", math.inf if value is None and above == "values." else value
 
 
-def _attribution(value: "JSON") -> "Iterator[tuple[str, JSON]]":
+def _attribution(value: "JSON", *, gpus: bool) -> "Iterator[tuple[str, JSON]]":
     """What each knob gives, and the last comparison, written as everywhere."""
     from tuner.conclusions import Attribution
     from tuner.report.explain import knob_line
-    from tuner.report.words import change, seconds
+    from tuner.report.words import change, took
 
     found = Attribution.from_json(value)
     yield "attribution", found.sentence
@@ -147,7 +149,7 @@ def _attribution(value: "JSON") -> "Iterator[tuple[str, JSON]]":
     for each in found.last:
         where = "" if each.where == "confirm" else " (held-out slice)"
         yield f"attribution.last comparison.{each.metric}{where}", change(each)
-    yield "attribution.took", seconds(found.seconds)
+    yield "attribution.took", took(found.seconds, gpus=gpus)
 
 
 def _changes(rows: "list[JSON]") -> "Iterator[tuple[str, JSON]]":

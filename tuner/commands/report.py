@@ -120,7 +120,7 @@ def explain(
         print_json({"profile": found.id, "candidate": dict(found.candidate), "attribution": told.to_json()})
         return
     typer.echo(f"profile {found.id}, version {found.version}: {knobs(found.candidate)}")
-    for line in lines(told):
+    for line in lines(told, gpus=store.study(found.study_id).has_gpus):
         typer.echo(line)
 
 

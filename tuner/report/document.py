@@ -30,9 +30,8 @@ from tuner.traffic.structure import reuse_by_capacity
 from tuner.traffic.trace import Trace
 
 HERE = Path(__file__).parent
-FILTERS = ("number", "measured", "knobs", "heading", "unit", "seconds", "percent", "change", "difference",
-           "headline", "outcome", "state", "trial_word", "saving", "step",
-           "title")  # fmt: skip
+FILTERS = ("number", "measured", "knobs", "heading", "unit", "seconds", "took", "percent", "change",
+           "difference", "headline", "outcome", "state", "trial_word", "saving", "step", "title")  # fmt: skip
 """What templates take from `words`."""
 FRONT_CURVES = 2
 SLICES = 3

@@ -52,8 +52,8 @@ def why_none(said: Conclusion | None, plan: JSON, *, begun: bool) -> str:
     return "it ended too early"
 
 
-def lines(found: Attribution) -> Iterator[str]:
-    """The whole attribution: its sentence, then one line for each knob."""
+def lines(found: Attribution, *, gpus: bool) -> Iterator[str]:
+    """The whole attribution: its sentence, then one line for each knob. `gpus`: its engines held GPUs."""
     yield found.sentence
     for gain in found.knobs:
         yield f"  {knob_line(gain)}"
@@ -63,7 +63,7 @@ def lines(found: Attribution) -> Iterator[str]:
     searched = found.search_s + found.earlier_search_s
     share = found.seconds / searched if searched else 0.0
     both = " and the earlier search together" if found.earlier_search_s else ""
-    yield f"this took {words.seconds(found.seconds)}, {share:.0%} of the time of the search{both}"
+    yield f"this took {words.took(found.seconds, gpus=gpus)}, {share:.0%} of the time of the search{both}"
 
 
 def knob_line(gain: KnobGain) -> str:

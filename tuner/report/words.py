@@ -275,10 +275,12 @@ def cost(found: RunCost, attribution: Attribution | None = None, again: str = "c
     knobs_s = attribution.seconds if attribution is not None else 0.0
     spans = ((found.search_s, "search"), (found.confirm_s, again), (knobs_s, "attribution"))
     spent = [pair for pair in spans if pair[0]] or spans[:2]
-    return ", ".join(
-        f"{f'{span / 3600:.3g} {found.unit}' if found.gpus else seconds(span)} of {name}"
-        for span, name in spent
-    )
+    return ", ".join(f"{took(span, gpus=found.gpus > 0)} of {name}" for span, name in spent)
+
+
+def took(span: float, *, gpus: bool) -> str:
+    """How long something used its node: in GPU-hours if `span` is in GPU-seconds, otherwise a time."""
+    return f"{span / 3600:.3g} GPU-hours" if gpus else seconds(span)
 
 
 def seconds(value: float | None) -> str:
