@@ -61,6 +61,11 @@ OF_A_CLASS = frozenset(
 CLASS = re.compile(r"interactive|bulk|adapter\d+|tenant\d+")
 
 
+# Numbers that are measured only when the engine's metrics are read. The simulator predicts them from every
+# step.
+SAMPLED = frozenset({"kv_usage_mean", "kv_usage_max", "queue_depth_mean", "queue_depth_max"})
+
+
 class _Entries(dict[str, Measure]):
     """Entries by name. The entry of a class of requests (`interactive.ttft_p95_ms`) is made from that of all
     requests."""

@@ -14,7 +14,7 @@ from benchmarks.attribution import measured
 from tests.report.test_report import said as example
 from tests.tuning.studies import SPACE, tuner
 from tests.tuning.test_confirm import NOW, Closed, Night, quiet
-from tuner.conclusions import Attribution, Conclusion, Judgement, RunCost, node_seconds
+from tuner.conclusions import Attribution, Conclusion, Judgement, KnobGain, RunCost, node_seconds
 from tuner.records import Candidate, Launch, Prediction, Run, RunState, Trial, TrialState, measures_again
 from tuner.report.explain import gave, knob_line, lines, mechanism, why_none
 from tuner.report.words import change, cost, seconds
@@ -486,6 +486,8 @@ def test_the_mechanism_is_told_from_what_the_simulator_counts(
     told = mechanism(before, after)
     assert said in told
     assert bool(said) == bool(told)
+    gain = KnobGain(name="watermark", before=0, value=1, how="measured", kept=True, mechanism=told)
+    assert knob_line(gain) == f"watermark 1: kept{told and '; simulated: '}{told}", "it was not measured"
 
 
 def test_explain_says_the_one_reason_where_nobody_asked(tmp_path: Path) -> None:

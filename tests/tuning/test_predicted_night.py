@@ -105,6 +105,18 @@ def test_predict_begins_with_the_calibration_of_the_last_study_as_the_search_doe
     assert first["values"]["ttft_p95_ms"] == pytest.approx(value, rel=0.02)
 
 
+def test_predict_says_which_numbers_are_measured_only_when_the_metrics_are_read(tmp_path: Path) -> None:
+    path = studies.write(tmp_path, f"{studies.STUDY}objectives: [ttft_p95_ms, queue_depth_mean]\n")
+    store = Store(f"sqlite:///{tmp_path / 'home/tuner.db'}")
+    run = records.a_run(store, load(path, store=None, now=records.NOW).study)
+    base = records.a_measurement(values={"ttft_p95_ms": 90.0, "queue_depth_mean": 2.0})
+    records.finished(store, records.start(store, run, 0, origin="baseline"), base)
+    store.close()
+    said = call(tmp_path / "home", "predict", path, "--candidates", 2).output
+    note = "(queue_depth_mean: at every step → whenever the metrics were read)"
+    assert f"predicted → measured {note}" in " ".join(said.split())
+
+
 def test_a_night_over_several_cards_is_refused(tmp_path: Path) -> None:
     study = studies.write(tmp_path, studies.STUDY.replace("max_num_seqs: 4}", "tensor_parallel_size: 2}"))
     done = call(tmp_path / "home", "predict", study, "--night")

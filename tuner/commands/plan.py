@@ -22,7 +22,7 @@ from tuner.commands.common import (
     store_if_any,
     windows,
 )
-from tuner.measures import many
+from tuner.measures import SAMPLED, many
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -468,7 +468,10 @@ def _show(found: "Forecast") -> None:
     print_table(["<role", *heads, "<configuration"], rows, title=title)
     if found.measured:
         table = [_beside(trial, prediction, names) for trial, prediction in found.measured]
-        print_table(["trial", *heads], table, title="predicted → measured")
+        title = "predicted → measured"
+        if sampled := [name for name in names if name in SAMPLED]:
+            title += f" ({', '.join(sampled)}: at every step → whenever the metrics were read)"
+        print_table(["trial", *heads], table, title=title)
 
 
 def _with_spread(prediction: "Prediction", name: str) -> str:
