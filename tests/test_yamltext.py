@@ -20,7 +20,7 @@ BAD = {
     "too many digits": (f"a: {'9' * 5000}", "f line 1: not YAML: '999999"),
     "half a character": ('a: "\\ud800"', "is not valid Unicode text"),
     "not a number": ("a: [1, {b: .nan}]", "f line 1: not YAML: a number that is not finite"),
-    "a NUL": ('a: "\\0"', "f line 1: not YAML: a NUL in a text"),
+    "a NUL": ('a: "\\0"', "f line 1: not YAML: a text with a NUL character"),
     "a program": ("a: !!python/object:os.system x", "could not determine a constructor"),
     "deep": ("[" * 5000, "f: is nested too deeply"),
     "itself": ("&a [*a]", "the aliases (*NAME) expand to too much text"),

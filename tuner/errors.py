@@ -13,7 +13,7 @@ INTERRUPTED = 8
 
 EXIT_CODES: Mapping[int, str] = MappingProxyType(
     {
-        0: "done. Also `serve` after SIGTERM or Ctrl-C, and `tune` after `tuner run cancel`",
+        0: "done. Also the code of `serve` after SIGTERM or Ctrl-C, and of `tune` after `tuner run cancel`",
         1: "an engine failed, or there was an error that has no code in this list. `lint`: a finding is as"
         " severe as `--fail-on`",
         2: "wrong input. Fix the file, key or flag that the message names. Nothing was written",

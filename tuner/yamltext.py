@@ -165,7 +165,7 @@ class _Loader(yaml.SafeLoader):
             problem = f"{str(node.value)[:40]!r} is not {kind}"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from error
         if isinstance(found, str) and "\0" in found:
-            raise yaml.MarkedYAMLError(problem="a NUL in a text", problem_mark=node.start_mark)
+            raise yaml.MarkedYAMLError(problem="a text with a NUL character", problem_mark=node.start_mark)
         if isinstance(found, float) and not math.isfinite(found):
             raise yaml.MarkedYAMLError(problem="a number that is not finite", problem_mark=node.start_mark)
         return found

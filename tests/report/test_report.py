@@ -163,7 +163,7 @@ def test_a_winner_off_the_front_is_shown_and_explained() -> None:
     found = replace(data(said(winner=4, finalists=(arm,))), trials=(*TRIALS, slower))
     for text in (render(found), markdown(found)):
         assert "Trial 4 is the published winner. By its first measurement it is not on the front." in text
-        assert "The policy of the study chose it from the finalists by their confirmed values." in text
+        assert "But the policy of the study compares the confirmed values of the finalists, and chose" in text
         assert "(winner)" in text
 
 

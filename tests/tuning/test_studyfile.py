@@ -104,7 +104,7 @@ BAD = {
     ),
     "29b3 one argument twice": (
         GOOD + "  args: {max-model-len: 1, max_model_len: 2}\n",
-        "'max-model-len' and 'max_model_len' are one argument",
+        "'max-model-len' and 'max_model_len' are the same argument",
     ),
     "29b3 a hidden engine": (GOOD.replace("A: 1", "VLLM_API_KEY: x"), "VLLM_API_KEY would hide the engine"),
     "29b3 no variable": (

@@ -86,7 +86,7 @@ def check(
     python: Python = None,
     model: Annotated[
         str | None,
-        typer.Option(help="A model. Then combinations that fail with this model are reported, too."),
+        typer.Option(help="Also report combinations that fail with this model."),
     ] = None,
     max_model_len: Annotated[int | None, typer.Option(min=1, help="The engine's --max-model-len.")] = None,
     as_json: Json = False,

@@ -169,7 +169,7 @@ def restore_production(
         bool,
         typer.Option(
             "--mended",
-            help="Say that you repaired a node whose state is fault. Then runs use it again.",
+            help="Say that you repaired a node in state fault, so that runs use it again.",
         ),
     ] = False,
     host: Annotated[

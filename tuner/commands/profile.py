@@ -279,7 +279,7 @@ def promote(
     node: NodeName = None,
     workload: Workload = None,
     version: Annotated[
-        int | None, typer.Option(help="The version's number, not an id. Default: the challenger.")
+        int | None, typer.Option(help="The number of the version (not an id). Default: the challenger.")
     ] = None,
     alias: Annotated[str, typer.Option(help="The alias to move.")] = "champion",
     reason: Reason = "promoted by hand",

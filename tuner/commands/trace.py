@@ -223,7 +223,7 @@ def _check_name(name: str) -> None:
 
     if not name.isprintable() or set(name) & set("/\\:") or name[:1] in ("", ".", "-") or len(name) > 60:
         raise BadInput(
-            f"{name!r} cannot be the name of a trace. A name has at most 60 printable characters,"
+            f"{name!r} cannot be the name of a trace. A name may have at most 60 printable characters,"
             " no / \\ or :, and does not begin with . or -. Give another name with --name"
         )
 

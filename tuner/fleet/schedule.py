@@ -176,7 +176,7 @@ def _refusal(store: Store, firing: Firing, now: datetime, busy: str | None) -> t
     if firing.terms.missed == "skip" and late_s > firing.terms.grace_s:
         return (
             "missed",
-            f"it was due at {_at(found.due)}. This is {late_s / 60:.0f} min ago, so it is skipped",
+            f"it is skipped, because it was due at {_at(found.due)}, {late_s / 60:.0f} min ago",
         )
     if (day := blacked_out(schedule, found)) is not None:
         return "blackout", f"{day} is a blackout date"

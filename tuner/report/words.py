@@ -252,8 +252,8 @@ def published(found: Conclusion, on_front: bool, attribution: Attribution | None
     ended = "is the published winner" if reduced is None else "won"
     first = f"Trial {won.label if won else found.winner} {ended}."
     if not on_front:
-        first += " By its first measurement it is not on the front. The policy of the study chose it from the"
-        first += " finalists by their confirmed values."
+        first += " By its first measurement it is not on the front. But the policy of the study compares the"
+        first += " confirmed values of the finalists, and chose this trial."
     return first if reduced is None else f"{first} {left_out(reduced)}"
 
 

@@ -195,7 +195,7 @@ def _limited(scope: Scope, receive: Receive) -> Receive:
         message = await receive()
         taken += len(message.get("body", b""))
         if taken > most:
-            raise HTTPException(413, f"a request has at most {most} bytes")
+            raise HTTPException(413, f"a request may have at most {most} bytes")
         return message
 
     return limited

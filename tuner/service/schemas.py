@@ -283,7 +283,8 @@ class NightSchema(Schema):
 
     date: date
     outcome: str = Field(
-        examples=["clear winner"], description="What the run concluded; before that, running or stopped."
+        examples=["clear winner"],
+        description="The outcome of the run. While it has no conclusion: running or stopped.",
     )
     from_baseline: Difference | None = Field(
         description="The change from the baseline, (after − before) / before, by the run's repeats, with its"

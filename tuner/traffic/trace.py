@@ -349,7 +349,7 @@ def _check_schema(parquet: "pq.ParquetFile", source: Path) -> None:
     values = sum(group.column(place).num_values for group in groups for place in range(group.num_columns))
     if facts.num_rows > MOST_ROWS or values > MOST_VALUES:
         raise BadInput(
-            f"{source}: {facts.num_rows:,} rows with {values:,} values; a trace has at most"
+            f"{source}: {facts.num_rows:,} rows with {values:,} values; a trace may have at most"
             f" {MOST_ROWS:,} with {MOST_VALUES:,}"
         )
 

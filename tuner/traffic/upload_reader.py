@@ -85,7 +85,7 @@ def _answer(source: Path, target: Path, unit: str | None) -> dict[str, Any]:
     trace = importers.read_any(source, unit=unit)
     if len(trace) > MOST_REQUESTS or len(trace.blocks) > MOST_BLOCKS:
         raise BadInput(
-            f"{source}: {len(trace):,} requests with {len(trace.blocks):,} blocks; an upload has at most"
+            f"{source}: {len(trace):,} requests with {len(trace.blocks):,} blocks; an upload may have at most"
             f" {MOST_REQUESTS:,} with {MOST_BLOCKS:,}: send a slice of it"
         )
     meta = {**trace.meta, "requests": len(trace), "duration_s": trace.duration_s}

@@ -205,7 +205,7 @@ def _share(name: str, value: object) -> float:
         share = -1.0
     if isinstance(value, bool) or not 0 <= share <= MOST_WORSE:
         raise ValueError(
-            f"{name}: say how much worse than today it may be, such as 10% or 0.1, not {value!r}"
+            f"{name}: say by how much a winner may be worse than today, such as 10% or 0.1, not {value!r}"
         )
     return share
 

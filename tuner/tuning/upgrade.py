@@ -265,7 +265,7 @@ def _not_served(finding: UpgradeFinding, why: str, tried: Mapping[tuple[str, ...
     if any(served.values()):
         moved = _judged(finding, served)
         found = replace(finding, moved=moved, fault="default", advice="move with these pins")
-        return _told(found, f"The new version does not serve as it is: {why.rstrip('.')}.")
+        return _told(found, f"The new version does not serve with its new defaults:  {why.rstrip('.')}.")
     found = replace(finding, fault="start", advice="re-tune" if _left_out(finding) else "stay")
     return _told(found, f"The new version does not serve: {why.rstrip('.')}.")
 

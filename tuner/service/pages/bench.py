@@ -348,6 +348,6 @@ FILES: Mapping[str, tuple[str, Callable[[pa.Table], bytes]]] = {
 def download(bench: Bench, asked: BenchQuery, ending: str) -> tuple[bytes, str]:
     """(the chosen trials in their order as a file, its media type). BadInput for an unknown ending."""
     if ending not in FILES:
-        raise BadInput(f"there is no file of kind '{ending}'{nearest(ending, FILES)}: {', '.join(FILES)}")
+        raise BadInput(f"'{ending}' is not one of {', '.join(FILES)}{nearest(ending, FILES)}")
     media, write = FILES[ending]
     return write(bench.table.take(pa.array(bench.ordered(asked), pa.int64()))), media

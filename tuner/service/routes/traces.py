@@ -95,7 +95,7 @@ async def add_piece(
         async for part in request.stream():
             piece.write(part)
             if piece.tell() > LARGEST_PIECE:
-                raise HTTPException(413, f"a piece has at most {LARGEST_PIECE} bytes")
+                raise HTTPException(413, f"a piece may have at most {LARGEST_PIECE} bytes")
         found = await to_thread.run_sync(_add, here, actor, upload_id, upload_offset, piece)
     return UploadSchema.of(found)
 

@@ -255,7 +255,7 @@ class ProxiedConnection(TimedClient, asyncio.Protocol):
     def _more_head(self, size: int) -> None:
         self._head_bytes += size
         if self._head_bytes > LARGEST_HEAD or len(self._headers) >= MOST_HEADERS:
-            raise _Refused(400, f"a head has at most {LARGEST_HEAD} bytes and {MOST_HEADERS} headers")
+            raise _Refused(400, f"a head may have at most {LARGEST_HEAD} bytes and {MOST_HEADERS} headers")
 
     def on_headers_complete(self) -> None:
         self._in_head = False
@@ -276,7 +276,7 @@ class ProxiedConnection(TimedClient, asyncio.Protocol):
         one.size += len(body)
         self._hold(len(body))
         if one.size > LARGEST_BODY:
-            raise _Refused(413, f"a request has at most {LARGEST_BODY} bytes")
+            raise _Refused(413, f"a request may have at most {LARGEST_BODY} bytes")
         if self.proxy.held > MOST_HELD:
             raise _Refused(503, "too much is under way; try again")
         if one.body and len(one.body[-1]) < SMALL:
