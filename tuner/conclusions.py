@@ -253,12 +253,16 @@ class Conclusion(JsonRecord):
     advice: Advice | None = None
 
     @property
-    def outcome_words(self) -> str:
-        """What it found, in a few words that never leave out that it was a demonstration. For an upgrade
-        check, its advice.
+    def verdict(self) -> str:
+        """What it found, in a few words: its outcome. For an upgrade check its advice, because the outcome is
+        what the study's policy says of the arms, and knows nothing of versions and pins.
         """
-        said = f"advice: {self.advice}" if self.advice else self.outcome.value
-        return said + (" (a demonstration)" if self.demonstration else "")
+        return f"advice: {self.advice}" if self.advice else self.outcome.value
+
+    @property
+    def outcome_words(self) -> str:
+        """The verdict, which never leaves out that it was a demonstration."""
+        return self.verdict + (" (a demonstration)" if self.demonstration else "")
 
     @property
     def confirmed(self) -> bool:

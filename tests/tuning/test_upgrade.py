@@ -11,6 +11,7 @@ from tests.tuning.studies import tuner, write
 from tests.tuning.test_compare import CALM, NOISE, store_of
 from tuner.conclusions import Arm, Conclusion, Difference, Judgement, MovedDefault, UpgradeFinding, Word
 from tuner.records import Candidate, EngineFacts
+from tuner.report.board import board_of
 from tuner.tuning.comparison import ArmConfiguration
 from tuner.tuning.upgrade import finding_of, fitted
 
@@ -31,8 +32,14 @@ def checked(folder: Path, release: str) -> tuple[UpgradeFinding, Conclusion]:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert set(found) == {"run", "conclusion"}
-    said = store_of(folder).conclusion(found["run"]["id"])
+    store = store_of(folder)
+    said = store.conclusion(found["run"]["id"])
     assert said is not None
+    verdict = f"advice: {found['conclusion']['advice']}"
+    assert found["run"]["summary"]["verdict"] == verdict, "never the word of a search"
+    assert board_of(store, store.study(said.study_id)).found()["verdict"] == {
+        "verdict": verdict, "sentence": said.sentence
+    }  # fmt: skip
     return UpgradeFinding.from_json(found["run"]["summary"]["upgrade"]), said
 
 

@@ -94,7 +94,7 @@ class Board:
         """What programs read of the runs: the newest one's verdict and conclusion, the confirmation."""
         said, confirmed = self.conclusion, self.confirmation
         return {
-            "verdict": {} if said is None else {"verdict": said.outcome.value, "sentence": said.sentence},
+            "verdict": {} if said is None else {"verdict": said.verdict, "sentence": said.sentence},
             "winner": self.winner,
             "conclusion": None if said is None else said.to_json(),
             "confirmation": None if confirmed is None else confirmed.to_json(),

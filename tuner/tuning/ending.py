@@ -166,7 +166,7 @@ def summary_of_conclusion(context: RunContext, said: Conclusion) -> dict[str, JS
     study = context.prepared.study
     key: dict[str, JSON] = {"model": study.model, "target": study.node, "workload": study.workload}
     return {
-        "verdict": said.outcome.value,
+        "verdict": said.verdict,
         "sentence": said.sentence,
         "winner": said.winner,
         "baseline": said.baseline.trial if said.baseline and said.repeats else None,
