@@ -91,9 +91,9 @@ def sentence_of(found: Attribution, why: str = "") -> str:
             f" of the profile (trial {found.reduced}).{rest}"
         )
     if why:
-        return f"The winner is published as it is: {why}."
+        return f"The winner is published unchanged: {why}."
     if not pays:
-        return f"The winner is published as it is.{rest}"
+        return f"The winner is published unchanged.{rest}"
     every = f"Every {'tested ' if unasked else ''}knob of the winner"
     return f"{every} gives a part of the gain: {', '.join(pays)}.{rest}"
 
